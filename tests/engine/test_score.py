@@ -113,7 +113,7 @@ def test_one_low_confidence_moves_the_whole_set_towards_priority():
     measured("user.c", 10.0, confidence=1.0, noise=0.2)
     assert order()[0] == "user.a"
     terms = {term.name: term.points for term in ranked()[0].terms}
-    assert terms == {"measured": 0.0, "priority": 80.0}
+    assert terms == {"cost": 0.0, "priority": 80.0}
 
 
 def test_doubts_lift_nobody_over_one_that_is_quicker_beyond_the_noise_of_both():

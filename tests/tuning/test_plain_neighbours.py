@@ -62,12 +62,12 @@ def test_a_text_of_any_length_gets_what_is_quickest_near_it(place, size):
 
 def test_rough_times_decide_where_nobody_else_may_be_the_best():
     found = settled({
-        "quick": Evidence(100.0, Provenance.MEASURED, 0.1, 0.3, 100.0),
-        "slow": Evidence(2000.0, Provenance.MEASURED, 0.1, 0.3, 2000.0),
+        "quick": Evidence(100.0, Provenance.MEASURED, 0.1, 0.3),
+        "slow": Evidence(2000.0, Provenance.MEASURED, 0.1, 0.3),
     })  # fmt: skip
     assert {each.confidence for each in found.values()} == {FOR_SURE}
     near = settled({
-        "quick": Evidence(100.0, Provenance.MEASURED, 0.1, 0.3, 100.0),
-        "near": Evidence(150.0, Provenance.MEASURED, 0.1, 0.3, 150.0),
+        "quick": Evidence(100.0, Provenance.MEASURED, 0.1, 0.3),
+        "near": Evidence(150.0, Provenance.MEASURED, 0.1, 0.3),
     })  # fmt: skip
     assert {each.confidence for each in near.values()} == {0.1}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import shutil
 import sqlite3
@@ -68,6 +69,53 @@ def fresh():
 
 def times(store, kernels, asked):
     return {name: found.time_us for name, found in store.evidence(kernels, asked).items()}
+
+
+PARTS = st.tuples(st.floats(1.0, 500.0), st.floats(1.0, 500.0), st.floats(1.0, 1.5))
+"""What the device and the host of a call take, and how much longer it was waited for."""
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.dictionaries(st.sampled_from("abc"), st.tuples(PARTS, st.sampled_from([8, 16])), min_size=1), st.booleans())
+def test_what_is_told_as_measured_is_a_row_that_was_recorded(kernels, drawn, capturing):
+    """Whatever stands beside it: what decides depends on the others, and has a name of its own."""
+    ENGINE.ledger = StoreLedger(MemoryLedger())
+    recorded = {}
+    for name, ((device_us, host_us, longer), rows) in drawn.items():
+        waited_us = max(device_us, host_us) * longer
+        time = replace(TIME, median_us=waited_us, device_us=device_us, host_us=host_us)
+        ENGINE.ledger.record_time(REGISTRY.kernel(f"user.{name}"), facts(rows), time)
+        recorded[f"user.{name}"] = rows, waited_us, device_us
+    for rows in (8, 16):
+        report = lz.explain("rms_norm", torch.randn(rows, 64), torch.randn(64), capturing=capturing)
+        for each in report.candidates:
+            if each.provenance != "measured":
+                continue
+            assert recorded[each.kernel.id] == (rows, each.time_us, each.evidence.device_us)
+            plain = each.to_dict()
+            assert (plain["time_us"], plain["device_us"], plain["noise"]) == (
+                each.time_us,
+                each.evidence.device_us,
+                0.02,
+            )
+            assert plain["cost_us"] == each.cost_us == each.evidence.cost_us
+            assert f"{each.time_us:.1f} us measured" in str(report)
+            assert ("cost" in each.evidence.told) != math.isclose(each.cost_us, each.time_us, rel_tol=1e-3)
+
+
+def test_what_decides_is_told_beside_what_was_measured(kernels):
+    waits = {"a": (60.0, 31.0), "b": (44.0, 28.0), "c": (52.0, 20.0)}
+    ENGINE.ledger = StoreLedger(MemoryLedger())
+    for name, (waited_us, device_us) in waits.items():
+        time = replace(TIME, median_us=waited_us, device_us=device_us, host_us=waited_us)
+        ENGINE.ledger.record_time(REGISTRY.kernel(f"user.{name}"), facts(8), time)
+    report = lz.explain("rms_norm", torch.randn(8, 64), torch.randn(64))
+    told = {each.kernel.id: each for each in report.candidates if each.provenance == "measured"}
+    assert {name: each.time_us for name, each in told.items()} == {"user.a": 60.0, "user.b": 44.0, "user.c": 52.0}
+    assert told["user.c"].cost_us < told["user.b"].cost_us < told["user.a"].cost_us
+    for each in told.values():
+        assert "cost" in {term.name for term in each.terms}
+        assert f"{each.time_us:.1f} us measured, device {each.evidence.device_us:.1f} us, cost " in str(report)
 
 
 def test_a_later_process_reads_what_was_measured(folder, kernels):

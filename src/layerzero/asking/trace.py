@@ -183,7 +183,8 @@ def why(report: Report) -> str:
         return f"what torch runs itself; nobody measured it{notes}"
     if chosen.time_us is None:
         return f"{', '.join(f'{term.name} {term.points:+.0f}' for term in chosen.terms)}; nobody measured it{notes}"
-    return f"{chosen.provenance} {chosen.time_us:.3g} us{notes}"
+    assert chosen.evidence is not None
+    return f"{chosen.evidence.told}{notes}"
 
 
 def trace(model: Any, /, *inputs: Any, **arguments: Any) -> Trace:

@@ -10,7 +10,6 @@ from rich.text import Text
 
 from layerzero.cli.rows import new_row
 from layerzero.cli.tables import asked, elsewhere, notes_of, table_of
-from layerzero.core.evidence import Provenance
 from layerzero.core.plan import Candidate, Report
 from layerzero.core.reasons import ReasonCode
 
@@ -49,15 +48,13 @@ def folded(report: Report) -> Iterator[RenderableType]:
 
 
 def _time(each: Candidate) -> str:
-    if each.time_us is None:
-        return "nobody measured it"
-    return f"{each.time_us:.1f} us {'as shipped' if each.provenance is Provenance.PRIOR else each.provenance}"
+    return "nobody measured it" if each.evidence is None else each.evidence.told
 
 
 def _why(chosen: Candidate) -> str:
     """The terms of its score, how far its time is believed, and what it adapts, in a line."""
     parts = [", ".join(f"{term.name} {term.points:+.1f}" for term in chosen.terms)]
-    if chosen.time_us is not None:
+    if chosen.evidence is not None:
         parts.append(f"confidence {chosen.confidence:.2f}")
     if chosen.adaptations:
         parts.append(f"adapts: {', '.join(each.text for each in chosen.adaptations)}")

@@ -129,8 +129,8 @@ def _why(candidate: Candidate) -> Text:
         return lines_of(*_against(candidate.reasons))
     terms = ", ".join(f"{term.name} {term.points:+.1f}" for term in candidate.terms)
     lines = [terms]
-    if candidate.time_us is not None:
-        lines.append(f"{candidate.time_us:.1f} us {candidate.provenance}, confidence {candidate.confidence:.2f}")
+    if candidate.evidence is not None:
+        lines.append(f"{candidate.evidence.told}, confidence {candidate.confidence:.2f}")
     return lines_of(*lines, *(f"adapts: {adaptation.text}" for adaptation in candidate.adaptations))
 
 

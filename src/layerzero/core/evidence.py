@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -26,24 +27,41 @@ class Evidence(msgspec.Struct, frozen=True):
     """A time for one kernel and one call.
 
     Attributes:
-        time_us: what a call is expected to take; kernels are compared by it. Of those that are waited for about as
-            long, it says by up to a tenth, or a half where any was measured, what else they cost
-            (:mod:`layerzero.tuning.predicting.nearly`).
+        time_us: the median as it was measured here or elsewhere, or else what a table or a prediction says.
         provenance: where it comes from.
         confidence: 0 to 1, how much it may decide.
-        noise: relative spread between repeated measurements; differences below it do not count.
-        median_us: the median that was measured, whatever the host's pace was; None of an estimate.
+        noise: relative spread between repeated measurements, as measured, or what the time may be off by.
         device_us: what the device takes of it; None where that is not told apart.
-        stands_in: whether it is of eager calls, for replays that nobody timed.
+        stands_in: whether it is of eager calls, for replays that were not timed.
+        cost_us: what kernels are compared by; the time unless something else counts: the usual pace of the host, the
+            part of the device, a plan for a new size (:mod:`layerzero.tuning.predicting.nearly`). It depends on the
+            other kernels of the call, and is no measurement.
+        cost_noise: differences of costs below it do not count.
     """
 
     time_us: float
     provenance: Provenance = Provenance.MEASURED
     confidence: float = 1.0
     noise: float = 0.03
-    median_us: float | None = None
     device_us: float | None = None
     stands_in: bool = False
+    cost_us: float = -1.0
+    cost_noise: float = -1.0
+
+    def __post_init__(self) -> None:
+        """Let the time and its noise decide where no cost is given."""
+        if self.cost_us < 0:
+            msgspec.structs.force_setattr(self, "cost_us", self.time_us)
+        if self.cost_noise < 0:
+            msgspec.structs.force_setattr(self, "cost_noise", self.noise)
+
+    @property
+    def told(self) -> str:
+        """The time and where it is from; the device's part and the cost where those are other numbers."""
+        source = "as shipped" if self.provenance is Provenance.PRIOR else str(self.provenance)
+        others = {"device": self.device_us, "cost": self.cost_us}
+        unlike = {name: us for name, us in others.items() if us and not math.isclose(us, self.time_us, rel_tol=1e-3)}
+        return ", ".join([f"{self.time_us:.1f} us {source}", *(f"{name} {us:.1f} us" for name, us in unlike.items())])
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from layerzero.core.evidence import Evidence
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
@@ -49,17 +50,39 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
         reasons: why it is refused; empty means legal.
         adaptations: what the plan would do for it.
         terms: summands of its score; empty unless legal.
-        time_us, provenance, confidence, noise: its evidence, None where there is none.
+        evidence: its time as measured, predicted or shipped, and the cost that decides; None where there is none.
     """
 
     kernel: Kernel
     reasons: tuple[Reason, ...]
     adaptations: tuple[Adaptation, ...] = ()
     terms: tuple[Term, ...] = ()
-    time_us: float | None = None
-    provenance: str | None = None
-    confidence: float | None = None
-    noise: float = 0.0
+    evidence: Evidence | None = None
+
+    @property
+    def time_us(self) -> float | None:
+        """The time as measured, predicted or shipped; None where there is none."""
+        return None if self.evidence is None else self.evidence.time_us
+
+    @property
+    def cost_us(self) -> float | None:
+        """What it is compared with others by; None where there is no time."""
+        return None if self.evidence is None else self.evidence.cost_us
+
+    @property
+    def provenance(self) -> str | None:
+        """Where the time comes from."""
+        return None if self.evidence is None else str(self.evidence.provenance)
+
+    @property
+    def confidence(self) -> float | None:
+        """How much the time may decide, 0 to 1."""
+        return None if self.evidence is None else self.evidence.confidence
+
+    @property
+    def noise(self) -> float:
+        """Relative spread of what was measured; 0 where there is no time."""
+        return 0.0 if self.evidence is None else self.evidence.noise
 
     @property
     def legal(self) -> bool:
@@ -79,6 +102,9 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
             "score": round(self.score, 3) if self.legal else None,
             "terms": {term.name: round(term.points, 3) for term in self.terms},
             "time_us": self.time_us,
+            "device_us": None if self.evidence is None else self.evidence.device_us,
+            "noise": None if self.evidence is None else self.evidence.noise,
+            "cost_us": self.cost_us,
             "evidence": self.provenance,
             "confidence": self.confidence,
             "adaptations": [adaptation.text for adaptation in self.adaptations],
@@ -169,7 +195,8 @@ class Report(msgspec.Struct, frozen=True):
                 elsewhere += 1
             elif candidate.legal:
                 terms = "  ".join(f"{term.name} {term.points:+.1f}" for term in candidate.terms)
-                lines.append(f"  {candidate.kernel.id}: {candidate.score:.1f} = {terms}")
+                told = "" if candidate.evidence is None else f"  ({candidate.evidence.told})"
+                lines.append(f"  {candidate.kernel.id}: {candidate.score:.1f} = {terms}{told}")
                 lines.extend(f"    adapts: {adaptation.text}" for adaptation in candidate.adaptations)
             else:
                 lines.append(f"  {candidate.kernel.id}: refused")

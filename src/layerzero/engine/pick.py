@@ -118,9 +118,14 @@ def _refused(candidate: Candidate, reason: Reason) -> Candidate:
 def _cost_of_lock(held: Candidate, best: Candidate) -> list[str]:
     if held is best:
         return ["the lock costs nothing: it names the best kernel"]
-    if held.time_us is not None and best.time_us is not None:
-        factor = held.time_us / best.time_us
-        return [f"the lock costs a factor of {factor:.2f}: {best.kernel.id} takes {best.time_us:.1f} us"]
+    if held.evidence is not None and best.evidence is not None:
+        factor = held.evidence.cost_us / best.evidence.cost_us
+        return [
+            (
+                f"the lock costs a factor of {factor:.2f}: {best.kernel.id} takes {best.evidence.told}, "
+                f"{held.kernel.id} {held.evidence.told}"
+            )
+        ]
     return [f"the lock costs {best.score - held.score:.1f} points: {best.kernel.id} would be chosen without it"]
 
 

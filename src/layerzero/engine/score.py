@@ -50,10 +50,10 @@ def rank(
 ) -> list[Candidate]:
     """Score the legal candidates and order them; the refused follow by priority and id.
 
-    With A the highest priority among candidates that have evidence and t_best their shortest time, evidence is worth
-    ``A - 50 * log2(t / t_best)``; one confidence c, the lowest of the set, mixes it with priority. Who is slower than
-    the quickest by more than the noise of both has no more priority than that one: doubts lift nobody over it. Without
-    evidence a candidate has its priority, less c * 30 points where another one has evidence and policy does not prefer
+    With A the highest priority among candidates that have evidence and c_best their least cost, evidence is worth
+    ``A - 50 * log2(c / c_best)``, the term ``cost``; one confidence c, the lowest of the set, mixes it with priority.
+    Who is slower than the quickest by more than the noise of both has no more priority than that one: doubts lift
+    nobody over it. Without evidence a candidate has its priority, less c * 30 points where another one has evidence and policy does not prefer
     it. Within the noise of the best, priority and then the kernel id decide, so that ranks and restarts agree.
 
     Beside torch's own kernel, one of a library without evidence loses 100 points, and one with evidence (1 - c) * 200
@@ -70,7 +70,7 @@ def rank(
     stock, first = _kept_first([each.kernel for each in legal], facts, policy, named)
     priority_of = {each.kernel.id: each.kernel.priority_on(device) for each in legal}
     anchor = max([priority_of[kernel.id] for kernel in known], default=0)
-    quickest = min(known, key=lambda kernel: evidence[kernel.id].time_us, default=None)
+    quickest = min(known, key=lambda kernel: evidence[kernel.id].cost_us, default=None)
     confidence = min((found.confidence for found in evidence.values()), default=0.0)
     scored = []
     for candidate in legal:
@@ -79,14 +79,14 @@ def rank(
         held_back = stock is not None and kernel.id not in first
         if found is not None and quickest is not None:
             best = evidence[quickest.id]
-            points = anchor - POINTS_PER_DOUBLING * math.log2(found.time_us / best.time_us)
-            slower = found.time_us > best.time_us * (1 + found.noise + best.noise)
+            points = anchor - POINTS_PER_DOUBLING * math.log2(found.cost_us / best.cost_us)
+            slower = found.cost_us > best.cost_us * (1 + found.cost_noise + best.cost_noise)
             surely = slower and _surely_slower(found, best)
             bound = quickest if slower and (stock is None or surely) else stock
             priority = own if bound is None else min(own, priority_of[bound.id])
             if surely and stock is not None:
                 priority = min(priority, priority_of[stock.id])
-            terms = [Term(str(found.provenance), confidence * points), Term("priority", (1 - confidence) * priority)]
+            terms = [Term("cost", confidence * points), Term("priority", (1 - confidence) * priority)]
             if kernel is stock and kernel is not quickest and not surely:
                 terms.append(Term("stock", (1 - confidence) * STOCK_MARGIN))
             elif held_back and stock is not None and stock.id not in evidence:
@@ -112,7 +112,7 @@ def _surely_slower(found: Evidence, best: Evidence) -> bool:
     """Whether both were measured here and no noise of either makes up for the distance."""
     if found.provenance is not Provenance.MEASURED or best.provenance is not Provenance.MEASURED:
         return False
-    return found.time_us / (1 + found.noise) > SURELY * best.time_us * (1 + best.noise)
+    return found.cost_us / (1 + found.cost_noise) > SURELY * best.cost_us * (1 + best.cost_noise)
 
 
 def may_come_first(kernel: Kernel, facts: Facts, policy: Policy) -> bool:
@@ -174,11 +174,11 @@ def _policy_terms(kernel: Kernel, named: _Named) -> list[Term]:
 
 
 def _with_evidence(candidate: Candidate, terms: tuple[Term, ...], found: Evidence | None) -> Candidate:
-    kernel, adaptations = candidate.kernel, candidate.adaptations
-    if found is None:
-        return Candidate(kernel, (), adaptations, terms)
-    provenance = str(found.provenance)
-    return Candidate(kernel, (), adaptations, terms, found.time_us, provenance, found.confidence, found.noise)
+    return Candidate(candidate.kernel, (), candidate.adaptations, terms, found)
+
+
+def _cost_noise(candidate: Candidate) -> float:
+    return 0.0 if candidate.evidence is None else candidate.evidence.cost_noise
 
 
 def _kept_in_doubt(candidate: Candidate) -> float:
@@ -203,7 +203,7 @@ def _order(
 
     def place(scored: tuple[float, str, Candidate]) -> tuple[float, bool, float, str]:
         behind, candidate = top - scored[0], scored[2]
-        noise = confidence * POINTS_PER_DOUBLING * math.log2(1.0 + max(best.noise, candidate.noise))
+        noise = confidence * POINTS_PER_DOUBLING * math.log2(1.0 + max(_cost_noise(best), _cost_noise(candidate)))
         tied = behind <= 0.0 or behind + _kept_in_doubt(candidate) <= noise
         kernel = candidate.kernel
         return 0.0 if tied else behind, kernel.id not in first, -priority_of[kernel.id], kernel.id

@@ -44,8 +44,8 @@ from layerzero.tuning.predicting.weighing import OTHER_LAYOUT, Time, settled, we
 _ASK = f"SELECT {sums.SELECTED} FROM times WHERE work = ? AND graph = ?"  # noqa: S608  # names of ours
 
 
-_FIELDS = len(Time.__struct_fields__)
-assert Time.__struct_fields__ == sums.DECIDING[:_FIELDS]
+_FIELDS = len(Time.__struct_fields__) - 1  # what stands for a replay is not kept
+assert Time.__struct_fields__[:_FIELDS] == sums.DECIDING[:_FIELDS]
 
 
 def times_path(policy: Policy) -> Path | None:
@@ -160,15 +160,16 @@ class TimeStore:
                 # any kernel of an operation without tensors takes any size, and who is quickest hardly changes
                 farthest = MAX_DISTANCE if facts.operation.plain is None else math.inf
                 estimate = predict(learning.decode(model), work.sizes, farthest)
-                time_us = None if estimate is None else estimate.device_us if of_device else estimate.time_us
-                if estimate is not None and time_us is not None:
+                cost_us = None if estimate is None else estimate.device_us if of_device else estimate.time_us
+                if estimate is not None and cost_us is not None:
                     confidence = worth * estimate.confidence
                     found[kernel_id] = Evidence(
-                        time_us,
+                        estimate.time_us,
                         Provenance.PREDICTED,
                         confidence,
                         estimate.noise,
                         device_us=estimate.device_us,
+                        cost_us=cost_us,
                     )
         if of_device:
             return {name: msgspec.structs.replace(each, stands_in=True) for name, each in found.items()}
@@ -245,7 +246,7 @@ def adapted(kernel: Kernel, facts: Facts) -> str:
 def _of_device(times: Iterable[Time]) -> list[Time]:
     """Eager times as those of a queue that is never empty; what was kept without its parts says nothing of that."""
     return [
-        msgspec.structs.replace(time, median_us=time.device_us, host_us=None)
+        msgspec.structs.replace(time, median_us=time.device_us, host_us=None, as_measured_us=time.median_us)
         for time in times
         if time.device_us is not None
     ]

@@ -182,7 +182,7 @@ def _cases(measured: Mapping[tuple[tuple[str, int], ...], Mapping[str, Row]]) ->
         device_us = {name: each.device_us for name, each in sorted(found.items()) if each.device_us is not None}
         yield Case(
             dict(sizes),
-            {name: float(f"{found[name].time_us:.3g}") for name in sorted(found)},
+            {name: float(f"{found[name].cost_us:.3g}") for name in sorted(found)},
             {name: float(f"{told_us:.3g}") for name, told_us in device_us.items()},
         )
 

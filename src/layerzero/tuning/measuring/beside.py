@@ -26,15 +26,15 @@ Pairs = Sequence[tuple[Kernel, Facts]]
 
 
 def times_the_chosen(kernel: Kernel, report: Report) -> float:
-    """Its predicted time over that of the kernel that would be chosen, in tenths; infinite where nobody predicts it.
+    """Its predicted cost over that of the kernel that would be chosen, in tenths; infinite where nobody predicts it.
 
     Only the chosen one has 1: who is as good by the prediction comes right after it. Tenths let calls keep their order
     where no more than the doubts of a prediction is between them.
     """
     if kernel.id == report.kernel_id:
         return 1.0
-    times_us = {each.kernel.id: each.time_us for each in report.candidates}
-    own_us, best_us = times_us.get(kernel.id), times_us.get(report.kernel_id or "")
+    costs_us = {each.kernel.id: each.cost_us for each in report.candidates}
+    own_us, best_us = costs_us.get(kernel.id), costs_us.get(report.kernel_id or "")
     return max(1.05, round(own_us / best_us, 1)) if own_us and best_us else math.inf
 
 

@@ -76,7 +76,7 @@ def hopeless(evidence: Mapping[str, Evidence]) -> set[str]:
         for name, each in evidence.items()
         if each.provenance in (Provenance.MEASURED, Provenance.PREDICTED) and each.confidence >= SURE
     }
-    best = min((each.time_us for each in own.values()), default=math.inf)
+    best = min((each.cost_us for each in own.values()), default=math.inf)
     return {
-        name for name, each in own.items() if each.provenance is Provenance.PREDICTED and each.time_us > HOPELESS * best
+        name for name, each in own.items() if each.provenance is Provenance.PREDICTED and each.cost_us > HOPELESS * best
     }

@@ -340,7 +340,7 @@ def _measured_us(kernel: Kernel, facts: Facts) -> float | None:
     """The median that the database has of a kernel and a call; None where it was never measured."""
     found = ENGINE.ledger.evidence([kernel], facts).get(kernel.id)
     measured = found is not None and found.provenance in (Provenance.MEASURED, Provenance.IMPORTED)
-    return (found.median_us or found.time_us) if found is not None and measured else None
+    return found.time_us if found is not None and measured else None
 
 
 def _is_shape(value: Any) -> bool:

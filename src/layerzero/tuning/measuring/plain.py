@@ -272,10 +272,10 @@ def _known(operation: Operation, case: Case, params: Mapping[str, Any], leave: S
     evidence = ENGINE.ledger.evidence(kernels, facts)
     if len(kernels) < 2:
         return True
-    best_us = min((each.time_us for each in evidence.values()), default=0.0)
+    best_us = min((each.cost_us for each in evidence.values()), default=0.0)
     return all(
         kernel.id in evidence
         and evidence[kernel.id].provenance == Provenance.MEASURED
-        and (evidence[kernel.id].confidence >= USABLE or evidence[kernel.id].time_us > DECIDED * best_us)
+        and (evidence[kernel.id].confidence >= USABLE or evidence[kernel.id].cost_us > DECIDED * best_us)
         for kernel in kernels
     )

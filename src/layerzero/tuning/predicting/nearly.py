@@ -43,17 +43,17 @@ _ESTIMATED = frozenset({Provenance.PREDICTED, Provenance.PRIOR})
 
 def waited_us(each: Evidence) -> float:
     """What a call is waited for at the host's usual pace: that a host may be slower counts elsewhere."""
-    return each.time_us if each.device_us is None else max(each.device_us, each.time_us / HOST_MARGIN)
+    return each.cost_us if each.device_us is None else max(each.device_us, each.cost_us / HOST_MARGIN)
 
 
 def decided(found: Mapping[str, Evidence], planning: Collection[str] = ()) -> dict[str, Evidence]:
-    """The same times, but among those that are waited for about as long as the best the least costly is the best.
+    """The same evidence, with costs by which, of kernels that are waited for about as long, the least costly is first.
 
     That is who makes no plan for a size that was not measured here, and of these who takes the device least, where all
     of them tell it; in a call of which anything was measured here, the least product of wait and device's time, so
     that there no measured kernel is behind one that it beats by both. The others follow by what they cost more, at most
-    by the bound, and never after one that is not near; that one keeps its time, in which the host counts
-    :data:`HOST_MARGIN` times.
+    by the bound, and never after one that is not near; that one keeps its cost, in which the host counts
+    :data:`HOST_MARGIN` times. Times stay as they were measured.
 
     Args:
         planning: ids of kernels that plan anew for every size.
@@ -67,7 +67,7 @@ def decided(found: Mapping[str, Evidence], planning: Collection[str] = ()) -> di
     free = {name: each for name, each in near.items() if name not in plans} or near
     told = all(each.device_us is not None for each in free.values())
     measured = any(each.provenance is Provenance.MEASURED for each in found.values())  # one rule, whoever is near
-    shortest = min(found, key=lambda name: found[name].time_us)
+    shortest = min(found, key=lambda name: found[name].cost_us)
     alone = len(near) < 2 and (not measured or shortest in near)  # then nothing is decided by who is near
     if alone or (not told and len(free) == len(near)):
         return dict(found)
@@ -76,14 +76,14 @@ def decided(found: Mapping[str, Evidence], planning: Collection[str] = ()) -> di
         cost = {name: math.sqrt(us * waits[name]) for name, us in cost.items()}
     least = min(cost.values())
     most = NEARLY_MEASURED if measured else NEARLY
-    further_us = min([each.time_us for name, each in found.items() if name not in near], default=math.inf)
+    further_us = min([each.cost_us for name, each in found.items() if name not in near], default=math.inf)
     decisive = {}
     for name, each in near.items():
         costs_us = min(best_us * min(cost.get(name, math.inf) / least, most), further_us)
-        noise = min(each.noise, DEVICE_NOISE) if told else each.noise
+        noise = min(each.cost_noise, DEVICE_NOISE) if told else each.cost_noise
         if told and each.provenance is Provenance.MEASURED:  # half of what decides is the wait
-            noise = (noise + each.noise) / 2
-        decisive[name] = msgspec.structs.replace(each, time_us=costs_us, noise=noise)
+            noise = (noise + each.cost_noise) / 2
+        decisive[name] = msgspec.structs.replace(each, cost_us=costs_us, cost_noise=noise)
     return {**found, **decisive}
 
 

@@ -165,7 +165,7 @@ def _of_device(evidence: Evidence) -> Evidence | None:
     """What a replay takes of an eager time: the device's part, if that was told."""
     if evidence.device_us is None:
         return None
-    return msgspec.structs.replace(evidence, time_us=evidence.device_us, device_us=None)
+    return msgspec.structs.replace(evidence, cost_us=evidence.device_us, device_us=None)
 
 
 def _akin(tables: Iterable[Table], device: Device) -> list[Table]:

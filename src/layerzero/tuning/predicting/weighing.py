@@ -56,6 +56,8 @@ class Time(msgspec.Struct, frozen=True):
     adapts: str = ""
     device_us: float | None = None
     host_us: float | None = None
+    as_measured_us: float | None = None
+    """The median that was measured, where ``median_us`` is another number that stands for a replay."""
 
     @property
     def waits(self) -> bool:
@@ -150,11 +152,12 @@ def _evidence(time: Time, *, alike: bool, pace: float, margin: float) -> Evidenc
     confidence = min(1.0, time.samples / FULL_SAMPLES) / (1 + (_spread(time) / SPREAD_AT_HALF) ** 2)
     confidence *= (1.0 if alike else OTHER_CONDITION) * (FROM_ELSEWHERE if time.source else 1.0)
     provenance = Provenance.IMPORTED if time.source else Provenance.MEASURED
-    expected_us = _expected_us(time, pace, margin)
-    return Evidence(expected_us, provenance, confidence, time.noise, time.median_us, time.device_us)
+    measured_us = time.median_us if time.as_measured_us is None else time.as_measured_us
+    cost_us = _cost_us(time, pace, margin)
+    return Evidence(measured_us, provenance, confidence, time.noise, time.device_us, cost_us=cost_us)
 
 
-def _expected_us(time: Time, pace: float, margin: float) -> float:
+def _cost_us(time: Time, pace: float, margin: float) -> float:
     """What a call takes while the host runs at its usual pace."""
     if time.device_us is None:
         return time.median_us
@@ -182,19 +185,19 @@ def settled(found: Mapping[str, Evidence]) -> dict[str, Evidence]:
     so, 1.016 with ties within 1 % (2026-11-22).
     """
     found = _relied_on(found)
-    best = min(found.values(), key=lambda each: each.time_us)
-    bound = DECIDED * best.time_us * (1 + best.noise)
-    if len(found) > 1 and all(each is best or each.time_us / (1 + each.noise) > bound for each in found.values()):
+    best = min(found.values(), key=lambda each: each.cost_us)
+    bound = DECIDED * best.cost_us * (1 + best.cost_noise)
+    if len(found) > 1 and all(each is best or each.cost_us / (1 + each.cost_noise) > bound for each in found.values()):
         # nobody else may be the best one: rough times of it, taken on a busy machine, still say that
         best = msgspec.structs.replace(best, confidence=max(best.confidence, FOR_SURE))
-        found = {**found, min(found, key=lambda kernel: found[kernel].time_us): best}
+        found = {**found, min(found, key=lambda kernel: found[kernel].cost_us): best}
     weighed = {}
     for kernel, each in found.items():
-        decided = each.time_us / (1 + each.noise) > bound
+        decided = each.cost_us / (1 + each.cost_noise) > bound
         confidence = max(each.confidence, best.confidence) if decided else each.confidence
-        noise = 0.0 if each.provenance is Provenance.PREDICTED else each.noise
-        same = confidence == each.confidence and noise == each.noise
-        weighed[kernel] = each if same else msgspec.structs.replace(each, confidence=confidence, noise=noise)
+        noise = 0.0 if each.provenance is Provenance.PREDICTED else each.cost_noise
+        same = confidence == each.confidence and noise == each.cost_noise
+        weighed[kernel] = each if same else msgspec.structs.replace(each, confidence=confidence, cost_noise=noise)
     return weighed
 
 
@@ -204,7 +207,7 @@ def _relied_on(found: Mapping[str, Evidence]) -> Mapping[str, Evidence]:
     A run of tuning measured FlashAttention 3 at 500 us and had no time left for FlashAttention 4, of which 452 were
     predicted, by up to 17 % off: calls took 1.22 times as long with it (decoding over pages, H200, 2026-11-23).
     """
-    own = [each.time_us for each in found.values() if each.provenance is Provenance.MEASURED]
+    own = [each.cost_us for each in found.values() if each.provenance is Provenance.MEASURED]
     if not own or len(own) == len(found):
         return found
     quickest_us = min(own)
@@ -212,5 +215,5 @@ def _relied_on(found: Mapping[str, Evidence]) -> Mapping[str, Evidence]:
         kernel: each
         for kernel, each in found.items()
         if each.provenance is not Provenance.PREDICTED
-        or not each.time_us < quickest_us < each.time_us * (1 + each.noise)
+        or not each.cost_us < quickest_us < each.cost_us * (1 + each.cost_noise)
     }

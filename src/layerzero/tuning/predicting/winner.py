@@ -68,7 +68,7 @@ def _next(facts: Facts, before: str | None) -> str | None:
     if best is None or before is None or best not in evidence or before not in evidence:
         return best
     new, old = evidence[best], evidence[before]
-    return best if old.time_us > new.time_us * (1 + max(new.noise, old.noise)) else before
+    return best if old.cost_us > new.cost_us * (1 + max(new.cost_noise, old.cost_noise)) else before
 
 
 _HELD: WeakKeyDictionary[Ledger, dict[tuple[bytes, bool], tuple[int, str]]] = WeakKeyDictionary()
