@@ -1,7 +1,9 @@
 """Call the fastest kernel that is valid here: ``import layerzero as lz``; ``lz.attention(q, k, v)``.
 
-Importing loads no kernel library, initialises no device and patches nothing. Names are resolved on first use and then
-live in this module's globals, so that ``lz.attention`` costs one dictionary read.
+Importing loads no kernel library, initialises no device and patches nothing; it does not even import torch. Names are
+resolved on first use and then live in this module's globals, so that ``lz.attention`` costs one dictionary read.
+``torch.ops.layerzero.attention`` is there as soon as torch and this package are imported, in whatever order, and is
+defined when it is first asked for, see :mod:`layerzero.engine.namespace`.
 """
 
 from __future__ import annotations
@@ -9,16 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from layerzero.core.collecting import held_off as _held_off
-
-with _held_off():
-    from layerzero.engine import operators as _operators
-    from layerzero.ops import EXPORTS as _EXPORTS
-    from layerzero.ops import FUNCTIONS as _FUNCTIONS
-    from layerzero.ops import PLAIN_FUNCTIONS as _PLAIN_FUNCTIONS
-    from layerzero.ops import current_name as _current_name
-
-    _operators.register_all()  # so that torch.ops.layerzero.* exists, in torch.compile and in exported programs too
+from layerzero.core.when_imported import when_imported as _when_imported
 
 __version__ = "0.1.0"
 
@@ -108,31 +101,55 @@ _ALIASES = {  # the specification's longer names
     "SelectionContextBuilder": "FactsBuilder",
     "SelectionReport": "Report",
 }
-_HOME = {name: module for module, names in _HOMES.items() for name in names} | _EXPORTS
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
 
-__all__ = sorted([*_HOME, *_FUNCTIONS, *_PLAIN_FUNCTIONS, *_MODULES, *_ALIASES, "__version__"])  # noqa: PLE0605  # a list of str
+
+def _offered() -> list[str]:
+    """Every public name: what stands above, and what the families in ``ops/`` offer."""
+    ops = _ops()
+    return sorted([*_HOME, *ops.EXPORTS, *ops.FUNCTIONS, *ops.PLAIN_FUNCTIONS, *_MODULES, *_ALIASES, "__version__"])
+
+
+def _ops() -> Any:
+    """The families; what they declare takes most of the time that this package takes to load."""
+    with importlib.import_module("layerzero.core.collecting").held_off():
+        return importlib.import_module("layerzero.ops")
+
+
+def _of_families(name: str) -> Any:
+    """A public function or an export of a family, or of a plugin that policy lets in. Raises: AttributeError."""
+    ops = _ops()
+    if name in ops.EXPORTS:
+        return getattr(importlib.import_module(ops.EXPORTS[name]), name)
+    if name in ops.PLAIN_FUNCTIONS:
+        return importlib.import_module("layerzero.engine.plain").PLAIN_CALLS[name][1]
+    if name in ops.FUNCTIONS or importlib.import_module("layerzero._assembly").brings_function(name):
+        with importlib.import_module("layerzero.core.collecting").held_off():
+            return importlib.import_module("layerzero.engine.functions").CALLS[name].fast
+    raise AttributeError(f"module 'layerzero' has no attribute {name!r}")
 
 
 def __getattr__(name: str) -> Any:
-    name = _current_name(name)  # a former name is not kept in globals, so that every use warns
-    if name in _FUNCTIONS:
-        with _held_off():
-            value = importlib.import_module("layerzero.engine.functions").CALLS[name].fast
-    elif name in _PLAIN_FUNCTIONS:
-        value = importlib.import_module("layerzero.engine.plain").PLAIN_CALLS[name][1]
-    elif name in _MODULES:
+    value: Any
+    if name in _MODULES:
         value = importlib.import_module(_MODULES[name])
     elif name in _HOME:
         value = getattr(importlib.import_module(_HOME[name]), name)
     elif name in _ALIASES:
         value = __getattr__(_ALIASES[name])
-    elif not name.startswith("_") and importlib.import_module("layerzero._assembly").brings_function(name):
-        value = importlib.import_module("layerzero.engine.functions").CALLS[name].fast
-    else:
+    elif name == "__all__":
+        value = _offered()
+    elif name.startswith("_"):
         raise AttributeError(f"module 'layerzero' has no attribute {name!r}")
+    else:
+        name = _ops().current_name(name)  # a former name is not kept in globals, so that every use warns
+        value = _of_families(name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return _offered()
+
+
+_when_imported("torch", lambda: importlib.import_module("layerzero.engine.namespace").install())

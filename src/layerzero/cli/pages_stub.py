@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import layerzero
 from layerzero.core.operation import Function
 from layerzero.core.plain import PlainFunction
-from layerzero.ops import FUNCTIONS, PLAIN_FUNCTIONS
+from layerzero.ops import EXPORTS, FUNCTIONS, PLAIN_FUNCTIONS
 
 _PACKAGE = vars(layerzero)
 _WIDTH = 120
@@ -63,7 +63,7 @@ def _imports(written: str) -> Iterator[str]:
     yield _import("torch", used["torch"])
     yield ""
     homes: dict[str, list[str]] = defaultdict(list)
-    for name, module in _PACKAGE["_HOME"].items():
+    for name, module in {**_PACKAGE["_HOME"], **EXPORTS}.items():
         homes[module].append(name)
     for name, module in _PACKAGE["_MODULES"].items():
         parent, _, last = module.rpartition(".")

@@ -294,7 +294,6 @@ class Function:
         tensors: names of the parameters that are tensors.
         mutates: names of the tensors that are written into.
         bounds, handles, scalars: names of the parameters of these roles.
-        torch_schemas: name of a ``torch.ops.layerzero`` operator to its schema.
     """
 
     name: str
@@ -315,7 +314,7 @@ class Function:
     bounds: tuple[str, ...] = field(init=False, repr=False, compare=False)
     handles: tuple[str, ...] = field(init=False, repr=False, compare=False)
     scalars: tuple[str, ...] = field(init=False, repr=False, compare=False)
-    torch_schemas: Mapping[str, TorchSchema] = field(init=False, repr=False, compare=False)
+    _schemas: dict[str, TorchSchema] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:  # reading a signature costs as much as judging a kernel
         try:
@@ -342,7 +341,11 @@ class Function:
             derived[role] = tuple(name for name in names if name in having)
         for name, value in derived.items():
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "torch_schemas", torch_schemas(self))
+
+    @property
+    def torch_schemas(self) -> Mapping[str, TorchSchema]:
+        """Name of a ``torch.ops.layerzero`` operator to its schema; read on demand. Raises: RegistrationError."""
+        return torch_schemas(self, self._schemas)
 
     def param(self, name: str) -> Param | None:
         """What an operation says about a parameter that is no tensor; None where none has it (``layout``).

@@ -45,12 +45,16 @@ _WORDS: dict[Any, str] = {
 }
 
 
-def torch_schemas(function: Function) -> Mapping[str, TorchSchema]:
+def torch_schemas(function: Function, known: dict[str, TorchSchema]) -> Mapping[str, TorchSchema]:
     """The operators of a function by name: one for the plain call, one for each result that a flag asks for.
+
+    They are written into ``known`` the first time.
 
     A handle of the caller's own type has no place in an operator of tensors, and is left out.
     Raises: RegistrationError for a parameter whose annotation is no type that torch's operators have.
     """
+    if known:
+        return known
     hints = typing.get_type_hints(function.signature) | dict.fromkeys(function.given_as, torch.Tensor | None)
     schemas = [operation.schema for operation in function.operations]
     flags = {output.when: output for schema in schemas for output in schema.outputs if output.when}
@@ -81,7 +85,8 @@ def torch_schemas(function: Function) -> Mapping[str, TorchSchema]:
         text = f"({arguments}) -> {returns if len(results) == 1 else f'({returns})'}"
         name = f"{function.name}_{flags[flag].name}" if flag else function.name
         found[name.replace(".", "_")] = TorchSchema(text, order, {flag: True} if flag else {}, lists)
-    return found
+    known.update(found)
+    return known
 
 
 def _kind(annotation: Any, apart: type | None = None) -> tuple[str | None, bool]:

@@ -47,6 +47,7 @@ class Call:
         if self.expression is not None:  # before the first change of anything: the environment may wish
             engine = self.dispatcher.engine
             FUSING.look(frozen=engine.frozen is not None, registered=engine.registry.has_own)
+        assert function.torch_schemas  # written now: Dynamo may trace what asks for them
         self.source = source(function)
         self.key_of: Callable[..., tuple[Any, ...] | None]
         self.python: Callable[..., Any] = self._generate()

@@ -7,38 +7,54 @@ from typing import Any
 
 import torch
 
+from layerzero.core import forking
 from layerzero.core.arguments import TensorSchema
+from layerzero.core.collecting import held_off
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Function, Routed
 from layerzero.core.operator_schema import TorchSchema
+from layerzero.engine import namespace
 from layerzero.engine.reference import fake_call, moved, reference_call
 from layerzero.ops import FUNCTIONS
 
-LIBRARY = torch.library.Library("layerzero", "DEF")  # type: ignore[no-untyped-call]  # lives as long as the process
+namespace.install()  # where this is imported without the package's entrance having seen torch
+
+_LOCK = forking.rlock()  # reentrant: as torch defines an operator, it asks the namespace for it
+_UNDEFINED = dict(FUNCTIONS)
+"""The functions of families whose operators are not defined yet."""
+
+_LIBRARIES: dict[str, torch.library.Library] = {}
+"""What defined the operators of a function of the families; it lives as long as the process."""
+
+_APART: dict[str, torch.library.Library] = {}
+"""The same of functions that were registered, and that may go again."""
 
 
-def register_all() -> None:
-    """Define the operators of every function; the engine behind them is imported when one first runs."""
-    for function in FUNCTIONS.values():
-        register(function)
+def define_all() -> list[str]:
+    """Define the operators of every function; gives their names."""
+    for name in list(_UNDEFINED):
+        define(name)
+    return [name for function in list(FUNCTIONS.values()) for name in function.torch_schemas]
 
 
-def register(function: Function) -> None:
-    """Define the operators of one function."""
-    for name, schema in function.torch_schemas.items():
-        _register(function, name, schema, LIBRARY)
+def define(name: str) -> None:
+    """Define an operator, and those of the same function; the engine behind them is imported when one first runs."""
+    with _LOCK:
+        for function in [_UNDEFINED[name]] if name in _UNDEFINED else list(_UNDEFINED.values()):
+            if name in function.torch_schemas:
+                del _UNDEFINED[function.name]
+                try:
+                    _LIBRARIES[function.name] = _library(function)
+                except BaseException:
+                    _UNDEFINED[function.name] = function
+                    raise
 
 
 def register_apart(function: Function) -> None:
-    """Define the operators of a function that may go again: in a library of their own."""
-    library = torch.library.Library("layerzero", "FRAGMENT")  # type: ignore[no-untyped-call]
-    try:
-        for name, schema in function.torch_schemas.items():
-            _register(function, name, schema, library)
-    except BaseException:
-        library._destroy()  # type: ignore[no-untyped-call]
-        raise
-    _APART[function.name] = library
+    """Define the operators of a function that may go again."""
+    for name in function.torch_schemas:
+        define(name)  # where a function of a family has it, torch says that it is taken
+    _APART[function.name] = _library(function)
 
 
 def unregister(function: Function) -> None:
@@ -51,8 +67,17 @@ def is_apart(function: Function) -> bool:
     return function.name in _APART
 
 
-_APART: dict[str, torch.library.Library] = {}
-"""The libraries of functions that were registered, by their names."""
+def _library(function: Function) -> torch.library.Library:
+    """A library with the operators of a function: all of them, or it is gone again."""
+    library = torch.library.Library("layerzero", "FRAGMENT")  # type: ignore[no-untyped-call]
+    try:
+        with held_off():
+            for name, schema in function.torch_schemas.items():
+                _register(function, name, schema, library)
+    except BaseException:
+        library._destroy()  # type: ignore[no-untyped-call]
+        raise
+    return library
 
 
 def _register(function: Function, name: str, schema: TorchSchema, library: torch.library.Library) -> None:

@@ -1,0 +1,37 @@
+"""``torch.ops.layerzero``: an operator is defined when it is first asked for.
+
+Defining all takes longer than everything else that an import of this package does, and most processes call ``lz``.
+Torch makes its own namespaces in the same way: a missing attribute is looked up among what C++ knows. What C++ looks up
+by itself (TorchScript files, AOTInductor packages) never asks Python: ``dir(torch.ops.layerzero)`` defines all before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._ops import _OpNamespace
+
+
+class _Namespace(_OpNamespace):
+    """Torch's own, which defines what is asked for first."""
+
+    __module__ = _OpNamespace.__module__  # operators tell where they live by it, and torch.fx writes that down
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__"):
+            from layerzero.engine import operators
+
+            operators.define(name)
+        return super().__getattr__(name)
+
+    def __dir__(self) -> list[str]:
+        from layerzero.engine import operators
+
+        return [*super().__dir__(), *operators.define_all()]
+
+
+def install() -> None:
+    """Let ``torch.ops.layerzero`` define what it is asked for; torch must be imported."""
+    if type(torch.ops.layerzero) is not _Namespace:
+        torch.ops.layerzero.__class__ = _Namespace
