@@ -226,7 +226,9 @@ ALLOWED: dict[str, dict[str, str]] = {
         ),
         _ENGINE,
     ),
-    "integrations/sglang.py": dict.fromkeys(("attention", "causal", "page_size", "softcap", "window"), _ENGINE),
+    "integrations/sglang.py": dict.fromkeys(
+        ("attention", "causal", "head_dim", "heads", "page_size", "query", "softcap", "tokens", "window"), _ENGINE
+    ),
     "integrations/transformers_experts.py": dict.fromkeys(
         (
             *("activation", "alpha", "down_bias", "experts", "gate_up_bias", "limit", "moe_experts", "norm"),

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
+import subprocess
 import sys
+import tomllib
 import types
+from collections import namedtuple
 from enum import Enum
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from engine_steps import PAGE, STEPS, Sequences, module
+
+import layerzero_vllm
 
 pytestmark = pytest.mark.filterwarnings("ignore::layerzero.LayerZeroFallbackWarning")  # a softcap on a CPU
 
@@ -84,7 +91,7 @@ def test_vllm_has_the_interface_that_the_classes_were_written_against(vllm):
     assert {"get_name", "get_impl_cls", "get_builder_cls", "build", "forward", "__init__"} <= set(checked)
 
 
-def metadata_of(vllm, made):
+def metadata_of(vllm, made, **more):
     """What vLLM's runner tells every builder of a step."""
     common = types.SimpleNamespace(
         num_actual_tokens=len(made.query),
@@ -97,6 +104,7 @@ def metadata_of(vllm, made):
             [each[len(each) - count :] for each, count in zip(made.slots(), made.counts, strict=True)]
         ),
         causal=True,
+        **more,
     )
     builder = vllm.LayerZeroAttentionBackend.get_builder_cls()(None, ["layer"], None, torch.device("cpu"))
     return builder.build(0, common)
@@ -150,19 +158,204 @@ def test_encoders_attend_without_a_cache_and_the_rest_is_refused(vllm):
             vllm.LayerZeroAttentionImpl(4, 16, 0.25, 2, **wrong)
 
 
+REFUSED = {
+    "sinks": torch.zeros(4),
+    "chunk_lookback": 1,
+    "use_alibi_sqrt": True,
+    "an_argument_of_a_later_version": False,
+    "dcp_world_size": 2,
+}
+
+
 @needs_vllm
-def test_vllm_registers_it_as_custom(vllm, monkeypatch):
-    taken = []
-    member = types.SimpleNamespace(is_overridden=lambda: bool(taken), get_path=lambda: taken[-1])
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_argument_of_a_layer_that_is_not_known_is_refused_by_its_name(vllm, monkeypatch, name):
+    given = {name: REFUSED[name]}
+    if name == "dcp_world_size":
+        monkeypatch.setattr(vllm.LayerZeroAttentionImpl, name, 2, raising=False)
+        given = {}
+        parallel = sys.modules["vllm.distributed.parallel_state"]
+        monkeypatch.setattr(parallel, "get_dcp_world_size_and_rank", lambda _: (2, 0))
+    with pytest.raises(NotImplementedError, match=f"{name}: wanted .*use another attention backend of vLLM"):
+        vllm.LayerZeroAttentionImpl(4, 16, 0.25, 2, **given)
+
+
+@needs_vllm
+def test_arguments_that_ask_for_nothing_are_taken(vllm):
+    neutral = {"sinks": None, "chunk_lookback": -1, "use_alibi_sqrt": False}
+    assert vllm.LayerZeroAttentionImpl(4, 16, 0.25, 2, **neutral).scale == 0.25
+
+
+@needs_vllm
+@pytest.mark.parametrize("name", ["mm_req_doc_ranges", "rswa_prefix_lens", "dcp_local_seq_lens", "encoder_seq_lens"])
+def test_steps_with_another_mask_are_refused(vllm, name):
+    made = Sequences(*STEPS[0])
+    with pytest.raises(NotImplementedError, match=f"{name}: wanted None, got one"):
+        metadata_of(vllm, made, **{name: torch.ones(3)})
+
+
+@needs_vllm
+def test_steps_are_planned_from_lengths_on_the_host(vllm):
+    assert vllm.LayerZeroAttentionBackend.supports_device_cpu_query_lens_mismatch() is False
+
+
+BACKEND = "layerzero.integrations.vllm.LayerZeroAttentionBackend"
+
+
+class Selected(NamedTuple):
+    """What vLLM's selector tells a platform, as far as the fake below reads it."""
+
+    use_mla: bool = False
+
+
+class Checked:
+    """A backend that vLLM may ask."""
+
+    @staticmethod
+    def validate_configuration(device_capability, use_mla):
+        return ["MLA not supported"] if use_mla else []
+
+
+@pytest.fixture
+def platform(monkeypatch):
+    """vLLM's registry and CPU platform by their names of 0.32, where vLLM is not installed."""
+    for name in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"):
+        module(monkeypatch, name)
+    taken = {}
+
+    class Member:
+        def is_overridden(self):
+            return self in taken
+
+        def get_path(self):
+            return taken[self]
+
+        def get_class(self):
+            return Checked
+
+    class CpuPlatform:
+        @classmethod
+        def is_cpu(cls):
+            return cls is CpuPlatform
+
+        @classmethod
+        def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads=None):
+            return f"CPU_ATTN {num_heads}"
+
+    class Gpu(CpuPlatform):
+        pass
+
+    made = types.SimpleNamespace(custom=Member(), other=Member(), cpu=CpuPlatform, gpu=Gpu, taken=taken)
+    made.platforms = module(monkeypatch, "vllm.platforms", current_platform=CpuPlatform)
+    module(monkeypatch, "vllm.platforms.cpu", CpuPlatform=CpuPlatform)
     module(
         monkeypatch,
         "vllm.v1.attention.backends.registry",
-        AttentionBackendEnum=types.SimpleNamespace(CUSTOM=member),
-        register_backend=lambda _, path: taken.append(path),
+        AttentionBackendEnum=types.SimpleNamespace(CUSTOM=made.custom),
+        register_backend=taken.__setitem__,
     )
-    vllm.register()
-    vllm.register()
-    assert set(taken) == {"layerzero.integrations.vllm.LayerZeroAttentionBackend"}
-    taken.append("another.Backend")
-    with pytest.raises(RuntimeError, match=r"CUSTOM: wanted a backend that nobody registered, got another\.Backend"):
-        vllm.register()
+    return made
+
+
+def test_a_cpu_takes_custom_where_it_is_asked_for_and_nothing_else_changes(platform):
+    for _ in range(2):  # as in each of vLLM's processes, and again by hand
+        layerzero_vllm.plugin()
+    layerzero_vllm.register()
+    choose = platform.cpu.get_attn_backend_cls
+    assert choose(platform.custom, Selected()) == BACKEND
+    assert choose(platform.custom, attn_selector_config=Selected(), num_heads=4) == BACKEND
+    for other in (None, platform.other):
+        assert choose(other, Selected(), num_heads=4) == "CPU_ATTN 4"
+    with pytest.raises(ValueError, match=r"CUSTOM is not valid for this configuration.*MLA not supported"):
+        choose(platform.custom, Selected(use_mla=True))
+    platform.taken[platform.custom] = "another.Backend"
+    assert choose(platform.custom, Selected()) == "CPU_ATTN None", "whose CUSTOM it is, is theirs"
+
+
+def test_on_other_devices_registering_is_all(platform):
+    platform.platforms.current_platform = platform.gpu
+    stock = vars(platform.cpu)["get_attn_backend_cls"]
+    layerzero_vllm.plugin()
+    assert platform.taken == {platform.custom: BACKEND}
+    assert vars(platform.cpu)["get_attn_backend_cls"] is stock
+
+
+def test_the_entry_point_says_why_it_refuses_and_lets_vllm_start(platform, caplog):
+    platform.taken[platform.custom] = "another.Backend"
+    layerzero_vllm.plugin()
+    assert "CUSTOM: wanted a backend that nobody registered, got another.Backend" in caplog.text
+    assert platform.taken == {platform.custom: "another.Backend"}
+    with pytest.raises(RuntimeError, match="wanted a backend that nobody registered"):
+        layerzero_vllm.register()
+    platform.taken.clear()
+    del platform.cpu.get_attn_backend_cls
+    layerzero_vllm.plugin()
+    assert "would ignore CUSTOM" in caplog.text
+    assert not platform.taken
+    with pytest.raises(RuntimeError, match="chooses attention on a CPU in another way"):
+        layerzero_vllm.register()
+
+
+@pytest.mark.parametrize(("names", "allowed", "told"), [
+    ((), None, "got none: install layerzero"), (("layerzero",), "another", "got VLLM_PLUGINS=another"),
+    (("layerzero",), "another,layerzero", ""), (("layerzero",), None, ""),
+])  # fmt: skip
+def test_registering_says_where_other_processes_will_not(platform, monkeypatch, caplog, names, allowed, told):
+    found = [types.SimpleNamespace(name=each) for each in names]
+    monkeypatch.setattr(
+        importlib.metadata, "entry_points", lambda group: found if group == layerzero_vllm.GROUP else []
+    )
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if allowed is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", allowed)
+    layerzero_vllm.register()
+    assert told in caplog.text
+    assert bool(told) is bool(caplog.text)
+
+
+def test_the_entry_point_is_declared_and_imports_neither_library():
+    project = tomllib.loads((Path(layerzero_vllm.__file__).parents[1] / "pyproject.toml").read_text())
+    assert project["project"]["entry-points"][layerzero_vllm.GROUP] == {layerzero_vllm.NAME: "layerzero_vllm:plugin"}
+    assert project["tool"]["setuptools"]["py-modules"] == ["layerzero_vllm"]
+    code = "import sys, layerzero_vllm; print({'layerzero', 'torch', 'vllm'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+@needs_vllm
+def test_vllms_own_cpu_platform_and_registry_take_it(monkeypatch, vllm):
+    """By vLLM's own files: what they import of the rest of vLLM are names here."""
+    quiet = types.SimpleNamespace(info=print, info_once=print, debug=print, warning=print)
+    module(monkeypatch, "vllm.logger", init_logger=lambda _: quiet)
+    resolve = lambda path: getattr(importlib.import_module(path.rpartition(".")[0]), path.rpartition(".")[2])
+    module(monkeypatch, "vllm.utils")
+    module(monkeypatch, "vllm.utils.import_utils", resolve_obj_by_qualname=resolve)
+    places = dict.fromkeys(("DEVICE_CONTROL_ENV_VAR", "get_memory_node_info", "get_visible_memory_node"))
+    module(monkeypatch, "vllm.utils.cpu_resource_utils", **places)
+    module(monkeypatch, "vllm.utils.mem_constants", GiB_bytes=2**30)
+    sys.modules["vllm"].envs = module(monkeypatch, "vllm.envs")
+    for name in ("vllm.v1.attention.backends.mla", "vllm.v1.attention.backends.mla.prefill"):
+        module(monkeypatch, name)
+    module(monkeypatch, "vllm.v1.attention.backends.mla.prefill.registry", MLAPrefillBackendEnum=None)
+    registry = sourced(monkeypatch, "vllm.v1.attention.backends.registry", VLLM / "v1/attention/backends/registry.py")
+    platforms = module(monkeypatch, "vllm.platforms")
+    sourced(monkeypatch, "vllm.platforms.interface", VLLM / "platforms/interface.py")
+    cpu = sourced(monkeypatch, "vllm.platforms.cpu", VLLM / "platforms/cpu.py")
+    platforms.current_platform = cpu.CpuPlatform()
+    custom, stock = registry.AttentionBackendEnum.CUSTOM, registry.AttentionBackendEnum.CPU_ATTN.get_path()
+    fields = inspect.signature(vllm.LayerZeroAttentionBackend.validate_configuration).parameters
+    told = {"head_size": 64, "dtype": torch.float32, "kv_cache_dtype": "auto", "block_size": 32, "attn_type": "decoder"}
+    names = [name for name in fields if name != "device_capability"]
+    config = namedtuple("AttentionSelectorConfig", names)  # noqa: PYI024  # as many fields as this version has
+    asked = config(**{name: told.get(name, False) for name in names})
+    choose = platforms.current_platform.get_attn_backend_cls
+    assert choose(custom, asked) == stock, "vLLM on its own runs its own attention"
+    layerzero_vllm.plugin()
+    choose = platforms.current_platform.get_attn_backend_cls
+    assert choose(custom, asked) == BACKEND
+    assert resolve(choose(custom, asked)) is vllm.LayerZeroAttentionBackend
+    assert choose(None, asked) == choose(registry.AttentionBackendEnum.CPU_ATTN, asked) == stock
+    for wrong in ({"kv_cache_dtype": "fp8"}, {"has_sink": True}, {"use_adaptive_verification": True}):
+        if set(wrong) <= set(names):
+            with pytest.raises(ValueError, match="Selected backend CUSTOM is not valid"):
+                choose(custom, asked._replace(**wrong))

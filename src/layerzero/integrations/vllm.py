@@ -4,7 +4,8 @@
     layerzero.integrations.vllm.register()
     llm = vllm.LLM(model, attention_backend="CUSTOM")
 
-In engines of several processes each of them registers: list ``register`` as an entry point of ``vllm.general_plugins``.
+Other processes of an engine register by the entry point ``vllm.general_plugins`` (``layerzero_vllm``), which LayerZero
+brings where it is installed. On a CPU, where vLLM takes no other name than its own, registering lets it take CUSTOM.
 A cache is (2, pages, tokens, heads, width) as vLLM 0.20 allocates it, or (pages, heads, tokens, keys and values side by
 side) as 0.32 does, whatever its memory order. CUDA graphs break at attention: kernels that plan read lengths between.
 What LayerZero has no argument for is refused where a layer is made, not left out.
@@ -28,8 +29,20 @@ from vllm.v1.attention.backend import (
 
 import layerzero as lz
 from layerzero.integrations.paged import PagedStep
+from layerzero_vllm import register
+
+__all__ = ["LayerZeroAttentionBackend", "LayerZeroAttentionImpl", "LayerZeroMetadataBuilder", "register"]
 
 _ENCODERS = ("encoder", "encoder_only")
+
+_OF_OTHER_MASKS = (
+    *("dcp_local_seq_lens", "encoder_seq_lens", "mm_req_doc_ranges", "rswa_prefix_lens"),
+    "replayssm_decode_base_cpu",
+)
+"""What vLLM tells builders of steps whose keys or masks are others than a decoder's."""
+
+_NEUTRAL = {"chunk_lookback": -1, "use_alibi_sqrt": False}
+"""Arguments of layers at values that ask for nothing, beside None."""
 
 
 @dataclass
@@ -63,8 +76,12 @@ class LayerZeroMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         common_attn_metadata: Any,
         fast_build: bool = False,  # noqa: ARG002
     ) -> LayerZeroMetadata:
-        """Gather the step's tensors. Raises: NotImplementedError for a mask of causality by request."""
+        """Gather the step's tensors. Raises: NotImplementedError for masks that are told by request."""
         common = common_attn_metadata
+        others = [name for name in _OF_OTHER_MASKS if getattr(common, name, None) is not None]
+        if others:
+            problem = f"{', '.join(others)}: wanted None, got one"
+            raise NotImplementedError(f"{problem}; use another attention backend of vLLM")
         if not isinstance(common.causal, bool):
             raise NotImplementedError("causal: wanted one bool for all requests, got a tensor of them; use FLASH_ATTN")
         step = PagedStep.of(
@@ -95,7 +112,16 @@ class LayerZeroAttentionImpl(AttentionImpl):  # type: ignore[misc]
         **others: Any,
     ) -> None:
         refused = {"alibi_slopes": alibi_slopes, **others}
-        problems = [f"{name}: wanted None, got {given!r}" for name, given in refused.items() if given is not None]
+        problems = [
+            f"{name}: wanted {_NEUTRAL.get(name)}, got {given!r}"
+            for name, given in refused.items()
+            if given is not None and not (type(given) in (int, bool) and given == _NEUTRAL.get(name))
+        ]
+        problems += [
+            f"{name}: wanted the keys of a sequence on one device, got {got}"
+            for name in ("dcp_world_size", "pcp_world_size")  # set before this is called
+            if (got := getattr(self, name, 1)) != 1
+        ]
         if kv_cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
             problems.append(f"kv_cache_dtype: wanted that of the model, got {kv_cache_dtype!r}")
         if attn_type not in ("decoder", *_ENCODERS):
@@ -210,16 +236,7 @@ class LayerZeroAttentionBackend(AttentionBackend):  # type: ignore[misc]
         """So is causality."""
         return True
 
-
-def register() -> None:
-    """Make vLLM's ``CUSTOM`` backend this one, in this process.
-
-    Raises: RuntimeError where another library took the name before.
-    """
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-
-    path = f"{__name__}.{LayerZeroAttentionBackend.__qualname__}"
-    member = AttentionBackendEnum.CUSTOM
-    if member.is_overridden() and member.get_path() != path:
-        raise RuntimeError(f"CUSTOM: wanted a backend that nobody registered, got {member.get_path()}")
-    register_backend(member, path)
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """Steps are planned from lengths on the host: adaptive verification trims drafts on the device alone."""
+        return False
