@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 import layerzero as lz
-from layerzero.cli import demo_screen, explain_screen, output, times_screen
+from layerzero.cli import demo, demo_screen, explain_screen, output, times_screen
 from layerzero.cli.app import main
 from layerzero.cli.rows import new_row, new_table
 from layerzero.core.evidence import Measurement
@@ -101,10 +101,20 @@ def test_names_go_on_behind_a_joint_and_no_word_is_torn_that_fits():
     assert all(len(line) <= 80 for line in text.splitlines())
 
 
+def test_a_factor_of_the_demo_is_noise_where_the_turns_do_not_agree():
+    assert demo.spread([0.8, 1.45, 1.6, 1.3, 1.5]) == (0.8, 1.6)
+    turns = [1.2 + 0.01 * turn for turn in range(20)]
+    least, most = demo.spread([0.5, *turns[1:-1], 3.0])
+    assert 1.2 < least < 1.3 < most < 1.4, "a disturbed turn or two decide nothing"
+    assert demo.spread([1.3]) == (1.3, 1.3)
+
+
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 40)])
 def test_the_demo_fits_on_a_screen_and_cuts_nothing_that_it_measured(width, height):
     names = ("stock", "attention alone", "lz.optimize")
-    ways = {name: {"ms": 100.0 + place, "times_as_fast": 1.0, "error": 1e-2} for place, name in enumerate(names)}
+    ratios = {"times_as_fast": 1.0, "times_as_fast_from": 0.97, "times_as_fast_to": 1.04, "is_noise": True}
+    ways = {name: {"ms": 100.0 + place, "error": 1e-2, **ratios} for place, name in enumerate(names)}
+    ways["lz.optimize"] |= {"times_as_fast": 1.31, "times_as_fast_from": 1.25, "is_noise": False}
     changed = [{"module": "Linear", "by": "lz.linear", "kernels": "zentorch.linear_packed", "count": 31}] * 4
     row = {
         "what": "decoder, 8 layers of 1024: one word after it",
@@ -123,4 +133,9 @@ def test_the_demo_fits_on_a_screen_and_cuts_nothing_that_it_measured(width, heig
     lines = re.sub(r"\x1b\[[\d;]*m", "", console.file.getvalue()).splitlines()
     assert len(lines) <= height - (height == 24)
     assert sum(line.endswith("other words") for line in lines) == 8
+    assert (
+        sum(" noise (0.97-1.04 x)" in line for line in lines)
+        == sum(" 1.31 x (1.25-1.04)" in line for line in lines)
+        == 4
+    )
     assert any("248 modules, checked one by one, 6 left" in line for line in lines) == (height == 24)

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import layerzero as lz
 from layerzero.cli import bench as bench_command
+from layerzero.cli import bench_tables
 from layerzero.cli import tune as tune_command
 from layerzero.cli import vet as vet_command
 from layerzero.cli.app import main
@@ -23,8 +24,10 @@ from layerzero.cli.output import stdout_console
 from layerzero.core.evidence import Measurement
 from layerzero.core.kernel import Backend, Kernel, Trust
 from layerzero.core.ledger import Verdict
+from layerzero.core.operation import Work
 from layerzero.engine.dispatch import ENGINE
 from layerzero.tuning.measuring.bench import TORCH, Benched, Line
+from layerzero.tuning.measuring.ceiling import Ceiling
 from layerzero.tuning.measuring.comparing import Compared
 from layerzero.tuning.measuring.contest import Entry, Status
 from layerzero.tuning.measuring.deadline import Deadline
@@ -307,3 +310,28 @@ def test_tune_tells_no_winner_within_the_noise(tuned):
     noisy = dataclasses.replace(found, entries=entries)
     assert tune_command._fastest(noisy) == f"{kernel.id} 32.0 us (noise)"
     assert tune_command.winner(noisy) == f"{kernel.id} 32.0 us, no quicker than {kernel.id} within the noise"
+
+
+@pytest.mark.parametrize(
+    ("flops", "why"), [(1.0, "their tensors lie in a cache"), (1e9, "this product has a kinder shape")]
+)
+def test_no_share_of_a_ceiling_is_above_it_without_a_word(flops, why):
+    work, best = Work(bytes=1000.0, flops=flops), Ceiling(gb_s=1.0, tflop_s=1.0)
+    lines = [
+        Line(name, "timed", False, 1.0, 1.0, ceiling_share=share)
+        for name, share in (("a.cached", 1.66), ("b.memory", 0.5))
+    ]
+    found = dataclasses.replace(FOUND[0], lines=tuple(lines), work=work, ceiling=best)
+    shown = lines_of(bench_tables.tables([found]))
+    assert "166 %" not in "\n".join(shown)
+    assert any("a.cached" in line and " above " in line for line in shown)
+    assert any("b.memory" in line and "50 %" in line for line in shown)
+    assert any(line.startswith("above the ceiling: a.cached: ") for line in shown)
+    assert why in " ".join(shown)
+
+
+def test_tune_takes_parameters_and_says_what_its_brackets_are():
+    result = run("tune rms_norm --param eps=0.1 --shapes 4x64 --dtype float32 --no-isolation --samples 3 --again")
+    assert "rms_norm" in result.output
+    assert "in brackets: how many times as long the next one takes; noise: no longer than times" in result.output
+    assert "eps" in run("tune rms_norm --param epsilon=0.1 --shapes 4x64", 2).output

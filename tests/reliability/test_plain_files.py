@@ -21,6 +21,7 @@ from layerzero.core.ledger import MemoryLedger, Verdict
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.keeping import archive, journal, places
+from layerzero.tuning.keeping.calls import CallsMade
 from layerzero.tuning.keeping.files import FileLedger
 from layerzero.tuning.keeping.store import StoreLedger, TimeStore
 from layerzero.tuning.measuring.manifest import FORMAT, Manifest
@@ -168,6 +169,91 @@ def test_a_folder_that_others_may_write_is_refused_with_a_word(tmp_path, monkeyp
     assert ENGINE.ledger.evidence([kernel], facts())["mine.rms_norm"].time_us == 10.0
     assert sorted((tmp_path / "cache").rglob("*")) == before
     assert sum(str(tmp_path / "cache") in issue for issue in lz.doctor().issues) >= 2
+
+
+@pytest.mark.parametrize("open_to", [anybodys, pytest.param(anothers, marks=AS_ROOT)])
+def test_bans_in_a_folder_that_others_may_write_count_and_nothing_else_does(tmp_path, kernel, open_to):
+    """A ban can only refuse: Kubernetes mounts its folders as 0777, and a kernel that was wrong ran again there."""
+    folder = tmp_path / "cache"
+    before = FileLedger(folder)
+    before.record_verdict(kernel, facts(), Verdict.WRONG, "off by 3")
+    before.record_failure(kernel, facts(), "raised")
+    marker = before.begin(kernel, facts())
+    open_to(folder)
+    files = sorted(folder.rglob("*"))
+    with pytest.warns(lz.LayerZeroWarning, match="of it bans alone count, which can only refuse kernels"):
+        ledger = FileLedger(folder)
+        assert ledger.verdict(kernel, facts()) is Verdict.WRONG
+    assert ledger.failures() == {}
+    assert [each.verdict for each in ledger.suspects()] == [Verdict.WRONG], "no marker became a suspect"
+    assert any("bans alone count" in note for note in ledger.notes())
+    ledger.record_verdict(kernel, facts(), Verdict.PASSED)
+    assert ledger.verdict(kernel, facts()) is Verdict.PASSED, "what this process found itself"
+    assert sorted(folder.rglob("*")) == files
+    with pytest.warns(lz.LayerZeroWarning, match="bans alone count"):
+        assert FileLedger(folder).verdict(kernel, facts()) is Verdict.WRONG
+    before.withdraw(marker)
+
+
+def test_a_damaged_ban_in_such_a_folder_is_doubted_where_it_lies(tmp_path, kernel):
+    folder = tmp_path / "cache"
+    FileLedger(folder).record_verdict(kernel, facts(), Verdict.WRONG)
+    (file,) = folder.rglob("*.verdict.json")
+    file.write_bytes(b"{")
+    folder.chmod(0o777)
+    with pytest.warns(lz.LayerZeroWarning, match=r"bans alone count|may have been a ban"):
+        ledger = FileLedger(folder)
+        assert "it is damaged" in ledger.suspicion(kernel, facts())
+    assert file.read_bytes() == b"{"
+
+
+def test_what_a_folder_holds_counts_again_once_it_is_private(tmp_path, kernel):
+    folder = tmp_path / "cache"
+    FileLedger(folder).record_verdict(kernel, facts(), Verdict.PASSED)
+    folder.chmod(0o777)
+    with pytest.warns(lz.LayerZeroWarning, match="bans alone count"):
+        ledger = FileLedger(folder)
+        assert ledger.verdict(kernel, facts()) is None
+    folder.chmod(0o700)
+    ledger.notes()  # lists it anew
+    assert ledger.verdict(kernel, facts()) is Verdict.PASSED
+
+
+@AS_ROOT
+def test_a_folder_that_a_group_of_others_may_write_is_not_trusted(tmp_path):
+    os.chown(tmp_path, os.geteuid(), 4711)
+    for mode, refused in ((0o700, False), (0o750, False), (0o770, True), (0o775, True), (0o2775, True)):
+        tmp_path.chmod(mode)
+        why = disk.distrust(tmp_path)
+        assert ("can be written by group 4711" in why) is refused, oct(mode)
+    os.chown(tmp_path, os.geteuid(), 0)
+    tmp_path.chmod(0o775)
+    assert disk.distrust(tmp_path) == "", "the group of root may do anything anyway"
+
+
+def test_a_group_of_the_users_own_may_write(tmp_path, monkeypatch):
+    """Many systems give each user a group of the same number, and folders 0775."""
+    tmp_path.chmod(0o775)
+    found = tmp_path.stat()
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(os, "stat", lambda _: os.stat_result((*found[:4], 1000, 1000, *found[6:])))
+    for group, refused in ((1000, False), (100, True)):
+        monkeypatch.setattr(os, "getegid", lambda group=group: group)
+        assert bool(disk.distrust(tmp_path)) is refused
+
+
+def test_what_is_kept_is_private_under_any_umask(tmp_path, kernel):
+    (tmp_path / "cache").mkdir(mode=0o755)
+    before = os.umask(0)
+    try:
+        made = CallsMade(tmp_path / "cache")
+        made.add(facts())
+        made.write()
+        made.add(facts())
+        made.write()
+    finally:
+        os.umask(before)
+    assert (tmp_path / "cache" / "calls-1.json").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_folder_of_ones_own_may_be_a_link(tmp_path, kernel):

@@ -222,6 +222,45 @@ def test_cases_grid_and_parts_of_the_grid():
     assert all(job.case.params["causal"] for job in asked_jobs("attention.causal", None, ["float32"], "cpu"))
 
 
+def test_a_dtype_that_is_named_leaves_out_what_was_called_or_recorded_in_others(monkeypatch, tmp_path):
+    """``tune attention --dtype bfloat16`` measured the float32 calls of a demonstration first."""
+    with lz.record(tmp_path / "both.json") as recording:
+        for dtype in (torch.float32, torch.bfloat16):
+            lz.rms_norm(torch.randn(3, 24, dtype=dtype), torch.ones(24, dtype=dtype))
+    recorded = [(1, each.call) for each in recording.manifest().calls]
+    assert len(recorded) == 2
+    monkeypatch.setattr(ENGINE.ledger, "calls", lambda: recorded, raising=False)
+    for more in ({}, {"manifest": tmp_path / "both.json"}):
+        every = asked_jobs("rms_norm", None, ["bfloat16"], "cpu", **more)
+        assert {job.dtype for job in every if job.recipe is not None} == {"float32", "bfloat16"}
+        named = asked_jobs("rms_norm", None, ["bfloat16"], "cpu", named=["bfloat16"], **more)
+        assert {job.dtype for job in named} == {"bfloat16"}
+        assert sum(job.recipe is not None for job in named) == 1
+
+
+def test_an_alias_leaves_out_what_was_called_otherwise(monkeypatch):
+    q = torch.randn(1, 8, 2, 16)
+    with lz.record() as recording:
+        for causal in (True, False):
+            lz.attention(q, q, q, causal=causal, layout="BSHD")
+    recorded = [(1, each.call) for each in recording.manifest().calls]
+    monkeypatch.setattr(ENGINE.ledger, "calls", lambda: recorded, raising=False)
+    found = [
+        job.recipe.params["causal"] for job in asked_jobs("attention.causal", None, ["float32"], "cpu") if job.recipe
+    ]
+    assert found == [True]
+
+
+def test_parameters_are_those_of_every_call(monkeypatch):
+    """``--param eps=0.1`` was refused, where its help says that it is measured."""
+    found = lz.tune("norm.rms", [(4, 64)], "float32", params={"eps": 0.1}, budget_s=0.0)
+    assert found is not None
+    (job,) = asked_jobs("norm.rms", [(4, 64)], ["float32"], "cpu", params={"eps": 0.1})
+    assert job.case.params == {"eps": 0.1}
+    with pytest.raises(ValueError, match="params: wanted them beside an operation's name, got eps beside a model"):
+        lz.tune(lambda x: lz.rms_norm(x, torch.ones(8)), torch.randn(2, 8), params={"eps": 0.1})
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

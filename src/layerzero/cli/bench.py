@@ -13,8 +13,7 @@ from layerzero.cli.bench_screen import result, shown_on_screen
 from layerzero.cli.live import Live, live
 from layerzero.cli.modules import import_modules
 from layerzero.cli.output import FINE, NO, Answer, say
-from layerzero.cli.question import pair_of, value_of
-from layerzero.cli.sizes import deadline_of, shapes_of, with_threads
+from layerzero.cli.sizes import deadline_of, params_of, shapes_of, with_threads
 from layerzero.engine.config import current_policy
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
@@ -22,7 +21,6 @@ from layerzero.tuning.measuring.asked import asked_jobs
 from layerzero.tuning.measuring.clocks import clock_of, current
 from layerzero.tuning.measuring.comparing import NO_TIME, Looked, compare, long_calls
 from layerzero.tuning.measuring.contest import Status
-from layerzero.tuning.measuring.jobs import operations_named
 from layerzero.tuning.measuring.on_device import Timed
 from layerzero.tuning.measuring.telling import telling
 from layerzero.tuning.measuring.timing import Effort
@@ -65,7 +63,14 @@ def answer(
         dtypes = _taken(only, operation, dtypes)
     wanted = shapes_of(shapes) or (None if manifest else "cases")
     jobs = asked_jobs(
-        operation, wanted, dtypes, target.type, manifest=manifest, layout=layout, params=_params(params, operation)
+        operation,
+        wanted,
+        dtypes,
+        target.type,
+        manifest=manifest,
+        layout=layout,
+        params=params_of(params, operation),
+        named=None if dtype is None else dtypes,
     )
     if not jobs:
         raise ValueError(f"{operation}: wanted calls on {target.type}, got none")
@@ -124,22 +129,6 @@ def timed_of(text: str | None, device: torch.device) -> Timed:
             f"--timed {text}: wanted a CUDA device, got {device.type}, where a call is all there is to time"
         )
     return Timed(text)
-
-
-def _params(texts: Sequence[str], operation: str) -> dict[str, object]:
-    """What ``--param`` says, of the types that the operations declare. Raises: ValueError with wanted and got."""
-    _, names = operations_named(operation)
-    schemas = [REGISTRY.operation(name).schema for name in names]
-    known = {name: schema.param(name) for schema in schemas for name in (*schema.chosen, *schema.scalars)}
-    found = {}
-    for name, text in (pair_of(text, "--param", "name=value") for text in texts):
-        if name not in known:
-            raise ValueError(f"--param: wanted one of {', '.join(sorted(known)) or 'no parameters'}, got {name!r}")
-        found[name] = value_of(known[name].types, text, f"--param {name}")
-        problem = known[name].problem(found[name])
-        if problem:
-            raise ValueError(f"--param {problem}")
-    return found
 
 
 def _taken(only: Sequence[str], operation: str, usual: Sequence[str]) -> Sequence[str]:

@@ -29,6 +29,7 @@ def tables(found: Sequence[Benched]) -> Iterator[RenderableType]:
         yield table
         if each.rough:
             yield Text(f"{each.rough}: these times are rough", style="yellow")
+        yield from (Text(text, style="dim") for text in above(each))
         for line in each.lines:
             for told in details(line):
                 yield Text(told, style="yellow")
@@ -62,9 +63,23 @@ def cells(line: Line, timed: Timed) -> list[str]:
     device = "" if line.device_us is None else f"{line.device_us:.1f}"
     of_device = [] if timed is Timed.CALL else [device, line.device_from]
     share = "" if line.ceiling_share is None else f"{100 * line.ceiling_share:.0f} %"
+    share = "above" if line.ceiling_share is not None and line.ceiling_share > 1 else share
     torch_ = "" if line.against_torch is None else f"{line.against_torch:.2f}x"
     rates = ["" if rate is None else f"{rate:.3g}" for rate in (line.gb_s, line.tflop_s)]
     return [*of_call, *of_device, *rates, share, torch_, _error(line.error)]
+
+
+def above(each: Benched) -> Iterator[str]:
+    """Why kernels are quicker than the ceiling allows, in one line for all; nothing where none is."""
+    names = [line.name for line in each.lines if line.ceiling_share is not None and line.ceiling_share > 1]
+    if names and each.work is not None and each.ceiling is not None:
+        from_memory = each.work.bytes / each.ceiling.gb_s / 1e3 >= each.work.flops / each.ceiling.tflop_s / 1e6
+        why = (
+            "their tensors lie in a cache, and the ceiling is a copy beyond it"
+            if from_memory
+            else "the ceiling is one square product in this dtype, and this product has a kinder shape"
+        )
+        yield f"above the ceiling: {', '.join(names)}: {why}"
 
 
 def details(line: Line) -> Iterator[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.asking.diagnosis import doctor
-from layerzero.cli.bench_tables import cells, columns, described, details, refusals
+from layerzero.cli.bench_tables import above, cells, columns, described, details, refusals
 from layerzero.core.disk import check_place, write_whole
 from layerzero.tuning.measuring.bench import Benched
 
@@ -145,6 +145,7 @@ def _table(each: Benched) -> Iterator[str]:
         mark = ' class="chosen"' if line.chosen else ""
         yield f"<tr{mark}>{row}</tr>"
     yield "</table>"
+    yield from (f"<p>{_text(text)}</p>" for text in above(each))
     told = [text for line in each.lines for text in details(line)] + list(refusals(each.refused))
     if told:
         yield f"<details><summary>refused or without a time, and why</summary>{'<br>'.join(map(_text, told))}</details>"

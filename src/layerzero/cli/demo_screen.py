@@ -19,8 +19,11 @@ NEXT = (
 _WIDE = 120
 """Columns of a terminal in which two names of a list fit."""
 
-_TOLD = len("  12345.67 ms  12.34 x, off by 1e-02, same words") + 1
+_TOLD = len("  12345.67 ms  12.34 x (10.12-12.34), off 1e-02, other words") + 1
 """Columns beside a way's name and its bar."""
+
+_SHORTEST = 3
+"""Columns of a bar on a narrow terminal."""
 
 
 SCREEN = 40
@@ -33,7 +36,7 @@ def show(console: Console, result: Mapping[str, Any]) -> None:
     counts = [row["runs"] for row in result["results"]]
     runs = f"{min(counts)} to {max(counts)}" if min(counts) < max(counts) else str(counts[0])
     threads = f", {result['threads']} threads" if not result["gpu"] else ""
-    measured = f"medians of {runs} turns and their ratios"
+    measured = f"medians of {runs} turns, of their ratios, and (where those lie)"
     _say(console, f"[bold]{result['device']}[/]{threads}, torch {result['torch']}; {measured}")
     for row in result["results"]:
         _say(console, f"{'' if small else chr(10)}[bold]{row['what']}[/], {row['dtype']}")
@@ -73,15 +76,21 @@ def _bars(row: Mapping[str, Any], width: int) -> Iterator[Text]:
     """One bar for each way, the longest stock's or longer."""
     longest = max(each["ms"] for each in row["ways"].values())
     named = max(map(len, row["ways"])) + 2
-    room = max(8, width - named - _TOLD)
+    room = max(_SHORTEST, width - named - _TOLD)
     for name, each in row["ways"].items():
         length = max(1, round(each["ms"] / longest * room))
         stock = name == "stock"
         line = Text(f"  {name:<{named}}{each['ms']:>9.2f} ms ")
-        line.append("█" * length, style="dim" if stock else "green" if each["times_as_fast"] > 1.0 else "yellow")
+        doubtful = stock or each["is_noise"]
+        line.append("█" * length, style="dim" if doubtful else "green" if each["times_as_fast"] > 1.0 else "yellow")
         if not stock:
-            line.append(f" {each['times_as_fast']:.2f} x", style="bold")
-            line.append(f", off by {each['error']:.0e}{_same(row, name)}")
+            between = f"{each['times_as_fast_from']:.2f}-{each['times_as_fast_to']:.2f}"
+            if each["is_noise"]:
+                line.append(f" noise ({between} x)", style="yellow")
+            else:
+                line.append(f" {each['times_as_fast']:.2f} x", style="bold")
+                line.append(f" ({between})")
+            line.append(f", off {each['error']:.0e}{_same(row, name)}")
         yield line
 
 

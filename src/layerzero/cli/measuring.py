@@ -108,8 +108,9 @@ def tune(
 
     Without --shapes, --cases or --manifest: a grid of sizes between which times can be predicted. What is known is
     skipped, so that an interrupted run goes on. Every kernel is compared with the reference first; a new one runs in a
-    child process before. Kernels may compile. Exits with 1 if nothing was measured or known. Operations without tensors
-    take --param alone: what their kernels are measured for.
+    child process before. Kernels may compile. Exits with 1 if nothing was measured or known. --dtype and --layout leave
+    out what was called or recorded in others. --param stands beside --shapes or --cases; operations without tensors
+    take it alone: what their kernels are measured for.
     """
     from layerzero.cli import plain
     from layerzero.cli import tune as command
@@ -118,8 +119,6 @@ def tune(
         return plain.tune(
             operation, param or [], samples=samples, budget_s=budget_s, again=again, leave_out=without or [], quiet=json
         )
-    if param:
-        raise ValueError("--param: wanted an operation without tensors beside it, as `tune tokenize`, got another")
     return command.answer(
         operation,
         shapes=shapes,
@@ -128,6 +127,7 @@ def tune(
         model=model,
         dtype=dtype,
         layout=layout,
+        params=param or [],
         device=device,
         threads=threads,
         samples=samples,

@@ -1,4 +1,4 @@
-"""Flags that several measuring commands share: shapes as text, seconds, and torch's threads."""
+"""Flags that several measuring commands share: shapes and parameters as text, seconds, and torch's threads."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from layerzero.cli.question import pair_of, value_of
+from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.measuring.deadline import Deadline
-from layerzero.tuning.measuring.jobs import Shape
+from layerzero.tuning.measuring.jobs import Shape, operations_named
 
 _SIZES = re.compile(r"\d+(?:x\d+)*")
 
@@ -58,3 +60,19 @@ def with_threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def params_of(texts: Sequence[str], operation: str) -> dict[str, object]:
+    """What ``--param`` says, of the types that the operations declare. Raises: ValueError with wanted and got."""
+    _, names = operations_named(operation)
+    schemas = [REGISTRY.operation(name).schema for name in names]
+    known = {name: schema.param(name) for schema in schemas for name in (*schema.chosen, *schema.scalars)}
+    found = {}
+    for name, text in (pair_of(text, "--param", "name=value") for text in texts):
+        if name not in known:
+            raise ValueError(f"--param: wanted one of {', '.join(sorted(known)) or 'no parameters'}, got {name!r}")
+        found[name] = value_of(known[name].types, text, f"--param {name}")
+        problem = known[name].problem(found[name])
+        if problem:
+            raise ValueError(f"--param {problem}")
+    return found

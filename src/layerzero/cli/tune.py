@@ -15,7 +15,7 @@ from layerzero.cli.modules import import_modules
 from layerzero.cli.not_measured import not_measured
 from layerzero.cli.output import FINE, NO, Answer
 from layerzero.cli.rows import new_row, new_table
-from layerzero.cli.sizes import left_of, shapes_of, with_threads
+from layerzero.cli.sizes import left_of, params_of, shapes_of, with_threads
 from layerzero.core.ledger import Verdict
 from layerzero.tuning.measuring.contest import Contest
 from layerzero.tuning.measuring.timing import carried
@@ -28,6 +28,8 @@ MOST_ROWS = 15
 FEW = 3
 """Calls that are named where one line stands for many."""
 
+_BRACKETS = "in brackets: how many times as long the next one takes; noise: no longer than times of both vary"
+
 
 def answer(
     operation: str,
@@ -38,6 +40,7 @@ def answer(
     model: str,
     dtype: str | None,
     layout: str | None,
+    params: Sequence[str],
     device: str | None,
     threads: int | None,
     samples: int | None,
@@ -64,6 +67,7 @@ def answer(
             manifest=manifest,
             model=model,
             layout=layout,
+            params=params_of(params, operation),
             samples=samples,
             budget_s=None if budget_s is None else left_of(budget_s),
             again=again,
@@ -142,6 +146,7 @@ def _shown(tuned: Tuned, threads: int = 0, usual: int = 0, *, everything: bool =
         new_row(table, found.name, _fastest(found), shown, "the same" if before == chosen else before)
     if table.rows:
         yield table
+        yield Text(_BRACKETS, style="dim")
     for operation, kept in same.items():
         names = ", ".join(f"{name} {count}" for name, count in kept.most_common())
         yield Text(f"{operation}: {kept.total()} call{'s' * (kept.total() != 1)} as before: {names}")

@@ -162,8 +162,9 @@ def _of_jobs(
 ) -> Iterator[Pair]:
     """The calls of shapes, in each layout, or of a workload, where the kernels' limits allow them."""
     known = {dtype_name(each) for one in REGISTRY.operations().values() for each in one.dtypes}
-    dtypes = dtype.split(",") if dtype else sorted(known)
-    jobs = asked_jobs(operation, shapes, dtypes, torch.device(device).type, manifest=manifest)
+    named = dtype.split(",") if dtype else None
+    dtypes = named or sorted(known)
+    jobs = asked_jobs(operation, shapes, dtypes, torch.device(device).type, manifest=manifest, named=named)
     for job in jobs:
         known_here = REGISTRY.operation(job.operation).dtypes
         kernels = [each for each in chosen if job.operation in each.operations]

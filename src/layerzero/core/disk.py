@@ -75,14 +75,15 @@ def write_all(file: int, data: bytes) -> None:
         view = view[os.write(file, view) :]
 
 
-def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
+def write_whole(path: str | os.PathLike[str], data: bytes, *, private: bool = False) -> None:
     """Put data in place of what a file held: all of it, also after a power cut, or nothing.
 
+    A new file gets the mode that the umask leaves, an old one keeps its own; a ``private`` one is this user's alone.
     The last file of a chain of links is replaced. What is no plain file (``/dev/stdout``, a pipe) is written to.
     Raises: OSError that names this file.
     """
     with _named(path):
-        _write_whole(path, data)
+        _write_whole(path, data, private=private)
 
 
 def check_place(path: str | os.PathLike[str]) -> None:
@@ -125,7 +126,7 @@ def _temporary(target: Path) -> tuple[int, Path]:
     return os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _PLAINLY, 0o666), temporary
 
 
-def _write_whole(path: str | os.PathLike[str], data: bytes) -> None:
+def _write_whole(path: str | os.PathLike[str], data: bytes, *, private: bool) -> None:
     target, plain, mode = _target(path)
     if not plain:
         Path(path).write_bytes(data)
@@ -133,8 +134,8 @@ def _write_whole(path: str | os.PathLike[str], data: bytes) -> None:
     file, temporary = _temporary(target)
     try:
         try:
-            if mode is not None:
-                os.fchmod(file, mode)
+            if private or mode is not None:
+                os.fchmod(file, PRIVATE_FILE if private or mode is None else mode)
             write_all(file, data)
             os.fsync(file)
         finally:
@@ -195,8 +196,9 @@ def _full(folder: Path) -> str:
 def distrust(folder: Path) -> str:
     """Why a folder is not to be trusted with what this process believes; empty if it is, or where there is none.
 
-    It must belong to this user or to root, who may do anything anyway, and not be writable by all: another user could
-    lift a ban there, or name a module that is imported. Links to the folder itself are followed: their owner chose.
+    It must belong to this user or to root, who may do anything anyway, and be writable by no other user: one could
+    lift a ban there, or name a module that is imported. A group may write that is this user's own (of the user's
+    number) or root's. Links to the folder itself are followed: their owner chose.
     """
     try:
         found = os.stat(folder)  # noqa: PTH116  # asked on each look: half the time of Path.stat
@@ -206,4 +208,6 @@ def distrust(folder: Path) -> str:
         return f"{folder} belongs to user {found.st_uid}, not to user {os.geteuid()} who asks"
     if found.st_mode & stat.S_IWOTH:
         return f"{folder} can be written by every user (mode {stat.S_IMODE(found.st_mode):o})"
+    if found.st_mode & stat.S_IWGRP and found.st_gid and not found.st_gid == os.getegid() == os.geteuid():
+        return f"{folder} can be written by group {found.st_gid} (mode {stat.S_IMODE(found.st_mode):o})"
     return ""

@@ -175,7 +175,7 @@ def note(kernel: Kernel, facts: Facts, opened: Iterable[str]) -> None:
             return
         kept = (kept | beside) - {lock}
     place.parent.mkdir(parents=True, exist_ok=True)
-    disk.write_whole(place, msgspec.json.encode(sorted(kept)))
+    disk.write_whole(place, msgspec.json.encode(sorted(kept)), private=True)
 
 
 @contextlib.contextmanager

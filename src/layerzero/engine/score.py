@@ -53,8 +53,9 @@ def rank(
     With A the highest priority among candidates that have evidence and c_best their least cost, evidence is worth
     ``A - 50 * log2(c / c_best)``, the term ``cost``; one confidence c, the lowest of the set, mixes it with priority.
     Who is slower than the quickest by more than the noise of both has no more priority than that one: doubts lift
-    nobody over it. Without evidence a candidate has its priority, less c * 30 points where another one has evidence and policy does not prefer
-    it. Within the noise of the best, priority and then the kernel id decide, so that ranks and restarts agree.
+    nobody over it. Without evidence a candidate has its priority, less c * 30 points where another one has evidence and
+    policy does not prefer it. Within the noise of the best, priority and then the kernel id decide, so that ranks and
+    restarts agree.
 
     Beside torch's own kernel, one of a library without evidence loses 100 points, and one with evidence (1 - c) * 200
     where torch's has none. Where it has, no priority counts more than that of torch's, which keeps (1 - c) * 5 before

@@ -195,7 +195,7 @@ def note(name: str, parts: Sequence[tuple[int, Path]]) -> None:
     place = cache_folder() / NOTES
     place.mkdir(parents=True, exist_ok=True)
     text = json.dumps([(top, path.name) for top, path in parts])
-    disk.write_whole(place / f"{name}.json", text.encode())
+    disk.write_whole(place / f"{name}.json", text.encode(), private=True)
 
 
 def _name(operation: Operation, facts: Facts) -> str:

@@ -105,7 +105,7 @@ class Tokenizer:
         path = folder / f"{self.tokenizer_hash}{suffix}"
         if not path.exists():
             make_private(folder)
-            write_whole(path, content)
+            write_whole(path, content, private=True)
         return os.fspath(path)
 
 

@@ -131,7 +131,7 @@ class Failures:
         if lasting and folder is not None:
             try:
                 disk.make_private(folder)
-                disk.write_whole(folder / name, msgspec.json.encode(found))
+                disk.write_whole(folder / name, msgspec.json.encode(found), private=True)
             except OSError:  # it is known in this process; the ledger tells of a folder that cannot be written
                 return found
         return found

@@ -83,7 +83,7 @@ class CallsMade:
             before = kept[call].count if call in kept else 0
             kept[call] = Made(before + count, now, msgspec.json.decode(call, type=CallRecipe))
         latest = sorted(kept.values(), key=lambda each: -each.at_unix_s)[:MAX_KEPT]
-        disk.write_whole(self.folder / FILE, msgspec.json.encode(latest))
+        disk.write_whole(self.folder / FILE, msgspec.json.encode(latest), private=True)
 
     def _read(self) -> list[Made]:
         if disk.distrust(self.folder):

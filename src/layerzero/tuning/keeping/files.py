@@ -43,6 +43,7 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.keeping import records
 from layerzero.tuning.keeping.folder import RecordFolder
+from layerzero.tuning.keeping.record_files import ONLY_BANS
 from layerzero.tuning.keeping.records import (
     FAILURES,
     PROVED,
@@ -279,7 +280,7 @@ class FileLedger(MemoryLedger):
             notes.append(f"{self.files.path}: damaged or foreign files were set aside and count for nothing: {names}")
         files = self.files.files
         if files.refused:
-            notes.append(f"{files.refused}: it is not used, and what is learnt about kernels ends with this process")
+            notes.append(f"{files.refused}: {ONLY_BANS}")
         elif files.problem:
             waiting = f"; {self.files.waits()} records wait in memory" if self.files.waits() else ""
             end = f"what is learnt about kernels ends with this process ({files.problem}){waiting}"

@@ -106,6 +106,9 @@ class RecordFolder:
             except OSError as error:  # no more files may be opened, say: it is asked again
                 self._doubt(name, f"it cannot be read: {error.strerror}")
                 return None
+            if self.files.refused and record.verdict is Verdict.PASSED:  # it would let a kernel run
+                self._forget(name)
+                return None
             self._read[name] = record
             self._trust(name)
             return record
@@ -177,7 +180,10 @@ class RecordFolder:
             left: list[tuple[Path, Record]] = []
             self._seen_ns = self.files.stamp_ns()
             for _ in range(_MAX_SCANS):
+                refused = self.files.refused
                 files = self.files.listed()
+                if refused and not self.files.refused:  # what did not count is looked at again
+                    self._parsed.clear()
                 if files is None:  # what was known stays so
                     self._seen_ns = -1
                     break

@@ -32,6 +32,19 @@ _UNSETTLED_NS = 100_000_000
 """A folder that changed so shortly before it was listed may change again under the same time stamp."""
 
 
+ONLY_BANS = (
+    "of it bans alone count, which can only refuse kernels; nothing else is read or written there, and what is learnt "
+    "about kernels ends with the process"
+)
+"""What is done with a folder that is not trusted."""
+
+
+def _judges(file: str) -> bool:
+    """Whether a file is a verdict or a suspicion by its name."""
+    name = records.name_of(file)
+    return name is not None and name.kind in (records.SUSPECT, records.VERDICT)
+
+
 class DamagedError(Exception):
     """A file whose content is not what its name says, or that is no plain file."""
 
@@ -42,7 +55,7 @@ class RecordFiles:
     Attributes:
         path: the folder; it is made at the first record.
         problem: why it could not be written at the last attempt; empty after one that worked.
-        refused: why it is not trusted; then it is as good as empty.
+        refused: why it is not trusted; then nothing of it counts but bans, and nothing is written there.
     """
 
     def __init__(self, path: Path) -> None:
@@ -65,12 +78,12 @@ class RecordFiles:
         if self.refused:
             self._warn(
                 "refused",
-                f"{self.refused}; it is not used, and what is learnt about kernels ends with the process. Name a "
-                "folder of your own in LAYERZERO_CACHE_DIR; LayerZero makes it, and for you alone",
+                f"{self.refused}; {ONLY_BANS}. Name a folder of your own in LAYERZERO_CACHE_DIR, which LayerZero makes "
+                "for you alone",
             )
-            return set()
         try:
-            return set(os.listdir(self.path))  # noqa: PTH208  # names only: a third of the time for 30,000
+            found = set(os.listdir(self.path))  # noqa: PTH208  # names only: a third of the time for 30,000
+            return {file for file in found if _judges(file)} if self.refused else found
         except (FileNotFoundError, NotADirectoryError):
             return set()
         except OSError as error:
@@ -184,6 +197,8 @@ class RecordFiles:
 
     def move(self, path: Path, target: Path | None) -> bool:
         """Rename a file, or remove it; whether that worked."""
+        if self.refused:
+            return False
         try:
             if target is None:
                 path.unlink(missing_ok=True)
@@ -199,6 +214,8 @@ class RecordFiles:
     def set_aside(self, file: str) -> bool:
         """Move a file out of the way; whether that worked."""
         aside = self.path / ASIDE
+        if self.refused:
+            return False
         try:
             aside.mkdir(disk.PRIVATE_FOLDER, exist_ok=True)
         except OSError as error:

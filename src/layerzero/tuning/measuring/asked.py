@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -35,15 +36,18 @@ def asked_jobs(
     batch_sizes: Sequence[int] | None = None,
     layout: str | None = None,
     params: Mapping[str, Any] | None = None,
+    named: Sequence[str] | None = None,
 ) -> list[Job]:
     """List what :func:`layerzero.tune` measures, in order of what it is worth; its arguments are described there.
 
     Where nobody says what: what this machine called, then the operations' cases, then the grid.
 
     ``params`` are parameters that every call has, beside shapes or cases; operations without one of them, and cases
-    that are no call with them, are left out.
+    that are no call with them, are left out. ``named`` are dtypes that somebody asks for: what was called or recorded
+    in another one is left out, as it is in another ``layout``, or without what an alias implies.
     """
     implied, names = operations_named(operation)
+    alike = functools.partial(_is_asked, names=names, dtypes=named, layout=layout, implied=dict(implied))
     if params:
         if shapes is None:
             raise ValueError(f"parameters: wanted them beside shapes or cases, got {', '.join(params)}")
@@ -60,7 +64,7 @@ def asked_jobs(
     if shapes is not None and narrowing:
         raise ValueError(f"{', '.join(narrowing)}: they narrow the default grid: wanted them without shapes, got both")
     if manifest is not None:
-        return [job for job in jobs_of_file(manifest, device, model=model) if job.operation in names]
+        return [job for job in jobs_of_file(manifest, device, model=model) if alike(job)]
     if isinstance(shapes, str):
         if shapes != "cases":
             raise ValueError(f"shapes: wanted sizes, or 'cases' for the operations' own, got {shapes!r}")
@@ -71,9 +75,9 @@ def asked_jobs(
     jobs = default_grid(device, dtypes, narrow=narrow)
     if not narrow:
         jobs = [*jobs_of_cases(names, dtypes), *jobs]
-    kept = [job for job in jobs if job.operation in names and _implied(job, implied)]
+    kept = [job for job in jobs if alike(job)]
     kept = [dataclasses.replace(job, layout=layout) for job in kept] if layout else kept
-    called = [] if narrow or layout else [job for job in jobs_called(device) if job.operation in names]
+    called = [] if narrow else [job for job in jobs_called(device) if alike(job)]
     return list({job.identity: job for job in reversed([*called, *kept])}.values())[::-1]
 
 
@@ -93,5 +97,15 @@ def _called() -> Manifest:
     return Manifest(FORMAT, time.time(), "", calls)
 
 
-def _implied(job: Job, implied: dict[str, Any]) -> bool:
-    return all(job.case.params.get(name, value) == value for name, value in implied.items())
+def _is_asked(
+    job: Job, *, names: Sequence[str], dtypes: Sequence[str] | None, layout: str | None, implied: Mapping[str, Any]
+) -> bool:
+    """Whether a call is one of those that are asked for."""
+    recipe = job.recipe
+    params = job.case.params if recipe is None else recipe.params
+    return (
+        job.operation in names
+        and (dtypes is None or job.dtype in dtypes)
+        and (layout is None or recipe is None or recipe.layout in (None, layout))
+        and all(params.get(name, value) == value for name, value in implied.items())
+    )

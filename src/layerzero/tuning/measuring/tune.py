@@ -7,7 +7,7 @@ is not measured again: an interrupted run goes on where it ended.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ def tune(
     seq_lens: Sequence[int] | None = None,
     batch_sizes: Sequence[int] | None = None,
     layout: str | None = None,
+    params: Mapping[str, Any] | None = None,
     samples: int | None = None,
     budget_s: float | None = None,
     again: bool = False,
@@ -60,13 +61,15 @@ def tune(
         shapes: of the first tensor, or of the first several where they differ; ``"cases"`` for the operations' own
             cases. If None: what this machine called, as misses left it in the ledger, then the cases, then the default
             grid (:mod:`layerzero.tuning.measuring.grid`). Beside a model its inputs: a tensor, a tuple, a dict.
-        dtype: one or several; bfloat16 on a GPU, float32 and bfloat16 on a CPU.
+        dtype: one or several; bfloat16 on a GPU, float32 and bfloat16 on a CPU. Of what was called or recorded, those
+            of these dtypes alone, if any is given.
         device: where; the current CUDA device if there is one, else the CPU.
         manifest: a file that ``lz.record`` wrote, in place of shapes; the most frequent calls come first.
         model: what the manifest must have been recorded of; a manifest of another model is an error.
         head_dim, seq_lens, batch_sizes: of the default grid, only attention with this head dim, with these lengths and
             batches in place of the grid's.
-        layout: of attention's tensors or the caches.
+        layout: of attention's tensors or the caches; of what was called or recorded, calls in it alone.
+        params: parameters that every call has, beside shapes or cases; what is no call with them is left out.
         samples: samples of each kernel; the setting ``tune_samples`` if None.
         budget_s: seconds that it takes at most, whatever compiles or is vetted; a call that is being measured ends.
             With 0 nothing is measured. A second run goes on where the first ended.
@@ -92,8 +95,12 @@ def tune(
             seq_lens=seq_lens,
             batch_sizes=batch_sizes,
             layout=layout,
+            params=params,
+            named=None if dtype is None else dtypes_of(dtype, target),
         )
     else:
+        if params:
+            raise ValueError(f"params: wanted them beside an operation's name, got {', '.join(params)} beside a model")
         jobs = jobs_of_model(operation, shapes, target.type)
     wanted = current_policy()["tune_samples"] if samples is None else samples
     if samples is not None and samples < MIN_SAMPLES:
