@@ -10,7 +10,7 @@ import torch
 
 import layerzero as lz
 from layerzero.asking.answers import facts as facts_of
-from layerzero.core import control_group
+from layerzero.core import control_group, free_memory
 from layerzero.engine.failing import out_of_memory
 from layerzero.ops import OPERATIONS
 from layerzero.tuning.measuring import room, running, truth
@@ -74,14 +74,14 @@ def test_a_reference_that_takes_more_than_its_share_fails_and_leaves_the_bound_a
 
 def test_what_is_available_is_the_least_of_machine_and_group(monkeypatch, tmp_path):
     (tmp_path / "meminfo").write_text("MemTotal: 8 kB\nMemAvailable:       3 kB\n")
-    monkeypatch.setattr(room, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(free_memory, "_MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(control_group, "available_bytes", lambda: math.inf)
-    assert room.available_bytes() == 3072.0
+    assert free_memory.available_bytes() == 3072.0
     monkeypatch.setattr(control_group, "available_bytes", lambda: 100.0)
-    assert room.available_bytes() == 100.0
+    assert free_memory.available_bytes() == 100.0
     (tmp_path / "meminfo").write_text("of another kind\n")
     monkeypatch.setattr(control_group, "available_bytes", lambda: math.inf)
-    assert room.available_bytes() == math.inf
+    assert free_memory.available_bytes() == math.inf
 
 
 @pytest.mark.parametrize(

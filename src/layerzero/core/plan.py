@@ -20,7 +20,7 @@ class Adaptation(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         kind: ``view`` (no data moves), ``copy``, ``expand`` (kv heads repeated), ``fold`` (into the mask), ``negate``,
-            ``split`` (the batch runs in chunks).
+            ``split`` (the batch runs in chunks), ``beyond`` (it takes more memory than policy allows).
         argument: the argument it works on.
         text: what happens, for people.
     """
@@ -32,7 +32,7 @@ class Adaptation(msgspec.Struct, frozen=True, gc=False):
     @property
     def moves_data(self) -> bool:
         """Whether memory is written; strict mode refuses that."""
-        return self.kind != "view"
+        return self.kind not in ("view", "beyond")
 
 
 class Term(msgspec.Struct, frozen=True, gc=False):

@@ -393,6 +393,7 @@ class Dispatcher:
             if not empty:
                 failing.tell_reference(plan)
         failing.tell_split(plan)
+        failing.tell_beyond(plan, policy)
         if policy.vet_in_background:
             from layerzero import _assembly
 

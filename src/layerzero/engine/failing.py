@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from layerzero.core import forking, indices
+from layerzero.core import forking, free_memory, indices
 from layerzero.core.arguments import TensorSchema
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import (
@@ -25,7 +26,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Routed
 from layerzero.core.plan import Plan, Report
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.engine import foreign, probe
+from layerzero.engine import foreign, headroom, probe
 from layerzero.engine.policy import Policy
 from layerzero.engine.reference import fake_call
 
@@ -66,11 +67,13 @@ def out_of_memory(error: Exception) -> bool:
 
 NO_MEMORY = re.compile(
     r"DefaultCPUAllocator: (can't allocate|not enough) memory|^(.*what\(\):\s*)?std::bad_alloc\s*$"
-    r"|Failed to allocate memory for requested",
-    re.MULTILINE,
+    r"|Failed to allocate memory for requested|\b(CUDA|HIP|XPU)( driver)?( error:)? out of memory"
+    r"|\b(CUBLAS|HIPBLAS|CUDNN|MIOPEN)_STATUS_ALLOC_FAILED|\b(cuda|hip)Error(MemoryAllocation|OutOfMemory)",
+    re.MULTILINE | re.IGNORECASE,
 )
-"""Words of torch's allocator on Linux and elsewhere, of C++ behind torch's operators, and of ONNX Runtime's. A message
-that only mentions ``std::bad_alloc`` may tell of a size that means nothing, as after an overflow."""
+"""Words of torch's allocator on Linux and elsewhere, of C++ behind torch's operators, and of ONNX Runtime's; of the
+drivers of GPUs and their libraries, which torch raises as RuntimeError. A message that only mentions ``std::bad_alloc``
+may tell of a size that means nothing, as after an overflow."""
 
 
 def says_out_of_memory(text: str) -> bool:
@@ -322,10 +325,31 @@ def tell_split(plan: Plan) -> None:
             )
 
 
-def _distance(reasons: tuple[Reason, ...]) -> tuple[bool, int]:
-    """How far a kernel is from being legal: what is not here at all is farthest."""
+def tell_beyond(plan: Plan, policy: Policy) -> None:
+    """Say once for each kernel and operation that a call takes more memory than policy allows, and what that means."""
+    if headroom.BEYOND not in plan.adaptations:
+        return
+    facts = plan.report.facts
+    free = free_memory.free_bytes(facts.device)
+    there = "" if math.isinf(free) else f" {_mib(free)} are free."
+    _once(
+        (plan.kernel.id, f"beyond {plan.report.operation}"),
+        f"{plan.report.operation} runs {plan.kernel.id}, which takes {_mib(plan.kernel.workspace_for(facts))} beside "
+        f"its results; {headroom.SETTING} allows {policy.memory_headroom_mb} MiB.{there} Every other kernel takes as "
+        f"much or more. A smaller batch takes less; a larger {headroom.SETTING} ends this warning.",
+        LayerZeroPerformanceWarning,
+    )
+
+
+def _mib(count: float) -> str:
+    return f"{count / 2**20:.0f} MiB"
+
+
+def _distance(reasons: tuple[Reason, ...]) -> tuple[bool, bool, int]:
+    """How far a kernel is from being legal: what is not here at all is farthest, what lacks memory alone nearest."""
+    codes = {reason.code for reason in reasons}
     absent = {ReasonCode.NOT_INSTALLED, ReasonCode.PLATFORM_MISMATCH, ReasonCode.VERSION_UNSUPPORTED}
-    return bool(absent & {reason.code for reason in reasons}), len(reasons)
+    return bool(absent & codes), codes != {ReasonCode.MEMORY_HEADROOM_EXCEEDED}, len(reasons)
 
 
 def _once(key: tuple[str, str], message: str, kind: type[LayerZeroWarning] = LayerZeroFallbackWarning) -> None:

@@ -15,7 +15,7 @@ from layerzero.core.limit import Finding, Findings, Limit, Repair
 from layerzero.core.limit_launch import LAUNCH_CODES
 from layerzero.core.plan import Adaptation, Candidate
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.engine import foreign, split
+from layerzero.engine import foreign, headroom, split
 from layerzero.engine.health import Health
 from layerzero.engine.how_to_vet import how_to_vet
 from layerzero.engine.jit import BUILT
@@ -46,7 +46,7 @@ def judge(
             seen[layout] = facts.seen_in(layout)
         reasons = policy_reasons(kernel, facts, policy)
         reasons += trust_reasons(kernel, facts, policy, machine, health, ledger, lock)
-        reasons += workspace_reasons(kernel, facts, policy)
+        reasons += headroom.reasons(kernel, facts, policy)
         adaptations = adaptations_for(kernel, facts)
         reasons += repair(kernel, limit_findings(kernel, seen[layout]), facts, policy, adaptations)
         if kernel.id in failed:
@@ -54,7 +54,12 @@ def judge(
         if kernel.jit:
             reasons += built_reasons(kernel, facts, policy, reasons)
         judged.append(Candidate(kernel, tuple(reasons), tuple(adaptations)))
-    return health.woken(split.last_resort(judged, facts, policy, lock, limit_findings), facts, lock)
+    return health.woken(last_resort(judged, facts, policy, lock), facts, lock)
+
+
+def last_resort(judged: list[Candidate], facts: Facts, policy: Policy, lock: Lock | None) -> list[Candidate]:
+    """What may run where nothing is legal as the call is: a batch in chunks, or the kernel that takes least memory."""
+    return headroom.last_resort(split.last_resort(judged, facts, policy, lock, limit_findings), facts, policy, lock)
 
 
 def completed(candidate: Candidate, facts: Facts, policy: Policy, machine: Machine) -> Candidate:
@@ -63,7 +68,7 @@ def completed(candidate: Candidate, facts: Facts, policy: Policy, machine: Machi
     state = machine.state(kernel.backend, facts.device)
     library = None if state.untested else library_reason(kernel, facts, machine, None)
     reasons = [*policy_reasons(kernel, facts, policy), *([] if library is None else [library]), *candidate.reasons]
-    reasons += workspace_reasons(kernel, facts, policy)
+    reasons += headroom.reasons(kernel, facts, policy)
     adaptations = adaptations_for(kernel, facts)
     reasons += repair(kernel, limit_findings(kernel, facts.seen_in(kernel.layout)), facts, policy, adaptations)
     told = [reason for place, reason in enumerate(reasons) if reason not in reasons[:place]]
@@ -158,12 +163,16 @@ def _as_here(kernel: Kernel, device: Device, machine: Machine) -> bool:
     return machine.torch == here.torch and machine.version(backend, device) == here.version(backend, device)
 
 
+_LIFTED = LAUNCH_CODES | {ReasonCode.MEMORY_HEADROOM_EXCEEDED}
+"""What :func:`last_resort` may lift."""
+
+
 def built_reasons(kernel: Kernel, facts: Facts, policy: Policy, reasons: Sequence[Reason]) -> list[Reason]:
     """Whether the kernel is built, where nothing else keeps it from the call: nobody looks for what would not run.
 
-    ``reasons`` are all others. What only a launch grid refuses may run in chunks, and is asked, too.
+    ``reasons`` are all others. What only a launch grid or its memory refuses may run yet, and is asked, too.
     """
-    if policy.allow_jit_compile or (reasons and any(reason.code not in LAUNCH_CODES for reason in reasons)):
+    if policy.allow_jit_compile or (reasons and any(reason.code not in _LIFTED for reason in reasons)):
         return []
     found: list[Reason] = []
     if not _ready(kernel, facts, found):
@@ -172,24 +181,6 @@ def built_reasons(kernel: Kernel, facts: Facts, policy: Policy, reasons: Sequenc
             hint = "It is built in the background where it would be chosen (lz.jit_status()), or by lz.warmup"
         found.append(Reason(ReasonCode.JIT_DISABLED, kernel.id, "built", "not built yet", hint))
     return found
-
-
-def workspace_reasons(kernel: Kernel, facts: Facts, policy: Policy) -> list[Reason]:
-    """Whether what the kernel needs beside its results is more than policy allows."""
-    if kernel.workspace_bytes is None:
-        return []
-    reasons: list[Reason] = []
-    try:
-        workspace = int(kernel.workspace_bytes(facts))
-    except Exception as error:  # noqa: BLE001  # as with limits: it refuses its kernel and nothing else
-        foreign.let_pass(error)
-        got = f"{type(error).__name__}: {error}"
-        reasons.append(Reason(ReasonCode.CONSTRAINT_FAILED, "workspace_bytes", "a number", got))
-        workspace = 0
-    if workspace > policy.memory_headroom_mb * 2**20:
-        limit_text, need = f"{policy.memory_headroom_mb} MiB", f"{workspace / 2**20:.0f} MiB"
-        reasons.append(Reason(ReasonCode.MEMORY_HEADROOM_EXCEEDED, "memory_headroom_mb", limit_text, need))
-    return reasons
 
 
 def changes(kernel: Kernel, policy: Policy) -> bool:

@@ -92,7 +92,12 @@ SETTINGS: dict[str, Setting] = {
         "the call, so that errors surface where they arise; nothing of this in a capture",
     ),
     "layout": Setting(str | None, None, f"layout where a call of {_OF_ASKING} names none", (None, *_LAYOUTS)),
-    "memory_headroom_mb": Setting(int, 1024, "largest workspace, in MiB, that a kernel may need"),
+    "memory_headroom_mb": Setting(
+        int,
+        1024,
+        "largest workspace, in MiB, that a kernel may need; where every kernel needs more, the one that needs least "
+        "runs and a warning says so, unless fallback_enabled is false",
+    ),
     "prefer_sources": Setting(list[str], [], "libraries or kernel globs that earn 20 points"),
     "avoid_sources": Setting(list[str], [], "libraries or kernel globs that lose 50 points"),
     "allow": Setting(list[str], [], "if not empty: only these libraries or kernel globs, and the reference"),

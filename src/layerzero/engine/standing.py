@@ -19,7 +19,7 @@ from layerzero.core.limit import NOTHING, Finding, Findings, Limit
 from layerzero.core.plan import Adaptation, Candidate
 from layerzero.core.reasons import Reason
 from layerzero.core.watched import Watched, names_no_size
-from layerzero.engine import legality, split
+from layerzero.engine import headroom, legality
 from layerzero.engine.health import Health
 from layerzero.engine.kept import Kept
 from layerzero.engine.policy import Policy
@@ -151,7 +151,7 @@ class Standings:
         if left:
             return judged, functools.partial(_judge_left, kept.refused, left, asked)
         judged += kept.refused
-        judged = split.last_resort(judged, facts, policy, lock, legality.limit_findings)
+        judged = legality.last_resort(judged, facts, policy, lock)
         if health.nothing_else(judged, lock):  # one that rests may run, if all its limits hold
             judged = legality.judge(kernels, facts, policy, machine, health, ledger, failed=failed)
         return judged, None
@@ -231,8 +231,6 @@ def _settled(limit: Limit, facts: Watched) -> Limit | Findings:
 def _judged(standing: Standing, asked: _Asked, reasons: list[Reason], *, just_failed: bool = False) -> Candidate:
     """Ask what is still to be asked of a kernel for this very call; ``reasons`` say that it is not trusted."""
     kernel, facts, policy = standing.kernel, asked.facts, asked.policy
-    if kernel.workspace_bytes is not None:
-        reasons = [*reasons, *legality.workspace_reasons(kernel, facts, policy)]
     if policy.rules:
         reasons = [*legality.policy_reasons(kernel, facts, policy), *reasons]
     adaptations = standing.adaptations
@@ -247,6 +245,8 @@ def _judged(standing: Standing, asked: _Asked, reasons: list[Reason], *, just_fa
             adaptations = tuple(made_good)
     if just_failed:
         reasons = [*reasons, legality.JUST_FAILED]
+    if kernel.workspace_bytes is not None:  # last: memory alone may keep every kernel from the call
+        reasons = [*reasons, *headroom.reasons(kernel, facts, policy)]
     if kernel.jit:
         reasons = [*reasons, *legality.built_reasons(kernel, facts, policy, reasons)]
     return Candidate(kernel, tuple(reasons), adaptations)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager
-from pathlib import Path
 
-from layerzero.core import address_space, control_group
+from layerzero.core import address_space
 from layerzero.core.facts import Facts
+from layerzero.core.free_memory import available_bytes
 
 SHARE = 0.5
 """Of what is available, so much may be used: the machine belongs to others, too."""
@@ -18,21 +18,6 @@ SHARE = 0.5
 WIDE_BYTES = 12
 """What an element needs beside its own memory: eight bytes in float64, and half as much where it is drawn or compared.
 The peak of a call in float32 was 11.8 and 12.4 bytes an element (embedding, linear; AMD EPYC, 2026-11-23)."""
-
-_MEMINFO = Path("/proc/meminfo")
-
-
-def available_bytes() -> float:
-    """What processes can still get without another one losing it; infinite where the system does not say."""
-    return min(_of_machine(), control_group.available_bytes())
-
-
-def _of_machine() -> float:
-    try:
-        lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) * 1024.0
-    except (OSError, KeyError, ValueError):  # another system, or an old one
-        return math.inf
 
 
 def needed_bytes(facts: Facts) -> int:

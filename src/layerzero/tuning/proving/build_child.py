@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from layerzero.core.dtypes import dtype_named
+from layerzero.core.free_memory import available_bytes
 from layerzero.core.kernel import Kernel
 from layerzero.core.recipe import CallRecipe
 from layerzero.engine import jit
@@ -25,7 +26,7 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.testing.apart_child import Tell
 from layerzero.testing.trial import attempt, duplicate
 from layerzero.tuning.keeping.builds import shortened
-from layerzero.tuning.measuring.room import SHARE, available_bytes
+from layerzero.tuning.measuring.room import SHARE
 from layerzero.tuning.proving.child import rebuilt
 from layerzero.tuning.proving.toolchain import interrupted, lacking, of_compiler
 
