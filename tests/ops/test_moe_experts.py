@@ -152,6 +152,39 @@ def test_gradients_reach_rows_weights_and_shares(tokens):
     assert all(each.grad.abs().sum() > 0 for each in (rows, gate_up, down, shares))
 
 
+def test_gradients_of_grouped_products_are_those_of_the_reference_with_experts_elsewhere():
+    """Rows of experts that are elsewhere are written by no grouped product, in the backward neither."""
+    rows, gate_up, down, ids, shares = mixture(9)
+    ids = ids.clone()
+    ids[::2, 0] = -1
+    biases = torch.randn(EXPERTS, gate_up.shape[1]), torch.randn(EXPERTS, HIDDEN)
+    found = []
+    for kernel in ("torch.experts_grouped.cpu", "reference.moe.experts"):
+        given = [each.detach().clone().requires_grad_() for each in (rows, gate_up, down, shares, *biases)]
+        with lz.scope(locks={"moe.experts": kernel}):
+            output = lz.moe_experts(
+                *given[:3], ids, given[3], gate_up_bias=given[4], down_bias=given[5], activation="silu"
+            )
+        output.square().sum().backward()
+        found.append([output.detach(), *(each.grad for each in given)])
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("device", "dtype", "kernel_id"), [
+    ("H100", torch.bfloat16, "torch.experts_grouped"), ("A100", torch.bfloat16, "torch.experts_grouped"),
+    ("MI300X", torch.bfloat16, "torch.experts_grouped"), ("T4", torch.bfloat16, "torch.experts_each"),
+    ("H100", torch.float32, "torch.experts_each"), ("CPU", torch.bfloat16, "torch.experts_each"),
+])  # fmt: skip
+@pytest.mark.parametrize("training", [False, True])
+def test_stock_is_what_transformers_runs(device, dtype, kernel_id, training):
+    tensors = [torch.empty(each.shape, dtype=dtype, device="meta", requires_grad=training) for each in mixture(16)[:3]]
+    ids, shares = (torch.empty(16, 2, dtype=each, device="meta") for each in (torch.int64, dtype))
+    report = lz.explain("moe_experts", *tensors, ids, shares, device=device, libraries={"torch": "2.13.0"})
+    assert report.kernel_id == kernel_id
+    assert report.chosen.kernel.is_stock(report.facts)
+
+
 def test_a_packed_weight_that_was_written_into_is_refused():
     rows, gate_up, down, ids, shares = mixture(2)
     packed = {"packed_gate_up": lz.PackedWeight(gate_up), "packed_down": lz.PackedWeight(down)}
