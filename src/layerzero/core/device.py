@@ -267,7 +267,14 @@ KNOWN_DEVICES: dict[str, Device] = {
     "MI210": _amd("AMD Instinct MI210", "gfx90a", 64),
     "MI300X": _amd("AMD Instinct MI300X", "gfx942", 192),
     "RX 7900 XTX": _amd("AMD Radeon RX 7900 XTX", "gfx1100", 24),
-    "Gaudi": Device(platform="hpu", name="Gaudi", vendor="habana", dtypes=frozenset({"float32", "bfloat16"})),
+    "Gaudi": Device(platform="hpu", name="Gaudi 3", vendor="habana", dtypes=frozenset({"float32", "bfloat16"})),
+    "Arc": Device(
+        platform="xpu",
+        name="Intel Arc B580",
+        vendor="intel",
+        dtypes=frozenset({"float32", "float16", "bfloat16"}),
+        total_bytes=12 * 2**30,
+    ),
     "CPU": Device(
         platform="cpu",
         name="x86-64 with AVX-512",

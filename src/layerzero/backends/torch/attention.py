@@ -1,5 +1,8 @@
 """PyTorch's own attention kernels on the CPU, and its unfused one that runs everywhere, called as its operators.
 
+On ROCm, XPU and HPU torch's fused kernels are other ones in each release, and which of them takes a call is known to
+torch alone: there its function itself is the kernel, and obeys the caller's ``sdpa_kernel`` context by itself.
+
 ``F.scaled_dot_product_attention`` under ``sdpa_kernel`` costs 40 us of host time a call, the operator behind it 15
 (H200, torch 2.11, 2026-11-21); the context manager's decision is respected through the limit ``SdpaEnabled``. Called
 through the binding that torch generates (``torch._scaled_dot_product_...``), an operator costs 2.1 to 2.6 us less than
@@ -17,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.backends.torch.hidden_rows import blanked, levelled, loses_log_sums
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
@@ -36,6 +40,9 @@ TORCH = Backend(
 
 _FLOATS = ("float32", "float64", "float16", "bfloat16")
 
+UNLISTED = ("rocm", "xpu", "hpu")
+"""Platforms whose kernels of torch are not declared one by one."""
+
 
 def sdpa_operator(name: str) -> Callable[..., Any]:
     """One of torch's attention operators, by what follows ``_scaled_dot_product_``."""
@@ -48,6 +55,7 @@ def load_cpu_flash(facts: Facts) -> Callable[..., Any]:
     """Load torch's fused kernel on a CPU, BHSD, which also gives the log-sum-exp; short rows get a mask."""
     operator = sdpa_operator("flash_attention_for_cpu")
     causal_here, dtype = facts.get("causal") is True, facts.tensors["query"].dtype
+    recording, math = bool(facts["requires_grad"]), sdpa_operator("attention_math")
 
     def flash(
         query: Tensor,
@@ -61,6 +69,9 @@ def load_cpu_flash(facts: Facts) -> Callable[..., Any]:
     ) -> Any:
         if attn_mask is None and key.shape[2] < 16:
             causal, attn_mask = False, short_mask(query.shape[2], key.shape[2], dtype, causal=causal_here)
+        elif recording and attn_mask is not None and loses_log_sums(attn_mask):
+            grouped = query.shape[1] != key.shape[1]
+            return math(query, key, value, attn_mask, 0.0, causal, scale=scale, enable_gqa=grouped)[0]
         output, lse = operator(query, key, value, 0.0, causal, attn_mask=attn_mask, scale=scale)
         if not return_lse:
             return output
@@ -116,6 +127,28 @@ def _load_math(facts: Facts) -> Callable[..., Any]:
         return operator(query, key, value, attn_mask, dropout_p, causal, scale=scale, enable_gqa=enable_gqa)[0]
 
     return math
+
+
+def _load_function(facts: Facts) -> Callable[..., Any]:
+    grouped, recording = facts["group"] != 1, bool(facts["requires_grad"])
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+
+    def function(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+    ) -> Tensor:
+        if attn_mask is not None and recording:
+            query, attn_mask = levelled(query, attn_mask)
+        output = sdpa(query, key, value, attn_mask, dropout_p, causal, scale=scale, enable_gqa=grouped)
+        return output if attn_mask is None else blanked(output, attn_mask)
+
+    return function
 
 
 def _math_workspace(facts: Facts) -> int:
@@ -181,5 +214,29 @@ KERNELS = (
         workspace_bytes=_math_workspace,
         priority=20,
         stock=gives_no_lse,
+    ),
+    Kernel(
+        id="torch.sdpa.function",
+        operations=attention.ALL,
+        backend=TORCH,
+        load=_load_function,
+        layout="BHSD",
+        accepts=(*SDPA_ARGUMENTS, "attn_mask", "dropout_p"),
+        folds=tuple(name for name in FOLDED if name != "alibi_slopes"),  # a mask in 16 bits is too coarse for it
+        limits=(
+            limit.platform(*UNLISTED),
+            limit.dtype(*_FLOATS),
+            SquareCausal(),
+            limit.one_of("attn_mask", "none", "float", foldable=True),
+            limit.one_of("mask_dtype", "none", "bool", "query"),
+            limit.positive("scale"),
+        ),
+        grad=True,
+        graph_safe=True,
+        handles_negated=True,
+        device_guard=True,
+        priority=50,
+        stock=gives_no_lse,
+        aliases=("torch.sdpa.causal", "torch.sdpa"),
     ),
 )

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.backends.torch.attention import FOLDED, SDPA_ARGUMENTS, TORCH, gives_no_lse, sdpa_operator
+from layerzero.backends.torch.hidden_rows import levelled
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -55,7 +56,7 @@ def _load_cuda_flash(facts: Facts) -> Callable[..., Any]:
 
 
 def _load_cuda_efficient(facts: Facts) -> Callable[..., Any]:
-    operator = sdpa_operator("efficient_attention")
+    operator, recording = sdpa_operator("efficient_attention"), bool(facts["requires_grad"])
 
     def efficient(
         query: Tensor,
@@ -69,6 +70,9 @@ def _load_cuda_efficient(facts: Facts) -> Callable[..., Any]:
     ) -> Any:
         keep = query.requires_grad or key.requires_grad or value.requires_grad
         if attn_mask is not None:
+            keep = keep or attn_mask.requires_grad
+            if recording:
+                query, attn_mask = levelled(query, attn_mask)
             attn_mask, key = padded_mask(attn_mask, query, key), own_heads(key, value)
         return operator(query, key, value, attn_mask, keep, dropout_p, causal, scale=scale)[0]
 
@@ -272,7 +276,6 @@ KERNELS = (
             limit.Custom("bfloat16 from sm 8.0 on", _efficient_bfloat16),
             limit.dim("head_dim", multiple=8),
             limit.dim("value_dim", multiple=8),
-            limit.one_of("bias_grad", False),
             SquareCausal(),
             limit.one_of("attn_mask", "none", "float", foldable=True),
             limit.one_of("mask_dtype", "none", "bool", "query"),

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import FOLDED, TORCH
+from layerzero.backends.torch.attention import FOLDED, TORCH, UNLISTED
 from layerzero.backends.torch.scored import LEAST_CAP, MOST_CAP, fitting_cap, mask_of
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -129,7 +129,7 @@ def _pieces(seq_q: int, of_one: int) -> list[slice]:
 
 def _product(rows: Tensor, keys: Tensor, factor: float, out: Tensor) -> None:
     """Products (B, M, D) x (B, D, N), times a factor, in float32: of 16-bit tensors cuBLAS gives them so, and once."""
-    if rows.is_cuda and rows.dtype != torch.float32:
+    if rows.is_cuda and rows.dtype != torch.float32 and torch.version.hip is None:
         torch.baddbmm(out, rows, keys, out_dtype=torch.float32, beta=0.0, alpha=factor, out=out)
     else:
         torch.mul(torch.bmm(rows.float(), keys.float()), factor, out=out)
@@ -163,7 +163,7 @@ KERNELS = (
         accepts=("causal", "scale", "attn_mask", "softcap", "sinks", "return_lse"),
         folds=FOLDED,
         limits=(
-            limit.platform("cuda"),
+            limit.platform("cuda", *UNLISTED),
             limit.dtype("float32", "float16", "bfloat16"),
             limit.Custom("softcap or sinks", _needs_more),
             limit.Custom(f"softcap: {LEAST_CAP:g} to {MOST_CAP:g}", fitting_cap),

@@ -87,6 +87,7 @@ KERNELS = tuple(
         handles_negated=True,
         device_guard=True,
         priority=40,
+        stock=True,
     )
     for name, load, accepts, grad in (
         ("add_bias", _load_add_bias, (), True),

@@ -79,6 +79,7 @@ KERNELS = tuple(
         handles_negated=True,
         device_guard=True,
         priority=priority,
+        stock=name == "torch.embedding" and not ending,  # a shard takes several functions
     )
     for name, rows_of, priority in (("torch.embedding", _embedding, 50), ("torch.index_select", _selection, 40))
     for ending, operation, accepts in (

@@ -75,6 +75,7 @@ KERNELS = (
         limits=(_FLOATS,),
         graph_safe=True,
         priority=50,
+        stock=True,
         **_COMMON,
     ),
     Kernel(
@@ -105,6 +106,7 @@ KERNELS = (
         ),
         graph_safe=True,
         priority=50,
+        stock=True,
         **_COMMON,
     ),
 )

@@ -58,6 +58,7 @@ KERNELS = tuple(
         handles_negated=True,
         device_guard=True,
         priority=priority,
+        stock=True,  # blocks as well: other functions of torch, and the same place
     )
     for name, load, limits, priority in (
         ("torch.greedy", _load, (), 40),

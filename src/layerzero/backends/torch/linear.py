@@ -166,32 +166,22 @@ _PACKED = ("packed", "packed_up", "packed_q")
 """Facts of products and blocks of products that say whether their weights are packed; all of a call are, or none."""
 
 
-def _has_champion(facts: Facts) -> bool:
-    """Whether weights are packed, on a processor where what torch computes with comes first without times.
+def own(facts: Facts) -> bool:
+    """Whether torch's own products are a champion: of weights that nobody packed, and on all but AMD's processors.
 
-    That is not so on AMD's, for which zentorch is made: it took 0.4 to 1.0 of oneDNN's time on two of them.
+    Packed weights on those are another thing: zentorch is made for them, and took 0.4 to 1.0 of oneDNN's time on two.
     """
-    return facts.device.vendor != "amd" and any(facts.get(name, "none") != "none" for name in _PACKED)
+    packed = any(facts.get(name, "none") != "none" for name in _PACKED)
+    return not packed or facts.device.platform != "cpu" or facts.device.vendor != "amd"
 
 
 def packed_as_stock(facts: Facts) -> bool:
     """Whether oneDNN's kernel for packed weights is the champion: torch's own product is oneDNN's in bfloat16.
 
-    On an Intel Xeon with AMX, which zentorch knows nothing of, it took 25 times as long for 256 rows (2026-11-23).
+    On an Intel Xeon with AMX, which zentorch knows nothing of, it took 25 times as long for 256 rows (2026-11-23). In
+    float32 torch's own is MKL's: one row of 1024 numbers took it 54 us where oneDNN's packed product took 82 there.
     """
-    return _has_champion(facts) and facts["dtype"] is torch.bfloat16
-
-
-def packed_without_gain(facts: Facts) -> bool:
-    """Whether torch's own function is the champion of packed weights: in float32 it is another library's, MKL's.
-
-    One row of 1024 numbers took it 54 us where oneDNN's packed product took 82 (Intel Xeon, 2026-11-23).
-    """
-    return _has_champion(facts) and facts["dtype"] is not torch.bfloat16
-
-
-def _own(facts: Facts) -> bool:
-    return facts["packed"] == "none" or packed_without_gain(facts)
+    return own(facts) and facts["dtype"] is torch.bfloat16
 
 
 ONEDNN = (
@@ -218,7 +208,7 @@ KERNELS = (
         handles_negated=True,
         device_guard=True,
         priority=50,
-        stock=_own,
+        stock=own,
     ),
     Kernel(
         id="torch.linear_then",
@@ -237,7 +227,7 @@ KERNELS = (
         handles_negated=True,
         device_guard=True,
         priority=50,
-        stock=packed_without_gain,
+        stock=own,
     ),
     Kernel(
         id="torch.mm_wide",
@@ -255,6 +245,7 @@ KERNELS = (
         handles_negated=True,
         device_guard=True,
         priority=55,
+        stock=True,  # torch's one function for such a result
     ),
     Kernel(
         id="torch.addmm_activation",

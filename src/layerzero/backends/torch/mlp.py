@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.torch.attention import TORCH
-from layerzero.backends.torch.linear import ONEDNN, onednn, pack, packed_as_stock, packed_without_gain
+from layerzero.backends.torch.linear import ONEDNN, onednn, own, pack, packed_as_stock
 from layerzero.backends.torch.rows_apart import linear_for
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -93,7 +93,7 @@ KERNELS = (
             handles_negated=True,
             device_guard=True,
             priority=50,
-            stock=packed_without_gain,
+            stock=own,
         )
         for ending, operations, biases in (
             ("", composed.PLAIN, composed.BIASES[:2]),

@@ -1,8 +1,8 @@
 """PyTorch's own ways with several queries a sequence over a paged cache: gather the pages, then attend.
 
-On a CPU one sequence after the other, so that nothing is padded; on NVIDIA all pages of the table at once for torch's
-FlashAttention 2, which reads each sequence as far as its length says. Both move every key and value once more than a
-kernel that follows the block table does.
+One sequence after the other, so that nothing is padded; a device is waited for once. On NVIDIA from sm 8.0 on all pages
+of the table at once for torch's FlashAttention 2, which reads each sequence as far as its length says. Both move every
+key and value once more than a kernel that follows the block table does.
 Library: torch >= 2.10, BSD-3-Clause.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from layerzero.backends.torch.attention import TORCH, positive_beside_causal
 from layerzero.backends.torch.sinks import with_sinks
-from layerzero.backends.torch.varlen import FLASH, Slice, attend_each, longest_queries, lse_of_tokens
+from layerzero.backends.torch.varlen import EACH, FLASH, Slice, attend_each, longest_queries, lse_of_tokens
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -27,7 +27,7 @@ from layerzero.ops.paged.gather import gathered
 from layerzero.ops.paged.tree import of_sequence
 
 
-def load_cpu(facts: Facts) -> Callable[..., Any]:
+def load_each(facts: Facts) -> Callable[..., Any]:
     """Sequence by sequence, each with its own pages."""
     page_size, slopes = facts.size("page_size"), facts.tensors.get("alibi_slopes")
     by_sequence = slopes is not None and len(slopes.shape) == 2
@@ -118,7 +118,7 @@ KERNELS = (
         id="torch.paged_sdpa",
         operations=mixed.ALL,
         backend=TORCH,
-        load=load_cpu,
+        load=load_each,
         layout="NHD",
         accepts=("causal", "scale", "window", "return_lse", "sinks", "alibi_slopes", "tree_mask"),
         limits=(
@@ -131,6 +131,17 @@ KERNELS = (
         ),
         deterministic=True,
         priority=50,
+    ),
+    Kernel(
+        id="torch.paged_each",
+        operations=mixed.ALL,
+        backend=TORCH,
+        load=load_each,
+        layout="NHD",
+        accepts=("causal", "scale", "window", "tree_mask"),
+        limits=EACH,
+        device_guard=True,
+        priority=15,
     ),
     Kernel(
         id="torch.paged_varlen",

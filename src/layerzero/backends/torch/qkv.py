@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.torch.attention import TORCH
-from layerzero.backends.torch.linear import ONEDNN, onednn, pack, packed_as_stock, packed_without_gain
+from layerzero.backends.torch.linear import ONEDNN, onednn, own, pack, packed_as_stock
 from layerzero.backends.torch.rows_apart import linear_for
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -115,7 +115,7 @@ KERNELS = (
             handles_negated=True,
             device_guard=True,
             priority=priority,
-            stock=packed_without_gain,
+            stock=own,
         )
         for name, operations, load, accepts, priority in _KINDS
     ),

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from layerzero.backends.torch.attention import TORCH, positive_beside_causal
 from layerzero.backends.torch.paged import load_gather
-from layerzero.backends.torch.paged_tokens import load_cpu, load_cuda
-from layerzero.backends.torch.varlen import FLASH
+from layerzero.backends.torch.paged_tokens import load_cuda, load_each
+from layerzero.backends.torch.varlen import EACH, FLASH
 from layerzero.core import limits as limit
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.facts import Facts
@@ -29,9 +29,19 @@ _FLOATS = ("float32", "float64", "float16", "bfloat16")
 
 
 def _load(facts: Facts) -> Callable[..., Any]:
-    page_size, single = facts.size("page_size"), facts["operation"] == DECODE.name
-    of_tokens = load_cpu if facts.device.platform == "cpu" else load_cuda
-    attend = load_gather(facts) if single else of_tokens(facts)
+    return _over_gathered(facts, load_gather(facts))
+
+
+def _load_each(facts: Facts) -> Callable[..., Any]:
+    return _over_gathered(facts, load_each(facts))
+
+
+def _load_varlen(facts: Facts) -> Callable[..., Any]:
+    return _over_gathered(facts, load_cuda(facts))
+
+
+def _over_gathered(facts: Facts, attend: Callable[..., Any]) -> Callable[..., Any]:
+    page_size = facts.size("page_size")
 
     def run(
         query: Tensor,
@@ -72,7 +82,6 @@ _COMMON: dict[str, Any] = {
     "tolerance": {dtype_name(dtype): each for dtype, each in _ROUNDED.items()},
     "tolerance_reason": "products of codes and scales are rounded to the queries' dtype before they are attended to",
     "backend": TORCH,
-    "load": _load,
     "layout": "NHD",
     "device_guard": True,
     "workspace_bytes": _gathered_bytes,
@@ -84,6 +93,7 @@ KERNELS = (
     Kernel(
         id="torch.quantized_gather",
         operations=(DECODE.name,),
+        load=_load,
         accepts=("scale", "window", "narrow_query"),
         limits=(limit.dtype(*_FLOATS), limit.positive("scale"), SdpaEnabled("math"), _CODES),
         graph_safe=True,
@@ -92,6 +102,7 @@ KERNELS = (
     Kernel(
         id="torch.quantized_sdpa",
         operations=(PREFILL.name,),
+        load=_load_each,
         accepts=_ACCEPTS,
         limits=(
             limit.platform("cpu"),
@@ -106,8 +117,17 @@ KERNELS = (
         **_COMMON,
     ),
     Kernel(
+        id="torch.quantized_each",
+        operations=(PREFILL.name,),
+        load=_load_each,
+        accepts=("causal", "scale", "window", "narrow_query"),
+        limits=(*EACH, _CODES),
+        **(_COMMON | {"priority": 15}),
+    ),
+    Kernel(
         id="torch.quantized_varlen",
         operations=(PREFILL.name,),
+        load=_load_varlen,
         accepts=(*_ACCEPTS, "max_context_len", "max_seqlen_q"),
         limits=(
             *FLASH,

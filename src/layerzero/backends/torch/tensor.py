@@ -52,6 +52,7 @@ KERNELS = tuple(
         graph_safe=True,
         device_guard=True,
         priority=40,
+        stock=True,
     )
     for name, operations, load, accepts in (
         ("transpose_copy", ("transpose_head_token", "transpose_token_head"), _load_transpose, ()),

@@ -1,7 +1,8 @@
 """PyTorch's attention over sequences of unlike lengths: one after the other on a CPU, its varlen operator on NVIDIA.
 
-On a CPU each sequence is a call of the operator behind ``F.scaled_dot_product_attention``; nothing is padded. On CUDA
-torch's FlashAttention 2 takes the starts as they lie on the device (``torch.nn.attention.varlen`` calls the same
+On a CPU each sequence is a call of the operator behind ``F.scaled_dot_product_attention``; nothing is padded. Elsewhere
+each is a call of that function, which waits once for the device to say where sequences begin. On CUDA torch's
+FlashAttention 2 takes the starts as they lie on the device (``torch.nn.attention.varlen`` calls the same
 operator); its causal mask is aligned at the end of each sequence. Pages are gathered first, each sequence as long as
 its table, and ``seqused_k`` says how far it is read.
 Library: torch >= 2.10, BSD-3-Clause.
@@ -15,8 +16,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from layerzero.backends.torch.attention import TORCH, positive_beside_causal, sdpa_operator, short_mask
+from layerzero.backends.torch.attention import (
+    TORCH,
+    UNLISTED,
+    positive_beside_causal,
+    sdpa_operator,
+    short_mask,
+)
+from layerzero.backends.torch.cuda_attention import aligned_rows
+from layerzero.backends.torch.hidden_rows import blanked
 from layerzero.backends.torch.sinks import with_sinks
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -46,15 +56,16 @@ def attend_each(
 ) -> Any:
     """Attention of one sequence after the other: (T, H, D), and (H, T) of the log-sum-exp; ``like`` is all queries.
 
-    ``masks`` (S, S_k), True where a key is seen, come one with each sequence.
+    ``masks`` (S, S_k), True where a key is seen, come one with each sequence. There is a log-sum-exp on a CPU alone.
     """
-    operator = sdpa_operator("flash_attention_for_cpu")
-    outputs, sums = [], []
+    operator = sdpa_operator("flash_attention_for_cpu") if like.device.type == "cpu" else _function
+    outputs: list[Tensor] = []
+    sums: list[Any] = []
     for (query, key, value, slopes), mask in zip(sequences, masks, strict=False):
         if len(query) == 0:
             continue
         if len(key) == 0:
-            outputs.append(torch.zeros_like(query))
+            outputs.append(query.new_zeros((*query.shape[:2], value.shape[2])))
             sums.append(query.new_full((query.shape[1], len(query)), -torch.inf, dtype=torch.float32))
             continue
         output, lse = _attend(operator, query, key, value, slopes, mask, causal=causal, scale=scale, window=window)
@@ -77,7 +88,7 @@ def _attend(
     causal: bool,
     scale: float | None,
     window: tuple[int, int] | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     queries, heads, width = query.shape
     keys, kv_heads = key.shape[:2]
     square, mask = queries == keys, None
@@ -86,17 +97,36 @@ def _attend(
         dense = query.unsqueeze(0), key.unsqueeze(0)
         mask = attention_bias(*dense, causal=causal, window=window, alibi_slopes=slopes, attn_mask=seen)
         causal = False
-    elif keys < _LANES:
+    elif keys < _LANES and query.device.type == "cpu":
         mask, causal = short_mask(queries, keys, query.dtype, causal=causal), False
     k, v = (each.transpose(0, 1).unsqueeze(0) for each in (key, value))
     if queries == 1 and heads != kv_heads and (mask is None or mask.ndim == 2 or mask.shape[1] == 1):
         q = query.view(1, kv_heads, -1, width)  # heads of a group as so many queries: each key is read once for them
         mask = None if mask is None else mask.expand(*mask.shape[:-2], heads // kv_heads, keys)
         output, lse = operator(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
-        return output.reshape(1, heads, -1), _seen(lse, mask).reshape(heads, 1)
+        return output.reshape(1, heads, -1), None if lse is None else _seen(lse, mask).reshape(heads, 1)
     q = query.transpose(0, 1).unsqueeze(0)
     output, lse = operator(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
-    return output[0].transpose(0, 1), _seen(lse, mask)[0]
+    return output[0].transpose(0, 1), None if lse is None else _seen(lse, mask)[0]
+
+
+def _function(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    _: float,
+    causal: bool,
+    *,
+    attn_mask: Tensor | None,
+    scale: float | None,
+) -> tuple[Tensor, None]:
+    """``F.scaled_dot_product_attention`` in place of the CPU's operator, without a log-sum-exp."""
+    query, key, value = (aligned_rows(each) for each in (query, key, value))
+    grouped = query.shape[1] != key.shape[1]
+    output = functional.scaled_dot_product_attention(
+        query, key, value, attn_mask, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
+    return (output if attn_mask is None else blanked(output, attn_mask)), None
 
 
 def _seen(lse: Tensor, mask: Tensor | None) -> Tensor:
@@ -228,6 +258,14 @@ FLASH = (
 )
 """What torch's FlashAttention 2 takes."""
 
+EACH = (
+    limit.platform("cuda", *UNLISTED),
+    limit.dtype(*_FLOATS),
+    limit.positive("scale"),
+    SdpaEnabled("math"),
+)
+"""What torch's function takes of one sequence after the other; it has a kernel for each while math may run."""
+
 KERNELS = (
     Kernel(
         id="torch.ragged_sdpa",
@@ -249,6 +287,18 @@ KERNELS = (
         grad=True,
         deterministic=True,
         priority=50,
+        stock=_square,
+    ),
+    Kernel(
+        id="torch.ragged_each",
+        operations=ragged.RAGGED,
+        backend=TORCH,
+        load=_load_ragged,
+        accepts=("causal", "scale", "window"),
+        limits=EACH,
+        grad=True,
+        device_guard=True,
+        priority=30,
         stock=_square,
     ),
     Kernel(
