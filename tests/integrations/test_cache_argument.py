@@ -5,7 +5,7 @@ from __future__ import annotations
 import architectures
 import pytest
 import torch
-import transformers
+from architectures import transformers
 
 from layerzero.integrations.optimize.cache_argument import NAMES, cache_in, name_in, name_of
 from layerzero.integrations.transformers import attention_forward

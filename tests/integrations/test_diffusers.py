@@ -253,6 +253,7 @@ def test_processors_still_say_their_class_and_are_saved_as_stock() -> None:
     assert kinds == {"AttnProcessor"}
 
 
+@pytest.mark.slow
 def test_a_backend_is_loaded_where_nobody_knows_it(tmp_path: Any) -> None:
     model, _ = flux()
     served = lz.register_with_diffusers(model)

@@ -165,6 +165,7 @@ def one_folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return folder, optimized_apart(folder, OMP_NUM_THREADS="1")
 
 
+@pytest.mark.slow
 def test_a_second_process_measures_nothing_again(one_folder: Any) -> None:
     """But for calls whose times were too noisy to decide."""
     folder, first = one_folder
@@ -176,6 +177,7 @@ def test_a_second_process_measures_nothing_again(one_folder: Any) -> None:
     assert f"{second['known']} were known" in second["text"]
 
 
+@pytest.mark.slow
 def test_times_of_another_machine_are_refused_with_a_reason(one_folder: Any) -> None:
     """One folder for two: everything is measured again, and the report says why."""
     folder, first = one_folder

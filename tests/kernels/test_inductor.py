@@ -34,14 +34,8 @@ def calls(function, rows, hidden):
     return (x, residual.clone(), w), normed(x + residual, (hidden,), w, 1e-6)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        "rms_norm",
-        pytest.param("layer_norm", marks=pytest.mark.slow),
-        pytest.param("add_residual_rms_norm_", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("function", ["rms_norm", "layer_norm", "add_residual_rms_norm_"])
 def test_it_is_refused_until_built_and_then_serves_its_class(function):
     kernel = {"add_residual_rms_norm_": "inductor.add_rms_norm"}.get(function, f"inductor.{function}")
     arguments, _ = calls(function, *SHAPES[0])
@@ -57,6 +51,7 @@ def test_it_is_refused_until_built_and_then_serves_its_class(function):
     assert lz.warmup(function, shapes=[SHAPES[0]], device="cpu") == [], "what is built is not built again"
 
 
+@pytest.mark.slow
 def test_one_build_serves_any_eps():
     (x, w), _ = calls("rms_norm", *SHAPES[0])
     assert [each.error for each in lz.warmup("rms_norm", shapes=[SHAPES[0]], device="cpu")] == [""]

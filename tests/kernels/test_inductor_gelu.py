@@ -32,7 +32,8 @@ def compare(kernel, shape, dtype):
 @pytest.mark.skipif(
     not torch.__version__.startswith(("2.13.", "2.14.", "2.15.")), reason="VERSION_UNSUPPORTED: this torch"
 )
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_build_serves_every_size(dtype):
     call = RandomCall("gelu", {"input": torch.randn(4, 64).to(dtype), "approximate": "tanh"})
     report = lz.explain(call.function, **call.arguments)

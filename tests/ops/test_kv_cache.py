@@ -426,6 +426,7 @@ def test_a_latent_cache_brings_its_two_planes():
         lz.paged_attention(torch.randn(1, 1, 4, 32), layer, step=step)
 
 
+@pytest.mark.slow
 def test_the_code_of_the_serving_page_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
