@@ -83,9 +83,9 @@ importlib.metadata.version = version
 
 def pytest_configure(config):
     """Laws are drawn less often where slow tests are left out; see ``drawing.examples``."""
-    settings.register_profile("quick", parent=settings(), max_examples=40)
-    if "not slow" in config.getoption("markexpr"):
-        settings.load_profile("quick")
+    settings.register_profile("whole", parent=settings(), deadline=None)  # others may use the cores, too
+    settings.register_profile("quick", parent=settings.get_profile("whole"), max_examples=40)
+    settings.load_profile("quick" if "not slow" in config.getoption("markexpr") else "whole")
 
 
 def pytest_collection_finish():

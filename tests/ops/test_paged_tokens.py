@@ -21,7 +21,7 @@ from layerzero.core.indices import IN_C
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.calls import arguments_of
 from layerzero.ops.paged import slots as paged_slots
-from layerzero.ops.paged.host_slots import slots_on_host
+from layerzero.ops.paged.host_slots import numpy_here, slots_on_host
 from layerzero.ops.paged.mixed import GQA_MIXED_PAGED, paged_tokens_reference
 from paged_calls import PAGE, paged, starts
 
@@ -277,9 +277,13 @@ def test_slots_of_the_host_are_those_of_each_token(data):
     begins = None if same else torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
     lz.rms_norm(torch.ones(1, 2), torch.ones(2))  # the first call loads the extension
     wanted = slots_one_by_one(tables, lens, counts, page_size, pages)
-    for ways in (dict(IN_C), {}):  # in C, by numpy
+    in_c, numpy = dict(IN_C), numpy_here() is not None
+    for ways in [*([in_c] if in_c else []), *([{}] if numpy else [])]:
         with unittest.mock.patch.dict(IN_C, ways, clear=True):
-            slots, lost = slots_on_host(each, torch.tensor(lens, dtype=torch.int32), begins, same, page_size, pages)
+            found = slots_on_host(each, torch.tensor(lens, dtype=torch.int32), begins, same, page_size, pages)
+        if found is None and not numpy:  # what the loop in C leaves to numpy is left to launches
+            continue
+        slots, lost = found
         assert (slots.tolist(), lost) == wanted
         assert slots.dtype is torch.int64
 
@@ -328,6 +332,7 @@ def test_the_loop_in_c_leaves_what_it_does_not_fit(other):
 
 @pytest.mark.parametrize("starts", [[1, 1, 3], [0, 2, 1], [0, -1, 3], [-1, 1, 3], [0, -3, -3]])
 def test_starts_that_are_none_are_told_with_the_loop_in_c(starts):
+    pytest.importorskip("numpy")  # it says what was wrong; by launches another place does
     begins = torch.tensor(starts, dtype=torch.int32)
     assert loop_in_c()(*{**SLOTS, "starts": begins}.values()) == -1
     with pytest.raises(lz.InvalidCallError, match=re.escape(f"do not decrease, got {starts}")):
