@@ -5,7 +5,9 @@ raises ModuleNotFoundError, ``find_spec`` finds None, and ``importlib.metadata``
 """
 
 import importlib.metadata
+import os
 import re
+import sysconfig
 from importlib.machinery import PathFinder
 
 DISTRIBUTIONS = frozenset({
@@ -20,11 +22,21 @@ MODULES = {re.sub(r"[-.]", "_", each) for each in DISTRIBUTIONS} | {"splintr", "
 """What they are imported as."""
 
 
+PLACES = tuple({os.path.realpath(sysconfig.get_path(each)) for each in ("purelib", "platlib")})
+
+
+def _is_installed(path):
+    """Whether it lies where pip installs; what a test puts on the path stands in for a library, and stays."""
+    return os.path.realpath(path).startswith(PLACES)
+
+
 def _hide_modules() -> None:
     found = PathFinder.find_spec
 
     def find_spec(_, name, path=None, target=None):
-        return None if name.partition(".")[0] in MODULES else found(name, path, target)
+        spec = found(name, path, target)
+        hidden = spec is not None and name.partition(".")[0] in MODULES
+        return None if hidden and _is_installed(spec.origin or next(iter(spec.submodule_search_locations))) else spec
 
     PathFinder.find_spec = classmethod(find_spec)  # bound, as it was: pytest keeps it as an attribute of a class
 
@@ -35,7 +47,7 @@ def _hide_versions() -> None:
     def discover(**given):
         for each in discovered(**given):
             name = each._normalized_name if hasattr(each, "_normalized_name") else each.metadata["Name"]
-            if re.sub(r"[-_.]+", "-", name).lower() not in DISTRIBUTIONS:
+            if re.sub(r"[-_.]+", "-", name).lower() not in DISTRIBUTIONS or not _is_installed(each.locate_file("")):
                 yield each
 
     importlib.metadata.Distribution.discover = staticmethod(discover)
