@@ -350,7 +350,10 @@ def test_vllms_own_cpu_platform_and_registry_take_it(monkeypatch, vllm):
     asked = config(**{name: told.get(name, False) for name in names})
     choose = platforms.current_platform.get_attn_backend_cls
     assert choose(custom, asked) == stock, "vLLM on its own runs its own attention"
-    layerzero_vllm.plugin()
+    entry = importlib.metadata.EntryPoint(layerzero_vllm.NAME, "layerzero_vllm:plugin", layerzero_vllm.GROUP)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [entry])
+    sys.modules["vllm.envs"].VLLM_PLUGINS = None
+    sourced(monkeypatch, "vllm.plugins", VLLM / "plugins/__init__.py").load_general_plugins()  # as its workers do
     choose = platforms.current_platform.get_attn_backend_cls
     assert choose(custom, asked) == BACKEND
     assert resolve(choose(custom, asked)) is vllm.LayerZeroAttentionBackend

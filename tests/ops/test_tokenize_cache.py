@@ -200,6 +200,10 @@ def test_models_share_nothing_and_are_forgotten_by_name(tmp_path):
     assert (cache.stats(one).entries, cache.stats(two).entries) == (0, 1)
     together = EncodedTexts(TokenizerCacheConfig(enable_namespace_isolation=False))
     assert together.namespace(one) == together.namespace(two)
+    for tokenizer in (one, two):
+        together.reader(tokenizer, (False, True))(text, run_of(tokenizer))
+    assert together.invalidate_model("another") == 0
+    assert together.invalidate_model(one.name) == 1, "what it shares with the other goes as well"
     lz.forget_tokenizer()
 
 

@@ -190,3 +190,55 @@ def test_a_sentencepiece_processor_that_loads_another_model():
     before = lz.tokenize(TEXT, made)["input_ids"]
     made.LoadFromSerializedProto(vocabularies.pieces("unigram"))
     assert lz.tokenize(TEXT, made)["input_ids"] == made.encode(TEXT) != before
+
+
+@pytest.mark.parametrize("options", [{}, {"add_bos": True}, {"add_eos": True}, {"add_bos": True, "add_eos": True}])
+def test_a_sentencepiece_processor_adds_what_its_options_say(options):
+    library = pytest.importorskip("sentencepiece")
+    made = library.SentencePieceProcessor(model_proto=vocabularies.pieces("bpe"), **options)
+    for text in (TEXT, "", LONG, LONG):
+        assert lz.tokenize(text, made)["input_ids"] == made.encode(text)
+    bare = library.SentencePieceProcessor(model_proto=vocabularies.pieces("bpe"))
+    assert lz.tokenize(TEXT, made, add_special_tokens=False)["input_ids"] == bare.encode(TEXT)
+    assert lz.tokenize([TEXT, "a"], made)["input_ids"] == [made.encode(TEXT), made.encode("a")]
+
+
+def test_other_options_of_a_sentencepiece_processor_are_refused_by_their_name():
+    library = pytest.importorskip("sentencepiece")
+    made = library.SentencePieceProcessor(model_proto=vocabularies.pieces("bpe"), reverse=True)
+    with pytest.raises(lz.InvalidCallError, match=r"wanted no options but add_bos and add_eos, got .* with reverse"):
+        lz.tokenize(TEXT, made)
+
+
+def test_two_python_tokenizers_that_save_the_same_are_not_one(monkeypatch):
+    """What makes them differ is in their code, which ``save_pretrained`` does not write."""
+    transformers = pytest.importorskip("transformers")
+
+    class Shifted(transformers.PreTrainedTokenizer):
+        vocab_size = 8
+
+        def __init__(self, shift=0, **given):
+            super().__init__(**given)
+            self.init_kwargs.pop("shift", None)
+            self.shift = shift
+
+        def get_vocab(self):
+            return {str(place): place for place in range(8)}
+
+        def _tokenize(self, text, **_):
+            return list(text)
+
+        def _convert_token_to_id(self, token):
+            return (int(token) + self.shift) % 8
+
+        def _convert_id_to_token(self, index):
+            return str(index)
+
+        def save_vocabulary(self, save_directory, filename_prefix=None):
+            return ()
+
+    one, other = Shifted(), Shifted(shift=3)
+    for _ in range(2):
+        for each in (one, other):
+            assert lz.tokenize("0123", each)["input_ids"] == each("0123")["input_ids"]
+    assert lz.tokenize("0123", one) != lz.tokenize("0123", other)

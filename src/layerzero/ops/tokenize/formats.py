@@ -10,6 +10,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -288,11 +289,27 @@ def of_object(value: Any) -> Tokenizer:
     if library == "tiktoken":
         return of_encoding(value, value.name, "")
     if library == "sentencepiece":
-        return of_model(value.serialized_model_proto(), "SentencePieceProcessor", "")
+        return _of_processor(value)
     if library == "transformers":
         return _of_transformers(value)
     wanted = "a path, an encoding's name, or a tokenizer of tokenizers, tiktoken, sentencepiece or transformers"
     raise _wrong(wanted, type(value).__name__)
+
+
+def _of_processor(value: Any) -> Tokenizer:
+    """A SentencePieceProcessor, which adds what its options say."""
+    made = of_model(value.serialized_model_proto(), "SentencePieceProcessor", "")
+    added = value.encode("", out_type=int)
+    begins, ends = value.bos_id(), value.eos_id()
+    known = {(): None, (begins,): ((begins,), ()), (ends,): ((), (ends,)), (begins, ends): ((begins,), (ends,))}
+    odd = [name for name in ("reverse", "enable_sampling") if getattr(value, f"_{name}", False)]
+    if odd or tuple(added) not in known:
+        got = f"a SentencePieceProcessor with {', '.join(odd) or f'{added} around an empty text'}"
+        raise _wrong("no options but add_bos and add_eos", got)
+    around = known[tuple(added)]
+    if around is not None:
+        made.surround, made.adds = Surround(*around), True
+    return made
 
 
 def _of_native(value: Any, name: str) -> Tokenizer:
@@ -319,6 +336,11 @@ def _of_transformers(value: Any) -> Tokenizer:
     )
     made.most = value.model_max_length if value.model_max_length < 10**9 else None
     return made
+
+
+def apart(made: Tokenizer, number: int) -> Tokenizer:
+    """A tokenizer that no other object stands for: what Python code computes with need not be what it saves."""
+    return replace(made, identity=replace(made.identity, model_id=f"{made.identity.model_id} {number}"))
 
 
 def _of_python(value: Any, name: str) -> Tokenizer:

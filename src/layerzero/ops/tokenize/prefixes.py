@@ -20,7 +20,7 @@ from typing import Any
 
 from layerzero.core import forking
 from layerzero.ops.tokenize.cutting import Cut, cut_of
-from layerzero.ops.tokenize.tokenizer import Tokenizer, when_forgotten
+from layerzero.ops.tokenize.tokenizer import Tokenizer, known, when_forgotten
 
 log = logging.getLogger("layerzero")
 
@@ -256,9 +256,10 @@ class EncodedTexts:
             return found
 
     def invalidate_model(self, name: str) -> int:
-        """Forget all texts of tokenizers of this name; returns how many."""
+        """Forget all texts of tokenizers of this name, shared ones too; returns how many."""
         with self._lock:
-            gone = [key for key in self._heads if key[0][0].rpartition(":")[0] == name]
+            spaces = {self.namespace(each) for each in known() if each.name == name}
+            gone = [key for key in self._heads if key[0][0] in spaces or key[0][0].rpartition(":")[0] == name]
             for key in gone:
                 self._bytes -= self._heads.pop(key).bytes
             return len(gone)

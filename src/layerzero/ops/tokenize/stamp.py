@@ -139,7 +139,7 @@ def _of_sentencepiece(value: Any) -> Stamp:
 
     def stamp() -> Any:
         size = value.get_piece_size()
-        return size, [value.id_to_piece(place) for place in places if place < size]
+        return size, [value.id_to_piece(place) for place in places if place < size], value.encode("", out_type=int)
 
     return stamp
 

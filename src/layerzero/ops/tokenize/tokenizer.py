@@ -153,6 +153,8 @@ def follow(tokenizer_id: object) -> Followed:
         changed = _change(given)  # before it is read: what changes meanwhile is seen by the next call
         made = formats.named(given) if isinstance(given, str) else formats.of_object(given)
         made = _BY_HASH.get(_identical(made), made)
+        if made.native is not given and made.identity.format == "transformers":
+            made = formats.apart(formats.of_object(given), id(given))
         _BY_HASH[_identical(made)] = made
         followed = _KNOWN[key] = Followed(given, made, changed)
         if found is not None and not any(each.tokenizer is found.tokenizer for each in _KNOWN.values()):
