@@ -69,13 +69,11 @@ def _choose_on_cpu(custom: Any) -> None:
         return
 
     @functools.wraps(stock.__func__)
-    def get_attn_backend_cls(
-        cls: Any, selected_backend: Any, attn_selector_config: Any, *args: Any, **more: Any
-    ) -> Any:
+    def get_attn_backend_cls(cls: Any, selected_backend: Any, *args: Any, **more: Any) -> Any:
         if selected_backend is not custom or custom.get_path() != BACKEND:
-            return stock.__func__(cls, selected_backend, attn_selector_config, *args, **more)
-        asked = attn_selector_config._asdict()
-        reasons = custom.get_class().validate_configuration(device_capability=None, **asked)
+            return stock.__func__(cls, selected_backend, *args, **more)
+        asked = more["attn_selector_config"] if "attn_selector_config" in more else args[0]
+        reasons = custom.get_class().validate_configuration(device_capability=None, **asked._asdict())
         if reasons:
             raise ValueError(f"Selected backend CUSTOM is not valid for this configuration. Reason: {reasons}")
         log.info("vLLM takes LayerZero's attention on this CPU")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -104,18 +104,18 @@ def _of_native(native: Any) -> Stamp:
     places = _spread(sizes(with_added_tokens=False), 4)
     settings = attrgetter("__class__", *(name for name in _SETTINGS if hasattr(native.model, name)))
 
-    def step(name: str) -> Any:
-        found = getattr(native, name)
-        return None if found is None else found.__getstate__()
+    def states(names: Sequence[str]) -> list[Any]:
+        return [None if (step := getattr(native, name)) is None else step.__getstate__() for name in names]
 
-    large = [name for name in _STEPS if len(step(name) or b"") > LARGE_BYTES]
+    large = [name for name, state in zip(_STEPS, states(_STEPS), strict=True) if len(state or b"") > LARGE_BYTES]
     small = [name for name in _STEPS if name not in large]
-    few = sizes() - sizes(with_added_tokens=False) <= FEW_ADDED and len(native.get_added_tokens_decoder()) <= FEW_ADDED
+    few = len(native.get_added_tokens_decoder()) <= FEW_ADDED
 
     def seldom() -> Any:
-        return [*map(step, large), None if few else native.get_added_tokens_decoder()]
+        return states(large), None if few else native.get_added_tokens_decoder()
 
     kept = seldom()
+    piece, added = native.id_to_token, native.get_added_tokens_decoder
 
     def stamp() -> Any:
         nonlocal kept
@@ -123,11 +123,10 @@ def _of_native(native: Any) -> Stamp:
             kept = seldom()
         return (
             sizes(),
-            sizes(with_added_tokens=False),
-            [*map(step, small)],
+            added() if few else sizes(with_added_tokens=False),
             settings(native.model),
-            [*map(native.id_to_token, places)],
-            native.get_added_tokens_decoder() if few else None,
+            [piece(place) for place in places],
+            states(small),
             kept,
         )
 
