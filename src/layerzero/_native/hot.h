@@ -10,6 +10,7 @@
  *   bound.c       kernels with their constants in place, and callables that are bound to a plan
  *   indices.c     whether indices in memory are where they must be
  *   slots.c       where new tokens belong in a paged cache
+ *   stamp.c       whether objects and memory are what they were
  *   call.c        the callable of a function: one hit from end to end
  *   module.c      declaring a function, and the module
  *
@@ -201,6 +202,13 @@ PyObject *indices_firsts_within(PyObject *module, PyObject *args);
 /* slots.c */
 
 PyObject *slots_fill(PyObject *module, PyObject *args);
+
+/* stamp.c */
+
+PyObject *stamp_version(PyObject *module, PyObject *cls);
+PyObject *stamp_places(PyObject *module, PyObject *const *args, Py_ssize_t given);
+PyObject *stamp_unchanged(PyObject *module, PyObject *const *args, Py_ssize_t given);
+PyObject *stamp_checksum(PyObject *module, PyObject *const *args, Py_ssize_t given);
 
 /* module.c */
 

@@ -254,6 +254,11 @@ static PyMethodDef module_methods[] = {
      "firsts_within(table, counts, per, high): the same for the first counts / per of each row, from 0"},
     {"slots", slots_fill, METH_VARARGS,
      "slots(tables, lens, starts, tokens, page_size, pages, out): how many tokens are lost; -1 for starts that are none"},
+    {"version", stamp_version, METH_O, "version(cls): changes with anything of a class or its bases; 0 for none"},
+    {"places", (PyCFunction)(void (*)(void))stamp_places, METH_FASTCALL, "places(dict, items): for unchanged"},
+    {"unchanged", (PyCFunction)(void (*)(void))stamp_unchanged, METH_FASTCALL,
+     "unchanged(objects, classes, dicts, keys, lists, names): whether all are what they were"},
+    {"checksum", (PyCFunction)(void (*)(void))stamp_checksum, METH_FASTCALL, "checksum(address, bytes): of memory"},
     {"state", state_words, METH_NOARGS, "Dispatch keys, grad mode, function modes; None where not read."},
     {NULL},
 };

@@ -17,7 +17,7 @@ from layerzero.integrations.optimize.activations import activations_of
 from layerzero.integrations.optimize.candidate import TOLERANCE, Candidate, candidate, distance, quiet, random_rows
 from layerzero.integrations.optimize.joining import Joined, wants_packed
 from layerzero.integrations.optimize.products import is_plain
-from layerzero.integrations.optimize.swapping import MARK, Packs, as_forward, stays_stock, weight_of
+from layerzero.integrations.optimize.swapping import MARK, Packs, as_forward, serves, weight_of
 from layerzero.ops.activation.formulas import FORMULAS, GATED
 
 
@@ -39,13 +39,13 @@ class Block(Packs):
 @as_forward
 def _block(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:  # noqa: A002  # torch's name
     mine = not torch.compiler.is_compiling() and not others and not named
-    if mine and (state := self.__dict__.get(MARK)) is not None:  # None once another thread has undone it
+    if mine and (state := self.__dict__.get(MARK)) is not None:
         parameters = [each._parameters for each in state.products]
         try:
             weights, biases = [each["weight"] for each in parameters], [each["bias"] for each in parameters]
         except KeyError:  # pruned or parametrised since: the module computes them
             return type(self).forward(self, input)
-        if not stays_stock(self, input, *weights, *biases) and state.intact(self):
+        if serves(state, input, *weights, *biases):
             try:
                 return _call(state, input, weights, biases)
             except InvalidCallError:

@@ -66,7 +66,10 @@ def optimize(
     layers of Transformers' models, whose attention is set to ``"layerzero"``. Each keeps its class, its parameters and
     its place: ``state_dict``, ``save_pretrained``, ``.to()``, deep copies, ``torch.save`` (of the stock module) and
     hooks of the modules themselves work as before, and nothing of the process is changed. Calls that record gradients,
-    run under autocast, in training mode or in ``torch.compile`` run the modules' own code.
+    run under autocast, in training mode or in ``torch.compile`` run the modules' own code. So does a module that is no
+    longer what it was when it was checked, or one of whose submodules is not: another mode, hook, attribute, submodule,
+    class or forward, or another function of torch that its code names. What is changed back is LayerZero's again.
+    Shallow copies and replicas of ``DataParallel`` are stock.
 
     Args:
         model: a module in evaluation mode, or what has one (a pipeline of Transformers or diffusers); a

@@ -23,7 +23,7 @@ from layerzero.core.errors import InvalidCallError
 from layerzero.integrations.optimize.activations import activations_of
 from layerzero.integrations.optimize.candidate import TOLERANCE, Candidate, candidate, distance, quiet
 from layerzero.integrations.optimize.joining import wants_packed
-from layerzero.integrations.optimize.swapping import MARK, Packs, as_forward, is_dense, stays_stock
+from layerzero.integrations.optimize.swapping import MARK, Packs, as_forward, is_dense, serves
 from layerzero.integrations.transformers_experts import SIZES, numbers_of
 from layerzero.ops.linear import PackedWeight
 from layerzero.ops.moe.products import ALPHA, GATES, LIMIT, reference
@@ -125,7 +125,7 @@ def _experts(self: Module, hidden_states: Tensor, *others: Any, **named: Any) ->
             learned = (*state.own(self), *state.form.biases(self._parameters), others[1])
         except KeyError:  # pruned or parametrised since (adapters on experts): the module computes them
             return type(self).forward(self, hidden_states, *others)
-        if not stays_stock(self, hidden_states, *learned) and state.intact(self):
+        if serves(state, hidden_states, *learned):
             try:
                 return compute(state, self, hidden_states, *others)
             except InvalidCallError:

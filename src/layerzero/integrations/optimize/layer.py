@@ -21,7 +21,7 @@ from layerzero.integrations.optimize.joining import Joined
 from layerzero.integrations.optimize.launches import runs_a_library
 from layerzero.integrations.optimize.norms import Norm, OneAndWeight
 from layerzero.integrations.optimize.rotation import Table, table_for
-from layerzero.integrations.optimize.swapping import MARK, Packs, State, as_forward, stays_stock, weight_of
+from layerzero.integrations.optimize.swapping import MARK, Packs, State, as_forward, serves, weight_of
 from layerzero.integrations.transformers import ALONE, ONE_TOKEN, attend_one, attention_forward
 
 _TOLD = frozenset({"position_ids", "use_cache", "cache_position", "return_dict", "output_hidden_states"})
@@ -251,11 +251,8 @@ class Layer(State):
         packs: whether weights are packed.
     """
 
-    def __init__(
-        self, covers: list[tuple[Module, str, Module]], heads: Heads, block: Block, norms: tuple[Normed | None, ...]
-    ) -> None:
+    def __init__(self, heads: Heads, block: Block, norms: tuple[Normed | None, ...]) -> None:
         super().__init__()
-        self.nested = covers
         self.heads, self.block, self.norms = heads, block, norms
         self.following: Normed | None = None
         self.packs = any(each is not None for each in (*heads.packed, *block.packed))
@@ -281,15 +278,6 @@ class Layer(State):
         self.heads.forget()
         self.block.forget()
 
-    def intact(self, _: Module) -> bool:
-        """Whether all that is passed over is still in its place, and nobody waits for its calls."""
-        for parent, name, child in self.nested:  # asked at every call: no generator, no function for each
-            if parent._modules.get(name) is not child or "forward" in child.__dict__:
-                return False
-            if (child._forward_hooks or child._forward_pre_hooks) and State.hooked(child):
-                return False
-        return True
-
     def renew(self) -> None:
         """Let packed weights follow those that were written into, moved or exchanged, before anything is computed."""
         self.block.renew(*[weight_of(each) for each in self.block.products])
@@ -300,21 +288,21 @@ class Layer(State):
 def forward(self: Module, hidden_states: Tensor, *others: Any, **named: Any) -> Any:
     """The forward of a layer; arguments of Transformers' layers."""
     state: Layer | None = self.__dict__.get(MARK)  # None once another thread has undone it
-    if others or state is None or not _serves(self, state, hidden_states, named):
+    if others or state is None or not _serves(state, hidden_states, named):
         return type(self).forward(self, hidden_states, *others, **named)
     if state.packs:
         state.renew()
     return _compute(state, hidden_states, named)
 
 
-def _serves(module: Module, state: Layer, hidden_states: Tensor, named: Mapping[str, Any]) -> bool:
+def _serves(state: Layer, hidden_states: Tensor, named: Mapping[str, Any]) -> bool:
     """Whether a call is one that was proved to be the same, and of somebody who does not want the module's own code."""
     try:
         learned = state.learned
     except KeyError:  # pruned or parametrised since: the modules compute them
         return False
     weight = state.heads.products[0]._parameters["weight"]
-    if weight is None or stays_stock(module, hidden_states, *learned):
+    if weight is None or not serves(state, hidden_states, *learned):
         return False
     for name, value in named.items():
         if name not in _READ and name not in _TOLD and value is not None and value is not False:
@@ -323,9 +311,7 @@ def _serves(module: Module, state: Layer, hidden_states: Tensor, named: Mapping[
         return False
     if hidden_states.dtype != weight.dtype or hidden_states.device != weight.device:
         return False
-    if state.heads.setting not in state.heads.settings:
-        return False
-    return state.intact(module)
+    return state.heads.setting in state.heads.settings
 
 
 def _compute(state: Layer, hidden: Tensor, named: Mapping[str, Any]) -> Tensor:

@@ -65,7 +65,6 @@ class _Parts:
     heads: Module
     block: Block
     norms: dict[str, Normed]
-    covers: list[tuple[Module, str, Module]]
 
 
 def layers(model: Any, exchange: AttentionSwap, *, ours: bool) -> Iterator[Found]:
@@ -128,9 +127,7 @@ def _parts_of(module: Module) -> _Parts | None:
     if len(blocks) != 1 or len(norms) not in {2, 4}:
         return None
     ((name, made_block),) = blocks.items()
-    parents = module, heads, children[name]
-    covers = [(each, at, child) for each in parents for at, child in each._modules.items() if child is not None]
-    return _Parts(heads, made_block, norms, covers)
+    return _Parts(heads, made_block, norms)
 
 
 def _normed(module: Module) -> Normed | None:
@@ -251,7 +248,7 @@ def _forms(made: _Parts, got: Seen, of: str) -> Iterator[tuple[tuple[Any, ...], 
                     made.heads, tuple(chosen), got.sizes, pair, got.told, of=of, pack=wants_packed(weight_of(last))
                 )
                 name = names, tuple(name for name, _ in normed), order
-                yield name, Layer(made.covers, state, made.block, placed)
+                yield name, Layer(state, made.block, placed)
 
 
 def _fit(pair: tuple[Normed, Normed], width: int) -> bool:

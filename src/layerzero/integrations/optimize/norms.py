@@ -21,7 +21,7 @@ from layerzero.integrations.optimize.candidate import (
     quiet,
     random_rows,
 )
-from layerzero.integrations.optimize.swapping import MARK, State, as_forward, is_dense, stays_stock, weight_of
+from layerzero.integrations.optimize.swapping import MARK, State, as_forward, is_dense, serves, weight_of
 from layerzero.ops.linear.glancing import Glance
 
 _LARGEST_EPS = 0.01
@@ -94,13 +94,11 @@ class OnePlus(Norm):
         return self.factor.bytes
 
 
-# Each forward asks for its state: it is None once another thread has undone it.
-
-
 @as_forward
 def _rms(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:  # noqa: A002
-    mine = not stays_stock(self, input, *self._parameters.values()) and not others and not named
-    if mine and (state := self.__dict__.get(MARK)) is not None and (own := state.weights_of(self)) is not None:
+    state = self.__dict__.get(MARK)
+    mine = not others and not named and serves(state, input, *self._parameters.values())
+    if mine and (own := state.weights_of(self)) is not None:
         try:
             return lz.rms_norm(input, own[0], state.eps_for(input))
         except InvalidCallError:  # an input of another kind than it was made for: the module knows what to say
@@ -110,8 +108,9 @@ def _rms(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:  # noq
 
 @as_forward
 def _rms_one_plus(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:  # noqa: A002
-    mine = not stays_stock(self, input, *self._parameters.values()) and not others and not named
-    if mine and (state := self.__dict__.get(MARK)) is not None and (own := state.weights_of(self)) is not None:
+    state = self.__dict__.get(MARK)
+    mine = not others and not named and serves(state, input, *self._parameters.values())
+    if mine and (own := state.weights_of(self)) is not None:
         try:
             factor = state.factor.of(own[0])
             return lz.rms_norm(input.float(), factor, state.eps_for(input)).to(input.dtype)
@@ -122,8 +121,9 @@ def _rms_one_plus(self: Module, input: Tensor, *others: Any, **named: Any) -> An
 
 @as_forward
 def _layer(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:  # noqa: A002
-    mine = not stays_stock(self, input, *self._parameters.values()) and not others and not named
-    if mine and (state := self.__dict__.get(MARK)) is not None and (own := state.weights_of(self)) is not None:
+    state = self.__dict__.get(MARK)
+    mine = not others and not named and serves(state, input, *self._parameters.values())
+    if mine and (own := state.weights_of(self)) is not None:
         weight, bias = own
         try:
             return lz.layer_norm(input, weight.shape, weight, bias, state.eps_for(input))

@@ -13,7 +13,7 @@ from layerzero.core.errors import InvalidCallError
 from layerzero.integrations.optimize.activations import activations_of
 from layerzero.integrations.optimize.candidate import Candidate, candidate, random_rows
 from layerzero.integrations.optimize.joining import wants_packed
-from layerzero.integrations.optimize.swapping import MARK, Packs, as_forward, is_dense, stays_stock, weight_of
+from layerzero.integrations.optimize.swapping import MARK, Packs, as_forward, is_dense, serves, weight_of
 
 
 class Product(Packs):
@@ -31,10 +31,8 @@ def _linear(self: Module, input: Tensor) -> Any:  # noqa: A002  # torch's name
         weight, bias = parameters["weight"], parameters["bias"]
     except KeyError:  # pruned or parametrised since: the module computes them
         return type(self).forward(self, input)
-    if weight is not None and not stays_stock(self, input, weight, bias):
-        state = self.__dict__.get(MARK)
-        if state is None:  # another thread has undone it
-            return type(self).forward(self, input)
+    state = self.__dict__.get(MARK)
+    if weight is not None and serves(state, input, weight, bias):
         try:
             return lz.linear(input, weight, bias, packed=state.forms_for(input)[0])
         except InvalidCallError:
@@ -49,12 +47,7 @@ def _linear_then(self: Module, input: Tensor, *others: Any, **named: Any) -> Any
     if mine and (state := self.__dict__.get(MARK)) is not None:
         parameters = state.covers[0][1]._parameters
         weight, bias = parameters.get("weight"), parameters.get("bias", self)
-        if (
-            weight is not None
-            and bias is not self
-            and not stays_stock(self, input, weight, bias)
-            and state.intact(self)
-        ):
+        if weight is not None and bias is not self and serves(state, input, weight, bias):
             try:
                 return lz.linear(input, weight, bias, activation=state.activation, packed=state.forms_for(input)[0])
             except InvalidCallError:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from layerzero.integrations.optimize.swapping import has_own_forward, is_recorder, is_swapped
+from layerzero.integrations.optimize.stamp import is_recorder
+from layerzero.integrations.optimize.swapping import has_own_forward, is_swapped
 
 _HOOKS = (*("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),)
 _ADAPTERS = ("peft.",)

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.modules import module as torchs
 
 import layerzero as lz
 from layerzero.core.capturing import capturing
@@ -31,8 +30,9 @@ from layerzero.integrations.optimize.attending import NAME
 from layerzero.integrations.optimize.cache_argument import NAMES, cache_in, name_of
 from layerzero.integrations.optimize.drawing import DRAWING, Drawing, Numbers
 from layerzero.integrations.optimize.held import PAGE, Held, Memory, bucket, seen, step_cache, why_not, windows_of
+from layerzero.integrations.optimize.stamp import Stamp
 from layerzero.integrations.optimize.step_attention import attend_pages, attend_view
-from layerzero.integrations.optimize.swapping import MARK, State, as_forward, is_recorder, stock_forward
+from layerzero.integrations.optimize.swapping import MARK, State, as_forward, stock_forward
 from layerzero.integrations.optimize.turns import Turns, stream_of, used_here
 from layerzero.integrations.transformers import ONE_TOKEN
 
@@ -82,27 +82,15 @@ class Steps(State):
         self._stream: Any = None
         self._model: Any = model
         self._kinds: list[tuple[bool, int | None]] = []
-        self._hooks: list[Any] = []
-        self._places: list[tuple[Any, str, Any]] = []
+        self._stamp: Stamp | None = None
         self._tensors: list[Tensor] = []
 
     def _look(self) -> None:
         """Note what a captured step is made of."""
         self._graphs.clear()
         self._kinds = kinds_of(self._model)
-        modules = list(self._model.modules())
-        self._hooks = [each for one in modules for each in (one._forward_hooks, one._forward_pre_hooks)]
-        self._hooks += [torchs._global_forward_hooks, torchs._global_forward_pre_hooks]
-        dicts = [each for one in modules for each in (one._modules, one._parameters, one._buffers)]  # as they are now
-        self._places = [(each, name, one) for each in dicts for name, one in each.items()]
-        self._tensors = [one for each in dicts for one in each.values() if isinstance(one, Tensor)]
-
-    def _is_as_it_was(self) -> bool:
-        """Whether modules and parameters are those that were noted."""
-        for each, name, one in self._places:  # half the time of any(): it is asked at every step
-            if each.get(name) is not one:
-                return False
-        return bool(self._places)
+        self._stamp = Stamp(self._model, whole=False)
+        self._tensors = [*self._model.parameters(), *self._model.buffers()]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Steps:
         model = memo.get(id(self._model))
@@ -119,12 +107,16 @@ class Steps(State):
 
     def _why_not(self, named: Mapping[str, Any]) -> str:
         """Say why a call with one token is no step; empty where it is one."""
-        if not self._is_as_it_was():
+        if self._stamp is None or not self._stamp.last.same:
             self._look()
+            assert self._stamp is not None
+        changed = self._stamp.last.why
         if torch.is_grad_enabled() and any(each.requires_grad for each in self._tensors):
             return "gradients are on"
-        if self._model.training or torch._C._is_any_autocast_enabled():
-            return "autocast or training mode is on"
+        if torch._C._is_any_autocast_enabled():
+            return "autocast is on"
+        if changed:
+            return changed
         for name, value in named.items():
             if name not in _READ and name not in _TOLD and value is not None and value is not False:
                 return f"it got {name}"
@@ -132,8 +124,6 @@ class Steps(State):
             return "it is asked for a tuple"
         if getattr(self._model.config, "_attn_implementation", None) != NAME:
             return "its attention is not LayerZero's"
-        if any(self._hooks) and any(not is_recorder(hook) for each in self._hooks for hook in each.values()):
-            return "it has hooks"
         if self._tensors[0].is_inference():
             return "its weights were made in inference mode, and do not tell of writes"
         config = self._model.config

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.nn.modules import module as _module
 
 from layerzero.core.handle import FOREIGN, STALE
 from layerzero.engine.state import in_transform
 from layerzero.integrations.optimize.bounding import Budget
+from layerzero.integrations.optimize.stamp import SWAPPED, Stamp
 from layerzero.ops.linear import PackedWeight
 
 MARK = "_layerzero"
@@ -49,7 +48,10 @@ class State:
 
     Attributes:
         covers: submodules that the new forward computes for, by name: it computes without calling them.
+        stamp: what the proof of the new forward rests on; None before that is put on first.
     """
+
+    stamp: Stamp | None = None
 
     def __init__(self, covers: Iterable[tuple[str, Module]] = ()) -> None:
         self.covers = tuple(covers)
@@ -60,9 +62,6 @@ class State:
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return twin
 
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
-
     @property
     def bytes(self) -> int:
         """Memory that it keeps beside the module's own."""
@@ -70,46 +69,6 @@ class State:
 
     def forget(self) -> None:
         """Give back what can be made anew where it is used."""
-
-    @staticmethod
-    def hooked(module: Module) -> bool:
-        """Whether somebody waits for a module's calls who would miss them."""
-        return _hooks_of_others(module)
-
-    def intact(self, module: Module) -> bool:
-        """Whether the submodules that are passed over are still those, and nobody waits for their calls."""
-        children = module._modules
-        for name, child in self.covers:
-            if children.get(name) is not child or "forward" in child.__dict__:
-                return False
-            if (child._forward_hooks or child._forward_pre_hooks) and _hooks_of_others(child):
-                return False
-        return True
-
-
-_RECORDER = "transformers.utils.output_capturing"
-"""Its hooks stay on modules once hidden states were asked for, and mostly record nothing."""
-
-
-def _hooks_of_others(module: Module) -> bool:
-    """Whether anybody waits for a module's calls who would miss them.
-
-    ``lz.trace`` only wants to know who calls, and Transformers' recorder mostly records nothing within a layer.
-    """
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    names = {getattr(each, "__module__", "") for each in hooks} - {"layerzero.asking.trace"}
-    return bool(names - {_RECORDER}) or (_RECORDER in names and _is_recording_within())
-
-
-def is_recorder(hook: object) -> bool:
-    """Whether a hook is Transformers' own."""
-    return getattr(hook, "__module__", "") == _RECORDER
-
-
-def _is_recording_within() -> bool:
-    collector = getattr(sys.modules[_RECORDER], "_active_collector", None)
-    wanted = {"unknown"} if collector is None else collector.get() or ()
-    return any(not str(each).lstrip("_").startswith("hidden_states") for each in wanted)
 
 
 class Packs(State):
@@ -203,25 +162,27 @@ def weight_of(module: Module) -> Parameter:
     return weight
 
 
-def stays_stock(module: Module, input: Tensor, *weights: Tensor | None) -> bool:  # noqa: A002  # torch's name
-    """Whether a call belongs to the module's own forward: who trains, traces or compiles gets what is stock."""
-    if torch.compiler.is_compiling() or module.training or torch._C._is_any_autocast_enabled():
-        return True
+def serves(state: State | None, input: Tensor, *weights: Tensor | None) -> bool:  # noqa: A002  # torch's name
+    """Whether a call is one that the new forward was proved for; any other belongs to the module's own.
+
+    What trains, traces or compiles gets what is stock; so does a module that changed since, or one below it. There is
+    no state once another thread has undone it.
+    """
+    if torch.compiler.is_compiling() or state is None or torch._C._is_any_autocast_enabled():
+        return False
     if type(input) not in _PLAIN or in_transform():
-        return True
-    if _module._global_forward_hooks or _module._global_forward_pre_hooks:  # they wait for every module's call
-        return True
+        return False
     wanted = torch.is_grad_enabled()
     if wanted and input.requires_grad:
-        return True
+        return False
     for each in weights:  # a loop: it is asked at every call
         if each is None:
             continue
         if type(each) not in _PLAIN:  # quantised or divided among devices since: its own operators know what to do
-            return True
+            return False
         if wanted and each.requires_grad:
-            return True
-    return False
+            return False
+    return state.stamp is not None and state.stamp.holds()
 
 
 _PLAIN = frozenset({Tensor, Parameter})
@@ -273,9 +234,16 @@ class Swap:
         return self.module.__dict__.get(MARK) is self.state
 
     def on(self) -> None:
-        """Put it on the module."""
+        """Put it on the module.
+
+        Shallow copies (``copy.copy``, replicas of DataParallel) and pickles are made without it: a method that is bound
+        to this module would compute with this module's weights in theirs. A deep copy gets one of its own.
+        """
+        if self.state.stamp is None:
+            self.state.stamp = Stamp(self.module)
+        made = self.forward, _stock_state, _deep_copy, _stock_replica
         self.module.__dict__[MARK] = self.state
-        self.module.__dict__["forward"] = MethodType(self.forward, self.module)
+        self.module.__dict__ |= {name: MethodType(each, self.module) for name, each in zip(SWAPPED, made, strict=True)}
 
     def off(self) -> None:
         """Take it off the module, which has its class's forward again. Off already, or another's: leave it.
@@ -283,6 +251,48 @@ class Swap:
         A forward that somebody put around it since (accelerate's, of a hook) stays, and finds the class's beneath.
         """
         if self.is_on:
-            del self.module.__dict__[MARK]
-            if getattr(self.module.__dict__.get("forward"), "__func__", None) is self.forward:
-                del self.module.__dict__["forward"]
+            _strip(self.module.__dict__, self.forward)
+
+
+def _strip(attributes: dict[str, Any], forward: Forward) -> None:
+    """Take what a swap put there out of a module's attributes."""
+    del attributes[MARK]
+    for name, made in zip(SWAPPED, (forward, _stock_state, _deep_copy, _stock_replica), strict=True):
+        if getattr(attributes.get(name), "__func__", None) is made:
+            del attributes[name]
+
+
+def _without(module: Module, attributes: dict[str, Any]) -> dict[str, Any]:
+    """Attributes of a module, or of a copy of it, as they are without its swap."""
+    found = dict(attributes)
+    mine = getattr(module.__dict__.get("forward"), "__func__", None)
+    if found.get(MARK) is not None:
+        _strip(found, mine if mine in _OURS else type(module).forward)
+    return found
+
+
+def _stock_state(self: Module) -> Any:
+    state = type(self).__getstate__(self)
+    return _without(self, state) if isinstance(state, dict) else state
+
+
+def _stock_replica(self: Module) -> Module:
+    replica = type(self)._replicate_for_data_parallel(self)
+    replica.__dict__ = _without(self, replica.__dict__)
+    return replica
+
+
+def _deep_copy(self: Module, memo: dict[int, Any]) -> Module:
+    """A deep copy with a swap of its own: first the module, then what its new forward needs."""
+    forward, state = self.__dict__.get("forward"), self.__dict__.get(MARK)
+    own: Callable[..., Any] | None = getattr(type(self), "__deepcopy__", None)
+    twin: Module
+    if own is not None:
+        twin = own(self, memo)
+    else:
+        made: Any = self.__reduce_ex__(4)  # by __getstate__, so without the swap
+        twin = memo[id(self)] = made[0](*copy.deepcopy(made[1], memo))
+        twin.__setstate__(copy.deepcopy(made[2], memo))
+    if state is not None and isinstance(forward, MethodType) and forward.__func__ in _OURS:
+        Swap(twin, forward.__func__, copy.deepcopy(state, memo)).on()
+    return twin

@@ -1,0 +1,267 @@
+"""After any change of a module, of what lies below it, or of a copy, it gives what its own code gives."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import MethodType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import layerzero as lz
+from layerzero.integrations.optimize import identity, stamp
+from layerzero.integrations.optimize.candidate import Candidate, compared
+from layerzero.integrations.optimize.norms import norm
+from layerzero.integrations.optimize.products import linear, linear_then
+from layerzero.integrations.optimize.stamp import Stamp
+
+Change = Callable[[nn.Module, ExitStack], Any]
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps, self.sizes = nn.Parameter(torch.rand(16) + 0.5), 1e-5, [16]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(x) * self.weight * len(self.sizes)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.drop, self.act = nn.Linear(16, 24), nn.Linear(24, 16), nn.Dropout(0.5), nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.down(self.act(self.up(x))))
+
+
+class Begun(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.drop, self.intermediate_act_fn = nn.Linear(16, 16), nn.Dropout(0.5), functional.gelu
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.intermediate_act_fn(self.dense(x)))
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Scaled(), Block(), nn.Sequential(Begun()), nn.LayerNorm(16), nn.Linear(16, 16)).eval()
+
+
+def optimized(module: nn.Module) -> list[nn.Module]:
+    """Everything that may be replaced, whether it gains anything or not."""
+    lz.optimize(module)
+    begun, last, product = module[2][0], module[3], module[4]  # type: ignore[index]
+    for found in (linear_then(begun), norm(last), linear(product)):
+        assert isinstance(found, Candidate)
+        if not stamp_of(found.swap.module):
+            assert compared(found) == ""
+            found.swap.on()
+    replaced = [each for each in module.modules() if stamp_of(each)]
+    assert [type(each) for each in replaced] == [Scaled, Block, Begun, nn.LayerNorm, nn.Linear]
+    return replaced
+
+
+def stamp_of(module: nn.Module) -> Stamp | None:
+    state: Any = vars(module).get("_layerzero")
+    return None if state is None else state.stamp
+
+
+def outputs(module: nn.Module) -> Tensor:
+    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(2)
+    with torch.no_grad():
+        return module(x)
+
+
+def hooked(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+    return 2 * output
+
+
+def patched(name: str) -> Change:
+    """A method of the class, or a function of torch, that gives twice as much."""
+
+    def change(module: nn.Module, until: ExitStack) -> None:
+        where: Any = functional if hasattr(functional, name) else type(module)
+        own = getattr(where, name)
+        until.enter_context(mock.patch.object(where, name, lambda *given, **named: 2 * own(*given, **named)))
+
+    return change
+
+
+def own_forward(module: nn.Module, _: ExitStack) -> None:
+    vars(module)["forward"] = MethodType(lambda self, x: 3 * type(self).forward(self, x), module)
+
+
+def other_class(module: nn.Module, _: ExitStack) -> None:
+    module.__class__ = type("Other", (type(module),), {"forward": lambda _, x: torch.tanh(x) + 1})
+
+
+def set_to(name: str, value: Any) -> Change:
+    return lambda module, _: setattr(module, name, value)
+
+
+CHANGES: dict[str, tuple[str, Change]] = {
+    **{f"{path} trains": (path, lambda module, _: module.train()) for path in ("1.drop", "1", "2.0.drop", "1.up", "0")},
+    **{
+        f"{path} has a hook": (path, lambda module, _: module.register_forward_hook(hooked))
+        for path in ("0", "1", "1.drop", "1.act", "1.up", "2.0.dense", "2.0.drop", "3", "4")
+    },
+    "a hook before": ("1.down", lambda module, _: module.register_forward_pre_hook(lambda _, given: (2 * given[0],))),
+    "a hook everywhere": (
+        "",
+        lambda _, until: until.callback(nn.modules.module.register_module_forward_hook(hooked).remove),
+    ),
+    **{f"{path} has a forward": (path, own_forward) for path in ("1.drop", "1.act", "1.down", "2.0.dense", "1", "0")},
+    **{f"{path} is of another class": (path, other_class) for path in ("0", "1.drop", "1.act", "3", "4")},
+    **{
+        f"{path} is exchanged": (
+            path,
+            lambda module, _: setattr(module, name, nn.Sequential(nn.Dropout(0.3), nn.Tanh())),
+        )
+        for path, name in (("1", "drop"), ("1", "act"), ("2.0", "drop"))
+    },
+    "a product is exchanged": ("1", lambda module, _: setattr(module, "up", nn.Linear(16, 24, bias=False))),
+    "no bias": ("1.up", set_to("bias", None)),
+    "eps of a norm": ("0", set_to("eps", 1.0)),
+    "eps of torch's norm": ("3", set_to("eps", 1.0)),
+    "a list of a norm": ("0", lambda module, _: module.sizes.append(16)),  # type: ignore[operator]
+    "a method on the instance": ("0", set_to("scaled", torch.sin)),
+    "approximate": ("1.act", set_to("approximate", "tanh")),
+    "an activation": ("2.0", set_to("intermediate_act_fn", functional.relu)),
+    "p": ("1.drop", lambda module, _: (module.train(), setattr(module, "p", 0.9))),
+    **{f"{name} of {path}'s class": (path, patched(name)) for path, name in (("0", "scaled"), ("1", "forward"))},
+    **{f"forward of {path}'s class": (path, patched("forward")) for path in ("0", "1.act", "2.0", "3", "4", "1.up")},
+    **{f"functional.{name}": ("0", patched(name)) for name in ("linear", "gelu", "layer_norm", "dropout")},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("way", ["in C", "in Python"])
+def test_a_change_after_optimize_counts(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if way == "in C" and identity.unchanged is identity.python_unchanged:
+        pytest.skip("the extension was not built")
+    if way == "in Python":
+        monkeypatch.setattr(stamp, "unchanged", identity.python_unchanged)
+        monkeypatch.setattr(stamp, "version", identity.python_version)
+        monkeypatch.setattr(stamp, "places", lambda made, _: len(made))
+    path, change = CHANGES[name]
+    mine, stock = model(), model()
+    replaced = optimized(mine)
+    before = outputs(stock)
+    torch.testing.assert_close(outputs(mine), before)
+    assert all(each.holds() for each in map(stamp_of, replaced) if each)
+    with ExitStack() as until:
+        once = change.__qualname__.startswith("patched") or path == ""
+        for each in (mine,) if once else (mine, stock):
+            torch.manual_seed(3)
+            change(each.get_submodule(path), until)
+        expected = outputs(stock)
+        for _ in range(2):
+            torch.testing.assert_close(outputs(mine), expected)
+        assert "trains" in name or not torch.equal(expected, before), "the change must show"
+    if once:  # and it counts no more once it is taken back
+        torch.testing.assert_close(outputs(mine), before)
+        assert all(each.holds() for each in map(stamp_of, replaced) if each)
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "fill_": lambda weight: weight.fill_(0.5),
+    "data": lambda weight: weight.data.mul_(3),
+    "other data": lambda weight: setattr(weight, "data", torch.ones_like(weight)),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("path", ["0", "1.up", "1.down", "2.0.dense", "3", "4"])
+def test_a_write_into_a_weight_counts(name: str, path: str) -> None:
+    mine, stock = model(), model()
+    optimized(mine)
+    outputs(mine)
+    with torch.no_grad():
+        for each in (mine, stock):
+            WRITES[name](each.get_submodule(path).weight)
+    torch.testing.assert_close(outputs(mine), outputs(stock))
+
+
+@pytest.mark.parametrize("path", ["0", "1", "2.0", "3", "4"])
+@pytest.mark.parametrize("way", ["copy", "replica", "pickle", "deepcopy"])
+def test_copies_compute_with_their_own_weights(path: str, way: str) -> None:
+    mine, stock = model(), model()
+    optimized(mine)
+    before = outputs(mine)
+    module, other = mine.get_submodule(path), stock.get_submodule(path)
+    if way == "pickle":
+        twin = pickle.loads(pickle.dumps(module))  # what was pickled a line before
+    elif way == "replica":
+        twin = module._replicate_for_data_parallel()
+        twin._modules = {name: each._replicate_for_data_parallel() for name, each in module._modules.items()}  # type: ignore[union-attr]
+    else:
+        twin = getattr(copy, way)(module)
+    if way == "copy":
+        twin._parameters = dict(module._parameters)
+        twin._modules = {name: copy.copy(each) for name, each in module._modules.items()}
+    assert (stamp_of(twin) is not None) == (way == "deepcopy")
+    assert set(vars(twin)) - {"_is_replica", "_former_parameters"} == set(vars(module if way == "deepcopy" else other))
+    for each, one in zip(twin.modules(), other.modules(), strict=True):
+        each._parameters = {  # type: ignore[assignment]
+            name: nn.Parameter(torch.full_like(weight, 0.25)) for name, weight in one.named_parameters(recurse=False)
+        }
+    with torch.no_grad():
+        for one in other.parameters():
+            one.fill_(0.25)
+        x = torch.randn(3, 16)
+        torch.testing.assert_close(twin(x), other(x))
+    torch.testing.assert_close(outputs(mine), before)
+
+
+def test_a_deep_copy_is_optimized_and_looks_at_its_own_modules() -> None:
+    mine = model()
+    optimized(mine)
+    twin = copy.deepcopy(mine)
+    torch.testing.assert_close(outputs(twin), outputs(mine))
+    stamps = [each for module in twin.modules() if (each := stamp_of(module))]
+    assert len(stamps) == 5
+    assert all(each.holds() for each in stamps)
+    mine[1].drop.train()  # type: ignore[index, union-attr]
+    assert all(each.holds() for each in stamps)
+    other = copy.deepcopy(mine)
+    other.eval()
+    assert stamp_of(other[1]).holds()  # type: ignore[index, union-attr]
+    mine[1].act.approximate = "tanh"  # type: ignore[index, union-attr]
+    assert not stamp_of(copy.deepcopy(mine[1])).holds()  # type: ignore[index, union-attr]
+
+
+def test_what_means_nothing_is_no_change() -> None:
+    mine = model()
+    replaced = optimized(mine)
+    scaled = mine[0]  # type: ignore[index]
+    scaled.eps, scaled.sizes = float("1e-5"), list(scaled.sizes)
+    mine.requires_grad_(False)
+    mine.load_state_dict(mine.state_dict())
+    vars(scaled)["_hf_hook"] = object()
+    mine[1].drop.register_full_backward_hook(hooked)  # type: ignore[index, union-attr]
+    outputs(mine)
+    assert all(each.holds() for each in map(stamp_of, replaced) if each)
+
+
+def test_c_and_python_agree_about_versions_of_classes() -> None:
+    one = type("One", (nn.Module,), {"size": 1})
+    two = type("Two", (one,), {})
+    seen = identity.version(two), identity.python_version(two)
+    assert seen == (identity.version(two), identity.python_version(two))
+    one.size = 2  # type: ignore[attr-defined]
+    assert identity.version(two) != seen[0]
+    assert identity.python_version(two) != seen[1]
