@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import subprocess
+import sys
+import weakref
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ import torch
 import layerzero as lz
 from engine_example import loaded
 from layerzero.core import capturing
+from layerzero.engine.registry import REGISTRY
 
 example = pytest.fixture(scope="module")(loaded)
 
@@ -117,3 +121,95 @@ def test_the_example_engine_collects_nothing_in_a_capture(captures, example):
     replay = example.captured(lambda: ran.append((bool(captures[1]), gc.isenabled())))
     assert ran == [(False, True), (False, True), (True, False)]
     replay()
+
+
+def made(kept):
+    """A kernel that holds something of its own, as a constant on a device; and a call of it."""
+
+    class Constant:
+        """Stands for memory that a captured kernel reads at each replay."""
+
+    def load(facts):
+        constant = Constant()
+        kept.append(weakref.ref(constant))
+
+        def norm(input, weight, *, eps):
+            assert constant is not None
+            return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
+
+        return norm
+
+    backend = lz.Backend("mine", "holds things", import_name="torch", distribution="torch")
+    REGISTRY.register_kernel(
+        lz.Kernel(id="mine.norm", operations=("norm.rms",), backend=backend, load=load, accepts=("eps",), priority=100)
+    )
+    lz.lock("norm.rms", "mine.norm")
+    return lambda: lz.rms_norm(torch.ones(2, 8), torch.ones(8))
+
+
+def test_what_a_capture_used_lives_as_long_as_its_graph(captures):
+    """Plans fall with each epoch; a graph reads what they hold at each replay."""
+    kept = []
+    call = made(kept)
+    call()
+    graph = Graph()
+    with lz.capturing(graph):
+        call()
+    lz.configure(memory_headroom_mb=77)
+    gc.collect()
+    assert len(kept) == 1
+    assert kept[0]() is not None
+    del graph
+    captures[1].clear()
+    gc.collect()
+    assert kept[0]() is None
+
+
+def test_what_a_capture_of_torchs_own_chose_is_kept_for_good(captures, monkeypatch):
+    monkeypatch.setattr(capturing, "_ALWAYS", [])
+    capturing.keep("a plan")
+    with lz.capturing(Graph()):
+        capturing.keep("another, which the graph keeps")
+    assert capturing._ALWAYS == ["a plan"]
+
+
+ENDING = """
+import atexit, weakref
+kept = []
+atexit.register(lambda: print("leaked" if any(each() is not None for each in kept) else "all ended"))  # the last to run
+import torch, layerzero as lz
+from layerzero.backends.prepared import Prepared
+from layerzero.engine.registry import REGISTRY
+
+class Thing:
+    pass
+
+def made():
+    thing = Thing()
+    kept.append(weakref.ref(thing))
+    return thing
+
+PREPARED = Prepared(lambda _: made(), 4)
+
+def load(facts):
+    thing, prepared = made(), PREPARED.get(1, capturing=False)
+
+    def norm(input, weight, *, eps):
+        assert thing is not None
+        return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
+
+    return norm
+
+backend = lz.Backend("mine", "holds things", import_name="torch", distribution="torch")
+about = {"operations": ("norm.rms",), "backend": backend, "accepts": ("eps",), "priority": 100}
+REGISTRY.register_kernel(lz.Kernel(id="mine.norm", load=load, **about))
+lz.lock("norm.rms", "mine.norm")
+lz.rms_norm(torch.ones(2, 8), torch.ones(8))
+assert len(kept) == 2
+"""
+
+
+def test_what_libraries_made_ends_before_them():
+    """cuDNN's frontend prints what outlives it (nanobind: leaked ...) at the end of every command."""
+    said = subprocess.run([sys.executable, "-c", ENDING], check=True, capture_output=True, text=True)
+    assert said.stdout.split("\n")[0] == "all ended", said.stdout + said.stderr

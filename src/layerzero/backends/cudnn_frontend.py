@@ -13,6 +13,7 @@ Library: nvidia-cudnn-frontend 1.32 (MIT) on cuDNN 9.10 or newer.
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -43,6 +44,7 @@ CUDNN = Backend(
 
 _Q, _K, _V, _OUT, _STATS = 1, 2, 3, 4, 5  # tensor uids
 _THREAD = threading.local()
+atexit.register(lambda: _THREAD.__dict__.clear())  # the main thread's handles, which the library tells as leaked
 
 
 class _Settings(NamedTuple):

@@ -7,6 +7,7 @@ it, and what a capture used is kept for the life of the process.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -27,6 +28,13 @@ class Prepared:
         self._kept: dict[Hashable, Any] = {}
         self._pinned: dict[Hashable, Any] = {}
         self._lock = forking.lock()
+        atexit.register(self.forget)
+
+    def forget(self) -> None:
+        """Let everything go: at the end of the process, before the libraries that made it tell of leaks."""
+        with self._lock:
+            self._kept.clear()
+            self._pinned.clear()
 
     def get(self, *key: Hashable, capturing: bool) -> Any:
         """The thing for a key; it is made where it is missing. Raises RuntimeError if that happens in a capture."""

@@ -8,10 +8,12 @@ Source: ``torch/cuda/graphs.py`` and ``CUDAGraph::capture_end`` of ``aten/src/AT
 
 from __future__ import annotations
 
+import atexit
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -28,6 +30,15 @@ _INSTEAD: dict[tuple[int, Any], Any] = {}
 
 _STREAMS: dict[int, torch.cuda.Stream] = {}
 """Where captures take place on devices for which torch has no stream of its own."""
+
+KEEPERS: list[Callable[[], object]] = []
+"""Tell what a capture may use: what kernels made for calls, which would be freed when something else is chosen."""
+
+_KEPT: WeakKeyDictionary[Any, tuple[object, ...]] = WeakKeyDictionary()
+"""By graph, what its capture may have used: its kernels read that memory at each replay."""
+
+_ALWAYS: list[object] = []
+"""The same of captures that did not begin here, whose graphs are not known."""
 
 _HERE = threading.local()
 """The mark of the capture that this thread is in."""
@@ -48,7 +59,9 @@ def capturing(
             output = step()  # that ran before, so that what is chosen, built and planned on the way is there
         graph.replay()
 
-    Without it the collector may free an old graph in the middle of the capture, which breaks it, or ends the process.
+    Plans of kernels that are kept when it begins or ends live as long as the graph: another choice, made later for the
+    same calls, frees nothing that a replay reads. Without it the collector may free an old graph in the middle of the
+    capture, which breaks it, or ends the process.
     Objects that lose their last reference meanwhile are freed as ever: drop no graph in the block.
 
     Args:
@@ -70,10 +83,12 @@ def capturing(
     outer = getattr(_HERE, "mark", None)
     _HERE.mark = object()
     began = False
+    kept = [tell() for tell in KEEPERS]
     try:
         with held_off(), torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=capture_error_mode):
             began = True
             yield
+        _KEPT[graph] = (*kept, *(tell() for tell in KEEPERS))
     except BaseException:
         for each in before:  # the last one makes its device the current one
             torch.cuda.set_stream(each)
@@ -86,6 +101,21 @@ def capturing(
         raise
     finally:
         _HERE.mark = outer
+
+
+def keep(thing: object) -> None:
+    """Keep what is used in a capture for the life of the process, unless its graph is known, which keeps it."""
+    if getattr(_HERE, "mark", None) is None:
+        _ALWAYS.append(thing)
+
+
+def _let_go() -> None:
+    """End what is kept before libraries are unloaded, which tell of what outlives them."""
+    _KEPT.clear()
+    _ALWAYS.clear()
+
+
+atexit.register(_let_go)
 
 
 def capture_of(tensor: Tensor) -> object | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from layerzero.core import forking, outdated
+from layerzero.core import capturing, forking, outdated
 from layerzero.core.collecting import held_off
 from layerzero.core.errors import CudaGraphUnsafeError, InvalidCallError, NoKernelFoundError, NotPreparedError
 from layerzero.core.facts import CallState, Facts, FactsBuilder, TensorFacts
@@ -235,6 +235,8 @@ class Dispatcher:
 
     def _keep(self, key: Key, plan: Plan, policy: Policy, epoch: int) -> None:
         self.engine.history.add(self.function.name, key.exact, plan.report.facts, policy)
+        if plan.report.facts["capturing"]:
+            capturing.keep(plan)
         if not policy.cache_enabled:
             return
         self.engine.ledger.called(plan.report.facts)

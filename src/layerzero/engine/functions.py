@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from layerzero.core import forking
+from layerzero.core import capturing, forking
 from layerzero.core.arguments import TensorSchema
 from layerzero.core.errors import RegistrationError
 from layerzero.core.operation import Case, Function, Operation, Routed
@@ -39,6 +40,9 @@ class _Calls(dict[str, Call]):
 
 
 CALLS = _Calls()
+
+capturing.KEEPERS.append(lambda: [plan for cache in ENGINE.caches for _, plan in cache.plans()])
+atexit.register(ENGINE.bump)  # plans go before the libraries that they hold things of, which tell of leaks otherwise
 
 
 def register_function(function: Function) -> Callable[..., Any]:

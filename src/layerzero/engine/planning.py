@@ -60,7 +60,8 @@ def build(function: Function, candidate: Candidate, report: Report, policy: Poli
     }
     exec(text.code, namespace)  # noqa: S102  # our own text, made of identifiers and reprs of checked values
     direct = None if text.places is None else accelerator.direct(target, text.places)
-    adapt, run, adaptations = namespace["adapt"], namespace["run"], candidate.adaptations
+    adapt, run = namespace.pop("adapt"), namespace.pop("run")  # left there, they and what a kernel holds are a cycle
+    adaptations = candidate.adaptations
     return Plan(kernel, report, text.source, adapt, run, adaptations, direct=direct, reads=reads)
 
 
