@@ -55,7 +55,8 @@ def call(kernel, rows=64, hidden=4096, dtype=BF16, affine=True):
 
 
 def explained(kernel, arguments, device="H200", libraries=LIBRARIES):
-    function = REGISTRY.kernel(kernel).operations[0].removeprefix("norm.") + "_norm"
+    (operation,) = REGISTRY.kernel(kernel).operations
+    function = {"norm.add_rms": "add_residual_rms_norm_"}.get(operation, operation.removeprefix("norm.") + "_norm")
     with lz.scope(require_vetting=False, allow_jit_compile=True):
         return lz.explain(function, **arguments, device=device, libraries=libraries)
 
