@@ -90,6 +90,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "NoKernelFoundError",
         "PolicyError",
         "RegistrationError",
+        "UnknownOperationError",
     ),
 }
 _MODULES = {"judges": "layerzero.core.judges", "limits": "layerzero.core.limits", "testing": "layerzero.testing"}

@@ -47,6 +47,7 @@ from layerzero.core.errors import (
     NoKernelFoundError,
     PolicyError,
     RegistrationError,
+    UnknownOperationError,
 )
 from layerzero.core.facts import Facts, FactsBuilder
 from layerzero.core.handle import Handle
@@ -139,6 +140,7 @@ __all__ = [
     "TensorSchema",
     "TokenizerCacheConfig",
     "Tolerance",
+    "UnknownOperationError",
     "__version__",
     "add_bias",
     "add_logit_bias",

@@ -294,7 +294,7 @@ def test_no_legal_kernel_exits_with_1():
 
 ERRORS = {
     "explain atention --shape 1x8x4x64": "unknown operation 'atention'; did you mean 'attention'?",
-    "explain zzz --shape 1x8x4x64": "unknown operation 'zzz'; known: ",
+    "explain zzz --shape 1x8x4x64": "unknown operation 'zzz'; `layerzero operations` lists all",
     "explain attention": "wanted --shape (1x2048x32x128) or --case, got neither; cases: minilm, ",
     "explain attention --shape 1x8xx64": "--shape: wanted sizes like 1x2048x32x128, got '1x8xx64'",
     "explain attention --shape 1x8x4": "Expected 4D tensor (BSHD or BHSD), got 3D (1, 8, 4)",

@@ -21,7 +21,7 @@ def declare(**changes):
 
 
 @pytest.mark.parametrize(("make", "text"), [
-    (lambda: lz.register_backend([declare(operations=("norm.rmz",))]), "Unknown operation 'norm.rmz'; did you mean"),
+    (lambda: lz.register_backend([declare(operations=("norm.rmz",))]), "unknown operation 'norm.rmz'; did you mean"),
     (lambda: lz.register_backend([declare(accepts=("epz",))]), "accepts .'epz'., which norm.rms does not have"),
     (lambda: lz.register_backend([declare(id="torch.rms_norm")]), "registered already; ids are unique"),
     (lambda: declare(build_key=lambda facts: 1), "speak of what compiles, and it does not"),

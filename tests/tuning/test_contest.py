@@ -266,7 +266,7 @@ def test_torch_has_no_default_for_what_it_cannot_say():
 def test_the_grid_has_every_call_once_and_every_operation(device):
     grid = default_grid(device)
     assert len({job.name for job in grid}) == len(grid)
-    assert {job.operation for job in grid} == set(OPERATIONS)
+    assert {job.operation for job in grid} >= set(OPERATIONS)  # plugins bring others
 
 
 def test_every_beginning_of_the_grid_covers_the_whole():

@@ -167,7 +167,8 @@ def test_shapes_find_their_operations():
     assert names("attention", [((1, 1, 4, 16), (1, 9, 2, 16))], ["float32"], "cpu") == [
         ("attention.gqa.decode", "1x1x4x16:1x9x2x16")
     ]
-    assert names("norm.*", [(3, 4, 8)], ["float32"], "cpu") == [(name, "3x4x8") for name in NORMS]
+    found = names("norm.*", [(3, 4, 8)], ["float32"], "cpu")
+    assert [each for each in found if each[0] in NORMS] == [(name, "3x4x8") for name in NORMS]  # plugins bring others
     (job,) = asked_jobs("attention.causal", [(1, 8, 4, 16)], ["float32"], "cpu")
     assert job.case.params == {"causal": True}
     (job,) = asked_jobs("attention", [(1, 4, 8, 16)], ["float32"], "cpu", layout="BHSD")
@@ -214,7 +215,7 @@ def test_decoding_of_the_grid_lies_off_the_powers_of_two_for_the_middle_batches(
 def test_cases_grid_and_parts_of_the_grid():
     cases = [case.name for each in lz.list_operations() if each.name == "norm.rms" for case in each.cases]
     assert names("rms_norm", "cases", ["float32"], "cpu") == [("norm.rms", case) for case in cases]
-    assert {operation for operation, _ in names("norm.*", None, ["float32"], "cpu")} == set(NORMS)
+    assert {operation for operation, _ in names("norm.*", None, ["float32"], "cpu")} >= set(NORMS)
     jobs = asked_jobs("attention", None, ["float32"], "cpu", head_dim=96, seq_lens=[7, 9], batch_sizes=[2])
     assert {job.case.sizes["head_dim"] for job in jobs} == {96}
     assert {job.case.sizes["batch"] for job in jobs} == {2}

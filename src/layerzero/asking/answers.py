@@ -14,7 +14,7 @@ from layerzero.asking.named import Named, function_named, name_of
 from layerzero.core.arguments import told
 from layerzero.core.binding import bound
 from layerzero.core.device import Device
-from layerzero.core.errors import InvalidCallError, LayerZeroLayoutWarning
+from layerzero.core.errors import InvalidCallError, LayerZeroLayoutWarning, UnknownOperationError
 from layerzero.core.facts import CallState, Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Operation, Routed
@@ -53,8 +53,8 @@ def explain(
         libraries: ask about other installed libraries: distribution name to version.
         capturing: ask as if a CUDA graph were being captured.
     Raises: InvalidCallError for a call that means nothing, or one that ``lz.scaled_dot_product_attention`` leaves to
-        torch's own function, with the reason; KeyError for an unknown operation or device; TypeError for what names no
-        function.
+        torch's own function, with the reason; UnknownOperationError for an unknown operation; KeyError for an unknown
+        device; TypeError for what names no function.
     """
     if isinstance(device, str):
         device = described(device)
@@ -169,14 +169,15 @@ def _wrong_operation(kernel: Kernel, report: Report) -> Reason:
 def list_kernels(operation: Named = "*") -> list[Kernel]:
     """List the kernels of an operation, function, alias or glob, by priority.
 
-    Raises: KeyError naming the nearest operation; TypeError for what names nothing.
+    Raises: UnknownOperationError naming the nearest; TypeError for what names nothing.
     """
     name = name_of(operation, "list_kernels", ", or a pattern of names")
     return REGISTRY.kernels(DROP_INS[name].function if name in DROP_INS else name)
 
 
 def list_operations() -> list[Operation]:
-    """List every operation."""
+    """List every operation, those of plugins among them."""
+    REGISTRY.ready()
     return sorted(REGISTRY.operations().values(), key=lambda operation: operation.name)
 
 
@@ -214,10 +215,18 @@ def question(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
         REGISTRY.ready()  # a plugin may bring it
     function = FUNCTIONS.get(name) or function_of(operation)
     if function is None:
-        known = [*FUNCTIONS, *DROP_INS, *PLAIN_FUNCTIONS, *REGISTRY.operations(), *OPERATION_ALIASES]
-        raise KeyError(f"unknown operation {name!r}{nearest(name, known)}")
+        raise unknown_operation(name)
     call = CALLS[function.name]
     return call.dispatcher, call.function.bind(args, kwargs), name
+
+
+def unknown_operation(name: str) -> UnknownOperationError:
+    """The error for a name that no question can be asked about."""
+    if name in REGISTRY.operations():
+        return UnknownOperationError(f"operation {name!r} has no public function; lz.register_function gives it one")
+    known = [*FUNCTIONS, *DROP_INS, *PLAIN_FUNCTIONS, *REGISTRY.operations(), *OPERATION_ALIASES]
+    near = nearest(name, known) or "; `layerzero operations` lists all"
+    return UnknownOperationError(f"unknown operation {name!r}{near}")
 
 
 def check_operation(wanted: str, report: Report) -> None:

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 import yaml
 
-from layerzero.asking.answers import explain
+from layerzero.asking.answers import explain, unknown_operation
 from layerzero.core.device import KNOWN_DEVICES, Device
 from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.operation import Case, Function, Operation
 from layerzero.core.plan import Report
 from layerzero.engine.config import SCOPES
+from layerzero.engine.registry import REGISTRY
 from layerzero.engine.settings import ALIASES, SETTINGS, nearest
-from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, OPERATIONS, function_of
+from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, function_of
 from layerzero.ops.calls import accepted, arguments_of, case_of_shapes, function_for
 
 _SIZES = re.compile(r"\d+(?:[x,]\d+)*")
@@ -116,15 +117,15 @@ def device_of(name: str | None) -> Device:
 
 def _named(name: str) -> tuple[Function, Sequence[Operation]]:
     """The function that a name asks about, and the operations it may mean."""
+    names = OPERATION_ALIASES[name][0] if name in OPERATION_ALIASES else (name,)
+    if function_of(names[0]) is None:
+        REGISTRY.ready()  # a plugin may bring it
     if name in FUNCTIONS:
         return FUNCTIONS[name], FUNCTIONS[name].operations
-    names = OPERATION_ALIASES[name][0] if name in OPERATION_ALIASES else (name,)
     function = function_of(names[0])
     if function is not None:
         return function, [operation for operation in function.operations if operation.name in names]
-    known = [*FUNCTIONS, *OPERATIONS, *OPERATION_ALIASES]
-    near = nearest(name, known) or f"; known: {', '.join(known)}"
-    raise KeyError(f"unknown operation {name!r}{near}")
+    raise unknown_operation(name)
 
 
 def _of_case(flags: Flags, operations: Sequence[Operation], dtype: torch.dtype) -> dict[str, Any]:

@@ -5,6 +5,7 @@ LayerZeroError
 +-- PolicyError (ValueError)               a configuration key or value is wrong
 +-- RegistrationError (ValueError)         a kernel, operation or backend is declared wrongly
 |   +-- DescriptorError                    a capability descriptor is invalid or fits no kernel
++-- UnknownOperationError                  a name of no operation: a PolicyError, RegistrationError and KeyError
 +-- NoKernelFoundError                     nothing legal is left to run
 +-- CudaGraphUnsafeError                   a capture is open and no graph-safe kernel is legal
 +-- KernelExecutionError                   a kernel was called and failed
@@ -70,6 +71,15 @@ class PolicyError(LayerZeroError, ValueError):
 
 class RegistrationError(LayerZeroError, ValueError):
     """A kernel, operation or backend was declared in a way that cannot work."""
+
+
+class UnknownOperationError(PolicyError, RegistrationError, KeyError):
+    """No operation, function, alias or glob has this name, wherever it was said; the message names the nearest.
+
+    It is a PolicyError for settings, a RegistrationError for kernels, and a KeyError for questions.
+    """
+
+    __str__ = Exception.__str__  # a KeyError's is quoted
 
 
 class DescriptorError(RegistrationError):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from layerzero.core.dtypes import dtype_named
-from layerzero.core.errors import RegistrationError
+from layerzero.core.errors import RegistrationError, UnknownOperationError
 from layerzero.core.facts import told_bytes
 from layerzero.core.kernel import Kernel
 from layerzero.core.limit_kinds import Aligned, OneOf
@@ -21,7 +21,7 @@ def check(kernel: Kernel, operations: Mapping[str, Operation]) -> None:
     """Raise RegistrationError if the kernel names an operation, argument or fact that does not exist."""
     for name in kernel.operations:
         if name not in operations:
-            raise RegistrationError(f"{kernel.id}: Unknown operation {name!r}{nearest(name, operations)}")
+            raise UnknownOperationError(f"{kernel.id}: unknown operation {name!r}{nearest(name, operations)}")
     accepted = {argument for name in kernel.operations for argument in operations[name].schema.arguments}
     unknown = set(kernel.accepts) - accepted
     if unknown:

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from layerzero.core.errors import LayerZeroWarning, PolicyError
+from layerzero.core.errors import LayerZeroWarning, PolicyError, UnknownOperationError
 from layerzero.core.facts import FACT_ALIASES
 from layerzero.core.kernel import REFERENCE_BACKEND, Kernel
 from layerzero.engine.config import CONFIGURATION, SCOPES
@@ -23,6 +23,7 @@ from layerzero.engine.settings import nearest
 _KEYS = ("prefer_sources", "avoid_sources", "allow", "deny")
 _ACTIONS = ("prefer", "avoid", "deny")
 _MAX_CHECKED = 256
+_UNKNOWN = "unknown operation"
 
 
 class _Registry(Protocol):
@@ -74,7 +75,7 @@ class Names:
             if name.of is not None or not left_out
         ]
         if problems:
-            raise PolicyError(*problems)
+            raise _error(problems)
 
     def check(self, policy: Policy) -> None:
         """Look at every name that is in force, once for each policy.
@@ -90,7 +91,7 @@ class Names:
         more = f" Plugins that are left out may have it: {left_out}" if left_out else ""
         strict = [f"{text}{more}" for name, text in wrong if name.of is not None or not left_out]
         if strict:
-            raise PolicyError(*strict)
+            raise _error(strict)
         for _, text in wrong:
             warnings.warn(f"{text}{more}", LayerZeroWarning, stacklevel=2)
         if len(self._checked) >= _MAX_CHECKED:
@@ -123,8 +124,8 @@ class Names:
     def _no_operation(self, pattern: str) -> str:
         try:
             self._registry.operations_named(pattern)
-        except KeyError as error:
-            return str(error.args[0])
+        except UnknownOperationError as error:
+            return str(error)
         return ""
 
     def _no_lock(self, operation: str, pattern: str) -> str:
@@ -157,6 +158,12 @@ class Names:
         close = nearest(pattern, names) or nearest(pattern.removesuffix(".*"), names)
         own = "what a program registers itself it registers first"
         return f"wanted a library, kernel or glob, got {pattern!r}, which names none here{close}; {own}"
+
+
+def _error(problems: list[str]) -> PolicyError:
+    """The error for what is wrong with settings: of its own kind where all that is wrong is an operation's name."""
+    unknown = len(problems) == 1 and _UNKNOWN in problems[0]
+    return UnknownOperationError(problems[0]) if unknown else PolicyError(*problems)
 
 
 def _any(names: set[str], pattern: str) -> bool:

@@ -13,7 +13,7 @@ import torch
 from layerzero.core import limits as limit
 from layerzero.core.device import PLATFORMS
 from layerzero.core.dtypes import dtype_name, dtype_named
-from layerzero.core.errors import RegistrationError
+from layerzero.core.errors import RegistrationError, UnknownOperationError
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import REFERENCE_BACKEND, Backend, Kernel
 from layerzero.core.limit import Limit
@@ -132,7 +132,8 @@ def kernel_of_function(
 
 def _check_declared(kernel_id: str, declared: dict[str, Any], known: dict[str, Operation]) -> None:
     derived = {"id", "operations", "backend", "load", "accepts", "implies", "revision"}
-    fields = {each.name for each in dataclasses.fields(Kernel)} - derived
+    own = inspect.signature(kernel_of_function).parameters.keys() - {"function", "operation", "kernel_id", "known"}
+    fields = ({each.name for each in dataclasses.fields(Kernel)} | own - {"declared"}) - derived
     for name in declared:
         if name in ("supports_gqa", "supports_mqa"):
             grouped = ", ".join(sorted(each.name for each in known.values() if each.sibling))
@@ -149,7 +150,8 @@ def _operations_of(name: str, known: dict[str, Operation]) -> tuple[tuple[str, .
     if name in FUNCTIONS:
         return tuple(each.name for each in FUNCTIONS[name].operations), {}
     if name not in known:
-        raise RegistrationError(f"Unknown operation {name!r}{nearest(name, [*known, *OPERATION_ALIASES, *FUNCTIONS])}")
+        near = nearest(name, [*known, *OPERATION_ALIASES, *FUNCTIONS])
+        raise UnknownOperationError(f"unknown operation {name!r}{near}")
     return (name,), {}
 
 

@@ -11,7 +11,7 @@ from layerzero import backends
 from layerzero._assembly import descriptors_in_force
 from layerzero.core import forking
 from layerzero.core.collecting import held_off
-from layerzero.core.errors import RegistrationError
+from layerzero.core.errors import RegistrationError, UnknownOperationError
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.operation import Operation, OpKind
@@ -262,10 +262,12 @@ class Registry:
         return dict(self._known.operations)
 
     def operation(self, name: str) -> Operation:
-        """One operation. Raises KeyError naming the nearest."""
+        """One operation. Raises: UnknownOperationError naming the nearest."""
+        if name not in self._known.operations:
+            self.ready()  # a plugin may bring it
         known = self._known.operations
         if name not in known:
-            raise KeyError(f"unknown operation {name!r}{nearest(name, known)}")
+            raise UnknownOperationError(f"unknown operation {name!r}{nearest(name, known)}")
         return known[name]
 
     def candidates(self, operation: str) -> Sequence[Kernel]:
@@ -294,20 +296,25 @@ class Registry:
     def operations_named(self, pattern: str) -> list[str]:
         """Names of the operations that a name, alias, function or glob covers; an operation's name means itself alone.
 
-        Raises: KeyError naming the nearest.
+        Plugins are imported to look for what is not built in. Raises: UnknownOperationError naming the nearest.
         """
+        names = [] if any(mark in pattern for mark in "*?[") else self._named(pattern)
+        if not names:
+            self.ready()
+            names = self._named(pattern)
+        if not names:
+            known = [*self._known.operations, *OPERATION_ALIASES, *FUNCTIONS, *PLAIN_FUNCTIONS]
+            raise UnknownOperationError(f"unknown operation {pattern!r}{meant(pattern, known)}")
+        return names
+
+    def _named(self, pattern: str) -> list[str]:
         if pattern in OPERATION_ALIASES:
             return list(OPERATION_ALIASES[pattern][0])
         if pattern in FUNCTIONS:
             return [operation.name for operation in FUNCTIONS[pattern].operations]
         if pattern in PLAIN_FUNCTIONS:
             return [operation.name for operation in PLAIN_FUNCTIONS[pattern].operations]
-        operations = self._known.operations
-        names = [name for name in operations if fnmatch.fnmatchcase(name, pattern)]
-        if not names:
-            known = [*operations, *OPERATION_ALIASES, *FUNCTIONS, *PLAIN_FUNCTIONS]
-            raise KeyError(f"unknown operation {pattern!r}{meant(pattern, known)}")
-        return names
+        return [name for name in self._known.operations if fnmatch.fnmatchcase(name, pattern)]
 
     def kernel(self, kernel_id: str) -> Kernel:
         """One kernel by id or alias. Raises KeyError naming the nearest."""

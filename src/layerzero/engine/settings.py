@@ -157,8 +157,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
     known = list(known)
     if FORMER_NAMES.get(word) in known:
         return f"; it is {FORMER_NAMES[word]!r} now"
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    for each in difflib.get_close_matches(word, known, n=3, cutoff=0.5):
+        # many short words share three letters: rope is no misspelt nope
+        if each[:1].lower() == word[:1].lower() or difflib.SequenceMatcher(None, each, word).ratio() >= 0.8:
+            return f"; did you mean {each!r}?"
+    return ""
 
 
 def flatten(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
