@@ -338,7 +338,7 @@ def test_errors_say_what_was_wanted_and_what_to_do(line):
 
 def test_an_error_is_a_json_document_too():
     data = answer("explain atention --shape 1x8x4x64", code=2)
-    assert data["error"]["type"] == "KeyError"
+    assert data["error"]["type"] == "UnknownOperationError"
     assert data["error"]["message"].startswith("unknown operation 'atention'")
 
 

@@ -24,7 +24,13 @@ from rich.text import Text
 from typer.core import TyperCommand
 
 from layerzero.cli.rows import Lines
-from layerzero.core.errors import InvalidCallError, LayerZeroError, PolicyError, RegistrationError
+from layerzero.core.errors import (
+    InvalidCallError,
+    LayerZeroError,
+    PolicyError,
+    RegistrationError,
+    UnknownOperationError,
+)
 
 WIDTH = 100
 """Columns where stdout is no terminal and COLUMNS says nothing; a table whose numbers and ids need more takes more."""
@@ -218,7 +224,7 @@ def _failure(error: Exception, command: str) -> Answer:
         error, LayerZeroError
     )
     if usage:
-        settings = isinstance(error, PolicyError)
+        settings = isinstance(error, PolicyError) and not isinstance(error, UnknownOperationError)
         say(f"next step: {'`layerzero config keys` lists them' if settings else f'`{command} --help` has examples'}")
     data = {"error": {"type": type(error).__name__, "message": message}}
     return Answer(data, tuple, INVALID if usage else NO)

@@ -11,13 +11,14 @@ import torch
 import yaml
 
 from layerzero.asking.answers import explain, unknown_operation
+from layerzero.core.binding import meant
 from layerzero.core.device import KNOWN_DEVICES, Device
 from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.operation import Case, Function, Operation
 from layerzero.core.plan import Report
 from layerzero.engine.config import SCOPES
 from layerzero.engine.registry import REGISTRY
-from layerzero.engine.settings import ALIASES, SETTINGS, nearest
+from layerzero.engine.settings import ALIASES, SETTINGS
 from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, function_of
 from layerzero.ops.calls import accepted, arguments_of, case_of_shapes, function_for
 
@@ -193,7 +194,7 @@ def _case(name: str, operations: Sequence[Operation]) -> tuple[Operation, Case]:
 def _check_parameter(function: Function, name: str, flag: str) -> None:
     known = [parameter.name for parameter in function.parameters]
     if name not in known:
-        near = nearest(name, known) or f"; it has {', '.join(known)}"
+        near = meant(name, known) or f"; it has {', '.join(known)}"
         raise ValueError(f"{flag}: {function.name} has no argument {name!r}{near}")
 
 

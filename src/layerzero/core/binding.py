@@ -26,10 +26,29 @@ def misfit(
         return TypeError(f"{name}: {error}")
     if stranger in renamed:
         return TypeError(f"{name}: got an unexpected keyword argument {stranger!r}; it is {renamed[stranger]!r} now")
-    close = get_close_matches(stranger, known, n=1, cutoff=0.5)
     wanted = ", ".join(each for each in known if each != "self")
-    hint = f"; did you mean {close[0]!r}?" if close else f"; wanted {wanted}"
+    hint = meant(stranger, known) or f"; wanted {wanted}"
     return TypeError(f"{name}: got an unexpected keyword argument {stranger!r}{hint}")
+
+
+ELSEWHERE: dict[str, tuple[str, ...]] = {}
+"""Names that other libraries have for arguments, and those of ours that mean the same; the families in ``ops/`` say."""
+
+NEEDLESS: dict[str, tuple[str, str]] = {}
+"""The same of names for which nothing stands here: an argument of the functions that are meant, and what to do."""
+
+
+def meant(stranger: str, known: Sequence[str]) -> str:
+    """Which of these arguments a foreign or misspelt name means, as the end of a message; empty if that is not sure.
+
+    A guess that is only near may be of another meaning: ``softmax_scale`` is no misspelt ``softcap``.
+    """
+    ours = next((each for each in ELSEWHERE.get(stranger, ()) if each in known), None)
+    beside, what_to_do = NEEDLESS.get(stranger, ("", ""))
+    if ours is None and beside in known:
+        return f"; {what_to_do}"
+    close = [ours] if ours is not None else get_close_matches(stranger, known, n=1, cutoff=0.8)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def public(name: str) -> Callable[[_Init], _Init]:

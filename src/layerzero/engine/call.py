@@ -14,6 +14,7 @@ import torch
 from torch.nn import Parameter
 from torch.overrides import handle_torch_function, has_torch_function
 
+from layerzero.core.binding import meant
 from layerzero.core.bundle import MISSING, Bundle, unpack
 from layerzero.core.errors import LayerZeroPerformanceWarning
 from layerzero.core.operation import Function
@@ -24,7 +25,6 @@ from layerzero.engine.call_source import coarse_key, key_source, names_of, sourc
 from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import Dispatcher
 from layerzero.engine.fusing import FUSING, exporting, expressed, expression_of
-from layerzero.engine.settings import nearest
 from layerzero.engine.state import in_dispatch_mode, in_transform
 
 _PLAIN = frozenset({torch.Tensor, Parameter})
@@ -113,7 +113,7 @@ class Call:
         """Raise what Python does for arguments that a function has not, and name the nearest, or those that it has."""
         first, renamed = next(iter(unknown)), self.function.renamed
         known = [name for name in self.dispatcher.names if name not in self.function.given_as]
-        hint = f"; it is {renamed[first]!r} now" if first in renamed else nearest(first, known)
+        hint = f"; it is {renamed[first]!r} now" if first in renamed else meant(first, known)
         hint = hint or f"; it has {', '.join(known)}"
         raise TypeError(f"{self.function.name}() got an unexpected keyword argument {first!r}{hint}")
 

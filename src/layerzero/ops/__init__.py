@@ -14,10 +14,12 @@ import importlib
 import pkgutil
 import warnings
 
+from layerzero.core import binding
 from layerzero.core.drop_in import DropIn
 from layerzero.core.limit_data import register_kinds
 from layerzero.core.operation import Function, Operation
 from layerzero.core.plain import PlainFunction
+from layerzero.ops import argument_names
 
 OPERATIONS: dict[str, Operation] = {}
 FUNCTIONS: dict[str, Function] = {}
@@ -66,6 +68,8 @@ def function_of(operation: str) -> Function | None:
     return None
 
 
+binding.ELSEWHERE |= argument_names.ELSEWHERE
+binding.NEEDLESS |= argument_names.NEEDLESS
 for _family in sorted(each.name for each in pkgutil.iter_modules(__path__) if each.ispkg):
     _module = importlib.import_module(f"{__name__}.{_family}")
     OPERATIONS |= {operation.name: operation for operation in _module.OPERATIONS}
