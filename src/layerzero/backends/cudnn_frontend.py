@@ -44,7 +44,6 @@ CUDNN = Backend(
 
 _Q, _K, _V, _OUT, _STATS = 1, 2, 3, 4, 5  # tensor uids
 _THREAD = threading.local()
-atexit.register(lambda: _THREAD.__dict__.clear())  # the main thread's handles, which the library tells as leaked
 
 
 class _Settings(NamedTuple):
@@ -71,6 +70,14 @@ class Graph(NamedTuple):
 
     execute: Callable[..., None]
     workspace_bytes: int
+
+
+def _forget_handles() -> None:
+    """Let the main thread's handles go as the process ends: the library tells what outlives it as leaked."""
+    _THREAD.__dict__.clear()
+
+
+atexit.register(_forget_handles)
 
 
 def handle(index: int) -> Any:

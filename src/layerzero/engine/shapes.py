@@ -39,11 +39,11 @@ def tell_shapes(dispatcher: Dispatcher, arguments: dict[str, Any], policy: Polic
         return
     device = judged_on(tensors)
     report, _ = dispatcher.explain(arguments, policy, machine=Machine(device))
-    if report.chosen is None:
+    chosen = report.chosen
+    if chosen is None:
         log.warning("%s on tensors without memory: no kernel is legal on %s", report.operation, device.name)
         return
     report = msgspec.structs.replace(report, notes=(*report.notes, NOTE + device.name))
-    chosen = report.chosen
     plan = Plan(chosen.kernel, report, "", _nothing, _nothing, chosen.adaptations)
     for watcher in dispatcher.engine.watchers:
         watcher(dispatcher.function, plan)
