@@ -461,7 +461,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    causal: bool = True,
+    causal: bool | None = None,
     scale: float | None = None,
     *,
     layout: str | None = None,
@@ -479,7 +479,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    causal: bool = True,
+    causal: bool | None = None,
     scale: float | None = None,
     *,
     layout: str | None = None,
@@ -497,7 +497,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    causal: bool = True,
+    causal: bool | None = None,
     scale: float | None = None,
     *,
     layout: str | None = None,
@@ -516,11 +516,13 @@ def attention(
         H a multiple of K; the output has the query's layout, shape (B, S_q, H, D_v).
     Dtype: all three the same floating dtype; the output has it too.
     Args:
-        causal: hide keys in the future; aligned bottom-right when S_q != S_k.
+        causal: hide keys in the future; aligned bottom-right when S_q != S_k. None, the default, is True without
+            ``attn_mask``, and False beside one: a mask alone says everything.
         scale: factor on the scores, 1/sqrt(D) by default.
         layout: ``"BSHD"`` or ``"BHSD"``. Without it the configured default, the shapes, and the strides decide; where
             they cannot, BSHD is assumed with a warning (an error in strict mode).
-        attn_mask: broadcastable to (B, H, S_q, S_k); bool, True attends; or float, added to scores. Excludes causal.
+        attn_mask: broadcastable to (B, H, S_q, S_k); bool, True attends; or float, added to scores.
+            ``causal=True`` beside it is an error: put the causal part into the mask.
         dropout_p: probability of dropping an attention weight.
         window: (left, right) keys around the query's own position that it sees, itself excluded from the count;
             -1 is unbounded.

@@ -91,7 +91,10 @@ BAD = {
     "value length": (attention(value=zeros(2, 5, 2, 8)), "value: wanted seq_k 6 as in key, got 5"),
     "batch": (attention(key=zeros(3, 6, 2, 8)), "key: wanted batch 2 as in query, got 3"),
     "head dims": (attention(key=zeros(2, 6, 2, 16)), "key: wanted head_dim 8 as in query, got 16"),
-    "mask with causal": (attention(attn_mask=zeros(4, 6)), "wanted one of them, got both; pass causal=False"),
+    "mask with causal": (
+        attention(attn_mask=zeros(4, 6), causal=True),
+        "wanted one of them, got both; pass causal=False",
+    ),
     "mask shape": (masked(zeros(5, 6)), "broadcastable to (B, H, S_q, S_k) = (2, 4, 4, 6), got (5, 6)"),
     "mask of keys": (masked(zeros(2, 6)), "got (2, 6); a mask of each sequence's keys is attn_mask[:, None, None, :]"),
     "causal: a mask": (

@@ -31,7 +31,7 @@ def parts(arguments: Mapping[str, Any], facts: Facts) -> Sequence[Part] | None:
         return None
     sizes, layout = facts.sizes(), facts.layout or CANONICAL
     group, queries, keys = sizes["heads"] // sizes["kv_heads"], sizes["seq_q"], sizes["seq_k"]
-    causal, windowed = arguments.get("causal", True), arguments.get("window") is not None
+    causal, windowed = arguments.get("causal") in (True, None), arguments.get("window") is not None
     middle = min(queries, (queries + QUERIES) // 2) if causal or not windowed else queries
     found = []
     for batch, head, last in ((0, 0, queries), (sizes["batch"] - 1, sizes["kv_heads"] - 1, middle)):

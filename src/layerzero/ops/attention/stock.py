@@ -12,11 +12,12 @@ from layerzero.ops.attention.layout import CANONICAL, sequence_axis
 
 
 def attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool = True, **others: Any
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool | None = None, **others: Any
 ) -> Callable[[], torch.Tensor] | None:
     """``torch.nn.functional.scaled_dot_product_attention``; None for what it has no argument for."""
     layout, scale = others.pop("layout", None) or CANONICAL, others.pop("scale", None)
     mask = others.pop("attn_mask", None)
+    causal = mask is None if causal is None else causal
     axis = sequence_axis(layout)
     single = query.shape[axis] == 1
     aligned = not causal or single or query.shape[axis] == key.shape[axis]  # torch aligns top-left
