@@ -140,6 +140,7 @@ def test_who_is_done_with_a_lane_goes_on_in_the_next_while_others_are_at_work(tm
     assert pids["answer"] == pids["meets a reader"] != pids["meets a writer"]
 
 
+@pytest.mark.slow
 def test_where_no_child_gets_to_its_first_job_not_every_lane_tries(monkeypatch):
     monkeypatch.setenv("APART_AT_IMPORT", "exit")
     began = []

