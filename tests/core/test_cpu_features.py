@@ -17,7 +17,7 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.testing.process import child_environment
 from layerzero.tuning.keeping.environment import surroundings
 
-SERVER = frozenset({"avx2", "avx512", "avx512_bf16"})
+SERVER = frozenset({"avx2", "avx512", "avx512_vnni", "avx512_bf16"})
 EPYC = replace(lz.Device.named("CPU"), name="AMD EPYC", vendor="amd", instruction_sets=SERVER)
 
 
@@ -47,7 +47,7 @@ def test_features_are_named_with_what_they_stand_on(text, kept):
 
 
 @pytest.mark.parametrize(("text", "told"), [
-    ("amx_int8", "wanted amx_int8, which this CPU lacks; it has avx2, avx512, avx512_bf16. .* only takes"),
+    ("amx_int8", "wanted amx_int8, which this CPU lacks; it has avx2, avx512, avx512_bf16, avx512_vnni. .*"),
     ("avx5122", "got 'avx5122'; did you mean 'avx512'"),
     ("avx2,laptop", "got 'laptop'"),
 ])  # fmt: skip
@@ -99,6 +99,7 @@ def test_it_is_a_setting_with_an_origin(monkeypatch, tmp_path):
     (set(), "default", "SSE41"),
     ({"avx2"}, "avx2", "AVX2"),
     ({"avx2", "avx512"}, "avx512", "AVX512_CORE"),
+    ({"avx2", "avx512", "avx512_vnni"}, "avx512", "AVX512_CORE_VNNI"),
     (SERVER, "avx512", "AVX512_CORE_BF16"),
     (SERVER | {"amx_bf16"}, "avx512", "AVX512_CORE_AMX"),
 ])  # fmt: skip

