@@ -97,12 +97,12 @@ _OTHER_GPUS = frozenset({ReasonCode.SM_TOO_OLD, ReasonCode.SM_TOO_NEW, ReasonCod
 
 
 def _made_for(candidate: Candidate) -> str:
-    """What other hardware a refused kernel is made for; empty if it is for this one."""
+    """What other hardware a refused kernel is made for, the first of several; empty if it is for this one."""
     codes = {reason.code for reason in candidate.reasons}
     if ReasonCode.PLATFORM_MISMATCH in codes:
         named = next((each.names for each in candidate.kernel.limits if isinstance(each, Platform)), None)
         platforms = named or candidate.kernel.backend.platforms
-        return " and ".join(PLATFORMS.get(name, name) for name in platforms)
+        return PLATFORMS.get(platforms[0], platforms[0])
     return "other GPUs" if codes & _OTHER_GPUS else ""
 
 
