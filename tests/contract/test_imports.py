@@ -55,7 +55,7 @@ def libraries():
     """Libraries that may be absent: every one that some file imports, and every one that a backend is known by."""
     names = {name.split(".")[0] for path in ROOT.rglob("*.py") for name in imported(path)}
     names |= {kernel.backend.import_name.split(".")[0] for kernel in builtin_kernels()}
-    return names - sys.stdlib_module_names - DEPENDENCIES - {"", "layerzero", "layerzero_vllm"}  # ours
+    return names - sys.stdlib_module_names - DEPENDENCIES - {"", "layerzero", "layerzero_engines"}  # ours
 
 
 def test_the_libraries_of_backends_are_known():

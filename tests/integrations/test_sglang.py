@@ -13,6 +13,8 @@ import pytest
 import torch
 from engine_steps import PAGE, STEPS, Sequences, module
 
+import layerzero_engines
+
 pytestmark = pytest.mark.filterwarnings("ignore::layerzero.LayerZeroFallbackWarning")  # a softcap on a CPU
 
 SGLANG = {
@@ -61,8 +63,24 @@ def test_sglang_calls_what_is_there(sglang):
         assert tuple(got) == wanted, name
     sglang.register()
     registered, choices = sglang.tested
-    assert registered == {"layerzero": backend}
-    assert choices == ["layerzero"]
+    sglang.register()
+    assert list(registered) == choices == ["layerzero"]
+    made = registered["layerzero"](types.SimpleNamespace(req_to_token_pool=None, token_to_kv_pool=None, page_size=1))
+    assert type(made) is backend
+
+
+def test_sglangs_entry_point_registers_without_importing_the_backend(sglang, monkeypatch, caplog):
+    registered, choices = sglang.tested
+    monkeypatch.delitem(sys.modules, "layerzero.integrations.sglang")
+    layerzero_engines.sglang_plugin()
+    assert list(registered) == choices == ["layerzero"]
+    assert "layerzero.integrations.sglang" not in sys.modules
+    registered["layerzero"] = "another"
+    layerzero_engines.sglang_plugin()
+    assert "is not LayerZero here: RuntimeError: layerzero: wanted a name that nobody registered" in caplog.text
+    assert registered == {"layerzero": "another"}
+    with pytest.raises(RuntimeError, match="wanted a name that nobody registered, got 'another'"):
+        layerzero_engines.register_sglang()
 
 
 def mode_of(kind):

@@ -20,7 +20,7 @@ import pytest
 import torch
 from engine_steps import PAGE, STEPS, Sequences, module
 
-import layerzero_vllm
+import layerzero_engines
 
 pytestmark = pytest.mark.filterwarnings("ignore::layerzero.LayerZeroFallbackWarning")  # a softcap on a CPU
 
@@ -259,8 +259,8 @@ def platform(monkeypatch):
 
 def test_a_cpu_takes_custom_where_it_is_asked_for_and_nothing_else_changes(platform):
     for _ in range(2):  # as in each of vLLM's processes, and again by hand
-        layerzero_vllm.plugin()
-    layerzero_vllm.register()
+        layerzero_engines.vllm_plugin()
+    layerzero_engines.register_vllm()
     choose = platform.cpu.get_attn_backend_cls
     assert choose(platform.custom, Selected()) == BACKEND
     assert choose(platform.custom, attn_selector_config=Selected(), num_heads=4) == BACKEND
@@ -275,25 +275,25 @@ def test_a_cpu_takes_custom_where_it_is_asked_for_and_nothing_else_changes(platf
 def test_on_other_devices_registering_is_all(platform):
     platform.platforms.current_platform = platform.gpu
     stock = vars(platform.cpu)["get_attn_backend_cls"]
-    layerzero_vllm.plugin()
+    layerzero_engines.vllm_plugin()
     assert platform.taken == {platform.custom: BACKEND}
     assert vars(platform.cpu)["get_attn_backend_cls"] is stock
 
 
 def test_the_entry_point_says_why_it_refuses_and_lets_vllm_start(platform, caplog):
     platform.taken[platform.custom] = "another.Backend"
-    layerzero_vllm.plugin()
+    layerzero_engines.vllm_plugin()
     assert "CUSTOM: wanted a backend that nobody registered, got another.Backend" in caplog.text
     assert platform.taken == {platform.custom: "another.Backend"}
     with pytest.raises(RuntimeError, match="wanted a backend that nobody registered"):
-        layerzero_vllm.register()
+        layerzero_engines.register_vllm()
     platform.taken.clear()
     del platform.cpu.get_attn_backend_cls
-    layerzero_vllm.plugin()
+    layerzero_engines.vllm_plugin()
     assert "would ignore CUSTOM" in caplog.text
     assert not platform.taken
     with pytest.raises(RuntimeError, match="chooses attention on a CPU in another way"):
-        layerzero_vllm.register()
+        layerzero_engines.register_vllm()
 
 
 @pytest.mark.parametrize(("names", "allowed", "told"), [
@@ -303,21 +303,23 @@ def test_the_entry_point_says_why_it_refuses_and_lets_vllm_start(platform, caplo
 def test_registering_says_where_other_processes_will_not(platform, monkeypatch, caplog, names, allowed, told):
     found = [types.SimpleNamespace(name=each) for each in names]
     monkeypatch.setattr(
-        importlib.metadata, "entry_points", lambda group: found if group == layerzero_vllm.GROUP else []
+        importlib.metadata, "entry_points", lambda group: found if group == layerzero_engines.VLLM_GROUP else []
     )
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     if allowed is not None:
         monkeypatch.setenv("VLLM_PLUGINS", allowed)
-    layerzero_vllm.register()
+    layerzero_engines.register_vllm()
     assert told in caplog.text
     assert bool(told) is bool(caplog.text)
 
 
 def test_the_entry_point_is_declared_and_imports_neither_library():
-    project = tomllib.loads((Path(layerzero_vllm.__file__).parents[1] / "pyproject.toml").read_text())
-    assert project["project"]["entry-points"][layerzero_vllm.GROUP] == {layerzero_vllm.NAME: "layerzero_vllm:plugin"}
-    assert project["tool"]["setuptools"]["py-modules"] == ["layerzero_vllm"]
-    code = "import sys, layerzero_vllm; print({'layerzero', 'torch', 'vllm'} & set(sys.modules))"
+    project = tomllib.loads((Path(layerzero_engines.__file__).parents[1] / "pyproject.toml").read_text())
+    points = project["project"]["entry-points"]
+    for group, name in ((layerzero_engines.VLLM_GROUP, "vllm"), (layerzero_engines.SGLANG_GROUP, "sglang")):
+        assert points[group] == {layerzero_engines.NAME: f"layerzero_engines:{name}_plugin"}
+    assert project["tool"]["setuptools"]["py-modules"] == ["layerzero_engines"]
+    code = "import sys, layerzero_engines; print({'layerzero', 'torch', 'vllm'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
@@ -350,7 +352,9 @@ def test_vllms_own_cpu_platform_and_registry_take_it(monkeypatch, vllm):
     asked = config(**{name: told.get(name, False) for name in names})
     choose = platforms.current_platform.get_attn_backend_cls
     assert choose(custom, asked) == stock, "vLLM on its own runs its own attention"
-    entry = importlib.metadata.EntryPoint(layerzero_vllm.NAME, "layerzero_vllm:plugin", layerzero_vllm.GROUP)
+    entry = importlib.metadata.EntryPoint(
+        layerzero_engines.NAME, "layerzero_engines:vllm_plugin", layerzero_engines.VLLM_GROUP
+    )
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [entry])
     sys.modules["vllm.envs"].VLLM_PLUGINS = None
     sourced(monkeypatch, "vllm.plugins", VLLM / "plugins/__init__.py").load_general_plugins()  # as its workers do

@@ -4,8 +4,10 @@
     layerzero.integrations.sglang.register()
     engine = sglang.Engine(model_path=model, attention_backend="layerzero", disable_cuda_graph=True)
 
-SGLang keeps tokens in one pool by index; with ``page_size`` above 1 the indices of a request come in whole pages, so
-that its pool seen as pages is a paged cache, and every ``page_size``-th index names one. With 1 every token is a page.
+Other processes of an engine register by the entry point ``sglang.srt.plugins`` (``layerzero_engines``), which LayerZero
+brings where it is installed. SGLang keeps tokens in one pool by index; with ``page_size`` above 1 the indices of a
+request come in whole pages, so that its pool seen as pages is a paged cache, and every ``page_size``-th index names
+one. With 1 every token is a page.
 Cross attention, speculative drafts, bidirectional decoders, and pools of a sliding window of their own, are refused.
 So is every attribute of a layer that is not known here: SGLang's own backends read attributes that models set, as Grok
 its temperature. Read: sglang 0.5.23, srt/layers/radix_attention.py, srt/layers/attention/base_attn_backend.py,
@@ -22,8 +24,9 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
 from layerzero.integrations.paged import PagedStep
+from layerzero_engines import register_sglang as register
 
-NAME = "layerzero"
+__all__ = ["LayerZeroAttnBackend", "layer_problems", "register"]
 
 VERSION = "0.5.23"
 """The version of SGLang whose attributes are known here."""
@@ -245,13 +248,3 @@ def _write_location(slots: Tensor) -> Any:
 
     made = getattr(memory_pool, "KVWriteLoc", None)
     return slots if made is None else made(slots)
-
-
-def register() -> None:
-    """Let ``attention_backend="layerzero"`` name this backend, in this process."""
-    from sglang.srt.arg_groups.choices import add_attention_backend_choices
-    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
-
-    if NAME not in ATTENTION_BACKENDS:
-        add_attention_backend_choices([NAME])
-    register_attention_backend(NAME)(LayerZeroAttnBackend)

@@ -4,8 +4,8 @@
     layerzero.integrations.vllm.register()
     llm = vllm.LLM(model, attention_backend="CUSTOM")
 
-Other processes of an engine register by the entry point ``vllm.general_plugins`` (``layerzero_vllm``), which LayerZero
-brings where it is installed. On a CPU, where vLLM takes no other name than its own, registering lets it take CUSTOM.
+Other processes of an engine register by the entry point ``vllm.general_plugins`` (``layerzero_engines``), which
+LayerZero brings where it is installed. On a CPU, where vLLM takes no name but its own, registering lets it take CUSTOM.
 A cache is (2, pages, tokens, heads, width) as vLLM 0.20 allocates it, or (pages, heads, tokens, keys and values side by
 side) as 0.32 does, whatever its memory order. CUDA graphs break at attention: kernels that plan read lengths between.
 What LayerZero has no argument for is refused where a layer is made, not left out.
@@ -29,7 +29,7 @@ from vllm.v1.attention.backend import (
 
 import layerzero as lz
 from layerzero.integrations.paged import PagedStep
-from layerzero_vllm import register
+from layerzero_engines import register_vllm as register
 
 __all__ = ["LayerZeroAttentionBackend", "LayerZeroAttentionImpl", "LayerZeroMetadataBuilder", "register"]
 

