@@ -74,7 +74,7 @@ def test_it_says_what_changed_why_and_what_to_do_next_on_one_screen(shown: tuple
     assert max(map(len, lines)) <= 100
     bars = [line for line in lines if "█" in line]
     assert len(bars) == 9
-    assert sum(" x, off by " in line for line in bars) == 6
+    assert sum(" x" in line and ", off " in line for line in bars) == 6
     (attention,) = (each for each in result["why"] if each["call"] == "attention.gqa.decode")
     assert sum(attention["refused"].values()) + len(attention["legal"]) == len(lz.list_kernels("attention.gqa.decode"))
     assert f"attention.gqa.decode: {attention['kernel']}, 1 of {len(attention['legal'])}; refused: " in text

@@ -49,7 +49,7 @@ def show(console: Console, result: Mapping[str, Any]) -> None:
         return
     _say(console, "\n[bold]what changed[/] in the encoder and the decoder, checked module by module")
     for line in _changes(result["results"], most=2 if console.width >= _WIDE else 1):
-        _say(console, f"  {line}")
+        console.print(Padding(line, (0, 0, 0, 2), expand=False), highlight=False)
     _say_why(console, result, cut=False)
     _say(console, f"[bold]next[/] ({result['seconds']:.0f} s so far)")
     width = max(len(command) for command, _ in NEXT)
@@ -104,7 +104,7 @@ def _changes(rows: list[Mapping[str, Any]], most: int) -> Iterator[str]:
     """Lines on what ``lz.optimize`` replaced: one for each kind of module, of the first and the last model."""
     for row in rows[:1] + rows[-1:]:
         for each in row["changed"]:
-            kernels = "" if each["kernels"] in {"", "by call"} else f" ({_short(each['kernels'], most)})"
+            kernels = "" if each["kernels"] in {"", "by call"} else f", kernels {_short(each['kernels'], most)}"
             yield escape(f"{each['count']} {each['module']} by {_short(each['by'], most)}{kernels}")
         before, packed = (row["bytes"][name] / 1e6 for name in ("weights", "packed"))
         left = sum(row["left"].values())
@@ -122,4 +122,4 @@ def _in_short(rows: list[Mapping[str, Any]]) -> str:
 
 def _short(kernels: str, most: int) -> str:
     names = kernels.split(", ")
-    return ", ".join(names[:most]) + (f" and {len(names) - most}" if len(names) > most else "")
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

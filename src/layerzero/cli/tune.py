@@ -145,8 +145,8 @@ def _shown(tuned: Tuned, threads: int = 0, usual: int = 0, *, everything: bool =
         shown = f"{chosen}, once it is built" if now.builds else chosen
         new_row(table, found.name, _fastest(found), shown, "the same" if before == chosen else before)
     if table.rows:
+        table.caption, table.caption_justify = Text(_BRACKETS, style="dim"), "left"
         yield table
-        yield Text(_BRACKETS, style="dim")
     for operation, kept in same.items():
         names = ", ".join(f"{name} {count}" for name, count in kept.most_common())
         yield Text(f"{operation}: {kept.total()} call{'s' * (kept.total() != 1)} as before: {names}")

@@ -42,7 +42,15 @@ class _Calls(dict[str, Call]):
 CALLS = _Calls()
 
 capturing.KEEPERS.append(lambda: [plan for cache in ENGINE.caches for _, plan in cache.plans()])
-atexit.register(ENGINE.bump)  # plans go before the libraries that they hold things of, which tell of leaks otherwise
+
+
+def _let_plans_go() -> None:
+    """End plans before the libraries that they hold things of, which tell what outlives them as leaked."""
+    if any(cache.plans() for cache in ENGINE.caches):
+        ENGINE.bump()
+
+
+atexit.register(_let_plans_go)
 
 
 def register_function(function: Function) -> Callable[..., Any]:
