@@ -7,6 +7,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import layerzero as lz
+from layerzero.engine.dispatch import Dispatcher
+from layerzero.engine.functions import CALLS
 from layerzero.ops.attention.stock import attention as stock
 
 QUERY = torch.randn(2, 6, 4, 8)
@@ -42,6 +44,17 @@ def test_a_mask_alone_is_not_causal(way, mask):
         torch.testing.assert_close(way(attn_mask=mask, causal=False), wanted(attn_mask=mask))
         torch.testing.assert_close(way(), wanted(is_causal=True))
         torch.testing.assert_close(way(causal=None), wanted(is_causal=True))
+
+
+@pytest.mark.parametrize("said", [{}, {"causal": None}, {"causal": True}, {"causal": False}, {"attn_mask": MASK}])
+@pytest.mark.parametrize("way", ["fast", "python"])
+def test_each_way_to_say_it_is_found_again_without_a_choice(way, said, monkeypatch):
+    call = CALLS["attention"]
+    attend_by = getattr(call, way)
+    attend_by(QUERY, QUERY, QUERY, layout="BSHD", **said)
+    monkeypatch.setattr(Dispatcher, "miss", lambda *_: pytest.fail("chosen again"))
+    monkeypatch.setattr(Dispatcher, "once", lambda *_: pytest.fail("chosen again"))
+    attend_by(QUERY, QUERY, QUERY, layout="BSHD", **said)
 
 
 @pytest.mark.parametrize("way", [attend, operator])

@@ -210,7 +210,9 @@ def _odd_values(function: Function, names: list[str]) -> list[str]:
     flags = [name for name in names if _takes(function, name, bool)]
     chosen = [each for each in map(function.param, names) if each is not None and each.role is Role.CHOSEN]
     others = [each.name for each in chosen if each.name not in flags]
-    return [f"({name} is not True and {name} is not False)" for name in flags] + [
+    unsaid = {each.name for each in function.parameters if each.default is None}  # a flag that others decide then
+    told = {name: f" and {name} is not None" if name in unsaid else "" for name in flags}
+    return [f"({name} is not True and {name} is not False{told[name]})" for name in flags] + [
         f"(type({name}) not in _plain_{name} and _problem_{name}({name}))" for name in others
     ]
 
