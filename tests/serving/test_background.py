@@ -304,6 +304,7 @@ def test_builds_beside_each_other_have_seconds_of_their_own(apart, monkeypatch):
     assert [each.seconds >= 0.2 for each in lz.jit_status().built] == [True, True]
 
 
+@pytest.mark.slow
 def test_two_children_build_at_once_and_one_thread_hears_of_both(apart):
     kernel = sys.modules["background_kernels"].KERNEL
     pairs = [(kernel, lz.facts("rms_norm", torch.ones(4, hidden), torch.ones(hidden))) for hidden in (32, 64, 128)]

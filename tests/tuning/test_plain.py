@@ -79,9 +79,11 @@ def wrong_where(marked):
     "marked",
     [
         lambda text: "\u0301" in text,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (
         lambda text: "\x1c" in text, lambda text: "👩🏿" in text, lambda text: len(text) > 19_000,
         lambda text: "'LL" in text, lambda text: "<|end|>" in text, lambda text: text == "", lambda text: "क" in text,
         lambda text: "\r\n" in text, lambda text: "𠀀" in text, lambda text: "   \n" in text,
+        )),
     ],
 )  # fmt: skip
 def test_a_proof_finds_what_differs_in_one_kind_of_text(place, marked):

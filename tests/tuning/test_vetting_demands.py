@@ -73,8 +73,8 @@ def kernels(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("kernel", "verdict"), [
     ("mine.sinks", Verdict.PASSED),
-    ("mine.slopes", Verdict.PASSED),
-    ("mine.no_sinks", Verdict.WRONG),
+    pytest.param("mine.slopes", Verdict.PASSED, marks=pytest.mark.slow),
+    pytest.param("mine.no_sinks", Verdict.WRONG, marks=pytest.mark.slow),
     ("mine.no_slopes", Verdict.WRONG),
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*is not chosen any more")

@@ -1,17 +1,17 @@
 """torch's products with weights of int8 and float8: the weight widened, int8 packed products, and int8 by int8.
 
 ``aten._weight_int8pack_mm`` is for bfloat16 alone (a float32 input took 1.5 s), and reads over the end of rows that are
-no multiple of 16 numbers: garbage for 24 and 33, then a segmentation fault, as with rows or a weight at no multiple
-of 16 bytes. ``_int_mm`` takes a weight with one input for another one, and gives other numbers in silence. On an x86 CPU without VNNI
-oneDNN adds two products of int8 in int16, which ends at 32767: sums of 256 were off by 86105 (held to AVX2 and to
-AVX512_CORE on the EPYC below, torch 2.13.0, 2026-11-25). A weight of
-4096 x 4096 and 1, 16, 64 and 256 rows of bfloat16, in units of ``F.linear`` with one of bfloat16: int8 packed products
-0.53, 1.6, 2.8 and 4.2, the weight widened in each call 8.7, 6.5, 3.7 and 2.2, ``_int_mm`` 0.44, 1.3, 1.0 and 0.9 (one
-thread, torch 2.13.0, AMD EPYC with AVX512-VNNI, 2026-11-23); float8 is widened four times as slowly as int8. Whole
-numbers up to 128 and every e4m3 number are bfloat16 numbers, so that quantized rows may be multiplied in that.
-``_scaled_mm`` with a scale for each row gives bfloat16 alone. On an H200 (torch 2.11, 2026-11-23) it and ``_int_mm``
-raised for columns in place of rows and for what lies off a boundary of 16 bytes, and ``_scaled_mm`` read a bias with
-steps as one without; with what is demanded now both conform there.
+no multiple of 16 numbers: garbage for 24 and 33, then a segmentation fault, as with rows or a weight at no multiple of
+16 bytes. ``_int_mm`` takes a weight with one input for another one, and gives other numbers in silence. On an x86 CPU
+without VNNI oneDNN adds two products of int8 in int16, which ends at 32767: sums of 256 were off by 86105 (the EPYC
+below, held to AVX2 and to AVX512_CORE, torch 2.13.0, 2026-11-25). A weight of 4096 x 4096 and 1, 16, 64 and 256 rows of
+bfloat16, in units of ``F.linear`` with one of bfloat16: int8 packed products 0.53, 1.6, 2.8 and 4.2, the weight widened
+in each call 8.7, 6.5, 3.7 and 2.2, ``_int_mm`` 0.44, 1.3, 1.0 and 0.9 (one thread, torch 2.13.0, AMD EPYC with
+AVX512-VNNI, 2026-11-23); float8 is widened four times as slowly as int8. Whole numbers up to 128 and every e4m3 number
+are bfloat16 numbers, so that quantized rows may be multiplied in that. ``_scaled_mm`` with a scale for each row gives
+bfloat16 alone. On an H200 (torch 2.11, 2026-11-23) it and ``_int_mm`` raised for columns in place of rows and for what
+lies off a boundary of 16 bytes, and ``_scaled_mm`` read a bias with steps as one without; with what is demanded now
+both conform there.
 Library: torch >= 2.10, BSD-3-Clause.
 """
 
