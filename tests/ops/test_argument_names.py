@@ -19,7 +19,7 @@ QUERY = torch.randn(1, 4, 2, 8)
     (lambda **more: lz.attention(QUERY, QUERY, QUERY, **more), {"is_causal": True}, "did you mean 'causal'?"),
     (lambda **more: lz.attention(QUERY, QUERY, QUERY, **more), {"window_size": (1, 0)}, "did you mean 'window'?"),
     (lambda **more: lz.attention(QUERY, QUERY, QUERY, **more), {"attn_bias": None}, "did you mean 'attn_mask'?"),
-    (lambda **more: lz.attention(QUERY, QUERY, QUERY, **more), {"enable_gqa": True}, "; leave it out: key and value may"),
+    (lambda **more: lz.attention(QUERY, QUERY, QUERY, **more), {"enable_gqa": True}, "; leave it out: key and value"),
     (lambda **more: lz.attention(QUERY, QUERY, QUERY, **more), {"softmax": 1}, "; it has query, key, value"),
     (lambda **more: lz.rms_norm(X, torch.ones(8), **more), {"variance_epsilon": 1e-6}, "did you mean 'eps'?"),
     (lambda **more: lz.rms_norm(X, torch.ones(8), **more), {"weigth": 1e-6}, "did you mean 'weight'?"),

@@ -141,7 +141,7 @@ def _load_inplace(facts: Facts) -> Callable[..., Any]:
         sin: Tensor,
         *,
         positions: Tensor | None = None,
-        interleaved: bool = False,  # noqa: ARG001  # never here
+        interleaved: bool = False,  # never here
     ) -> None:
         cos, sin = by_rows(query, cos, sin, positions)
         cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
