@@ -12,6 +12,7 @@ it Transformers would pass no mask at all.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -67,6 +68,9 @@ ONE_TOKEN: ContextVar[Callable[..., Tensor] | None] = ContextVar("layerzero_one_
 
 _COMPILED = frozenset({"cuda"})
 """Devices on which compiled code computes masked attention by torch's function, which the compiler knows."""
+
+EXCHANGED = "_layerzero_setting"
+"""An attribute of modules whose attention ``lz.optimize`` exchanged: nobody asked for ours where it serves no call."""
 
 _VERSION = "_layerzero_version"
 _registered: set[str] = set()
@@ -154,6 +158,17 @@ def has_float_mask(config: Any) -> bool:
     return type(config) in _float_masked
 
 
+def theirs_of(module: torch.nn.Module) -> Callable[..., Any]:
+    """The attention function of Transformers for a module: torch's, or where it has none, what stands beside it."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if not has_float_mask(getattr(module, "config", None)):
+        torchs: Callable[..., Any] = sdpa_attention_forward
+        return torchs
+    own: Callable[..., Any] = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+    return own
+
+
 def attention_forward(
     module: torch.nn.Module,
     query: Tensor,
@@ -169,7 +184,7 @@ def attention_forward(
     position_bias: Tensor | None = None,
     indices: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """Attend for a Transformers module; the signature is that of its ``AttentionInterface``.
 
     Shapes: query (B, H, S_q, D), key and value (B, K, S_k, D), H a multiple of K → (B, S_q, H, D_v)
@@ -178,11 +193,20 @@ def attention_forward(
         sliding_window: keys that a query sees, itself included. A mask says it already and then it is not read.
         position_bias: added to the scores.
         indices: of the keys that each query selects (B, S_q, count), besides what the mask hides: DeepSeek-V3.2's.
-    Returns: the output, and None for the attention weights.
+    Returns: the output, and None for the attention weights. Where ``lz.optimize`` exchanged the attention and a call
+        asks for weights, it is Transformers' own function that gives both.
     Raises: InvalidCallError for what cannot be honoured, with wanted and got.
     """
     if "cache" in kwargs and is_of_a_batch(kwargs):
         key, value = keys_of(module, key, value, attention_mask, kwargs)
+    if kwargs.get("output_attentions") and EXCHANGED in vars(module):
+        if indices is not None:
+            attention_mask = selected(attention_mask, indices, key.shape[2])
+        given = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}
+        given |= {"is_causal": is_causal, "dropout": dropout, "scaling": scaling}
+        kwargs |= {name: each for name, each in given.items() if each is not None}
+        weighed: tuple[Tensor, Tensor | None] = theirs_of(module)(module, query, key, value, attention_mask, **kwargs)
+        return weighed
     _check_served(kwargs, attention_mask)
     if indices is not None:
         attention_mask = selected(attention_mask, indices, key.shape[2])

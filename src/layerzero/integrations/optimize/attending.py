@@ -20,6 +20,7 @@ from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
 from layerzero.engine.dispatch import ENGINE
 from layerzero.integrations.optimize.candidate import TOLERANCE, distance, quiet
+from layerzero.integrations.transformers import EXCHANGED
 
 NAME = "layerzero"
 COMPARED = "layerzero_compared"
@@ -56,8 +57,6 @@ class Restored:
 
 
 _SETTING = "_attn_implementation_internal"
-_KEPT = "_layerzero_setting"
-"""The attribute of a module that holds it."""
 
 
 class AttentionSwap:
@@ -107,9 +106,9 @@ class AttentionSwap:
         for module in self.model.modules():
             config, before = mine.get(id(vars(module).get("config")), (None, ""))
             if config is not None and config._attn_implementation == NAME:
-                vars(module)[_KEPT] = Restored(config, before)
+                vars(module)[EXCHANGED] = Restored(config, before)
             elif config is not None:
-                vars(module).pop(_KEPT, None)
+                vars(module).pop(EXCHANGED, None)
 
     @contextmanager
     def stock(self) -> Iterator[None]:
@@ -238,23 +237,13 @@ def seeing(swap: AttentionSwap) -> Iterator[dict[int, Seen]]:
         _SEEN.reset(keeping)
 
 
-def theirs_of(module: Module) -> Callable[..., Any]:
-    """The attention function of Transformers for a module: torch's, or where it has none, what stands beside it."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+def comparing(
+    module: Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **named: Any
+) -> Any:
+    """Attend by both, keep the difference, and return what Transformers' gives; called by Transformers' own names."""
+    from layerzero.integrations.transformers import HARMLESS, attention_forward, selected, theirs_of
 
-    from layerzero.integrations.transformers import has_float_mask
-
-    if not has_float_mask(module.config):
-        torchs: Callable[..., Any] = sdpa_attention_forward
-        return torchs
-    own: Callable[..., Any] = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
-    return own
-
-
-def comparing(module: Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **named: Any) -> Any:
-    """Attend by both, keep the difference, and return what Transformers' gives."""
-    from layerzero.integrations.transformers import HARMLESS, attention_forward, selected
-
+    mask = attention_mask
     seen = _SEEN.get()
     if seen is not None:
         told = {name: each for name, each in named.items() if each is not None and name not in {*HARMLESS, "dropout"}}

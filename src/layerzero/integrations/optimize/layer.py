@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 import layerzero as lz
-from layerzero.integrations.optimize.attending import COMPARED, NAME, comparing, theirs_of
+from layerzero.integrations.optimize.attending import COMPARED, NAME, comparing
 from layerzero.integrations.optimize.blocks import Block, compute
 from layerzero.integrations.optimize.cache_argument import NAMES, cache_in
 from layerzero.integrations.optimize.growing import appended
@@ -22,7 +22,7 @@ from layerzero.integrations.optimize.launches import runs_a_library
 from layerzero.integrations.optimize.norms import Norm, OneAndWeight
 from layerzero.integrations.optimize.rotation import Table, table_for
 from layerzero.integrations.optimize.swapping import MARK, Packs, State, as_forward, serves, weight_of
-from layerzero.integrations.transformers import ALONE, ONE_TOKEN, attend_one, attention_forward
+from layerzero.integrations.transformers import ALONE, ONE_TOKEN, attend_one, attention_forward, theirs_of
 
 _TOLD = frozenset({"position_ids", "use_cache", "cache_position", "return_dict", "output_hidden_states"})
 """Arguments of a layer that change nothing of what it computes, beside those that it reads."""

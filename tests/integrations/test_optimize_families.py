@@ -1,0 +1,139 @@
+"""Small random models of many families: optimized, they give what stock gives, whatever they are asked for."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import layerzero as lz
+
+transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+
+import architectures  # noqa: E402  # it imports transformers
+from architectures import GQA, HEAD, SIZES, T5, TWICE, Architecture, inputs  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+QUICK = {"Llama", "Gemma2", "GptOss", "DeepseekV3", "Qwen3Next", "Bert", "Bart", "T5", "ViT", "Wav2Vec2", "Llava"}
+FAMILIES = [
+    pytest.param(each, id=each.name, marks=[] if each.name in QUICK else pytest.mark.slow)
+    for each in architectures.everything()
+]
+
+
+def random_model(name: str, model: str, sizes: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**copy.deepcopy(sizes))
+    kind = getattr(transformers, model, None) or getattr(transformers, name + model)
+    return kind._from_config(config).eval()
+
+
+def values(output: Any) -> list[torch.Tensor]:
+    given = [output.get(name) for name in ("logits", "logits_per_image", "last_hidden_state")]
+    return [each for each in given if each is not None]
+
+
+def assert_same(got: Any, wanted: Any, seen: torch.Tensor | None = None) -> None:
+    for one, two in zip(values(got), values(wanted), strict=True):
+        if seen is not None and seen.shape == two.shape[:2]:
+            one, two = one[seen.bool()], two[seen.bool()]  # noqa: PLW2901
+        largest = two.abs().max()
+        torch.testing.assert_close(one / largest, two / largest, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_a_family_gives_what_stock_gives_before_and_after_changes(architecture: Architecture) -> None:
+    stock = random_model(architecture.name, architecture.model, architecture.sizes)
+    mine = copy.deepcopy(stock)
+    report = lz.optimize(mine)
+    call = inputs(architecture.kind, "right")
+    seen = call.get("attention_mask")
+    with torch.no_grad():
+        wanted = stock(**call)
+        assert_same(mine(**call), wanted, seen)
+        for each in (mine, stock):  # what every family has: numbers of norms, and modules below
+            for part in each.modules():
+                for name in ("eps", "variance_epsilon", "layer_norm_eps"):
+                    if isinstance(vars(part).get(name), float):
+                        setattr(part, name, 0.3)
+        changed = stock(**call)
+        assert_same(mine(**call), changed, seen)
+        transformers.set_seed(5)
+        wanted = stock.train()(**call)
+        transformers.set_seed(5)
+        assert_same(mine.train()(**call), wanted, seen)
+    report.undo()
+    assert not any("_layerzero" in vars(each) or "__getstate__" in vars(each) for each in mine.modules())
+
+
+WEIGHTS: dict[str, tuple[str, dict[str, Any]]] = {  # families without torch's function are eager, and return weights
+    "LongT5": ("ForConditionalGeneration", T5 | {"num_decoder_layers": 2, "decoder_start_token_id": 0}),
+    "SwitchTransformers": (
+        "ForConditionalGeneration",
+        T5 | {"num_experts": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
+    ),
+    "BigBirdPegasus": ("ForConditionalGeneration", TWICE | {"attention_type": "original_full"}),
+    "MiniMax": ("ForCausalLM", HEAD | {"num_local_experts": 2, "layer_types": ["full_attention"] * 2}),
+    "Llama": ("ForCausalLM", GQA),
+    "Bert": ("Model", SIZES),
+    "Gemma2": ("ForCausalLM", HEAD),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_a_call_that_asks_for_attention_weights_gets_what_stock_gives(name: str) -> None:
+    model, sizes = WEIGHTS[name]
+    stock = random_model(name, model, sizes)
+    mine = copy.deepcopy(stock)
+    lz.optimize(mine)
+    call = inputs("twice" if stock.config.is_encoder_decoder else "dense", "left")
+    with torch.no_grad():
+        wanted, got = stock(**call, output_attentions=True), mine(**call, output_attentions=True)
+        assert_same(got, wanted)
+        for key in wanted:
+            if "attentions" not in key:
+                continue
+            assert len(got[key]) == len(wanted[key])
+            for one, two in zip(got[key], wanted[key], strict=True):
+                torch.testing.assert_close(one, two, atol=1e-4, rtol=1e-4)
+        assert_same(mine(**call), stock(**call), call["attention_mask"] if "decoder_input_ids" not in call else None)
+
+
+def test_attention_weights_of_a_model_that_was_set_to_layerzero_are_refused() -> None:
+    model = random_model("Llama", "ForCausalLM", GQA)
+    lz.register_with_transformers()
+    model.set_attn_implementation("layerzero")
+    with pytest.raises(lz.InvalidCallError, match="output_attentions: wanted no attention weights"):
+        model(**inputs("dense", "left"), output_attentions=True)
+
+
+def qwen2_vl() -> tuple[Any, dict[str, Any]]:
+    """Two pictures and words; the vision tower passes the mask of its attention by name."""
+    text = GQA | {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2], "rope_type": "default"}}
+    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "mlp_ratio": 2, "patch_size": 4}
+    tokens = {"image_token_id": 99, "video_token_id": 98, "vision_start_token_id": 97, "vision_end_token_id": 96}
+    model = random_model("Qwen2VL", "Model", {"text_config": text, "vision_config": vision} | tokens)
+    picture = [97, 99, 99, 99, 99, 96]
+    ids = torch.tensor([[*picture, *range(3, 10), *picture]])
+    return model, {
+        "input_ids": ids,
+        "mm_token_type_ids": (ids == 99).long(),
+        "pixel_values": torch.randn(32, 96),
+        "image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]]),
+    }
+
+
+@pytest.mark.parametrize("given", ["inputs", "example"])
+def test_a_vision_tower_that_names_its_mask_is_compared(given: str) -> None:
+    stock, call = qwen2_vl()
+    mine = copy.deepcopy(stock)
+    report = lz.optimize(mine, call if given == "inputs" else None, rounds=1, budget_s=0, isolate=False)
+    with torch.no_grad():
+        assert_same(mine(**call), stock(**call))
+    report.undo()
