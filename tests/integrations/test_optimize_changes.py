@@ -16,11 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import layerzero as lz
+from layerzero.core.indices import IN_C
 from layerzero.integrations.optimize import identity, stamp
 from layerzero.integrations.optimize.candidate import Candidate, compared
 from layerzero.integrations.optimize.norms import norm
 from layerzero.integrations.optimize.products import linear, linear_then
+from layerzero.integrations.optimize.report import Optimized
 from layerzero.integrations.optimize.stamp import Stamp
+from layerzero.ops.linear.glancing import LOOKS
 
 Change = Callable[[nn.Module, ExitStack], Any]
 
@@ -265,3 +268,65 @@ def test_c_and_python_agree_about_versions_of_classes() -> None:
     one.size = 2  # type: ignore[attr-defined]
     assert identity.version(two) != seen[0]
     assert identity.python_version(two) != seen[1]
+
+
+UNCOUNTED: dict[str, Callable[[Any], Any]] = {
+    "a row of data": lambda weight: weight.data[3].zero_(),
+    "a column of data": lambda weight: weight.data[:, 5].mul_(2),
+    "an element by numpy": lambda weight: weight.detach().numpy().__setitem__((7, 9), 50.0),
+    "two rows change places": lambda weight: weight.data.copy_(weight.detach()[[1, 0, *range(2, len(weight))]]),
+    "the last element": lambda weight: weight.data.view(-1)[-1:].add_(1),
+}
+
+
+@pytest.mark.parametrize("name", UNCOUNTED)
+@pytest.mark.parametrize("size", [16, 200])
+@pytest.mark.parametrize("way", ["in C", "in Python"])
+def test_a_write_that_torch_does_not_count_is_seen(name: str, size: int, way: str) -> None:
+    with mock.patch.dict(IN_C):
+        if way == "in Python":
+            IN_C.clear()
+        weight = nn.Parameter(torch.randn(size, 24), requires_grad=False)
+        packed = lz.PackedWeight(weight)
+        packed.form("a kernel", lambda dense: (dense.clone(), dense.nbytes))
+        assert not any(packed.is_stale for _ in range(2 * LOOKS)), "nothing was written"
+        UNCOUNTED[name](weight)
+        looks = next(number for number in range(1, LOOKS + 1) if packed.is_stale)
+        assert packed.is_late == (looks > 1)
+        assert packed.is_stale, "until it is packed anew"
+        packed.refresh()
+        assert not packed.is_late
+        packed.form("a kernel", lambda dense: (dense.clone(), dense.nbytes))
+        assert not any(packed.is_stale for _ in range(2 * LOOKS))
+
+
+@pytest.mark.parametrize("name", UNCOUNTED)
+@pytest.mark.parametrize("path", ["1.up", "1.down", "2.0.dense", "4"])
+@pytest.mark.usefixtures("packs")
+@pytest.mark.filterwarnings("ignore:lz.optimize. a weight")
+def test_a_packed_weight_follows_a_write_that_torch_does_not_count(name: str, path: str) -> None:
+    mine, stock = model(), model()
+    replaced = optimized(mine)
+    outputs(mine)
+    for each in (mine, stock):
+        UNCOUNTED[name](each.get_submodule(path).weight)
+    expected = outputs(stock)
+    seen = [torch.allclose(outputs(mine), expected, rtol=1e-4, atol=1e-5) for _ in range(40)]
+    assert all(seen[20:])  # of so small a weight all is one part
+    states = [vars(each)["_layerzero"] for each in replaced if "late" in vars(vars(each)["_layerzero"])]
+    assert sum(state.late for state in states) == (0 if all(seen) else 1)
+
+
+def test_a_write_that_was_seen_late_is_told() -> None:
+    module = nn.Linear(64, 64).eval()
+    found = linear(module)
+    assert isinstance(found, Candidate)
+    found.swap.on()
+    state = vars(module)["_layerzero"]
+    state.packed[0].form("a kernel", lambda dense: (dense.clone(), dense.nbytes))
+    module.weight.data[-1, -1] += 1
+    assert any(state.packed[0].is_stale for _ in range(LOOKS))
+    with pytest.warns(lz.LayerZeroWarning, match="a weight .64 x 64. was written into past torch's count"):
+        assert state.renew(module.weight)
+    report = Optimized(_exchanges=[found.swap])
+    assert "1 writes into weights were seen late" in str(report)

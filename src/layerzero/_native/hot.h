@@ -208,6 +208,7 @@ PyObject *slots_fill(PyObject *module, PyObject *args);
 PyObject *stamp_version(PyObject *module, PyObject *cls);
 PyObject *stamp_places(PyObject *module, PyObject *const *args, Py_ssize_t given);
 PyObject *stamp_unchanged(PyObject *module, PyObject *const *args, Py_ssize_t given);
+PyObject *stamp_stands(PyObject *module, PyObject *const *args, Py_ssize_t given);
 PyObject *stamp_checksum(PyObject *module, PyObject *const *args, Py_ssize_t given);
 
 /* module.c */

@@ -258,6 +258,7 @@ static PyMethodDef module_methods[] = {
     {"places", (PyCFunction)(void (*)(void))stamp_places, METH_FASTCALL, "places(dict, items): for unchanged"},
     {"unchanged", (PyCFunction)(void (*)(void))stamp_unchanged, METH_FASTCALL,
      "unchanged(objects, classes, dicts, keys, lists, names): whether all are what they were"},
+    {"stands", (PyCFunction)(void (*)(void))stamp_stands, METH_FASTCALL, "stands(address, places, words)"},
     {"checksum", (PyCFunction)(void (*)(void))stamp_checksum, METH_FASTCALL, "checksum(address, bytes): of memory"},
     {"state", state_words, METH_NOARGS, "Dispatch keys, grad mode, function modes; None where not read."},
     {NULL},

@@ -116,6 +116,26 @@ PyObject *stamp_unchanged(PyObject *module, PyObject *const *args, Py_ssize_t gi
     Py_RETURN_TRUE;
 }
 
+/* stands(address, places, words): whether words of eight bytes are at their places, all by number in bytes objects. */
+PyObject *stamp_stands(PyObject *module, PyObject *const *args, Py_ssize_t given)
+{
+    (void)module;
+    if (given != 3 || !PyBytes_Check(args[1]) || !PyBytes_Check(args[2]) ||
+        PyBytes_GET_SIZE(args[1]) != PyBytes_GET_SIZE(args[2]))
+        return PyErr_Format(PyExc_TypeError, "stands: wanted an address, places and words, got %zd arguments", given);
+    const char *address = PyLong_AsVoidPtr(args[0]);
+    if (address == NULL && PyErr_Occurred())
+        return NULL;
+    const int64_t *places = (const int64_t *)PyBytes_AS_STRING(args[1]);
+    const uint64_t *words = (const uint64_t *)PyBytes_AS_STRING(args[2]);
+    uint64_t word, others = 0;
+    for (Py_ssize_t i = 0; i < PyBytes_GET_SIZE(args[1]) / 8; i++) {
+        memcpy(&word, address + places[i] * 8, 8);
+        others |= word ^ words[i];
+    }
+    return PyBool_FromLong(others == 0);
+}
+
 /* checksum(address, bytes): of memory that the caller knows to be there. Eight lanes of multiplications, which differ
  * wherever one word does and where words change places. */
 PyObject *stamp_checksum(PyObject *module, PyObject *const *args, Py_ssize_t given)

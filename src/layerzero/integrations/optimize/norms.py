@@ -73,7 +73,9 @@ class OneAndWeight:
             total = total.to(weight.dtype) if self._rounded else total
             if capture_of(weight) is not None:  # it holds nothing before a replay
                 return total
-            self._sum, self._made_of, self._stood = total, made_of, Glance(weight)
+            stood = Glance(weight)
+            stood.sum_up()
+            self._sum, self._made_of, self._stood = total, made_of, stood
         return self._sum
 
     @property
@@ -96,7 +98,7 @@ class OnePlus(Norm):
 
 @as_forward
 def _rms(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:  # noqa: A002
-    state = self.__dict__.get(MARK)
+    state: Any = self.__dict__.get(MARK)
     mine = not others and not named and serves(state, input, *self._parameters.values())
     if mine and (own := state.weights_of(self)) is not None:
         try:
@@ -108,7 +110,7 @@ def _rms(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:  # noq
 
 @as_forward
 def _rms_one_plus(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:  # noqa: A002
-    state = self.__dict__.get(MARK)
+    state: Any = self.__dict__.get(MARK)
     mine = not others and not named and serves(state, input, *self._parameters.values())
     if mine and (own := state.weights_of(self)) is not None:
         try:
@@ -121,7 +123,7 @@ def _rms_one_plus(self: Module, input: Tensor, *others: Any, **named: Any) -> An
 
 @as_forward
 def _layer(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:  # noqa: A002
-    state = self.__dict__.get(MARK)
+    state: Any = self.__dict__.get(MARK)
     mine = not others and not named and serves(state, input, *self._parameters.values())
     if mine and (own := state.weights_of(self)) is not None:
         weight, bias = own

@@ -31,7 +31,7 @@ def _linear(self: Module, input: Tensor) -> Any:  # noqa: A002  # torch's name
         weight, bias = parameters["weight"], parameters["bias"]
     except KeyError:  # pruned or parametrised since: the module computes them
         return type(self).forward(self, input)
-    state = self.__dict__.get(MARK)
+    state: Any = self.__dict__.get(MARK)
     if weight is not None and serves(state, input, weight, bias):
         try:
             return lz.linear(input, weight, bias, packed=state.forms_for(input)[0])

@@ -150,6 +150,9 @@ class Optimized:
             reasons = [((each.module, each.why), each.path, None) for each in self.left]
             lines += ["", *_table(("left", "module", "why"), reasons)]
         lines += ["", self._memory()]
+        late = sum(each.late for each in self.packs)
+        if late:
+            lines.append(f"{late} writes into weights were seen late: some calls computed with what was packed before")
         for state in (getattr(each, "state", None) for each in self._exchanges):
             lines += [f"{count} steps ran as they are: {why}" for why, count in getattr(state, "left", {}).items()]
         if self.error is not None:

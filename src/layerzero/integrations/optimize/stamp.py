@@ -148,7 +148,7 @@ class Stamp:
         classes = dict.fromkeys(type(each) for each in self._modules)
         versions = tuple(part for each in classes for part in (each, version(each)))
         hooked = self._modules[1:] if self._whole else self._modules
-        dicts = [*_GLOBAL_HOOKS, *(made for each in hooked for made in _hooks_of(each))]
+        dicts: list[dict[Any, Any]] = [*_GLOBAL_HOOKS, *(made for each in hooked for made in _hooks_of(each))]
         lists: list[list[Any]] = []
         places = [(_space(owner), name) for owner, name, _ in self._names]
         for each in self._modules:

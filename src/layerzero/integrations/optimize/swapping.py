@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -20,11 +21,13 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.handle import FOREIGN, STALE
 from layerzero.engine.state import in_transform
 from layerzero.integrations.optimize.bounding import Budget
 from layerzero.integrations.optimize.stamp import SWAPPED, Stamp
 from layerzero.ops.linear import PackedWeight
+from layerzero.ops.linear.glancing import LOOKS
 
 MARK = "_layerzero"
 """Where a module keeps what its new forward needs; None after a pickle."""
@@ -77,12 +80,14 @@ class Packs(State):
     Attributes:
         packed: of each weight, in the order in which the forward asks for them; all None where no kernel wants them.
         budget: what their forms may take together with those of others; None without a bound.
+        late: how often a write was seen that calls before may have missed.
     """
 
     def __init__(self, weights: Iterable[Tensor], covers: Iterable[tuple[str, Module]] = (), *, pack: bool) -> None:
         super().__init__(covers)
         self.packed: list[PackedWeight | None] = [PackedWeight(each) if pack else None for each in weights]
         self.budget: Budget | None = None
+        self.late = 0
         self._barred: frozenset[tuple[int, bool]] = frozenset()
         self._for_one = False
 
@@ -150,9 +155,22 @@ class Packs(State):
             if kind == FOREIGN:
                 self.packed[number], found = self._made(number, weight), True
             elif kind == STALE and packed is not None:
+                if packed.is_late:
+                    self._tell(weight)
                 packed.refresh()
                 found = True
         return found
+
+    def _tell(self, weight: Tensor) -> None:
+        self.late += 1
+        size = " x ".join(map(str, weight.shape))
+        warnings.warn(
+            f"lz.optimize: a weight ({size}) was written into past torch's count of writes (by .data, NumPy or another "
+            f"library); up to {LOOKS} calls computed with what was packed before. It is packed anew; write within "
+            "torch.no_grad() instead, or undo() the report before",
+            LayerZeroWarning,
+            stacklevel=2,
+        )
 
 
 def weight_of(module: Module) -> Parameter:
@@ -241,9 +259,8 @@ class Swap:
         """
         if self.state.stamp is None:
             self.state.stamp = Stamp(self.module)
-        made = self.forward, _stock_state, _deep_copy, _stock_replica
         self.module.__dict__[MARK] = self.state
-        self.module.__dict__ |= {name: MethodType(each, self.module) for name, each in zip(SWAPPED, made, strict=True)}
+        self.module.__dict__ |= {name: MethodType(each, self.module) for name, each in _methods(self.forward)}
 
     def off(self) -> None:
         """Take it off the module, which has its class's forward again. Off already, or another's: leave it.
@@ -254,10 +271,15 @@ class Swap:
             _strip(self.module.__dict__, self.forward)
 
 
+def _methods(forward: Forward) -> Iterator[tuple[str, Forward]]:
+    """What a swap puts on a module."""
+    return zip(SWAPPED, (forward, _stock_state, _deep_copy, _stock_replica), strict=True)
+
+
 def _strip(attributes: dict[str, Any], forward: Forward) -> None:
     """Take what a swap put there out of a module's attributes."""
     del attributes[MARK]
-    for name, made in zip(SWAPPED, (forward, _stock_state, _deep_copy, _stock_replica), strict=True):
+    for name, made in _methods(forward):
         if getattr(attributes.get(name), "__func__", None) is made:
             del attributes[name]
 
@@ -265,19 +287,24 @@ def _strip(attributes: dict[str, Any], forward: Forward) -> None:
 def _without(module: Module, attributes: dict[str, Any]) -> dict[str, Any]:
     """Attributes of a module, or of a copy of it, as they are without its swap."""
     found = dict(attributes)
-    mine = getattr(module.__dict__.get("forward"), "__func__", None)
+    mine: Any = getattr(module.__dict__.get("forward"), "__func__", None)
     if found.get(MARK) is not None:
         _strip(found, mine if mine in _OURS else type(module).forward)
     return found
 
 
+def _of_class(module: Module, name: str) -> Any:
+    """A method of a module's class, whatever lies on the instance."""
+    return MethodType(getattr(type(module), name), module)
+
+
 def _stock_state(self: Module) -> Any:
-    state = type(self).__getstate__(self)
+    state = _of_class(self, "__getstate__")()
     return _without(self, state) if isinstance(state, dict) else state
 
 
 def _stock_replica(self: Module) -> Module:
-    replica = type(self)._replicate_for_data_parallel(self)
+    replica: Module = _of_class(self, "_replicate_for_data_parallel")()
     replica.__dict__ = _without(self, replica.__dict__)
     return replica
 
@@ -285,14 +312,13 @@ def _stock_replica(self: Module) -> Module:
 def _deep_copy(self: Module, memo: dict[int, Any]) -> Module:
     """A deep copy with a swap of its own: first the module, then what its new forward needs."""
     forward, state = self.__dict__.get("forward"), self.__dict__.get(MARK)
-    own: Callable[..., Any] | None = getattr(type(self), "__deepcopy__", None)
     twin: Module
-    if own is not None:
-        twin = own(self, memo)
+    if hasattr(type(self), "__deepcopy__"):
+        twin = _of_class(self, "__deepcopy__")(memo)
     else:
         made: Any = self.__reduce_ex__(4)  # by __getstate__, so without the swap
         twin = memo[id(self)] = made[0](*copy.deepcopy(made[1], memo))
-        twin.__setstate__(copy.deepcopy(made[2], memo))
+        _of_class(twin, "__setstate__")(copy.deepcopy(made[2], memo))
     if state is not None and isinstance(forward, MethodType) and forward.__func__ in _OURS:
         Swap(twin, forward.__func__, copy.deepcopy(state, memo)).on()
     return twin

@@ -70,9 +70,10 @@ class PackedWeight(Handle):
 
     A packed weight is for the very tensor object that it was made of; a view of it is another. After the weight was
     written into it is stale, and calls with it raise until :meth:`refresh`. torch's count of writes tells, the address
-    of the memory, and on a CPU eight words of it: torch does not count writes through ``weight.data`` or a NumPy array,
-    those of other libraries, nor any into a tensor that was made in inference mode. One that leaves those words as they
-    were, or happens on another device, is not seen: call :meth:`refresh` after it.
+    of the memory, and on a CPU what stands there: torch does not count writes through ``weight.data`` or a NumPy array,
+    those of other libraries, nor any into a tensor that was made in inference mode. One that changes most of the weight
+    is seen at once, any other within 1024 calls: every sixteenth compares the checksum of a part. One on another device
+    is not seen: call :meth:`refresh` after it.
     Calls that record gradients of the weight take kernels that do not pack.
 
     Args:
@@ -130,6 +131,12 @@ class PackedWeight(Handle):
         return self._versions != self._current_versions() or (glance is not None and glance.differs)
 
     @property
+    def is_late(self) -> bool:
+        """Whether a write was seen that calls before may have missed."""
+        glance = self._glance
+        return glance is not None and glance.late
+
+    @property
     def is_gone(self) -> bool:
         """Whether the weight that it was made of lives no more: it fits no call, then."""
         return self._weight() is None
@@ -155,6 +162,8 @@ class PackedWeight(Handle):
         """The weight as a kernel wants it, packed on its first call."""
         slot = self._slots.get(owner)
         if slot is None:
+            if (glance := self._glance) is not None:
+                glance.sum_up()
             slot = self.slot(owner, lambda packed: Packing(packed, pack))
         return cast(Packing, slot).form
 
