@@ -23,6 +23,14 @@ SCHEMA = lz.OperationSchema(
 X, W = torch.zeros(2, 4), torch.zeros(4)
 
 
+@pytest.mark.parametrize("role", [lz.Role.CHOSEN, lz.Role.PASSED, lz.Role.BOUND])
+def test_a_bound_holds_for_numbers_of_every_role(role):
+    param = lz.Param("groups", int, None, role, least=2, most=9)
+    assert not any(param.problem(value) for value in (None, 2, 9))
+    for value in (0, 1, 10):
+        assert param.problem(value).startswith("groups: wanted")
+
+
 def test_a_right_call_has_no_problems():
     assert SCHEMA.validate(X, W, scale=1.0) == []
     assert SCHEMA.validate(x=X, w=W, scale=1, flag=True, three=torch.zeros(3, dtype=torch.int8)) == []

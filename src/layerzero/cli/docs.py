@@ -11,6 +11,7 @@ from layerzero.core.disk import write_whole
 
 END = "<!-- /generated -->"
 BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {
+    "docs/adding_operations.md": ("<!-- generated: fields of operations -->", pages_backends.operation_fields),
     "docs/backends.md": ("<!-- generated: fields of Kernel -->", pages_backends.kernel_fields),
 }
 """Files that are written by hand but for one block: the line that begins it, and what stands in it."""

@@ -199,7 +199,7 @@ class Param:
         neutral: the value at which it does nothing; a kernel that does not know it may run then. None for what is
             passed, bounds and handles.
         role: what it is to a choice.
-        least, most: of a passed number, tested on every call, since no key holds it.
+        least, most: of a number; of a passed one tested on every call, since no key holds it, else on each new one.
         made_of: of a handle, the tensors of the call that it was made of; of a bound, the one whose values it bounds.
         kind: of a handle, what a choice depends on, given the handle and what it was made of; ``kind_for`` if None.
         make: of a handle, one for these arguments, with buffers that stay where they are if ``capturable``.
@@ -251,10 +251,11 @@ class Param:
     def problem(self, value: object) -> str:
         """What is wrong with a value, with wanted and got; empty if nothing is."""
         if type(value) in self.plain and self.role in (Role.CHOSEN, Role.HANDLE):
-            return self._size_problem(value)
+            return self._range_problem(value) or self._size_problem(value)
         if self.role is Role.BOUND:
-            fits = value is None or (type(value) is int and 1 <= value < _INT64)
-            return "" if fits else f"{self.name}: wanted a number of at least 1 or None, got {told(value)}"
+            least = max(1, self.least)
+            fits = value is None or (type(value) is int and least <= value <= self.most and value < _INT64)
+            return "" if fits else f"{self.name}: wanted a number of at least {least} or None, got {told(value)}"
         if value is None and self.neutral is None:
             return ""
         accepted = (*self.kinds, int) if float in self.kinds else self.kinds
@@ -263,9 +264,12 @@ class Param:
             if self.role is Role.HANDLE:
                 return f"{self.name}: wanted a {wanted} or None, got {type(value).__name__}"
             return f"{self.name}: wanted {wanted}, got {told(value)}"
-        if self.role is Role.PASSED and isinstance(value, (int, float)) and not self.least <= value <= self.most:
-            return f"{self.name}: wanted {_bound(self.least)} to {_bound(self.most)}, got {told(value)}"
-        return self._size_problem(value)
+        return self._range_problem(value) or self._size_problem(value)
+
+    def _range_problem(self, value: object) -> str:
+        if not isinstance(value, (int, float)) or self.least <= value <= self.most:
+            return ""
+        return f"{self.name}: wanted {_bound(self.least)} to {_bound(self.most)}, got {told(value)}"
 
     def _size_problem(self, value: object) -> str:
         floating = float in self.kinds

@@ -15,7 +15,7 @@ def when_imported(name: str, told: Callable[[], None]) -> None:
     if is_imported(name):
         told()
     else:
-        sys.meta_path.insert(0, _Finder(name, told))  # type: ignore[arg-type]  # it has what is asked of one
+        sys.meta_path.insert(0, _Finder(name, told))
 
 
 def is_imported(name: str) -> bool:
@@ -37,7 +37,7 @@ class _Finder:
     ) -> ModuleSpec | None:
         if fullname != self._name:
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader, self._told)  # type: ignore[assignment]

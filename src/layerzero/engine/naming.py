@@ -28,7 +28,9 @@ _UNKNOWN = "unknown operation"
 
 class _Registry(Protocol):
     plugins: Plugins | None
-    loaded: bool
+
+    @property
+    def loaded(self) -> bool: ...
 
     def read_declarations(self) -> Mapping[str, Kernel]: ...
 
