@@ -32,7 +32,9 @@ def test_a_mistake_about_an_operation_is_one_class_wherever_it_is_made():
             lz.UnknownOperationError, match="unknown operation 'rms_nrom'; did you mean 'rms_norm'"
         ) as told:
             say()
-        assert isinstance(told.value, (lz.PolicyError, lz.RegistrationError)) and isinstance(told.value, KeyError)
+        assert isinstance(told.value, lz.PolicyError)
+        assert isinstance(told.value, lz.RegistrationError)
+        assert isinstance(told.value, KeyError)
         assert not str(told.value).startswith('"')
 
 
@@ -42,7 +44,7 @@ def test_hints_are_near_and_never_the_word_itself():
     assert "rope" not in str(told.value)
     with pytest.raises(lz.RegistrationError, match="no 'platfrom'; did you mean 'platform'"):
         lz.register_kernel("norm.rms", "mine.rms", platfrom="cpu")(lambda input, weight: input)
-    with pytest.raises(TypeError, match="wanted an operation, as lz.list_operations"):
+    with pytest.raises(TypeError, match="wanted an operation, as lz"):
         lz.SelectionContextBuilder(lz.list_operations()[0].schema)
     with pytest.raises(ValueError, match="unknown dtype 'bfloat61'; did you mean 'bfloat16'"):
         lz.register_kernel("norm.rms", "mine.rms", supported_dtypes=["bfloat61"])(lambda input, weight: input)
