@@ -272,7 +272,7 @@ def test_gradients_of_shares_alone_are_stocks(kernel: str) -> None:
     assert torch.equal(torch.autograd.grad(module(rows, ids, shares).sum(), shares)[0], expected)
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
+@pytest.mark.parametrize("name", ["Mixtral", pytest.param("GptOss", marks=pytest.mark.slow)])
 def test_it_compiles_as_one_graph(name: str, kernel: str) -> None:
     model = mixtures.made(name)
     lz.optimize(model)

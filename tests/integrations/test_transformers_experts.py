@@ -91,7 +91,7 @@ def test_gradients_are_stocks(name: str) -> None:
             torch.testing.assert_close(got[key], gradient, atol=1e-5, rtol=1e-3, msg=key)
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
+@pytest.mark.parametrize("name", ["Mixtral", pytest.param("GptOss", marks=pytest.mark.slow)])
 def test_it_compiles_as_one_graph(name: str) -> None:
     ours = mixtures.made(name, **OURS)
     wanted = mixtures.logits(ours)

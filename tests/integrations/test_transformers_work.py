@@ -24,7 +24,7 @@ from counting import events  # noqa: E402
 from layerzero.integrations import transformers as integration  # noqa: E402
 
 
-@pytest.mark.parametrize("way", ["attention", "optimized"])
+@pytest.mark.parametrize("way", [pytest.param("attention", marks=pytest.mark.slow), "optimized"])
 def test_a_compiled_step_on_a_gpu_traces_to_what_stocks_does(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token over a static cache, as one graph: no operator that the compiler cannot see into, and no copy more."""
     monkeypatch.setattr(integration, "_COMPILED", frozenset({"cpu"}))

@@ -58,6 +58,7 @@ def loaded(tokenizer, kernel):
     return [kernel.load(plain_facts(Routed(ENCODE, given(tokenizer, batched)))) for batched in (False, True)]
 
 
+@pytest.mark.slow
 def test_threads_and_forked_children_get_the_ids_of_one_thread(asked):
     tokenizer, kernel = asked
     long, texts = sample(40_000, 1), [sample(200, seed) for seed in range(150)]

@@ -65,7 +65,8 @@ def right(input, weight, *, eps=1e-6):
     return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
 
 
-@pytest.mark.parametrize("how", ["alone", pytest.param("fork", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["alone", "fork"])
 def test_a_server_that_makes_hits_only_hears_of_a_ban(tmp_path, monkeypatch, how):
     script = tmp_path / "server.py"
     script.write_text(SERVER)

