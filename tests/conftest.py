@@ -17,7 +17,7 @@ from hypothesis import register_random, settings
 import layerzero as lz
 from layerzero.asking.descriptors import DESCRIPTORS
 from layerzero.backends.torch import inductor
-from layerzero.core import cpu_features, layouts
+from layerzero.core import cpu_features
 from layerzero.core.ledger import MemoryLedger
 from layerzero.engine import accelerator, config, failing, probe
 from layerzero.engine.dispatch import ENGINE
@@ -129,7 +129,6 @@ def fresh_process(monkeypatch):
     BUILDS.begin()
     probe.reset_broken()
     failing.forget_told()
-    layouts.forget_warnings()
 
 
 @pytest.fixture(params=["native", "python"])

@@ -84,7 +84,6 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "KernelExecutionError",
         "LayerZeroError",
         "LayerZeroFallbackWarning",
-        "LayerZeroLayoutWarning",
         "LayerZeroPerformanceWarning",
         "LayerZeroWarning",
         "NoKernelFoundError",

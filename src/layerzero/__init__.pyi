@@ -41,7 +41,6 @@ from layerzero.core.errors import (
     KernelExecutionError,
     LayerZeroError,
     LayerZeroFallbackWarning,
-    LayerZeroLayoutWarning,
     LayerZeroPerformanceWarning,
     LayerZeroWarning,
     NoKernelFoundError,
@@ -107,7 +106,6 @@ __all__ = [
     "KernelSpec",
     "LayerZeroError",
     "LayerZeroFallbackWarning",
-    "LayerZeroLayoutWarning",
     "LayerZeroPerformanceWarning",
     "LayerZeroWarning",
     "Machine",
@@ -519,8 +517,8 @@ def attention(
         causal: hide keys in the future; aligned bottom-right when S_q != S_k. None, the default, is True without
             ``attn_mask``, and False beside one: a mask alone says everything.
         scale: factor on the scores, 1/sqrt(D) by default.
-        layout: ``"BSHD"`` or ``"BHSD"``. Without it the configured default, the shapes, and the strides decide; where
-            they cannot, BSHD is assumed with a warning (an error in strict mode).
+        layout: ``"BSHD"`` or ``"BHSD"``. Without it the configured default decides, then the shapes, where one reading
+            alone has head counts that divide, or that are at most 256. Where both fit, it is an error.
         attn_mask: broadcastable to (B, H, S_q, S_k); bool, True attends; or float, added to scores.
             ``causal=True`` beside it is an error: put the causal part into the mask.
         dropout_p: probability of dropping an attention weight.
@@ -743,7 +741,7 @@ def gather_paged_kv(
     Source: gather_cache of vLLM, arXiv:2309.06180.
     """
 
-def gelu(input: Tensor, approximate: str = "none") -> Tensor:
+def gelu(input: Tensor, *, approximate: str = "none") -> Tensor:
     """Apply the Gaussian error linear unit: ``x / 2 * (1 + erf(x / sqrt(2)))``, or its approximation by tanh.
 
     Shapes: input (*) → (*)
@@ -1212,9 +1210,10 @@ def quantize(
         tensor_scale: of nvfp4, () or (1,) in float32: what the blocks' scales are multiples of, such as the largest
             absolute value / 2688; 1 if None.
     Returns: the numbers, and their scales: (), (*, 1) or (*, W / block_size); those given as a copy.
-    What lies beyond the range becomes the largest number (int8: -128 to 127). NaN stays NaN in float8; of a scale's
-    numbers in int8 and four bits, where one is not finite, nothing is said, and debug mode refuses them. Nothing flows
-    back: the results need no gradients.
+    What lies beyond the range of a given scale becomes the largest number (int8: -128 to 127). Infinity makes a
+    computed scale infinite (NaN in the MX formats and nvfp4), so that what shares it reads as NaN. NaN stays NaN in
+    float8; of a scale's numbers in int8 and four bits, where one is NaN, nothing is said. Debug mode refuses what is
+    not finite in int8 and four bits. Nothing flows back: the results need no gradients.
     Raises: InvalidCallError for an unknown format, for scales whose shape, dtype or device does not fit, and for rows
         that blocks do not divide; in debug mode for scales that are not above 0.
     Source: OCP Microscaling Formats 1.0; arXiv:2209.05433 for float8.
@@ -1373,8 +1372,8 @@ def rope(
         positions: the row of each token; 0 to S-1 if None. Rows beyond the table are the caller's mistake: an error on
             a CPU, and in debug mode elsewhere.
         interleaved: pairs are entries 2i and 2i + 1 (GPT-J, GGUF files), not i and i + R/2 (GPT-NeoX, Transformers).
-        layout: ``"BSHD"`` or ``"BHSD"``, for four axes; by default what shapes and strides say. Of three axes the
-            first are tokens.
+        layout: ``"BSHD"`` or ``"BHSD"``, for four axes; by default what shapes and positions say, an error where
+            both fit. Of three axes the first are tokens.
     Returns: the rotated query and key.
     Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for a sequence longer than the table without
         positions; on a CPU and in debug mode for positions beyond it, too.

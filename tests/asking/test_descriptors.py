@@ -131,7 +131,7 @@ WRONG = {
         having(requires_layouts=["BSHD"], produces_layout="BSHD"),
         "requires_layouts: wanted BHSD, the layout of its code, got ['BSHD']",
     ),
-    "R236 an unknown dtype": (having(dtypes=["float17"]), "dtypes: unknown dtype 'float17'; did you mean 'float16'"),
+    "R236 an unknown dtype": (having(dtypes=["float17"]), "dtypes: unknown dtype 'float17'; known: float64"),
     "R236 no common dtype": (having(dtypes=["int8"]), "dtypes: wanted some of float32, float64, float16, bfloat16"),
     "R236 dtypes twice": (further({"kind": "dtype", "names": ["float32"]}), "in the field `dtypes` alone, got them"),
     "R236 an unknown limit": (further({"kind": "dimm"}), "limits[9]: wanted a kind of aligned, arch"),
@@ -166,6 +166,19 @@ WRONG = {
     "R236 another library": (top(backend="zentorch"), f"got {CPU_FLASH}, which belongs to torch"),
     "R236 another package": (top(distributions=["torch"]), "distributions: wanted [], the library of"),
     "R236 names of other code": (having(renames={"scale": "s"}), "renames: wanted {}, what the code says"),
+    "R236 a rename that no call can have": (
+        having(renames={"scale": "__debug__"}),
+        "renames: wanted a name that a Python call can have, got '__debug__'",
+    ),
+    "R236 a rename that is a keyword": (having(renames={"scale": "class"}), "can have, got 'class'"),
+    "R236 an alias that turns text round": (
+        having(aliases=["torch.\u202ehsalf"]),
+        "aliases: wanted letters of ASCII, digits and _ . - + : /, got 'torch.\\u202ehsalf'",
+    ),
+    "R236 an id that turns text round": (
+        having(kernel_id="torch.\u202ehsalf"),
+        "kernel_id: wanted letters of ASCII, digits and _ . - + : /, got 'torch.\\u202ehsalf'",
+    ),
     "R236 an unknown kernel": (misspelt, "unknown kernel 'torch.sdpa.cpu_flesh'"),
     "R240 a generation of no cuda kernel": (having(gpu_generation=["hopper"]), "does not run on cuda, got ['hopper']"),
     "R242 a flag of version 1.0": (having(supports_gqa=True), "supports_gqa: belongs to schema_version '1.0'"),

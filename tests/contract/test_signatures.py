@@ -7,10 +7,11 @@ from functools import partial
 
 import pytest
 import torch
+from torch.nn import functional
 
 import layerzero as lz
 from layerzero.engine.functions import CALLS
-from layerzero.ops import FORMER_NAMES, FUNCTIONS
+from layerzero.ops import DROP_INS, FORMER_NAMES, FUNCTIONS, PLAIN_FUNCTIONS
 
 
 @pytest.mark.parametrize("name", sorted(FUNCTIONS))
@@ -71,3 +72,77 @@ def test_a_tensor_and_a_number_give_the_same_by_every_way():
     bound = lz.bind(lz.sample_topk, logits, twos)
     assert torch.equal(bound(logits, torch.ones_like(twos)), logits.argmax(-1))
     assert "top_k_by_row" in lz.explain("sample_topk", logits, top_k=twos).facts.tensors
+
+
+# torch's functions of the same name: by position nothing means another thing here
+
+TORCHS = {
+    "dequantize": ("tensor",),
+    "embedding": ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"),
+    "gelu": ("input",),
+    "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
+    "linear": ("input", "weight", "bias"),
+    "rms_norm": ("input", "normalized_shape", "weight", "eps"),
+    "scaled_dot_product_attention": (
+        *("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"),
+    ),
+    "silu": ("input", "inplace"),
+    "softmax": ("input", "dim", "_stacklevel", "dtype"),
+}
+"""The positional arguments of ``torch.nn.functional``; of ``torch`` where that has none."""
+
+SAME = {("embedding", "ids"): "input", ("dequantize", "quantized"): "tensor"}
+"""Other names for the same thing."""
+
+X, W = torch.randn(2, 8), torch.ones(8)
+REFUSED = {
+    "rms_norm": (
+        ({"weight", "eps"}),
+        [
+            ((X, (8,)), r"weight: wanted a tensor, got tuple; torch's normalized_shape is the shape of weight here"),
+            ((X, [8], W), r"weight: wanted a tensor, got list; torch's normalized_shape is the shape of weight here"),
+            ((X, (8,), None, 1e-6), r"positional arguments"),
+        ],
+    )
+}
+"""Where the specification has another order: no call that torch takes computes anything."""
+
+
+def positional(name):
+    parameters = inspect.signature(getattr(lz, name)).parameters.values()
+    return [each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+
+
+def test_every_namesake_in_torch_is_known():
+    names = [*FUNCTIONS, *PLAIN_FUNCTIONS, *DROP_INS]
+    assert {name for name in names if hasattr(functional, name) or hasattr(torch, name)} == set(TORCHS)
+    for name, theirs in TORCHS.items():
+        try:
+            known = inspect.signature(getattr(functional, name, None) or getattr(torch, name)).parameters
+        except ValueError:  # a builtin, which says nothing
+            continue
+        assert tuple(known)[: len(theirs)] == theirs, name
+
+
+@pytest.mark.parametrize("name", sorted(TORCHS))
+def test_a_position_means_what_it_means_in_torch(name):
+    theirs, (another, _) = TORCHS[name], REFUSED.get(name, (set(), []))
+    for ours, meant in zip(positional(name), theirs, strict=False):  # further ones mean nothing in torch
+        assert SAME.get((name, ours), ours) == meant or ours in another, f"{name}: wanted {meant}, got {ours}"
+
+
+@pytest.mark.parametrize(("name", "arguments", "words"), [
+    (name, arguments, words) for name, (_, calls) in REFUSED.items() for arguments, words in calls
+])  # fmt: skip
+def test_torchs_own_call_is_refused_where_a_position_means_another_thing(name, arguments, words):
+    getattr(functional, name)(*arguments)
+    with pytest.raises((TypeError, lz.InvalidCallError), match=words):
+        getattr(lz, name)(*arguments)
+
+
+@pytest.mark.parametrize("fourth", [torch.ones(1, 1, 4, 4, dtype=torch.bool), 0.0, 0.1])
+def test_a_mask_or_a_dropout_by_the_place_of_causal_is_refused(fourth):
+    """The fourth of torch's attention is a mask, that of flash_attn_func a dropout."""
+    query = torch.zeros(1, 4, 2, 8)
+    with pytest.raises(lz.InvalidCallError, match=r"causal: wanted bool"):
+        lz.attention(query, query, query, fourth, layout="BSHD")

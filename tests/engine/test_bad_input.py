@@ -30,6 +30,10 @@ def masked(mask):
     return attention(causal=False, attn_mask=mask)
 
 
+def all_of_first(dtype):
+    return attention(query=zeros(2, 4, 4, 8).to(dtype))
+
+
 def rms(**changes):
     return "rms_norm", {"input": zeros(3, 8), "weight": zeros(8), **changes}
 
@@ -405,3 +409,11 @@ def test_an_operators_gradient_has_the_layout_of_its_call(leave):
     torch.nn.functional.scaled_dot_product_attention(*theirs, is_causal=True).square().sum().backward()
     for ours, exact in zip(mine, theirs, strict=True):
         torch.testing.assert_close(ours.grad, exact.grad)
+
+
+@pytest.mark.parametrize("call", [rms(input=zeros(3, 8, dtype=torch.int64)), all_of_first(torch.int64)])
+def test_the_first_tensors_dtype_is_no_fault_of_the_others(call):
+    name, arguments = call
+    with pytest.raises(lz.InvalidCallError) as raised:
+        getattr(lz, name)(**arguments)
+    assert [each.partition(":")[0] for each in raised.value.problems] == [next(iter(arguments))]

@@ -402,11 +402,8 @@ def test_a_wrong_scope_does_not_open():
 # strict mode and adaptation
 
 
-def test_strict_mode_refuses_what_moves_data_and_ambiguous_layouts(attention):
-    ambiguous = torch.randn(2, 16, 16, 32)
+def test_strict_mode_refuses_what_moves_data(attention):
     with lz.scope(strict_mode=True):
-        with pytest.raises(lz.InvalidCallError, match="strict mode wants layout="):
-            lz.attention(ambiguous, ambiguous, ambiguous)
         strided = torch.randn(2, 16, 8, 64)[..., ::2]
         report = lz.explain("attention", strided, *attention[1:], layout="BSHD")
         assert not [each for each in report.candidates if each.legal and each.adaptations[1:]]

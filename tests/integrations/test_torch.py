@@ -136,12 +136,14 @@ def test_autocast_casts_as_torch_does() -> None:
     [
         {"attn_mask": torch.ones(5, 4, dtype=torch.bool)},
         {"attn_mask": torch.ones(5, 5, dtype=torch.int64)},
+        {"attn_mask": torch.ones(5)},
+        {"attn_mask": torch.tensor(1.0)},
         {"dropout_p": 1.5},
     ],
 )
 def test_errors_are_torchs(arguments: dict[str, Any]) -> None:
     q, k, v = tensors()
-    with pytest.raises((RuntimeError, ValueError)) as expected:
+    with pytest.raises((RuntimeError, ValueError, IndexError)) as expected:
         functional.scaled_dot_product_attention(q, k, v, **arguments)
     with pytest.raises(expected.type) as got:
         lz.scaled_dot_product_attention(q, k, v, **arguments)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import re
 from pathlib import Path
 
@@ -801,4 +803,12 @@ def test_names_without_a_hash_are_told(name):
     with pytest.raises(lz.InvalidCallError, match=r"counts: wanted a number or one for each sequence, got 1\.5"):
         cache.writing([first], 1.5)
     assert list(cache) == [first]
+    cache.close()
+
+
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_cache_says_that_it_is_not_copied(make):
+    cache = lz.KVCache(1, 1, 8, pages=2, page_size=4)
+    with pytest.raises(lz.KVCacheError, match=r"wanted a cache in the process .* got a copy or a pickle.*fork\(name\)"):
+        make(cache)
     cache.close()

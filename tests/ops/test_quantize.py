@@ -138,6 +138,20 @@ def test_nan_stays_nan_in_float8_and_makes_no_scale(name, per):
     assert quantized.float().isnan().nonzero().tolist() == [[0, 5], [1, 5], [2, 5]]
 
 
+@pytest.mark.parametrize("name", ["int8", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize(("per", "lost"), [("tensor", 3), ("row", 1)])
+@pytest.mark.parametrize("number", [torch.inf, -torch.inf])
+def test_infinity_shows_in_what_shares_its_scale(name, per, lost, number):
+    """It became the largest finite number of its block: an overflow before the call was hidden."""
+    x = torch.randn(3, 32)
+    x[1, 5] = number
+    for kernel in [each.kernel.id for each in lz.explain("quantize", x, name, per=per).candidates if each.legal]:
+        with lz.scope(locks={f"quantize.{name}": kernel}):
+            quantized, scale = lz.quantize(x, name, per=per)
+        assert lz.dequantize(quantized, scale, dtype=name).isnan().all(-1).sum() == lost, kernel
+        assert scale.isinf().sum() == 1
+
+
 @pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp4", "nvfp4"])
 def test_a_block_that_is_not_finite_has_no_scale(name):
     x = torch.randn(1, 64)

@@ -154,7 +154,7 @@ def test_positions_beyond_the_table_are_found_in_debug_mode():
         lz.rope(query, key, cos, sin, positions, layout="BSHD")
 
 
-def test_head_counts_positions_and_strides_tell_the_layout():
+def test_head_counts_and_positions_tell_the_layout():
     query, key, cos, sin, positions = tensors(seq=5)
     wanted = lz.rope(query, key, cos, sin, positions, layout="BSHD")
     for one, other in zip(lz.rope(query, key, cos, sin, positions), wanted, strict=True):
@@ -164,7 +164,7 @@ def test_head_counts_positions_and_strides_tell_the_layout():
     wanted = lz.rope(query, key, cos, sin, positions, layout="BSHD")
     torch.testing.assert_close(turned[0].transpose(1, 2), wanted[0], rtol=1e-6, atol=1e-6)
     query, key, cos, sin, _ = tensors(seq=4, heads=4, kv_heads=4)
-    with pytest.warns(lz.LayerZeroLayoutWarning, match="rope: query"):
+    with pytest.raises(lz.InvalidCallError, match=r"rope: layout: wanted .*both fit query"):
         lz.rope(query, key, cos, sin)
 
 

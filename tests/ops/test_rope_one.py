@@ -45,9 +45,9 @@ def test_gradients_turn_back():
     torch.testing.assert_close(x.grad, 2 * x.detach(), rtol=1e-5, atol=1e-5)  # a rotation keeps lengths
 
 
-def test_what_nobody_said_is_said():
+def test_shapes_that_fit_both_layouts_are_an_error():
     x, cos, sin, _ = tensors(heads=5)
-    with pytest.warns(lz.LayerZeroLayoutWarning, match="rope_one: input .* can be BSHD or BHSD; BSHD was assumed"):
+    with pytest.raises(lz.InvalidCallError, match=r"rope_one: layout: wanted .*both fit input"):
         lz.rope_one(x, cos, sin)
 
 

@@ -57,7 +57,7 @@ def _repeated(scale, shape):
 
 
 def computed(x, name, per="tensor", block_size=None):
-    size = np.where(np.isfinite(x), np.abs(x), 0.0)
+    size = np.where(np.isnan(x), 0.0, np.abs(x))
     if per == "tensor":
         most = size.max(initial=0.0)
     else:

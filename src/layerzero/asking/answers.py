@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -14,7 +12,7 @@ from layerzero.asking.named import Named, function_named, name_of
 from layerzero.core.arguments import told
 from layerzero.core.binding import bound
 from layerzero.core.device import Device
-from layerzero.core.errors import InvalidCallError, LayerZeroLayoutWarning, UnknownOperationError
+from layerzero.core.errors import InvalidCallError, UnknownOperationError
 from layerzero.core.facts import CallState, Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Operation, Routed
@@ -92,8 +90,7 @@ def _explain_call(
     call_state = None
     if capturing or device is not None:
         call_state = _state(arguments, policy, dispatcher, capturing, device)
-    with _quiet_layouts():
-        report, _ = dispatcher.explain(arguments, policy, machine=machine, call_state=call_state)
+    report, _ = dispatcher.explain(arguments, policy, machine=machine, call_state=call_state)
     check_operation(wanted, report)
     return report
 
@@ -242,11 +239,3 @@ def _function_of(kernel: Kernel) -> str:
         if function is not None:
             return function.name
     raise KeyError(f"{kernel.id} belongs to no public function; its operations: {', '.join(kernel.operations)}")
-
-
-@contextmanager
-def _quiet_layouts() -> Iterator[None]:
-    """A question is no call: the report's note says that the layout was assumed."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", LayerZeroLayoutWarning)
-        yield

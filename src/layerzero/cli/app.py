@@ -89,7 +89,7 @@ main.command(
     **_examples(
         "explain attention --shape 1x2048x32x128 --kv-shape 1x2048x8x128 --dtype bfloat16 --causal",
         "explain attention --shape 1x2048x32x128 --device H100 --with flash_attn_3=3.0.0",
-        "explain attention --shape 8x128x12x32 --no-causal --param attn_mask=8x1x128x128:bool",
+        "explain attention --shape 8x128x12x32 --layout BSHD --no-causal --param attn_mask=8x1x128x128:bool",
         "explain attention.gqa.decode --case llama3_8b_b64 --dtype bfloat16 --param softcap=30.0",
         "explain rms_norm --shape 512x1024 --set prefer=torch --json",
     ),

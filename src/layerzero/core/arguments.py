@@ -142,6 +142,10 @@ class TensorSchema:
     code: ReasonCode = ReasonCode.CONSTRAINT_FAILED
     given_as: str = ""
 
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Whether it may have this dtype."""
+        return self.dtype_constraint is None or dtype in self.dtype_constraint
+
     @property
     def label(self) -> str:
         """The name that callers know it by."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import keyword
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -22,6 +24,9 @@ _BOUNDS = {
     "seq_k": ("max_seq_len",),
 }
 """Axis of an operation to the fields that must be said where it has that axis."""
+
+_ID = re.compile(r"[A-Za-z0-9_.+:/-]+")
+"""What an id is made of."""
 
 _SEQUENCES = ("seq_q", "seq_k")
 
@@ -123,6 +128,7 @@ def problems_of(entry: Entry, operations: Sequence[Operation], platforms: Sequen
                     yield f"{field}: wanted a number, or null for no bound, got nothing"
     yield from _ordered(entry, "min_sm", "max_sm")
     yield from _ordered(entry, "min_head_dim", "max_head_dim")
+    yield from _name_problems(entry)
     known = sorted({argument for operation in operations for argument in operation.schema.arguments})
     owners = ", ".join(operation.name for operation in operations)
     for field in ("accepts", "folds"):
@@ -131,6 +137,17 @@ def problems_of(entry: Entry, operations: Sequence[Operation], platforms: Sequen
                 close = get_close_matches(name, known, n=1)
                 near = f" such as {close[0]!r}" if close else ""
                 yield f"{field}: wanted an argument of {owners}{near}, got {name!r}"
+
+
+def _name_problems(entry: Entry) -> Iterator[str]:
+    """What turns text round in tables, or is no name that a call can have."""
+    for field, names in (("kernel_id", [entry.kernel_id]), ("aliases", entry.aliases or [])):
+        for name in names:
+            if not _ID.fullmatch(name):
+                yield f"{field}: wanted letters of ASCII, digits and _ . - + : /, got {name!a}"
+    for name in (entry.renames or {}).values():
+        if not name.isascii() or not name.isidentifier() or keyword.iskeyword(name) or name == "__debug__":
+            yield f"renames: wanted a name that a Python call can have, got {name!a}"
 
 
 def _layout_problems(entry: Entry, operations: Sequence[Operation]) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from difflib import get_close_matches
 
 import torch
 
@@ -55,9 +54,7 @@ def dtype_named(name: str | torch.dtype) -> torch.dtype:
     plain = name.removeprefix("torch.")
     plain = _SHORT.get(plain, plain)
     if plain not in DTYPES:
-        close = get_close_matches(plain, [*DTYPES, *_SHORT], n=1)
-        hint = f"; did you mean {close[0]!r}? Known" if close else "; known"
-        raise ValueError(f"unknown dtype {name!r}{hint}: {', '.join([*DTYPES, *_SHORT])}")
+        raise ValueError(f"unknown dtype {name!r}; known: {', '.join([*DTYPES, *_SHORT])}")
     return DTYPES[plain]
 
 

@@ -11,7 +11,6 @@ LayerZeroError
 +-- KernelExecutionError                   a kernel was called and failed
 +-- FrozenChoiceError                      this process would not make the choices that a document has
 LayerZeroWarning (UserWarning)
-+-- LayerZeroLayoutWarning                 a layout had to be assumed
 +-- LayerZeroFallbackWarning               the reference ran, or a kernel failed and another took over
 +-- LayerZeroPerformanceWarning            a call has to run in a slow way, and what would spare it
 """
@@ -173,10 +172,6 @@ class FrozenChoiceError(LayerZeroError):
 
 class LayerZeroWarning(UserWarning):
     """Base of every warning that LayerZero issues."""
-
-
-class LayerZeroLayoutWarning(LayerZeroWarning):
-    """A tensor layout was neither given nor provable and BSHD was assumed."""
 
 
 class LayerZeroFallbackWarning(LayerZeroWarning):

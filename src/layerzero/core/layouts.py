@@ -8,15 +8,6 @@ first of an operation's layouts is the one that its schema is written in.
 from __future__ import annotations
 
 import functools
-import time
-import warnings
-
-from layerzero.core import forking
-from layerzero.core.errors import LayerZeroLayoutWarning
-
-_WARN_EVERY_S = 60.0
-_last_warning: dict[str, float] = {}
-_warning_lock = forking.lock()
 
 
 @functools.cache
@@ -46,23 +37,3 @@ def moving(source: str, target: str, ndim: int = 4) -> str:
     if len(moved) == 2:
         return f".transpose({moved[0]}, {moved[1]})"
     return f".permute({', '.join(map(str, order))})"
-
-
-def forget_warnings() -> None:
-    """Warn anew about everything."""
-    with _warning_lock:
-        _last_warning.clear()
-
-
-def warn_assumed(text: str) -> bool:
-    """Warn that a layout was assumed, at most once a minute in the same words; return whether it warned."""
-    now = time.monotonic()
-    with _warning_lock:
-        last = _last_warning.get(text)
-        if last is not None and now - last < _WARN_EVERY_S:
-            return False
-        if len(_last_warning) >= 1024:  # forget the oldest rather than grow with every new shape
-            _last_warning.pop(next(iter(_last_warning)))
-        _last_warning[text] = now
-    warnings.warn(text, LayerZeroLayoutWarning, stacklevel=2)
-    return True

@@ -249,7 +249,6 @@ class Routed:
         operation: the chosen operation.
         arguments: canonical argument values; tensors under the names that the function uses.
         layout: layout of the tensors that have one.
-        assumed_layout: what was assumed about the layout, in words; empty if nothing was.
         varies: axes whose size may differ within its bit length, all that share its name together, without the route
             giving another operation, other values or an error; ``...`` for the leading axes. Plans are reused by it.
     """
@@ -257,7 +256,6 @@ class Routed:
     operation: Operation
     arguments: Mapping[str, object]
     layout: str | None = None
-    assumed_layout: str = ""
     varies: tuple[str, ...] = ()
 
 

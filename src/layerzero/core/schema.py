@@ -250,7 +250,7 @@ def _tensor_problem(
         problems.append(
             f"{schema.label}: wanted dtype {names_of(schema.dtype_constraint)}, got {dtype_name(value.dtype)}"
         )
-    elif schema.same_dtype and value.dtype != first.dtype:
+    elif schema.same_dtype and value.dtype != first.dtype and schema.takes(first.dtype):  # else the first is at fault
         wanted, got = dtype_name(first.dtype), dtype_name(value.dtype)
         problems.append(f"{schema.label}: wanted dtype {wanted} like {first_name}, got {got}")
     if value is not first and value.device != first.device:

@@ -14,12 +14,11 @@ import torch
 
 from layerzero.core import capturing, forking, outdated
 from layerzero.core.collecting import held_off
-from layerzero.core.errors import CudaGraphUnsafeError, InvalidCallError, NoKernelFoundError, NotPreparedError
+from layerzero.core.errors import CudaGraphUnsafeError, NoKernelFoundError, NotPreparedError
 from layerzero.core.facts import CallState, Facts, FactsBuilder, TensorFacts
 from layerzero.core.kernel import Kernel
-from layerzero.core.layouts import warn_assumed
 from layerzero.core.ledger import Ledger
-from layerzero.core.operation import Function, Routed
+from layerzero.core.operation import Function
 from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.engine import failing, legality, planning, probe, reuse, score, split, state
 from layerzero.engine.cache import Key, PlanCache
@@ -33,8 +32,9 @@ from layerzero.engine.history import History
 from layerzero.engine.pick import NO_TIMES, pick, priority_decides, require, with_every_reason
 from layerzero.engine.policy import Policy
 from layerzero.engine.probe import Machine
+from layerzero.engine.reference import fake_call
 from layerzero.engine.registry import REGISTRY, Registry
-from layerzero.engine.shapes import shapes_answer
+from layerzero.engine.shapes import tell_shapes
 from layerzero.engine.standing import Later, Standings
 from layerzero.engine.told import tell_choice
 from layerzero.engine.transforms import reference_in_transform
@@ -155,7 +155,6 @@ class Dispatcher:
         call_state = call_state or state.call_state(self.tensors(arguments), policy, self.function.state)
 
         routed = self.function.route(dict(arguments), policy.layout)
-        self._check_layout(routed, policy)
         facts = FactsBuilder(routed.operation).of_valid(
             routed.arguments, device=machine.device, layout=routed.layout, state=call_state
         )
@@ -212,7 +211,7 @@ class Dispatcher:
         """Choose for a call that is not in the table, keep the plan, and run it."""
         policy = current_policy()
         if any(each.is_meta for each in self.tensors(arguments)):
-            return shapes_answer(self, arguments, policy)
+            return self._shapes(arguments, policy)
         return self.run(self.plan_for(key, arguments, policy), arguments)
 
     def plan_for(self, key: Key, arguments: dict[str, Any], policy: Policy) -> Plan:
@@ -247,8 +246,14 @@ class Dispatcher:
         """Choose and run without keeping anything: for calls whose arguments make no key."""
         policy = current_policy()
         if any(each.is_meta for each in self.tensors(arguments)):
-            return shapes_answer(self, arguments, policy)
+            return self._shapes(arguments, policy)
         return self.run(self.choose(arguments, policy), arguments)
+
+    def _shapes(self, arguments: dict[str, Any], policy: Policy) -> Any:
+        """Answer a call on meta tensors: its results have shapes only, and no kernel runs."""
+        if self.engine.watchers:
+            tell_shapes(self, arguments, policy)
+        return fake_call(self.function.route(dict(arguments), policy.layout))
 
     def run(self, plan: Plan, arguments: dict[str, Any]) -> Any:
         """Run a plan; if its kernel fails, do what :mod:`layerzero.engine.failing` allows."""
@@ -325,17 +330,8 @@ class Dispatcher:
         """Run the reference, for transforms (vmap, grad, jvp) that only see through torch's own operators."""
         policy = current_policy()
         routed = self.function.route(dict(arguments), policy.layout)
-        self._check_layout(routed, policy)
         read = functools.partial(state.call_state, self.tensors(arguments), policy, self.function.state)
         return reference_in_transform(routed, policy, self.engine.registry, read)
-
-    def _check_layout(self, routed: Routed, policy: Policy) -> None:
-        if not routed.assumed_layout:
-            return
-        if policy.strict_mode:
-            problem = f"layout: strict mode wants layout= or the `layout` setting, got neither: {routed.assumed_layout}"
-            raise InvalidCallError(self.function.name, [problem])
-        warn_assumed(routed.assumed_layout)
 
     def _prove(self, plan: Plan, arguments: dict[str, Any]) -> bool:
         """Evaluate every limit again, on the adapted tensors themselves and without any repair."""

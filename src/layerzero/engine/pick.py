@@ -54,7 +54,7 @@ def pick(
     """
     legal = [candidate for candidate in ranked if not candidate.reasons]
     chosen = legal[0] if legal else None
-    notes = ["the layout was assumed; pass layout= to be sure"] if routed.assumed_layout else []
+    notes: list[str] = []
     locked = ""
     untimed = chosen if chosen is not None and chosen.time_us is None else None
     if untimed is not None and policy["unmeasured"] == "stock" and untimed.kernel.is_stock(facts):

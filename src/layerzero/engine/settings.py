@@ -64,7 +64,7 @@ SETTINGS: dict[str, Setting] = {
     "log_selections": Setting(
         bool, False, "say every new choice: log it at INFO, or, where nobody listens to that, on the error stream"
     ),
-    "strict_mode": Setting(bool, False, "refuse adaptations that move data, and ambiguous layouts"),
+    "strict_mode": Setting(bool, False, "refuse adaptations that move data"),
     "allow_adaptation": Setting(bool, True, "allow copies and operations' own adaptations where a kernel needs them"),
     "allow_jit_compile": Setting(bool, False, "allow kernels to compile during a call"),
     "jit": Setting(

@@ -15,7 +15,7 @@ from layerzero.ops.activation import declare, draw
 from layerzero.ops.checks import check_dense
 
 
-def gelu(input: Tensor, approximate: str = "none") -> Tensor:  # noqa: A002  # torch's name
+def gelu(input: Tensor, *, approximate: str = "none") -> Tensor:  # noqa: A002  # torch's name
     """Apply the Gaussian error linear unit: ``x / 2 * (1 + erf(x / sqrt(2)))``, or its approximation by tanh.
 
     Shapes: input (*) → (*)

@@ -36,29 +36,18 @@ def _consistent(layout: str, query: Sequence[int], key: Sequence[int], value: Se
     return kv_heads == value_heads and seq_k == value_seq and kv_heads > 0 and heads % kv_heads == 0
 
 
-def _is_transposed(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether axes 1 and 2 were swapped from the order in memory (a contiguous tensor tells nothing)."""
-    return shape[1] > 1 and shape[2] > 1 and strides[1] < strides[2]
+def resolve(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> str:
+    """Decide a layout that nobody named; empty where both readings fit, since a guess would be wrong in silence.
 
-
-def resolve(
-    query: Sequence[int],
-    key: Sequence[int],
-    value: Sequence[int],
-    query_strides: Sequence[int],
-    key_strides: Sequence[int],
-) -> tuple[str, bool]:
-    """Decide a layout that nobody named; return it and whether it is only an assumption.
-
-    In order: what the shapes prove (one reading divides heads, the other does not), what is plausible (one reading has
-    at most 256 heads), what the strides of a transposed view say, else BSHD as an assumption. The larger of the two
-    axes is never taken for the sequence: for a decode query of shape (B, 1, H, D) that would be wrong in silence.
-    Shapes: all four-dimensional. Swapping both axes must give a different tensor to matter: when axes 1 and 2 of
-    query, key and value are all 1 long, both readings are the same computation.
+    What the shapes prove (one reading divides heads, the other does not), then what is plausible (one reading has at
+    most 256 heads). The larger of the two axes is never taken for the sequence: for a decode query of shape
+    (B, 1, H, D) that would be wrong. Nor do strides decide: a view with swapped axes may have been dense in either
+    layout before.
+    Shapes: all four-dimensional. When axes 1 and 2 of query and key are all 1 long, both readings are one computation.
     """
     readings = [layout for layout in LAYOUTS if _consistent(layout, query, key, value)]
     if len(readings) == 1:
-        return readings[0], False
+        return readings[0]
     plausible = [
         layout
         for layout in (readings or LAYOUTS)
@@ -66,17 +55,16 @@ def resolve(
         and _heads_and_sequence(layout, key)[0] <= MAX_PLAUSIBLE_HEADS
     ]
     if len(plausible) == 1:
-        return plausible[0], False
-    if _is_transposed(query, query_strides) or _is_transposed(key, key_strides):
-        # A projection writes (B, S, H, D); a view with axes 1 and 2 swapped is therefore BHSD.
-        return "BHSD", False
-    trivial = all(shape[1] == 1 and shape[2] == 1 for shape in (query, key))
-    return CANONICAL, bool(readings) and not trivial
+        return plausible[0]
+    same = all(shape[1] == 1 and shape[2] == 1 for shape in (query, key))
+    return CANONICAL if same or not readings else ""
 
 
-def assumption(query: Sequence[int], key: Sequence[int]) -> str:
-    """What is assumed, in words, where shapes do not tell the layout."""
+def both_fit(name: str, shape: Sequence[int]) -> str:
+    """The problem of a call whose shapes fit both layouts, with both readings and the next step."""
+    first, second = shape[1], shape[2]
     return (
-        f"attention: query {tuple(query)} and key {tuple(key)} can be BSHD or BHSD; BSHD was assumed. "
-        "Pass layout='BSHD' or layout='BHSD', or set `layout` in the configuration."
+        f"layout: wanted layout='BSHD' or layout='BHSD', got neither, and both fit {name} {tuple(shape)}: BSHD reads "
+        f"{first} tokens of {second} heads, BHSD {second} tokens of {first} heads. Pass layout=, or set `layout` in "
+        "the configuration"
     )

@@ -53,8 +53,8 @@ def attention(
         causal: hide keys in the future; aligned bottom-right when S_q != S_k. None, the default, is True without
             ``attn_mask``, and False beside one: a mask alone says everything.
         scale: factor on the scores, 1/sqrt(D) by default.
-        layout: ``"BSHD"`` or ``"BHSD"``. Without it the configured default, the shapes, and the strides decide; where
-            they cannot, BSHD is assumed with a warning (an error in strict mode).
+        layout: ``"BSHD"`` or ``"BHSD"``. Without it the configured default decides, then the shapes, where one reading
+            alone has head counts that divide, or that are at most 256. Where both fit, it is an error.
         attn_mask: broadcastable to (B, H, S_q, S_k); bool, True attends; or float, added to scores.
             ``causal=True`` beside it is an error: put the causal part into the mask.
         dropout_p: probability of dropping an attention weight.
@@ -77,7 +77,7 @@ def route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     """Check a call and choose the operation by head counts and query length."""
     check_dense(NAME, arguments)
     shapes = _shapes(arguments)
-    layout, assumed = _layout(arguments, shapes, default_layout)
+    layout = _layout(arguments, shapes, default_layout)
     query, key, _ = shapes
     heads_axis, seq_axis = layouts.heads_axis(layout), layouts.sequence_axis(layout)
     heads, kv_heads, seq_q, seq_k = query[heads_axis], key[heads_axis], query[seq_axis], key[seq_axis]
@@ -107,7 +107,7 @@ def route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     shapes_decide = arguments["layout"] is None and default_layout is None
     biased = canonical["attn_mask"] is not None or canonical["alibi_slopes"] is not None
     varies = () if shapes_decide or biased else ("batch", "seq_q", "seq_k")
-    return Routed(operation, canonical, layout, assumed, varies)
+    return Routed(operation, canonical, layout, varies)
 
 
 def _operation(equal_heads: bool, decode: bool) -> Operation:
@@ -133,17 +133,16 @@ def _shapes(arguments: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]
     return tuple(arguments["query"].shape), tuple(arguments["key"].shape), tuple(arguments["value"].shape)
 
 
-def _layout(
-    arguments: dict[str, Any], shapes: tuple[tuple[int, ...], ...], default_layout: str | None
-) -> tuple[str, str]:
+def _layout(arguments: dict[str, Any], shapes: tuple[tuple[int, ...], ...], default_layout: str | None) -> str:
     layout = default_layout if arguments["layout"] is None else arguments["layout"]
     if layout is None:
-        query, key, value = shapes
-        layout, assumed = layouts.resolve(query, key, value, arguments["query"].stride(), arguments["key"].stride())
-        return layout, layouts.assumption(query, key) if assumed else ""
+        found = layouts.resolve(*shapes)
+        if not found:
+            raise _invalid(layouts.both_fit("query", shapes[0]))
+        return found
     if not isinstance(layout, str) or layout not in layouts.LAYOUTS:
         raise _invalid(f"layout: wanted {' or '.join(layouts.LAYOUTS)}, got {told(layout)}")
-    return layout, ""
+    return layout
 
 
 def _check_mask(canonical: dict[str, Any], seq_q: int, seq_k: int, batch: int, heads: int) -> None:

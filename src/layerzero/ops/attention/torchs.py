@@ -32,6 +32,7 @@ TRACED = "torch.jit.trace is at work, which sees torch's operators alone"
 NESTED = "a tensor is nested; lz.ragged_attention takes sequences of several lengths one after the other"
 RANK = "a tensor has other than four axes; pass query, key and value as (B, H, S, D)"
 TWO_MASKS = "attn_mask stands beside is_causal=True; put the causal part into the mask"
+FLAT_MASK = "attn_mask has fewer than two axes; pass attn_mask[None]"
 EMPTY = "a tensor has no elements, so that there is nothing to choose"
 BROADCAST = "batches, or heads and lengths of key and value, differ; expand them to equal sizes"
 HEADS = "key has other heads than query; pass enable_gqa=True, with a multiple of key's heads in query"
@@ -69,6 +70,8 @@ def as_attention(
         return RANK
     if mask is not None and is_causal:
         return TWO_MASKS
+    if mask is not None and mask.ndim < 2:
+        return FLAT_MASK
     (batch, heads, queries, _), (_, kv_heads, keys, _) = query.shape, key.shape
     if 0 in (*query.shape, *key.shape, *value.shape):
         return EMPTY

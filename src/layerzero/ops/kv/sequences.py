@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -126,6 +126,11 @@ class CachedSequences(Bundle):
         if self.layout == "MLA":
             return LatentLayer(self, planes)
         return SplitLayer(planes) if self.layout == "VLLM" else CacheLayer(self, number, planes, self.layout)
+
+    def __reduce_ex__(self, _protocol: object) -> NoReturn:  # what copy, deepcopy and pickle ask for
+        wanted = "wanted a cache in the process and the memory that it was made in, got a copy or a pickle of it"
+        ways = "fork(name) shares a sequence's pages; lz.gather_paged_kv and lz.append_paged_kv_ move tokens to another"
+        raise KVCacheError(f"{wanted}; {ways}")
 
     def __repr__(self) -> str:
         sizes = f"{len(self.layers)} layers, {self.pages} pages of {self.page_size} tokens, {self.layout}, {self.dtype}"

@@ -128,6 +128,10 @@ def rms_norm(input: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:  # noq
 
 def _route_rms(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     check_dense("rms_norm", arguments)
+    weight = arguments["weight"]
+    if isinstance(weight, (int, tuple, list)):
+        hint = "torch's normalized_shape is the shape of weight here: rms_norm(input, weight, eps)"
+        raise InvalidCallError("rms_norm", [f"weight: wanted a tensor, got {type(weight).__name__}; {hint}"])
     return routed("rms_norm", RMS, arguments)
 
 

@@ -118,12 +118,12 @@ def _check_dequantize(quantized: Tensor, scale: Tensor, tensor_scale: Tensor | N
 
 
 def _unsaid_scales(arguments: Mapping[str, Any], of: Format) -> Tensor:
-    """Of whole numbers, where a number that is not finite would make the scale; in float8 it makes none."""
+    """Of whole numbers, where NaN would make the scale; in float8 it makes none."""
     numbers = reference.wide(arguments["input"])
     per, size = arguments.get("per", "tensor"), arguments.get("block_size")
     if arguments.get("scale") is not None:
         return torch.zeros(arguments["scale"].shape, dtype=torch.bool, device=numbers.device)
-    strange = ~numbers.isfinite() if of.is_whole else torch.zeros_like(numbers, dtype=torch.bool)
+    strange = numbers.isnan() if of.is_whole else torch.zeros_like(numbers, dtype=torch.bool)
     return strange.any() if per == "tensor" else in_blocks(strange, size or numbers.shape[-1]).any(-1)
 
 
@@ -133,7 +133,7 @@ def _scaled_quotients(arguments: Mapping[str, Any], of: Format) -> tuple[Tensor,
         scale = reference.computed_scale(numbers, of, arguments.get("per", "tensor"), arguments.get("block_size"))
     unsaid = _unsaid_scales(arguments, of)
     ones = reference.multiplied(torch.ones_like(numbers), unsaid.to(numbers.dtype)) > 0.0
-    return reference.divided(numbers, scale), ones | (numbers.isnan() if of.is_whole else ones)
+    return reference.divided(numbers, scale), ones | (~numbers.isfinite() if of.is_whole else ones)
 
 
 def _mx_quotients(arguments: Mapping[str, Any], of: Format) -> tuple[Tensor, Tensor]:

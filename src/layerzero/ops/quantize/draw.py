@@ -23,6 +23,8 @@ def quantize(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     numbers = (draw.normal((*lead, width), torch.float32) * spread).to(dtype)
     if draw.chance(0.1) and numbers.numel():
         numbers[..., :size] = 0.0
+    if draw.chance(0.05) and numbers.numel():
+        numbers[..., -1] = draw.of((torch.inf, -torch.inf))
     arguments: dict[str, Any] = {"input": draw.laid_out(numbers), "dtype": of.name}
     if of in SCALED:
         arguments |= _granularity(draw, (*lead, width), size, spread)
@@ -47,7 +49,7 @@ def dequantize(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     arguments = quantize(draw, torch.float32)
     name = arguments["dtype"]
     given = {each: value for each, value in arguments.items() if each not in ("input", "dtype")}
-    quantized, scale = QUANTIZE[name].reference(arguments["input"].nan_to_num(1.0), **given)
+    quantized, scale = QUANTIZE[name].reference(arguments["input"].nan_to_num(1.0, 1.0, 1.0), **given)
     back: dict[str, Any] = {"quantized": quantized, "scale": scale, "dtype": name}
     back["quantized"] = draw.laid_out(quantized) if quantized.dtype in (torch.int8, torch.uint8) else quantized
     if "tensor_scale" in arguments:

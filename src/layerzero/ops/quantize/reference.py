@@ -51,9 +51,9 @@ def quantize_scaled(
 def computed_scale(numbers: Tensor, to: Format, per: str, block_size: int | None) -> Tensor:
     """The largest absolute value over the format's largest number; 1 of zeros in int8, at least vLLM's bound in float8.
 
-    Numbers that are not finite make no scale.
+    NaN makes no scale. Infinity makes an infinite one, so that what shares it reads as NaN: an overflow shows.
     """
-    size = numbers.abs().nan_to_num(0.0, 0.0, 0.0)
+    size = numbers.abs().nan_to_num(0.0, torch.inf)
     if per == "tensor":
         most = size.amax() if size.numel() else size.sum()
     else:

@@ -42,9 +42,10 @@ def quantize(
         tensor_scale: of nvfp4, () or (1,) in float32: what the blocks' scales are multiples of, such as the largest
             absolute value / 2688; 1 if None.
     Returns: the numbers, and their scales: (), (*, 1) or (*, W / block_size); those given as a copy.
-    What lies beyond the range becomes the largest number (int8: -128 to 127). NaN stays NaN in float8; of a scale's
-    numbers in int8 and four bits, where one is not finite, nothing is said, and debug mode refuses them. Nothing flows
-    back: the results need no gradients.
+    What lies beyond the range of a given scale becomes the largest number (int8: -128 to 127). Infinity makes a
+    computed scale infinite (NaN in the MX formats and nvfp4), so that what shares it reads as NaN. NaN stays NaN in
+    float8; of a scale's numbers in int8 and four bits, where one is NaN, nothing is said. Debug mode refuses what is
+    not finite in int8 and four bits. Nothing flows back: the results need no gradients.
     Raises: InvalidCallError for an unknown format, for scales whose shape, dtype or device does not fit, and for rows
         that blocks do not divide; in debug mode for scales that are not above 0.
     Source: OCP Microscaling Formats 1.0; arXiv:2209.05433 for float8.

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Function, Routed
+from layerzero.ops.attention.layout import both_fit
 from layerzero.ops.checks import check_dense
 from layerzero.ops.rope import draw
 from layerzero.ops.rope.layout import resolve
@@ -49,16 +50,14 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     problems = [each.replace("query:", "input:", 1) for each in shape_problems(views) if not each.startswith("key:")]
     if problems:
         raise InvalidCallError(_NAME, problems)
-    tensor, assumed, layout = arguments["input"], "", "BSHD"
+    tensor, layout = arguments["input"], "BSHD"
     named = arguments["layout"] if arguments["layout"] is not None else default_layout if tensor.ndim == 4 else None
     if named is not None:
         layout = named_layout(_NAME, named, tensor.ndim)
     elif tensor.ndim == 4:
-        layout, guessed, _ = resolve(tensor, tensor, arguments["positions"])
-        assumed = guessed and (
-            f"rope_one: input {tuple(tensor.shape)} can be BSHD or BHSD; BSHD was assumed. "
-            "Pass layout='BSHD' or layout='BHSD', or set `layout` in the configuration."
-        )
+        layout, _ = resolve(tensor, tensor, arguments["positions"])
+        if not layout:
+            raise InvalidCallError(_NAME, [both_fit("input", tensor.shape)])
     canonical = {name: value for name, value in arguments.items() if name != "layout"}
     problems = ROPE_ONE.schema.validate(layout=layout, **canonical)
     if not problems and not tensor.shape[-2 if layout == "BSHD" else -3]:
@@ -67,7 +66,7 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     if problems:
         raise InvalidCallError(_NAME, problems)
     fixed = named is not None or tensor.ndim == 3
-    return Routed(ROPE_ONE, canonical, layout, assumed, varying(views, layout) if fixed else ())
+    return Routed(ROPE_ONE, canonical, layout, varying(views, layout) if fixed else ())
 
 
 FUNCTIONS = (Function(_NAME, rope_one, _route, (ROPE_ONE,), draw=draw.rope_one, weight=1),)

@@ -10,6 +10,7 @@ from layerzero.core.arguments import told
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Function, Operation, Routed
+from layerzero.ops.attention.layout import both_fit
 from layerzero.ops.checks import check_dense, overlaps, write_problems
 from layerzero.ops.rope import draw
 from layerzero.ops.rope.declare import ROPE, ROPE_INPLACE
@@ -39,8 +40,8 @@ def rope(
         positions: the row of each token; 0 to S-1 if None. Rows beyond the table are the caller's mistake: an error on
             a CPU, and in debug mode elsewhere.
         interleaved: pairs are entries 2i and 2i + 1 (GPT-J, GGUF files), not i and i + R/2 (GPT-NeoX, Transformers).
-        layout: ``"BSHD"`` or ``"BHSD"``, for four axes; by default what shapes and strides say. Of three axes the
-            first are tokens.
+        layout: ``"BSHD"`` or ``"BHSD"``, for four axes; by default what shapes and positions say, an error where
+            both fit. Of three axes the first are tokens.
     Returns: the rotated query and key.
     Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for a sequence longer than the table without
         positions; on a CPU and in debug mode for positions beyond it, too.
@@ -91,18 +92,20 @@ def routed(function: str, operation: Operation, arguments: dict[str, Any], defau
     if problems:
         raise InvalidCallError(function, problems)
     query, key, positions = (arguments[name] for name in ("query", "key", "positions"))
-    assumed, fixed, layout = "", True, "BSHD"
+    fixed, layout = True, "BSHD"
     named = arguments["layout"] if arguments["layout"] is not None else default_layout if query.ndim == 4 else None
     if named is not None:
         layout = named_layout(function, named, query.ndim)
     elif query.ndim == 4:
-        layout, assumed, fixed = resolve(query, key, positions)
+        layout, fixed = resolve(query, key, positions)
+        if not layout:
+            raise InvalidCallError(function, [both_fit("query", query.shape)])
     canonical = {name: value for name, value in arguments.items() if name != "layout"}
     problems = operation.schema.validate(layout=layout, **canonical)
     problems = problems or size_problems(arguments, layout)
     if problems:
         raise InvalidCallError(function, problems)
-    return Routed(operation, canonical, layout, assumed, varying(arguments, layout) if fixed else ())
+    return Routed(operation, canonical, layout, varying(arguments, layout) if fixed else ())
 
 
 def named_layout(function: str, layout: object, ndim: int) -> str:
