@@ -146,6 +146,15 @@ for each in lz.vet("norm.rms", kernels=["torch.rms_norm"], shapes=[(4, 64)], dty
     assert site("-c", script, LAYERZERO_DENY="evil").stdout == "passed\n"
 
 
+def test_what_a_broken_plugin_would_bring_is_unknown_because_of_it(site):
+    site.install(broken="import layerzero as lz; lz.Backend(name='b', summary='', requires=('numpy',))")
+    told = site("-m", "layerzero", "conformance", "--operation", "mine.own")
+    assert told.returncode == 2
+    assert "unknown operation 'mine.own'" in told.stderr
+    assert "; the plugin 'broken' may bring it and did not load: RegistrationError: b: versions" in told.stderr
+    assert "Traceback" not in told.stderr
+
+
 def test_what_takes_long_is_told(site):
     site.install(good="import layerzero.engine.plugins as p; p.SLOW_S = 0.0\n" + GOOD)
     assert "the plugin good took 0." in site().stderr

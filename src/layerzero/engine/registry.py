@@ -267,7 +267,7 @@ class Registry:
             self.ready()  # a plugin may bring it
         known = self._known.operations
         if name not in known:
-            raise UnknownOperationError(f"unknown operation {name!r}{nearest(name, known)}")
+            raise self._unknown(name, nearest(name, known))
         return known[name]
 
     def candidates(self, operation: str) -> Sequence[Kernel]:
@@ -304,8 +304,13 @@ class Registry:
             names = self._named(pattern)
         if not names:
             known = [*self._known.operations, *OPERATION_ALIASES, *FUNCTIONS, *PLAIN_FUNCTIONS]
-            raise UnknownOperationError(f"unknown operation {pattern!r}{meant(pattern, known)}")
+            raise self._unknown(pattern, meant(pattern, known))
         return names
+
+    def _unknown(self, name: str, near: str) -> UnknownOperationError:
+        failed = self.plugins.errors if self.plugins is not None else {}
+        broken = "".join(f"; the plugin {each!r} may bring it and did not load: {why}" for each, why in failed.items())
+        return UnknownOperationError(f"unknown operation {name!r}{near}{broken}")
 
     def _named(self, pattern: str) -> list[str]:
         if pattern in OPERATION_ALIASES:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -23,12 +24,15 @@ import msgspec
 import torch
 
 from layerzero.core.device import Device
+from layerzero.core.errors import LayerZeroError
 from layerzero.testing import child
 from layerzero.testing.apart import DEATHS, End, Task, run_apart
 from layerzero.testing.apart_child import Message, Tell
 from layerzero.testing.report import ConformanceReport, KernelReport, Result
 
 __all__ = ["ConformanceReport", "KernelReport", "Result", "run"]
+
+log = logging.getLogger("layerzero")
 
 SECONDS = 60.0
 """How long a check may be silent before its process counts as hanging."""
@@ -155,7 +159,9 @@ class _Checks:
                 self._add(task, "every other check", "not tried", given_up)
             return None
         if end.step is None:
-            raise RuntimeError(f"a conformance process ended outside of any check: {end.reason}")
+            said = (end.reason.strip() or "without a word").splitlines()
+            log.debug("a conformance process ended outside of any check: %s", end.reason)
+            raise LayerZeroError(f"a conformance process ended outside of any check: {said[-1]}")
         message = f"{how[end.kind]} during {end.step!r}" + (f", {end.at}" if end.at else "")
         message += f" ({end.words[:200]})" if end.words else ""
         status = "not tried" if end.kind in ("killed", "starved") else str(end.kind)
