@@ -131,7 +131,7 @@ WRONG = {
         having(requires_layouts=["BSHD"], produces_layout="BSHD"),
         "requires_layouts: wanted BHSD, the layout of its code, got ['BSHD']",
     ),
-    "R236 an unknown dtype": (having(dtypes=["float17"]), "dtypes: unknown dtype 'float17'; known: float64"),
+    "R236 an unknown dtype": (having(dtypes=["float17"]), "dtypes: unknown dtype 'float17'; did you mean 'float16'"),
     "R236 no common dtype": (having(dtypes=["int8"]), "dtypes: wanted some of float32, float64, float16, bfloat16"),
     "R236 dtypes twice": (further({"kind": "dtype", "names": ["float32"]}), "in the field `dtypes` alone, got them"),
     "R236 an unknown limit": (further({"kind": "dimm"}), "limits[9]: wanted a kind of aligned, arch"),

@@ -310,7 +310,7 @@ ERRORS = {
     "explain attention --shape 1x8x4x64 --param window=a,b": "--param window: wanted integers like 128,0, got 'a,b'",
     "explain attention --shape 1x8x4x64 --param scale=a": "--param scale: wanted a number, got 'a'",
     "explain attention --shape 1x8x4x64 --param return_lse=a": "--param return_lse: wanted true or false, got 'a'",
-    "explain attention --shape 1x8x4x64 --dtype bf17": "unknown dtype 'bf17'; known: float64",
+    "explain attention --shape 1x8x4x64 --dtype bf17": "unknown dtype 'bf17'; did you mean 'bf16'? Known: float64",
     "explain attention --shape 1x8x4x64 --layout BSHX": "layout: wanted BSHD or BHSD, got 'BSHX'",
     "explain attention --shape 1x8x4x64 --device H1000": "unknown device 'H1000'; known: T4",
     "explain attention --shape 1x8x4x64 --device cuda:99": "CUDA devices, got cuda:99; named ones: T4",

@@ -153,12 +153,18 @@ def test_the_documented_settings_are_accepted(tmp_path):
     lz.load_config(file)
 
 
+def test_every_document_is_in_the_index():
+    folder = Path(lz.__file__).parents[2] / "docs"
+    linked = set(re.findall(r"\]\((\w+\.md)\)", (folder / "README.md").read_text()))
+    assert linked == {path.name for path in folder.glob("*.md")} - {"README.md"}
+
+
 def test_the_code_in_the_readme_runs(capsys):
     namespace = {}
     for block in blocks("python"):
         if "register_with_transformers" not in block:  # tests/integrations covers it
             exec(block, namespace)
-    assert namespace["output"].shape == (1, 512, 32, 128)
+    assert namespace["output"].shape == (2, 1, 32, 128)
     assert "mine.rms_norm" in capsys.readouterr().out
 
 

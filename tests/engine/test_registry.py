@@ -20,6 +20,36 @@ def declare(**changes):
     return Kernel(**(declared | changes))
 
 
+def test_a_mistake_about_an_operation_is_one_class_wherever_it_is_made():
+    for say in (
+        lambda: lz.explain("rms_nrom", torch.zeros(1, 2)),
+        lambda: lz.lock("rms_nrom", "torch.rms_norm"),
+        lambda: lz.configure(rules=[{"match": {"op": "rms_nrom"}, "deny": "torch"}]),
+        lambda: lz.list_kernels("rms_nrom"),
+        lambda: lz.register_kernel("rms_nrom", "mine.rms")(lambda input, weight: input),
+    ):
+        with pytest.raises(
+            lz.UnknownOperationError, match="unknown operation 'rms_nrom'; did you mean 'rms_norm'"
+        ) as told:
+            say()
+        assert isinstance(told.value, lz.PolicyError)
+        assert isinstance(told.value, lz.RegistrationError)
+        assert isinstance(told.value, KeyError)
+        assert not str(told.value).startswith('"')
+
+
+def test_hints_are_near_and_never_the_word_itself():
+    with pytest.raises(lz.UnknownOperationError) as told:
+        lz.list_kernels("nope")
+    assert "rope" not in str(told.value)
+    with pytest.raises(lz.RegistrationError, match="no 'platfrom'; did you mean 'platform'"):
+        lz.register_kernel("norm.rms", "mine.rms", platfrom="cpu")(lambda input, weight: input)
+    with pytest.raises(TypeError, match="wanted an operation, as lz"):
+        lz.SelectionContextBuilder(lz.list_operations()[0].schema)
+    with pytest.raises(ValueError, match="unknown dtype 'bfloat61'; did you mean 'bfloat16'"):
+        lz.register_kernel("norm.rms", "mine.rms", supported_dtypes=["bfloat61"])(lambda input, weight: input)
+
+
 @pytest.mark.parametrize(("make", "text"), [
     (lambda: lz.register_backend([declare(operations=("norm.rmz",))]), "unknown operation 'norm.rmz'; did you mean"),
     (lambda: lz.register_backend([declare(accepts=("epz",))]), "accepts .'epz'., which norm.rms does not have"),

@@ -137,3 +137,67 @@ def test_a_vision_tower_that_names_its_mask_is_compared(given: str) -> None:
     with torch.no_grad():
         assert_same(mine(**call), stock(**call))
     report.undo()
+
+
+def _hooked(_: Any, __: Any, output: Any) -> Any:
+    return (output[0] * 2, *output[1:]) if isinstance(output, tuple) else output * 2
+
+
+def _scaled_class(module: Any) -> Any:
+    forward = type(module).forward
+
+    def twice(self: Any, *given: Any, **named: Any) -> Any:
+        return _hooked(None, None, forward(self, *given, **named))
+
+    module.__class__ = type(type(module).__name__, (type(module),), {"forward": twice})
+
+
+def _own_forward(module: Any) -> None:
+    module.forward = lambda *given, **named: _hooked(None, None, type(module).forward(module, *given, **named))
+
+
+def _written(module: Any) -> None:
+    for each in module.parameters():
+        each.data = each.detach() * 1.5
+
+
+MUTATIONS: dict[str, Any] = {
+    "trains": lambda module: module.train(),
+    "hook": lambda module: module.register_forward_hook(_hooked),
+    "class": _scaled_class,
+    "forward": _own_forward,
+    "weights": _written,
+    "numbers": lambda module: vars(module).update(
+        {
+            name: value * 0.5
+            for name, value in vars(module).items()
+            if type(value) is float and name != "attention_dropout"
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+def test_a_change_of_any_module_within_a_decoder_layer_counts(family: str, mutation: str) -> None:
+    sizes = HEAD | {"attention_dropout": 0.5}
+    stock = random_model(family, "ForCausalLM", sizes)
+    mine = copy.deepcopy(stock)
+    report = lz.optimize(mine)
+    assert any(each.kind == "layer" for each in report.replaced)
+    call, layer = inputs("dense", "left"), "model.layers.0"
+    paths = [path for path, _ in mine.named_modules() if path.startswith(layer)]
+    twin = copy.deepcopy(mine)
+    with torch.no_grad():
+        assert_same(twin(**call), stock(**call), call["attention_mask"])
+        states = [state for each in twin.modules() if (state := vars(each).get("_layerzero")) is not None]
+        assert all(each.stamp.holds() for each in states), "a copy is LayerZero's, too"
+        for path in paths:
+            one, two = copy.deepcopy(stock), copy.deepcopy(mine)
+            for each in (one, two):
+                MUTATIONS[mutation](each.get_submodule(path))
+            torch.manual_seed(3)
+            wanted = one(**call)
+            torch.manual_seed(3)
+            got = two(**call)
+            assert_same(got, wanted, call["attention_mask"])

@@ -10,7 +10,7 @@ from layerzero.core.operation import Tolerance
 from layerzero.testing.compare import difference
 
 NARROW = Tolerance(1e-5, 1e-5)
-HIDDEN = "there the reference sees nothing"
+HIDDEN = "the reference gives 0 or -inf for all of this row"
 
 
 def told(got, want):

@@ -160,8 +160,10 @@ def test_what_the_device_took_of_eager_calls_stands_for_replays_that_nobody_time
     eager = times(store, kernels, facts())
     assert min(eager, key=eager.get) == "user.c"
     assert eager["user.b"] < eager["user.a"], "a caller waits for the host"
-    assert times(store, kernels, facts(capturing=True)) == {"user.a": 2.0, "user.b": 4.0}
-    assert all(each.stands_in for each in store.evidence(kernels, facts(capturing=True)).values())
+    found = store.evidence(kernels, facts(capturing=True))
+    assert {name: each.cost_us for name, each in found.items()} == {"user.a": 2.0, "user.b": 4.0}
+    assert {name: each.time_us for name, each in found.items()} == {"user.a": 30.0, "user.b": 11.0}, "as measured"
+    assert all(each.stands_in for each in found.values())
     store.record(kernels[1], facts(), replace(TIME, median_us=1.5, graph=True))
     assert times(store, kernels, facts(capturing=True)) == {"user.b": 1.5}
     assert not store.evidence(kernels, facts(capturing=True))["user.b"].stands_in

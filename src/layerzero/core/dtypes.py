@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 
 import torch
 
@@ -54,7 +55,9 @@ def dtype_named(name: str | torch.dtype) -> torch.dtype:
     plain = name.removeprefix("torch.")
     plain = _SHORT.get(plain, plain)
     if plain not in DTYPES:
-        raise ValueError(f"unknown dtype {name!r}; known: {', '.join([*DTYPES, *_SHORT])}")
+        close = get_close_matches(plain, [*DTYPES, *_SHORT], n=1)
+        hint = f"; did you mean {close[0]!r}? Known" if close else "; known"
+        raise ValueError(f"unknown dtype {name!r}{hint}: {', '.join([*DTYPES, *_SHORT])}")
     return DTYPES[plain]
 
 

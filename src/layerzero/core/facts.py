@@ -285,6 +285,10 @@ class FactsBuilder:
     """
 
     def __init__(self, operation: Operation) -> None:
+        """Raises: TypeError for anything else, such as a schema, which does not know its facts."""
+        if not hasattr(operation, "schema"):
+            got = type(operation).__name__
+            raise TypeError(f"FactsBuilder: wanted an operation, as lz.list_operations() gives them, got {got}")
         self.operation = operation
 
     def build(

@@ -138,7 +138,7 @@ def apart(got: Tensor, want: Tensor, tolerance: Tolerance, summed: Tensor | None
     where = tuple(int(axis) for axis in place)
     row = truth[where[:-1]] if where else truth
     hidden = bool((row == 0).all()) or truth[place].item() == -torch.inf
-    why = "; there the reference sees nothing: everything that this row depends on is hidden" if hidden else ""
+    why = "; the reference gives 0 or -inf for all of this row: what it needs is masked, or cancels" if hidden else ""
     of_sums = "" if summed is None else f", {summed[place].item():.3g} summed"
     return (
         f"{int((excess > 1).sum())} of {truth.numel()} elements too far; worst at {where}: "

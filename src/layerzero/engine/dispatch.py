@@ -32,9 +32,8 @@ from layerzero.engine.history import History
 from layerzero.engine.pick import NO_TIMES, pick, priority_decides, require, with_every_reason
 from layerzero.engine.policy import Policy
 from layerzero.engine.probe import Machine
-from layerzero.engine.reference import fake_call
 from layerzero.engine.registry import REGISTRY, Registry
-from layerzero.engine.shapes import tell_shapes
+from layerzero.engine.shapes import shapes_answer
 from layerzero.engine.standing import Later, Standings
 from layerzero.engine.told import tell_choice
 from layerzero.engine.transforms import reference_in_transform
@@ -211,7 +210,7 @@ class Dispatcher:
         """Choose for a call that is not in the table, keep the plan, and run it."""
         policy = current_policy()
         if any(each.is_meta for each in self.tensors(arguments)):
-            return self._shapes(arguments, policy)
+            return shapes_answer(self, arguments, policy)
         return self.run(self.plan_for(key, arguments, policy), arguments)
 
     def plan_for(self, key: Key, arguments: dict[str, Any], policy: Policy) -> Plan:
@@ -246,14 +245,8 @@ class Dispatcher:
         """Choose and run without keeping anything: for calls whose arguments make no key."""
         policy = current_policy()
         if any(each.is_meta for each in self.tensors(arguments)):
-            return self._shapes(arguments, policy)
+            return shapes_answer(self, arguments, policy)
         return self.run(self.choose(arguments, policy), arguments)
-
-    def _shapes(self, arguments: dict[str, Any], policy: Policy) -> Any:
-        """Answer a call on meta tensors: its results have shapes only, and no kernel runs."""
-        if self.engine.watchers:
-            tell_shapes(self, arguments, policy)
-        return fake_call(self.function.route(dict(arguments), policy.layout))
 
     def run(self, plan: Plan, arguments: dict[str, Any]) -> Any:
         """Run a plan; if its kernel fails, do what :mod:`layerzero.engine.failing` allows."""

@@ -12,6 +12,7 @@ from layerzero.core.device import Device
 from layerzero.core.plan import Plan
 from layerzero.engine.policy import Policy
 from layerzero.engine.probe import Machine
+from layerzero.engine.reference import fake_call
 
 if TYPE_CHECKING:
     from layerzero.engine.dispatch import Dispatcher
@@ -25,6 +26,13 @@ def judged_on(tensors: list[torch.Tensor]) -> Device:
     """The device that such a call is judged for: a fake tensor's own; of meta tensors, where warmup and tune work."""
     real = next((each.device for each in tensors if not each.is_meta), None)
     return Device.detect(real or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def shapes_answer(dispatcher: Dispatcher, arguments: dict[str, Any], policy: Policy) -> Any:
+    """Answer a call on meta tensors: its results have shapes only, and no kernel runs."""
+    if dispatcher.engine.watchers:
+        tell_shapes(dispatcher, arguments, policy)
+    return fake_call(dispatcher.function.route(dict(arguments), policy.layout))
 
 
 def tell_shapes(dispatcher: Dispatcher, arguments: dict[str, Any], policy: Policy) -> None:
