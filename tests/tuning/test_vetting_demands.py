@@ -26,7 +26,7 @@ SOURCE = """
 from dataclasses import replace
 
 import layerzero as lz
-from layerzero.backends.torch.paged_tokens import load_cpu
+from layerzero.backends.torch.paged_tokens import load_each
 from layerzero.core import limits as limit
 from layerzero.core.kernel import Backend, Kernel, Trust
 
@@ -39,7 +39,7 @@ LIMITS = (
 
 def without(argument):
     def load(facts):
-        attend = load_cpu(facts)
+        attend = load_each(facts)
         return lambda *tensors, **named: attend(*tensors, **{**named, argument: None})
     return load
 
@@ -53,8 +53,8 @@ def kernel(name, argument, load):
 
 
 KERNELS = [
-    kernel("mine.sinks", "sinks", load_cpu),
-    kernel("mine.slopes", "alibi_slopes", load_cpu),
+    kernel("mine.sinks", "sinks", load_each),
+    kernel("mine.slopes", "alibi_slopes", load_each),
     kernel("mine.no_sinks", "sinks", without("sinks")),
     kernel("mine.no_slopes", "alibi_slopes", without("alibi_slopes")),
 ]
