@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import parametrize
 
 import layerzero as lz
 from layerzero.core.indices import IN_C
@@ -330,3 +331,14 @@ def test_a_write_that_was_seen_late_is_told() -> None:
         assert state.renew(module.weight)
     report = Optimized(_exchanges=[found.swap])
     assert "1 writes into weights were seen late" in str(report)
+
+
+def test_a_deep_copy_of_a_module_that_was_parametrized_computes_what_it_does() -> None:
+    class Half(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight * 0.5
+
+    mine = model()
+    optimized(mine)
+    parametrize.register_parametrization(mine[4], "weight", Half())  # type: ignore[index]
+    torch.testing.assert_close(outputs(copy.deepcopy(mine)), outputs(mine))

@@ -92,8 +92,9 @@ class Packs(State):
         self._for_one = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
-        for each in self.packed:
-            if each is not None and each.is_gone:  # exchanged since: the copy's first call makes its own, as here
+        alive = [None if each is None else each._weight() for each in self.packed]  # which none collects meanwhile
+        for each, weight in zip(self.packed, alive, strict=True):
+            if each is not None and weight is None:  # exchanged since: the copy's first call makes its own, as here
                 memo[id(each)] = PackedWeight(torch.empty(1, 1))
         twin = super().__deepcopy__(memo)
         assert isinstance(twin, Packs)
@@ -313,8 +314,10 @@ def _deep_copy(self: Module, memo: dict[int, Any]) -> Module:
     """A deep copy with a swap of its own: first the module, then what its new forward needs."""
     forward, state = self.__dict__.get("forward"), self.__dict__.get(MARK)
     twin: Module
-    if hasattr(type(self), "__deepcopy__"):
+    if hasattr(type(self), "__deepcopy__"):  # parametrized modules copy all that lies on them, before they are whole
+        memo[id(state)] = None
         twin = _of_class(self, "__deepcopy__")(memo)
+        del memo[id(state)]
     else:
         made: Any = self.__reduce_ex__(4)  # by __getstate__, so without the swap
         twin = memo[id(self)] = made[0](*copy.deepcopy(made[1], memo))
