@@ -16,6 +16,7 @@ from layerzero.integrations.optimize import attending, diffusion
 from layerzero.integrations.optimize.blocks import Block
 from layerzero.integrations.optimize.bounding import Budget
 from layerzero.integrations.optimize.finding import find
+from layerzero.integrations.optimize.floor import set_floor
 from layerzero.integrations.optimize.inputs import Workload, is_function, workload_of
 from layerzero.integrations.optimize.joining import Joined, wants_packed, why_apart
 from layerzero.integrations.optimize.layer import Heads, Layer
@@ -203,6 +204,8 @@ def _optimized(
     if memory_limit is not None:
         _bound(report, memory_limit)
     if workload is None:
+        set_floor(attention, whole, found, report, tell, graph=graph)
+        report._forget()
         if report.replaced:
             report.tune.append("pass inputs= so that the calls which they make are measured and the gain is shown")
         return report

@@ -6,7 +6,7 @@ that whoever changes that tensor on its way, or calls layers in another order, g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +20,7 @@ from layerzero.integrations.optimize.growing import appended
 from layerzero.integrations.optimize.joining import Joined
 from layerzero.integrations.optimize.launches import runs_a_library
 from layerzero.integrations.optimize.norms import Norm, OneAndWeight
+from layerzero.integrations.optimize.pace import Way, size_of
 from layerzero.integrations.optimize.rotation import Table, table_for
 from layerzero.integrations.optimize.swapping import MARK, Packs, State, as_forward, serves, weight_of
 from layerzero.integrations.transformers import ALONE, ONE_TOKEN, attend_one, attention_forward, theirs_of
@@ -248,14 +249,14 @@ class Layer(State):
         block: its feed-forward block.
         norms: before attention, behind it, before the block, behind it; None where there is none.
         following: the norm with which the next layer begins.
-        packs: whether weights are packed.
+        packs: whether weights are packed at any size.
     """
 
     def __init__(self, heads: Heads, block: Block, norms: tuple[Normed | None, ...]) -> None:
         super().__init__()
         self.heads, self.block, self.norms = heads, block, norms
         self.following: Normed | None = None
-        self.packs = any(each is not None for each in (*heads.packed, *block.packed))
+        self.packs = self.may_pack
         normed = [each.module for each in (*norms, *(heads.norms or ())) if each is not None]
         modules = (*heads.products, *block.products, *normed)
         self._learned = [(each, name) for each in modules for name in each._parameters]
@@ -278,6 +279,17 @@ class Layer(State):
         self.heads.forget()
         self.block.forget()
 
+    @property
+    def may_pack(self) -> bool:
+        """Whether kernels may want another form of a weight."""
+        return self.heads.may_pack or self.block.may_pack
+
+    def take(self, ways: Sequence[Way]) -> None:
+        super().take(ways)
+        self.packs = self.may_pack and (not ways or Way.PACKED in ways)
+        for each in self.parts:
+            each.take(ways)
+
     def renew(self) -> None:
         """Let packed weights follow those that were written into, moved or exchanged, before anything is computed."""
         self.block.renew(*[weight_of(each) for each in self.block.products])
@@ -288,9 +300,11 @@ class Layer(State):
 def forward(self: Module, hidden_states: Tensor, *others: Any, **named: Any) -> Any:
     """The forward of a layer; arguments of Transformers' layers."""
     state: Layer | None = self.__dict__.get(MARK)  # None once another thread has undone it
-    if others or state is None or not _serves(state, hidden_states, named):
+    if others or state is None or (state.own and state.own[size_of(hidden_states)]):
         return type(self).forward(self, hidden_states, *others, **named)
-    if state.packs:
+    if not _serves(state, hidden_states, named):
+        return type(self).forward(self, hidden_states, *others, **named)
+    if state.packs and not (state.block.plain and state.block.plain[size_of(hidden_states)]):
         state.renew()
     return _compute(state, hidden_states, named)
 

@@ -11,6 +11,7 @@ from layerzero.asking.layers import numbered, ranges
 from layerzero.integrations.exchange import Exchange
 from layerzero.integrations.optimize.gate import Timed
 from layerzero.integrations.optimize.joining import Joined
+from layerzero.integrations.optimize.pace import SIZES, Paced
 from layerzero.integrations.optimize.spent import Spent
 from layerzero.integrations.optimize.swapping import Packs
 from layerzero.tuning.measuring.tuned import Tuned
@@ -76,6 +77,7 @@ class Optimized:
         spent: time by modules before and after; None without inputs.
         tuned: what was measured for the inputs' calls; None without inputs.
         refused: why known times of what was measured do not count here, and how many: another device, other versions.
+        paced: what was timed on random input, by shapes of modules; empty with inputs.
         stock: what the times before are of: libraries, their versions, and the machine; empty without inputs.
     """
 
@@ -89,6 +91,7 @@ class Optimized:
     spent: Spent | None = None
     tuned: Tuned | None = None
     refused: Mapping[str, int] = field(default_factory=dict)
+    paced: list[Paced] = field(default_factory=list)
     stock: str = ""
     _exchanges: list[Exchange] = field(default_factory=list, repr=False)
     _joined: list[Joined] = field(default_factory=list, repr=False)
@@ -165,6 +168,12 @@ class Optimized:
         if self.tuned is not None:
             lines += ["", f"measured: {self.tuned}"]
             lines += [f"{count} known times do not count here: {why}" for why, count in self.refused.items()]
+        if self.paced:
+            seconds = sum(each.sizes.seconds for each in self.paced)
+            counts = f"{', '.join(map(str, SIZES[:-1]))} and {SIZES[-1]} tokens"
+            lines += ["", f"timed on random rows, {counts}, in {seconds:.1f} s; a share of the model's own time:"]
+            rows = [((each.module, each.text), path, None) for each in self.paced for path in each.paths]
+            lines += _table(("timed", "module", "takes"), rows)
         lines += [f"next: {each}" for each in self.tune]
         return "\n".join(lines)
 

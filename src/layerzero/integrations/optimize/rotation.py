@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +21,12 @@ class Table:
 
     Attributes:
         cos, sin: float32, the two halves of the rows of one tensor.
-        positions: which row is whose.
+        positions: which row is whose; None where each token of a sequence has its own, in order.
     """
 
     cos: Tensor
     sin: Tensor
-    positions: Tensor
+    positions: Tensor | None
 
 
 def table_for(cos: Tensor, sin: Tensor, batch: int, seq: int) -> Table:
@@ -42,8 +44,16 @@ def table_for(cos: Tensor, sin: Tensor, batch: int, seq: int) -> Table:
     half = cos.shape[-1] // 2
     rows = torch.cat((cos[..., :half], sin[..., :half]), -1).float().view(-1, 2 * half)
     count = rows.shape[0]
-    positions = torch.arange(count, device=cos.device)
-    positions = positions.view(batch, seq) if count == batch * seq else positions.expand(batch, seq).contiguous()
+    positions = None
+    if count != seq or not cos.is_cpu:  # on a CPU what is not asked for costs most: torch gathers rows in two operators
+        positions = torch.arange(count, device=cos.device)
+        positions = positions.view(batch, seq) if count == batch * seq else positions.expand(batch, seq).contiguous()
     table = Table(rows[:, :half], rows[:, half:], positions)
     setattr(cos, _MADE, (table, sin, versions, batch, capture))
     return table
+
+
+def forget_table(named: Mapping[str, Any]) -> None:
+    """Let the next layer that is called with these arguments make the table again, as a step's first one does."""
+    for each in named.get("position_embeddings") or ():
+        getattr(each, "__dict__", {}).pop(_MADE, None)

@@ -12,7 +12,7 @@ import copy
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -25,6 +25,7 @@ from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.handle import FOREIGN, STALE
 from layerzero.engine.state import in_transform
 from layerzero.integrations.optimize.bounding import Budget
+from layerzero.integrations.optimize.pace import Way, size_of
 from layerzero.integrations.optimize.stamp import SWAPPED, Stamp
 from layerzero.ops.linear import PackedWeight
 from layerzero.ops.linear.glancing import LOOKS
@@ -52,9 +53,12 @@ class State:
     Attributes:
         covers: submodules that the new forward computes for, by name: it computes without calling them.
         stamp: what the proof of the new forward rests on; None before that is put on first.
+        own: of each size of :data:`~layerzero.integrations.optimize.pace.SIZES`, whether the module's own code is
+            faster; empty where it nowhere is.
     """
 
     stamp: Stamp | None = None
+    own: tuple[bool, ...] = ()
 
     def __init__(self, covers: Iterable[tuple[str, Module]] = ()) -> None:
         self.covers = tuple(covers)
@@ -73,6 +77,10 @@ class State:
     def forget(self) -> None:
         """Give back what can be made anew where it is used."""
 
+    def take(self, ways: Sequence[Way]) -> None:
+        """Compute calls of each size that way; by the new forward, with packed weights if any, where none is said."""
+        self.own = tuple(way is Way.OWN for way in ways) if Way.OWN in ways else ()
+
 
 class Packs(State):
     """A state with weights in the order in which kernels read them.
@@ -81,6 +89,8 @@ class Packs(State):
         packed: of each weight, in the order in which the forward asks for them; all None where no kernel wants them.
         budget: what their forms may take together with those of others; None without a bound.
         late: how often a write was seen that calls before may have missed.
+        plain: of each size of :data:`~layerzero.integrations.optimize.pace.SIZES`, whether weights are read as they
+            lie; empty where they nowhere are.
     """
 
     def __init__(self, weights: Iterable[Tensor], covers: Iterable[tuple[str, Module]] = (), *, pack: bool) -> None:
@@ -90,6 +100,7 @@ class Packs(State):
         self.late = 0
         self._barred: frozenset[tuple[int, bool]] = frozenset()
         self._for_one = False
+        self.plain: tuple[bool, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
         alive = [None if each is None else each._weight() for each in self.packed]  # which none collects meanwhile
@@ -132,8 +143,19 @@ class Packs(State):
         """Read this weight as it lies in calls like the present one, for one row or for many."""
         self._barred |= {(number, self._for_one)}
 
+    @property
+    def may_pack(self) -> bool:
+        """Whether kernels may want another form of a weight."""
+        return any(each is not None for each in self.packed)
+
+    def take(self, ways: Sequence[Way]) -> None:
+        super().take(ways)
+        self.plain = tuple(way is Way.PLAIN for way in ways) if Way.PLAIN in ways else ()
+
     def forms_for(self, rows: Tensor) -> list[PackedWeight | None]:
         """Packed weights for a call with such rows: kernels for one row and for many have forms of their own."""
+        if self.plain and self.plain[size_of(rows)]:
+            return [None] * len(self.packed)
         if self.budget is None:
             return self.packed
         self._for_one = one = rows.numel() == rows.shape[-1]
@@ -184,10 +206,12 @@ def weight_of(module: Module) -> Parameter:
 def serves(state: State | None, input: Tensor, *weights: Tensor | None) -> bool:  # noqa: A002  # torch's name
     """Whether a call is one that the new forward was proved for; any other belongs to the module's own.
 
-    What trains, traces or compiles gets what is stock; so does a module that changed since, or one below it. There is
-    no state once another thread has undone it.
+    What trains, traces or compiles gets what is stock; so does a module that changed since, or one below it, and a call
+    of a size at which the module's own code is faster. There is no state once another thread has undone it.
     """
     if torch.compiler.is_compiling() or state is None or torch._C._is_any_autocast_enabled():
+        return False
+    if state.own and state.own[size_of(input)]:
         return False
     if type(input) not in _PLAIN or in_transform():
         return False

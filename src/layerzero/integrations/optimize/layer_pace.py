@@ -1,0 +1,228 @@
+"""The time of decoder layers each way: some of a model's own in a row, on what the model hands to them."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from layerzero.engine.config import current_policy
+from layerzero.integrations.optimize.attending import AttentionSwap
+from layerzero.integrations.optimize.cache_argument import name_in, name_of
+from layerzero.integrations.optimize.candidate import quiet
+from layerzero.integrations.optimize.layer import Layer
+from layerzero.integrations.optimize.layers import Found
+from layerzero.integrations.optimize.pace import SIZES, Paced, Prepare, Sizes, Way, decided, timed
+from layerzero.integrations.optimize.rotation import forget_table
+from layerzero.integrations.optimize.swapping import weight_of
+
+PAST = 64
+"""Tokens in the cache of a step."""
+
+ENOUGH_BYTES, MOST_LAYERS = 64 * 2**20, 8
+"""Weights of the layers that are run in a row: more than caches of most hosts hold, as in the model itself."""
+
+_Handed = tuple[tuple[Any, ...], Mapping[str, Any]]
+
+
+def pace_layers(whole: Sequence[Found], exchange: AttentionSwap, *, ours: bool) -> Iterator[tuple[Paced, list[Found]]]:
+    """Decide for layers of each shape which way they compute at which size, and set it.
+
+    Args:
+        whole: layers of one model whose new forwards are on.
+        exchange: of its attention; ``ours`` where that is on.
+    """
+    alike: dict[Hashable, list[Found]] = defaultdict(list)
+    for each in whole:
+        alike[_shape_of(each)].append(each)
+    for about, group in alike.items():
+        sizes, known = decided(about, lambda: _measured(group, whole, exchange, ours=ours))  # noqa: B023
+        if sizes is None:
+            continue
+        ways = sizes.best(among=(Way.OWN, Way.PLAIN, Way.PACKED))
+        kept = sizes.gains(ways) and any(way is not Way.OWN for way in ways)
+        for each in group:
+            _state(each).take(ways)
+        yield Paced(type(group[0].module).__name__, ways, sizes, kept, known, [each.path for each in group]), group
+    for first in whole:  # what is computed for the next one must be read there
+        state = _state(first)
+        if state.following is not None and any(
+            _state(each).own != state.own for each in whole if _state(each).norms[0] is state.following
+        ):
+            state.following = None
+
+
+def attention_costs(paced: Sequence[Paced]) -> str:
+    """Say where the model's own layers are slower with LayerZero's attention in them; empty where nowhere."""
+    for each in paced:
+        for count, ratios in zip(SIZES, each.sizes.ratios, strict=True):
+            if ratios[Way.OWN] > 1.01:
+                return f"it took {ratios[Way.OWN]:.2f} times as long in {each.module} on {count} tokens"
+    return ""
+
+
+def _state(found: Found) -> Layer:
+    assert found.swap is not None
+    assert isinstance(found.swap.state, Layer)
+    return found.swap.state
+
+
+def _shape_of(found: Found) -> Hashable:
+    state = _state(found)
+    learned = tuple(None if each is None else (tuple(each.shape), each.dtype, each.device) for each in state.learned)
+    told = tuple(sorted((name, repr(each)) for name, each in state.heads.told.items()))
+    forms = tuple(None if each is None else each.form for each in state.norms)
+    about = type(found.module), learned, state.heads.sizes, told, state.block.activation, forms, state.may_pack
+    return (*about, state.heads.setting, torch.get_num_threads(), current_policy())
+
+
+def _row(group: Sequence[Found]) -> list[Found]:
+    """The first layers of a shape, as many as a host's caches do not hold."""
+    found: list[Found] = []
+    taken = 0
+    for each in group[:MOST_LAYERS]:
+        found.append(each)
+        taken += sum(part.nbytes for part in _state(each).learned if part is not None)
+        if taken >= ENOUGH_BYTES:
+            break
+    return found
+
+
+def _measured(group: Sequence[Found], whole: Sequence[Found], exchange: AttentionSwap, *, ours: bool) -> Sizes | None:
+    row, exchanged = _row(group), ours and not exchange.chosen
+    ways = [Way.STOCK, Way.OWN, Way.PLAIN, *([Way.PACKED] if _state(row[0]).may_pack else [])]
+    last = _state(row[-1])
+    following, last.following = last.following, None  # the layer that would read it is not run
+    try:
+        with quiet(exchange.model):
+            sizes: list[dict[Way, Prepare]] = []
+            for count in SIZES:
+                past = PAST if count != SIZES[-1] else 0
+                handed = theirs = _handed(exchange.model, whole, count, past)
+                if exchanged:
+                    with exchange.stock():
+                        theirs = _handed(exchange.model, whole, count, past)
+                hidden = _hidden(row[0], count)
+                sizes.append(
+                    {
+                        way: _prepared(
+                            way,
+                            row,
+                            theirs if way is Way.STOCK else handed,
+                            hidden,
+                            past,
+                            exchange if exchanged else None,
+                        )
+                        for way in ways
+                    }
+                )
+            return timed(sizes)
+    finally:
+        last.following = following
+        for each in row:
+            _state(each).take(())
+            assert each.swap is not None
+            each.swap.on()
+        if exchanged:
+            exchange.on()
+
+
+def _hidden(found: Found, count: int) -> Tensor:
+    weight = weight_of(_state(found).heads.products[0])
+    generator = torch.Generator().manual_seed(count)
+    rows = torch.randn(1, count, weight.shape[1], generator=generator, device="cpu", dtype=torch.float32)
+    return rows.to(weight.device, weight.dtype)
+
+
+def _filled(whole: Sequence[Found], past: int) -> Any:
+    """A cache with so many tokens in each of these layers."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=_state(whole[0]).heads.module.config)
+    for each in whole if past else ():
+        heads: Any = _state(each).heads
+        weight, (_, kv_heads, width) = weight_of(heads.products[0]), heads.sizes
+        tokens = [torch.full((1, kv_heads, past, width), 0.1, dtype=weight.dtype, device=weight.device) for _ in "kv"]
+        cache.update(*tokens, heads.module.layer_idx)
+    return cache
+
+
+def _handed(model: Any, whole: Sequence[Found], count: int, past: int) -> dict[int, _Handed]:
+    """What a model hands to its layers for so many tokens, all of which pass their input on meanwhile."""
+    given: dict[int, _Handed] = {}
+
+    def passing(module: Module) -> Callable[..., Tensor]:
+        def forward(hidden: Tensor, *others: Any, **named: Any) -> Tensor:
+            given[id(module)] = others, named
+            return hidden
+
+        return forward
+
+    before = [(each.module, each.module.__dict__.get("forward")) for each in whole]
+    device = model.get_input_embeddings().weight.device
+    ids = torch.ones(1, count, dtype=torch.int64, device=device)
+    more = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    try:
+        for module, _ in before:
+            module.__dict__["forward"] = passing(module)
+        model(input_ids=ids, use_cache=True, **{name_of(model): _filled(whole, past)}, **more)
+    finally:
+        for module, forward in before:
+            if forward is None:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = forward
+    return given
+
+
+def _prepared(
+    way: Way,
+    row: Sequence[Found],
+    handed: Mapping[int, _Handed],
+    hidden: Tensor,
+    past: int,
+    exchange: AttentionSwap | None,
+) -> Prepare:
+    """What puts a way on, and then runs the layers one after the other as the model does."""
+    calls = [(each.module, *handed[id(each.module)]) for each in row]
+    cache, made = _filled(row, past) if past else None, 0
+
+    def prepare() -> Callable[[], Any]:
+        for each in row:
+            assert each.swap is not None
+            if way is Way.STOCK:
+                each.swap.off()
+            else:
+                each.swap.on()
+                _state(each).take((way,) * len(SIZES))
+        if exchange is not None:
+            exchange.off() if way is Way.STOCK else exchange.on()
+        kept = cache if past else _filled(row, 0)
+        ready = []
+        for module, others, named in calls:
+            forget_table(named)
+            seen = _widened(named.get("attention_mask"), made * hidden.shape[1] if past else 0)
+            ready.append((module, others, {**named, name_in(named): kept, "attention_mask": seen}))
+
+        def run() -> None:
+            nonlocal made
+            made += 1
+            rows = hidden
+            for module, others, named in ready:
+                rows = module(rows, *others, **named)
+
+        return run
+
+    return prepare
+
+
+def _widened(mask: Any, more: int) -> Any:
+    """A mask for a cache that has so many tokens more, each as visible as the first."""
+    if not isinstance(mask, Tensor) or not more:
+        return mask
+    return torch.cat((mask[..., :1].expand(*mask.shape[:-1], more), mask), -1)

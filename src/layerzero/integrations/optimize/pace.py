@@ -1,0 +1,194 @@
+"""How long a module takes each way, at a few sizes: its own code, packed weights, or weights as they lie.
+
+Without a caller's inputs nothing says what a model will be called with. Decoders see one token, a few, and a prompt.
+Each has another fastest way: at one token of a small model the Python around kernels decides, and a packed product may
+cost more than torch's. A decision is made once a process for modules of one shape.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SIZES = (1, 4, 64)
+"""Tokens of the calls that are timed: a step of generation, what speculation verifies, and a prompt."""
+
+FROM_MANY = 16
+"""Tokens from which a call counts as a prompt: half-way between the second size and the third, as factors."""
+
+LEAST = 0.01
+"""A difference below this is noise."""
+
+FEWEST, MOST, SECONDS = 4, 60, 0.8
+"""Rounds of one size, and the time after which there are no more; a round runs every way once."""
+
+LOWEST = 5
+"""Of so many runs the fastest counts: a neighbour on the same cores makes runs slower, and none faster."""
+
+
+def _seconds() -> float:
+    """The time of this thread where it computes alone, which no neighbour disturbs; else the clock on the wall."""
+    return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
+CLOCK: Callable[[], float] = _seconds
+"""Tests set another one."""
+
+
+class Way(StrEnum):
+    """What a call of one size runs."""
+
+    STOCK = "stock"
+    """The model as it was: what all others are compared with."""
+    OWN = "own code"
+    """The module's own code, with LayerZero's attention in it."""
+    PLAIN = "weights as they lie"
+    PACKED = "packed weights"
+
+
+def size_of(rows: Tensor) -> int:
+    """Which of :data:`SIZES` stands for rows (..., width)."""
+    count = rows.numel() // (rows.shape[-1] or 1)
+    return 0 if count <= 1 else 1 if count < FROM_MANY else 2
+
+
+Prepare = Callable[[], Callable[[], Any]]
+"""Puts a way on and gives what is to be timed."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What was found for modules of one shape.
+
+    Attributes:
+        ratios: of each size, the time of each way in units of stock's.
+        noise: the same of the even rounds alone, as far as it is from that of the odd ones, halved.
+        rounds: of each size, how many.
+        seconds: what all of it took.
+    """
+
+    ratios: tuple[Mapping[Way, float], ...]
+    noise: tuple[Mapping[Way, float], ...]
+    rounds: tuple[int, ...]
+    seconds: float
+
+    def best(self, *, among: Sequence[Way]) -> tuple[Way, ...]:
+        """The fastest way at each size; of two within the noise, the later one named."""
+        found = []
+        for ratios in self.ratios:
+            known = [way for way in among if way in ratios]
+            least = min(ratios[way] for way in known)
+            found.append([way for way in known if ratios[way] <= least + LEAST / 2][-1])
+        return tuple(found)
+
+    def gains(self, ways: Sequence[Way]) -> bool:
+        """Whether these ways are slower than stock at no size, and faster at one by more than the noise."""
+        taken = [
+            (ratios[way], max(LEAST, noise[way]))
+            for ratios, noise, way in zip(self.ratios, self.noise, ways, strict=True)
+        ]
+        return all(each <= 1 + least for each, least in taken) and any(each <= 1 - least for each, least in taken)
+
+    def text(self, ways: Sequence[Way]) -> str:
+        """The time at each size in units of stock's, and how sure it is."""
+        cells = [
+            f"{ratios[way]:.2f} ± {noise[way]:.2f} on {count} ({way})"
+            for ratios, way, noise, count in zip(self.ratios, ways, self.noise, SIZES, strict=True)
+        ]
+        return ", ".join(cells)
+
+
+@dataclass
+class Paced:
+    """What was decided for modules of one shape.
+
+    Attributes:
+        module, paths: their class and names.
+        ways: of each size of :data:`SIZES`.
+        sizes: what it rests on.
+        kept: whether they are LayerZero's; else each is as it was.
+        known: whether a model before had modules of this shape, so that nothing was timed for this one.
+    """
+
+    module: str
+    ways: tuple[Way, ...]
+    sizes: Sizes
+    kept: bool
+    known: bool = False
+    paths: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """What it says in a report."""
+        return f"{self.sizes.text(self.ways)}{', as measured before' if self.known else ''}"
+
+
+_DECIDED: dict[Hashable, Sizes] = {}
+"""By shape, for as long as the process lives."""
+
+
+def decided(about: Hashable, measure: Callable[[], Sizes | None]) -> tuple[Sizes | None, bool]:
+    """What modules of one shape take, and whether it was known; None where the clock stood still."""
+    known = _DECIDED.get(about)
+    if known is not None:
+        return replace(known, seconds=0.0), True
+    found = measure()
+    if found is not None:
+        _DECIDED[about] = found
+    return found, False
+
+
+def forget() -> None:
+    """Time every shape again."""
+    _DECIDED.clear()
+
+
+def timed(sizes: Sequence[Mapping[Way, Prepare]]) -> Sizes | None:
+    """Time every way at each size, in turn; None where the clock stood still.
+
+    Each round runs all ways once, every second one backwards.
+    """
+    began = CLOCK()
+    ratios: list[Mapping[Way, float]] = []
+    noise: list[Mapping[Way, float]] = []
+    rounds = []
+    for ways in sizes:
+        times = _rounds(ways)
+        if not all(times[Way.STOCK]):
+            return None
+        halves = [_ratios({way: each[first::2] for way, each in times.items()}) for first in (0, 1)]
+        ratios.append(_ratios(times))
+        noise.append({way: abs(halves[0][way] - halves[1][way]) / 2 for way in ways})
+        rounds.append(len(times[Way.STOCK]))
+    return Sizes(tuple(ratios), tuple(noise), tuple(rounds), CLOCK() - began)
+
+
+def _ratios(times: Mapping[Way, Sequence[float]]) -> dict[Way, float]:
+    """The fastest runs of each way in units of stock's."""
+    fast = {way: statistics.mean(sorted(each)[: -(-len(each) // LOWEST)]) for way, each in times.items()}
+    return {way: each / fast[Way.STOCK] for way, each in fast.items()}
+
+
+def _rounds(ways: Mapping[Way, Prepare]) -> dict[Way, list[float]]:
+    for prepare in ways.values():  # kernels are chosen, proved and packed for
+        prepare()()
+    times: dict[Way, list[float]] = {way: [] for way in ways}
+    began = CLOCK()
+    for turn in range(MOST):
+        for way in ways if turn % 2 else reversed(ways):  # type: ignore[call-overload]  # a mapping in order
+            ways[way]()()  # what the way before left in caches is not its own
+            run = ways[way]()
+            started = CLOCK()
+            run()
+            times[way].append(CLOCK() - started)
+        stands_still = not any(each[-1] for each in times.values())
+        if stands_still or (turn + 1 >= FEWEST and CLOCK() - began > SECONDS):
+            break
+    return times
