@@ -17,7 +17,7 @@ from layerzero.integrations.optimize.cache_argument import name_in, name_of
 from layerzero.integrations.optimize.candidate import quiet
 from layerzero.integrations.optimize.layer import Layer
 from layerzero.integrations.optimize.layers import Found
-from layerzero.integrations.optimize.pace import SIZES, Paced, Prepare, Sizes, Way, decided, timed
+from layerzero.integrations.optimize.pace import SIZES, SLOWER, Paced, Prepare, Sizes, Way, decided, timed
 from layerzero.integrations.optimize.rotation import forget_table
 from layerzero.integrations.optimize.swapping import weight_of
 
@@ -61,7 +61,7 @@ def attention_costs(paced: Sequence[Paced]) -> str:
     """Say where the model's own layers are slower with LayerZero's attention in them; empty where nowhere."""
     for each in paced:
         for count, ratios in zip(SIZES, each.sizes.ratios, strict=True):
-            if ratios[Way.OWN] > 1.01:
+            if ratios[Way.OWN] > 1 + SLOWER:
                 return f"it took {ratios[Way.OWN]:.2f} times as long in {each.module} on {count} tokens"
     return ""
 
@@ -97,6 +97,7 @@ def _measured(group: Sequence[Found], whole: Sequence[Found], exchange: Attentio
     row, exchanged = _row(group), ours and not exchange.chosen
     ways = [Way.STOCK, Way.OWN, Way.PLAIN, *([Way.PACKED] if _state(row[0]).may_pack else [])]
     last = _state(row[-1])
+    switch = _Switch(row, exchange if exchanged else None)
     following, last.following = last.following, None  # the layer that would read it is not run
     try:
         with quiet(exchange.model):
@@ -116,7 +117,7 @@ def _measured(group: Sequence[Found], whole: Sequence[Found], exchange: Attentio
                             theirs if way is Way.STOCK else handed,
                             hidden,
                             past,
-                            exchange if exchanged else None,
+                            switch,
                         )
                         for way in ways
                     }
@@ -180,28 +181,43 @@ def _handed(model: Any, whole: Sequence[Found], count: int, past: int) -> dict[i
     return given
 
 
+class _Switch:
+    """Puts a way on some layers, and nothing where it is on: what a layer's proof rests on is looked at anew then."""
+
+    def __init__(self, row: Sequence[Found], exchange: AttentionSwap | None) -> None:
+        self._row, self._exchange = row, exchange
+        self._now: Way | None = None
+
+    def __call__(self, way: Way) -> None:
+        if way is self._now:
+            return
+        self._now = way
+        for each in self._row:
+            assert each.swap is not None
+            if way is Way.STOCK:
+                each.swap.off()
+            elif not each.swap.is_on:
+                each.swap.on()
+            if way is not Way.STOCK:
+                _state(each).take((way,) * len(SIZES))
+        if self._exchange is not None:
+            self._exchange.off() if way is Way.STOCK else self._exchange.on()
+
+
 def _prepared(
     way: Way,
     row: Sequence[Found],
     handed: Mapping[int, _Handed],
     hidden: Tensor,
     past: int,
-    exchange: AttentionSwap | None,
+    switch: Callable[[Way], None],
 ) -> Prepare:
     """What puts a way on, and then runs the layers one after the other as the model does."""
     calls = [(each.module, *handed[id(each.module)]) for each in row]
     cache, made = _filled(row, past) if past else None, 0
 
     def prepare() -> Callable[[], Any]:
-        for each in row:
-            assert each.swap is not None
-            if way is Way.STOCK:
-                each.swap.off()
-            else:
-                each.swap.on()
-                _state(each).take((way,) * len(SIZES))
-        if exchange is not None:
-            exchange.off() if way is Way.STOCK else exchange.on()
+        switch(way)
         kept = cache if past else _filled(row, 0)
         ready = []
         for module, others, named in calls:

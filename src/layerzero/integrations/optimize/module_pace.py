@@ -76,7 +76,8 @@ def _prepared(found: Candidate, ways: Sequence[Way], rows: Tensor, others: Seque
         if way is Way.STOCK:
             found.swap.off()
             return
-        found.swap.on()
+        if not found.swap.is_on:  # what its proof rests on is looked at anew then
+            found.swap.on()
         state.take((way,) * len(SIZES))
 
     def run() -> None:

@@ -23,8 +23,8 @@ SIZES = (1, 4, 64)
 FROM_MANY = 16
 """Tokens from which a call counts as a prompt: half-way between the second size and the third, as factors."""
 
-LEAST = 0.01
-"""A difference below this is noise."""
+LEAST, SLOWER = 0.01, 0.02
+"""A gain below the first is noise, and a loss below the second."""
 
 FEWEST, MOST, SECONDS = 4, 60, 0.8
 """Rounds of one size, and the time after which there are no more; a round runs every way once."""
@@ -91,10 +91,10 @@ class Sizes:
     def gains(self, ways: Sequence[Way]) -> bool:
         """Whether these ways are slower than stock at no size, and faster at one by more than the noise."""
         taken = [
-            (ratios[way], max(LEAST, noise[way]))
-            for ratios, noise, way in zip(self.ratios, self.noise, ways, strict=True)
+            (ratios[way], noise[way]) for ratios, noise, way in zip(self.ratios, self.noise, ways, strict=True)
         ]
-        return all(each <= 1 + least for each, least in taken) and any(each <= 1 - least for each, least in taken)
+        slower = any(each > 1 + max(SLOWER, noise) for each, noise in taken)
+        return not slower and any(each <= 1 - max(LEAST, noise) for each, noise in taken)
 
     def text(self, ways: Sequence[Way]) -> str:
         """The time at each size in units of stock's, and how sure it is."""
