@@ -40,13 +40,14 @@ def by_torch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: flo
     if _chosen[0] is not epoch:
         _chosen = epoch, {}
     known = _chosen[1]
-    about = query.shape, key.shape[:2], keys.bit_length(), mask.shape[:3], mask.dtype, query.dtype, scale
-    about = *about, value.shape[3], torch.get_num_threads(), current_policy()
+    of_call = query.shape, key.shape[:2], keys.bit_length(), mask.shape[:3], mask.dtype, query.dtype, scale
+    about: Hashable = *of_call, value.shape[3], torch.get_num_threads(), current_policy()
     if about not in known:
         if len(known) >= MOST:
             known.clear()
         asked = lz.which("attention", query, key, value, False, scale, layout="BHSD", attn_mask=mask)
-        known[about] = asked["kernel_id"]
+        found = asked["kernel_id"]
+        known[about] = None if found is None else str(found)
     if known[about] != KERNEL:
         return None
     heads, kv_heads = query.shape[1], key.shape[1]

@@ -300,7 +300,7 @@ class Layer(State):
 def forward(self: Module, hidden_states: Tensor, *others: Any, **named: Any) -> Any:
     """The forward of a layer; arguments of Transformers' layers."""
     state: Layer | None = self.__dict__.get(MARK)  # None once another thread has undone it
-    if others or state is None or (state.own and state.own[size_of(hidden_states)]):
+    if others or state is None or (state.own_at and state.own_at[size_of(hidden_states)]):
         return type(self).forward(self, hidden_states, *others, **named)
     if not _serves(state, hidden_states, named):
         return type(self).forward(self, hidden_states, *others, **named)

@@ -52,7 +52,7 @@ def pace_layers(whole: Sequence[Found], exchange: AttentionSwap, *, ours: bool) 
     for first in whole:  # what is computed for the next one must be read there
         state = _state(first)
         if state.following is not None and any(
-            _state(each).own != state.own for each in whole if _state(each).norms[0] is state.following
+            _state(each).own_at != state.own_at for each in whole if _state(each).norms[0] is state.following
         ):
             state.following = None
 
@@ -61,7 +61,7 @@ def attention_costs(paced: Sequence[Paced]) -> str:
     """Say where the model's own layers are slower with LayerZero's attention in them; empty where nowhere."""
     for each in paced:
         for count, ratios in zip(SIZES, each.sizes.ratios, strict=True):
-            if ratios[Way.OWN] > 1 + SLOWER:
+            if ratios.get(Way.OWN, 1.0) > 1 + SLOWER:
                 return f"it took {ratios[Way.OWN]:.2f} times as long in {each.module} on {count} tokens"
     return ""
 

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.core.errors import LayerZeroError
+
 SIZES = (1, 4, 64)
 """Tokens of the calls that are timed: a step of generation, what speculation verifies, and a prompt."""
 
@@ -90,9 +92,7 @@ class Sizes:
 
     def gains(self, ways: Sequence[Way]) -> bool:
         """Whether these ways are slower than stock at no size, and faster at one by more than the noise."""
-        taken = [
-            (ratios[way], noise[way]) for ratios, noise, way in zip(self.ratios, self.noise, ways, strict=True)
-        ]
+        taken = [(ratios[way], noise[way]) for ratios, noise, way in zip(self.ratios, self.noise, ways, strict=True)]
         slower = any(each > 1 + max(SLOWER, noise) for each, noise in taken)
         return not slower and any(each <= 1 - max(LEAST, noise) for each, noise in taken)
 
@@ -163,9 +163,11 @@ def timed(sizes: Sequence[Mapping[Way, Prepare]]) -> Sizes | None:
         times = _rounds(ways)
         if not all(times[Way.STOCK]):
             return None
+        if len(times) == 1:  # no way but stock: a real call says why
+            return None
         halves = [_ratios({way: each[first::2] for way, each in times.items()}) for first in (0, 1)]
         ratios.append(_ratios(times))
-        noise.append({way: abs(halves[0][way] - halves[1][way]) / 2 for way in ways})
+        noise.append({way: abs(halves[0][way] - halves[1][way]) / 2 for way in times})
         rounds.append(len(times[Way.STOCK]))
     return Sizes(tuple(ratios), tuple(noise), tuple(rounds), CLOCK() - began)
 
@@ -176,13 +178,23 @@ def _ratios(times: Mapping[Way, Sequence[float]]) -> dict[Way, float]:
     return {way: each / fast[Way.STOCK] for way, each in fast.items()}
 
 
-def _rounds(ways: Mapping[Way, Prepare]) -> dict[Way, list[float]]:
-    for prepare in ways.values():  # kernels are chosen, proved and packed for
+def _runs(way: Way, prepare: Prepare) -> bool:
+    """Run a way first, for kernels to be chosen, proved and packed for; whether there is one for it."""
+    try:
         prepare()()
+    except LayerZeroError:  # a lock on a kernel of packed weights leaves none for weights as they lie
+        if way is Way.STOCK:
+            raise
+        return False
+    return True
+
+
+def _rounds(ways: Mapping[Way, Prepare]) -> dict[Way, list[float]]:
+    ways = {way: prepare for way, prepare in ways.items() if _runs(way, prepare)}
     times: dict[Way, list[float]] = {way: [] for way in ways}
-    began = CLOCK()
+    began, order = CLOCK(), list(ways)
     for turn in range(MOST):
-        for way in ways if turn % 2 else reversed(ways):  # type: ignore[call-overload]  # a mapping in order
+        for way in order if turn % 2 else reversed(order):
             ways[way]()()  # what the way before left in caches is not its own
             run = ways[way]()
             started = CLOCK()

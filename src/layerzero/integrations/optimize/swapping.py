@@ -53,12 +53,12 @@ class State:
     Attributes:
         covers: submodules that the new forward computes for, by name: it computes without calling them.
         stamp: what the proof of the new forward rests on; None before that is put on first.
-        own: of each size of :data:`~layerzero.integrations.optimize.pace.SIZES`, whether the module's own code is
+        own_at: of each size of :data:`~layerzero.integrations.optimize.pace.SIZES`, whether the module's own code is
             faster; empty where it nowhere is.
     """
 
     stamp: Stamp | None = None
-    own: tuple[bool, ...] = ()
+    own_at: tuple[bool, ...] = ()
 
     def __init__(self, covers: Iterable[tuple[str, Module]] = ()) -> None:
         self.covers = tuple(covers)
@@ -79,7 +79,7 @@ class State:
 
     def take(self, ways: Sequence[Way]) -> None:
         """Compute calls of each size that way; by the new forward, with packed weights if any, where none is said."""
-        self.own = tuple(way is Way.OWN for way in ways) if Way.OWN in ways else ()
+        self.own_at = tuple(way is Way.OWN for way in ways) if Way.OWN in ways else ()
 
 
 class Packs(State):
@@ -211,7 +211,7 @@ def serves(state: State | None, input: Tensor, *weights: Tensor | None) -> bool:
     """
     if torch.compiler.is_compiling() or state is None or torch._C._is_any_autocast_enabled():
         return False
-    if state.own and state.own[size_of(input)]:
+    if state.own_at and state.own_at[size_of(input)]:
         return False
     if type(input) not in _PLAIN or in_transform():
         return False
