@@ -61,10 +61,58 @@ def test_debug_mode_sees_it_where_the_call_was_chosen_before():
             lz.paged_attention(query, cache.keys, cache.values, *step_of(), layout="HND")
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_plain_tensors_are_read_as_they_were_written(layout):
+    other = "HND" if layout == "NHD" else "NHD"
+    key, value, query = torch.randn(3, 16, 8), torch.randn(3, 16, 8), torch.randn(1, 1, 16, 8)
+    caches = torch.zeros(2, 4, 16, 16, 8)
+    lz.paged_attention(query, *torch.zeros_like(caches), *step_of(), layout=other)  # chosen before anything is written
+    lz.explain(lz.append_paged_kv_, key, value, *caches, torch.arange(3), layout=other)  # runs nothing
+    slots = torch.arange(3)
+    ENGINE.bump()  # a first call, whatever ran in this process before
+    lz.append_paged_kv_(key, value, *caches, slots, layout=layout)
+    wanted = f"key_cache: wanted layout='{layout}', which its memory is written in, got '{other}'; pass layout="
+    with pytest.raises(lz.InvalidCallError, match=wanted) as raised:
+        lz.paged_attention(query, *caches, *step_of(), layout=other)
+    assert raised.value.code is lz.ReasonCode.KV_CACHE_LAYOUT_MISMATCH
+    with pytest.raises(lz.InvalidCallError, match=wanted):
+        lz.append_paged_kv_(key, value, *caches, slots, layout=other)
+    with pytest.raises(lz.InvalidCallError, match="wanted layout="):
+        lz.PagedCache(*caches, layout=other)
+    same_numbers = [cache.transpose(1, 2) for cache in caches]  # a view of the same memory in the other order
+    got = lz.paged_attention(query, *same_numbers, *step_of(), layout=other)
+    want = lz.attention(query, key[None], value[None], causal=False, layout="BSHD")
+    torch.testing.assert_close(got, want)
+
+
+def test_memory_that_was_given_back_is_written_anew():
+    cache = torch.zeros(2, 4, 16, 16, 8)
+    address = cache[0].data_ptr()
+    ENGINE.bump()
+    lz.append_paged_kv_(torch.ones(3, 16, 8), torch.ones(3, 16, 8), *cache, torch.arange(3), layout="NHD")
+    assert written._WRITTEN[address].layout == "NHD"
+    del cache
+    assert written._WRITTEN[address].storage.expired()
+    new = torch.zeros(2, 4, 16, 16, 8)
+    written._WRITTEN[new[0].data_ptr()] = written._WRITTEN.pop(address)  # as where the allocator gives the same address
+    assert not written.problems({"key_cache": new[0]}, "HND")
+
+
+def test_vllm_memory_says_how_it_is_written_and_read():
+    cache = lz.KVCache(1, 2, 32, max_sequences=1, max_length=16, layout="VLLM", dtype=torch.float32)
+    layer = cache.layer(0)
+    wanted = "layer.append writes it, layer.gather reads it, layer.converted.. copies it into another layout"
+    with pytest.raises(lz.InvalidCallError, match=wanted):
+        lz.gather_paged_kv(layer, slot_mapping=torch.arange(2))
+    with pytest.raises(lz.InvalidCallError, match=wanted):
+        lz.gather_paged_kv(layer.values, layer.values, torch.arange(2))
+
+
 @pytest.fixture
 def undeclared(monkeypatch):
     """As in a process in which nobody has said how a cache is written."""
     monkeypatch.setattr(written, "_DECLARED", set())
+    monkeypatch.setattr(written, "_UNGUARDED", set())
     ENGINE.bump()
     yield
     monkeypatch.undo()
@@ -79,18 +127,19 @@ def kept(function):
 @pytest.mark.parametrize("mine", ["NHD", "HND"])
 def test_a_kept_plan_notices_a_cache_that_is_written_otherwise(mine):
     (other,) = {"NHD", "HND"} - {mine}
-    keys, values = torch.zeros(4, 16, 16, 8), torch.zeros(4, 16, 16, 8)  # nobody says how these are written
+    keys, values = torch.zeros(4, 16, 16, 8), torch.zeros(4, 16, 16, 8)
+    alike = torch.zeros(4, 16, 16, 8), torch.zeros(4, 16, 16, 8)
     query, new = torch.randn(1, 1, 16, 8), torch.randn(3, 16, 8)
     step, slots = step_of(), torch.arange(3)
 
-    def read(layout):
-        return lz.paged_attention(query, keys, values, *step, layout=layout)
+    def read(layout, caches=(keys, values)):
+        return lz.paged_attention(query, *caches, *step, layout=layout)
 
-    def write(layout):
-        lz.append_paged_kv_(new, new, keys, values, slots, layout=layout)
+    def write(layout, caches=(keys, values)):
+        lz.append_paged_kv_(new, new, *caches, slots, layout=layout)
 
     for call in (read, write) * 2:
-        call(other)
+        call(other, alike)
     cache = lz.PagedCache(keys, values, layout=mine)
     for call in (read, write) * 2:
         call(mine)

@@ -128,6 +128,8 @@ class Operation:
         guard: for a function's name and a layout, what looks at the tensors of every call, those of kept plans too, and
             raises InvalidCallError; None while there is nothing to look at, which costs a call nothing. Whoever makes
             that another answer says so (:mod:`layerzero.core.outdated`).
+        note: what remembers of a plan's first call, from its arguments and its layout, what later calls are looked at
+            for; hits do not pass here.
         examples: arguments of a case that the schema cannot tell how to draw; they replace what it draws.
         complete: sizes that follow from others, where a call is asked about by the shapes of its first tensors.
         work: what a call must do, from its facts; ``layerzero bench`` tells GB/s and TFLOP/s by it.
@@ -169,6 +171,7 @@ class Operation:
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     check_values: Callable[..., Sequence[str | Check]] | None = None
     guard: Callable[[str, str | None], Callable[..., None] | None] | None = None
+    note: Callable[[Mapping[str, Any], str | None], None] | None = None
     examples: Callable[[Case, torch.dtype, torch.device, torch.Generator | None], dict[str, Any]] | None = None
     complete: Callable[[Mapping[str, int]], Mapping[str, int]] | None = None
     work: Callable[[Mapping[str, Any]], Work] | None = None

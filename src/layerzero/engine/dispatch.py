@@ -264,7 +264,9 @@ class Dispatcher:
             if problem is not None:
                 raise problem
         self.engine.health.worked(plan.kernel, plan.report.operation, plan.report.facts.device.name)
-        keep, plan.keep = plan.keep, None
+        note, keep, plan.keep = plan.report.facts.operation.note, plan.keep, None
+        if note is not None:
+            note(arguments, plan.report.facts.layout)
         if keep is not None:
             keep()
         for watcher in self.engine.watchers:

@@ -192,9 +192,7 @@ class SplitLayer(Bundle):
 
     def arguments_of(self, function: str, parameter: str, _given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Refuse. Raises: InvalidCallError with KV_CACHE_LAYOUT_MISMATCH."""
-        problem = (
-            f"{parameter}: wanted a cache in NHD or HND, got one in VLLM; converted() gives a copy in another layout"
-        )
+        problem = f"{parameter}: wanted a cache in NHD or HND, got one in VLLM; {written.WAYS_OUT[self.layout]}"
         raise InvalidCallError(function, [problem], ReasonCode.KV_CACHE_LAYOUT_MISMATCH)
 
 

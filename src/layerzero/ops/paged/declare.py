@@ -325,6 +325,7 @@ APPEND_PAGED = Operation(
     tolerance_reason="it only moves numbers",
     check_values=on_demand.checks,
     guard=written.guard,
+    note=written.note,
     work=_append_work,
     sweep=append_sweep,
 )

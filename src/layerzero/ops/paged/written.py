@@ -1,15 +1,18 @@
-"""In which layout caches are written: what is said of their memory counts for as long as whoever said it lives.
+"""In which layout caches are written: what an object says of its memory while it lives, and what calls wrote.
 
-A cache of ``(pages, 16, 16, 128)`` reads as well in the other layout, and gives other numbers. Whoever keeps a cache in
-an object that knows its layout is told where a call names another one.
+A cache of ``(pages, 16, 16, 128)`` reads as well in the other layout, and gives other numbers. An object that keeps a
+cache knows its layout. Of plain tensors the first call of each plan that writes is noted, so that hits cost nothing.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from layerzero.core import forking, outdated
 from layerzero.core.errors import InvalidCallError
@@ -19,8 +22,27 @@ from layerzero.ops.paged import on_demand
 _LAYOUTS: dict[int, dict[int, str]] = {}
 """By the address of a storage, and by who said so."""
 
+
+class _Noted(NamedTuple):
+    """How a call wrote a plain tensor: a view of other sizes or strides may read the same memory in another layout."""
+
+    storage: StorageWeakRef
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    layout: str
+
+
+_WRITTEN: dict[int, _Noted] = {}
+"""By the address of a plain tensor's first element."""
+
 _DECLARED: set[str] = set()
-"""Every layout that anybody ever said: a call in the only one of them needs no look at its memory."""
+"""Every layout that was ever declared or written: a call in the only one of them needs no look at its memory."""
+
+_UNGUARDED: set[str] = set()
+"""Layouts of plans that do not look at memory."""
+
+WAYS_OUT = {"VLLM": "layer.append writes it, layer.gather reads it, layer.converted() copies it into another layout"}
+"""What to do with memory of layouts that no call names; of others the call has to name them."""
 
 _lock = forking.rlock()
 
@@ -36,9 +58,37 @@ def declare(owner: object, tensors: Mapping[str, Tensor], layout: str) -> None:
         with _lock:
             _LAYOUTS.setdefault(address, {})[id(owner)] = layout
         weakref.finalize(owner, _forget, address, id(owner))
+    _add(layout)
+
+
+def note(arguments: Mapping[str, Any], layout: str | None) -> None:
+    """Note what a call wrote: the caches among its arguments, for as long as their memory lives."""
+    for name in ("key_cache", "value_cache") if layout is not None else ():
+        tensor = arguments[name]
+        if _has_none(tensor):
+            continue
+        try:
+            storage = tensor.untyped_storage()
+            whole = storage.data_ptr()
+        except (NotImplementedError, RuntimeError):  # one of a transform: no memory to speak of
+            continue
+        if whole in _LAYOUTS:  # an object tells, until it gives the memory back
+            continue
+        with _lock:
+            for gone in [each for each, noted in _WRITTEN.items() if noted.storage.expired()]:
+                del _WRITTEN[gone]
+            _WRITTEN[_start(tensor, whole)] = _Noted(
+                StorageWeakRef(storage), tuple(tensor.shape), tensor.stride(), layout
+            )
+        _add(layout)
+
+
+def _add(layout: str) -> None:
     if layout not in _DECLARED:
         _DECLARED.add(layout)
-        outdated.tell()  # plans of the other layout look from now on
+        if _UNGUARDED - {layout}:
+            _UNGUARDED.clear()
+            outdated.tell()  # plans of the other layout look from now on
 
 
 def withdraw(owner: object, tensors: Mapping[str, Tensor]) -> None:
@@ -52,11 +102,14 @@ def guard(function: str, layout: str | None) -> Callable[..., None] | None:
 
     None where all caches say this layout and are there from the beginning.
     """
-    if layout is None or not (_DECLARED - {layout} or on_demand.on_cpu()):
+    if layout is None:
+        return None
+    _UNGUARDED.add(layout)  # before the look at what is declared: another thread may declare now
+    if not (_DECLARED - {layout} or on_demand.on_cpu()):
         return None
 
     def look(key_cache: Tensor, value_cache: Tensor, **tensors: Tensor) -> None:
-        if _LAYOUTS:
+        if _LAYOUTS or _WRITTEN:
             check(function, {"key_cache": key_cache, "value_cache": value_cache}, layout)
         on_demand.look(function, key_cache, **tensors)
 
@@ -78,18 +131,39 @@ def check(function: str, tensors: Mapping[str, Tensor], layout: str) -> None:
 
 
 def problems(tensors: Mapping[str, Tensor], layout: str) -> list[str]:
-    """What is wrong with reading or writing memory in a layout; nothing where nobody said which it has."""
-    if not _LAYOUTS:  # nearly always
+    """What is wrong with reading or writing memory in a layout; nothing where nothing tells which it has."""
+    if not _LAYOUTS and not _WRITTEN:
         return []
     found = []
     for name, tensor in tensors.items():
-        if tensor.is_meta or not tensor.numel():
+        if _has_none(tensor):
             continue
         try:
-            said = _LAYOUTS.get(tensor.untyped_storage().data_ptr(), {})
-        except (NotImplementedError, RuntimeError):  # a fake tensor, or one of a transform: no memory to speak of
+            whole = tensor.untyped_storage().data_ptr()
+            said = [*_LAYOUTS.get(whole, {}).values(), *_noted(tensor, whole)]
+        except (NotImplementedError, RuntimeError):  # one of a transform: no memory to speak of
             continue
-        other = next((each for each in said.values() if each != layout), None)
+        other = next((each for each in said if each != layout), None)
         if other is not None:
-            found.append(f"{name}: wanted layout={other!r}, which its memory is written in, got {layout!r}")
+            way_out = WAYS_OUT.get(other, f"pass layout={other!r}, or other memory")
+            wanted = f"{name}: wanted layout={other!r}, which its memory is written in"
+            found.append(f"{wanted}, got {layout!r}; {way_out}")
     return found
+
+
+def _has_none(tensor: Tensor) -> bool:
+    """Whether a tensor has no memory; a fake one warns where it is asked for its address."""
+    return tensor.is_meta or isinstance(tensor, FakeTensor) or not tensor.numel()
+
+
+def _start(tensor: Tensor, whole: int) -> int:
+    """The address of a tensor's first element; asking the tensor itself would copy one that is to be copied lazily."""
+    return whole + int(tensor.storage_offset()) * tensor.itemsize
+
+
+def _noted(tensor: Tensor, whole: int) -> tuple[str, ...]:
+    """The layout that a call wrote this very view in; none where its memory was given back meanwhile."""
+    noted = _WRITTEN.get(_start(tensor, whole))
+    if noted is None or noted.sizes != tuple(tensor.shape) or noted.strides != tensor.stride():
+        return ()
+    return () if noted.storage.expired() else (noted.layout,)

@@ -199,6 +199,7 @@ _COMMON: dict[str, Any] = {
     },
     "check_values": on_demand.checks,
     "guard": written.guard,
+    "note": written.note,
     "stock": stock.split_qkv_norm_rope_append,
 }
 
