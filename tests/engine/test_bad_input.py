@@ -322,7 +322,7 @@ def test_what_equals_a_legal_value_is_judged_by_its_own_type(good, others):
 def test_a_bad_call_does_not_spoil_a_good_one():
     query, key, value = torch.randn(2, 4, 2, 8), torch.randn(2, 4, 2, 8), torch.randn(2, 4, 2, 8)
     wanted = lz.attention(query, key, value, layout="BSHD")
-    for changes in ({"window": (-2, 0)}, {"scale": NAN}, {"attn_mask": zeros(4, 4)}):
+    for changes in ({"window": (-2, 0)}, {"scale": NAN}, {"attn_mask": zeros(4, 4), "causal": True}):
         with pytest.raises(lz.InvalidCallError):
             lz.attention(query, key, value, layout="BSHD", **changes)
     assert torch.equal(lz.attention(query, key, value, layout="BSHD"), wanted)

@@ -18,12 +18,16 @@ def misfit(
     passed: Iterable[str],
     known: Iterable[str],
     renamed: Mapping[str, str] = MappingProxyType({}),
+    lacking: str = "",
 ) -> TypeError:
-    """The error to raise in place of Python's own, by the names of a call, those of the signature and former ones."""
+    """The error to raise in place of Python's own, by the names of a call, those of the signature and former ones.
+
+    ``lacking`` says what the arguments are that the call leaves out.
+    """
     known = list(known)
     stranger = next((each for each in passed if each not in known), None)
     if stranger is None:
-        return TypeError(f"{name}: {error}")
+        return TypeError(f"{name}: {error}{lacking}")
     if stranger in renamed:
         return TypeError(f"{name}: got an unexpected keyword argument {stranger!r}; it is {renamed[stranger]!r} now")
     wanted = ", ".join(each for each in known if each != "self")

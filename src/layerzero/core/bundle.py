@@ -10,6 +10,8 @@ import enum
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     from layerzero.core.operation import Function
 
@@ -24,7 +26,7 @@ class _Missing(enum.Enum):
 
 
 MISSING: Any = _Missing.MISSING
-"""Stands for a required argument that a call leaves out, since an object may bring it."""
+"""Stands for a required argument that a call leaves out: an object may bring it, or the error says what it is."""
 
 
 class Bundle:
@@ -53,9 +55,27 @@ def unpack(function: Function, arguments: Mapping[str, Any]) -> dict[str, Any]:
             found |= value.arguments_of(function.name, name, found)
     missing = [name for name, value in found.items() if value is MISSING]
     if missing:
-        names = ", ".join(map(repr, missing))
-        given = (arguments[name] for name in function.tensors)
-        hints = [value.hint(missing) for value in given if isinstance(value, Bundle)]
-        text = "; ".join(dict.fromkeys(filter(None, hints)))
-        raise TypeError(f"{function.name}() missing required arguments: {names}{text and f'; {text}'}")
+        given = {name: value for name, value in arguments.items() if value is not MISSING}
+        objects = [given[name] for name in function.tensors if isinstance(given.get(name), Bundle)]
+        said = f"{function.name}() missing required arguments: {', '.join(map(repr, missing))}"
+        if not objects:
+            try:
+                function.signature(**{name: given[name] for name in given if name not in function.given_as})
+            except TypeError as error:
+                said = str(error)
+        hints = "".join(f"; {each}" for each in dict.fromkeys(value.hint(missing) for value in objects) if each)
+        raise TypeError(f"{said}{hints or lacking(function, missing, given)}")
     return found
+
+
+def lacking(function: Function, missing: Sequence[str], given: Mapping[str, Any]) -> str:
+    """What the required arguments are that a call lacks, and what it has, for the end of an error."""
+    inputs = {each.name: each for operation in function.operations[::-1] for each in operation.schema.inputs}
+    types = {each.name: each.annotation for each in function.parameters}
+
+    def wanted(name: str) -> str:
+        axes = inputs[name].shape_vars if name in inputs else ()
+        return f"{name} ({', '.join(axes)})" if axes else f"{name}: {types[name]}"
+
+    shapes = [f"{name} {tuple(value.shape)}" for name, value in given.items() if isinstance(value, torch.Tensor)]
+    return f"; wanted {', '.join(map(wanted, missing))}, got {', '.join(shapes) or 'no tensor'}"

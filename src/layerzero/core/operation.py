@@ -14,7 +14,7 @@ import torch
 from layerzero.core.adapter import Adapter
 from layerzero.core.arguments import Param, Role
 from layerzero.core.binding import misfit
-from layerzero.core.bundle import MISSING, Bundle, unpack
+from layerzero.core.bundle import MISSING, Bundle, lacking, unpack
 from layerzero.core.dtypes import ordered
 from layerzero.core.eager_state import STATE_FACTS, declared
 from layerzero.core.errors import RegistrationError
@@ -287,7 +287,6 @@ class Function:
             :mod:`layerzero.core.eager_state` has: ``sdpa`` (the caller's sdpa_kernel context), ``matmul`` (in what
             float32 is multiplied).
         may_share_storage: pairs of tensors that may lie in one storage although one of them is written into.
-        brought: required tensors that a call may leave out where an object that stands for another one brings them.
         renamed: names that it and its arguments had before, with those of today. The function's own still work, with a
             DeprecationWarning; those of arguments raise a TypeError that names the new one.
         parameters: the public parameters in order, then the tensors that callers give by the name of a number.
@@ -306,7 +305,6 @@ class Function:
     order: tuple[str, ...] = ()
     state: frozenset[str] = frozenset()
     may_share_storage: frozenset[frozenset[str]] = frozenset()
-    brought: tuple[str, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
     parameters: Sequence[inspect.Parameter] = field(init=False, repr=False, compare=False)
     given_as: Mapping[str, str] = field(init=False, repr=False, compare=False)
@@ -356,6 +354,16 @@ class Function:
         said = [each for operation in self.operations for each in operation.schema.params if each.name == name]
         return max(said, key=lambda each: len(each.made_of), default=None)
 
+    def _lacking(self, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
+        """What a call lacks, for the end of an error; empty where something else is wrong with it."""
+        signature = inspect.Signature(self.parameters)
+        try:
+            given = signature.bind_partial(*args, **kwargs).arguments
+        except TypeError:
+            return ""
+        missing = [each.name for each in self.parameters if each.default is each.empty and each.name not in given]
+        return lacking(self, missing, given)
+
     def bind(self, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, object]:
         """Bind a call to the public signature, defaults filled in. Raises: TypeError for one that does not fit."""
         signature = inspect.Signature(self.parameters)
@@ -364,7 +372,7 @@ class Function:
             bound = signature.bind_partial(*args, **kwargs) if has_bundle else signature.bind(*args, **kwargs)
         except TypeError as error:
             known = [name for name in signature.parameters if name not in self.given_as]
-            raise misfit(self.name, error, kwargs, known, self.renamed) from None
+            raise misfit(self.name, error, kwargs, known, self.renamed, self._lacking(args, kwargs)) from None
         bound.apply_defaults()
         for name, number in self.given_as.items():
             if isinstance(bound.arguments.get(number), torch.Tensor):

@@ -47,6 +47,11 @@ class Call:
         if self.expression is not None:  # before the first change of anything: the environment may wish
             engine = self.dispatcher.engine
             FUSING.look(frozen=engine.frozen is not None, registered=engine.registry.has_own)
+        self.demanded = [  # tensors that lack are not looked for in tables
+            place
+            for place, each in enumerate(function.parameters)
+            if each.default is each.empty and each.name not in function.tensors
+        ]
         assert function.torch_schemas  # written now: Dynamo may trace what asks for them
         self.source = source(function)
         self.key_of: Callable[..., tuple[Any, ...] | None]
@@ -80,7 +85,7 @@ class Call:
             "_miss": self._miss,
             "_failed": self._failed,
             "_unusual": self._unusual,
-            "_misnamed": self._misnamed,
+            "_misfit": self._misfit,
             "_compiling": torch.compiler.is_dynamo_compiling,
             "_operator": self._operator,
             "_grad_enabled": torch.is_grad_enabled,
@@ -109,8 +114,12 @@ class Call:
     def _arguments(self, values: tuple[Any, ...]) -> dict[str, Any]:
         return dict(zip(self.dispatcher.names, values, strict=True))
 
-    def _misnamed(self, unknown: Mapping[str, Any]) -> Any:
+    def _misfit(self, unknown: Mapping[str, Any], beyond: tuple[Any, ...], *values: Any) -> Any:
         """Raise what Python does for arguments that a function has not, and name the nearest, or those that it has."""
+        if not unknown:
+            parameters = self.function.parameters
+            positional = sum(each.kind is not each.KEYWORD_ONLY for each in parameters)
+            self.function.signature(*values[:positional], *beyond)  # raises, with the numbers of both
         first, renamed = next(iter(unknown)), self.function.renamed
         known = [name for name in self.dispatcher.names if name not in self.function.given_as]
         hint = f"; it is {renamed[first]!r} now" if first in renamed else meant(first, known)
@@ -122,6 +131,8 @@ class Call:
 
     def _miss(self, exact: tuple[Any, ...], *values: Any) -> Any:
         """Look in the table, which has size classes, too; then choose."""
+        if self.demanded and any(values[place] is MISSING for place in self.demanded):
+            unpack(self.function, self._arguments(values))
         table = self.dispatcher.cache.table(current_policy())
         negated = tuple(isinstance(value, torch.Tensor) and value.is_neg() for value in values)
         found = (*exact, negated) if any(negated) else exact

@@ -35,8 +35,8 @@ def source(function: Function) -> str:
     )
     lines = [
         f"def {function.name}({_signature(function)}, **_unknown):",
-        "    if _unknown:",
-        "        return _misnamed(_unknown)",
+        "    if _unknown or _beyond:",
+        f"        return _misfit(_unknown, _beyond, {given})",
         *(
             line
             for name, number in function.given_as.items()
@@ -229,15 +229,13 @@ def _any_grad(required: list[str], optional: list[str]) -> str:
 
 
 def _signature(function: Function) -> str:
-    text, keyword_only = [], False
-    for parameter in function.parameters:
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and not keyword_only:
-            text.append("*")
-            keyword_only = True
-        default = "" if parameter.default is inspect.Parameter.empty else f"={parameter.default!r}"
-        default = default or ("=_MISSING" if parameter.name in function.brought else "")
-        text.append(parameter.name + default)
-    return ", ".join(text)
+    """All parameters with defaults, so that a call that lacks some is told what they are."""
+    texts = [
+        f"{each.name}={'_MISSING' if each.default is each.empty else repr(each.default)}"
+        for each in function.parameters
+    ]
+    positional = sum(each.kind is not inspect.Parameter.KEYWORD_ONLY for each in function.parameters)
+    return ", ".join([*texts[:positional], "*_beyond", *texts[positional:]])
 
 
 def coarse_key(

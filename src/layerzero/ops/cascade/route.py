@@ -132,6 +132,5 @@ CASCADE_ATTENTION = Function(
     draw=draw.cascade_attention,
     weight=1,
     state=frozenset({"sdpa"}),
-    brought=("value_cache", "block_tables", "context_lens", "shared_blocks"),
 )
 FUNCTIONS = (MERGE_ATTENTION_STATES, CASCADE_ATTENTION)

@@ -174,7 +174,6 @@ FUNCTIONS = (
         weight=1,
         renamed={"append_kv": "append_kv_"},
         may_share_storage=_SHARED,
-        brought=("value_cache", "positions"),
     ),
     Function(
         name="gather_paged_kv",
@@ -183,7 +182,6 @@ FUNCTIONS = (
         operations=(GATHER,),
         draw=draw.gather_paged_kv,
         weight=1,
-        brought=("value_cache", "slot_mapping"),
     ),
     Function(
         name="copy_kv_blocks_",
@@ -194,7 +192,6 @@ FUNCTIONS = (
         weight=1,
         renamed={"copy_kv_blocks": "copy_kv_blocks_"},
         may_share_storage=_SHARED,
-        brought=("value_cache", "from_pages", "to_pages"),
     ),
     Function(
         name="append_quantized_kv_",
@@ -205,6 +202,5 @@ FUNCTIONS = (
         weight=1,
         renamed={"append_quantized_kv": "append_quantized_kv_"},
         may_share_storage=_SHARED,
-        brought=("value_cache", "slot_mapping", "key_scale", "value_scale"),
     ),
 )

@@ -90,6 +90,5 @@ MLA_ATTENTION = Function(
     operations=OPERATIONS,
     draw=draw,
     state=frozenset({"sdpa"}),
-    brought=("kpe_cache", "block_tables", "context_lens", "scale"),  # no object brings the last, which follows them
 )
 FUNCTIONS = (MLA_ATTENTION,)

@@ -218,7 +218,6 @@ PAGED_ATTENTION = Function(
     draw=draw_attention,
     weight=4,
     state=frozenset({"sdpa"}),
-    brought=("value_cache", "block_tables", "context_lens"),
 )
 APPEND_PAGED_KV = Function(
     name="append_paged_kv_",
@@ -228,7 +227,6 @@ APPEND_PAGED_KV = Function(
     draw=draw.append_paged_kv_,
     weight=1,
     renamed={"append_paged_kv": "append_paged_kv_"},
-    brought=("value_cache", "slot_mapping"),
     may_share_storage=frozenset({frozenset({"key_cache", "value_cache"})}),
 )
 FUNCTIONS = (PAGED_ATTENTION, APPEND_PAGED_KV)

@@ -170,6 +170,5 @@ ROPE_APPEND_FUNCTION = Function(
     operations=(ROPE_APPEND, ROPE_APPEND_PAGED, ROPE_APPEND_QUANTIZED),
     draw=draw.rope_append_,
     renamed={"rope_append": _NAME},
-    brought=("value_cache", "positions"),
     may_share_storage=frozenset({frozenset(CACHES)}),
 )

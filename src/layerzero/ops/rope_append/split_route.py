@@ -128,6 +128,5 @@ SPLIT_FUNCTION = Function(
     operations=(SPLIT_APPEND, SPLIT_APPEND_PAGED),
     draw=draw.split_qkv_norm_rope_append_,
     renamed={"split_qkv_norm_rope_append": _NAME},
-    brought=("value_cache", "positions"),
     may_share_storage=frozenset({frozenset(CACHES)}),
 )
