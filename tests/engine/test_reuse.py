@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 import layerzero as lz
 from drawing import examples
-from layerzero.core import indices
+from layerzero.core import indices, limits
 from layerzero.core.evidence import Measurement
 from layerzero.core.facts import TensorFacts
 from layerzero.core.kernel import Kernel
@@ -397,6 +397,99 @@ def test_a_plan_serves_calls_that_agree_in_what_was_read(drawn):
     finally:
         lz.unregister_kernel(kernel.id)
         BUILT.clear()
+
+
+@st.composite
+def masked(draw):
+    """Two calls of attention with a mask of any shape: of other data, of other sizes, or with one axis for all."""
+    number = draw(st.integers(0, 100_000))
+    while "attn_mask" not in random_call(6, number, function="attention").arguments:
+        number += 1
+    first, second = (random_call(6, number, function="attention", data=data) for data in (0, 1))
+    for call in (first, second):
+        call.arguments.setdefault("layout", lz.facts("attention", **call.arguments).layout)
+    mask = second.arguments["attn_mask"]
+    kind = draw(st.integers(0, 5))
+    if kind == 0 and mask.ndim:  # one element for all of an axis
+        axis = draw(st.integers(0, mask.ndim - 1))
+        second.arguments["attn_mask"] = mask.narrow(axis, 0, min(1, mask.shape[axis]))
+    elif kind == 1:  # the same numbers, one for all of what they broadcast to
+        second.arguments["attn_mask"] = mask[(None,) * (4 - mask.ndim)]
+    else:
+        second = resized(second, draw(st.integers(0, 11)), draw(st.booleans()))
+    return first, second
+
+
+@IN_C
+@settings(EXAMPLES, max_examples=examples(300))
+@given(masked())
+def test_a_plan_of_a_masked_call_serves_no_call_that_it_would_not_be_chosen_for(pair):
+    first, second = pair
+    ENGINE.bump()
+    run(first)
+    _, plan = plan_that_served(second)
+    if plan is not None:
+        assert violations(plan, second) == []
+        assert check(second) == []
+
+
+MASKS = {
+    "of keys": lambda keys: (1, 1, 1, keys),
+    "of each sequence": lambda keys: (2, 1, 4, keys),
+    "of each head": lambda keys: (2, 4, 4, keys),
+    "without a batch": lambda keys: (4, keys),
+}
+
+
+@IN_C
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", MASKS.values(), ids=MASKS)
+def test_a_mask_over_keys_that_grow_is_chosen_for_once_for_each_alignment_of_its_rows(shape, dtype):
+    query, chosen = torch.randn(2, 4, 4, 16), 0
+    ENGINE.bump()
+    for keys in range(65, 128):
+        key = torch.randn(2, 1, keys, 16)
+        mask = (torch.rand(shape(keys)) < 0.9).to(dtype)
+        mask[..., 0] = 1
+        call = RandomCall("attention", {"query": query, "key": key, "value": key, "layout": "BHSD", "attn_mask": mask})
+        _, plan = plan_that_served(call)
+        chosen += plan is None
+        assert check(call) == []
+    assert chosen <= 5  # rows start at a multiple of 1, 2, 4, 8 or 16 bytes
+
+
+@IN_C
+def test_masks_for_all_of_an_axis_and_for_each_of_it_are_told_apart():
+    def served(batch, of_mask):
+        key, mask = torch.randn(batch, 20, 1, 16), torch.zeros(of_mask, 1, 4, 20)
+        given = {"query": torch.randn(batch, 4, 2, 16), "key": key, "value": key, "attn_mask": mask}
+        return plan_that_served(RandomCall("attention", {**given, "layout": "BSHD"}))[1] is not None
+
+    ENGINE.bump()
+    assert [served(5, 1), served(6, 1), served(5, 5), served(6, 6)] == [False, True, False, True]
+    with pytest.raises(lz.InvalidCallError, match="attn_mask"):
+        served(6, 5)
+
+
+def test_a_kernel_that_reads_how_a_made_mask_lies_shares_no_plan_of_one():
+    """The mask that a plan makes lies as its sizes say: here one size passes the limit, another does not."""
+    kernel = next(each for each in lz.list_kernels("attention.gqa.prefill") if each.id == "torch.sdpa.cpu_flash")
+    limit = limits.Custom("even rows", lambda facts: facts.tensors["attn_mask"].row_alignment_bytes and None)
+    own = dataclasses.replace(
+        kernel, id="user.reads_mask", backend=USER_BACKEND, priority=99, limits=(*kernel.limits, limit), aliases=()
+    )
+    lz.register_backend([own])
+    try:
+        served = []
+        for keys in (65, 66, 67):
+            key, mask = torch.randn(1, 1, keys, 16), torch.ones(1, 1, 4, keys, dtype=torch.bool)
+            tensors = {"query": torch.randn(1, 4, 4, 16), "key": key, "value": key, "attn_mask": mask}
+            _, plan = plan_that_served(RandomCall("attention", {**tensors, "layout": "BHSD"}))
+            served.append(plan)
+        assert lz.which("attention", *list(tensors.values())[:3], layout="BHSD", attn_mask=mask)["kernel_id"] == own.id
+        assert served == [None] * 3
+    finally:
+        lz.unregister_kernel(own.id)
 
 
 def test_most_changes_of_memory_are_told_apart():

@@ -31,6 +31,7 @@ class Adapter:
         absorbed: the arguments that it can absorb; those of a call that are there go along.
         gives: a tensor that the statements make, which the kernel gets in place of what they absorb.
         writes_anew: tensors that are dense afterwards, whatever they were before.
+        gives_alone: arguments for whose sake it makes what it gives, and writes no other tensor.
     """
 
     text: str
@@ -42,3 +43,4 @@ class Adapter:
     absorbed: tuple[str, ...] = ()
     gives: str = ""
     writes_anew: tuple[str, ...] = ()
+    gives_alone: frozenset[str] = frozenset()

@@ -222,6 +222,7 @@ class Plan:
         direct: the kernel with its constants in place, called like ``run``: what C calls where ``run`` would do nothing
             else; None elsewhere.
         reads: the facts that ``load`` read; other calls share the plan only where they agree in them.
+        adapted: the call as the kernel gets it, where its limits were evaluated on other tensors than the caller's.
         keep: puts it where later calls find it, once its first run was accepted; None where it is not to be kept.
         reads_negated: whether the kernel reads tensors with the negative bit rightly; the hit path asks others for it.
     """
@@ -236,6 +237,7 @@ class Plan:
     used: bool = False
     direct: Callable[..., Any] | None = None
     reads: Reads = frozenset({EVERYTHING})
+    adapted: Facts | None = None
     keep: Callable[[], None] | None = None
     reads_negated: bool = field(init=False)
 

@@ -92,13 +92,19 @@ class SizedCall:
         return not self.varying.isdisjoint(behind) or name in self.facts.tensors
 
     def axes(self, tensor: str) -> tuple[str, ...]:
-        """Names of a tensor's axes as the caller passes it; ``...`` for each leading one, empty without a name."""
+        """Names of a tensor's axes as the caller passes it; ``...`` for each leading one, empty without a name.
+
+        Of what broadcasts, an axis has the name of the one that it is as long as; none where it has one element.
+        """
         known = self._axes.get(tensor)
         if known is None:
             whole = self.facts.operation.schema
-            named = whole.tensor(tensor).axes_in(self.facts.layout, whole.canonical)
-            ndim = self.facts.tensors[tensor].ndim
+            schema, shape = whole.tensor(tensor), self.facts.tensors[tensor].shape
+            named, ndim = schema.axes_in(self.facts.layout, whole.canonical), len(shape)
             known = named or ("",) * ndim
+            if schema.broadcast:  # one element is for all of the axis, however long that is
+                full = schema.broadcast[len(schema.broadcast) - ndim :]
+                known = tuple([axis if size != 1 else "" for axis, size in zip(full, shape, strict=True)])
             if named and named[0] == "...":
                 known = ("...",) * (ndim - len(named) + 1) + named[1:]
             self._axes[tensor] = known

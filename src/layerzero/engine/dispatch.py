@@ -357,7 +357,7 @@ class Dispatcher:
                     "%s: its plan does not satisfy its own limits: %s\n%s", kernel.id, finding.reason, plan.source
                 )
                 return False
-        plan.proved = True
+        plan.proved, plan.adapted = True, seen
         return True
 
     def _build_later(self, judged: Iterable[Candidate], facts: Facts) -> None:

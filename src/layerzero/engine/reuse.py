@@ -30,6 +30,7 @@ from layerzero.core.reuse_conditions import (
 )
 from layerzero.core.watched import EVERYTHING, NEGATED, RANK, Reads, Watched, names_no_size, reads_of
 from layerzero.engine.kept import Kept
+from layerzero.engine.legality import checked
 from layerzero.engine.policy import Policy
 
 
@@ -79,10 +80,11 @@ def conditions_of(plan: Plan, policy: Policy, order: tuple[str, ...]) -> Conditi
     times, also those whose memory lies in another order.
     """
     facts = plan.report.facts
-    if EVERYTHING in plan.reads or plan.transforms_data:
-        return None  # a copy's strides and alignment follow from sizes in ways that no condition here says
-    kind = _kind(plan, policy, order)
-    outline, demanded = (kind.outline, []) if kind.complete else _asked(kind, plan, policy, order)
+    made_good = _made_good(plan)
+    if EVERYTHING in plan.reads or made_good is None:
+        return None
+    kind = _kind(plan, policy, order, made_good)
+    outline, demanded = (kind.outline, []) if kind.complete else _asked(kind, plan, policy, order, made_good)
     if not outline.varying:
         return None
     shapes = [facts.tensors[name].shape if name in facts.tensors else () for name in order]
@@ -96,24 +98,75 @@ def conditions_of(plan: Plan, policy: Policy, order: tuple[str, ...]) -> Conditi
     return (*told, *[each for each in lying if each not in told])
 
 
-def _kind(plan: Plan, policy: Policy, order: tuple[str, ...]) -> _Kind:
+class _MadeGood(NamedTuple):
+    """What a plan does to tensors that calls of other sizes may have done to theirs.
+
+    Attributes:
+        limits: those that it makes good, so that they say nothing of the caller's tensors.
+        reads: what these limits and the kernel's ``load`` read.
+    """
+
+    limits: tuple[Limit, ...]
+    reads: Reads
+
+
+def _made_good(plan: Plan) -> _MadeGood | None:
+    """What a plan makes good; None where another call's tensors may lie differently from these once they are made.
+
+    A copy's strides and alignment follow from sizes in ways that no condition here says. So do those of a tensor that
+    an adapter gives: one that a call without it gets anew was shown to no limit, and of one that a call has, none may
+    read how it lies.
+    """
+    if not plan.transforms_data:
+        return _MadeGood((), plan.reads)
+    kernel, facts, given = plan.kernel, plan.report.facts, set[str]()
+    for each in plan.adaptations:
+        adapter = facts.operation.adapters.get(each.kind)
+        if adapter is not None and each.argument in adapter.gives_alone:
+            given.add(adapter.gives)
+        elif each.moves_data:
+            return None
+    if plan.adapted is None or not given <= facts.tensors.keys():
+        return None
+    for read in [each for limit in kernel.limits for each in reads_of(limit.check, plan.adapted)]:
+        name, dot, part = read.partition(".")
+        if read == EVERYTHING or (dot and name in given and part not in _ALIKE):
+            return None
+    seen = facts.seen_in(kernel.layout)
+    found = tuple([limit for limit in kernel.limits if checked(limit, seen)])
+    return _MadeGood(found, plan.reads.union(*[reads_of(limit.check, seen) for limit in found]))
+
+
+_ALIKE = frozenset({"dtype", "ndim"})
+"""What tensors that the same statements give have in common."""
+
+
+def _kind(plan: Plan, policy: Policy, order: tuple[str, ...], made_good: _MadeGood) -> _Kind:
     kernel, facts, varies = plan.kernel, plan.report.facts, plan.report.varies
     ranks = tuple([len(tensor.shape) for tensor in facts.tensors.values()])
-    key = kernel, policy, order, varies, plan.reads, facts.operation.name, facts.layout, ranks, facts.sizeless()
+    key = kernel, policy, order, varies, made_good, facts.operation.name, facts.layout, ranks, facts.sizeless()
 
     def made() -> _Kind:
         rules = (condition.fact for rule in policy.rules for condition in rule.conditions)
-        reads = plan.reads.union([fact_name(name, facts.operation) for name in rules])
+        reads = made_good.reads.union([fact_name(name, facts.operation) for name in rules])
         call = SizedCall(facts, kernel.layout, order, frozenset() if _unexplained(facts) else frozenset(varies))
-        outline = _outlined(kernel, replace(call, varying=_without(reads, call)))
+        outline = _outlined(kernel, replace(call, varying=_without(reads, call)), made_good)
         told = kernel.build_key is None and kernel.prebuilt is None and kernel.workspace_bytes is None
         complete = told and not outline.sized and not outline.watched and not any("." in read for read in reads)
         return _Kind(outline, complete, {outline.varying: outline})
 
-    return OUTLINES.get(key, made)
+    return OUTLINES.get((*key, _for_all(facts)), made)
 
 
-def _asked(kind: _Kind, plan: Plan, policy: Policy, order: tuple[str, ...]) -> tuple[_Outline, list[Condition]]:
+def _for_all(facts: Facts) -> tuple[bool, ...]:
+    """Of which axes a tensor that broadcasts has one element for all: these have no name and stay as they are."""
+    there = [each.name for each in facts.operation.schema.inputs if each.broadcast and each.name in facts.tensors]
+    return tuple([size == 1 for name in there for size in facts.tensors[name].shape])
+
+
+def _asked(
+    kind: _Kind, plan: Plan, policy: Policy, order: tuple[str, ...], made_good: _MadeGood
+) -> tuple[_Outline, list[Condition]]:
     """The outline of a call, and what its sizes and strides demand beside it; what limits read leaves fewer axes."""
     kernel, facts = plan.kernel, plan.report.facts
     reads = _built_for(kernel, facts)
@@ -124,7 +177,7 @@ def _asked(kind: _Kind, plan: Plan, policy: Policy, order: tuple[str, ...]) -> t
             call = replace(call, varying=varying)
         outline = kind.outlines.get(varying)
         if outline is None:
-            outline = kind.outlines[varying] = _outlined(kernel, call)
+            outline = kind.outlines[varying] = _outlined(kernel, call, made_good)
         demanded, more = _demanded(outline, plan, policy, call)
         reads |= more
         varying = _without(more, call)
@@ -132,7 +185,7 @@ def _asked(kind: _Kind, plan: Plan, policy: Policy, order: tuple[str, ...]) -> t
             break
     if NEGATED in reads:
         plan.reads_negated = False
-    return outline, [*demanded, *strides_read(plan.reads | reads, call)]
+    return outline, [*demanded, *strides_read(made_good.reads | reads, call)]
 
 
 def _unexplained(facts: Facts) -> bool:
@@ -162,13 +215,15 @@ def _built_for(kernel: Kernel, facts: Facts) -> Reads:
     return reads
 
 
-def _outlined(kernel: Kernel, call: SizedCall) -> _Outline:
+def _outlined(kernel: Kernel, call: SizedCall, made_good: _MadeGood) -> _Outline:
     """Ask each limit once what of a call its conditions follow from, and those that have none what they read."""
     facts, seen = call.facts, call.facts.seen_in(call.layout)
     fixed: list[Condition] = []
     sized: list[Limit] = []
     watched: list[Limit] = []
     for limit in kernel.limits:
+        if limit in made_good.limits:
+            continue
         asked = Watched(facts)
         try:
             told = conditions(limit, SizedCall(asked, call.layout, call.order, call.varying))

@@ -49,6 +49,7 @@ ADAPTERS = {
         absorbs=True,
         absorbed=FOLDABLE,
         gives="attn_mask",
+        gives_alone=frozenset(FOLDABLE) - {"kv_lens"},
     ),
     "expand": Adapter(
         text="repeat kv heads to match query heads",

@@ -103,11 +103,11 @@ def route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     problems = operation.schema.validate(layout=layout, **canonical)
     if problems:
         raise InvalidCallError(NAME, problems)
-    # Without a layout the sizes decide which axis is which; a mask or slopes by batch fit the sizes that they have.
-    shapes_decide = arguments["layout"] is None and default_layout is None
-    biased = canonical["attn_mask"] is not None or canonical["alibi_slopes"] is not None
-    varies = () if shapes_decide or biased else ("batch", "seq_q", "seq_k")
-    return Routed(operation, canonical, layout, varies)
+    shapes_decide = arguments["layout"] is None and default_layout is None  # which axis is which
+    slopes = canonical["alibi_slopes"]
+    by_batch = slopes is not None and slopes.ndim == 2  # no condition says that they are as many as the batch
+    lengths = ("seq_q", "seq_k") if by_batch else ("batch", "seq_q", "seq_k")
+    return Routed(operation, canonical, layout, () if shapes_decide else lengths)
 
 
 def _operation(equal_heads: bool, decode: bool) -> Operation:
