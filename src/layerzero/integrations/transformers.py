@@ -25,7 +25,6 @@ from layerzero.core.errors import InvalidCallError
 from layerzero.integrations.transformers_batching import is_of_a_batch, keys_of, serve_batches
 from layerzero.integrations.transformers_experts import is_reserved, register_experts
 from layerzero.integrations.transformers_loading import check_at_load, settings_of
-from layerzero.integrations.transformers_masked import by_torch
 
 _UNSERVED = {
     "output_attentions": "no attention weights (fast kernels never form them); use attn_implementation='eager'",
@@ -256,10 +255,6 @@ def attention_forward(
         return traced
 
     output: Tensor
-    if attention_mask is not None and not own and not dropout and not torch.compiler.is_compiling():
-        masked = by_torch(query, key, value, attention_mask, scaling)
-        if masked is not None:
-            return masked.transpose(1, 2).contiguous(), None
     named: dict[str, Any] = {"layout": "BHSD", "attn_mask": attention_mask, "dropout_p": dropout, "window": window}
     named |= {"softcap": softcap, "sinks": s_aux}
     if deterministic:
