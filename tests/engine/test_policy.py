@@ -303,6 +303,26 @@ def test_lock_attention_covers_every_operation_that_has_the_kernel(attention, mo
     assert chosen(attention[0][:, :1], *attention[1:], layout="BSHD") == "torch.sdpa.math"
 
 
+def test_lock_attention_reaches_kernels_of_paged_caches_and_leaves_other_operations_alone(attention, monkeypatch):
+    query, cache = torch.randn(1, 1, 2, 8), torch.randn(2, 4, 2, 8)
+    places = torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
+
+    def of_pages():
+        return lz.explain("paged_attention", query, cache, cache, *places)
+
+    operation = of_pages().operation
+    (reference,) = [each.kernel.id for each in of_pages().candidates if each.kernel.is_reference]
+    monkeypatch.setenv("LAYERZERO_LOCK_ATTENTION", reference)
+    config.CONFIGURATION.reset()
+    assert (of_pages().chosen.kernel.id, of_pages().locked) == (reference, f"lock attention = {reference}")
+    assert not lz.explain("attention", *attention, layout="BSHD").locked
+    monkeypatch.setenv("LAYERZERO_LOCK_ATTENTION", "torch.sdpa.math")
+    monkeypatch.setenv("LAYERZERO_LOCK", f"{operation}={reference}")
+    config.CONFIGURATION.reset()
+    assert of_pages().locked == f"lock {operation} = {reference}"
+    assert chosen(*attention, layout="BSHD") == "torch.sdpa.math"
+
+
 @pytest.mark.parametrize(("variable", "text", "told"), [
     ("LAYERZERO_DENY", "tocrh", "environment: LAYERZERO_DENY: wanted a library, kernel or glob, got 'tocrh'"),
     ("LAYERZERO_JIT", "soon", "environment: LAYERZERO_JIT: wanted 'background' or 'inline' or 'never', got 'soon'"),

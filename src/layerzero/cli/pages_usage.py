@@ -112,7 +112,11 @@ def _variables() -> Iterator[tuple[str, str, str]]:
             if SETTINGS[key].built:
                 yield f"`{variable}`", _effect(key, value), f"`{_example(key, text)}`"
             break
-    yield "`LAYERZERO_LOCK_<OPERATION>`", "`locks` for one operation", "`LAYERZERO_LOCK_ATTENTION=torch.sdpa.math`"
+    yield (
+        "`LAYERZERO_LOCK_<OPERATION>`",
+        "`locks` for one operation, or for all below a function's name",
+        "`LAYERZERO_LOCK_ATTENTION=torch.sdpa.math`",
+    )
 
 
 def _effect(key: str, value: Any) -> str:

@@ -24,7 +24,7 @@ from layerzero.engine.probe import Machine, this_machine
 
 
 def judge(
-    kernels: Iterable[Kernel],
+    kernels: Collection[Kernel],
     facts: Facts,
     policy: Policy,
     machine: Machine,
@@ -37,7 +37,7 @@ def judge(
 
     Choosing needs no more than one reason of a refused kernel: :mod:`layerzero.engine.standing` keeps what it can.
     """
-    lock = policy.lock_for(facts)
+    lock = policy.lock_for(facts, kernels)
     seen: dict[str | None, Facts] = {None: facts, facts.layout: facts}
     judged = []
     for kernel in kernels:

@@ -17,7 +17,7 @@ from layerzero.core.kernel import REFERENCE_BACKEND, Kernel
 from layerzero.engine.config import CONFIGURATION, SCOPES
 from layerzero.engine.of_functions import USER_BACKEND
 from layerzero.engine.plugins import Plugins, installed, names_of
-from layerzero.engine.policy import Policy, names_kernel
+from layerzero.engine.policy import Policy, is_above, names_kernel
 from layerzero.engine.settings import nearest
 
 _KEYS = ("prefer_sources", "avoid_sources", "allow", "deny")
@@ -136,7 +136,11 @@ class Names:
         if problem:
             return problem
         kernels, covered = self._registry.read_declarations().values(), set(self._registry.operations_named(operation))
-        own = [kernel for kernel in kernels if not covered.isdisjoint(kernel.operations)]
+
+        def is_covered(name: str) -> bool:
+            return name in covered or is_above(operation, name)
+
+        own = [kernel for kernel in kernels if any(map(is_covered, kernel.operations))]
         if any(names_kernel(pattern, kernel) for kernel in own):
             return ""
         others = sorted({each for kernel in kernels if names_kernel(pattern, kernel) for each in kernel.operations})

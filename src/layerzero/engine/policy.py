@@ -88,7 +88,7 @@ class Lock:
     """An operation pattern bound to one kernel.
 
     Attributes:
-        operation: operation, alias, function or glob.
+        operation: operation, alias, function (all operations below its name, too) or glob.
         kernel: kernel id, alias, library or glob.
         otherwise: ``error`` if that kernel is not legal, or ``select`` as if there were no lock, with a warning.
     """
@@ -150,13 +150,22 @@ class Policy:
     def __getitem__(self, name: str) -> Any:
         return self._by_name[name]
 
-    def lock_for(self, facts: Facts) -> Lock | None:
-        """The lock that covers this call, the most specific pattern first, then the latest."""
+    def lock_for(self, facts: Facts, kernels: Iterable[Kernel]) -> Lock | None:
+        """The lock on one of a call's kernels that covers it, the most specific pattern first, then the latest.
+
+        A function's name covers all operations below it, too: its kernel is locked wherever it serves.
+        """
         if not self.locks:
             return None
+        name = str(facts["operation"])
+        exact = [lock for lock in self.locks if lock.operation == name]
         covering = [lock for lock in self.locks if covers(lock.operation, facts)]
-        exact = [lock for lock in covering if lock.operation == facts["operation"]]
-        return next(iter(exact or covering), None)
+        above = [lock for lock in self.locks if is_above(lock.operation, name)]
+        own = tuple(kernels)
+        found = (
+            each for each in (*exact, *covering, *above) if any(names_kernel(each.kernel, kernel) for kernel in own)
+        )
+        return next(found, None)
 
 
 _ATTRIBUTES = (
@@ -178,6 +187,11 @@ def covers(pattern: str, facts: Facts) -> bool:
     if pattern in PLAIN_FUNCTIONS:
         return any(operation.name == name for operation in PLAIN_FUNCTIONS[pattern].operations)
     return fnmatch.fnmatchcase(name, pattern)
+
+
+def is_above(pattern: str, operation: str) -> bool:
+    """Whether a function's name is the beginning of an operation's: ``attention`` of ``attention.gqa.decode.paged``."""
+    return pattern in FUNCTIONS and operation.startswith(f"{pattern}.")
 
 
 def meant(pattern: str, known: Iterable[str]) -> str:

@@ -19,7 +19,7 @@ from layerzero.engine import declared as fitting
 from layerzero.engine.naming import Names
 from layerzero.engine.of_functions import reference_kernel
 from layerzero.engine.plugins import Plugins
-from layerzero.engine.policy import Lock, Policy, meant, names_kernel
+from layerzero.engine.policy import Lock, Policy, meant
 from layerzero.engine.settings import nearest
 from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, OPERATIONS, PLAIN_FUNCTIONS, PLAIN_OPERATIONS
 
@@ -281,10 +281,7 @@ class Registry:
         Raises: PolicyError where a setting names nothing.
         """
         self.names.check(policy)
-        lock = policy.lock_for(facts) if policy.enabled else None
-        if lock is None or any(names_kernel(lock.kernel, each) for each in self.candidates(str(facts["operation"]))):
-            return lock
-        return None
+        return policy.lock_for(facts, self.candidates(str(facts["operation"]))) if policy.enabled else None
 
     def kernels(self, pattern: str = "*") -> list[Kernel]:
         """Kernels of the operations that a name, alias, function or glob covers, by priority, then id."""

@@ -126,7 +126,7 @@ class Standings:
         never left.
         """
         kept = self._of(kernels, facts, policy, machine)
-        asked, lock = _Asked.about(facts, policy), policy.lock_for(facts)
+        asked, lock = _Asked.about(facts, policy), policy.lock_for(facts, kernels)
         operation = facts.operation.name
         on_record = ledger.on_record(kernels)
         judged: list[Candidate] = []
