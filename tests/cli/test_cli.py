@@ -483,6 +483,31 @@ def test_config_check_finds_what_is_wrong(yaml, problem, tmp_path):
     assert problem in answer(f"config check {file}", code=1)["problems"][0]
 
 
+def test_an_unknown_dtype_is_told_alike_in_a_command_and_in_a_call():
+    with pytest.raises(ValueError, match="unknown dtype 'bf17'; did you mean 'bf16'") as raised:
+        lz.warmup("rms_norm", [(2, 8)], dtype="bf17")
+    assert type(raised.value) is ValueError
+    assert f"error: {raised.value}\n" in run("explain rms_norm --shape 2x8 --dtype bf17").stderr
+
+
+def test_config_check_tells_all_that_is_wrong(tmp_path):
+    file = tmp_path / "settings.yaml"
+    file.write_text(
+        "denny: [torch]\nstrict_mode: 7\ndeny: [tocrh]\n"
+        "locks: {norm.rms: torch.rms_nrm, attention: 3, nrm.rms: torch.rms_norm}\n"
+        "rules: [{match: {sn: 90, operation: nrm.rms}, avoid: zentroch, avoids: torch}, {match: {}, deny: flash_atn}]\n"
+    )
+    problems = answer(f"config check {file}", code=1)["problems"]
+    assert all(each.startswith(f"{file}: ") for each in problems)
+    for part in (
+        *("'denny'", "strict_mode:", "locks: attention:", "rules[0]: unknown key 'avoids'", "unknown fact 'sn'"),
+        *("rules[1]: wanted `match:`", "'tocrh'", "'torch.rms_nrm'", "locks: nrm.rms:", "rules[0]: unknown operation"),
+        *("rules[0].avoid: wanted a library, kernel or glob, got 'zentroch'", "rules[1].deny: wanted a library"),
+    ):
+        assert [part in each for each in problems].count(True) == 1, part
+    assert len(problems) == 12
+
+
 def test_config_check_accepts_the_documented_file(tmp_path):
     file = tmp_path / "settings.yaml"
     file.write_text(EXAMPLE)

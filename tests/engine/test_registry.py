@@ -7,6 +7,7 @@ import torch
 
 import layerzero as lz
 from layerzero.core.kernel import Backend, Kernel
+from layerzero.engine.settings import nearest
 from layerzero.ops import FUNCTIONS
 
 
@@ -273,3 +274,21 @@ def test_an_operation_has_the_tensors_that_its_kind_has():
     with pytest.raises(lz.RegistrationError, match="of kind tokenization: wanted no tensors among its inputs"):
         lz.register_operation(words)
     assert "test.words" not in {each.name for each in lz.list_operations()}
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("mine.own", ""),
+        ("something.else", ""),
+        ("attention.standrd.prefill", "attention.standard.prefill"),
+        ("mlp.liner.quant", "mlp.linear.quant"),
+        ("torch.sdpa.mth", "torch.sdpa.math"),
+        ("rmsnorm", "rms_norm"),
+        ("epz", "eps"),
+        ("rope", ""),
+    ],
+)
+def test_a_typo_is_guessed_and_another_name_is_not(word, meant):
+    known = ["mlp.linear.quant", "attention.standard.prefill", "torch.sdpa.math", "rms_norm", "eps", "nope", "scale"]
+    assert nearest(word, known) == (f"; did you mean {meant!r}?" if meant else "")

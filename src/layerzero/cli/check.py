@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from layerzero.asking.descriptors import DESCRIPTORS
 from layerzero.core.errors import DescriptorError, PolicyError
-from layerzero.engine.config import Configuration, read_yaml
-from layerzero.engine.policy import Policy, names_kernel
+from layerzero.engine.config import plain_yaml
+from layerzero.engine.policy import Policy, names_kernel, read_policy
 from layerzero.engine.registry import REGISTRY
-from layerzero.engine.settings import nearest
+from layerzero.engine.settings import SETTINGS, checked, nearest
 
 
 def problems(file: Path) -> list[str]:
@@ -19,14 +20,22 @@ def problems(file: Path) -> list[str]:
     A name that no kernel has is wrong although the engine takes it: the plugin that brings it may not be installed, but
     far more often it is misspelt, and a denied kernel would run.
     """
+    values: dict[str, Any] = {}
+    found: list[str] = []
     try:
-        values = read_yaml(file)
-        policy = Configuration({}).effective(values)
+        said = plain_yaml(file)
     except PolicyError as error:
         return list(error.problems)
+    for key, value in said.items():  # each by itself: names are looked at beside what is wrong elsewhere
+        try:
+            values |= checked({key: value}, str(file))
+        except PolicyError as error:
+            found += error.problems
+    defaults = {name: setting.default for name, setting in SETTINGS.items()}
+    policy, wrong = read_policy(defaults | values)
+    wrong += _wrong_descriptors(policy)
     REGISTRY.ready()
-    wrong = (f"{file}: {problem}" for problem in _wrong_descriptors(policy))
-    return [*REGISTRY.names.problems(policy, str(file)), *wrong]
+    return [*found, *(f"{file}: {problem}" for problem in wrong), *REGISTRY.names.problems(policy, str(file))]
 
 
 def _wrong_descriptors(policy: Policy) -> Iterator[str]:

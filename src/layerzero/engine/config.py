@@ -191,7 +191,12 @@ def _joined(before: str, origin: str) -> str:
 
 
 def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read and check a YAML file."""
+    """Read and check a YAML file. Raises: PolicyError with everything that is wrong with its keys and values."""
+    return checked(plain_yaml(path), str(path))
+
+
+def plain_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The keys and values of a YAML file. Raises: PolicyError for what is no such file."""
     import yaml  # most processes read no file
 
     try:
@@ -204,7 +209,7 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict):
         raise PolicyError(f"{path}: wanted keys and values, got {type(values).__name__}")
-    return checked(values, str(path))
+    return values
 
 
 def environment_settings(environment: Mapping[str, str]) -> dict[str, Any]:

@@ -214,58 +214,71 @@ def parse_policy(values: Mapping[str, Any]) -> Policy:
 
     Raises: PolicyError for locks or rules that could never hold.
     """
-    locks = tuple(_lock(pattern, target) for pattern, target in values["locks"].items())
-    rules = tuple(_rule(index, rule) for index, rule in enumerate(values["rules"]))
+    policy, problems = read_policy(values)
+    if problems:
+        raise PolicyError(*problems)
+    return policy
+
+
+def read_policy(values: Mapping[str, Any]) -> tuple[Policy, list[str]]:
+    """The same, with what is wrong in place of an error; the policy has what is right of each lock and rule."""
+    problems: list[str] = []
+    locks = [_lock(pattern, target, problems) for pattern, target in values["locks"].items()]
+    rules = tuple([_rule(index, rule, problems) for index, rule in enumerate(values["rules"])])
     frozen = tuple(sorted((name, _frozen(values[name])) for name in SETTINGS if name not in ("locks", "rules")))
-    return Policy(frozen, locks[::-1], rules)
+    return Policy(frozen, tuple(lock for lock in locks[::-1] if lock is not None), rules), problems
 
 
 def _frozen(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _lock(pattern: str, target: object) -> Lock:
+def _lock(pattern: str, target: object, problems: list[str]) -> Lock | None:
     if isinstance(target, str):
         return Lock(pattern, target)
     if isinstance(target, Mapping) and isinstance(target.get("kernel"), str) and set(target) <= {"kernel", "otherwise"}:
         otherwise = target.get("otherwise", "error")
         if otherwise in ("error", "select"):
             return Lock(pattern, target["kernel"], otherwise)
-    raise PolicyError(
-        f"locks: {pattern}: wanted a kernel id, or {{kernel: id, otherwise: error|select}}, got {target!r}"
-    )
+    wanted = f"locks: {pattern}: wanted a kernel id, or {{kernel: id, otherwise: error|select}}"
+    problems.append(f"{wanted}, got {target!r}")
+    return None
 
 
 _RULE_ACTIONS = {"prefer": "prefer", "avoid": "avoid", "avoid_sources": "avoid", "deny": "deny"}
 
 
-def _rule(index: int, rule: Mapping[str, Any]) -> Rule:
+def _rule(index: int, rule: Mapping[str, Any], problems: list[str]) -> Rule:
     where = f"rules[{index}]"
-    for key in rule:
-        if key not in ("match", *_RULE_ACTIONS):
-            raise PolicyError(f"{where}: unknown key {key!r}{nearest(key, ('match', *_RULE_ACTIONS))}")
+    known = ("match", *_RULE_ACTIONS)
+    problems += [f"{where}: unknown key {key!r}{nearest(key, known)}" for key in rule if key not in known]
     match = rule.get("match")
     if not isinstance(match, Mapping) or not match:
-        raise PolicyError(f"{where}: wanted `match:` with at least one fact, got {match!r}")
+        problems.append(f"{where}: wanted `match:` with at least one fact, got {match!r}")
+        match = {}
     actions: dict[str, tuple[str, ...]] = {}
     for key, value in rule.items():
-        if key == "match":
+        if key not in _RULE_ACTIONS:
             continue
         named = [value] if isinstance(value, str) else value
-        if not isinstance(named, list) or not all(isinstance(each, str) for each in named):
-            raise PolicyError(f"{where}: {key}: wanted libraries or kernel globs, got {value!r}")
-        actions[_RULE_ACTIONS[key]] = tuple(named)
-    if not actions:
-        raise PolicyError(f"{where}: wanted prefer, avoid or deny, got only `match:`")
+        if isinstance(named, list) and all(isinstance(each, str) for each in named):
+            actions[_RULE_ACTIONS[key]] = tuple(named)
+        else:
+            problems.append(f"{where}: {key}: wanted libraries or kernel globs, got {value!r}")
+    if rule.keys() <= {"match"}:
+        problems.append(f"{where}: wanted prefer, avoid or deny, got only `match:`")
     operation = "*"
     conditions = []
     for fact, wanted in match.items():
         if FACT_ALIASES.get(fact, fact) == "operation":
             operation = str(wanted)
-            continue
-        if fact not in known_facts():
-            raise PolicyError(f"{where}: unknown fact {fact!r}{nearest(fact, known_facts())}")
-        conditions.append(_condition(fact, wanted, where))
+        elif fact not in known_facts():
+            problems.append(f"{where}: unknown fact {fact!r}{nearest(fact, known_facts())}")
+        else:
+            try:
+                conditions.append(_condition(fact, wanted, where))
+            except PolicyError as error:
+                problems += error.problems
     return Rule(tuple(conditions), operation, **actions)
 
 

@@ -152,12 +152,17 @@ ALIASES = {
 """Other spellings that are accepted for a key."""
 
 
+_SHORT = 4
+"""Letters of a word of which a misspelt one has few left: ``epz`` has two thirds in common with ``eps``."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Name the closest known word, as the end of an error message; empty if nothing is close."""
     known = list(known)
     if FORMER_NAMES.get(word) in known:
         return f"; it is {FORMER_NAMES[word]!r} now"
-    for each in difflib.get_close_matches(word, known, n=3, cutoff=0.5):
+    cutoff = 0.5 if len(word) <= _SHORT else 0.7  # at a half, mine.own would be mlp.linear.quant
+    for each in difflib.get_close_matches(word, known, n=3, cutoff=cutoff):
         # many short words share three letters: rope is no misspelt nope
         if each[:1].lower() == word[:1].lower() or difflib.SequenceMatcher(None, each, word).ratio() >= 0.8:
             return f"; did you mean {each!r}?"

@@ -136,8 +136,8 @@ def warmup(
         model: what the manifest must have been recorded of; a manifest of another model is an error.
         progress: told of each call; a bar on a terminal if None.
         params: further arguments of the calls.
-    Raises: ValueError for shapes that no operation of this name has, and for a file that is no manifest, or of another
-        model; KeyError for an unknown operation.
+    Raises: ValueError for shapes that no operation of this name has, for a dtype that has no such name, and for a file
+        that is no manifest, or of another model; KeyError for an unknown operation.
     Returns: what was built, with seconds and errors, and, as ``skipped``, what was not built, and why. A kernel that
         fails to build stays refused for calls like that one, and is tried for others; where this machine lacks a
         program, such as a compiler, it is tried once. One that may not run before it was vetted is vetted first, in a

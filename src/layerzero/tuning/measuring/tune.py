@@ -79,7 +79,8 @@ def tune(
         modules: modules that register kernels, for those child processes.
         leave_out: libraries or kernel globs that are not measured.
         progress: told of each call before and after.
-    Returns: what was measured. Raises: KeyError or ValueError for operations, shapes or files that mean nothing.
+    Returns: what was measured.
+    Raises: KeyError or ValueError for operations, shapes, dtypes or files that mean nothing.
     """
     deadline = Deadline(budget_s)
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -106,7 +106,7 @@ def vet(
         progress: called with a line for each class as it ends.
     Returns: what was found. A kernel that gave a wrong result is chosen for no call any more until its library has
         another version, or until it passes again; one that crashed or hung, for no call of that class.
-    Raises: KeyError for an unknown operation; ValueError for a module that does not import.
+    Raises: KeyError for an unknown operation; ValueError for a dtype of no name and a module that does not import.
     """
     if params is not None:
         named = [*(kernels or ()), *(backends or ())]
