@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import re
 import time
 import warnings
 
@@ -478,3 +480,28 @@ def test_a_handle_that_is_new_in_a_capture_says_what_to_do(monkeypatch):
     handle = lz.Handle((torch.zeros(1).as_subclass(OnDevice),), "capturable")
     with pytest.raises(NotPreparedError, match="run one forward pass with it outside of the capture first"):
         handle.slot("owner", lambda _: None)
+
+
+def test_the_error_fits_a_screen_and_keeps_every_reason():
+    query = torch.randn(1, 16, 4, 64)
+    with (
+        lz.scope(allow=["xformers"], fallback_enabled=False),
+        pytest.raises(lz.NoKernelFoundError) as raised,
+    ):
+        lz.attention(query, query, query, layout="BSHD")
+    error = raised.value
+    first, *lines = str(error).splitlines()
+    assert first == "no kernel of attention.standard.prefill is legal for this call"
+    assert len(lines) <= 15
+    named = {line.split(":")[0].strip() for line in lines} & error.failures.keys()
+    assert "torch.sdpa.math" in named
+    mismatch = lz.ReasonCode.PLATFORM_MISMATCH
+    elsewhere = {name for name, reasons in error.failures.items() if mismatch in [each.code for each in reasons]}
+    assert elsewhere, "counted in the message, told in full here"
+    assert not elsewhere & named
+    (others,) = [line for line in lines if line.startswith("  others: ")]
+    assert re.search(r"\d+ for other hardware", others)
+    counted = sum(map(int, re.findall(r"(\d+) (?:for|not|refused)", others)))
+    assert counted + len(named) == len(error.failures)
+    assert "`layerzero explain attention.standard.prefill --shape" in lines[-1]
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)

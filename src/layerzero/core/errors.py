@@ -18,10 +18,9 @@ LayerZeroWarning (UserWarning)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.core.reasons import Reason, ReasonCode
 
 
 class LayerZeroError(Exception):
@@ -96,23 +95,54 @@ class DescriptorError(RegistrationError):
         super().__init__(f"{name}:{' ' if len(problems) == 1 else ''}{body}")
 
 
+_MOST_LISTED = 12
+"""Kernels that a message lists, so that it fits a screen."""
+
+_ELSEWHERE = {
+    "for other hardware": frozenset(
+        {
+            *(ReasonCode.PLATFORM_MISMATCH, ReasonCode.SM_TOO_OLD, ReasonCode.SM_TOO_NEW),
+            *(ReasonCode.INSTRUCTION_SET_MISMATCH, ReasonCode.GPU_GENERATION_UNSUPPORTED),
+        }
+    ),
+    "not installed": frozenset({ReasonCode.NOT_INSTALLED}),
+}
+"""What kernels that no change of the call brings to run are counted by."""
+
+
 class NoKernelFoundError(LayerZeroError):
     """No kernel of the operation is legal for this call.
 
+    The message lists the kernels that this device could run, each with its first reason, and counts the others; of
+    ``wanted`` ones, which a lock names, it has every reason, and counts all others.
+
     Attributes:
         operation: the operation that was asked for.
-        failures: kernel id to the reasons why it was refused.
+        failures: kernel id to the reasons why it was refused, all of them.
     """
 
-    def __init__(self, operation: str, failures: Mapping[str, Sequence[Reason]], hint: str = "") -> None:
+    def __init__(
+        self, operation: str, failures: Mapping[str, Sequence[Reason]], hint: str = "", wanted: Sequence[str] = ()
+    ) -> None:
         self.operation = operation
         self.failures = {kernel_id: tuple(reasons) for kernel_id, reasons in failures.items()}
-        lines = [f"no kernel of {operation} is legal for this call"]
+        listed, counts = [], dict.fromkeys(("refused as well", *_ELSEWHERE), 0)
         for kernel_id, reasons in self.failures.items():
-            lines.append(f"  {kernel_id}:")
-            lines.extend(f"    [{reason.code}] {reason.message}" for reason in reasons)
-        if hint:
-            lines.append(f"  next step: {hint}")
+            codes = {reason.code for reason in reasons}
+            why = next((each for each, those in _ELSEWHERE.items() if codes & those), None)
+            if kernel_id in wanted:
+                listed += [f"  {kernel_id}: [{reason.code}] {reason.message}" for reason in reasons]
+            elif why is not None or wanted or len(listed) == _MOST_LISTED:
+                counts[why or "refused as well"] += 1
+            else:
+                also = ", ".join(f"[{reason.code}]" for reason in reasons[1:])
+                more = f" (also {also})" if also else ""
+                listed += [f"  {kernel_id}: [{reason.code}] {reason.message}{more}" for reason in reasons[:1]]
+        lines = [f"no kernel of {operation} is legal for this call", *listed]
+        others = ", ".join(f"{count} {why}" for why, count in counts.items() if count)
+        lines += [f"  others: {others}"] if others else []
+        lines += [f"  next step: {hint}"] if hint else []
+        lines.append(f"  every reason: `layerzero explain {operation} --shape ...`, or this error's `failures`")
         super().__init__("\n".join(lines))
 
 

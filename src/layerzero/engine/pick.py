@@ -143,4 +143,9 @@ def require(report: Report) -> Candidate:
     hint = ""
     if report.locked:
         hint = f"the {report.locked} allows nothing else; unlock it or lock with otherwise='select'"
-    raise NoKernelFoundError(report.operation, report.failures, hint)
+    raise NoKernelFoundError(report.operation, report.failures, hint, _bound(report))
+
+
+def _bound(report: Report) -> tuple[str, ...]:
+    """The kernel that a lock names, wherever it could run: the one that the user asks about comes first."""
+    return tuple(each.kernel.id for each in report.candidates[:1]) if report.locked else ()
