@@ -98,6 +98,13 @@ def build_later(kernels: Iterable[Kernel], facts: Facts) -> None:
     BUILDS.add(kernels, facts)
 
 
+def builds() -> list[str]:
+    """What calls of this machine would choose and is not built, or failed to: a line each, with the next step."""
+    from layerzero.serving.readiness import lines_of_builds
+
+    return lines_of_builds()
+
+
 def sample(plan: Plan, function: Function, rate: float) -> None:
     """Let a plan time a share of its calls."""
     from layerzero.tuning.measuring.online import attach

@@ -93,6 +93,7 @@ def test_imports_point_leftwards(path):
 def test_what_lies_outside_the_layers_is_known():
     assert {path.stem for path in ROOT.glob("*.py")} == {"__init__", "__main__", "_assembly"}
     assert [path.name for path in modules() if ASSEMBLY in imported(path)] == [
+        "diagnosis.py",
         "dispatch.py",
         "plugins.py",
         "registry.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -94,6 +95,29 @@ def test_without_a_manifest_it_is_what_was_called(tmp_path):
     report = lz.readiness_check(device="cpu")
     assert (report.calls, report.ready) == (0, True)
     assert str(report).startswith("ready: no call is known")
+
+
+@pytest.mark.parametrize(
+    ("jit", "step"), [("never", "jit is never"), ("background", "the next such call has it built behind it")]
+)
+def test_doctor_tells_what_is_not_built_and_what_failed_to(tmp_path, jit, step):
+    ENGINE.ledger = StoreLedger(FileLedger(tmp_path))
+    lz.configure(jit="never")
+    norm(3, 32)
+    norm(3, 40)
+    lz.configure(jit=jit)
+    kernel = next(each for each in lz.list_kernels("rms_norm") if each.id == "mine.compiled")
+    BUILDS.failures.add(
+        kernel, lz.facts("rms_norm", torch.randn(3, 40), torch.randn(40)), "lines\nno g++", lasting=False
+    )
+    found = lz.doctor()
+    failed, missing = found.builds
+    assert failed.startswith("mine.compiled did not build for ")
+    assert re.search(r"\(\d{4}-\d\d-\d\d \d\d:\d\d UTC\): no g\+\+; .*lz.warmup tries again$", failed)
+    assert missing.startswith("mine.compiled is not built, which norm.rms 3x32")
+    assert missing.endswith(f"would choose over torch.rms_norm: {step}; lz.warmup builds it now")
+    assert all(f"jit: {each}" in str(found) for each in found.builds)
+    assert found.to_dict()["builds"] == list(found.builds)
 
 
 def test_what_failed_to_build_is_not_waited_for(manifest):

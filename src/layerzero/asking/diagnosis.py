@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
+from layerzero import _assembly
 from layerzero.asking import compatibility
 from layerzero.asking.descriptors import DESCRIPTORS
 from layerzero.asking.examples import awaits_vetting, example_calls
@@ -58,6 +59,7 @@ class Diagnosis:
         plugin_errors: plugins that failed to load, or were left out, and why.
         descriptors: capability descriptors in force, as ``LoadedDescriptor.to_dict`` gives them.
         issues: what to do, most important first.
+        builds: what calls of this machine would choose and is not built, or failed to build, with the next step.
         asked_for: what each operation of the set has that was asked about, if one was.
     """
 
@@ -71,6 +73,7 @@ class Diagnosis:
     health: dict[str, Counts] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     suspects: tuple[Suspect, ...] = ()
+    builds: tuple[str, ...] = ()
     asked_for: tuple[OperationFinding, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
@@ -97,6 +100,7 @@ class Diagnosis:
             "suspects": [suspect.to_dict() for suspect in self.suspects],
             "plugin_errors": self.plugin_errors,
             "descriptors": list(self.descriptors),
+            "builds": list(self.builds),
             "issues": list(self.issues),
         } | (asked_for if self.asked_for else {})
 
@@ -123,6 +127,7 @@ class Diagnosis:
             lines.append(f"  {library.name} {library.version or ''}: {state}")
         lines += [f"  resting: {kernel}: {error}" for kernel, error in self.resting.items()]
         lines += [f"  {line}" for line in self.health_lines()]
+        lines += [f"  jit: {line}" for line in self.builds]
         lines += [f"  plugin {name}: {error}" for name, error in self.plugin_errors.items()]
         lines += [f"  descriptor {each['name']} (sha256 {each['sha256']})" for each in self.descriptors]
         lines += [f"  {each}" for each in self.asked_for]
@@ -192,6 +197,7 @@ def doctor(*, load: bool = False, asked_for: str | None = None) -> Diagnosis:
         health={f"{kernel} in {operation}": counts for (kernel, operation), counts in health.counts().items()},
         failures={f"{kernel} in {operation}": e[-1] for (kernel, operation), e in ledger.failures().items()},
         suspects=suspects,
+        builds=tuple(_assembly.builds()),
         asked_for=findings,
     )
 

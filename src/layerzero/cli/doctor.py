@@ -39,6 +39,8 @@ def diagnosis(found: Diagnosis, *, everything: bool = False) -> Iterator[Rendera
         yield Text(f"resting: {kernel}: {error}", style="red")
     for line in found.health_lines():
         yield Text(line)
+    for line in found.builds:
+        yield Text(f"jit: {line}")
     for name, error in found.plugin_errors.items():
         yield Text(f"plugin {name}: {error}", style="red")
     for each in found.descriptors:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 
 from layerzero.engine.config import current_policy
 from layerzero.serving.building import BUILDS
@@ -73,16 +74,23 @@ class JitStatus:
             lines.append(f"built in {seconds:.0f} s: {names}")
         if self.dropped:
             lines.append(f"{self.dropped} calls were dropped: the queue was full")
-        alike: dict[tuple[str, str], dict[str, None]] = {}
+        return lines
+
+    def failures(self) -> list[str]:
+        """What did not build, a line for each kernel and error: for what, when, and the next step."""
+        alike: dict[tuple[str, str], dict[str, float]] = {}
         for each in self.failed:
-            alike.setdefault((each.kernel, each.gist), {})[each.call_class] = None
+            alike.setdefault((each.kernel, each.gist), {})[each.call_class] = each.at_unix_s
+        lines = []
         for (kernel, gist), classes in alike.items():
             more = f" and {len(classes) - 1} more" if len(classes) > 1 else ""
-            lines.append(f"{kernel} did not build for {next(iter(classes))}{more}: {gist}")
+            when = datetime.fromtimestamp(max(classes.values()), UTC).strftime("%Y-%m-%d %H:%M UTC")
+            failed = f"{kernel} did not build for {next(iter(classes))}{more} ({when}): {gist}"
+            lines.append(f"{failed}; another kernel runs, and lz.warmup tries again")
         return lines
 
     def __str__(self) -> str:
-        return "\n".join([f"jit: {self.setting}", *self.lines()])
+        return "\n".join([f"jit: {self.setting}", *self.lines(), *self.failures()])
 
 
 def jit_status() -> JitStatus:

@@ -13,6 +13,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine.jit import BuildIdentity, build_of
 from layerzero.serving.building import BUILDS
+from layerzero.serving.jit_status import jit_status
 from layerzero.serving.wanted import wanted
 from layerzero.tuning.measuring.asked import every_call
 from layerzero.tuning.measuring.manifest import every_call_of_file
@@ -173,3 +174,18 @@ def _missing(facts: Facts, errors: dict[BuildIdentity, str]) -> list[BuildIdenti
 
 def _by_calls(builds: dict[BuildIdentity, LackingBuild]) -> tuple[LackingBuild, ...]:
     return tuple(sorted(builds.values(), key=lambda each: -each.calls))
+
+
+def lines_of_builds() -> list[str]:
+    """What calls of this machine would choose and is not built, or failed to build: a line each, with the next step."""
+    status = jit_status()
+    lines, setting = status.failures(), status.setting
+    way = "the next such call has it built behind it" if setting == "background" else f"jit is {setting}"
+    for each in readiness_check().lacking:
+        more = f" and {each.calls - 1} more calls" if each.calls > 1 else ""
+        now = "it is being built" if each.kernel_id in status.building else f"{way}; lz.warmup builds it now"
+        lines.append(
+            f"{each.kernel_id} is not built, which {each.call}{more} would choose over "
+            f"{each.instead or 'nothing'}: {now}"
+        )
+    return lines

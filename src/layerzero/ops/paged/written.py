@@ -63,7 +63,9 @@ def declare(owner: object, tensors: Mapping[str, Tensor], layout: str) -> None:
 
 def note(arguments: Mapping[str, Any], layout: str | None) -> None:
     """Note what a call wrote: the caches among its arguments, for as long as their memory lives."""
-    for name in ("key_cache", "value_cache") if layout is not None else ():
+    if layout is None:
+        return
+    for name in ("key_cache", "value_cache"):
         tensor = arguments[name]
         if _has_none(tensor):
             continue
@@ -75,11 +77,10 @@ def note(arguments: Mapping[str, Any], layout: str | None) -> None:
         if whole in _LAYOUTS:  # an object tells, until it gives the memory back
             continue
         with _lock:
-            for gone in [each for each, noted in _WRITTEN.items() if noted.storage.expired()]:
+            for gone in [each for each, noted in _WRITTEN.items() if _is_gone(noted)]:
                 del _WRITTEN[gone]
-            _WRITTEN[_start(tensor, whole)] = _Noted(
-                StorageWeakRef(storage), tuple(tensor.shape), tensor.stride(), layout
-            )
+            weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            _WRITTEN[_start(tensor, whole)] = _Noted(weak, tuple(tensor.shape), tensor.stride(), layout)
         _add(layout)
 
 
@@ -156,6 +157,11 @@ def _has_none(tensor: Tensor) -> bool:
     return tensor.is_meta or isinstance(tensor, FakeTensor) or not tensor.numel()
 
 
+def _is_gone(noted: _Noted) -> bool:
+    """Whether the memory was given back: another tensor may have its address."""
+    return bool(noted.storage.expired())  # type: ignore[no-untyped-call]
+
+
 def _start(tensor: Tensor, whole: int) -> int:
     """The address of a tensor's first element; asking the tensor itself would copy one that is to be copied lazily."""
     return whole + int(tensor.storage_offset()) * tensor.itemsize
@@ -166,4 +172,4 @@ def _noted(tensor: Tensor, whole: int) -> tuple[str, ...]:
     noted = _WRITTEN.get(_start(tensor, whole))
     if noted is None or noted.sizes != tuple(tensor.shape) or noted.strides != tensor.stride():
         return ()
-    return () if noted.storage.expired() else (noted.layout,)
+    return () if _is_gone(noted) else (noted.layout,)
