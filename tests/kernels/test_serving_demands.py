@@ -37,7 +37,7 @@ def test_beside_a_mask_heads_of_keys_and_values_are_not_both_one_memory(monkeypa
     for name in shared:
         given[name] = given[name][:, :1].expand(-1, 3, -1, -1)
     mask = torch.randn(65, 40) if masked else None
-    cuda_attention._load_cuda_efficient(None)(query, given["key"], given["value"], attn_mask=mask)
+    cuda_attention._load_cuda_efficient({"requires_grad": False})(query, given["key"], given["value"], attn_mask=mask)
     ((key, value, _),) = seen
     assert torch.equal(key, given["key"])
     assert value is given["value"]

@@ -76,6 +76,8 @@ def test_experts_are_chosen_by_an_operator_with_or_without_rows_that_count_for_n
 )
 def test_the_version_that_fits_torch_is_the_one_to_install(torch_version, install):
     query = torch.empty(1, 8, 128, 128, dtype=torch.bfloat16, device="meta")
-    report = lz.explain("attention", query, query, query, device="H100", libraries={"torch": torch_version})
+    report = lz.explain(
+        "attention", query, query, query, layout="BHSD", device="H100", libraries={"torch": torch_version}
+    )
     (reason,) = [each for each in report.reasons("vllm.flash_attn.v3") if each.code == "NOT_INSTALLED"]
     assert reason.hint == f"Install it: {install}"
