@@ -127,6 +127,42 @@ def test_a_norm_that_is_slower_is_taken_out(clock, monkeypatch):
     assert "norm: no gain on random rows" in report.left[0].why
 
 
+def test_what_layers_save_is_a_share_of_the_whole_step(clock, monkeypatch):
+    costing(clock, monkeypatch, own=lambda tokens: 2.0, ours=lambda tokens: 1.0)
+    kind = transformers.models.llama.modeling_llama.LlamaForCausalLM
+    monkeypatch.setattr(kind, "forward", clock.costs(kind.forward, 1000.0))
+    report = lz.optimize(decoder())
+    assert layers(report) == []
+    (told,) = [each for each in report.paced if each.module == "LlamaDecoderLayer"]
+    assert told.sizes.ratios[0][Way.PLAIN] == pytest.approx(1002 / 1004)
+
+
+def test_a_norm_is_timed_behind_a_layer_as_the_model_calls_it(clock, monkeypatch):
+    """Called over and over, its code stays in the host's caches: here that takes half of its own code's time."""
+    costing(clock, monkeypatch, own=lambda tokens: 1.0, ours=lambda tokens: 2.0)
+    of_layers, fast, behind = transformers.models.llama.modeling_llama, lz.rms_norm, []
+    whole, own = of_layers.LlamaDecoderLayer.forward, of_layers.LlamaRMSNorm.forward
+
+    def forward(self, hidden_states, *others, **named):
+        result = whole(self, hidden_states, *others, **named)
+        behind[:] = [self]
+        return result
+
+    def normed(*given, **named):
+        clock.now += 3e-5 if behind else 0.5e-5
+        behind.clear()
+        return fast(*given, **named)
+
+    monkeypatch.setattr(of_layers.LlamaDecoderLayer, "forward", forward)
+    monkeypatch.setattr(of_layers.LlamaRMSNorm, "forward", clock.costs(own, 1e-5))
+    monkeypatch.setattr(lz, "rms_norm", normed)
+    report = lz.optimize(decoder())
+    (told,) = [each for each in report.paced if each.module == "LlamaRMSNorm"]
+    assert told.sizes.ratios[0][Way.PLAIN] == pytest.approx(3.0, rel=0.01)
+    assert not told.kept
+    assert all(each.kind != "norm" for each in report.replaced)
+
+
 def test_a_clock_that_stands_still_decides_nothing(monkeypatch):
     pace.forget()
     report = lz.optimize(decoder())

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from layerzero.integrations.exchange import Exchange
 from layerzero.integrations.optimize.attending import AttentionSwap
-from layerzero.integrations.optimize.candidate import Candidate
-from layerzero.integrations.optimize.layer_pace import attention_costs, pace_layers
+from layerzero.integrations.optimize.candidate import Candidate, quiet
+from layerzero.integrations.optimize.layer_pace import Around, around, attention_costs, pace_layers
 from layerzero.integrations.optimize.layers import Found
 from layerzero.integrations.optimize.module_pace import pace_modules
 from layerzero.integrations.optimize.pace import Paced
@@ -33,6 +34,7 @@ def set_floor(
         attention: models of Transformers with their exchanges; whole: layers; found: modules. All that is kept is on.
         graph: whether steps are taken from the layers: then these, and the attention, stay.
     """
+    beside: Around | None = None
     for _, exchange, _, ours in attention:
         mine = {id(each) for each in exchange.model.modules()}
         layers = [each for each in whole if id(each.module) in mine]
@@ -54,9 +56,12 @@ def set_floor(
         costs = attention_costs([each for each, _ in paced])
         if costs and ours and not exchange.chosen and not any(each.kept for each, _ in paced):
             _take_out(report, [exchange], f"attention: {costs}")
+        beside = beside or around(layers, exchange)
     here = [(path, each) for path, each in found if each.example.device.type in TIMED]
     tell("timing modules", 0, 1)
-    for each, candidates in pace_modules(here):
+    with nullcontext() if beside is None else quiet(beside.model):
+        paced_modules = list(pace_modules(here, beside))
+    for each, candidates in paced_modules:
         report.paced.append(each)
         if not each.kept:
             _take_out(report, [one.swap for one in candidates], _why(candidates[0].kind, each))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from layerzero.integrations.optimize.cache_argument import name_in, name_of
 from layerzero.integrations.optimize.candidate import quiet
 from layerzero.integrations.optimize.layer import Layer
 from layerzero.integrations.optimize.layers import Found
-from layerzero.integrations.optimize.pace import SIZES, SLOWER, Paced, Prepare, Sizes, Way, decided, timed
+from layerzero.integrations.optimize.pace import LEAST, SIZES, Paced, Prepare, Sizes, Way, decided, timed
 from layerzero.integrations.optimize.rotation import forget_table
 from layerzero.integrations.optimize.swapping import weight_of
 
@@ -40,8 +42,11 @@ def pace_layers(whole: Sequence[Found], exchange: AttentionSwap, *, ours: bool) 
     alike: dict[Hashable, list[Found]] = defaultdict(list)
     for each in whole:
         alike[_shape_of(each)].append(each)
-    for about, group in alike.items():
-        sizes, known = decided(about, lambda: _measured(group, whole, exchange, ours=ours))  # noqa: B023
+    for shape, group in alike.items():
+        row, about = _row(group), shape
+        if len(row) == len(whole):  # the model itself is what is timed
+            about = shape, type(exchange.model), len(whole), exchange.model.get_input_embeddings().weight.shape
+        sizes, known = decided(about, lambda: _measured(row, whole, exchange, ours=ours))  # noqa: B023
         if sizes is None:
             continue
         ways = sizes.best(among=(Way.OWN, Way.PLAIN, Way.PACKED))
@@ -61,7 +66,7 @@ def attention_costs(paced: Sequence[Paced]) -> str:
     """Say where the model's own layers are slower with LayerZero's attention in them; empty where nowhere."""
     for each in paced:
         for count, ratios in zip(SIZES, each.sizes.ratios, strict=True):
-            if ratios.get(Way.OWN, 1.0) > 1 + SLOWER:
+            if ratios.get(Way.OWN, 1.0) > 1 + LEAST:
                 return f"it took {ratios[Way.OWN]:.2f} times as long in {each.module} on {count} tokens"
     return ""
 
@@ -93,35 +98,32 @@ def _row(group: Sequence[Found]) -> list[Found]:
     return found
 
 
-def _measured(group: Sequence[Found], whole: Sequence[Found], exchange: AttentionSwap, *, ours: bool) -> Sizes | None:
-    row, exchanged = _row(group), ours and not exchange.chosen
+def _measured(row: Sequence[Found], whole: Sequence[Found], exchange: AttentionSwap, *, ours: bool) -> Sizes | None:
+    """Time steps of the model itself where the row is all of its layers, else the row."""
+    exchanged, entire = ours and not exchange.chosen, len(row) == len(whole)
     ways = [Way.STOCK, Way.OWN, Way.PLAIN, *([Way.PACKED] if _state(row[0]).may_pack else [])]
     last = _state(row[-1])
     switch = _Switch(row, exchange if exchanged else None)
-    following, last.following = last.following, None  # the layer that would read it is not run
+    following = last.following
+    if not entire:
+        last.following = None  # the layer that would read it is not run
     try:
         with quiet(exchange.model):
             sizes: list[dict[Way, Prepare]] = []
             for count in SIZES:
                 past = PAST if count != SIZES[-1] else 0
+                if entire:
+                    sizes.append({way: _stepping(way, whole, exchange.model, count, past, switch) for way in ways})
+                    continue
                 handed = theirs = _handed(exchange.model, whole, count, past)
                 if exchanged:
                     with exchange.stock():
                         theirs = _handed(exchange.model, whole, count, past)
                 hidden = _hidden(row[0], count)
-                sizes.append(
-                    {
-                        way: _prepared(
-                            way,
-                            row,
-                            theirs if way is Way.STOCK else handed,
-                            hidden,
-                            past,
-                            switch,
-                        )
-                        for way in ways
-                    }
-                )
+                sizes.append({
+                    way: _prepared(way, row, theirs if way is Way.STOCK else handed, hidden, past, switch)
+                    for way in ways
+                })  # fmt: skip
             return timed(sizes)
     finally:
         last.following = following
@@ -131,6 +133,40 @@ def _measured(group: Sequence[Found], whole: Sequence[Found], exchange: Attentio
             each.swap.on()
         if exchanged:
             exchange.on()
+
+
+@dataclass(frozen=True)
+class Around:
+    """A layer of a model as it now is, on one token: what the host's caches hold when a module after it is called.
+
+    Attributes:
+        model: whose layer it is.
+        run: it, where the model is quiet.
+        about: what of it changes the time of other modules.
+    """
+
+    model: Module
+    run: Callable[[], object]
+    about: Hashable
+
+    def __call__(self) -> None:
+        """Run it."""
+        self.run()
+
+
+def around(whole: Sequence[Found], exchange: AttentionSwap) -> Around:
+    """The first layer of a model, after it was decided how its layers compute."""
+    first = whole[0]
+    with quiet(exchange.model):
+        others, named = _handed(exchange.model, whole, 1, 0)[id(first.module)]
+    hidden, state = _hidden(first, 1), _state(first)
+    assert first.swap is not None
+
+    def run() -> None:
+        forget_table(named)
+        first.module(hidden, *others, **{**named, name_in(named): _filled([first], 0)})
+
+    return Around(exchange.model, run, (_shape_of(first), first.swap.is_on, state.own_at))
 
 
 def _hidden(found: Found, count: int) -> Tensor:
@@ -153,6 +189,13 @@ def _filled(whole: Sequence[Found], past: int) -> Any:
     return cache
 
 
+def _called_with(model: Any, count: int) -> dict[str, Any]:
+    """What a model is called with for so many tokens, of which the last one's logits are asked for."""
+    ids = torch.ones(1, count, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
+    asked = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    return {"input_ids": ids, "use_cache": True, **asked}
+
+
 def _handed(model: Any, whole: Sequence[Found], count: int, past: int) -> dict[int, _Handed]:
     """What a model hands to its layers for so many tokens, all of which pass their input on meanwhile."""
     given: dict[int, _Handed] = {}
@@ -165,13 +208,10 @@ def _handed(model: Any, whole: Sequence[Found], count: int, past: int) -> dict[i
         return forward
 
     before = [(each.module, each.module.__dict__.get("forward")) for each in whole]
-    device = model.get_input_embeddings().weight.device
-    ids = torch.ones(1, count, dtype=torch.int64, device=device)
-    more = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     try:
         for module, _ in before:
             module.__dict__["forward"] = passing(module)
-        model(input_ids=ids, use_cache=True, **{name_of(model): _filled(whole, past)}, **more)
+        model(**_called_with(model, count), **{name_of(model): _filled(whole, past)})
     finally:
         for module, forward in before:
             if forward is None:
@@ -202,6 +242,19 @@ class _Switch:
                 _state(each).take((way,) * len(SIZES))
         if self._exchange is not None:
             self._exchange.off() if way is Way.STOCK else self._exchange.on()
+
+
+def _stepping(
+    way: Way, whole: Sequence[Found], model: Any, count: int, past: int, switch: Callable[[Way], None]
+) -> Prepare:
+    """What puts a way on, and then calls the model as a generation does: a prompt, or a step after the one before."""
+    given, cache = _called_with(model, count), _filled(whole, past) if past else None
+
+    def prepare() -> Callable[[], Any]:
+        switch(way)
+        return functools.partial(model, **given, **{name_of(model): _filled(whole, 0) if cache is None else cache})
+
+    return prepare
 
 
 def _prepared(

@@ -25,8 +25,8 @@ SIZES = (1, 4, 64)
 FROM_MANY = 16
 """Tokens from which a call counts as a prompt: half-way between the second size and the third, as factors."""
 
-LEAST, SLOWER = 0.01, 0.02
-"""A gain below the first is noise, and a loss below the second."""
+LEAST = 0.01
+"""A gain below this is noise, and so is a loss."""
 
 FEWEST, MOST, SECONDS = 4, 60, 0.8
 """Rounds of one size, and the time after which there are no more; a round runs every way once."""
@@ -93,7 +93,7 @@ class Sizes:
     def gains(self, ways: Sequence[Way]) -> bool:
         """Whether these ways are slower than stock at no size, and faster at one by more than the noise."""
         taken = [(ratios[way], noise[way]) for ratios, noise, way in zip(self.ratios, self.noise, ways, strict=True)]
-        slower = any(each > 1 + max(SLOWER, noise) for each, noise in taken)
+        slower = any(each > 1 + max(LEAST, noise) for each, noise in taken)
         return not slower and any(each <= 1 - max(LEAST, noise) for each, noise in taken)
 
     def text(self, ways: Sequence[Way]) -> str:
@@ -150,17 +150,18 @@ def forget() -> None:
     _DECIDED.clear()
 
 
-def timed(sizes: Sequence[Mapping[Way, Prepare]]) -> Sizes | None:
+def timed(sizes: Sequence[Mapping[Way, Prepare]], around: Callable[[], object] | None = None) -> Sizes | None:
     """Time every way at each size, in turn; None where the clock stood still.
 
-    Each round runs all ways once, every second one backwards.
+    Each round runs all ways once, every second one backwards. ``around`` runs before each: what a model runs between
+    two calls, so that the host's caches hold no more of a way than they do there.
     """
     began = CLOCK()
     ratios: list[Mapping[Way, float]] = []
     noise: list[Mapping[Way, float]] = []
     rounds = []
     for ways in sizes:
-        times = _rounds(ways)
+        times = _rounds(ways, around)
         if not all(times[Way.STOCK]):
             return None
         if len(times) == 1:  # no way but stock: a real call says why
@@ -189,7 +190,7 @@ def _runs(way: Way, prepare: Prepare) -> bool:
     return True
 
 
-def _rounds(ways: Mapping[Way, Prepare]) -> dict[Way, list[float]]:
+def _rounds(ways: Mapping[Way, Prepare], around: Callable[[], object] | None) -> dict[Way, list[float]]:
     ways = {way: prepare for way, prepare in ways.items() if _runs(way, prepare)}
     times: dict[Way, list[float]] = {way: [] for way in ways}
     began, order = CLOCK(), list(ways)
@@ -197,6 +198,8 @@ def _rounds(ways: Mapping[Way, Prepare]) -> dict[Way, list[float]]:
         for way in order if turn % 2 else reversed(order):
             ways[way]()()  # what the way before left in caches is not its own
             run = ways[way]()
+            if around is not None:
+                around()
             started = CLOCK()
             run()
             times[way].append(CLOCK() - started)
