@@ -91,8 +91,9 @@ def optimize(
         progress: told what is done, how much of it, and of how much; a bar on a terminal if None. Not of tokenizers.
 
     Without inputs, on a CPU, whole decoder layers and modules of each shape are timed beside the model's own code on 1,
-    4 and 64 random tokens, for some seconds a shape and once a process. What is slower at one of them by more than 2 %
-    or the noise is left as it was. Attention that is in no such layer is compared, and not timed.
+    4 and 64 random tokens, for some seconds a shape and once a process: the layers of a small model as steps of the
+    model itself. What is slower at one of them by more than 1 % or the noise is left as it was. Attention that is in no
+    such layer is compared, and not timed.
 
     A tokenizer of Transformers comes back as one with the same interface and the same ids, whose texts the fastest
     exact library encodes (:func:`layerzero.integrations.tokenizers.optimize_tokenizer`).
