@@ -203,14 +203,14 @@ def _optimized(
         report._exchanges.append(turned)
         name = type(turned.model).__name__
         report.replaced.append(Replaced(turned.path, name, "rotation", "lz.rope_", turned.kernel, turned.error))
-    if graph:
-        _steps(attention, report)
-    report._forget()
     if memory_limit is not None:
         _bound(report, memory_limit)
     if workload is None:
         set_floor(attention, whole, found, report, tell, graph=graph)
-        report._forget()
+    if graph:  # behind the floor, whose runs of the model are no steps
+        _steps(attention, report)
+    report._forget()
+    if workload is None:
         if report.replaced:
             report.tune.append("pass inputs= so that the calls which they make are measured and the gain is shown")
         return report
