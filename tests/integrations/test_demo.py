@@ -18,6 +18,7 @@ from rich.console import Console
 import layerzero as lz
 from layerzero.cli import demo as demonstration
 from layerzero.cli.demo_screen import show
+from layerzero.integrations.optimize import pace
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,7 +45,8 @@ TEXTS = ["Where is my parcel?", "Reset", "A sentence that is longer than the oth
 def shown() -> tuple[dict[str, Any], str]:
     needs_model()
     output = io.StringIO()
-    with lz.scope(unmeasured="priority"):  # weights are packed then, whatever processor this is
+    with pytest.MonkeyPatch.context() as patch, lz.scope(unmeasured="priority"):  # weights are packed on any processor
+        patch.setattr(pace, "CLOCK", lambda: 0.0)  # and what is put into a model does not hang on a machine's load
         demonstrated = demonstration.demo(
             Console(file=output, width=100), texts=TEXTS, repeat=1, device="cpu", sizes=SMALL, encode=("float32",)
         )

@@ -199,7 +199,7 @@ def attention_forward(
     """
     if "cache" in kwargs and is_of_a_batch(kwargs):
         key, value = keys_of(module, key, value, attention_mask, kwargs)
-    if kwargs.get("output_attentions") and EXCHANGED in vars(module):
+    if "output_attentions" in kwargs and kwargs["output_attentions"] and EXCHANGED in vars(module):
         if indices is not None:
             attention_mask = selected(attention_mask, indices, key.shape[2])
         given = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}

@@ -172,8 +172,8 @@ class Optimized:
             seconds = sum(each.sizes.seconds for each in self.paced)
             counts = f"{', '.join(map(str, SIZES[:-1]))} and {SIZES[-1]} tokens"
             lines += ["", f"timed on random rows, {counts}, in {seconds:.1f} s; a share of the model's own time:"]
-            rows = [((each.module, each.text), path, None) for each in self.paced for path in each.paths]
-            lines += _table(("timed", "module", "takes"), rows)
+            shares = [((each.module, each.text), path, None) for each in self.paced for path in each.paths]
+            lines += _table(("timed", "module", "takes"), shares)
         lines += [f"next: {each}" for each in self.tune]
         return "\n".join(lines)
 
