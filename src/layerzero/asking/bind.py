@@ -164,7 +164,7 @@ class Bound:
         plan = self._cache.table(policy).find(key.exact, key.coarse, shapes, strides)
         proved = plan is not None
         if plan is None:
-            plan = self._call.dispatcher.plan_for(key, arguments, policy)
+            plan = self._call.dispatcher.plan_for(key, arguments, policy, self._call.dispatcher.tensors(arguments))
         check_operation(self._wanted, plan.report)
         return _InForce(plan, policy, epoch, proved)
 

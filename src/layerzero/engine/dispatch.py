@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -209,12 +209,14 @@ class Dispatcher:
     def miss(self, key: Key, arguments: dict[str, Any]) -> Any:
         """Choose for a call that is not in the table, keep the plan, and run it."""
         policy = current_policy()
-        if any(each.is_meta for each in self.tensors(arguments)):
-            return shapes_answer(self, arguments, policy)
-        return self.run(self.plan_for(key, arguments, policy), arguments)
+        tensors = self.tensors(arguments)
+        for each in tensors:
+            if each.is_meta:
+                return shapes_answer(self, arguments, policy)
+        return self.run(self.plan_for(key, arguments, policy, tensors), arguments)
 
-    def plan_for(self, key: Key, arguments: dict[str, Any], policy: Policy) -> Plan:
-        """Choose for a call that is not in the table; callers of one key choose once.
+    def plan_for(self, key: Key, arguments: dict[str, Any], policy: Policy, tensors: Sequence[torch.Tensor]) -> Plan:
+        """Choose for a call that is not in the table, of these tensors; callers of one key choose once.
 
         The plan is kept once its first run was accepted: one that was interrupted is chosen, marked and checked again.
         """
@@ -226,7 +228,7 @@ class Dispatcher:
             plan.keep = functools.partial(self._keep, key, plan, policy, epoch)
             return plan
 
-        if state.capturing(self.tensors(arguments)):  # a capture waits for nobody
+        if state.capturing(tensors):  # a capture waits for nobody
             return chosen()
         return FLIGHTS.once((self.function.name, key.exact, id(policy), epoch), chosen)  # which outlives the flight
 
@@ -379,7 +381,8 @@ class Dispatcher:
             if not empty:
                 failing.tell_reference(plan)
         failing.tell_split(plan)
-        failing.tell_beyond(plan, policy)
+        if plan.adaptations:
+            failing.tell_beyond(plan, policy)
         if policy.vet_in_background:
             from layerzero import _assembly
 

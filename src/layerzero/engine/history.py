@@ -45,9 +45,11 @@ class History:
 
     def add(self, function: str, key: Hashable, facts: Facts, policy: Policy) -> None:
         """Remember a call of a function; ``policy`` is what it was chosen under."""
-        scoped = policy is not CONFIGURATION.policy
-        name = function, key, policy if scoped else None
-        past = Past(facts, CONFIGURATION.layers_of(policy) if scoped else ())
+        name: tuple[str, Hashable, Policy | None] = function, key, None
+        layers: tuple[Mapping[str, Any], ...] = ()
+        if policy is not CONFIGURATION.policy:
+            name, layers = (function, key, policy), CONFIGURATION.layers_of(policy)
+        past = Past(facts, layers)
         with self._lock:
             self._calls.pop(name, None)  # the latest are last
             self._calls[name] = past

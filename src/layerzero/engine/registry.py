@@ -281,7 +281,9 @@ class Registry:
         Raises: PolicyError where a setting names nothing.
         """
         self.names.check(policy)
-        return policy.lock_for(facts, self.candidates(str(facts["operation"]))) if policy.enabled else None
+        if not policy.locks or not policy.enabled:
+            return None
+        return policy.lock_for(facts, self.candidates(str(facts["operation"])))
 
     def kernels(self, pattern: str = "*") -> list[Kernel]:
         """Kernels of the operations that a name, alias, function or glob covers, by priority, then id."""
