@@ -17,6 +17,16 @@ def packs() -> None:
     lz.configure(unmeasured="priority")
 
 
+@pytest.fixture
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernels are timed on the inputs' calls, which takes seconds: what is kept there is decided by the whole."""
+    from layerzero.integrations.optimize.inputs import Workload
+    from layerzero.tuning.measuring.deadline import Deadline
+
+    tune = Workload.tune
+    monkeypatch.setattr(Workload, "tune", lambda self, deadline, **more: tune(self, deadline=Deadline(0.0), **more))
+
+
 @pytest.fixture(params=["host", "device"])
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """As on a CPU; or by lengths that only the device knows, with graphs."""

@@ -428,6 +428,7 @@ def test_optimize_takes_attention_norms_and_products_and_tells_the_rest(make: An
     assert torch.equal(run(model, call), wanted)
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.slow
 def test_a_wrong_attention_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     model, call = autoencoder()
@@ -437,13 +438,14 @@ def test_a_wrong_attention_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
         integration.lz, "scaled_dot_product_attention", lambda query, key, value, *_, **__: value * 0 + 1
     )
     for inputs in (None, call):
-        report = lz.optimize(model, inputs, budget_s=0.0, rounds=1, isolate=False)
+        report = lz.optimize(model, inputs, rounds=1, isolate=False)
         assert all(each.kind != "attention" for each in report.replaced)
         assert any(each.why.startswith("attention: it was off by") for each in report.left)
         torch.testing.assert_close(run(model, call), wanted, atol=2e-5, rtol=1e-4)
         report.undo()
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.slow
 def test_optimize_takes_the_models_of_a_pipeline() -> None:
     model, _ = flux()
@@ -462,7 +464,7 @@ def test_optimize_takes_the_models_of_a_pipeline() -> None:
     report = lz.optimize(pipe)
     assert {each.path for each in report.replaced if each.kind == "attention"} == {"transformer", "vae"}
     report.undo()
-    report = lz.optimize(pipe, call, budget_s=0.0, rounds=1, isolate=False)
+    report = lz.optimize(pipe, call, rounds=1, isolate=False)
     assert report.error is not None
     assert report.error < 1e-4
     assert torch.equal(call["generator"].get_state(), noise.get_state())

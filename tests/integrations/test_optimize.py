@@ -335,11 +335,12 @@ def test_it_compiles_without_a_break(name: str) -> None:
     torch.testing.assert_close(output(compiled), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.filterwarnings("ignore::layerzero.core.errors.LayerZeroWarning")
 def test_inputs_are_compared_and_timed() -> None:
     model = made("llama")
     expected = output(model)
-    report = lz.optimize(model, {"input_ids": tokens()}, rounds=1, budget_s=0.0, isolate=False)
+    report = lz.optimize(model, {"input_ids": tokens()}, rounds=1, isolate=False)
     assert report.error is not None
     assert report.error < 1e-4
     assert report.timed is not None
@@ -368,6 +369,7 @@ def test_a_failing_input_leaves_the_model_as_it_was() -> None:
     assert not any("_layerzero" in vars(each) for each in model.modules())
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("planted", ["zeros", "no mask", "no scale"])
 @pytest.mark.parametrize("inputs", [False, True])
 def test_wrong_attention_is_refused_by_name(planted: str, inputs: bool) -> None:
@@ -404,7 +406,7 @@ def test_wrong_attention_is_refused_by_name(planted: str, inputs: bool) -> None:
     try:
         with lz.prefer("planted.attention"):
             given = {"input_ids": tokens(), "attention_mask": mask} if inputs else None
-            report = lz.optimize(model, given, rounds=1, budget_s=0.0, isolate=False)
+            report = lz.optimize(model, given, rounds=1, isolate=False)
     finally:
         lz.unregister_kernel("planted.attention")
     assert "attention" not in {each.kind for each in report.replaced}
@@ -445,6 +447,7 @@ def test_what_hidden_tokens_give_is_not_compared(monkeypatch: pytest.MonkeyPatch
     assert {"attention", "layer"} <= {each.kind for each in report.replaced}, report
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.usefixtures("packs")
 @pytest.mark.parametrize("state", ["new", "new, with inputs", "used"])
 def test_a_sentence_transformer_gives_the_same_embeddings(state: str, tmp_path: Any) -> None:
@@ -465,7 +468,7 @@ def test_a_sentence_transformer_gives_the_same_embeddings(state: str, tmp_path: 
     assert model.training is (state != "used")
     if state == "new, with inputs":
         assert not lz.optimize(model, model.tokenize(texts)).replaced  # called as it is, in training mode
-        report = lz.optimize(model, lambda: model.encode(texts), rounds=1, budget_s=0.0, isolate=False)
+        report = lz.optimize(model, lambda: model.encode(texts), rounds=1, isolate=False)
         assert report.timed is not None
     else:
         report = lz.optimize(model)

@@ -456,6 +456,7 @@ def test_training_autocast_and_transforms_run_as_stock(kernel: str, monkeypatch:
         assert torch.equal(module(*call), expected)
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_they_are_timed_as_a_kind_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """And left where that gains nothing."""
     model = mixtures.made("Mixtral")
@@ -470,7 +471,7 @@ def test_they_are_timed_as_a_kind_of_their_own(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(measured, "gate", gate)
     with lz.scope(locks={"moe.experts": EACH}):
-        report = lz.optimize(model, {"input_ids": mixtures.tokens()}, rounds=1, budget_s=0.0, isolate=False)
+        report = lz.optimize(model, {"input_ids": mixtures.tokens()}, rounds=1, isolate=False)
     assert "experts" in seen[0]
     assert report.timed is not None
     assert "experts" in report.timed.gains

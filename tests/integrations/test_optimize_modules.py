@@ -341,6 +341,7 @@ def test_layers_that_differ_in_their_number_stand_in_one_line_within_a_pipeline_
     assert "\n1 " not in text
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.filterwarnings("ignore::layerzero.core.errors.LayerZeroWarning")
 @pytest.mark.skipif(not PACKED, reason="needs a kernel with packed weights")
 def test_forms_of_kernels_that_were_only_tried_are_let_go() -> None:
@@ -356,7 +357,7 @@ def test_forms_of_kernels_that_were_only_tried_are_let_go() -> None:
                 model(x)
     assert report.extra_bytes >= one_form > 0
     report.undo()
-    report = lz.optimize(model, (x,), rounds=1, budget_s=0.0, isolate=False)
+    report = lz.optimize(model, (x,), rounds=1, isolate=False)
     assert report.extra_bytes <= one_form
 
 
@@ -394,11 +395,12 @@ def test_rounds_go_on_while_ratios_lie_on_both_sides() -> None:
     assert counted([0.5, 2.0, *[0.5] * 6]) == 8
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.filterwarnings("ignore::layerzero.core.errors.LayerZeroWarning")
 def test_where_nothing_is_replaced_no_time_is_told_as_after(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("layerzero.integrations.optimize.gate.LEAST", 1e9)
     model = Scaled(16, "plain").eval()
-    report = lz.optimize(model, torch.randn(3, 16), budget_s=0.0, rounds=1, isolate=False)
+    report = lz.optimize(model, torch.randn(3, 16), rounds=1, isolate=False)
     assert report.replaced == []
     assert report.spent is not None
     assert report.spent.after == {}
@@ -407,16 +409,17 @@ def test_where_nothing_is_replaced_no_time_is_told_as_after(monkeypatch: pytest.
     assert not any("after" in line for line in times)
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.filterwarnings("ignore::layerzero.core.errors.LayerZeroWarning")
 def test_a_kind_that_gained_in_its_turn_alone_is_not_told_it_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    def decided(switches, sample, rounds, _tell):
+    def decided(switches, sample, rounds, *_):
         for switch in switches.values():
             switch(False)
         return Timed(1.0, 1.0, dict.fromkeys(switches, 0.7), list(switches), rounds)
 
     monkeypatch.setattr(measured, "gate", decided)
     model = Scaled(16, "plain").eval()
-    report = lz.optimize(model, torch.randn(3, 16), budget_s=0.0, rounds=1, isolate=False)
+    report = lz.optimize(model, torch.randn(3, 16), rounds=1, isolate=False)
     assert report.replaced == []
     assert any(
         "it gained +70.0% in its turn, but all that gained less than 1 % together" in each.why for each in report.left

@@ -98,12 +98,13 @@ def test_a_limit_that_is_none_is_refused(limit: int) -> None:
         lz.optimize(made(), memory_limit=limit)
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_time_is_told_by_modules_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("layerzero.integrations.optimize.gate.LEAST", -1e9)  # all is kept, however slow
     model = made()
     ids = tokens()
     expected = greedy(model, ids, 4)
-    report = lz.optimize(model, lambda: greedy(model, ids, 4), rounds=1, budget_s=0.0, isolate=False, graph=True)
+    report = lz.optimize(model, lambda: greedy(model, ids, 4), rounds=1, isolate=False, graph=True)
     found = report.spent
     assert found is not None
     assert set(found.before) == set(found.after)
@@ -119,9 +120,10 @@ def test_time_is_told_by_modules_before_and_after(monkeypatch: pytest.MonkeyPatc
     assert torch.equal(greedy(model, ids, 4), expected)
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_a_gain_names_what_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch sends norms to other kernels where a language for them is installed: another stock, another gain."""
-    report = lz.optimize(made(), {"input_ids": tokens()}, rounds=1, budget_s=0.0, isolate=False)
+    report = lz.optimize(made(), {"input_ids": tokens()}, rounds=1, isolate=False)
     assert f"before is torch {torch.__version__}, transformers {transformers.__version__} with sdpa, on " in str(report)
     assert f"{torch.get_num_threads()} threads of " in report.stock
     assert "TORCH_DISABLE_NATIVE_JIT" not in report.stock
@@ -384,11 +386,12 @@ def test_a_model_on_the_meta_device_is_left_with_a_reason() -> None:
     assert not report.is_on
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_optimized_on_one_prompt_it_serves_whatever_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """On an unpadded prefill; then left padding, tokens after it, gradients, another dtype: equal to stock."""
     monkeypatch.setattr("layerzero.integrations.optimize.gate.LEAST", -1e9)  # all is kept, however slow
     model, stock = made("Qwen3"), made("Qwen3")
-    report = lz.optimize(model, {"input_ids": tokens(1, 9)}, rounds=1, budget_s=0.0, isolate=False)
+    report = lz.optimize(model, {"input_ids": tokens(1, 9)}, rounds=1, isolate=False)
     assert {"attention", "layer"} <= {each.kind for each in report.replaced}
     assert all(each.error is None or each.error < 1e-4 for each in report.replaced)
     mask = torch.ones(3, 12, dtype=torch.long)

@@ -18,6 +18,7 @@ from layerzero.testing.process import APART, apart_on, by_device
 from layerzero.tuning.measuring import online
 from layerzero.tuning.measuring import tune as tuning
 from layerzero.tuning.measuring.clocks import current
+from layerzero.tuning.measuring.deadline import Deadline
 from layerzero.tuning.proving import build_apart, build_child
 
 H200 = Device.named("H200")
@@ -130,5 +131,5 @@ def test_a_models_calls_are_measured_on_its_gpu(monkeypatch, inside):
     seen = []
     monkeypatch.setattr(inputs, "run_jobs", lambda *_, **__: seen.append(list(inside)))
     workload = inputs.Workload(lambda: None, torch.device("cuda", 1))
-    workload.tune(budget_s=1.0, isolate=False)
+    workload.tune(deadline=Deadline(1.0), isolate=False)
     assert seen == [[torch.device("cuda", 1)]]

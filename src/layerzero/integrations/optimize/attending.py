@@ -7,7 +7,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -110,17 +110,26 @@ class AttentionSwap:
             elif config is not None:
                 vars(module).pop(EXCHANGED, None)
 
+    def flip(self, *, ours: bool) -> None:
+        """Set the flag alone, for a timing that does so hundreds of times: what modules say when saved stays."""
+        for config, before in self._before:
+            config._attn_implementation_internal = NAME if ours else before
+
     @contextmanager
-    def stock(self) -> Iterator[None]:
-        """Let Transformers compute it meanwhile, whatever is set."""
+    def meanwhile(self, name: str) -> Iterator[None]:
+        """Compute it so, whatever is set; what modules say when saved stays."""
         settings = [(config, config._attn_implementation) for config, _ in self._before]
-        self.on(self.of)
+        for config, _ in settings:
+            config._attn_implementation_internal = name
         try:
             yield
         finally:
             for config, setting in settings:
                 config._attn_implementation_internal = setting
-            self._keep()
+
+    def stock(self) -> AbstractContextManager[None]:
+        """Let Transformers compute it meanwhile, whatever is set."""
+        return self.meanwhile(self.of)
 
 
 TESTED = 5

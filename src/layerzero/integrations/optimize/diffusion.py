@@ -15,7 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 import layerzero as lz
 from layerzero.integrations.exchange import Together
 from layerzero.integrations.optimize.candidate import TOLERANCE, distance
-from layerzero.integrations.optimize.report import Left, Optimized
+from layerzero.integrations.optimize.report import NO_TIME, Left, Optimized
+from layerzero.integrations.optimize.time_left import RUN
 
 if TYPE_CHECKING:
     from layerzero.integrations.diffusers_rotary import RotationOf
@@ -105,6 +106,10 @@ def attention(
         report.left += [Left(path, name, why) for why in _unserved(model)]
         if not found:
             continue
+        step = f"comparing the attention of {name}"
+        if not report.time.allows(step, step if run is None else RUN):
+            report.left.append(Left(path, name, f"attention: {NO_TIME}"))
+            continue
         error, why = _compared(found, run)
         if why:
             report.left.append(Left(path, name, f"attention: {why}"))
@@ -136,8 +141,12 @@ def rotations(root: Module, report: Optimized) -> Iterator[RotationOf]:
     from layerzero.integrations.diffusers_rotary import RotationOf
 
     for path, model in _models_of(root):
-        found = RotationOf(path, model)
         name = type(model).__name__
+        step = f"comparing the rotations of {name}"
+        if not report.time.allows(step, step):
+            report.left.append(Left(path, name, f"rotations: {NO_TIME}"))
+            continue
+        found = RotationOf(path, model)
         report.left += [
             Left(path, name, f"rotations of {count} attentions: {why}") for why, count in found.left.items()
         ]

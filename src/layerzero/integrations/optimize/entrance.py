@@ -22,7 +22,7 @@ from layerzero.integrations.optimize.joining import Joined, wants_packed, why_ap
 from layerzero.integrations.optimize.layer import Heads, Layer
 from layerzero.integrations.optimize.layers import Found, layers
 from layerzero.integrations.optimize.measured import measure
-from layerzero.integrations.optimize.report import BY_CALL, Left, Optimized, Replaced
+from layerzero.integrations.optimize.report import BY_CALL, NO_TIME, Left, Optimized, Replaced
 from layerzero.integrations.optimize.steps import ON_HOST, Steps, stepping
 from layerzero.integrations.optimize.stock import stock_of
 from layerzero.integrations.optimize.swapping import (
@@ -34,6 +34,7 @@ from layerzero.integrations.optimize.swapping import (
     is_swapped,
     weight_of,
 )
+from layerzero.integrations.optimize.time_left import RUN, TimeLeft
 from layerzero.integrations.tokenizers import is_tokenizer, optimize_tokenizer
 from layerzero.serving.warmup import Progress, bar_or
 
@@ -83,7 +84,8 @@ def optimize(
             replayed; on a CPU they run as they are, with the cache in memory that stays where it is.
         rounds: times that each variant is timed, interleaved; up to four times as often while their ratios scatter
             around the 1 %.
-        budget_s: seconds for measuring kernels; None for no limit.
+        budget_s: seconds for all that is done here; None for no limit. No step begins that is likely to end later. The
+            report says what was left out, and what was not compared and timed stays as it was.
         isolate: whether kernels that are new on this machine run in a child process first.
         memory_limit: bytes that packed forms of weights may take together, beside the weights, which stay for state
             dicts; None for no limit, 0 for none at all. A kernel for prompts and one for tokens may keep a form each.
@@ -91,7 +93,7 @@ def optimize(
         progress: told what is done, how much of it, and of how much; a bar on a terminal if None. Not of tokenizers.
 
     Without inputs, on a CPU, whole decoder layers and modules of each shape are timed beside the model's own code on 1,
-    4 and 64 random tokens, for some seconds a shape and once a process: the layers of a small model as steps of the
+    4 and 64 random tokens, for a second or two a shape and once a process: the layers of a small model as steps of the
     model itself. What is slower at one of them by more than 1 % or the noise is left as it was. Attention that is in no
     such layer is compared, and not timed.
 
@@ -119,9 +121,10 @@ def optimize(
         raise InvalidCallError("optimize", problems)
     if is_tokenizer(model):
         return optimize_tokenizer(model, budget_s=budget_s)
+    time = TimeLeft(budget_s)
     model = diffusion.whole(model)
     root = module_of(model)
-    report = Optimized(weight_bytes=weight_bytes(root), memory_limit=memory_limit)
+    report = Optimized(weight_bytes=weight_bytes(root), memory_limit=memory_limit, time=time)
     if root.training and not (_evaluates_itself(root) and (inputs is None or is_function(inputs))):
         why = "the model is in training mode, in which its own code runs; call model.eval() first"
         report.left.append(Left("", type(root).__name__, why))
@@ -133,12 +136,12 @@ def optimize(
         return report
     try:
         with bar_or(progress) as tell:
-            return _optimized(
-                model, root, report, inputs, tell, graph=graph, rounds=rounds, budget_s=budget_s, isolate=isolate
-            )
+            _optimized(model, root, report, inputs, tell, graph=graph, rounds=rounds, isolate=isolate)
     except BaseException:  # all or nothing, whatever failed and however late
         report.undo()
         raise
+    report.seconds = time.deadline.spent_s
+    return report
 
 
 def _evaluates_itself(root: Module) -> bool:
@@ -159,17 +162,19 @@ def _optimized(
     *,
     graph: bool,
     rounds: int,
-    budget_s: float | None,
     isolate: bool,
-) -> Optimized:
+) -> None:
     """Find, check, put on and measure, for a model that may be changed."""
-    memory_limit = report.memory_limit
-    workload = None if inputs is None else workload_of(model, inputs)
+    memory_limit, time = report.memory_limit, report.time
+    workload = None if inputs is None else workload_of(model, inputs, time)
+    if not time.allows("everything, the first run of the model included", RUN):
+        report.left.append(Left("", type(root).__name__, NO_TIME))
+        return
     before = [] if workload is None else workload.run()
     report.stock = "" if workload is None else stock_of(root, workload.device)
     attention = _attention(root, report, workload)
     whole, taken = _layers(attention, report)
-    found = find(root, report, taken, measured=inputs is not None, tell=tell)
+    found = find(root, report, taken, time, measured=inputs is not None, tell=tell)
     _join([*(each.swap.state for each in whole if each.swap), *(each.swap.state for _, each in found)], root, report)
     for layer in whole:
         assert layer.swap is not None
@@ -213,9 +218,8 @@ def _optimized(
     if workload is None:
         if report.replaced:
             report.tune.append("pass inputs= so that the calls which they make are measured and the gain is shown")
-        return report
-    measure(root, report, workload, before, rounds=rounds, budget_s=budget_s, isolate=isolate, tell=tell)
-    return report
+        return
+    measure(root, report, workload, before, rounds=rounds, isolate=isolate, tell=tell)
 
 
 def _bound(report: Optimized, limit: int) -> None:
@@ -280,7 +284,7 @@ def _layers(attention: list[_Attention], report: Optimized) -> tuple[list[Found]
     """Whole layers of the models whose attention is LayerZero's, and all modules that they compute for."""
     whole: list[Found] = []
     for path, exchange, _, ours in attention:
-        for each in layers(exchange.model, exchange, ours=ours):
+        for each in layers(exchange.model, exchange, report.time, ours=ours):
             each.path = f"{path}.{each.path}".strip(".")
             if each.swap is None:
                 report.left.append(Left(each.path, type(each.module).__name__, each.why))
@@ -298,6 +302,10 @@ def _attention(root: Module, report: Optimized, workload: Workload | None) -> li
             report.left.append(Left(path, type(model).__name__, why))
             continue
         why, error, exchange = attending.why_not(model), None, None
+        step = f"comparing the attention of {type(model).__name__}"
+        if not why and not report.time.allows(step, step if workload is None else RUN):
+            report.left.append(Left(path, type(model).__name__, f"attention: {NO_TIME}"))
+            continue
         if not why:
             exchange = attending.attention_swap(model)
             run = attending.example_run(model) if workload is None else workload.run

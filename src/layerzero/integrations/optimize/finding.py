@@ -14,7 +14,8 @@ from layerzero.integrations.optimize.experts import experts
 from layerzero.integrations.optimize.norms import norm
 from layerzero.integrations.optimize.products import linear, linear_then
 from layerzero.integrations.optimize.refusing import refusal
-from layerzero.integrations.optimize.report import Left, Optimized
+from layerzero.integrations.optimize.report import NO_TIME, Left, Optimized
+from layerzero.integrations.optimize.time_left import TimeLeft
 from layerzero.serving.warmup import Progress
 
 KINDS: tuple[Callable[[Module], Candidate | str | None], ...] = (block, experts, linear_then, norm, linear)
@@ -27,7 +28,7 @@ NO_GAIN = "torch's own kernel runs it, and no time says that another is faster; 
 
 
 def find(
-    root: Module, report: Optimized, taken: set[int], *, measured: bool, tell: Progress
+    root: Module, report: Optimized, taken: set[int], time: TimeLeft, *, measured: bool, tell: Progress
 ) -> list[tuple[str, Candidate]]:
     """Candidates that gave what the originals give, and in the report what is left and why."""
     taken = set(taken)
@@ -43,24 +44,42 @@ def find(
             if _has_weights(module):
                 report.left.append(Left(path, type(module).__name__, why))
             continue
-        for kind in KINDS:
-            candidate = _candidate(kind, module)
-            if candidate is None:
-                continue
-            if isinstance(candidate, Candidate) and not measured and candidate.is_torchs:
-                candidate = NO_GAIN
-            if isinstance(candidate, str):
-                report.left.append(Left(path, type(module).__name__, candidate))
-                if module._modules:  # what it is made of may be something else that is known
-                    continue
-                break
-            found.append((path, candidate))
-            taken |= {id(each) for each in candidate.covered}
-            break
-        else:
-            if not module._modules and any(True for _ in module.parameters(recurse=False)):
-                report.left.append(Left(path, type(module).__name__, "it computes nothing that LayerZero knows"))
+        step = f"checking modules of {type(module).__name__}"
+        if not time.allows(step, step):
+            report.left.append(Left(path, type(module).__name__, NO_TIME))
+            taken |= {id(each) for each in module.modules()}
+            continue
+        with time.taking(step):
+            _look(path, module, report, found, taken, measured=measured)
     return found
+
+
+def _look(
+    path: str,
+    module: Module,
+    report: Optimized,
+    found: list[tuple[str, Candidate]],
+    taken: set[int],
+    *,
+    measured: bool,
+) -> None:
+    """Ask each kind about a module, and add what came of it to what was found or left."""
+    for kind in KINDS:
+        candidate = _candidate(kind, module)
+        if candidate is None:
+            continue
+        if isinstance(candidate, Candidate) and not measured and candidate.is_torchs:
+            candidate = NO_GAIN
+        if isinstance(candidate, str):
+            report.left.append(Left(path, type(module).__name__, candidate))
+            if module._modules:  # what it is made of may be something else that is known
+                continue
+            return
+        found.append((path, candidate))
+        taken |= {id(each) for each in candidate.covered}
+        return
+    if not module._modules and any(True for _ in module.parameters(recurse=False)):
+        report.left.append(Left(path, type(module).__name__, "it computes nothing that LayerZero knows"))
 
 
 def _has_weights(module: Module) -> bool:

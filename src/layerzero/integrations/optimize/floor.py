@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-from layerzero.integrations.exchange import Exchange
 from layerzero.integrations.optimize.attending import AttentionSwap
 from layerzero.integrations.optimize.candidate import Candidate, quiet
 from layerzero.integrations.optimize.layer_pace import Around, around, attention_costs, pace_layers
 from layerzero.integrations.optimize.layers import Found
 from layerzero.integrations.optimize.module_pace import pace_modules
 from layerzero.integrations.optimize.pace import Paced
-from layerzero.integrations.optimize.report import Left, Optimized
+from layerzero.integrations.optimize.report import Optimized
 from layerzero.serving.warmup import Progress
 
 TIMED = frozenset({"cpu"})
@@ -42,40 +41,34 @@ def set_floor(
             continue
         tell("timing layers", 0, 1)
         try:
-            paced = list(pace_layers(layers, exchange, ours=ours))
+            groups = list(pace_layers(layers, exchange, report.time, ours=ours))
         except Exception as error:  # noqa: BLE001  # what a model raises on arguments that were made for another
             why = f"{type(error).__name__}: {str(error)[:80]}"
             report.tune.append(f"layers were not timed beside the model's own ({why}); pass inputs= to measure")
             continue
+        paced = [(each, group) for each, group in groups if each is not None]
         report.paced += [each for each, _ in paced]
         if graph:
             continue
-        for each, group in paced:
-            if not each.kept:
-                _take_out(report, [one.swap for one in group if one.swap is not None], _why("layer", each))
+        for each, group in groups:
+            if each is None or not each.kept:
+                report.take_out([one.swap for one in group if one.swap is not None], _why("layer", each))
         costs = attention_costs([each for each, _ in paced])
         if costs and ours and not exchange.chosen and not any(each.kept for each, _ in paced):
-            _take_out(report, [exchange], f"attention: {costs}")
-        beside = beside or around(layers, exchange)
+            report.take_out([exchange], f"attention: {costs}")
+        if not report.time.deadline.passed():
+            beside = beside or around(layers, exchange)
     here = [(path, each) for path, each in found if each.example.device.type in TIMED]
     tell("timing modules", 0, 1)
     with nullcontext() if beside is None else quiet(beside.model):
-        paced_modules = list(pace_modules(here, beside))
+        paced_modules = list(pace_modules(here, beside, report.time))
     for each, candidates in paced_modules:
-        report.paced.append(each)
-        if not each.kept:
-            _take_out(report, [one.swap for one in candidates], _why(candidates[0].kind, each))
+        report.paced += [each] if each is not None else []
+        if each is None or not each.kept:
+            report.take_out([one.swap for one in candidates], _why(candidates[0].kind, each))
 
 
-def _why(kind: str, paced: Paced) -> str:
+def _why(kind: str, paced: Paced | None) -> str:
+    if paced is None:
+        return f"{kind}: no time was left to time it beside the model's own code (budget_s)"
     return f"{kind}: no gain on random rows, in units of its own time: {paced.text}"
-
-
-def _take_out(report: Optimized, exchanges: Sequence[Exchange], why: str) -> None:
-    """Give modules their own code back, and say why."""
-    for exchange in exchanges:
-        at = next(number for number, each in enumerate(report._exchanges) if each is exchange)
-        exchange.off()
-        del report._exchanges[at]
-        told = report.replaced.pop(at)
-        report.left.append(Left(told.path, told.module, why))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,9 @@ from torch import Tensor
 from layerzero.core.kernel import Kernel
 from layerzero.engine.config import current_policy
 from layerzero.engine.registry import REGISTRY
+from layerzero.integrations.optimize.time_left import RUN, TimeLeft
 from layerzero.tuning.measuring.clocks import current
+from layerzero.tuning.measuring.deadline import Deadline
 from layerzero.tuning.measuring.manifest import jobs_of
 from layerzero.tuning.measuring.record import record
 from layerzero.tuning.measuring.running import run_jobs
@@ -33,38 +35,51 @@ class Workload:
     Attributes:
         call: runs it once and returns what it gives.
         device: where the model lies.
+        time: what is left of the time; it learns of every run.
     """
 
     call: Callable[[], Any]
     device: torch.device
+    time: TimeLeft = field(default_factory=lambda: TimeLeft(None))
     _often: int = 0
 
     def run(self) -> list[Tensor]:
         """The tensors that it gives, in order."""
-        with torch.no_grad():
-            found = [each.detach().clone() for each in tensors_in(self.call())]
-        self._wait()
+        with self.time.taking(RUN):
+            with torch.no_grad():
+                found = [each.detach().clone() for each in tensors_in(self.call())]
+            self._wait()
         return found
+
+    def samples(self, count: int) -> int:
+        """How many runs so many samples are."""
+        return count * max(self._often, 1)
+
+    def fits(self, samples: int) -> bool:
+        """Whether there is time for so many samples."""
+        return self.time.fits(RUN, self.samples(samples))
 
     def sample(self) -> float:
         """Seconds of one run; short ones are run several times and the least counts."""
         if not self._often:
-            self._often = max(1, min(MOST, int(SHORTEST_S / max(self._seconds(), 1e-6))))
+            seconds = self.time.expected_s(RUN) or self._seconds()
+            self._often = max(1, min(MOST, int(SHORTEST_S / max(seconds, 1e-6))))
         return min(self._seconds() for _ in range(self._often))
 
     def _seconds(self) -> float:
         self._wait()
         started = time.perf_counter()
-        with torch.no_grad():
-            self.call()
-        self._wait()
+        with self.time.taking(RUN):
+            with torch.no_grad():
+                self.call()
+            self._wait()
         return time.perf_counter() - started
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def tune(self, *, budget_s: float | None, isolate: bool, progress: Callable[[Step], None] | None = None) -> Tuned:
+    def tune(self, *, deadline: Deadline, isolate: bool, progress: Callable[[Step], None] | None = None) -> Tuned:
         """Record the calls of one run and measure each class of them, the most frequent first."""
         with record() as recording, torch.no_grad():
             self.call()
@@ -73,7 +88,7 @@ class Workload:
         slow = [kernel.id for kernel in REGISTRY.kernels() if self._takes_minutes(kernel)]
         with current(self.device):
             return run_jobs(
-                jobs, self.device, effort=effort, budget_s=budget_s, isolate=isolate, leave_out=slow, progress=progress
+                jobs, self.device, effort=effort, deadline=deadline, isolate=isolate, leave_out=slow, progress=progress
             )
 
     def _takes_minutes(self, kernel: Kernel) -> bool:
@@ -100,18 +115,18 @@ def is_function(inputs: Any) -> bool:
     return callable(inputs) and not isinstance(inputs, (Mapping, tuple, list, Tensor))
 
 
-def workload_of(model: Any, inputs: Any) -> Workload:
+def workload_of(model: Any, inputs: Any, time: TimeLeft) -> Workload:
     """A way to run a model on what the caller gave."""
     first = next((each for each in tensors_of_model(model)), None)
     device = torch.device("cpu") if first is None else first.device
     if isinstance(inputs, Mapping):
-        return Workload(_noted(lambda: model(**inputs), "model(**inputs)"), device)
+        return Workload(_noted(lambda: model(**inputs), "model(**inputs)"), device, time)
     if isinstance(inputs, (tuple, list)):
-        return Workload(_noted(lambda: model(*inputs), "model(*inputs)"), device)
+        return Workload(_noted(lambda: model(*inputs), "model(*inputs)"), device, time)
     if isinstance(inputs, Tensor):
-        return Workload(_noted(lambda: model(inputs), "model(inputs)"), device)
+        return Workload(_noted(lambda: model(inputs), "model(inputs)"), device, time)
     if callable(inputs):
-        return Workload(inputs, device)
+        return Workload(inputs, device, time)
     wanted = "a tensor, a tuple, a dict, or a function without arguments"
     raise TypeError(f"optimize: inputs: wanted {wanted}, got {type(inputs).__name__}")
 

@@ -22,6 +22,8 @@ from layerzero.integrations.optimize.layers import Found
 from layerzero.integrations.optimize.pace import LEAST, SIZES, Paced, Prepare, Sizes, Way, decided, timed
 from layerzero.integrations.optimize.rotation import forget_table
 from layerzero.integrations.optimize.swapping import weight_of
+from layerzero.integrations.optimize.time_left import TimeLeft
+from layerzero.tuning.measuring.deadline import TimeOverError
 
 PAST = 64
 """Tokens in the cache of a step."""
@@ -32,8 +34,10 @@ ENOUGH_BYTES, MOST_LAYERS = 64 * 2**20, 8
 _Handed = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
-def pace_layers(whole: Sequence[Found], exchange: AttentionSwap, *, ours: bool) -> Iterator[tuple[Paced, list[Found]]]:
-    """Decide for layers of each shape which way they compute at which size, and set it.
+def pace_layers(
+    whole: Sequence[Found], exchange: AttentionSwap, time: TimeLeft, *, ours: bool
+) -> Iterator[tuple[Paced | None, list[Found]]]:
+    """Decide for layers of each shape which way they compute at which size, and set it; None where time was over.
 
     Args:
         whole: layers of one model whose new forwards are on.
@@ -46,7 +50,16 @@ def pace_layers(whole: Sequence[Found], exchange: AttentionSwap, *, ours: bool) 
         row, about = _row(group), shape
         if len(row) == len(whole):  # the model itself is what is timed
             about = shape, type(exchange.model), len(whole), exchange.model.get_input_embeddings().weight.shape
-        sizes, known = decided(about, lambda: _measured(row, whole, exchange, ours=ours))  # noqa: B023
+        what = f"timing {type(group[0].module).__name__} on random rows"
+        try:
+            sizes, known = decided(
+                about,
+                lambda: _measured(row, whole, exchange, time.deadline.passed, ours=ours),  # noqa: B023
+            )
+        except TimeOverError:
+            time.leave(what, what)
+            yield None, group
+            continue
         if sizes is None:
             continue
         ways = sizes.best(among=(Way.OWN, Way.PLAIN, Way.PACKED))
@@ -98,8 +111,17 @@ def _row(group: Sequence[Found]) -> list[Found]:
     return found
 
 
-def _measured(row: Sequence[Found], whole: Sequence[Found], exchange: AttentionSwap, *, ours: bool) -> Sizes | None:
+def _measured(
+    row: Sequence[Found],
+    whole: Sequence[Found],
+    exchange: AttentionSwap,
+    passed: Callable[[], bool],
+    *,
+    ours: bool,
+) -> Sizes | None:
     """Time steps of the model itself where the row is all of its layers, else the row."""
+    if passed():
+        raise TimeOverError
     exchanged, entire = ours and not exchange.chosen, len(row) == len(whole)
     ways = [Way.STOCK, Way.OWN, Way.PLAIN, *([Way.PACKED] if _state(row[0]).may_pack else [])]
     last = _state(row[-1])
@@ -124,7 +146,7 @@ def _measured(row: Sequence[Found], whole: Sequence[Found], exchange: AttentionS
                     way: _prepared(way, row, theirs if way is Way.STOCK else handed, hidden, past, switch)
                     for way in ways
                 })  # fmt: skip
-            return timed(sizes)
+            return timed(sizes, passed=passed)
     finally:
         last.following = following
         for each in row:
@@ -241,7 +263,7 @@ class _Switch:
             if way is not Way.STOCK:
                 _state(each).take((way,) * len(SIZES))
         if self._exchange is not None:
-            self._exchange.off() if way is Way.STOCK else self._exchange.on()
+            self._exchange.flip(ours=way is not Way.STOCK)
 
 
 def _stepping(

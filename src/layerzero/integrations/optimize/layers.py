@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
 from layerzero.engine.dispatch import ENGINE
-from layerzero.integrations.optimize.attending import AttentionSwap, Seen, seeing, seen_rows
+from layerzero.integrations.optimize.attending import NAME, AttentionSwap, Seen, seeing, seen_rows
 from layerzero.integrations.optimize.blocks import Block, block
 from layerzero.integrations.optimize.cache_argument import name_in, name_of
 from layerzero.integrations.optimize.candidate import TOLERANCE, Candidate, distance, quiet
@@ -29,7 +30,9 @@ from layerzero.integrations.optimize.layer import Heads, Layer, Normed, forward
 from layerzero.integrations.optimize.norms import Norm, norm
 from layerzero.integrations.optimize.products import is_plain
 from layerzero.integrations.optimize.refusing import refusal
+from layerzero.integrations.optimize.report import NO_TIME
 from layerzero.integrations.optimize.swapping import Swap, stock_forward, weight_of
+from layerzero.integrations.optimize.time_left import TimeLeft
 
 PROMPT = 5
 """Tokens of the prompt that candidates are tried on."""
@@ -67,10 +70,14 @@ class _Parts:
     norms: dict[str, Normed]
 
 
-def layers(model: Any, exchange: AttentionSwap, *, ours: bool) -> Iterator[Found]:
+def layers(model: Any, exchange: AttentionSwap, time: TimeLeft, *, ours: bool) -> Iterator[Found]:
     """Try each layer of a model, with LayerZero's attention or with its own; a model without such layers gives none."""
     parts = {path: (module, made) for path, module in model.named_modules() if (made := _parts_of(module)) is not None}
     if not parts:
+        return
+    step = f"checking layers of {type(model).__name__}"
+    if not time.allows(f"{step}, with an example", step):
+        yield Found("", model, why=f"its layers: {NO_TIME}")
         return
     try:
         calls, seen = _calls_of(model, exchange, [module for module, _ in parts.values()])
@@ -85,7 +92,11 @@ def layers(model: Any, exchange: AttentionSwap, *, ours: bool) -> Iterator[Found
         if why:
             yield Found(path, module, why=why)
             continue
-        each, liked = _tried(path, module, made, calls.get(id(module), []), seen, exchange, liked, ours=ours)
+        if not time.allows(step, step):
+            found.append(Found(path, module, why=f"as a whole: {NO_TIME}"))
+            continue
+        with time.taking(step):
+            each, liked = _tried(path, module, made, calls.get(id(module), []), seen, exchange, liked, ours=ours)
         found.append(each)
     for first, second in itertools.pairwise(found):
         if first.swap is not None and second.swap is not None and _follows(first.path, second.path):
@@ -303,16 +314,13 @@ def _error(
     Text where that is no number: what was raised, another shape, or what is not finite.
     """
     try:
-        if exchange is not None:
-            exchange.on()
-        swap.on()
-        got = _run(swap.module.forward, swap.module, hidden, calls)
+        with nullcontext() if exchange is None else exchange.meanwhile(NAME):
+            swap.on()
+            got = _run(swap.module.forward, swap.module, hidden, calls)
     except (InvalidCallError, RuntimeError, IndexError) as raised:  # this form does not fit its sizes
         return f"a form raised {type(raised).__name__}: {' '.join(str(raised).split())[:160]}"
     finally:
         swap.off()
-        if exchange is not None:
-            exchange.off()
     errors = []
     for one, two, rows, (_, named) in zip(got, expected, hidden, calls, strict=True):
         if one.shape != two.shape:

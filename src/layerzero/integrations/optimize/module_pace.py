@@ -16,15 +16,19 @@ from layerzero.integrations.optimize.candidate import Candidate, quiet
 from layerzero.integrations.optimize.layer_pace import Around
 from layerzero.integrations.optimize.pace import SIZES, Paced, Prepare, Sizes, Way, decided, timed
 from layerzero.integrations.optimize.swapping import Packs
+from layerzero.integrations.optimize.time_left import TimeLeft
+from layerzero.tuning.measuring.deadline import TimeOverError
 
 SAMPLE_S, MOST_RUNS = 2e-4, 20
 """A sample runs a module as often as fills this, at most so many times: a norm takes 10 us."""
 
 
 def pace_modules(
-    found: Sequence[tuple[str, Candidate]], around: Around | None
-) -> Iterator[tuple[Paced, list[Candidate]]]:
+    found: Sequence[tuple[str, Candidate]], around: Around | None, time: TimeLeft
+) -> Iterator[tuple[Paced | None, list[Candidate]]]:
     """Decide for modules of each shape whether they are kept, and which weights are packed at which size; set that.
+
+    None where time was over.
 
     What takes no longer than a sample runs once, after ``around`` if that is there. Over and over, the final norm of a
     Llama (512 x 4, float32) took 13 us where its own code took 18; after a layer as it was it took 37, and that 30
@@ -36,7 +40,16 @@ def pace_modules(
     for about, group in alike.items():
         first = group[0][1]
         beside = None if around is None else around.about
-        sizes, known = decided((about, beside), lambda: _measured(first, around))  # noqa: B023
+        what = f"timing {type(first.swap.module).__name__} on random rows"
+        try:
+            sizes, known = decided(
+                (about, beside),
+                lambda: _measured(first, around, time.deadline.passed),  # noqa: B023
+            )
+        except TimeOverError:
+            time.leave(what, what)
+            yield None, [each for _, each in group]
+            continue
         if sizes is None:
             continue
         ways = sizes.best(among=(Way.OWN, Way.PLAIN, Way.PACKED))
@@ -54,7 +67,9 @@ def _shape_of(found: Candidate) -> Hashable:
     return type(module), found.kind, found.calls, learned, others, torch.get_num_threads(), current_policy()
 
 
-def _measured(found: Candidate, around: Around | None) -> Sizes | None:
+def _measured(found: Candidate, around: Around | None, passed: Callable[[], bool]) -> Sizes | None:
+    if passed():
+        raise TimeOverError
     state = found.swap.state
     packs = isinstance(state, Packs) and state.may_pack
     ways = (Way.STOCK, Way.OWN, Way.PLAIN, *([Way.PACKED] if packs else []))
@@ -65,7 +80,7 @@ def _measured(found: Candidate, around: Around | None) -> Sizes | None:
             if around is not None and _lasts(functools.partial(found.swap.module, rows, *others)) >= SAMPLE_S:
                 around = None
             sizes = [_prepared(found, ways, *_given(found, count), once=around is not None) for count in SIZES]
-            return timed(sizes, around)
+            return timed(sizes, around, passed)
     finally:
         state.take(())
         found.swap.on()

@@ -7,6 +7,7 @@ cost more than torch's. A decision is made once a process for modules of one sha
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core.errors import LayerZeroError
+from layerzero.tuning.measuring.deadline import TimeOverError
 
 SIZES = (1, 4, 64)
 """Tokens of the calls that are timed: a step of generation, what speculation verifies, and a prompt."""
@@ -28,8 +30,11 @@ FROM_MANY = 16
 LEAST = 0.01
 """A gain below this is noise, and so is a loss."""
 
-FEWEST, MOST, SECONDS = 4, 60, 0.8
+FEWEST, MOST, SECONDS = 4, 60, 0.4
 """Rounds of one size, and the time after which there are no more; a round runs every way once."""
+
+DOUBTS = 2.5
+"""Standard deviations of a coin by which rounds lie to one side before it counts as theirs: 7 rounds of 7, 13 of 17."""
 
 LOWEST = 5
 """Of so many runs the fastest counts: a neighbour on the same cores makes runs slower, and none faster."""
@@ -150,18 +155,26 @@ def forget() -> None:
     _DECIDED.clear()
 
 
-def timed(sizes: Sequence[Mapping[Way, Prepare]], around: Callable[[], object] | None = None) -> Sizes | None:
+def timed(
+    sizes: Sequence[Mapping[Way, Prepare]],
+    around: Callable[[], object] | None = None,
+    passed: Callable[[], bool] = lambda: False,
+) -> Sizes | None:
     """Time every way at each size, in turn; None where the clock stood still.
 
     Each round runs all ways once, every second one backwards. ``around`` runs before each: what a model runs between
-    two calls, so that the host's caches hold no more of a way than they do there.
+    two calls, so that the host's caches hold no more of a way than they do there. A way takes no part in further rounds
+    once another is faster for sure, and there are no more once the fastest is faster or slower than stock, or as fast,
+    for sure.
+
+    Raises: TimeOverError where ``passed`` says that the time is over before :data:`FEWEST` rounds of each size.
     """
     began = CLOCK()
     ratios: list[Mapping[Way, float]] = []
     noise: list[Mapping[Way, float]] = []
     rounds = []
     for ways in sizes:
-        times = _rounds(ways, around)
+        times = _rounds(ways, around, passed)
         if not all(times[Way.STOCK]):
             return None
         if len(times) == 1:  # no way but stock: a real call says why
@@ -190,11 +203,41 @@ def _runs(way: Way, prepare: Prepare) -> bool:
     return True
 
 
-def _rounds(ways: Mapping[Way, Prepare], around: Callable[[], object] | None) -> dict[Way, list[float]]:
+def _surely(said: Sequence[bool]) -> bool:
+    """Whether so many rounds say the same that a coin hardly does."""
+    return 2 * sum(said) - len(said) >= DOUBTS * math.sqrt(len(said))
+
+
+def _worse(times: Mapping[Way, Sequence[float]], order: Sequence[Way]) -> set[Way]:
+    """The ways that are slower than the fastest for sure."""
+    fast = _ratios(times)
+    best = times[min((way for way in order if way is not Way.STOCK), key=lambda way: fast[way])]
+    return {
+        way
+        for way in order
+        if way is not Way.STOCK and _surely([one > other for one, other in zip(times[way], best, strict=True)])
+    }
+
+
+def _is_decided(times: Sequence[float], stock: Sequence[float]) -> bool:
+    """Whether a way is faster than stock for sure, or slower, or neither."""
+    ratios = [one / other if other else 1.0 for one, other in zip(times, stock, strict=True)]
+    gain, loss = ([each <= 1 - LEAST for each in ratios], [each >= 1 + LEAST for each in ratios])
+    neither = [not (one or other) for one, other in zip(gain, loss, strict=True)]
+    return any(map(_surely, (gain, loss, neither)))
+
+
+def _rounds(
+    ways: Mapping[Way, Prepare], around: Callable[[], object] | None, passed: Callable[[], bool]
+) -> dict[Way, list[float]]:
     ways = {way: prepare for way, prepare in ways.items() if _runs(way, prepare)}
     times: dict[Way, list[float]] = {way: [] for way in ways}
     began, order = CLOCK(), list(ways)
     for turn in range(MOST):
+        if passed():
+            if turn < FEWEST:
+                raise TimeOverError
+            break
         for way in order if turn % 2 else reversed(order):
             ways[way]()()  # what the way before left in caches is not its own
             run = ways[way]()
@@ -203,7 +246,11 @@ def _rounds(ways: Mapping[Way, Prepare], around: Callable[[], object] | None) ->
             started = CLOCK()
             run()
             times[way].append(CLOCK() - started)
-        stands_still = not any(each[-1] for each in times.values())
-        if stands_still or (turn + 1 >= FEWEST and CLOCK() - began > SECONDS):
+        if not times[Way.STOCK][-1] or (turn + 1 >= FEWEST and CLOCK() - began > SECONDS):
+            break
+        if turn + 1 >= FEWEST and len(order) > 1:
+            out = _worse(times, order)
+            order = [way for way in order if way not in out]
+        if len(order) == 2 and _is_decided(times[order[1]], times[Way.STOCK]):
             break
     return times

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from layerzero.asking.layers import numbered, ranges
@@ -14,7 +14,11 @@ from layerzero.integrations.optimize.joining import Joined
 from layerzero.integrations.optimize.pace import SIZES, Paced
 from layerzero.integrations.optimize.spent import Spent
 from layerzero.integrations.optimize.swapping import Packs
+from layerzero.integrations.optimize.time_left import TimeLeft
 from layerzero.tuning.measuring.tuned import Tuned
+
+NO_TIME = "no time was left to check it (budget_s)"
+"""Why a module stays that was not looked at."""
 
 BY_CALL = "by call"
 """The kernel of what no few rows can be asked about."""
@@ -79,6 +83,8 @@ class Optimized:
         refused: why known times of what was measured do not count here, and how many: another device, other versions.
         paced: what was timed on random input, by shapes of modules; empty with inputs.
         stock: what the times before are of: libraries, their versions, and the machine; empty without inputs.
+        time: what was left of the time, and what was left out to keep it.
+        seconds: what all of it took.
     """
 
     replaced: list[Replaced] = field(default_factory=list)
@@ -93,6 +99,8 @@ class Optimized:
     refused: Mapping[str, int] = field(default_factory=dict)
     paced: list[Paced] = field(default_factory=list)
     stock: str = ""
+    time: TimeLeft = field(default_factory=lambda: TimeLeft(None))
+    seconds: float = 0.0
     _exchanges: list[Exchange] = field(default_factory=list, repr=False)
     _joined: list[Joined] = field(default_factory=list, repr=False)
 
@@ -134,6 +142,15 @@ class Optimized:
             if state is not None:
                 state.forget()
 
+    def take_out(self, exchanges: Sequence[Exchange], why: str | Callable[[Replaced], str]) -> None:
+        """Give modules their own code back, and say why."""
+        for exchange in list(exchanges):
+            at = next(number for number, each in enumerate(self._exchanges) if each is exchange)
+            exchange.off()
+            del self._exchanges[at]
+            told = self.replaced.pop(at)
+            self.left.append(Left(told.path, told.module, why if isinstance(why, str) else why(told)))
+
     def undo(self) -> None:
         """Give every module its own forward back, and every weight memory of its own. Values stay as they are now."""
         for exchange in reversed(self._exchanges):
@@ -174,6 +191,8 @@ class Optimized:
             lines += ["", f"timed on random rows, {counts}, in {seconds:.1f} s; a share of the model's own time:"]
             shares = [((each.module, each.text), path, None) for each in self.paced for path in each.paths]
             lines += _table(("timed", "module", "takes"), shares)
+        if self.time.lines():
+            lines += ["", f"it took {self.seconds:.1f} s", *self.time.lines()]
         lines += [f"next: {each}" for each in self.tune]
         return "\n".join(lines)
 

@@ -48,6 +48,10 @@ class Deadline:
         """Whether it is over."""
         return self.left_s <= 0.0
 
+    def sooner(self, seconds: float) -> Deadline:
+        """The end of a part of the run that leaves so many seconds for what follows it."""
+        return Deadline(None if self.until == math.inf else max(self.left_s - seconds, 0.0), self._now)
+
     def part(self, share: float) -> Callable[[], bool]:
         """A question whether this share of what is left now is over."""
         left = self.left_s
