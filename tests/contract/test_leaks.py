@@ -168,6 +168,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         ),
         _REPLACED,
     ),
+    "integrations/optimize/floor.py": {"attention": _REPLACED},
     "integrations/optimize/generating.py": dict.fromkeys(("logits", "min_p", "tokens", "top_k", "top_p"), _DRAWN),
     "integrations/optimize/growing.py": dict.fromkeys(("append_paged_kv_", "tokens"), _CACHE),
     "integrations/optimize/held.py": dict.fromkeys(("append_paged_kv_", "pages", "positions", "tokens"), _CACHE),
@@ -190,6 +191,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         ),
         _LAYER,
     ),
+    "integrations/optimize/layer_pace.py": dict.fromkeys(("activation", "heads", "kv", "tokens"), _LAYER),
     "integrations/optimize/layers.py": dict.fromkeys(("attention", "eps", "heads", "norm", "positions"), _LAYER),
     "integrations/optimize/measured.py": {
         "attention": _REPLACED,
@@ -199,6 +201,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         ("bias", "eps", "layer_norm", "norm", "rms_norm", "weight"), _REPLACED
     ),
     "integrations/optimize/products.py": dict.fromkeys(("activation", "bias", "linear", "packed", "weight"), _REPLACED),
+    "integrations/optimize/report.py": {"tokens": _LAYER},
     "integrations/optimize/rotation.py": dict.fromkeys(("cos", "positions", "sin"), _LAYER),
     "integrations/optimize/step_attention.py": dict.fromkeys(
         (

@@ -57,6 +57,6 @@ def test_a_miss_asks_once_for_what_does_not_change():
     made = events(miss)
     assert made[-1] != "noop"
     assert "noop" in made
-    assert len(made) <= 582, len(
+    assert len(made) <= 590, len(
         made
     )  # the record of calls takes 10; 24 of them look whether flex_attention's artefact still lies on disk

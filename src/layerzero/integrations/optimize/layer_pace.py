@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -219,20 +220,26 @@ def _called_with(model: Any, count: int) -> dict[str, Any]:
 
 
 def _handed(model: Any, whole: Sequence[Found], count: int, past: int) -> dict[int, _Handed]:
-    """What a model hands to its layers for so many tokens, all of which pass their input on meanwhile."""
-    given: dict[int, _Handed] = {}
+    """What a model hands to its layers for so many tokens, all of which pass their input on meanwhile.
 
-    def passing(module: Module) -> Callable[..., Tensor]:
-        def forward(hidden: Tensor, *others: Any, **named: Any) -> Tensor:
-            given[id(module)] = others, named
-            return hidden
+    Only in this thread: another one that runs the model gets what its layers compute.
+    """
+    given: dict[int, _Handed] = {}
+    here = threading.get_ident()
+
+    def passing(module: Module, before: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*others: Any, **named: Any) -> Any:
+            if threading.get_ident() != here:
+                return before(*others, **named)
+            given[id(module)] = others[1:], named
+            return others[0]
 
         return forward
 
     before = [(each.module, each.module.__dict__.get("forward")) for each in whole]
     try:
         for module, _ in before:
-            module.__dict__["forward"] = passing(module)
+            module.__dict__["forward"] = passing(module, module.forward)
         model(**_called_with(model, count), **{name_of(model): _filled(whole, past)})
     finally:
         for module, forward in before:
