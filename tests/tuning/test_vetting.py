@@ -495,7 +495,7 @@ WIDE = torch.randn(4, 96, dtype=torch.bfloat16)
         ("rms_norm", (torch.randn(3000, 512), torch.randn(512)), {}),
         pytest.param("rms_norm", (torch.randn(2, 30, 64), torch.randn(64)), {}, marks=pytest.mark.slow),
         pytest.param("layer_norm", (WIDE, (96,), WIDE[0], WIDE[0]), {}, marks=pytest.mark.slow),
-        pytest.param("attention", (QUERY, QUERY, QUERY), {}, marks=pytest.mark.slow),
+        pytest.param("attention", (QUERY, QUERY, QUERY), {"layout": "BSHD"}, marks=pytest.mark.slow),
         pytest.param("attention", (QUERY, QUERY, QUERY), {"layout": "BHSD"}, marks=pytest.mark.slow),
         pytest.param("attention", DECODE, {}, marks=pytest.mark.slow),
     ],
@@ -517,10 +517,12 @@ def test_the_hint_of_a_refusal_vets_the_class_that_was_refused(function, argumen
         pytest.param(
             "attention",
             (QUERY, QUERY, QUERY),
-            {"causal": False, "attn_mask": torch.zeros(1, 1, 5, 5)},
+            {"causal": False, "attn_mask": torch.zeros(1, 1, 5, 5), "layout": "BSHD"},
             marks=pytest.mark.slow,
         ),
-        pytest.param("attention", (QUERY, QUERY, QUERY[..., :4].contiguous()), {}, marks=pytest.mark.slow),
+        pytest.param(
+            "attention", (QUERY, QUERY, QUERY[..., :4].contiguous()), {"layout": "BSHD"}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_what_shapes_cannot_say_is_vetted_from_a_recorded_call(function, arguments, options, tmp_path):
