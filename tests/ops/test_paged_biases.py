@@ -98,7 +98,8 @@ def test_sinks_that_are_no_numbers_give_what_the_reference_gives(dtype, sink, qu
     (output, lse), (wanted, sums) = found
     near = 1e-2 if dtype is torch.bfloat16 else 1e-5
     torch.testing.assert_close(output, wanted, rtol=near, atol=near, equal_nan=True)
-    torch.testing.assert_close(lse, sums, rtol=1e-5, atol=1e-5, equal_nan=True)
+    exact = 1e-4 if dtype is torch.bfloat16 else 1e-5  # with AVX2 torch adds up what it rounded to bfloat16: 6e-5 off
+    torch.testing.assert_close(lse, sums, rtol=exact, atol=exact, equal_nan=True)
     assert output[:, [1, 3]].isnan().all() == (sink != -math.inf)
     assert not output[:, [0, 2]].isnan().any()
 

@@ -148,7 +148,8 @@ def test_infinity_shows_in_what_shares_its_scale(name, per, lost, number):
     for kernel in [each.kernel.id for each in lz.explain("quantize", x, name, per=per).candidates if each.legal]:
         with lz.scope(locks={f"quantize.{name}": kernel}):
             quantized, scale = lz.quantize(x, name, per=per)
-        assert lz.dequantize(quantized, scale, dtype=name).isnan().all(-1).sum() == lost, kernel
+        read = lz.dequantize(quantized, scale, dtype=name)  # NaN; of infinity itself vllm.cpu makes -inf with AVX2
+        assert (~read.isfinite()).all(-1).sum() == lost, kernel
         assert scale.isinf().sum() == 1
 
 

@@ -83,7 +83,8 @@ def test_sinks_have_a_kernel_that_gives_what_the_reference_gives(dtype, sink, le
             assert torch.equal(lz.ragged_attention(*call, sinks=sinks).nan_to_num(), found[-1][0].nan_to_num())
     near = 1e-2 if dtype is torch.bfloat16 else 1e-5
     torch.testing.assert_close(found[0][0], found[1][0], rtol=near, atol=near, equal_nan=True)
-    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-5, atol=1e-5, equal_nan=True)
+    exact = 1e-4 if dtype is torch.bfloat16 else 1e-5  # with AVX2 torch adds up what it rounded to bfloat16: 4e-5 off
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=exact, atol=exact, equal_nan=True)
 
 
 def test_sinks_beside_gradients_are_left_to_the_reference():
