@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
@@ -11,52 +10,82 @@ from typing import Any
 
 
 def when_imported(name: str, told: Callable[[], None]) -> None:
-    """Call ``told`` when a module is there; a finder waits for it, and leaves ``sys.meta_path`` again then."""
-    if is_imported(name):
-        told()
-    else:
-        sys.meta_path.insert(0, _Finder(name, told))
+    """Call ``told`` when a module is there; a finder waits for it, and leaves ``sys.meta_path`` again then.
+
+    What ``told`` raises is logged: it must break neither the import that it waits for nor this package's own.
+    """
+    finder = _Finder(name, told)
+    sys.meta_path.insert(0, finder)
+    finder.look()
 
 
 def is_imported(name: str) -> bool:
     """Whether a module is imported as a whole, and not just being imported."""
-    return name in sys.modules and not getattr(sys.modules[name].__spec__, "_initializing", False)
+    module = sys.modules.get(name)
+    return module is not None and not _is_loading(module)
+
+
+def _is_loading(module: ModuleType) -> bool:
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
 class _Finder:
-    """Waits for the import of one module. Without the base class: `importlib.abc` takes as long as all else here."""
+    """Waits for the import of one module. Without the base class: `importlib.abc` takes as long as all else here.
+
+    To ask where a module lies is not to import it (``importlib.util.find_spec``), so the finder stays until the import
+    system says, at the module's specification, that the module is complete.
+    """
 
     def __init__(self, name: str, told: Callable[[], None]) -> None:
         self._name, self._told = name, told
+        self._watched: ModuleSpec | None = None
 
     def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None,  # noqa: ARG002  # the import system passes both
-        target: ModuleType | None = None,  # noqa: ARG002
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname != self._name:
+            self.look()  # another thread may import the module, and have asked before this finder was there
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._told)  # type: ignore[assignment]
-        return spec
+        finders = list(sys.meta_path)
+        for finder in finders[finders.index(self) + 1 :] if self in finders else []:
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None:
+                self._watch(spec)
+                return spec
+        return None
 
+    def look(self) -> None:
+        """Tell if the module is there; watch its specification where it is just being imported."""
+        module = sys.modules.get(self._name)
+        if module is not None and _is_loading(module) and module.__spec__ is not self._watched:
+            self._watch(module.__spec__)
+        if is_imported(self._name):
+            self._tell()
 
-class _Loader:
-    """Loads as the real one does, then tells."""
+    def _watch(self, spec: Any) -> None:
+        kind, look = type(spec), self.look
 
-    def __init__(self, loader: Any, told: Callable[[], None]) -> None:
-        self._loader, self._told = loader, told
+        class Watched(kind):  # type: ignore[misc, valid-type]
+            def __setattr__(self, name: str, value: object) -> None:
+                super().__setattr__(name, value)
+                if name == "_initializing" and not value:
+                    if type(self) is Watched:
+                        self.__class__ = kind
+                    look()
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        module: ModuleType | None = self._loader.create_module(spec)
-        return module
+        Watched.__name__, Watched.__qualname__ = kind.__name__, kind.__qualname__
+        self._watched = spec
+        spec.__class__ = Watched
 
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        self._told()
+    def _tell(self) -> None:
+        try:
+            sys.meta_path.remove(self)
+        except ValueError:  # another thread tells
+            return
+        try:
+            self._told()
+        except Exception as error:  # noqa: BLE001  # the import that was waited for, a user's, must not fail
+            import logging
+
+            text = "%s is imported, and what layerzero adds to it is missing: %s: %s. It works without; please report"
+            logging.getLogger("layerzero").warning(text, self._name, type(error).__name__, error, exc_info=True)
