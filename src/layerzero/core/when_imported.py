@@ -84,7 +84,7 @@ class _Finder:
             return
         try:
             self._told()
-        except Exception as error:  # noqa: BLE001  # the import that was waited for, a user's, must not fail
+        except Exception as error:  # the import that was waited for, a user's, must not fail
             import logging
 
             text = "%s is imported, and what layerzero adds to it is missing: %s: %s. It works without; please report"
