@@ -8,6 +8,7 @@ import layerzero as lz
 from layerzero.asking import diagnosis
 from layerzero.core.device import Device
 from layerzero.engine import accelerator
+from layerzero.engine.registry import REGISTRY
 
 
 def test_a_device_that_cannot_be_asked_is_an_issue_and_no_error(monkeypatch):
@@ -45,3 +46,15 @@ def test_how_calls_find_their_kernels_is_told_in_words(monkeypatch):
 
 def test_all_ways_of_reading_tensors_have_words():
     assert accelerator.HOT is None or accelerator.HOT.reader() in diagnosis._IN_C
+
+
+def test_a_lock_that_names_nothing_is_an_issue_also_where_calls_were_recorded(monkeypatch):
+    monkeypatch.setattr(REGISTRY.names, "problems", lambda policy: iter(["LAYERZERO_LOCK: norm.rms: names none here"]))
+    monkeypatch.setattr(diagnosis._assembly, "builds", raises)
+    told = lz.doctor()
+    assert "LAYERZERO_LOCK: norm.rms: names none here" in told.issues
+    assert told.builds == ()
+
+
+def raises():
+    raise lz.PolicyError("what builds() would ask raises while a lock names nothing")

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 import layerzero as lz
+from layerzero.engine.config import current_policy
 from layerzero.engine.functions import CALLS
 from layerzero.ops import DROP_INS, FORMER_NAMES, FUNCTIONS, PLAIN_FUNCTIONS
 
@@ -31,11 +32,15 @@ def test_a_former_name_is_the_function_of_today_with_a_warning(old):
 def test_questions_and_locks_know_former_names():
     with pytest.warns(DeprecationWarning, match=r"lz.append_kv is now lz.append_kv_"):
         assert lz.list_kernels("append_kv") == lz.list_kernels("append_kv_")
+    kernel = lz.list_kernels("append_kv_")[0].id
     with (
-        pytest.raises(lz.PolicyError, match=r"'append_kv'; it is 'append_kv_' now"),
-        lz.scope(locks={"append_kv": "torch.kv_append"}),
+        pytest.warns(DeprecationWarning, match=r"lz.append_kv is now lz.append_kv_"),
+        lz.scope(locks={"append_kv": kernel}),
     ):
-        pass
+        (lock,) = current_policy().locks
+    assert (lock.operation, lock.kernel) == ("append_kv_", kernel)
+    with pytest.warns(DeprecationWarning, match=r"lz.append_kv is now lz.append_kv_"):
+        assert torch.ops.layerzero.append_kv is torch.ops.layerzero.append_kv_
 
 
 RENAMED = sorted((name, old, new) for name, each in FUNCTIONS.items() for old, new in each.renamed.items())

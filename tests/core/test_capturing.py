@@ -166,11 +166,12 @@ def test_what_a_capture_used_lives_as_long_as_its_graph(captures):
 
 
 def test_what_a_capture_of_torchs_own_chose_is_kept_for_good(captures, monkeypatch):
-    monkeypatch.setattr(capturing, "_ALWAYS", [])
+    monkeypatch.setattr(capturing, "_ALWAYS", {})
+    capturing.keep("a plan")
     capturing.keep("a plan")
     with lz.capturing(Graph()):
         capturing.keep("another, which the graph keeps")
-    assert capturing._ALWAYS == ["a plan"]
+    assert list(capturing._ALWAYS.values()) == ["a plan"]
 
 
 ENDING = """

@@ -49,7 +49,7 @@ def test_a_call_chooses_what_the_question_says_and_warns_of_memory(monkeypatch):
         got = lz.attention(**arguments)
     text = str(told[0].message)
     assert f"runs {MATH}, which takes 2 MiB beside its results; memory_headroom_mb allows 1 MiB" in text
-    assert "3072 MiB are free. Every other kernel takes as much or more" in text
+    assert "3072 MiB are free. Every other kernel that may run takes as much or more" in text
     assert "A smaller batch takes less" in text
     torch.testing.assert_close(got, wanted)
 
@@ -95,6 +95,14 @@ def test_a_locked_kernel_runs_beyond_the_limit():
         report = lz.explain("attention", **biased())
     assert report.kernel_id == MATH
     assert report.locked
+
+
+def test_a_lock_that_lets_selection_go_on_lifts_no_limit_where_another_kernel_keeps_it():
+    query = torch.randn(1, 300, 4, 16)
+    lock = {"attention.standard.prefill": {"kernel": MATH, "otherwise": "select"}}
+    with lz.scope(memory_headroom_mb=0, deny=OTHERS, locks=lock):
+        assert lz.explain("attention", query, query, query, layout="BSHD").kernel_id == "torch.sdpa.cpu_flash"
+        assert lz.explain("attention", **biased()).kernel_id == MATH
 
 
 BACKEND = Backend(name="frugal", summary="needs half of what torch's plain kernel needs", origin="entry_point")

@@ -177,6 +177,7 @@ def doctor(*, load: bool = False, asked_for: str | None = None) -> Diagnosis:
     health, ledger = ENGINE.health, ENGINE.ledger
     resting = {f"{kernel} in {operation}": b.error for (kernel, operation), b in health.breakers().items()}
     resting |= health.disabled()
+    problems = [*REGISTRY.names.problems(CONFIGURATION.policy)]
     suspects, failed = ledger.suspects(), dict(REGISTRY.plugins.told() if REGISTRY.plugins else {})
     return Diagnosis(
         versions=_versions(),
@@ -188,7 +189,7 @@ def doctor(*, load: bool = False, asked_for: str | None = None) -> Diagnosis:
         issues=(
             *unread,
             *_issues(libraries, devices, resting),
-            *REGISTRY.names.problems(CONFIGURATION.policy),
+            *problems,
             *(f"plugin {name} was not loaded: {error}; mend or uninstall it" for name, error in failed.items()),
             *compatibility.conflicts(REGISTRY.backends()),
             *_accused(suspects),
@@ -197,7 +198,7 @@ def doctor(*, load: bool = False, asked_for: str | None = None) -> Diagnosis:
         health={f"{kernel} in {operation}": counts for (kernel, operation), counts in health.counts().items()},
         failures={f"{kernel} in {operation}": e[-1] for (kernel, operation), e in ledger.failures().items()},
         suspects=suspects,
-        builds=tuple(_assembly.builds()),
+        builds=() if problems else tuple(_assembly.builds()),  # every call would raise for the first of them
         asked_for=findings,
     )
 

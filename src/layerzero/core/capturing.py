@@ -37,8 +37,8 @@ KEEPERS: list[Callable[[], object]] = []
 _KEPT: WeakKeyDictionary[Any, tuple[object, ...]] = WeakKeyDictionary()
 """By graph, what its capture may have used: its kernels read that memory at each replay."""
 
-_ALWAYS: list[object] = []
-"""The same of captures that did not begin here, whose graphs are not known."""
+_ALWAYS: dict[int, object] = {}
+"""The same of captures that did not begin here, whose graphs are not known; by identity, each once."""
 
 _HERE = threading.local()
 """The mark of the capture that this thread is in."""
@@ -106,7 +106,7 @@ def capturing(
 def keep(thing: object) -> None:
     """Keep what is used in a capture for the life of the process, unless its graph is known, which keeps it."""
     if getattr(_HERE, "mark", None) is None:
-        _ALWAYS.append(thing)
+        _ALWAYS[id(thing)] = thing
 
 
 def _let_go() -> None:

@@ -335,8 +335,8 @@ def tell_beyond(plan: Plan, policy: Policy) -> None:
     _once(
         (plan.kernel.id, f"beyond {plan.report.operation}"),
         f"{plan.report.operation} runs {plan.kernel.id}, which takes {_mib(plan.kernel.workspace_for(facts))} beside "
-        f"its results; {headroom.SETTING} allows {policy.memory_headroom_mb} MiB.{there} Every other kernel takes as "
-        f"much or more. A smaller batch takes less; a larger {headroom.SETTING} ends this warning.",
+        f"its results; {headroom.SETTING} allows {policy.memory_headroom_mb} MiB.{there} Every other kernel that "
+        f"may run takes as much or more. A smaller batch takes less; a larger {headroom.SETTING} ends this warning.",
         LayerZeroPerformanceWarning,
     )
 

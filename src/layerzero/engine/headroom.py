@@ -14,11 +14,13 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.plan import Adaptation, Candidate
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine import foreign
-from layerzero.engine.policy import Lock, Policy, names_kernel
+from layerzero.engine.policy import Lock, Policy, bound_by
 
 SETTING = "memory_headroom_mb"
 
-BEYOND = Adaptation("beyond", SETTING, f"take more than {SETTING} allows: every other kernel takes as much or more")
+BEYOND = Adaptation(
+    "beyond", SETTING, f"take more than {SETTING} allows: every other kernel that may run takes as much or more"
+)
 """What a plan does where memory alone keeps every kernel from a call."""
 
 
@@ -47,7 +49,7 @@ def last_resort(judged: list[Candidate], facts: Facts, policy: Policy, lock: Loc
     """
     if not policy.fallback_enabled:
         return judged
-    named = [each for each in judged if lock is not None and names_kernel(lock.kernel, each.kernel)] or judged
+    named = bound_by(lock, judged)
     if any(each.legal for each in named):
         return judged
     needs = {each.kernel.id: each.kernel.workspace_for(facts) for each in named if lacks_memory_alone(each)}

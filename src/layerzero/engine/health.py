@@ -14,7 +14,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.plan import Candidate
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.engine.policy import Lock, names_kernel
+from layerzero.engine.policy import Lock, bound_by
 
 FIRST_RETRY_S = 10.0
 """How long a kernel rests after its first failure; doubles with each further one."""
@@ -101,10 +101,7 @@ class Health:
         """Whether kernels rest and none is legal that a lock allows."""
         if not self._breakers:
             return False
-        named = list(judged)
-        if lock is not None and lock.otherwise == "error":
-            named = [each for each in named if names_kernel(lock.kernel, each.kernel)] or named
-        return not any(each.legal for each in named)
+        return not any(each.legal for each in bound_by(lock, judged))
 
     def woken(self, judged: list[Candidate], facts: Facts, lock: Lock | None) -> list[Candidate]:
         """Let kernels run that nothing but their rest refuses, where :meth:`nothing_else` may."""

@@ -21,7 +21,10 @@ class _Namespace(_OpNamespace):
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("__"):
             from layerzero.engine import operators
+            from layerzero.ops import FORMER_NAMES, current_name
 
+            if name in FORMER_NAMES:
+                return getattr(self, current_name(name))
             operators.define(name)
         return super().__getattr__(name)
 

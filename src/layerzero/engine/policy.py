@@ -15,8 +15,9 @@ from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.errors import PolicyError
 from layerzero.core.facts import FACT_ALIASES, Facts
 from layerzero.core.kernel import Kernel
+from layerzero.core.plan import Candidate
 from layerzero.engine.settings import SETTINGS, nearest
-from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, OPERATIONS, PLAIN_FUNCTIONS, PLAIN_OPERATIONS
+from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, OPERATIONS, PLAIN_FUNCTIONS, PLAIN_OPERATIONS, current_name
 
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     ">=": operator.ge,
@@ -209,6 +210,14 @@ def names_kernel(pattern: str, kernel: Kernel) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for name in (kernel.id, *kernel.aliases))
 
 
+def bound_by(lock: Lock | None, judged: Iterable[Candidate]) -> list[Candidate]:
+    """The candidates that a lock leaves: those that it names; all where it names none, or may be passed over."""
+    every = list(judged)
+    if lock is None or lock.otherwise == "select":
+        return every
+    return [each for each in every if names_kernel(lock.kernel, each.kernel)] or every
+
+
 def parse_policy(values: Mapping[str, Any]) -> Policy:
     """Make a policy from effective settings; whether its names name anything, :mod:`layerzero.engine.naming` tells.
 
@@ -234,12 +243,13 @@ def _frozen(value: object) -> object:
 
 
 def _lock(pattern: str, target: object, problems: list[str]) -> Lock | None:
+    now = current_name(pattern)
     if isinstance(target, str):
-        return Lock(pattern, target)
+        return Lock(now, target)
     if isinstance(target, Mapping) and isinstance(target.get("kernel"), str) and set(target) <= {"kernel", "otherwise"}:
         otherwise = target.get("otherwise", "error")
         if otherwise in ("error", "select"):
-            return Lock(pattern, target["kernel"], otherwise)
+            return Lock(now, target["kernel"], otherwise)
     wanted = f"locks: {pattern}: wanted a kernel id, or {{kernel: id, otherwise: error|select}}"
     problems.append(f"{wanted}, got {target!r}")
     return None
@@ -271,7 +281,7 @@ def _rule(index: int, rule: Mapping[str, Any], problems: list[str]) -> Rule:
     conditions = []
     for fact, wanted in match.items():
         if FACT_ALIASES.get(fact, fact) == "operation":
-            operation = str(wanted)
+            operation = current_name(str(wanted))
         elif fact not in known_facts():
             problems.append(f"{where}: unknown fact {fact!r}{nearest(fact, known_facts())}")
         else:

@@ -21,7 +21,7 @@ from layerzero.engine.of_functions import reference_kernel
 from layerzero.engine.plugins import Plugins
 from layerzero.engine.policy import Lock, Policy, meant
 from layerzero.engine.settings import nearest
-from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, OPERATIONS, PLAIN_FUNCTIONS, PLAIN_OPERATIONS
+from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, OPERATIONS, PLAIN_FUNCTIONS, PLAIN_OPERATIONS, current_name
 
 
 class _Known(NamedTuple):
@@ -312,6 +312,7 @@ class Registry:
         return UnknownOperationError(f"unknown operation {name!r}{near}{broken}")
 
     def _named(self, pattern: str) -> list[str]:
+        pattern = current_name(pattern)
         if pattern in OPERATION_ALIASES:
             return list(OPERATION_ALIASES[pattern][0])
         if pattern in FUNCTIONS:

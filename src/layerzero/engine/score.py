@@ -42,7 +42,8 @@ ADAPTATION_POINTS = -5.0
 
 SURELY = 1.5
 """How much slower a measured kernel must be, the noise of both aside, for doubts to keep nothing for it: torch's own
-norm stayed where it had taken 4.1 times a library's, with a confidence below 0.1 (a busy AMD EPYC, 2026-11-22)."""
+norm stayed where it had taken 4.1 times a library's, with a confidence below 0.1 (AMD EPYC, other processes beside
+it, 2026-11-22)."""
 
 
 def rank(

@@ -18,7 +18,7 @@ from layerzero.core.limit_launch import LAUNCH_CODES, Grid
 from layerzero.core.plan import Adaptation, Candidate
 from layerzero.core.schema import OperationSchema
 from layerzero.core.watched import watch
-from layerzero.engine.policy import Lock, Policy, names_kernel
+from layerzero.engine.policy import Lock, Policy, bound_by
 
 _ROUND = 16
 """Chunks start at multiples of this many sequences, so that a one-dimensional tensor's slices stay aligned."""
@@ -35,7 +35,7 @@ def last_resort(
     """
     if policy.strict_mode or not policy.allow_adaptation or facts.operation.schema.mutated:
         return judged
-    named = [each for each in judged if lock is not None and names_kernel(lock.kernel, each.kernel)] or judged
+    named = bound_by(lock, judged)
     if any(each.legal and not each.kernel.is_reference for each in named):
         return judged
     return [_split(each, facts, findings) if each in named else each for each in judged]

@@ -2,9 +2,9 @@
 
 The proof ran the modules' own code, so it rests on all that this code reads: the submodules, their classes, modes,
 hooks and attributes, and the functions that the code names. A stamp notes them once, and each call compares identities:
-of a decoder layer of Llama in 1.0 us, of a norm or a linear layer in 0.15 (C, two busy cores of a Xeon, 2026-11-25;
-about 100 and 7 where no extension was built). Only where something differs is it compared by value; a change that means
-nothing is noted then, and costs that call alone.
+of a decoder layer of Llama in 1.0 us, of a norm or a linear layer in 0.15 (C, Xeon, 2 cores in use by others,
+2026-11-25; about 100 and 7 where no extension was built). Only where something differs is it compared by value; a
+change that means nothing is noted then, and costs that call alone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Stamps of tokenizers: what is compared at each call, so that no call is answered by what a tokenizer was before.
 
-A file's stamp is what the system says of it: 2 us a file (2 shared cores, 2026-11-25). An object's stamp holds its
+A file's stamp is what the system says of it: 2 us a file (AMD EPYC, Zen 5, 2026-11-25). An object's stamp holds its
 sizes, its added tokens, the serialised form of each step around its model (changes in place are seen), the model's
 settings and some of its pieces: 3 us, beside 11 us for a short text.
 
