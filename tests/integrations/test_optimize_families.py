@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import layerzero as lz
+from clock import Clock
+from layerzero.integrations.optimize import pace
 
 transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
 
@@ -70,6 +72,26 @@ def test_a_family_gives_what_stock_gives_before_and_after_changes(architecture: 
         assert_same(mine.train()(**call), wanted, seen)
     report.undo()
     assert not any("_layerzero" in vars(each) or "__getstate__" in vars(each) for each in mine.modules())
+
+
+@pytest.mark.parametrize("architecture", [each for each in FAMILIES if each.id in QUICK])
+def test_whatever_is_found_in_a_family_can_be_timed(
+    architecture: Architecture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+
+    def look() -> float:
+        clock.now += 1e-4
+        return clock.now
+
+    pace.forget()
+    monkeypatch.setattr(pace, "CLOCK", look)
+    report = lz.optimize(random_model(architecture.name, architecture.model, architecture.sizes))
+    pace.forget()
+    assert report.paced
+    assert "not timed" not in str(report)
+    assert "could not be timed" not in str(report)
+    assert "timed alone" not in str(report)
 
 
 WEIGHTS: dict[str, tuple[str, dict[str, Any]]] = {  # families without torch's function are eager, and return weights

@@ -20,7 +20,7 @@ from layerzero.integrations.optimize.cache_argument import name_in, name_of
 from layerzero.integrations.optimize.candidate import quiet
 from layerzero.integrations.optimize.layer import Layer
 from layerzero.integrations.optimize.layers import Found
-from layerzero.integrations.optimize.pace import LEAST, SIZES, Paced, Prepare, Sizes, Way, decided, timed
+from layerzero.integrations.optimize.pace import LEAST, SIZES, Paced, Prepare, Sizes, Untimed, Way, decided, timed
 from layerzero.integrations.optimize.rotation import forget_table
 from layerzero.integrations.optimize.swapping import weight_of
 from layerzero.integrations.optimize.time_left import TimeLeft
@@ -37,8 +37,8 @@ _Handed = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 def pace_layers(
     whole: Sequence[Found], exchange: AttentionSwap, time: TimeLeft, *, ours: bool
-) -> Iterator[tuple[Paced | None, list[Found]]]:
-    """Decide for layers of each shape which way they compute at which size, and set it; None where time was over.
+) -> Iterator[tuple[Paced | Untimed, list[Found]]]:
+    """Decide for layers of each shape which way they compute at which size, and set it.
 
     Args:
         whole: layers of one model whose new forwards are on.
@@ -47,42 +47,55 @@ def pace_layers(
     alike: dict[Hashable, list[Found]] = defaultdict(list)
     for each in whole:
         alike[_shape_of(each)].append(each)
+    exchanged = ours and not exchange.chosen
     for shape, group in alike.items():
-        row, about = _row(group), shape
+        row, about = _row(group), (shape, exchanged)
         if len(row) == len(whole):  # the model itself is what is timed
-            about = shape, type(exchange.model), len(whole), exchange.model.get_input_embeddings().weight.shape
-        what = f"timing {type(group[0].module).__name__} on random rows"
-        try:
-            sizes, known = decided(
-                about,
-                lambda: _measured(row, whole, exchange, time.deadline.passed, ours=ours),  # noqa: B023
-            )
-        except TimeOverError:
-            time.leave(what, what)
-            yield None, group
+            weights = sum(each.numel() for each in exchange.model.parameters())
+            about = *about, type(exchange.model), len(whole), weights
+        name = type(group[0].module).__name__
+        found = decided(
+            about,
+            name,
+            time,
+            lambda: _measured(row, whole, exchange, time.deadline.passed, exchanged=exchanged),  # noqa: B023
+        )
+        if isinstance(found, Untimed):
+            yield found, group
             continue
-        if sizes is None:
-            continue
+        sizes, known = found
         ways = sizes.best(among=(Way.OWN, Way.PLAIN, Way.PACKED))
         kept = sizes.gains(ways) and any(way is not Way.OWN for way in ways)
         for each in group:
             _state(each).take(ways)
-        yield Paced(type(group[0].module).__name__, ways, sizes, kept, known, [each.path for each in group]), group
+        yield Paced(name, ways, sizes, kept, known, [each.path for each in group]), group
     for first in whole:  # what is computed for the next one must be read there
         state = _state(first)
         if state.following is not None and any(
-            _state(each).own_at != state.own_at for each in whole if _state(each).norms[0] is state.following
+            not _is_on(each) or _state(each).own_at != state.own_at
+            for each in whole
+            if _state(each).norms[0] is state.following
         ):
             state.following = None
 
 
-def attention_costs(paced: Sequence[Paced]) -> str:
-    """Say where the model's own layers are slower with LayerZero's attention in them; empty where nowhere."""
-    for each in paced:
-        for count, ratios in zip(SIZES, each.sizes.ratios, strict=True):
-            if ratios.get(Way.OWN, 1.0) > 1 + LEAST:
-                return f"it took {ratios[Way.OWN]:.2f} times as long in {each.module} on {count} tokens"
+def attention_costs(found: Sequence[Paced | Untimed]) -> str:
+    """Say where layers that are not kept are slower with LayerZero's attention in them, or were not timed."""
+    for each in found:
+        if isinstance(each, Untimed):
+            if not each.stays:
+                return f"in {each.module}: {each.why}"
+        elif not each.kept:
+            for count, ratios, noise in zip(SIZES, each.sizes.ratios, each.sizes.noise, strict=True):
+                if Way.OWN not in ratios:
+                    return f"no kernel for it in {each.module} on {count} tokens"
+                if ratios[Way.OWN] > 1 + max(LEAST, noise[Way.OWN]):
+                    return f"it took {ratios[Way.OWN]:.2f} times as long in {each.module} on {count} tokens"
     return ""
+
+
+def _is_on(found: Found) -> bool:
+    return found.swap is not None and found.swap.is_on
 
 
 def _state(found: Found) -> Layer:
@@ -118,18 +131,19 @@ def _measured(
     exchange: AttentionSwap,
     passed: Callable[[], bool],
     *,
-    ours: bool,
+    exchanged: bool,
 ) -> Sizes | None:
     """Time steps of the model itself where the row is all of its layers, else the row."""
     if passed():
         raise TimeOverError
-    exchanged, entire = ours and not exchange.chosen, len(row) == len(whole)
+    entire = len(row) == len(whole)
     ways = [Way.STOCK, Way.OWN, Way.PLAIN, *([Way.PACKED] if _state(row[0]).may_pack else [])]
-    last = _state(row[-1])
     switch = _Switch(row, exchange if exchanged else None)
-    following = last.following
-    if not entire:
-        last.following = None  # the layer that would read it is not run
+    states = [_state(each) for each in row]
+    followings = [state.following for state in states]
+    for state, after in zip(states, [*states[1:], None], strict=True):
+        if not entire and (after is None or after.norms[0] is not state.following):
+            state.following = None  # the layer that would read it is not run next
     try:
         with quiet(exchange.model):
             sizes: list[dict[Way, Prepare]] = []
@@ -149,9 +163,9 @@ def _measured(
                 })  # fmt: skip
             return timed(sizes, passed=passed)
     finally:
-        last.following = following
-        for each in row:
-            _state(each).take(())
+        for each, state, following in zip(row, states, followings, strict=True):
+            state.following = following
+            state.take(())
             assert each.swap is not None
             each.swap.on()
         if exchanged:
@@ -228,11 +242,11 @@ def _handed(model: Any, whole: Sequence[Found], count: int, past: int) -> dict[i
     here = threading.get_ident()
 
     def passing(module: Module, before: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(*others: Any, **named: Any) -> Any:
+        def forward(hidden_states: Tensor, *others: Any, **named: Any) -> Any:
             if threading.get_ident() != here:
-                return before(*others, **named)
-            given[id(module)] = others[1:], named
-            return others[0]
+                return before(hidden_states, *others, **named)
+            given[id(module)] = others, named
+            return hidden_states
 
         return forward
 
@@ -294,22 +308,21 @@ def _prepared(
     past: int,
     switch: Callable[[Way], None],
 ) -> Prepare:
-    """What puts a way on, and then runs the layers one after the other as the model does."""
+    """What puts a way on, and then runs the layers one after the other as the model does, on what it handed to them.
+
+    With a cache of its own each time: masks are of its length, and one of a sliding window keeps no more than that.
+    """
     calls = [(each.module, *handed[id(each.module)]) for each in row]
-    cache, made = _filled(row, past) if past else None, 0
 
     def prepare() -> Callable[[], Any]:
         switch(way)
-        kept = cache if past else _filled(row, 0)
+        cache = _filled(row, past)
         ready = []
         for module, others, named in calls:
             forget_table(named)
-            seen = _widened(named.get("attention_mask"), made * hidden.shape[1] if past else 0)
-            ready.append((module, others, {**named, name_in(named): kept, "attention_mask": seen}))
+            ready.append((module, others, {**named, name_in(named): cache}))
 
         def run() -> None:
-            nonlocal made
-            made += 1
             rows = hidden
             for module, others, named in ready:
                 rows = module(rows, *others, **named)
@@ -317,10 +330,3 @@ def _prepared(
         return run
 
     return prepare
-
-
-def _widened(mask: Any, more: int) -> Any:
-    """A mask for a cache that has so many tokens more, each as visible as the first."""
-    if not isinstance(mask, Tensor) or not more:
-        return mask
-    return torch.cat((mask[..., :1].expand(*mask.shape[:-1], more), mask), -1)

@@ -14,7 +14,7 @@ from layerzero.engine.config import current_policy
 from layerzero.integrations.optimize import pace
 from layerzero.integrations.optimize.candidate import Candidate, quiet
 from layerzero.integrations.optimize.layer_pace import Around
-from layerzero.integrations.optimize.pace import SIZES, Paced, Prepare, Sizes, Way, decided, timed
+from layerzero.integrations.optimize.pace import SIZES, Paced, Prepare, Sizes, Untimed, Way, decided, timed
 from layerzero.integrations.optimize.swapping import Packs
 from layerzero.integrations.optimize.time_left import TimeLeft
 from layerzero.tuning.measuring.deadline import TimeOverError
@@ -25,10 +25,8 @@ SAMPLE_S, MOST_RUNS = 2e-4, 20
 
 def pace_modules(
     found: Sequence[tuple[str, Candidate]], around: Around | None, time: TimeLeft
-) -> Iterator[tuple[Paced | None, list[Candidate]]]:
+) -> Iterator[tuple[Paced | Untimed, list[Candidate]]]:
     """Decide for modules of each shape whether they are kept, and which weights are packed at which size; set that.
-
-    None where time was over.
 
     What takes no longer than a sample runs once, after ``around`` if that is there. Over and over, the final norm of a
     Llama (512 x 4, float32) took 13 us where its own code took 18; after a layer as it was it took 37, and that 30
@@ -40,24 +38,18 @@ def pace_modules(
     for about, group in alike.items():
         first = group[0][1]
         beside = None if around is None else around.about
-        what = f"timing {type(first.swap.module).__name__} on random rows"
-        try:
-            sizes, known = decided(
-                (about, beside),
-                lambda: _measured(first, around, time.deadline.passed),  # noqa: B023
-            )
-        except TimeOverError:
-            time.leave(what, what)
-            yield None, [each for _, each in group]
+        name = type(first.swap.module).__name__
+        found_out = decided((about, beside), name, time, lambda: _measured(first, around, time.deadline.passed))  # noqa: B023
+        if isinstance(found_out, Untimed):
+            yield found_out, [each for _, each in group]
             continue
-        if sizes is None:
-            continue
+        sizes, known = found_out
         ways = sizes.best(among=(Way.OWN, Way.PLAIN, Way.PACKED))
         for _, each in group:
             each.swap.state.take(ways)
         paths = [path for path, _ in group]
         kept = sizes.gains(ways)
-        yield Paced(type(first.swap.module).__name__, ways, sizes, kept, known, paths), [each for _, each in group]
+        yield Paced(name, ways, sizes, kept, known, paths), [each for _, each in group]
 
 
 def _shape_of(found: Candidate) -> Hashable:

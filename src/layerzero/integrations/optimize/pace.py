@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core.errors import LayerZeroError
+from layerzero.integrations.optimize.time_left import TimeLeft
 from layerzero.tuning.measuring.deadline import TimeOverError
 
 SIZES = (1, 4, 64)
@@ -40,9 +41,21 @@ LOWEST = 5
 """Of so many runs the fastest counts: a neighbour on the same cores makes runs slower, and none faster."""
 
 
+FINE_S = 1e-6
+"""A norm takes 10 us. Windows counts a thread's time in steps of 15.6 ms, in which it would take none."""
+
+
+def _alone() -> Callable[[], float]:
+    """The time of this thread, which no neighbour disturbs; the clock on the wall where that is too coarse."""
+    return time.thread_time if time.get_clock_info("thread_time").resolution <= FINE_S else time.perf_counter
+
+
+_ALONE = _alone()
+
+
 def _seconds() -> float:
-    """The time of this thread where it computes alone, which no neighbour disturbs; else the clock on the wall."""
-    return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
+    """The time of this thread where it computes alone; else the clock on the wall."""
+    return _ALONE() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
 CLOCK: Callable[[], float] = _seconds
@@ -135,18 +148,45 @@ class Paced:
         return f"{self.sizes.text(self.ways)}{', as measured before' if self.known else ''}"
 
 
+@dataclass(frozen=True)
+class Untimed:
+    """Modules of one shape that were not timed.
+
+    Attributes:
+        module: their class.
+        why: the reason.
+        stays: whether they are LayerZero's all the same: each could be run, and a clock that stands still, or a lock
+            on kernels, says nothing against them.
+    """
+
+    module: str
+    why: str
+    stays: bool = False
+
+
 _DECIDED: dict[Hashable, Sizes] = {}
 """By shape, for as long as the process lives."""
 
 
-def decided(about: Hashable, measure: Callable[[], Sizes | None]) -> tuple[Sizes | None, bool]:
-    """What modules of one shape take, and whether it was known; None where the clock stood still."""
+def decided(
+    about: Hashable, module: str, left: TimeLeft, measure: Callable[[], Sizes | None]
+) -> tuple[Sizes, bool] | Untimed:
+    """What modules of one shape take, and whether it was known; or why not, whatever a module raises."""
     known = _DECIDED.get(about)
     if known is not None:
         return replace(known, seconds=0.0), True
-    found = measure()
-    if found is not None:
-        _DECIDED[about] = found
+    try:
+        found = measure()
+    except TimeOverError:
+        step = f"timing {module} on random rows"
+        left.leave(step, step)
+        return Untimed(module, "no time was left to time it beside the model's own code (budget_s)")
+    except Exception as error:  # noqa: BLE001  # what a model raises on arguments that were made for another
+        said = f"{type(error).__name__}: {str(error)[:80]}"
+        return Untimed(module, f"it could not be timed beside the model's own code ({said})")
+    if found is None:
+        return Untimed(module, "the clock stood still, or locks leave no kernel", stays=True)
+    _DECIDED[about] = found
     return found, False
 
 
