@@ -94,8 +94,11 @@ def optimize(
 
     Without inputs, on a CPU, whole decoder layers and modules of each shape are timed beside the model's own code on 1,
     4 and 64 random tokens, for a second or two a shape and once a process: the layers of a small model as steps of the
-    model itself. What is slower at one of them by more than 1 % or the noise is left as it was. Attention that is in no
-    such layer is compared, and not timed.
+    model itself. What is slower at one of them by more than 1 % or the noise is left as it was, and so is what raises
+    while it is timed. Attention that is in no such layer is compared, and not timed. With ``graph=True`` all layers and
+    their attention stay, for steps are taken from them: then what loses is shown, and not left.
+
+    No other thread may use the model until this returns: its modules and settings are switched to and fro meanwhile.
 
     A tokenizer of Transformers comes back as one with the same interface and the same ids, whose texts the fastest
     exact library encodes (:func:`layerzero.integrations.tokenizers.optimize_tokenizer`).
