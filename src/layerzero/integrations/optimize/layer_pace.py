@@ -49,7 +49,8 @@ def pace_layers(
         alike[_shape_of(each)].append(each)
     exchanged = ours and not exchange.chosen
     for shape, group in alike.items():
-        row, about = _row(group), (shape, exchanged)
+        row = _row(group)
+        about: tuple[Hashable, ...] = (shape, exchanged)
         if len(row) == len(whole):  # the model itself is what is timed
             weights = sum(each.numel() for each in exchange.model.parameters())
             about = *about, type(exchange.model), len(whole), weights
