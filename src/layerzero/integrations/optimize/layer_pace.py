@@ -50,7 +50,7 @@ def pace_layers(
     exchanged = ours and not exchange.chosen
     for shape, group in alike.items():
         row = _row(group)
-        about: tuple[Hashable, ...] = (shape, exchanged)
+        about: Any = (shape, exchanged)
         if len(row) == len(whole):  # the model itself is what is timed
             weights = sum(each.numel() for each in exchange.model.parameters())
             about = *about, type(exchange.model), len(whole), weights
