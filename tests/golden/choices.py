@@ -71,7 +71,9 @@ def _choice(function: str, arguments: dict[str, object], device: Device, librari
     except lz.LayerZeroError as error:
         return f"{type(error).__name__} {_digest(str(error))}"
     legal = [_scored(each) for each in report.candidates if each.legal]
-    refused = sorted(f"{each.kernel.id}: {[r.message for r in each.reasons]}" for each in report.candidates if not each.legal)
+    refused = sorted(
+        f"{each.kernel.id}: {[r.message for r in each.reasons]}" for each in report.candidates if not each.legal
+    )
     notes = _digest("\n".join(report.notes))
     return f"{report.operation} {' > '.join(legal)} | {len(refused)} refused {_digest(chr(10).join(refused))} notes {notes}"
 

@@ -84,7 +84,7 @@ def _function(function: Function) -> Iterator[str]:
     for name, schema in sorted(function.torch_schemas.items()):
         yield f"torch {name} {schema}"
     yield f"operations {', '.join(each.name for each in function.operations)}"
-    yield f"tensors {function.tensors} mutates {function.mutates} shares {function.may_share_storage}"
+    yield f"tensors {function.tensors} mutates {shown(function.mutates)} shares {shown(function.may_share_storage)}"
     for label, message in _errors(function):
         yield f"error {label}: {message!r}"
 
@@ -95,7 +95,9 @@ def _errors(function: Function) -> Iterator[tuple[str, str]]:
     if operation is None:
         return
     arguments = arguments_of(operation, operation.cases[0], torch.float32, "meta")
-    arguments = {name: value for name, value in arguments.items() if name in inspect.signature(function.signature).parameters}
+    arguments = {
+        name: value for name, value in arguments.items() if name in inspect.signature(function.signature).parameters
+    }
     first = next(name for name, value in arguments.items() if isinstance(value, torch.Tensor))
     tensor = arguments[first]
     mistakes = {

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,9 +16,25 @@ def write(name: str, lines: Iterable[str]) -> None:
     (FOLDER / name).write_text("".join(f"{line}\n" for line in lines))
 
 
+def print_lines(lines: Iterable[str]) -> None:
+    """Print lines to standard output."""
+    sys.stdout.writelines(f"{line}\n" for line in lines)
+
+
 def read(name: str) -> list[str]:
     """The lines of a file."""
     return (FOLDER / name).read_text().splitlines()
+
+
+def computed(name: str, *numbers: int) -> list[str]:
+    """The lines that a file would hold now, from a process without settings and without a cache folder."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("LAYERZERO_")}
+    paths = [str(FOLDER.parent), *sys.path]
+    environment |= {"LAYERZERO_CACHE_DIR": "", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    command = [sys.executable, "-m", "golden", "print", name, *map(str, numbers)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
 
 
 def difference(name: str, wanted: list[str], got: list[str], most: int = 10) -> str:
