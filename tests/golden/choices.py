@@ -1,4 +1,4 @@
-"""What a fixed set of drawn calls would choose on six devices: the chosen kernel, the order, and why others are refused.
+"""What a fixed set of drawn calls would choose on six devices: the kernel, the order, and why others are refused.
 
 Nothing of this machine counts: the device, its libraries and torch's version are given, the times are those shipped.
 """
@@ -75,7 +75,8 @@ def _choice(function: str, arguments: dict[str, object], device: Device, librari
         f"{each.kernel.id}: {[r.message for r in each.reasons]}" for each in report.candidates if not each.legal
     )
     notes = _digest("\n".join(report.notes))
-    return f"{report.operation} {' > '.join(legal)} | {len(refused)} refused {_digest(chr(10).join(refused))} notes {notes}"
+    why_not = f"{len(refused)} refused {_digest(chr(10).join(refused))}"
+    return f"{report.operation} {' > '.join(legal)} | {why_not} notes {notes}"
 
 
 def _scored(candidate: Candidate) -> str:

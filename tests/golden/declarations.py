@@ -58,7 +58,7 @@ def _schema(schema: OperationSchema) -> Iterator[str]:
 
 
 def _called(operation: Operation, case: Case) -> Iterator[str]:
-    """What follows from a case: its derived facts, its work and what the reference needs, on a CPU in the first dtype."""
+    """What follows from a case: its derived facts, its work and what the reference needs, on a CPU."""
     if not operation.schema.inputs:
         return
     facts = next(_facts(operation, case), None)
@@ -109,7 +109,7 @@ def _errors(function: Function) -> Iterator[tuple[str, str]]:
         try:
             getattr(lz, function.name)(**wrong)
             yield label, "accepted"
-        except Exception as error:  # whatever it is, its text is what counts here
+        except Exception as error:  # noqa: BLE001  # whatever it is, its text is what counts here
             yield label, f"{type(error).__name__}: {error}"
 
 
