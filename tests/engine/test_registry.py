@@ -77,6 +77,15 @@ def test_wrong_declarations_are_refused_where_they_are_made(make, text):
         lz.validate("x.y", torch.zeros(2, 3), torch.zeros(3))
 
 
+def test_a_backend_sets_flags_for_all_of_its_kernels_but_those_that_say_no():
+    backend = Backend(name="x", summary="", flags=("deterministic", "jit"))
+    plain, other = declare(backend=backend), declare(backend=backend, deterministic=False, grad=True)
+    assert (plain.deterministic, plain.jit, plain.grad) == (True, True, False)
+    assert (other.deterministic, other.jit, other.grad) == (False, True, True)
+    with pytest.raises(lz.RegistrationError, match=r"x: flags: wanted names among .*grad.*, got \['priority'\]"):
+        Backend(name="x", summary="", flags=("priority",))
+
+
 def test_the_name_of_a_function_stands_for_all_of_its_operations():
     @lz.register_kernel("attention", "mine.attention", supported_dtypes=["float32"], priority=100)
     def everything(query, key, value, *, causal=False, scale=None):

@@ -31,6 +31,7 @@ APEX = Backend(
     platforms=("cuda",),
     install="build github.com/NVIDIA/apex with its CUDA extensions; PyPI's apex is another project",
     homepage="https://github.com/NVIDIA/apex",
+    flags=("deterministic", "graph_safe"),
 )
 
 
@@ -79,8 +80,6 @@ KERNELS = (
         load=_load_rms_norm,
         accepts=("eps",),
         limits=(*_LIMITS, limit.dtype("float32", "float16", "bfloat16")),
-        deterministic=True,
-        graph_safe=True,
         priority=50,
     ),
     Kernel(
@@ -90,8 +89,6 @@ KERNELS = (
         load=_load_layer_norm,
         accepts=("normalized_shape", "weight", "bias", "eps"),
         limits=(*_LIMITS, limit.dtype("float32"), limit.one_of("weight", "float"), limit.one_of("bias", "float")),
-        deterministic=True,
-        graph_safe=True,
         priority=35,
     ),
 )

@@ -38,6 +38,7 @@ ONNXRUNTIME = Backend(
     platforms=("cpu",),
     install="pip install onnxruntime onnx",
     homepage="https://onnxruntime.ai",
+    flags=("deterministic",),
 )
 
 _OPSET = 23  # the first with Attention and RMSNormalization
@@ -163,7 +164,6 @@ KERNELS = (
             limit.positive("scale"),  # it takes the root of it
             limit.contiguous("query", "key", "value"),
         ),
-        deterministic=True,
         priority=30,
     ),
     Kernel(
@@ -173,7 +173,6 @@ KERNELS = (
         load=_load_rms_norm,
         accepts=("eps",),
         limits=(limit.dtype("float32", "float16"), limit.contiguous("input", "weight")),
-        deterministic=True,
         priority=20,
     ),
     Kernel(
@@ -187,7 +186,6 @@ KERNELS = (
             limit.one_of("approximate", "tanh"),  # that by erf takes 1.1 to 1.4 times torch's time
             limit.contiguous("input"),
         ),
-        deterministic=True,
         priority=20,
     ),
     Kernel(
@@ -201,7 +199,6 @@ KERNELS = (
             limit.one_of("weight", "float"),
             limit.contiguous("input", "weight", "bias"),
         ),
-        deterministic=True,
         priority=30,
     ),
 )

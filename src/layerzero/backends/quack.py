@@ -38,6 +38,7 @@ QUACK = Backend(
     platforms=("cuda",),
     install="pip install quack-kernels==0.6.5",
     homepage="https://github.com/Dao-AILab/quack",
+    flags=("deterministic", "graph_safe", "jit"),
 )
 
 
@@ -142,9 +143,6 @@ KERNELS = tuple(
         load=load,
         accepts=accepts,
         limits=(*_LIMITS, limit.dim("hidden", max=widest, multiple=8)),
-        deterministic=True,
-        graph_safe=True,
-        jit=True,
         build_key=_build_key,
         cache_folder=_cache_folder,
         priority=priority,

@@ -119,7 +119,7 @@ KERNELS = (
         backend={subject.constant},
         load={subject.loader},
 {_fields(subject)}        priority=20,  # decides where nothing was measured: 10 to 30 for a new kernel
-        # deterministic, grad, graph_safe: False until conformance shows them
+        # deterministic, grad, graph_safe: False until conformance shows them; `flags` of the backend sets them for all
     ),
 )
 '''

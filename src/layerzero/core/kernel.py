@@ -24,6 +24,12 @@ from layerzero.core.operation import Tolerance
 _ID = re.compile(r"[^\s,=*?\[\]]{1,200}")
 """What policies, lists in variables and globs can name, and what is left of it as a part of a file's name."""
 
+FLAGS = (
+    *("grad", "deterministic", "graph_safe", "jit", "checks_indices", "plans_sizes"),
+    *("handles_empty", "handles_negated", "device_guard"),
+)
+"""Flags of a kernel that its backend may set for all of its kernels."""
+
 _REQUIREMENT_NAME = re.compile(r"^[A-Za-z0-9_.-]+?\s*(?=[<>=!~])")
 
 
@@ -40,6 +46,10 @@ def _is_range(text: str) -> bool:
         return bool(SpecifierSet(text))
     except InvalidSpecifier:
         return False
+
+
+_OF_BACKEND: Any = None
+"""Default of a flag: what the backend says."""
 
 
 class Trust(StrEnum):
@@ -102,6 +112,7 @@ class Backend:
         install: the command that installs it.
         homepage: where the library lives.
         origin: ``builtin``, ``entry_point``, or, where a program itself registers it, ``code`` or ``decorator``.
+        flags: names of the flags of ``Kernel`` that its kernels have, but for those that say False themselves.
     """
 
     name: str
@@ -118,8 +129,12 @@ class Backend:
     install: str = ""
     homepage: str = ""
     origin: str = "builtin"
+    flags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        unknown = set(self.flags) - set(FLAGS)
+        if unknown:
+            raise RegistrationError(f"{self.name}: flags: wanted names among {', '.join(FLAGS)}, got {sorted(unknown)}")
         ranges = [each for each in (self.versions, self.known_bad) if each]
         ranges += [release.versions for release in self.releases]
         ranges += [_REQUIREMENT_NAME.sub("", requirement, count=1) for requirement in self.demands]
@@ -179,6 +194,8 @@ class Revision:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
     """One implementation; everything that choosing needs to know about it.
+
+    A flag that is None is set where the backend's ``flags`` name it.
 
     Attributes:
         id: ``<backend>.<variant>``, unique.
@@ -250,18 +267,18 @@ class Kernel:
     renames: Mapping[str, str] = field(default_factory=dict)
     folds: tuple[str, ...] = ()
     limits: tuple[Limit, ...] = ()
-    grad: bool = False
-    deterministic: bool = False
-    graph_safe: bool = False
-    jit: bool = False
+    grad: bool = _OF_BACKEND
+    deterministic: bool = _OF_BACKEND
+    graph_safe: bool = _OF_BACKEND
+    jit: bool = _OF_BACKEND
     build_key: Callable[[Facts], Hashable] | None = None
     prebuilt: Callable[[Facts], bool] | None = None
     cache_folder: Callable[[], Path | None] | None = None
-    checks_indices: bool = False
-    plans_sizes: bool = False
-    handles_empty: bool = False
-    handles_negated: bool = False
-    device_guard: bool = False
+    checks_indices: bool = _OF_BACKEND
+    plans_sizes: bool = _OF_BACKEND
+    handles_empty: bool = _OF_BACKEND
+    handles_negated: bool = _OF_BACKEND
+    device_guard: bool = _OF_BACKEND
     workspace_bytes: Callable[[Facts], int] | None = None
     priority: int = 50
     priority_since: Mapping[tuple[int, int], int] = field(default_factory=dict)
@@ -276,6 +293,9 @@ class Kernel:
     def __post_init__(self) -> None:
         if not isinstance(self.id, str) or not _ID.fullmatch(self.id):
             raise RegistrationError(f"id: wanted a name such as 'my_library.my_kernel', got {self.id!r}")
+        for name in FLAGS:
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, name in self.backend.flags)
         object.__setattr__(self, "renames", MappingProxyType(dict(self.renames)))
         object.__setattr__(self, "tolerance", MappingProxyType(dict(self.tolerance)))
         if bool(self.tolerance) != bool(self.tolerance_reason.strip()):

@@ -36,6 +36,7 @@ FLASH_ATTN_2 = Backend(
     platforms=("cuda", "rocm"),
     install="pip install flash-attn --no-build-isolation",
     homepage=_HOMEPAGE,
+    flags=("graph_safe",),
 )
 FLASH_ATTN_3 = Backend(
     name="flash_attn",
@@ -47,6 +48,7 @@ FLASH_ATTN_3 = Backend(
     platforms=("cuda",),
     install="build the hopper folder of flash-attention",
     homepage=_HOMEPAGE,
+    flags=("graph_safe",),
 )
 
 
@@ -157,7 +159,6 @@ KERNELS = (
             limit.instruction("wgmma"),
             *_SHAPES,
         ),
-        graph_safe=True,
         priority=100,
         aliases=("flash_attn.v3.causal",),
     ),
@@ -178,7 +179,6 @@ KERNELS = (
             ALIBI_WITHOUT_LSE,
             limit.Custom("no softcap on ROCm", _rocm_softcap),
         ),
-        graph_safe=True,
         priority=90,
         # it knows nothing of the units of Hopper and of large Blackwell: an H200 takes 1.5 times what cuDNN takes
         # (vLLM's build of the same code, torch 2.11, 2026-11-20); small Blackwell (12.0) has none of them

@@ -45,6 +45,7 @@ FLASH_ATTN_4 = Backend(
     platforms=("cuda",),
     install="pip install --pre flash-attn-4",
     homepage="https://github.com/Dao-AILab/flash-attention",
+    flags=("jit",),
 )
 
 
@@ -218,7 +219,6 @@ def _kernel(kernel_id: str, aliases: tuple[str, ...], priority: int, *limits: Li
             limit.Custom("sinks: float16, bfloat16, float32", _sinks),
         ),
         graph_safe=True,
-        jit=True,
         build_key=_build_key,
         cache_folder=cache_folder,
         priority=priority,

@@ -143,7 +143,6 @@ KERNELS = (
         layout="NHD",
         accepts=_ACCEPTS,
         limits=(*_HOPPER, *_SHAPES),
-        graph_safe=True,
         priority=84,
     ),
     Kernel(
@@ -154,7 +153,6 @@ KERNELS = (
         layout="NHD",
         accepts=_ACCEPTS,
         limits=(limit.arch(min=(8, 0)), limit.dim("page_size", multiple=256), *_SHAPES),
-        graph_safe=True,
         priority=69,
     ),
     Kernel(

@@ -246,7 +246,6 @@ KERNELS = (
         load=_load_v3,
         accepts=(*_SCORES, "max_seqlen_k"),
         limits=(*_HOPPER, *_RAGGED),
-        graph_safe=True,
         priority=91,
     ),
     Kernel(
@@ -256,7 +255,6 @@ KERNELS = (
         load=_load_v2,
         accepts=(*_SCORES, "max_seqlen_k", "alibi_slopes"),
         limits=(limit.arch(min=(8, 0)), *_RAGGED, ALIBI_WITHOUT_LSE),
-        graph_safe=True,
         priority=70,
         priority_since={(9, 0): 54, (12, 0): 70},  # as for dense calls
     ),
@@ -280,7 +278,6 @@ KERNELS = (
         layout="NHD",
         accepts=_SCORES,
         limits=(*_HOPPER, *_PAGED),
-        graph_safe=True,
         priority=84,
     ),
     Kernel(

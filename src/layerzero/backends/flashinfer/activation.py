@@ -74,10 +74,9 @@ KERNELS = tuple(
             limit.dim("joined", multiple=8),  # no copy aligns rows of other lengths
         ),
         deterministic=True,
-        graph_safe=True,
-        jit=True,
         build_key=_module,
         prebuilt=_prebuilt,
+        device_guard=False,
         priority=90,
     )
     for name, accepts in (("silu_mul", ()), ("gelu_mul", ("approximate",)))

@@ -44,6 +44,7 @@ FLASHINFER = Backend(
     platforms=("cuda",),
     install="pip install flashinfer-python",
     homepage="https://github.com/flashinfer-ai/flashinfer",
+    flags=("graph_safe", "jit", "device_guard"),
 )
 
 _NHD = 0  # TensorLayout.NHD
@@ -285,11 +286,8 @@ def _template(backend: str, operations: tuple[str, ...], kind: str, priority: in
         layout="BSHD",
         accepts=tuple(name for name in (*_ARGUMENTS, *masks) if kind == "prefill" or name != "causal"),
         limits=(limit.platform("cuda"), *limits, *_TEMPLATES, plan_before_capture(backend)),
-        graph_safe=True,
-        jit=True,
         build_key=build_key(backend),
         prebuilt=prebuilt(backend),
-        device_guard=True,
         workspace_bytes=lambda _: _SCRATCH_BYTES,
         priority=priority,
     )
@@ -323,11 +321,8 @@ KERNELS = (
             limit.dim("group", one_of=(1, 2, 3, 4, 6, 8, 16)),
             limit.contiguous(*_TENSORS),  # it takes strides for granted
         ),
-        graph_safe=True,
-        jit=True,
         build_key=build_key("decode"),
         prebuilt=prebuilt("decode"),
-        device_guard=True,
         workspace_bytes=lambda _: _SCRATCH_BYTES,
         priority=80,
     ),

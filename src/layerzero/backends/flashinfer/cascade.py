@@ -132,11 +132,8 @@ KERNELS = (
         layout="NHD",
         accepts=("scale", "softcap", "return_lse", "step", "shared_blocks"),
         limits=(limit.platform("cuda"), limit.arch(min=(8, 0)), *OF_PAGES, *STEPPED, _MERGED_HEADS),
-        graph_safe=True,
-        jit=True,
         build_key=lambda facts: ("cascade", batches_key("fa2")(facts)),
         prebuilt=lambda facts: batches_prebuilt("fa2")(facts) and _merge_built(facts),
-        device_guard=True,
         workspace_bytes=lambda _: WORKSPACE_BYTES,
         priority=58,  # 636 us against 454 of a flat decode, 64 sequences behind 8192 tokens, eager (H200, 2026-11-22)
     ),
@@ -155,11 +152,8 @@ KERNELS = (
             limit.aligned(16, "output_a", "output_b"),
         ),
         deterministic=True,
-        graph_safe=True,
-        jit=True,
         build_key=lambda facts: ("merge", facts.device.sm),
         prebuilt=_merge_built,
-        device_guard=True,
         priority=60,
     ),
 )

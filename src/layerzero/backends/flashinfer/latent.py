@@ -155,11 +155,8 @@ def _kernel(backend: str, priority: int) -> Kernel:
             limit.last_stride_one(*_TENSORS),
             limit.aligned(16, *_TENSORS),
         ),
-        graph_safe=True,
-        jit=True,
         build_key=lambda facts: ("mla", backend, facts.device.sm, facts["dtype"]),
         prebuilt=functools.partial(_built, backend=backend),
-        device_guard=True,
         workspace_bytes=lambda _: WORKSPACE_BYTES,
         priority=priority,
     )

@@ -74,10 +74,9 @@ KERNELS = (
             limit.aligned(16, "input", "weight"),
         ),
         deterministic=True,
-        graph_safe=True,
-        jit=True,
         build_key=_key,
         prebuilt=_prebuilt,
+        device_guard=False,
         priority=40,
     ),
 )

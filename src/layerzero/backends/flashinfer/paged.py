@@ -204,11 +204,10 @@ def _kernel(kernel_id: str, tensor_cores: bool, priority: int, *more: limit.Limi
         layout="NHD",
         accepts=("scale", "window", "softcap", "return_lse", "step"),
         limits=(*_LIMITS, *more),
-        graph_safe=True,
-        jit=True,
         build_key=decode_key(tensor_cores),
         prebuilt=decode_prebuilt(tensor_cores),
         workspace_bytes=lambda _facts: WORKSPACE_BYTES,
+        device_guard=False,
         priority=priority,
     )
 

@@ -115,11 +115,10 @@ KERNELS = (
             *STEPPED,
             limit.one_of("step", "eager"),
         ),
-        jit=True,
         build_key=lambda facts: ("pod", batches_key("fa2")(facts)),
         prebuilt=pod_prebuilt,
-        device_guard=True,
         workspace_bytes=lambda _: 2 * WORKSPACE_BYTES,
+        graph_safe=False,
         priority=60,
     ),
 )

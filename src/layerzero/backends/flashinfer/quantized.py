@@ -136,9 +136,6 @@ _LIMITS: tuple[Limit, ...] = (
 _COMMON: dict[str, Any] = {
     "backend": FLASHINFER,
     "layout": "NHD",
-    "graph_safe": True,
-    "jit": True,
-    "device_guard": True,
     "workspace_bytes": lambda _: WORKSPACE_BYTES,
     "tolerance": {dtype_name(each): Tolerance(2 * of.rtol, 2 * of.atol) for each, of in TOLERANCE.items()},
     "tolerance_reason": "queries are rounded after their scale, and outputs before and after theirs",

@@ -151,11 +151,8 @@ _ROTATIONS = tuple(
             limit.aligned(16, "query", "key", "cos"),
         ),
         deterministic=True,
-        graph_safe=True,
-        jit=True,
         build_key=_module,
         prebuilt=_prebuilt,
-        device_guard=True,
         priority=90,
     )
     for name, operation, load in (
@@ -179,11 +176,8 @@ _NORMED = tuple(
             ElementsBelow(2**31, sizes),  # where a row starts is computed in 32 bits
         ),
         deterministic=True,
-        graph_safe=True,
-        jit=True,
         build_key=_both_modules,
         prebuilt=_both_prebuilt,
-        device_guard=True,
         priority=70,
     )
     for name, operation, load, layout, accepts, tensors, sizes in (

@@ -171,10 +171,9 @@ def _kernel(kind: str, source: str, draw: Draw, accepts: tuple[str, ...], number
         ),
         grad=True,
         deterministic=True,
-        jit=True,
+        graph_safe=False,
         build_key=module_of,
         prebuilt=prebuilt,
-        device_guard=True,
         priority=priority,
     )
 

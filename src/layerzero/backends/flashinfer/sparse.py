@@ -114,11 +114,10 @@ KERNELS = (
             limit.contiguous("query", "key", "value"),
             limit.aligned(16, "query", "key", "value"),
         ),
-        jit=True,
         build_key=_module,
         prebuilt=blocks_prebuilt(_tiles),
-        device_guard=True,
         workspace_bytes=lambda _: WORKSPACE_BYTES,
+        graph_safe=False,
         priority=60,
     ),
 )

@@ -77,11 +77,10 @@ KERNELS = (
             limit.positive("scale"),
             limit.contiguous("seen_blocks", "row_sizes", "col_sizes"),
         ),
-        jit=True,
         build_key=lambda facts: ("variable_sparse", facts.device.sm, facts["dtype"], facts.size("head_dim")),
         prebuilt=blocks_prebuilt(lambda _: True),
-        device_guard=True,
         workspace_bytes=lambda _: WORKSPACE_BYTES,
+        graph_safe=False,
         priority=50,
     ),
 )

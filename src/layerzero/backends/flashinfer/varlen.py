@@ -345,11 +345,8 @@ def _kernel(backend: str, kind: str, priority: int) -> Kernel:
         layout="NHD" if paged else None,
         accepts=(*_ACCEPTS, *(("decodes",) if split else ())),
         limits=(*_ARCH[backend], *(OF_PAGES if paged else _RAGGED), *LEFT_WINDOW, *(STEPPED if split else ())),
-        graph_safe=True,
-        jit=True,
         build_key=batches_key(backend),
         prebuilt=batches_prebuilt(backend),
-        device_guard=True,
         workspace_bytes=lambda _: WORKSPACE_BYTES,
         priority=priority,
     )

@@ -80,10 +80,9 @@ KERNELS = (
         ),
         grad=True,
         deterministic=True,
-        jit=True,
         build_key=sampling.module_of,
         prebuilt=sampling.prebuilt,
-        device_guard=True,
+        graph_safe=False,
         priority=80,
     ),
 )

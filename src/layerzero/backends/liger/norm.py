@@ -38,6 +38,7 @@ LIGER = Backend(
     platforms=("cuda", "rocm"),
     install="pip install liger-kernel==0.8.5",
     homepage="https://github.com/linkedin/Liger-Kernel",
+    flags=("deterministic", "graph_safe", "jit"),
 )
 
 
@@ -163,9 +164,6 @@ KERNELS = (
         load=_load_rms_norm,
         accepts=("eps",),
         limits=(*_LIMITS, limit.dim("hidden", max=_WIDEST)),
-        deterministic=True,
-        graph_safe=True,
-        jit=True,
         cache_folder=triton_cache,
         build_key=specialised,
         priority=60,
@@ -177,9 +175,6 @@ KERNELS = (
         load=_load_add_rms_norm,
         accepts=("eps",),
         limits=(*_LIMITS, _IN_PLACE),
-        deterministic=True,
-        graph_safe=True,
-        jit=True,
         cache_folder=triton_cache,
         build_key=specialised,
         priority=65,
@@ -196,9 +191,6 @@ KERNELS = (
             limit.one_of("weight", "float"),
             limit.one_of("bias", "float"),
         ),
-        deterministic=True,
-        graph_safe=True,
-        jit=True,
         cache_folder=triton_cache,
         build_key=specialised,
         priority=45,
@@ -217,9 +209,6 @@ KERNELS = (
                 limit.one_of("table_dtype", "float32", "float16", "bfloat16"),
                 *((limit.contiguous("query", "key"),) if load is _load_rope_inplace else ()),  # a copy is lost
             ),
-            deterministic=True,
-            graph_safe=True,
-            jit=True,
             cache_folder=triton_cache,
             build_key=_rope_specialised,
             priority=60,

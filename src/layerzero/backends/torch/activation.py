@@ -91,11 +91,8 @@ KERNELS = tuple(
         accepts=accepts,
         limits=(limit.dtype(*_FLOATS),),
         grad=True,
-        deterministic=True,
-        graph_safe=True,
         handles_empty=True,
         handles_negated=True,
-        device_guard=True,
         priority=45,
         stock=name in ("gelu", "silu"),  # the others are several functions of torch
     )

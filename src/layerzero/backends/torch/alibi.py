@@ -41,10 +41,7 @@ KERNELS = (
         accepts=("q_len", "kv_len", "causal", "out_dtype"),
         limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
         grad=True,
-        deterministic=True,
-        graph_safe=True,
         handles_negated=True,
-        device_guard=True,
         priority=50,
     ),
 )

@@ -94,9 +94,6 @@ KERNELS = (
         backend=TORCH,
         load=_load_merge,
         limits=(limit.dtype(*_FLOATS),),
-        deterministic=True,
-        graph_safe=True,
-        device_guard=True,
         priority=40,
     ),
     Kernel(
@@ -113,7 +110,7 @@ KERNELS = (
             SdpaEnabled("flash"),
             limit.last_stride_one("query", "key_cache", "value_cache"),
         ),
-        deterministic=True,
+        graph_safe=False,
         priority=60,
     ),
 )

@@ -169,9 +169,8 @@ KERNELS = (
             limit.Custom(f"softcap: {LEAST_CAP:g} to {MOST_CAP:g}", fitting_cap),
             limit.one_of("attn_mask", "none", "float", "bool", foldable=True),
         ),
-        graph_safe=True,
-        device_guard=True,
         workspace_bytes=_workspace,
+        deterministic=False,
         priority=35,
     ),
 )

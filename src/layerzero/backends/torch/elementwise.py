@@ -82,10 +82,7 @@ KERNELS = tuple(
         accepts=accepts,
         limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
         grad=grad,
-        deterministic=True,
-        graph_safe=True,
         handles_negated=True,
-        device_guard=True,
         priority=40,
         stock=True,
     )

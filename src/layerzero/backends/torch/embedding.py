@@ -74,10 +74,7 @@ KERNELS = tuple(
         accepts=("scale", "padding_idx", *accepts),
         limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
         grad=True,
-        deterministic=True,
-        graph_safe=True,
         handles_negated=True,
-        device_guard=True,
         priority=priority,
         stock=name == "torch.embedding" and not ending,  # a shard takes several functions
     )

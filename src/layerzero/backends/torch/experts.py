@@ -60,9 +60,7 @@ def _load_grouped(facts: Facts) -> Callable[..., Tensor]:
 _COMMON: dict[str, Any] = {
     "backend": TORCH,
     "grad": True,
-    "deterministic": True,
     "handles_negated": True,
-    "device_guard": True,
 }
 _FLOATS = limit.dtype("float32", "float64", "float16", "bfloat16")
 
@@ -73,7 +71,6 @@ KERNELS = (
         load=_load_batched,
         accepts=("bias",),
         limits=(_FLOATS,),
-        graph_safe=True,
         priority=50,
         stock=True,
         **_COMMON,
@@ -84,6 +81,7 @@ KERNELS = (
         load=_load_loop,
         accepts=("bias",),
         limits=(_FLOATS,),
+        graph_safe=False,
         priority=30,
         stock=True,
         **_COMMON,
@@ -104,7 +102,6 @@ KERNELS = (
             limit.aligned(16, "input", "weight"),
             limit.dim("experts", max=1023),
         ),
-        graph_safe=True,
         priority=50,
         stock=True,
         **_COMMON,

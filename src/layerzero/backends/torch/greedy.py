@@ -53,10 +53,7 @@ KERNELS = tuple(
         load=load,
         limits=(limit.dtype("float32", "float64", "float16", "bfloat16"), *limits),
         grad=True,
-        deterministic=True,
-        graph_safe=True,
         handles_negated=True,
-        device_guard=True,
         priority=priority,
         stock=True,  # blocks as well: other functions of torch, and the same place
     )

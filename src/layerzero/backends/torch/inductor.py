@@ -46,6 +46,7 @@ INDUCTOR = Backend(
     tested=("2.13.0", "2.14.0", "2.15.0"),
     platforms=("cpu",),
     homepage="https://pytorch.org",
+    flags=("deterministic", "jit"),
 )
 
 Runner = Callable[[list[Tensor]], list[Tensor]]
@@ -304,8 +305,6 @@ KERNELS = tuple(
         load=load,
         accepts=accepts,
         limits=_LIMITS,
-        deterministic=True,
-        jit=True,
         prebuilt=_prebuilt(operation),
         priority=30,
     )

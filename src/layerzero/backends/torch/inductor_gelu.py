@@ -117,8 +117,6 @@ KERNELS = (
             limit.dim("features", multiple=8),
             limit.contiguous("input"),
         ),
-        deterministic=True,
-        jit=True,
         build_key=_build_key,
         prebuilt=_prebuilt,
         priority=30,

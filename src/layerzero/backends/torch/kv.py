@@ -88,9 +88,7 @@ def _kernel(
         load=load,
         layout="NHD",
         limits=(limit.dtype(*_FLOATS),),
-        deterministic=True,
         graph_safe=graph_safe,
-        device_guard=True,
         priority=20,
     )
 

@@ -194,7 +194,7 @@ KERNELS = (
             SdpaEnabled("flash"),
             limit.last_stride_one("query", "key"),
         ),
-        deterministic=True,
+        graph_safe=False,
         priority=45,
     ),
     Kernel(
@@ -204,9 +204,6 @@ KERNELS = (
         load=_load_expression,
         accepts=("scale", "return_lse", "max_context_len"),
         limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
-        graph_safe=True,
-        deterministic=True,
-        device_guard=True,
         workspace_bytes=_gathered_bytes,
         priority=20,
     ),
@@ -222,7 +219,7 @@ KERNELS = (
             limit.positive("scale"),
             SdpaEnabled("flash"),
         ),
-        deterministic=True,
+        graph_safe=False,
         priority=40,
     ),
     Kernel(
@@ -237,9 +234,8 @@ KERNELS = (
             limit.positive("scale"),
             SdpaEnabled("efficient"),
         ),
-        graph_safe=True,
-        device_guard=True,
         workspace_bytes=_gathered_bytes,
+        deterministic=False,
         priority=25,
     ),
 )

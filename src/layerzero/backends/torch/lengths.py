@@ -115,7 +115,7 @@ def _kernels(name: str, operations: tuple[str, ...], accepts: tuple[str, ...]) -
                 SdpaEnabled("flash"),
                 limit.last_stride_one("query", "key", "value"),
             ),
-            deterministic=True,
+            graph_safe=False,
             priority=52,
         ),
         Kernel(
@@ -131,8 +131,7 @@ def _kernels(name: str, operations: tuple[str, ...], accepts: tuple[str, ...]) -
                 limit.contiguous("query", "key", "value"),
                 limit.aligned(16, "query", "key", "value"),
             ),
-            graph_safe=True,
-            device_guard=True,
+            deterministic=False,
             priority=58,
         ),
     )

@@ -96,10 +96,7 @@ KERNELS = tuple(
         accepts=accepts,
         limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
         grad=name != "torch.penalties",  # torch adds up the gradient of a place once for each time it is named
-        deterministic=True,
-        graph_safe=True,
         handles_negated=True,
-        device_guard=True,
         priority=30 if name == "torch.penalties_whole" else 40,
     )
     for name, operation, load, accepts in (

@@ -87,11 +87,8 @@ KERNELS = (
             accepts=("activation", *biases),
             limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
             grad=True,
-            deterministic=True,
-            graph_safe=True,
             handles_empty=True,
             handles_negated=True,
-            device_guard=True,
             priority=50,
             stock=own,
         )
@@ -108,7 +105,7 @@ KERNELS = (
             load=_load_onednn,
             accepts=accepts,
             limits=(*ONEDNN, *limits),
-            deterministic=True,
+            graph_safe=False,
             priority=55,
             stock=packed_as_stock,
         )

@@ -179,9 +179,7 @@ _COMMON: dict[str, Any] = {
     "operations": ("moe.experts",),
     "backend": TORCH,
     "accepts": ("gate_up_bias", "down_bias", "activation", "alpha", "limit"),
-    "deterministic": True,
     "handles_negated": True,
-    "device_guard": True,
 }
 _FLOATS = limit.dtype("float32", "float64", "float16", "bfloat16")
 
@@ -198,6 +196,7 @@ KERNELS = (
         load=_load_each,
         limits=(_FLOATS,),
         grad=True,
+        graph_safe=False,
         priority=50,
         stock=_own,
         **_COMMON,
@@ -213,7 +212,6 @@ KERNELS = (
             limit.dim("experts", max=1023),
         ),
         grad=True,
-        graph_safe=True,
         priority=55,
         stock=_own,
         **_COMMON,
@@ -223,6 +221,7 @@ KERNELS = (
         load=_load_grouped,
         limits=(limit.platform("cpu"), limit.dtype("float32", "float16", "bfloat16"), *_GROUPED, ROWS_APART),
         grad=True,
+        graph_safe=False,
         priority=30,
         **_COMMON,
     ),

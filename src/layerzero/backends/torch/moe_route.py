@@ -50,10 +50,7 @@ _COMMON: dict[str, Any] = {
     "operations": ("moe.route",),
     "backend": TORCH,
     "grad": True,
-    "deterministic": True,
-    "graph_safe": True,
     "handles_negated": True,
-    "device_guard": True,
 }
 
 KERNELS = (

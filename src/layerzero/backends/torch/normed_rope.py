@@ -99,10 +99,7 @@ KERNELS = (
         accepts=("positions", "interleaved", "eps", "plus_one"),
         limits=(limit.dtype(*FLOATS), FINITE),
         grad=True,
-        deterministic=True,
-        graph_safe=True,
         handles_negated=True,
-        device_guard=True,
         priority=20,
     ),
     Kernel(
@@ -113,10 +110,7 @@ KERNELS = (
         accepts=(*SPLIT_ACCEPTS, "plus_one"),
         limits=(limit.dtype(*FLOATS), FINITE),
         grad=True,
-        deterministic=True,
-        graph_safe=True,
         handles_negated=True,
-        device_guard=True,
         priority=20,
     ),
 )

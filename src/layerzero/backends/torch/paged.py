@@ -101,9 +101,8 @@ KERNELS = (
         accepts=("scale", "window", "max_context_len"),
         # torch's own dispatch obeys the caller's sdpa_kernel context; it has a kernel for this while math may run
         limits=(limit.dtype(*_FLOATS), limit.positive("scale"), SdpaEnabled("math")),
-        graph_safe=True,
-        device_guard=True,
         workspace_bytes=_gathered_bytes,
+        deterministic=False,
         priority=20,
     ),
     Kernel(
@@ -113,9 +112,6 @@ KERNELS = (
         load=load_append,
         layout="NHD",
         limits=(limit.dtype(*_FLOATS),),
-        deterministic=True,
-        graph_safe=True,
-        device_guard=True,
         priority=20,
     ),
 )

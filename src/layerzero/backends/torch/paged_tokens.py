@@ -129,7 +129,7 @@ KERNELS = (
             SdpaEnabled("flash"),
             limit.last_stride_one("query", "key_cache", "value_cache"),
         ),
-        deterministic=True,
+        graph_safe=False,
         priority=50,
     ),
     Kernel(
@@ -140,7 +140,8 @@ KERNELS = (
         layout="NHD",
         accepts=("causal", "scale", "window", "tree_mask"),
         limits=EACH,
-        device_guard=True,
+        deterministic=False,
+        graph_safe=False,
         priority=15,
     ),
     Kernel(
@@ -157,9 +158,8 @@ KERNELS = (
             limit.aligned(16, "query"),
             limit.contiguous("context_lens", "cu_seqlens_q"),
         ),
-        graph_safe=True,
-        device_guard=True,
         workspace_bytes=_gathered_bytes,
+        deterministic=False,
         priority=20,
     ),
 )

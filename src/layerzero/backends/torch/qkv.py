@@ -110,10 +110,7 @@ KERNELS = (
             accepts=accepts,
             limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
             grad=True,
-            deterministic=True,
-            graph_safe=True,
             handles_negated=True,
-            device_guard=True,
             priority=priority,
             stock=own,
         )
@@ -127,7 +124,7 @@ KERNELS = (
             load=_load_onednn,
             accepts=accepts,
             limits=(*ONEDNN, *limits),
-            deterministic=True,
+            graph_safe=False,
             priority=55,
             stock=packed_as_stock,
         )

@@ -111,9 +111,6 @@ def _load_back(facts: Facts) -> Callable[..., Any]:
 _COMMON: dict[str, Any] = {
     "backend": TORCH,
     "grad": True,
-    "deterministic": True,
-    "graph_safe": True,
-    "device_guard": True,
     "priority": 20,
 }
 

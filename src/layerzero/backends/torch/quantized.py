@@ -83,7 +83,6 @@ _COMMON: dict[str, Any] = {
     "tolerance_reason": "products of codes and scales are rounded to the queries' dtype before they are attended to",
     "backend": TORCH,
     "layout": "NHD",
-    "device_guard": True,
     "workspace_bytes": _gathered_bytes,
     "priority": 20,
 }
@@ -92,15 +91,16 @@ _CODES = limit.last_stride_one("key_cache", "value_cache")
 KERNELS = (
     Kernel(
         id="torch.quantized_gather",
+        deterministic=False,
         operations=(DECODE.name,),
         load=_load,
         accepts=("scale", "window", "narrow_query"),
         limits=(limit.dtype(*_FLOATS), limit.positive("scale"), SdpaEnabled("math"), _CODES),
-        graph_safe=True,
         **_COMMON,
     ),
     Kernel(
         id="torch.quantized_sdpa",
+        graph_safe=False,
         operations=(PREFILL.name,),
         load=_load_each,
         accepts=_ACCEPTS,
@@ -113,11 +113,12 @@ KERNELS = (
             limit.last_stride_one("query"),
             _CODES,
         ),
-        deterministic=True,
         **_COMMON,
     ),
     Kernel(
         id="torch.quantized_each",
+        deterministic=False,
+        graph_safe=False,
         operations=(PREFILL.name,),
         load=_load_each,
         accepts=("causal", "scale", "window", "narrow_query"),
@@ -126,6 +127,7 @@ KERNELS = (
     ),
     Kernel(
         id="torch.quantized_varlen",
+        deterministic=False,
         operations=(PREFILL.name,),
         load=_load_varlen,
         accepts=(*_ACCEPTS, "max_context_len", "max_seqlen_q"),
@@ -136,7 +138,6 @@ KERNELS = (
             limit.contiguous("context_lens", "cu_seqlens_q"),
             _CODES,
         ),
-        graph_safe=True,
         **_COMMON,
     ),
 )

@@ -183,7 +183,6 @@ def _cut_products(facts: Facts) -> Reason | None:
 _LONGEST_SUM = 131072
 """Products of 127 and 128 whose sum int32 holds."""
 
-_COMMON: dict[str, Any] = {"backend": TORCH, "deterministic": True, "device_guard": True}
 
 KERNELS = (
     Kernel(
@@ -193,10 +192,9 @@ KERNELS = (
         accepts=("bias", "out_dtype"),
         limits=(limit.dtype(*_FLOATS),),
         grad=True,
-        graph_safe=True,
         handles_negated=True,
         priority=20,
-        **_COMMON,
+        backend=TORCH,
     ),
     Kernel(
         id="torch.int8pack_mm",
@@ -212,8 +210,9 @@ KERNELS = (
             limit.contiguous("input", "weight"),
             limit.aligned(16, "input", "weight"),
         ),
+        graph_safe=False,
         priority=45,
-        **_COMMON,
+        backend=TORCH,
     ),
     Kernel(
         id="torch.quantized_linear_rows",
@@ -222,9 +221,8 @@ KERNELS = (
         accepts=("bias", "out_dtype"),
         limits=(limit.dtype(*_FLOATS),),
         grad=True,
-        graph_safe=True,
         priority=20,
-        **_COMMON,
+        backend=TORCH,
     ),
     Kernel(
         id="torch.int_mm",
@@ -239,8 +237,9 @@ KERNELS = (
             limit.contiguous("weight"),
             limit.Custom("an x86 CPU needs avx_vnni or avx512_vnni", _cut_products),
         ),
+        graph_safe=False,
         priority=45,
-        **_COMMON,
+        backend=TORCH,
     ),
     Kernel(
         id="torch.cuda.int_mm",
@@ -257,9 +256,8 @@ KERNELS = (
             limit.contiguous("weight"),
             RowsAligned(("weight",), "in_features"),
         ),
-        graph_safe=True,
         priority=30,
-        **_COMMON,
+        backend=TORCH,
     ),
     Kernel(
         id="torch.cuda.scaled_mm",
@@ -275,8 +273,7 @@ KERNELS = (
             limit.contiguous("weight", "bias"),
             limit.aligned(16, "weight", "bias"),
         ),
-        graph_safe=True,
         priority=30,
-        **_COMMON,
+        backend=TORCH,
     ),
 )

@@ -208,11 +208,8 @@ KERNELS = tuple(
         accepts=("positions", "interleaved"),
         limits=(limit.dtype(*FLOATS),),
         grad=True,
-        deterministic=True,
-        graph_safe=True,
         handles_negated=load
         is not _load_inplace,  # torch 2.13 loses the sign where float32 is copied into a negated float16 view
-        device_guard=True,
         priority=20,
     )
     for name, operation, load in (

@@ -68,9 +68,6 @@ KERNELS = (
         accepts=("interleaved",),
         limits=(limit.dtype(*FLOATS),),
         grad=True,
-        deterministic=True,
-        graph_safe=True,
-        device_guard=True,
         priority=20,
     ),
     Kernel(
@@ -81,8 +78,7 @@ KERNELS = (
         layout="NHD",
         accepts=("interleaved",),
         limits=(limit.dtype(*FLOATS),),
-        deterministic=True,
-        device_guard=True,
+        graph_safe=False,
         priority=20,
     ),
     Kernel(
@@ -94,9 +90,6 @@ KERNELS = (
         accepts=("q_weight", "k_weight", "interleaved", "eps", "plus_one"),
         limits=(limit.dtype(*FLOATS), FINITE),
         grad=True,
-        deterministic=True,
-        graph_safe=True,
-        device_guard=True,
         priority=20,
     ),
 )

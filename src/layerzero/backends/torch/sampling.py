@@ -251,10 +251,7 @@ def _sampler(
         accepts=(*accepts, *_RANDOM),
         limits=(_FLOATS, *limits),
         grad=True,
-        deterministic=True,
-        graph_safe=True,
         handles_negated=True,
-        device_guard=True,
         priority=priority,
     )
 

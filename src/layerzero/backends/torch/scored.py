@@ -183,8 +183,8 @@ KERNELS = (
             SdpaEnabled("flash"),
             limit.last_stride_one("query", "key", "value"),
         ),
-        deterministic=True,
         handles_negated=True,
+        graph_safe=False,
         priority=50,
     ),
     Kernel(
@@ -202,9 +202,9 @@ KERNELS = (
             limit.Custom(f"softcap: {LEAST_CAP:g} to {MOST_CAP:g}", fitting_cap),
             _MASK,
         ),
-        deterministic=True,
         handles_negated=True,
         workspace_bytes=_softcap_workspace,
+        graph_safe=False,
         priority=40,
     ),
 )

@@ -126,8 +126,9 @@ KERNELS = (
         load=_load_masked,
         accepts=_BLOCKS,
         limits=(limit.dtype(*_FLOATS), limit.positive("scale"), AlignedOnCuda(("query", "key", "value"))),
-        device_guard=True,
         workspace_bytes=_mask_bytes,
+        deterministic=False,
+        graph_safe=False,
         priority=20,
     ),
     Kernel(
@@ -144,7 +145,7 @@ KERNELS = (
             SdpaEnabled("flash"),
             limit.last_stride_one("query", "key", "value"),
         ),
-        deterministic=True,
+        graph_safe=False,
         priority=50,
     ),
     Kernel(
@@ -159,9 +160,8 @@ KERNELS = (
             limit.aligned(16, "query", "key", "value"),
             limit.contiguous("block_indptr"),
         ),
-        graph_safe=True,
-        device_guard=True,
         workspace_bytes=_gathered_bytes,
+        deterministic=False,
         priority=40,
     ),
 )

@@ -66,8 +66,9 @@ KERNELS = (
             limit.positive("scale"),
             AlignedOnCuda(("query", "key", "value")),
         ),
-        device_guard=True,
         workspace_bytes=_mask_bytes,
+        deterministic=False,
+        graph_safe=False,
         priority=30,
     ),
 )

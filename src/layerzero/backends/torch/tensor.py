@@ -48,9 +48,6 @@ KERNELS = tuple(
         accepts=accepts,
         limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
         grad=name != "copy_slice",
-        deterministic=True,
-        graph_safe=True,
-        device_guard=True,
         priority=40,
         stock=True,
     )

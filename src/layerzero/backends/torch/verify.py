@@ -111,10 +111,8 @@ KERNELS = tuple(
         accepts=accepts,
         limits=(_FLOATS,),
         grad=True,
-        deterministic=True,
         graph_safe=name == "torch.verify_greedy",  # a captured draw of a seed would draw the same on each replay
         handles_negated=True,
-        device_guard=True,
         priority=40,
     )
     for name, operation, load, accepts in (

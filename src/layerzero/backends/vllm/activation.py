@@ -53,9 +53,6 @@ KERNELS = tuple(
             limit.aligned(16, "input"),
             limit.dim("joined", multiple=8),  # no copy aligns rows of other lengths
         ),
-        deterministic=True,
-        graph_safe=True,
-        device_guard=True,
         priority=85,
     )
     for name, load, accepts in (("silu_mul", _load_silu_mul, ()), ("gelu_mul", _load_gelu_mul, ("approximate",)))

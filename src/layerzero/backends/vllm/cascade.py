@@ -96,12 +96,9 @@ def _cascade(version: int, priority: int) -> Kernel:
         layout="NHD",
         accepts=("scale", "softcap", "return_lse", "max_context_len", "shared_blocks"),
         limits=(*own.limits, *_PAGED),
-        graph_safe=True,
-        jit=own.build_key is not None,
         build_key=own.build_key,
         prebuilt=own.prebuilt,
         cache_folder=own.cache_folder,
-        device_guard=True,
         priority=priority,
     )
 
@@ -122,9 +119,6 @@ KERNELS = (
             limit.contiguous(*_STATES),
             limit.aligned(16, "output_a", "output_b"),
         ),
-        deterministic=True,
-        graph_safe=True,
-        device_guard=True,
         priority=80,
     ),
 )

@@ -237,8 +237,6 @@ KERNELS = (
             *OF_SINKS,
             TABLES.before_capture("its table of lengths", _table_of),
         ),
-        graph_safe=True,
-        device_guard=True,
         priority=98,
     ),
     Kernel(
@@ -257,12 +255,9 @@ KERNELS = (
             limit.contiguous("kv_lens"),
             ALIBI_WITHOUT_LSE,
         ),
-        graph_safe=True,
-        jit=True,
         build_key=variant_of_v2,
         prebuilt=has_machine_code_of_v2,
         cache_folder=driver_cache,
-        device_guard=True,
         priority=55,  # an H200 takes 1.5 times what torch's cuDNN takes, and about what torch's flash does
     ),
 )

@@ -89,8 +89,6 @@ KERNELS = (
         load=_load_flash_mla,
         accepts=("scale", "return_lse", "step"),
         limits=(*_SHARED, limit.dim("page_size", one_of=(64,)), COLUMNS_OF_ONE),
-        graph_safe=True,
-        device_guard=True,
         priority=90,
     ),
 )

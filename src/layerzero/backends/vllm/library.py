@@ -18,7 +18,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Release
 
 
-def _backend(summary: str) -> Backend:
+def _backend(summary: str, *flags: str) -> Backend:
     """One for each shared library: where one does not load, the others still may."""
     return Backend(
         name="vllm",
@@ -35,14 +35,15 @@ def _backend(summary: str) -> Backend:
         ),
         platforms=("cuda",),
         homepage="https://github.com/vllm-project/vllm",
+        flags=("graph_safe", "device_guard", *flags),
     )
 
 
 STABLE = "_C_stable_libtorch"
 """The library that adds CUTLASS' products to ``torch.ops._C``, as a fragment beside what its owner registers."""
 
-VLLM = _backend("The CUDA operators of the vLLM server")
-VLLM_FLASH_ATTN_2 = _backend("FlashAttention 2 as vLLM ships it")
+VLLM = _backend("The CUDA operators of the vLLM server", "deterministic")
+VLLM_FLASH_ATTN_2 = _backend("FlashAttention 2 as vLLM ships it", "jit")
 VLLM_FLASH_ATTN_3 = _backend("FlashAttention 3 as vLLM ships it")
 VLLM_FLASH_MLA = _backend("FlashMLA as vLLM ships it")
 

@@ -69,9 +69,6 @@ KERNELS = (
             limit.dtype("float32"),
             limit.contiguous("logits"),
         ),
-        deterministic=True,
-        graph_safe=True,
-        device_guard=True,
         priority=60,
     ),
 )

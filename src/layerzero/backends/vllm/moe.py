@@ -53,9 +53,6 @@ KERNELS = (
             limit.contiguous("logits"),
             RowsAligned(("logits",), "experts"),
         ),
-        deterministic=True,
-        graph_safe=True,
-        device_guard=True,
         priority=30,
     ),
 )

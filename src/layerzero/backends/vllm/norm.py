@@ -84,9 +84,6 @@ KERNELS = (
             limit.last_stride_one("input"),
             RowsAligned(("input", "weight")),
         ),
-        deterministic=True,
-        graph_safe=True,
-        device_guard=True,
         priority=90,
     ),
     Kernel(
@@ -101,9 +98,6 @@ KERNELS = (
             limit.last_stride_one("residual"),
             RowsAligned(("residual", "weight")),
         ),
-        deterministic=True,
-        graph_safe=True,
-        device_guard=True,
         priority=80,
     ),
     Kernel(
@@ -119,9 +113,6 @@ KERNELS = (
             limit.contiguous("input", "residual"),
             limit.aligned(16, "input", "residual", "weight"),
         ),
-        deterministic=True,
-        graph_safe=True,
-        device_guard=True,
         priority=90,
     ),
 )

@@ -147,9 +147,6 @@ KERNELS = (
             limit.aligned(16, "query", "key", "q_weight", "k_weight"),
             ElementsBelow(2**31, ("batch", "seq", "heads", "head_dim")),
         ),
-        deterministic=True,
-        graph_safe=True,
-        device_guard=True,
         priority=65,
     ),
     Kernel(
@@ -164,8 +161,6 @@ KERNELS = (
             HEADS_DIVIDE,
             ElementsBelow(2**30, ("batch", "seq", "heads", "head_dim")),  # and at most as many keys beside them
         ),
-        deterministic=True,
-        graph_safe=True,
         device_guard=True,
         # it was the best at 1 to 16384 tokens of three shapes; FlashInfer's took 1.9 to 3.5 times as long at 16384
         # on an H200 in bfloat16, 2026-11-22
@@ -187,9 +182,6 @@ KERNELS = (
             limit.aligned(16, "q_weight", "k_weight"),
             ElementsBelow(2**31, ("batch", "seq", "features")),
         ),
-        deterministic=True,
-        graph_safe=True,
-        device_guard=True,
         priority=65,
     ),
     Kernel(
@@ -203,9 +195,6 @@ KERNELS = (
             ElementsBelow(2**31, ("batch", "seq", "features")),
             limit.one_of("q_weight", "float"),
         ),
-        deterministic=True,
-        graph_safe=True,
-        device_guard=True,
         priority=75,
     ),
 )

@@ -196,7 +196,7 @@ KERNELS = (
             limit.dim("value_dim", max=256, multiple=8),
             limit.Custom(FITTING_VALUES, fitting_values),
         ),
-        graph_safe=True,
+        device_guard=False,
         priority=85,
     ),
     Kernel(
@@ -212,11 +212,10 @@ KERNELS = (
             limit.equal("value_dim", "head_dim"),
             *_SHAPES,
         ),
-        graph_safe=True,
-        jit=True,
         build_key=variant_of_v2,
         prebuilt=has_machine_code_of_v2,
         cache_folder=driver_cache,
+        device_guard=False,
         priority=70,
     ),
     Kernel(
@@ -237,8 +236,7 @@ KERNELS = (
             SCALES.before_capture("its scales", lambda facts: (facts.device.index,)),
             limit.aligned(16, "key", "value", "key_cache", "value_cache"),  # a misaligned address otherwise
         ),
-        deterministic=True,
-        graph_safe=True,
+        device_guard=False,
         priority=80,
     ),
 )

@@ -121,12 +121,9 @@ def _over_pages(
         layout="NHD",
         accepts=(*SCORES, "max_context_len", *(("decodes",) if split else ()), *((bias,) if bias else ())),
         limits=(*own.limits, *_PAGED, *((limit.one_of(bias, "float"), *of_bias) if bias else ())),
-        graph_safe=True,
-        jit=own.build_key is not None,
         build_key=own.build_key,
         prebuilt=own.prebuilt,
         cache_folder=own.cache_folder,
-        device_guard=True,
         priority=priority,
         trust=Trust.UNTRIED if bias else Trust.DECLARED,
     )

@@ -79,12 +79,6 @@ def _load_linear(facts: Facts) -> Callable[..., Any]:
     return run
 
 
-_COMMON: dict[str, Any] = {
-    "backend": VLLM,
-    "deterministic": True,
-    "graph_safe": True,
-    "device_guard": True,
-}
 _LIMITS = (
     limit.platform("cuda"),
     limit.arch(min=(8, 0)),
@@ -101,7 +95,7 @@ KERNELS = (
         accepts=("per",),
         limits=(*_LIMITS, limit.one_of("per", "row")),
         priority=55,
-        **_COMMON,
+        backend=VLLM,
     ),
     Kernel(
         id="vllm.quantize_by_one",
@@ -110,7 +104,7 @@ KERNELS = (
         accepts=("scale",),
         limits=(*_LIMITS, limit.one_of("scale", "float"), limit.one_of("granularity", "tensor")),
         priority=55,
-        **_COMMON,
+        backend=VLLM,
     ),
     Kernel(
         id="vllm.int8_linear",
@@ -127,6 +121,6 @@ KERNELS = (
             limit.aligned(16, "input", "weight", "bias"),
         ),
         priority=55,
-        **_COMMON,
+        backend=VLLM,
     ),
 )

@@ -144,8 +144,6 @@ _OF_V3: dict[str, Any] = {
     "load": _load,
     "layout": "NHD",
     "implies": ("narrow_query",),
-    "graph_safe": True,
-    "device_guard": True,
     "tolerance": {"float16": _ROUNDED, "bfloat16": _ROUNDED},
     "tolerance_reason": "queries and probabilities are rounded to three bits of mantissa, which the caller allows",
 }
@@ -189,9 +187,6 @@ KERNELS = (
             limit.Custom("key_cache and value_cache: the same strides", same_strides),
             limit.aligned(16, "key", "value", "key_cache", "value_cache"),
         ),
-        deterministic=True,
-        graph_safe=True,
-        device_guard=True,
         priority=80,
     ),
 )

@@ -83,9 +83,6 @@ KERNELS = (
         layout="BSHD",
         accepts=("positions", "interleaved"),
         limits=_LIMITS,  # it works on copies of its own
-        deterministic=True,
-        graph_safe=True,
-        device_guard=True,
         priority=75,
     ),
     Kernel(
@@ -101,9 +98,6 @@ KERNELS = (
             HeadsDense(("query", "key")),
             TokensInLine(("query", "key")),
         ),
-        deterministic=True,
-        graph_safe=True,
-        device_guard=True,
         priority=85,
     ),
 )

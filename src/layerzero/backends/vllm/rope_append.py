@@ -55,8 +55,7 @@ KERNELS = (
         layout="NHD",
         accepts=("interleaved",),
         limits=(*_TOKENS, SCALES.before_capture("its scales", lambda facts: (facts.device.index,))),
-        deterministic=True,
-        graph_safe=True,
+        device_guard=False,
         priority=80,
     ),
     Kernel(
@@ -67,8 +66,7 @@ KERNELS = (
         layout="NHD",
         accepts=("interleaved",),
         limits=(*_TOKENS, *OF_CODES),
-        deterministic=True,
-        graph_safe=True,
+        device_guard=False,
         priority=80,
     ),
 )

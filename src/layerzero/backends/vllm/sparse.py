@@ -82,12 +82,9 @@ def _kernel(own: Own, version: int, priority: int) -> Kernel:
             limit.aligned(16, "query", "key", "value"),
             limit.contiguous("block_indptr"),
         ),
-        graph_safe=True,
-        jit=own.build_key is not None,
         build_key=None if own.build_key is None else variant,
         prebuilt=own.prebuilt,
         cache_folder=own.cache_folder,
-        device_guard=True,
         priority=priority,
     )
 

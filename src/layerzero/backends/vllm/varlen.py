@@ -184,8 +184,6 @@ KERNELS = (
         load=functools.partial(_load_ragged, library=forward_of_v3),
         accepts=(*SCORES, "max_seqlen_k", "sinks"),
         limits=(*_HOPPER, *_RAGGED, *OF_SINKS),
-        graph_safe=True,
-        device_guard=True,
         priority=90,
     ),
     Kernel(
@@ -195,12 +193,9 @@ KERNELS = (
         load=functools.partial(_load_ragged, library=forward_of_v2),
         accepts=(*SCORES, "max_seqlen_k", "alibi_slopes"),
         limits=(*_AMPERE, *_RAGGED, *OF_SLOPES),
-        graph_safe=True,
-        jit=True,
         build_key=variant_of_tokens_v2,
         prebuilt=has_machine_code_of_v2,
         cache_folder=driver_cache,
-        device_guard=True,
         priority=55,
     ),
 )

@@ -70,7 +70,6 @@ KERNELS = tuple(
         load=load,
         accepts=accepts,
         limits=(*_LIMITS, *limits),
-        deterministic=True,
         priority=35,
     )
     for name, operation, load, accepts, limits in (

@@ -61,7 +61,6 @@ KERNELS = (
             COLUMNS_OF_ONE,
             limit.contiguous("block_tables", "context_lens"),
         ),
-        deterministic=True,
         priority=55,
     ),
 )

@@ -96,7 +96,6 @@ KERNELS = (
         load=_load_linear,
         accepts=("bias", "activation", "packed"),
         limits=(*_LIMITS, limit.contiguous("bias"), BELONGS),
-        deterministic=True,
         priority=55,
     ),
     *(
@@ -107,7 +106,6 @@ KERNELS = (
             load=_load_mlp,
             accepts=accepts,
             limits=(*_LIMITS, limit.dim("inner_features", multiple=32), *limits),
-            deterministic=True,
             priority=55,
         )
         for ending, operations, accepts, limits in composed.variants()
@@ -120,7 +118,6 @@ KERNELS = (
             load=_load_qkv,
             accepts=accepts,
             limits=(*_ROWS, *_OUTPUTS[operation], *limits),
-            deterministic=True,
             priority=55,
         )
         for ending, operation, accepts, limits in composed.qkv_variants()

@@ -89,7 +89,6 @@ KERNELS = (
             limit.contiguous("input", "gate_up_bias", "down_bias"),
             *(belongs(packed, of) for packed, of in PACKED_OF.items()),
         ),
-        deterministic=True,
         priority=55,
     ),
 )

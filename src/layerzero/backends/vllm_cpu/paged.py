@@ -161,7 +161,6 @@ KERNELS = (
         layout="HND",
         accepts=("scale", "window", "softcap", "step"),
         limits=(*LIMITS, limit.last_stride_one("query", "block_tables"), limit.contiguous("context_lens")),
-        deterministic=True,
         priority=60,
     ),
     Kernel(
@@ -171,7 +170,6 @@ KERNELS = (
         load=load_append,
         layout="HND",
         limits=(*LIMITS, limit.last_stride_one("key", "value"), limit.contiguous("slot_mapping")),
-        deterministic=True,
         priority=60,
     ),
 )

@@ -61,7 +61,6 @@ KERNELS = (
         load=_load_rows,
         accepts=("per",),
         limits=(*_LIMITS, limit.one_of("per", "row")),
-        deterministic=True,
         priority=55,
     ),
     Kernel(
@@ -71,7 +70,6 @@ KERNELS = (
         load=_load_given,
         accepts=("scale",),
         limits=(*_LIMITS, limit.one_of("scale", "float"), limit.one_of("granularity", "tensor")),
-        deterministic=True,
         priority=55,
     ),
 )

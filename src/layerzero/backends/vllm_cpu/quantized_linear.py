@@ -63,7 +63,6 @@ KERNELS = (
             limit.dim("out_features", multiple=32),
             BELONGS,
         ),
-        deterministic=True,
         priority=55,
     ),
 )

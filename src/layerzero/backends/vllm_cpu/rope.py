@@ -190,7 +190,6 @@ KERNELS = (
         layout="BSHD",
         accepts=("positions", "interleaved"),
         limits=LIMITS,  # it works on copies of its own
-        deterministic=True,
         priority=60,
     ),
     Kernel(
@@ -201,7 +200,6 @@ KERNELS = (
         layout="BSHD",
         accepts=("positions", "interleaved"),
         limits=LIMITS,
-        deterministic=True,
         priority=60,
     ),
     Kernel(
@@ -216,7 +214,6 @@ KERNELS = (
             limit.dim("head_dim", multiple=8),  # the width of a vector of its norm; others raise
             limit.contiguous("query", "key", "q_weight", "k_weight"),
         ),
-        deterministic=True,
         priority=55,
     ),
     Kernel(
@@ -226,7 +223,6 @@ KERNELS = (
         load=load_split,
         accepts=SPLIT_ACCEPTS,
         limits=SPLIT_LIMITS,
-        deterministic=True,
         priority=55,
     ),
     Kernel(
@@ -243,7 +239,6 @@ KERNELS = (
             TokensInLine(("query", "key")),
             limit.aligned(16, "query", "key"),
         ),
-        deterministic=True,
         priority=60,
     ),
 )

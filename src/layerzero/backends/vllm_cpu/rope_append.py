@@ -41,7 +41,6 @@ KERNELS = (
         layout="NHD",
         accepts=("interleaved",),
         limits=LIMITS,
-        deterministic=True,
         priority=50,
     ),
     Kernel(
@@ -57,7 +56,6 @@ KERNELS = (
             limit.last_stride_one("value"),
             limit.contiguous("slot_mapping"),
         ),
-        deterministic=True,
         priority=55,
     ),
     Kernel(
@@ -68,7 +66,6 @@ KERNELS = (
         layout="NHD",
         accepts=("q_weight", "k_weight", "interleaved", "eps"),
         limits=SPLIT_LIMITS,
-        deterministic=True,
         priority=50,
     ),
 )

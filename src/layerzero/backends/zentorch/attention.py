@@ -120,7 +120,6 @@ KERNELS = (
             limit.Custom("scale: not 0, above 0 beside causal", _scale),
             RowsApart(),
         ),
-        deterministic=True,
         priority=45,
     ),
 )

@@ -33,6 +33,7 @@ ZENTORCH = Backend(
     ),
     platforms=("cpu",),
     homepage="https://github.com/amd/ZenDNN-pytorch-plugin",
+    flags=("deterministic",),
 )
 
 

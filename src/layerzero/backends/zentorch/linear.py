@@ -83,7 +83,6 @@ KERNELS = (
         load=_load_linear,
         accepts=("bias", "activation", "packed"),
         limits=(VECTORS, BFLOAT16, DTYPES, limit.contiguous("bias"), BELONGS),
-        deterministic=True,
         priority=60,
     ),
     *(
@@ -94,7 +93,6 @@ KERNELS = (
             load=_load_mlp,
             accepts=accepts,
             limits=(VECTORS, BFLOAT16, DTYPES, *limits),
-            deterministic=True,
             priority=60,
         )
         for ending, operations, accepts, limits in composed.variants()
@@ -107,7 +105,6 @@ KERNELS = (
             load=_load_qkv,
             accepts=accepts,
             limits=(VECTORS, BFLOAT16, DTYPES, *limits),
-            deterministic=True,
             priority=60,
         )
         for ending, operation, accepts, limits in composed.qkv_variants()

@@ -63,7 +63,6 @@ KERNELS = (
         accepts=("eps",),
         renames={"eps": "epsilon"},
         limits=(VECTORS, BFLOAT16, DTYPES, _EPS, limit.contiguous("input", "weight")),
-        deterministic=True,
         priority=60,
     ),
     Kernel(
@@ -73,7 +72,6 @@ KERNELS = (
         load=_load_add_rms_norm,
         accepts=("eps",),
         limits=(VECTORS, BFLOAT16, DTYPES, _EPS, limit.contiguous("residual", "weight")),
-        deterministic=True,
         priority=60,
     ),
 )
