@@ -200,3 +200,13 @@ def test_copies_that_masked_sparse_kernels_need_on_a_gpu_are_told(device, width,
 def test_what_is_built_in_is_no_plugin():
     """A refusal would say so; what nobody ran yet is UNTRIED."""
     assert not [kernel.id for kernel in builtin_kernels() if kernel.trust is Trust.PLUGIN]
+
+
+def test_a_cudnn_that_torch_was_not_built_for_is_no_stock_and_no_error(monkeypatch):
+    def version():
+        raise RuntimeError("cuDNN version incompatibility")
+
+    query = torch.empty(1, 512, 8, 128, dtype=torch.bfloat16, device="meta")
+    monkeypatch.setattr(torch.backends.cudnn, "version", version)
+    report = lz.explain("attention", query, query, query, layout="BSHD", device="H100", libraries={"torch": "2.11.0"})
+    assert report.kernel_id == "torch.sdpa.flash"

@@ -191,7 +191,10 @@ def _cudnn_is_first(facts: Facts) -> bool:
 
     Elsewhere it never asks it (``check_prefer_cudnn_attention`` in torch 2.11's sdp_utils.cpp).
     """
-    version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    try:
+        version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    except RuntimeError:  # another cuDNN than torch was built for is found here, which torch asks nothing either
+        return False
     new = version is None or version > 91500  # none here: the question is about another machine
     unwanted = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
     return gives_no_lse(facts) and new and not unwanted and facts.device.sm in ((9, 0), (10, 0), (10, 3))
