@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from layerzero.core import INSTALLERS as _INSTALLERS
 from layerzero.core.when_imported import when_imported as _when_imported
 
 __version__ = "0.1.0"
@@ -152,4 +153,5 @@ def __dir__() -> list[str]:
     return _offered()
 
 
+_INSTALLERS.append(lambda services: importlib.import_module("layerzero._assembly").install(services))
 _when_imported("torch", lambda: importlib.import_module("layerzero.engine.namespace").install())

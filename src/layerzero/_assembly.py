@@ -1,4 +1,7 @@
-"""Where the layers meet: what the engine gets from those above it. The one file that the import order does not bind."""
+"""What the engine gets from the layers above it. The import order does not bind this file; no other file imports it.
+
+:func:`install` fills the ports of :mod:`layerzero.engine.services`; each imports its layer when it is first called.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,17 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger, MemoryLedger
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
+
+if TYPE_CHECKING:
+    from layerzero.engine.call import Call
+    from layerzero.engine.services import Services
 
 _DESCRIPTORS = "layerzero.asking.descriptors"
 
@@ -26,8 +34,8 @@ def ledger() -> Ledger:
     return StoreLedger(MemoryLedger() if folder is None else FileLedger(folder)).watched()
 
 
-def descriptors_in_force() -> None:
-    """Have the capability descriptors that are configured; they work on the registry, and lie above it."""
+def update_descriptors() -> None:
+    """Load the capability descriptors that are configured; they work on the registry, and lie above it."""
     from layerzero.engine.config import CONFIGURATION
 
     if _DESCRIPTORS in sys.modules:
@@ -38,6 +46,13 @@ def descriptors_in_force() -> None:
         descriptors.sync()
     elif CONFIGURATION.policy.descriptors:
         import_module(_DESCRIPTORS).DESCRIPTORS.sync()
+
+
+def call(name: str) -> Call:
+    """The public function of a name; the first of a process imports what calls need."""
+    from layerzero.engine.functions import CALLS
+
+    return CALLS[name]
 
 
 def register_function(function: Function) -> None:
@@ -69,22 +84,8 @@ def importing(plugin: str, version: str) -> AbstractContextManager[str]:
     return nullcontext("") if folder is None else marked(folder, plugin, version)
 
 
-def vet(calls: Iterable[tuple[Kernel, Facts]]) -> None:
-    """Let kernels prove themselves for the classes of calls, in a child process, as far as one can; for warmup."""
-    from layerzero.tuning.proving.vetting import vet_calls
-
-    vet_calls(calls, go_on=True)
-
-
-def tune(calls: Iterable[Facts]) -> None:
-    """Measure every legal kernel on calls; for warmup."""
-    from layerzero.tuning.measuring.tune import tune_calls
-
-    tune_calls(calls)
-
-
 def vet_later(kernels: Iterable[Kernel], facts: Facts) -> None:
-    """The same in the background, for a call that was just made."""
+    """Run kernels in a child process, in the background, for a call that was just made."""
     from layerzero.tuning.proving.vet_later import BACKGROUND
 
     for kernel in kernels:
@@ -110,3 +111,16 @@ def sample(plan: Plan, function: Function, rate: float) -> None:
     from layerzero.tuning.measuring.online import attach
 
     attach(plan, function, rate)
+
+
+def install(services: Services) -> None:
+    """Fill the engine's ports."""
+    services.ledger = ledger
+    services.update_descriptors = update_descriptors
+    services.call = call
+    services.register_function = register_function
+    services.importing = importing
+    services.sample = sample
+    services.vet_later = vet_later
+    services.build_later = build_later
+    services.builds = builds

@@ -9,6 +9,7 @@ from layerzero.asking import diagnosis
 from layerzero.core.device import Device
 from layerzero.engine import accelerator
 from layerzero.engine.registry import REGISTRY
+from layerzero.engine.services import SERVICES
 
 
 def test_a_device_that_cannot_be_asked_is_an_issue_and_no_error(monkeypatch):
@@ -50,7 +51,7 @@ def test_all_ways_of_reading_tensors_have_words():
 
 def test_a_lock_that_names_nothing_is_an_issue_also_where_calls_were_recorded(monkeypatch):
     monkeypatch.setattr(REGISTRY.names, "problems", lambda policy: iter(["LAYERZERO_LOCK: norm.rms: names none here"]))
-    monkeypatch.setattr(diagnosis._assembly, "builds", raises)
+    monkeypatch.setattr(SERVICES, "builds", raises)
     told = lz.doctor()
     assert "LAYERZERO_LOCK: norm.rms: names none here" in told.issues
     assert told.builds == ()

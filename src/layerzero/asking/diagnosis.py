@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
-from layerzero import _assembly
 from layerzero.asking import compatibility
 from layerzero.asking.descriptors import DESCRIPTORS
 from layerzero.asking.examples import awaits_vetting, example_calls
@@ -25,6 +24,7 @@ from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.health import Counts
 from layerzero.engine.registry import REGISTRY
+from layerzero.engine.services import SERVICES
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ def doctor(*, load: bool = False, asked_for: str | None = None) -> Diagnosis:
         health={f"{kernel} in {operation}": counts for (kernel, operation), counts in health.counts().items()},
         failures={f"{kernel} in {operation}": e[-1] for (kernel, operation), e in ledger.failures().items()},
         suspects=suspects,
-        builds=() if problems else tuple(_assembly.builds()),  # every call would raise for the first of them
+        builds=() if problems else tuple(SERVICES.builds()),  # every call would raise for the first of them
         asked_for=findings,
     )
 

@@ -20,6 +20,7 @@ from layerzero.core.eager_state import declared
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
 from layerzero.engine.config import SCOPES
+from layerzero.engine.services import SERVICES
 from layerzero.engine.state import in_dispatch_mode, in_transform
 
 log = logging.getLogger("layerzero")
@@ -162,7 +163,7 @@ _in_plain_state(_load_or_tell)
 
 
 def _owner(name: str) -> Any:
-    return importlib.import_module("layerzero.engine.functions").CALLS[name].native
+    return SERVICES.call(name).native
 
 
 if HOT is not None:

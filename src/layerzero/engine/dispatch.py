@@ -33,6 +33,7 @@ from layerzero.engine.pick import NO_TIMES, pick, priority_decides, require, wit
 from layerzero.engine.policy import Policy
 from layerzero.engine.probe import Machine
 from layerzero.engine.registry import REGISTRY, Registry
+from layerzero.engine.services import SERVICES
 from layerzero.engine.shapes import shapes_answer
 from layerzero.engine.standing import Later, Standings
 from layerzero.engine.told import tell_choice
@@ -71,10 +72,8 @@ class Engine:
     def ledger(self) -> Ledger:
         """What is remembered about kernels; the first question opens it, so that importing touches no disk."""
         if self._ledger is None:
-            from layerzero import _assembly
-
             with self._lock, held_off():
-                self._ledger = self._ledger or _assembly.ledger()
+                self._ledger = self._ledger or SERVICES.ledger()
         return self._ledger
 
     @ledger.setter
@@ -199,9 +198,7 @@ class Dispatcher:
                 continue
             if self._prove(plan, arguments):
                 if policy.sampling_rate:
-                    from layerzero import _assembly
-
-                    _assembly.sample(plan, self.function, policy.sampling_rate)
+                    SERVICES.sample(plan, self.function, policy.sampling_rate)
                 self._tell(plan, policy)
                 return plan
             failed.add(chosen.kernel.id)
@@ -366,9 +363,7 @@ class Dispatcher:
         """Have built, behind what runs meanwhile, what this call would choose if it were built; never in a capture."""
         unbuilt = [each.kernel for each in judged if each.kernel.jit and legality.only_unbuilt(each)]
         if unbuilt and not facts["capturing"]:
-            from layerzero import _assembly
-
-            _assembly.build_later(unbuilt, facts)
+            SERVICES.build_later(unbuilt, facts)
 
     def _tell(self, plan: Plan, policy: Policy) -> None:
         departed = self.engine.frozen.chose(plan, policy) if self.engine.frozen is not None else None
@@ -384,6 +379,4 @@ class Dispatcher:
         if plan.adaptations:
             failing.tell_beyond(plan, policy)
         if policy.vet_in_background:
-            from layerzero import _assembly
-
-            _assembly.vet_later(legality.awaiting(plan.report.candidates, plan.report.facts), plan.report.facts)
+            SERVICES.vet_later(legality.awaiting(plan.report.candidates, plan.report.facts), plan.report.facts)

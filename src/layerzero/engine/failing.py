@@ -7,7 +7,7 @@ import math
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -23,15 +23,15 @@ from layerzero.core.errors import (
 )
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
+from layerzero.core.ledger import Ledger
 from layerzero.core.operation import Routed
 from layerzero.core.plan import Plan, Report
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine import foreign, headroom, probe
+from layerzero.engine.first_run import Recent
+from layerzero.engine.health import Health
 from layerzero.engine.policy import Policy
 from layerzero.engine.reference import fake_call
-
-if TYPE_CHECKING:
-    from layerzero.engine.dispatch import Engine
 
 log = logging.getLogger("layerzero")
 
@@ -39,11 +39,23 @@ _told: set[tuple[str, str]] = set()
 _told_lock = forking.lock()
 
 
+class _Engine(Protocol):
+    """What of :class:`layerzero.engine.dispatch.Engine` a failure is recorded in."""
+
+    health: Health
+    recent: Recent
+
+    @property
+    def ledger(self) -> Ledger: ...
+
+    def bump(self) -> None: ...
+
+
 class WrongResultError(RuntimeError):
     """A kernel returned something of another shape, dtype or device than its operation defines."""
 
 
-def not_loaded(kernel: Kernel, report: Report, error: Exception, engine: Engine) -> None:
+def not_loaded(kernel: Kernel, report: Report, error: Exception, engine: _Engine) -> None:
     """Remember a kernel that could not be made ready; raise what is nobody's fault.
 
     A library that does not import is out for this process, with all its kernels; any other error rests this kernel.
@@ -134,7 +146,7 @@ def check_retry(
     plan: Plan,
     error: Exception,
     policy: Policy,
-    engine: Engine,
+    engine: _Engine,
     arguments: Mapping[str, Any],
     tried: Sequence[Kernel] = (),
 ) -> None:

@@ -113,10 +113,10 @@ def _routed(function: Function, arguments: dict[str, Any]) -> Routed:
 
 def _eager(function: Function, schema: TorchSchema) -> Callable[..., Any]:
     def eager(*args: Any, **kwargs: Any) -> Any:
-        from layerzero.engine.functions import CALLS
+        from layerzero.engine.services import SERVICES
 
         arguments = _bound(schema, args, kwargs)
-        result = CALLS[function.name].fast(**arguments)
+        result = SERVICES.call(function.name).fast(**arguments)
         if result is None:
             return None
         first = function.operations[0].schema
@@ -157,10 +157,10 @@ def _fake(function: Function, schema: TorchSchema) -> Callable[..., Any]:
 
 def _tell(function: Function, arguments: dict[str, Any]) -> None:
     from layerzero.engine.config import current_policy
-    from layerzero.engine.functions import CALLS
+    from layerzero.engine.services import SERVICES
     from layerzero.engine.shapes import tell_shapes
 
-    tell_shapes(CALLS[function.name].dispatcher, _complete(function, arguments), current_policy())
+    tell_shapes(SERVICES.call(function.name).dispatcher, _complete(function, arguments), current_policy())
 
 
 def _gradients(function: Function, schema: TorchSchema) -> tuple[Callable[..., Any], Callable[..., None]]:

@@ -25,6 +25,7 @@ from layerzero.core.operation import Function, Operation
 from layerzero.engine import foreign
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.policy import Policy
+from layerzero.engine.services import SERVICES
 
 ENTRY_POINTS = "layerzero.backends"
 
@@ -119,11 +120,9 @@ class Plugins:
                 self.failed(name, error)
 
     def _import(self, plugin: EntryPoint) -> None:
-        from layerzero import _assembly
-
         started = time.monotonic()
         try:
-            with _assembly.importing(plugin.name, version_of(plugin)) as before:
+            with SERVICES.importing(plugin.name, version_of(plugin)) as before:
                 if before:
                     self._harmful[plugin.name] = before
                     warnings.warn(f"the plugin {plugin.name!r} is left out: {before}", LayerZeroWarning, stacklevel=2)

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from layerzero import backends
-from layerzero._assembly import descriptors_in_force
 from layerzero.core import forking
 from layerzero.core.collecting import held_off
 from layerzero.core.errors import RegistrationError, UnknownOperationError
@@ -20,6 +19,7 @@ from layerzero.engine.naming import Names
 from layerzero.engine.of_functions import reference_kernel
 from layerzero.engine.plugins import Plugins
 from layerzero.engine.policy import Lock, Policy, meant
+from layerzero.engine.services import SERVICES
 from layerzero.engine.settings import nearest
 from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, OPERATIONS, PLAIN_FUNCTIONS, PLAIN_OPERATIONS, current_name
 
@@ -247,13 +247,11 @@ class Registry:
 
     def _register_functions(self, plugins: Plugins) -> None:
         """Give the operations of plugins their functions, which are tried on them; outside of any change."""
-        from layerzero import _assembly
-
         with self._lock:
             waiting, plugins.functions = plugins.functions, []
         for name, function in waiting:
             try:
-                _assembly.register_function(function)
+                SERVICES.register_function(function)
             except RegistrationError as error:
                 plugins.failed(name, error)
 
@@ -338,5 +336,5 @@ class Registry:
         return sorted(unique, key=lambda backend: (backend.name, backend.import_name))
 
 
-REGISTRY = Registry(before_use=descriptors_in_force)
+REGISTRY = Registry(before_use=SERVICES.update_descriptors)
 """The registry of this process."""

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from layerzero import _assembly
 from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.facts import Facts
@@ -150,7 +149,9 @@ def warmup(
     if target.type == "cpu":  # a GPU's allocator says so instead
         jobs = list(_that_fit(jobs, target, warmed))
     if any(legality.untrusted(kernel, Device.detect(str(target))) for kernel in REGISTRY.kernels()):
-        _assembly.vet([pair for job in jobs for pair in _awaiting(*_bound(job, target, params))])
+        from layerzero.tuning.proving.vetting import vet_calls
+
+        vet_calls([pair for job in jobs for pair in _awaiting(*_bound(job, target, params))], go_on=True)
     with bar_or(progress) as tell:
         for number, job in enumerate(jobs):  # the tensors of one call at a time
             tell(job.name, number, len(jobs))
@@ -163,7 +164,9 @@ def warmup(
     if warmed:
         ENGINE.bump()
     if current_policy()["auto_tune_on_warmup"]:
-        _assembly.tune([_facts(*_bound(job, target, params)) for job in jobs])
+        from layerzero.tuning.measuring.tune import tune_calls
+
+        tune_calls([_facts(*_bound(job, target, params)) for job in jobs])
     return warmed
 
 

@@ -1,0 +1,56 @@
+"""Ports: what the engine has done by the layers above it, which it cannot import.
+
+``layerzero._assembly`` fills them as this module is imported. The defaults do nothing and remember nothing on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from layerzero import core
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.core.ledger import Ledger, MemoryLedger
+from layerzero.core.operation import Function
+from layerzero.core.plan import Plan
+
+
+def _no_call(name: str) -> Any:
+    raise KeyError(f"wanted a public function, got {name!r}, and layerzero.engine.functions is not connected")
+
+
+@dataclass(slots=True)
+class Services:
+    """The ports, each a function.
+
+    Attributes:
+        ledger: open what is remembered about kernels.
+        update_descriptors: load the capability descriptors that are configured now; a miss calls it.
+        call: the public function of a name, as :class:`layerzero.engine.call.Call`.
+        register_function: give the operations of a plugin their public function.
+        importing: mark a plugin of a version on disk while it is imported; gives how it ended an earlier process.
+        sample: let a plan time a share of its calls.
+        vet_later: run kernels in a child process, in the background, for the class of a call.
+        build_later: build kernels in the background for a call.
+        builds: what calls of this machine would choose and is not built, one line each.
+    """
+
+    ledger: Callable[[], Ledger] = MemoryLedger
+    update_descriptors: Callable[[], None] = lambda: None
+    call: Callable[[str], Any] = _no_call
+    register_function: Callable[[Function], object] = lambda *_: None
+    importing: Callable[[str, str], AbstractContextManager[str]] = lambda *_: nullcontext("")
+    sample: Callable[[Plan, Function, float], None] = lambda *_: None
+    vet_later: Callable[[Iterable[Kernel], Facts], None] = lambda *_: None
+    build_later: Callable[[Iterable[Kernel], Facts], None] = lambda *_: None
+    builds: Callable[[], list[str]] = list
+
+
+SERVICES = Services()
+"""The ports of this process."""
+
+for _install in core.INSTALLERS:
+    _install(SERVICES)
