@@ -46,9 +46,13 @@ from layerzero.engine.jit import BUILT  # noqa: E402
 from layerzero.ops.attention.sweep import decode_case  # noqa: E402
 from layerzero.serving.building import BUILDS  # noqa: E402
 from layerzero.testing.generate import RandomCall  # noqa: E402
-from layerzero.tuning.measuring.baseline import torch_default  # noqa: E402
 from layerzero.tuning.measuring.clocks import Clock, clock_of  # noqa: E402
-from layerzero.tuning.measuring.contest import bound_plan, taking_part, window  # noqa: E402
+from layerzero.tuning.measuring.contest import (  # noqa: E402
+    bound_plan,
+    taking_part,
+    torch_default,
+    window,
+)
 from layerzero.tuning.measuring.jobs import Job  # noqa: E402
 from layerzero.tuning.measuring.timing import Effort, Runner, quantile, race  # noqa: E402
 

@@ -32,8 +32,7 @@ from judged import judged_jobs
 
 import layerzero as lz
 from layerzero.tuning.measuring.clocks import CpuClock, clock_of
-from layerzero.tuning.measuring.grid import default_grid
-from layerzero.tuning.measuring.jobs import Job
+from layerzero.tuning.measuring.jobs import Job, default_grid
 from layerzero.tuning.measuring.running import Step, run_jobs
 from layerzero.tuning.measuring.timing import Effort
 

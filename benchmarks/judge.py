@@ -21,9 +21,8 @@ import layerzero as lz
 from layerzero.core.plan import Report
 from layerzero.engine.config import current_policy
 from layerzero.engine.functions import CALLS
-from layerzero.tuning.measuring.baseline import torch_default
 from layerzero.tuning.measuring.clocks import Clock
-from layerzero.tuning.measuring.contest import Contest, bound_plan, contest
+from layerzero.tuning.measuring.contest import Contest, bound_plan, contest, torch_default
 from layerzero.tuning.measuring.jobs import Job
 from layerzero.tuning.measuring.timing import Effort, quantile
 

@@ -33,11 +33,10 @@ from layerzero.tuning.keeping import archive
 from layerzero.tuning.keeping.rows import work_of
 from layerzero.tuning.keeping.tables import Case as TimedSizes
 from layerzero.tuning.keeping.tables import Family, Table, read_table, told_apart
-from layerzero.tuning.measuring.bench import TORCH, Benched, bench
-from layerzero.tuning.measuring.ceiling import copy_gb_s
+from layerzero.tuning.measuring.admission import copy_gb_s
+from layerzero.tuning.measuring.bench import TORCH, Benched, Timed, bench
 from layerzero.tuning.measuring.clocks import clock_of
 from layerzero.tuning.measuring.jobs import Job
-from layerzero.tuning.measuring.on_device import Timed
 from layerzero.tuning.measuring.running import run_jobs
 from layerzero.tuning.measuring.timing import Effort
 

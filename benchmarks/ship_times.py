@@ -28,8 +28,7 @@ from layerzero.ops.attention.sweep import decode_case, prefill_case
 from layerzero.tuning.keeping import archive
 from layerzero.tuning.keeping.environment import capability_hash
 from layerzero.tuning.keeping.tables import slug, table_of
-from layerzero.tuning.measuring.grid import default_grid, spread
-from layerzero.tuning.measuring.jobs import Job
+from layerzero.tuning.measuring.jobs import Job, default_grid, spread
 from layerzero.tuning.measuring.running import run_jobs
 from layerzero.tuning.measuring.timing import Effort
 from layerzero.tuning.measuring.tuned import Step

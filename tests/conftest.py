@@ -25,7 +25,7 @@ from layerzero.engine.jit import BUILT
 from layerzero.engine.registry import REGISTRY
 from layerzero.integrations.optimize import pace, time_left
 from layerzero.serving.building import BUILDS
-from layerzero.tuning.measuring import ceiling
+from layerzero.tuning.measuring import admission
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.pop("COLUMNS", None)  # set for workers; commands and their tests take a pipe for what it is
@@ -40,7 +40,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a child compiles this package
 os.environ["LAYERZERO_CACHE_DIR"] = ""  # neither tests nor their children touch the user's files
 os.environ["LAYERZERO_JIT"] = "never"  # nothing compiles behind a test that does not ask for it
 # what this machine can do at best is told beside times, and no test asks how much: 8 s in each worker otherwise
-ceiling._COPY_BYTES["cpu"], ceiling._MATRIX["cpu"] = 2**20, 64
+admission._COPY_BYTES["cpu"], admission._MATRIX["cpu"] = 2**20, 64
 config.CONFIGURATION.reset()
 
 

@@ -75,9 +75,9 @@ from layerzero.serving.jit_status import JitStatus, jit_status
 from layerzero.serving.readiness import Readiness, readiness_check
 from layerzero.serving.warmup import warmup
 from layerzero.tuning.measuring.online import sampled
-from layerzero.tuning.measuring.record import record
 from layerzero.tuning.measuring.tune import tune
-from layerzero.tuning.proving.confirm import confirm_suspects
+from layerzero.tuning.measuring.workload import record
+from layerzero.tuning.proving.rehearsal import confirm_suspects
 from layerzero.tuning.proving.vetting import vet
 
 __all__ = [

@@ -86,7 +86,7 @@ def importing(plugin: str, version: str) -> AbstractContextManager[str]:
 
 def vet_later(kernels: Iterable[Kernel], facts: Facts) -> None:
     """Run kernels in a child process, in the background, for a call that was just made."""
-    from layerzero.tuning.proving.vet_later import BACKGROUND
+    from layerzero.tuning.proving.vetting import BACKGROUND
 
     for kernel in kernels:
         BACKGROUND.add(kernel, facts)

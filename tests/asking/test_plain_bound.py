@@ -17,7 +17,7 @@ from layerzero.engine.plain import plain_facts
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import PLAIN_OPERATIONS
 from layerzero.ops.tokenize.tokenizer import resolve
-from layerzero.tuning.measuring.manifest import Manifest, cases_of, jobs_of
+from layerzero.tuning.measuring.workload import Manifest, cases_of, jobs_of
 
 
 @pytest.fixture

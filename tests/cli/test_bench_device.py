@@ -15,11 +15,10 @@ from layerzero.cli import bench as command
 from layerzero.cli.app import main
 from layerzero.core.operation import Case
 from layerzero.testing.generate import RandomCall
-from layerzero.tuning.measuring import on_device as measured
-from layerzero.tuning.measuring.bench import TORCH
-from layerzero.tuning.measuring.ceiling import Ceiling
+from layerzero.tuning.measuring import bench as measured
+from layerzero.tuning.measuring.admission import Ceiling
+from layerzero.tuning.measuring.bench import MOST_BYTES, TORCH, UNSAFE, Timed, on_device
 from layerzero.tuning.measuring.jobs import Job
-from layerzero.tuning.measuring.on_device import MOST_BYTES, UNSAFE, Timed, on_device
 from others import OTHERS
 
 QUICK = "bench rms_norm --shapes 8x64 --dtype float32 --samples 3"
@@ -48,7 +47,7 @@ class Counting:
 def counting(monkeypatch):
     lz.configure(deny=OTHERS)
     monkeypatch.setattr("layerzero.tuning.measuring.bench.ceiling", lambda *_: Ceiling(10.0, 0.1))
-    monkeypatch.setattr("layerzero.tuning.measuring.device_time.Graphs", Counting)
+    monkeypatch.setattr("layerzero.tuning.measuring.clocks.Graphs", Counting)
     monkeypatch.setattr(measured, "cache_bytes", lambda _: CACHE)
     monkeypatch.setattr(command, "timed_of", lambda text, _: Timed(text or "both"))
 

@@ -19,9 +19,9 @@ from layerzero.cli.app import main
 from layerzero.core.operation import Work
 from layerzero.ops import OPERATIONS
 from layerzero.ops.attention.declare import visible_pairs
-from layerzero.tuning.measuring import ceiling as ceilings
+from layerzero.tuning.measuring import admission as ceilings
+from layerzero.tuning.measuring.admission import Ceiling, ceiling
 from layerzero.tuning.measuring.bench import TORCH
-from layerzero.tuning.measuring.ceiling import Ceiling, ceiling
 from layerzero.tuning.measuring.jobs import Job, jobs_of_cases
 from others import OTHERS
 

@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from layerzero.core.operation import Case
-from layerzero.tuning.measuring.bench import bench
-from layerzero.tuning.measuring.clocks import CudaClock
-from layerzero.tuning.measuring.device_time import device_time_us, device_times
+from layerzero.tuning.measuring.bench import Timed, bench
+from layerzero.tuning.measuring.clocks import CudaClock, device_time_us, device_times
 from layerzero.tuning.measuring.jobs import Job
-from layerzero.tuning.measuring.on_device import Timed
 from layerzero.tuning.measuring.timing import Effort
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

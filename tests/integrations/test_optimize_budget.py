@@ -16,7 +16,7 @@ from layerzero.integrations.optimize.inputs import Workload
 from layerzero.integrations.optimize.pace import Way, timed
 from layerzero.integrations.optimize.time_left import RUN, TimeLeft
 from layerzero.tuning.measuring import running
-from layerzero.tuning.measuring.deadline import Deadline, TimeOverError
+from layerzero.tuning.measuring.timing import Deadline, TimeOverError
 
 pytestmark = pytest.mark.filterwarnings("ignore::layerzero.core.errors.LayerZeroWarning")
 

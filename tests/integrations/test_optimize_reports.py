@@ -25,8 +25,8 @@ from layerzero.integrations.optimize.joining import wants_packed
 from layerzero.integrations.optimize.report import Optimized, Replaced
 from layerzero.integrations.optimize.spent import OUTSIDE
 from layerzero.integrations.optimize.stock import stock_of
+from layerzero.tuning.keeping.archive import differs
 from layerzero.tuning.keeping.environment import surroundings
-from layerzero.tuning.measuring.refused import differs
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning"),

@@ -17,7 +17,7 @@ from layerzero.cli import charts
 from layerzero.cli.app import main
 from layerzero.core import disk
 from layerzero.engine.frozen import Choice
-from layerzero.tuning.measuring.manifest import Manifest
+from layerzero.tuning.measuring.workload import Manifest
 
 CALL = torch.randn(4, 8), torch.randn(8)
 

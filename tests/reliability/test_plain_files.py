@@ -24,7 +24,7 @@ from layerzero.tuning.keeping import archive, journal, places
 from layerzero.tuning.keeping.calls import CallsMade
 from layerzero.tuning.keeping.files import FileLedger
 from layerzero.tuning.keeping.store import StoreLedger, TimeStore
-from layerzero.tuning.measuring.manifest import FORMAT, Manifest
+from layerzero.tuning.measuring.workload import FORMAT, Manifest
 
 TIME = Measurement(10.0, 12.0, 0.01, 20, noise=0.02)
 X, W = torch.randn(4, 64), torch.randn(64)

@@ -23,14 +23,13 @@ from layerzero.tuning.keeping.files import FileLedger
 from layerzero.tuning.keeping.store import StoreLedger
 from layerzero.tuning.measuring import beside, running
 from layerzero.tuning.measuring import contest as contests
-from layerzero.tuning.measuring.asked import asked_jobs
 from layerzero.tuning.measuring.clocks import CpuClock
 from layerzero.tuning.measuring.contest import Status
-from layerzero.tuning.measuring.deadline import Deadline, Pace
 from layerzero.tuning.measuring.jobs import Job
-from layerzero.tuning.measuring.manifest import jobs_of
 from layerzero.tuning.measuring.running import run_jobs
-from layerzero.tuning.measuring.timing import Effort
+from layerzero.tuning.measuring.timing import Deadline, Effort, Pace
+from layerzero.tuning.measuring.tune import asked_jobs
+from layerzero.tuning.measuring.workload import jobs_of
 from layerzero.tuning.predicting.winner import record_times
 from layerzero.tuning.proving.rehearsal import Rehearsed
 from layerzero.tuning.proving.vetting import Vetted

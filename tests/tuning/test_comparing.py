@@ -11,14 +11,12 @@ from clock import Clock
 from layerzero.engine.jit import Outcome
 from layerzero.tuning.measuring import beside, comparing
 from layerzero.tuning.measuring import contest as contests
-from layerzero.tuning.measuring.asked import asked_jobs
-from layerzero.tuning.measuring.ceiling import Ceiling
+from layerzero.tuning.measuring.admission import Ceiling
 from layerzero.tuning.measuring.clocks import CpuClock
 from layerzero.tuning.measuring.comparing import BEFORE_BUILDS, MOST, NO_TIME, compare, long_calls
-from layerzero.tuning.measuring.deadline import Deadline
-from layerzero.tuning.measuring.jobs import Job, jobs_of_cases, operations_named
-from layerzero.tuning.measuring.telling import long_last, telling
-from layerzero.tuning.measuring.timing import Effort
+from layerzero.tuning.measuring.jobs import Job, jobs_of_cases, long_last, operations_named, telling
+from layerzero.tuning.measuring.timing import Deadline, Effort
+from layerzero.tuning.measuring.tune import asked_jobs
 from others import OTHERS
 
 CPU = torch.device("cpu")

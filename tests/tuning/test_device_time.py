@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from layerzero.tuning.measuring.device_time import MOST_CALLS, copies_needed, device_time_us, device_times
+from layerzero.tuning.measuring.clocks import MOST_CALLS, copies_needed, device_time_us, device_times
 
 
 class Fake:

@@ -18,7 +18,7 @@ from layerzero.testing.process import APART, apart_on, by_device
 from layerzero.tuning.measuring import online
 from layerzero.tuning.measuring import tune as tuning
 from layerzero.tuning.measuring.clocks import current
-from layerzero.tuning.measuring.deadline import Deadline
+from layerzero.tuning.measuring.timing import Deadline
 from layerzero.tuning.proving import build_apart, build_child
 
 H200 = Device.named("H200")

@@ -16,12 +16,12 @@ from layerzero.ops.norm.sweep import norm_case
 from layerzero.testing.generate import RandomCall
 from layerzero.tuning.keeping.files import FileLedger
 from layerzero.tuning.keeping.store import StoreLedger
-from layerzero.tuning.measuring import floor
+from layerzero.tuning.measuring import admission
 from layerzero.tuning.measuring.contest import Status, contest
 from layerzero.tuning.measuring.jobs import Job
-from layerzero.tuning.measuring.manifest import jobs_of
 from layerzero.tuning.measuring.running import run_jobs
 from layerzero.tuning.measuring.timing import Effort
+from layerzero.tuning.measuring.workload import jobs_of
 from others import OTHERS
 
 QUICK = Effort(samples=3, budget_s=0.05)
@@ -33,7 +33,7 @@ def norm(rows, hidden=64):
 
 @pytest.mark.parametrize(("gb_s", "status"), [(1e-3, Status.HOPELESS), (1e6, Status.TIMED)])
 def test_who_only_copies_for_longer_than_another_takes_is_not_measured(monkeypatch, gb_s, status):
-    monkeypatch.setattr(floor, "copy_gb_s", lambda device: gb_s)
+    monkeypatch.setattr(admission, "copy_gb_s", lambda device: gb_s)
     ran = []
 
     @lz.register_kernel("norm.rms", "mine.dense", supported_dtypes=["float32"], limits=[lz.limits.contiguous("input")])
@@ -57,11 +57,11 @@ def evidence(time_us, provenance=Provenance.PREDICTED, confidence=0.99):
 
 def test_only_what_is_sure_rules_out_and_only_predictions_are_ruled_out():
     found = {"a": evidence(10.0), "b": evidence(24.0), "c": evidence(26.0)}
-    assert floor.hopeless(found) == {"c"}
-    assert floor.hopeless(found | {"c": evidence(26.0, Provenance.MEASURED)}) == set()
-    assert floor.hopeless(found | {"c": evidence(26.0, confidence=0.9)}) == set()
-    assert floor.hopeless(found | {"a": evidence(10.0, Provenance.PRIOR)}) == set(), "of another machine"
-    assert floor.hopeless({}) == set()
+    assert admission.hopeless(found) == {"c"}
+    assert admission.hopeless(found | {"c": evidence(26.0, Provenance.MEASURED)}) == set()
+    assert admission.hopeless(found | {"c": evidence(26.0, confidence=0.9)}) == set()
+    assert admission.hopeless(found | {"a": evidence(10.0, Provenance.PRIOR)}) == set(), "of another machine"
+    assert admission.hopeless({}) == set()
 
 
 def test_what_neighbours_rule_out_is_measured_only_again(tmp_path, monkeypatch):
@@ -94,7 +94,7 @@ def test_who_only_copies_for_too_long_does_not_make_each_run_begin_again(tmp_pat
     lz.configure()
     ENGINE.ledger = StoreLedger(FileLedger(tmp_path / "ledger"))
     speed = [1e-3]
-    monkeypatch.setattr(floor, "copy_gb_s", lambda device: speed[0])
+    monkeypatch.setattr(admission, "copy_gb_s", lambda device: speed[0])
 
     @lz.register_kernel("norm.rms", "mine.dense", supported_dtypes=["float32"], limits=[lz.limits.contiguous("input")])
     def dense(input, weight, *, eps):

@@ -25,9 +25,8 @@ from layerzero.tuning.measuring import contest as contests
 from layerzero.tuning.measuring import running
 from layerzero.tuning.measuring.clocks import clock_of
 from layerzero.tuning.measuring.contest import Status, contest, taking_part
-from layerzero.tuning.measuring.grid import default_grid
-from layerzero.tuning.measuring.jobs import Job
-from layerzero.tuning.measuring.manifest import jobs_of
+from layerzero.tuning.measuring.jobs import Job, default_grid
+from layerzero.tuning.measuring.workload import jobs_of
 from others import OTHERS
 from paged_calls import PAGE, paged
 

@@ -18,9 +18,9 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.keeping import store
 from layerzero.tuning.keeping.store import StoreLedger
 from layerzero.tuning.measuring import online
+from layerzero.tuning.measuring.jobs import RECORDED, command_for
 from layerzero.tuning.measuring.online import Sampler
-from layerzero.tuning.measuring.retune import RECORDED, command_for
-from layerzero.tuning.proving import vet_later
+from layerzero.tuning.proving import vetting
 
 X, W = torch.randn(4, 64), torch.randn(64)
 
@@ -164,7 +164,7 @@ def test_what_no_shape_says_is_recorded(sampler):
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize("what", [online.SAMPLER, vet_later.BACKGROUND])
+@pytest.mark.parametrize("what", [online.SAMPLER, vetting.BACKGROUND])
 def test_a_forked_process_has_a_thread_of_its_own(monkeypatch, what):
     monkeypatch.setattr(what, "_thread", object())
     with what._lock:  # as another thread of the parent may hold it

@@ -22,7 +22,7 @@ from layerzero.tuning.keeping import archive, environment
 from layerzero.tuning.keeping.rows import work_of
 from layerzero.tuning.keeping.store import StoreLedger, TimeStore
 from layerzero.tuning.keeping.tables import read_table, slug, table_of, told_apart
-from layerzero.tuning.measuring.asked import asked_jobs
+from layerzero.tuning.measuring.tune import asked_jobs
 from layerzero.tuning.predicting import prior
 from layerzero.tuning.predicting.nearly import NEARLY
 from layerzero.tuning.predicting.prior import FOLDER, Priors

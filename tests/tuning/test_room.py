@@ -13,7 +13,7 @@ from layerzero.asking.answers import facts as facts_of
 from layerzero.core import control_group, free_memory
 from layerzero.engine.failing import out_of_memory
 from layerzero.ops import OPERATIONS
-from layerzero.tuning.measuring import room, running, truth
+from layerzero.tuning.measuring import admission, machine_state, running
 from layerzero.tuning.measuring.jobs import Job
 from others import OTHERS
 
@@ -24,19 +24,21 @@ def norm(rows: int, **on):
 
 
 def test_what_a_call_needs_grows_with_its_elements():
-    one, two = (room.needed_bytes(norm(rows)) for rows in (100, 200))
-    assert two - one == 100 * 64 * (4 + room.WIDE_BYTES)
+    one, two = (machine_state.needed_bytes(norm(rows)) for rows in (100, 200))
+    assert two - one == 100 * 64 * (4 + machine_state.WIDE_BYTES)
 
 
 def test_scores_that_a_reference_makes_at_once_count():
     (_, sparse) = OPERATIONS["attention.sparse.block"].cases
-    assert room.needed_bytes(Job("attention.sparse.block", sparse, "float32").facts("cpu")) > 17e9
+    assert machine_state.needed_bytes(Job("attention.sparse.block", sparse, "float32").facts("cpu")) > 17e9
     decode = next(each for each in OPERATIONS["attention.gqa.decode"].cases if each.name == "llama3_8b_b64")
-    assert room.needed_bytes(Job("attention.gqa.decode", decode, "float32").facts("cpu")) < 5e9, "done in parts"
+    assert machine_state.needed_bytes(Job("attention.gqa.decode", decode, "float32").facts("cpu")) < 5e9, (
+        "done in parts"
+    )
 
 
 def test_a_call_that_does_not_fit_is_left_before_anything_is_made(monkeypatch):
-    monkeypatch.setattr(room, "available_bytes", lambda: 2.0 * room.needed_bytes(norm(8)))
+    monkeypatch.setattr(machine_state, "available_bytes", lambda: 2.0 * machine_state.needed_bytes(norm(8)))
     made, asked = [], []
     make = Job.make
     monkeypatch.setattr(Job, "make", lambda self, device: (made.append(self.case.sizes["rows"]), make(self, device))[1])
@@ -51,9 +53,9 @@ def test_a_call_that_does_not_fit_is_left_before_anything_is_made(monkeypatch):
 
 
 def test_other_devices_say_so_themselves(monkeypatch):
-    monkeypatch.setattr(room, "available_bytes", lambda: 0.0)
-    assert room.too_large(norm(8))
-    assert room.too_large(norm(8, device="H200")) == ""
+    monkeypatch.setattr(machine_state, "available_bytes", lambda: 0.0)
+    assert machine_state.too_large(norm(8))
+    assert machine_state.too_large(norm(8, device="H200")) == ""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="bounds of Linux")
@@ -61,13 +63,13 @@ def test_a_reference_that_takes_more_than_its_share_fails_and_leaves_the_bound_a
     import resource
 
     before = resource.getrlimit(resource.RLIMIT_AS)
-    monkeypatch.setattr(room, "available_bytes", lambda: 2.0 * 2**28)
+    monkeypatch.setattr(machine_state, "available_bytes", lambda: 2.0 * 2**28)
     call = Job("norm.rms", OPERATIONS["norm.rms"].cases[0], "float32").make("cpu")
     facts = facts_of(call.function, **call.arguments)
-    assert truth.truth_of(call, facts).whole is not None
-    monkeypatch.setattr(truth, "expected", lambda _: torch.empty(2**30, dtype=torch.uint8))
+    assert admission.truth_of(call, facts).whole is not None
+    monkeypatch.setattr(admission, "expected", lambda _: torch.empty(2**30, dtype=torch.uint8))
     with pytest.raises((RuntimeError, MemoryError)) as caught:
-        truth.truth_of(call, facts)
+        admission.truth_of(call, facts)
     assert out_of_memory(caught.value)
     assert resource.getrlimit(resource.RLIMIT_AS) == before
 

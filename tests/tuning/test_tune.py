@@ -24,10 +24,10 @@ from layerzero.ops.paged.sweep import append_case
 from layerzero.tuning.keeping.files import FileLedger
 from layerzero.tuning.keeping.folder import RecordFolder
 from layerzero.tuning.keeping.store import StoreLedger
-from layerzero.tuning.measuring import contest, grid, running
-from layerzero.tuning.measuring.asked import asked_jobs
+from layerzero.tuning.measuring import contest, jobs, running
 from layerzero.tuning.measuring.contest import Status
 from layerzero.tuning.measuring.jobs import Job
+from layerzero.tuning.measuring.tune import asked_jobs
 from layerzero.tuning.predicting.fitting import fit
 from layerzero.tuning.predicting.prediction import Point, meaning_of
 from layerzero.tuning.proving import rehearsal
@@ -180,7 +180,7 @@ PREFILL = meaning_of(OPERATIONS["attention.gqa.prefill"].schema.axes)
 
 
 def of_grid():
-    return [(job.operation, job.case) for job in grid.default_grid("cuda")]
+    return [(job.operation, job.case) for job in jobs.default_grid("cuda")]
 
 
 def test_every_kind_of_prefill_of_the_grid_tells_tiles():

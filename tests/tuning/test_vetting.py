@@ -30,8 +30,7 @@ from layerzero.engine.how_to_vet import how_to_vet
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.keeping import files
 from layerzero.tuning.keeping.files import FileLedger
-from layerzero.tuning.proving.vet_later import Background
-from layerzero.tuning.proving.vetting import class_pairs, vet_calls
+from layerzero.tuning.proving.vetting import Background, class_pairs, vet_calls
 from others import OTHERS
 
 CALL = torch.randn(4, 64), torch.randn(64)
@@ -293,10 +292,10 @@ def test_a_child_that_dies_before_it_reads_is_told_by_its_end(plugin, monkeypatc
 
 
 def test_the_background_vets_once_what_a_miss_would_have_chosen(plugin, monkeypatch):
-    from layerzero.tuning.proving import vet_later
+    from layerzero.tuning.proving import vetting
 
     background = Background()
-    monkeypatch.setattr(vet_later, "BACKGROUND", background)
+    monkeypatch.setattr(vetting, "BACKGROUND", background)
     lz.configure(vet_in_background=True, unmeasured="priority")
     lz.rms_norm(*CALL)
     background.idle.wait()

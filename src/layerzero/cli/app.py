@@ -143,7 +143,7 @@ def doctor(
     from layerzero.cli.plugins import ask_a_child
     from layerzero.serving.advice import advice
     from layerzero.serving.jit_status import jit_status
-    from layerzero.tuning.proving.confirm import confirm_suspects
+    from layerzero.tuning.proving.rehearsal import confirm_suspects
 
     if (again or module) and not confirm:
         raise ValueError("doctor: --again and --module say how to confirm: wanted --confirm beside them, got none")

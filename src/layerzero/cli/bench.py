@@ -17,14 +17,13 @@ from layerzero.cli.sizes import deadline_of, params_of, shapes_of, with_threads
 from layerzero.engine.config import current_policy
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.measuring.asked import asked_jobs
+from layerzero.tuning.measuring.bench import Timed
 from layerzero.tuning.measuring.clocks import clock_of, current
 from layerzero.tuning.measuring.comparing import NO_TIME, Looked, compare, long_calls
 from layerzero.tuning.measuring.contest import Status
-from layerzero.tuning.measuring.on_device import Timed
-from layerzero.tuning.measuring.telling import telling
+from layerzero.tuning.measuring.jobs import telling
 from layerzero.tuning.measuring.timing import Effort
-from layerzero.tuning.measuring.tune import dtypes_of
+from layerzero.tuning.measuring.tune import asked_jobs, dtypes_of
 
 
 def answer(

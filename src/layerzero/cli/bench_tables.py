@@ -9,8 +9,7 @@ from rich.text import Text
 
 from layerzero.cli.rows import new_row, new_table
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.tuning.measuring.bench import Benched, Line
-from layerzero.tuning.measuring.on_device import Timed
+from layerzero.tuning.measuring.bench import Benched, Line, Timed
 
 _ABSENT = frozenset({ReasonCode.NOT_INSTALLED, ReasonCode.PLATFORM_MISMATCH})
 """A library that is not here, or made for other hardware: one line for all of them."""

@@ -24,8 +24,7 @@ from layerzero.engine.plain import plain_facts
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import PLAIN_FUNCTIONS, plain_function_of
 from layerzero.tuning.measuring.plain import PlainBenched, PlainTuned, bench_plain, tune_plain
-from layerzero.tuning.proving.plain import pairs, plain_operations
-from layerzero.tuning.proving.vetting import vet_calls
+from layerzero.tuning.proving.vetting import plain_operations, plain_pairs, vet_calls
 
 
 def covers(pattern: str) -> bool:
@@ -98,7 +97,7 @@ def vet(
 ) -> Answer:
     """Let what works on a form of its own prove itself; exits with 1 where something is not the same, or was left."""
     deadline = deadline_of(budget_s)
-    asked = list(pairs(operation, _named(params_of(params, operation), operation), named, again=again))
+    asked = list(plain_pairs(operation, _named(params_of(params, operation), operation), named, again=again))
     found = vet_calls(asked, progress=say if quiet else typer.echo, stop=deadline.passed)
 
     def show() -> Iterator[RenderableType]:

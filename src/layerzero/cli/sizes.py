@@ -12,8 +12,8 @@ import torch
 
 from layerzero.cli.question import pair_of, value_of
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.measuring.deadline import Deadline
 from layerzero.tuning.measuring.jobs import Shape, operations_named
+from layerzero.tuning.measuring.timing import Deadline
 
 _SIZES = re.compile(r"\d+(?:x\d+)*")
 

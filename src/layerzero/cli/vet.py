@@ -23,8 +23,8 @@ from layerzero.core.ledger import Verdict, class_text
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.measuring.asked import asked_jobs
 from layerzero.tuning.measuring.jobs import Job, Shape
+from layerzero.tuning.measuring.tune import asked_jobs
 from layerzero.tuning.proving.vetting import Vetted, allows, class_pairs, is_named, vet_calls
 
 Pair = tuple[Kernel, Facts]

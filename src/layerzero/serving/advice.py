@@ -24,8 +24,8 @@ from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import function_of
-from layerzero.tuning.measuring.asked import jobs_called
 from layerzero.tuning.measuring.jobs import Job, jobs_of_cases
+from layerzero.tuning.measuring.tune import jobs_called
 
 MOST = 5
 

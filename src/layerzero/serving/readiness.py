@@ -15,8 +15,8 @@ from layerzero.engine.jit import BuildIdentity, build_of
 from layerzero.serving.building import BUILDS
 from layerzero.serving.jit_status import jit_status
 from layerzero.serving.wanted import wanted
-from layerzero.tuning.measuring.asked import every_call
-from layerzero.tuning.measuring.manifest import every_call_of_file
+from layerzero.tuning.measuring.tune import every_call
+from layerzero.tuning.measuring.workload import every_call_of_file
 
 SHOWN = 20
 """Builds that the text names; it counts the others."""

@@ -34,8 +34,7 @@ from layerzero.serving.compiling import outcome_of
 from layerzero.serving.wanted import wanted
 from layerzero.tuning.keeping.builds import shortened
 from layerzero.tuning.measuring.jobs import Job, Shape, jobs_of_cases, jobs_of_shape, operations_named
-from layerzero.tuning.measuring.manifest import every_call_of_file, jobs_of_file
-from layerzero.tuning.measuring.record import jobs_of_model
+from layerzero.tuning.measuring.workload import every_call_of_file, jobs_of_file, jobs_of_model
 from layerzero.tuning.proving.build_child import short_of_memory
 
 log = logging.getLogger("layerzero")

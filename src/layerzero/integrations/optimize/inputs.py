@@ -15,12 +15,10 @@ from layerzero.engine.config import current_policy
 from layerzero.engine.registry import REGISTRY
 from layerzero.integrations.optimize.time_left import RUN, TimeLeft
 from layerzero.tuning.measuring.clocks import current
-from layerzero.tuning.measuring.deadline import Deadline
-from layerzero.tuning.measuring.manifest import jobs_of
-from layerzero.tuning.measuring.record import record
 from layerzero.tuning.measuring.running import run_jobs
-from layerzero.tuning.measuring.timing import Effort
+from layerzero.tuning.measuring.timing import Deadline, Effort
 from layerzero.tuning.measuring.tuned import Step, Tuned
+from layerzero.tuning.measuring.workload import jobs_of, record
 
 SHORTEST_S = 0.05
 """A sample runs the model as often as fills this, at most :data:`MOST` times."""

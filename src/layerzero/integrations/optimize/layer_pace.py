@@ -24,7 +24,7 @@ from layerzero.integrations.optimize.pace import LEAST, SIZES, Paced, Prepare, S
 from layerzero.integrations.optimize.rotation import forget_table
 from layerzero.integrations.optimize.swapping import weight_of
 from layerzero.integrations.optimize.time_left import TimeLeft
-from layerzero.tuning.measuring.deadline import TimeOverError
+from layerzero.tuning.measuring.timing import TimeOverError
 
 PAST = 64
 """Tokens in the cache of a step."""

@@ -19,7 +19,7 @@ from layerzero.integrations.optimize.spent import ROUNDS, Spent, spent
 from layerzero.integrations.optimize.steps import Steps
 from layerzero.integrations.optimize.time_left import RUN
 from layerzero.serving.warmup import Progress
-from layerzero.tuning.measuring.refused import refused
+from layerzero.tuning.keeping.archive import refused
 from layerzero.tuning.measuring.tuned import Step
 
 WHOLE = 5

@@ -17,7 +17,7 @@ from layerzero.integrations.optimize.layer_pace import Around
 from layerzero.integrations.optimize.pace import SIZES, Paced, Prepare, Sizes, Untimed, Way, decided, timed
 from layerzero.integrations.optimize.swapping import Packs
 from layerzero.integrations.optimize.time_left import TimeLeft
-from layerzero.tuning.measuring.deadline import TimeOverError
+from layerzero.tuning.measuring.timing import TimeOverError
 
 SAMPLE_S, MOST_RUNS = 2e-4, 20
 """A sample runs a module as often as fills this, at most so many times: a norm takes 10 us."""

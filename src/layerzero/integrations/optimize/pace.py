@@ -20,7 +20,7 @@ from torch import Tensor
 
 from layerzero.core.errors import LayerZeroError
 from layerzero.integrations.optimize.time_left import TimeLeft
-from layerzero.tuning.measuring.deadline import TimeOverError
+from layerzero.tuning.measuring.timing import TimeOverError
 
 SIZES = (1, 4, 64)
 """Tokens of the calls that are timed: a step of generation, what speculation verifies, and a prompt."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from layerzero.tuning.measuring.deadline import Deadline
+from layerzero.tuning.measuring.timing import Deadline
 
 CLOCK: Callable[[], float] = time.monotonic
 """Tests set another one."""

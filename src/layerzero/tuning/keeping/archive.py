@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import itertools
 import sqlite3
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,14 @@ from layerzero.core.device import Device
 from layerzero.core.disk import write_whole
 from layerzero.core.dtypes import DTYPES
 from layerzero.engine import probe
+from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.keeping import connections, merging, sums
 from layerzero.tuning.keeping.connections import ForeignError, NewerError
 from layerzero.tuning.keeping.database import Database
 from layerzero.tuning.keeping.environment import Environment, surroundings
 from layerzero.tuning.keeping.rows import Row, check, is_to_come
+from layerzero.tuning.keeping.store import StoreLedger
 from layerzero.tuning.keeping.tables import Table
 from layerzero.tuning.predicting import learning
 from layerzero.tuning.predicting.fitting import HeldOut, held_out_error
@@ -37,6 +41,10 @@ MAX_TEXT = 512
 """Longest text in an imported row; kernel ids and facts are far shorter."""
 
 MAX_PROBLEMS = 20
+
+MOST_REFUSED = 20_000
+"""Rows that :func:`refused` looks at: a folder that many machines share may have very many."""
+
 _PAGE = 5000
 
 _ROWS = f"""SELECT work, graph, kernel, environment, condition, origin, source, works.facts, environments.facts,
@@ -322,3 +330,32 @@ def prediction_error(file: Path) -> HeldOut:
         return held_out_error(learning.groups(connection))
     finally:
         connection.close()
+
+
+def refused(operations: Collection[str], device: torch.device) -> Counter[str]:
+    """Why times of operations do not count on a device, and how many."""
+    ledger: Any = ENGINE.ledger
+    found: Counter[str] = Counter()
+    if not isinstance(ledger, StoreLedger):
+        return found
+    here = surroundings(Device.detect(str(device)))
+    known = {kernel.id: kernel for kernel in REGISTRY.kernels()}
+    for row in itertools.islice(rows(ledger.times.database), MOST_REFUSED):
+        kernel = known.get(row.kernel)
+        platform = row.environment.platform
+        if kernel is None or row.facts.get("operation") not in operations or platform != here.device.platform:
+            continue
+        why = differs(here.environment(kernel)[0], row.environment)
+        if why:
+            found[why] += 1
+    return found
+
+
+def differs(here: Environment, there: Environment) -> str:
+    """The first thing in which two environments differ; empty where they do not."""
+    for name in ("device", "capability", "driver", "runtime", "torch", "library", "version", "threads"):
+        wanted, got = getattr(here, name), getattr(there, name)
+        if wanted != got:
+            what = f"{here.library}'s version" if name == "version" else name
+            return f"{what}: wanted {wanted or 'none'}, got {got or 'none'}"
+    return ""

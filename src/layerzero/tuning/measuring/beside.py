@@ -14,8 +14,8 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.plan import Report
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import Outcome
-from layerzero.tuning.measuring.deadline import Deadline
 from layerzero.tuning.measuring.jobs import Job
+from layerzero.tuning.measuring.timing import Deadline
 from layerzero.tuning.proving.build_apart import build_apart
 from layerzero.tuning.proving.vetting import Vetted, vet_calls
 

@@ -22,16 +22,13 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.plan import Report
 from layerzero.engine.failing import out_of_memory
 from layerzero.engine.jit import BUILT
-from layerzero.tuning.measuring.bench import Benched, bench
+from layerzero.tuning.measuring.bench import Benched, Timed, bench
 from layerzero.tuning.measuring.beside import Beside, Pairs
 from layerzero.tuning.measuring.clocks import Clock, CpuClock
-from layerzero.tuning.measuring.deadline import Deadline, Pace, TimeOverError
 from layerzero.tuning.measuring.in_turn import InTurn
-from layerzero.tuning.measuring.jobs import Job
-from layerzero.tuning.measuring.on_device import Timed
-from layerzero.tuning.measuring.room import needed_bytes, too_large
-from layerzero.tuning.measuring.telling import long_last
-from layerzero.tuning.measuring.timing import Effort
+from layerzero.tuning.measuring.jobs import Job, long_last
+from layerzero.tuning.measuring.machine_state import needed_bytes, too_large
+from layerzero.tuning.measuring.timing import Deadline, Effort, Pace, TimeOverError
 
 BEFORE_BUILDS = 0.5
 """The share of the time after which a CPU stops measuring to build what compiles."""

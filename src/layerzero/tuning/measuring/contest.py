@@ -36,12 +36,9 @@ from layerzero.testing.compare import copied
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.trial import lost_context, raised
 from layerzero.tuning.measuring import machine_state as conditions
-from layerzero.tuning.measuring.clocks import Clock, Run, Sample, clock_of
-from layerzero.tuning.measuring.deadline import TimeOverError
-from layerzero.tuning.measuring.device_time import Graphs
-from layerzero.tuning.measuring.floor import copied_bytes, least_us
-from layerzero.tuning.measuring.timing import CONTENDS, Effort, measurement, race
-from layerzero.tuning.measuring.truth import Truth, truth_of
+from layerzero.tuning.measuring.admission import Truth, copied_bytes, least_us, truth_of
+from layerzero.tuning.measuring.clocks import Clock, Graphs, Run, Sample, clock_of
+from layerzero.tuning.measuring.timing import CONTENDS, Effort, TimeOverError, measurement, race
 
 
 class Status(StrEnum):
@@ -379,3 +376,9 @@ def _first_result(plan: Plan, call: RandomCall) -> Any:
 
 def _bound(call: RandomCall, given: Mapping[str, Any]) -> dict[str, Any]:
     return CALLS[call.function].function.bind((), given)
+
+
+def torch_default(function: str, arguments: Mapping[str, Any]) -> Run | None:
+    """A call of torch's own function with a call's arguments; None where torch has none for it."""
+    operation = CALLS[function].function.operations[0]  # those of one function have the same way around them
+    return None if operation.stock is None else operation.stock(**arguments)

@@ -15,10 +15,9 @@ from layerzero.engine.failing import out_of_memory
 from layerzero.testing.trial import lost_context, raised
 from layerzero.tuning.measuring.clocks import Clock
 from layerzero.tuning.measuring.contest import taking_part, window
-from layerzero.tuning.measuring.deadline import Deadline, Pace
 from layerzero.tuning.measuring.jobs import Job
-from layerzero.tuning.measuring.room import needed_bytes
-from layerzero.tuning.measuring.timing import Effort
+from layerzero.tuning.measuring.machine_state import needed_bytes
+from layerzero.tuning.measuring.timing import Deadline, Effort, Pace
 from layerzero.tuning.proving.vetting import Vetted
 
 

@@ -1,8 +1,19 @@
-"""What to measure, as data: an operation with sizes and a dtype, or a recorded call; made when it is needed."""
+"""What to measure, as data, and in which order: an operation with sizes and a dtype, or a recorded call.
+
+:func:`default_grid` is what ``lz.tune()`` measures without arguments: on a GPU of an H200's speed all of it takes under
+five minutes, compiling apart. :func:`telling` orders the cases that a comparison takes: cases serve tests, too, so that
+many are tiny. A model fixes some sizes (width, heads, vocabulary) and leaves others to each call (rows, lengths,
+batch): the larger the fixed ones, the more a case is like a call of a model. Of cases with the same fixed sizes the
+smallest comes first, which decodes, then the largest, then what lies between. :func:`command_for` names the command
+that measures a call anew.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import fnmatch
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +21,9 @@ import msgspec
 import torch
 
 from layerzero.asking.answers import facts as facts_of
-from layerzero.core.dtypes import dtype_named
+from layerzero.core.arguments import Axis
+from layerzero.core.dtypes import dtype_name, dtype_named
+from layerzero.core.evidence import call_work
 from layerzero.core.facts import Facts, plain
 from layerzero.core.operation import Case
 from layerzero.core.recipe import CallRecipe
@@ -172,3 +185,160 @@ def _shapes_wanted(names: Sequence[str]) -> str:
         tensors = REGISTRY.operation(name).schema.required[:2]
         said.append(" and ".join(f"{each.name} ({', '.join(each.shape_vars)})" for each in tensors))
     return ", or ".join(dict.fromkeys(said)) or "its first tensors"
+
+
+def default_grid(
+    device: str,
+    dtypes: Sequence[str] = (),
+    operation: str = "*",
+    *,
+    narrow: Mapping[str, Sequence[int]] | None = None,
+) -> list[Job]:
+    """The grid of a kind of device, in an order in which every beginning covers the whole as evenly as it can.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+        dtypes: by name; float32 and bfloat16 on a CPU, bfloat16 elsewhere.
+        operation: a glob of operation names.
+        narrow: other sizes than the sweeps have, by the names that operations know.
+    """
+    dtypes = dtypes or (("bfloat16",) if device == "cuda" else ("float32", "bfloat16"))
+    jobs = []
+    for name, each in REGISTRY.operations().items():
+        if fnmatch.fnmatchcase(name, operation) and function_of(name) is not None:
+            cases = (
+                each.cases
+                if each.sweep is None and not narrow
+                else each.sweep(device, narrow or {})
+                if each.sweep
+                else ()
+            )
+            jobs += [Job(name, case, dtype) for case in cases for dtype in dtypes]
+    return spread(jobs)
+
+
+def spread(jobs: Sequence[Job]) -> list[Job]:
+    """Order jobs so that an interruption leaves little unknown.
+
+    Each kind of call has its turn, and of a kind it is always the call that is farthest from all before it, beginning
+    with the smallest sizes.
+    """
+    kinds: dict[tuple[object, ...], list[Job]] = defaultdict(list)
+    for job in jobs:
+        schema = REGISTRY.operation(job.operation).schema
+        fixed = tuple((name, size) for name, size in job.case.sizes.items() if not _goes_on(schema.axis(name)))
+        kinds[job.operation, job.dtype, job.layout, tuple(job.case.params.items()), fixed].append(job)
+    ordered = [_farthest_first(each) for each in kinds.values()]
+    longest = max((len(each) for each in ordered), default=0)
+    return [each[turn] for turn in range(longest) for each in ordered if turn < len(each)]
+
+
+def _goes_on(axis: Axis) -> bool:
+    """Whether times are expected to carry over along it: it changes while a program runs."""
+    return axis.live
+
+
+def _farthest_first(jobs: list[Job]) -> list[Job]:
+    names = sorted({name for job in jobs for name in job.case.sizes})
+    points = [[math.log2(max(job.case.sizes.get(name, 1), 1)) for name in names] for job in jobs]
+    left = list(range(len(jobs)))
+    first = min(left, key=lambda index: sum(points[index]))
+    chosen = [first]
+    left.remove(first)
+    near = {index: math.dist(points[index], points[first]) for index in left}
+    while left:
+        index = max(left, key=lambda each: near[each])
+        chosen.append(index)
+        left.remove(index)
+        near = {each: min(near[each], math.dist(points[each], points[index])) for each in left}
+    return [jobs[index] for index in chosen]
+
+
+def telling(jobs: Sequence[Job]) -> list[Job]:
+    """Order jobs: operations take turns, and so do dtypes; each case comes in one dtype before any comes in two."""
+    of: dict[str, list[Job]] = defaultdict(list)
+    for job in jobs:
+        of[job.operation].append(job)
+    ordered = [_of_one(each, shift) for shift, each in enumerate(of.values())]
+    longest = max((len(each) for each in ordered), default=0)
+    return [each[turn] for turn in range(longest) for each in ordered if turn < len(each)]
+
+
+def long_last(jobs: Sequence[Job], is_long: Callable[[Job], bool]) -> Iterator[Job]:
+    """Jobs in their order, behind them those that would take much of the time by themselves.
+
+    A job is looked at when its turn comes: to look at all cases of all operations took 4 s before the first was
+    measured (AMD EPYC, two cores, 2026-11-23).
+    """
+    late = []
+    for job in jobs:
+        if is_long(job):
+            late.append(job)
+        else:
+            yield job
+    yield from late
+
+
+def _of_one(jobs: Sequence[Job], shift: int) -> list[Job]:
+    """The jobs of one operation; ``shift`` says which dtype begins."""
+    cases = list({job.case.name: job for job in jobs}.values())
+    groups: dict[float, list[Job]] = defaultdict(list)
+    for job in cases:
+        groups[_size(job, live=False)].append(job)
+    names = [job.case.name for fixed in sorted(groups, reverse=True) for job in _ends_first(groups[fixed])]
+    dtypes = list(dict.fromkeys(job.dtype for job in jobs))
+    place = {name: number for number, name in enumerate(names)}
+
+    def turn(job: Job) -> tuple[int, int]:
+        number = place[job.case.name]
+        return (dtypes.index(job.dtype) - number - shift) % len(dtypes), number
+
+    return sorted(jobs, key=turn)
+
+
+def _ends_first(jobs: Sequence[Job]) -> list[Job]:
+    """The smallest, the largest, the second smallest, ..."""
+    ordered = sorted(jobs, key=lambda job: _size(job, live=True))
+    return [ordered[number // 2 if number % 2 == 0 else -1 - number // 2] for number in range(len(ordered))]
+
+
+def _size(job: Job, *, live: bool) -> float:
+    """The logarithm of the product of the sizes that change while a program runs, or of those that do not."""
+    schema = REGISTRY.operation(job.operation).schema
+    return round(
+        sum(math.log2(max(size, 1)) for name, size in job.case.sizes.items() if schema.axis(name).live == live), 6
+    )
+
+
+RECORDED = '`with lz.record("calls.json"): …` around it, then `layerzero tune --manifest calls.json --again`'
+
+
+def command_for(facts: Facts) -> str:
+    """What to run so that this call, and nothing else's evidence in its place, is measured again."""
+    wanted, device = call_work(facts), facts.device.torch_type
+    for words, jobs in _ways(facts):
+        if any(call_work(job.facts(device)) == wanted for job in jobs):
+            line = f"layerzero tune {words} --dtype {dtype_name(facts['dtype'])}"  # type: ignore[arg-type]
+            if facts.layout not in (None, *facts.operation.layouts[:1]):
+                line += f" --layout {facts.layout}"
+            if device == "cpu" and torch.cuda.is_available():
+                line += " --device cpu"
+            line += " --graph" if facts["capturing"] else ""
+            return f"`{line} --again`"
+    return RECORDED
+
+
+def _ways(facts: Facts) -> Iterator[tuple[str, list[Job]]]:
+    """Arguments of the command that may mean the call, with the jobs of its operation that they stand for."""
+    operation, dtype = facts.operation, dtype_name(facts["dtype"])  # type: ignore[arg-type]
+    shapes = [each.shape for each in facts.tensors.values()]
+    aliases = [(name, implied) for name, (names, implied) in OPERATION_ALIASES.items() if operation.name in names]
+    for name, implied in [(operation.name, {}), *aliases]:
+        for count in (1, 2):
+            text = ":".join("x".join(map(str, each)) for each in shapes[:count])
+            try:
+                jobs = jobs_of_shape([operation.name], shapes[:count], dtype, implied, facts.layout)
+            except ValueError:  # calls that no shape says
+                continue
+            yield f"{name} --shapes {text}", jobs
+    yield f"{operation.name} --cases", list(jobs_of_cases([operation.name], [dtype], facts.layout))

@@ -1,22 +1,32 @@
-"""The state that a machine is in while times are taken, in buckets: times compare within a condition.
+"""The state that a machine is in while times are taken, and the memory that a call may use there.
 
-On NVIDIA GPUs through NVML, where nvidia-ml-py is installed (``layerzero[nvml]``): temperature, memory pressure, power
-state. On a CPU: load, and the clock where the system tells it. What cannot be read is left out. Where times of one call
-were taken under several conditions, those under the present one count, or else those under the one that most kernels
-share, and others count less. No time is multiplied by a factor for its condition: none was calibrated.
+Times compare within a condition, in buckets. On NVIDIA GPUs it is read through NVML, where nvidia-ml-py is installed
+(``layerzero[nvml]``): temperature, memory pressure, power state. On a CPU: load, and the clock where the system tells
+it. What cannot be read is left out. Where times of one call were taken under several conditions, those under the
+present one count, or else those under the one that most kernels share, and others count less. No time is multiplied by
+a factor for its condition: none was calibrated.
+
+Linux gives out more memory than there is, and kills the process that then uses it. A GPU's allocator says so instead,
+and its error is caught where it is raised.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from layerzero.core import address_space
+from layerzero.core.facts import Facts
+from layerzero.core.free_memory import available_bytes
 
 log = logging.getLogger("layerzero")
 
@@ -140,3 +150,35 @@ def of_nvml(nvml: Any, uuid: str) -> dict[str, str]:
         except nvml.NVMLError as error:
             log.info("%s of %s is not recorded: %s", name, uuid, error)
     return state
+
+
+SHARE = 0.5
+"""Of what is available, so much may be used: the machine belongs to others, too."""
+
+WIDE_BYTES = 12
+"""What an element needs beside its own memory: eight bytes in float64, and half as much where it is drawn or compared.
+The peak of a call in float32 was 11.8 and 12.4 bytes an element (embedding, linear; AMD EPYC, 2026-11-23)."""
+
+
+def needed_bytes(facts: Facts) -> int:
+    """What its tensors need, as they are and in float64, and the scores of a reference that is not cut in parts."""
+    operation = facts.operation
+    whole = operation.scratch(facts.sizes()) if operation.scratch is not None and operation.parts is None else 0
+    sizes = [(math.prod(each.shape), each.dtype.itemsize) for each in facts.tensors.values()]
+    return sum(count * (own + WIDE_BYTES) for count, own in sizes) + 8 * whole
+
+
+def too_large(facts: Facts) -> str:
+    """Why a call is not made at all; empty if it may be."""
+    if facts.device.torch_type != "cpu":
+        return ""
+    needed, free = needed_bytes(facts), available_bytes()
+    if needed <= SHARE * free:
+        return ""
+    wanted = f"it needs about {needed / 1e9:.1f} GB with its values in float64"
+    return f"too little memory: {wanted}, and of {free / 1e9:.1f} free ones {SHARE:.0%} may be used"
+
+
+def bounded(facts: Facts) -> AbstractContextManager[None]:
+    """Let what runs here fail to allocate where it would take more than its share of a CPU's memory."""
+    return address_space.bounded(SHARE * available_bytes() if facts.device.torch_type == "cpu" else math.inf)

@@ -206,7 +206,7 @@ class Sampler:
         seen.look()
         if not seen.times_us:  # it was measured anew meanwhile
             return
-        from layerzero.tuning.measuring.retune import command_for
+        from layerzero.tuning.measuring.jobs import command_for
 
         counts = seen.measured_us, median, len(seen.times_us)
         drift = Drift(plan.kernel_id, plan.report.operation, class_text(facts), *counts, command_for(facts))

@@ -32,9 +32,7 @@ from layerzero.tuning.measuring.clocks import CpuClock, clock_of
 from layerzero.tuning.measuring.timing import Effort, measurement, race
 from layerzero.tuning.predicting.weighing import DECIDED, FULL_SAMPLES
 from layerzero.tuning.predicting.winner import record_times
-from layerzero.tuning.proving.plain import facts_of_case, plain_operations
-from layerzero.tuning.proving.plain import pairs as plain_pairs
-from layerzero.tuning.proving.vetting import Vetted, vet_calls
+from layerzero.tuning.proving.vetting import Vetted, facts_of_case, plain_operations, plain_pairs, vet_calls
 
 CALM, CALM_TRIES = 0.1, 3
 """Noise of those that may be the fastest above which a case is measured again, and how often."""

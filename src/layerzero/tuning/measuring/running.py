@@ -30,15 +30,14 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import BUILT, is_kept
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
+from layerzero.tuning.measuring.admission import hopeless, outdone
 from layerzero.tuning.measuring.beside import BETWEEN, Beside, Pairs, times_the_chosen
 from layerzero.tuning.measuring.clocks import clock_of
 from layerzero.tuning.measuring.contest import Contest, Status, contest
-from layerzero.tuning.measuring.deadline import Deadline, TimeOverError
-from layerzero.tuning.measuring.floor import hopeless, outdone
 from layerzero.tuning.measuring.in_turn import InTurn
 from layerzero.tuning.measuring.jobs import Job
-from layerzero.tuning.measuring.room import needed_bytes, too_large
-from layerzero.tuning.measuring.timing import Effort
+from layerzero.tuning.measuring.machine_state import needed_bytes, too_large
+from layerzero.tuning.measuring.timing import Deadline, Effort, TimeOverError
 from layerzero.tuning.measuring.tuned import Choice, Progress, Step, Tuned
 from layerzero.tuning.predicting.weighing import FULL_SAMPLES
 from layerzero.tuning.predicting.winner import record_times

@@ -2,15 +2,21 @@
 
     lz.vet()                                        what is refused until it is vetted, for its operations' cases
     lz.vet("norm.rms", kernels=["mine.*"], shapes=[(512, 1024)], dtype="bfloat16")
+    lz.vet("tokenize", params={"tokenizer_id": "model/tokenizer.json"})       operations without tensors
 
 A class is a kernel, operation, dtype, layout and the power of two of each size. The verdict is kept with the versions
 of the kernel's library, of torch and of the device. Nothing of this runs in a request: only where it is asked for, in
-warmup, in a tuning window, or in the background where the setting ``vet_in_background`` says so.
+warmup, in a tuning window, or in the background where the setting ``vet_in_background`` says so. There a kernel that a
+miss would have liked to choose proves itself in a child, and the next miss may choose it: one thread, one child at a
+time, each class once a process.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
+import queue
+import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,16 +27,20 @@ import msgspec
 import torch
 
 from layerzero.asking.examples import taken
+from layerzero.core import forking
 from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_named
 from layerzero.core.errors import InvalidCallError, LayerZeroWarning
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Verdict, class_text
-from layerzero.core.operation import Operation
+from layerzero.core.operation import Case, Operation, Routed
+from layerzero.core.reasons import ReasonCode
 from layerzero.core.recipe import CallRecipe
-from layerzero.engine import legality
+from layerzero.engine import legality, probe
+from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.plain import plain_facts
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import function_of
@@ -38,7 +48,53 @@ from layerzero.ops.calls import as_shapes, case_of_shapes
 from layerzero.testing.apart import BUILD_S, START_S, End, Task, run_apart
 from layerzero.testing.process import apart_on, by_device
 from layerzero.tuning.proving.child import Question, Reply, homes
-from layerzero.tuning.proving.plain import pairs as plain_pairs
+
+Pair = tuple[Kernel, Facts]
+
+_ABSENT = frozenset({ReasonCode.NOT_INSTALLED, ReasonCode.BACKEND_IMPORT_FAILED, ReasonCode.PLATFORM_MISMATCH})
+
+
+def plain_operations(pattern: str) -> list[Operation]:
+    """Operations without tensors that a name, function or glob covers. Raises: KeyError for one that covers nothing."""
+    found = [REGISTRY.operation(name) for name in REGISTRY.operations_named(pattern)]
+    return [each for each in found if each.plain is not None]
+
+
+def facts_of_case(operation: Operation, case: Case, params: Mapping[str, Any]) -> Facts:
+    """The facts of one of its cases, with the place where another process finds what they name.
+
+    Raises: InvalidCallError where ``params`` do not name it.
+    """
+    assert operation.plain is not None
+    try:
+        arguments = operation.plain.draw(case, params)
+    except KeyError as error:
+        wanted = f"params={{{error.args[0]!r}: ...}}, on the command line --param {error.args[0]}=..."
+        raise InvalidCallError(operation.name, [f"wanted {wanted}, got {dict(params)}"]) from None
+    return plain_facts(Routed(operation, {**operation.plain.portable(arguments)}))
+
+
+def plain_pairs(
+    pattern: str, params: Mapping[str, Any], named: Sequence[str] | None = None, *, again: bool = False
+) -> Iterator[Pair]:
+    """Kernels that are installed, take what ``params`` name, and have to prove themselves for it."""
+    machine = probe.this_machine()
+    for operation in plain_operations(pattern):
+        facts = facts_of_case(operation, operation.cases[0], params)
+        for kernel in REGISTRY.candidates(operation.name):
+            if not kernel.needs_proof(facts) or (named and not any(names_kernel(each, kernel) for each in named)):
+                continue
+            if not again and ENGINE.ledger.judgement(kernel, facts) is not None:
+                continue
+            library = legality.library_reason(kernel, facts, machine, None)
+            absent = library is not None and library.code in _ABSENT
+            if not absent and not legality.limit_findings(kernel, facts) and not _denied(kernel, facts):
+                yield kernel, facts
+
+
+def _denied(kernel: Kernel, facts: Facts) -> bool:
+    return bool(legality.policy_reasons(kernel, facts, current_policy()))
+
 
 log = logging.getLogger("layerzero")
 
@@ -247,3 +303,59 @@ def _task(name: tuple[str, str], kernel: Kernel, facts: Facts, modules: list[str
     sizes = {axis: size for axis, size in facts.sizes().items() if axis in axes}
     question = Question(kernel.id, CallRecipe.of(facts), modules, sizes=sizes)
     return Task(question, kernel.id, max(timeout_s, BUILD_S) if kernel.jit else timeout_s, about=name)
+
+
+GATHER_S = 0.5
+"""How long it waits for more classes before it starts a process for those that came."""
+
+
+class Background:
+    """The queue and its thread, which starts with the first class."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Ask about nothing and have no thread: at first, and in a process that was forked."""
+        self._lock = forking.lock()
+        self._asked: set[tuple[str, str]] = set()
+        self._queue: queue.SimpleQueue[tuple[Kernel, Facts]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._ending = threading.Event()
+        self.idle = threading.Event()
+        self.idle.set()
+
+    def add(self, kernel: Kernel, facts: Facts) -> None:
+        """Ask about a class, once."""
+        identity = (kernel.id, class_text(facts))
+        with self._lock:
+            if identity in self._asked:
+                return
+            self._asked.add(identity)
+            self.idle.clear()
+            self._queue.put((kernel, facts))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="layerzero-vetting", daemon=True)
+                self._thread.start()
+                atexit.register(self._ending.set)
+
+    def _work(self) -> None:
+        while not self._ending.is_set():
+            batch = [self._queue.get()]
+            self._ending.wait(GATHER_S)
+            while not self._queue.empty():
+                batch.append(self._queue.get())
+            try:
+                for found in vet_calls(batch):
+                    log.info("vetted in the background: %s", found)
+            except Exception:
+                log.exception("vetting in the background failed for %d classes", len(batch))
+            with self._lock:
+                if self._queue.empty():
+                    self.idle.set()
+
+
+BACKGROUND = Background()
+"""The one of this process."""
+
+forking.in_child(BACKGROUND.begin)  # its thread exists in the parent only
