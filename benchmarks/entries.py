@@ -97,43 +97,43 @@ def _flash_attn_4(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, c
     return functools.partial(flash_attn_func, query, key, value, causal=causal)
 
 
-def _flashinfer_rms(input: torch.Tensor, weight: torch.Tensor, **_: Any) -> Call:  # noqa: A002
+def _flashinfer_rms(input: torch.Tensor, weight: torch.Tensor, **_: Any) -> Call:
     from flashinfer.norm import rmsnorm
 
     return functools.partial(rmsnorm, input, weight, 1e-6)
 
 
-def _flashinfer_add(input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, **_: Any) -> Call:  # noqa: A002
+def _flashinfer_add(input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, **_: Any) -> Call:
     from flashinfer.norm import fused_add_rmsnorm
 
     return functools.partial(fused_add_rmsnorm, input, residual, weight, 1e-6)
 
 
-def _liger_rms(input: torch.Tensor, weight: torch.Tensor, **_: Any) -> Call:  # noqa: A002
+def _liger_rms(input: torch.Tensor, weight: torch.Tensor, **_: Any) -> Call:
     from liger_kernel.transformers.functional import liger_rms_norm
 
     return functools.partial(liger_rms_norm, input, weight, 1e-6)
 
 
-def _liger_add(input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, **_: Any) -> Call:  # noqa: A002
+def _liger_add(input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, **_: Any) -> Call:
     from liger_kernel.transformers.functional import liger_fused_add_rms_norm
 
     return functools.partial(liger_fused_add_rms_norm, input, residual, weight, 1e-6)
 
 
-def _liger_layer(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, **_: Any) -> Call:  # noqa: A002
+def _liger_layer(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, **_: Any) -> Call:
     from liger_kernel.transformers.functional import liger_layer_norm
 
     return functools.partial(liger_layer_norm, input, weight, bias, 1e-5)
 
 
-def _quack_rms(input: torch.Tensor, weight: torch.Tensor, **_: Any) -> Call:  # noqa: A002
+def _quack_rms(input: torch.Tensor, weight: torch.Tensor, **_: Any) -> Call:
     from quack import rmsnorm
 
     return functools.partial(rmsnorm, input, weight, eps=1e-6)
 
 
-def _quack_layer(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, **_: Any) -> Call:  # noqa: A002
+def _quack_layer(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, **_: Any) -> Call:
     from quack.rmsnorm import layernorm_fwd
 
     return lambda: layernorm_fwd(input, weight.float(), bias.float(), eps=1e-5)

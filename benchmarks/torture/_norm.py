@@ -18,7 +18,7 @@ def right(data: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def register(name: str, function: Kernel, priority: int) -> None:
-    def kernel(input: Tensor, weight: Tensor, eps: float) -> Any:  # noqa: A002  # the operation's names
+    def kernel(input: Tensor, weight: Tensor, eps: float) -> Any:  # the operation's names
         return function(input, weight, eps)
 
     lz.register_kernel("norm.rms", name, supported_dtypes=["float32"], priority=priority)(kernel)

@@ -1,4 +1,4 @@
-# ruff: noqa: A002, PYI021  # torch's argument names; editors show these docstrings
+# ruff: noqa: PYI021  # editors show these docstrings
 # Written by `layerzero docs` from the declarations; edit those.
 from collections.abc import Sequence
 from typing import Any, Literal, overload

@@ -46,7 +46,7 @@ def _extension() -> Any:
 def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
     forward, shape = _extension().rms_forward_affine, (facts.size("hidden"),)
 
-    def run(input: Tensor, weight: Tensor, *, eps: float) -> Tensor:  # noqa: A002
+    def run(input: Tensor, weight: Tensor, *, eps: float) -> Tensor:
         output: Tensor = forward(input, shape, weight, eps)[0]
         return output
 
@@ -57,7 +57,7 @@ def _load_layer_norm(facts: Facts) -> Callable[..., Any]:
     forward = _extension().forward_affine
 
     def run(
-        input: Tensor,  # noqa: A002
+        input: Tensor,
         *,
         normalized_shape: tuple[int, ...],
         weight: Tensor,

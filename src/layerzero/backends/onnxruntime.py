@@ -108,7 +108,7 @@ def _load_attention(facts: Facts) -> Callable[..., Any]:
 def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
     rank, dtype = facts.size("input_ndim"), facts.tensors["input"].dtype
 
-    def run(input: Tensor, weight: Tensor, *, eps: float) -> Tensor:  # noqa: A002
+    def run(input: Tensor, weight: Tensor, *, eps: float) -> Tensor:
         inputs = (("input", rank), ("weight", 1))
         session = _session("RMSNormalization", inputs, rank, dtype, axis=-1, epsilon=float(eps))
         return _run(session, {"input": input, "weight": weight}, torch.empty_like(input))
@@ -120,7 +120,7 @@ def _load_layer_norm(facts: Facts) -> Callable[..., Any]:
     rank, dtype = facts.size("input_ndim"), facts.tensors["input"].dtype
 
     def run(
-        input: Tensor,  # noqa: A002
+        input: Tensor,
         *,
         normalized_shape: tuple[int, ...],
         weight: Tensor,
@@ -139,7 +139,7 @@ def _load_layer_norm(facts: Facts) -> Callable[..., Any]:
 def _load_gelu(facts: Facts) -> Callable[..., Any]:
     rank, half = facts.size("input_ndim"), facts.tensors["input"].dtype is torch.bfloat16
 
-    def run(input: Tensor, *, approximate: str) -> Tensor:  # noqa: A002
+    def run(input: Tensor, *, approximate: str) -> Tensor:
         session = _session("Gelu", (("input", rank),), rank, torch.float32, approximate=approximate)
         tensor = input.float() if half else input
         output = _run(session, {"input": tensor}, torch.empty_like(tensor))

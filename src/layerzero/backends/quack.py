@@ -83,7 +83,7 @@ def _compiled(
 def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
     compiled, hidden = _compiled(facts), facts.size("hidden")
 
-    def run(input: Tensor, weight: Tensor, *, eps: float) -> Tensor:  # noqa: A002
+    def run(input: Tensor, weight: Tensor, *, eps: float) -> Tensor:
         rows = input.view(-1, hidden)
         output = torch.empty_like(rows)
         compiled(rows, weight, None, None, output, None, None, None, float(eps))
@@ -95,7 +95,7 @@ def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
 def _load_add_rms_norm(facts: Facts) -> Callable[..., Any]:
     compiled, hidden = _compiled(facts, residual=True), facts.size("hidden")
 
-    def run(input: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> Tensor:  # noqa: A002
+    def run(input: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> Tensor:
         rows, sums = input.view(-1, hidden), residual.view(-1, hidden)
         output = torch.empty_like(rows)
         compiled(rows, weight, None, sums, output, sums, None, None, float(eps))
@@ -110,7 +110,7 @@ def _load_layer_norm(facts: Facts) -> Callable[..., Any]:
     compiled, hidden = _compiled(facts, weight=has_weight, bias=has_bias, centred=True), facts.size("hidden")
 
     def run(
-        input: Tensor,  # noqa: A002
+        input: Tensor,
         *,
         normalized_shape: tuple[int, ...],
         weight: Tensor | None = None,

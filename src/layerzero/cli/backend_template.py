@@ -180,16 +180,15 @@ def _load(subject: Subject) -> str:
 
 
 def _signature(subject: Subject, kind: str) -> Iterator[str]:
-    taken = [(f"{each.name}: Tensor", each.name) for each in subject.schema.required]
-    keywords = [(_keyword(subject, name), name) for name in subject.accepted()]
-    every = [*taken, *([("*", "")] if keywords else []), *keywords]
-    marks = [text for text, name in every if hasattr(builtins, name)]
-    line = f"    def run({', '.join(text for text, _ in every)}) -> {kind}:"
-    if len(line) + (15 if marks else 0) <= WIDTH:
-        yield line + ("  # noqa: A002" if marks else "")
+    taken = [f"{each.name}: Tensor" for each in subject.schema.required]
+    keywords = [_keyword(subject, name) for name in subject.accepted()]
+    every = [*taken, *(["*"] if keywords else []), *keywords]
+    line = f"    def run({', '.join(every)}) -> {kind}:"
+    if len(line) <= WIDTH:
+        yield line
         return
     yield "    def run("
-    yield from (f"        {text},{'  # noqa: A002' if text in marks else ''}" for text, _ in every)
+    yield from (f"        {text}," for text in every)
     yield f"    ) -> {kind}:"
 
 

@@ -32,7 +32,7 @@ def stub() -> str:
     aliases = [f"{alias} = {name}" for alias, name in _PACKAGE["_ALIASES"].items()]
     exported = [f'    "{name}",' for name in layerzero.__all__]
     parts = [
-        "# ruff: noqa: A002, PYI021  # torch's argument names; editors show these docstrings",
+        "# ruff: noqa: PYI021  # editors show these docstrings",
         "# Written by `layerzero docs` from the declarations; edit those.",
         "\n".join(_imports(written)),
         "",

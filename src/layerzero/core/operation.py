@@ -102,8 +102,9 @@ class Operation:
         schema: name, tensors, parameters.
         summary: one line for tables.
         reference: plain PyTorch in the canonical layout; computes in float32 or wider; also the last candidate.
-        fake: the same signature on shapes alone; returns tensors of the right shape and dtype, nothing computed.
         cases: named calls.
+        fake: the same signature on shapes alone; returns tensors of the right shape and dtype, nothing computed. The
+            reference itself runs on the meta device if None; set it where its results depend on values.
         tolerance: allowed distance from the reference by dtype of the call, where results are near it.
         tolerance_reason: why these numbers.
         judge: what a right result is: one judge for all, or by name for those results and written tensors that have
@@ -152,8 +153,8 @@ class Operation:
     schema: OperationSchema
     summary: str
     reference: Callable[..., Any]
-    fake: Callable[..., Any]
     cases: tuple[Case, ...]
+    fake: Callable[..., Any] | None = None
     tolerance: Mapping[torch.dtype, Tolerance] = field(default_factory=dict)
     tolerance_reason: str = ""
     judge: Judge | Mapping[str, Judge] | None = None

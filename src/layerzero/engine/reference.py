@@ -19,7 +19,26 @@ def reference_call(routed: Routed) -> Any:
 
 def fake_call(routed: Routed) -> Any:
     """Make results of the right shape, strides and dtype; nothing is computed."""
-    return _in_layout(routed.operation, routed.operation.fake, routed.arguments, routed.layout)
+    operation = routed.operation
+    compute = operation.fake or _on_meta(operation.reference)
+    return _in_layout(operation, compute, routed.arguments, routed.layout)
+
+
+def _on_meta(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """The reference for tensors without memory: what it returns is dense, and lies where its first tensor does."""
+
+    def fake(first: torch.Tensor, *tensors: Any, **named: Any) -> Any:
+        result = reference(_empty(first), *map(_empty, tensors), **{name: _empty(each) for name, each in named.items()})
+        if isinstance(result, tuple):
+            return tuple(first.new_empty(each.shape, dtype=each.dtype) for each in result)
+        return None if result is None else first.new_empty(result.shape, dtype=result.dtype)
+
+    return fake
+
+
+def _empty(value: Any) -> Any:
+    """A tensor of the same shape and strides on the meta device, which may be written into."""
+    return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
 
 
 def _in_layout(

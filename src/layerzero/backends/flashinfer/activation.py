@@ -50,7 +50,7 @@ def _load(facts: Facts) -> Callable[..., Any]:
     operator, sm = _function(_activation(facts)), facts.device.sm
     overlap = sm is not None and sm >= (9, 0)  # it may start before the kernel ahead of it ends: it waits by itself
 
-    def run(input: Tensor, **_: Any) -> Tensor:  # noqa: A002  # torch's name
+    def run(input: Tensor, **_: Any) -> Tensor:
         output = input.new_empty((*input.shape[:-1], input.shape[-1] // 2))
         operator(output, input, overlap)
         return output

@@ -44,7 +44,7 @@ def _load(facts: Facts) -> Callable[..., Any]:
     with_bias, without = module.tinygemm2_op, module.tinygemm2_nobias_op
     inputs, outputs, ndim = facts.size("in_features"), facts.size("out_features"), facts["input_ndim"]
 
-    def run(input: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:  # noqa: A002  # torch's name
+    def run(input: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
         rows = input if ndim == 2 else input.view(-1, inputs)
         output = rows.new_empty((rows.shape[0], outputs))
         if bias is None:

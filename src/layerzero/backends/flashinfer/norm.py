@@ -49,12 +49,12 @@ def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
     operator, overlap = _rmsnorm(facts)
     empty_like, hidden, is_matrix = torch.empty_like, facts.size("hidden"), facts["input_ndim"] == 2
 
-    def matrix(input: Tensor, weight: Tensor, *, eps: float) -> Tensor:  # noqa: A002
+    def matrix(input: Tensor, weight: Tensor, *, eps: float) -> Tensor:
         output = empty_like(input)
         operator(output, input, weight, eps, overlap)
         return output
 
-    def run(input: Tensor, weight: Tensor, *, eps: float) -> Tensor:  # noqa: A002
+    def run(input: Tensor, weight: Tensor, *, eps: float) -> Tensor:
         rows = input.view(-1, hidden)  # of three axes it takes the last two for a head, a warp for each
         output = empty_like(rows)
         operator(output, rows, weight, eps, overlap)
@@ -66,7 +66,7 @@ def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
 def _load_add_rms_norm(facts: Facts) -> Callable[..., Any]:
     norm = _load_rms_norm(facts)
 
-    def run(input: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> Tensor:  # noqa: A002
+    def run(input: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> Tensor:
         output: Tensor = norm(residual.add_(input), weight, eps=eps)
         return output
 
@@ -79,7 +79,7 @@ def _load_add_rms_norm_inplace(facts: Facts) -> Callable[..., Any]:
     operator, hidden, sm = get_norm_module().fused_add_rmsnorm, facts.size("hidden"), facts.device.sm
     overlap = sm is not None and sm >= (9, 0)
 
-    def run(input: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> None:  # noqa: A002
+    def run(input: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> None:
         operator(input.view(-1, hidden), residual.view(-1, hidden), weight, eps, overlap)
 
     return run

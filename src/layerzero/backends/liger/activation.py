@@ -24,7 +24,7 @@ def _load_silu_mul(facts: Facts) -> Callable[..., Any]:
     if "up" not in facts.tensors:
         from liger_kernel.ops.swiglu import swiglu_fused_gate_up_forward
 
-        def together(input: Tensor) -> Tensor:  # noqa: A002  # torch's name
+        def together(input: Tensor) -> Tensor:
             output: Tensor = swiglu_fused_gate_up_forward(input)[1]
             return output
 

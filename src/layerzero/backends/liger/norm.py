@@ -45,7 +45,7 @@ LIGER = Backend(
 def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
     from liger_kernel.ops.rms_norm import rms_norm_forward
 
-    def run(input: Tensor, weight: Tensor, *, eps: float) -> Tensor:  # noqa: A002
+    def run(input: Tensor, weight: Tensor, *, eps: float) -> Tensor:
         # float: Triton makes a constant of an integer, which cannot be cast as its kernel does
         output: Tensor = rms_norm_forward(input, weight, float(eps), 0.0, "gemma", None)[0]
         return output
@@ -65,7 +65,7 @@ def _load_add_rms_norm(facts: Facts) -> Callable[..., Any]:
     launch = _fused_add_rms_norm_forward_kernel[(rows,)]
     mode = _CASTING_MODE_GEMMA.value
 
-    def run(input: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> Tensor:  # noqa: A002
+    def run(input: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> Tensor:
         output = torch.empty_like(input)
         scales = torch.empty(rows, dtype=torch.float32, device=input.device)
         # output, sum, input, residual, weight, scales: each with its stride; then eps, offset, casting mode
@@ -88,7 +88,7 @@ def _load_layer_norm(facts: Facts) -> Callable[..., Any]:
     hidden = facts.size("hidden")
 
     def run(
-        input: Tensor,  # noqa: A002
+        input: Tensor,
         *,
         normalized_shape: tuple[int, ...],
         weight: Tensor,

@@ -39,7 +39,7 @@ def _load_relu2(facts: Facts) -> Callable[..., Any]:
         return relu2
     relu = torch.relu
 
-    def run(input: Tensor) -> Tensor:  # noqa: A002  # torch's name
+    def run(input: Tensor) -> Tensor:
         return relu(input).square_()
 
     return run
@@ -53,7 +53,7 @@ def _times(facts: Facts, activation: Callable[..., Tensor]) -> Callable[..., Any
         output = activation(gate, **params)
         return output.mul_(up) if in_place else output * up
 
-    def together(input: Tensor, **params: Any) -> Tensor:  # noqa: A002
+    def together(input: Tensor, **params: Any) -> Tensor:
         gate, up = halves(input)
         return apart(gate, up, **params)
 
@@ -75,7 +75,7 @@ def _load_swiglu_oai(facts: Facts) -> Callable[..., Any]:
     def apart(gate: Tensor, up: Tensor, *, alpha: float, limit: float) -> Tensor:
         return swiglu_oai(gate.to(wide), up.to(wide), alpha, limit).to(dtype)
 
-    def by_turns(input: Tensor, *, alpha: float, limit: float) -> Tensor:  # noqa: A002
+    def by_turns(input: Tensor, *, alpha: float, limit: float) -> Tensor:
         gate, up = turns(input)
         return apart(gate, up, alpha=alpha, limit=limit)
 

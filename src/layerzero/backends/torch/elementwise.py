@@ -24,7 +24,7 @@ def _load_add_bias(facts: Facts) -> Callable[..., Any]:
 
 
 def _load_add(facts: Facts) -> Callable[..., Any]:
-    def run(residual: Tensor, input: Tensor) -> None:  # noqa: A002  # torch's name
+    def run(residual: Tensor, input: Tensor) -> None:
         residual.add_(input)
 
     return run
@@ -37,7 +37,7 @@ def _load_scaled_add(facts: Facts) -> Callable[..., Any]:
 
     def run(
         residual: Tensor,
-        input: Tensor,  # noqa: A002
+        input: Tensor,
         *,
         scale_by_row: Tensor | None = None,
         scale: float | None = None,
@@ -56,7 +56,7 @@ def _load_softmax(facts: Facts) -> Callable[..., Any]:
     dtype: Any = facts["dtype"]
     wide = torch.promote_types(dtype, torch.float32)
 
-    def run(input: Tensor, *, temperature: float | None = None) -> Tensor:  # noqa: A002
+    def run(input: Tensor, *, temperature: float | None = None) -> Tensor:
         if temperature is None:
             return torch.softmax(input, -1)
         return torch.softmax(input.to(wide) / temperature, -1).to(dtype)
@@ -67,7 +67,7 @@ def _load_softmax(facts: Facts) -> Callable[..., Any]:
 def _load_cast(facts: Facts) -> Callable[..., Any]:
     dtype: Any = facts["out_dtype"]
 
-    def run(input: Tensor, **_: Any) -> Tensor:  # noqa: A002
+    def run(input: Tensor, **_: Any) -> Tensor:
         return input.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
     return run

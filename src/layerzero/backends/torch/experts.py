@@ -24,7 +24,7 @@ from layerzero.core.kernel import Kernel
 def _load_batched(facts: Facts) -> Callable[..., Tensor]:  # the protocol's
     bmm, baddbmm = torch.bmm, torch.baddbmm
 
-    def batched(input: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:  # noqa: A002  # torch's name
+    def batched(input: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
         return bmm(input, weight.mT) if bias is None else baddbmm(bias.unsqueeze(1), input, weight.mT)
 
     return batched
@@ -33,7 +33,7 @@ def _load_batched(facts: Facts) -> Callable[..., Tensor]:  # the protocol's
 def _load_loop(facts: Facts) -> Callable[..., Tensor]:
     linear, cat = linear_for(facts), torch.cat
 
-    def loop(input: Tensor, weight: Tensor, group_ends: Tensor, *, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+    def loop(input: Tensor, weight: Tensor, group_ends: Tensor, *, bias: Tensor | None = None) -> Tensor:
         start, parts = 0, []
         for number, end in enumerate(group_ends.tolist()):
             if end > start:
@@ -50,7 +50,7 @@ def _load_loop(facts: Facts) -> Callable[..., Tensor]:
 def _load_grouped(facts: Facts) -> Callable[..., Tensor]:
     grouped_mm: Any = functional.grouped_mm
 
-    def grouped(input: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:  # noqa: A002
+    def grouped(input: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
         output: Tensor = grouped_mm(input, weight.mT, offs=group_ends)
         return output
 

@@ -254,7 +254,7 @@ def _longest_row(row_length: str, high: int, guards: Sequence[Any], known: Shape
 def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
     run, epsilon, hidden = _bound(facts, norm.RMS, (2, 1))
 
-    def rms_norm(input: Tensor, weight: Tensor, *, eps: float) -> Tensor:  # noqa: A002
+    def rms_norm(input: Tensor, weight: Tensor, *, eps: float) -> Tensor:
         return run([epsilon, input.view(-1, hidden), weight])[0].view(input.shape)
 
     return rms_norm
@@ -269,7 +269,7 @@ def _load_layer_norm(facts: Facts) -> Callable[..., Any]:
     ones, zeros = (fill(hidden, dtype=dtype, device=epsilon.device) for fill in (torch.ones, torch.zeros))
 
     def layer_norm(
-        input: Tensor,  # noqa: A002
+        input: Tensor,
         *,
         weight: Tensor = ones,
         bias: Tensor = zeros,
@@ -284,7 +284,7 @@ def _load_layer_norm(facts: Facts) -> Callable[..., Any]:
 def _load_add_rms_norm(facts: Facts) -> Callable[..., Any]:
     run, epsilon, hidden = _bound(facts, norm.ADD_RMS, (2, 2, 1))
 
-    def add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> Tensor:  # noqa: A002
+    def add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> Tensor:
         output = run([epsilon, input.view(-1, hidden), residual.view(-1, hidden), weight])[0]
         increment_version(residual)  # whoever saved it for a backward pass must hear that it changed
         return output.view(input.shape)

@@ -48,7 +48,7 @@ class _Gelu(torch.nn.Module):
 def _load(facts: Facts) -> Callable[..., Any]:
     few, many = _built(facts)
 
-    def run(input: Tensor, *, approximate: str) -> Tensor:  # noqa: A002  # torch's name
+    def run(input: Tensor, *, approximate: str) -> Tensor:
         elements = input.numel()
         if elements > _RANGES[-1][1]:
             raise RuntimeError(f"built for {_RANGES[-1][1]} elements at most, got {elements}")

@@ -43,7 +43,7 @@ def _load_then(facts: Facts) -> Callable[..., Any]:
     between = torch.float32 if facts["activation"] == "relu2" and facts["dtype"] is torch.float16 else None
 
     def run(
-        input: Tensor,  # noqa: A002  # torch's name
+        input: Tensor,
         weight: Tensor,
         *,
         bias: Tensor | None = None,
@@ -53,7 +53,7 @@ def _load_then(facts: Facts) -> Callable[..., Any]:
         result = out_dtype or input.dtype
         wide = out_dtype or between
         if wide is not None:
-            input, weight = input.to(wide), weight.to(wide)  # noqa: A001
+            input, weight = input.to(wide), weight.to(wide)
             bias = None if bias is None else bias.to(wide)
         output = linear(input, weight, bias)
         return (output if formula is None else formula(output)).to(result)
@@ -75,7 +75,7 @@ def _load_wide(facts: Facts) -> Callable[..., Any]:
     features, ndim = facts.size("in_features"), facts["input_ndim"]
 
     def run(
-        input: Tensor,  # noqa: A002
+        input: Tensor,
         weight: Tensor,
         *,
         bias: Tensor | None = None,
@@ -98,7 +98,7 @@ def _load_epilogue(facts: Facts) -> Callable[..., Any]:
     use_gelu, features, ndim = facts["activation"] == "gelu_tanh", facts.size("in_features"), facts["input_ndim"]
     operator = torch._addmm_activation
 
-    def run(input: Tensor, weight: Tensor, *, bias: Tensor, activation: str) -> Tensor:  # noqa: A002
+    def run(input: Tensor, weight: Tensor, *, bias: Tensor, activation: str) -> Tensor:
         if ndim == 2:
             return operator(bias, input, weight.t(), use_gelu=use_gelu)
         output = operator(bias, input.reshape(-1, features), weight.t(), use_gelu=use_gelu)
@@ -126,7 +126,7 @@ def onednn(activation: str | None) -> tuple[Callable[..., Tensor], str, str, Cal
 def _load_onednn(facts: Facts) -> Callable[..., Any]:
     operator, attribute, algorithm, after = onednn(facts["activation"])  # type: ignore[arg-type]  # a name or None
 
-    def run(input: Tensor, weight: Tensor, *, bias: Tensor | None = None, activation: str | None) -> Tensor:  # noqa: A002
+    def run(input: Tensor, weight: Tensor, *, bias: Tensor | None = None, activation: str | None) -> Tensor:
         output = operator(input, weight, bias, attribute, [], algorithm)
         return output if after is None else after(output)
 
@@ -143,7 +143,7 @@ def _load_onednn_packed(facts: Facts) -> Callable[..., Any]:
     operator, attribute, algorithm, after = onednn(facts["activation"])  # type: ignore[arg-type]  # a name or None
 
     def run(
-        input: Tensor,  # noqa: A002
+        input: Tensor,
         weight: Tensor,
         *,
         bias: Tensor | None = None,

@@ -36,7 +36,7 @@ def _load(facts: Facts) -> Callable[..., Any]:
         return activated.mul_(up) if in_place else activated * up
 
     def run(
-        input: Tensor,  # noqa: A002  # torch's name
+        input: Tensor,
         up_weight: Tensor,
         down_weight: Tensor,
         gate_weight: Tensor | None = None,

@@ -46,7 +46,7 @@ def _load_one(facts: Facts) -> Callable[..., Tensor]:
     linear, cat = linear_for(facts), torch.cat
 
     def one(
-        input: Tensor,  # noqa: A002  # torch's name
+        input: Tensor,
         gate_up_weight: Tensor,
         down_weight: Tensor,
         expert_ids: Tensor,
@@ -84,7 +84,7 @@ def _load_each(facts: Facts) -> Callable[..., Tensor]:
     linear, cat = linear_for(facts), torch.cat
 
     def each(
-        input: Tensor,  # noqa: A002
+        input: Tensor,
         gate_up_weight: Tensor,
         down_weight: Tensor,
         expert_ids: Tensor,
@@ -118,7 +118,7 @@ def _load_grouped(facts: Facts) -> Callable[..., Tensor]:
     experts, recording = facts.size("experts"), bool(facts["requires_grad"])
 
     def grouped(
-        input: Tensor,  # noqa: A002
+        input: Tensor,
         gate_up_weight: Tensor,
         down_weight: Tensor,
         expert_ids: Tensor,

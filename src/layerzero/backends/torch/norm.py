@@ -45,12 +45,12 @@ def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
     if fused is None or facts["input_ndim"] in _CHANNELS_LAST:
         rms_norm = torch.rms_norm
 
-        def run(input: Tensor, weight: Tensor, *, eps: float) -> Tensor:  # noqa: A002
+        def run(input: Tensor, weight: Tensor, *, eps: float) -> Tensor:
             return rms_norm(input, shape, weight, eps)
 
         return run
 
-    def run_fused(input: Tensor, weight: Tensor, *, eps: float) -> Tensor:  # noqa: A002
+    def run_fused(input: Tensor, weight: Tensor, *, eps: float) -> Tensor:
         return fused(input, shape, weight, eps)[0]  # type: ignore[no-any-return]
 
     return run_fused
@@ -61,7 +61,7 @@ def _load_layer_norm(facts: Facts) -> Callable[..., Any]:
     layer_norm = torch.layer_norm
 
     def run(
-        input: Tensor,  # noqa: A002
+        input: Tensor,
         *,
         normalized_shape: tuple[int, ...],
         weight: Tensor | None = None,
@@ -76,7 +76,7 @@ def _load_layer_norm(facts: Facts) -> Callable[..., Any]:
 def _load_add_rms_norm(facts: Facts) -> Callable[..., Any]:
     rms_norm = _load_rms_norm(facts)
 
-    def run(input: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> Tensor:  # noqa: A002
+    def run(input: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> Tensor:
         residual.add_(input)
         return rms_norm(residual, weight, eps=eps)  # type: ignore[no-any-return]
 
@@ -86,7 +86,7 @@ def _load_add_rms_norm(facts: Facts) -> Callable[..., Any]:
 def _load_add_rms_norm_inplace(facts: Facts) -> Callable[..., Any]:
     rms_norm = _load_rms_norm(facts)
 
-    def run(input: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> None:  # noqa: A002
+    def run(input: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> None:
         residual.add_(input)
         input.copy_(rms_norm(residual, weight, eps=eps))
 

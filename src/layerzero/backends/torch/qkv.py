@@ -29,7 +29,7 @@ def _load_three(facts: Facts) -> Callable[..., Any]:
     linear = linear_for(facts)
 
     def apart(
-        input: Tensor,  # noqa: A002  # torch's name
+        input: Tensor,
         q_weight: Tensor,
         k_weight: Tensor,
         v_weight: Tensor,
@@ -40,7 +40,7 @@ def _load_three(facts: Facts) -> Callable[..., Any]:
     ) -> Three:
         return linear(input, q_weight, q_bias), linear(input, k_weight, k_bias), linear(input, v_weight, v_bias)
 
-    def joined(input: Tensor, q_weight: Tensor, *, kv_features: int, q_bias: Tensor | None = None) -> Three:  # noqa: A002
+    def joined(input: Tensor, q_weight: Tensor, *, kv_features: int, q_bias: Tensor | None = None) -> Three:
         sizes = [q_weight.shape[0] - 2 * kv_features, kv_features, kv_features]
         biases = (None, None, None) if q_bias is None else torch.split(q_bias, sizes)
         query, key, value = map(linear, (input,) * 3, torch.split(q_weight, sizes), biases)
@@ -52,7 +52,7 @@ def _load_three(facts: Facts) -> Callable[..., Any]:
 def _load_one(facts: Facts) -> Callable[..., Any]:
     linear = linear_for(facts)
 
-    def joined(input: Tensor, q_weight: Tensor, *, kv_features: int, q_bias: Tensor | None = None) -> Three:  # noqa: A002
+    def joined(input: Tensor, q_weight: Tensor, *, kv_features: int, q_bias: Tensor | None = None) -> Three:
         return pieces(linear(input, q_weight, q_bias), kv_features)
 
     return joined
@@ -62,7 +62,7 @@ def _load_joining(facts: Facts) -> Callable[..., Any]:
     linear, cat = linear_for(facts), torch.cat
 
     def run(
-        input: Tensor,  # noqa: A002
+        input: Tensor,
         *weights: Tensor,
         q_bias: Tensor | None = None,
         k_bias: Tensor | None = None,

@@ -52,7 +52,7 @@ def _load_scaled(facts: Facts) -> Callable[..., Any]:
     lowest, largest, narrow, is_whole = (-128.0 if of.is_whole else -of.largest), of.largest, of.dtype, of.is_whole
 
     def run(
-        input: Tensor,  # noqa: A002  # torch's name
+        input: Tensor,
         *,
         scale: Tensor | None = None,
         per: str,
@@ -88,7 +88,7 @@ def _load_blocks(divide: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[Fact
     def load(facts: Facts) -> Callable[..., Any]:
         of, in_float32 = _format(facts), facts["dtype"] is not torch.float64
 
-        def run(input: Tensor, **params: Any) -> tuple[Tensor, Tensor]:  # noqa: A002
+        def run(input: Tensor, **params: Any) -> tuple[Tensor, Tensor]:
             quotients, scale = divide(input, of, **params)
             if of.is_packed and in_float32:
                 return packed(e2m1_by_bits(quotients)), scale

@@ -44,7 +44,7 @@ def _load_widened(facts: Facts) -> Callable[..., Any]:
     linear = linear_for(facts)
 
     def run(
-        input: Tensor,  # noqa: A002  # torch's name
+        input: Tensor,
         weight: Tensor,
         weight_scale: Tensor,
         *,
@@ -72,7 +72,7 @@ def _load_int8_packed(facts: Facts) -> Callable[..., Any]:
     )
     outputs = facts.size("out_features")
 
-    def run(input: Tensor, weight: Tensor, weight_scale: Tensor, *, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+    def run(input: Tensor, weight: Tensor, weight_scale: Tensor, *, bias: Tensor | None = None) -> Tensor:
         scales = weight_scale.to(input.dtype).reshape(-1).expand(outputs).contiguous()
         output: Tensor = operator(input if ndim == 2 else input.view(-1, features), weight, scales)
         if bias is not None:
@@ -120,7 +120,7 @@ def _load_rows(facts: Facts) -> Callable[..., Any]:
     linear = linear_for(facts)
 
     def run(
-        input: Tensor,  # noqa: A002
+        input: Tensor,
         weight: Tensor,
         weight_scale: Tensor,
         *,
@@ -138,7 +138,7 @@ def _load_int_mm(facts: Facts) -> Callable[..., Any]:
     operator, features, ndim = torch._int_mm, facts.size("in_features"), facts["input_ndim"]
 
     def run(
-        input: Tensor,  # noqa: A002
+        input: Tensor,
         weight: Tensor,
         weight_scale: Tensor,
         *,
@@ -158,7 +158,7 @@ def _load_int_mm(facts: Facts) -> Callable[..., Any]:
 def _load_scaled_mm(facts: Facts) -> Callable[..., Any]:
     features, outputs, ndim = facts.size("in_features"), facts.size("out_features"), facts["input_ndim"]
 
-    def run(input: Tensor, weight: Tensor, weight_scale: Tensor, *, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+    def run(input: Tensor, weight: Tensor, weight_scale: Tensor, *, bias: Tensor | None = None) -> Tensor:
         rows = input if ndim == 2 else input.reshape(-1, features)
         codes, scale = quantized_rows(rows.to(torch.float32), FORMATS["fp8_e4m3"])
         of_weight = on_boundary(weight_scale.reshape(1, -1).expand(1, outputs))

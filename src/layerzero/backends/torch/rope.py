@@ -65,7 +65,7 @@ def _load_one(facts: Facts) -> Callable[..., Any]:
     rows, turn = rows_for(facts, "input"), turning(facts)
 
     def run(
-        input: Tensor,  # noqa: A002  # torch's name
+        input: Tensor,
         cos: Tensor,
         sin: Tensor,
         *,

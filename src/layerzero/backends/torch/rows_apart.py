@@ -52,8 +52,8 @@ def linear_for(facts: Facts) -> Callable[..., Tensor]:
     return functional.linear if _first_uneven(facts) is None else _filled_up
 
 
-def _filled_up(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002  # torch's name
+def _filled_up(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     missing = -input.shape[-1] % _TILE
     if missing:
-        input, weight = functional.pad(input, (0, missing)), functional.pad(weight, (0, missing))  # noqa: A001
+        input, weight = functional.pad(input, (0, missing)), functional.pad(weight, (0, missing))
     return functional.linear(input, weight, bias)

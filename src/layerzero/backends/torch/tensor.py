@@ -19,7 +19,7 @@ from layerzero.ops.linear.qkv import pieces
 
 
 def _load_transpose(facts: Facts) -> Callable[..., Any]:
-    def run(input: Tensor) -> Tensor:  # noqa: A002  # torch's name
+    def run(input: Tensor) -> Tensor:
         return input.transpose(-2, -3).clone(memory_format=torch.contiguous_format)
 
     return run
@@ -33,7 +33,7 @@ def _load_split(facts: Facts) -> Callable[..., Any]:
 
 
 def _load_copy(facts: Facts) -> Callable[..., Any]:
-    def run(destination: Tensor, input: Tensor) -> None:  # noqa: A002
+    def run(destination: Tensor, input: Tensor) -> None:
         destination.copy_(input)
 
     return run

@@ -30,7 +30,7 @@ def _load_gelu_mul(facts: Facts) -> Callable[..., Any]:
 
 
 def _joined(operator: Callable[..., None]) -> Callable[..., Any]:
-    def run(input: Tensor, **_: Any) -> Tensor:  # noqa: A002  # torch's name
+    def run(input: Tensor, **_: Any) -> Tensor:
         output = input.new_empty((*input.shape[:-1], input.shape[-1] // 2))
         operator(output, input)
         return output

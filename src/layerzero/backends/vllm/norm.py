@@ -33,12 +33,12 @@ def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
     )
     contiguous = torch.contiguous_format
 
-    def run(input: Tensor, weight: Tensor, *, eps: float) -> Tensor:  # noqa: A002
+    def run(input: Tensor, weight: Tensor, *, eps: float) -> Tensor:
         output = empty_like(input, memory_format=contiguous)
         operator(output, input, weight, eps)
         return output
 
-    def flat(input: Tensor, weight: Tensor, *, eps: float) -> Tensor:  # noqa: A002
+    def flat(input: Tensor, weight: Tensor, *, eps: float) -> Tensor:
         return run(input.reshape(-1, hidden), weight, eps=eps).view(input.shape)
 
     return run if 2 <= facts.size("input_ndim") <= 4 else flat
@@ -47,7 +47,7 @@ def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
 def _load_add_rms_norm(facts: Facts) -> Callable[..., Any]:
     norm = _load_rms_norm(facts)
 
-    def run(input: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> Tensor:  # noqa: A002
+    def run(input: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> Tensor:
         output: Tensor = norm(residual.add_(input), weight, eps=eps)
         return output
 
@@ -57,7 +57,7 @@ def _load_add_rms_norm(facts: Facts) -> Callable[..., Any]:
 def _load_add_rms_norm_inplace(facts: Facts) -> Callable[..., Any]:
     operator: Callable[..., Any] = operators("_C.abi3.so", "_C").fused_add_rms_norm.default
 
-    def one_row(input: Tensor, residual: Tensor, weight: Tensor, *, epsilon: float) -> None:  # noqa: A002
+    def one_row(input: Tensor, residual: Tensor, weight: Tensor, *, epsilon: float) -> None:
         operator(input.view(1, -1), residual.view(1, -1), weight, epsilon)
 
     return one_row if facts.size("input_ndim") == 1 else operator  # it asks for the stride of the axis before the last

@@ -46,7 +46,7 @@ def _load_rows(facts: Facts) -> Callable[..., Any]:
     features = facts.size("features")
     quantized = _rows()
 
-    def run(input: Tensor, *, per: str) -> tuple[Tensor, Tensor]:  # noqa: A002  # torch's name
+    def run(input: Tensor, *, per: str) -> tuple[Tensor, Tensor]:
         output, scale = quantized(input.view(-1, features))
         return output.view(input.shape), scale.view(*input.shape[:-1], 1)
 
@@ -56,7 +56,7 @@ def _load_rows(facts: Facts) -> Callable[..., Any]:
 def _load_given(facts: Facts) -> Callable[..., Any]:
     operator, features = _library().static_scaled_int8_quant.default, facts.size("features")
 
-    def run(input: Tensor, *, scale: Tensor) -> tuple[Tensor, Tensor]:  # noqa: A002
+    def run(input: Tensor, *, scale: Tensor) -> tuple[Tensor, Tensor]:
         output = torch.empty_like(input, dtype=torch.int8)
         operator(output.view(-1, features), input.view(-1, features), scale, None)
         return output, scale.clone()
@@ -69,7 +69,7 @@ def _load_linear(facts: Facts) -> Callable[..., Any]:
     operator = operators(f"{STABLE}.abi3.so", "_C", STABLE).cutlass_scaled_mm.default
     features, outputs, ndim = facts.size("in_features"), facts.size("out_features"), facts["input_ndim"]
 
-    def run(input: Tensor, weight: Tensor, weight_scale: Tensor, *, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+    def run(input: Tensor, weight: Tensor, weight_scale: Tensor, *, bias: Tensor | None = None) -> Tensor:
         rows = input if ndim == 2 else input.view(-1, features)
         codes, scale = quantized(rows)
         output = rows.new_empty((len(rows), outputs))

@@ -33,7 +33,7 @@ def _load_gelu_mul(facts: Facts) -> Callable[..., Any]:
 def _joined(operator: Callable[..., None]) -> Callable[..., Any]:
     operator = small_alone(operator)
 
-    def run(input: Tensor, **_: Any) -> Tensor:  # noqa: A002  # torch's name
+    def run(input: Tensor, **_: Any) -> Tensor:
         output = input.new_empty((*input.shape[:-1], input.shape[-1] // 2))
         operator(output, input)
         return output
@@ -44,7 +44,7 @@ def _joined(operator: Callable[..., None]) -> Callable[..., Any]:
 def _load_gelu(facts: Facts) -> Callable[..., Any]:
     operator = small_alone(operators(build_for(facts)).gelu_tanh.default)
 
-    def run(input: Tensor, *, approximate: str) -> Tensor:  # noqa: A002
+    def run(input: Tensor, *, approximate: str) -> Tensor:
         output = torch.empty_like(input)
         operator(output, input)
         return output

@@ -34,7 +34,7 @@ def _product(facts: Facts, activation: str | None) -> composed.Product:
         packed = convert(weight)
         return packed, packed.nbytes
 
-    def run(input: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:  # noqa: A002  # torch's name
+    def run(input: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
         form = packed.form("vllm.cpu.linear", pack)
         rows = input if ndim == 2 else input.view(-1, input.shape[-1])
         output = rows.new_empty((rows.shape[0], form.shape[0]))
@@ -50,7 +50,7 @@ def _load_linear(facts: Facts) -> Callable[..., Any]:
     product = _product(facts, facts["activation"])  # type: ignore[arg-type]  # a name or None
 
     def run(
-        input: Tensor,  # noqa: A002
+        input: Tensor,
         weight: Tensor,
         *,
         bias: Tensor | None = None,

@@ -41,7 +41,7 @@ def _load(facts: Facts) -> Callable[..., Tensor]:
         return packed, packed.nbytes
 
     def experts(
-        input: Tensor,  # noqa: A002  # torch's name
+        input: Tensor,
         gate_up_weight: Tensor,
         down_weight: Tensor,
         expert_ids: Tensor,

@@ -26,7 +26,7 @@ def _load_rows(facts: Facts) -> Callable[..., Any]:
     operator = small_alone(operators(build_for(facts)).dynamic_scaled_int8_quant.default)
     features = facts.size("features")
 
-    def run(input: Tensor, *, per: str) -> tuple[Tensor, Tensor]:  # noqa: A002  # torch's name
+    def run(input: Tensor, *, per: str) -> tuple[Tensor, Tensor]:
         output = torch.empty_like(input, dtype=torch.int8)
         scale = input.new_empty((*input.shape[:-1], 1), dtype=torch.float32)
         operator(output.view(-1, features), input.view(-1, features), scale, None)
@@ -39,7 +39,7 @@ def _load_given(facts: Facts) -> Callable[..., Any]:
     operator = small_alone(operators(build_for(facts)).static_scaled_int8_quant.default)
     features = facts.size("features")
 
-    def run(input: Tensor, *, scale: Tensor) -> tuple[Tensor, Tensor]:  # noqa: A002
+    def run(input: Tensor, *, scale: Tensor) -> tuple[Tensor, Tensor]:
         output = torch.empty_like(input, dtype=torch.int8)
         operator(output.view(-1, features), input.view(-1, features), scale, None)
         return output, scale.clone()

@@ -32,7 +32,7 @@ def _load(facts: Facts) -> Callable[..., Any]:
         return packed, packed.nbytes
 
     def run(
-        input: Tensor,  # noqa: A002  # torch's name
+        input: Tensor,
         weight: Tensor,
         weight_scale: Tensor,
         *,

@@ -70,7 +70,7 @@ def _load_one(facts: Facts) -> Callable[..., Any]:
     width = facts.size("heads") * head_dim
 
     def run(
-        input: Tensor,  # noqa: A002  # torch's name
+        input: Tensor,
         cos: Tensor,
         sin: Tensor,
         *,

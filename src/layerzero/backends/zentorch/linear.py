@@ -48,7 +48,7 @@ def _load_linear(facts: Facts) -> Callable[..., Any]:
     product = _product(facts["activation"])  # type: ignore[arg-type]  # a name or None
 
     def run(
-        input: Tensor,  # noqa: A002  # torch's name
+        input: Tensor,
         weight: Tensor,
         *,
         bias: Tensor | None = None,

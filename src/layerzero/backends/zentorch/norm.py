@@ -24,7 +24,7 @@ def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
     operator = small_alone(operators().zentorch_rms_norm.default)
     hidden = facts.size("hidden")
 
-    def run(input: Tensor, weight: Tensor, *, epsilon: float) -> Tensor:  # noqa: A002
+    def run(input: Tensor, weight: Tensor, *, epsilon: float) -> Tensor:
         # It takes the first axis for the rows: of three axes it leaves most unwritten, of one it overruns the memory.
         output: Tensor = operator(input.view(-1, hidden), weight, epsilon)
         return output.view(input.shape)
@@ -36,7 +36,7 @@ def _load_add_rms_norm(facts: Facts) -> Callable[..., Any]:
     operator = small_alone(operators().zentorch_add_rms_norm_.default)
     hidden = facts.size("hidden")
 
-    def run(input: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> Tensor:  # noqa: A002
+    def run(input: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> Tensor:
         output = input.clone(memory_format=torch.contiguous_format)  # it writes the norm over its input, the caller's
         operator(output.view(-1, hidden), weight, residual.view(-1, hidden), eps)
         increment_version(residual)  # as the operator should: whoever saved it for a backward pass must hear of it

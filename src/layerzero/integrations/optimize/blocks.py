@@ -37,7 +37,7 @@ class Block(Packs):
 
 
 @as_forward
-def _block(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:  # noqa: A002  # torch's name
+def _block(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:
     mine = not torch.compiler.is_compiling() and not others and not named
     if mine and (state := self.__dict__.get(MARK)) is not None:
         parameters = [each._parameters for each in state.products]
@@ -54,13 +54,13 @@ def _block(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:  # n
     return type(self).forward(self, input, *others, **named)
 
 
-def compute(state: Block, input: Tensor) -> Any:  # noqa: A002
+def compute(state: Block, input: Tensor) -> Any:
     """What a block gives, with its weights as they are now."""
     parameters = [each._parameters for each in state.products]
     return _call(state, input, [each["weight"] for each in parameters], [each["bias"] for each in parameters])  # type: ignore[misc]
 
 
-def _call(state: Block, input: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Any:  # noqa: A002
+def _call(state: Block, input: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Any:
     packed, activation = state.forms_for(input), state.activation
     if len(weights) == 2 and packed[0] is None and biases[0] is None and weights[0].shape[0] == 2 * weights[1].shape[1]:
         return _in_one(input, weights[0], weights[1], biases[1], activation)
@@ -97,7 +97,7 @@ _TIMES: Mapping[str, Callable[[Tensor], Tensor]] = {
 """Activations that libraries for GPUs have in one kernel with the multiplication, where gate and up lie in one row."""
 
 
-def _in_one(input: Tensor, joined: Tensor, down: Tensor, bias: Tensor | None, activation: str) -> Tensor:  # noqa: A002
+def _in_one(input: Tensor, joined: Tensor, down: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     """A gated block with gate's rows before up's in one weight: three launches, four where none has the activation."""
     times = _TIMES.get(activation)
     if times is None:

@@ -51,7 +51,7 @@ class Norm(State):
             return None
         return weight, bias
 
-    def eps_for(self, input: Tensor) -> float:  # noqa: A002  # torch's name
+    def eps_for(self, input: Tensor) -> float:
         """Torch's norm without one takes the smallest step from 1."""
         return torch.finfo(input.dtype).eps if self.eps is None else self.eps
 
@@ -97,7 +97,7 @@ class OnePlus(Norm):
 
 
 @as_forward
-def _rms(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:  # noqa: A002
+def _rms(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:
     state: Any = self.__dict__.get(MARK)
     mine = not others and not named and serves(state, input, *self._parameters.values())
     if mine and (own := state.weights_of(self)) is not None:
@@ -109,7 +109,7 @@ def _rms(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:  # noq
 
 
 @as_forward
-def _rms_one_plus(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:  # noqa: A002
+def _rms_one_plus(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:
     state: Any = self.__dict__.get(MARK)
     mine = not others and not named and serves(state, input, *self._parameters.values())
     if mine and (own := state.weights_of(self)) is not None:
@@ -122,7 +122,7 @@ def _rms_one_plus(self: Module, input: Tensor, *others: Any, **named: Any) -> An
 
 
 @as_forward
-def _layer(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:  # noqa: A002
+def _layer(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:
     state: Any = self.__dict__.get(MARK)
     mine = not others and not named and serves(state, input, *self._parameters.values())
     if mine and (own := state.weights_of(self)) is not None:

@@ -25,7 +25,7 @@ class Product(Packs):
 
 
 @as_forward
-def _linear(self: Module, input: Tensor) -> Any:  # noqa: A002  # torch's name
+def _linear(self: Module, input: Tensor) -> Any:
     parameters = self._parameters
     try:
         weight, bias = parameters["weight"], parameters["bias"]
@@ -42,7 +42,7 @@ def _linear(self: Module, input: Tensor) -> Any:  # noqa: A002  # torch's name
 
 
 @as_forward
-def _linear_then(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:  # noqa: A002
+def _linear_then(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:
     mine = not torch.compiler.is_compiling() and not others and not named
     if mine and (state := self.__dict__.get(MARK)) is not None:
         parameters = state.covers[0][1]._parameters

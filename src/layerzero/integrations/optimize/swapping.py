@@ -203,7 +203,7 @@ def weight_of(module: Module) -> Parameter:
     return weight
 
 
-def serves(state: State | None, input: Tensor, *weights: Tensor | None) -> bool:  # noqa: A002  # torch's name
+def serves(state: State | None, input: Tensor, *weights: Tensor | None) -> bool:
     """Whether a call is one that the new forward was proved for; any other belongs to the module's own.
 
     What trains, traces or compiles gets what is stock; so does a module that changed since, or one below it, and a call

@@ -77,7 +77,7 @@ def _work(tensors: int, flops: int) -> Callable[[Mapping[str, Any]], Work]:
 
 
 def _alone(formula: Formula, name: str) -> Formula:
-    def reference(input: Tensor, **params: Any) -> Tensor:  # noqa: A002  # torch's name
+    def reference(input: Tensor, **params: Any) -> Tensor:
         return formula(input.to(_wide(input.dtype)), **params).to(input.dtype)
 
     reference.__doc__ = f"``{name}`` of every element.\n\n    {_DTYPE}\n    "
@@ -85,7 +85,7 @@ def _alone(formula: Formula, name: str) -> Formula:
 
 
 def _apart(formula: Formula, name: str) -> Formula:
-    def reference(input: Tensor, up: Tensor, **params: Any) -> Tensor:  # noqa: A002
+    def reference(input: Tensor, up: Tensor, **params: Any) -> Tensor:
         wide = _wide(input.dtype)
         return formula(input.to(wide), up.to(wide), **params).to(input.dtype)
 
@@ -94,7 +94,7 @@ def _apart(formula: Formula, name: str) -> Formula:
 
 
 def _together(formula: Formula, name: str, split: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Formula:
-    def reference(input: Tensor, **params: Any) -> Tensor:  # noqa: A002
+    def reference(input: Tensor, **params: Any) -> Tensor:
         return formula(*split(input.to(_wide(input.dtype))), **params).to(input.dtype)
 
     reference.__doc__ = f"``{name}`` of both in one tensor (*, 2 D) → (*, D).\n\n    {_DTYPE}\n    "
@@ -104,22 +104,22 @@ def _together(formula: Formula, name: str, split: Callable[[Tensor], tuple[Tenso
 _DTYPE = "Dtype: computes in float32 (float64 for float64), rounds once; returns input.dtype."
 
 
-def halves(input: Tensor) -> tuple[Tensor, Tensor]:  # noqa: A002
+def halves(input: Tensor) -> tuple[Tensor, Tensor]:
     """Gate and up, one after the other."""
     middle = input.shape[-1] // 2
     return input[..., :middle], input[..., middle:]
 
 
-def turns(input: Tensor) -> tuple[Tensor, Tensor]:  # noqa: A002
+def turns(input: Tensor) -> tuple[Tensor, Tensor]:
     """Gate and up by turns."""
     return input[..., ::2], input[..., 1::2]
 
 
-def _same_shape(input: Tensor, *_: object, **__: object) -> Tensor:  # noqa: A002
+def _same_shape(input: Tensor, *_: object, **__: object) -> Tensor:
     return torch.empty_like(input, memory_format=torch.contiguous_format)
 
 
-def _half_shape(input: Tensor, **_: object) -> Tensor:  # noqa: A002
+def _half_shape(input: Tensor, **_: object) -> Tensor:
     return input.new_empty((*input.shape[:-1], input.shape[-1] // 2))
 
 
@@ -163,7 +163,7 @@ def _operation(
     )
 
 
-def _gelu(input: Tensor, *, approximate: str = "none") -> Tensor:  # noqa: A002
+def _gelu(input: Tensor, *, approximate: str = "none") -> Tensor:
     return gelu_tanh(input) if approximate == "tanh" else gelu(input)
 
 

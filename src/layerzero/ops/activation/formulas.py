@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.nn import functional
 
 
-def relu2(input: Tensor) -> Tensor:  # noqa: A002  # torch's name
+def relu2(input: Tensor) -> Tensor:
     """``max(x, 0)^2``. Source: arXiv:2109.08668."""
     return functional.relu(input).square()
 
 
-def gelu(input: Tensor) -> Tensor:  # noqa: A002
+def gelu(input: Tensor) -> Tensor:
     """``x / 2 * (1 + erf(x / sqrt(2)))``; NaN of an infinity. Source: arXiv:1606.08415.
 
     Kernels give infinity or NaN there, torch's one or the other by dtype and strides: no one can rely on either.
@@ -25,12 +25,12 @@ def gelu(input: Tensor) -> Tensor:  # noqa: A002
     return functional.gelu(input).masked_fill(input.isinf(), math.nan)
 
 
-def gelu_tanh(input: Tensor) -> Tensor:  # noqa: A002
+def gelu_tanh(input: Tensor) -> Tensor:
     """``x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))``. Source: arXiv:1606.08415."""
     return functional.gelu(input, approximate="tanh")
 
 
-def silu(input: Tensor) -> Tensor:  # noqa: A002
+def silu(input: Tensor) -> Tensor:
     """``x / (1 + exp(-x))``. Source: arXiv:1702.03118."""
     return functional.silu(input)
 

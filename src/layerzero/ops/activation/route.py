@@ -15,7 +15,7 @@ from layerzero.ops.activation import declare, draw
 from layerzero.ops.checks import check_dense
 
 
-def gelu(input: Tensor, *, approximate: str = "none") -> Tensor:  # noqa: A002  # torch's name
+def gelu(input: Tensor, *, approximate: str = "none") -> Tensor:
     """Apply the Gaussian error linear unit: ``x / 2 * (1 + erf(x / sqrt(2)))``, or its approximation by tanh.
 
     Shapes: input (*) → (*)
@@ -28,7 +28,7 @@ def gelu(input: Tensor, *, approximate: str = "none") -> Tensor:  # noqa: A002  
     raise AssertionError("the signature only; the engine makes the callable")
 
 
-def silu(input: Tensor) -> Tensor:  # noqa: A002
+def silu(input: Tensor) -> Tensor:
     """Apply the sigmoid linear unit: ``x / (1 + exp(-x))``.
 
     Shapes: input (*) → (*)
@@ -39,7 +39,7 @@ def silu(input: Tensor) -> Tensor:  # noqa: A002
     raise AssertionError("the signature only; the engine makes the callable")
 
 
-def relu2(input: Tensor) -> Tensor:  # noqa: A002
+def relu2(input: Tensor) -> Tensor:
     """Apply the squared rectified linear unit: ``max(x, 0)^2``.
 
     Shapes: input (*) → (*)
@@ -50,7 +50,7 @@ def relu2(input: Tensor) -> Tensor:  # noqa: A002
     raise AssertionError("the signature only; the engine makes the callable")
 
 
-def silu_mul(input: Tensor, up: Tensor | None = None) -> Tensor:  # noqa: A002
+def silu_mul(input: Tensor, up: Tensor | None = None) -> Tensor:
     """Multiply the SiLU of a gate with what it lets through: ``silu(gate) * up``.
 
     Shapes: gate and up (*, D) → (*, D); or both in one input (*, 2 D), the gate first, as one product with the two
@@ -65,7 +65,7 @@ def silu_mul(input: Tensor, up: Tensor | None = None) -> Tensor:  # noqa: A002
     raise AssertionError("the signature only; the engine makes the callable")
 
 
-def gelu_mul(input: Tensor, up: Tensor | None = None, approximate: str = "none") -> Tensor:  # noqa: A002
+def gelu_mul(input: Tensor, up: Tensor | None = None, approximate: str = "none") -> Tensor:
     """Multiply the GELU of a gate with what it lets through: ``gelu(gate) * up``.
 
     Shapes: gate and up (*, D) → (*, D); or both in one input (*, 2 D), the gate first.
@@ -81,7 +81,7 @@ def gelu_mul(input: Tensor, up: Tensor | None = None, approximate: str = "none")
 
 
 def swiglu_oai(
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     up: Tensor | None = None,
     alpha: float = 1.702,
     limit: float = 7.0,

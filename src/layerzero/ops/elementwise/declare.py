@@ -106,7 +106,7 @@ def _operation(
     )
 
 
-def _like(input: Tensor, *_: object, **__: object) -> Tensor:  # noqa: A002  # torch's name
+def _like(input: Tensor, *_: object, **__: object) -> Tensor:
     return torch.empty_like(input, memory_format=torch.contiguous_format)
 
 
@@ -114,19 +114,19 @@ def _nothing(*_: object, **__: object) -> None:
     return None
 
 
-def _add_bias(input: Tensor, bias: Tensor) -> Tensor:  # noqa: A002
+def _add_bias(input: Tensor, bias: Tensor) -> Tensor:
     """A number for each feature added. Shapes: (*, D), (D,) → (*, D). Dtype: computes in float32 or wider."""
     return (_wide(input) + _wide(bias)).to(input.dtype)
 
 
-def _add(residual: Tensor, input: Tensor) -> None:  # noqa: A002
+def _add(residual: Tensor, input: Tensor) -> None:
     """Added in place. Shapes: (*, D), (*, D). Dtype: computes in float32 or wider, rounds once."""
     residual.add_(_wide(input))  # torch 2.13 converts into a negated view without negating, where it copies
 
 
 def _scaled_add(
     residual: Tensor,
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     *,
     scale_by_row: Tensor | None = None,
     scale: float | None = None,
@@ -136,19 +136,19 @@ def _scaled_add(
     residual.add_(_wide(input) * factor)
 
 
-def _softmax(input: Tensor, *, temperature: float | None = None) -> Tensor:  # noqa: A002
+def _softmax(input: Tensor, *, temperature: float | None = None) -> Tensor:
     """Softmax of the last axis. Shapes: (*, D) → (*, D). Dtype: computes in float32 or wider; returns input.dtype."""
     wide = _wide(input)
     return (wide if temperature is None else wide / temperature).softmax(-1).to(input.dtype)
 
 
-def _cast(input: Tensor, *, out_dtype: torch.dtype) -> Tensor:  # noqa: A002
+def _cast(input: Tensor, *, out_dtype: torch.dtype) -> Tensor:
     """The nearest numbers of another dtype. Shapes: (*, D) → (*, D). Returns out_dtype, in memory of its own."""
     # copied into memory of another dtype, a negated view loses its sign (torch 2.11 and 2.13, CPU)
     return torch.empty_like(input, dtype=out_dtype, memory_format=torch.contiguous_format).copy_(input.resolve_neg())
 
 
-def _cast_fake(input: Tensor, *, out_dtype: torch.dtype) -> Tensor:  # noqa: A002
+def _cast_fake(input: Tensor, *, out_dtype: torch.dtype) -> Tensor:
     return torch.empty_like(input, dtype=out_dtype, memory_format=torch.contiguous_format)
 
 

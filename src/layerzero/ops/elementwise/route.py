@@ -18,7 +18,7 @@ from layerzero.ops.elementwise import declare
 _WIDTHS = (1, 2, 3, 7, 8, 16, 33, 64, 100, 257, 1536)
 
 
-def add_bias(input: Tensor, bias: Tensor) -> Tensor:  # noqa: A002  # torch's name
+def add_bias(input: Tensor, bias: Tensor) -> Tensor:
     """Add a number for each feature to every row.
 
     Shapes: input (*, D), bias (D,) → (*, D)
@@ -30,7 +30,7 @@ def add_bias(input: Tensor, bias: Tensor) -> Tensor:  # noqa: A002  # torch's na
 
 def add_residual_(
     residual: Tensor,
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     scale: float | Tensor | None = None,
 ) -> None:
     """Add the input to the residual in place, scaled where a scale is given: ``residual += scale * input``.
@@ -45,7 +45,7 @@ def add_residual_(
     raise AssertionError("the signature only; the engine makes the callable")
 
 
-def softmax(input: Tensor, *, temperature: float | None = None) -> Tensor:  # noqa: A002
+def softmax(input: Tensor, *, temperature: float | None = None) -> Tensor:
     """Bring the exponentials of a row to a sum of 1: ``exp(x / t) / sum(exp(x / t))`` over the last axis.
 
     Shapes: input (*, D) → (*, D)
@@ -57,7 +57,7 @@ def softmax(input: Tensor, *, temperature: float | None = None) -> Tensor:  # no
     raise AssertionError("the signature only; the engine makes the callable")
 
 
-def cast(input: Tensor, out_dtype: torch.dtype) -> Tensor:  # noqa: A002
+def cast(input: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Write the same numbers in another floating dtype, rounded to the nearest, into memory of its own.
 
     Shapes: input (*, D) → (*, D), contiguous

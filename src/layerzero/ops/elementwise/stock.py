@@ -11,14 +11,14 @@ from torch import Tensor
 Run = Callable[[], Any]
 
 
-def add_bias(input: Tensor, bias: Tensor) -> Run:  # noqa: A002  # torch's name
+def add_bias(input: Tensor, bias: Tensor) -> Run:
     """``+``."""
     return lambda: input + bias
 
 
 def add_residual(
     residual: Tensor,
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     *,
     scale_by_row: Tensor | None = None,
     scale: float | None = None,
@@ -34,7 +34,7 @@ def add_residual(
     return run
 
 
-def softmax(input: Tensor, *, temperature: float | None = None) -> Run:  # noqa: A002
+def softmax(input: Tensor, *, temperature: float | None = None) -> Run:
     """``torch.softmax``; a temperature divides in float32 at least, where half precision would overflow."""
     if temperature is None:
         return lambda: input.softmax(-1)
@@ -42,6 +42,6 @@ def softmax(input: Tensor, *, temperature: float | None = None) -> Run:  # noqa:
     return lambda: (input.to(wide) / temperature).softmax(-1).to(input.dtype)
 
 
-def cast(input: Tensor, *, out_dtype: torch.dtype) -> Run:  # noqa: A002
+def cast(input: Tensor, *, out_dtype: torch.dtype) -> Run:
     """``Tensor.to``."""
     return lambda: input.to(out_dtype, copy=True)

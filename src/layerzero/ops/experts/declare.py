@@ -32,7 +32,7 @@ def group_of(group_ends: Tensor, rows: int) -> Tensor:
     return torch.searchsorted(group_ends.cummax(0).values, places, right=True)
 
 
-def batched_reference(input: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+def batched_reference(input: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
     """``input[g] @ weight[g]^T + bias[g]`` for each g.
 
     Shapes: input (G, M, K), weight (G, N, K), bias (G, N) → (G, M, N)
@@ -44,7 +44,7 @@ def batched_reference(input: Tensor, weight: Tensor, *, bias: Tensor | None = No
 
 
 def grouped_reference(
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     weight: Tensor,
     group_ends: Tensor,
     *,
@@ -65,7 +65,7 @@ def grouped_reference(
     return output.to(input.dtype)
 
 
-def _check_values(input: Tensor, group_ends: Tensor, **_: object) -> list[Check]:  # noqa: A002
+def _check_values(input: Tensor, group_ends: Tensor, **_: object) -> list[Check]:
     """Values on the device, beside counts: groups follow one another, and the last ends with the rows."""
     rows = input.shape[0]
 
@@ -79,11 +79,11 @@ def _check_values(input: Tensor, group_ends: Tensor, **_: object) -> list[Check]
     return [Check(fall, group_ends[:8], falls), Check((last == rows).sum() != 1, last, ends, alone=True)]
 
 
-def _batched_fake(input: Tensor, weight: Tensor, **_: object) -> Tensor:  # noqa: A002
+def _batched_fake(input: Tensor, weight: Tensor, **_: object) -> Tensor:
     return input.new_empty((*input.shape[:2], weight.shape[1]))
 
 
-def _grouped_fake(input: Tensor, weight: Tensor, *_: object, **__: object) -> Tensor:  # noqa: A002
+def _grouped_fake(input: Tensor, weight: Tensor, *_: object, **__: object) -> Tensor:
     return input.new_empty((input.shape[0], weight.shape[1]))
 
 
@@ -150,7 +150,7 @@ def _cases(*, grouped: bool) -> tuple[Case, ...]:
     )
 
 
-def _batched_stock(input: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Callable[[], Tensor]:  # noqa: A002
+def _batched_stock(input: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Callable[[], Tensor]:
     """``torch.bmm``."""
     if bias is None:
         return lambda: torch.bmm(input, weight.mT)
@@ -158,7 +158,7 @@ def _batched_stock(input: Tensor, weight: Tensor, *, bias: Tensor | None = None)
 
 
 def _grouped_stock(
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     weight: Tensor,
     group_ends: Tensor,
     *,

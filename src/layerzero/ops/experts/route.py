@@ -16,7 +16,7 @@ from layerzero.ops.linear.draw import FEATURES
 from layerzero.ops.linear.examples import deviation
 
 
-def batched_linear(input: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:  # noqa: A002  # torch's name
+def batched_linear(input: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
     """Multiply each input of a stack with its own weight: ``input[g] @ weight[g]^T + bias[g]``.
 
     Shapes: input (G, M, K), weight (G, N, K), bias (G, N) → (G, M, N)
@@ -27,7 +27,7 @@ def batched_linear(input: Tensor, weight: Tensor, *, bias: Tensor | None = None)
 
 
 def grouped_linear(
-    input: Tensor,  # noqa: A002  # torch's name
+    input: Tensor,
     weight: Tensor,
     group_ends: Tensor,
     *,

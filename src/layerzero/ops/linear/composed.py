@@ -42,7 +42,7 @@ def block(facts: Facts, product: Callable[[str | None], Product], times: Times) 
     alone, activated, after = product(None), product(activation), FUNCTIONS[activation]
 
     def gated(
-        input: Tensor,  # noqa: A002  # torch's name
+        input: Tensor,
         *_: Tensor,
         packed_up: PackedWeight,
         packed_down: PackedWeight,
@@ -56,7 +56,7 @@ def block(facts: Facts, product: Callable[[str | None], Product], times: Times) 
         return alone(times(input, packed_up, up_bias, gate), packed_down, down_bias)
 
     def plain(
-        input: Tensor,  # noqa: A002
+        input: Tensor,
         *_: Tensor,
         packed_up: PackedWeight,
         packed_down: PackedWeight,
@@ -67,7 +67,7 @@ def block(facts: Facts, product: Callable[[str | None], Product], times: Times) 
         return alone(activated(input, packed_up, up_bias), packed_down, down_bias)
 
     def joined(
-        input: Tensor,  # noqa: A002
+        input: Tensor,
         *_: Tensor,
         packed_up: PackedWeight,
         packed_down: PackedWeight,
@@ -94,7 +94,7 @@ def projections(facts: Facts, product: Product) -> Callable[..., Three]:
     """What a kernel of mlp.qkv and mlp.qkv.joined calls, whose library has a product with a packed weight."""
 
     def apart(
-        input: Tensor,  # noqa: A002
+        input: Tensor,
         *_: Tensor,
         packed_q: PackedWeight,
         packed_k: PackedWeight,
@@ -106,7 +106,7 @@ def projections(facts: Facts, product: Product) -> Callable[..., Three]:
         return product(input, packed_q, q_bias), product(input, packed_k, k_bias), product(input, packed_v, v_bias)
 
     def joined(
-        input: Tensor,  # noqa: A002
+        input: Tensor,
         *_: Tensor,
         kv_features: int,
         packed_q: PackedWeight,

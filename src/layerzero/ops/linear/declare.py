@@ -75,7 +75,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def linear_reference(
-    input: Tensor,  # noqa: A002  # torch's name
+    input: Tensor,
     weight: Tensor,
     *,
     bias: Tensor | None = None,
@@ -95,7 +95,7 @@ def linear_reference(
 
 
 def _linear_fake(
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     weight: Tensor,
     *,
     out_dtype: torch.dtype | None = None,

@@ -55,7 +55,7 @@ def _wide_of(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def fused_reference(
-    input: Tensor,  # noqa: A002  # torch's name
+    input: Tensor,
     up_weight: Tensor,
     down_weight: Tensor,
     gate_weight: Tensor | None = None,
@@ -115,7 +115,7 @@ def _summed(arguments: Mapping[str, Any]) -> Tensor:
     return functional.linear(through.square(), down.square()).sqrt()
 
 
-def _fake(input: Tensor, up_weight: Tensor, down_weight: Tensor, *_: object, **__: object) -> Tensor:  # noqa: A002
+def _fake(input: Tensor, up_weight: Tensor, down_weight: Tensor, *_: object, **__: object) -> Tensor:
     return input.new_empty((*input.shape[:-1], down_weight.shape[0]))
 
 

@@ -40,13 +40,13 @@ def pieces(product: Tensor, kv_features: int) -> Three:
     )
 
 
-def _product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: A002  # torch's name
+def _product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     dtype = wide(input.dtype)
     return functional.linear(input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 def qkv_reference(
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     q_weight: Tensor,
     k_weight: Tensor,
     v_weight: Tensor,
@@ -67,7 +67,7 @@ def qkv_reference(
 
 
 def qkv_joined_reference(
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     q_weight: Tensor,
     *,
     kv_features: int,
@@ -77,12 +77,12 @@ def qkv_joined_reference(
     return pieces(_product(input, q_weight, q_bias).to(input.dtype), kv_features)
 
 
-def _fake(input: Tensor, *weights: Tensor, **_: object) -> Three:  # noqa: A002
+def _fake(input: Tensor, *weights: Tensor, **_: object) -> Three:
     query, key, value = (input.new_empty((*input.shape[:-1], each.shape[0])) for each in weights[:3])
     return query, key, value
 
 
-def _joined_fake(input: Tensor, q_weight: Tensor, *, kv_features: int, **_: object) -> Three:  # noqa: A002
+def _joined_fake(input: Tensor, q_weight: Tensor, *, kv_features: int, **_: object) -> Three:
     sizes = q_weight.shape[0] - 2 * kv_features, kv_features, kv_features
     query, key, value = (input.new_empty((*input.shape[:-1], each)) for each in sizes)
     return query, key, value

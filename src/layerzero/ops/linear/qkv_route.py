@@ -18,7 +18,7 @@ from layerzero.ops.linear.qkv import BIASES, QKV, QKV_JOINED, QKV_PACKED_OF, WEI
 
 
 def qkv_linear(
-    input: Tensor,  # noqa: A002  # torch's name
+    input: Tensor,
     q_weight: Tensor,
     k_weight: Tensor | None = None,
     v_weight: Tensor | None = None,

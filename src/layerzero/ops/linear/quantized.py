@@ -64,7 +64,7 @@ def _product(rows: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, 
 
 
 def weight_only_reference(
-    input: Tensor,  # noqa: A002  # torch's name
+    input: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
     *,
@@ -82,7 +82,7 @@ def weight_only_reference(
 
 def _dynamic_reference(of: Format) -> Callable[..., Tensor]:
     def dynamic_reference(
-        input: Tensor,  # noqa: A002
+        input: Tensor,
         weight: Tensor,
         weight_scale: Tensor,
         *,
@@ -102,7 +102,7 @@ def _dynamic_reference(of: Format) -> Callable[..., Tensor]:
 
 
 def _fake(
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
     *,

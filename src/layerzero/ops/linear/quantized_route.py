@@ -21,7 +21,7 @@ from layerzero.ops.quantize.reference import quantize_scaled
 
 
 def quantized_linear(
-    input: Tensor,  # noqa: A002  # torch's name
+    input: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
     bias: Tensor | None = None,

@@ -19,7 +19,7 @@ from layerzero.ops.linear.packed import PackedWeight, packed_problems
 
 
 def linear(
-    input: Tensor,  # noqa: A002  # torch's name
+    input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
@@ -77,7 +77,7 @@ def out_dtype_problems(arguments: dict[str, Any]) -> list[str]:
 
 
 def mlp(
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     up_weight: Tensor,
     down_weight: Tensor,
     gate_weight: Tensor | None = None,

@@ -12,7 +12,7 @@ from layerzero.ops.activation.formulas import FUNCTIONS
 
 
 def linear(
-    input: Tensor,  # noqa: A002  # torch's name
+    input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
@@ -30,7 +30,7 @@ def linear(
 
 
 def quantized_linear(
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
     bias: Tensor | None = None,
@@ -47,7 +47,7 @@ def quantized_linear(
 
 
 def mlp(
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     up_weight: Tensor,
     down_weight: Tensor,
     gate_weight: Tensor | None = None,
@@ -75,7 +75,7 @@ def mlp(
 
 
 def qkv_linear(
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     q_weight: Tensor,
     k_weight: Tensor | None = None,
     v_weight: Tensor | None = None,

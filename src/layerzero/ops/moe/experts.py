@@ -25,12 +25,12 @@ PACKED_OF = {"packed_gate_up": "gate_up_weight", "packed_down": "down_weight"}
 """The packed weights of a call, and what each is made of."""
 
 
-def _fake(input: Tensor, *_: object, **__: object) -> Tensor:  # noqa: A002  # torch's name
+def _fake(input: Tensor, *_: object, **__: object) -> Tensor:
     return input.new_empty(input.shape)
 
 
 def _stock(
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     gate_up_weight: Tensor,
     down_weight: Tensor,
     expert_ids: Tensor,

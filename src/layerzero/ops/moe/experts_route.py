@@ -24,7 +24,7 @@ NAME = "moe_experts"
 
 
 def moe_experts(
-    input: Tensor,  # noqa: A002  # torch's name
+    input: Tensor,
     gate_up_weight: Tensor,
     down_weight: Tensor,
     expert_ids: Tensor,

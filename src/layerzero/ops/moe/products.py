@@ -70,7 +70,7 @@ def each_expert(
 
 
 def reference(
-    input: Tensor,  # noqa: A002  # torch's name
+    input: Tensor,
     gate_up_weight: Tensor,
     down_weight: Tensor,
     expert_ids: Tensor,

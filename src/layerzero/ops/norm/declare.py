@@ -70,14 +70,14 @@ def _work(tensors: int, flops: int) -> Callable[[Mapping[str, Any]], Work]:
     return work
 
 
-def _same_shape(input: Tensor, *_: object, **__: object) -> Tensor:  # noqa: A002
+def _same_shape(input: Tensor, *_: object, **__: object) -> Tensor:
     return torch.empty_like(input, memory_format=torch.contiguous_format)
 
 
 # norm.rms
 
 
-def rms_norm_reference(input: Tensor, weight: Tensor, *, eps: float = 1e-6) -> Tensor:  # noqa: A002
+def rms_norm_reference(input: Tensor, weight: Tensor, *, eps: float = 1e-6) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis.
 
     Shapes: input (*, D), weight (D,) → (*, D)
@@ -114,7 +114,7 @@ RMS = Operation(
 )
 
 
-def rms_norm(input: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:  # noqa: A002
+def rms_norm(input: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """Normalise the last axis by its root mean square and scale by the weight.
 
     Shapes: input (*, D), weight (D,) → (*, D)
@@ -139,7 +139,7 @@ def _route_rms(arguments: dict[str, Any], default_layout: str | None) -> Routed:
 
 
 def layer_norm_reference(
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     *,
@@ -205,7 +205,7 @@ LAYER = Operation(
 
 
 def layer_norm(
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     normalized_shape: int | Sequence[int],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
@@ -248,7 +248,7 @@ def _route_layer(arguments: dict[str, Any], default_layout: str | None) -> Route
 
 
 def add_rms_norm_reference(
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     residual: Tensor,
     weight: Tensor,
     *,
@@ -294,7 +294,7 @@ ADD_RMS = Operation(
 )
 
 
-def add_residual_rms_norm_(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:  # noqa: A002
+def add_residual_rms_norm_(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """Add the input to the residual in place and return the sum, normalised by its root mean square.
 
     Shapes: input and residual (*, D), the same; weight (D,) → (*, D)

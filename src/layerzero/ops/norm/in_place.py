@@ -18,7 +18,7 @@ from layerzero.ops.norm import declare, draw, stock
 
 
 def add_rms_norm_inplace_reference(
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     residual: Tensor,
     weight: Tensor,
     *,
@@ -62,7 +62,7 @@ ADD_RMS_INPLACE = Operation(
 )
 
 
-def add_rms_norm_(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> None:  # noqa: A002
+def add_rms_norm_(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
     """Add the input to the residual in place, and write the sum, normalised by its root mean square, over the input.
 
     Shapes: input and residual (*, D), the same; weight (D,)

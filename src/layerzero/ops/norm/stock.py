@@ -10,13 +10,13 @@ from torch.nn import functional
 Run = Callable[[], torch.Tensor]
 
 
-def rms_norm(input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> Run:  # noqa: A002  # torch's name
+def rms_norm(input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> Run:
     """``torch.nn.functional.rms_norm``."""
     return lambda: functional.rms_norm(input, weight.shape, weight, eps)
 
 
 def layer_norm(
-    input: torch.Tensor,  # noqa: A002
+    input: torch.Tensor,
     normalized_shape: int | Sequence[int],
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
@@ -28,7 +28,7 @@ def layer_norm(
 
 
 def add_rms_norm(
-    input: torch.Tensor,  # noqa: A002
+    input: torch.Tensor,
     residual: torch.Tensor,
     weight: torch.Tensor,
     eps: float = 1e-6,
@@ -43,7 +43,7 @@ def add_rms_norm(
 
 
 def add_rms_norm_(
-    input: torch.Tensor,  # noqa: A002
+    input: torch.Tensor,
     residual: torch.Tensor,
     weight: torch.Tensor,
     eps: float = 1e-6,

@@ -84,7 +84,7 @@ def _check(of: Format) -> Callable[..., list[Check]]:
     """What a value on the device is wrong with."""
 
     def check(
-        input: Tensor,  # noqa: A002  # torch's name
+        input: Tensor,
         scale: Tensor | None = None,
         tensor_scale: Tensor | None = None,
     ) -> list[Check]:

@@ -28,7 +28,7 @@ def wide(tensor: Tensor) -> Tensor:
 
 
 def quantize_scaled(
-    input: Tensor,  # noqa: A002  # torch's name
+    input: Tensor,
     to: Format,
     *,
     scale: Tensor | None = None,
@@ -94,13 +94,13 @@ def granularity(shape: torch.Size, scales: torch.Size) -> str:
     return "row" if len(scales) == len(shape) and scales[-1] == 1 else "column" if len(scales) == 1 else "block"
 
 
-def quantize_mx(input: Tensor, to: Format) -> tuple[Tensor, Tensor]:  # noqa: A002
+def quantize_mx(input: Tensor, to: Format) -> tuple[Tensor, Tensor]:
     """The numbers of :func:`mx_quotients` rounded, and their scales. Shapes: input (*, W) → (*, W) or (*, W / 2)."""
     quotients, scale = mx_quotients(input, to)
     return rounded(quotients, to), scale
 
 
-def mx_quotients(input: Tensor, to: Format) -> tuple[Tensor, Tensor]:  # noqa: A002
+def mx_quotients(input: Tensor, to: Format) -> tuple[Tensor, Tensor]:
     """Numbers over a power of two for each block of 32: ``2^(floor(log2(largest)) - exponent of the format)``.
 
     Shapes: input (*, W) → (*, W), scales (*, W / 32). A block that is not finite has a scale of NaN.
@@ -119,7 +119,7 @@ def mx_codes(most: Tensor, to: Format) -> Tensor:
 
 
 def quantize_nv(
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     to: Format,
     *,
     tensor_scale: Tensor | None = None,
@@ -130,7 +130,7 @@ def quantize_nv(
 
 
 def nv_quotients(
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     to: Format,
     *,
     tensor_scale: Tensor | None = None,

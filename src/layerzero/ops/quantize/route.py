@@ -18,7 +18,7 @@ from layerzero.ops.quantize.formats import FORMATS, NV, SCALED, SPELLINGS, Forma
 
 
 def quantize(
-    input: Tensor,  # noqa: A002  # torch's name
+    input: Tensor,
     dtype: str,
     scale: Tensor | None = None,
     *,

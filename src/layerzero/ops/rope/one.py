@@ -32,7 +32,7 @@ from layerzero.ops.rope.reference import rotated, rows_of, wide_dtype
 
 
 def rope_one_reference(
-    input: Tensor,  # noqa: A002  # torch's name
+    input: Tensor,
     cos: Tensor,
     sin: Tensor,
     *,
@@ -49,7 +49,7 @@ def rope_one_reference(
     return rotated(input, *rows, interleaved=interleaved, wide=wide)
 
 
-def _fake(input: Tensor, *_: object, **__: object) -> Tensor:  # noqa: A002
+def _fake(input: Tensor, *_: object, **__: object) -> Tensor:
     return input.new_empty(input.shape)
 
 

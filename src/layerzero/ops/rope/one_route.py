@@ -19,7 +19,7 @@ _NAME = "rope_one"
 
 
 def rope_one(
-    input: Tensor,  # noqa: A002  # torch's name
+    input: Tensor,
     cos: Tensor,
     sin: Tensor,
     positions: Tensor | None = None,

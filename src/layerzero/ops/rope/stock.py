@@ -27,7 +27,7 @@ def rope(
 
 
 def rope_one(
-    input: Tensor,  # noqa: A002  # torch's name
+    input: Tensor,
     cos: Tensor,
     sin: Tensor,
     positions: Tensor | None = None,

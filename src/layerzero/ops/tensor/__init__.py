@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from layerzero.ops.tensor.declare import OPERATIONS
-from layerzero.ops.tensor.route import FUNCTIONS
+from layerzero.ops.tensor.declare import FUNCTIONS, OPERATIONS
 
 __all__ = ["FUNCTIONS", "OPERATIONS"]

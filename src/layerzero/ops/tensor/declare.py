@@ -8,185 +8,163 @@ tensor.copy_slice             one slice written over another
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerzero.core.arguments import Axis, Param, TensorSchema
-from layerzero.core.dtypes import FLOATING
+from layerzero.core.arguments import Axis, Param, told
 from layerzero.core.judge import Exact
-from layerzero.core.operation import Case, Operation, Work
-from layerzero.core.schema import OperationSchema
+from layerzero.ops.declaration import cases, function, operation, same_shape, tensor
+from layerzero.ops.draw import Draw
 from layerzero.ops.linear.qkv import pieces
-from layerzero.ops.tensor import stock
 
 _MOVED = Exact("numbers are only moved")
+_DENSE = torch.contiguous_format
 
 
-def _bytes(*sizes: str) -> Callable[[Mapping[str, Any]], Work]:
-    """Every number read once and written once."""
+def transpose_head_token(input: Tensor) -> Tensor:
+    """Write heads before tokens as tokens before heads, into memory of its own.
 
-    def work(facts: Mapping[str, Any]) -> Work:
-        return Work(0.0, 2.0 * math.prod(facts[name] for name in sizes) * facts["dtype"].itemsize)
+    Where a view will do, ``input.transpose(-2, -3)`` costs nothing; kernels that want dense memory want this.
 
-    return work
-
-
-# tensor.transpose_head_token, tensor.transpose_token_head
-
-_TOKENS_FIRST, _HEADS_FIRST = ("tokens", "heads"), ("heads", "tokens")
-_SHAPES = {"small": (2, 7, 4, 64), "decode_b64": (64, 1, 32, 128), "prefill": (1, 512, 32, 128)}
+    Shapes: input (*, H, T, D) → (*, T, H, D), contiguous
+    Dtype: floating, returned.
+    Raises: InvalidCallError for other dtypes, and for fewer than three axes.
+    """
+    return input.transpose(-2, -3).clone(memory_format=_DENSE)
 
 
-def _derive_batch(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
-    return {"batch": math.prod(arguments["input"].shape[:-3])}
+def transpose_token_head(input: Tensor) -> Tensor:
+    """Write tokens before heads as heads before tokens, into memory of its own.
+
+    Shapes: input (*, T, H, D) → (*, H, T, D), contiguous
+    Dtype: floating, returned.
+    Raises: InvalidCallError for other dtypes, and for fewer than three axes.
+    """
+    return input.transpose(-2, -3).clone(memory_format=_DENSE)
 
 
-def transpose_reference(input: Tensor) -> Tensor:  # noqa: A002  # torch's name
-    """Tokens and heads change places. Shapes: (..., A, B, D) → (..., B, A, D), contiguous. Dtype: any, returned."""
-    return input.transpose(-2, -3).clone(memory_format=torch.contiguous_format)
+def split_qkv(qkv: Tensor, kv_features: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Take a joined product apart into queries, keys and values, each in memory of its own.
 
+    ``lz.split_qkv_norm_rope`` does so and rotates, ``lz.qkv_linear`` makes the parts at once.
 
-def _transpose_fake(input: Tensor) -> Tensor:  # noqa: A002
-    *lead, first, second, width = input.shape
-    return input.new_empty((*lead, second, first, width))
-
-
-def _transpose(name: str, summary: str, before: tuple[str, str], after: tuple[str, str]) -> Operation:
-    return Operation(
-        schema=OperationSchema(
-            operation=f"tensor.{name}",
-            inputs=(TensorSchema("input", ("...", *before, "head_dim"), FLOATING),),
-            outputs=(TensorSchema("output", ("...", *after, "head_dim"), FLOATING),),
-            axes=(
-                Axis("batch", scales=True, live=True, apart=True, leading=True),
-                Axis("tokens", scales=True, live=True),
-                Axis("heads", scales=True),
-                Axis("head_dim", scales=True),
-            ),
-        ),
-        summary=summary,
-        reference=transpose_reference,
-        fake=_transpose_fake,
-        cases=tuple(
-            Case(label, dict(zip(("batch", "tokens", "heads", "head_dim"), sizes, strict=True)))
-            for label, sizes in _SHAPES.items()
-        ),
-        judge=_MOVED,
-        derive=_derive_batch,
-        derived=("batch",),
-        derived_from={"batch": ("...",)},
-        work=_bytes("batch", "tokens", "heads", "head_dim"),
-        stock=stock.transpose,
-    )
-
-
-TRANSPOSE_HEAD_TOKEN = _transpose(
-    "transpose_head_token", "Heads before tokens written as tokens before heads", _HEADS_FIRST, _TOKENS_FIRST
-)
-TRANSPOSE_TOKEN_HEAD = _transpose(
-    "transpose_token_head", "Tokens before heads written as heads before tokens", _TOKENS_FIRST, _HEADS_FIRST
-)
-
-
-# tensor.split_qkv
-
-_ROWS = Axis("rows", scales=True, live=True, apart=True, leading=True)
-KV_FEATURES = Param("kv_features", int, example=32)
-
-
-def _derive_rows(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
-    tensor = arguments["qkv"] if "qkv" in arguments else arguments["destination"]
-    return {"rows": math.prod(tensor.shape[:-1])}
-
-
-def _derive_parts(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
-    queries = values["joined_features"] - 2 * arguments["kv_features"]
-    return {**_derive_rows(arguments, values), "q_features": queries}
-
-
-def split_qkv_reference(qkv: Tensor, *, kv_features: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Each part in memory of its own. Shapes: (..., N + 2 M) → (..., N), (..., M), (..., M). Dtype: any, returned."""
-    query, key, value = (each.clone(memory_format=torch.contiguous_format) for each in pieces(qkv, kv_features))
+    Shapes: qkv (*, N + 2 M), queries first, then keys, then values → (*, N), (*, M), (*, M), contiguous
+    Dtype: floating, returned.
+    Args:
+        kv_features: M, the numbers of a token's keys, and of its values.
+    Raises: InvalidCallError for other dtypes, and for parts that leave no queries.
+    """
+    query, key, value = (each.clone(memory_format=_DENSE) for each in pieces(qkv, kv_features))
     return query, key, value
 
 
-def _split_fake(qkv: Tensor, *, kv_features: int) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value = (qkv.new_empty(each.shape) for each in pieces(qkv, kv_features))
-    return query, key, value
+def copy_slice_(destination: Tensor, input: Tensor) -> None:
+    """Write one slice over another: ``lz.copy_slice_(cache[:, 3:7], new)``.
 
-
-def _split_case(name: str, rows: int, queries: int, kv_features: int) -> Case:
-    return Case(name, {"rows": rows, "joined_features": queries + 2 * kv_features}, {"kv_features": kv_features})
-
-
-SPLIT_QKV = Operation(
-    schema=OperationSchema(
-        operation="tensor.split_qkv",
-        inputs=(TensorSchema("qkv", ("...", "joined_features"), FLOATING),),
-        outputs=(
-            TensorSchema("query", ("...", "q_features"), FLOATING),
-            TensorSchema("key", ("...", "kv_features"), FLOATING),
-            TensorSchema("value", ("...", "kv_features"), FLOATING),
-        ),
-        params=(KV_FEATURES,),
-        axes=(_ROWS, Axis("joined_features", scales=True)),
-    ),
-    summary="Queries, keys and values out of a joined product, each in memory of its own",
-    reference=split_qkv_reference,
-    fake=_split_fake,
-    cases=(
-        _split_case("small", 33, 64, 32),
-        _split_case("llama3_8b_decode_b64", 64, 4096, 1024),
-        _split_case("llama3_8b_s512", 512, 4096, 1024),
-    ),
-    judge=_MOVED,
-    derive=_derive_parts,
-    derived=("rows", "q_features"),
-    derived_from={"rows": ("...",), "q_features": ("joined_features",)},
-    work=_bytes("rows", "joined_features"),
-    stock=stock.split_qkv,
-)
-
-
-# tensor.copy_slice
-
-
-def copy_slice_reference(destination: Tensor, input: Tensor) -> None:  # noqa: A002
-    """One slice written over another. Shapes: (..., D), (..., D), the same. Dtype: any, the same."""
+    Shapes: destination and input (*, D), the same; views say which part of a tensor is meant.
+    Dtype: floating, the same for both.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for a destination that needs gradients as a
+        leaf, that overlaps itself in memory, or that shares memory with the input.
+    """
     destination.copy_(input)
 
 
-def _nothing(*_: object, **__: object) -> None:
-    return None
+_BATCH, _ROWS = (Axis(name, scales=True, live=True, apart=True, leading=True) for name in ("batch", "rows"))
+_HEADS = (_BATCH, Axis("tokens", scales=True, live=True), Axis("heads", scales=True), Axis("head_dim", scales=True))
+_TRANSPOSES = {"small": (2, 7, 4, 64), "decode_b64": (64, 1, 32, 128), "prefill": (1, 512, 32, 128)}
 
-
-COPY_SLICE = Operation(
-    schema=OperationSchema(
-        operation="tensor.copy_slice",
-        inputs=(
-            TensorSchema("destination", ("...", "features"), FLOATING, mutated=True),
-            TensorSchema("input", ("...", "features"), FLOATING),
-        ),
-        outputs=(),
-        axes=(_ROWS, Axis("features", scales=True)),
+TRANSPOSE_HEAD_TOKEN, TRANSPOSE_TOKEN_HEAD = (
+    operation(
+        f"tensor.{reference.__name__}",
+        summary,
+        reference,
+        inputs=(f"input: ... {before} head_dim",),
+        outputs=(f"output: ... {after} head_dim",),
+        axes=_HEADS,
+        cases=cases("batch tokens heads head_dim", _TRANSPOSES),
+        judge=_MOVED,
+    )
+    for reference, summary, before, after in (
+        (transpose_head_token, "Heads before tokens written as tokens before heads", "heads tokens", "tokens heads"),
+        (transpose_token_head, "Tokens before heads written as heads before tokens", "tokens heads", "heads tokens"),
+    )
+)
+SPLIT_QKV = operation(
+    "tensor.split_qkv",
+    "Queries, keys and values out of a joined product, each in memory of its own",
+    split_qkv,
+    inputs=("qkv: ... joined_features",),
+    outputs=("query: ... q_features", "key: ... kv_features", "value: ... kv_features"),
+    params=(Param("kv_features", int, example=32),),
+    axes=(_ROWS, Axis("joined_features", scales=True)),
+    cases=cases(
+        "rows joined_features | kv_features",
+        {"small": (33, 128, 32), "llama3_8b_decode_b64": (64, 6144, 1024), "llama3_8b_s512": (512, 6144, 1024)},
     ),
-    summary="One slice written over another",
-    reference=copy_slice_reference,
-    fake=_nothing,
-    cases=tuple(
-        Case(name, {"rows": rows, "features": features})
-        for name, (rows, features) in {"small": (33, 96), "decode": (1, 4096), "prefill": (512, 4096)}.items()
-    ),
+    derive=lambda arguments, sizes: {"q_features": sizes["joined_features"] - 2 * arguments["kv_features"]},
+    derived_from={"q_features": ("joined_features",)},
     judge=_MOVED,
-    derive=_derive_rows,
-    derived=("rows",),
-    derived_from={"rows": ("...",)},
-    work=_bytes("rows", "features"),
-    stock=stock.copy_slice,
+)
+COPY_SLICE = operation(
+    "tensor.copy_slice",
+    "One slice written over another",
+    copy_slice_,
+    inputs=(tensor("destination: ... features", mutated=True), "input: ... features"),
+    axes=(_ROWS, Axis("features", scales=True)),
+    cases=cases("rows features", {"small": (33, 96), "decode": (1, 4096), "prefill": (512, 4096)}),
+    judge=_MOVED,
 )
 
+
+def _queries_problems(arguments: dict[str, Any]) -> list[str]:
+    width, kv_features = arguments["qkv"].shape[-1], arguments["kv_features"]
+    if 0 < 2 * kv_features < width:
+        return []
+    wanted = f"1 to {(width - 1) // 2}, so that queries are left of {width}"
+    return [f"kv_features: wanted {wanted}, got {told(kv_features)}"]
+
+
+_WIDTHS = (1, 2, 3, 7, 8, 16, 33, 64, 100, 257)
+
+
+def _leading(draw: Draw) -> tuple[int, ...]:
+    rows = tuple(draw.of((1, 2, 3, 5, 17)) for _ in range(draw.of((0, 1, 2), (3, 6, 2))))
+    return (0, *rows) if draw.chance(0.02) else rows
+
+
+def _draw_transpose(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    shape = (*_leading(draw), draw.of((0, 1, 2, 7, 33), (1, 6, 6, 6, 3)), draw.of((1, 2, 4, 9)), draw.of(_WIDTHS))
+    arguments: dict[str, Any] = {"input": draw.laid_out(draw.normal(shape, dtype))}
+    draw.poison(arguments, ("input",))
+    return arguments
+
+
+def _draw_split(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    queries, kv_features = draw.of(_WIDTHS), draw.of(_WIDTHS)
+    qkv = draw.laid_out(draw.normal((*_leading(draw), queries + 2 * kv_features), dtype))
+    arguments: dict[str, Any] = {"qkv": qkv, "kv_features": kv_features}
+    draw.poison(arguments, ("qkv",))
+    return arguments
+
+
+def _draw_copy(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    shape = (*_leading(draw), draw.of(_WIDTHS))
+    arguments: dict[str, Any] = {
+        "destination": draw.laid_out(draw.normal(shape, dtype), expand=False),
+        "input": draw.laid_out(draw.normal(shape, dtype)),
+    }
+    draw.poison(arguments, ("input",))
+    return arguments
+
+
 OPERATIONS = (TRANSPOSE_HEAD_TOKEN, TRANSPOSE_TOKEN_HEAD, SPLIT_QKV, COPY_SLICE)
+FUNCTIONS = (
+    *(
+        function(each.reference.__name__, each, varies=("...", "tokens"), draw=_draw_transpose, weight=1)
+        for each in (TRANSPOSE_HEAD_TOKEN, TRANSPOSE_TOKEN_HEAD)
+    ),
+    function("split_qkv", SPLIT_QKV, fits=_queries_problems, draw=_draw_split, weight=1),
+    function("copy_slice_", COPY_SLICE, fits=same_shape("input", "destination"), draw=_draw_copy, weight=1),
+)

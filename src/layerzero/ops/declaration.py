@@ -1,0 +1,255 @@
+"""Declare an operation and its function once: what the reference and the schema imply is written nowhere else.
+
+The reference is the public function: its signature and its docstring are what users see. For example, in a family::
+
+    def scale_rows(input: Tensor, factor: float) -> Tensor:
+        \"\"\"Multiply every number by a factor. Shapes: input (*, D) → (*, D). Dtype: ...\"\"\"
+        return (input.to(wide(input.dtype)) * factor).to(input.dtype)
+
+    SCALE_ROWS = operation(
+        "example.scale_rows", "Every number times a factor", scale_rows,
+        inputs=("input: ... features",), outputs=("output: ... features",),
+        axes=(Axis("rows", scales=True, live=True, apart=True, leading=True), Axis("features", scales=True)),
+        params=(Param("factor", float, role=Role.PASSED, example=0.5),),
+        cases=cases("rows features", {"small": (33, 96), "decode": (1, 4096)}, {"factor": 0.5}),
+        tolerance=TOLERANCE, tolerance_reason="twice the rounding of the output",
+    )
+    OPERATIONS, FUNCTIONS = (SCALE_ROWS,), (function("scale_rows", SCALE_ROWS),)
+
+What follows unless it is said: the facts of the leading axes and ``input_ndim``, from ``axes``; shapes for compiled
+code, from the reference on the meta device; ``stock``, from the reference; ``work``, every tensor once; random calls,
+from the cases; the check that a written tensor has memory of its own. Other fields of ``Operation`` and ``Function``
+are given by name.
+
+Several operations may share one reference: where ``up`` is None, ``silu_mul(input, up=None)`` is the reference of the
+joined operation, whose schema has no ``up``. A reference with arguments that its function lacks, or a route that is no
+list of checks (layouts, page tables), is given to ``lz.Function`` itself; ``operation`` works with either.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from layerzero.core.arguments import Axis, Param, TensorSchema
+from layerzero.core.dtypes import FLOATING
+from layerzero.core.errors import InvalidCallError
+from layerzero.core.operation import Case, Function, Operation, Routed, Work
+from layerzero.core.schema import OperationSchema
+from layerzero.ops.calls import dtype_for
+from layerzero.ops.checks import check_dense, write_problems
+
+NDIM = Axis("input_ndim", works=False)
+"""The number of axes of the tensor that has leading ones: dense rows are the same rows in any number of axes."""
+
+Problems = Callable[[dict[str, Any]], list[str]]
+"""What is wrong with a call's arguments, each ``name: wanted this, got that``."""
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that references compute in: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def tensor(text: str, dtypes: frozenset[torch.dtype] | None = FLOATING, **more: Any) -> TensorSchema:
+    """``"input: ... heads head_dim"`` as a schema; ``more`` are the other fields of ``TensorSchema``."""
+    name, _, axes = text.partition(":")
+    return TensorSchema(name, tuple(axes.split()), dtypes, **more)
+
+
+def cases(
+    columns: str,
+    rows: Mapping[str, tuple[object, ...]],
+    params: Mapping[str, object] | None = None,
+    given: tuple[str, ...] = (),
+) -> tuple[Case, ...]:
+    """Cases of a table: the columns name sizes and, behind a bar, parameters: ``"rows features | scale"``.
+
+    Args:
+        columns: names of the numbers of each row.
+        rows: by the case's name.
+        params: parameters that all of them have.
+        given: optional tensors that all of them bring.
+    """
+    sizes, _, values = columns.partition("|")
+    axes, names = sizes.split(), values.split()
+    found = []
+    for label, row in rows.items():
+        named: dict[str, Any] = dict(zip((*axes, *names), row, strict=True))
+        found.append(
+            Case(label, {each: named[each] for each in axes}, {**(params or {}), **{n: named[n] for n in names}}, given)
+        )
+    return tuple(found)
+
+
+def moved(axes: str, tensors: int, flops: int = 0) -> Callable[[Mapping[str, Any]], Work]:
+    """So many tensors of this size read or written, so many operations an element; smaller tensors do not count."""
+    names = axes.split()
+
+    def work(facts: Mapping[str, Any]) -> Work:
+        elements = math.prod(facts[name] for name in names)
+        return Work(float(flops * elements), float(tensors * elements * facts["dtype"].itemsize))
+
+    return work
+
+
+def same_shape(name: str, other: str) -> Problems:
+    """The check that a tensor, where there is one, has the shape of another."""
+
+    def problems(arguments: dict[str, Any]) -> list[str]:
+        if arguments.get(name) is None:
+            return []
+        wanted, got = tuple(arguments[other].shape), tuple(arguments[name].shape)
+        return [] if got == wanted else [f"{name}: wanted shape {wanted} like {other}, got {got}"]
+
+    return problems
+
+
+def operation(
+    name: str,
+    summary: str,
+    reference: Callable[..., Any],
+    *,
+    inputs: tuple[str | TensorSchema, ...],
+    outputs: tuple[str | TensorSchema, ...] = (),
+    axes: tuple[Axis, ...],
+    cases: tuple[Case, ...],
+    params: tuple[Param, ...] = (),
+    layouts: tuple[str, ...] = (),
+    dtype_of: str = "",
+    derive: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, object]] | None = None,
+    derived_from: Mapping[str, tuple[str, ...]] | None = None,
+    expression: Callable[..., Any] | None = None,
+    **more: Any,
+) -> Operation:
+    """Declare an operation.
+
+    Args:
+        name, summary, reference, cases: as of ``Operation``. The reference takes the function's arguments.
+        inputs, outputs: as ``tensor`` reads them, or schemas.
+        axes, params, layouts, dtype_of: as of ``OperationSchema``.
+        derive: facts beside those of the leading axes, from the arguments and the sizes.
+        derived_from: by their names, the axes that they follow from; it names those of ``derive``, and leading ones
+            where they come in another order or follow from other axes.
+        expression: torch's own way to the result where it is not the reference: it computes at once, while ``stock``
+            returns what computes. ``stock=None`` where torch has none.
+        more: the other fields of ``Operation``; ``work=None`` where nobody knows it.
+    """
+    schema = OperationSchema(name, _schemas(inputs), _schemas(outputs), params, axes, layouts, dtype_of)
+    led, facts = _of_leading(schema, derive)
+    follows = {each: axes for each, axes in led.items() if each not in (derived_from or {})} | dict(derived_from or {})
+    more.setdefault("work", _tensors_once(schema))
+    more.setdefault("stock", _later(expression or reference))
+    return Operation(
+        schema=schema,
+        summary=summary,
+        reference=reference,
+        cases=cases,
+        derive=facts,
+        derived=tuple(follows),
+        derived_from=follows,
+        **more,
+    )
+
+
+def _schemas(written: tuple[str | TensorSchema, ...]) -> tuple[TensorSchema, ...]:
+    return tuple(tensor(each) if isinstance(each, str) else each for each in written)
+
+
+def _later(compute: Callable[..., Any]) -> Callable[..., Callable[[], Any]]:
+    def stock(*args: Any, **kwargs: Any) -> Callable[[], Any]:
+        return lambda: compute(*args, **kwargs)
+
+    return stock
+
+
+def _of_leading(
+    schema: OperationSchema, derive: Callable[..., Mapping[str, object]] | None
+) -> tuple[dict[str, tuple[str, ...]], Callable[..., Mapping[str, object]] | None]:
+    """The facts of the leading axes, with the axes that they follow from, and what derives them and all others."""
+    leading, counted = schema.leading, NDIM.name in {each.name for each in schema.axes}
+    first = next((each for each in schema.inputs if each.shape_vars[:1] == ("...",)), None)
+    if first is None or not (leading or counted):
+        return {}, derive
+    lead, inner = first.name, len(first.shape_vars) - 1
+
+    def facts(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> Mapping[str, object]:
+        shape = arguments[lead].shape
+        found: dict[str, object] = {}
+        if leading:
+            found[leading] = math.prod(shape[: len(shape) - inner])
+        if counted:
+            found[NDIM.name] = len(shape)
+        return found if derive is None else {**found, **derive(arguments, values)}
+
+    follows: dict[str, tuple[str, ...]] = {leading: ("...",)} if leading else {}
+    return follows | ({NDIM.name: ()} if counted else {}), facts
+
+
+def _tensors_once(schema: OperationSchema) -> Callable[[Mapping[str, Any]], Work]:
+    """Every tensor of a call once, those that are written into as well; the arithmetic is free beside that."""
+
+    def size(each: TensorSchema, facts: Any) -> int:
+        named = facts.get(each.dtype_from)
+        dtype = named if isinstance(named, torch.dtype) else dtype_for(each, facts["dtype"])
+        axes = (schema.leading if axis == "..." else axis for axis in each.shape_vars or each.broadcast)
+        return math.prod(int(axis) if axis.isdigit() else facts[axis] for axis in axes) * dtype.itemsize
+
+    def work(facts: Any) -> Work:
+        brought = [each for each in schema.inputs if each.required or each.name in facts.tensors]
+        return Work(0.0, float(sum(size(each, facts) for each in (*brought, *schema.results(facts)))))
+
+    return work
+
+
+def function(
+    name: str,
+    *operations: Operation,
+    varies: tuple[str, ...] = ("...",),
+    choose: Callable[[dict[str, Any]], Operation] | None = None,
+    values: Problems | None = None,
+    fits: Problems | None = None,
+    canonical: Callable[[dict[str, Any]], None] | None = None,
+    **more: Any,
+) -> Function:
+    """Declare the public function of operations: the signature and the docstring are those of the first reference.
+
+    A call is checked by the schema, then by ``values``, and only where both find nothing by ``fits``.
+
+    Args:
+        name: as users call it.
+        operations: all that it may lead to.
+        varies: as of ``Routed``.
+        choose: the operation of a call, where there are several. Arguments that it does not have must be None.
+        values: what is wrong with single arguments; what the schema refuses may be among them.
+        fits: what is wrong with arguments that are right by themselves: shapes that differ.
+        canonical: writes the arguments of equal calls the same way, such as a default that is spelled out.
+        more: the other fields of ``Function``, ``signature`` among them where no reference has the public one.
+    """
+
+    def route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
+        check_dense(name, arguments)
+        operation = operations[0] if choose is None else choose(arguments)
+        schema = operation.schema
+        if choose is not None:
+            arguments = {each: value for each, value in arguments.items() if value is not None or each in schema.known}
+        problems = schema.validate(**arguments)
+        if values is not None:
+            problems += values(arguments)
+        if not problems:
+            problems = fits(arguments) if fits is not None else []
+            if schema.mutated:
+                read = tuple(each.name for each in schema.inputs if not each.mutated)
+                problems += write_problems(arguments, schema.mutated, read)
+        if problems:
+            raise InvalidCallError(name, problems)
+        if canonical is not None:
+            canonical(arguments)
+        return Routed(operation, arguments, varies=varies)
+
+    return Function(
+        name=name, signature=more.pop("signature", operations[0].reference), route=route, operations=operations, **more
+    )
