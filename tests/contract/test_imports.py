@@ -93,6 +93,14 @@ def test_imports_point_leftwards(path):
             assert ORDER.index(there) <= ORDER.index(here), f"{path}: {here} imports {name}, which lies to its right"
 
 
+def test_the_operating_system_lies_below_the_vocabulary():
+    """``core.system`` knows of the package what a device is, and no more."""
+    for path in (ROOT / "core" / "system").glob("*.py"):
+        for name in imported(path):
+            known = name.startswith(("layerzero.core.system", "layerzero.core.device"))
+            assert known or layer(name) is None, f"{path} imports {name}"
+
+
 def test_what_lies_outside_the_layers_is_known():
     assert {path.stem for path in ROOT.glob("*.py")} == {"__init__", "__main__", "_assembly"}
     assert not [path for path in modules() if ASSEMBLY in imported(path)]

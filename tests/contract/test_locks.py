@@ -11,14 +11,14 @@ ROOT = Path(layerzero.__file__).parent
 LOCKS = {"Lock", "RLock", "Condition", "Semaphore", "BoundedSemaphore", "Barrier", "Event"}
 KNOWN = {
     "cli/output.py": {"Event"},  # of a command that ends by an interrupt, which forks nothing
-    "core/forking.py": {"Lock", "RLock"},
+    "core/system/forking.py": {"Lock", "RLock"},
     "engine/flight.py": {"Lock"},  # of one choice that is under way; a child forgets them all
     "serving/building.py": {"Event"},  # made anew with the thread that waits for it
     "tuning/keeping/watching.py": {"Event"},  # made anew with the thread that waits for it
     "tuning/measuring/online.py": {"Event"},  # made anew with the thread that waits for it
     "tuning/proving/vet_later.py": {"Event"},  # the same
 }
-FORKS = {"core/forking.py"}
+FORKS = {"core/system/forking.py"}
 
 
 def used(path, module):
@@ -35,7 +35,7 @@ def used(path, module):
 def test_every_lock_is_made_where_a_fork_is_heard_of():
     found = {str(path.relative_to(ROOT)): set(used(path, "threading")) & LOCKS for path in ROOT.rglob("*.py")}
     found = {path: names for path, names in found.items() if names}
-    assert found == KNOWN, "make locks by layerzero.core.forking: a forked child makes those anew"
+    assert found == KNOWN, "make locks by layerzero.core.system.forking: a forked child makes those anew"
 
 
 def test_one_place_hears_of_forks():

@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from layerzero.core import address_space, control_group
-from layerzero.core.control_group import Kills
+from layerzero.core.system import address_space, control_group
+from layerzero.core.system.control_group import Kills
 
 
 @pytest.fixture

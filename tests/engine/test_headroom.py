@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.core import free_memory
 from layerzero.core.errors import NoKernelFoundError
 from layerzero.core.kernel import Backend
 from layerzero.core.reasons import ReasonCode
+from layerzero.core.system import free_memory
 from layerzero.engine import headroom
 from layerzero.engine.failing import out_of_memory
 from layerzero.engine.registry import REGISTRY

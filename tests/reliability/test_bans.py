@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.core import disk
 from layerzero.core.ledger import Verdict
+from layerzero.core.system import disk
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.keeping import files as files_module

@@ -15,7 +15,7 @@ import layerzero as lz
 from layerzero.cli import bench as bench_command
 from layerzero.cli import charts
 from layerzero.cli.app import main
-from layerzero.core import disk
+from layerzero.core.system import disk
 from layerzero.engine.frozen import Choice
 from layerzero.tuning.measuring.workload import Manifest
 
@@ -175,5 +175,5 @@ def test_no_command_writes_a_file_in_another_way():
         for path in source.rglob("*.py")
         if any(way in path.read_text(encoding="utf-8") for way in ways)
     }
-    assert found == {"core/disk.py"}
+    assert found == {"core/system/disk.py"}
     assert callable(charts.check)

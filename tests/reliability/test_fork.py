@@ -9,12 +9,12 @@ import threading
 
 import pytest
 
-from layerzero.core import forking
+from layerzero.core.system import forking
 
 BEGIN = """
 import os, random, signal, threading, time, torch, warnings
 import layerzero as lz
-from layerzero.core import forking
+from layerzero.core.system import forking
 from layerzero.core.evidence import Measurement
 from layerzero.core.ledger import Verdict
 from layerzero.engine.dispatch import ENGINE
@@ -121,7 +121,7 @@ def test_a_child_needs_no_lock_that_another_thread_held(tmp_path):
 IMPORTING = """
 import os, signal, sys, threading
 sys.path.insert(0, sys.argv[1])
-from layerzero.core import forking
+from layerzero.core.system import forking
 import events
 thread = threading.Thread(target=__import__, args=("slow",))
 thread.start()

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.core import disk
 from layerzero.core.evidence import Measurement, Provenance
+from layerzero.core.system import disk
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.keeping import database, journal, merging, places
 from layerzero.tuning.keeping.connections import in_transaction

@@ -15,9 +15,9 @@ import torch
 
 import layerzero as lz
 from layerzero.asking.freeze import Frost
-from layerzero.core import disk
 from layerzero.core.evidence import Measurement
 from layerzero.core.ledger import MemoryLedger, Verdict
+from layerzero.core.system import disk
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.keeping import archive, journal, places

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import layerzero as lz
-from layerzero.core import disk
+from layerzero.core.system import disk
 from layerzero.testing import process
 from layerzero.tuning.keeping import imports
 

@@ -626,7 +626,7 @@ def test_a_file_that_is_only_locked_stands_for_what_lies_beside_it(tmp_path):
 
 
 def test_notes_are_read_once_while_their_folder_stays_as_it_is(tmp_path, monkeypatch):
-    from layerzero.core import disk
+    from layerzero.core.system import disk
     from layerzero.engine import jit
 
     read, real = [], disk.read_plain

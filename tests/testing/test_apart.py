@@ -14,10 +14,10 @@ from types import SimpleNamespace
 import apart_worker
 import pytest
 
-from layerzero.core import control_group, starving
-from layerzero.core.control_group import Kills
 from layerzero.core.ledger import Verdict
-from layerzero.core.starving import Waits
+from layerzero.core.system import control_group, process_waits
+from layerzero.core.system.control_group import Kills
+from layerzero.core.system.process_waits import Waits
 from layerzero.testing import apart, process
 from layerzero.testing.apart import DEATHS, Task, run_apart
 
@@ -283,8 +283,8 @@ def test_children_end_with_their_parent(tmp_path, act, sent, code):
 
 def test_who_waits_for_the_machine_is_not_to_blame(monkeypatch):
     asked = itertools.count()
-    monkeypatch.setattr(starving, "waits", lambda _: Waits({1: 90.0 * next(asked)}))
-    monkeypatch.setattr(starving, "LEAST_S", 0.0)
+    monkeypatch.setattr(process_waits, "waits", lambda _: Waits({1: 90.0 * next(asked)}))
+    monkeypatch.setattr(process_waits, "LEAST_S", 0.0)
     (end,) = Asker(task("hang")).run().ended["hang"]
     assert (end.kind, end.verdict, end.step) == ("starved", None, "the step")
     assert "no sign of life for 0.01 s: it waited for a core for 90 s" in str(end)

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.core import control_group
-from layerzero.core.control_group import Kills
 from layerzero.core.ledger import Verdict
+from layerzero.core.system import control_group
+from layerzero.core.system.control_group import Kills
 from layerzero.engine import ending
 from layerzero.engine.dispatch import ENGINE
 from layerzero.tuning.keeping.files import FileLedger

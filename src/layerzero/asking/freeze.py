@@ -13,7 +13,6 @@ import msgspec
 import torch
 
 from layerzero.asking.answers import explain, explain_facts
-from layerzero.core.disk import write_whole
 from layerzero.core.dtypes import dtype_named
 from layerzero.core.eager_state import STATE_FACTS
 from layerzero.core.errors import FrozenChoiceError, LayerZeroWarning, PolicyError
@@ -21,6 +20,7 @@ from layerzero.core.facts import CallState, Facts, FactsBuilder, TensorFacts
 from layerzero.core.handle import OfKind
 from layerzero.core.operation import Routed
 from layerzero.core.recipe import CallRecipe
+from layerzero.core.system.disk import write_whole
 from layerzero.engine import history, probe
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE

@@ -17,10 +17,10 @@ import torch
 from torch.nn import Module
 
 from layerzero.asking.layers import as_table
-from layerzero.core import forking
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan, Report
+from layerzero.core.system import forking
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.shapes import NOTE
 from layerzero.engine.told import PLACE

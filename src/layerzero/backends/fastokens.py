@@ -13,10 +13,10 @@ from typing import Any
 from layerzero.backends.tokenizing import encoder, formats, one_by_one, ranks_file
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.forking import forked
 from layerzero.core.kernel import Backend
 from layerzero.core.limit_kinds import Custom
 from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.core.system.forking import forked
 from layerzero.ops.tokenize import oracle
 from layerzero.ops.tokenize.limits import TokenizerPart
 from layerzero.ops.tokenize.tokenizer import Tokenizer

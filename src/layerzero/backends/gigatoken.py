@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from layerzero.backends.tokenizing import decoder, encoder, formats, one_by_one, ranks_file
-from layerzero.core import forking
 from layerzero.core import limits as limit
 from layerzero.core.kernel import Backend
+from layerzero.core.system import forking
 from layerzero.ops.tokenize.limits import TokenizerPart, always_added
 from layerzero.ops.tokenize.tokenizer import Tokenizer
 

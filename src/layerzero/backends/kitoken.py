@@ -11,8 +11,8 @@ from typing import Any
 
 from layerzero.backends.tokenizing import encoder, formats, one_by_one
 from layerzero.core import limits as limit
-from layerzero.core.forking import forked
 from layerzero.core.kernel import Backend
+from layerzero.core.system.forking import forked
 from layerzero.ops.tokenize.tokenizer import Tokenizer
 
 KITOKEN = Backend(

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.core import forking
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.core.system import forking
 
 
 class Prepared:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from layerzero.core import limits as limit
-from layerzero.core.disk import make_private, write_whole
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.limit import Limit
+from layerzero.core.system.disk import make_private, write_whole
 from layerzero.ops.tokenize.limits import TokenizerPart
 from layerzero.ops.tokenize.places import folder
 from layerzero.ops.tokenize.tokenizer import Tokenizer, by_hash

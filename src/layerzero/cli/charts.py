@@ -11,7 +11,7 @@ from typing import Any
 
 from layerzero.asking.diagnosis import doctor
 from layerzero.cli.bench_tables import above, cells, columns, described, details, refusals
-from layerzero.core.disk import check_place, write_whole
+from layerzero.core.system.disk import check_place, write_whole
 from layerzero.tuning.measuring.bench import Benched
 
 _FORMATS = (".png", ".svg", ".pdf")

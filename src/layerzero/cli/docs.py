@@ -7,7 +7,7 @@ from pathlib import Path
 
 from layerzero.cli import pages, pages_backends, pages_descriptors, pages_stub, pages_usage
 from layerzero.cli.output import FINE, NO, Answer
-from layerzero.core.disk import write_whole
+from layerzero.core.system.disk import write_whole
 
 END = "<!-- /generated -->"
 BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {

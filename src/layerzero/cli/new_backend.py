@@ -9,8 +9,8 @@ from pathlib import Path
 from layerzero.cli import backend_template as template
 from layerzero.cli.backend_template import Subject
 from layerzero.cli.output import Answer
-from layerzero.core.disk import write_whole
 from layerzero.core.operation import Operation
+from layerzero.core.system.disk import write_whole
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import function_of
 

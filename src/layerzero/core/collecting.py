@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from layerzero.core import forking
+from layerzero.core.system import forking
 
 _HELD: list[bool] = []
 """One for each that holds the collector off: it is switched on when the last of them lets go."""

@@ -13,8 +13,8 @@ from typing import Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
-from layerzero.core import forking
 from layerzero.core.errors import NotPreparedError
+from layerzero.core.system import forking
 
 FOREIGN, STALE = "foreign", "stale"
 """Kinds of a handle that does not belong to a call: made of other tensors, or of values that changed since."""

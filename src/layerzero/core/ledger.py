@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
-from layerzero.core import forking
 from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.evidence import Evidence, Measurement, call_work
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.recipe import CallRecipe
+from layerzero.core.system import forking
 
 
 class Verdict(StrEnum):

@@ -10,9 +10,9 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from layerzero.core import forking
 from layerzero.core.plan import Plan
 from layerzero.core.reuse_conditions import Conditions, holds
+from layerzero.core.system import forking
 from layerzero.engine.policy import Policy
 
 MAX_TABLES = 32

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from layerzero.core import forking
 from layerzero.core.errors import PolicyError
+from layerzero.core.system import forking
 from layerzero.engine.policy import Policy, parse_policy
 from layerzero.engine.scopes import Scopes
 from layerzero.engine.settings import ALIASES, ENVIRONMENT, PREFIX, SETTINGS, checked, nearest

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from layerzero.core import capturing, forking, outdated
+from layerzero.core import capturing, outdated
 from layerzero.core.collecting import held_off
 from layerzero.core.errors import CudaGraphUnsafeError, NoKernelFoundError, NotPreparedError
 from layerzero.core.facts import CallState, Facts, FactsBuilder, TensorFacts
@@ -20,6 +20,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger
 from layerzero.core.operation import Function
 from layerzero.core.plan import Candidate, Plan, Report
+from layerzero.core.system import forking
 from layerzero.engine import failing, legality, planning, probe, reuse, score, split, state
 from layerzero.engine.cache import Key, PlanCache
 from layerzero.engine.config import CONFIGURATION, current_policy

@@ -14,7 +14,7 @@ import re
 import signal
 from pathlib import Path
 
-from layerzero.core import control_group, disk, forking
+from layerzero.core.system import control_group, disk, forking
 
 _SIGNALS = tuple(
     signal.Signals[name]

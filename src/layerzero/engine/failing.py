@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from layerzero.core import forking, free_memory, indices
+from layerzero.core import indices
 from layerzero.core.arguments import TensorSchema
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import (
@@ -27,6 +27,7 @@ from layerzero.core.ledger import Ledger
 from layerzero.core.operation import Routed
 from layerzero.core.plan import Plan, Report
 from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.core.system import forking, free_memory
 from layerzero.engine import foreign, headroom, probe
 from layerzero.engine.first_run import Recent
 from layerzero.engine.health import Health

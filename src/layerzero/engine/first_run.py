@@ -13,11 +13,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from layerzero.core import forking
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger, class_text
 from layerzero.core.plan import Plan
+from layerzero.core.system import forking
 
 MAX_RECENT = 32
 """Classes that come under suspicion when a device's context dies: errors arise later than the launch that made them."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable
 
-from layerzero.core import forking
 from layerzero.core.plan import Plan
+from layerzero.core.system import forking
 
 
 class _Flight:

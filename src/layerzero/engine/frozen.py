@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 import msgspec
 
-from layerzero.core import forking
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.eager_state import STATE_FACTS
 from layerzero.core.errors import NoKernelFoundError
@@ -16,6 +15,7 @@ from layerzero.core.facts import Facts, plain
 from layerzero.core.kernel import Kernel
 from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.core.recipe import CallRecipe
+from layerzero.core.system import forking
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.policy import Policy
 from layerzero.engine.settings import SETTINGS

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from layerzero.core import capturing, forking
+from layerzero.core import capturing
 from layerzero.core.arguments import TensorSchema
 from layerzero.core.errors import RegistrationError
 from layerzero.core.operation import Case, Function, Operation, Routed
+from layerzero.core.system import forking
 from layerzero.engine import operators
 from layerzero.engine.call import Call
 from layerzero.engine.dispatch import ENGINE

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 
 from msgspec import structs
 
-from layerzero.core import forking
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.plan import Candidate
 from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.core.system import forking
 from layerzero.engine.policy import Lock, bound_by
 
 FIRST_RETRY_S = 10.0

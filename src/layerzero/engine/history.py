@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from layerzero.core import forking
 from layerzero.core.facts import Facts
+from layerzero.core.system import forking
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.frozen import class_name
 from layerzero.engine.policy import Policy

@@ -21,10 +21,10 @@ from typing import Any
 import msgspec
 import torch
 
-from layerzero.core import disk, forking
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import call_class
+from layerzero.core.system import disk, forking
 from layerzero.engine import probe
 
 NOTES = "layerzero"

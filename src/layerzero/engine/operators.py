@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from layerzero.core import forking
 from layerzero.core.arguments import TensorSchema
 from layerzero.core.collecting import held_off
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Function, Routed
 from layerzero.core.operator_schema import TorchSchema
+from layerzero.core.system import forking
 from layerzero.engine import namespace
 from layerzero.engine.reference import fake_call, moved, reference_call
 from layerzero.ops import FUNCTIONS

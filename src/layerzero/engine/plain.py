@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from layerzero.core import forking
 from layerzero.core.device import Device
 from layerzero.core.errors import NoKernelFoundError
 from layerzero.core.facts import Facts, FactsBuilder
 from layerzero.core.operation import Routed
 from layerzero.core.plain import PlainFunction
 from layerzero.core.plan import Candidate, Plan, Report
+from layerzero.core.system import forking
 from layerzero.engine import failing, legality, probe, score
 from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import ENGINE, Engine

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import torch
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
-from layerzero.core import forking
 from layerzero.core.device import Device
 from layerzero.core.kernel import Backend, Release, within
 from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.core.system import forking
 
 _REQUIREMENT = re.compile(r"^([A-Za-z0-9_.-]+?)\s*((?:[<>=!~]=?|===).*)$")
 

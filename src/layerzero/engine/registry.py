@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from layerzero import backends
-from layerzero.core import forking
 from layerzero.core.collecting import held_off
 from layerzero.core.errors import RegistrationError, UnknownOperationError
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.operation import Operation, OpKind
+from layerzero.core.system import forking
 from layerzero.engine import declared as fitting
 from layerzero.engine.naming import Names
 from layerzero.engine.of_functions import reference_kernel

@@ -8,8 +8,8 @@ from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from layerzero.core import forking
 from layerzero.core.errors import PolicyError
+from layerzero.core.system import forking
 from layerzero.engine.policy import Policy
 from layerzero.engine.settings import SETTINGS, checked
 

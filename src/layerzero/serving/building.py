@@ -19,10 +19,10 @@ from collections import deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-from layerzero.core import forking
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.threads import started
+from layerzero.core.system import forking
+from layerzero.core.system.threads import started
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import BuildIdentity, Outcome, build_of

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any, Literal
 
-from layerzero.core import control_group, starving
 from layerzero.core.ledger import Verdict
+from layerzero.core.system import control_group, process_waits
 from layerzero.engine.failing import says_out_of_memory
 from layerzero.testing.apart_child import Message
 from layerzero.testing.process import APART, Process, child_environment, how_it_ended
@@ -169,7 +169,7 @@ class _Child(Process):
         self.lane, self.at, self.limit = lane, "", START_S
         self.ready = self.useful = self.over = False
         self.since = self.began = time.monotonic()
-        self.waits = starving.Waits()
+        self.waits = process_waits.Waits()
         self.task: Task | None = None
         self.step: str | None = None
 
@@ -211,7 +211,7 @@ class _Runner:
         for child in list(self.children):
             code = child.poll()  # before it is heard: what it said at last is still to be taken in
             for message in child.messages():
-                child.since, child.waits = time.monotonic(), starving.waits(child.pid)
+                child.since, child.waits = time.monotonic(), process_waits.waits(child.pid)
                 self._take(child, message)
             if code is not None and -code in OUTSIDE:
                 short = control_group.kills().since(child.killed_before)
@@ -222,7 +222,7 @@ class _Runner:
                 kind: Kind = "killed" if says_out_of_memory(words) else "died"  # C++ ends a process that has none left
                 self._gone(child, kind, how_it_ended(code), words)
             elif time.monotonic() - child.since > child.limit:
-                words = starving.waits(child.pid).since(child.waits, time.monotonic() - child.since)
+                words = process_waits.waits(child.pid).since(child.waits, time.monotonic() - child.since)
                 self._gone(child, "starved" if words else "hung", f"{child.limit:g} s", words)
 
     def _take(self, child: _Child, message: Message) -> None:

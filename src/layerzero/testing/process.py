@@ -18,9 +18,10 @@ from typing import Any
 import msgspec
 import torch
 
-from layerzero.core import address_space, control_group, cpu_features
+from layerzero.core import cpu_features
 from layerzero.core.device import Device
 from layerzero.core.facts import Facts
+from layerzero.core.system import address_space, control_group
 from layerzero.engine.registry import REGISTRY
 from layerzero.testing.apart_child import Message
 

@@ -26,12 +26,12 @@ from torch import Tensor
 
 from layerzero.backends.cute_dsl import stamps
 from layerzero.backends.flash_attn.kept import cache_folder, kept
-from layerzero.core import forking
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.limit import Limit
 from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.core.system import forking
 from layerzero.ops.attention import declare as attention
 
 FLASH_ATTN_4 = Backend(

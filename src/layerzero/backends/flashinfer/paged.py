@@ -23,12 +23,12 @@ from torch import Tensor
 from layerzero.backends.flashinfer.attention import FLASHINFER
 from layerzero.backends.flashinfer.modules import decode_key, decode_prebuilt
 from layerzero.backends.flashinfer.staging import Staging
-from layerzero.core import forking
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.handle import CAPTURABLE
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.core.system import forking
 from layerzero.ops.cascade.declare import FLAT
 from layerzero.ops.paged.step import StepMetadata
 

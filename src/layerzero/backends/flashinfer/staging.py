@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from layerzero.core import forking
+from layerzero.core.system import forking
 
 _UNREAD: dict[int, tuple[torch.cuda.Event, list[torch.Tensor]]] = {}
 """Pinned buffers that a device may still copy from, by an event behind the copy."""

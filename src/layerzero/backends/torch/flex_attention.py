@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.torch.inductor import compiled, found, loaded, name_of, note
-from layerzero.core import forking
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.ledger import call_class
 from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.core.system import forking
 from layerzero.ops.attention import declare as attention
 from layerzero.ops.attention.reference import attention_reference
 

@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from layerzero.core import disk, forking
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.operation import Operation
+from layerzero.core.system import disk, forking
 from layerzero.ops.norm import declare as norm
 
 if TYPE_CHECKING:

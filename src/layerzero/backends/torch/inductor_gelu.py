@@ -22,10 +22,10 @@ from torch import Tensor
 
 from layerzero.backends.one_thread import GRAIN
 from layerzero.backends.torch.inductor import INDUCTOR, compiled, found, loaded, name_of, note
-from layerzero.core import forking
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
+from layerzero.core.system import forking
 
 _LINEAR = 2.0 * math.sqrt(2.0 / math.pi)
 _CUBIC = 0.044715 * _LINEAR

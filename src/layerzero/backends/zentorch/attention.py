@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.zentorch.library import DTYPES, VECTORS, ZENTORCH, operators
-from layerzero.core import forking
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.reuse_conditions import WITHIN, Condition, SizedCall, conditions
+from layerzero.core.system import forking
 from layerzero.ops.attention import declare as attention
 from layerzero.ops.attention.fold import by_group
 from layerzero.ops.attention.limits import SquareCausal

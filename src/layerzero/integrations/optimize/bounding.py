@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from layerzero.core import forking
+from layerzero.core.system import forking
 from layerzero.ops.linear.packed import Pack, PackedWeight, Packing
 
 

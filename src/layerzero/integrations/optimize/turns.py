@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from layerzero.core import forking
+from layerzero.core.system import forking
 
 
 class Turns:

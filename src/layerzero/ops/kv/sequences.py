@@ -10,12 +10,12 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from layerzero.core import forking
 from layerzero.core.arguments import told
 from layerzero.core.binding import public
 from layerzero.core.bundle import Bundle
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.reasons import ReasonCode
+from layerzero.core.system import forking
 from layerzero.ops.kv import moving
 from layerzero.ops.kv.book import Book, Entry, Growth, has_hash
 from layerzero.ops.kv.errors import GONE, KVCacheError

@@ -10,8 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from layerzero.core import forking
 from layerzero.core.reasons import ReasonCode
+from layerzero.core.system import forking
 from layerzero.ops.kv.errors import KVCacheError
 from layerzero.ops.kv.planes import Plane, are_columns
 from layerzero.ops.kv.ranges import AddressRange, managed_zeros, reserve

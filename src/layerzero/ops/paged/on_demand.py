@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from layerzero.core import forking, outdated, values
+from layerzero.core import outdated, values
 from layerzero.core.errors import InvalidCallError
+from layerzero.core.system import forking
 from layerzero.core.values import Check, Say
 
 _IN_USE, _WHOLE = "page with memory for its tokens", "page with memory for all tokens that it can have"

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from layerzero.core import forking, outdated
+from layerzero.core import outdated
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.reasons import ReasonCode
+from layerzero.core.system import forking
 from layerzero.ops.paged import on_demand
 
 _LAYOUTS: dict[int, dict[int, str]] = {}

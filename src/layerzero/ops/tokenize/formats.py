@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from layerzero.core import forking
 from layerzero.core.errors import InvalidCallError
+from layerzero.core.system import forking
 from layerzero.ops.tokenize import identity, stamp
 from layerzero.ops.tokenize.tokenizer import DUMPED, Surround, Tokenizer, dumped
 

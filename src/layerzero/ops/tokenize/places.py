@@ -9,8 +9,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from layerzero.core import forking
-from layerzero.core.disk import distrust
+from layerzero.core.system import forking
+from layerzero.core.system.disk import distrust
 from layerzero.ops.tokenize.tokenizer import Tokenizer
 
 log = logging.getLogger("layerzero")

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from layerzero.core import forking
+from layerzero.core.system import forking
 from layerzero.ops.tokenize.cutting import Cut, cut_of
 from layerzero.ops.tokenize.tokenizer import Tokenizer, known, when_forgotten
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from layerzero.core import forking
-from layerzero.core.disk import make_private, write_whole
 from layerzero.core.errors import InvalidCallError
+from layerzero.core.system import forking
+from layerzero.core.system.disk import make_private, write_whole
 from layerzero.ops.tokenize import stamp as stamps
 from layerzero.ops.tokenize.identity import Identity
 

@@ -18,8 +18,8 @@ import msgspec
 import torch
 
 from layerzero.core.device import Device
-from layerzero.core.disk import write_whole
 from layerzero.core.dtypes import DTYPES
+from layerzero.core.system.disk import write_whole
 from layerzero.engine import probe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY

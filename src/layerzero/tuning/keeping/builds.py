@@ -17,10 +17,10 @@ from pathlib import Path
 
 import msgspec
 
-from layerzero.core import disk
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import class_text
+from layerzero.core.system import disk
 from layerzero.engine.jit import name_of
 from layerzero.tuning.keeping.files import cache_folder
 

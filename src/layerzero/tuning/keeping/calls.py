@@ -15,9 +15,9 @@ from pathlib import Path
 
 import msgspec
 
-from layerzero.core import disk, forking
 from layerzero.core.facts import Facts
 from layerzero.core.recipe import CallRecipe
+from layerzero.core.system import disk, forking
 
 FILE, LOCK = "calls-1.json", "calls-1.lock"
 

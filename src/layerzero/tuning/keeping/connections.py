@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote
 
-from layerzero.core import disk, forking
+from layerzero.core.system import disk, forking
 from layerzero.tuning.keeping import migrations, places
 
 Result = TypeVar("Result")

@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from layerzero.core import forking
 from layerzero.core.errors import LayerZeroWarning
+from layerzero.core.system import forking
 from layerzero.tuning.keeping import connections, migrations, places
 from layerzero.tuning.keeping.connections import PASSING, ForeignError, Link, NewerError, code_of, in_transaction
 

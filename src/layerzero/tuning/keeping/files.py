@@ -21,7 +21,6 @@ from pathlib import Path
 import msgspec
 import torch
 
-from layerzero.core import disk, forking
 from layerzero.core.device import Device
 from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.facts import Facts
@@ -38,6 +37,7 @@ from layerzero.core.ledger import (
     work_text,
 )
 from layerzero.core.recipe import CallRecipe
+from layerzero.core.system import disk, forking
 from layerzero.engine import ending, probe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY

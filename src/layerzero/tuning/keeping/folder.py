@@ -14,9 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from layerzero.core import forking
 from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.ledger import Verdict
+from layerzero.core.system import forking
 from layerzero.tuning.keeping import records
 from layerzero.tuning.keeping.record_files import ASIDE, DamagedError, RecordFiles
 from layerzero.tuning.keeping.records import FAILURES, PROVED, RUNNING, SUSPECT, VERDICT, Name, Record

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import quote
 
-from layerzero.core import disk
+from layerzero.core.system import disk
 from layerzero.engine import ending
 
 _FOLDER = "plugins"

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from layerzero.core import disk, forking
+from layerzero.core.system import disk, forking
 
 NETWORK = frozenset(
     {

@@ -14,8 +14,8 @@ import uuid
 import warnings
 from pathlib import Path
 
-from layerzero.core import disk
 from layerzero.core.errors import LayerZeroWarning
+from layerzero.core.system import disk
 from layerzero.engine import ending
 from layerzero.tuning.keeping import records
 from layerzero.tuning.keeping.records import Name, Record

@@ -12,10 +12,10 @@ from zlib import crc32
 
 import msgspec
 
-from layerzero.core import disk
 from layerzero.core.facts import Facts
 from layerzero.core.ledger import Verdict
 from layerzero.core.recipe import CallRecipe
+from layerzero.core.system import disk
 
 FORMAT = 1
 

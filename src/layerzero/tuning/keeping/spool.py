@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from layerzero.core import forking
+from layerzero.core.system import forking
 from layerzero.tuning.keeping import journal, merging, places, salvage
 from layerzero.tuning.keeping.connections import in_transaction
 from layerzero.tuning.keeping.database import RETRY_S, Database, what_of

@@ -12,8 +12,8 @@ import threading
 import weakref
 from typing import Protocol
 
-from layerzero.core import forking
-from layerzero.core.threads import started
+from layerzero.core.system import forking
+from layerzero.core.system.threads import started
 
 log = logging.getLogger("layerzero")
 

@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from layerzero.core import address_space
 from layerzero.core.facts import Facts
-from layerzero.core.free_memory import available_bytes
+from layerzero.core.system import address_space
+from layerzero.core.system.free_memory import available_bytes
 
 log = logging.getLogger("layerzero")
 

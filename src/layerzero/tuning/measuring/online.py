@@ -24,7 +24,6 @@ from typing import Any
 import msgspec
 import torch
 
-from layerzero.core import forking
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.evidence import Provenance, call_work
 from layerzero.core.facts import Facts, FactsBuilder
@@ -32,6 +31,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import class_text
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
+from layerzero.core.system import forking
 from layerzero.engine.dispatch import ENGINE
 
 log = logging.getLogger("layerzero")

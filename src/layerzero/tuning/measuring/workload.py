@@ -26,14 +26,14 @@ import msgspec
 import torch
 
 import layerzero
-from layerzero.core import forking
-from layerzero.core.disk import check_place, write_whole
 from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.ledger import class_text
 from layerzero.core.operation import Case, Function, Operation
 from layerzero.core.plain import PlainFunction
 from layerzero.core.plan import Plan
 from layerzero.core.recipe import CallRecipe
+from layerzero.core.system import forking
+from layerzero.core.system.disk import check_place, write_whole
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.measuring.jobs import Job

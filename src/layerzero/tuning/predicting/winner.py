@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from weakref import WeakKeyDictionary
 
-from layerzero.core import forking
 from layerzero.core.evidence import Evidence, Measurement
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger
+from layerzero.core.system import forking
 from layerzero.engine import probe, score
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE

@@ -23,9 +23,9 @@ import msgspec
 import torch
 
 from layerzero.core.dtypes import dtype_named
-from layerzero.core.free_memory import available_bytes
 from layerzero.core.kernel import Kernel
 from layerzero.core.recipe import CallRecipe
+from layerzero.core.system.free_memory import available_bytes
 from layerzero.engine import jit
 from layerzero.engine.config import SCOPES
 from layerzero.engine.failing import out_of_memory

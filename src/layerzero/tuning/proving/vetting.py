@@ -27,7 +27,6 @@ import msgspec
 import torch
 
 from layerzero.asking.examples import taken
-from layerzero.core import forking
 from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_named
 from layerzero.core.errors import InvalidCallError, LayerZeroWarning
@@ -37,6 +36,7 @@ from layerzero.core.ledger import Verdict, class_text
 from layerzero.core.operation import Case, Operation, Routed
 from layerzero.core.reasons import ReasonCode
 from layerzero.core.recipe import CallRecipe
+from layerzero.core.system import forking
 from layerzero.engine import legality, probe
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from layerzero.core import forking
+from layerzero.core.system import forking
 
 _STATM = Path("/proc/self/statm")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from layerzero.core import control_group
 from layerzero.core.device import Device
+from layerzero.core.system import control_group
 
 _MEMINFO = Path("/proc/meminfo")
 

@@ -1,7 +1,7 @@
 """Whether a silent process waits for the machine: for a core, or for memory that lies on a disk.
 
-What is stuck in itself runs or sleeps. Where it runs in more threads than it gets cores, some of them queue, too: so
-who ran for most of a silence, all threads together, did not starve. Linux alone tells.
+A process that hangs runs or sleeps. With more threads than cores, some of its threads queue, too: a process whose
+threads together ran for most of the silence did not wait for the machine. Only Linux has these numbers.
 """
 
 from __future__ import annotations

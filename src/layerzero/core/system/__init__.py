@@ -1,0 +1,1 @@
+"""What the operating system does to a process: forks, memory, control groups, files, threads."""
