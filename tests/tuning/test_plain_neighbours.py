@@ -8,10 +8,10 @@ from layerzero.core.evidence import Evidence, Measurement, Provenance
 from layerzero.core.ledger import MemoryLedger, Verdict
 from layerzero.core.operation import Routed
 from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.order import FOR_SURE, reliable
 from layerzero.engine.plain import plain_facts
 from layerzero.ops import PLAIN_OPERATIONS
 from layerzero.tuning.keeping.store import StoreLedger
-from layerzero.tuning.predicting.weighing import FOR_SURE, settled
 
 ENCODE = PLAIN_OPERATIONS["tokenize.encode"]
 
@@ -61,12 +61,12 @@ def test_a_text_of_any_length_gets_what_is_quickest_near_it(place, size):
 
 
 def test_rough_times_decide_where_nobody_else_may_be_the_best():
-    found = settled({
+    found = reliable({
         "quick": Evidence(100.0, Provenance.MEASURED, 0.1, 0.3),
         "slow": Evidence(2000.0, Provenance.MEASURED, 0.1, 0.3),
     })  # fmt: skip
     assert {each.confidence for each in found.values()} == {FOR_SURE}
-    near = settled({
+    near = reliable({
         "quick": Evidence(100.0, Provenance.MEASURED, 0.1, 0.3),
         "near": Evidence(150.0, Provenance.MEASURED, 0.1, 0.3),
     })  # fmt: skip

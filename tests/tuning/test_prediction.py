@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import layerzero as lz
 from layerzero.core.arguments import Axis
 from layerzero.core.evidence import Evidence, Measurement, Provenance
+from layerzero.engine.order import costs, reliable
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import OPERATIONS
 from layerzero.ops.attention import declare as attention
@@ -34,7 +35,7 @@ from layerzero.tuning.predicting.prediction import (
     meaning_of,
     predict,
 )
-from layerzero.tuning.predicting.weighing import Time, settled, weighed
+from layerzero.tuning.predicting.weighing import Time, weighed
 
 TIME = Measurement(10.0, 12.0, 0.01, 20, noise=0.02)
 PREFILL = meaning_of(attention.STANDARD_PREFILL.schema.axes)
@@ -516,7 +517,7 @@ def test_predictions_make_no_ties(store, kernels):
         for rows in (1, 2, 4, 8, 16, 32, 64, 128):
             noisy_us = factor * (5 + rows) * math.exp(draw.gauss(0, 0.05))
             store.record(kernel, facts(rows), replace(TIME, median_us=noisy_us))
-    found = store.evidence([kernels[0], fast], facts(48))
+    found = costs(store.evidence([kernels[0], fast], facts(48)), [kernels[0], fast])
     assert {each.cost_noise for each in found.values()} == {0.0}
 
 
@@ -566,6 +567,6 @@ def test_a_prediction_is_ahead_of_a_time_by_more_than_it_may_be_off_by(predicted
         "slower": Evidence(150.0, Provenance.MEASURED, 1.0, 0.01),
         "predicted": Evidence(predicted_us, Provenance.PREDICTED, 0.8, off_by),
     }
-    assert settled(found).keys() == found.keys() - (set() if counts else {"predicted"})
+    assert reliable(found).keys() == found.keys() - (set() if counts else {"predicted"})
     del found["measured"], found["slower"]
-    assert settled(found).keys() == found.keys()
+    assert reliable(found).keys() == found.keys()

@@ -17,6 +17,7 @@ from layerzero.core.evidence import Measurement, Provenance
 from layerzero.core.ledger import MemoryLedger, Verdict
 from layerzero.engine import probe
 from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.order import NEARLY, costs
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.keeping import archive, environment
 from layerzero.tuning.keeping.rows import work_of
@@ -24,7 +25,6 @@ from layerzero.tuning.keeping.store import StoreLedger, TimeStore
 from layerzero.tuning.keeping.tables import read_table, slug, table_of, told_apart
 from layerzero.tuning.measuring.tune import asked_jobs
 from layerzero.tuning.predicting import prior
-from layerzero.tuning.predicting.nearly import NEARLY
 from layerzero.tuning.predicting.prior import FOLDER, Priors
 
 TIME = Measurement(10.0, 12.0, 0.01, 20, noise=0.02)
@@ -64,7 +64,8 @@ def attention(batch, seq, heads=(32, 8), head_dim=128, *, layout="BSHD", **more)
 
 
 def asked(facts):
-    return TimeStore().evidence(REGISTRY.candidates(facts["operation"]), facts)
+    kernels = REGISTRY.candidates(facts["operation"])
+    return costs(TimeStore().evidence(kernels, facts), kernels)
 
 
 @pytest.mark.parametrize("file", TABLES, ids=lambda file: file.name)

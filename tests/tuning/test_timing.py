@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from drawing import examples
 from layerzero.core.evidence import Evidence, Provenance
-from layerzero.engine.score import _surely_slower
+from layerzero.engine.order import surely_slower
 from layerzero.tuning.measuring import clocks, timing
 from layerzero.tuning.measuring.clocks import CpuClock, Sample, clock_of
 from layerzero.tuning.measuring.timing import Effort, Runner, carried, differing, measurement, quantile, race
@@ -338,7 +338,7 @@ def test_waiting_for_a_core_is_no_gain(one, other):
     assert beside.median_us <= kept.median_us * (1 + kept.noise) * (1 + beside.noise) * 1.1
     found = [Evidence(each.median_us, Provenance.MEASURED, 0.0, each.noise) for each in (kept, beside)]
     found.sort(key=lambda each: each.time_us)
-    assert not _surely_slower(found[1], found[0])
+    assert not surely_slower(found[1], found[0])
 
 
 def test_half_of_the_samples_waiting_alike_is_noise():

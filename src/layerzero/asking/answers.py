@@ -19,11 +19,11 @@ from layerzero.core.operation import Operation, Routed
 from layerzero.core.plain import PlainFunction
 from layerzero.core.plan import Report
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.engine import legality, probe, score
+from layerzero.engine import legality, probe
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE, Dispatcher
 from layerzero.engine.functions import CALLS
-from layerzero.engine.pick import NO_TIMES, pick
+from layerzero.engine.pick import pick, ranked
 from layerzero.engine.plain import PLAIN_CALLS, plain_facts
 from layerzero.engine.policy import Policy, covers
 from layerzero.engine.probe import Machine
@@ -188,8 +188,8 @@ def explain_facts(call: Facts, machine: Machine, policy: Policy) -> Report:
     kernels = REGISTRY.candidates(call.operation.name)
     judged = legality.judge(kernels, call, policy, machine, ENGINE.health, ENGINE.ledger)
     frozen = ENGINE.frozen
-    ranked = score.rank(judged, call, policy, ENGINE.ledger if frozen is None else NO_TIMES, machine.asked)
-    report = pick(ranked, Routed(call.operation, {}, call.layout), call, policy, REGISTRY.lock_for(policy, call))
+    ordered = ranked(judged, call, policy, ENGINE.ledger if frozen is None else None, machine.asked)
+    report = pick(ordered, Routed(call.operation, {}, call.layout), call, policy, REGISTRY.lock_for(policy, call))
     return report if frozen is None else frozen.held(report, policy)
 
 

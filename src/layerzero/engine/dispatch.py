@@ -21,7 +21,7 @@ from layerzero.core.ledger import Ledger
 from layerzero.core.operation import Function
 from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.core.system import forking
-from layerzero.engine import failing, legality, planning, probe, reuse, score, split, state
+from layerzero.engine import failing, legality, planning, probe, reuse, split, state
 from layerzero.engine.cache import Key, PlanCache
 from layerzero.engine.config import CONFIGURATION, current_policy
 from layerzero.engine.first_run import Recent, first_run
@@ -30,7 +30,7 @@ from layerzero.engine.frozen import Frozen
 from layerzero.engine.fusing import FUSING
 from layerzero.engine.health import Health
 from layerzero.engine.history import History
-from layerzero.engine.pick import NO_TIMES, pick, priority_decides, require, with_every_reason
+from layerzero.engine.pick import pick, priority_decides, ranked, require, with_every_reason
 from layerzero.engine.policy import Policy
 from layerzero.engine.probe import Machine
 from layerzero.engine.registry import REGISTRY, Registry
@@ -167,12 +167,12 @@ class Dispatcher:
             judged, later = self.engine.standings.judge(
                 kernels, facts, policy, machine, health, ledger, failed=failed, by_priority=alone
             )
-        times = ledger if frozen is None and later is None else NO_TIMES
-        ranked = score.rank(judged, facts, policy, times, machine.asked)
-        timed = times is not NO_TIMES and not ledger.untimed(facts)  # of another order of memory, where not of this one
+        times = ledger if frozen is None and later is None else None
+        ordered = ranked(judged, facts, policy, times, machine.asked)
+        timed = times is not None and not ledger.untimed(facts)  # of another order of memory, where not of this one
         lock = self.engine.registry.lock_for(policy, facts)
-        report = pick(ranked, routed, facts, policy, lock, later, timed=timed)
-        return report if frozen is None else frozen.held(report, policy), ranked
+        report = pick(ordered, routed, facts, policy, lock, later, timed=timed)
+        return report if frozen is None else frozen.held(report, policy), ordered
 
     def choose(self, arguments: dict[str, Any], policy: Policy, failed: Collection[str] = ()) -> Plan:
         """Choose a kernel, write its plan, and prove its limits on the tensors that it will get.

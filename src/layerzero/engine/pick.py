@@ -14,18 +14,15 @@ import msgspec
 
 from layerzero.core.errors import CudaGraphUnsafeError, NoKernelFoundError
 from layerzero.core.facts import Facts
-from layerzero.core.ledger import Ledger, MemoryLedger
+from layerzero.core.ledger import Ledger, Libraries
 from layerzero.core.operation import Routed
 from layerzero.core.plan import Candidate, Report
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.engine import fusing, legality, score
+from layerzero.engine import fusing, legality
+from layerzero.engine.order import order
 from layerzero.engine.policy import Lock, Policy, names_kernel
 from layerzero.engine.probe import Machine
 from layerzero.engine.standing import Later
-
-NO_TIMES = MemoryLedger()
-"""What scoring asks where times decide nothing, whatever another process writes meanwhile."""
-
 
 NOT_MEASURED = (
     "no time is known for this call, so what torch's own function runs stays (unmeasured: stock); "
@@ -36,6 +33,24 @@ NOT_MEASURED_PLAIN = (
     "no time is known for this call, so the library that defines what it names stays (unmeasured: stock); "
     "`layerzero tune` measures the others"
 )
+
+
+def ranked(
+    judged: Sequence[Candidate], facts: Facts, policy: Policy, ledger: Ledger | None, libraries: Libraries | None = None
+) -> list[Candidate]:
+    """Order judged kernels by what the ledger knows of the legal ones.
+
+    Args:
+        judged: the candidates of a call.
+        facts, policy: of the call.
+        ledger: what knows times; None where times decide nothing, whatever another process writes meanwhile.
+        libraries: those that a question is about; times hold for versions.
+    """
+    if ledger is None:
+        return order(judged, facts, policy, {})
+    legal = [each.kernel for each in judged if not each.reasons]
+    evidence = ledger.evidence(legal, facts) if libraries is None else ledger.evidence(legal, facts, libraries)
+    return order(judged, facts, policy, evidence)
 
 
 def pick(
@@ -108,7 +123,7 @@ def priority_decides(facts: Facts, policy: Policy, ledger: Ledger) -> bool:
 
 def _with_others(ranked: Sequence[Candidate], later: Later, facts: Facts, policy: Policy) -> tuple[Candidate, ...]:
     """The candidates of a call whose first one won, with those that were left out."""
-    return tuple(score.rank([*ranked, *later()], facts, policy, NO_TIMES))
+    return tuple(order([*ranked, *later()], facts, policy, {}))
 
 
 def _refused(candidate: Candidate, reason: Reason) -> Candidate:

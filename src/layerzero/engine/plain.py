@@ -18,10 +18,10 @@ from layerzero.core.operation import Routed
 from layerzero.core.plain import PlainFunction
 from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.core.system import forking
-from layerzero.engine import failing, legality, probe, score
+from layerzero.engine import failing, legality, probe
 from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import ENGINE, Engine
-from layerzero.engine.pick import NO_TIMES, pick, require
+from layerzero.engine.pick import pick, ranked, require
 from layerzero.engine.policy import Policy
 from layerzero.engine.probe import Machine
 from layerzero.engine.told import tell_choice
@@ -61,11 +61,10 @@ class PlainDispatcher:
         kernels = engine.registry.candidates(facts.operation.name)
         judged = legality.judge(kernels, facts, policy, machine, engine.health, engine.ledger, failed=failed)
         frozen = engine.frozen
-        times = engine.ledger if frozen is None else NO_TIMES
-        ranked = score.rank(judged, facts, policy, times, machine.asked)
+        ordered = ranked(judged, facts, policy, engine.ledger if frozen is None else None, machine.asked)
         lock = engine.registry.lock_for(policy, facts)
-        report = pick(ranked, Routed(facts.operation, {}), facts, policy, lock)
-        return report if frozen is None else frozen.held(report, policy), ranked
+        report = pick(ordered, Routed(facts.operation, {}), facts, policy, lock)
+        return report if frozen is None else frozen.held(report, policy), ordered
 
     def choose(self, facts: Facts, policy: Policy, failed: Collection[str] = ()) -> Plan:
         """Choose a kernel and load it. Raises: NoKernelFoundError where nothing legal is left."""

@@ -22,9 +22,9 @@ from layerzero.core.watched import Watched, names_no_size
 from layerzero.engine import headroom, legality
 from layerzero.engine.health import Health
 from layerzero.engine.kept import Kept
+from layerzero.engine.order import may_come_first
 from layerzero.engine.policy import Policy
 from layerzero.engine.probe import Machine
-from layerzero.engine.score import may_come_first
 
 
 class Standing(NamedTuple):

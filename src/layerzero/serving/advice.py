@@ -22,6 +22,7 @@ from layerzero.core.reasons import ReasonCode
 from layerzero.engine import accelerator, legality, probe
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.order import costs
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import function_of
 from layerzero.tuning.measuring.jobs import Job, jobs_of_cases
@@ -85,7 +86,7 @@ def _of_times(reports: Sequence[Report]) -> Iterator[Advice]:
             continue
         for_each: dict[str, float] = {}
         kept = {each.kernel: way for each in report.candidates if (way := _way(each, report))}
-        evidence = ENGINE.ledger.evidence(list(kept), report.facts)
+        evidence = costs(ENGINE.ledger.evidence(list(kept), report.facts), kept)
         for kernel, way in kept.items():
             if kernel.id in evidence:
                 gain = chosen.time_us / evidence[kernel.id].time_us

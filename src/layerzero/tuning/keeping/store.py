@@ -36,10 +36,9 @@ from layerzero.tuning.keeping.watching import WATCH
 from layerzero.tuning.measuring import machine_state
 from layerzero.tuning.measuring.online import SAMPLER
 from layerzero.tuning.predicting import learning
-from layerzero.tuning.predicting.nearly import decided
 from layerzero.tuning.predicting.prediction import MAX_DISTANCE, predict
 from layerzero.tuning.predicting.prior import priors_of, problems
-from layerzero.tuning.predicting.weighing import OTHER_LAYOUT, Time, settled, weighed
+from layerzero.tuning.predicting.weighing import OTHER_LAYOUT, Time, weighed
 
 _ASK = f"SELECT {sums.SELECTED} FROM times WHERE work = ? AND graph = ?"  # noqa: S608  # names of ours
 
@@ -101,8 +100,7 @@ class TimeStore:
         except Exception as error:  # noqa: BLE001  # no call fails because of what lies on a disk
             spool.database.doubt(error)
             found = self._shipped(kernels, facts, libraries)
-        planning = {kernel.id for kernel in kernels if kernel.plans_sizes}
-        return decided(settled(found), planning) if found else found
+        return found
 
     def _shipped(self, kernels: Sequence[Kernel], facts: Facts, libraries: Libraries | None) -> dict[str, Evidence]:
         """What a table says that ships for this device."""

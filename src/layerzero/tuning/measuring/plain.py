@@ -25,12 +25,13 @@ from layerzero.core.reasons import Reason
 from layerzero.engine import failing
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.order import DECIDED, costs
 from layerzero.engine.plain import PLAIN_CALLS, plain_facts
 from layerzero.engine.policy import names_kernel
 from layerzero.ops import plain_function_of
 from layerzero.tuning.measuring.clocks import CpuClock, clock_of
 from layerzero.tuning.measuring.timing import Effort, measurement, race
-from layerzero.tuning.predicting.weighing import DECIDED, FULL_SAMPLES
+from layerzero.tuning.predicting.weighing import FULL_SAMPLES
 from layerzero.tuning.predicting.winner import record_times
 from layerzero.tuning.proving.vetting import Vetted, facts_of_case, plain_operations, plain_pairs, vet_calls
 
@@ -267,7 +268,7 @@ def _known(operation: Operation, case: Case, params: Mapping[str, Any], leave: S
         for each in report.candidates
         if each.legal and not any(names_kernel(name, each.kernel) for name in leave)
     ]
-    evidence = ENGINE.ledger.evidence(kernels, facts)
+    evidence = costs(ENGINE.ledger.evidence(kernels, facts), kernels)
     if len(kernels) < 2:
         return True
     best_us = min((each.cost_us for each in evidence.values()), default=0.0)

@@ -28,6 +28,7 @@ from layerzero.core.plan import Report
 from layerzero.engine import legality
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import BUILT, is_kept
+from layerzero.engine.order import costs
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.measuring.admission import hopeless, outdone
@@ -94,7 +95,7 @@ class _Run(InTurn):
         if self.again:
             return several
         facts = self.asked(report.facts)
-        evidence, failures = ENGINE.ledger.evidence(several, facts), ENGINE.ledger.failures()
+        evidence, failures = costs(ENGINE.ledger.evidence(several, facts), several), ENGINE.ledger.failures()
         out = self.out(report, evidence)
         return [
             kernel
@@ -114,7 +115,7 @@ class _Run(InTurn):
         if self.again:
             return set()
         parties = self.parties(report)
-        evidence = ENGINE.ledger.evidence(parties, self.asked(report.facts))
+        evidence = costs(ENGINE.ledger.evidence(parties, self.asked(report.facts)), parties)
         return self.out(report, evidence) & {each.id for each in parties}
 
     def unbuilt(self, report: Report) -> list[Kernel]:
@@ -258,7 +259,7 @@ class _Run(InTurn):
 
     def _choice(self, found: Contest, before: str | None) -> Choice:
         facts = self.asked(found.facts)
-        evidence = ENGINE.ledger.evidence(list(found.times), facts)
+        evidence = costs(ENGINE.ledger.evidence(list(found.times), facts), found.times)
         confidence = min((each.confidence for each in evidence.values()), default=0.0)
         chosen = explain(facts).chosen
         builds = chosen is not None and chosen.kernel.jit and not is_kept(chosen.kernel, facts)

@@ -28,6 +28,7 @@ from typing import NamedTuple
 import msgspec
 
 from layerzero.core.arguments import Axis
+from layerzero.core.evidence import HOST_MARGIN
 
 MAX_DISTANCE = 6.0
 """Doublings of all sizes together from the nearest measured point, beyond which there is no evidence.
@@ -49,13 +50,6 @@ ERROR_AT_HALF = 2.0
 
 Kernels of one family err alike, so their order is known better than their times. Over 67 calls of an H200 the choice
 took 1.13 times the best one's time at a half of 0.25, 1.06 at 1 and 1.05 at 2 (2026-11-21).
-"""
-
-HOST_MARGIN = 1.2
-"""A host's typical time counts so many times: it is slower for seconds more often than it is quicker.
-
-Choices recomputed from an H200's stored times took 1.009 to 1.010 times the best of three judgements of 80 calls at
-1.2, 1.010 to 1.014 at 1 and 1.011 to 1.014 at 1.3 (2026-11-22).
 """
 
 WAITS = 1.1

@@ -22,7 +22,7 @@ import torch
 from packaging.version import InvalidVersion, Version
 
 from layerzero.core.device import KNOWN_DEVICES, Device
-from layerzero.core.evidence import Evidence, Provenance
+from layerzero.core.evidence import HOST_MARGIN, Evidence, Provenance
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Libraries
@@ -31,7 +31,7 @@ from layerzero.tuning.keeping.environment import capability_hash
 from layerzero.tuning.keeping.rows import axes_of, is_plain, work_of
 from layerzero.tuning.keeping.tables import Family, Table, read_table, slug, told_apart
 from layerzero.tuning.predicting.fitting import fit
-from layerzero.tuning.predicting.prediction import HOST_MARGIN, Model, Point, meaning_of, predict, waits
+from layerzero.tuning.predicting.prediction import Model, Point, meaning_of, predict, waits
 
 FOLDER = Path(__file__).parents[1] / "priors"
 

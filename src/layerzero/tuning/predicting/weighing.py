@@ -9,8 +9,8 @@ from datetime import datetime
 
 import msgspec
 
-from layerzero.core.evidence import Evidence, Provenance
-from layerzero.tuning.predicting.prediction import HOST_MARGIN, waits
+from layerzero.core.evidence import HOST_MARGIN, Evidence, Provenance
+from layerzero.tuning.predicting.prediction import waits
 
 FULL_SAMPLES = 10
 """A median of fewer samples counts in proportion."""
@@ -32,13 +32,6 @@ So does one from a mask whose rows are aligned otherwise, or that is for one bat
 
 TOGETHER_S = 10.0
 """Times of one contest are written within a second of each other."""
-
-DECIDED = 2.0
-"""A kernel that is so many times slower, noise aside, is slower for sure: rough times of it blur nothing."""
-
-FOR_SURE = 0.5
-"""What the best counts at least where everybody else is slower for sure: at half, who is slower by 2 is chosen by no
-priority."""
 
 
 class Time(msgspec.Struct, frozen=True):
@@ -175,45 +168,3 @@ def _spread(time: Time) -> float:
     if time.samples >= FULL_SAMPLES:
         return time.noise / 2
     return max(time.noise / 2, math.sqrt(time.variance_us2 / time.samples) / time.median_us)
-
-
-def settled(found: Mapping[str, Evidence]) -> dict[str, Evidence]:
-    """The times that count; what is slower for sure is as certain as the best, since a set has its lowest confidence.
-
-    What a prediction may be off by lowers its confidence and makes no ties: the estimate is the better guess in one.
-    Choices recomputed from an H200's stored times took 1.010 to 1.013 times the best of three judgements of 80 calls
-    so, 1.016 with ties within 1 % (2026-11-22).
-    """
-    found = _relied_on(found)
-    best = min(found.values(), key=lambda each: each.cost_us)
-    bound = DECIDED * best.cost_us * (1 + best.cost_noise)
-    if len(found) > 1 and all(each is best or each.cost_us / (1 + each.cost_noise) > bound for each in found.values()):
-        # nobody else may be the best one: rough times of it, taken on a busy machine, still say that
-        best = msgspec.structs.replace(best, confidence=max(best.confidence, FOR_SURE))
-        found = {**found, min(found, key=lambda kernel: found[kernel].cost_us): best}
-    weighed = {}
-    for kernel, each in found.items():
-        decided = each.cost_us / (1 + each.cost_noise) > bound
-        confidence = max(each.confidence, best.confidence) if decided else each.confidence
-        noise = 0.0 if each.provenance is Provenance.PREDICTED else each.cost_noise
-        same = confidence == each.confidence and noise == each.cost_noise
-        weighed[kernel] = each if same else msgspec.structs.replace(each, confidence=confidence, cost_noise=noise)
-    return weighed
-
-
-def _relied_on(found: Mapping[str, Evidence]) -> Mapping[str, Evidence]:
-    """Without predictions that are ahead of a time of this very call by less than they may be off by.
-
-    A run of tuning measured FlashAttention 3 at 500 us and had no time left for FlashAttention 4, of which 452 were
-    predicted, by up to 17 % off: calls took 1.22 times as long with it (decoding over pages, H200, 2026-11-23).
-    """
-    own = [each.cost_us for each in found.values() if each.provenance is Provenance.MEASURED]
-    if not own or len(own) == len(found):
-        return found
-    quickest_us = min(own)
-    return {
-        kernel: each
-        for kernel, each in found.items()
-        if each.provenance is not Provenance.PREDICTED
-        or not each.cost_us < quickest_us < each.cost_us * (1 + each.cost_noise)
-    }

@@ -10,17 +10,18 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger
 from layerzero.core.system import forking
-from layerzero.engine import probe, score
+from layerzero.engine import probe
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.order import replaces
+from layerzero.engine.pick import ranked
 from layerzero.tuning.keeping.rows import work_of
 
 
 def record_times(facts: Facts, times: Mapping[Kernel, Measurement]) -> bool:
     """Remember the times of a tuning window; start a new epoch if they changed the winner, and tell whether they did.
 
-    The winner is what selection would take, and another one replaces it only if it is ahead by more than the noise of
-    both: plans that were chosen stay chosen while two kernels are as good as equal.
+    The winner is what selection would take; :func:`layerzero.engine.order.replaces` says when another one replaces it.
     """
     kinds = sorted({measurement.graph for measurement in times.values()})
     asked = [facts.on(facts.device, capturing=graph) for graph in kinds]
@@ -50,25 +51,23 @@ def _held(held: Mapping[tuple[bytes, bool], tuple[int, str]], facts: Facts, epoc
 
 
 def _winner(facts: Facts) -> tuple[str | None, Mapping[str, Evidence]]:
-    """What selection takes for a call under the process-wide settings, and what is known of the kernels it may take."""
+    """What selection takes for a call under the process-wide settings, and the evidence of the kernels it may take."""
     policy, ledger = CONFIGURATION.policy, ENGINE.ledger
     kernels = ENGINE.registry.candidates(str(facts["operation"]))
     # what is not legal wins nothing, however fast it was in a tuning run that may compile
     machine = probe.this_machine()
     judged, _ = ENGINE.standings.judge(kernels, facts, policy, machine, ENGINE.health, ledger, by_priority=False)
-    ranked = score.rank(judged, facts, policy, ledger)
-    legal = [each for each in ranked if each.legal]
-    evidence = ledger.evidence([each.kernel for each in legal], facts)
+    legal = [each for each in ranked(judged, facts, policy, ledger) if each.legal]
+    evidence = {each.kernel.id: each.evidence for each in legal if each.evidence is not None}
     return (legal[0].kernel.id if legal else None), evidence
 
 
 def _next(facts: Facts, before: str | None) -> str | None:
-    """The winner after new times: the one before unless another is ahead by more than the noise."""
+    """The winner after new times: the one before unless another replaces it."""
     best, evidence = _winner(facts)
     if best is None or before is None or best not in evidence or before not in evidence:
         return best
-    new, old = evidence[best], evidence[before]
-    return best if old.cost_us > new.cost_us * (1 + max(new.cost_noise, old.cost_noise)) else before
+    return best if replaces(evidence[best], evidence[before]) else before
 
 
 _HELD: WeakKeyDictionary[Ledger, dict[tuple[bytes, bool], tuple[int, str]]] = WeakKeyDictionary()

@@ -12,15 +12,14 @@ from hypothesis import strategies as st
 
 import layerzero as lz
 from layerzero.core.device import Device
-from layerzero.core.evidence import Evidence, Measurement, Provenance
+from layerzero.core.evidence import HOST_MARGIN, Evidence, Measurement, Provenance
 from layerzero.core.ledger import MemoryLedger
 from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.order import NEARLY, NEARLY_MEASURED, decisive, wait_us
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.keeping import archive
 from layerzero.tuning.keeping.store import StoreLedger, TimeStore
 from layerzero.tuning.keeping.tables import read_table, slug, table_of
-from layerzero.tuning.predicting.nearly import NEARLY, NEARLY_MEASURED, decided, waited_us
-from layerzero.tuning.predicting.prediction import HOST_MARGIN
 from layerzero.tuning.predicting.prior import Priors
 from layerzero.tuning.predicting.winner import record_times
 
@@ -32,7 +31,7 @@ def known(time_us, device_us=None, provenance=Provenance.MEASURED, noise=0.03):
 
 
 def order(found, planning=()):
-    times = decided(found, planning)
+    times = decisive(found, planning)
     return sorted(times, key=lambda name: times[name].cost_us)
 
 
@@ -46,7 +45,7 @@ def test_of_those_that_are_waited_for_about_as_long_the_device_decides(provenanc
         "d": known(900.0, 1.0, provenance),
     }
     assert order(found) == ["b", "a", "c", "d"], "c is waited for 1.12 or 1.52 times as long, whatever its device takes"
-    times = decided(found)
+    times = decisive(found)
     assert times["b"].cost_us == 25.0
     costs = (25.0 / 15.6 * 25.0 / 26.0) ** 0.5 if provenance is Provenance.MEASURED else NEARLY
     assert times["a"].cost_us == pytest.approx(costs * 25.0)
@@ -88,13 +87,13 @@ def any_measured(found):
 @given(TOLD)
 def test_no_measured_kernel_is_behind_one_that_it_beats_by_both(drawn):
     found = told(drawn)
-    times, best_us = decided(found), min(map(waited_us, found.values()))
+    times, best_us = decisive(found), min(map(wait_us, found.values()))
     for name, each in found.items():
         for other, beaten in found.items():
-            near = waited_us(beaten) <= best_us * (NEARLY_MEASURED if is_measured(beaten) else NEARLY)
+            near = wait_us(beaten) <= best_us * (NEARLY_MEASURED if is_measured(beaten) else NEARLY)
             if not (is_measured(each) and near):
                 continue
-            if waited_us(each) < waited_us(beaten) * (1 - 1e-9) and each.device_us < beaten.device_us * (1 - 1e-9):
+            if wait_us(each) < wait_us(beaten) * (1 - 1e-9) and each.device_us < beaten.device_us * (1 - 1e-9):
                 assert times[name].cost_us <= times[other].cost_us * (1 + 1e-9)
 
 
@@ -114,21 +113,21 @@ def test_where_anything_was_measured_the_best_stays_the_best_when_it_gets_better
     found = told(drawn)
     name = order(found)[0]
     quicker = known(found[name].time_us * factor, found[name].device_us * factor, found[name].provenance)
-    times = decided({**found, name: quicker})
+    times = decisive({**found, name: quicker})
     least = min(each.cost_us for each in times.values())
     assert not any_measured(found) or times[name].cost_us <= least * (1 + 1e-9)
 
 
 def test_who_does_not_tell_the_device_is_compared_by_what_is_waited_for():
     found = {"a": known(30.0, 25.0), "b": known(32.0)}
-    assert decided(found) == found
-    assert decided({}) == {}
-    assert decided({"a": known(30.0, 25.0)}) == {"a": known(30.0, 25.0)}
+    assert decisive(found) == found
+    assert decisive({}) == {}
+    assert decisive({"a": known(30.0, 25.0)}) == {"a": known(30.0, 25.0)}
 
 
 def test_calls_that_wait_for_their_device_keep_their_times():
     found = {"a": known(300.0, 300.0), "b": known(320.0, 320.0), "c": known(700.0, 700.0)}
-    assert {name: each.cost_us for name, each in decided(found).items()} == {"a": 300.0, "b": 320.0, "c": 700.0}
+    assert {name: each.cost_us for name, each in decisive(found).items()} == {"a": 300.0, "b": 320.0, "c": 700.0}
 
 
 @pytest.mark.parametrize("device", [True, False])
@@ -153,12 +152,12 @@ def test_nobody_gets_better_than_the_best_nor_worse_than_who_is_further_behind(d
         str(number): known(time_us, None if untold else share * time_us, provenance)
         for number, (time_us, share, untold, _, provenance) in enumerate(drawn)
     }
-    times = decided(found, [str(number) for number, each in enumerate(drawn) if each[3]])
-    best_us = min(map(waited_us, found.values()))
+    times = decisive(found, [str(number) for number, each in enumerate(drawn) if each[3]])
+    best_us = min(map(wait_us, found.values()))
     for name, each in times.items():
         bound = NEARLY_MEASURED if is_measured(each) else NEARLY
         most = NEARLY_MEASURED if any_measured(found) else NEARLY
-        if waited_us(found[name]) > bound * best_us:
+        if wait_us(found[name]) > bound * best_us:
             assert each == found[name]
         else:
             further = [each.cost_us for other, each in times.items() if times[other] is found[other]]
