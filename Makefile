@@ -44,11 +44,11 @@ torture: $(VENV)/.dev ## damage, kills, forks, threads, bad kernels for TORTURE_
 	$(BIN)/python benchmarks/torture --seconds $(TORTURE_S) --seed $(TORTURE_SEED)
 
 check: $(VENV)/.dev ## lint, types, and generated files
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests benchmarks tools
+	$(BIN)/ruff format --check src tests tools
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/contract
-	$(BIN)/layerzero docs --check
+	$(BIN)/python -m tools docs --check
 
 fuzz: $(VENV)/.dev ## 100,000 random calls against the references in float64, 20,000 against numpy
 	$(BIN)/layerzero fuzz --calls 100000
@@ -59,7 +59,7 @@ bench: $(VENV)/.dev ## what a call costs beside its kernel
 	$(BIN)/python benchmarks/overhead.py --png build/overhead.png
 
 docs: $(VENV)/.dev ## write the generated tables
-	$(BIN)/layerzero docs
+	$(BIN)/python -m tools docs
 
 install: $(VENV)/.dev
 

@@ -1,5 +1,5 @@
 # ruff: noqa: PYI021  # editors show these docstrings
-# Written by `layerzero docs` from the declarations; edit those.
+# Written by `python -m tools docs` from the declarations; edit those.
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 

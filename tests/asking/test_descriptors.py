@@ -22,7 +22,6 @@ import layerzero as lz
 import layerzero.core
 from drawing import examples
 from layerzero.asking.descriptors import DESCRIPTORS, by_backend, exported
-from layerzero.cli import pages_descriptors
 from layerzero.core import capability, limit_kinds
 from layerzero.core.descriptor import decode, sha256
 from layerzero.core.limit import Limit
@@ -34,6 +33,7 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.ops.attention import declare as attention
 from layerzero.ops.attention.limits import SquareCausal
 from layerzero.testing.generate import FUNCTIONS, random_call
+from tools import pages_descriptors
 
 CPU_FLASH = "torch.sdpa.cpu_flash"
 DECLARED = [kernel for kernels in by_backend().values() for kernel in kernels]

@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 import layerzero as lz
-from layerzero.cli import pages_descriptors
 from layerzero.cli.app import main
 from layerzero.engine.registry import REGISTRY
+from tools import pages_descriptors
 
 
 def run(line):

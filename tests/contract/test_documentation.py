@@ -20,14 +20,15 @@ import typer.main
 from typer.testing import CliRunner
 
 import layerzero as lz
-from layerzero.cli import docs, pages
 from layerzero.cli.app import main
-from layerzero.cli.pages_usage import EXAMPLE, walk
 from layerzero.core.kernel import Trust
 from layerzero.engine.config import known_variables
 from layerzero.engine.settings import SETTINGS
 from layerzero.ops import FUNCTIONS, OPERATIONS, PLAIN_FUNCTIONS
 from layerzero.testing import fuzz
+from tools import docs, pages
+from tools.__main__ import main as tool
+from tools.pages_usage import EXAMPLE, walk
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -100,12 +101,15 @@ def test_kernels_that_never_ran_are_marked():
     assert {each["id"] for each in listed if each["untried"]} == {each["id"] for each in listed} & untried
 
 
-def test_generated_files_are_current():
-    result = run("docs --check")
-    assert result.exit_code == 0, result.output
+def test_generated_files_are_current(capsys):
+    assert tool(["docs", "--check"]) == 0, capsys.readouterr().out
 
 
-def test_a_stale_file_fails_and_is_written(tmp_path):
+def test_a_stale_file_fails_and_is_written(tmp_path, capsys):
+    def said(*words, code):
+        assert tool(["--root", str(tmp_path), "docs", *words]) == code
+        return capsys.readouterr().out.splitlines()
+
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     (tmp_path / "src/layerzero").mkdir(parents=True)
@@ -116,19 +120,21 @@ def test_a_stale_file_fails_and_is_written(tmp_path):
     fields = tmp_path / "docs" / "backends.md"
     fields.write_text(fields.read_text().replace("<!-- /generated -->", "by hand\n<!-- /generated -->"))
 
-    result = run(f"docs --check --root {tmp_path}")
-    assert result.exit_code == 1
     stale = ["docs/backends.md", "docs/kernels.md", "docs/reasons.md"]
-    assert result.stdout.splitlines() == [
+    assert said("--check", code=1) == [
         *(f"stale: {each}" for each in stale),
-        "next step: `layerzero docs` writes them",
+        "next step: `python -m tools docs` writes them",
     ]
-    assert json.loads(run(f"docs --check --root {tmp_path} --json").stdout)["stale"] == stale
     assert kernels.read_text().endswith("by hand\n")  # checking writes nothing
 
-    assert run(f"docs --root {tmp_path}").stdout.splitlines() == [f"wrote {each}" for each in stale]
-    assert run(f"docs --check --root {tmp_path}").exit_code == 0
+    assert said(code=0) == [f"wrote {each}" for each in stale]
+    assert said("--check", code=0) == ["the generated documentation is current"]
     assert fields.read_text() == page("backends.md")
+
+
+def test_a_folder_that_is_no_checkout_is_an_error(tmp_path, capsys):
+    assert tool(["--root", str(tmp_path), "docs", "--check"]) == 2
+    assert f"error: {tmp_path}: wanted a source checkout of layerzero, got none" in capsys.readouterr().err
 
 
 def test_documentation_does_not_depend_on_what_is_installed(monkeypatch):

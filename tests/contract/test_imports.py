@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import layerzero
-from layerzero.cli.pages import builtin_kernels
+from layerzero.backends import builtin_kernels
 
 ROOT = Path(layerzero.__file__).parent
 ORDER = (

@@ -102,23 +102,12 @@ ALLOWED: dict[str, dict[str, str]] = {
         **dict.fromkeys(("attn_mask", "return_lse", "softcap", "window"), _EXAMPLES),
         **dict.fromkeys(("causal", "kv", "query"), _OPTION),
     },
-    "cli/contributing.py": dict.fromkeys(("attention", "rms_norm"), _EXAMPLES),
     "cli/demo.py": dict.fromkeys(
         ("attention", "linear", "logits", "packed", "tokens"), "calls of a model, for what is shown"
     ),
     "cli/demo_screen.py": dict.fromkeys(("attention", "packed"), _EXAMPLES),
     "cli/fuzz.py": {"rms_norm": _EXAMPLES},
     "cli/measuring.py": dict.fromkeys(("attention", "norm", "query", "rms_norm"), _EXAMPLES),
-    "cli/pages.py": {
-        "heads": "a sentence of the support page on what adaptations provide",
-        "tensor": "the head of a column",
-    },
-    "cli/pages_descriptors.py": dict.fromkeys(
-        ("attention", "attention.causal", "attention.full", "causal", "heads"), _EXAMPLES
-    ),
-    "cli/pages_usage.py": dict.fromkeys(
-        ("attention", "attention.causal", "causal", "norm", "norm.rms", "rms_norm", "seq_k"), _EXAMPLES
-    ),
     "cli/perfdb.py": {"attention": _EXAMPLES, "rows": "of the database, in what it writes as JSON"},
     "cli/question.py": dict.fromkeys(("causal", "kv"), _OPTION),
     "cli/standing.py": dict.fromkeys(("causal", "kv"), _OPTION),

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from layerzero.cli import calls, contributing, fuzz, measuring, ready
+from layerzero.cli import calls, fuzz, measuring, ready
 from layerzero.cli.calls import AsJson, Modules
 from layerzero.cli.output import FINE, NO, Answer, Program, say, stdout_console
 from layerzero.cli.output import examples as _examples
@@ -396,4 +396,3 @@ def descriptor_check(
 
 measuring.add_to(main)
 ready.add_to(main)
-contributing.add_to(main)

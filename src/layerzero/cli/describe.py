@@ -1,13 +1,10 @@
-"""Kernels in words: what tables and the generated documentation say about a declaration."""
+"""Kernels in words: what tables say about a declaration."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
-import torch
+from collections.abc import Sequence
 
 from layerzero import ops
-from layerzero.core.dtypes import dtype_name
 from layerzero.core.kernel import Kernel
 from layerzero.core.limit_kinds import Dtype, Platform
 from layerzero.ops import FUNCTIONS
@@ -57,27 +54,9 @@ def limits(kernel: Kernel) -> list[str]:
     return [limit.describe() for limit in kernel.limits if not isinstance(limit, (Platform, Dtype))]
 
 
-def hard_limits(kernel: Kernel) -> list[str]:
-    """Limits that no adaptation satisfies, nor the caller's own context."""
-    hard = [limit for limit in kernel.limits if not isinstance(limit, (Platform, Dtype))]
-    return [limit.describe() for limit in hard if not limit.gives_way(kernel.folds)]
-
-
 def flags(kernel: Kernel) -> list[str]:
     """Names of the flags that the kernel sets."""
     return [name for name in FLAGS if getattr(kernel, name)]
-
-
-def library(kernel: Kernel) -> str:
-    """What must be installed: distribution, versions, further demands."""
-    backend = kernel.backend
-    names = " or ".join(name for name in backend.distributions if name)
-    releases = " or ".join(
-        f"{each.versions} beside {each.beside}{'' if each.proven else ' once it is vetted'}"
-        for each in backend.releases
-    )
-    own = f"{names} {releases or backend.versions}".strip()
-    return ", ".join(filter(None, [own, *backend.requires])) or "nothing"
 
 
 def kind(type_: object) -> str:
@@ -85,8 +64,3 @@ def kind(type_: object) -> str:
     if isinstance(type_, tuple):
         return " | ".join(kind(each) for each in type_)
     return type_.__name__ if type(type_) is type else str(type_).replace("typing.", "")
-
-
-def dtype_names(dtypes: Iterable[torch.dtype]) -> str:
-    """Name dtypes, widest family last, in a stable order."""
-    return ", ".join(sorted(dtype_name(dtype) for dtype in dtypes))

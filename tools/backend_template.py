@@ -1,4 +1,4 @@
-"""The files that ``layerzero new-backend`` writes: a declaration, its test, and a package around them."""
+"""The files that ``python -m tools new-backend`` writes: a declaration, its test, and a package around them."""
 
 from __future__ import annotations
 

@@ -8,11 +8,11 @@ from typing import Any
 import typer.main
 
 from layerzero.cli import describe
-from layerzero.cli.pages import HEADER, table
 from layerzero.core import cpu_features
 from layerzero.core.errors import PolicyError
 from layerzero.engine.config import environment_settings, known_variables
 from layerzero.engine.settings import ALIASES, SETTINGS
+from tools.pages import HEADER, table
 
 EXAMPLE = """\
 version: 1

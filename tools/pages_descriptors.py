@@ -12,10 +12,10 @@ from msgspec import UNSET, Meta
 
 from layerzero.asking.descriptors import exported
 from layerzero.cli import describe
-from layerzero.cli.pages import HEADER, builtin_kernels, code, table
 from layerzero.core.descriptor import VERSION_1, Descriptor, Entry
 from layerzero.core.limit_data import KINDS
 from layerzero.core.limit_kinds import Dtype
+from tools.pages import HEADER, builtin_kernels, code, table
 
 INTRO = """\
 A capability descriptor says in JSON what a library's kernels can do. `layerzero kernels --descriptor --backend NAME`

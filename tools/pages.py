@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from layerzero import backends
 from layerzero.cli import describe
+from layerzero.core.arguments import REQUIRED, Axis, Param, TensorSchema
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.judge import Elementwise
 from layerzero.core.kernel import Backend, Kernel, Release
-from layerzero.core.operation import Function, Operation
+from layerzero.core.limit_kinds import Dtype, Platform
+from layerzero.core.operation import Case, Function, Operation
 from layerzero.core.plain import PlainFunction
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.core.schema import REQUIRED, Param, TensorSchema
+from layerzero.core.schema import OperationSchema
 from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, OPERATIONS, PLAIN_FUNCTIONS, PLAIN_OPERATIONS
 
-HEADER = "<!-- Written by `layerzero docs` from the declarations; edit those. -->"
+HEADER = "<!-- Written by `python -m tools docs` from the declarations; edit those. -->"
 
 
 def builtin_kernels() -> list[Kernel]:
@@ -88,7 +94,7 @@ def support() -> str:
         for kernel in builtin_kernels():
             runs = [name for name in names if name in kernel.operations]
             if runs:
-                limits = describe.hard_limits(kernel)
+                limits = _hard_limits(kernel)
                 only = [f"only {', '.join(runs)}"] if len(runs) < len(names) else []
                 marks = ["*untried*"] if kernel.untried else []
                 dtypes = ", ".join(describe.dtypes(kernel)) or "any"
@@ -100,6 +106,12 @@ def support() -> str:
         heading = f"## lz.{function.name}\n\n{', '.join(names)}"
         blocks.append(f"{heading}\n\n{table(['kernel', 'platforms', 'dtypes', 'limits'], rows)}")
     return _page("# What runs where", intro, *blocks)
+
+
+def _hard_limits(kernel: Kernel) -> list[str]:
+    """Limits that no adaptation satisfies, nor the caller's own context."""
+    hard = [limit for limit in kernel.limits if not isinstance(limit, (Platform, Dtype))]
+    return [limit.describe() for limit in hard if not limit.gives_way(kernel.folds)]
 
 
 def operations() -> str:
@@ -169,7 +181,7 @@ def _tensor(tensor: TensorSchema, role: str) -> list[str]:
     axes = f"({', '.join(tensor.shape_vars)})" if tensor.shape_vars else "see the function"
     dtypes = tensor.dtype_constraint
     name = f"`{tensor.name}`" + (f", given as `{tensor.given_as}`" if tensor.given_as else "")
-    return [name, role, axes, describe.dtype_names(dtypes) if dtypes else "that of the inputs"]
+    return [name, role, axes, ", ".join(sorted(map(dtype_name, dtypes))) if dtypes else "that of the inputs"]
 
 
 def _values(values: Mapping[str, object]) -> str:
@@ -201,12 +213,24 @@ def _release(release: Release) -> str:
 def _library(backend: Backend, kernels: Sequence[Kernel]) -> str:
     names = " or ".join(name for name in backend.distributions if name)
     heading = f"## {backend.name}" + (f" ({names})" if names else "")
-    lines = [f"{backend.summary}. Needs {describe.library(kernels[0])}."]
+    lines = [f"{backend.summary}. Needs {_needs(kernels[0])}."]
     ways = [f"`{each.install}` ({each.beside})" for each in backend.releases]
     ways = ways or ([f"`{backend.install}`"] if backend.install else [])
     lines += [f"Install it: {', or '.join(ways)}."] if ways else []
     lines += [f"<{backend.homepage}>"] if backend.homepage else []
     return "\n\n".join([heading, " ".join(lines), *map(_kernel, kernels)])
+
+
+def _needs(kernel: Kernel) -> str:
+    """What must be installed: distribution, versions, further demands."""
+    backend = kernel.backend
+    names = " or ".join(name for name in backend.distributions if name)
+    releases = " or ".join(
+        f"{each.versions} beside {each.beside}{'' if each.proven else ' once it is vetted'}"
+        for each in backend.releases
+    )
+    own = f"{names} {releases or backend.versions}".strip()
+    return ", ".join(filter(None, [own, *backend.requires])) or "nothing"
 
 
 def _priorities(kernel: Kernel) -> str:
@@ -274,3 +298,40 @@ def reasons() -> str:
     )
     rows = ([f"`{each}`", Reason(each, "{fact}", "{wanted}", "{got}").message] for each in ReasonCode)
     return _page("# Reasons", intro, table(["code", "text"], rows))
+
+
+def kernel_fields() -> str:
+    """The fields of a kernel."""
+    return _fields(Kernel)
+
+
+def operation_fields() -> str:
+    """The fields of all that an operation and its function are declared with."""
+    kinds = (OperationSchema, TensorSchema, Axis, Param, Case, Operation, Function)
+    return "\n\n".join(f"### `lz.{kind.__name__}`\n\n{_fields(kind)}" for kind in kinds)
+
+
+def _fields(kind: Any) -> str:
+    """A row for each field: its default, what it says and when to set it. Raises: KeyError for one without a text."""
+    meanings = dict(_described(kind))
+    rows = [
+        [f"`{each.name}`", _default(each), meanings[each.name].replace("``", "`")]
+        for each in dataclasses.fields(kind)
+        if each.init
+    ]
+    return table(["field", "default", "what it says, and when to set it"], rows)
+
+
+def _described(kind: type) -> Iterator[tuple[str, str]]:
+    """Names and texts of a docstring's section of attributes; a text goes on where its lines are indented further."""
+    _, _, section = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")
+    for names, text in re.findall(r"^ {4}(\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", section, re.MULTILINE):
+        yield from ((name, " ".join(text.split())) for name in names.split(", "))
+
+
+def _default(field: dataclasses.Field[object]) -> str:
+    if field.default is not dataclasses.MISSING:
+        told = repr(field.default) if isinstance(field.default, (tuple, frozenset)) else str(field.default)
+        empty = field.default in ("", (), frozenset())
+        return "empty" if empty else "required" if field.default is REQUIRED else f"`{told}`"
+    return "required" if field.default_factory is dataclasses.MISSING else "empty"

@@ -1,11 +1,10 @@
-"""``layerzero new-backend``: what it writes is complete, runs at once, and says what it still lacks."""
+"""``python -m tools new-backend``: what it writes is complete, runs at once, and says what it still lacks."""
 
 from __future__ import annotations
 
 import ast
 import importlib.metadata
 import importlib.util
-import json
 import re
 import shutil
 import subprocess
@@ -16,23 +15,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import layerzero as lz
-from layerzero.cli.app import main
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import FUNCTIONS
+from tools.__main__ import main
 
 ROOT = Path(__file__).parents[2]
 TABLE = "src/layerzero/backends/__init__.py"
 
 
 @pytest.fixture
-def checkout(tmp_path, monkeypatch):
+def checkout(tmp_path):
     for name in ("pyproject.toml", "src/layerzero/__init__.py", TABLE):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    monkeypatch.chdir(tmp_path / "src")  # a folder below is the checkout's, too
     return tmp_path
 
 
@@ -47,10 +44,15 @@ def fastlib(monkeypatch):
     return library
 
 
-def run(*words, code=0):
-    result = CliRunner().invoke(main, ["new-backend", *words], prog_name="layerzero")
-    assert result.exit_code == code, result.output
-    return result
+@pytest.fixture
+def run(checkout, capsys):
+    def called(*words, root=checkout, code=0):
+        got = main(["--root", str(root), "new-backend", *words])
+        said = capsys.readouterr()
+        assert got == code, said
+        return said.err if code else said.out
+
+    return called
 
 
 def declared(path):
@@ -65,10 +67,10 @@ def files(folder):
     return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_in_a_checkout_it_writes_a_built_in_backend(checkout):
-    result = run("fastlib", "--operation", "rms_norm")
-    assert "next steps:" in result.stdout
-    assert "layerzero conformance --kernel fastlib.rms_norm" in result.stdout
+def test_in_a_checkout_it_writes_a_built_in_backend(checkout, run):
+    said = run("fastlib", "--operation", "rms_norm")
+    assert "next steps:" in said
+    assert "layerzero conformance --kernel fastlib.rms_norm" in said
     table = re.findall(r'^    "([\w.]+)",$', (checkout / TABLE).read_text(), re.MULTILINE)
     assert table == sorted(table)
     assert "fastlib" in table
@@ -83,7 +85,7 @@ def test_in_a_checkout_it_writes_a_built_in_backend(checkout):
     assert "from layerzero.backends.fastlib import KERNELS" in (checkout / "tests/kernels/test_fastlib.py").read_text()
 
 
-def test_what_it_writes_fails_with_the_next_step_until_it_is_filled_in(checkout, fastlib):
+def test_what_it_writes_fails_with_the_next_step_until_it_is_filled_in(checkout, fastlib, run):
     run("fastlib", "--operation", "rms_norm")
     path = checkout / "src/layerzero/backends/fastlib.py"
     x, w = torch.randn(4, 64), torch.randn(64)
@@ -105,13 +107,13 @@ ASKED = [name for name, function in FUNCTIONS.items() if alike(function)]
 
 
 @pytest.mark.parametrize("function", sorted(FUNCTIONS.keys() - ASKED))
-def test_a_function_whose_operations_take_other_tensors_is_told_apart(checkout, function):
-    result = run("fastlib", "--operation", function, code=2)
-    assert f"got {', '.join(each.name for each in FUNCTIONS[function].operations)}; name one" in result.output
+def test_a_function_whose_operations_take_other_tensors_is_told_apart(run, function):
+    said = run("fastlib", "--operation", function, code=2)
+    assert f"got {', '.join(each.name for each in FUNCTIONS[function].operations)}; name one" in said
 
 
 @pytest.mark.parametrize("operation", [*ASKED, "attention.causal", *(each.name for each in lz.list_operations())])
-def test_every_operation_gets_a_declaration_that_registers_and_passes_the_linter(checkout, operation):
+def test_every_operation_gets_a_declaration_that_registers_and_passes_the_linter(checkout, run, operation):
     run("fastlib", "--operation", operation)
     kernels = declared(checkout / "src/layerzero/backends/fastlib.py")
     lz.register_backend(kernels)
@@ -124,13 +126,11 @@ def test_every_operation_gets_a_declaration_that_registers_and_passes_the_linter
         assert done.returncode == 0, done.stdout
 
 
-def test_outside_of_a_checkout_it_writes_a_package(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    answer = json.loads(run("fastlib", "--operation", "attention", "--json").stdout)
-    assert answer["written"] == [
-        "fastlib/pyproject.toml",
-        "fastlib/src/layerzero_fastlib/__init__.py",
-        "fastlib/tests/test_fastlib.py",
+def test_with_a_folder_for_it_it_writes_a_package(tmp_path, run):
+    said = run("fastlib", "--operation", "attention", "--package", str(tmp_path), root=tmp_path / "nowhere")
+    assert said.splitlines()[:3] == [
+        f"wrote {tmp_path}/fastlib/{each}"
+        for each in ("pyproject.toml", "src/layerzero_fastlib/__init__.py", "tests/test_fastlib.py")
     ]
     project = tomllib.loads((tmp_path / "fastlib/pyproject.toml").read_text())["project"]
     assert project["entry-points"]["layerzero.backends"] == {"fastlib": "layerzero_fastlib"}
@@ -139,17 +139,16 @@ def test_outside_of_a_checkout_it_writes_a_package(tmp_path, monkeypatch):
     ast.parse((tmp_path / "fastlib/tests/test_fastlib.py").read_text())
 
 
-def test_nothing_is_overwritten(checkout, tmp_path_factory, monkeypatch):
+def test_nothing_is_overwritten(checkout, run, tmp_path_factory):
     run("fastlib", "--operation", "rms_norm")
     before = files(checkout)
-    assert "do not exist yet" in run("fastlib", "--operation", "layer_norm", code=2).stderr
+    assert "do not exist yet" in run("fastlib", "--operation", "layer_norm", code=2)
     (checkout / "src/layerzero/backends/other").mkdir()
-    assert "without a folder" in run("other", "--operation", "rms_norm", code=2).stderr
+    assert "without a folder" in run("other", "--operation", "rms_norm", code=2)
     assert files(checkout) == before
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     (elsewhere / "fastlib").mkdir()
-    monkeypatch.chdir(elsewhere)
-    assert "does not exist yet" in run("fastlib", "--operation", "rms_norm", code=2).stderr
+    assert "does not exist yet" in run("fastlib", "--operation", "rms_norm", "--package", str(elsewhere), code=2)
     assert files(elsewhere) == {}
 
 
@@ -158,9 +157,13 @@ def test_nothing_is_overwritten(checkout, tmp_path_factory, monkeypatch):
     (("class", "--operation", "rms_norm"), "wanted the library's module"),
     (("fastlib", "--operation", "norm.rsm"), "did you mean 'norm.rms'"),
     (("fastlib", "--operation", "norm.*"), "wanted operations that take the same tensors"),
-    (("fastlib", "--operation", "rms_norm", "--root", "nowhere"), "wanted a source checkout"),
 ])  # fmt: skip
-def test_a_question_that_makes_no_sense_writes_nothing(checkout, words, text):
+def test_a_question_that_makes_no_sense_writes_nothing(checkout, run, words, text):
     before = files(checkout)
-    assert text in run(*words, code=2).stderr
+    assert text in run(*words, code=2)
     assert files(checkout) == before
+
+
+def test_without_a_checkout_it_names_the_other_way(tmp_path, run):
+    said = run("fastlib", "--operation", "rms_norm", root=tmp_path / "nowhere", code=2)
+    assert "wanted a source checkout of layerzero, got none; --package writes a package" in said

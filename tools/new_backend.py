@@ -1,4 +1,4 @@
-"""``layerzero new-backend``: the files of a backend, in a checkout of LayerZero or as a package of its own."""
+"""``python -m tools new-backend``: the files of a backend, in a checkout of LayerZero or as a package of its own."""
 
 from __future__ import annotations
 
@@ -6,40 +6,34 @@ import keyword
 import re
 from pathlib import Path
 
-from layerzero.cli import backend_template as template
-from layerzero.cli.backend_template import Subject
-from layerzero.cli.output import Answer
 from layerzero.core.operation import Operation
 from layerzero.core.system.disk import write_whole
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import function_of
+from tools import backend_template as template
+from tools.backend_template import Subject
 
 TABLE = "src/layerzero/backends/__init__.py"
 PROJECT = "pyproject.toml"
 
 
-def answer(name: str, operation: str, root: Path | None) -> Answer:
-    """Write the files. Raises: ValueError for a name that is taken or no module's; KeyError for an operation."""
+def answer(name: str, operation: str, checkout: Path, package: Path | None) -> list[str]:
+    """Write the files, of a package where a folder for one is given. Returns: what to say.
+
+    Raises: ValueError for a name that is taken or no module's; UnknownOperationError.
+    """
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
         raise ValueError(f"NAME: wanted the library's module, in small letters like my_library, got {name!r}")
     subject = Subject(name, *_asked(operation))
-    checkout = _checkout(root)
-    texts = _in_checkout(subject, checkout) if checkout else _as_package(subject, Path.cwd() / name)
-    taken = [path for path in texts if path.exists() and path not in _edited(checkout)]
+    texts = _as_package(subject, package / name) if package else _in_checkout(subject, checkout)
+    taken = [path for path in texts if path.exists() and path not in (checkout / TABLE, checkout / PROJECT)]
     if taken:
         raise ValueError(f"{name}: wanted files that do not exist yet, got {', '.join(map(str, taken))}")
     for path, text in texts.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text.encode())
-    here = Path.cwd()
-    written = [str(path.relative_to(here)) if path.is_relative_to(here) else str(path) for path in texts]
-    steps = _steps(subject, checkout)
-    lines = [
-        *(f"wrote {path}" for path in written),
-        "next steps:",
-        *(f"  {number}. {step}" for number, step in enumerate(steps, 1)),
-    ]
-    return Answer({"written": written, "next": steps}, lambda: lines)
+    steps = [f"  {number}. {step}" for number, step in enumerate(_steps(subject, package), 1)]
+    return [*(f"wrote {path}" for path in texts), "next steps:", *steps]
 
 
 def _asked(operation: str) -> tuple[tuple[Operation, ...], str]:
@@ -57,24 +51,10 @@ def _asked(operation: str) -> tuple[tuple[Operation, ...], str]:
     return found, function.name if function is not None and whole else names[0]
 
 
-def _checkout(root: Path | None) -> Path | None:
-    """The source checkout that was named, or that lies here or above; None outside of one."""
-    for folder in [root] if root else [Path.cwd(), *Path.cwd().parents]:
-        if (folder / TABLE).is_file() and (folder / PROJECT).is_file():
-            return folder
-    if root:
-        raise ValueError(
-            f"{root}: wanted a source checkout of layerzero, got none; without --root a package is written"
-        )
-    return None
-
-
-def _edited(checkout: Path | None) -> set[Path]:
-    return {checkout / TABLE, checkout / PROJECT} if checkout else set()
-
-
 def _in_checkout(subject: Subject, root: Path) -> dict[Path, str]:
     name = subject.name
+    if not (root / TABLE).is_file():
+        raise ValueError(f"{root}: wanted a source checkout of layerzero, got none; --package writes a package")
     folder = root / "src/layerzero/backends" / name
     if folder.exists():
         raise ValueError(f"{name}: wanted a name without a folder in src/layerzero/backends, got {folder}")
@@ -111,11 +91,11 @@ def _as_package(subject: Subject, folder: Path) -> dict[Path, str]:
     }
 
 
-def _steps(subject: Subject, checkout: Path | None) -> list[str]:
+def _steps(subject: Subject, package: Path | None) -> list[str]:
     name, kernel = subject.name, f"{subject.name}.{subject.kernel}"
     steps = ["fill in _library(), the call in run(), and the limits"]
-    steps += [] if checkout else [f"pip install -e ./{name}"]
+    steps += [f"pip install -e {package / name}"] if package else []
     steps.append(f"layerzero conformance --kernel {kernel}, until nothing is wrong")
-    if checkout:
-        return [*steps, "layerzero docs, and a line in CHANGELOG.md", "make check"]
-    return [*steps, f"layerzero vet --kernel {kernel}: a plugin runs where it proved itself"]
+    if package:
+        return [*steps, f"layerzero vet --kernel {kernel}: a plugin runs where it proved itself"]
+    return [*steps, "python -m tools docs, and a line in CHANGELOG.md", "make check"]

@@ -33,7 +33,7 @@ def stub() -> str:
     exported = [f'    "{name}",' for name in layerzero.__all__]
     parts = [
         "# ruff: noqa: PYI021  # editors show these docstrings",
-        "# Written by `layerzero docs` from the declarations; edit those.",
+        "# Written by `python -m tools docs` from the declarations; edit those.",
         "\n".join(_imports(written)),
         "",
         "__all__ = [",

@@ -1,18 +1,18 @@
-"""``layerzero docs``: write the pages and blocks that follow from the declarations, or say which are stale."""
+"""``python -m tools docs``: write the pages and blocks that follow from the declarations, or say which are stale."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
-from layerzero.cli import pages, pages_backends, pages_descriptors, pages_stub, pages_usage
-from layerzero.cli.output import FINE, NO, Answer
 from layerzero.core.system.disk import write_whole
+from tools import pages, pages_descriptors, pages_usage, stub
 
+COMMAND = "python -m tools docs"
 END = "<!-- /generated -->"
 BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {
-    "docs/adding_operations.md": ("<!-- generated: fields of operations -->", pages_backends.operation_fields),
-    "docs/backends.md": ("<!-- generated: fields of Kernel -->", pages_backends.kernel_fields),
+    "docs/adding_operations.md": ("<!-- generated: fields of operations -->", pages.operation_fields),
+    "docs/backends.md": ("<!-- generated: fields of Kernel -->", pages.kernel_fields),
 }
 """Files that are written by hand but for one block: the line that begins it, and what stands in it."""
 
@@ -26,25 +26,21 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/reasons.md": pages.reasons,
     "docs/settings.md": pages_usage.settings,
     "docs/support.md": pages.support,
-    "src/layerzero/__init__.pyi": pages_stub.stub,
+    "src/layerzero/__init__.pyi": stub.stub,
 }
 
 
-def answer(root: Path | None, *, check: bool) -> Answer:
-    """Write the stale files, or only name them. Raises: ValueError if there is no source checkout."""
-    folder = root or Path(__file__).parents[3]
-    stale = {path: text for path, text in wanted(folder).items() if _read(folder / path) != text}
-    data = {"checked" if check else "written": sorted(stale) if not check else sorted([*PAGES, *BLOCKS])}
+def answer(root: Path, *, check: bool) -> tuple[int, list[str]]:
+    """Write the stale files, or only name them. Returns: the exit code, and what to say."""
+    stale = {path: text for path, text in sorted(wanted(root).items()) if _read(root / path) != text}
     if check:
-        data["stale"] = sorted(stale)
-        lines = [f"stale: {path}" for path in sorted(stale)]
-        lines.append("next step: `layerzero docs` writes them" if stale else "the generated documentation is current")
-        return Answer(data, lambda: lines, NO if stale else FINE)
+        lines = [f"stale: {path}" for path in stale]
+        lines.append(f"next step: `{COMMAND}` writes them" if stale else "the generated documentation is current")
+        return bool(stale), lines
     for path, text in stale.items():
-        (folder / path).parent.mkdir(exist_ok=True)
-        write_whole(folder / path, text.encode())
-    lines = [f"wrote {path}" for path in sorted(stale)] or ["the generated documentation was current"]
-    return Answer(data, lambda: lines)
+        (root / path).parent.mkdir(exist_ok=True)
+        write_whole(root / path, text.encode())
+    return 0, [f"wrote {path}" for path in stale] or ["the generated documentation was current"]
 
 
 def wanted(folder: Path) -> dict[str, str]:
