@@ -1919,8 +1919,8 @@ def tokenize(
         texts: a string, or a list or tuple of strings.
         tokenizer_id: a folder or file (tokenizer.json, tiktoken ranks, SentencePiece .model, tekken.json), the name of
             a tiktoken encoding, or an object of tokenizers, tiktoken, sentencepiece or transformers. It is read
-            once, and anew where the file or object changed; :mod:`layerzero.ops.tokenize.stamp` says what is compared
-            at each call, and what ``lz.forget_tokenizer`` has to be told. Nothing is downloaded.
+            once, and anew where the file or object changed; :mod:`layerzero.ops.tokenize.identity` says what is
+            compared at each call, and what ``lz.forget_tokenizer`` has to be told. Nothing is downloaded.
         return_offsets: also ``offset_mapping``: for each id, where its characters begin and end in the text; (0, 0) of
             what was added.
         add_special_tokens: whether what the tokenizer puts around a text is added; None does what its library does:

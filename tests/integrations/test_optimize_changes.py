@@ -24,7 +24,7 @@ from layerzero.integrations.optimize.norms import norm
 from layerzero.integrations.optimize.products import linear, linear_then
 from layerzero.integrations.optimize.report import Optimized
 from layerzero.integrations.optimize.stamp import Stamp
-from layerzero.ops.linear.glancing import LOOKS
+from layerzero.ops.linear.packed import LOOKS
 
 Change = Callable[[nn.Module, ExitStack], Any]
 

@@ -15,8 +15,7 @@ from layerzero.engine.plain import plain_facts
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import PLAIN_OPERATIONS
 from layerzero.ops.tokenize import oracle
-from layerzero.ops.tokenize.corpus import differential
-from layerzero.ops.tokenize.proof import prove_encode, sample
+from layerzero.ops.tokenize.corpus import differential, prove_encode, sample
 from layerzero.ops.tokenize.tokenizer import resolve
 
 ENCODE = PLAIN_OPERATIONS["tokenize.encode"]

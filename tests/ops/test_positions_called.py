@@ -13,7 +13,7 @@ from layerzero.backends.vllm import normed_rope, paged, rope_append
 from layerzero.core.device import Device
 from layerzero.core.facts import FactsBuilder
 from layerzero.ops import OPERATIONS
-from layerzero.ops.rope.cases import cos_sin
+from layerzero.ops.rope.declare import cos_sin
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 64
 

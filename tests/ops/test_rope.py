@@ -7,8 +7,7 @@ import torch
 
 import layerzero as lz
 from layerzero.engine.functions import CALLS
-from layerzero.ops.rope.cases import cos_sin
-from layerzero.ops.rope.reference import rope_reference
+from layerzero.ops.rope.declare import cos_sin, rope_reference
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ import layerzero as lz
 from layerzero.core.reasons import ReasonCode
 from layerzero.engine.functions import CALLS
 from layerzero.ops import OPERATIONS
-from layerzero.ops.rope.cases import cos_sin
+from layerzero.ops.rope.declare import cos_sin
 
 CPU = torch.device("cpu")
 LIBRARIES = {"torch": "2.11.0", "vllm": "0.20.0"}

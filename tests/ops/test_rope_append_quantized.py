@@ -14,7 +14,7 @@ from drawing import examples
 from layerzero.backends.vllm import normed_rope, quantized, rope_append
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops import OPERATIONS
-from layerzero.ops.rope.cases import cos_sin
+from layerzero.ops.rope.declare import cos_sin
 
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 NAME = "kv.rope_append.quantized"

@@ -11,8 +11,7 @@ from layerzero.backends.vllm_cpu.norm import VLLM_CPU
 from layerzero.core.device import Device
 from layerzero.core.reasons import ReasonCode
 from layerzero.engine.probe import this_machine
-from layerzero.ops.rope.cases import cos_sin
-from layerzero.ops.rope.reference import rope_reference
+from layerzero.ops.rope.declare import cos_sin, rope_reference
 
 LIBRARIES = {
     "torch": "2.11.0",

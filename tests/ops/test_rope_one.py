@@ -7,7 +7,7 @@ import torch
 
 import layerzero as lz
 from layerzero.ops import FUNCTIONS
-from layerzero.ops.rope.cases import cos_sin
+from layerzero.ops.rope.declare import cos_sin
 from layerzero.testing import fuzz
 
 

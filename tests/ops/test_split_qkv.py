@@ -13,7 +13,7 @@ from layerzero.core.device import Device
 from layerzero.core.facts import FactsBuilder
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops import OPERATIONS
-from layerzero.ops.rope.cases import cos_sin
+from layerzero.ops.rope.declare import cos_sin
 from layerzero.ops.rope.normed import qk_norm_rope_reference
 
 CPU = torch.device("cpu")

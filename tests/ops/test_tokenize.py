@@ -13,7 +13,7 @@ import pytest
 
 import layerzero as lz
 import vocabularies
-from layerzero.ops.tokenize import oracle, places
+from layerzero.ops.tokenize import declare, oracle
 from layerzero.ops.tokenize.corpus import differential
 from layerzero.ops.tokenize.identity import of_json
 from layerzero.ops.tokenize.tokenizer import resolve
@@ -335,7 +335,7 @@ def test_a_stream_takes_no_strange_ids(known):
 def test_tokenizers_are_written_where_no_other_user_can_plant_a_link(tmp_path, monkeypatch, kept):
     """Another user was first in the folder that everybody can guess, and put a link there that leads to nothing yet."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(places, "_PRIVATE", [])
+    monkeypatch.setattr(declare, "_PRIVATE", [])
     tokenizer, victim = resolve(vocabularies.encoding()), tmp_path / "of the victim"
     cache = tmp_path / "cache"
     planted = [tmp_path / "layerzero-tokenizers"]
@@ -347,19 +347,19 @@ def test_tokenizers_are_written_where_no_other_user_can_plant_a_link(tmp_path, m
         (folder / f"{tokenizer.tokenizer_hash}.tiktoken.json").symlink_to(victim)
         if kept:
             (folder if kept == "of others" else cache).chmod(0o777)
-    place = Path(places.written(tokenizer))
+    place = Path(declare.written(tokenizer))
     assert not victim.exists()
     assert place.is_file()
     assert not place.is_symlink()
     assert place.parent not in planted
     assert stat.S_IMODE(place.parent.stat().st_mode) == 0o700
-    assert place.parent == Path(places.written(tokenizer)).parent, "one folder a process"
+    assert place.parent == Path(declare.written(tokenizer)).parent, "one folder a process"
     assert resolve(str(place)).tokenizer_hash == tokenizer.tokenizer_hash
 
 
 def test_what_a_process_wrote_for_itself_goes_with_it(tmp_path):
     code = (
-        "import os, sys; from layerzero.ops.tokenize import places; folder = places.folder(); print(folder)\n"
+        "import os, sys; from layerzero.ops.tokenize import declare; folder = declare.folder(); print(folder)\n"
         "child = os.fork()\n"
         "if not child: sys.exit(0)\n"
         "os.waitpid(child, 0); print(folder.is_dir())\n"

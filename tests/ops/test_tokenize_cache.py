@@ -10,11 +10,9 @@ import pytest
 import layerzero as lz
 import vocabularies
 from layerzero.ops.tokenize import oracle
-from layerzero.ops.tokenize.corpus import differential
-from layerzero.ops.tokenize.cutting import Cut, cut_of
+from layerzero.ops.tokenize.corpus import differential, sample
 from layerzero.ops.tokenize.identity import SCHEMES
-from layerzero.ops.tokenize.prefixes import EncodedTexts, TokenizerCacheConfig
-from layerzero.ops.tokenize.proof import sample
+from layerzero.ops.tokenize.prefixes import Cut, EncodedTexts, TokenizerCacheConfig, cut_of
 from layerzero.ops.tokenize.tokenizer import resolve
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import layerzero as lz
 import vocabularies
-from layerzero.ops.tokenize import stamp, tokenizer
+from layerzero.ops.tokenize import identity, tokenizer
 from layerzero.ops.tokenize.tokenizer import resolve
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -85,10 +85,10 @@ def test_flags_of_a_token_that_was_added_before_are_seen():
     native.add_special_tokens([SPECIAL])
     assert lz.tokenize(TEXT, native)["input_ids"] == native.encode(TEXT).ids != before
     many = native_of("byte_level")
-    many.add_tokens([f"<{place}>" for place in range(stamp.FEW_ADDED)] + ["<x>"])
+    many.add_tokens([f"<{place}>" for place in range(identity.FEW_ADDED)] + ["<x>"])
     lz.tokenize(TEXT, many)
     many.add_special_tokens([SPECIAL])
-    found = [lz.tokenize(TEXT, many)["input_ids"] for _ in range(stamp.SELDOM + 1)]
+    found = [lz.tokenize(TEXT, many)["input_ids"] for _ in range(identity.SELDOM + 1)]
     assert found[-1] == many.encode(TEXT).ids, "too many to be compared at each call"
 
 
@@ -107,7 +107,7 @@ def test_a_tokenizer_that_does_not_change_is_read_once(monkeypatch):
     first = resolve(native)
     monkeypatch.setattr("layerzero.ops.tokenize.formats.of_object", lambda _: pytest.fail("read anew"))
     native.encode_batch([TEXT])
-    for _ in range(2 * stamp.SELDOM):
+    for _ in range(2 * identity.SELDOM):
         lz.tokenize(TEXT, native)
     assert resolve(native) is first
 

@@ -18,7 +18,7 @@ from layerzero.core.device import Device
 from layerzero.core.distribution import Distribution
 from layerzero.core.facts import FactsBuilder
 from layerzero.ops import FUNCTIONS, OPERATIONS
-from layerzero.ops.sampling import verify_formulas
+from layerzero.ops.sampling import formulas
 from layerzero.testing import compare, fuzz
 from layerzero.testing.generate import RandomCall, random_call
 
@@ -98,7 +98,7 @@ def test_the_marginals_that_judge_are_those_of_every_way_through():
     """The arithmetic behind the judge against the sum over all ways through a small tree."""
     parents, tokens = torch.tensor([[-1, -1, 0, 0]]), torch.tensor([[1, 2, 0, 1]])
     target, draft = rows(1, 5, seed=1).double(), rows(1, 4, seed=2).double()
-    ids, nodes = verify_formulas.chances(tokens, target, draft, parents)
+    ids, nodes = formulas.chances(tokens, target, draft, parents)
     want = torch.zeros_like(nodes)
     for falls in itertools.product((False, True), repeat=4):
         chance, last, depth, left, path = 1.0, -1, 0, target[0, 0], []
@@ -243,7 +243,7 @@ def test_flashinfers_module_is_asked_as_it_wants_to_be(certain, monkeypatch):
         assert tokens.dtype is ids.dtype is standing.dtype is torch.int32
         assert draft_probs.shape == target[:, 1:].shape
         asked.append((seed, offset))
-        found = verify_formulas.walked(tokens, target, draft_probs, verify_formulas.chain_of(tokens), generator(seed))
+        found = formulas.walked(tokens, target, draft_probs, formulas.chain_of(tokens), generator(seed))
         ids.copy_(found[0])
         stood += (found[1] >= 0).sum(-1).int()
 

@@ -12,10 +12,9 @@ from layerzero.cli.app import main
 from layerzero.core.evidence import Measurement
 from layerzero.core.ledger import Verdict
 from layerzero.engine.dispatch import ENGINE
-from layerzero.ops.tokenize.corpus import EDITION, SCRIPTS, differential
+from layerzero.ops.tokenize.corpus import EDITION, SCRIPTS, differential, prove_decode, prove_encode, sample
 from layerzero.ops.tokenize.declare import ENCODE
 from layerzero.ops.tokenize.identity import digest
-from layerzero.ops.tokenize.proof import prove_decode, prove_encode, sample
 from layerzero.ops.tokenize.tokenizer import resolve
 from layerzero.tuning.measuring import plain
 from layerzero.tuning.measuring.plain import tune_plain

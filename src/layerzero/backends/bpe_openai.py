@@ -11,7 +11,7 @@ from typing import Any
 from layerzero.backends.tokenizing import encoder, formats, one_by_one
 from layerzero.core import limits as limit
 from layerzero.core.kernel import Backend
-from layerzero.ops.tokenize.limits import TokenizerPart, own_specials
+from layerzero.ops.tokenize.declare import TokenizerPart, own_specials
 from layerzero.ops.tokenize.tokenizer import Tokenizer
 
 BPE_OPENAI = Backend(

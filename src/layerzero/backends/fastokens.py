@@ -18,7 +18,7 @@ from layerzero.core.limit_kinds import Custom
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.system.forking import forked
 from layerzero.ops.tokenize import oracle
-from layerzero.ops.tokenize.limits import TokenizerPart
+from layerzero.ops.tokenize.declare import TokenizerPart
 from layerzero.ops.tokenize.tokenizer import Tokenizer
 
 FASTOKENS = Backend(

@@ -17,7 +17,7 @@ from layerzero.backends.tokenizing import decoder, encoder, formats, one_by_one,
 from layerzero.core import limits as limit
 from layerzero.core.kernel import Backend
 from layerzero.core.system import forking
-from layerzero.ops.tokenize.limits import TokenizerPart, always_added
+from layerzero.ops.tokenize.declare import TokenizerPart, always_added
 from layerzero.ops.tokenize.tokenizer import Tokenizer
 
 GIGATOKEN = Backend(

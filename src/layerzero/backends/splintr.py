@@ -16,8 +16,8 @@ from layerzero.backends.tokenizing import encoder, formats, one_by_one
 from layerzero.core import limits as limit
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.ops.tokenize import oracle
-from layerzero.ops.tokenize.cutting import cut_of
-from layerzero.ops.tokenize.limits import TokenizerPart, own_specials
+from layerzero.ops.tokenize.declare import TokenizerPart, own_specials
+from layerzero.ops.tokenize.prefixes import cut_of
 from layerzero.ops.tokenize.tokenizer import Tokenizer
 
 SPLINTR = Backend(

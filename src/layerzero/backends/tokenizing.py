@@ -13,8 +13,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.limit import Limit
 from layerzero.core.system.disk import make_private, write_whole
-from layerzero.ops.tokenize.limits import TokenizerPart
-from layerzero.ops.tokenize.places import folder
+from layerzero.ops.tokenize.declare import TokenizerPart, folder
 from layerzero.ops.tokenize.tokenizer import Tokenizer, by_hash
 
 ENCODING = ("tokenizer", "items", "batched", "add_special_tokens", "parse_special", "return_offsets", "source")

@@ -25,7 +25,7 @@ from layerzero.backends.rotary import TABLE_IN_FLOAT32, TokensInLine, table_and_
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.ops.rope.composed import SPLIT_ACCEPTS, Norm, Rotate, norm_then_rope, split_then_norm_rope
+from layerzero.ops.rope.split import SPLIT_ACCEPTS, Norm, Rotate, norm_then_rope, split_then_norm_rope
 
 
 def _module(facts: Facts) -> Hashable:

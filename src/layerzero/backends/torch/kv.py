@@ -18,7 +18,7 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.paged.codes import quantized
-from layerzero.ops.rope_append.reference import write_rows
+from layerzero.ops.rope_append.declare import write_rows
 
 _FLOATS = ("float32", "float64", "float16", "bfloat16")
 

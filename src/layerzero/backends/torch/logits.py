@@ -19,9 +19,8 @@ from layerzero.backends.torch.attention import TORCH
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.ops.sampling.formulas import of_row, tempered
+from layerzero.ops.sampling.formulas import biased, counts_of, of_row, penalised, tempered
 from layerzero.ops.sampling.logits import PENALTIES_BY
-from layerzero.ops.sampling.logits_formulas import biased, counts_of, penalised
 
 _NUMBERS = tuple(each.name for each in PENALTIES_BY)
 

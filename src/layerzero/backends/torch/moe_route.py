@@ -17,7 +17,7 @@ from layerzero.backends.torch.attention import TORCH
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.ops.moe.formulas import routed
+from layerzero.ops.moe.routing import routed
 
 Pair = tuple[Tensor, Tensor]
 

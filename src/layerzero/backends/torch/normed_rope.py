@@ -18,8 +18,7 @@ from layerzero.backends.torch.rope import FLOATS, Before, rows_for, turning
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.ops.rope.composed import SPLIT_ACCEPTS
-from layerzero.ops.rope.split import parts
+from layerzero.ops.rope.split import SPLIT_ACCEPTS, parts
 
 
 def norming(weight: Tensor, eps: float, plus_one: bool, wide: torch.dtype) -> Before:

@@ -19,7 +19,7 @@ from layerzero.backends.torch.attention import TORCH
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.ops.quantize import reference
+from layerzero.ops.quantize import formats
 from layerzero.ops.quantize.formats import E2M1_LARGEST, FORMATS, MX, NV, SCALED, Format, in_blocks, packed, rounded
 
 _FLOATS = ("float32", "float64", "float16", "bfloat16")
@@ -42,7 +42,7 @@ def scales(numbers: Tensor, of: Format, per: str, block_size: int | None) -> Ten
         scale = (most / of.largest).to(torch.float32)
         return scale.masked_fill_(scale == 0.0, 1.0)
     if numbers.device.type != "cpu" or bool(most.isnan().any()):
-        return reference.computed_scale(numbers, of, per, block_size)
+        return formats.computed_scale(numbers, of, per, block_size)
     return (most / of.largest).to(torch.float32).clamp_(min=of.least_scale)
 
 
@@ -63,7 +63,7 @@ def _load_scaled(facts: Facts) -> Callable[..., Any]:
             made = scales(numbers, of, per, block_size)
         else:
             made = scale.detach().clone(memory_format=torch.contiguous_format)
-        quotients = reference.divided(numbers, made)
+        quotients = formats.divided(numbers, made)
         if is_whole:
             quotients.round_()
         return quotients.clamp_(lowest, largest).to(narrow), made
@@ -103,7 +103,7 @@ def _load_back(facts: Facts) -> Callable[..., Any]:
     of = _format(facts)
 
     def run(quantized: Tensor, scale: Tensor, **params: Any) -> Tensor:
-        return reference.dequantize(quantized, scale, of, **params)
+        return formats.dequantize(quantized, scale, of, **params)
 
     return run
 
@@ -126,14 +126,14 @@ KERNELS = (
     Kernel(
         id="torch.quantize_mx",
         operations=tuple(f"quantize.{each.name}" for each in MX),
-        load=_load_blocks(reference.mx_quotients),
+        load=_load_blocks(formats.mx_quotients),
         limits=(limit.dtype(*_FLOATS),),
         **_COMMON,
     ),
     Kernel(
         id="torch.quantize_nvfp4",
         operations=tuple(f"quantize.{each.name}" for each in NV),
-        load=_load_blocks(reference.nv_quotients),
+        load=_load_blocks(formats.nv_quotients),
         accepts=("tensor_scale",),
         limits=(limit.dtype(*_FLOATS),),
         **_COMMON,

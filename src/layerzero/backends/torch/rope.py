@@ -16,7 +16,7 @@ from layerzero.backends.torch.attention import TORCH
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.ops.rope.reference import wide_dtype
+from layerzero.ops.rope.declare import wide_dtype
 
 _PIECE = 2**18
 """Elements that a CPU rotates at once: what lies between is in its cache then, and not in memory asked of the system.

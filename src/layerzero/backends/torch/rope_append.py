@@ -20,7 +20,7 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.rope_append.composed import Append, split_then_append
-from layerzero.ops.rope_append.reference import write_rows
+from layerzero.ops.rope_append.declare import write_rows
 
 
 def appending(facts: Facts) -> Append:

@@ -18,9 +18,8 @@ from layerzero.backends.torch.attention import TORCH
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.ops.sampling.formulas import drawn, generator_of, probabilities
+from layerzero.ops.sampling.formulas import drawn, generator_of, left_over, probabilities, walked, walked_greedily
 from layerzero.ops.sampling.verify import check_draft, check_target
-from layerzero.ops.sampling.verify_formulas import left_over, walked, walked_greedily
 
 _FLOATS = limit.dtype("float32", "float64", "float16", "bfloat16")
 

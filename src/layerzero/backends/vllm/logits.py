@@ -19,8 +19,7 @@ from layerzero.backends.vllm.library import VLLM, operators
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.ops.sampling.formulas import of_row
-from layerzero.ops.sampling.logits_formulas import penalised
+from layerzero.ops.sampling.formulas import of_row, penalised
 
 
 def _load(facts: Facts) -> Callable[..., Any]:

@@ -22,7 +22,7 @@ from layerzero.integrations.optimize.candidate import (
     random_rows,
 )
 from layerzero.integrations.optimize.swapping import MARK, State, as_forward, is_dense, serves, weight_of
-from layerzero.ops.linear.glancing import Glance
+from layerzero.ops.linear.packed import Glance
 
 _LARGEST_EPS = 0.01
 

@@ -28,7 +28,7 @@ from layerzero.integrations.optimize.bounding import Budget
 from layerzero.integrations.optimize.pace import Way, size_of
 from layerzero.integrations.optimize.stamp import SWAPPED, Stamp
 from layerzero.ops.linear import PackedWeight
-from layerzero.ops.linear.glancing import LOOKS
+from layerzero.ops.linear.packed import LOOKS
 
 MARK = "_layerzero"
 """Where a module keeps what its new forward needs; None after a pickle."""

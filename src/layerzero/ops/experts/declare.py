@@ -18,9 +18,7 @@ from layerzero.core.operation import Case, Operation, Work
 from layerzero.core.schema import OperationSchema
 from layerzero.core.values import Check
 from layerzero.ops.calls import drawn
-from layerzero.ops.linear.declare import TOLERANCE, TOLERANCE_REASON, wide
-from layerzero.ops.linear.examples import deviation
-from layerzero.ops.linear.sums import judged_by_products
+from layerzero.ops.linear.declare import TOLERANCE, TOLERANCE_REASON, deviation, judged_by_products, wide
 
 _FEATURES = (Axis("in_features", scales=True), Axis("out_features", scales=True))
 _BIAS = TensorSchema("bias", ("experts", "out_features"), FLOATING, required=False)

@@ -12,8 +12,8 @@ from layerzero.core.operation import Function, Operation, Routed
 from layerzero.ops.checks import check_dense
 from layerzero.ops.draw import Draw
 from layerzero.ops.experts.declare import BATCHED, GROUPED
-from layerzero.ops.linear.draw import FEATURES
-from layerzero.ops.linear.examples import deviation
+from layerzero.ops.linear.declare import deviation
+from layerzero.ops.linear.route import FEATURES
 
 
 def batched_linear(input: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:

@@ -28,7 +28,7 @@ from layerzero.ops.paged.codes import examples as scales
 from layerzero.ops.paged.codes import guard as guard_codes
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
 from layerzero.ops.paged.quantized import QUANTIZED, SCALES
-from layerzero.ops.rope_append.reference import write_rows
+from layerzero.ops.rope_append.declare import write_rows
 
 _INT64 = frozenset({torch.int64})
 _EXACT = dict.fromkeys(TOLERANCE, Tolerance(0.0, 0.0))

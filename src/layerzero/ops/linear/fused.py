@@ -21,10 +21,8 @@ from layerzero.core.operation import Case, Operation, Tolerance, Work
 from layerzero.core.schema import OperationSchema
 from layerzero.ops.activation.formulas import FORMULAS
 from layerzero.ops.linear import stock
-from layerzero.ops.linear.declare import ALIASES, AXES, DERIVED_FROM, derive, wide
-from layerzero.ops.linear.examples import scaled
+from layerzero.ops.linear.declare import ALIASES, AXES, DERIVED_FROM, derive, mlp_sweep, scaled, wide
 from layerzero.ops.linear.packed import packed_param
-from layerzero.ops.linear.sweep import mlp_sweep
 
 TOLERANCE = {
     torch.float64: Tolerance(1e-5, 1e-5),

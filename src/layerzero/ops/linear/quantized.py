@@ -17,12 +17,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.core.arguments import TensorSchema
+from layerzero.core.arguments import TensorSchema, told
 from layerzero.core.dtypes import FLOATING, dtype_name
+from layerzero.core.errors import InvalidCallError
 from layerzero.core.judge import Elementwise, Given, apart
-from layerzero.core.operation import Case, Operation, Work
+from layerzero.core.operation import Case, Function, Operation, Routed, Work
 from layerzero.core.schema import OperationSchema
 from layerzero.ops.calls import drawn
+from layerzero.ops.checks import check_dense
+from layerzero.ops.draw import Draw
+from layerzero.ops.linear import route as of_linear
 from layerzero.ops.linear.declare import (
     ALIASES,
     AXES,
@@ -31,16 +35,16 @@ from layerzero.ops.linear.declare import (
     TOLERANCE,
     TOLERANCE_REASON,
     derive,
+    deviation,
+    linear_scratch,
+    sweep,
     wide,
 )
-from layerzero.ops.linear.examples import deviation
-from layerzero.ops.linear.packed import packed_param
-from layerzero.ops.linear.parts import linear_scratch
+from layerzero.ops.linear.packed import PackedWeight, packed_param, packed_problems
+from layerzero.ops.linear.route import out_dtype_problems
 from layerzero.ops.linear.stock import quantized_linear as stock_linear
-from layerzero.ops.linear.sweep import sweep
-from layerzero.ops.quantize.formats import FORMATS, Format, rounded, widened
+from layerzero.ops.quantize.formats import FORMATS, Format, computed_scale, divided, quantize_scaled, rounded, widened
 from layerzero.ops.quantize.judge import NEAR
-from layerzero.ops.quantize.reference import computed_scale, divided, quantize_scaled
 
 WEIGHTS = frozenset({torch.int8, torch.float8_e4m3fn, torch.float8_e5m2})
 """What a weight may hold in place of floating numbers."""
@@ -250,3 +254,86 @@ QUANTIZED: dict[str | None, Operation] = {each: _operation(each) for each in ACT
 """By what rows are quantized to."""
 
 OPERATIONS = tuple(QUANTIZED.values())
+
+
+def quantized_linear(
+    input: Tensor,  # torch's name
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activations: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    packed: PackedWeight | None = None,
+) -> Tensor:
+    """Multiply with a weight of int8 or float8: ``input @ (weight * weight_scale)^T + bias``.
+
+    ``weight, weight_scale = lz.quantize(linear.weight, "int8", per="row")`` makes both.
+
+    Shapes: input (*, K), weight (N, K), weight_scale (), (1,), (N,) or (N, 1), bias (N,) → (*, N)
+    Dtype: input and bias floating, the same; weight int8, float8_e4m3fn or float8_e5m2; weight_scale float32; sums are
+        in float32, or of whole numbers; returns out_dtype or input.dtype.
+    Args:
+        activations: None multiplies the rows as they are. ``"int8"`` with a weight of int8, or ``"fp8_e4m3"`` with one
+            of float8_e4m3fn, quantizes each row first, as ``lz.quantize(input, activations, per="row")``: faster, less
+            exact, and nothing flows back to the input; of a row that is not finite nothing is said in int8.
+        out_dtype: dtype of the result: the input's, or float32 for float16 and bfloat16.
+        packed: the :class:`layerzero.PackedWeight` of this weight, so that kernels that want it in another order make
+            that once. It changes no result, and has no effect in compiled code.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit, and for a packed weight of another tensor or
+        of one that was written into since.
+    """
+    raise AssertionError("the signature only; the engine makes the callable")
+
+
+def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
+    check_dense("quantized_linear", arguments)
+    activations = arguments.pop("activations")
+    if not (activations is None or isinstance(activations, str)) or activations not in ACTIVATIONS:
+        wanted = " or ".join(map(repr, ACTIVATIONS))
+        raise InvalidCallError("quantized_linear", [f"activations: wanted {wanted}, got {told(activations)}"])
+    operation = QUANTIZED[activations]
+    problems = operation.schema.validate(**arguments)
+    if not problems:
+        outputs, scale = arguments["weight"].shape[0], arguments["weight_scale"]
+        if tuple(scale.shape) not in ((), (1,), (outputs,), (outputs, 1)):
+            wanted = f"(), ({outputs},) or ({outputs}, 1)"
+            problems.append(f"weight_scale: wanted shape {wanted}, got {tuple(scale.shape)}")
+        if activations is not None and arguments["weight"].shape[1] == 0:
+            problems.append(f"input: wanted numbers in its rows, got {tuple(arguments['input'].shape)}")
+    problems += packed_problems(arguments)
+    problems += out_dtype_problems(arguments)
+    if problems:
+        raise InvalidCallError("quantized_linear", problems)
+    if arguments["out_dtype"] == arguments["input"].dtype:
+        arguments["out_dtype"] = None  # the default, spelled out: kernels without that argument stay legal
+    return Routed(operation, arguments, varies=("...",))
+
+
+def _draw(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw a call: every weight, scales of every shape, with and without quantized rows."""
+    inputs, outputs = (draw.of((1, 2, 7, 16, 31, 32, 48, 64, 96, 128, 160)) for _ in range(2))
+    activations = draw.of(tuple(ACTIVATIONS))
+    format_name = activations or draw.of(("int8", "fp8_e4m3", "fp8_e5m2"))
+    numbers = of_linear.random_weight(draw, (outputs, inputs), torch.float32)
+    weight, scale = quantize_scaled(numbers, FORMATS[format_name], per=draw.of(("row", "tensor")))
+    scale = scale.reshape(draw.of(((outputs,), (outputs, 1)))) if scale.ndim else scale.reshape(draw.of(((), (1,))))
+    arguments: dict[str, Any] = {
+        "input": draw.laid_out(draw.normal((*of_linear.leading(draw), inputs), dtype)),
+        "weight": draw.laid_out(weight, expand=False) if weight.dtype is torch.int8 else weight,
+        "weight_scale": draw.laid_out(scale),
+        "activations": activations,
+    }
+    if draw.chance(0.5):
+        arguments["bias"] = draw.laid_out(draw.normal((outputs,), dtype))
+    draw.poison(arguments, ("input",))
+    if draw.chance(0.1):
+        arguments["out_dtype"] = torch.promote_types(dtype, torch.float32)
+    if draw.chance(0.4):
+        arguments["packed"] = PackedWeight(arguments["weight"])
+    return arguments
+
+
+FUNCTIONS = (
+    Function("quantized_linear", quantized_linear, _route, OPERATIONS, draw=_draw, state=frozenset({"matmul"})),
+)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from layerzero.ops.moe.experts import EXPERTS
-from layerzero.ops.moe.experts_route import MOE_EXPERTS
+from layerzero.ops.moe.experts import EXPERTS, MOE_EXPERTS
 from layerzero.ops.moe.route import MOE_ROUTE
 from layerzero.ops.moe.routing import ROUTE
 

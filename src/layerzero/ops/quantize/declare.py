@@ -4,7 +4,7 @@
     quantize.mxfp8_e4m3, quantize.mxfp8_e5m2, quantize.mxfp4   a power of two for each 32 numbers
     quantize.nvfp4                                          an e4m3 scale for each 16, one in float32 for the tensor
 
-Math: see :mod:`layerzero.ops.quantize.reference`. Source: OCP Microscaling Formats 1.0 for MX; vLLM for the rest.
+Math: see :mod:`layerzero.ops.quantize.formats`. Source: OCP Microscaling Formats 1.0 for MX; vLLM for the rest.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from layerzero.core.operation import Case, Operation, Work
 from layerzero.core.schema import OperationSchema
 from layerzero.core.values import Check
 from layerzero.ops.calls import drawn
-from layerzero.ops.quantize import reference
+from layerzero.ops.quantize import formats
 from layerzero.ops.quantize.formats import FORMATS, MX, NV, SCALED, Format, in_blocks
 from layerzero.ops.quantize.judge import Rounded, RoundedOnce, Scales
 
@@ -53,7 +53,7 @@ def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str
 
 def _derive_scaled(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
     scale, shape = arguments.get("scale"), arguments["input"].shape
-    granularity = arguments.get("per", "tensor") if scale is None else reference.granularity(shape, scale.shape)
+    granularity = arguments.get("per", "tensor") if scale is None else formats.granularity(shape, scale.shape)
     return {**_derive(arguments, values), "granularity": granularity}
 
 
@@ -119,7 +119,7 @@ def _check_dequantize(quantized: Tensor, scale: Tensor, tensor_scale: Tensor | N
 
 def _unsaid_scales(arguments: Mapping[str, Any], of: Format) -> Tensor:
     """Of whole numbers, where NaN would make the scale; in float8 it makes none."""
-    numbers = reference.wide(arguments["input"])
+    numbers = formats.wide(arguments["input"])
     per, size = arguments.get("per", "tensor"), arguments.get("block_size")
     if arguments.get("scale") is not None:
         return torch.zeros(arguments["scale"].shape, dtype=torch.bool, device=numbers.device)
@@ -128,20 +128,20 @@ def _unsaid_scales(arguments: Mapping[str, Any], of: Format) -> Tensor:
 
 
 def _scaled_quotients(arguments: Mapping[str, Any], of: Format) -> tuple[Tensor, Tensor]:
-    numbers, scale = reference.wide(arguments["input"]), arguments.get("scale")
+    numbers, scale = formats.wide(arguments["input"]), arguments.get("scale")
     if scale is None:
-        scale = reference.computed_scale(numbers, of, arguments.get("per", "tensor"), arguments.get("block_size"))
+        scale = formats.computed_scale(numbers, of, arguments.get("per", "tensor"), arguments.get("block_size"))
     unsaid = _unsaid_scales(arguments, of)
-    ones = reference.multiplied(torch.ones_like(numbers), unsaid.to(numbers.dtype)) > 0.0
-    return reference.divided(numbers, scale), ones | (~numbers.isfinite() if of.is_whole else ones)
+    ones = formats.multiplied(torch.ones_like(numbers), unsaid.to(numbers.dtype)) > 0.0
+    return formats.divided(numbers, scale), ones | (~numbers.isfinite() if of.is_whole else ones)
 
 
 def _mx_quotients(arguments: Mapping[str, Any], of: Format) -> tuple[Tensor, Tensor]:
-    return _with_blocks_unsaid(reference.mx_quotients(arguments["input"], of)[0], arguments["input"], of)
+    return _with_blocks_unsaid(formats.mx_quotients(arguments["input"], of)[0], arguments["input"], of)
 
 
 def _nv_quotients(arguments: Mapping[str, Any], of: Format) -> tuple[Tensor, Tensor]:
-    quotients, _ = reference.nv_quotients(arguments["input"], of, tensor_scale=arguments.get("tensor_scale"))
+    quotients, _ = formats.nv_quotients(arguments["input"], of, tensor_scale=arguments.get("tensor_scale"))
     return _with_blocks_unsaid(quotients, arguments["input"], of)
 
 
@@ -233,7 +233,7 @@ QUANTIZE: dict[str, Operation] = {
     **{
         of.name: _quantize(
             of,
-            reference.quantize_scaled,
+            formats.quantize_scaled,
             _scaled_quotients,
             functools.partial(_unsaid_scales, of=of),
             optional=(SCALE,),
@@ -248,7 +248,7 @@ QUANTIZE: dict[str, Operation] = {
     **{
         of.name: _quantize(
             of,
-            reference.quantize_mx,
+            formats.quantize_mx,
             _mx_quotients,
             _unsaid_nowhere,
             derive=_derive,
@@ -260,7 +260,7 @@ QUANTIZE: dict[str, Operation] = {
     **{
         of.name: _quantize(
             of,
-            reference.quantize_nv,
+            formats.quantize_nv,
             _nv_quotients,
             _unsaid_nowhere,
             optional=(TENSOR_SCALE,),
@@ -280,7 +280,7 @@ def _derive_back(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dic
     found = {"rows": math.prod(shape[:-1]), "input_ndim": len(shape)}
     if "packed_features" in values:
         return {**found, "features": 2 * shape[-1]}
-    return {**found, "granularity": reference.granularity(shape, scales)}
+    return {**found, "granularity": formats.granularity(shape, scales)}
 
 
 def _examples_back(of: Format) -> Callable[..., dict[str, Any]]:
@@ -316,8 +316,8 @@ def _dequantize(of: Format) -> Operation:
             axes=(*_AXES, *((Axis("packed_features", scales=True),) if of.is_packed else ())),
         ),
         summary=f"The numbers that {of.name} and its scales stand for",
-        reference=_reference(reference.dequantize, of),
-        fake=_fake(reference.dequantize, of),
+        reference=_reference(formats.dequantize, of),
+        fake=_fake(formats.dequantize, of),
         cases=tuple(cases),
         judge=RoundedOnce(),
         fixed={"dtype": of.name},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layerzero.ops.rope import declare, normed_route, one_route, route, split_route
+from layerzero.ops.rope import declare, normed, one, route, split
 from layerzero.ops.rope.normed import QK_NORM_ROPE
 from layerzero.ops.rope.one import ROPE_ONE
 from layerzero.ops.rope.split import SPLIT_QKV_NORM_ROPE
@@ -12,6 +12,6 @@ __all__ = ["EXPORTS", "FUNCTIONS", "OPERATIONS", "rope_frequencies", "rope_table
 
 OPERATIONS = (*declare.OPERATIONS, ROPE_ONE, QK_NORM_ROPE, SPLIT_QKV_NORM_ROPE)
 
-FUNCTIONS = (*route.FUNCTIONS, *one_route.FUNCTIONS, *normed_route.FUNCTIONS, *split_route.FUNCTIONS)
+FUNCTIONS = (*route.FUNCTIONS, *one.FUNCTIONS, *normed.FUNCTIONS, *split.FUNCTIONS)
 
 EXPORTS = ("rope_frequencies", "rope_table")

@@ -11,15 +11,160 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from layerzero.core.arguments import Axis, Param, TensorSchema
 from layerzero.core.dtypes import FLOATING, INDEX, dtype_name
-from layerzero.core.operation import Operation, Tolerance, Work
+from layerzero.core.operation import Case, Operation, Tolerance, Work
 from layerzero.core.schema import OperationSchema
 from layerzero.ops.attention.declare import HEAD_DIM
 from layerzero.ops.rope import stock
-from layerzero.ops.rope.cases import CASES, examples, sweep
-from layerzero.ops.rope.reference import rope_fake, rope_inplace_fake, rope_inplace_reference, rope_reference
+
+
+def wide_dtype(*tensors: Tensor) -> torch.dtype:
+    """What a rotation is computed in: float32, or what is wider of the tensors."""
+    dtype = torch.float32
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+def rotated(tensor: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, wide: torch.dtype) -> Tensor:
+    """Rotate the first ``2 * cos.shape[-1]`` entries of each head; the rest passes through.
+
+    Shapes: tensor (..., S, H, D), cos and sin (..., S, 1, R/2) → tensor's
+    """
+    width = 2 * cos.shape[-1]
+    turned, rest = tensor[..., :width].to(wide), tensor[..., width:]
+    first, second = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
+    pair = first * cos - second * sin, second * cos + first * sin
+    joined = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    return torch.cat((joined.to(tensor.dtype), rest), -1)
+
+
+def rope_reference(
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    positions: Tensor | None = None,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Rotate pairs of entries of each head: ``(x cos - y sin, y cos + x sin)``.
+
+    A pair is (i, i + R/2), or (2i, 2i + 1) if interleaved; entries from R on pass through.
+
+    Shapes: query (..., S, H, D), key (..., S, K, D), cos and sin (P, R/2), positions (..., S) or (S,), 0 to S-1 without
+    → (..., S, H, D), (..., S, K, D)
+    Dtype: computes in float32 or what is wider of the tensors; returns that of query and key. cos and sin as they are.
+    Units: positions in rows of the table.
+    Source: RoFormer, arXiv:2104.09864; half-split as GPT-NeoX has it, interleaved as GPT-J and GGUF files do.
+    """
+    wide = wide_dtype(query, cos, sin)
+    rows = [each.to(wide) for each in stock.rows_of(cos, sin, positions, query.shape[-3])]
+    query, key = (rotated(each, *rows, interleaved=interleaved, wide=wide) for each in (query, key))
+    return query, key
+
+
+def rope_inplace_reference(
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    positions: Tensor | None = None,
+    interleaved: bool = False,
+) -> None:
+    """``posenc.rope``, written over query and key; entries from R on are not touched.
+
+    Shapes, dtypes, units and source as of ``posenc.rope``. Mutates query and key; returns nothing.
+    """
+    results = rope_reference(query, key, cos, sin, positions=positions, interleaved=interleaved)
+    width = 2 * cos.shape[-1]
+    for tensor, result in zip((query, key), results, strict=True):
+        tensor[..., :width] = result[..., :width]
+
+
+def rope_fake(query: Tensor, key: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+    """Results of the shapes of query and key."""
+    return query.new_empty(query.shape), key.new_empty(key.shape)
+
+
+def rope_inplace_fake(*_: object, **__: object) -> None:
+    """Nothing: query and key are written over."""
+    return
+
+
+def cos_sin(table: int, half: int, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """A plain table of base 10,000 that lies as kernels want it: cosines, then sines, in each row of one tensor."""
+    if device.type == "meta":
+        joined = torch.empty(table, 2 * half, dtype=dtype, device=device)
+    else:
+        inverse = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / max(half, 1))
+        angles = torch.outer(torch.arange(table, dtype=torch.float64), inverse)
+        joined = torch.cat((angles.cos(), angles.sin()), -1).to(device, dtype)
+    return joined[:, :half], joined[:, half:]
+
+
+def examples(
+    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
+) -> dict[str, Tensor]:
+    """Tokens in the middle of their sequences: positions are shuffled rows of a table of real angles."""
+    size = case.sizes
+    tokens = (size["batch"], size["seq"])
+    cos, sin = cos_sin(size["table"], size["rotary_half"], device)
+
+    def normal(heads: int) -> Tensor:
+        shape = (*tokens, heads, size["head_dim"])
+        if device.type == "meta":
+            return torch.empty(shape, dtype=dtype, device=device)
+        if generator is None:  # nobody asks for the same numbers everywhere: drawn where they are wanted
+            return torch.randn(shape, device=device, dtype=dtype)
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    positions = torch.randint(0, max(size["table"], 1), tokens, generator=generator).to(device)
+    return {
+        "query": normal(size["heads"]),
+        "key": normal(size["kv_heads"]),
+        "cos": cos,
+        "sin": sin,
+        "positions": positions,
+    }
+
+
+def case(
+    name: str, batch: int, seq: int, heads: int, kv_heads: int, head_dim: int, half: int = 0, **params: object
+) -> Case:
+    """A case with a table of 4096 rows, or of 64 where it is small."""
+    sizes = {"batch": batch, "seq": seq, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    table = 64 if name.startswith("small") else 4096
+    return Case(name, sizes | {"rotary_half": half or head_dim // 2, "table": table}, params, ("positions",))
+
+
+CASES = (
+    case("small", 2, 7, 4, 2, 64),
+    case("small_interleaved", 1, 9, 4, 4, 64, interleaved=True),
+    case("small_partial", 2, 5, 4, 2, 80, 16),
+    case("llama3_8b_decode_b1", 1, 1, 32, 8, 128),
+    case("llama3_8b_decode_b64", 64, 1, 32, 8, 128),
+    case("llama3_8b_s512", 1, 512, 32, 8, 128),
+    case("llama3_8b_s4096", 1, 4096, 32, 8, 128),
+)
+
+
+def sweep(device: str, narrow: Mapping[str, Any]) -> list[Case]:
+    """By tokens, for the head counts of models from 1 to 70 billion weights; none where other sizes are named."""
+    if narrow:
+        return []
+    tokens = (1, 8, 64, 512, 4096, 16384) if device == "cuda" else (1, 8, 64, 512)
+    shapes = ((32, 8, 128, 64), (16, 2, 128, 64), (64, 8, 128, 64), (16, 16, 64, 32), (32, 32, 80, 16))
+    return [
+        case(f"{each} tokens ({heads}/{kv_heads}/{head_dim})", each, 1, heads, kv_heads, head_dim, half)
+        for heads, kv_heads, head_dim, half in shapes
+        for each in tokens
+    ]
+
 
 LAYOUTS = ("BSHD", "BHSD")
 """Attention's; the batch is any number of leading axes, and only tokens first may do without it."""

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from layerzero.core.arguments import Param, TensorSchema
 from layerzero.core.dtypes import FLOATING
+from layerzero.core.errors import InvalidCallError
 from layerzero.core.judge import Elementwise
-from layerzero.core.operation import Case, Operation, Tolerance, Work
+from layerzero.core.operation import Case, Function, Operation, Routed, Tolerance, Work
 from layerzero.core.schema import OperationSchema
-from layerzero.ops.rope import stock
-from layerzero.ops.rope.cases import case, sweep
-from layerzero.ops.rope.cases import examples as rope_examples
+from layerzero.ops.rope import draw, stock
 from layerzero.ops.rope.declare import (
     AXES,
     COS_SIN,
@@ -30,11 +29,17 @@ from layerzero.ops.rope.declare import (
     LAYOUTS,
     POSITIONS,
     QUERY,
+    case,
     complete,
     derive_call,
+    rope_fake,
+    rotated,
+    sweep,
+    wide_dtype,
     work,
 )
-from layerzero.ops.rope.reference import rope_fake, rotated, rows_of, wide_dtype
+from layerzero.ops.rope.declare import examples as rope_examples
+from layerzero.ops.rope.route import routed
 
 TOLERANCE = {
     torch.float64: Tolerance(1e-5, 1e-5),
@@ -81,7 +86,7 @@ def qk_norm_rope_reference(
     Source: Qwen3, arXiv:2505.09388; one plus the weight as Gemma 3, arXiv:2503.19786; RoFormer, arXiv:2104.09864.
     """
     wide = wide_dtype(query, cos, sin)
-    rows = [each.to(wide) for each in rows_of(cos, sin, positions, query.shape[-3])]
+    rows = [each.to(wide) for each in stock.rows_of(cos, sin, positions, query.shape[-3])]
     first, second = (
         rotated(normed(tensor, weight, eps, plus_one, wide), *rows, interleaved=interleaved, wide=wide).to(tensor.dtype)
         for tensor, weight in ((query, q_weight), (key, k_weight))
@@ -191,3 +196,47 @@ QK_NORM_ROPE = Operation(
     sweep=sweep,
     stock=stock.qk_norm_rope,
 )
+
+
+def qk_norm_rope(
+    query: Tensor,
+    key: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    plus_one: bool = False,
+    interleaved: bool = False,
+    layout: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Normalise each head of queries and keys by its root mean square, scale it by a weight, then rotate it.
+
+    ``lz.rope(lz.rms_norm(query, q_weight), lz.rms_norm(key, k_weight), cos, sin, positions)`` as one call.
+
+    Shapes: query, key, cos, sin and positions as of ``lz.rope``; q_weight and k_weight (D,) → query's and key's. The
+        norm takes all D entries of a head, the rotation the first R.
+    Dtype: query, key and both weights the same floating dtype, returned; cos and sin as of ``lz.rope``. Computes in
+        float32 or wider; kernels may round between norm and rotation.
+    Units: eps in x^2.
+    Args:
+        plus_one: scale by ``1 + weight``, as Gemma's models do.
+        positions, interleaved, layout: as of ``lz.rope``.
+    Returns: the normalised and rotated query and key.
+    Raises: InvalidCallError as ``lz.rope``, and for weights of another width, or an eps that is negative or not finite.
+    Source: Qwen3, arXiv:2505.09388; RoFormer, arXiv:2104.09864.
+    """
+    raise AssertionError("the signature only; the engine makes the callable")
+
+
+def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
+    found = routed("qk_norm_rope", QK_NORM_ROPE, arguments, default_layout)
+    problems = norm_problems(arguments)
+    if problems:
+        raise InvalidCallError("qk_norm_rope", problems)
+    return found
+
+
+FUNCTIONS = (Function("qk_norm_rope", qk_norm_rope, _route, (QK_NORM_ROPE,), draw=draw.qk_norm_rope),)

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.ops.rope.reference import rows_of
+
+def rows_of(cos: Tensor, sin: Tensor, positions: Tensor | None, seq: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of each token, with an axis of one for the heads: (..., S, 1, R/2)."""
+    if positions is None:
+        return cos[:seq].unsqueeze(-2), sin[:seq].unsqueeze(-2)
+    places = positions.long()
+    return cos[places].unsqueeze(-2), sin[places].unsqueeze(-2)
 
 
 def rope(

@@ -1,14 +1,90 @@
-"""A rotation with an append out of what a library has for each: copies, rotated where they lie, then written away."""
+"""A rotation with an append as separate calls: torch's, as models with a static cache make them, and libraries' own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerzero.ops.rope.composed import Rotate
+from layerzero.ops.rope import stock as rope_stock
+from layerzero.ops.rope.split import Rotate
+
+
+def rope_append(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor | None = None,
+    *,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    interleaved: bool = False,
+    layout: str = "NHD",
+) -> Callable[[], Tensor] | None:
+    """The rotation of Transformers' models, then the new keys and values by index; a slot of -1 is looked for.
+
+    None of a quantized cache: torch has no append into one.
+    """
+    if key_scale is not None or value_scale is not None:
+        return None
+    turn = rope_stock.rope(query, key, cos, sin, positions, interleaved=interleaved, layout="BSHD")
+    caches = [each if layout == "NHD" else each.transpose(1, 2) for each in (key_cache, value_cache)]
+
+    def run() -> Tensor:
+        turned, new = turn()
+        _write(new, value, caches, positions, slot_mapping)
+        return turned
+
+    return run
+
+
+def split_qkv_norm_rope_append(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor | None = None,
+    *,
+    layout: str = "NHD",
+    **norm: Any,
+) -> Callable[[], Tensor]:
+    """Views of the product, norms and rotation of Transformers' models, then the new keys and values by index."""
+    caches = [each if layout == "NHD" else each.transpose(1, 2) for each in (key_cache, value_cache)]
+    kv_heads, head_dim = caches[0].shape[-2:]
+    heads = qkv.shape[-1] // head_dim - 2 * kv_heads
+    turn = rope_stock.split_qkv_norm_rope(qkv, heads, kv_heads, cos, sin, positions, **norm)
+
+    def run() -> Tensor:
+        query, key, value = turn()
+        _write(key, value, caches, positions, slot_mapping)
+        return query
+
+    return run
+
+
+def _write(
+    key: Tensor, value: Tensor, caches: Sequence[Tensor], positions: Tensor, slot_mapping: Tensor | None
+) -> None:
+    """Tokens into the rows of sequences, or into slots; a slot of -1 is looked for."""
+    if slot_mapping is None:
+        places = positions.long().expand(key.shape[:2])
+        index = torch.arange(len(key), device=key.device).unsqueeze(1), places
+    else:
+        there = slot_mapping >= 0
+        slots, page_size = slot_mapping[there], caches[0].shape[1]
+        index, key, value = (slots // page_size, slots % page_size), key[there], value[there]
+    for cache, tokens in zip(caches, (key, value), strict=True):
+        cache[index] = tokens
+
 
 Append = Callable[..., None]
 """Of key, value, both caches, the slots of a paged cache or the positions of a contiguous one, and any scales."""

@@ -6,22 +6,168 @@ The keys that are rotated go nowhere but into the cache, so only queries come ba
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from layerzero.core.arguments import Axis, TensorSchema
 from layerzero.core.dtypes import FLOATING, INDEX, dtype_name
 from layerzero.core.judge import Elementwise
-from layerzero.core.operation import Operation, Tolerance, Work
+from layerzero.core.operation import Case, Operation, Tolerance, Work
 from layerzero.core.schema import OperationSchema
 from layerzero.ops.attention.declare import HEAD_DIMS
 from layerzero.ops.paged import on_demand, written
-from layerzero.ops.paged.declare import CACHE_LAYOUTS
-from layerzero.ops.rope.declare import COS_SIN, INTERLEAVED, TOLERANCE, TOLERANCE_REASON
-from layerzero.ops.rope_append import cases, stock
-from layerzero.ops.rope_append.reference import fake, rope_append_paged_reference, rope_append_reference
+from layerzero.ops.paged.declare import CACHE_LAYOUTS, append_paged_kv_reference
+from layerzero.ops.rope.declare import COS_SIN, INTERLEAVED, TOLERANCE, TOLERANCE_REASON, cos_sin, rope_reference
+from layerzero.ops.rope_append import composed
+
+
+def rope_append_reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    positions: Tensor,
+    *,
+    interleaved: bool = False,
+) -> Tensor:
+    """Rotate queries and keys; write each token's key and value into its sequence's cache, at its position.
+
+    Shapes: query (B, S, H, D), key (B, S, K, D), value (B, S, K, D_v), cos and sin (P, R/2), key_cache (B, L, K, D),
+    value_cache (B, L, K, D_v), positions (B, S), (1, S) or (S,) → (B, S, H, D). Mutates both caches.
+    Dtype, units and source: as of ``posenc.rope``.
+    """
+    turned, key = rope_reference(query, key, cos, sin, positions=positions, interleaved=interleaved)
+    write_rows(key, value, key_cache, value_cache, positions)
+    return turned
+
+
+def write_rows(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, positions: Tensor) -> None:
+    """Write tokens (B, S, K, D) into the rows of caches (B, L, K, D) that their positions name."""
+    batch, seq = key.shape[:2]
+    places = positions.long().expand(batch, seq)
+    sequences = torch.arange(batch, device=key.device).unsqueeze(1)
+    key_cache[sequences, places] = key
+    value_cache[sequences, places] = value
+
+
+def rope_append_paged_reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    *,
+    interleaved: bool = False,
+) -> Tensor:
+    """Rotate queries and keys; write each token's key and value into its slot, -1 into none.
+
+    Shapes: query (T, H, D), key (T, K, D), value (T, K, D_v), cos and sin (P, R/2), caches as of ``kv.append.paged``,
+    positions and slot_mapping (T,) → (T, H, D). Mutates both caches.
+    Dtype, units and source: as of ``posenc.rope`` and ``kv.append.paged``.
+    """
+    turned, key = rope_reference(query, key, cos, sin, positions=positions, interleaved=interleaved)
+    append_paged_kv_reference(key, value, key_cache, value_cache, slot_mapping)
+    return turned
+
+
+def fake(query: Tensor, *_: object, **__: object) -> Tensor:
+    """The rotated query; the caches are written into."""
+    return query.new_empty(query.shape)
+
+
+_PAGE = 16
+
+
+def _sizes(heads: int, kv_heads: int, head_dim: int, half: int, table: int) -> dict[str, int]:
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": head_dim}
+    return sizes | {"rotary_half": half or head_dim // 2, "table": table}
+
+
+def _contiguous(
+    name: str, batch: int, seq: int, heads: int, kv_heads: int, head_dim: int, half: int = 0, **params: object
+) -> Case:
+    length = 64 if name.startswith("small") else 4096
+    sizes = {"batch": batch, "seq": seq, "length": length}
+    return Case(name, sizes | _sizes(heads, kv_heads, head_dim, half, length), params)
+
+
+def _paged(
+    name: str, tokens: int, heads: int, kv_heads: int, head_dim: int, half: int = 0, pages: int = 0, **params: object
+) -> Case:
+    small = name.startswith("small")
+    sizes = {"tokens": tokens, "pages": pages or (8 if small else 1024), "page_size": _PAGE}
+    return Case(name, sizes | _sizes(heads, kv_heads, head_dim, half, 64 if small else 4096), params)
+
+
+CONTIGUOUS = (
+    _contiguous("small", 2, 7, 4, 2, 64),
+    _contiguous("small_interleaved", 1, 9, 4, 4, 64, interleaved=True),
+    _contiguous("small_partial", 2, 5, 4, 2, 80, 16),
+    _contiguous("llama3_8b_decode_b1", 1, 1, 32, 8, 128),
+    _contiguous("llama3_8b_decode_b8", 8, 1, 32, 8, 128),
+    _contiguous("llama3_8b_s512", 1, 512, 32, 8, 128),
+)
+PAGED = (
+    _paged("small", 7, 4, 2, 64),
+    _paged("small_interleaved", 9, 4, 4, 64, interleaved=True),
+    _paged("small_partial", 5, 4, 2, 80, 16),
+    _paged("llama3_8b_decode_b1", 1, 32, 8, 128),
+    _paged("llama3_8b_decode_b64", 64, 32, 8, 128),
+    _paged("llama3_8b_s512", 512, 32, 8, 128),
+)
+
+
+def _table(case: Case, device: torch.device) -> dict[str, Tensor]:
+    return dict(zip(("cos", "sin"), cos_sin(case.sizes["table"], case.sizes["rotary_half"], device), strict=True))
+
+
+def contiguous_examples(
+    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
+) -> dict[str, Tensor]:
+    """Real angles; the tokens of a sequence one after the other, from anywhere."""
+    batch, seq, length = (case.sizes[name] for name in ("batch", "seq", "length"))
+    first = torch.randint(0, max(length - seq, 0) + 1, (batch, 1), generator=generator)
+    places = first + torch.arange(seq)
+    return {**_table(case, device), "positions": places.clamp(max=max(length - 1, 0)).to(device)}
+
+
+def paged_examples(
+    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
+) -> dict[str, Tensor]:
+    """Real angles, at positions in any order."""
+    positions = torch.randint(0, max(case.sizes["table"], 1), (case.sizes["tokens"],), generator=generator)
+    return {**_table(case, device), "positions": positions.to(device)}
+
+
+_SHAPES = ((32, 8, 128), (16, 2, 128), (16, 16, 64))
+
+
+def contiguous_sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
+    """A decode step of one sequence and of several, a prefill; none where sizes are named."""
+    batches = ((1, 1), (8, 1), (64, 1), (1, 512), (1, 4096)) if device == "cuda" else ((1, 1), (4, 1), (1, 512))
+    for heads, kv_heads, head_dim in _SHAPES if not narrow else ():
+        for batch, seq in batches:
+            yield _contiguous(f"B{batch} S{seq} ({heads}/{kv_heads}/{head_dim})", batch, seq, heads, kv_heads, head_dim)
+
+
+def paged_sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
+    """The same in tokens."""
+    tokens, pages = ((1, 8, 64, 512, 4096), 8192) if device == "cuda" else ((1, 8, 64, 512), 256)
+    for heads, kv_heads, head_dim in _SHAPES if not narrow else ():
+        for each in tokens:
+            name = f"{each} tokens ({heads}/{kv_heads}/{head_dim})"
+            yield _paged(name, each, heads, kv_heads, head_dim, pages=pages)
+
 
 EXACT = Elementwise(dict.fromkeys(TOLERANCE, Tolerance(0.0, 0.0)), "values are only moved")
 PAGED_PLACES = (
@@ -112,14 +258,14 @@ ROPE_APPEND = Operation(
     ),
     summary="Rotary positions of queries and keys, keys and values written into a contiguous cache",
     reference=rope_append_reference,
-    cases=cases.CONTIGUOUS,
+    cases=CONTIGUOUS,
     check_values=on_demand.checks,
     guard=written.guard,
     note=written.note,
-    examples=cases.contiguous_examples,
+    examples=contiguous_examples,
     work=_work("batch", "seq"),
-    sweep=cases.contiguous_sweep,
-    stock=stock.rope_append,
+    sweep=contiguous_sweep,
+    stock=composed.rope_append,
     **_COMMON,
 )
 
@@ -142,13 +288,13 @@ ROPE_APPEND_PAGED = Operation(
     ),
     summary="Rotary positions of queries and keys, keys and values written into the slots of a paged cache",
     reference=rope_append_paged_reference,
-    cases=cases.PAGED,
+    cases=PAGED,
     check_values=on_demand.checks,
     guard=written.guard,
     note=written.note,
-    examples=cases.paged_examples,
+    examples=paged_examples,
     work=_work("tokens"),
-    sweep=cases.paged_sweep,
-    stock=stock.rope_append,
+    sweep=paged_sweep,
+    stock=composed.rope_append,
     **_COMMON,
 )

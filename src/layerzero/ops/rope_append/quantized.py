@@ -18,8 +18,8 @@ from layerzero.core.operation import Case, Work
 from layerzero.core.schema import OperationSchema
 from layerzero.ops.paged import codes
 from layerzero.ops.paged.quantized import QUANTIZED, SCALES
-from layerzero.ops.rope.reference import rope_reference
-from layerzero.ops.rope_append import cases
+from layerzero.ops.rope.declare import rope_reference
+from layerzero.ops.rope_append import declare
 from layerzero.ops.rope_append.declare import ROPE_APPEND_PAGED
 
 _OF_FLOATS = ROPE_APPEND_PAGED.schema
@@ -70,7 +70,7 @@ def _examples(
     case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
 ) -> dict[str, Any]:
     return {
-        **cases.paged_examples(case, dtype, device, generator),
+        **declare.paged_examples(case, dtype, device, generator),
         **codes.examples(case, dtype, device, generator),
     }
 

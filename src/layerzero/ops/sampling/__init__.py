@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from layerzero.ops.sampling import declare, logits, logits_route, route, verify, verify_route
+from layerzero.ops.sampling import declare, logits, route, verify
 
 OPERATIONS = (*declare.OPERATIONS, *logits.OPERATIONS, *verify.OPERATIONS)
-FUNCTIONS = (*route.FUNCTIONS, *logits_route.FUNCTIONS, *verify_route.FUNCTIONS)
+FUNCTIONS = (*route.FUNCTIONS, *logits.FUNCTIONS, *verify.FUNCTIONS)
 
 __all__ = ["ALIASES", "FUNCTIONS", "OPERATIONS"]
 

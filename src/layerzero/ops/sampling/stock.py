@@ -8,9 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.ops.sampling.formulas import count_of, generator_of, of_row, tempered
-from layerzero.ops.sampling.logits_formulas import biased, counts_of, penalised
-from layerzero.ops.sampling.verify_formulas import chain_of, walked, walked_greedily
+from layerzero.ops.sampling.formulas import (
+    biased,
+    chain_of,
+    count_of,
+    counts_of,
+    generator_of,
+    of_row,
+    penalised,
+    tempered,
+    walked,
+    walked_greedily,
+)
 
 Run = Callable[[], Tensor]
 

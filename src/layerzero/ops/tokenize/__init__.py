@@ -1,10 +1,9 @@
 """Text to tokens and back, exactly as the library does that defines the tokenizer."""
 
-from layerzero.ops.tokenize.declare import PLAIN_OPERATIONS
-from layerzero.ops.tokenize.limits import TokenizerPart
+from layerzero.ops.tokenize.declare import PLAIN_OPERATIONS, TokenizerPart
 from layerzero.ops.tokenize.prefixes import TEXTS, TokenizerCacheConfig
 from layerzero.ops.tokenize.route import PLAIN_FUNCTIONS
-from layerzero.ops.tokenize.streaming import StreamingDetokenizer
+from layerzero.ops.tokenize.rows import StreamingDetokenizer
 from layerzero.ops.tokenize.tokenizer import forget
 
 OPERATIONS = ()

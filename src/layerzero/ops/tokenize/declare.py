@@ -12,21 +12,134 @@ Source: the libraries tokenizers, tiktoken and sentencepiece, each for the files
 
 from __future__ import annotations
 
+import atexit
+import logging
+import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from layerzero.core.arguments import Axis, Param, Role
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.facts import Facts
+from layerzero.core.limit import NOTHING, Findings, Limit, violated
+from layerzero.core.limit_kinds import Custom
 from layerzero.core.operation import Case, Operation, OpKind
 from layerzero.core.plain import Plain
+from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.schema import OperationSchema
+from layerzero.core.system import forking
+from layerzero.core.system.disk import distrust
 from layerzero.ops.tokenize import oracle
-from layerzero.ops.tokenize.checks import id_problems, text_problems
-from layerzero.ops.tokenize.corpus import EDITION
-from layerzero.ops.tokenize.places import written
-from layerzero.ops.tokenize.proof import drawn, prove_decode, prove_encode
+from layerzero.ops.tokenize.corpus import EDITION, drawn, prove_decode, prove_encode
+from layerzero.ops.tokenize.rows import id_problems, text_problems
 from layerzero.ops.tokenize.tokenizer import Tokenizer, by_hash, resolve
+
+log = logging.getLogger("layerzero")
+
+_LOCK = forking.lock()
+_PRIVATE: list[Path] = []
+
+
+def folder() -> Path:
+    """The folder of written tokenizers; a private one of this process where nothing may be kept, or others may write.
+
+    What lies there is read as this user's own tokenizer, so that nobody else may have put it, or a link, there.
+    """
+    named = os.environ.get("LAYERZERO_CACHE_DIR")
+    if named == "":
+        return _private()
+    if named is None:
+        import platformdirs
+
+        kept = platformdirs.user_cache_path("layerzero", appauthor=False)
+    else:
+        kept = Path(named).expanduser().absolute()
+    place = kept / "tokenizers"
+    why = distrust(kept) or distrust(place)
+    if why:
+        if not _PRIVATE:
+            log.warning("tokenizers are written for this process alone: %s", why)
+        return _private()
+    return place
+
+
+def _private() -> Path:
+    """A new folder that nobody else can enter, gone when this process ends; children find it by its name until then."""
+    with _LOCK:
+        if not _PRIVATE:
+            made = Path(tempfile.mkdtemp(prefix="layerzero-tokenizers-"))
+            _PRIVATE.append(made)
+            atexit.register(_remove, made, os.getpid())
+        return _PRIVATE[0]
+
+
+def _remove(made: Path, process: int) -> None:
+    """Remove a folder; a forked child leaves it to its parent."""
+    if os.getpid() == process:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def written(tokenizer: Tokenizer) -> str:
+    """A name by which another process finds a tokenizer."""
+    return tokenizer.written(folder())
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerPart(Limit):
+    """A part of the tokenizer is one of these values, else the kernel is refused with this code.
+
+    Where ``format`` is given, tokenizers of other formats need none of them.
+    """
+
+    fact: str
+    values: tuple[str, ...]
+    code: str = "TOKENIZER_ID_MISMATCH"
+    format: str = ""
+
+    def check(self, facts: Facts) -> Findings:
+        got = facts[self.fact]
+        if got in self.values or (self.format and facts["format"] != self.format):
+            return NOTHING
+        return violated(ReasonCode(self.code), self.fact, " or ".join(map(_short, self.values)), _short(str(got)))
+
+    def facts_named(self) -> tuple[str, ...]:
+        return (self.fact,)
+
+    def describe(self) -> str:
+        where = f" of {self.format}" if self.format else ""
+        return f"{self.fact}{where}: {', '.join(map(_short, self.values))}"
+
+
+def own_specials(text: str = "special tokens of ranks are text") -> Limit:
+    """Refuse to parse special tokens of a tiktoken encoding: the library brings its own."""
+    return Custom(text, _own_specials)
+
+
+def _own_specials(facts: Facts) -> Reason | None:
+    if facts["format"] != "tiktoken" or not facts["parse_special"]:
+        return None
+    return Reason(ReasonCode.SPECIAL_TOKENS_MISMATCH, "parse_special", False, True)
+
+
+def always_added(text: str = "added tokens of a tokenizer.json are parsed") -> Limit:
+    """Refuse to take added tokens of a tokenizer.json as text: the library always parses them."""
+    return Custom(text, _always_added)
+
+
+def _always_added(facts: Facts) -> Reason | None:
+    if facts["format"] != "tokenizer.json" or facts["parse_special"] or facts["added_tokens"] == "none":
+        return None
+    return Reason(ReasonCode.ADDED_TOKENS_MISMATCH, "added_tokens", "none where they are text", facts["added_tokens"])
+
+
+def _short(value: str) -> str:
+    """A hash by its beginning; it is compared as a whole."""
+    return f"{value[:12]}…" if len(value) == 64 else value or "not a known one"
+
 
 PARTS = (
     *("format", "model", "vocab_hash", "merges_hash", "model_id", "normalizer", "normalizer_id", "pretokenizer"),

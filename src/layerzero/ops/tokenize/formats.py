@@ -16,7 +16,7 @@ from typing import Any
 
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.system import forking
-from layerzero.ops.tokenize import identity, stamp
+from layerzero.ops.tokenize import identity
 from layerzero.ops.tokenize.tokenizer import DUMPED, Surround, Tokenizer, dumped
 
 _RANKS = re.compile(rb"\A[A-Za-z0-9+/]+={0,2} \d+\r?\n")
@@ -48,9 +48,9 @@ def named(text: str) -> Tokenizer:
 
 
 def _of_folder(folder: Path, name: str) -> Tokenizer:
-    path, config = stamp.in_folder(folder)
+    path, config = identity.in_folder(folder)
     if path is None:
-        raise _wrong(f"a folder with one of {', '.join(stamp.FILES)}", f"{folder} without any")
+        raise _wrong(f"a folder with one of {', '.join(identity.FILES)}", f"{folder} without any")
     made = _of_file(path, name)
     return made if config is None else _configured(made, _json(config.read_bytes(), config))
 
@@ -281,7 +281,7 @@ def _is_marker(native: Any, place: int) -> bool:
 
 def of_object(value: Any) -> Tokenizer:
     """The tokenizer of a loaded object: of tokenizers, tiktoken, sentencepiece or Transformers."""
-    library = stamp.library_of(value)
+    library = identity.library_of(value)
     if library == "tokenizers":
         made = _of_native(value, "tokenizers.Tokenizer")
         made.parses = not value.encode_special_tokens

@@ -14,10 +14,9 @@ from typing import Any
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Routed
 from layerzero.core.plain import PlainBinding, PlainFunction, Ways
-from layerzero.ops.tokenize.checks import check_ids
 from layerzero.ops.tokenize.declare import DECODE, ENCODE
 from layerzero.ops.tokenize.prefixes import LEAST, TEXTS
-from layerzero.ops.tokenize.rows import Asked, finish
+from layerzero.ops.tokenize.rows import Asked, check_ids, finish
 from layerzero.ops.tokenize.tokenizer import Tokenizer, follow, resolve, when_chosen_anew
 
 _PLAIN = Asked()
@@ -44,8 +43,8 @@ def tokenize(
         texts: a string, or a list or tuple of strings.
         tokenizer_id: a folder or file (tokenizer.json, tiktoken ranks, SentencePiece .model, tekken.json), the name of
             a tiktoken encoding, or an object of tokenizers, tiktoken, sentencepiece or transformers. It is read
-            once, and anew where the file or object changed; :mod:`layerzero.ops.tokenize.stamp` says what is compared
-            at each call, and what ``lz.forget_tokenizer`` has to be told. Nothing is downloaded.
+            once, and anew where the file or object changed; :mod:`layerzero.ops.tokenize.identity` says what is
+            compared at each call, and what ``lz.forget_tokenizer`` has to be told. Nothing is downloaded.
         return_offsets: also ``offset_mapping``: for each id, where its characters begin and end in the text; (0, 0) of
             what was added.
         add_special_tokens: whether what the tokenizer puts around a text is added; None does what its library does:

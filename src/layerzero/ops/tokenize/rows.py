@@ -1,13 +1,65 @@
-"""What a caller asks for beside the ids: texts cut, surrounded, and filled up to rows of one length."""
+"""What a caller asks for beside the ids: texts cut, surrounded, and filled up to rows of one length.
+
+Text of tokens as they come: what is handed out is never taken back, and half of a character waits for the rest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import codecs
+import reprlib
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from layerzero.core.errors import InvalidCallError
-from layerzero.ops.tokenize.checks import shown
-from layerzero.ops.tokenize.tokenizer import Tokenizer
+from layerzero.ops.tokenize import oracle
+from layerzero.ops.tokenize.tokenizer import Tokenizer, resolve
+
+MOST_SHOWN = 80
+"""Characters of a value in an error."""
+
+
+def shown(value: object) -> str:
+    """A value in an error, of bounded length; Python itself refuses to write integers of more than 4300 digits."""
+    if isinstance(value, int) and value.bit_length() > 200:
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, (str, bytes)):
+        value = value[: MOST_SHOWN + 1]
+    text = reprlib.repr(value) if isinstance(value, (list, tuple, dict, set)) else repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."
+
+
+def text_problems(items: Any = None, **_: Any) -> list[str]:
+    """Halves of characters, which no tokenizer has an id for."""
+    for number, text in enumerate(items if isinstance(items, list) else [items]):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            where = f"place {error.start}" + (f" of text {number}" if isinstance(items, list) else "")
+            return [f"texts: wanted text that is Unicode, got a lone surrogate at {where}"]
+    return []
+
+
+def id_problems(items: Any = None, tokenizer: Tokenizer | None = None, **_: Any) -> list[str]:
+    """Ids that lie amid a vocabulary and mean nothing."""
+    if tokenizer is None or tokenizer.identity.format != "tiktoken":
+        return []
+    known = {*tokenizer.native._mergeable_ranks.values(), *tokenizer.native._special_tokens.values()}
+    for row in items if items and isinstance(items[0], list) else [items]:
+        wrong = next((each for each in row if each not in known), None)
+        if wrong is not None:
+            return [f"tokens: wanted ids of the vocabulary, got {shown(wrong)}, which is none of them"]
+    return []
+
+
+def check_ids(rows: Sequence[Sequence[Any]], tokenizer: Tokenizer) -> None:
+    """Raise InvalidCallError for what is no id, or lies outside of the vocabulary."""
+    for row in rows:
+        if row and not (set(map(type, row)) <= {int} and min(row) >= 0 and max(row) < tokenizer.bound):
+            wrong = next(each for each in row if type(each) is not int or not 0 <= each < tokenizer.bound)
+            raise InvalidCallError(
+                "detokenize", [f"tokens: wanted ids from 0 to {tokenizer.bound - 1}, got {shown(wrong)}"]
+            )
+
 
 _PADDING = (False, True, "longest", "max_length", "do_not_pad")
 _CUTTING = (False, True, "longest_first", "only_first", "do_not_truncate")
@@ -107,3 +159,62 @@ def _filled(found: dict[str, list[Any]], tokenizer: Tokenizer, asked: Asked) -> 
         else:
             found[name] = [row + [filler] * (width - len(row)) for row in rows]
     return found
+
+
+MARK = "\ufffd"
+
+REACH = 6
+"""Ids behind which nothing that comes later changes a text: the longest character has four bytes."""
+
+
+class StreamingDetokenizer:
+    """Turns ids into text one by one.
+
+        stream = lz.StreamingDetokenizer("cl100k_base")
+        for token in model: print(stream.add(token), end="")
+        print(stream.end())
+
+    All that was handed out, joined, is what :func:`layerzero.detokenize` gives for all ids at once.
+    """
+
+    def __init__(self, tokenizer_id: Any, *, skip_special_tokens: bool = False) -> None:
+        self._tokenizer: Tokenizer = resolve(tokenizer_id)
+        self._skip = skip_special_tokens
+        self._bytes = self._tokenizer.identity.format == "tiktoken"
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._ids: list[int] = []
+        self._context = self._told = 0
+
+    def add(self, token: int | Iterable[int]) -> str:
+        """The text that is certain now; empty while a character is not whole. Raises: InvalidCallError."""
+        ids = [token] if isinstance(token, int) else list(token)
+        check_ids([ids], self._tokenizer)
+        if self._bytes:
+            kept = [each for each in ids if not (self._skip and each in self._tokenizer.special_ids)]
+            return self._decoder.decode(b"".join(map(self._tokenizer.native.decode_single_token_bytes, kept)))
+        self._ids += ids
+        return self._grown(last=False)
+
+    def end(self) -> str:
+        """What is left: half of a character becomes U+FFFD. The stream begins anew."""
+        left = self._decoder.decode(b"", final=True) if self._bytes else self._grown(last=True)
+        self._decoder.reset()
+        self._ids, self._context, self._told = [], 0, 0
+        return left
+
+    def _grown(self, *, last: bool) -> str:
+        """What the ids behind those that were told add to the text; decoded with some before them, which may matter."""
+        before = self._text(self._context, self._told)
+        whole = self._text(self._context, len(self._ids))
+        if not whole.startswith(before):  # a cleaned-up ending: all that is certain is what both begin with
+            self._context = 0
+            before, whole = self._text(0, self._told), self._text(0, len(self._ids))
+        if not last and whole.endswith(MARK):
+            return ""
+        new = whole[len(before) :]
+        self._context, self._told = max(self._told - REACH, 0) if new else self._context, len(self._ids)
+        return new
+
+    def _text(self, start: int, end: int) -> str:
+        text = oracle.decode(self._ids[start:end], tokenizer=self._tokenizer, skip_special_tokens=self._skip)
+        return str(text)

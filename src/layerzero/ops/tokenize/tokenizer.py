@@ -1,7 +1,7 @@
 """A tokenizer that texts are encoded with: its library's own object, its identity, and what surrounds a text.
 
-It is read once, and anew where its file or object changed: each call compares a :mod:`layerzero.ops.tokenize.stamp`.
-What no stamp sees is told by :func:`forget`.
+It is read once, and anew where its file or object changed: each call compares a stamp
+(:mod:`layerzero.ops.tokenize.identity`). What no stamp sees is told by :func:`forget`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.system import forking
 from layerzero.core.system.disk import make_private, write_whole
-from layerzero.ops.tokenize import stamp as stamps
+from layerzero.ops.tokenize import identity
 from layerzero.ops.tokenize.identity import Identity
 
 DUMPED = "layerzero.tiktoken"
@@ -165,7 +165,7 @@ def follow(tokenizer_id: object) -> Followed:
 def _change(given: Any) -> Callable[[], bool] | None:
     """What tells whether something is another than it is now."""
     try:
-        stamp = stamps.of_name(given) if isinstance(given, str) else stamps.of_object(given)
+        stamp = identity.of_name(given) if isinstance(given, str) else identity.of_object(given)
         before = None if stamp is None else stamp()
     except Exception:  # noqa: BLE001  # steps in Python raise what they like; reading it tells
         return lambda: True
@@ -221,7 +221,7 @@ def forget(tokenizer_id: object = None) -> None:
     """Read a tokenizer anew at its next call; all of them if None.
 
     Calls notice other files, added tokens, and other steps, settings and sizes of an object by themselves. This is for
-    what :mod:`layerzero.ops.tokenize.stamp` names as not seen.
+    what :mod:`layerzero.ops.tokenize.identity` names as not seen.
     """
     with _LOCK:
         if tokenizer_id is None:
