@@ -33,8 +33,9 @@ from judged import judged_jobs
 import layerzero as lz
 from layerzero.tuning.measuring.clocks import CpuClock, clock_of
 from layerzero.tuning.measuring.jobs import Job, default_grid
-from layerzero.tuning.measuring.running import Step, run_jobs
 from layerzero.tuning.measuring.timing import Effort
+from layerzero.tuning.measuring.tune import run_jobs
+from layerzero.tuning.measuring.tune_run import Step
 
 STEPS = ("tune", "judge", "host")
 

@@ -37,8 +37,8 @@ from layerzero.tuning.measuring.admission import copy_gb_s
 from layerzero.tuning.measuring.bench import TORCH, Benched, Timed, bench
 from layerzero.tuning.measuring.clocks import clock_of
 from layerzero.tuning.measuring.jobs import Job
-from layerzero.tuning.measuring.running import run_jobs
 from layerzero.tuning.measuring.timing import Effort
+from layerzero.tuning.measuring.tune import run_jobs
 
 TOKENS = (1, 4096, 64, 512, 16384, 16)
 """In an order of which every beginning says most."""

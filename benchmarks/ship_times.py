@@ -29,9 +29,9 @@ from layerzero.tuning.keeping import archive
 from layerzero.tuning.keeping.environment import capability_hash
 from layerzero.tuning.keeping.tables import slug, table_of
 from layerzero.tuning.measuring.jobs import Job, default_grid, spread
-from layerzero.tuning.measuring.running import run_jobs
 from layerzero.tuning.measuring.timing import Effort
-from layerzero.tuning.measuring.tuned import Step
+from layerzero.tuning.measuring.tune import run_jobs
+from layerzero.tuning.measuring.tune_run import Step
 
 DENSE = ("attention.gqa.prefill", "attention.standard.prefill", "attention.gqa.decode", "attention.standard.decode")
 SETS = {

@@ -74,7 +74,7 @@ def test_bench_looks_at_no_call_when_its_time_is_over(monkeypatch):
 
 def test_bench_leaves_out_what_memory_does_not_hold_and_says_so(monkeypatch):
     asked = f"bench rms_norm --shapes 8x64,9x64 {QUICK}"
-    place = "layerzero.tuning.measuring.comparing.too_large"
+    place = "layerzero.tuning.measuring.comparison.too_large"
     monkeypatch.setattr(place, lambda facts: "no room" if facts.size("rows") == 9 else "")
     found = answer(asked)
     assert [each["call"]["rows"] for each in found["calls"]] == [8]
@@ -87,7 +87,7 @@ def test_bench_leaves_out_what_memory_does_not_hold_and_says_so(monkeypatch):
     def full(*_, **__):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 76 bytes\nmore")
 
-    monkeypatch.setattr("layerzero.tuning.measuring.comparing.bench", full)
+    monkeypatch.setattr("layerzero.tuning.measuring.comparison.bench", full)
     assert "can't allocate memory: you tried to allocate 76 bytes\n" in run(asked, code=1).stderr
 
 

@@ -28,10 +28,10 @@ from layerzero.core.operation import Work
 from layerzero.engine.dispatch import ENGINE
 from layerzero.tuning.measuring.admission import Ceiling
 from layerzero.tuning.measuring.bench import TORCH, Benched, Line, Timed
-from layerzero.tuning.measuring.comparing import Compared
+from layerzero.tuning.measuring.comparison import Compared
 from layerzero.tuning.measuring.contest import Entry, Status
 from layerzero.tuning.measuring.timing import Deadline
-from layerzero.tuning.measuring.tuned import Tuned
+from layerzero.tuning.measuring.tune import Tuned
 from layerzero.tuning.proving.vetting import Vetted
 from others import OTHERS
 

@@ -15,8 +15,9 @@ from layerzero.integrations.optimize.gate import gate
 from layerzero.integrations.optimize.inputs import Workload
 from layerzero.integrations.optimize.pace import Way, timed
 from layerzero.integrations.optimize.time_left import RUN, TimeLeft
-from layerzero.tuning.measuring import running
+from layerzero.tuning.measuring import tune_run
 from layerzero.tuning.measuring.timing import Deadline, TimeOverError
+from layerzero.tuning.measuring.tune import run_jobs
 
 pytestmark = pytest.mark.filterwarnings("ignore::layerzero.core.errors.LayerZeroWarning")
 
@@ -86,7 +87,7 @@ def test_the_default_budget_bounds_it_too(clock, began):
 
 
 def test_without_a_budget_nothing_is_left_out(clock, began, monkeypatch):
-    monkeypatch.setattr(Workload, "tune", lambda self, **_: running.run_jobs([], self.device, effort=None, budget_s=0))
+    monkeypatch.setattr(Workload, "tune", lambda self, **_: run_jobs([], self.device, effort=None, budget_s=0))
     model, call = slow(clock, began, 1000.0)
     report = lz.optimize(model, call, rounds=1, budget_s=None, isolate=False)
     assert report.timed is not None
@@ -135,8 +136,8 @@ def test_a_child_gets_the_remaining_time(clock, monkeypatch):
         stops[-1].append(stop())
         return []
 
-    monkeypatch.setattr(running, "rehearse", rehearse)
-    monkeypatch.setattr(running, "is_new", lambda *_: True)
+    monkeypatch.setattr(tune_run, "rehearse", rehearse)
+    monkeypatch.setattr(tune_run, "is_new", lambda *_: True)
     whole = Deadline(20.0, clock)
     workload = Workload(lambda: lz.rms_norm(torch.ones(4, 64), torch.ones(64)), torch.device("cpu"))
     tuned = workload.tune(deadline=whole.sooner(10.0), isolate=True)

@@ -21,14 +21,13 @@ from layerzero.ops import OPERATIONS
 from layerzero.tuning.keeping import calls
 from layerzero.tuning.keeping.files import FileLedger
 from layerzero.tuning.keeping.store import StoreLedger
-from layerzero.tuning.measuring import beside, running
 from layerzero.tuning.measuring import contest as contests
+from layerzero.tuning.measuring import loop, tune_run
 from layerzero.tuning.measuring.clocks import CpuClock
 from layerzero.tuning.measuring.contest import Status
 from layerzero.tuning.measuring.jobs import Job
-from layerzero.tuning.measuring.running import run_jobs
 from layerzero.tuning.measuring.timing import Deadline, Effort, Pace
-from layerzero.tuning.measuring.tune import asked_jobs
+from layerzero.tuning.measuring.tune import asked_jobs, run_jobs
 from layerzero.tuning.measuring.workload import jobs_of
 from layerzero.tuning.predicting.winner import record_times
 from layerzero.tuning.proving.rehearsal import Rehearsed
@@ -91,14 +90,14 @@ def norm_facts(rows, hidden=8192):
 
 def test_what_a_call_may_take_falls_with_what_is_left(monkeypatch):
     spent = []
-    real = running.contest
+    real = tune_run.contest
 
     def contest(call, *, effort, **more):
         found = real(call, effort=effort, **more)
         spent.append((effort.budget_s * 3 * len(found.entries), effort.steady_s))
         return found
 
-    monkeypatch.setattr(running, "contest", contest)
+    monkeypatch.setattr(tune_run, "contest", contest)
     for left in (1.0, 1e6):
         run(norms(64 if left == 1.0 else 128), Deadline(left, Clock()), effort=Effort(3, 0.5))
     assert spent[0][0] <= 0.5 + 1e-9
@@ -164,7 +163,7 @@ def test_nobody_waits_for_children_longer_than_there_is_time(monkeypatch, tmp_pa
     def new(input, weight, *, eps):
         return rms_norm(input, weight.shape, weight, eps)
 
-    monkeypatch.setattr(running, "rehearse", rehearse)
+    monkeypatch.setattr(tune_run, "rehearse", rehearse)
     ENGINE.ledger = FileLedger(tmp_path)
     run(norms(64), deadline, isolate=True)
     assert stops == [False, True], "half of what is left"
@@ -178,7 +177,7 @@ def test_what_no_child_was_asked_about_in_time_is_not_called_banned(monkeypatch,
     def rehearse(pairs, **_):
         return [Rehearsed(kernel, facts, None, "nobody waited", unsafe=True) for kernel, facts in pairs]
 
-    monkeypatch.setattr(running, "rehearse", rehearse)
+    monkeypatch.setattr(tune_run, "rehearse", rehearse)
     ENGINE.ledger = FileLedger(tmp_path)
     (found,) = run(norms(64), Deadline(100.0, Clock()), isolate=True).contests
     (entry,) = [each for each in found.entries if each.kernel.id == "mine.new"]
@@ -205,7 +204,7 @@ def vetting(monkeypatch):
         ENGINE.bump()
         return tuple(Vetted(*name, Verdict.PASSED if name in reached else None, "", name in reached) for name in unique)
 
-    monkeypatch.setattr(beside, "vet_calls", vet_calls)
+    monkeypatch.setattr(loop, "vet_calls", vet_calls)
     kernel = lz.Kernel(
         id="plug.rms",
         operations=("norm.rms",),
@@ -242,7 +241,7 @@ def test_what_vetting_never_reaches_is_left_to_the_next_run_which_goes_on(vettin
 
 
 def test_a_later_batch_asks_about_a_class_that_an_earlier_one_did_not_reach(vetting, monkeypatch):
-    monkeypatch.setattr(running, "AT_ONCE", 1)
+    monkeypatch.setattr("layerzero.tuning.measuring.tune.AT_ONCE", 1)
     vetting.reaches = 0
     jobs = asked_jobs("rms_norm", [(8, 100), (8, 101)], ["float32"], "cpu")
     run(jobs, Deadline(100.0, Clock()), isolate=True)
@@ -286,7 +285,7 @@ def test_what_compiles_is_built_by_children_and_measured_when_it_is_there(compil
             built.append(facts.size("hidden"))
             told(kernel, facts, Outcome())
 
-    monkeypatch.setattr(beside, "build_apart", build_apart)
+    monkeypatch.setattr(loop, "build_apart", build_apart)
     found = run(
         norms(64), Deadline(100.0, Clock()), isolate=True, progress=lambda step: order.append(step.contest is not None)
     )
@@ -325,9 +324,9 @@ def test_who_comes_later_is_timed_beside_all_that_may_be_the_best_one(compiled, 
         entries.sort(key=lambda each: each.measurement.median_us)
         return contests.Contest("a call", report, tuple(entries))
 
-    monkeypatch.setattr(beside, "build_apart", build_apart)
-    monkeypatch.setattr(running, "contest", contest)
-    monkeypatch.setattr(running, "rehearse", lambda *_, **__: ())
+    monkeypatch.setattr(loop, "build_apart", build_apart)
+    monkeypatch.setattr(tune_run, "contest", contest)
+    monkeypatch.setattr(tune_run, "rehearse", lambda *_, **__: ())
     found = run(norms(64), Deadline(100.0, Clock()), isolate=True)
     assert together == [["mine.quick", "torch.rms_norm"], ["mine.compiled", "mine.quick", "torch.rms_norm"]]
     assert found.choices[0].kernel_id == "mine.compiled"
@@ -340,7 +339,7 @@ def test_a_call_that_waits_for_a_build_comes_before_calls_that_nobody_looked_at(
     class Child:
         """Builds for the first call while the second one is measured."""
 
-        open = beside = False
+        open = parallel = False
 
         def __init__(self, run):
             self.asked = 0
@@ -360,15 +359,15 @@ def test_a_call_that_waits_for_a_build_comes_before_calls_that_nobody_looked_at(
         def end(self):
             pass
 
-    measured = running.contest
+    measured = tune_run.contest
 
     def contest(call, **more):
         found = measured(call, **more)
         order.append((found.facts.size("hidden"), "mine.compiled" in {each.id for each in found.times}))
         return found
 
-    monkeypatch.setattr(running, "Beside", Child)
-    monkeypatch.setattr(running, "contest", contest)
+    monkeypatch.setattr(loop, "Children", Child)
+    monkeypatch.setattr(tune_run, "contest", contest)
     run(norms(64, 128, 256), Deadline(100.0, Clock()), isolate=True)
     assert order == [(64, False), (128, False), (64, True), (256, False)]
 
@@ -394,15 +393,15 @@ def test_what_calls_would_choose_is_built_first_then_what_may_be_near(compiled, 
         named = ((kernel.id.partition(".")[2], facts.size("hidden")) for kernel, facts in pairs)
         asked.append(list(dict.fromkeys(named)))  # each is built once
 
-    class OnGpu(beside.Beside):
+    class OnGpu(loop.Children):
         def __init__(self, run):
             super().__init__(run)
-            self.beside = True
+            self.parallel = True
 
-    monkeypatch.setattr(beside, "build_apart", build_apart)
-    monkeypatch.setattr(running, "AT_ONCE", 1)
-    monkeypatch.setattr(running, "Beside", OnGpu)
-    monkeypatch.setattr(running._Run, "measure", lambda *_: "known")
+    monkeypatch.setattr(loop, "build_apart", build_apart)
+    monkeypatch.setattr("layerzero.tuning.measuring.tune.AT_ONCE", 1)
+    monkeypatch.setattr(loop, "Children", OnGpu)
+    monkeypatch.setattr(tune_run.TuningRun, "_measure", lambda *_: "known")
     run(norms(64, 128, 256), Deadline(100.0, Clock()), isolate=True)
     assert asked == [
         [("winner", 64), ("winner", 128), ("winner", 256), ("near", 64), ("unknown", 64)],
@@ -419,8 +418,8 @@ def test_what_failed_to_build_for_one_batch_is_not_tried_for_the_next(compiled, 
         for kernel, facts in pairs:
             told(kernel, facts, Outcome("no compiler"))
 
-    monkeypatch.setattr(beside, "build_apart", build_apart)
-    asking = beside.Beside(SimpleNamespace(
+    monkeypatch.setattr(loop, "build_apart", build_apart)
+    asking = loop.Children(SimpleNamespace(
         device=torch.device("cpu"), deadline=Deadline(100.0, Clock()), modules=(), vetted=[], not_built={},
         to_vet=lambda jobs: [], to_build=lambda jobs: [(REGISTRY.kernel("mine.compiled"), norm_facts(8, jobs[0]))],
     ))  # fmt: skip
@@ -435,7 +434,7 @@ def test_what_does_not_build_is_told_and_the_rest_is_measured(compiled, monkeypa
         for pair in pairs:
             told(*pair, Outcome("lines\nninja: failed"))
 
-    monkeypatch.setattr(beside, "build_apart", build_apart)
+    monkeypatch.setattr(loop, "build_apart", build_apart)
     found = run(norms(64, 128), Deadline(100.0, Clock()), isolate=True)
     assert found.not_built == {"mine.compiled": "ninja: failed"}
     assert len(found.contests) == 2
@@ -500,7 +499,7 @@ def test_builds_that_are_under_way_are_waited_for_where_vetting_gets_nowhere(vet
     """On a GPU they end one by one: the first that ended let go of the others."""
     under_way = [1, 2, 3]
 
-    class OneByOne(beside.Beside):
+    class OneByOne(loop.Children):
         @property
         def open(self):
             return bool(under_way) or super().open
@@ -510,7 +509,7 @@ def test_builds_that_are_under_way_are_waited_for_where_vetting_gets_nowhere(vet
                 under_way.pop()
             return super().caught_up(wait_for=wait_for)
 
-    monkeypatch.setattr(running, "Beside", OneByOne)
+    monkeypatch.setattr(loop, "Children", OneByOne)
     vetting.reaches = 0
     run(norms(64), Deadline(100.0, Clock()), isolate=True)
     assert under_way == []
@@ -527,5 +526,5 @@ def test_times_of_eager_calls_do_not_keep_replays_from_being_measured(tmp_path, 
     record_times(report.facts, {kernel: Measurement(30.0, 31.0, 0.0, 40, noise=0.01, device_us=9.0, host_us=30.0)})
     given = {"jobs": [job], "device": torch.device("cpu"), "clock": CpuClock(), "effort": Effort(3, 0.0)}
     given |= {"deadline": Deadline(None), "modules": (), "leave_out": (), "again": False, "isolate": False}
-    assert running._Run(**given).unknown([kernel], report) == []
-    assert running._Run(**given, graph=True).unknown([kernel], report) == [kernel]
+    assert tune_run.TuningRun(**given).unknown([kernel], report) == []
+    assert tune_run.TuningRun(**given, graph=True).unknown([kernel], report) == [kernel]

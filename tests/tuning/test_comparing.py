@@ -9,11 +9,11 @@ from torch.nn.functional import rms_norm
 import layerzero as lz
 from clock import Clock
 from layerzero.engine.jit import Outcome
-from layerzero.tuning.measuring import beside, comparing
+from layerzero.tuning.measuring import comparison, loop
 from layerzero.tuning.measuring import contest as contests
 from layerzero.tuning.measuring.admission import Ceiling
 from layerzero.tuning.measuring.clocks import CpuClock
-from layerzero.tuning.measuring.comparing import BEFORE_BUILDS, MOST, NO_TIME, compare, long_calls
+from layerzero.tuning.measuring.comparison import BEFORE_BUILDS, MOST, TIME_OVER, compare, long_calls
 from layerzero.tuning.measuring.jobs import Job, jobs_of_cases, long_last, operations_named, telling
 from layerzero.tuning.measuring.timing import Deadline, Effort
 from layerzero.tuning.measuring.tune import asked_jobs
@@ -70,7 +70,7 @@ def test_what_would_take_much_of_the_time_comes_last():
 
 
 def test_a_call_is_looked_at_when_its_turn_comes_and_none_when_the_time_is_over(monkeypatch):
-    monkeypatch.setattr(comparing, "FIRST", 1)
+    monkeypatch.setattr(comparison, "FIRST", 1)
     clock, asked = Clock(), []
     deadline = Deadline(10.0, clock)
     is_long = long_calls(CPU, deadline)
@@ -132,13 +132,13 @@ def test_a_call_is_given_up_between_its_kernels(monkeypatch):
 
 
 def test_what_a_call_may_take_falls_with_what_is_left_and_to_do(monkeypatch):
-    efforts, real = [], comparing.bench
+    efforts, real = [], comparison.bench
 
     def bench(job, device, *, effort, **more):
         efforts.append(effort)
         return real(job, device, effort=Effort(3, 0.0), **more)
 
-    monkeypatch.setattr(comparing, "bench", bench)
+    monkeypatch.setattr(comparison, "bench", bench)
     run(norms(64, 128), Deadline(32.0, Clock()), effort=Effort(3, 100.0))
     first, second = efforts
     assert (first.steady_s, second.steady_s) == (8.0, 16.0)
@@ -193,7 +193,7 @@ def test_what_compiles_is_built_after_half_of_the_time_and_its_calls_are_measure
             order.append((each.number, each.again, "mine.compiled" in {line.name for line in each.found.lines}))
             clock.now += 100.0 * BEFORE_BUILDS if not each.again else 0.0
 
-    monkeypatch.setattr(beside, "build_apart", build_apart)
+    monkeypatch.setattr(loop, "build_apart", build_apart)
     found = run(norms(64, 128), Deadline(100.0, clock), told=looked)
     assert order == [(1, False, False), "build", (1, True, True), (2, False, True)]
     assert (found.cut, found.not_built) == (False, {})
@@ -213,17 +213,17 @@ def test_what_is_left_to_build_when_all_is_measured_is_built_then(compiled, monk
             order.append((each.number, each.again, "mine.compiled" in {line.name for line in each.found.lines}))
             clock.now = 100.0 * BEFORE_BUILDS
 
-    monkeypatch.setattr(comparing, "FIRST", 1)
-    monkeypatch.setattr(beside, "build_apart", build_apart)
+    monkeypatch.setattr(comparison, "FIRST", 1)
+    monkeypatch.setattr(loop, "build_apart", build_apart)
     found = run(norms(64, 128, 256), Deadline(100.0, clock), told=looked)
     assert order[-2:] == [(3, False, False), (3, True, True)]
     assert (found.cut, found.not_built) == (False, {})
 
 
 def test_what_was_not_built_in_time_is_told(compiled, monkeypatch):
-    monkeypatch.setattr(beside, "build_apart", lambda *_, **__: None)
+    monkeypatch.setattr(loop, "build_apart", lambda *_, **__: None)
     found = run(norms(64), Deadline(100.0, Clock()))
-    assert (found.cut, found.not_built) == (True, {"mine.compiled": NO_TIME})
+    assert (found.cut, found.not_built) == (True, {"mine.compiled": TIME_OVER})
     assert found.found, "the others were measured"
 
 
@@ -232,7 +232,7 @@ def test_what_does_not_build_says_why(compiled, monkeypatch):
         for pair in pairs:
             told(*pair, Outcome("lines\nninja: failed"))
 
-    monkeypatch.setattr(beside, "build_apart", build_apart)
+    monkeypatch.setattr(loop, "build_apart", build_apart)
     assert run(norms(64), Deadline(100.0, Clock())).not_built == {"mine.compiled": "ninja: failed"}
 
 
@@ -244,14 +244,14 @@ def test_without_an_end_whatever_compiles_does_so_here(compiled):
 
 def test_one_calls_trouble_costs_no_other_its_place(monkeypatch):
     """What the first call's function raises is told with it; the comparison ended there."""
-    real = comparing.bench
+    real = comparison.bench
 
     def failing(job, *given, **named):
         if job.case.sizes["hidden"] == 64:
             raise RuntimeError("planted")
         return real(job, *given, **named)
 
-    monkeypatch.setattr(comparing, "bench", failing)
+    monkeypatch.setattr(comparison, "bench", failing)
     found = run(norms(64, 128), Deadline(None))
     assert hiddens(found.found) == [128]
     assert any("planted" in why for why in found.skipped.values())
@@ -261,7 +261,7 @@ def test_what_memory_does_not_hold_is_told_as_a_tuning_run_tells_it(monkeypatch)
     def hungry(*given, **named):
         raise torch.OutOfMemoryError("no memory left")
 
-    monkeypatch.setattr(comparing, "bench", hungry)
+    monkeypatch.setattr(comparison, "bench", hungry)
     found = run(norms(64), Deadline(None))
     assert found.skipped == {"norm.rms 8x64 float32": "too little memory: raised OutOfMemoryError: no memory left"}
     assert found.needs_bytes["norm.rms 8x64 float32"] > 0

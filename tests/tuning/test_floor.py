@@ -19,8 +19,8 @@ from layerzero.tuning.keeping.store import StoreLedger
 from layerzero.tuning.measuring import admission
 from layerzero.tuning.measuring.contest import Status, contest
 from layerzero.tuning.measuring.jobs import Job
-from layerzero.tuning.measuring.running import run_jobs
 from layerzero.tuning.measuring.timing import Effort
+from layerzero.tuning.measuring.tune import run_jobs
 from layerzero.tuning.measuring.workload import jobs_of
 from others import OTHERS
 

@@ -22,10 +22,10 @@ from layerzero.tuning.keeping import files
 from layerzero.tuning.keeping.files import FileLedger
 from layerzero.tuning.keeping.store import StoreLedger
 from layerzero.tuning.measuring import contest as contests
-from layerzero.tuning.measuring import running
 from layerzero.tuning.measuring.clocks import clock_of
 from layerzero.tuning.measuring.contest import Status, contest, taking_part
 from layerzero.tuning.measuring.jobs import Job, default_grid
+from layerzero.tuning.measuring.tune import run_jobs
 from layerzero.tuning.measuring.workload import jobs_of
 from others import OTHERS
 from paged_calls import PAGE, paged
@@ -145,7 +145,7 @@ def test_a_capture_that_refuses_a_kernel_is_no_failure_of_it(captures):
 
 def test_what_a_capture_refused_is_not_measured_in_each_run_until_a_version_changes(captures, tmp_path, monkeypatch):
     """Nor in another process; another size is another call, and who asks for all again gets all."""
-    monkeypatch.setattr(running, "clock_of", lambda device, graph: clock_of("cpu"))
+    monkeypatch.setattr("layerzero.tuning.measuring.tune.clock_of", lambda device, graph: clock_of("cpu"))
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
     lz.configure()
     ran = []
@@ -170,9 +170,7 @@ def test_what_a_capture_refused_is_not_measured_in_each_run_until_a_version_chan
         ran.clear()
         job = Job(*norm_case("norm.rms", rows, 64), "float32")
         effort = contests.Effort(samples=3, budget_s=0.05)
-        found = running.run_jobs(
-            [job], torch.device("cpu"), effort=effort, graph=True, isolate=False, leave_out=OTHERS, **more
-        )
+        found = run_jobs([job], torch.device("cpu"), effort=effort, graph=True, isolate=False, leave_out=OTHERS, **more)
         facts = job.facts("cpu")
         steady = Measurement(50.0, 50.0, 0.01, 20, noise=0.01, graph=True)  # whatever else this machine does meanwhile
         ENGINE.ledger.record_time(plain, facts.on(facts.device, capturing=True), steady)

@@ -13,7 +13,7 @@ from layerzero.asking.answers import facts as facts_of
 from layerzero.core.system import control_group, free_memory
 from layerzero.engine.failing import out_of_memory
 from layerzero.ops import OPERATIONS
-from layerzero.tuning.measuring import admission, machine_state, running
+from layerzero.tuning.measuring import admission, machine_state, tune_run
 from layerzero.tuning.measuring.jobs import Job
 from others import OTHERS
 
@@ -42,7 +42,9 @@ def test_a_call_that_does_not_fit_is_left_before_anything_is_made(monkeypatch):
     made, asked = [], []
     make = Job.make
     monkeypatch.setattr(Job, "make", lambda self, device: (made.append(self.case.sizes["rows"]), make(self, device))[1])
-    monkeypatch.setattr(running, "rehearse", lambda pairs, **_: asked.extend(facts["rows"] for _, facts in pairs) or ())
+    monkeypatch.setattr(
+        tune_run, "rehearse", lambda pairs, **_: asked.extend(facts["rows"] for _, facts in pairs) or ()
+    )
     found = lz.tune("rms_norm", shapes=[(8, 64), (9, 64)], dtype="float32", leave_out=OTHERS, samples=3)
     assert set(made) == {8}
     assert set(asked) <= {8}

@@ -24,7 +24,7 @@ from layerzero.ops.paged.sweep import append_case
 from layerzero.tuning.keeping.files import FileLedger
 from layerzero.tuning.keeping.folder import RecordFolder
 from layerzero.tuning.keeping.store import StoreLedger
-from layerzero.tuning.measuring import contest, jobs, running
+from layerzero.tuning.measuring import contest, jobs, tune_run
 from layerzero.tuning.measuring.contest import Status
 from layerzero.tuning.measuring.jobs import Job
 from layerzero.tuning.measuring.tune import asked_jobs
@@ -41,7 +41,7 @@ def tuned(*args, **kwargs):
 
 def test_times_decide_from_then_on(monkeypatch):
     told = []
-    monkeypatch.setattr(running, "clock_of", lambda device, *, graph: Told(told))
+    monkeypatch.setattr(tune_run, "clock_of", lambda device, *, graph: Told(told))
 
     @lz.register_kernel("norm.rms", "mine.slow", supported_dtypes=["float32"], priority=99)
     def slow(input, weight, *, eps):
@@ -125,7 +125,7 @@ def test_what_memory_does_not_hold_is_asked_once_and_neither_rehearsed_nor_measu
         asked.append(facts.size("hidden"))
         return "no room" if facts.size("hidden") == 64 else ""
 
-    monkeypatch.setattr(running, "too_large", too_large)
+    monkeypatch.setattr(tune_run, "too_large", too_large)
     found = tuned("rms_norm", shapes=[(8, 64), (8, 128)])
     assert sorted(asked) == [64, 128]
     assert list(found.skipped.values()) == ["no room"]
@@ -341,7 +341,7 @@ def test_one_child_is_asked_for_many_calls(monkeypatch, tmp_path):
         return rms_norm(input, weight.shape, weight, eps)
 
     asked = []
-    monkeypatch.setattr(running, "rehearse", lambda pairs, **_: asked.append(len(pairs)) or [])
+    monkeypatch.setattr(tune_run, "rehearse", lambda pairs, **_: asked.append(len(pairs)) or [])
     ENGINE.ledger = FileLedger(tmp_path)
     tuned("rms_norm", shapes=[(8, 64), (8, 200), (900, 64)], isolate=True)
     assert asked == [3]
@@ -355,7 +355,7 @@ def test_what_no_child_knows_runs_here_and_is_told(monkeypatch, tmp_path):
     def unasked(pairs, **_):
         return [rehearsal.Rehearsed(*pair, None, "no such module") for pair in pairs]
 
-    monkeypatch.setattr(running, "rehearse", unasked)
+    monkeypatch.setattr(tune_run, "rehearse", unasked)
     ENGINE.ledger = FileLedger(tmp_path)
     with pytest.warns(lz.LayerZeroWarning, match=r"mine\.local runs in this process .* no such module") as told:
         found = tuned("rms_norm", shapes=[(8, 64), (8, 200)], isolate=True)

@@ -254,7 +254,7 @@ def test_tuning_vets_what_it_is_about_to_measure_and_tells_what_it_found(plugin,
 
     given = {"dtype": "float32", "device": "cpu", "samples": 3}
     with monkeypatch.context() as patched:
-        patched.setattr("layerzero.tuning.measuring.beside.vet_calls", vetted)
+        patched.setattr("layerzero.tuning.measuring.loop.vet_calls", vetted)
         lz.tune("norm.rms", [(4, 64)], budget_s=0.0, **given)
         assert asked == [], "no time for it"
         lz.tune("norm.rms", [(4, 64)], leave_out=[*OTHERS, "plug.*"], **given)

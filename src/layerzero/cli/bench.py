@@ -19,7 +19,7 @@ from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.measuring.bench import Timed
 from layerzero.tuning.measuring.clocks import clock_of, current
-from layerzero.tuning.measuring.comparing import NO_TIME, Looked, compare, long_calls
+from layerzero.tuning.measuring.comparison import NO_TIME, Looked, compare, long_calls
 from layerzero.tuning.measuring.contest import Status
 from layerzero.tuning.measuring.jobs import telling
 from layerzero.tuning.measuring.timing import Effort

@@ -15,7 +15,7 @@ from layerzero.cli.bench_tables import details, refusals, tables
 from layerzero.cli.not_measured import not_measured
 from layerzero.cli.rows import new_row, new_table
 from layerzero.tuning.measuring.bench import TORCH, Benched, Line
-from layerzero.tuning.measuring.comparing import Compared
+from layerzero.tuning.measuring.comparison import Compared
 from layerzero.tuning.measuring.contest import Status
 
 SCREEN = 45

@@ -146,11 +146,15 @@ def bench(
     """Measure and compare; exits with 1 if a kernel is wrong."""
     deadline = deadline_of(budget_s)
     given = _named(params_of(params, operation), operation)
-    found = []
-    for each in bench_plain(operation, given, samples=samples, only=only, leave_out=leave_out, passed=deadline.passed):
-        found.append(each)
-        if not quiet:
-            say(f"measured {each.operation} {each.case}")
+    found = bench_plain(
+        operation,
+        given,
+        samples=samples,
+        only=only,
+        leave_out=leave_out,
+        deadline=deadline,
+        told=lambda each: None if quiet else say(f"measured {each.operation} {each.case}"),
+    )
     left = sum(len(each.cases) for each in plain_operations(operation)) - len(found)
 
     def show() -> Iterator[RenderableType]:

@@ -19,8 +19,9 @@ from layerzero.cli.sizes import left_of, params_of, shapes_of, with_threads
 from layerzero.core.ledger import Verdict
 from layerzero.tuning.measuring.contest import Contest
 from layerzero.tuning.measuring.timing import carried
+from layerzero.tuning.measuring.tune import Tuned
 from layerzero.tuning.measuring.tune import tune as run
-from layerzero.tuning.measuring.tuned import Choice, Step, Tuned
+from layerzero.tuning.measuring.tune_run import Choice, Step
 
 MOST_ROWS = 15
 """Calls that have a row each: with what wraps they fit on a screen."""

@@ -15,9 +15,9 @@ from layerzero.engine.config import current_policy
 from layerzero.engine.registry import REGISTRY
 from layerzero.integrations.optimize.time_left import RUN, TimeLeft
 from layerzero.tuning.measuring.clocks import current
-from layerzero.tuning.measuring.running import run_jobs
 from layerzero.tuning.measuring.timing import Deadline, Effort
-from layerzero.tuning.measuring.tuned import Step, Tuned
+from layerzero.tuning.measuring.tune import Tuned, run_jobs
+from layerzero.tuning.measuring.tune_run import Step
 from layerzero.tuning.measuring.workload import jobs_of, record
 
 SHORTEST_S = 0.05

@@ -20,7 +20,7 @@ from layerzero.integrations.optimize.steps import Steps
 from layerzero.integrations.optimize.time_left import RUN
 from layerzero.serving.warmup import Progress
 from layerzero.tuning.keeping.archive import refused
-from layerzero.tuning.measuring.tuned import Step
+from layerzero.tuning.measuring.tune_run import Step
 
 WHOLE = 5
 """Runs of the model without which nothing stays: one compared, and of both ways one that warms up and one timed."""

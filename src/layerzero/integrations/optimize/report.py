@@ -15,7 +15,7 @@ from layerzero.integrations.optimize.pace import SIZES, Paced
 from layerzero.integrations.optimize.spent import Spent
 from layerzero.integrations.optimize.swapping import Packs
 from layerzero.integrations.optimize.time_left import TimeLeft
-from layerzero.tuning.measuring.tuned import Tuned
+from layerzero.tuning.measuring.tune import Tuned
 
 NO_TIME = "no time was left to check it (budget_s)"
 """Why a module stays that was not looked at."""

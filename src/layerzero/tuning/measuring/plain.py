@@ -9,8 +9,7 @@ is timed is the kernel's own call.
 from __future__ import annotations
 
 import functools
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from layerzero.core.evidence import Measurement, Provenance
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
+from layerzero.core.ledger import class_text
 from layerzero.core.operation import Case, Operation, Routed
 from layerzero.core.plan import Report
 from layerzero.core.reasons import Reason
@@ -30,10 +30,13 @@ from layerzero.engine.plain import PLAIN_CALLS, plain_facts
 from layerzero.engine.policy import names_kernel
 from layerzero.ops import plain_function_of
 from layerzero.tuning.measuring.clocks import CpuClock, clock_of
-from layerzero.tuning.measuring.timing import Effort, measurement, race
+from layerzero.tuning.measuring.loop import Children, Pairs, Party, run_loop
+from layerzero.tuning.measuring.timing import Deadline, Effort, measurement, race
 from layerzero.tuning.predicting.weighing import FULL_SAMPLES
 from layerzero.tuning.predicting.winner import record_times
-from layerzero.tuning.proving.vetting import Vetted, facts_of_case, plain_operations, plain_pairs, vet_calls
+from layerzero.tuning.proving.vetting import Vetted, facts_of_case, plain_operations, plain_pairs
+
+CPU = torch.device("cpu")
 
 CALM, CALM_TRIES = 0.1, 3
 """Noise of those that may be the fastest above which a case is measured again, and how often."""
@@ -96,33 +99,40 @@ class PlainTuned:
         return f"{measured}, {self.winners_changed} winners changed, in {self.seconds:.0f} s"
 
 
+@dataclass(frozen=True, slots=True)
+class PlainJob:
+    """One case of an operation without tensors, with the parameters that name what it is asked about."""
+
+    operation: Operation
+    case: Case
+    params: Mapping[str, Any]
+
+    def report(self, facts: Facts) -> Report:
+        """Which kernels may run."""
+        function = plain_function_of(self.operation.name)
+        assert function is not None, self.operation.name
+        return PLAIN_CALLS[function.name][0].explain(facts, current_policy())[0]
+
+
 @dataclass(slots=True)
 class _Contest:
-    """One case: who may run, and what they run."""
+    """One case: which kernels may run, and what they run."""
 
     facts: Facts
     report: Report
-    arguments: Mapping[str, Any]
     runs: dict[Kernel, Callable[[], Any]] = field(default_factory=dict)
     wrong: dict[str, str] = field(default_factory=dict)
 
 
-def _contest(
-    operation: Operation, case: Case, params: Mapping[str, Any], only: Sequence[str], leave: Sequence[str]
-) -> _Contest:
+def _contest(job: PlainJob, only: Sequence[str], leave: Sequence[str]) -> _Contest:
+    operation = job.operation
     assert operation.plain is not None
-    arguments = operation.plain.draw(case, params)
+    arguments = operation.plain.draw(job.case, job.params)
     facts = plain_facts(Routed(operation, arguments))
-    function = plain_function_of(operation.name)
-    assert function is not None, operation.name
-    report, _ = PLAIN_CALLS[function.name][0].explain(facts, current_policy())
-    found = _Contest(facts, report, arguments)
+    report = job.report(facts)
+    found = _Contest(facts, report)
     wanted = operation.reference(**arguments)
-    for each in report.candidates:
-        kernel = each.kernel
-        asked = not only or any(names_kernel(name, kernel) for name in only)
-        if not each.legal or not asked or any(names_kernel(name, kernel) for name in leave):
-            continue
+    for kernel in _legal(report, only, leave):
         try:
             run = functools.partial(kernel.load(facts), arguments["items"])
             fits = operation.plain.equal(run(), wanted)
@@ -139,9 +149,18 @@ def _contest(
     return found
 
 
+def _legal(report: Report, only: Sequence[str], leave: Sequence[str]) -> list[Kernel]:
+    kernels = [each.kernel for each in report.candidates if each.legal]
+    return [each for each in kernels if (not only or _named(each, only)) and not _named(each, leave)]
+
+
+def _named(kernel: Kernel, patterns: Sequence[str]) -> bool:
+    return any(names_kernel(pattern, kernel) for pattern in patterns)
+
+
 def _times(found: _Contest, samples: int, origin: str) -> dict[Kernel, Measurement]:
     by_id = {kernel.id: kernel for kernel in found.runs}
-    clock = clock_of(torch.device("cpu"))
+    clock = clock_of(CPU)
     runners = race(
         {kernel.id: run for kernel, run in found.runs.items()},
         clock,
@@ -156,7 +175,7 @@ def _times(found: _Contest, samples: int, origin: str) -> dict[Kernel, Measureme
 
 
 def _open(times: Mapping[Kernel, Measurement], enough: int) -> list[Kernel]:
-    """Those that may be the fastest, where one of them has fewer samples than make a time count; else nobody.
+    """Those that may be the fastest, where one of them has fewer samples than make a time count; else none.
 
     Calls of 100 ms run out of budget after three samples, and one that seemed hopeless in the first three turns was
     stopped. A set counts as much as its least certain time, so without more samples the library itself would stay: for
@@ -170,11 +189,87 @@ def _open(times: Mapping[Kernel, Measurement], enough: int) -> list[Kernel]:
 
 
 def _longer(found: _Contest, kernels: Sequence[Kernel], samples: int) -> dict[Kernel, Measurement]:
-    """Times of some with as many samples as make a time count; nobody is stopped, and a sample is one burst."""
+    """Times of some with as many samples as make a time count; none is stopped, and a sample is one burst."""
     effort = Effort(samples, budget_s=LONG_S, hopeless=0, steady=0)
     by_id = {kernel.id: kernel for kernel in kernels}
     runners = race({kernel.id: found.runs[kernel] for kernel in kernels}, CpuClock(bursts=1), effort, seed=1)
     return {by_id[name]: measurement(each.samples, noise=each.noise) for name, each in runners.items()}
+
+
+@dataclass(slots=True, kw_only=True)
+class _PlainParty(Party[PlainJob]):
+    """What is timed of cases, and whether it is remembered; without ``remembers`` nothing is vetted before."""
+
+    samples: int
+    remembers: bool
+    only: Sequence[str] = ()
+    again: bool = False
+    proofs: Pairs = ()
+    told: Callable[[PlainBenched], None] = lambda _: None
+    found: list[PlainBenched] = field(default_factory=list)
+    known: int = 0
+    changed: int = 0
+
+    def to_vet(self, jobs: Sequence[PlainJob]) -> Pairs:  # noqa: ARG002  # one proof holds for all cases
+        """What no child was asked about yet."""
+        asked = {name for name, each in self.verdicts.items() if each.reached}
+        return [(kernel, facts) for kernel, facts in self.proofs if (kernel.id, class_text(facts)) not in asked]
+
+    def pauses(self, number: int, job: PlainJob, children: Children) -> bool:  # noqa: ARG002
+        """What may run is known when the proofs are."""
+        return True
+
+    def revisits(self, seen: Mapping[int, PlainJob]) -> list[int]:  # noqa: ARG002
+        """None: a case is measured once."""
+        return []
+
+    def look(self, number: int, job: PlainJob, todo: int, *, again: bool = False) -> str:  # noqa: ARG002
+        """Measure a case."""
+        if self.remembers and not self.again and self._is_known(job):
+            self.known += 1
+            return ""
+        contest = _contest(job, self.only, self.leave_out)
+        if self.remembers and len(contest.runs) < 2:  # nothing to choose between
+            self.known += 1
+            return ""
+        measured = self._remembered(contest) if self.remembers else _times(contest, self.samples, "bench")
+        times, report = {kernel.id: each for kernel, each in measured.items()}, contest.report
+        self.found.append(
+            PlainBenched(report.operation, job.case.name, times, contest.wrong, report.failures, report.kernel_id)
+        )
+        self.told(self.found[-1])
+        return ""
+
+    def _remembered(self, contest: _Contest) -> dict[Kernel, Measurement]:
+        """Times that may decide from now on: of a calm moment, and of enough samples."""
+        for _ in range(CALM_TRIES):
+            times = _times(contest, self.samples, "tune")
+            self.changed += record_times(contest.facts, times)
+            best_us = next(iter(times.values())).median_us
+            if all(each.noise <= CALM for each in times.values() if each.median_us < DECIDED * best_us):
+                break
+        enough = min(self.samples, FULL_SAMPLES)
+        near = _open(times, enough)
+        if near:
+            longer = _longer(contest, near, enough)
+            self.changed += record_times(contest.facts, longer)
+            times = dict(sorted({**times, **longer}.items(), key=lambda each: each[1].median_us))
+        return times
+
+    def _is_known(self, job: PlainJob) -> bool:
+        """Whether every kernel that may run has a time that was measured here, or there is nothing to choose."""
+        facts = facts_of_case(job.operation, job.case, job.params)
+        kernels = _legal(job.report(facts), (), self.leave_out)
+        evidence = costs(ENGINE.ledger.evidence(kernels, facts), kernels)
+        if len(kernels) < 2:
+            return True
+        best_us = min((each.cost_us for each in evidence.values()), default=0.0)
+        return all(
+            kernel.id in evidence
+            and evidence[kernel.id].provenance == Provenance.MEASURED
+            and (evidence[kernel.id].confidence >= USABLE or evidence[kernel.id].cost_us > DECIDED * best_us)
+            for kernel in kernels
+        )
 
 
 def bench_plain(
@@ -184,22 +279,16 @@ def bench_plain(
     samples: int | None = None,
     only: Sequence[str] = (),
     leave_out: Sequence[str] = (),
-    passed: Callable[[], bool] = lambda: False,
-) -> Iterator[PlainBenched]:
-    """Measure the operations' cases until ``passed`` says that the time is over; times are not remembered."""
-    for operation in plain_operations(pattern):
-        for case in operation.cases:
-            if passed():
-                return
-            found = _contest(operation, case, params, only, leave_out)
-            times = _times(found, samples or current_policy()["tune_samples"], "bench") if found.runs else {}
-            yield _told(case, found, times)
-
-
-def _told(case: Case, found: _Contest, times: Mapping[Kernel, Measurement]) -> PlainBenched:
-    named = {kernel.id: each for kernel, each in times.items()}
-    report = found.report
-    return PlainBenched(report.operation, case.name, named, found.wrong, report.failures, report.kernel_id)
+    deadline: Deadline | None = None,
+    told: Callable[[PlainBenched], None] = lambda _: None,
+) -> list[PlainBenched]:
+    """Measure the operations' cases until the time is over; times are not remembered. ``told`` of each result."""
+    party = _PlainParty(
+        jobs=_jobs(pattern, params), device=CPU, deadline=deadline or Deadline(None), leave_out=leave_out, only=only,
+        samples=samples or current_policy()["tune_samples"], remembers=False, told=told,
+    )  # fmt: skip
+    run_loop(party)
+    return party.found
 
 
 def tune_plain(
@@ -218,63 +307,24 @@ def tune_plain(
 
     ``cases`` are others than the operations' own.
     """
-    started = time.perf_counter()
-    waiting = [
-        (kernel, facts)
-        for kernel, facts in plain_pairs(pattern, params, again=again)
-        if not any(names_kernel(name, kernel) for name in leave_out)
-    ]
-    vetted = vet_calls(waiting, modules=modules, progress=progress) if waiting else ()
-    contests, known, changed = [], 0, 0
-    for operation in plain_operations(pattern):
-        for case in operation.cases if cases is None else cases:
-            if budget_s is not None and time.perf_counter() - started > budget_s:
-                break
-            if not again and _known(operation, case, params, leave_out):
-                known += 1
-                continue
-            found = _contest(operation, case, params, (), leave_out)
-            if len(found.runs) < 2:  # nothing to choose between
-                known += 1
-                continue
-            wanted = samples or current_policy()["tune_samples"]
-            for _ in range(CALM_TRIES):
-                times = _times(found, wanted, "tune")
-                changed += record_times(found.facts, times)
-                best_us = next(iter(times.values())).median_us
-                if all(each.noise <= CALM for each in times.values() if each.median_us < DECIDED * best_us):
-                    break
-            enough = min(wanted, FULL_SAMPLES)
-            near = _open(times, enough)
-            if near:
-                longer = _longer(found, near, enough)
-                changed += record_times(found.facts, longer)
-                times = dict(sorted({**times, **longer}.items(), key=lambda each: each[1].median_us))
-            contests.append(_told(case, found, times))
-            if progress is not None:
-                first = next(iter(times))
-                progress(f"{operation.name} {case.name}: {first.id} {times[first].median_us:.1f} us")
-    return PlainTuned(tuple(vetted), tuple(contests), known, changed, time.perf_counter() - started)
+    deadline = Deadline(budget_s)
+
+    def told(each: PlainBenched) -> None:
+        first, time = next(iter(each.times.items()))
+        if progress is not None:
+            progress(f"{each.operation} {each.case}: {first} {time.median_us:.1f} us")
+
+    proofs = [pair for pair in plain_pairs(pattern, params, again=again) if not _named(pair[0], leave_out)]
+    party = _PlainParty(
+        jobs=_jobs(pattern, params, cases), device=CPU, deadline=deadline, modules=modules, leave_out=leave_out,
+        samples=samples or current_policy()["tune_samples"], remembers=True, again=again, proofs=proofs,
+        vet_told=progress, told=told,
+    )  # fmt: skip
+    run_loop(party)
+    vetted = tuple(party.verdicts.values())
+    return PlainTuned(vetted, tuple(party.found), party.known, party.changed, deadline.spent_s)
 
 
-def _known(operation: Operation, case: Case, params: Mapping[str, Any], leave: Sequence[str]) -> bool:
-    """Whether every kernel that may run has a time that was measured here, or there is nothing to choose."""
-    facts = facts_of_case(operation, case, params)
-    function = plain_function_of(operation.name)
-    assert function is not None, operation.name
-    report, _ = PLAIN_CALLS[function.name][0].explain(facts, current_policy())
-    kernels = [
-        each.kernel
-        for each in report.candidates
-        if each.legal and not any(names_kernel(name, each.kernel) for name in leave)
-    ]
-    evidence = costs(ENGINE.ledger.evidence(kernels, facts), kernels)
-    if len(kernels) < 2:
-        return True
-    best_us = min((each.cost_us for each in evidence.values()), default=0.0)
-    return all(
-        kernel.id in evidence
-        and evidence[kernel.id].provenance == Provenance.MEASURED
-        and (evidence[kernel.id].confidence >= USABLE or evidence[kernel.id].cost_us > DECIDED * best_us)
-        for kernel in kernels
-    )
+def _jobs(pattern: str, params: Mapping[str, Any], cases: Sequence[Case] | None = None) -> list[PlainJob]:
+    operations = plain_operations(pattern)
+    return [PlainJob(each, case, params) for each in operations for case in (each.cases if cases is None else cases)]

@@ -12,6 +12,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,11 +24,12 @@ from layerzero.core.recipe import CallRecipe
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.measuring.clocks import current
+from layerzero.tuning.measuring.clocks import clock_of, current
+from layerzero.tuning.measuring.contest import Contest
 from layerzero.tuning.measuring.jobs import Job, Shape, default_grid, jobs_of_cases, jobs_of_shape, operations_named
-from layerzero.tuning.measuring.running import run_jobs
+from layerzero.tuning.measuring.loop import run_loop
 from layerzero.tuning.measuring.timing import MIN_SAMPLES, Deadline, Effort
-from layerzero.tuning.measuring.tuned import Progress, Tuned
+from layerzero.tuning.measuring.tune_run import Choice, Progress, TuningRun
 from layerzero.tuning.measuring.workload import (
     FORMAT,
     Manifest,
@@ -39,6 +41,11 @@ from layerzero.tuning.measuring.workload import (
     jobs_of_model,
     text_of,
 )
+from layerzero.tuning.proving.vetting import Vetted
+
+AT_ONCE, GROWTH = 16, 4
+"""Calls whose new kernels child processes run before the first is timed, and how many times more the next time: each
+round costs seconds, most of them for importing torch and compiling anew, but the first times should not wait long."""
 
 
 def asked_jobs(
@@ -127,6 +134,79 @@ def _is_asked(
         and (layout is None or recipe is None or recipe.layout in (None, layout))
         and all(params.get(name, value) == value for name, value in implied.items())
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """What a tuning run did.
+
+    Attributes:
+        contests: what was measured, in order.
+        choices: what each of these calls gets now, with as many threads as torch used meanwhile.
+        known: calls whose times were known before.
+        skipped: calls that could not be measured, with the reason.
+        needs_bytes: what those of them need that memory does not hold.
+        left: calls that time did not suffice for.
+        vetted: what vetting said about kernels that may not run before; those without a verdict were not measured.
+        in_process: kernels that ran here for the first time, since no child process could be asked, and why not.
+        not_built: kernels that compile and were not measured, and why not.
+        winners_changed: calls for which another kernel is chosen now.
+        spared: kernels that were not measured for a call, since what this machine knows rules them out.
+        seconds: how long it took; ``compile_s`` of them went into first calls.
+    """
+
+    contests: tuple[Contest, ...]
+    choices: tuple[Choice, ...]
+    known: int
+    skipped: Mapping[str, str]
+    needs_bytes: Mapping[str, int]
+    left: int
+    vetted: tuple[Vetted, ...]
+    in_process: Mapping[str, str]
+    not_built: Mapping[str, str]
+    winners_changed: int
+    spared: int
+    seconds: float
+    compile_s: float
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values for JSON."""
+        return {
+            "measured": [
+                found.to_dict()
+                | {
+                    "before": now.before,
+                    "after": now.kernel_id,
+                    "confidence": now.confidence,
+                    "too_noisy": now.too_noisy,
+                    "builds": now.builds,
+                }
+                for found, now in zip(self.contests, self.choices, strict=True)
+            ],
+            "known": self.known,
+            "skipped": dict(self.skipped),
+            "needs_bytes": dict(self.needs_bytes),
+            "left": self.left,
+            "vetted": [each.to_dict() for each in self.vetted],
+            "in_process": dict(self.in_process),
+            "not_built": dict(self.not_built),
+            "winners_changed": self.winners_changed,
+            "spared": self.spared,
+            "seconds": self.seconds,
+            "compile_s": self.compile_s,
+        }
+
+    def __str__(self) -> str:
+        text = f"{len(self.contests)} calls measured in {self.seconds:.0f} s, {self.compile_s:.0f} s of it first calls"
+        text += f"; {self.known} were known, {self.left} are left"
+        text += (
+            f"; {self.spared} times were spared: they cannot win by what was measured before, or a capture refused them"
+            if self.spared
+            else ""
+        )
+        noisy = sum(each.too_noisy for each in self.choices)
+        text += f"; {noisy} were too noisy to decide" if noisy else ""
+        return f"{text}; {len(self.skipped)} could not be measured" if self.skipped else text
 
 
 def tune(
@@ -241,3 +321,55 @@ def tune_calls(calls: Iterable[Facts]) -> Tuned:
     device = torch.device(recipes[0].device if recipes else "cpu")
     effort = Effort(current_policy()["tune_samples"], fill=device.type == "cpu")
     return run_jobs(jobs, device, effort=effort)
+
+
+def run_jobs(
+    jobs: Sequence[Job],
+    device: torch.device,
+    *,
+    effort: Effort,
+    budget_s: float | None = None,
+    again: bool = False,
+    graph: bool = False,
+    isolate: bool = True,
+    modules: Sequence[str] = (),
+    leave_out: Sequence[str] = (),
+    progress: Progress | None = None,
+    deadline: Deadline | None = None,
+) -> Tuned:
+    """Measure jobs in their order until the budget is spent; ``deadline`` stands for it where a run began before."""
+    if graph:
+        jobs = [dataclasses.replace(job, for_graph=True) for job in jobs]
+    run = TuningRun(
+        jobs=jobs,
+        device=device,
+        clock=clock_of(device, graph=graph),
+        effort=effort,
+        deadline=deadline or Deadline(budget_s),
+        modules=modules,
+        leave_out=leave_out,
+        batch=AT_ONCE,
+        growth=GROWTH,
+        graph=graph,
+        again=again,
+        isolate=isolate,
+        progress=progress or (lambda _: None),
+    )
+    left = run_loop(run)
+    contests = tuple(run.contests[number] for number in sorted(run.contests))
+    first_us = sum(each.first_call_us or 0.0 for found in contests for each in found.times.values())
+    return Tuned(
+        contests=contests,
+        choices=tuple(run.choices()),
+        known=run.known,
+        skipped=run.skipped,
+        needs_bytes={name: run.needs_bytes[name] for name in run.skipped if name in run.needs_bytes},
+        left=len(left),
+        vetted=tuple(run.verdicts.values()),
+        in_process=run.in_process,
+        not_built=run.not_built,
+        winners_changed=len(run.changed),
+        spared=len(run.spared),
+        seconds=run.deadline.spent_s,
+        compile_s=first_us / 1e6,
+    )

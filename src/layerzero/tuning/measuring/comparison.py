@@ -2,18 +2,16 @@
 
 What can run is measured first. What would have to compile is built by children, on a GPU beside the measuring and on a
 CPU after half of the time, and the calls that waited for it are measured again as a whole: times of one table were
-taken in turn. Nothing that takes an unknown time happens in this process while there is a deadline.
+taken in turn.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -23,10 +21,9 @@ from layerzero.core.plan import Report
 from layerzero.engine.failing import out_of_memory
 from layerzero.engine.jit import BUILT
 from layerzero.tuning.measuring.bench import Benched, Timed, bench
-from layerzero.tuning.measuring.beside import Beside, Pairs
 from layerzero.tuning.measuring.clocks import Clock, CpuClock
-from layerzero.tuning.measuring.in_turn import InTurn
 from layerzero.tuning.measuring.jobs import Job, long_last
+from layerzero.tuning.measuring.loop import NO_TIME, Children, Pairs, TensorParty, run_loop
 from layerzero.tuning.measuring.machine_state import needed_bytes, too_large
 from layerzero.tuning.measuring.timing import Deadline, Effort, Pace, TimeOverError
 
@@ -48,7 +45,7 @@ FIRST = 8
 LEAST_S = 0.02
 """Seconds of samples that each kernel gets at least: a hundred bursts of a short call."""
 
-NO_TIME = "the time was over"
+TIME_OVER = "the time was over"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,29 +111,58 @@ class Compared:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Comparison(InTurn):
+class _Comparison(TensorParty):
     """One comparison as it goes on."""
 
     timed: Timed
+    is_long: Callable[[Job], bool]
+    told: Callable[[Looked], None]
+    time_to_build: Callable[[], bool]
     found: dict[int, Benched] = field(default_factory=dict)
     waits: dict[int, set[str]] = field(default_factory=dict)
 
+    def order(self) -> Iterator[Job]:
+        """The calls in their order, those that would take much of the time behind all others."""
+        return long_last(self.jobs, self.is_long)
+
     def unbuilt(self, report: Report) -> list[Kernel]:
-        """Those of them that would compile in this process: for children, or for nobody; without an end they may."""
+        """Those of them that would compile in this process: for children, or not at all; without an end they may."""
         if self.deadline.left_s == math.inf:
             return []
-        return [each for each in self.parties(report) if each.jit and not BUILT.ready(each, report.facts)]
-
-    def to_vet(self, jobs: Sequence[Job]) -> Pairs:  # noqa: ARG002  # what children are asked by
-        """Nothing: what must be vetted before it runs is refused here, and the table says so."""
-        return []
+        return [each for each in self.entrants(report) if each.jit and not BUILT.ready(each, report.facts)]
 
     def to_build(self, jobs: Sequence[Job]) -> Pairs:
-        """What children can build for these calls."""
+        """What children can build for these calls. What must be vetted is refused, and the table says so."""
         reports = [self.report(job) for job in jobs if not too_large(job.facts(self.device))]
         return [(kernel, report.facts) for report in reports for kernel in self.unbuilt(report) if kernel.builds_apart]
 
-    def measure(self, number: int, job: Job, todo: int) -> str:
+    def asks(self, asked: int, children: Children) -> bool:
+        """On a GPU always; on a CPU once, when half of the time is over."""
+        return children.parallel or (not asked and self.time_to_build())
+
+    def pauses(self, number: int, job: Job, children: Children) -> bool:
+        """On a CPU the measuring waits for builds."""
+        if children.parallel:
+            return False
+        self.told(Looked(job, number, len(self.jobs), self.deadline.left_s, builds=children.open))
+        return True
+
+    def look(self, number: int, job: Job, todo: int, *, again: bool = False) -> str:
+        """Measure a call, and tell of it before and after."""
+        place = job, number, len(self.jobs)
+        self.told(Looked(*place, self.deadline.left_s, again=again))
+        why = self._measure(number, job, todo)
+        self.told(Looked(*place, self.deadline.left_s, None if why else self.found[number], why, again=again))
+        if why not in ("", NO_TIME) and not again:
+            self.skipped[job.name] = why
+        self.rest()
+        return why
+
+    def revisits(self, seen: Mapping[int, Job]) -> list[int]:
+        """Calls that were measured without something that is built now."""
+        return [number for number in sorted(seen) if self._waited(number, seen[number])]
+
+    def _measure(self, number: int, job: Job, todo: int) -> str:
         """Measure a call, one of so many that are still to do; why not, if not."""
         report = self.report(job)
         if why := too_large(report.facts):
@@ -150,7 +176,7 @@ class _Comparison(InTurn):
             found = bench(
                 job,
                 self.device,
-                effort=self._effort(len(self.parties(report)) + 1, todo),
+                effort=self._effort(len(self.entrants(report)) + 1, todo),
                 clock=self.clock,
                 leave_out=[*self.leave_out, *unbuilt],
                 only=self.only,
@@ -176,7 +202,7 @@ class _Comparison(InTurn):
         each_s = min(self.effort.budget_s, max(part_s / 3 / max(count, 1), LEAST_S))
         return dataclasses.replace(self.effort, budget_s=each_s, steady_s=part_s, most_s=MOST * left)
 
-    def waited(self, number: int, job: Job) -> bool:
+    def _waited(self, number: int, job: Job) -> bool:
         """Whether something was built that a call was measured without."""
         missing = self.waits.get(number, set())
         return bool(missing) and bool(missing - {kernel.id for kernel in self.unbuilt(self.report(job))})
@@ -184,7 +210,7 @@ class _Comparison(InTurn):
     def missing(self) -> dict[str, str]:
         """Kernels that some call was measured without, and why."""
         names = dict.fromkeys(name for number in sorted(self.waits) for name in sorted(self.waits[number]))
-        return {name: self.not_built.get(name, NO_TIME) for name in names}
+        return {name: self.not_built.get(name, TIME_OVER) for name in names}
 
 
 def compare(
@@ -211,7 +237,7 @@ def compare(
     """
     if deadline.left_s < math.inf and type(clock) is CpuClock:
         clock = CpuClock(clock.bursts, ONE_BURST_US)
-    run = _Comparison(
+    party = _Comparison(
         jobs=jobs,
         device=device,
         clock=clock,
@@ -220,70 +246,15 @@ def compare(
         modules=modules,
         leave_out=leave_out,
         only=only,
+        batch=FIRST,
         timed=timed,
+        is_long=is_long,
+        told=told,
+        time_to_build=deadline.part(BEFORE_BUILDS),
     )
-    beside = Beside(run)
-    turns, begun = long_last(jobs, is_long), list[Job]()
-
-    def first(count: int) -> list[Job]:
-        """So many calls from the first on."""
-        begun.extend(itertools.islice(turns, max(count - len(begun), 0)))
-        return begun[:count]
-
-    def look(number: int, job: Job, todo: int, **more: Any) -> str:
-        told(Looked(job, number, len(jobs), deadline.left_s, **more))
-        why = run.measure(number, job, todo)
-        told(Looked(job, number, len(jobs), deadline.left_s, None if why else run.found[number], why, **more))
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        return why
-
-    def revisit(*, wait_for: bool = False) -> None:
-        if not beside.caught_up(wait_for=wait_for):
-            return
-        again = [(number, job) for number, job in enumerate(begun, 1) if run.waited(number, job)]
-        for place, (number, job) in enumerate(again):
-            if deadline.passed():
-                return
-            look(number, job, len(again) - place, again=True)
-
-    left: dict[int, Job] = {}
-    asked = 0
-
-    def ask(until: int) -> None:
-        """Have built what calls before this one wait for."""
-        nonlocal asked
-        beside.ask(first(until)[asked:])
-        asked = max(asked, until)
-
-    try:
-        time_to_build = deadline.part(BEFORE_BUILDS)
-        for number in range(1, len(jobs) + 1):
-            job = first(number)[-1]
-            if beside.beside and number > asked and not deadline.passed():
-                ask(asked + FIRST)
-                revisit()
-            elif not beside.beside and not asked and time_to_build() and not deadline.passed():
-                ask(number - 1 + FIRST)
-                told(Looked(job, number, len(jobs), deadline.left_s, builds=beside.open))
-                revisit()
-            if deadline.passed():
-                left[number] = job
-                continue
-            why = look(number, job, len(jobs) - number + 1)
-            if why == NO_TIME:
-                left[number] = job
-            elif why:
-                run.skipped[job.name] = why
-        if asked < len(jobs) and not deadline.passed():
-            ask(len(jobs))
-        while beside.open and not deadline.passed():
-            revisit(wait_for=True)
-    finally:
-        beside.end()
-    found = tuple(run.found[number] for number in sorted(run.found))
-    names = tuple(job.name for job in left.values())
-    return Compared(found, names, run.skipped, run.needs_bytes, run.missing(), deadline.spent_s)
+    left = tuple(job.name for job in run_loop(party))
+    found = tuple(party.found[number] for number in sorted(party.found))
+    return Compared(found, left, party.skipped, party.needs_bytes, party.missing(), deadline.spent_s)
 
 
 def long_calls(device: torch.device, deadline: Deadline) -> Callable[[Job], bool]:
