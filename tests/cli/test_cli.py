@@ -115,7 +115,7 @@ except SystemExit as done:
     assert done.code == 0
 heavy = {"transformers", "zentorch", "onnxruntime", "flash_attn", "flash_attn_interface", "triton"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
-assert not {"layerzero.cli.demo", "layerzero.cli.tables", "layerzero.asking.answers"} & set(sys.modules)
+assert not {"layerzero.cli.demo", "layerzero.cli.explain_screen", "layerzero.asking.answers"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import layerzero as lz
 from layerzero.cli import demo, demo_screen, explain_screen, output, times_screen
 from layerzero.cli.app import main
-from layerzero.cli.rows import new_row, new_table
+from layerzero.cli.tables import new_row, table_of
 from layerzero.core.evidence import Measurement
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
@@ -40,7 +40,7 @@ def printed(parts, **size):
 def test_an_explanation_fits_on_a_small_screen(device):
     query, key = torch.empty(1, 1, 32, 128, device="meta"), torch.empty(1, 2048, 8, 128, device="meta")
     report = lz.explain("attention", query, key, key, layout="BSHD", device=device)
-    text = printed(explain_screen.folded(report))
+    text = printed(explain_screen.on_a_small_screen(report))
     assert len(text.splitlines()) < 24
     assert f"> {report.kernel_id}" in " ".join(text.split())
     assert "why: " in text
@@ -55,7 +55,7 @@ def test_an_explanation_fits_on_a_small_screen(device):
 def test_without_a_legal_kernel_the_reasons_and_the_next_step_remain():
     lz.lock("rms_norm", "zentorch.rms_norm")
     report = lz.explain("rms_norm", torch.randn(4, 64).double(), torch.ones(64).double())
-    text = printed(explain_screen.folded(report))
+    text = printed(explain_screen.on_a_small_screen(report))
     assert "no legal kernel" in text
     assert "next step: remove the lock" in " ".join(text.split())
 
@@ -76,10 +76,12 @@ def test_many_times_are_a_line_for_each_operation(monkeypatch, tmp_path):
         record(rows, "torch.rms_norm", 10.0)
     record(2, "zentorch.rms_norm", 5.0)
     found = list(archive.rows(ENGINE.ledger.times.database))
-    (line,) = [each for each in printed(times_screen.folded(found, [True] * 19)).splitlines() if "norm.rms" in each]
+    (line,) = [
+        each for each in printed(times_screen.on_a_small_screen(found, [True] * 19)).splitlines() if "norm.rms" in each
+    ]
     assert line.split()[:3] == ["norm.rms", "18", "19"]
     assert "torch.rms_norm 17" in line
-    assert "none that counts here" in printed(times_screen.folded(found, [False] * 19), width=100)
+    assert "none that counts here" in printed(times_screen.on_a_small_screen(found, [False] * 19), width=100)
     result = CliRunner().invoke(main, shlex.split("perfdb show"), env={"COLUMNS": "100"})
     assert "hidden 64 rows 19" in result.stdout, "a pipe has all of it"
 
@@ -92,7 +94,7 @@ def test_what_does_not_fit_is_folded_on_a_terminal_alone(monkeypatch, height, wo
 
 
 def test_names_go_on_behind_a_joint_and_no_word_is_torn_that_fits():
-    table = new_table("call", "fastest", "chosen now", "before")
+    table = table_of("call", "fastest", "chosen now", "before")
     name = "attention.cascade.decode.paged small float32"
     new_row(table, name, "torch.paged_gather 21435.8 us (2.24x)", "torch.paged_gather", "torch.cascade_sdpa")
     text = printed([table])

@@ -13,7 +13,7 @@ from torch.nn.functional import rms_norm
 from typer.testing import CliRunner
 
 import layerzero as lz
-from layerzero.cli import charts, sizes
+from layerzero.cli import bench_tables, flags
 from layerzero.cli import tune as tune_command
 from layerzero.cli.app import main
 from layerzero.core.operation import Work
@@ -167,7 +167,7 @@ def test_flags_that_mean_nothing_fail_before_anything_is_measured(tmp_path):
 def test_without_matplotlib_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(ValueError, match=r"layerzero\[plots\]"):
-        charts.check(None)
+        bench_tables.check(None)
 
 
 def test_tune_measures_once_and_says_who_won():
@@ -246,7 +246,7 @@ def test_a_ceiling_multiplies_no_more_than_it_needs(slowness, size, monkeypatch)
     sizes = []
     clock = SimpleNamespace(once=lambda run: slowness * run().shape[0] ** 3)
     monkeypatch.setattr(ceilings, "clock_of", lambda _: clock)
-    monkeypatch.setattr(ceilings, "_best_us", lambda _, run: sizes.append(run().shape[0]) or 1.0)
+    monkeypatch.setattr(ceilings, "_best_us", lambda _, run: flags.append(run().shape[0]) or 1.0)
     monkeypatch.setattr(ceilings, "_copy_gb_s", lambda *_: 1.0)
     monkeypatch.setitem(ceilings._MATRIX, "cpu", 1024)
     assert ceilings._measured.__wrapped__("cpu", "float32", 1).tflop_s == 2 * size**3 / 1e6
@@ -256,11 +256,11 @@ def test_a_ceiling_multiplies_no_more_than_it_needs(slowness, size, monkeypatch)
 @pytest.mark.parametrize(("worked_s", "left_s"), [(0.0, 90.0), (8.0, 82.0), (300.0, 45.0)])
 def test_a_budget_counts_from_where_the_process_began(monkeypatch, worked_s, left_s):
     """Importing takes seconds on a slow host; a process that did other things before measures all the same."""
-    monkeypatch.setattr(sizes.time, "process_time", lambda: worked_s)
-    assert sizes.left_of(90.0) == left_s
-    began = sizes.deadline_of(90.0)
+    monkeypatch.setattr(flags.time, "process_time", lambda: worked_s)
+    assert flags.left_of(90.0) == left_s
+    began = flags.deadline_of(90.0)
     assert began.until - began.began == left_s
-    assert sizes.deadline_of(math.inf).left_s == math.inf
+    assert flags.deadline_of(math.inf).left_s == math.inf
     given = []
 
     def tune(*_, budget_s, **__):

@@ -10,9 +10,8 @@ import pytest
 from rich.console import Console
 
 from layerzero.cli import output
-from layerzero.cli.live import live
-from layerzero.cli.rows import Lines, new_row, new_table
-from layerzero.cli.tables import table_of
+from layerzero.cli.output import live
+from layerzero.cli.tables import Lines, new_row, table_of
 
 KERNEL = "a_library.with_a_kernel.whose_name_takes_sixty_columns_of_a_hundred"
 NUMBERS = ("123456.7", "123456.7", "41.9 %", "6.8e-05", "419 %")
@@ -20,7 +19,7 @@ HEADERS = ("median us", "p95 us", "noise", "error", "of ceiling")
 
 
 def shown(width, *, terminal=False):
-    table = new_table("", "kernel", *HEADERS, "why", right=HEADERS)
+    table = table_of("", "kernel", *HEADERS, "why", right=HEADERS)
     new_row(table, ">", KERNEL, *NUMBERS, "a text that may be wrapped at any of its spaces")
     file = io.StringIO()
     file.isatty = lambda: terminal
@@ -40,7 +39,7 @@ def test_no_number_and_no_id_is_cut_in_a_pipe(width):
 
 
 def test_a_narrow_table_stays_within_its_columns():
-    table = new_table("kernel", "why")
+    table = table_of("kernel", "why")
     new_row(table, "torch.rms_norm", "a text that is longer than what is left of a hundred columns, " * 2)
     console = output.stdout_console(file := io.StringIO())
     output._print_whole(console, table)
@@ -53,13 +52,12 @@ def test_a_terminal_keeps_its_width():
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-@pytest.mark.parametrize(("make", "add"), [(new_table, new_row), (table_of, new_row)])
-def test_a_terminal_folds_what_it_has_no_room_for_and_cuts_nothing(make, add, width):
+def test_a_terminal_folds_what_it_has_no_room_for_and_cuts_nothing(width):
     """Ids, numbers, long words of prose and headers: each column holds all of its letters, one below the other."""
     ids = ("vllm.cpu.split_qkv_norm_rope_append", "kv.split_qkv_norm_rope_append.paged and 3 more", "123456789.12")
-    table = make("kernel", "kernel of a library", "time")
+    table = table_of("kernel", "kernel of a library", "time")
     for _ in range(3):
-        add(table, *ids)
+        new_row(table, *ids)
     for column in table.columns:
         column.no_wrap = True
     file = io.StringIO()

@@ -18,9 +18,9 @@ from layerzero.cli import bench_tables
 from layerzero.cli import tune as tune_command
 from layerzero.cli import vet as vet_command
 from layerzero.cli.app import main
-from layerzero.cli.bench_screen import SCREEN, answer_of, shown_on_screen
-from layerzero.cli.not_measured import not_measured
+from layerzero.cli.bench import answer_of, shown_on_screen
 from layerzero.cli.output import stdout_console
+from layerzero.cli.tables import SCREEN, not_measured
 from layerzero.core.evidence import Measurement
 from layerzero.core.kernel import Backend, Kernel, Trust
 from layerzero.core.ledger import Verdict

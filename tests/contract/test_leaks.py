@@ -93,7 +93,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "cli/app.py": dict.fromkeys(
         (
             *("attention", "attention.gqa", "attention.gqa.decode", "attn_mask", "causal", "kv", "layer_norm"),
-            *("norm", "rms_norm", "softcap"),
+            *("rms_norm", "softcap"),
         ),
         _EXAMPLES,
     ),
@@ -106,11 +106,11 @@ ALLOWED: dict[str, dict[str, str]] = {
         ("attention", "linear", "logits", "packed", "tokens"), "calls of a model, for what is shown"
     ),
     "cli/demo_screen.py": dict.fromkeys(("attention", "packed"), _EXAMPLES),
-    "cli/fuzz.py": {"rms_norm": _EXAMPLES},
+    "cli/checks.py": dict.fromkeys(("norm", "rms_norm"), _EXAMPLES),
     "cli/measuring.py": dict.fromkeys(("attention", "norm", "query", "rms_norm"), _EXAMPLES),
     "cli/perfdb.py": {"attention": _EXAMPLES, "rows": "of the database, in what it writes as JSON"},
     "cli/question.py": dict.fromkeys(("causal", "kv"), _OPTION),
-    "cli/standing.py": dict.fromkeys(("causal", "kv"), _OPTION),
+    "cli/flags.py": dict.fromkeys(("causal", "kv"), _OPTION),
     "core/capability.py": dict.fromkeys(("head_dim", "seq_k", "seq_q"), _DESCRIBED),
     "core/eager_state.py": {"attention": "torch's own switches of its kernels, told to people"},
     "core/evidence.py": {"n": "any size, where the number of axes is told", "rows": _MEMORY},
@@ -259,7 +259,6 @@ ALLOWED: dict[str, dict[str, str]] = {
     ),
     "integrations/transformers_loading.py": {"attention": _TRANSFORMERS, "sinks": _TRANSFORMERS},
     "tuning/keeping/rows.py": {"n": "any size, where the number of axes is told", "rows": _MEMORY},
-    "tuning/measuring/asked.py": {"head_dim": _SPECIFIED},
     "tuning/measuring/online.py": {"query": "a method of torch's events"},
     "tuning/measuring/tune.py": {"head_dim": _SPECIFIED},
 }

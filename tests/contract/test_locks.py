@@ -16,7 +16,7 @@ KNOWN = {
     "serving/building.py": {"Event"},  # made anew with the thread that waits for it
     "tuning/keeping/watching.py": {"Event"},  # made anew with the thread that waits for it
     "tuning/measuring/online.py": {"Event"},  # made anew with the thread that waits for it
-    "tuning/proving/vet_later.py": {"Event"},  # the same
+    "tuning/proving/vetting.py": {"Event"},  # the same
 }
 FORKS = {"core/system/forking.py"}
 

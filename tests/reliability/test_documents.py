@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import layerzero as lz
 from layerzero.cli import bench as bench_command
-from layerzero.cli import charts
+from layerzero.cli import bench_tables
 from layerzero.cli.app import main
 from layerzero.core.system import disk
 from layerzero.engine.frozen import Choice
@@ -176,4 +176,4 @@ def test_no_command_writes_a_file_in_another_way():
         if any(way in path.read_text(encoding="utf-8") for way in ways)
     }
     assert found == {"core/system/disk.py"}
-    assert callable(charts.check)
+    assert callable(bench_tables.check)

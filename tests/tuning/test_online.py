@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.cli.sizes import shapes_of
+from layerzero.cli.flags import shapes_of
 from layerzero.core.evidence import Measurement, call_work
 from layerzero.core.ledger import MemoryLedger
 from layerzero.engine.dispatch import ENGINE

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from layerzero.cli import calls, fuzz, measuring, ready
+from layerzero.cli import calls, checks, measuring
 from layerzero.cli.calls import AsJson, Modules
-from layerzero.cli.output import FINE, NO, Answer, Program, say, stdout_console
+from layerzero.cli.output import FINE, NO, Answer, Program, import_modules, say, stdout_console
 from layerzero.cli.output import examples as _examples
 from layerzero.cli.perfdb import perfdb
 
@@ -140,14 +140,13 @@ def doctor(
     """
     from layerzero.asking.diagnosis import doctor as diagnose
     from layerzero.cli import doctor as screen
-    from layerzero.cli.plugins import ask_a_child
     from layerzero.serving.advice import advice
     from layerzero.serving.jit_status import jit_status
     from layerzero.tuning.proving.rehearsal import confirm_suspects
 
     if (again or module) and not confirm:
         raise ValueError("doctor: --again and --module say how to confirm: wanted --confirm beside them, got none")
-    ask_a_child()
+    screen.ask_a_child()
     confirmed = confirm_suspects(modules=module or [], again=again) if confirm else ()
     diagnosis = diagnose(load=load, asked_for=asked_for)
     code = NO if strict and diagnosis.issues else FINE
@@ -189,17 +188,16 @@ def kernels(
 
     With neither OPERATION nor --backend: the libraries that run here, and how many kernels of which functions each has.
     """
-    from layerzero.cli import capabilities, listing, tables
-    from layerzero.cli.modules import import_modules
+    from layerzero.cli import listing
     from layerzero.engine.registry import REGISTRY
 
     import_modules(module or ())
     if descriptor:
-        return capabilities.declared(operation or "*", backend)
+        return listing.declared(operation or "*", backend)
     kernels = REGISTRY.kernels(operation or "*")
-    found = listing.on_this_machine(capabilities.of_backend(kernels, backend) if backend else kernels)
+    found = listing.on_this_machine(listing.of_backend(kernels, backend) if backend else kernels)
     brief = operation is None and backend is None and not everything
-    shown = tables.libraries(found) if brief else tables.kernels(found, everything=everything)
+    shown = listing.libraries(found) if brief else listing.kernels(found, everything=everything)
     return Answer([listing.kernel_data(each) for each in found], lambda: shown)
 
 
@@ -207,64 +205,13 @@ def kernels(
 def operations(json: AsJson = False) -> Answer:
     """List operations and their named cases."""
     from layerzero.asking.answers import list_operations
-    from layerzero.cli import listing, tables
+    from layerzero.cli import listing
 
     found = list_operations()
-    return Answer([listing.operation_data(each) for each in found], lambda: tables.operations(found))
+    return Answer([listing.operation_data(each) for each in found], lambda: listing.operations(found))
 
 
-fuzz.add_to(main)
-
-
-@main.command(
-    **_examples(
-        "conformance",
-        'conformance --backend onnxruntime --operation "norm.*"',
-        'conformance --kernel "mine.*" --module my_package.kernels --calls 200 --json',
-    )
-)
-def conformance(
-    backend: Annotated[
-        list[str] | None, typer.Option("--backend", metavar="LIBRARY", help="Check this library only; again for more.")
-    ] = None,
-    operation: Annotated[
-        str, typer.Option("--operation", metavar="OPERATION", help="An operation, function, alias or glob.")
-    ] = "*",
-    kernel: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--kernel", metavar="KERNEL", help="Check these kernels only: id, glob or library; again for more."
-        ),
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            "--device", metavar="DEVICE", help="Device of the tensors; a GPU where there is one, else the CPU."
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed that draws the random calls.")] = 0,
-    calls: Annotated[
-        int, typer.Option("--calls", metavar="N", help="Random calls of each operation and dtype.", min=1)
-    ] = 20,
-    module: Modules = None,
-    json: AsJson = False,
-) -> Answer:
-    """Put kernels against their references, in other processes.
-
-    Cases, random calls, memory layouts, large axes, NaN, threads, gradients, and both sides of every limit. Exits with
-    1 if a kernel is wrong, dies or hangs, or if nothing passed.
-    """
-    from layerzero.cli import conformance as command
-
-    return command.answer(
-        backends=backend or [],
-        kernels=kernel or [],
-        operation=operation,
-        device=device,
-        seed=seed,
-        calls=calls,
-        modules=module or [],
-    )
+checks.add_to(main)
 
 
 @main.command(
@@ -341,25 +288,25 @@ def vet(
 @config.command("show", **_examples("config show", "config show --json"))
 def config_show(json: AsJson = False) -> Answer:
     """Print every effective setting and where it comes from."""
-    from layerzero.cli import tables
+    from layerzero.cli import check
     from layerzero.engine.config import CONFIGURATION
 
     effective = CONFIGURATION.effective_with_origin()
     data = {key: {"value": value, "origin": origin} for key, (value, origin) in effective.items()}
-    return Answer(data, lambda: tables.effective(effective))
+    return Answer(data, lambda: check.effective(effective))
 
 
 @config.command("keys", **_examples("config keys"))
 def config_keys(json: AsJson = False) -> Answer:
     """Print every key with its type, default and meaning."""
-    from layerzero.cli import describe, tables
+    from layerzero.cli import check, describe
     from layerzero.engine.settings import SETTINGS
 
     data = {
         key: {"type": describe.kind(each.kind), "default": each.default, "meaning": each.meaning, "built": each.built}
         for key, each in SETTINGS.items()
     }
-    return Answer(data, lambda: tables.keys(SETTINGS))
+    return Answer(data, lambda: check.keys(SETTINGS))
 
 
 @config.command("check", **_examples("config check layerzero.yaml"))
@@ -389,10 +336,9 @@ def descriptor_check(
 
     Exits with 1 if a field, a value, or the name of a kernel or operation in it is wrong; every problem is listed.
     """
-    from layerzero.cli import capabilities
+    from layerzero.cli import listing
 
-    return capabilities.checked(file)
+    return listing.checked(file)
 
 
 measuring.add_to(main)
-ready.add_to(main)

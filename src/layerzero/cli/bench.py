@@ -1,29 +1,248 @@
-"""``layerzero bench``: measure calls until the time is over, each result as it comes, then the answer."""
+"""``layerzero bench``: measure calls until the time is over, each result as it comes, then the answer.
+
+At its end it shows the answer in sentences, a row for each call, and what was left out.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import shlex
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from rich.console import RenderableType
+from rich.text import Text
 
 from layerzero.cli import check, describe
-from layerzero.cli.bench_screen import result, shown_on_screen
-from layerzero.cli.live import Live, live
-from layerzero.cli.modules import import_modules
-from layerzero.cli.output import FINE, NO, Answer, say
-from layerzero.cli.sizes import deadline_of, params_of, shapes_of, with_threads
+from layerzero.cli.bench_tables import details, refusals, tables
+from layerzero.cli.flags import deadline_of, params_of, shapes_of, with_threads
+from layerzero.cli.output import FINE, NO, Answer, Live, import_modules, live, say
+from layerzero.cli.tables import fitting, new_row, not_measured, some, table_of
 from layerzero.engine.config import current_policy
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.measuring.bench import Timed
+from layerzero.tuning.measuring.bench import TORCH, Benched, Line, Timed
 from layerzero.tuning.measuring.clocks import clock_of, current
-from layerzero.tuning.measuring.comparison import NO_TIME, Looked, compare, long_calls
+from layerzero.tuning.measuring.comparison import Compared, Looked, compare, long_calls
 from layerzero.tuning.measuring.contest import Status
 from layerzero.tuning.measuring.jobs import telling
+from layerzero.tuning.measuring.loop import NO_TIME
 from layerzero.tuning.measuring.timing import Effort
 from layerzero.tuning.measuring.tune import asked_jobs, dtypes_of
+
+MOST_ROWS = fitting(19)
+"""Rows beside the answer, what is left out, and what the table has around its rows."""
+
+WINNERS = 4
+"""Kernels that the answer names."""
+
+AS_GOOD = 1.05
+"""Times the fastest one's time: as good, by what times differ between two runs."""
+
+
+def shown_on_screen(
+    compared: Compared, operation: str, budget_s: float, *, everything: bool = False
+) -> Iterator[RenderableType]:
+    """The answer first, then the calls; ``everything`` has a table for each call, and every reason."""
+    found = compared.found
+    if found:
+        yield from map(Text, answer_of(found, operation))
+        yield ""
+    if everything or len(found) == 1 or sum(map(_height, found)) <= MOST_ROWS:
+        yield from tables(found)
+    else:
+        yield from _rows(found)
+        yield from _faults(found)
+    yield from left_out(compared, budget_s, everything=everything)
+
+
+def _height(each: Benched) -> int:
+    """Lines of a call's own table, with what stands around it."""
+    told = [text for line in each.lines for text in details(line)]
+    return 7 + len(each.lines) + len(told) + len(list(refusals(each.refused)))
+
+
+def _times(each: Benched) -> list[tuple[Line, float]]:
+    """The kernels with a time, the fastest first."""
+    timed = [(line, line.by(each.timed)) for line in each.lines if line.name != TORCH]
+    return [(line, time_us) for line, time_us in timed if time_us is not None]
+
+
+def _behind(each: Benched) -> float | None:
+    """How many times as long as the fastest kernel the chosen one takes; None where it has no time."""
+    times = _times(each)
+    own = next((line for line, _ in times if line.chosen), None)
+    return None if own is None else times[0][0].gain_over(own, each.timed)
+
+
+def _over_torch(each: Benched) -> float | None:
+    """How many times as long torch's own function takes, as far as samples say so; None where it has no time."""
+    own = next((line for line in each.lines if line.name == TORCH), None)
+    return None if own is None else _times(each)[0][0].gain_over(own, each.timed)
+
+
+def result(each: Benched) -> str:
+    """One call in a line: the fastest kernel, what it gains over torch's own function, and who is chosen."""
+    times = _times(each)
+    if not times:
+        return f"{each.name}: no kernel has a time: {'; '.join(f'{line.name} {line.status}' for line in each.lines)}"
+    best, time_us = times[0]
+    text = f"{each.name}: {best.name} {_us(time_us)} us"
+    gain = _over_torch(each)
+    if gain is not None:
+        text += (
+            ", as quick as torch's own within the noise" if gain == 1.0 else f", {gain:.2f}x as quick as torch's own"
+        )
+    return f"{text}; LayerZero chooses: {_chosen(each)}"
+
+
+def _chosen(each: Benched) -> str:
+    behind = _behind(each)
+    if _times(each)[0][0].chosen:
+        return "the same"
+    return f"{each.chosen} {'not timed' if behind is None else f'{behind:.2f}x'}"
+
+
+def _us(time_us: float) -> str:
+    return f"{time_us:.1f}" if time_us < 1000 else f"{time_us:.0f}"
+
+
+def answer_of(found: Sequence[Benched], operation: str) -> Iterator[str]:
+    """Which kernel is fastest where, what that gains over torch's own function, and what LayerZero chooses now."""
+    timed = [each for each in found if _times(each)]
+    if not timed:
+        yield "No kernel has a time."
+        return
+    if len(timed) == 1:
+        yield f"Fastest for {result(timed[0])}."
+        return
+    yield _fastest(timed)
+    gains = {each.name: gain for each in timed if (gain := _over_torch(each)) is not None}
+    if gains:
+        most = max(gains, key=lambda name: gains[name])
+        mean = math.exp(statistics.fmean(math.log(gain) for gain in gains.values()))
+        yield f"They are {mean:.2f}x as quick as torch's own function in the mean, at most {gains[most]:.2f}x ({most})."
+    behind = {each.name: ratio for each in timed if (ratio := _behind(each)) is not None}
+    slower = {name: ratio for name, ratio in behind.items() if ratio > AS_GOOD}
+    as_good = (
+        f"LayerZero now chooses the fastest, or one within {AS_GOOD - 1:.0%} of it, in {len(behind) - len(slower)}"
+    )
+    text = f"{as_good} of {len(timed)} calls"
+    if slower:
+        worst = max(slower, key=lambda name: slower[name])
+        text += f"; in {len(slower)} it takes longer, at most {slower[worst]:.2f}x ({worst})"
+        text += f": `layerzero tune {shlex.quote(operation)}` lets measured times choose"
+    yield f"{text}."
+    rough = Counter(each.rough for each in timed if each.rough)
+    if rough:
+        yield f"Believe none of this to the percent: {', '.join(rough)} for {rough.total()} calls."
+
+
+def _fastest(timed: Sequence[Benched]) -> str:
+    """``Fastest: torch.sdpa in 5 of 9 calls (gqa.decode 3, gqa.prefill 2), ...``."""
+    where: dict[str, Counter[str]] = defaultdict(Counter)
+    shared = _shared([each.operation for each in timed])
+    for each in timed:
+        where[_times(each)[0][0].name][each.operation.removeprefix(shared)] += 1
+    ordered = sorted(where, key=lambda name: (-where[name].total(), name))
+    several = len({each.operation for each in timed}) > 1
+    parts: list[str] = []
+    for name in ordered[:WINNERS]:
+        count = f"{where[name].total()} of {len(timed)} calls" if not parts else str(where[name].total())
+        places = some([f"{place} {times}" for place, times in where[name].most_common()], WINNERS)
+        parts.append(f"{name} in {count}{f' ({places})' if several else ''}")
+    if others := ordered[WINNERS:]:
+        parts.append(f"{len(others)} others in {sum(where[name].total() for name in others)}")
+    return f"Fastest: {', '.join(parts)}."
+
+
+def _shared(names: Sequence[str]) -> str:
+    """The beginning that all names have, up to a dot; empty for one name alone."""
+    parts = [name.split(".") for name in dict.fromkeys(names)]
+    same = 0
+    while len(parts) > 1 and all(len(each) > same + 1 and each[same] == parts[0][same] for each in parts):
+        same += 1
+    return "".join(f"{part}." for part in parts[0][:same])
+
+
+def _rows(found: Sequence[Benched]) -> Iterator[RenderableType]:
+    """A row for each call, by operation; of many those that came first."""
+    kept = list(found)
+    while len(kept) > 1 and len(kept) + len({each.operation for each in kept}) > MOST_ROWS:
+        kept.pop()
+    by_device = any(each.timed == "device" for each in kept)
+    time = "device us" if by_device else "us"
+    right = (time, "vs torch", "its time")
+    table = table_of(
+        "call",
+        "fastest kernel",
+        time,
+        "vs torch",
+        "LayerZero chooses",
+        "its time",
+        right=right,
+        ids=("call", "fastest kernel"),
+    )
+    for operation in dict.fromkeys(each.operation for each in kept):
+        new_row(table, Text(operation, style="bold"), "", "", "", "", "")
+        for each in kept:
+            if each.operation == operation:
+                new_row(table, *_cells(each))
+    yield table
+    if more := len(found) - len(kept):
+        yield Text(f"and {more} more calls: --all shows them, --json has their times", style="dim")
+
+
+def _cells(each: Benched) -> list[str | Text]:
+    name, times = f"  {each.name.removeprefix(each.operation).strip()}", _times(each)
+    if not times:
+        return [name, "no kernel has a time", "", "", each.chosen or "nothing", ""]
+    best, time_us = times[0]
+    over_torch = _over_torch(each)
+    gain = "" if over_torch is None else f"{over_torch:.2f}x"
+    behind = _behind(each)
+    style = "green" if behind is not None and behind <= AS_GOOD else "yellow"
+    if best.chosen:
+        return [name, best.name, _us(time_us), gain, Text("the same", style=style), ""]
+    chosen = Text(each.chosen or "nothing", style=style)
+    return [name, best.name, _us(time_us), gain, chosen, "not timed" if behind is None else f"{behind:.2f}x"]
+
+
+def _faults(found: Sequence[Benched]) -> Iterator[Text]:
+    """What the tables of single calls would say of all of them, each in a line: faults and refusals."""
+    faults: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
+    for each in found:
+        for line in each.lines:
+            if line.status in (Status.WRONG, Status.FAILED, Status.MEMORY, Status.BANNED):
+                faults[line.name, line.status].append((each.name, line.detail))
+    for (name, status), calls in faults.items():
+        where, detail = calls[0]
+        more = f" and {len(calls) - 1} other calls" if len(calls) > 1 else ""
+        yield Text(f"{name}: {status} for {where}{more}: {detail}", style="yellow")
+    refused = {name for each in found for name in each.refused}
+    if refused:
+        yield Text(f"{len(refused)} kernels may not run some of these calls: --all says why", style="dim")
+
+
+def left_out(compared: Compared, budget_s: float, *, everything: bool) -> Iterator[Text]:
+    """What was not measured, and the flag that measures it."""
+    if not compared.found:
+        yield Text(f"nothing was measured in {compared.seconds:.0f} s", style="yellow")
+    if compared.left:
+        count = len(compared.left)
+        first = f"{count} {'calls were' if count > 1 else 'call was'} left when {budget_s:g} s were over"
+        names = ", ".join(compared.left if everything else compared.left[:1])
+        named = names if everything or len(compared.left) == 1 else f"{names}, ..."
+        yield Text(f"{first} ({named}): --budget-s inf measures all, --shapes what you name", style="yellow")
+    if compared.not_built:
+        names = ", ".join(compared.not_built)
+        yield Text(f"left out where they would have to compile: {names}: --budget-s inf waits for them", style="yellow")
+        if everything:
+            yield from (Text(f"{name}: {why}", style="yellow") for name, why in compared.not_built.items())
+    yield from not_measured(compared.skipped, compared.needs_bytes, everything=everything)
 
 
 def answer(
@@ -50,9 +269,9 @@ def answer(
     """Measure, draw and tell. Raises: ValueError or KeyError for flags that mean nothing."""
     deadline = deadline_of(budget_s)
     if plot is not None or html is not None:
-        from layerzero.cli import charts
+        from layerzero.cli import bench_tables
 
-        charts.check(plot, html)
+        bench_tables.check(plot, html)
     import_modules(modules)
     check.kernels_exist(only)
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -87,15 +306,15 @@ def answer(
             timed=times,
             modules=modules,
             is_long=long_calls(target, deadline) if wanted == "cases" else lambda _: False,
-            told=lambda looked: _told(shown, looked),
+            told=lambda looked: _tell(shown, looked),
         )
     found = compared.found
     bad = not found or any(line.status in (Status.WRONG, Status.FAILED) for each in found for line in each.lines)
     try:
         if plot is not None and found:
-            charts.plot(found, plot)
+            bench_tables.plot(found, plot)
         if html is not None and found:
-            charts.page(found, html)
+            bench_tables.page(found, html)
     except OSError as error:  # what was measured is told all the same
         say(f"error: {error.filename}: wanted a place to write to, got: {error.strerror}")
         bad = True
@@ -105,7 +324,7 @@ def answer(
     )
 
 
-def _told(shown: Live, looked: Looked) -> None:
+def _tell(shown: Live, looked: Looked) -> None:
     """Say what is measured, or what was found."""
     ended = looked.found is not None or looked.why
     text = "building what has to compile" if looked.builds else looked.job.name

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from layerzero.cli.output import FINE, NO, Answer, say
+from layerzero.cli.output import FINE, NO, Answer, import_modules, say
 
 if TYPE_CHECKING:
     from layerzero.cli.question import Question
@@ -103,10 +103,9 @@ def command(answer: Callable[[Question | None, Report, bool], Answer], *, lists:
         everything: Everything = False,
         json: AsJson = False,
     ) -> Answer:
-        from layerzero.cli.modules import import_modules
+        from layerzero.cli.flags import drop_in_question
         from layerzero.cli.plain import report as plain_report
         from layerzero.cli.question import Flags, question
-        from layerzero.cli.standing import question as standing
         from layerzero.ops import DROP_INS, plain_function_of
 
         import_modules(module or ())
@@ -128,7 +127,7 @@ def command(answer: Callable[[Question | None, Report, bool], Answer], *, lists:
         )
         if plain_function_of(name) is not None:
             return answer(None, plain_report(flags), everything)
-        asked = standing(flags, DROP_INS[name]) if name in DROP_INS else question(flags)
+        asked = drop_in_question(flags, DROP_INS[name]) if name in DROP_INS else question(flags)
         return answer(asked, asked.ask(), everything)
 
     if not lists:
@@ -144,11 +143,10 @@ def explained(asked: Question | None, report: Report, everything: bool) -> Answe
 
     On a screen that does not hold that, what keeps kernels from the call is a line for each kind of reason, too.
     """
-    from layerzero.cli import tables
-    from layerzero.cli.explain_screen import folded
+    from layerzero.cli import explain_screen
 
-    shown = functools.partial(tables.explained, report, everything=everything)
-    fits = None if everything else functools.partial(folded, report)
+    shown = functools.partial(explain_screen.explained, report, everything=everything)
+    fits = None if everything else functools.partial(explain_screen.on_a_small_screen, report)
     return Answer(report.to_dict(), shown, FINE if report.chosen else NO, fits)
 
 

@@ -1,17 +1,22 @@
-"""What is wrong with a file of settings; whether names of kernels name anything."""
+"""Settings as tables, what is wrong with a file of them, and whether names of kernels name anything."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rich.console import RenderableType
+from rich.text import Text
+
 from layerzero.asking.descriptors import DESCRIPTORS
+from layerzero.cli import describe
+from layerzero.cli.tables import new_row, table_of
 from layerzero.core.errors import DescriptorError, PolicyError
 from layerzero.engine.config import plain_yaml
 from layerzero.engine.policy import Policy, names_kernel, read_policy
 from layerzero.engine.registry import REGISTRY
-from layerzero.engine.settings import SETTINGS, checked, nearest
+from layerzero.engine.settings import SETTINGS, Setting, checked, nearest
 
 
 def problems(file: Path) -> list[str]:
@@ -60,3 +65,21 @@ def _names_something(pattern: str) -> bool:
 def _unknown(pattern: str) -> str:
     known = {name for kernel in REGISTRY.kernels() for name in (kernel.id, kernel.source)}
     return f"wanted a library or kernel, got {pattern!r}, which names none here{nearest(pattern, sorted(known))}"
+
+
+def effective(settings: Mapping[str, tuple[Any, str]]) -> Iterator[RenderableType]:
+    """A row for each setting; those that somebody set stand out."""
+    table = table_of("key", "value", "origin")
+    for key, (value, origin) in settings.items():
+        style = "" if origin == "default" else "bold green"
+        new_row(table, Text(key, style=style), Text(repr(value), style=style), Text(origin, style=style or "dim"))
+    yield table
+
+
+def keys(settings: Mapping[str, Setting]) -> Iterator[RenderableType]:
+    """A row for each key."""
+    table = table_of("key", "type", "default", "meaning")
+    for key, setting in settings.items():
+        meaning = setting.meaning if setting.built else f"{setting.meaning} (not built yet: the default only)"
+        new_row(table, key, describe.kind(setting.kind), repr(setting.default), meaning)
+    yield table

@@ -10,6 +10,8 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.text import Text
 
+from layerzero.cli.tables import some
+
 NEXT = (
     ("layerzero doctor", "what is here, and what others need"),
     ("layerzero tune attention --budget-s 60", "measure here: times decide then"),
@@ -121,5 +123,4 @@ def _in_short(rows: list[Mapping[str, Any]]) -> str:
 
 
 def _short(kernels: str, most: int) -> str:
-    names = kernels.split(", ")
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return some(kernels.split(", "), most)

@@ -1,21 +1,73 @@
-"""What ``layerzero doctor`` shows: what is usable here, in a screen; the rest counted, or listed if asked for."""
+"""What ``layerzero doctor`` shows: what is usable here, in a screen; the rest counted, or listed if asked for.
+
+A child process imports plugins first: one that ends its process must not take the command along. This module is the
+child's worker, too: it imports the plugin that it is given by name.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+import contextlib
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
+import msgspec
 from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
 from layerzero.asking.diagnosis import Diagnosis, LibraryFinding
 from layerzero.asking.sets import OperationFinding, Served
-from layerzero.cli.rows import new_row
-from layerzero.cli.tables import counted, hardware, lines_of, table_of, told
+from layerzero.cli.tables import counted, hardware, lines_of, new_row, table_of, told
 from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.engine.config import CONFIGURATION
+from layerzero.engine.plugins import installed, refused, version_of
+from layerzero.engine.registry import REGISTRY
 from layerzero.serving.advice import Advice
 from layerzero.serving.jit_status import JitStatus
+from layerzero.testing.apart import End, Task, run_apart
+from layerzero.testing.apart_child import Tell
+from layerzero.tuning.keeping.files import cache_folder
+from layerzero.tuning.keeping.imports import forgive
+
+TIMEOUT_S = 300.0
+"""How long a plugin may take; some compile on import."""
+
+
+class Job(msgspec.Struct, frozen=True):
+    """A plugin to import."""
+
+    plugin: str
+
+
+def ask_a_child() -> None:
+    """Leave out, in this process, the plugins that end a child; forgive those that an earlier process accused."""
+    admitted = [each for each in installed() if not refused(each, CONFIGURATION.policy)]
+    if not admitted or REGISTRY.plugins is None:
+        return
+    harmful: dict[str, str] = {}
+
+    def ended(task: Task, end: End) -> None:
+        if end.step is not None:
+            harmful[task.owner] = f"{end.reason} in a child process"
+
+    tasks = deque(Task(Job(each.name), each.name, TIMEOUT_S) for each in admitted)
+    run_apart(__name__, tasks, found=lambda task, value: None, ended=ended)  # noqa: ARG005  # that it came back is all
+    folder = cache_folder()
+    for each in admitted:
+        if each.name in harmful:
+            REGISTRY.plugins.leave_out(each.name, harmful[each.name])
+        elif folder is not None:
+            forgive(folder, each.name, version_of(each))
+
+
+def work(job: Job, tell: Tell) -> None:
+    """Import a plugin."""
+    for each in installed():
+        if each.name == job.plugin:
+            tell.begins()
+            with contextlib.suppress(Exception, SystemExit):  # the parent imports it, too, and says what it raised
+                each.load()
+    tell.found(None)
 
 
 def diagnosis(found: Diagnosis, *, everything: bool = False) -> Iterator[RenderableType]:
@@ -58,7 +110,7 @@ _FOLDED = (ReasonCode.PLATFORM_MISMATCH, ReasonCode.NOT_INSTALLED)
 def _libraries(libraries: Sequence[LibraryFinding], everything: bool) -> Iterator[RenderableType]:
     """A row for each library that is here; what it is for and every refusal where everything is listed."""
     shown = [each for each in libraries if everything or each.reason is None or each.reason.code not in _FOLDED]
-    table = table_of("library", "version", "kernels", "state", kernels="right")
+    table = table_of("library", "version", "kernels", "state", right=("kernels",))
     for library in shown:
         state = Text(f"usable{library.known}", style="green") if library.reason is None else told(library.reason)
         about = lines_of(library.summary, state) if everything else state

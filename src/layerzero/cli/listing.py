@@ -1,21 +1,31 @@
-"""Kernels, operations and fuzz reports as plain values for ``--json``, and whether this machine has a kernel."""
+"""Kernels and operations: as plain values for ``--json``, as tables, and as capability descriptors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import RenderableType
+from rich.text import Text
 
+from layerzero.asking import descriptors
 from layerzero.cli import describe
+from layerzero.cli.output import NO, Answer
+from layerzero.cli.tables import counted, hardware, lines_of, new_row, table_of
 from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name
+from layerzero.core.errors import DescriptorError
 from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Operation
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine.probe import this_machine
 from layerzero.engine.registry import REGISTRY
+from layerzero.engine.settings import nearest
 from layerzero.testing.fuzz import FuzzReport
 
 
@@ -121,3 +131,101 @@ def fuzz_data(report: FuzzReport) -> dict[str, Any]:
 def progress(report: FuzzReport, calls: int) -> str:
     """One line about a run that goes on."""
     return f"{report.calls} of {calls} calls, {len(report.failures)} wrong, {report.rate:.0f} calls a second"
+
+
+def declared(operation: str, backend: str | None) -> Answer:
+    """The descriptor of one library, or a list of all. Raises: ValueError if an operation was named, too."""
+    if operation != "*":
+        raise ValueError(f"--descriptor describes whole libraries: wanted --backend NAME or nothing, got {operation!r}")
+    if backend is not None:
+        data: object = descriptors.descriptor(backend)
+    else:
+        data = [descriptors.exported(owner, kernels) for owner, kernels in descriptors.by_backend().items()]
+    return Answer(data, lambda: [json.dumps(data, indent=2)])
+
+
+def of_backend(kernels: Sequence[Kernel], backend: str) -> list[Kernel]:
+    """The kernels of one library. Raises: ValueError with the nearest name if it has none."""
+    found = [kernel for kernel in kernels if backend == kernel.source]
+    found = found or [kernel for kernel in kernels if backend in kernel.backend.distributions]
+    if not found:
+        known = sorted({kernel.source for kernel in kernels})
+        raise ValueError(f"--backend: wanted one of {', '.join(known)}, got {backend!r}{nearest(backend, known)}")
+    return found
+
+
+def checked(file: Path) -> Answer:
+    """Every problem of a file, or what it speaks of."""
+    data: dict[str, object] = {"file": str(file)}
+    try:
+        loaded = descriptors.DESCRIPTORS.check(file)
+    except DescriptorError as error:
+        problems = [f"{file}: {problem}" for problem in error.problems]
+        return Answer(data | {"valid": False, "problems": list(error.problems)}, lambda: problems, NO)
+    fine = f"{file}: fine; sha256 {loaded.sha256}; kernels: {', '.join(loaded.kernels)}"
+    data |= {"valid": True, "problems": [], "sha256": loaded.sha256, "kernels": list(loaded.kernels)}
+    return Answer(data, lambda: [fine])
+
+
+def libraries(found: Sequence[Listed]) -> Iterator[RenderableType]:
+    """A row for each library that runs here: how many kernels it has, and of which functions."""
+    table = table_of("library", "version", "kernels", "of", right=("kernels",))
+    here = [each for each in found if each.reason is None and not each.kernel.is_reference]
+    for name in sorted({each.kernel.source for each in here}):
+        mine = [each for each in here if each.kernel.source == name]
+        named = {describe.function_of(operation) or operation for each in mine for operation in each.kernel.operations}
+        new_row(table, name, mine[0].version, str(len(mine)), ", ".join(sorted(named)))
+    yield table
+    yield Text("`layerzero kernels FUNCTION`, --backend NAME and --all list kernels with their limits")
+
+
+def kernels(found: Sequence[Listed], *, everything: bool = True) -> Iterator[RenderableType]:
+    """A row for each kernel: whether it can run here, priority, what it runs, limits and flags.
+
+    Those for other hardware are counted in one line, unless ``everything`` is listed.
+    """
+    elsewhere = Counter(
+        hardware(describe.platforms(each.kernel)) for each in found if each.elsewhere and not everything
+    )
+    found = [each for each in found if everything or not each.elsewhere]
+    table = table_of("kernel", "priority", "runs, on, limits, flags", right=("priority",))
+    references = [listed for listed in found if listed.kernel.is_reference]
+    for listed in found:
+        kernel = listed.kernel
+        if kernel.is_reference:
+            continue
+        name = Text(kernel.id, style="bold" if listed.reason is None else "dim")
+        here = Text(f"installed {listed.version}".strip() if listed.version else "usable here", style="green")
+        if listed.reason is not None:
+            here = Text(str(listed.reason.code), style="yellow")
+        dtypes = ", ".join(describe.dtypes(kernel)) or "any dtype"
+        lines = [
+            f"runs: {', '.join(describe.operations(kernel.operations))}",
+            f"on: {', '.join(describe.platforms(kernel))}; {dtypes}",
+        ]
+        limits = describe.limits(kernel)
+        lines += [f"limits: {'; '.join(limits)}"] if limits else []
+        lines.append(f"flags: {', '.join(describe.flags(kernel)) or 'none'}")
+        lines += [f"narrowed by: {kernel.revision}"] if kernel.revision else []
+        new_row(table, lines_of(name, here), str(kernel.priority), lines_of(*lines))
+        table.add_section()
+    if references:
+        runs = f"runs: {', '.join(describe.operations([listed.kernel.operations[0] for listed in references]))}"
+        takes = "takes everything; the operation's own definition in plain PyTorch, the last candidate"
+        new_row(
+            table, lines_of("reference.<operation>", Text("usable here", style="green")), "0", lines_of(runs, takes)
+        )
+    yield table
+    if elsewhere:
+        yield counted("not for this machine", elsewhere)
+
+
+def operations(found: Sequence[Operation]) -> Iterator[RenderableType]:
+    """A row for each operation."""
+    table = table_of("name", "function", "what it computes, named cases", "kernels", right=("kernels",))
+    for operation in found:
+        cases = f"cases: {', '.join(case.name for case in operation.cases)}"
+        text = lines_of(operation.summary, Text(cases, style="dim"))
+        count = len(REGISTRY.kernels(operation.name))
+        new_row(table, operation.name, describe.function_of(operation.name), text, str(count))
+    yield table

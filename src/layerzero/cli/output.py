@@ -1,4 +1,4 @@
-"""What every command shares: an answer as tables or as one JSON document, diagnostics on stderr, one way to fail."""
+"""What every command shares: one answer as tables or as JSON, progress on stderr, one way to fail, and ``--module``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import io
 import json
+import math
 import os
 import signal
 import sys
@@ -19,11 +20,12 @@ from typing import Any, NoReturn, TextIO
 import typer
 from rich.console import Console, RenderableType
 from rich.measure import Measurement
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
 from rich.text import Text
 from typer.core import TyperCommand
 
-from layerzero.cli.rows import Lines
+from layerzero.cli.tables import Lines
 from layerzero.core.errors import (
     InvalidCallError,
     LayerZeroError,
@@ -264,3 +266,64 @@ def _stdout_kept_for_json(active: bool) -> Iterator[None]:
         ctypes.CDLL(None).fflush(None)  # C buffers its own output and would write it after the switch back
         os.dup2(kept, stdout)
         os.close(kept)
+
+
+class _What(TextColumn):
+    """What is done now: the one part of the line that is cut where a terminal is narrow, counts and times are not."""
+
+    def render(self, task: Task) -> Text:
+        """The text of a task, in one line."""
+        text = super().render(task)
+        text.no_wrap, text.overflow = True, "ellipsis"
+        return text
+
+
+class Live:
+    """A bar and lines above it; without a terminal lines alone, and where nobody wants them nothing."""
+
+    def __init__(self, progress: Progress, task: TaskID, *, quiet: bool) -> None:
+        self._progress, self._task, self._quiet = progress, task, quiet
+
+    def at(self, text: str, done: int, total: int, left_s: float | None) -> None:
+        """Say what is done now, and how much there is left of calls and seconds."""
+        left = "" if left_s is None or left_s == math.inf else f"{max(left_s, 0.0):.0f} s left"
+        self._progress.update(self._task, completed=done, total=total, description=text, left=left)
+
+    def row(self, text: str) -> None:
+        """Tell a result."""
+        if self._quiet:
+            return
+        if self._progress.disable:
+            say(text)
+        else:
+            self._progress.console.print(Text(text), soft_wrap=True)
+
+
+@contextlib.contextmanager
+def live(*, quiet: bool, console: Console | None = None) -> Iterator[Live]:
+    """Tell on stderr while a command works."""
+    console = console or Console(stderr=True, highlight=False)
+    left = TextColumn("{task.fields[left]}")
+    what = _What("{task.description}", markup=False, table_column=Column())
+    columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), left, what)
+    off = quiet or not console.is_terminal
+    with Progress(*columns, console=console, disable=off, transient=True) as progress:
+        task = progress.add_task("looking for what to measure", total=None, left="")
+        yield Live(progress, task, quiet=quiet)
+
+
+def import_modules(modules: Sequence[str]) -> None:
+    """Import each, with the current folder on the path, as ``python -m`` has it.
+
+    Raises: ValueError for a module that does not import or registers nothing.
+    """
+    if not modules:
+        return
+    from layerzero.testing.child import imported
+
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    problem = imported(modules)
+    if problem:
+        raise ValueError(problem)

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from layerzero.cli.calls import AsJson, Modules
-from layerzero.cli.modules import import_modules
-from layerzero.cli.output import FINE, NO, Answer, examples
+from layerzero.cli.output import FINE, NO, Answer, examples, import_modules
 
 if TYPE_CHECKING:
     from layerzero.tuning.keeping.database import Database
@@ -50,7 +49,7 @@ def show(
 
     Where they do not fit on the screen and no option says which, each operation has a line.
     """
-    from layerzero.cli.times_screen import folded
+    from layerzero.cli.times_screen import on_a_small_screen
     from layerzero.tuning.keeping import archive
 
     import_modules(module or [])
@@ -75,7 +74,7 @@ def show(
     counts = [holds(each) for each in shown]
     fits = None
     if shown and (kernel, operation, limit, everything) == ("*", "*", None, False):
-        fits = lambda: [*database.notes(), *head, *folded(found, [holds(each) for each in found])]  # noqa: E731
+        fits = lambda: [*database.notes(), *head, *on_a_small_screen(found, [holds(each) for each in found])]  # noqa: E731
     return Answer(
         data,
         lambda: [*database.notes(), *head, *latest, *_table(shown, counts, everything=everything)],
@@ -311,7 +310,7 @@ def _plain(value: Row | HeldOut) -> dict[str, Any]:
 
 
 def _table(shown: Sequence[Row], here: Sequence[bool], *, everything: bool) -> list[Any]:
-    from layerzero.cli import tables
+    from layerzero.cli import times_screen
 
-    table = tables.times_in_full if everything else tables.times
+    table = times_screen.times_in_full if everything else times_screen.times
     return [table(shown, here)] if shown else []

@@ -11,10 +11,10 @@ from rich.text import Text
 
 from layerzero.asking.answers import explain
 from layerzero.cli import vet as vetted
+from layerzero.cli.flags import deadline_of
 from layerzero.cli.output import FINE, NO, Answer, say
 from layerzero.cli.question import Flags, pair_of, settings_of, value_of
-from layerzero.cli.rows import new_row, new_table
-from layerzero.cli.sizes import deadline_of
+from layerzero.cli.tables import new_row, table_of
 from layerzero.core.ledger import Verdict
 from layerzero.core.operation import Operation, Routed
 from layerzero.core.plain import PlainFunction
@@ -172,7 +172,7 @@ def bench(
 def _shown(found: Sequence[PlainBenched], *, refused: bool = False) -> Iterator[RenderableType]:
     for each in found:
         yield Text(f"{each.operation} {each.case}", style="bold")
-        table = new_table("", "kernel", "median us", "p95 us", "noise", right=("median us", "p95 us", "noise"))
+        table = table_of("", "kernel", "median us", "p95 us", "noise", right=("median us", "p95 us", "noise"))
         for name, time in each.times.items():
             chosen = name == each.chosen
             mark = Text(">", style="bold green") if chosen else ""

@@ -266,6 +266,6 @@ def libraries_of(installed: Sequence[str], missing: Sequence[str]) -> dict[str, 
     """What is installed here, with more or with less; None if nothing is pretended."""
     if not installed and not missing:
         return None
-    from layerzero.cli.libraries import pretend
+    from layerzero.cli.flags import pretend
 
     return pretend(dict(pair_of(text, "--with", "NAME=VERSION") for text in installed), missing)

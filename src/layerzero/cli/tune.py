@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,12 +11,9 @@ import torch
 from rich.console import RenderableType
 from rich.text import Text
 
-from layerzero.cli.live import Live, live
-from layerzero.cli.modules import import_modules
-from layerzero.cli.not_measured import not_measured
-from layerzero.cli.output import FINE, NO, Answer
-from layerzero.cli.rows import new_row, new_table
-from layerzero.cli.sizes import left_of, params_of, shapes_of, with_threads
+from layerzero.cli.flags import left_of, params_of, shapes_of, with_threads
+from layerzero.cli.output import FINE, NO, Answer, Live, import_modules, live
+from layerzero.cli.tables import fitting, new_row, not_measured, some, table_of
 from layerzero.core.ledger import Verdict
 from layerzero.tuning.measuring.contest import Contest
 from layerzero.tuning.measuring.timing import carried
@@ -23,8 +21,8 @@ from layerzero.tuning.measuring.tune import Tuned
 from layerzero.tuning.measuring.tune import tune as run
 from layerzero.tuning.measuring.tune_run import Choice, Step
 
-MOST_ROWS = 15
-"""Calls that have a row each: with what wraps they fit on a screen."""
+MOST_ROWS = fitting(15, a_row=2)
+"""Calls that have a row each, which may wrap."""
 
 FEW = 3
 """Calls that are named where one line stands for many."""
@@ -134,7 +132,7 @@ def _shown(tuned: Tuned, threads: int = 0, usual: int = 0, *, everything: bool =
     fold = len(tuned.contests) > MOST_ROWS and not everything
     for_some = threads != usual and any(found.facts.device.torch_type == "cpu" for found in tuned.contests)
     chosen_now = f"chosen with {threads} thread{'s' * (threads != 1)}" if for_some else "chosen now"
-    table = new_table("call", "fastest (the next)", chosen_now, "before")
+    table = table_of("call", "fastest (the next)", chosen_now, "before")
     pairs = list(zip(tuned.contests, tuned.choices, strict=True))
     same: dict[str, Counter[str]] = defaultdict(Counter)
     for found, now in pairs:
@@ -170,10 +168,9 @@ def _noisy(noisy: Sequence[tuple[Contest, Choice]], *, everything: bool) -> Iter
     """Calls whose times are too noisy to decide."""
     if not noisy:
         return
-    shown = noisy if everything else noisy[:FEW]
-    names = ", ".join(f"{found.name} (confidence {now.confidence:.2f})" for found, now in shown)
-    more = f" and {len(noisy) - len(shown)} more" if len(shown) < len(noisy) else ""
-    yield Text(f"too noisy to decide: {names}{more}; run again with --again on a calmer machine", style="yellow")
+    names = [f"{found.name} (confidence {now.confidence:.2f})" for found, now in noisy]
+    told = some(names, math.inf if everything else FEW)
+    yield Text(f"too noisy to decide: {told}; run again with --again on a calmer machine", style="yellow")
 
 
 def _untimed(tuned: Tuned, *, everything: bool) -> Iterator[Text]:
@@ -189,7 +186,7 @@ def _untimed(tuned: Tuned, *, everything: bool) -> Iterator[Text]:
     of: dict[tuple[str, str], list[str]] = defaultdict(list)
     for state, kernels in states.items():
         if len(kernels) > FEW and not everything:
-            names = f"{', '.join(list(kernels)[:FEW])} and {len(kernels) - FEW} more kernels"
+            names = some(list(kernels), FEW, "more kernels")
             calls = len({call for named in kernels.values() for call in named})
             yield Text(f"{names} on {calls} call{'s' * (calls > 1)}: {state}", style="yellow")
             continue

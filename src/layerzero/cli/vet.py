@@ -10,11 +10,12 @@ from pathlib import Path
 
 import torch
 import typer
+from rich.console import RenderableType
 
 from layerzero.asking.examples import taken
-from layerzero.cli.modules import import_modules
-from layerzero.cli.output import FINE, NO, Answer, say
-from layerzero.cli.sizes import deadline_of, shapes_of
+from layerzero.cli.flags import deadline_of, shapes_of
+from layerzero.cli.output import FINE, NO, Answer, import_modules, say
+from layerzero.cli.tables import fitting, fold
 from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.facts import Facts
@@ -32,8 +33,8 @@ Pair = tuple[Kernel, Facts]
 MANY = 10
 """Classes from which on somebody is told beforehand: each takes seconds."""
 
-MOST_KERNELS = 30
-"""Kernels that have a line each at the end: it fits on a screen."""
+MOST_KERNELS = fitting(15)
+"""Kernels that have a line each at the end."""
 
 NOT_REACHED = "not reached"
 
@@ -110,16 +111,17 @@ def code_of(found: Sequence[Vetted]) -> int:
     return NO if bad else FINE
 
 
-def shown(found: Sequence[Vetted], budget_s: float, *, again: bool = False) -> Iterator[str]:
+def shown(found: Sequence[Vetted], budget_s: float, *, again: bool = False) -> Iterator[RenderableType]:
     """A line for each kernel where there are several, the sum, and what time did not suffice for."""
     of: dict[str, Counter[str]] = defaultdict(Counter)
     for each in found:
         of[each.kernel_id][_state(each)] += 1
     told = sorted(of.items(), key=lambda item: (set(item[1]) == {str(Verdict.PASSED)}, item[0]))
     if 1 < len(told) < len(found):
-        yield from (f"{name}: {_counted(counts)}" for name, counts in told[:MOST_KERNELS])
-        if len(told) > MOST_KERNELS:
-            yield f"and {len(told) - MOST_KERNELS} kernels more"
+        lines, more = fold(
+            [f"{name}: {_counted(counts)}" for name, counts in told], MOST_KERNELS, "and {} more kernels"
+        )
+        yield from (*lines, *more)
     yield f"{len(found)} classes: {_counted(Counter(map(_state, found)))}"
     left = sum(not each.reached for each in found)
     if left:

@@ -1,0 +1,183 @@
+"""What flags mean: shapes and parameters, seconds, threads, libraries to pretend, and calls of drop-in functions."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import inspect
+import math
+import re
+import time
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from packaging.version import InvalidVersion, Version
+
+from layerzero.cli.question import Flags, Question, device_of, libraries_of, pair_of, settings_of, sizes, value_of
+from layerzero.core.drop_in import DropIn
+from layerzero.core.dtypes import dtype_named
+from layerzero.engine.registry import REGISTRY
+from layerzero.engine.settings import nearest
+from layerzero.tuning.measuring.jobs import Shape, operations_named
+from layerzero.tuning.measuring.timing import Deadline
+
+_SIZES = re.compile(r"\d+(?:x\d+)*")
+
+
+def shapes_of(texts: Sequence[str] | None) -> list[Shape] | None:
+    """Read ``1x8x4x16:1x9x2x16,2x8x4x16``. Raises: ValueError with wanted and got."""
+    if not texts:
+        return None
+    found: list[Shape] = []
+    for text in (part for each in texts for part in each.split(",")):
+        several = text.split(":")
+        if len(several) > 2 or not all(_SIZES.fullmatch(each) for each in several):
+            raise ValueError(f"--shapes: wanted sizes like 1x2048x32x128 or 1x1x32x128:1x512x8x128, got {text!r}")
+        sizes = [tuple(int(size) for size in each.split("x")) for each in several]
+        found.append(sizes[0] if len(sizes) == 1 else sizes)
+    return found
+
+
+def deadline_of(budget_s: float) -> Deadline:
+    """The end of a command that begins now. Raises: ValueError with wanted, got and the next step."""
+    if not budget_s > 0:  # nor is what is no number
+        raise ValueError(
+            f"--budget-s: wanted more than 0 seconds, got {budget_s:g}; leave it out for the default, inf has no end"
+        )
+    return Deadline(None if budget_s == math.inf else left_of(budget_s))
+
+
+def left_of(budget_s: float) -> float:
+    """Seconds of a command's budget that are left: what its process has worked so far counts, up to a half.
+
+    That is importing torch and kernel libraries: on a slow host 8 s, so that `tune --budget-s 90` took 104 (an H200's,
+    2026-11-24).
+    """
+    return max(budget_s - time.process_time(), budget_s / 2)
+
+
+@contextlib.contextmanager
+def with_threads(count: int | None) -> Iterator[None]:
+    """Let torch have so many threads inside."""
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def params_of(texts: Sequence[str], operation: str) -> dict[str, object]:
+    """What ``--param`` says, of the types that the operations declare. Raises: ValueError with wanted and got."""
+    _, names = operations_named(operation)
+    schemas = [REGISTRY.operation(name).schema for name in names]
+    known = {name: schema.param(name) for schema in schemas for name in (*schema.chosen, *schema.scalars)}
+    found = {}
+    for name, text in (pair_of(text, "--param", "name=value") for text in texts):
+        if name not in known:
+            raise ValueError(f"--param: wanted one of {', '.join(sorted(known)) or 'no parameters'}, got {name!r}")
+        found[name] = value_of(known[name].types, text, f"--param {name}")
+        problem = known[name].problem(found[name])
+        if problem:
+            raise ValueError(f"--param {problem}")
+    return found
+
+
+def pretend(installed: Mapping[str, str], missing: Iterable[str]) -> dict[str, str]:
+    """Give distribution names and versions as ``lz.explain(libraries=...)`` takes them: what is here, changed.
+
+    Raises: ValueError for a library that no backend asks for, or an unreadable version.
+    """
+    known = _known()
+    libraries = {name: version for names in known.values() for name in names if (version := _installed_version(name))}
+    for name in missing:
+        for spelling in _spellings(name, known, "--without"):
+            libraries.pop(spelling, None)
+    for name, version in installed.items():
+        try:
+            Version(version)
+        except InvalidVersion:
+            raise ValueError(f"--with {name}: wanted a version like 3.0.0, got {version!r}") from None
+        libraries |= dict.fromkeys(_spellings(name, known, "--with"), version)
+    return libraries
+
+
+def _known() -> dict[str, set[str]]:
+    """Every name that a backend looks for, without dashes and capitals, to its spellings."""
+    known: dict[str, set[str]] = {}
+    for backend in REGISTRY.backends():
+        required = [match[0] for each in backend.demands if (match := re.match(r"[A-Za-z0-9_.-]+", each))]
+        for name in filter(None, (*backend.distributions, *required)):
+            if name not in ("cuda", "rocm"):  # the device says these
+                known.setdefault(_normal(name), set()).add(name)
+    return known
+
+
+def _spellings(name: str, known: Mapping[str, set[str]], flag: str) -> set[str]:
+    if _normal(name) not in known:
+        names = sorted({min(spellings) for spellings in known.values()})
+        near = nearest(name, names) or f"; known: {', '.join(names)}"
+        raise ValueError(f"{flag}: no kernel needs a library {name!r}{near}")
+    return known[_normal(name)]
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _installed_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def drop_in_question(flags: Flags, of: DropIn) -> Question:
+    """Read the flags. Raises: KeyError or ValueError with wanted and got."""
+    function = getattr(importlib.import_module(of.home), of.name)
+    kinds = {
+        name: _types_of(each.annotation) for name, each in inspect.signature(function, eval_str=True).parameters.items()
+    }
+    tensors = [name for name, types_ in kinds.items() if types_ == (torch.Tensor,)]
+    for flag, value in (("--case", flags.case), ("--layout", flags.layout), ("--causal", flags.causal)):
+        if value is not None:
+            wanted = f"{of.name} has {of.library}'s arguments: wanted --shape, --kv-shape and --param NAME=VALUE"
+            raise ValueError(f"{flag}: {wanted}{_near(flag[2:], list(kinds))}")
+    if flags.shape is None:
+        raise ValueError(f"{of.name}: wanted --shape, the sizes of {tensors[0]} in {of.library}'s order, got none")
+    device = device_of(flags.device)
+    dtype = dtype_named(flags.dtype) if flags.dtype else torch.float32 if device.platform == "cpu" else torch.bfloat16
+    first = sizes(flags.shape, "--shape")
+    others = first if flags.kv_shape is None else sizes(flags.kv_shape, "--kv-shape")
+    arguments: dict[str, object] = {
+        name: torch.empty(first if name == tensors[0] else others, dtype=dtype, device="meta", requires_grad=flags.grad)
+        for name in tensors
+    }
+    for text in flags.params:
+        name, value = pair_of(text, "--param", "name=value")
+        if name not in kinds:
+            raise ValueError(f"--param: {of.name} has no argument {name!r}{_near(name, list(kinds))}")
+        arguments[name] = _drop_in_value(kinds[name], value, f"--param {name}", dtype)
+    libraries = libraries_of(flags.installed, flags.missing)
+    return Question(of.name, arguments, device, libraries, settings_of(flags.settings), flags.capturing)
+
+
+def _types_of(annotation: object) -> tuple[object, ...]:
+    """The types that an argument has."""
+    return typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+
+
+def _drop_in_value(kinds: tuple[object, ...], text: str, flag: str, dtype: torch.dtype) -> object:
+    """A value of these types; a tensor as ``SHAPE[:DTYPE]``, by default of the call's dtype."""
+    if torch.Tensor not in kinds or text == "none":
+        return value_of(kinds, text, flag)
+    shape, colon, named = text.partition(":")
+    return torch.empty(sizes(shape, flag), dtype=dtype_named(named) if colon else dtype, device="meta")
+
+
+def _near(name: str, known: list[str]) -> str:
+    return nearest(name, known) or f"; it has {', '.join(known)}"
