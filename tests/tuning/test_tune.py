@@ -41,7 +41,7 @@ def tuned(*args, **kwargs):
 
 def test_times_decide_from_then_on(monkeypatch):
     told = []
-    monkeypatch.setattr(tune_run, "clock_of", lambda device, *, graph: Told(told))
+    monkeypatch.setattr("layerzero.tuning.measuring.tune.clock_of", lambda device, *, graph: Told(told))
 
     @lz.register_kernel("norm.rms", "mine.slow", supported_dtypes=["float32"], priority=99)
     def slow(input, weight, *, eps):

@@ -142,11 +142,11 @@ def not_measured(skipped: Mapping[str, str], needs_bytes: Mapping[str, int], *, 
     told by their number and the largest, unless ``everything`` is asked for.
     """
     large = [name for name in skipped if name in needs_bytes]
-    fold = len(large) > 1 and not everything
+    in_one = len(large) > 1 and not everything
     for name, why in skipped.items():
-        if not (fold and name in needs_bytes):
+        if not (in_one and name in needs_bytes):
             yield Text(f"not measured: {name}: {why}", style="yellow")
-    if fold:
+    if in_one:
         largest = max(large, key=lambda name: needs_bytes[name])
         text = f"{len(large)} calls were not measured for want of memory, the largest {largest}: {skipped[largest]}"
         yield Text(f"{text}; --all lists them", style="yellow")

@@ -67,7 +67,7 @@ def on_a_small_screen(rows: Sequence[Row], here: Sequence[bool]) -> Iterator[Ren
         of[row.facts.get("operation", "")].append((row, counts))
     table = table_of("operation", "calls", "times", "quickest", "latest", right=("calls", "times"))
     latest = sorted(of.items(), key=lambda each: max(row.written_at for row, _ in each[1]), reverse=True)
-    rows = [
+    lines = [
         (
             operation,
             str(len({(row.work.key, row.graph) for row, _ in found})),
@@ -77,7 +77,7 @@ def on_a_small_screen(rows: Sequence[Row], here: Sequence[bool]) -> Iterator[Ren
         )
         for operation, found in latest
     ]
-    yield from folded(table, rows, MOST_ROWS, "and {} more operations")
+    yield from folded(table, lines, MOST_ROWS, "and {} more operations")
     yield Text("--operation NAME lists the times of one, --all each with its spread", style="dim")
 
 

@@ -121,7 +121,8 @@ def shown(found: Sequence[Vetted], budget_s: float, *, again: bool = False) -> I
         lines, more = fold(
             [f"{name}: {_counted(counts)}" for name, counts in told], MOST_KERNELS, "and {} more kernels"
         )
-        yield from (*lines, *more)
+        yield from lines
+        yield from more
     yield f"{len(found)} classes: {_counted(Counter(map(_state, found)))}"
     left = sum(not each.reached for each in found)
     if left:
