@@ -20,6 +20,9 @@ ROOT = Path(layerzero.__file__).parent
 ORDER = (
     *("_native", "core", "ops", "backends", "engine", "asking", "testing", "tuning", "serving", "integrations", "cli"),
 )
+ROOMS = ("predicting", "keeping", "proving", "measuring")
+"""The same within ``tuning``."""
+
 ASSEMBLY = "layerzero._assembly"
 """The one file that the order does not bind; only the package's own ``__init__`` imports it."""
 
@@ -111,6 +114,7 @@ def module_of(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
 def arrows():
     """The modules that each module imports, in functions and for types alone, too.
 
@@ -152,6 +156,15 @@ def test_circles_of_imports_are_small():
     large = [circle for circle in circles(known) if len(circle) > LARGEST_CIRCLE]
     lines = [f"{each} imports {', '.join(sorted(known[each] & circle))}" for circle in large for each in sorted(circle)]
     assert not large, f"{max(map(len, large))} modules import each other:\n" + "\n".join(lines)
+
+
+def test_rooms_of_tuning_import_leftwards():
+    assert {path.parent.name for path in ROOT.glob("tuning/*/__init__.py")} == set(ROOMS)
+    for module, names in arrows().items():
+        for place, room in enumerate(ROOMS):
+            if module.startswith(f"layerzero.tuning.{room}."):
+                right = tuple(f"layerzero.tuning.{each}" for each in ROOMS[place + 1 :])
+                assert not [name for name in names if name.startswith(right)], f"{module}: the order is {ROOMS}"
 
 
 OF_FRAMEWORKS = {"integrations/sglang.py": {"sglang"}, "integrations/vllm.py": {"vllm"}}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.tuning.measuring import machine_state as conditions
+from layerzero.tuning.keeping import machine_state as conditions
 from layerzero.tuning.measuring import online
 from layerzero.tuning.measuring.online import Sampler
 

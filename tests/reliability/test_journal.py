@@ -21,10 +21,10 @@ import layerzero as lz
 from layerzero.core.evidence import Measurement, Provenance
 from layerzero.core.system import disk
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.keeping import database, journal, merging, places
+from layerzero.tuning.keeping import database, journal, learning, merging, places
 from layerzero.tuning.keeping.connections import in_transaction
 from layerzero.tuning.keeping.store import TimeStore
-from layerzero.tuning.predicting import fitting, learning
+from layerzero.tuning.predicting import fitting
 
 TIME = Measurement(10.0, 12.0, 0.01, 20, noise=0.02)
 

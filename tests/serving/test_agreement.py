@@ -161,7 +161,7 @@ if warmed:
     lz.configure(memory_headroom_mb=99)
     from layerzero.core.evidence import Measurement
     from layerzero.engine.registry import REGISTRY
-    from layerzero.tuning.predicting.winner import record_times
+    from layerzero.tuning.measuring.winner import record_times
     if not rank:  # tuned there alone
         times = {"mine.one": 1.0, "mine.two": 50.0}
         facts = lz.facts("rms_norm", x, weight)

@@ -28,8 +28,8 @@ from layerzero.tuning.measuring.contest import Status
 from layerzero.tuning.measuring.jobs import Job
 from layerzero.tuning.measuring.timing import Deadline, Effort, Pace
 from layerzero.tuning.measuring.tune import asked_jobs, run_jobs
+from layerzero.tuning.measuring.winner import record_times
 from layerzero.tuning.measuring.workload import jobs_of
-from layerzero.tuning.predicting.winner import record_times
 from layerzero.tuning.proving.rehearsal import Rehearsed
 from layerzero.tuning.proving.vetting import Vetted
 from others import OTHERS

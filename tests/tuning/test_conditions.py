@@ -10,9 +10,9 @@ import torch
 import layerzero as lz
 from layerzero.core.evidence import Measurement
 from layerzero.engine.registry import REGISTRY
+from layerzero.tuning.keeping import machine_state as conditions
+from layerzero.tuning.keeping.machine_state import of_nvml
 from layerzero.tuning.keeping.store import TimeStore
-from layerzero.tuning.measuring import machine_state as conditions
-from layerzero.tuning.measuring.machine_state import of_nvml
 from layerzero.tuning.predicting.weighing import Time, weighed
 from others import OTHERS
 

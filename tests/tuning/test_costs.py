@@ -18,10 +18,10 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.order import NEARLY, NEARLY_MEASURED, decisive, wait_us
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.keeping import archive
+from layerzero.tuning.keeping.prior import Priors
 from layerzero.tuning.keeping.store import StoreLedger, TimeStore
 from layerzero.tuning.keeping.tables import read_table, slug, table_of
-from layerzero.tuning.predicting.prior import Priors
-from layerzero.tuning.predicting.winner import record_times
+from layerzero.tuning.measuring.winner import record_times
 
 TIMES = st.floats(1.0, 1e4)
 

@@ -31,7 +31,7 @@ def sampler(monkeypatch):
     sampler = Sampler()
     sampler._thread = object()
     monkeypatch.setattr(online, "SAMPLER", sampler)
-    monkeypatch.setattr(store, "SAMPLER", sampler)
+    monkeypatch.setattr(store, "NOTES", [sampler.notes])
     lz.configure(allow=["torch"])
     return sampler
 

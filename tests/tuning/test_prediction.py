@@ -20,9 +20,8 @@ from layerzero.engine.order import costs, reliable
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import OPERATIONS
 from layerzero.ops.attention import declare as attention
-from layerzero.tuning.keeping import archive
+from layerzero.tuning.keeping import archive, learning
 from layerzero.tuning.keeping.store import TimeStore
-from layerzero.tuning.predicting import learning
 from layerzero.tuning.predicting.fitting import fit, held_out_error
 from layerzero.tuning.predicting.prediction import (
     HOST_MARGIN,

@@ -1,5 +1,9 @@
 """What is learnt about kernels on this machine, and kept between processes.
 
+Four rooms, each of which imports only those before it: ``predicting`` fits and predicts times and knows no files;
+``keeping`` has what lies on disk and answers the engine from it; ``proving`` runs kernels in child processes;
+``measuring`` times them.
+
 What leads to what, by module:
 
 - ``timing`` measures bursts; ``contest`` proves and times all kernels of one call with it; ``tune`` and ``bench`` hold

@@ -23,14 +23,13 @@ from layerzero.core.system.disk import write_whole
 from layerzero.engine import probe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.keeping import connections, merging, sums
+from layerzero.tuning.keeping import connections, learning, merging, sums
 from layerzero.tuning.keeping.connections import ForeignError, NewerError
 from layerzero.tuning.keeping.database import Database
 from layerzero.tuning.keeping.environment import Environment, surroundings
 from layerzero.tuning.keeping.rows import Row, check, is_to_come
 from layerzero.tuning.keeping.store import StoreLedger
 from layerzero.tuning.keeping.tables import Table
-from layerzero.tuning.predicting import learning
 from layerzero.tuning.predicting.fitting import HeldOut, held_out_error
 
 FORMAT = 2

@@ -8,13 +8,12 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from layerzero.tuning.keeping import journal, places
+from layerzero.tuning.keeping import journal, learning, places
 from layerzero.tuning.keeping.connections import in_transaction
 from layerzero.tuning.keeping.database import Database
 from layerzero.tuning.keeping.journal import Piece
+from layerzero.tuning.keeping.learning import Kept, Subject
 from layerzero.tuning.keeping.rows import Row
-from layerzero.tuning.predicting import learning
-from layerzero.tuning.predicting.learning import Kept, Subject
 
 MERGE_S = 0.1
 """How long who writes merges and learns, for others too; what is left is done by the next who writes, or who asks."""

@@ -18,12 +18,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from layerzero.core.system import forking
-from layerzero.tuning.keeping import journal, merging, places, salvage
+from layerzero.tuning.keeping import journal, learning, merging, places, salvage
 from layerzero.tuning.keeping.connections import in_transaction
 from layerzero.tuning.keeping.database import RETRY_S, Database, what_of
 from layerzero.tuning.keeping.journal import Journal, Place
 from layerzero.tuning.keeping.rows import Row
-from layerzero.tuning.predicting import learning
 
 AGAIN_S = 1.0
 """How long merging rests after the database could not be written."""

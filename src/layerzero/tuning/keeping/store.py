@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +24,21 @@ from layerzero.core.system import forking
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.legality import limit_findings
 from layerzero.engine.policy import Policy
-from layerzero.tuning.keeping import merging, sums
+from layerzero.tuning.keeping import learning, machine_state, merging, sums
 from layerzero.tuning.keeping import rows as rows_of_times
 from layerzero.tuning.keeping.calls import CallsMade
 from layerzero.tuning.keeping.database import Database
 from layerzero.tuning.keeping.environment import surroundings
 from layerzero.tuning.keeping.files import FileLedger, cache_folder
+from layerzero.tuning.keeping.prior import priors_of, problems
 from layerzero.tuning.keeping.rows import Row, alike, check, in_other_layout, is_to_come, row_of, work_of
 from layerzero.tuning.keeping.spool import Spool
 from layerzero.tuning.keeping.watching import WATCH
-from layerzero.tuning.measuring import machine_state
-from layerzero.tuning.measuring.online import SAMPLER
-from layerzero.tuning.predicting import learning
 from layerzero.tuning.predicting.prediction import MAX_DISTANCE, predict
-from layerzero.tuning.predicting.prior import priors_of, problems
 from layerzero.tuning.predicting.weighing import OTHER_LAYOUT, Time, weighed
+
+NOTES: list[Callable[[], Iterable[str]]] = []
+"""What else has notes for the ledger: the sampling of production's calls, where it was imported."""
 
 _ASK = f"SELECT {sums.SELECTED} FROM times WHERE work = ? AND graph = ?"  # noqa: S608  # names of ours
 
@@ -304,4 +304,4 @@ class StoreLedger:
 
     def notes(self) -> tuple[str, ...]:
         """What is wrong with the files and with the database, and which times of it have aged."""
-        return (*self.markers.notes(), *self.times.notes(), *SAMPLER.notes())
+        return (*self.markers.notes(), *self.times.notes(), *(note for notes in NOTES for note in notes()))

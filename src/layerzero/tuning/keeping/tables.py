@@ -1,7 +1,7 @@
 """The file format of times that ship: a table of one device's, strictly read, and made of measured rows.
 
 A table is JSON under ``tuning/priors``, one or more a device. It does not tell layouts, row strides and devices apart,
-which :mod:`layerzero.tuning.predicting.prior` makes up for: it decides less than what was measured here.
+which :mod:`layerzero.tuning.keeping.prior` makes up for: it decides less than what was measured here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Which kernels are timed: those whose result is right, and that may still win.
-
-*Right.* Calls of ordinary size are compared whole with the reference in float64, as conformance does. What would not
-fit in memory is compared in the pieces that its operation cuts out of it.
+"""Which kernels are timed: those that may still win.
 
 *Memory.* Whatever a plan does, it reads and writes the operation's tensors, and what it copies besides. That takes at
 least what this machine's measured copy takes, or, from a cache, a part of it. A kernel above the best time of the same
@@ -18,91 +15,18 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from layerzero.core.dtypes import dtype_named
 from layerzero.core.evidence import Evidence, Provenance
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Work
 from layerzero.core.plan import Candidate
-from layerzero.testing.compare import Expected, as_tuple, check, expected, for_kernel, problems
-from layerzero.testing.generate import RandomCall
 from layerzero.tuning.measuring.clocks import Clock, clock_of
-from layerzero.tuning.measuring.machine_state import bounded
 from layerzero.tuning.measuring.timing import Effort, race
-
-MAX_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}
-"""What the reference may need beside the tensors, in float64: several of 0.1 GB on a CPU, of 2 GB on a GPU."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A call that is a piece of a larger one, its truth, and where its result lies in the whole one."""
-
-    call: RandomCall
-    truth: Expected
-    place: Callable[[Tensor], Tensor]
-
-    def problems(self, results: tuple[Any, ...], kernel: Kernel) -> list[str]:
-        """What is wrong with this piece of a kernel's results: also with its log-sum-exps, by which others merge."""
-        placed = tuple(self.place(each) if isinstance(each, Tensor) else each for each in results)
-        return problems(placed, self.call.arguments, for_kernel(self.truth, kernel))
-
-
-@dataclass(frozen=True, slots=True)
-class Truth:
-    """What a call should give, whole or in parts."""
-
-    call: RandomCall
-    whole: Expected | None
-    parts: tuple[Piece, ...] = ()
-
-    def problems(self, kernel: Kernel, run: Callable[..., Any]) -> list[str]:
-        """What is wrong with a kernel that runs the call's arguments."""
-        if self.whole is not None:
-            return check(self.call, run, for_kernel(self.whole, kernel))
-        results = as_tuple(run(**self.call.arguments))
-        return [problem for part in self.parts for problem in part.problems(results, kernel)]
-
-    def error(self, result: Any) -> float | None:
-        """Largest distance from the truth in the first result; None where the call returns nothing."""
-        results = as_tuple(result)
-        if not results:
-            return None
-        pairs = [(results[0], self.whole.results[0])] if self.whole is not None else []
-        pairs += [(part.place(results[0]), part.truth.results[0]) for part in self.parts]
-        return max(float((got.double() - want.double()).abs().max()) for got, want in pairs)
-
-
-def truth_of(call: RandomCall, facts: Facts) -> Truth:
-    """Evaluate the reference in float64, for all of a call or for parts of it.
-
-    Raises: RuntimeError or MemoryError where it would take more than its share of the memory.
-    """
-    with bounded(facts):
-        return _truth_of(call, facts)
-
-
-def _truth_of(call: RandomCall, facts: Facts) -> Truth:
-    operation = facts.operation
-    most = MAX_ELEMENTS.get(facts.device.torch_type, MAX_ELEMENTS["cpu"])
-    if operation.parts is not None and operation.scratch is not None and operation.scratch(facts.sizes()) > most:
-        found = operation.parts(call.arguments, facts)
-        if found:  # none of a call without queries
-            return Truth(call, None, tuple(_piece(call, each.text, each.arguments, each.place) for each in found))
-    return Truth(call, expected(call))
-
-
-def _piece(call: RandomCall, text: str, arguments: Any, place: Callable[[Tensor], Tensor]) -> Piece:
-    piece = RandomCall(call.function, arguments, f"{call.name}, {text}")
-    return Piece(piece, expected(piece), place)
-
 
 _COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
 """Beyond every cache."""

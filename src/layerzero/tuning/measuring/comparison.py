@@ -20,11 +20,11 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.plan import Report
 from layerzero.engine.failing import out_of_memory
 from layerzero.engine.jit import BUILT
+from layerzero.tuning.keeping.machine_state import needed_bytes, too_large
 from layerzero.tuning.measuring.bench import Benched, Timed, bench
 from layerzero.tuning.measuring.clocks import Clock, CpuClock
 from layerzero.tuning.measuring.jobs import Job, long_last
 from layerzero.tuning.measuring.loop import NO_TIME, Children, Pairs, TensorParty, run_loop
-from layerzero.tuning.measuring.machine_state import needed_bytes, too_large
 from layerzero.tuning.measuring.timing import Deadline, Effort, Pace, TimeOverError
 
 BEFORE_BUILDS = 0.5

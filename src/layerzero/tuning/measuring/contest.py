@@ -35,10 +35,11 @@ from layerzero.engine.policy import names_kernel
 from layerzero.testing.compare import copied
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.trial import lost_context, raised
-from layerzero.tuning.measuring import machine_state as conditions
-from layerzero.tuning.measuring.admission import Truth, copied_bytes, least_us, truth_of
+from layerzero.tuning.keeping import machine_state as conditions
+from layerzero.tuning.measuring.admission import copied_bytes, least_us
 from layerzero.tuning.measuring.clocks import Clock, Graphs, Run, Sample, clock_of
 from layerzero.tuning.measuring.timing import CONTENDS, Effort, TimeOverError, measurement, race
+from layerzero.tuning.proving.truth import Truth, truth_of
 
 
 class Status(StrEnum):

@@ -26,10 +26,10 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.failing import out_of_memory
 from layerzero.engine.jit import Outcome
 from layerzero.testing.trial import lost_context, raised
+from layerzero.tuning.keeping.machine_state import needed_bytes
 from layerzero.tuning.measuring.clocks import Clock
 from layerzero.tuning.measuring.contest import taking_part, window
 from layerzero.tuning.measuring.jobs import Job
-from layerzero.tuning.measuring.machine_state import needed_bytes
 from layerzero.tuning.measuring.timing import Deadline, Effort, Pace
 from layerzero.tuning.proving.build_apart import build_apart
 from layerzero.tuning.proving.vetting import Vetted, vet_calls

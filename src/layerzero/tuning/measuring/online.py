@@ -33,6 +33,7 @@ from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
 from layerzero.core.system import forking
 from layerzero.engine.dispatch import ENGINE
+from layerzero.tuning.keeping.store import NOTES
 
 log = logging.getLogger("layerzero")
 
@@ -243,6 +244,7 @@ class Sampler:
 SAMPLER = Sampler()
 """The one of this process."""
 
+NOTES.append(SAMPLER.notes)
 forking.in_child(SAMPLER.begin)  # its thread exists in the parent only
 
 

@@ -28,14 +28,14 @@ from layerzero.engine.jit import BUILT, is_kept
 from layerzero.engine.order import costs
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
+from layerzero.tuning.keeping.machine_state import needed_bytes, too_large
 from layerzero.tuning.measuring.admission import hopeless, outdone
 from layerzero.tuning.measuring.contest import Contest, Status, contest
 from layerzero.tuning.measuring.jobs import Job
 from layerzero.tuning.measuring.loop import BETWEEN, NO_TIME, Children, Pairs, TensorParty
-from layerzero.tuning.measuring.machine_state import needed_bytes, too_large
 from layerzero.tuning.measuring.timing import TimeOverError
+from layerzero.tuning.measuring.winner import record_times
 from layerzero.tuning.predicting.weighing import FULL_SAMPLES
-from layerzero.tuning.predicting.winner import record_times
 from layerzero.tuning.proving.rehearsal import is_new, rehearse
 
 USABLE = 0.5

@@ -34,7 +34,7 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.testing.apart_child import Tell
 from layerzero.testing.trial import attempt, duplicate
 from layerzero.tuning.keeping.builds import shortened
-from layerzero.tuning.measuring.machine_state import SHARE
+from layerzero.tuning.keeping.machine_state import SHARE
 from layerzero.tuning.proving.child import rebuilt
 
 NICENESS = 10
