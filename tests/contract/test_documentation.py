@@ -42,8 +42,8 @@ def run(line):
     return CliRunner().invoke(main, shlex.split(line), prog_name="layerzero")
 
 
-def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+def blocks(language, text=README):
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
 @pytest.mark.parametrize("key", SETTINGS)
@@ -165,12 +165,18 @@ def test_every_document_is_in_the_index():
     assert linked == {path.name for path in folder.glob("*.md")} - {"README.md"}
 
 
-def test_the_code_in_the_readme_runs(capsys):
+def test_the_code_in_the_readme_runs():
     namespace = {}
     for block in blocks("python"):
-        if "register_with_transformers" not in block:  # tests/integrations covers it
-            exec(block, namespace)
+        exec(block, namespace)
     assert namespace["output"].shape == (2, 1, 32, 128)
+
+
+def test_the_code_about_choices_runs(capsys):
+    namespace = {}
+    for block in blocks("python", page("choices.md")):
+        exec(block, namespace)
+    assert namespace["output"].shape == (1, 16, 4, 64)
     assert "mine.rms_norm" in capsys.readouterr().out
 
 
@@ -240,8 +246,8 @@ def test_the_roles_in_the_documentation_are_those_of_parameters():
     assert listed == set(lz.Role.__members__)
 
 
-def test_the_explanation_in_the_readme_is_real(tmp_path):
-    block = next(block for block in blocks("console") if "layerzero explain" in block)
+def test_the_documented_explanation_is_real(tmp_path):
+    (block,) = blocks("console", page("choices.md"))
     command, _, shown = block.partition("\n")
     words = shlex.split(command.removeprefix("$ layerzero "))
     surroundings = os.environ | {"LAYERZERO_CACHE_DIR": str(tmp_path), "COLUMNS": "100"}  # with the times that ship
@@ -252,9 +258,10 @@ def test_the_explanation_in_the_readme_is_real(tmp_path):
     assert [line for line in shown.splitlines() if line not in real] == []
 
 
-def test_every_link_in_the_readme_leads_somewhere():
-    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", README):
-        assert (ROOT / target).exists(), target
+@pytest.mark.parametrize("path", sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]), ids=lambda path: path.name)
+def test_every_link_leads_somewhere(path):
+    for target in re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)[^)]*\)", path.read_text()):
+        assert (path.parent / target).exists(), target
 
 
 def test_the_changelog_has_a_place_for_what_comes_next():
