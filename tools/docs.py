@@ -29,18 +29,32 @@ PAGES: dict[str, Callable[[], str]] = {
     "src/layerzero/__init__.pyi": stub.stub,
 }
 
+FOLDERS: dict[str, Callable[[], dict[str, str]]] = {
+    "docs/kernels": pages.kernels_by_library,
+    "docs/operations": pages.operations_by_family,
+}
+"""Folders of nothing but generated pages; each function gives their texts by path."""
+
 
 def answer(root: Path, *, check: bool) -> tuple[int, list[str]]:
     """Write the stale files, or only name them. Returns: the exit code, and what to say."""
-    stale = {path: text for path, text in sorted(wanted(root).items()) if _read(root / path) != text}
+    texts = wanted(root)
+    stale: dict[str, str | None] = {path: text for path, text in texts.items() if _read(root / path) != text}
+    present = [path.relative_to(root).as_posix() for folder in FOLDERS for path in (root / folder).glob("*.md")]
+    stale |= {path: None for path in present if path not in texts}
+    stale = dict(sorted(stale.items()))
     if check:
         lines = [f"stale: {path}" for path in stale]
         lines.append(f"next step: `{COMMAND}` writes them" if stale else "the generated documentation is current")
         return bool(stale), lines
     for path, text in stale.items():
-        (root / path).parent.mkdir(exist_ok=True)
-        write_whole(root / path, text.encode())
-    return 0, [f"wrote {path}" for path in stale] or ["the generated documentation was current"]
+        if text is None:
+            (root / path).unlink()
+        else:
+            (root / path).parent.mkdir(exist_ok=True)
+            write_whole(root / path, text.encode())
+    written = [f"{'removed' if text is None else 'wrote'} {path}" for path, text in stale.items()]
+    return 0, written or ["the generated documentation was current"]
 
 
 def wanted(folder: Path) -> dict[str, str]:
@@ -48,6 +62,8 @@ def wanted(folder: Path) -> dict[str, str]:
     if not (folder / "pyproject.toml").is_file():
         raise ValueError(f"{folder}: wanted a source checkout of layerzero, got none; give its folder with --root")
     texts = {path: page() for path, page in PAGES.items()}
+    for by_path in FOLDERS.values():
+        texts |= by_path()
     for path, (start, block) in BLOCKS.items():
         before, found, rest = _read(folder / path).partition(start)
         _, end, after = rest.partition(END)

@@ -130,13 +130,28 @@ def operations() -> str:
         "has a reference in plain PyTorch, which tests compare kernels with and which runs when nothing else may. Of "
         "operations without tensors the reference is the library that defines what they name; torch cannot stand in."
     )
-    return _page(
-        "# Operations",
-        intro,
-        *map(_operation, (*OPERATIONS.values(), *PLAIN_OPERATIONS.values())),
-        "## Aliases that locks and rules may use",
-        aliases,
+    families = (
+        [f"[{family}](operations/{family}.md)", code(each.name for each in found)]
+        for family, found in _families().items()
     )
+    listed = table(["family", "operations"], families)
+    return _page("# Operations", intro, listed, "## Aliases that locks and rules may use", aliases)
+
+
+def _families() -> dict[str, list[Operation]]:
+    """Operations by the first word of their names."""
+    found: dict[str, list[Operation]] = {}
+    for name, operation in sorted((OPERATIONS | PLAIN_OPERATIONS).items()):
+        found.setdefault(name.partition(".")[0], []).append(operation)
+    return found
+
+
+def operations_by_family() -> dict[str, str]:
+    """docs/operations/FAMILY.md, by path."""
+    return {
+        f"docs/operations/{family}.md": _page(f"# Operations: {family}", *map(_operation, found))
+        for family, found in _families().items()
+    }
 
 
 def _operation(operation: Operation) -> str:
@@ -190,20 +205,43 @@ def _values(values: Mapping[str, object]) -> str:
 
 def kernels() -> str:
     """docs/kernels.md."""
-    known = builtin_kernels()
     intro = (
-        "Each kernel as it is declared. A call is offered to a kernel only if every limit holds and every argument "
-        "that differs from its neutral value is accepted; `layerzero explain` says which limit refused it. Priority "
-        "decides only where nothing was measured."
+        "Each kernel as it is declared, in a page for each library. A call is offered to a kernel only if every limit "
+        "holds and every argument that differs from its neutral value is accepted; `layerzero explain` says which "
+        "limit refused it. Priority decides only where nothing was measured."
     )
-    backends = sorted({kernel.backend: None for kernel in known}, key=lambda each: (each.name, each.import_name))
-    blocks = [_library(backend, [each for each in known if each.backend == backend]) for backend in backends]
+    rows = (
+        [
+            f"[{name}](kernels/{name}.md)",
+            len(kernels),
+            "; ".join(dict.fromkeys(each.backend.summary for each in kernels)),
+        ]
+        for name, kernels in _libraries().items()
+    )
     references = (
         "## reference\n\nEvery operation of tensors has `reference.<operation>`: its definition in plain PyTorch. It "
         "takes every argument, dtype and platform, gives the same bits each time, has a backward pass and priority 0."
     )
     flags = table(["flag", "meaning"], ([f"`{name}`", meaning] for name, meaning in describe.FLAGS.items()))
-    return _page("# Kernels", intro, flags, *blocks, references)
+    return _page("# Kernels", intro, table(["library", "kernels", "what it is"], rows), references, "## Flags", flags)
+
+
+def _libraries() -> dict[str, list[Kernel]]:
+    """Kernels by the name of their library."""
+    found: dict[str, list[Kernel]] = {}
+    for kernel in sorted(builtin_kernels(), key=lambda each: (each.backend.name, each.backend.import_name)):
+        found.setdefault(kernel.backend.name, []).append(kernel)
+    return found
+
+
+def kernels_by_library() -> dict[str, str]:
+    """docs/kernels/LIBRARY.md, by path."""
+    pages = {}
+    for name, kernels in _libraries().items():
+        backends = dict.fromkeys(each.backend for each in kernels)
+        blocks = [_library(backend, [each for each in kernels if each.backend == backend]) for backend in backends]
+        pages[f"docs/kernels/{name}.md"] = _page(f"# Kernels: {name}", *blocks)
+    return pages
 
 
 def _release(release: Release) -> str:
