@@ -19,7 +19,7 @@ from entries import own_entry
 import layerzero as lz
 from layerzero.engine.functions import CALLS
 from layerzero.ops.attention.sweep import Heads, decode_case, prefill_case
-from layerzero.ops.norm.sweep import norm_case
+from layerzero.ops.norm.declare import norm_case
 from layerzero.testing.generate import RandomCall
 from layerzero.tuning.measuring.contest import bound_plan, window
 from layerzero.tuning.measuring.jobs import Job

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 
 from layerzero.ops.attention.sweep import Heads, decode_case, prefill_case
-from layerzero.ops.norm.sweep import norm_case
+from layerzero.ops.norm.declare import norm_case
 from layerzero.ops.paged.sweep import paged_case
 from layerzero.tuning.measuring.jobs import Job
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,9 +11,12 @@ from torch import Tensor
 import layerzero as lz
 from layerzero.core.arguments import Axis, Param, Role
 from layerzero.core.device import KNOWN_DEVICES
+from layerzero.core.facts import FactsBuilder
 from layerzero.core.operation import Tolerance, Work
-from layerzero.engine.reference import fake_call
-from layerzero.ops.calls import facts_of
+from layerzero.engine import failing
+from layerzero.engine.reference import fake_call, reference_call
+from layerzero.ops import OPERATIONS
+from layerzero.ops.calls import accepted, arguments_of, facts_of, function_for, routed
 from layerzero.ops.declaration import NDIM, cases, function, moved, operation, same_shape, tensor
 from layerzero.testing.generate import random_call
 
@@ -186,3 +191,16 @@ def test_a_route_tells_values_with_the_schemas_findings_and_shapes_behind_them()
     assert "input: wanted shape (2, 3) like total, got (1, 3)" in _problems(total=total, input=torch.ones(1, 3))
     assert "memory that it shares with input" in _problems(total=total, input=total)
     assert "an expanded view" in _problems(total=torch.zeros(1, 3).expand(2, 3), input=torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("name", [name for name, each in OPERATIONS.items() if each.fake is None])
+def test_no_eager_call_asks_the_reference_for_shapes(name, monkeypatch):
+    """A first result is checked against the schema: running the reference on meta would make a miss dearer."""
+    monkeypatch.setattr(failing, "fake_call", lambda _: pytest.fail("the shapes came from the reference"))
+    declared = OPERATIONS[name]
+    case = min(declared.cases, key=lambda each: sum(each.sizes.values()))
+    called = function_for(declared)
+    found = routed(called, accepted(called, arguments_of(declared, case, declared.dtypes[0])))
+    facts = FactsBuilder(declared).of_valid(found.arguments, device=KNOWN_DEVICES["CPU"], layout=found.layout)
+    first = SimpleNamespace(report=SimpleNamespace(facts=facts))
+    assert failing.wrong_result(first, reference_call(found), found.arguments) is None

@@ -27,12 +27,12 @@ def normal(*shape, dtype=torch.float64):
 @pytest.mark.parametrize("eps", [1e-6, 0.3])
 def test_rms_norm_is_torchs(shape, eps):
     x, w = normal(*shape), normal(shape[-1])
-    torch.testing.assert_close(norm.rms_norm_reference(x, w, eps=eps), functional.rms_norm(x, w.shape, w, eps))
+    torch.testing.assert_close(norm.rms_norm(x, w, eps=eps), functional.rms_norm(x, w.shape, w, eps))
 
 
 def test_rms_norm_by_hand():
     x, w = normal(3, 5), normal(5)
-    got = norm.rms_norm_reference(x, w, eps=0.1)
+    got = norm.rms_norm(x, w, eps=0.1)
     for row in range(3):
         root = math.sqrt(sum(float(value) ** 2 for value in x[row]) / 5 + 0.1)
         torch.testing.assert_close(got[row], x[row] / root * w)
@@ -47,13 +47,13 @@ def test_layer_norm_is_torchs(shape, axes, given):
         pytest.skip("nothing to normalise")
     x = normal(*shape)
     arguments = {name: normal(*normalized) for name in given}
-    got = norm.layer_norm_reference(x, normalized_shape=normalized, eps=1e-4, **arguments)
+    got = norm.layer_norm(x, normalized_shape=normalized, eps=1e-4, **arguments)
     torch.testing.assert_close(got, functional.layer_norm(x, normalized, **arguments, eps=1e-4))
 
 
 def test_layer_norm_by_hand():
     x = normal(2, 6)
-    got = norm.layer_norm_reference(x, normalized_shape=(6,), eps=0.2)
+    got = norm.layer_norm(x, normalized_shape=(6,), eps=0.2)
     for row in range(2):
         mean = sum(float(value) for value in x[row]) / 6
         variance = sum((float(value) - mean) ** 2 for value in x[row]) / 6  # the biased one
@@ -65,21 +65,21 @@ def test_add_rms_norm_updates_the_residual_and_normalises_what_it_holds(dtype):
     x, residual, w = normal(4, 8, dtype=dtype), normal(2, 4, 8, dtype=dtype)[0], normal(8, dtype=dtype)
     total = (x.double() + residual.double()).to(dtype)
     updated = residual.clone()
-    got = norm.add_rms_norm_reference(x, updated, w)
+    got = norm.add_residual_rms_norm_(x, updated, w)
     torch.testing.assert_close(updated, total, rtol=0, atol=0)
-    torch.testing.assert_close(got, norm.rms_norm_reference(total, w), rtol=0, atol=0)
+    torch.testing.assert_close(got, norm.rms_norm(total, w), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums_are_wide(dtype):
     x, w = normal(4, 512, dtype=dtype) * 300, normal(512, dtype=dtype)  # squares that no float16 holds
     tolerance = norm.TOLERANCE[dtype]
-    exact = norm.rms_norm_reference(x.double(), w.double())
-    got = norm.rms_norm_reference(x, w)
+    exact = norm.rms_norm(x.double(), w.double())
+    got = norm.rms_norm(x, w)
     assert got.dtype is dtype
     torch.testing.assert_close(got.double(), exact, rtol=tolerance.rtol, atol=tolerance.atol)
-    exact = norm.layer_norm_reference(x.double(), w.double(), normalized_shape=(512,))
-    got = norm.layer_norm_reference(x, w, normalized_shape=(512,))
+    exact = norm.layer_norm(x.double(), (512,), w.double())
+    got = norm.layer_norm(x, (512,), w)
     assert got.dtype is dtype
     torch.testing.assert_close(got.double(), exact, rtol=tolerance.rtol, atol=tolerance.atol)
 
@@ -88,8 +88,8 @@ def test_nan_and_infinity_stay_in_their_row():
     x = normal(3, 4)
     x[0, 1], x[1, 2] = math.nan, math.inf
     for got in (
-        norm.rms_norm_reference(x, torch.ones(4).double()),
-        norm.layer_norm_reference(x, normalized_shape=(4,)),
+        norm.rms_norm(x, torch.ones(4).double()),
+        norm.layer_norm(x, normalized_shape=(4,)),
     ):
         assert got[0].isnan().all()
         assert got[1, 2].isnan()
@@ -113,6 +113,9 @@ def test_shapes_alone_are_the_real_shapes(operation, dtype):
         for each in (arguments, strided):
             fake = fake_call(Routed(operation, each))
             real = reference_call(Routed(operation, each))
+            if not operation.schema.outputs:  # both write over the input
+                assert (fake, real) == (None, None)
+                continue
             assert (fake.shape, fake.dtype) == (real.shape, real.dtype) == (x.shape, dtype)
 
 

@@ -12,7 +12,7 @@ from layerzero.core.judge import reproducible
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops.attention.reference import attention_reference
-from layerzero.ops.norm.declare import layer_norm_reference
+from layerzero.ops.norm.declare import layer_norm
 from layerzero.ops.paged.declare import paged_attention_reference
 from layerzero.testing import chance, compare, conformance, fuzz
 from layerzero.testing.battery import Battery
@@ -269,7 +269,7 @@ NORMS = [("eps", "argument eps, float32"), ("weight", "argument weight, float32"
 def test_a_norm_that_ignores_an_argument_is_wrong(ignored, check):
     def kernel(input, weight=None, bias=None, *, normalized_shape, eps):
         given = {"weight": weight, "bias": bias, "eps": eps, ignored: 1e-5 if ignored == "eps" else None}
-        return layer_norm_reference(input, normalized_shape=normalized_shape, **given)
+        return layer_norm(input, normalized_shape=normalized_shape, **given)
 
     accepting(kernel, "norm.layer", ("weight", "bias", "normalized_shape", "eps"))
     found = checked("planted.it", "norm.layer", ("argument ",))

@@ -17,7 +17,7 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import OPERATIONS
 from layerzero.ops.attention.sweep import Heads, decode_case, prefill_case
-from layerzero.ops.norm.sweep import norm_case
+from layerzero.ops.norm.declare import norm_case
 from layerzero.ops.paged.sweep import paged_case
 from layerzero.ops.ragged import parts
 from layerzero.testing.compare import expected

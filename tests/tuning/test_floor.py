@@ -12,7 +12,7 @@ import layerzero as lz
 from layerzero.core.evidence import Evidence, Measurement, Provenance
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
-from layerzero.ops.norm.sweep import norm_case
+from layerzero.ops.norm.declare import norm_case
 from layerzero.testing.generate import RandomCall
 from layerzero.tuning.keeping.files import FileLedger
 from layerzero.tuning.keeping.store import StoreLedger

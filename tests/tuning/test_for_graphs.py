@@ -17,7 +17,7 @@ from layerzero.core.evidence import Measurement
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
-from layerzero.ops.norm.sweep import norm_case
+from layerzero.ops.norm.declare import norm_case
 from layerzero.tuning.keeping import files
 from layerzero.tuning.keeping.files import FileLedger
 from layerzero.tuning.keeping.store import StoreLedger

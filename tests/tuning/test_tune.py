@@ -19,7 +19,7 @@ from layerzero.core.ledger import MemoryLedger, Verdict
 from layerzero.engine.dispatch import ENGINE
 from layerzero.ops import OPERATIONS
 from layerzero.ops.attention.sweep import Heads
-from layerzero.ops.norm.sweep import norm_case
+from layerzero.ops.norm.declare import norm_case
 from layerzero.ops.paged.sweep import append_case
 from layerzero.tuning.keeping.files import FileLedger
 from layerzero.tuning.keeping.folder import RecordFolder

@@ -222,7 +222,7 @@ def wrong_result(plan: Plan, result: Any, given: Mapping[str, Any]) -> WrongResu
     """Compare the first result of a plan with what its operation defines for what was given; None if it fits."""
     facts = plan.report.facts
     got = result if isinstance(result, tuple) else () if result is None else (result,)
-    if _as_declared(got, facts):
+    if _as_declared(got, facts, given):
         return None
     wanted = _expected(plan, given)
     laid = f" in layout {facts.layout}" if facts.layout else ""
@@ -239,8 +239,11 @@ def wrong_result(plan: Plan, result: Any, given: Mapping[str, Any]) -> WrongResu
     return None
 
 
-def _as_declared(got: tuple[Any, ...], facts: Facts) -> bool:
-    """Whether results are what the schema says they are; False where it does not say enough: the fake function does."""
+def _as_declared(got: tuple[Any, ...], facts: Facts, given: Mapping[str, Any]) -> bool:
+    """Whether results are what the schema says they are; False where it does not say enough: the fake function does.
+
+    That may be the reference on the meta device: 50 us to 500 us, where this takes 3 us (AMD EPYC, 2026-11-26).
+    """
     schema = facts.operation.schema
     outputs = schema.results(facts)
     if len(got) != len(outputs):
@@ -251,9 +254,20 @@ def _as_declared(got: tuple[Any, ...], facts: Facts) -> bool:
         if not fits or result.device.type != facts.device.torch_type:
             return False
         axes = output.axes_in(facts.layout, schema.canonical)
-        if not axes or list(result.shape) != [facts.get(axis) for axis in axes]:
+        named = axes[1:] if axes[:1] == ("...",) else axes
+        sizes = [given.get(axis) if axis in schema.scalars else facts.get(axis) for axis in named]
+        if not axes or list(result.shape) != [*_leading(facts, axes), *sizes]:
             return False
     return True
+
+
+def _leading(facts: Facts, axes: tuple[str, ...]) -> tuple[int, ...]:
+    """The sizes of a result's leading axes: those of the first tensor that has some."""
+    if axes[:1] == ("...",):
+        for tensor, own in facts.operation.schema.axes_in(facts.layout):
+            if own[:1] == ("...",) and tensor.name in facts.tensors:
+                return facts.tensors[tensor.name].shape[: 1 - len(own) or None]
+    return ()
 
 
 def dtype_of(output: TensorSchema, facts: Facts) -> torch.dtype:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from layerzero.ops.activation.declare import OPERATIONS
-from layerzero.ops.activation.route import FUNCTIONS
+from layerzero.ops.activation.declare import FUNCTIONS, OPERATIONS
 
 __all__ = ["FUNCTIONS", "OPERATIONS"]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from layerzero.ops.alibi.declare import OPERATIONS
-from layerzero.ops.alibi.route import FUNCTIONS
-from layerzero.ops.alibi.slopes import alibi_slopes
+from layerzero.ops.alibi.declare import FUNCTIONS, OPERATIONS, alibi_slopes
 
 __all__ = ["EXPORTS", "FUNCTIONS", "OPERATIONS", "alibi_slopes"]
 

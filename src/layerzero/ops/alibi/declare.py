@@ -1,19 +1,21 @@
-"""The bias of attention with linear biases: posenc.alibi.
+"""Attention with linear biases: the slopes of heads, and posenc.alibi, the bias that they make.
 
 Math: ``-slope * |i + kv_len - q_len - j|`` for query i and key j, so that the last query stands at the last key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerzero.core.arguments import Axis, Param, Role, TensorSchema
-from layerzero.core.dtypes import FLOATING
-from layerzero.core.operation import Case, Operation, Tolerance
-from layerzero.core.schema import OperationSchema
+from layerzero.core.arguments import Axis, Param, Role, told
+from layerzero.core.errors import InvalidCallError
+from layerzero.core.operation import Case, Tolerance
+from layerzero.ops.declaration import function, operation, tensor, wide
+from layerzero.ops.draw import Draw
 
 TOLERANCE = {
     torch.float64: Tolerance(1e-6, 1e-6),
@@ -24,78 +26,125 @@ TOLERANCE = {
 MOST = 2**24
 """Tokens that a length may have: float32 holds every distance up to there."""
 
-TOLERANCE_REASON = "twice the rounding of the output; one product, of a distance that float32 holds"
 
+def alibi_slopes(heads: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None) -> Tensor:
+    """Make the slopes for ``lz.alibi_bias``: a geometric sequence from ``2^(-8/n)`` to ``2^-8`` for n heads.
 
-def alibi_reference(
-    slopes: Tensor, *, q_len: int, kv_len: int, causal: bool = False, out_dtype: torch.dtype | None = None
-) -> Tensor:
-    """``-slope * |i + kv_len - q_len - j|``; -inf at keys beyond the query if causal.
+    Where n is no power of two, p being the next below: those of p heads, then every second of 2 p heads, as the
+    paper's own code has it.
 
-    Shapes: slopes (H,) → (H, q_len, kv_len)
-    Dtype: computes in float32 (float64 for float64); returns out_dtype, or that of slopes.
-    Source: arXiv:2108.12409; aligned as ``lz.attention`` aligns causal masks.
+    Shapes: → (heads,)
+    Dtype: ``dtype``, rounded once from float64.
+    Raises: InvalidCallError for a number of heads below 1.
+    Source: arXiv:2108.12409.
     """
-    wide = slopes.to(torch.promote_types(slopes.dtype, torch.float32))
+    if type(heads) is not int or heads < 1:
+        raise InvalidCallError("alibi_slopes", [f"heads: wanted a number of at least 1, got {told(heads)}"])
+    whole = 1 << (heads.bit_length() - 1)
+    between = _of_power(2 * whole)[::2][: heads - whole]
+    return torch.cat((_of_power(whole), between)).to(device=device, dtype=dtype)
+
+
+def _of_power(heads: int) -> Tensor:
+    return torch.exp2(-8.0 / heads * torch.arange(1, heads + 1, dtype=torch.float64))
+
+
+def alibi_bias(
+    slopes: Tensor, q_len: int, kv_len: int, *, causal: bool = False, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Make the bias of attention with linear biases, for ``lz.attention(..., attn_mask=bias, causal=False)``.
+
+    ``-slope * |i + kv_len - q_len - j|`` for query i and key j: the last query stands at the last key, as causal masks
+    of ``lz.attention`` are aligned.
+
+    Shapes: slopes (H,) → (H, q_len, kv_len), which broadcasts over a batch.
+    Dtype: slopes floating; computes in float32 or wider; returns out_dtype, or that of slopes. The device is theirs.
+    Units: q_len and kv_len in tokens.
+    Args:
+        slopes: one for each head; ``lz.alibi_slopes(heads)`` makes those of the paper, for any number of heads.
+        causal: -inf at keys beyond the query, since a mask comes in place of ``causal=True`` there.
+        out_dtype: a floating dtype.
+    Raises: InvalidCallError for other shapes or dtypes, and for lengths below 1 or above 2**24.
+    Source: arXiv:2108.12409.
+    """
     queries = torch.arange(kv_len - q_len, kv_len, device=slopes.device).unsqueeze(1)
     ahead = queries - torch.arange(kv_len, device=slopes.device)
-    bias = -wide.view(-1, 1, 1) * ahead.abs()
+    bias = -slopes.to(wide(slopes.dtype)).view(-1, 1, 1) * ahead.abs()
     if causal:
         bias = bias.masked_fill(ahead < 0, -torch.inf)
     return bias.to(out_dtype or slopes.dtype)
-
-
-def _fake(
-    slopes: Tensor, *, q_len: int, kv_len: int, causal: bool = False, out_dtype: torch.dtype | None = None
-) -> Tensor:
-    return slopes.new_empty((slopes.shape[0], q_len, kv_len), dtype=out_dtype or slopes.dtype)
-
-
-def stock(
-    slopes: Tensor, q_len: int, kv_len: int, *, causal: bool = False, out_dtype: torch.dtype | None = None
-) -> Callable[[], Tensor]:
-    """The expression that models write, which is the reference's."""
-    return lambda: alibi_reference(slopes, q_len=q_len, kv_len=kv_len, causal=causal, out_dtype=out_dtype)
-
-
-def _case(name: str, heads: int, q_len: int, kv_len: int, **params: object) -> Case:
-    return Case(name, {"heads": heads}, {"q_len": q_len, "kv_len": kv_len, **params})
 
 
 def _sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
     """A decode step and a prefill for head counts of models; none where other sizes are named."""
     for heads in narrow.get("heads", (12, 32)) if narrow.keys() <= {"heads"} else ():
         for q_len, kv_len in ((1, 2048), (512, 512)):
-            yield _case(f"{heads} heads {q_len}x{kv_len}", heads, q_len, kv_len)
+            yield Case(f"{heads} heads {q_len}x{kv_len}", {"heads": heads}, {"q_len": q_len, "kv_len": kv_len})
 
 
-ALIBI = Operation(
-    schema=OperationSchema(
-        operation="posenc.alibi",
-        inputs=(TensorSchema("slopes", ("heads",), FLOATING),),
-        outputs=(TensorSchema("bias", ("heads", "q_len", "kv_len"), FLOATING, dtype_from="out_dtype"),),
-        params=(
-            Param("causal", bool, False, example=True, works=False),
-            Param("out_dtype", torch.dtype, None, example=torch.float32),
-            Param("q_len", int, role=Role.PASSED, least=1, most=MOST, example=5),
-            Param("kv_len", int, role=Role.PASSED, least=1, most=MOST, example=9),
-        ),
-        axes=(Axis("heads", scales=True, apart=True),),
+ALIBI = operation(
+    "posenc.alibi",
+    "Bias of attention with linear biases",
+    alibi_bias,
+    inputs=("slopes: heads",),
+    outputs=(tensor("bias: heads q_len kv_len", dtype_from="out_dtype"),),
+    params=(
+        Param("causal", bool, False, example=True, works=False),
+        Param("out_dtype", torch.dtype, None, example=torch.float32),
+        Param("q_len", int, role=Role.PASSED, least=1, most=MOST, example=5),
+        Param("kv_len", int, role=Role.PASSED, least=1, most=MOST, example=9),
     ),
-    summary="Bias of attention with linear biases",
-    reference=alibi_reference,
-    fake=_fake,
+    axes=(Axis("heads", scales=True, apart=True),),
     cases=(
-        _case("small", 4, 5, 9),
-        _case("small_causal", 6, 7, 7, causal=True),
-        _case("small_wide", 4, 3, 5, out_dtype=torch.float32),
-        _case("bloom_decode", 32, 1, 2048),
-        _case("mpt_prefill", 32, 512, 512, causal=True),
+        Case("small", {"heads": 4}, {"q_len": 5, "kv_len": 9}),
+        Case("small_causal", {"heads": 6}, {"q_len": 7, "kv_len": 7, "causal": True}),
+        Case("small_wide", {"heads": 4}, {"q_len": 3, "kv_len": 5, "out_dtype": torch.float32}),
+        Case("bloom_decode", {"heads": 32}, {"q_len": 1, "kv_len": 2048}),
+        Case("mpt_prefill", {"heads": 32}, {"q_len": 512, "kv_len": 512, "causal": True}),
     ),
     tolerance=TOLERANCE,
-    tolerance_reason=TOLERANCE_REASON,
+    tolerance_reason="twice the rounding of the output; one product, of a distance that float32 holds",
+    work=None,  # what is written depends on lengths that are passed
     sweep=_sweep,
-    stock=stock,
 )
 
+
+def _dtype_problems(arguments: dict[str, Any]) -> list[str]:
+    out_dtype = arguments["out_dtype"]
+    if not isinstance(out_dtype, torch.dtype) or out_dtype.is_floating_point:
+        return []
+    return [f"out_dtype: wanted a floating dtype, got {str(out_dtype).removeprefix('torch.')}"]
+
+
+def _spell_default(arguments: dict[str, Any]) -> None:
+    if arguments["out_dtype"] == arguments["slopes"].dtype:
+        arguments["out_dtype"] = None
+
+
+def _draw(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw a call: any slopes, few queries or many, fewer keys than queries now and then."""
+    heads = draw.of((0, 1, 3, 4, 8, 12), (1, 4, 4, 4, 4, 4))
+    arguments: dict[str, Any] = {
+        "slopes": draw.laid_out(draw.uniform((heads,), dtype)),
+        "q_len": draw.of((1, 2, 7, 16, 33)),
+        "kv_len": draw.of((1, 3, 8, 17, 64)),
+    }
+    if draw.chance(0.4):
+        arguments["causal"] = True
+    if draw.chance(0.2):
+        arguments["out_dtype"] = torch.promote_types(dtype, torch.float32)
+    draw.poison(arguments, ("slopes",))
+    return arguments
+
+
 OPERATIONS = (ALIBI,)
+FUNCTIONS = (
+    function(
+        *("alibi_bias", ALIBI),
+        varies=("heads",),
+        values=_dtype_problems,
+        canonical=_spell_default,
+        draw=_draw,
+        weight=1,
+    ),
+)

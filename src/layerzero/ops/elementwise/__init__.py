@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from layerzero.ops.elementwise.declare import OPERATIONS
-from layerzero.ops.elementwise.route import FUNCTIONS
+from layerzero.ops.elementwise.declare import FUNCTIONS, OPERATIONS
 
 __all__ = ["FUNCTIONS", "OPERATIONS"]

@@ -9,8 +9,7 @@ elementwise.cast         the same numbers in another dtype
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,9 +18,9 @@ from torch import Tensor
 from layerzero.core.arguments import REQUIRED, Axis, Param, Role, TensorSchema
 from layerzero.core.dtypes import FLOATING
 from layerzero.core.judge import Exact
-from layerzero.core.operation import Case, Operation, Tolerance, Work
-from layerzero.core.schema import OperationSchema
-from layerzero.ops.elementwise import stock
+from layerzero.core.operation import Operation, Tolerance
+from layerzero.ops.declaration import NDIM, cases, function, moved, operation, same_shape, tensor, wide
+from layerzero.ops.draw import Draw
 
 TOLERANCE = {
     torch.float64: Tolerance(1e-5, 1e-5),
@@ -29,170 +28,235 @@ TOLERANCE = {
     torch.float16: Tolerance(1e-3, 1e-3),
     torch.bfloat16: Tolerance(1e-2, 1e-2),
 }
-TOLERANCE_REASON = "twice the rounding of the output"
-
-AXES = (
-    Axis("rows", scales=True, live=True, apart=True, leading=True),
-    Axis("features", scales=True),
-    Axis("input_ndim", works=False),  # dense rows are the same rows in any number of axes
-)
-_FEATURES = ("...", "features")
-_SHAPES = {"small": (33, 96), "decode": (1, 4096), "batch_decode": (64, 4096), "prefill": (512, 4096)}
-_FIRST = ("input", "residual")
-
-SCALE = Param("scale", float, None, Role.PASSED, -1e6, 1e6, example=0.5)
-TEMPERATURE = Param("temperature", float, None, Role.PASSED, 1e-6, 1e6, example=0.5)
-OUT_DTYPE = Param("out_dtype", torch.dtype, REQUIRED, example=torch.float16)
+_NEAR: dict[str, Any] = {"tolerance": TOLERANCE, "tolerance_reason": "twice the rounding of the output"}
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.to(wide(tensor.dtype))
 
 
-def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
-    shape = next(arguments[name] for name in _FIRST if name in arguments).shape
-    return {"rows": math.prod(shape[:-1]), "input_ndim": len(shape)}
+def add_bias(input: Tensor, bias: Tensor) -> Tensor:
+    """Add a number for each feature to every row.
+
+    Shapes: input (*, D), bias (D,) → (*, D)
+    Dtype: floating, the same for both; computes in float32 or wider; returns input.dtype.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit.
+    """
+    return (_widened(input) + _widened(bias)).to(input.dtype)
 
 
-def _work(tensors: int, flops: int) -> Callable[[Mapping[str, Any]], Work]:
-    """So many tensors of the size of the first read or written, so many operations an element of it."""
+def add_residual_(residual: Tensor, input: Tensor, scale: float | Tensor | None = None) -> None:
+    """Add the input to the residual in place, scaled where a scale is given: ``residual += scale * input``.
 
-    def work(facts: Mapping[str, Any]) -> Work:
-        elements = facts["rows"] * facts["features"]
-        return Work(float(flops * elements), float(tensors * elements * facts["dtype"].itemsize))
-
-    return work
-
-
-def _operation(
-    name: str,
-    summary: str,
-    reference: Callable[..., Any],
-    inputs: tuple[TensorSchema, ...],
-    params: tuple[Param, ...],
-    stock_function: Callable[..., Any],
-    work: Callable[[Mapping[str, Any]], Work],
-    **more: Any,
-) -> Operation:
-    given = tuple(each.name for each in inputs if not each.required)
-    params_of_cases = {each.name: each.example for each in params} if not given else {}
-    outputs: tuple[TensorSchema, ...] = (TensorSchema("output", _FEATURES, FLOATING),)
-    if any(each.mutated for each in inputs):
-        outputs = ()
-    judged: dict[str, Any] = {"tolerance": TOLERANCE, "tolerance_reason": TOLERANCE_REASON}
-    return Operation(
-        schema=OperationSchema(
-            operation=f"elementwise.{name}",
-            inputs=inputs,
-            outputs=more.pop("outputs", outputs),
-            params=params,
-            axes=AXES,
-        ),
-        summary=summary,
-        reference=reference,
-        fake=more.pop("fake", _like if outputs else _nothing),
-        cases=tuple(
-            Case(label, {"rows": rows, "features": features}, params_of_cases, given)
-            for label, (rows, features) in _SHAPES.items()
-        ),
-        derive=_derive,
-        derived=("rows", "input_ndim"),
-        derived_from={"rows": ("...",), "input_ndim": ()},
-        work=work,
-        stock=stock_function,
-        fuses=bool(outputs),
-        **({} if "judge" in more else judged),
-        **more,
-    )
+    Shapes: residual and input (*, D), the same; scale (*) where it is a tensor
+    Dtype: floating, the same for both, scale float32; computes in float32 or wider, rounds once.
+    Args:
+        scale: a number from -1e6 to 1e6, or a tensor with one for each row, as a mixture of experts has them.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for a residual that needs gradients, that
+        overlaps itself in memory, or that shares memory with what is added.
+    """
+    added = _widened(input)  # torch 2.13 converts into a negated view without negating, where it copies
+    if scale is not None:
+        added = added * (scale.unsqueeze(-1) if isinstance(scale, Tensor) else scale)
+    residual.add_(added)
 
 
-def _like(input: Tensor, *_: object, **__: object) -> Tensor:
-    return torch.empty_like(input, memory_format=torch.contiguous_format)
+def _add(residual: Tensor, input: Tensor, scale_by_row: Tensor | None = None, scale: float | None = None) -> None:
+    """``add_residual_`` with the schema's arguments: a tensor of factors has a name of its own."""
+    add_residual_(residual, input, scale if scale_by_row is None else scale_by_row)
 
 
-def _nothing(*_: object, **__: object) -> None:
-    return None
+def _torch_add(residual: Tensor, input: Tensor, scale_by_row: Tensor | None = None, scale: float | None = None) -> None:
+    if scale_by_row is None:
+        residual.add_(input, alpha=1 if scale is None else scale)
+    else:
+        residual.add_(input * scale_by_row.unsqueeze(-1).to(input.dtype))
 
 
-def _add_bias(input: Tensor, bias: Tensor) -> Tensor:
-    """A number for each feature added. Shapes: (*, D), (D,) → (*, D). Dtype: computes in float32 or wider."""
-    return (_wide(input) + _wide(bias)).to(input.dtype)
+def softmax(input: Tensor, *, temperature: float | None = None) -> Tensor:
+    """Bring the exponentials of a row to a sum of 1: ``exp(x / t) / sum(exp(x / t))`` over the last axis.
+
+    Shapes: input (*, D) → (*, D)
+    Dtype: floating; computes in float32 or wider; returns input.dtype.
+    Args:
+        temperature: what is divided by, 1e-6 to 1e6; 1 if None.
+    Raises: InvalidCallError for other dtypes. A row of -inf alone, or with NaN or +inf in it, gives NaN.
+    """
+    scores = _widened(input)
+    return (scores if temperature is None else scores / temperature).softmax(-1).to(input.dtype)
 
 
-def _add(residual: Tensor, input: Tensor) -> None:
-    """Added in place. Shapes: (*, D), (*, D). Dtype: computes in float32 or wider, rounds once."""
-    residual.add_(_wide(input))  # torch 2.13 converts into a negated view without negating, where it copies
+def _torch_softmax(input: Tensor, *, temperature: float | None = None) -> Tensor:
+    """``torch.softmax``; a temperature divides in float32 at least, where half precision would overflow."""
+    return input.softmax(-1) if temperature is None else softmax(input, temperature=temperature)
 
 
-def _scaled_add(
-    residual: Tensor,
-    input: Tensor,
-    *,
-    scale_by_row: Tensor | None = None,
-    scale: float | None = None,
-) -> None:
-    """Added in place, scaled. Shapes: (*, D), (*, D), (*). Dtype: computes in float32 or wider, rounds once."""
-    factor: Any = scale if scale_by_row is None else scale_by_row.unsqueeze(-1)
-    residual.add_(_wide(input) * factor)
+def cast(input: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Write the same numbers in another floating dtype, rounded to the nearest, into memory of its own.
 
-
-def _softmax(input: Tensor, *, temperature: float | None = None) -> Tensor:
-    """Softmax of the last axis. Shapes: (*, D) → (*, D). Dtype: computes in float32 or wider; returns input.dtype."""
-    wide = _wide(input)
-    return (wide if temperature is None else wide / temperature).softmax(-1).to(input.dtype)
-
-
-def _cast(input: Tensor, *, out_dtype: torch.dtype) -> Tensor:
-    """The nearest numbers of another dtype. Shapes: (*, D) → (*, D). Returns out_dtype, in memory of its own."""
+    Shapes: input (*, D) → (*, D), contiguous
+    Dtype: floating; returns out_dtype.
+    Raises: InvalidCallError for dtypes that are not floating.
+    """
     # copied into memory of another dtype, a negated view loses its sign (torch 2.11 and 2.13, CPU)
     return torch.empty_like(input, dtype=out_dtype, memory_format=torch.contiguous_format).copy_(input.resolve_neg())
 
 
-def _cast_fake(input: Tensor, *, out_dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(input, dtype=out_dtype, memory_format=torch.contiguous_format)
+def _declared(
+    name: str, summary: str, reference: Callable[..., Any], inputs: tuple[str | TensorSchema, ...], **more: Any
+) -> Operation:
+    params, written = more.get("params", ()), any(isinstance(each, TensorSchema) and each.mutated for each in inputs)
+    given = tuple(each.name for each in inputs if isinstance(each, TensorSchema) and not each.required)
+    defaults: dict[str, Any] = {"outputs": () if written else ("output: ... features",), **_NEAR}
+    return operation(
+        f"elementwise.{name}",
+        summary,
+        reference,
+        inputs=inputs,
+        axes=(
+            Axis("rows", scales=True, live=True, apart=True, leading=True),
+            Axis("features", scales=True),
+            NDIM,
+        ),
+        cases=cases(
+            "rows features",
+            {"small": (33, 96), "decode": (1, 4096), "batch_decode": (64, 4096), "prefill": (512, 4096)},
+            {} if given else {each.name: each.example for each in params},
+            given,
+        ),
+        fuses=not written,
+        **(defaults | more),
+    )
 
 
-_INPUT = TensorSchema("input", _FEATURES, FLOATING)
-_RESIDUAL = TensorSchema("residual", _FEATURES, FLOATING, mutated=True)
-_SCALE_BY_ROW = TensorSchema(
-    "scale_by_row", ("...",), frozenset({torch.float32}), required=False, same_dtype=False, given_as="scale"
+_RESIDUAL = tensor("residual: ... features", mutated=True)
+_SCALE_BY_ROW = tensor(
+    "scale_by_row: ...", frozenset({torch.float32}), required=False, same_dtype=False, given_as="scale"
 )
 
-ADD_BIAS = _operation(
+ADD_BIAS = _declared(
     "add_bias",
     "A number for each feature added to every row",
-    _add_bias,
-    (_INPUT, TensorSchema("bias", ("features",), FLOATING)),
-    (),
-    stock.add_bias,
-    _work(2, 1),
+    add_bias,
+    ("input: ... features", "bias: features"),
+    work=moved("rows features", 2, 1),
+    expression=lambda input, bias: input + bias,
 )
-ADD = _operation(
-    "add", "One tensor added to another, in place", _add, (_RESIDUAL, _INPUT), (), stock.add_residual, _work(3, 1)
+ADD = _declared(
+    "add",
+    "One tensor added to another, in place",
+    _add,
+    (_RESIDUAL, "input: ... features"),
+    work=moved("rows features", 3, 1),
+    expression=_torch_add,
 )
-SCALED_ADD = _operation(
+SCALED_ADD = _declared(
     "scaled_add",
     "One tensor scaled and added to another, in place",
-    _scaled_add,
-    (_RESIDUAL, _INPUT, _SCALE_BY_ROW),
-    (SCALE,),
-    stock.add_residual,
-    _work(3, 2),
+    _add,
+    (_RESIDUAL, "input: ... features", _SCALE_BY_ROW),
+    params=(Param("scale", float, None, Role.PASSED, -1e6, 1e6, example=0.5),),
+    work=moved("rows features", 3, 2),
+    expression=_torch_add,
 )
-SOFTMAX = _operation(
-    "softmax", "Exponentials of a row that add up to 1", _softmax, (_INPUT,), (TEMPERATURE,), stock.softmax, _work(2, 5)
+SOFTMAX = _declared(
+    "softmax",
+    "Exponentials of a row that add up to 1",
+    softmax,
+    ("input: ... features",),
+    params=(Param("temperature", float, None, Role.PASSED, 1e-6, 1e6, example=0.5),),
+    work=moved("rows features", 2, 5),
+    expression=_torch_softmax,
 )
-CAST = _operation(
+CAST = _declared(
     "cast",
     "The same numbers in another dtype",
-    _cast,
-    (_INPUT,),
-    (OUT_DTYPE,),
-    stock.cast,
-    _work(2, 0),
+    cast,
+    ("input: ... features",),
+    outputs=(tensor("output: ... features", dtype_from="out_dtype"),),
+    params=(Param("out_dtype", torch.dtype, REQUIRED, example=torch.float16),),
+    work=moved("rows features", 2),
+    expression=lambda input, out_dtype: input.to(out_dtype, copy=True),
     judge=Exact("rounding to the nearest is one number"),
-    fake=_cast_fake,
-    outputs=(TensorSchema("output", _FEATURES, FLOATING, dtype_from="out_dtype"),),
+    tolerance={},
+    tolerance_reason="",
 )
 
+
+def _dtype_problems(arguments: dict[str, Any]) -> list[str]:
+    wanted = arguments.get("out_dtype")
+    if not isinstance(wanted, torch.dtype) or wanted in FLOATING:
+        return []
+    return [f"out_dtype: wanted a floating dtype, got {str(wanted).removeprefix('torch.')}"]
+
+
+def _axis_problems(arguments: dict[str, Any]) -> list[str]:
+    return [] if arguments["input"].ndim else ["input: wanted at least one axis, got none"]
+
+
+def _scale_problems(arguments: dict[str, Any]) -> list[str]:
+    if arguments.get("scale") is None or arguments.get("scale_by_row") is None:
+        return []
+    return ["scale: wanted a number or a tensor with one for each row, got both"]
+
+
+def _residual_problems(arguments: dict[str, Any]) -> list[str]:
+    problems = same_shape("input", "residual")(arguments)
+    rows, by_row = tuple(arguments["residual"].shape[:-1]), arguments.get("scale_by_row")
+    if by_row is not None and tuple(by_row.shape) != rows:
+        problems.append(f"scale: wanted shape {rows}, a number for each row, got {tuple(by_row.shape)}")
+    return problems
+
+
+def _choose(arguments: dict[str, Any]) -> Operation:
+    return ADD if arguments["scale"] is None and arguments["scale_by_row"] is None else SCALED_ADD
+
+
+_WIDTHS = (1, 2, 3, 7, 8, 16, 33, 64, 100, 257, 1536)
+
+
+def _shape(draw: Draw) -> tuple[int, ...]:
+    rows = tuple(draw.of((1, 2, 3, 5, 17)) for _ in range(draw.of((0, 1, 2, 3), (1, 6, 3, 1))))
+    return (*((0, *rows) if draw.chance(0.02) else rows), draw.of(_WIDTHS))
+
+
+def _drawn(*more: str) -> Callable[[Draw, torch.dtype], dict[str, Any]]:
+    def drawn(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+        shape = _shape(draw)
+        arguments: dict[str, Any] = {"input": draw.laid_out(draw.normal(shape, dtype))}
+        draw.poison(arguments, ("input",))
+        if "bias" in more:
+            arguments["bias"] = draw.laid_out(draw.normal(shape[-1:], dtype))
+        if "temperature" in more and draw.chance(0.5):
+            arguments["temperature"] = draw.of((0.5, 1.5, 2))
+        if "out_dtype" in more:
+            arguments["out_dtype"] = draw.of((torch.float32, torch.bfloat16, torch.float16, torch.float64))
+        if "residual" in more:
+            arguments["residual"] = draw.laid_out(draw.normal(shape, dtype), expand=False)
+            form = draw.of(("none", "one", "rows"))
+            if form == "one":
+                arguments["scale"] = draw.of((0.5, -1.25, 2))
+            elif form == "rows":
+                arguments["scale_by_row"] = draw.laid_out(draw.uniform(shape[:-1], torch.float32))
+        return arguments
+
+    return drawn
+
+
 OPERATIONS = (ADD_BIAS, ADD, SCALED_ADD, SOFTMAX, CAST)
+FUNCTIONS = (
+    function("add_bias", ADD_BIAS, fits=_axis_problems, draw=_drawn("bias"), weight=1),
+    function(
+        "add_residual_",
+        *(ADD, SCALED_ADD),
+        signature=add_residual_,
+        choose=_choose,
+        values=_scale_problems,
+        fits=_residual_problems,
+        draw=_drawn("residual"),
+        weight=1,
+        renamed={"row_scale": "scale"},
+    ),
+    function("softmax", SOFTMAX, fits=_axis_problems, draw=_drawn("temperature"), weight=1),
+    function("cast", CAST, values=_dtype_problems, fits=_axis_problems, draw=_drawn("out_dtype"), weight=1),
+)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from layerzero.ops.embedding.declare import OPERATIONS
-from layerzero.ops.embedding.route import FUNCTIONS
+from layerzero.ops.embedding.declare import FUNCTIONS, OPERATIONS
 
 __all__ = ["FUNCTIONS", "OPERATIONS"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from layerzero.ops.experts.declare import OPERATIONS
-from layerzero.ops.experts.route import FUNCTIONS
+from layerzero.ops.experts.declare import FUNCTIONS, OPERATIONS
 
 __all__ = ["FUNCTIONS", "OPERATIONS"]

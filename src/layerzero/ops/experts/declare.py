@@ -13,15 +13,13 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import Axis, TensorSchema
-from layerzero.core.dtypes import FLOATING
-from layerzero.core.operation import Case, Operation, Work
-from layerzero.core.schema import OperationSchema
+from layerzero.core.operation import Case, Work
 from layerzero.core.values import Check
 from layerzero.ops.calls import drawn
-from layerzero.ops.linear.declare import TOLERANCE, TOLERANCE_REASON, deviation, judged_by_products, wide
-
-_FEATURES = (Axis("in_features", scales=True), Axis("out_features", scales=True))
-_BIAS = TensorSchema("bias", ("experts", "out_features"), FLOATING, required=False)
+from layerzero.ops.declaration import function, operation, tensor, wide
+from layerzero.ops.draw import Draw
+from layerzero.ops.linear.declare import TOLERANCE, TOLERANCE_REASON, deviation, judged_by_products
+from layerzero.ops.linear.route import FEATURES
 
 
 def group_of(group_ends: Tensor, rows: int) -> Tensor:
@@ -30,36 +28,33 @@ def group_of(group_ends: Tensor, rows: int) -> Tensor:
     return torch.searchsorted(group_ends.cummax(0).values, places, right=True)
 
 
-def batched_reference(input: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
-    """``input[g] @ weight[g]^T + bias[g]`` for each g.
+def batched_linear(input: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
+    """Multiply each input of a stack with its own weight: ``input[g] @ weight[g]^T + bias[g]``.
 
     Shapes: input (G, M, K), weight (G, N, K), bias (G, N) → (G, M, N)
-    Dtype: computes in float32 (float64 for float64) and rounds once; returns input.dtype.
+    Dtype: floating, the same for all; sums are in float32; returns input.dtype.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit.
     """
     dtype = wide(input.dtype)
     output = input.to(dtype) @ weight.to(dtype).mT
     return (output if bias is None else output + bias.to(dtype).unsqueeze(1)).to(input.dtype)
 
 
-def grouped_reference(
-    input: Tensor,
-    weight: Tensor,
-    group_ends: Tensor,
-    *,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """``input[t] @ weight[g]^T + bias[g]`` for each row t, whose group g is the first that ends behind it.
+def grouped_linear(input: Tensor, weight: Tensor, group_ends: Tensor, *, bias: Tensor | None = None) -> Tensor:
+    """Multiply rows that are sorted by group with their group's weight: the experts of a mixture, each with its tokens.
 
-    Shapes: input (T, K), weight (G, N, K), group_ends (G,), bias (G, N) → (T, N)
-    Dtype: computes in float32 (float64 for float64) and rounds once; returns input.dtype. Rows behind the last end
-    belong to no group and are 0.
+    Shapes: input (T, K), weight (G, N, K), group_ends (G,), bias (G, N) → (T, N). Group g has the rows from the end of
+        the group before it to group_ends[g]: ``torch.cumsum(counts, 0, dtype=torch.int32)``. A group may be empty.
+    Dtype: floating, the same for all, group_ends int32; sums are in float32; returns input.dtype.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit, and, where values can be read (debug mode),
+        for ends that fall or whose last is not T. Without, rows of no group hold anything.
     """
     dtype, group = wide(input.dtype), group_of(group_ends, input.shape[0])
     output = torch.zeros(input.shape[0], weight.shape[1], dtype=dtype, device=input.device)
     for number in range(weight.shape[0]):
         product = input.to(dtype) @ weight[number].to(dtype).mT
         product = product if bias is None else product + bias[number].to(dtype)
-        output = torch.where((group == number).unsqueeze(-1), product, output)
+        output = torch.where((group == number).unsqueeze(-1), product, output)  # 0 in rows behind the last end
     return output.to(input.dtype)
 
 
@@ -75,14 +70,6 @@ def _check_values(input: Tensor, group_ends: Tensor, **_: object) -> list[Check]
 
     fall, last = (group_ends[1:] < group_ends[:-1]).any(), group_ends[-1:]
     return [Check(fall, group_ends[:8], falls), Check((last == rows).sum() != 1, last, ends, alone=True)]
-
-
-def _batched_fake(input: Tensor, weight: Tensor, **_: object) -> Tensor:
-    return input.new_empty((*input.shape[:2], weight.shape[1]))
-
-
-def _grouped_fake(input: Tensor, weight: Tensor, *_: object, **__: object) -> Tensor:
-    return input.new_empty((input.shape[0], weight.shape[1]))
 
 
 def _work(rows_of: Callable[[Mapping[str, Any]], int]) -> Callable[[Mapping[str, Any]], Work]:
@@ -148,77 +135,103 @@ def _cases(*, grouped: bool) -> tuple[Case, ...]:
     )
 
 
-def _batched_stock(input: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Callable[[], Tensor]:
-    """``torch.bmm``."""
+def _torch_batched(input: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
     if bias is None:
-        return lambda: torch.bmm(input, weight.mT)
-    return lambda: torch.baddbmm(bias.unsqueeze(1), input, weight.mT)
+        return torch.bmm(input, weight.mT)
+    return torch.baddbmm(bias.unsqueeze(1), input, weight.mT)
 
 
-def _grouped_stock(
-    input: Tensor,
-    weight: Tensor,
-    group_ends: Tensor,
-    *,
-    bias: Tensor | None = None,
-) -> Callable[[], Tensor]:
+def _torch_grouped(input: Tensor, weight: Tensor, group_ends: Tensor, *, bias: Tensor | None = None) -> Tensor:
     """A loop over the groups that have rows, as models' code has it."""
-
-    def run() -> Tensor:
-        output, start = input.new_zeros(input.shape[0], weight.shape[1]), 0
-        for number, end in enumerate(group_ends.tolist()):
-            if end > start:
-                own = None if bias is None else bias[number]
-                output[start:end] = torch.nn.functional.linear(input[start:end], weight[number], own)
-                start = end
-        return output
-
-    return run
+    output, start = input.new_zeros(input.shape[0], weight.shape[1]), 0
+    for number, end in enumerate(group_ends.tolist()):
+        if end > start:
+            own = None if bias is None else bias[number]
+            output[start:end] = torch.nn.functional.linear(input[start:end], weight[number], own)
+            start = end
+    return output
 
 
-_WEIGHT = TensorSchema("weight", ("experts", "out_features", "in_features"), FLOATING, resident=True)
-BATCHED = Operation(
-    schema=OperationSchema(
-        operation="mlp.batched",
-        inputs=(TensorSchema("input", ("experts", "rows_each", "in_features"), FLOATING), _WEIGHT, _BIAS),
-        outputs=(TensorSchema("output", ("experts", "rows_each", "out_features"), FLOATING),),
-        axes=(Axis("experts", scales=True), Axis("rows_each", scales=True, live=True), *_FEATURES),
-    ),
-    summary="Products with a weight each",
-    reference=batched_reference,
-    fake=_batched_fake,
+_FEATURES = (Axis("in_features", scales=True), Axis("out_features", scales=True))
+_BIAS = tensor("bias: experts out_features", required=False)
+_WEIGHT = tensor("weight: experts out_features in_features", resident=True)
+_JUDGED: dict[str, Any] = {"tolerance": TOLERANCE, "tolerance_reason": TOLERANCE_REASON, "examples": _examples}
+BATCHED = operation(
+    "mlp.batched",
+    "Products with a weight each",
+    batched_linear,
+    inputs=("input: experts rows_each in_features", _WEIGHT, _BIAS),
+    outputs=("output: experts rows_each out_features",),
+    axes=(Axis("experts", scales=True), Axis("rows_each", scales=True, live=True), *_FEATURES),
     cases=_cases(grouped=False),
-    tolerance=TOLERANCE,
-    tolerance_reason=TOLERANCE_REASON,
-    judge=judged_by_products(batched_reference, TOLERANCE, TOLERANCE_REASON),
-    examples=_examples,
+    judge=judged_by_products(batched_linear, TOLERANCE, TOLERANCE_REASON),
     work=_work(lambda facts: int(facts["experts"] * facts["rows_each"])),
     sweep=_sweep(grouped=False),
-    stock=_batched_stock,
+    expression=_torch_batched,
+    **_JUDGED,
 )
-GROUPED = Operation(
-    schema=OperationSchema(
-        operation="mlp.grouped",
-        inputs=(
-            TensorSchema("input", ("rows", "in_features"), FLOATING),
-            _WEIGHT,
-            TensorSchema("group_ends", ("experts",), frozenset({torch.int32}), same_dtype=False, counts=("rows",)),
-            _BIAS,
-        ),
-        outputs=(TensorSchema("output", ("rows", "out_features"), FLOATING),),
-        axes=(Axis("rows", scales=True, live=True), Axis("experts", scales=True), *_FEATURES),
+GROUPED = operation(
+    "mlp.grouped",
+    "Products of rows that are sorted by the weight they go to",
+    grouped_linear,
+    fake=lambda input, weight, *_, **__: input.new_empty((input.shape[0], weight.shape[1])),  # a loop over experts else
+    inputs=(
+        "input: rows in_features",
+        _WEIGHT,
+        tensor("group_ends: experts", frozenset({torch.int32}), same_dtype=False, counts=("rows",)),
+        _BIAS,
     ),
-    summary="Products of rows that are sorted by the weight they go to",
-    reference=grouped_reference,
-    fake=_grouped_fake,
+    outputs=("output: rows out_features",),
+    axes=(Axis("rows", scales=True, live=True), Axis("experts", scales=True), *_FEATURES),
     cases=_cases(grouped=True),
-    tolerance=TOLERANCE,
-    tolerance_reason=TOLERANCE_REASON,
-    judge=judged_by_products(grouped_reference, TOLERANCE, TOLERANCE_REASON),
+    judge=judged_by_products(grouped_linear, TOLERANCE, TOLERANCE_REASON),
     check_values=_check_values,
-    examples=_examples,
     work=_work(lambda facts: int(facts["rows"])),
     sweep=_sweep(grouped=True),
-    stock=_grouped_stock,
+    expression=_torch_grouped,
+    **_JUDGED,
 )
+
+
+def _stack(draw: Draw, dtype: torch.dtype, groups: int, inputs: int) -> dict[str, Tensor]:
+    outputs = draw.of(FEATURES)
+    made = draw.normal((groups, outputs, inputs), torch.float32).mul_(deviation(inputs)).to(dtype)
+    arguments = {"weight": draw.laid_out(made, expand=False)}
+    if draw.chance(0.4):
+        arguments["bias"] = draw.laid_out(draw.normal((groups, outputs), dtype))
+    return arguments
+
+
+def _draw_batched(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw a stack of inputs, and of weights."""
+    groups, rows, inputs = draw.of((1, 2, 3, 5)), draw.of((0, 1, 2, 5, 17), (1, 6, 3, 3, 3)), draw.of(FEATURES)
+    arguments: dict[str, Any] = {"input": draw.laid_out(draw.normal((groups, rows, inputs), dtype))}
+    arguments |= _stack(draw, dtype, groups, inputs)
+    draw.poison(arguments, ("input",))
+    return arguments
+
+
+def _draw_grouped(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw rows, weights, and where each group ends; some are empty."""
+    groups, rows, inputs = (
+        draw.of((1, 2, 3, 5, 8)),
+        draw.of((0, 1, 2, 5, 17, 40), (1, 3, 3, 3, 3, 3)),
+        draw.of(FEATURES),
+    )
+    arguments: dict[str, Any] = {"input": draw.laid_out(draw.normal((rows, inputs), dtype))}
+    arguments |= _stack(draw, dtype, groups, inputs)
+    group_ends = draw.integers((groups,), rows, torch.int32).sort().values
+    group_ends[-1] = rows
+    arguments["group_ends"] = group_ends
+    draw.poison(arguments, ("input",))
+    return arguments
+
+
 OPERATIONS = (BATCHED, GROUPED)
+FUNCTIONS = tuple(
+    function(name, operation, varies=(axis,), draw=draw, weight=1, state=frozenset({"matmul"}))
+    for name, operation, axis, draw in (
+        ("batched_linear", BATCHED, "rows_each", _draw_batched),
+        ("grouped_linear", GROUPED, "rows", _draw_grouped),
+    )
+)

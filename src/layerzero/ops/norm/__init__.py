@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from layerzero.ops.norm import declare, in_place
+from layerzero.ops.norm.declare import FUNCTIONS, OPERATIONS
 
 __all__ = ["FUNCTIONS", "OPERATIONS"]
-
-OPERATIONS = (*declare.OPERATIONS, in_place.ADD_RMS_INPLACE)
-
-FUNCTIONS = (*declare.FUNCTIONS, in_place.ADD_RMS_NORM_IN_PLACE)

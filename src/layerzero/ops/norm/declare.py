@@ -1,23 +1,29 @@
-"""Normalisation over the last axes: norm.rms, norm.layer, norm.add_rms; ``lz.rms_norm`` and its relatives."""
+"""Normalisation over the last axes, alone and behind a residual addition.
+
+norm.rms              root mean square          norm.layer             mean and variance
+norm.add_rms          ``residual += input``, then norm.rms of the sum
+norm.add_rms.inplace  the same, its result written over the input: what serving frameworks call between two halves of a
+                      layer, where nobody reads either tensor again. Libraries have it as one kernel that moves four
+                      times the tensor; a norm that leaves the input alone costs them a second launch.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from layerzero.core.arguments import Axis, Param, TensorSchema, told
-from layerzero.core.dtypes import FLOATING
 from layerzero.core.errors import InvalidCallError
-from layerzero.core.operation import Case, Function, Operation, Routed, Tolerance, Work
-from layerzero.core.schema import OperationSchema
+from layerzero.core.operation import Case, Function, Operation, Routed, Tolerance
 from layerzero.ops.calls import drawn
 from layerzero.ops.checks import check_dense, overlaps, write_problems
-from layerzero.ops.norm import draw, stock
-from layerzero.ops.norm.sweep import sweep
+from layerzero.ops.declaration import NDIM, cases, moved, operation, tensor, wide
+from layerzero.ops.norm import draw
 
 TOLERANCE = {
     torch.float64: Tolerance(1e-5, 1e-5),
@@ -27,91 +33,73 @@ TOLERANCE = {
 }
 TOLERANCE_REASON = "twice the rounding of the output; the sums are in float32"
 
-_CASES = tuple(
-    Case(name, {"rows": rows, "hidden": hidden})
-    for name, rows, hidden in (
-        ("minilm", 1024, 384),
-        ("decode", 1, 4096),
-        ("batch_decode", 64, 4096),
-        ("prefill", 512, 1024),
-        ("long_prefill", 4096, 4096),
-    )
+_CASES = cases(
+    "rows hidden",
+    {
+        "minilm": (1024, 384),
+        "decode": (1, 4096),
+        "batch_decode": (64, 4096),
+        "prefill": (512, 1024),
+        "long_prefill": (4096, 4096),
+    },
 )
 
-
-_AXES = (
-    Axis("rows", scales=True, live=True, apart=True, leading=True),
-    Axis("hidden", scales=True),
-    Axis("last", scales=True),
-    Axis("input_ndim", works=False),  # dense rows are the same rows in any number of axes
-)
+_ROWS = {"cuda": (1, 4, 16, 64, 256, 1024, 4096, 16384), "cpu": (1, 4, 16, 64, 256, 1024)}
+_HIDDEN = {"cuda": (1024, 2048, 4096, 8192), "cpu": (512, 1024, 4096)}
+_MAX_ELEMENTS = {"cuda": 2**27, "cpu": 2**21}
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+def norm_case(operation: str, rows: int, hidden: int) -> tuple[str, Case]:
+    """An operation's name and a case of it."""
+    return operation, Case(f"{rows}x{hidden}", {"rows": rows, "hidden": hidden})
+
+
+def _sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
+    """Every norm of a kind of device; none where sizes of attention are asked for."""
+    kind = device if device in _ROWS else "cpu"
+    for rows in _ROWS[kind] if not narrow else ():
+        for hidden in _HIDDEN[kind]:
+            if rows * hidden <= _MAX_ELEMENTS[kind]:
+                yield norm_case("", rows, hidden)[1]
 
 
 def _rows(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
     input_ = arguments["input"]
     hidden = math.prod(arguments.get("normalized_shape") or (input_.shape[-1],))
-    return {"hidden": hidden, "rows": input_.numel() // hidden if hidden else 0, "input_ndim": input_.ndim}
+    return {"hidden": hidden, "rows": input_.numel() // hidden if hidden else 0}
 
 
-_DERIVED_FROM = {"hidden": ("hidden", "last"), "rows": ("...",), "input_ndim": ()}
-
-
-def _work(tensors: int, flops: int) -> Callable[[Mapping[str, Any]], Work]:
-    """So many tensors of the input's size read or written, so many operations an element; the weights are small."""
-
-    def work(facts: Mapping[str, Any]) -> Work:
-        elements = facts["rows"] * facts["hidden"]
-        return Work(float(flops * elements), float(tensors * elements * facts["dtype"].itemsize))
-
-    return work
-
-
-def _same_shape(input: Tensor, *_: object, **__: object) -> Tensor:
-    return torch.empty_like(input, memory_format=torch.contiguous_format)
-
-
-# norm.rms
-
-
-def rms_norm_reference(input: Tensor, weight: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis.
-
-    Shapes: input (*, D), weight (D,) → (*, D)
-    Dtype: computes in float32 (float64 for float64), the weight included; returns input.dtype.
-    Units: eps in x^2.
-    Source: arXiv:1910.07467.
-    """
-    wide = input.to(_wide(input.dtype))
-    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (scaled * weight.to(wide.dtype)).to(input.dtype)
-
-
-RMS = Operation(
-    schema=OperationSchema(
-        operation="norm.rms",
-        inputs=(TensorSchema("input", ("...", "hidden"), FLOATING), TensorSchema("weight", ("hidden",), FLOATING)),
-        outputs=(TensorSchema("output", ("...", "hidden"), FLOATING),),
-        params=(Param("eps", float, 1e-6, example=0.1),),
-        axes=_AXES,
-    ),
-    summary="Root mean square normalisation",
-    reference=rms_norm_reference,
-    fake=_same_shape,
-    cases=_CASES,
-    tolerance=TOLERANCE,
-    tolerance_reason=TOLERANCE_REASON,
-    derive=_rows,
-    derived=("hidden", "rows", "input_ndim"),
-    derived_from=_DERIVED_FROM,
-    work=_work(tensors=2, flops=4),
-    sweep=sweep,
-    stock=stock.rms_norm,
-    fuses=True,
-)
+def _declared(
+    name: str,
+    summary: str,
+    reference: Callable[..., Any],
+    inputs: tuple[str | TensorSchema, ...],
+    params: tuple[Param, ...],
+    work: tuple[int, int],
+    **more: Any,
+) -> Operation:
+    """Declare a norm; ``work`` is how many tensors of the input's size are moved, and the operations an element."""
+    tensors, flops = work
+    return operation(
+        f"norm.{name}",
+        summary,
+        reference,
+        inputs=inputs,
+        params=params,
+        axes=(
+            Axis("rows", scales=True, live=True, apart=True, leading=True),
+            Axis("hidden", scales=True),
+            Axis("last", scales=True),
+            NDIM,
+        ),
+        cases=_CASES,
+        tolerance=TOLERANCE,
+        derive=_rows,
+        derived_from={"hidden": ("hidden", "last"), "rows": ("...",), "input_ndim": ()},
+        work=moved("rows hidden", tensors, flops),
+        sweep=_sweep,
+        **{"tolerance_reason": TOLERANCE_REASON, **more},
+    )
 
 
 def rms_norm(input: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
@@ -123,7 +111,22 @@ def rms_norm(input: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit.
     Source: arXiv:1910.07467.
     """
-    raise AssertionError("the signature only; the engine makes the callable")
+    values = input.to(wide(input.dtype))
+    scaled = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+    return (scaled * weight.to(values.dtype)).to(input.dtype)
+
+
+RMS = _declared(
+    "rms",
+    "Root mean square normalisation",
+    rms_norm,
+    ("input: ... hidden", "weight: hidden"),
+    (Param("eps", float, 1e-6, example=0.1),),
+    work=(2, 4),
+    outputs=("output: ... hidden",),
+    fuses=True,
+    expression=lambda input, weight, eps=1e-6: functional.rms_norm(input, weight.shape, weight, eps),
+)
 
 
 def _route_rms(arguments: dict[str, Any], default_layout: str | None) -> Routed:
@@ -132,76 +135,7 @@ def _route_rms(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     if isinstance(weight, (int, tuple, list)):
         hint = "torch's normalized_shape is the shape of weight here: rms_norm(input, weight, eps)"
         raise InvalidCallError("rms_norm", [f"weight: wanted a tensor, got {type(weight).__name__}; {hint}"])
-    return routed("rms_norm", RMS, arguments)
-
-
-# norm.layer
-
-
-def layer_norm_reference(
-    input: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    normalized_shape: tuple[int, ...],
-    eps: float = 1e-5,
-) -> Tensor:
-    """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last ``len(normalized_shape)`` axes.
-
-    Shapes: input (*, *normalized_shape), weight and bias normalized_shape → input's shape
-    Dtype: computes in float32 (float64 for float64); returns input.dtype. The variance is the biased one.
-    Units: eps in x^2.
-    Source: arXiv:1607.06450.
-    """
-    axes = tuple(range(-len(normalized_shape), 0))
-    wide = input.to(_wide(input.dtype))
-    centred = wide - wide.mean(axes, keepdim=True)
-    output = centred * torch.rsqrt(centred.square().mean(axes, keepdim=True) + eps)
-    if weight is not None:
-        output = output * weight.to(wide.dtype)
-    if bias is not None:
-        output = output + bias.to(wide.dtype)
-    return output.to(input.dtype)
-
-
-def _layer_examples(
-    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
-) -> dict[str, Any]:
-    given: Any = case.params.get("normalized_shape")
-    shape = tuple(given or (case.sizes["hidden"],))
-    schemas = [TensorSchema(name) for name in ("weight", "bias")]
-    made = {each.name: drawn(each, shape, dtype, device, case.sizes, generator) for each in schemas}
-    return {**made, "normalized_shape": shape}
-
-
-LAYER = Operation(
-    schema=OperationSchema(
-        operation="norm.layer",
-        inputs=(
-            TensorSchema("input", ("...", "last"), FLOATING),
-            TensorSchema("weight", (), FLOATING, required=False),
-            TensorSchema("bias", (), FLOATING, required=False),
-        ),
-        outputs=(TensorSchema("output", ("...", "last"), FLOATING),),
-        params=(Param("normalized_shape", tuple, implied=True), Param("eps", float, 1e-5, example=0.1)),
-        axes=_AXES,
-    ),
-    summary="Layer normalisation",
-    reference=layer_norm_reference,
-    fake=_same_shape,
-    cases=_CASES,
-    tolerance=TOLERANCE,
-    tolerance_reason=TOLERANCE_REASON,
-    derive=_rows,
-    derived=("hidden", "rows", "input_ndim"),
-    derived_from=_DERIVED_FROM,
-    work=_work(tensors=2, flops=8),
-    examples=_layer_examples,
-    complete=lambda sizes: {"last": sizes["hidden"]} if "hidden" in sizes else {"hidden": sizes["last"]},
-    sweep=sweep,
-    stock=stock.layer_norm,
-    fuses=True,
-)
+    return _routed("rms_norm", RMS, arguments)
 
 
 def layer_norm(
@@ -219,13 +153,60 @@ def layer_norm(
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit.
     Source: arXiv:1607.06450.
     """
-    raise AssertionError("the signature only; the engine makes the callable")
+    axes = tuple(range(-len(_sizes(normalized_shape)), 0))
+    values = input.to(wide(input.dtype))
+    centred = values - values.mean(axes, keepdim=True)
+    output = centred * torch.rsqrt(centred.square().mean(axes, keepdim=True) + eps)
+    if weight is not None:
+        output = output * weight.to(values.dtype)
+    if bias is not None:
+        output = output + bias.to(values.dtype)
+    return output.to(input.dtype)
+
+
+def _sizes(normalized_shape: int | Sequence[int]) -> Sequence[int]:
+    return (normalized_shape,) if isinstance(normalized_shape, (int, torch.SymInt)) else normalized_shape
+
+
+def _torch_layer_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    return functional.layer_norm(input, list(_sizes(normalized_shape)), weight, bias, eps)
+
+
+def _layer_examples(
+    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
+) -> dict[str, Any]:
+    given: Any = case.params.get("normalized_shape")
+    shape = tuple(given or (case.sizes["hidden"],))
+    schemas = [TensorSchema(name) for name in ("weight", "bias")]
+    made = {each.name: drawn(each, shape, dtype, device, case.sizes, generator) for each in schemas}
+    return {**made, "normalized_shape": shape}
+
+
+LAYER = _declared(
+    "layer",
+    "Layer normalisation",
+    layer_norm,
+    ("input: ... last", tensor("weight:", required=False), tensor("bias:", required=False)),
+    (Param("normalized_shape", tuple, implied=True), Param("eps", float, 1e-5, example=0.1)),
+    work=(2, 8),
+    outputs=("output: ... last",),
+    examples=_layer_examples,
+    complete=lambda sizes: {"last": sizes["hidden"]} if "hidden" in sizes else {"hidden": sizes["last"]},
+    fuses=True,
+    expression=_torch_layer_norm,
+)
 
 
 def _route_layer(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     check_dense("layer_norm", arguments)
     given = arguments["normalized_shape"]
-    sizes = (given,) if isinstance(given, (int, torch.SymInt)) else given
+    sizes = _sizes(given)
     if not isinstance(sizes, (tuple, list)) or not all(isinstance(size, (int, torch.SymInt)) for size in sizes):
         raise InvalidCallError("layer_norm", [f"normalized_shape: wanted an int or ints, got {told(given)}"])
     shape = tuple(int(size) for size in sizes)
@@ -241,57 +222,7 @@ def _route_layer(arguments: dict[str, Any], default_layout: str | None) -> Route
         if isinstance(tensor, Tensor) and tuple(tensor.shape) != shape:
             wanted = f"{name}: wanted shape {told(shape)} like normalized_shape, got {tuple(tensor.shape)}"
             raise InvalidCallError("layer_norm", [wanted])
-    return routed("layer_norm", LAYER, arguments, varies=("...",) if len(shape) == 1 else ())
-
-
-# norm.add_rms
-
-
-def add_rms_norm_reference(
-    input: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    *,
-    eps: float = 1e-6,
-) -> Tensor:
-    """``residual += input``, then RMS normalisation of the sum.
-
-    The sum is rounded to the residual's dtype before it is normalised, because that is what the next layer will read.
-
-    Shapes: input and residual (*, D), weight (D,) → (*, D)
-    Dtype: the normalisation computes in float32; returns input.dtype. ``residual`` is updated in place.
-    Units: eps in x^2.
-    Source: arXiv:1910.07467; fused as in vLLM's fused_add_rms_norm.
-    """
-    residual.add_(input)
-    return rms_norm_reference(residual, weight, eps=eps)
-
-
-ADD_RMS = Operation(
-    schema=OperationSchema(
-        operation="norm.add_rms",
-        inputs=(
-            TensorSchema("input", ("...", "hidden"), FLOATING),
-            TensorSchema("residual", ("...", "hidden"), FLOATING, mutated=True),
-            TensorSchema("weight", ("hidden",), FLOATING),
-        ),
-        outputs=(TensorSchema("output", ("...", "hidden"), FLOATING),),
-        params=(Param("eps", float, 1e-6, example=0.1),),
-        axes=_AXES,
-    ),
-    summary="Residual addition in place, then root mean square normalisation",
-    reference=add_rms_norm_reference,
-    fake=_same_shape,
-    cases=_CASES,
-    tolerance=TOLERANCE,
-    tolerance_reason=TOLERANCE_REASON + "; the rounded sum is what is normalised",
-    derive=_rows,
-    derived=("hidden", "rows", "input_ndim"),
-    derived_from=_DERIVED_FROM,
-    work=_work(tensors=4, flops=5),
-    sweep=sweep,
-    stock=stock.add_rms_norm,
-)
+    return _routed("layer_norm", LAYER, arguments, varies=("...",) if len(shape) == 1 else ())
 
 
 def add_residual_rms_norm_(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
@@ -304,14 +235,62 @@ def add_residual_rms_norm_(input: Tensor, residual: Tensor, weight: Tensor, eps:
         overlaps itself in memory, or that shares memory with the input.
     Source: arXiv:1910.07467; fused as in vLLM's fused_add_rms_norm.
     """
-    raise AssertionError("the signature only; the engine makes the callable")
+    residual.add_(input)  # rounded to its dtype before it is normalised: the next layer reads that
+    return rms_norm(residual, weight, eps)
+
+
+def _torch_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    residual.add_(input)
+    return functional.rms_norm(residual, weight.shape, weight, eps)
+
+
+ADD_RMS = _declared(
+    "add_rms",
+    "Residual addition in place, then root mean square normalisation",
+    add_residual_rms_norm_,
+    ("input: ... hidden", tensor("residual: ... hidden", mutated=True), "weight: hidden"),
+    RMS.schema.params,
+    work=(4, 5),
+    outputs=("output: ... hidden",),
+    tolerance_reason=TOLERANCE_REASON + "; the rounded sum is what is normalised",
+    expression=_torch_add_rms_norm,
+)
+
+
+def add_rms_norm_(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
+    """Add the input to the residual in place, and write the sum, normalised by its root mean square, over the input.
+
+    Shapes: input and residual (*, D), the same; weight (D,)
+    Dtype: floating, the same for all; the sum is rounded to it, then normalised in float32.
+    Units: eps in x^2.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for an input or residual that needs
+        gradients as a leaf, that overlaps itself in memory, or that shares memory with the other or with the weight.
+    Source: arXiv:1910.07467; vLLM's fused_add_rms_norm.
+    """
+    input.copy_(add_residual_rms_norm_(input, residual, weight, eps))
+
+
+ADD_RMS_INPLACE = _declared(
+    "add_rms.inplace",
+    "Residual addition and root mean square normalisation, both written in place",
+    add_rms_norm_,
+    (*(tensor(f"{name}: ... hidden", mutated=True) for name in ("input", "residual")), "weight: hidden"),
+    RMS.schema.params,
+    work=(4, 5),
+    tolerance_reason=ADD_RMS.tolerance_reason,
+    expression=lambda input, residual, weight, eps=1e-6: input.copy_(_torch_add_rms_norm(input, residual, weight, eps)),
+)
 
 
 def _route_add_rms(arguments: dict[str, Any], default_layout: str | None) -> Routed:
-    return route_sum("add_residual_rms_norm_", ADD_RMS, arguments, written=("residual",))
+    return _route_sum("add_residual_rms_norm_", ADD_RMS, arguments, ("residual",))
 
 
-def route_sum(
+def _route_add_rms_inplace(arguments: dict[str, Any], default_layout: str | None) -> Routed:
+    return _route_sum("add_rms_norm_", ADD_RMS_INPLACE, arguments, ("input", "residual"), ("weight",))
+
+
+def _route_sum(
     function: str,
     operation: Operation,
     arguments: dict[str, Any],
@@ -331,10 +310,10 @@ def route_sum(
             problems.append("residual: wanted memory of its own, got memory that it shares with input")
         if problems:
             raise InvalidCallError(function, problems)
-    return routed(function, operation, arguments)
+    return _routed(function, operation, arguments)
 
 
-def routed(
+def _routed(
     function: str, operation: Operation, arguments: dict[str, Any], varies: tuple[str, ...] = ("...",)
 ) -> Routed:
     """Check a call of any norm; its rows may be of any number."""
@@ -349,16 +328,17 @@ def routed(
     return Routed(operation, arguments, varies=varies)
 
 
-OPERATIONS = (RMS, LAYER, ADD_RMS)
-
-RMS_NORM = Function("rms_norm", rms_norm, _route_rms, (RMS,), draw=draw.rms_norm)
-LAYER_NORM = Function("layer_norm", layer_norm, _route_layer, (LAYER,), draw=draw.layer_norm)
-ADD_RMS_NORM = Function(
-    "add_residual_rms_norm_",
-    add_residual_rms_norm_,
-    _route_add_rms,
-    (ADD_RMS,),
-    draw=draw.add_residual_rms_norm_,
-    renamed={"add_rms_norm": "add_residual_rms_norm_"},
+OPERATIONS = (RMS, LAYER, ADD_RMS, ADD_RMS_INPLACE)
+FUNCTIONS = (
+    Function("rms_norm", rms_norm, _route_rms, (RMS,), draw=draw.rms_norm),
+    Function("layer_norm", layer_norm, _route_layer, (LAYER,), draw=draw.layer_norm),
+    Function(
+        "add_residual_rms_norm_",
+        add_residual_rms_norm_,
+        _route_add_rms,
+        (ADD_RMS,),
+        draw=draw.add_residual_rms_norm_,
+        renamed={"add_rms_norm": "add_residual_rms_norm_"},
+    ),
+    Function("add_rms_norm_", add_rms_norm_, _route_add_rms_inplace, (ADD_RMS_INPLACE,), draw=draw.add_rms_norm_),
 )
-FUNCTIONS = (RMS_NORM, LAYER_NORM, ADD_RMS_NORM)
