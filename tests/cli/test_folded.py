@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import layerzero as lz
 from layerzero.cli import demo, demo_screen, explain_screen, output, times_screen
 from layerzero.cli.app import main
-from layerzero.cli.tables import new_row, table_of
+from layerzero.cli.tables import SMALL, fitting, fold, folded, new_row, some, table_of
 from layerzero.core.evidence import Measurement
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
@@ -91,6 +91,20 @@ def test_what_does_not_fit_is_folded_on_a_terminal_alone(monkeypatch, height, wo
     answer = output.Answer({}, lambda: ["whole"] * 6, folded=lambda: ["folded"])
     console = terminal(height=height)
     assert output._fits(console, list(answer.show())) == (word == "whole")
+
+
+def test_every_table_folds_by_one_rule():
+    """The rows that fit beside what stands around them, and a line that counts the others."""
+    assert fitting(10) == fitting(10, a_row=2) * 2 + 1 == fitting(10, screen=SMALL) + 21
+    rows = [(str(number), "x") for number in range(5)]
+    text = printed(folded(table_of("kernel", "why"), rows, 3, "and {} with lower scores"))
+    assert [line.split()[0] for line in text.splitlines() if line.split()[1:] == ["x"]] == ["0", "1", "2"]
+    assert text.splitlines()[-1] == "and 2 with lower scores"
+    assert "and" not in printed(folded(table_of("kernel", "why"), rows, 5))
+    assert list(folded(table_of("kernel"), [], 3)) == [], "no table without a row"
+    shown, more = fold("abcd", 2)
+    assert (list(shown), [each.plain for each in more]) == (["a", "b"], ["and 2 more"])
+    assert (some(["a", "b", "c"], 2), some(["a"], 2), some([], 2)) == ("a, b and 1 more", "a", "")
 
 
 def test_names_go_on_behind_a_joint_and_no_word_is_torn_that_fits():
