@@ -39,7 +39,7 @@ from layerzero.tuning.keeping import machine_state as conditions
 from layerzero.tuning.measuring.admission import copied_bytes, least_us
 from layerzero.tuning.measuring.clocks import Clock, Graphs, Run, Sample, clock_of
 from layerzero.tuning.measuring.timing import CONTENDS, Effort, TimeOverError, measurement, race
-from layerzero.tuning.proving.truth import Truth, truth_of
+from layerzero.tuning.proving.correctness import Truth, truth_of
 
 
 class Status(StrEnum):

@@ -31,7 +31,7 @@ from layerzero.testing.apart_child import Tell
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.sizes import Setting
 from layerzero.testing.trial import duplicate, lost_context
-from layerzero.tuning.proving.truth import truth_of
+from layerzero.tuning.proving.correctness import truth_of
 
 _VERDICTS = {brief.PASSED: Verdict.PASSED, brief.WRONG: Verdict.WRONG, brief.RAISED: Verdict.CRASHED}
 
