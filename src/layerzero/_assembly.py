@@ -34,18 +34,17 @@ def ledger() -> Ledger:
     return StoreLedger(MemoryLedger() if folder is None else FileLedger(folder)).watched()
 
 
-def update_descriptors() -> None:
+def update_descriptors() -> bool:
     """Load the capability descriptors that are configured; they work on the registry, and lie above it."""
     from layerzero.engine.config import CONFIGURATION
 
     if _DESCRIPTORS in sys.modules:
         try:
-            descriptors = sys.modules[_DESCRIPTORS].DESCRIPTORS  # asked at each miss: an import makes eight calls
+            descriptors = sys.modules[_DESCRIPTORS].DESCRIPTORS
         except AttributeError:  # another thread imports it now: this waits
             descriptors = import_module(_DESCRIPTORS).DESCRIPTORS
-        descriptors.sync()
-    elif CONFIGURATION.policy.descriptors:
-        import_module(_DESCRIPTORS).DESCRIPTORS.sync()
+        return bool(descriptors.sync())
+    return not CONFIGURATION.policy.descriptors or bool(import_module(_DESCRIPTORS).DESCRIPTORS.sync())
 
 
 def call(name: str) -> Call:

@@ -141,20 +141,24 @@ class Descriptors:
         self.sync()
         return [*self._configured.values(), *self._loaded.values()]
 
-    def sync(self, *, again: bool = False) -> None:
-        """Put the files of the setting in force; ``again`` reads them anew. Raises: DescriptorError each time."""
+    def sync(self, *, again: bool = False) -> bool:
+        """Put the files of the setting in force, and tell whether they are; ``again`` reads them anew.
+
+        Raises: DescriptorError each time.
+        """
         paths = CONFIGURATION.policy.descriptors
         if paths == self._paths and not again:
-            return
+            return True
         with self._lock:
             if self._syncing:  # applying descriptors asks for kernels
-                return
+                return False
             self._syncing = True
             try:
                 self._set({path: self.check(path) for path in paths}, self._loaded)
                 self._paths = paths
             finally:
                 self._syncing = False
+        return True
 
     def check(self, source: Source) -> LoadedDescriptor:
         """Read a descriptor that narrows kernels; nothing changes. Raises: DescriptorError with every problem."""

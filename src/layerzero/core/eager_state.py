@@ -6,7 +6,8 @@ what it names and hold the answers in the key; nobody else pays. Whoever adds a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -126,13 +127,13 @@ STATE_FACTS: Mapping[str, EagerState] = MappingProxyType({each.fact: each for ea
 """The same by fact."""
 
 
-def declared(names: Iterable[str]) -> tuple[EagerState, ...]:
+@functools.cache
+def declared(names: frozenset[str]) -> tuple[EagerState, ...]:
     """The rows that a function names, in the order of the table. Raises: KeyError for a name that is none of it."""
-    wanted = set(names)
-    strangers = sorted(wanted - EAGER_STATE.keys())
+    strangers = sorted(names - EAGER_STATE.keys())
     if strangers:
         raise KeyError(f"wanted some of {', '.join(EAGER_STATE)}, got {', '.join(strangers)}")
-    return tuple(each for name, each in EAGER_STATE.items() if name in wanted)
+    return tuple(each for name, each in EAGER_STATE.items() if name in names)
 
 
 def state_values(read: Mapping[str, object], dtype: object) -> dict[str, object]:

@@ -70,7 +70,7 @@ class TensorFacts(msgspec.Struct, frozen=True, gc=False):
 
     def permuted(self, axes: tuple[int, ...]) -> TensorFacts:
         """The same memory seen with its axes in another order."""
-        shape, strides = tuple([self.shape[axis] for axis in axes]), tuple([self.strides[axis] for axis in axes])
+        shape, strides = tuple(map(self.shape.__getitem__, axes)), tuple(map(self.strides.__getitem__, axes))
         return TensorFacts(shape, strides, self.dtype, self.alignment_bytes, self.negated)
 
     @property
@@ -142,7 +142,7 @@ def alignment_bytes(tensor: torch.Tensor) -> int:
         address = tensor.data_ptr()
     except RuntimeError:  # other tensors without memory; the call that runs later has its own facts
         return MAX_ALIGNMENT_BYTES
-    return _lowest_bit(address)
+    return min(address & -address or MAX_ALIGNMENT_BYTES, MAX_ALIGNMENT_BYTES)
 
 
 def _lowest_bit(number: int) -> int:
@@ -160,7 +160,7 @@ class Facts(Mapping[str, object]):
         tensors: facts of each tensor that the call brought. The tensors themselves are not kept: plans live long.
     """
 
-    __slots__ = ("_values", "device", "layout", "operation", "tensors")
+    __slots__ = ("_in_layouts", "_values", "device", "layout", "operation", "tensors")
 
     def __init__(
         self,
@@ -175,6 +175,7 @@ class Facts(Mapping[str, object]):
         self.layout = layout
         self.tensors = tensors
         self._values = values
+        self._in_layouts: dict[str, Facts] = {}
 
     def __getitem__(self, name: str) -> object:
         try:
@@ -201,11 +202,13 @@ class Facts(Mapping[str, object]):
 
     def sizeless(self) -> tuple[object, ...]:
         """The values of ``OperationSchema.sizeless``: what calls that differ in sizes only have in common."""
-        values = self._values
-        return tuple([values[name] for name in self.operation.schema.sizeless])
+        return tuple(map(self._values.__getitem__, self.operation.schema.sizeless))
 
     def size(self, name: str) -> int:
         """An axis size or derived size; raises KeyError where the operation has no such axis."""
+        value = self._values.get(name)
+        if type(value) is int:
+            return value
         value = self[name]
         if not isinstance(value, int):
             raise KeyError(name)
@@ -229,15 +232,18 @@ class Facts(Mapping[str, object]):
         """
 
     def seen_in(self, layout: str | None) -> Facts:
-        """The same call as a kernel with another layout sees it, before any data is moved."""
+        """The same call as a kernel with another layout sees it, before any data is moved; a miss asks four times."""
         if layout is None or self.layout is None or layout == self.layout:
             return self
-        moving = {schema.name for schema in self.operation.schema.inputs if schema.has_layout}
-        tensors = {
-            name: fact.permuted(permutation(self.layout, layout, len(fact.shape))) if name in moving else fact
-            for name, fact in self.tensors.items()
-        }
-        return Facts(self.operation, self.device, layout, tensors, self._values)
+        seen = self._in_layouts.get(layout)
+        if seen is None:
+            tensors = dict(self.tensors)
+            for schema in self.operation.schema.inputs:
+                fact = tensors.get(schema.name)
+                if schema.has_layout and fact is not None:
+                    tensors[schema.name] = fact.permuted(permutation(self.layout, layout, len(fact.shape)))
+            seen = self._in_layouts[layout] = Facts(self.operation, self.device, layout, tensors, self._values)
+        return seen
 
     def with_tensors(self, tensors: Mapping[str, TensorFacts]) -> Facts:
         """The same call with other memory, as after a copy; its tensors keep their order, which limits may read."""

@@ -125,8 +125,12 @@ class SizedCall:
         return tuple(found)
 
     def size(self, name: str) -> int:
-        """One operand that is this axis. Raises: IndexError for a derived size."""
-        return self.sizes(name)[0]
+        """The first operand that is this axis. Raises: IndexError for a derived size."""
+        for tensor in self.facts.tensors:
+            axes = self.axes(tensor)
+            if name in axes:
+                return self.operand(tensor, axes.index(name))
+        raise IndexError(f"wanted an axis of a tensor, got {name!r}")
 
     def kernel_axes(self, tensor: str) -> tuple[int, ...]:
         """The caller's axes of a tensor in the order in which the kernel sees them."""

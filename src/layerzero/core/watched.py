@@ -106,6 +106,12 @@ class Watched(Facts):
         self._record[0](EVERYTHING)
         return super().to_dict()
 
+    def size(self, name: str) -> int:
+        value = self[name]
+        if not isinstance(value, int):
+            raise KeyError(name)
+        return value
+
     def size_bits(self, name: str) -> int:
         value = self._values.get(name)
         if type(value) is not int:

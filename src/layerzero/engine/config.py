@@ -30,7 +30,13 @@ _MAX_POLICIES = 256
 
 
 class Configuration:
-    """The layers of settings of this process and the policies that follow from them."""
+    """The layers of settings of this process and the policies that follow from them.
+
+    Attributes:
+        policy: the policy of code outside every scope.
+    """
+
+    policy: Policy
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         self._lock = forking.rlock()
@@ -41,22 +47,21 @@ class Configuration:
         self._interned: dict[Policy, Policy] = {}
         self._layers_of: WeakKeyDictionary[Policy, tuple[Mapping[str, Any], ...]] = WeakKeyDictionary()
         self._listeners: list[Callable[[], None]] = []
-        self._base: Policy | None = None
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call ``listener`` after every change of the process-wide settings."""
         self._listeners.append(listener)
 
-    @property
-    def policy(self) -> Policy:
-        """The policy of code outside every scope."""
-        base = self._base
-        return base if base is not None else self._rebuild()
+    def __getattr__(self, name: str) -> Any:
+        """Make :attr:`policy` when it is first asked for; from then on it is a plain attribute, which misses read."""
+        if name != "policy":
+            raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+        return self._rebuild()
 
     def _rebuild(self) -> Policy:
         with self._lock:
-            self._base = self.effective()
-            return self._base
+            self.policy = self.effective()
+            return self.policy
 
     def layers(self) -> list[tuple[str, dict[str, Any]]]:
         """Origin and values of each layer, weakest first. Reads the environment and its file once."""

@@ -79,9 +79,13 @@ class Health:
         self._device_errors: dict[str, int] = {}
         self._disabled: dict[str, str] = {}
 
+    def any_rests(self) -> bool:
+        """Whether there is anything to ask; a miss asks this once for all kernels."""
+        return bool(self._breakers or self._disabled)
+
     def reasons(self, kernel: Kernel, operation: str, device: str = EVERYWHERE) -> list[Reason]:
         """Why the kernel rests on a kind of device, empty if it does not."""
-        if not self._breakers and not self._disabled:
+        if not self.any_rests():
             return []
         if kernel.source in self._disabled:
             wanted, got = f"fewer than {MAX_DEVICE_ERRORS} device errors in this process", self._disabled[kernel.source]

@@ -38,17 +38,13 @@ def judge(
     Choosing needs no more than one reason of a refused kernel: :mod:`layerzero.engine.standing` keeps what it can.
     """
     lock = policy.lock_for(facts, kernels)
-    seen: dict[str | None, Facts] = {None: facts, facts.layout: facts}
     judged = []
     for kernel in kernels:
-        layout = kernel.layout
-        if layout not in seen:
-            seen[layout] = facts.seen_in(layout)
         reasons = policy_reasons(kernel, facts, policy)
         reasons += trust_reasons(kernel, facts, policy, machine, health, ledger, lock)
         reasons += headroom.reasons(kernel, facts, policy)
         adaptations = adaptations_for(kernel, facts)
-        reasons += repair(kernel, limit_findings(kernel, seen[layout]), facts, policy, adaptations)
+        reasons += repair(kernel, limit_findings(kernel, facts.seen_in(kernel.layout)), facts, policy, adaptations)
         if kernel.id in failed:
             reasons.append(JUST_FAILED)
         if kernel.jit:
@@ -181,11 +177,6 @@ def built_reasons(kernel: Kernel, facts: Facts, policy: Policy, reasons: Sequenc
             hint = "It is built in the background where it would be chosen (lz.jit_status()), or by lz.warmup"
         found.append(Reason(ReasonCode.JIT_DISABLED, kernel.id, "built", "not built yet", hint))
     return found
-
-
-def changes(kernel: Kernel, policy: Policy) -> bool:
-    """Whether trust in a healthy kernel that nothing was recorded about depends on more than the policy."""
-    return (policy.require_vetting and kernel.trust.needs_verdict) or (kernel.jit and not policy.allow_jit_compile)
 
 
 def library_reason(kernel: Kernel, facts: Facts, machine: Machine, verdict: Verdict | None) -> Reason | None:

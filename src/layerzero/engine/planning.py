@@ -90,9 +90,10 @@ def _text_of(
     if guarded:
         guards.append(f"guard({', '.join(f'{name}={name}' for name in facts.tensors)})")
     adapters = facts.operation.adapters
-    kinds = {adaptation.kind for adaptation in candidate.adaptations}
-    if kinds and ("split" in kinds or any(kind in kinds and each.names_sizes for kind, each in adapters.items())):
-        return _written(function, candidate, facts, policy, guards)
+    for adaptation in candidate.adaptations:
+        adapter = adapters.get(adaptation.kind)
+        if adaptation.kind == "split" or (adapter is not None and adapter.names_sizes):
+            return _written(function, candidate, facts, policy, guards)
     named = function.name, facts.operation.name, candidate.kernel, candidate.adaptations, facts.layout
     state = facts.sizeless(), _ranks(facts), policy.debug, _on_device(candidate.kernel, facts), tuple(guards)
     return TEXTS.get((named, state), lambda: _written(function, candidate, facts, policy, guards))
@@ -150,7 +151,7 @@ def _chunk(candidate: Candidate, facts: Facts) -> int:
     """Sequences that run at once, 0 where all do."""
     if not candidate.adaptations:
         return 0
-    splits = any(adaptation.kind == "split" for adaptation in candidate.adaptations)
+    splits = "split" in [adaptation.kind for adaptation in candidate.adaptations]
     return split.chunk(candidate.kernel, facts) if splits else 0
 
 

@@ -15,6 +15,7 @@ from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.operation import Operation, OpKind
 from layerzero.core.system import forking
 from layerzero.engine import declared as fitting
+from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.naming import Names
 from layerzero.engine.of_functions import reference_kernel
 from layerzero.engine.plugins import Plugins
@@ -54,12 +55,13 @@ class _Known(NamedTuple):
 class Registry:
     """Every operation and every kernel that this process knows."""
 
-    def __init__(self, entry_points: bool = True, before_use: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, entry_points: bool = True, before_use: Callable[[], bool] = lambda: True) -> None:
         self.lock = self._lock = forking.rlock()
         self._before_use = before_use
         self.revise: Callable[[Kernel], Kernel] = lambda kernel: kernel
         self._known = _Known({}, {}, {})
         self._read = self._loading = self._loaded = False
+        self._ready_for: Policy | None = None
         self.names = Names(self)
         self.plugins = Plugins(self) if entry_points else None
         self._listeners: list[Callable[[], None]] = []
@@ -233,17 +235,24 @@ class Registry:
         self._loaded = True  # last: other threads read it without the lock
 
     def ready(self) -> None:
-        """Have every declaration, every plugin that policy admits now, and every configured descriptor in force."""
+        """Have every declaration, every plugin that policy admits now, and every configured descriptor in force.
+
+        A policy is looked at once: two questions of each miss come here.
+        """
+        policy, plugins = CONFIGURATION.policy, self.plugins
+        if policy is self._ready_for and self._loaded and not (plugins is not None and plugins.functions):
+            return
         if not self._loaded:
             with self._lock:
                 self._load()
         if self._loaded:  # not for a plugin that asks while it is loaded
-            if self.plugins is not None and self.plugins.awaited():
+            if plugins is not None and plugins.awaited():
                 with self._change():
-                    self.plugins.load()
-            if self.plugins is not None and self.plugins.functions:
-                self._register_functions(self.plugins)
-            self._before_use()
+                    plugins.load()
+            if plugins is not None and plugins.functions:
+                self._register_functions(plugins)
+            if self._before_use():
+                self._ready_for = policy
 
     def _register_functions(self, plugins: Plugins) -> None:
         """Give the operations of plugins their functions, which are tried on them; outside of any change."""

@@ -28,7 +28,7 @@ class Services:
 
     Attributes:
         ledger: open what is remembered about kernels.
-        update_descriptors: load the capability descriptors that are configured now; a miss calls it.
+        update_descriptors: load the capability descriptors that are configured now; tells whether all are in force.
         call: the public function of a name, as :class:`layerzero.engine.call.Call`.
         register_function: give the operations of a plugin their public function.
         importing: mark a plugin of a version on disk while it is imported; gives how it ended an earlier process.
@@ -39,7 +39,7 @@ class Services:
     """
 
     ledger: Callable[[], Ledger] = MemoryLedger
-    update_descriptors: Callable[[], None] = lambda: None
+    update_descriptors: Callable[[], bool] = lambda: True
     call: Callable[[str], Any] = _no_call
     register_function: Callable[[Function], object] = lambda *_: None
     importing: Callable[[str, str], AbstractContextManager[str]] = lambda *_: nullcontext("")

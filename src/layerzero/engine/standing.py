@@ -16,7 +16,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger
 from layerzero.core.limit import NOTHING, Finding, Findings, Limit
-from layerzero.core.plan import Adaptation, Candidate
+from layerzero.core.plan import Adaptation, Candidate, moves_data
 from layerzero.core.reasons import Reason
 from layerzero.core.watched import Watched, names_no_size
 from layerzero.engine import headroom, legality
@@ -32,18 +32,20 @@ class Standing(NamedTuple):
 
     Attributes:
         kernel: the kernel.
+        priority: on the device of these calls.
         refused: its candidate where the sizes do not matter, None where it may be legal.
         untested: whether a verdict decides about its library, too.
-        changing: whether more than the facts of a call decide: a verdict, or what was compiled.
+        vetted: whether a verdict decides.
         adaptations: what its plan does because of its layout.
         steps: in the order in which they are declared, the limits that read sizes or memory, and what the others found
             that a plan makes good.
     """
 
     kernel: Kernel
+    priority: int
     refused: Candidate | None
     untested: bool = False
-    changing: bool = True
+    vetted: bool = True
     adaptations: tuple[Adaptation, ...] = ()
     steps: tuple[Limit | Findings, ...] = ()
 
@@ -70,26 +72,18 @@ class _Asked(NamedTuple):
     Attributes:
         facts, policy: of the call.
         odd: whether a tensor is empty or negated.
-        seen: the facts as kernels of each layout see them.
     """
 
     facts: Facts
     policy: Policy
     odd: bool
-    seen: dict[str | None, Facts]
 
     @staticmethod
     def about(facts: Facts, policy: Policy) -> _Asked:
         odd = False
         for tensor in facts.tensors.values():
             odd = odd or tensor.negated or 0 in tensor.shape
-        return _Asked(facts, policy, odd, {None: facts, facts.layout: facts})
-
-    def seen_in(self, layout: str | None) -> Facts:
-        found = self.seen.get(layout)
-        if found is None:
-            found = self.seen[layout] = self.facts.seen_in(layout)
-        return found
+        return _Asked(facts, policy, odd)
 
 
 Later = Callable[[], list[Candidate]]
@@ -122,8 +116,8 @@ class Standings:
 
         Where ``by_priority`` says that priority alone decides, only those that may win are judged: those of a lower
         priority than a legal one that moves no data, and all behind a legal one of torch's own, are left for later, and
-        what judges them is returned beside the others. What verdicts, health or other changing things decide about is
-        never left.
+        what judges them is returned beside the others. What verdicts or health decide about is never left. Whether a
+        left one is built is asked when the report is read: it would not be chosen if it were.
         """
         kept = self._of(kernels, facts, policy, machine)
         asked, lock = _Asked.about(facts, policy), policy.lock_for(facts, kernels)
@@ -131,22 +125,27 @@ class Standings:
         on_record = ledger.on_record(kernels)
         judged: list[Candidate] = []
         left: list[Standing] = []
-        best, stock = -1, False
+        best, stock, ill = -1, False, health.any_rests()
         for standing in kept.standings:
             kernel = standing.kernel
-            reasons = health.reasons(kernel, operation, facts.device.name)
-            if standing.changing or reasons or kernel.id in on_record:
+            reasons = health.reasons(kernel, operation, facts.device.name) if ill else []
+            if standing.vetted or reasons or kernel.id in on_record:
                 where = machine if standing.untested else None
                 reasons = legality.trust_reasons(kernel, facts, policy, where, health, ledger, lock)
             elif kernel.id in kept.stock and not stock and best <= kept.rival:
                 pass  # it may hold a rival back
-            elif kernel.priority_on(facts.device) < best or (stock and kernel.id not in kept.first):
+            elif standing.priority < best or (stock and kernel.id not in kept.first):
                 left.append(standing)
                 continue
             candidate = _judged(standing, asked, reasons, just_failed=kernel.id in failed)
             judged.append(candidate)
-            if by_priority and not candidate.reasons and not kernel.is_reference and not _moves(candidate):
-                best = max(best, kernel.priority_on(facts.device))
+            if (
+                by_priority
+                and not candidate.reasons
+                and not kernel.is_reference
+                and not moves_data(candidate.adaptations)
+            ):
+                best = max(best, standing.priority)
                 stock = stock or kernel.id in kept.stock
         if left:
             return judged, functools.partial(_judge_left, kept.refused, left, asked)
@@ -165,11 +164,11 @@ class Standings:
 def _kept(kernels: Sequence[Kernel], facts: Facts, policy: Policy, machine: Machine) -> _Kept:
     standings = (_standing(kernel, facts, policy, machine) for kernel in kernels)
     first = frozenset(kernel.id for kernel in kernels if may_come_first(kernel, facts, policy))
-    found = sorted(standings, key=lambda each: (each.kernel.id not in first, -each.kernel.priority_on(facts.device)))
+    found = sorted(standings, key=lambda each: (each.kernel.id not in first, -each.priority))
     refused = tuple(each.refused for each in found if each.refused is not None)
     open_ones = tuple(each for each in found if each.refused is None)
     stock = frozenset(kernel.id for kernel in kernels if kernel.is_stock(facts)) & first
-    others = (each.kernel.priority_on(facts.device) for each in open_ones if each.kernel.id not in first)
+    others = (each.priority for each in open_ones if each.kernel.id not in first)
     return _Kept(
         refused, open_ones, first, stock, max(others, default=-1), (tuple(kernels), facts.device, machine, policy)
     )
@@ -179,26 +178,19 @@ def _judge_left(refused: Sequence[Candidate], left: Sequence[Standing], asked: _
     return [*(_judged(standing, asked, []) for standing in left), *refused]
 
 
-def _moves(candidate: Candidate) -> bool:
-    for adaptation in candidate.adaptations:  # noqa: SIM110  # any asks twice as much, at each miss
-        if adaptation.moves_data:
-            return True
-    return False
-
-
 def _standing(kernel: Kernel, facts: Facts, policy: Policy, machine: Machine) -> Standing:
-    state = machine.state(kernel.backend, facts.device)
+    state, priority = machine.state(kernel.backend, facts.device), kernel.priority_on(facts.device)
     reason = legality.elsewhere(kernel, facts)
     if reason is None and not state.untested:  # a verdict may lift what is said of an untested version
         reason = legality.library_reason(kernel, facts, machine, None)
     if reason is not None:
-        return Standing(kernel, Candidate(kernel, (reason,)))
+        return Standing(kernel, priority, Candidate(kernel, (reason,)))
     denied = [] if policy.rules else legality.policy_reasons(kernel, facts, policy)  # rules may read sizes
     if denied:
-        return Standing(kernel, Candidate(kernel, tuple(denied)))
-    changing = state.untested or legality.changes(kernel, policy)
+        return Standing(kernel, priority, Candidate(kernel, tuple(denied)))
+    vetted = state.untested or (policy.require_vetting and kernel.trust.needs_verdict)
     if kernel.revision is not None:  # what a descriptor says is told beside what the kernel itself says
-        return Standing(kernel, None, state.untested, changing, tuple(legality.adaptations_for(kernel, facts)))
+        return Standing(kernel, priority, None, state.untested, vetted, tuple(legality.adaptations_for(kernel, facts)))
     seen = facts.seen_in(kernel.layout)
     watched = Watched(seen)
     steps: list[Limit | Findings] = [_settled(limit, watched) for limit in kernel.limits]
@@ -208,9 +200,9 @@ def _standing(kernel: Kernel, facts: Facts, policy: Policy, machine: Machine) ->
     view = tuple(adaptations)
     refused = legality.repair(kernel, found, facts, policy, adaptations)
     if refused:
-        return Standing(kernel, Candidate(kernel, tuple(refused), tuple(adaptations)))
+        return Standing(kernel, priority, Candidate(kernel, tuple(refused), tuple(adaptations)))
     left = tuple(step for step in steps if step != NOTHING)
-    return Standing(kernel, None, state.untested, changing, view, left)
+    return Standing(kernel, priority, None, state.untested, vetted, view, left)
 
 
 def _settled(limit: Limit, facts: Watched) -> Limit | Findings:
@@ -235,7 +227,7 @@ def _judged(standing: Standing, asked: _Asked, reasons: list[Reason], *, just_fa
         reasons = [*legality.policy_reasons(kernel, facts, policy), *reasons]
     adaptations = standing.adaptations
     if not reasons:
-        seen = asked.seen_in(kernel.layout)
+        seen = asked.facts.seen_in(kernel.layout)
         findings = _findings(standing, seen) if kernel.revision is None else legality.limit_findings(kernel, seen)
         if asked.odd and kernel.revision is None:
             findings += legality.memory_findings(kernel, seen)

@@ -26,8 +26,12 @@ def call_state(
     ``device`` is where the call is asked about, if that is not where its tensors lie.
     """
     cuda = bool(tensors) and tensors[0].is_cuda if device is None else device.torch_type == "cuda"
+    requires_grad = False
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            requires_grad = requires_grad or tensor.requires_grad
     return CallState(
-        requires_grad=torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors),
+        requires_grad=requires_grad,
         deterministic=policy.deterministic or torch._C._get_deterministic_algorithms(),
         capturing=capturing(tensors),
         autocast=torch._C._is_any_autocast_enabled(),

@@ -218,7 +218,7 @@ class TimeStore:
 
     def is_absent(self) -> bool:
         """Whether nobody has written a time yet, here or anywhere."""
-        return self.database.is_absent()
+        return self.spool.database.is_absent()
 
     def look(self) -> None:
         """Write and merge what waits; for a thread that looks once in a while."""
