@@ -246,7 +246,7 @@ def test_a_ceiling_multiplies_no_more_than_it_needs(slowness, size, monkeypatch)
     sizes = []
     clock = SimpleNamespace(once=lambda run: slowness * run().shape[0] ** 3)
     monkeypatch.setattr(ceilings, "clock_of", lambda _: clock)
-    monkeypatch.setattr(ceilings, "_best_us", lambda _, run: flags.append(run().shape[0]) or 1.0)
+    monkeypatch.setattr(ceilings, "_best_us", lambda _, run: sizes.append(run().shape[0]) or 1.0)
     monkeypatch.setattr(ceilings, "_copy_gb_s", lambda *_: 1.0)
     monkeypatch.setitem(ceilings._MATRIX, "cpu", 1024)
     assert ceilings._measured.__wrapped__("cpu", "float32", 1).tflop_s == 2 * size**3 / 1e6
