@@ -85,7 +85,7 @@ def _over_torch(each: Benched) -> float | None:
 
 
 def result(each: Benched) -> str:
-    """One call in a line: the fastest kernel, what it gains over torch's own function, and who is chosen."""
+    """One call in a line: the fastest kernel, what it gains over torch's own function, and which is chosen."""
     times = _times(each)
     if not times:
         return f"{each.name}: no kernel has a time: {'; '.join(f'{line.name} {line.status}' for line in each.lines)}"
@@ -337,7 +337,7 @@ def _tell(shown: Live, looked: Looked) -> None:
 
 
 def timed_of(text: str | None, device: torch.device) -> Timed:
-    """Which times are asked for: both on a CUDA device where nobody says. Raises: ValueError with wanted and got."""
+    """Which times are asked for: both on a CUDA device by default. Raises: ValueError with wanted and got."""
     if text is None:
         return Timed.BOTH if device.type == "cuda" else Timed.CALL
     if text not in list(Timed):

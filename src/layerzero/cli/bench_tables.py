@@ -47,7 +47,7 @@ def tables(found: Sequence[Benched]) -> Iterator[RenderableType]:
 
 
 def described(each: Benched) -> str:
-    """What the call must do, what the machine can, and who is chosen."""
+    """What the call must do, what the machine can, and what is chosen."""
     parts = [f"chosen: {each.chosen}"]
     if each.work is not None and each.ceiling is not None:
         parts.append(f"{each.work.bytes / 1e6:.3g} MB and {each.work.flops / 1e9:.3g} GFLOP")

@@ -68,7 +68,7 @@ def _unknown(pattern: str) -> str:
 
 
 def effective(settings: Mapping[str, tuple[Any, str]]) -> Iterator[RenderableType]:
-    """A row for each setting; those that somebody set stand out."""
+    """A row for each setting; those that were set stand out."""
     table = table_of("key", "value", "origin")
     for key, (value, origin) in settings.items():
         style = "" if origin == "default" else "bold green"

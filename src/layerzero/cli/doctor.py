@@ -104,7 +104,7 @@ def diagnosis(found: Diagnosis, *, everything: bool = False) -> Iterator[Rendera
 
 
 _FOLDED = (ReasonCode.PLATFORM_MISMATCH, ReasonCode.NOT_INSTALLED)
-"""Reasons that need no look: other hardware, and what somebody may install."""
+"""Reasons that need no look: other hardware, and what may be installed."""
 
 
 def _libraries(libraries: Sequence[LibraryFinding], everything: bool) -> Iterator[RenderableType]:

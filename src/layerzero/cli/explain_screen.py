@@ -50,7 +50,7 @@ def explained(report: Report, *, everything: bool = True) -> Iterator[Renderable
 
 
 def asked(report: Report) -> Iterator[Text]:
-    """What was asked about, and who runs it."""
+    """What was asked about, and which kernel runs it."""
     title = Text.assemble((report.operation, "bold"), " -> ", (report.kernel_id or "no legal kernel", "bold green"))
     if report.locked:
         title.append(f"  ({report.locked})")

@@ -11,7 +11,7 @@ from layerzero.cli.calls import AsJson, Modules
 from layerzero.cli.output import FINE, NO, Answer, examples, import_modules
 
 BENCH_S, VET_S = 60.0, 100.0
-"""Seconds that `bench` and `vet` take where nobody says how long."""
+"""Seconds that `bench` and `vet` take by default."""
 
 Name = Annotated[str, typer.Argument(metavar="OPERATION", help="A function, operation, alias or glob.")]
 Shapes = Annotated[

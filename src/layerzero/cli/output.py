@@ -44,7 +44,7 @@ LEAST, GAP = 10, 3
 """Columns that remain in a terminal for what may wrap, and those between two columns."""
 
 FINE, NO, INVALID, INTERRUPTED = 0, 1, 2, 130
-"""Exit codes: fine; the answer is no; the question makes no sense; somebody pressed Ctrl-C."""
+"""Exit codes: fine; the answer is no; the question makes no sense; interrupted by Ctrl-C."""
 
 END_S = 2.0
 """How long an interrupted command may take to end."""
@@ -56,7 +56,7 @@ class Answer:
 
     Attributes:
         data: what ``--json`` prints.
-        show: what a person sees; made only when somebody looks.
+        show: what a person sees; made only when it is shown.
         code: the exit code.
         folded: what a person sees where ``show`` takes more lines than the terminal has.
     """
@@ -164,7 +164,7 @@ class Program(typer.Typer):
         try:
             return super().__call__(*args, **kwargs)
         except SystemExit as end:
-            if end.code == INTERRUPTED:  # what was begun is tidied up; what libraries wait for, nobody wants now
+            if end.code == INTERRUPTED:  # what was begun is tidied up; what libraries wait for is not wanted now
                 _end_now()
             raise
         finally:
@@ -279,7 +279,7 @@ class _What(TextColumn):
 
 
 class Live:
-    """A bar and lines above it; without a terminal lines alone, and where nobody wants them nothing."""
+    """A bar and lines above it; without a terminal lines alone, and with ``quiet`` nothing."""
 
     def __init__(self, progress: Progress, task: TaskID, *, quiet: bool) -> None:
         self._progress, self._task, self._quiet = progress, task, quiet

@@ -28,7 +28,7 @@ OnlyHere = Annotated[bool, typer.Option("--here", help="Only times that count on
 
 
 _MOST = 40
-"""Rows that are shown where nobody says how many."""
+"""Rows that are shown by default."""
 
 
 @perfdb.command("show", **examples("perfdb show", 'perfdb show --kernel "torch.*" --here', "perfdb show --json"))
@@ -243,7 +243,7 @@ def check(json: AsJson = False) -> Answer:
 
 
 def _first(problems: Iterator[str]) -> list[str]:
-    """So many problems as anybody reads, and how many more there are."""
+    """The first problems, and how many more there are."""
     from layerzero.tuning.keeping.archive import MAX_PROBLEMS
 
     found = list(itertools.islice(problems, MAX_PROBLEMS))
@@ -268,7 +268,7 @@ def _store() -> Any:
 
 
 def _keep(rows: Sequence[Row]) -> None:
-    """Write rows, and learn from all of them now, not when somebody asks."""
+    """Write rows, and learn from all of them now, not at the next question."""
     store = _store()
     store.add(rows)
     store.settle()

@@ -172,7 +172,7 @@ def _of_shapes(
                 f"{flags.name}: {wanted}, got --shape or --kv-shape, which do not say {', '.join(missing)}"
             )
     if layout is None:
-        made.pop("layout", None)  # nobody named one
+        made.pop("layout", None)  # none was named
     return made | {each.name: _empty(shape, dtype) for each, shape in zip(first.required, shapes, strict=False)}
 
 

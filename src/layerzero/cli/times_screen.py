@@ -60,7 +60,7 @@ def _parts(row: Row) -> list[str]:
 def on_a_small_screen(rows: Sequence[Row], here: Sequence[bool]) -> Iterator[RenderableType]:
     """Of each operation how many calls have times, how many times those are, and which kernels are the quickest.
 
-    Only times that count on this machine say who is quickest.
+    Only times that count on this machine say which kernel is quickest.
     """
     of: dict[str, list[tuple[Row, bool]]] = defaultdict(list)
     for row, counts in zip(rows, here, strict=True):

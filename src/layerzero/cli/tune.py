@@ -85,7 +85,7 @@ def answer(
 
 
 def _told(shown: Live, step: Step) -> None:
-    """Show which call is measured, or who won it."""
+    """Show which call is measured, or which kernel won it."""
     if step.contest is not None:
         text = f"{step.job.name}: {winner(step.contest)}"
     else:
@@ -111,7 +111,7 @@ def _fastest(found: Contest) -> str:
 
 
 def _first_two(found: Contest) -> tuple[str, float | None, str]:
-    """The winner with its time, how many times as long the next one takes (None within the noise), and who that is."""
+    """The winner with its time, how many times as long the next one takes (None within the noise), and its name."""
     timed = [(each.kernel.id, each.measurement) for each in found.entries if each.measurement is not None]
     if not timed:
         return "nobody", None, ""

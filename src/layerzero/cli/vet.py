@@ -31,7 +31,7 @@ from layerzero.tuning.proving.vetting import Vetted, allows, class_pairs, is_nam
 Pair = tuple[Kernel, Facts]
 
 MANY = 10
-"""Classes from which on somebody is told beforehand: each takes seconds."""
+"""Classes from which on their number is told beforehand: each takes seconds."""
 
 MOST_KERNELS = fitting(15)
 """Kernels that have a line each at the end."""

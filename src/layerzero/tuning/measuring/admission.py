@@ -102,7 +102,7 @@ CACHED = 4.0
 """How many times quicker data may come from a cache than from memory."""
 
 MATTERS = 2**20
-"""Bytes of copies below which nobody asks what the machine can do: the answer takes a part of a second, once."""
+"""Bytes of copies below which the machine's copy is not measured: the answer takes a part of a second, once."""
 
 HOPELESS = 2.5
 """Times the best, as in :class:`layerzero.tuning.measuring.timing.Effort`."""
@@ -132,7 +132,7 @@ def outdone(
 ) -> set[str]:
     """Ids of the candidates whose copies alone take longer than another one was measured to take for this very call.
 
-    It is asked anew each time: whoever is quicker may be gone tomorrow.
+    It is asked anew each time: the quicker kernel may be gone tomorrow.
     """
     own = {
         name: each.time_us

@@ -126,7 +126,7 @@ def _tensors(call: RandomCall) -> list[Tensor]:
 
 
 def _is_shared(calls: Collection[RandomCall]) -> bool:
-    """Whether copies of a call read what hangs on one handle: nobody could make another."""
+    """Whether copies of a call read what hangs on one handle, of which there is no second."""
     first, *others = calls
     kept = [each for each in first.arguments.values() if isinstance(each, Handle)]
     return any(mine is each for copy in others for mine in copy.arguments.values() for each in kept)
@@ -172,7 +172,7 @@ class Line:
         against_torch: how many times quicker than torch's own function, by these times, whatever their noise.
         error: largest distance from the reference in float64.
         detail: why it has no time.
-        device_us: what the device needs, however slow the host launches; None on a CPU or where nobody asked.
+        device_us: what the device needs, however slow the host launches; None on a CPU or where it was not asked for.
         device_from: ``graph, cold`` or ``graph, warm``: replays of a CUDA graph that finds the tensors outside of the
             L2 cache or in it; ``events``: one launch between two events, cold.
         device_detail: why it is no graph's.

@@ -55,7 +55,7 @@ class Status(StrEnum):
     BANNED = "banned"
     """A child process ran it first, and it crashed, hung or was wrong there."""
     UNTRIED = "not tried"
-    """A child process was to run it first, and nobody waited for it any longer."""
+    """A child process was to run it first, and the time was over before it did."""
     UNCAPTURED = "not captured"
     """It ran, and a capture refuses it."""
     HOPELESS = "cannot win"
@@ -109,7 +109,7 @@ class Contest:
 
     Attributes:
         name: the call, for people.
-        report: who was legal, who was refused and why, and whom the engine would have chosen before.
+        report: which kernels were legal, which were refused and why, and which the engine would have chosen before.
         entries: the legal kernels, fastest first, then those without a time.
         others: samples of what was timed beside them and is no kernel.
     """
@@ -140,12 +140,12 @@ class Contest:
 
     @property
     def best(self) -> Entry | None:
-        """The fastest, None if nobody has a time."""
+        """The fastest, None if none has a time."""
         return self.entries[0] if self.entries and self.entries[0].measurement is not None else None
 
     @property
     def contenders(self) -> tuple[Entry, ...]:
-        """Those that may be the best one, however slow the host was: who comes later is timed beside them.
+        """Those that may be the best one, however slow the host was: kernels that come later are timed beside them.
 
         A time replaces the one before it. Where the fastest alone was timed again, while the host took twice as long,
         its rival of a calmer moment won, with 1.7 times the best one's device time (an H100, 1.8 on an H200,
@@ -163,7 +163,7 @@ class Contest:
         )
 
     def joined(self, found: Contest) -> Contest:
-        """With what came to the call later; who was timed before, and is not now, keeps its time."""
+        """With what came to the call later; a kernel that was timed before, and is not now, keeps its time."""
         timed = {each.kernel.id for each in self.entries if each.measurement is not None}
         later = [each for each in found.entries if each.measurement is not None or each.kernel.id not in timed]
         entries = {each.kernel.id: each for each in (*self.entries, *later)}
@@ -175,7 +175,7 @@ class Contest:
 
 @contextmanager
 def window() -> Iterator[None]:
-    """What may happen while somebody asked for measuring: kernels compile, and nobody is warned of what is tried."""
+    """What may happen in a tuning window: kernels compile, and what is tried warns of nothing."""
     import warnings
 
     with warnings.catch_warnings(), SCOPES.scope({"allow_jit_compile": True}), torch.no_grad():
@@ -199,7 +199,7 @@ def contest(
 ) -> Contest:
     """Judge, prove and time every kernel that is legal for a call under the policy in force.
 
-    The reference takes part only where it is alone: elsewhere it would be measured for nobody's sake.
+    The reference takes part only where it is alone: elsewhere its time would decide nothing.
 
     Args:
         effort: how long to measure.

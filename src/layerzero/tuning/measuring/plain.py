@@ -45,12 +45,12 @@ USABLE = 0.5
 """Confidence from which on a time is not measured again."""
 
 LONG_S = 4.0
-"""Seconds that each of those that may be the fastest gets where a few samples did not tell who is."""
+"""Seconds that each of those that may be the fastest gets where a few samples did not tell which is."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlainBenched:
-    """One case: times by kernel, the quickest first, what went wrong, who may not run, and who was chosen before."""
+    """One case: times by kernel, the quickest first, what went wrong or may not run, and what was chosen before."""
 
     operation: str
     case: str
@@ -159,17 +159,11 @@ def _named(kernel: Kernel, patterns: Sequence[str]) -> bool:
 
 
 def _times(found: _Contest, samples: int, origin: str) -> dict[Kernel, Measurement]:
-    by_id = {kernel.id: kernel for kernel in found.runs}
-    clock = clock_of(CPU)
-    runners = race(
-        {kernel.id: run for kernel, run in found.runs.items()},
-        clock,
-        Effort(samples, budget_s=1.5),
-    )
+    runners = race({kernel.id: run for kernel, run in found.runs.items()}, clock_of(CPU), Effort(samples, budget_s=1.5))
     times = {
-        by_id[name]: measurement(each.samples, noise=each.noise, origin=origin)
-        for name, each in runners.items()
-        if each.taken
+        kernel: measurement(runners[kernel.id].samples, noise=runners[kernel.id].noise, origin=origin)
+        for kernel in found.runs
+        if runners[kernel.id].taken
     }
     return dict(sorted(times.items(), key=lambda each: each[1].median_us))
 
@@ -191,9 +185,8 @@ def _open(times: Mapping[Kernel, Measurement], enough: int) -> list[Kernel]:
 def _longer(found: _Contest, kernels: Sequence[Kernel], samples: int) -> dict[Kernel, Measurement]:
     """Times of some with as many samples as make a time count; none is stopped, and a sample is one burst."""
     effort = Effort(samples, budget_s=LONG_S, hopeless=0, steady=0)
-    by_id = {kernel.id: kernel for kernel in kernels}
     runners = race({kernel.id: found.runs[kernel] for kernel in kernels}, CpuClock(bursts=1), effort, seed=1)
-    return {by_id[name]: measurement(each.samples, noise=each.noise) for name, each in runners.items()}
+    return {each: measurement(runners[each.id].samples, noise=runners[each.id].noise) for each in kernels}
 
 
 @dataclass(slots=True, kw_only=True)

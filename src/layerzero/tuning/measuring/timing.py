@@ -86,7 +86,7 @@ class Effort:
 
     Attributes:
         samples: samples of each candidate.
-        budget_s: seconds for each candidate; beyond them nobody gets more than the few samples that all get.
+        budget_s: seconds for each candidate; beyond them none gets more than the few samples that all get.
         fill: go on sampling until the budget is spent, up to ten times the samples: noise wants many short runs.
         hopeless: one that is so many times slower than the best in each of a few turns gets no more, its host's time
             counted :data:`~layerzero.tuning.measuring.clocks.HOST_DRIFT` times less; 0 lets all go on.
@@ -111,7 +111,7 @@ waited for a core (a busy CPU told 16 ms of 32 us), and two halves that waited a
 times merely scatter, by 10 or 25 %, is below: what the halves differ by tells of that."""
 
 CONTENDS = 1.5
-"""Times the best: who is nearer may be the best one."""
+"""Times the best: a nearer one may be the best."""
 
 
 def race(runs: Mapping[str, Run], clock: Clock, effort: Effort, *, seed: int = 0) -> dict[str, Runner]:
@@ -144,7 +144,7 @@ def race(runs: Mapping[str, Run], clock: Clock, effort: Effort, *, seed: int = 0
 
 
 def _stopped_for_time(runners: Mapping[str, Runner], effort: Effort) -> bool:
-    """Whether a race would take too long; then whoever one call showed to be hopeless is stopped until it would not."""
+    """Whether a race would take too long; then runners that one call showed to be hopeless are stopped until not."""
     if (WARM_CALLS + MIN_SAMPLES) * sum(runner.about_us for runner in runners.values()) <= effort.most_s * 1e6:
         return False
     ordered = sorted(runners.values(), key=lambda runner: runner.about_us)
@@ -182,9 +182,9 @@ def _contenders(runners: Mapping[str, Runner]) -> dict[str, Runner]:
 
 
 def _stop_hopeless(runners: Mapping[str, Runner], factor: float) -> None:
-    """Give up whoever was never within the factor of the best of the same turn.
+    """Give up those that were never within the factor of the best of the same turn.
 
-    Neither a disturbed sample nor a slow phase of the host gives up anybody: the one passes within the turns; in the
+    Neither a disturbed sample nor a slow phase of the host gives up a kernel: the one passes within the turns; in the
     other, one that waits for its host seems hopeless beside one that waits for the device.
     """
     racing = [runner for runner in runners.values() if not runner.stopped]

@@ -65,10 +65,10 @@ def asked_jobs(
 ) -> list[Job]:
     """List what :func:`layerzero.tune` measures, in order of what it is worth; its arguments are described there.
 
-    Where nobody says what: what this machine called, then the operations' cases, then the grid.
+    Without arguments: what this machine called, then the operations' cases, then the grid.
 
     ``params`` are parameters that every call has, beside shapes or cases; operations without one of them, and cases
-    that are no call with them, are left out. ``named`` are dtypes that somebody asks for: what was called or recorded
+    that are no call with them, are left out. ``named`` are dtypes that were asked for: what was called or recorded
     in another one is left out, as it is in another ``layout``, or without what an alias implies.
     """
     implied, names = operations_named(operation)
@@ -303,7 +303,7 @@ def tune(
 
 
 def dtypes_of(dtype: torch.dtype | str | Sequence[torch.dtype | str] | None, device: torch.device) -> tuple[str, ...]:
-    """The dtypes to measure, by name; those that a device is used with where nobody says.
+    """The dtypes to measure, by name; those that a device is used with by default.
 
     Raises: ValueError for an unknown name.
     """

@@ -112,7 +112,7 @@ class TuningRun(TensorParty):
         return USABLE * min(1.0, self.effort.samples / FULL_SAMPLES)
 
     def out(self, report: Report, evidence: Mapping[str, Evidence]) -> set[str]:
-        """Ids of kernels that cannot win, and of those that a capture refused; with them nobody begins again."""
+        """Ids of kernels that cannot win, and of those that a capture refused; they are not measured again."""
         facts = self.served_facts(report.facts)
         legal = [each for each in report.candidates if each.legal]
         kept = {each.kernel.id for each in legal if self.graph and ENGINE.ledger.uncaptured(each.kernel, facts)}
@@ -148,7 +148,7 @@ class TuningRun(TensorParty):
         return self.out(report, evidence) & {each.id for each in parties}
 
     def unbuilt(self, report: Report) -> list[Kernel]:
-        """Those of them that would compile in this process: for children, or, with a deadline, for nobody."""
+        """Those of them that would compile in this process: for children, or, with a deadline, not at all."""
         return [
             kernel
             for kernel in self.entrants(report)
@@ -177,7 +177,7 @@ class TuningRun(TensorParty):
         return [pair for _, pair in sorted(self._to_build(jobs), key=operator.itemgetter(0))]
 
     def winners(self, jobs: Iterable[Job]) -> Pairs:
-        """Those of them that these calls would choose if they were built, as far as anybody knows."""
+        """Those of them that these calls would choose if they were built, as far as is known."""
         jobs = [each for each in jobs if not too_large(each.facts(self.device))]
         return [pair for times, pair in self._to_build(jobs) if times <= 1.0]
 

@@ -58,7 +58,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         format: version of this document.
         created_unix_s: when it was written.
         layerzero: the version that wrote it.
-        model: what the program ran, a name or hash of its configuration; empty if nobody said.
+        model: what the program ran, a name or hash of its configuration; empty if not said.
         calls: each call once, the most frequent first.
     """
 

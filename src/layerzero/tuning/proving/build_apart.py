@@ -90,12 +90,12 @@ def _lanes(pairs: Iterable[tuple[Kernel, Facts]]) -> dict[BuildIdentity, int]:
 
     They share what is compiled: FlashInfer's decoding by tensor cores, its tokens over pages and its ragged prompts are
     one module of 65 s, which a second child would wait for, or write at the same moment. A key that holds another one
-    (FlashInfer's cascade takes the module for batches beside its own) is a lane of its own: who comes second waits for
+    (FlashInfer's cascade takes the module for batches beside its own) is a lane of its own: the second one waits for
     the library's lock.
 
-    All else goes to whichever child is free, and who has begun a lane does all of it first. Of two children that shared
-    the builds out before they began, one had not come to half of its FlashAttention 4 after 90 s, behind a module of
-    46, and the other was done (tuning an H200, 2026-11-24).
+    All else goes to whichever child is free, and a child that has begun a lane does all of it first. Of two children
+    that shared the builds out before they began, one had not come to half of its FlashAttention 4 after 90 s, behind a
+    module of 46, and the other was done (tuning an H200, 2026-11-24).
     """
     found: dict[BuildIdentity, int] = {}
     shared: dict[Hashable, int] = {}

@@ -1,4 +1,4 @@
-"""What children of vetting, rehearsing and confirming do: run a kernel on calls, where a crash hurts nobody."""
+"""What children of vetting, rehearsing and confirming do: run a kernel on calls, where a crash does no harm."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def rehearse(
     timeout_s: float = TIMEOUT_S,
     stop: Callable[[], bool] = lambda: False,
 ) -> list[Rehearsed]:
-    """Run each kernel on a call like its own in child processes; remember who was wrong, crashed or hung.
+    """Run each kernel on a call like its own in child processes; remember which were wrong, crashed or hung.
 
     Args:
         modules: modules that register kernels, imported in the child.
