@@ -12,6 +12,7 @@ import layerzero as lz
 from layerzero.core.arguments import Axis, Param, Role
 from layerzero.core.device import KNOWN_DEVICES
 from layerzero.core.facts import FactsBuilder
+from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.operation import Tolerance, Work
 from layerzero.engine import failing
 from layerzero.engine.reference import fake_call, reference_call
@@ -204,3 +205,18 @@ def test_no_eager_call_asks_the_reference_for_shapes(name, monkeypatch):
     facts = FactsBuilder(declared).of_valid(found.arguments, device=KNOWN_DEVICES["CPU"], layout=found.layout)
     first = SimpleNamespace(report=SimpleNamespace(facts=facts))
     assert failing.wrong_result(first, reference_call(found), found.arguments) is None
+
+
+def test_torchs_expression_is_a_kernel():
+    """With every argument of the operations, and no gradients where something is written into."""
+    torchs = Backend("torchs", "Expressions")
+    kernel = Kernel.of_expression(_declared(), id="torchs.lengthen", backend=torchs, priority=7)
+    assert kernel.operations == ("example.lengthen",)
+    assert kernel.accepts == ("bias", "times")
+    assert (kernel.grad, kernel.priority) == (True, 7)
+    assert kernel.load(None) is lengthen
+    both = Kernel.of_expression(_PLAIN, _SCALED, id="torchs.add", backend=torchs, accepts=("scale",))
+    assert (both.grad, both.accepts) == (False, ("scale",))
+    assert both.load({"operation": "example.add.scaled"}) is add_
+    own = Kernel.of_expression(_PLAIN, id="torchs.own", backend=torchs, load=lambda facts: torch.Tensor.add_)
+    assert own.load(None) is torch.Tensor.add_

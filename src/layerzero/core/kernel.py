@@ -19,7 +19,7 @@ from layerzero.core.dtypes import dtype_named
 from layerzero.core.errors import RegistrationError
 from layerzero.core.facts import Facts
 from layerzero.core.limit import Limit
-from layerzero.core.operation import Tolerance
+from layerzero.core.operation import Operation, Tolerance
 
 _ID = re.compile(r"[^\s,=*?\[\]]{1,200}")
 """What policies, lists in variables and globs can name, and what is left of it as a part of a file's name."""
@@ -320,6 +320,23 @@ class Kernel:
         if (self.build_key or self.prebuilt or self.cache_folder) and not self.jit:
             told = "build_key, prebuilt and cache_folder"
             raise RegistrationError(f"{self.id}: {told} speak of what compiles, and it does not (jit)")
+
+    @classmethod
+    def of_expression(cls, *operations: Operation, **fields: Any) -> Kernel:
+        """Torch's own expression of operations, or their reference where they have none, as a kernel.
+
+        It accepts every argument, and has gradients where nothing is written into. ``fields`` say the rest; a ``load``
+        among them comes in place of the expression unless it is None.
+        """
+        compute = {each.name: each.expression or each.reference for each in operations}
+        schema, name = operations[0].schema, operations[0].name
+        given: dict[str, Any] = {
+            "operations": tuple(compute),
+            "load": lambda facts: compute[name if len(compute) == 1 else facts["operation"]],
+            "accepts": (*(each.name for each in schema.optional), *schema.chosen, *schema.scalars),
+            "grad": not schema.mutated,
+        }
+        return cls(**given | {field: value for field, value in fields.items() if value is not None})
 
     def __hash__(self) -> int:
         return hash(self.id)  # its mappings have no hash; measured times are kept by kernel

@@ -141,8 +141,9 @@ class Operation:
         class_facts: facts that tell classes of calls apart in place of their sizes: what a verdict is about. For an
             operation whose kernels are right or wrong for an object (a tokenizer), whatever the sizes.
         plain: what an operation without tensors has in place of what tensors are drawn and compared by.
-        stock: what somebody without LayerZero calls, with these arguments of the function: torch's own way to the same
-            result; None where torch has none for them.
+        expression: torch's own way to the result, from the function's arguments: what is written without LayerZero.
+        stock: the same for an expression with something to prepare: returns what computes, or None where torch has no
+            way for these arguments. It calls the expression if None.
         fuses: whether compiled code computes ``stock`` in place of a kernel: what a compiler does in one loop with the
             operations around it.
         name: the operation's name, ``attention.gqa.prefill``.
@@ -181,6 +182,7 @@ class Operation:
     sweep: Callable[[str, Mapping[str, Sequence[int]]], Iterable[Case]] | None = None
     class_facts: tuple[str, ...] = ()
     plain: Plain | None = None
+    expression: Callable[..., Any] | None = None
     stock: Callable[..., Callable[[], object] | None] | None = None
     fuses: bool = False
     behind: Mapping[str, frozenset[str]] = field(init=False, repr=False, compare=False)
@@ -195,9 +197,11 @@ class Operation:
         behind |= {axis: frozenset({axis}) for axis in axes if axis != "..."}
         behind |= {name: frozenset(self.derived_from.get(name, axes)) for name in self.derived}
         object.__setattr__(self, "behind", MappingProxyType(behind))
+        if self.stock is None and self.expression is not None:
+            object.__setattr__(self, "stock", _calling(self.expression))
         problems = []
         if self.fuses and (self.stock is None or self.schema.mutated):
-            problems.append("fuses: wanted torch's own way (stock=) and nothing that is written into")
+            problems.append("fuses: wanted torch's own way (expression= or stock=) and nothing that is written into")
         if isinstance(self.judge, Mapping):
             known = self._judged
             strangers = [name for name in self.judge if name not in known]
@@ -243,6 +247,13 @@ class Operation:
     def facts(self) -> frozenset[str]:
         """Names of every fact that a call of this operation has."""
         return frozenset(self.behind)
+
+
+def _calling(expression: Callable[..., Any]) -> Callable[..., Callable[[], Any]]:
+    def stock(*args: Any, **kwargs: Any) -> Callable[[], Any]:
+        return lambda: expression(*args, **kwargs)
+
+    return stock
 
 
 @dataclass(frozen=True, slots=True)

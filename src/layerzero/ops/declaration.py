@@ -17,9 +17,9 @@ The reference is the public function: its signature and its docstring are what u
     OPERATIONS, FUNCTIONS = (SCALE_ROWS,), (function("scale_rows", SCALE_ROWS),)
 
 What follows unless it is said: the facts of the leading axes and ``input_ndim``, from ``axes``; shapes for compiled
-code, from the reference on the meta device; ``stock``, from the reference; ``work``, every tensor once; random calls,
-from the cases; the check that a written tensor has memory of its own. Other fields of ``Operation`` and ``Function``
-are given by name.
+code, from the reference on the meta device; torch's ``expression``, which is the reference; ``work``, every tensor
+once; random calls, from the cases; the check that a written tensor has memory of its own. Other fields of
+``Operation`` and ``Function`` are given by name. ``Kernel.of_expression`` makes torch's kernel of it.
 
 Several operations may share one reference: where ``up`` is None, ``silu_mul(input, up=None)`` is the reference of the
 joined operation, whose schema has no ``up``. A reference with arguments that its function lacks, or a route that is no
@@ -134,15 +134,15 @@ def operation(
         derive: facts beside those of the leading axes, from the arguments and the sizes.
         derived_from: by their names, the axes that they follow from; it names those of ``derive``, and leading ones
             where they come in another order or follow from other axes.
-        expression: torch's own way to the result where it is not the reference: it computes at once, while ``stock``
-            returns what computes. ``stock=None`` where torch has none.
+        expression: torch's own way to the result where it is not the reference; ``stock=None`` where torch has none.
         more: the other fields of ``Operation``; ``work=None`` where nobody knows it.
     """
     schema = OperationSchema(name, _schemas(inputs), _schemas(outputs), params, axes, layouts, dtype_of)
     led, facts = _of_leading(schema, derive)
     follows = {each: axes for each, axes in led.items() if each not in (derived_from or {})} | dict(derived_from or {})
     more.setdefault("work", _tensors_once(schema))
-    more.setdefault("stock", _later(expression or reference))
+    if "stock" not in more:
+        more["expression"] = expression or reference
     return Operation(
         schema=schema,
         summary=summary,
@@ -157,13 +157,6 @@ def operation(
 
 def _schemas(written: tuple[str | TensorSchema, ...]) -> tuple[TensorSchema, ...]:
     return tuple(tensor(each) if isinstance(each, str) else each for each in written)
-
-
-def _later(compute: Callable[..., Any]) -> Callable[..., Callable[[], Any]]:
-    def stock(*args: Any, **kwargs: Any) -> Callable[[], Any]:
-        return lambda: compute(*args, **kwargs)
-
-    return stock
 
 
 def _of_leading(

@@ -18,10 +18,8 @@ from layerzero.backends.torch.attention import TORCH
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.ops.activation.declare import halves, turns
+from layerzero.ops.activation.declare import ALONE, GATED, halves, turns
 from layerzero.ops.activation.formulas import relu2, swiglu_oai
-
-_FLOATS = ("float32", "float64", "float16", "bfloat16")
 
 
 def _load_gelu(facts: Facts) -> Callable[..., Any]:
@@ -82,26 +80,28 @@ def _load_swiglu_oai(facts: Facts) -> Callable[..., Any]:
     return apart if "up" in facts.tensors else by_turns
 
 
+_LOADS = {
+    "gelu": _load_gelu,
+    "silu": _load_silu,
+    "relu2": _load_relu2,
+    "silu_mul": _load_silu_mul,
+    "gelu_mul": _load_gelu_mul,
+    "swiglu_oai": _load_swiglu_oai,
+}
+"""What is better than the expression; others are loaded as that."""
+
 KERNELS = tuple(
-    Kernel(
+    Kernel.of_expression(
+        *operations,
         id=f"torch.{name}",
-        operations=operations,
         backend=TORCH,
-        load=load,
-        accepts=accepts,
-        limits=(limit.dtype(*_FLOATS),),
-        grad=True,
+        limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
+        load=_LOADS.get(name),
         handles_empty=True,
         handles_negated=True,
         priority=45,
         stock=name in ("gelu", "silu"),  # the others are several functions of torch
     )
-    for name, operations, load, accepts in (
-        ("gelu", ("activation.gelu",), _load_gelu, ("approximate",)),
-        ("silu", ("activation.silu",), _load_silu, ()),
-        ("relu2", ("activation.relu2",), _load_relu2, ()),
-        ("silu_mul", ("mlp.silu_mul", "mlp.silu_mul.joined"), _load_silu_mul, ()),
-        ("gelu_mul", ("mlp.gelu_mul", "mlp.gelu_mul.joined"), _load_gelu_mul, ("approximate",)),
-        ("swiglu_oai", ("mlp.swiglu_oai", "mlp.swiglu_oai.interleaved"), _load_swiglu_oai, ("alpha", "limit")),
-    )
+    for operations in (*((each,) for each in ALONE), *GATED)
+    for name in (operations[0].name.partition(".")[2],)
 )

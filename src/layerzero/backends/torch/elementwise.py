@@ -16,6 +16,7 @@ from layerzero.backends.torch.attention import TORCH
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
+from layerzero.ops.elementwise.declare import OPERATIONS
 
 
 def _load_add_bias(facts: Facts) -> Callable[..., Any]:
@@ -73,24 +74,19 @@ def _load_cast(facts: Facts) -> Callable[..., Any]:
     return run
 
 
+_LOADS = {"add_bias": _load_add_bias, "add": _load_add, "scaled_add": _load_scaled_add, "softmax": _load_softmax}
+
 KERNELS = tuple(
-    Kernel(
+    Kernel.of_expression(
+        operation,
         id=f"torch.{name}",
-        operations=(f"elementwise.{name}",),
         backend=TORCH,
-        load=load,
-        accepts=accepts,
         limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
-        grad=grad,
+        load=_LOADS.get(name),
         handles_negated=True,
         priority=40,
         stock=True,
     )
-    for name, load, accepts, grad in (
-        ("add_bias", _load_add_bias, (), True),
-        ("add", _load_add, (), False),
-        ("scaled_add", _load_scaled_add, ("scale_by_row", "scale"), False),
-        ("softmax", _load_softmax, ("temperature",), True),
-        ("cast", _load_cast, ("out_dtype",), True),
-    )
+    for operation in OPERATIONS
+    for name in (operation.name.partition(".")[2],)
 )

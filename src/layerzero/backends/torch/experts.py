@@ -19,15 +19,7 @@ from layerzero.backends.torch.rows_apart import linear_for
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-
-
-def _load_batched(facts: Facts) -> Callable[..., Tensor]:  # the protocol's
-    bmm, baddbmm = torch.bmm, torch.baddbmm
-
-    def batched(input: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
-        return bmm(input, weight.mT) if bias is None else baddbmm(bias.unsqueeze(1), input, weight.mT)
-
-    return batched
+from layerzero.ops.experts.declare import BATCHED
 
 
 def _load_loop(facts: Facts) -> Callable[..., Tensor]:
@@ -65,16 +57,7 @@ _COMMON: dict[str, Any] = {
 _FLOATS = limit.dtype("float32", "float64", "float16", "bfloat16")
 
 KERNELS = (
-    Kernel(
-        id="torch.bmm",
-        operations=("mlp.batched",),
-        load=_load_batched,
-        accepts=("bias",),
-        limits=(_FLOATS,),
-        priority=50,
-        stock=True,
-        **_COMMON,
-    ),
+    Kernel.of_expression(BATCHED, id="torch.bmm", limits=(_FLOATS,), priority=50, stock=True, **_COMMON),
     Kernel(
         id="torch.linear_each",
         operations=("mlp.grouped",),

@@ -19,17 +19,19 @@ from layerzero.backends.torch.attention import TORCH
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.ops.sampling.formulas import biased, counts_of, of_row, penalised, tempered
-from layerzero.ops.sampling.logits import PENALTIES_BY
+from layerzero.ops.sampling.formulas import counts_of, of_row, penalised, tempered
+from layerzero.ops.sampling.logits import BIAS, COUNTED, PENALTIES_BY
 
 _NUMBERS = tuple(each.name for each in PENALTIES_BY)
+_BY = (*_NUMBERS, *(f"{name}_by_row" for name in _NUMBERS))
+_FLOATS = limit.dtype("float32", "float64", "float16", "bfloat16")
 
 
 def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _by(given: dict[str, Any]) -> tuple[Any, ...]:
+def _values(given: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(of_row(given.get(name), given.get(f"{name}_by_row")) for name in _NUMBERS)
 
 
@@ -42,7 +44,7 @@ def _load_penalties(facts: Facts) -> Callable[..., Any]:
             seen = seen + counts_of(prompt_ids, vocab)
             places = torch.cat((places, prompt_ids.clamp(min=0).long()), -1)
         own = _wide(logits.gather(-1, places))
-        less = penalised(own, seen.gather(-1, places) > 0, counts.gather(-1, places), *_by(given))
+        less = penalised(own, seen.gather(-1, places) > 0, counts.gather(-1, places), *_values(given))
         # a place that is named twice gets one value twice, and the place 0 of what is none that which it should have
         return logits.scatter(-1, places, less.to(logits.dtype))
 
@@ -53,24 +55,7 @@ def _load_whole_rows(facts: Facts) -> Callable[..., Any]:
     def run(logits: Tensor, output_ids: Tensor, *, prompt_ids: Tensor | None = None, **given: Any) -> Tensor:
         counts = counts_of(output_ids, logits.shape[-1])
         seen = counts > 0 if prompt_ids is None else (counts > 0) | (counts_of(prompt_ids, logits.shape[-1]) > 0)
-        return penalised(_wide(logits), seen, counts, *_by(given)).to(logits.dtype, copy=True)
-
-    return run
-
-
-def _load_counted(facts: Facts) -> Callable[..., Any]:
-    def run(logits: Tensor, output_counts: Tensor, *, prompt_mask: Tensor | None = None, **given: Any) -> Tensor:
-        said = output_counts > 0
-        seen = said if prompt_mask is None else said | prompt_mask
-        return penalised(_wide(logits), seen, output_counts, *_by(given)).to(logits.dtype, copy=True)
-
-    return run
-
-
-def _load_bias(facts: Facts) -> Callable[..., Any]:
-    def run(logits: Tensor, bias_ids: Tensor, bias: Tensor) -> Tensor:
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
-        return biased(wide, bias_ids, bias).to(logits.dtype)
+        return penalised(_wide(logits), seen, counts, *_values(given)).to(logits.dtype, copy=True)
 
     return run
 
@@ -86,38 +71,27 @@ def _load_logprobs(facts: Facts) -> Callable[..., Any]:
     return run
 
 
-KERNELS = tuple(
+_MADE = tuple(
     Kernel(
         id=name,
         operations=(operation,),
         backend=TORCH,
         load=load,
         accepts=accepts,
-        limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
+        limits=(_FLOATS,),
         grad=name != "torch.penalties",  # torch adds up the gradient of a place once for each time it is named
         handles_negated=True,
         priority=30 if name == "torch.penalties_whole" else 40,
     )
     for name, operation, load, accepts in (
-        (
-            "torch.penalties",
-            "sampling.penalties",
-            _load_penalties,
-            ("prompt_ids", *_NUMBERS, *(f"{name}_by_row" for name in _NUMBERS)),
-        ),
-        (
-            "torch.penalties_whole",
-            "sampling.penalties",
-            _load_whole_rows,
-            ("prompt_ids", *_NUMBERS, *(f"{name}_by_row" for name in _NUMBERS)),
-        ),
-        (
-            "torch.penalties_counted",
-            "sampling.penalties.counted",
-            _load_counted,
-            ("prompt_mask", *_NUMBERS, *(f"{name}_by_row" for name in _NUMBERS)),
-        ),
-        ("torch.logit_bias", "sampling.bias", _load_bias, ()),
+        ("torch.penalties", "sampling.penalties", _load_penalties, ("prompt_ids", *_BY)),
+        ("torch.penalties_whole", "sampling.penalties", _load_whole_rows, ("prompt_ids", *_BY)),
         ("torch.logprobs", "sampling.logprobs", _load_logprobs, ("temperature", "temperature_by_row")),
     )
+)
+_EXPRESSED: dict[str, Any] = {"backend": TORCH, "limits": (_FLOATS,), "handles_negated": True, "priority": 40}
+KERNELS = (
+    *_MADE,
+    Kernel.of_expression(COUNTED, id="torch.penalties_counted", accepts=("prompt_mask", *_BY), **_EXPRESSED),
+    Kernel.of_expression(BIAS, id="torch.logit_bias", **_EXPRESSED),
 )

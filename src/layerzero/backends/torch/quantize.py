@@ -20,6 +20,7 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.quantize import formats
+from layerzero.ops.quantize.declare import DEQUANTIZE
 from layerzero.ops.quantize.formats import E2M1_LARGEST, FORMATS, MX, NV, SCALED, Format, in_blocks, packed, rounded
 
 _FLOATS = ("float32", "float64", "float16", "bfloat16")
@@ -99,15 +100,6 @@ def _load_blocks(divide: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[Fact
     return load
 
 
-def _load_back(facts: Facts) -> Callable[..., Any]:
-    of = _format(facts)
-
-    def run(quantized: Tensor, scale: Tensor, **params: Any) -> Tensor:
-        return formats.dequantize(quantized, scale, of, **params)
-
-    return run
-
-
 _COMMON: dict[str, Any] = {
     "backend": TORCH,
     "grad": True,
@@ -138,10 +130,9 @@ KERNELS = (
         limits=(limit.dtype(*_FLOATS),),
         **_COMMON,
     ),
-    Kernel(
+    Kernel.of_expression(
+        *DEQUANTIZE.values(),
         id="torch.dequantize",
-        operations=tuple(f"dequantize.{each.name}" for each in FORMATS.values()),
-        load=_load_back,
         accepts=("tensor_scale", "out_dtype"),
         limits=(limit.dtype("int8", "uint8", "float8_e4m3", "float8_e5m2"),),
         **_COMMON,

@@ -176,7 +176,7 @@ CAST = _declared(
     outputs=(tensor("output: ... features", dtype_from="out_dtype"),),
     params=(Param("out_dtype", torch.dtype, REQUIRED, example=torch.float16),),
     work=moved("rows features", 2),
-    expression=lambda input, out_dtype: input.to(out_dtype, copy=True),
+    expression=lambda input, out_dtype: input.to(out_dtype, copy=True, memory_format=torch.contiguous_format),
     judge=Exact("rounding to the nearest is one number"),
     tolerance={},
     tolerance_reason="",
