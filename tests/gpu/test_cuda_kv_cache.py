@@ -32,12 +32,8 @@ def appended(cache, names, counts):
     return query, key, value
 
 
-@pytest.mark.parametrize("way", [driver._Bindings, driver._Library])
-def test_both_ways_to_the_driver_agree(way):
-    try:
-        found = way()
-    except ImportError:
-        pytest.skip("cuda-python is not installed")
+def test_the_driver_reserves_maps_and_gives_back():
+    found = driver.Driver()
     assert found.version() >= 12000
     assert found.granularity(0) == GRAIN
     torch.zeros(1, device="cuda")

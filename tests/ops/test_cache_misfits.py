@@ -62,7 +62,7 @@ def test_a_type_error_from_within_a_constructor_stays_what_it_is(monkeypatch):
     def fails(*_):
         raise TypeError("from within")
 
-    monkeypatch.setattr("layerzero.ops.kv.sequences.asked", fails)
+    monkeypatch.setattr("layerzero.ops.kv.sequences.form_of", fails)
     with pytest.raises(TypeError, match=r"^from within$"):
         cache(kv_heads=2, head_dim=32)
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 import layerzero as lz
 from drawing import examples
 from launches import Counted
-from layerzero.ops.kv import driver, packed, ranges_cpu, strategy
+from layerzero.ops.kv import driver, ranges, strategy
+from layerzero.ops.kv import step as steps
 from layerzero.ops.paged import written
 
 FORMS = {
@@ -236,7 +237,7 @@ def test_the_next_step_is_one_copy_whatever_its_batch(batch, count):
 @given(st.data())
 def test_what_a_step_sends_is_what_the_book_says(monkeypatch, numpy_is_here, data):
     if not numpy_is_here:
-        monkeypatch.setattr(packed, "numpy_here", lambda: None)
+        monkeypatch.setattr(steps, "numpy_here", lambda: None)
     cache = made(**FORMS[data.draw(st.sampled_from(["paged", "contiguous"]))])
     names, step = [cache.allocate() for _ in range(3)], None
     for _ in range(data.draw(st.integers(1, 5))):
@@ -553,7 +554,7 @@ def test_the_library_way_raises_what_the_driver_answers(monkeypatch):
             return function
 
     monkeypatch.setattr(driver.ctypes, "CDLL", Answers)
-    found = driver._Library()
+    found = driver.Driver()
     assert found.version() == 0
     with pytest.raises(MemoryError, match="cuMemCreate: the device is out of memory"):
         found.create(1, 0)
@@ -569,18 +570,18 @@ def virtual(**more):
 def test_virtual_rows_take_memory_as_they_grow():
     cache = virtual()
     start = cache.usage()
-    assert (start.committed_bytes, start.growths) == (2 * ranges_cpu._GRAIN, 0)
+    assert (start.committed_bytes, start.growths) == (2 * ranges._GRAIN, 0)
     assert start.reserved_bytes == 3 * 2 * 8192 * 512
     cache.allocate("a")
     for _ in range(4):
         cache.writing(["a"], [1000]).commit()
     usage = cache.usage()
     assert usage.needed_bytes == 4000 * 2 * 512
-    assert usage.needed_bytes <= usage.committed_bytes <= usage.needed_bytes + 2 * (4 * ranges_cpu._GRAIN + 256 * 512)
+    assert usage.needed_bytes <= usage.committed_bytes <= usage.needed_bytes + 2 * (4 * ranges._GRAIN + 256 * 512)
     cache.free("a")
     assert cache.usage().committed_bytes == usage.committed_bytes, "kept for the next sequence"
     cache.trim()
-    assert cache.usage().committed_bytes == 2 * ranges_cpu._GRAIN
+    assert cache.usage().committed_bytes == 2 * ranges._GRAIN
     assert cache.layer(0).keys.shape == (3, 8192, 2, 32)
     assert cache.layer(0).keys.untyped_storage().data_ptr() == cache.layer(1).values.untyped_storage().data_ptr()
     cache.close()

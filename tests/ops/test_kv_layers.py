@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounter
 import layerzero as lz
 from drawing import examples
 from launches import Counted
-from layerzero.ops.kv.planes import heads_planes
+from layerzero.ops.kv.form import heads_planes
 from layerzero.ops.kv.storage import Virtual
 
 FORMS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -11,12 +12,10 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import told
-from layerzero.ops.kv import moving
-from layerzero.ops.kv.errors import KVCacheError
-from layerzero.ops.kv.prefix import PrefixGroup, groups_of
+from layerzero.ops.kv import storage as memory
+from layerzero.ops.kv.book import PrefixGroup, groups_of
 from layerzero.ops.kv.sequences import CachedSequences, alone, several
-from layerzero.ops.kv.strategy import KVCacheStrategy
-from layerzero.ops.kv.usage import CacheUsage, longest_run
+from layerzero.ops.kv.strategy import KVCacheError, KVCacheStrategy
 
 
 def _no_rows(places: list[int]) -> str:
@@ -130,7 +129,7 @@ class KVCache(CachedSequences):
         """Move a sequence to the host; its pages are free then, but for those that others share."""
         self._not_written(name)
         entry = self._book.entry(name)
-        kept = moving.to_host(self._storage.layers, self._planes, entry.pages, entry.length, self.page_size)
+        kept = memory.to_host(self._storage.layers, self._planes, entry.pages, entry.length, self.page_size)
         length = entry.length
         self._book.shrink(entry, 0)
         entry.swapped, entry.length = kept, length
@@ -149,18 +148,18 @@ class KVCache(CachedSequences):
             for page in pages:
                 self._book.give(page)
             raise
-        moving.from_host(self._storage.layers, self._planes, pages, entry.swapped)
+        memory.from_host(self._storage.layers, self._planes, pages, entry.swapped)
         entry.pages, entry.swapped = array("i", pages), None
 
     @alone
     def compact(self) -> int:
         """Move the last used pages into the first free ones; how many moved. Steps made before are refused."""
-        return self._move(moving.to_the_front(self._book))
+        return self._move(memory.to_the_front(self._book))
 
     @alone
     def defragment(self) -> int:
         """Put the pages of each sequence next to each other; how many moved. Steps made before are refused."""
-        return self._move(moving.in_order(self._book))
+        return self._move(memory.in_order(self._book))
 
     def _move(self, places: dict[int, int]) -> int:
         if self._step is not None:
@@ -170,7 +169,7 @@ class KVCache(CachedSequences):
         for page, place in places.items():  # the same tokens are copied of all of them
             self.ensure(page, most)
             self.ensure(place, most)
-        moving.copy_pages(self._storage.layers, self._planes, list(places.items()), most)
+        memory.copy_pages(self._storage.layers, self._planes, list(places.items()), most)
         self._book.move(places)
         self.moves += bool(places)
         return len(places)
@@ -200,8 +199,70 @@ class KVCache(CachedSequences):
             reserved_bytes=storage.reserved_bytes,
             committed_bytes=storage.committed_bytes,
             needed_bytes=tokens * of_token,
-            host_bytes=sum(moving.bytes_of(entry.swapped) for entry in entries if entry.swapped is not None),
+            host_bytes=sum(memory.bytes_of(entry.swapped) for entry in entries if entry.swapped is not None),
             growths=storage.growths,
             waited_growths=storage.waited_growths,
             growth_us=storage.growth_us,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class CacheUsage:
+    """A cache at one moment.
+
+    Attributes:
+        strategy: how its memory is laid out.
+        pages, free_pages, shared_pages: all pages, those that nobody has, those that several sequences have.
+        page_size: tokens of a page.
+        tokens: tokens of all sequences on the device, a shared one once.
+        sequences, swapped: sequences on the device, and on the host.
+        reserved_bytes: address space, or memory where that is the same.
+        committed_bytes: memory that is really there, of all layers.
+        needed_bytes: what the tokens take.
+        host_bytes: what is swapped to the host.
+        growths: how often memory was added since the cache was made, and ``growth_us`` how long that took, in all.
+        waited_growths: those of them that a step had to wait for.
+    """
+
+    strategy: str
+    pages: int
+    free_pages: int
+    shared_pages: int
+    page_size: int
+    tokens: int
+    sequences: int
+    swapped: int
+    largest_free_run: int
+    reserved_bytes: int
+    committed_bytes: int
+    needed_bytes: int
+    host_bytes: int
+    growths: int
+    waited_growths: int
+    growth_us: float
+
+    @property
+    def used_pages(self) -> int:
+        """Pages that somebody has."""
+        return self.pages - self.free_pages
+
+    @property
+    def fragmentation(self) -> float:
+        """The part of the free pages that does not lie in their longest row, 0 to 1."""
+        return 1.0 - self.largest_free_run / self.free_pages if self.free_pages else 0.0
+
+    @property
+    def waste(self) -> float:
+        """The part of the pages in use that holds no token, 0 to 1."""
+        room = self.used_pages * self.page_size
+        return 1.0 - self.tokens / room if room else 0.0
+
+
+def longest_run(numbers: list[int]) -> int:
+    """The most numbers of a sorted list that follow each other."""
+    longest = run = 0
+    before = None
+    for number in numbers:
+        run = run + 1 if before is not None and number == before + 1 else 1
+        longest, before = max(longest, run), number
+    return longest

@@ -8,7 +8,7 @@ Pages and rows are (pages, page_size, kv_heads, head_dim) in NHD, (pages, kv_hea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,9 @@ from torch import Tensor
 
 from layerzero.core.arguments import Axis, TensorSchema
 from layerzero.core.dtypes import FLOATING, INDEX
-from layerzero.core.operation import Operation, Tolerance, Work
+from layerzero.core.operation import Case, Operation, Tolerance, Work
 from layerzero.core.schema import OperationSchema
 from layerzero.ops.attention.declare import HEAD_DIMS, TOLERANCE
-from layerzero.ops.kv import cases
 from layerzero.ops.paged import on_demand, written
 from layerzero.ops.paged.codes import DERIVED, ONE_STEP, append_quantized_reference
 from layerzero.ops.paged.codes import check_values as check_codes
@@ -74,6 +73,77 @@ def _nothing(*_: object, **__: object) -> None:
     return None
 
 
+_SHAPES = ((8, 128), (2, 64))
+
+
+def _row(name: str, batch: int, seq: int, length: int, kv_heads: int, head_dim: int) -> Case:
+    sizes = {"batch": batch, "seq": seq, "length": length, "kv_heads": kv_heads}
+    return Case(name, sizes | {"head_dim": head_dim, "value_dim": head_dim})
+
+
+def _paged(name: str, count: tuple[str, int], pages: int, kv_heads: int, head_dim: int, page_size: int = 16) -> Case:
+    sizes = {count[0]: count[1], "pages": pages, "page_size": page_size, "kv_heads": kv_heads}
+    return Case(name, sizes | {"head_dim": head_dim, "value_dim": head_dim})
+
+
+ROWS = (
+    _row("small", 2, 3, 16, 2, 64),
+    _row("llama3_8b_decode_b8", 8, 1, 4096, 8, 128),
+    _row("llama3_8b_s512", 1, 512, 4096, 8, 128),
+)
+SLOTS = (
+    _paged("small", ("tokens", 5), 4, 2, 64),
+    _paged("llama3_8b_b64", ("tokens", 64), 1024, 8, 128),
+    _paged("llama3_8b_s2048", ("tokens", 2048), 1024, 8, 128),
+)
+ONE_HEAD = _paged("one_head", ("tokens", 7), 5, 1, 128)
+COPIES = (
+    _paged("small", ("copied_pages", 3), 8, 2, 64),
+    _paged("llama3_8b_16", ("copied_pages", 16), 1024, 8, 128),
+)
+
+
+def _positions(
+    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
+) -> dict[str, Tensor]:
+    """The tokens of a sequence one after the other, from anywhere."""
+    batch, seq, length = (case.sizes[name] for name in ("batch", "seq", "length"))
+    first = torch.randint(0, max(length - seq, 0) + 1, (batch, 1), generator=generator)
+    return {"positions": (first + torch.arange(seq)).clamp(max=max(length - 1, 0)).to(device)}
+
+
+def _page_numbers(
+    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
+) -> dict[str, Tensor]:
+    """Pages that are read, and others that are written."""
+    count, copies = case.sizes["pages"], case.sizes["copied_pages"]
+    order = torch.randperm(count, generator=generator)
+    return {"from_pages": order[:copies].to(device), "to_pages": order[-copies:].flip(0).to(device)}
+
+
+def _rows_sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
+    """A decode step of one row and of several, a prefill; none where sizes are named."""
+    for kv_heads, head_dim in _SHAPES if not narrow else ():
+        for batch, seq in ((1, 1), (16, 1), (1, 512)):
+            yield _row(f"B{batch} S{seq} ({kv_heads}/{head_dim})", batch, seq, 1024, kv_heads, head_dim)
+
+
+def _slots_sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
+    """A decode step's tokens, a batch's, a prefill's."""
+    for kv_heads, head_dim in _SHAPES if not narrow else ():
+        for tokens in (1, 64, 2048):
+            name = f"{tokens} tokens ({kv_heads}/{head_dim})"
+            yield _paged(name, ("tokens", tokens), 8192 if device == "cuda" else 256, kv_heads, head_dim)
+
+
+def _copies_sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
+    """One page, and as many as a batch that was forked needs."""
+    for kv_heads, head_dim in _SHAPES if not narrow else ():
+        for copies in (1, 64):
+            name = f"{copies} pages ({kv_heads}/{head_dim})"
+            yield _paged(name, ("copied_pages", copies), 8192 if device == "cuda" else 256, kv_heads, head_dim)
+
+
 # kv.append.contiguous
 
 
@@ -106,15 +176,15 @@ APPEND = Operation(
     summary="Write new keys and values into the rows of a contiguous cache",
     reference=append_reference,
     fake=_nothing,
-    cases=cases.ROWS,
+    cases=ROWS,
     tolerance=_EXACT,
     tolerance_reason="it only moves numbers",
     check_values=on_demand.checks,
     guard=written.guard,
     note=written.note,
-    examples=cases.positions,
+    examples=_positions,
     work=_moved("batch", "seq"),
-    sweep=cases.rows_sweep,
+    sweep=_rows_sweep,
 )
 
 # kv.gather.paged
@@ -154,13 +224,13 @@ GATHER = Operation(
     summary="Read the keys and values of slots of a paged cache",
     reference=gather_reference,
     fake=_gather_fake,
-    cases=cases.SLOTS,
+    cases=SLOTS,
     tolerance=_EXACT,
     tolerance_reason="it only moves numbers",
     check_values=on_demand.checks,
     guard=written.guard,
     work=_moved("tokens"),
-    sweep=cases.slots_sweep,
+    sweep=_slots_sweep,
 )
 
 # kv.copy_blocks
@@ -191,14 +261,14 @@ COPY_BLOCKS = Operation(
     summary="Copy pages of a cache into other pages",
     reference=copy_blocks_reference,
     fake=_nothing,
-    cases=cases.COPIES,
+    cases=COPIES,
     tolerance=_EXACT,
     tolerance_reason="it only moves numbers",
     check_values=on_demand.checks,
     guard=written.guard,
-    examples=cases.pages,
+    examples=_page_numbers,
     work=_moved("copied_pages", "page_size"),
-    sweep=cases.copies_sweep,
+    sweep=_copies_sweep,
 )
 
 # kv.append.quantized
@@ -219,7 +289,7 @@ APPEND_QUANTIZED = Operation(
     summary="Write new keys and values, divided by scales, into the slots of a cache of float8 or int8",
     reference=append_quantized_reference,
     fake=_nothing,
-    cases=(*cases.SLOTS, cases.ONE_HEAD),
+    cases=(*SLOTS, ONE_HEAD),
     derive=derive_codes,
     derived=DERIVED,
     derived_from=dict.fromkeys(DERIVED, ()),
@@ -229,7 +299,7 @@ APPEND_QUANTIZED = Operation(
     note=written.note,
     examples=scales,
     work=_moved("tokens"),
-    sweep=cases.slots_sweep,
+    sweep=_slots_sweep,
 )
 
 OPERATIONS = (APPEND, GATHER, COPY_BLOCKS, APPEND_QUANTIZED)

@@ -15,9 +15,8 @@ from layerzero.core.bundle import MISSING, Bundle
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.reasons import ReasonCode
-from layerzero.ops.kv.errors import GONE, KVCacheError
 from layerzero.ops.kv.step import CacheStep
-from layerzero.ops.kv.strategy import KVCacheStrategy
+from layerzero.ops.kv.strategy import GONE, KVCacheError, KVCacheStrategy
 from layerzero.ops.paged import on_demand, written
 from layerzero.ops.paged.cache import PagedCache, hint_of_step, of_step
 from layerzero.ops.paged.declare import append_paged_kv_reference

@@ -1,16 +1,33 @@
-"""A range of addresses whose memory is mapped on demand: the interface, and which one a device has."""
+"""Ranges of addresses that are reserved as a whole; memory is behind those that were committed."""
 
 from __future__ import annotations
 
+import ctypes
+import math
+import mmap
+import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from layerzero.core.reasons import ReasonCode
+from layerzero.ops.kv.strategy import KVCacheError
 
-class AddressRange(Protocol):
-    """Addresses that are reserved as a whole; memory is behind those that were committed.
+if TYPE_CHECKING:
+    from layerzero.ops.kv.driver import Driver
+
+_GRAIN = 64 * 1024
+_READ, _READ_WRITE = mmap.PROT_READ, mmap.PROT_READ | mmap.PROT_WRITE
+
+
+class CpuRange:
+    """Anonymous memory that reads as zeros and takes room once it was made writable.
+
+    The operating system maps memory as it is written, so that a contiguous tensor would grow by itself. This adds the
+    same steps as on a GPU, so that what uses them is tested without one: a write outside of what was committed ends the
+    process there, too.
 
     Attributes:
         granularity: bytes that memory comes in.
@@ -18,26 +35,170 @@ class AddressRange(Protocol):
         keeper: what lives as long as any tensor of the addresses does.
     """
 
-    granularity: int
-    committed_bytes: int
+    def __init__(self, size: Callable[[int], int]) -> None:
+        self.granularity, self.committed_bytes = _GRAIN, 0
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        self._memory = mmap.mmap(-1, max(size(_GRAIN), _GRAIN), flags, _READ_WRITE)
+        self.keeper = self._memory
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        self._protect(0, len(self._memory), _READ)
 
-    @property
-    def keeper(self) -> object: ...
+    def _protect(self, offset: int, size: int, protection: int) -> None:
+        if self._libc.mprotect(self._address + offset, size, protection):
+            raise MemoryError(f"mprotect of {size} bytes failed with errno {ctypes.get_errno()}")
 
     def commit(self, offset: int, size: int) -> None:
-        """Put memory behind addresses. Raises: MemoryError where there is none; nothing is mapped then."""
+        """Make memory writable."""
+        self._protect(offset, size, _READ_WRITE)
+        self.committed_bytes += size
 
     def release(self, offset: int, size: int) -> None:
-        """Take the memory away that one or several commits put there."""
+        """Give memory back; it reads as zeros."""
+        self._memory.madvise(mmap.MADV_DONTNEED, offset, size)
+        self._protect(offset, size, _READ)
+        self.committed_bytes -= size
 
     def settle(self) -> None:
-        """Wait until the device has done what was launched."""
+        """Nothing is under way on a CPU."""
 
     def tensor(self, dtype: torch.dtype) -> Tensor:
-        """All addresses as one flat tensor."""
+        """All of it; the mapping lives as long as the tensor does."""
+        return torch.frombuffer(self._memory, dtype=dtype)
 
     def close(self) -> None:
-        """Give back memory and addresses."""
+        """Give the memory back now, the addresses once no tensor has them."""
+        self._memory.madvise(mmap.MADV_DONTNEED)
+        self._protect(0, len(self._memory), _READ)
+        self.committed_bytes = 0
+
+
+class _Memory:
+    """Addresses as torch takes them in; keeps what owns them alive."""
+
+    def __init__(self, owner: object, address: int, size: int) -> None:
+        self._owner = owner
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+def _driver_for(device: torch.device) -> Driver:
+    from layerzero.ops.kv.driver import driver
+
+    found = driver()
+    if found is None:
+        problem = f"wanted a CUDA driver with virtual memory for {device}, got none; take another strategy"
+        raise KVCacheError(problem, ReasonCode.DRIVER_VERSION_UNSUPPORTED)
+    return found
+
+
+def _with_context(device: torch.device) -> torch.device:
+    """The device with its number, after its context was made: without one the driver knows no addresses."""
+    torch.zeros(1, device=device)
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+
+
+class _Managed:
+    """Memory that CPU and GPU share, as long as a tensor of it lives."""
+
+    def __init__(self, device: torch.device, size: int) -> None:
+        self._driver = _driver_for(device)
+        self._device = device
+        with torch.cuda.device(device):
+            self.address = self._driver.managed(size)
+        weakref.finalize(self, self._driver.free_managed, self.address)
+
+
+def managed_zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of zeros in memory that CPU and GPU share. Raises: KVCacheError without a driver that has such."""
+    where = _with_context(device)
+    size = math.prod(shape) * dtype.itemsize
+    owner = _Managed(where, size)
+    return torch.as_tensor(_Memory(owner, owner.address, size), device=where).view(dtype).view(shape).zero_()
+
+
+class CudaRange:
+    """Addresses of a GPU: memory is made in pieces of the driver's granularity and mapped where it is needed.
+
+    Calls are made with the device's context current. Attributes: as of :class:`CpuRange`.
+    """
+
+    def __init__(self, device: torch.device, size: Callable[[int], int]) -> None:
+        found = self._driver = _driver_for(device)
+        self._device = _with_context(device)
+        self.granularity = found.granularity(self._device.index)
+        self.committed_bytes = 0
+        self._size = max(size(self.granularity), self.granularity)
+        self._address = found.reserve(self._size)
+        self._handles: dict[int, int] = {}
+
+    @property
+    def keeper(self) -> object:
+        """Itself: torch keeps it for as long as it knows the addresses."""
+        return self
+
+    def commit(self, offset: int, size: int) -> None:
+        """Make memory piece by piece and map it. Raises: MemoryError."""
+        done = []
+        with torch.cuda.device(self._device):
+            try:
+                for place in range(offset, offset + size, self.granularity):
+                    self._piece(place)
+                    done.append(place)
+            except (MemoryError, RuntimeError):
+                for place in done:
+                    self.release(place, self.granularity)
+                raise
+
+    def _piece(self, place: int) -> None:
+        index = self._device.index
+        try:
+            handle = self._driver.create(self.granularity, index)
+        except MemoryError:
+            torch.cuda.empty_cache()  # what torch keeps for later is of no use to the driver
+            handle = self._driver.create(self.granularity, index)
+        try:
+            self._driver.map(self._address + place, self.granularity, handle, index)
+        except (MemoryError, RuntimeError):
+            self._driver.release(handle)
+            raise
+        self._handles[place] = handle
+        self.committed_bytes += self.granularity
+
+    def release(self, offset: int, size: int) -> None:
+        """Unmap and give back; nothing on the device may use it any more."""
+        with torch.cuda.device(self._device):
+            for place in range(offset, offset + size, self.granularity):
+                self._driver.unmap(self._address + place, self.granularity)
+                self._driver.release(self._handles.pop(place))
+                self.committed_bytes -= self.granularity
+
+    def settle(self) -> None:
+        """Wait for the device."""
+        torch.cuda.synchronize(self._device)
+
+    def tensor(self, dtype: torch.dtype) -> Tensor:
+        """All addresses; the first must have memory, by which torch tells whose they are."""
+        memory = _Memory(self, self._address, self._size)
+        return torch.as_tensor(memory, device=self._device).view(dtype)
+
+    def close(self) -> None:
+        """Wait for the device, then give back memory and addresses."""
+        if not self._address:
+            return
+        self.settle()
+        self.release_all()
+        with torch.cuda.device(self._device):
+            self._driver.free(self._address, self._size)
+        self._address = 0
+
+    def release_all(self) -> None:
+        """Give back every piece."""
+        for place in list(self._handles):
+            self.release(place, self.granularity)
+
+
+AddressRange = CpuRange | CudaRange
 
 
 def reserve(device: torch.device, size: Callable[[int], int]) -> AddressRange:
@@ -46,16 +207,5 @@ def reserve(device: torch.device, size: Callable[[int], int]) -> AddressRange:
     Raises: KVCacheError with DRIVER_VERSION_UNSUPPORTED or KV_STRATEGY_UNSUPPORTED where the device has no such thing.
     """
     if device.type == "cuda":
-        from layerzero.ops.kv.ranges_cuda import CudaRange
-
         return CudaRange(device, size)
-    from layerzero.ops.kv.ranges_cpu import CpuRange
-
     return CpuRange(size)
-
-
-def managed_zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of zeros in memory that CPU and GPU share. Raises: KVCacheError without a driver that has such."""
-    from layerzero.ops.kv.ranges_cuda import managed
-
-    return managed(shape, dtype, device)

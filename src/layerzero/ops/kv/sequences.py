@@ -16,14 +16,12 @@ from layerzero.core.bundle import Bundle
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.reasons import ReasonCode
 from layerzero.core.system import forking
-from layerzero.ops.kv import moving
 from layerzero.ops.kv.book import Book, Entry, Growth, has_hash
-from layerzero.ops.kv.errors import GONE, KVCacheError
+from layerzero.ops.kv.form import form_of
 from layerzero.ops.kv.layer import CacheLayer, LatentLayer, SplitLayer
-from layerzero.ops.kv.making import asked
 from layerzero.ops.kv.step import CacheStep
-from layerzero.ops.kv.storage import Fixed, Virtual
-from layerzero.ops.kv.strategy import KVCacheStrategy
+from layerzero.ops.kv.storage import Fixed, Virtual, copy_pages
+from layerzero.ops.kv.strategy import GONE, KVCacheError, KVCacheStrategy
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -85,7 +83,7 @@ class CachedSequences(Bundle):
         if limit_bytes is not None and (type(limit_bytes) is not int or limit_bytes < 1):
             problem = f"limit_bytes: wanted a number of at least 1 or None, got {told(limit_bytes)}"
             raise InvalidCallError("KVCache", [problem])
-        made = asked(
+        made = form_of(
             *(layers, kv_heads, head_dim, value_dim, latent, pages, page_size, max_sequences, max_length),
             *(layout, dtype, device, strategy, captured, scales),
         )
@@ -304,7 +302,7 @@ class CachedSequences(Bundle):
                     tokens = self.page_size if self.strategy is KVCacheStrategy.PAGED else growth.before
                     copies.setdefault(tokens, []).append((growth.replaced, growth.entry.pages[place]))
             for tokens, pairs in copies.items():
-                moving.copy_pages(self._storage.layers, self._planes, pairs, tokens)
+                copy_pages(self._storage.layers, self._planes, pairs, tokens)
         except BaseException:
             self._book.undo(growths)
             raise

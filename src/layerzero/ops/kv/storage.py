@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -12,9 +12,10 @@ from torch import Tensor
 
 from layerzero.core.reasons import ReasonCode
 from layerzero.core.system import forking
-from layerzero.ops.kv.errors import KVCacheError
-from layerzero.ops.kv.planes import Plane, are_columns
+from layerzero.ops.kv.book import Book
+from layerzero.ops.kv.form import Plane, are_columns
 from layerzero.ops.kv.ranges import AddressRange, managed_zeros, reserve
+from layerzero.ops.kv.strategy import KVCacheError
 from layerzero.ops.paged import on_demand
 
 OVERREAD = 256
@@ -229,3 +230,72 @@ class Virtual(Fixed):
         self.layers = []
         self._mapped.rooms[:] = [0] * self._pages  # views of it that somebody kept lead nowhere
         self._range.close()
+
+
+Kept = list[dict[str, list[Tensor]]]
+"""By layer and plane: the used tokens of each page, on the host."""
+
+
+def copy_pages(
+    layers: Sequence[Mapping[str, Tensor]], planes: Sequence[Plane], pairs: Sequence[tuple[int, int]], tokens: int
+) -> None:
+    """Copy the first tokens of pages into others, all at once, so that a page may be left and filled in one go."""
+    if not pairs:
+        return
+    device = next(iter(layers[0].values())).device
+    sources, targets = torch.tensor(pairs, device=device).unbind(1)
+    for layer in layers:
+        for plane in planes:
+            tensor = layer[plane.name].narrow(plane.token_axis, 0, tokens)
+            tensor[targets] = tensor[sources]
+
+
+def to_host(
+    layers: Sequence[Mapping[str, Tensor]], planes: Sequence[Plane], pages: Sequence[int], length: int, page_size: int
+) -> Kept:
+    """The tokens of a sequence's pages, copied to the host."""
+    return [
+        {
+            plane.name: [
+                layer[plane.name][page]
+                .narrow(plane.token_axis - 1, 0, _used(number, length, page_size))
+                .to("cpu", copy=True)
+                for number, page in enumerate(pages)
+            ]
+            for plane in planes
+        }
+        for layer in layers
+    ]
+
+
+def from_host(
+    layers: Sequence[Mapping[str, Tensor]], planes: Sequence[Plane], pages: Sequence[int], kept: Kept
+) -> None:
+    """Put tokens back, into other pages."""
+    for layer, mine in zip(layers, kept, strict=True):
+        for plane in planes:
+            for page, tokens in zip(pages, mine[plane.name], strict=True):
+                axis = plane.token_axis - 1
+                layer[plane.name][page].narrow(axis, 0, tokens.shape[axis]).copy_(tokens)
+
+
+def bytes_of(kept: Kept) -> int:
+    """What lies on the host."""
+    return sum(each.nbytes for layer in kept for tokens in layer.values() for each in tokens)
+
+
+def _used(number: int, length: int, page_size: int) -> int:
+    return min(length - number * page_size, page_size)
+
+
+def to_the_front(book: Book) -> dict[int, int]:
+    """The fewest moves that leave the used pages before the free ones: the last used page into the first free one."""
+    used = sorted(book.held())
+    holes = [page for page in book.free if page < len(used)]
+    return dict(zip(used[len(used) - len(holes) :], holes, strict=True))
+
+
+def in_order(book: Book) -> dict[int, int]:
+    """Moves that leave the pages of each sequence next to each other, sequence by sequence."""
+    order = dict.fromkeys(page for entry in book.entries.values() for page in entry.pages)
+    return {page: place for place, page in enumerate(order) if page != place}

@@ -1,4 +1,4 @@
-"""How a cache's memory is laid out, chosen by facts: the four strategies and why each is taken or refused."""
+"""What goes wrong with a cache that is no mistake in one argument: no room, a freed cache, two steps at once."""
 
 from __future__ import annotations
 
@@ -9,9 +9,26 @@ from typing import Any
 import torch
 
 from layerzero.core.arguments import told
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import InvalidCallError, LayerZeroError
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.ops.kv.errors import KVCacheError
+
+GONE = "wanted a cache that is there, got one that was closed; make another"
+"""What a closed cache says, and whatever stands for it."""
+
+
+class KVCacheError(LayerZeroError):
+    """A cache cannot do what was asked; nothing was written and nothing was lost.
+
+    Attributes:
+        problem: what was wanted, what came, and the next step.
+        code: the reason code where the catalogue has one (KV_CACHE_EXHAUSTED, VIRTUAL_MEMORY_EXHAUSTED).
+    """
+
+    def __init__(self, problem: str, code: ReasonCode | None = None) -> None:
+        self.problem = problem
+        self.code = code
+        super().__init__(f"[{code}] KVCache: {problem}" if code is not None else f"KVCache: {problem}")
+
 
 LEAST_CUDA = 12000
 """CUDA of the driver from which on virtual memory is used, as the driver counts: 12.0."""
