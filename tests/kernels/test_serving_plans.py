@@ -17,7 +17,7 @@ from layerzero.backends.flashinfer.varlen import PlannedPages, _Split, pages_of
 from layerzero.core.device import Device
 from layerzero.core.facts import FactsBuilder
 from layerzero.engine.registry import REGISTRY
-from layerzero.ops.paged.late_count import LateCount
+from layerzero.ops.paged.slots import LateCount
 
 PAGE = 4
 ARGUMENTS = {"num_qo_heads": 4, "head_dim_qk": 64, "head_dim_vo": 64, "causal": True, "window_left": -1}

@@ -9,7 +9,7 @@ import torch
 
 import layerzero as lz
 from layerzero.ops.attention.reference import attention_reference
-from layerzero.ops.cascade.merge import merge_states_reference
+from layerzero.ops.cascade.merge import merge_attention_states
 
 PAGE = 4
 
@@ -26,7 +26,7 @@ def parts(tokens=5, heads=4, dim=8, first=6, second=9):
     return found
 
 
-@pytest.mark.parametrize("merge", [merge_states_reference, lambda *each: lz.merge_attention_states(*each)])
+@pytest.mark.parametrize("merge", [merge_attention_states, lambda *each: lz.merge_attention_states(*each)])
 def test_two_parts_give_attention_over_all_keys(merge):
     first, second, both = parts()
     output, lse = merge(*first, *second)

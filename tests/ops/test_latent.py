@@ -10,7 +10,7 @@ import torch
 import layerzero as lz
 from layerzero.backends.latent import joined
 from layerzero.ops.attention.reference import attention_reference
-from layerzero.ops.latent.declare import NAME, mla_reference
+from layerzero.ops.latent.declare import NAME, mla_attention
 
 SCALE = 192**-0.5
 KERNELS = ("torch.mla_gather", "torch.mla_sdpa_cpu", "vllm.cpu.mla_decode")
@@ -68,7 +68,7 @@ def test_every_kernel_here_reads_what_a_sequence_owns_and_nothing_else(kernel, l
         pytest.skip(str(missing))
     with lz.scope(locks={NAME: kernel}):
         got = lz.mla_attention(**given)
-    torch.testing.assert_close(got, mla_reference(**given), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got, mla_attention(**given), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kernel", KERNELS[:2])
@@ -82,7 +82,7 @@ def test_drafts_are_causal_at_the_end_of_each_sequence(kernel, apart):
     for token in range(4):
         one = given | {name: given[name][:, token : token + 1] for name in ("q_nope", "q_pe")}
         one["context_lens"] = given["context_lens"] - (3 - token)
-        wanted, sums = mla_reference(**one, return_lse=True)
+        wanted, sums = mla_attention(**one, return_lse=True)
         torch.testing.assert_close(output[:, token : token + 1], wanted, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(lse[..., token : token + 1], sums, rtol=1e-5, atol=1e-5)
 

@@ -13,7 +13,8 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops.attention.reference import attention_reference
-from layerzero.ops.paged.declare import append_paged_kv_reference, paged_attention_reference
+from layerzero.ops.paged.append import append_paged_kv_
+from layerzero.ops.paged.declare import paged_attention_reference
 from layerzero.testing import case_call, check
 
 PAGE = 4
@@ -118,7 +119,7 @@ def test_append_writes_its_slots_and_nothing_else(layout):
 def test_padding_alone_writes_nothing():
     keys, values = torch.randn(2, PAGE, 1, 4), torch.randn(2, PAGE, 1, 4)
     before = keys.clone(), values.clone()
-    append_paged_kv_reference(torch.randn(2, 1, 4), torch.randn(2, 1, 4), keys, values, torch.tensor([-1, -1]))
+    append_paged_kv_(torch.randn(2, 1, 4), torch.randn(2, 1, 4), keys, values, torch.tensor([-1, -1]))
     assert torch.equal(keys, before[0])
     assert torch.equal(values, before[1])
 

@@ -21,8 +21,8 @@ from layerzero.core.indices import IN_C
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.calls import arguments_of
 from layerzero.ops.paged import slots as paged_slots
-from layerzero.ops.paged.host_slots import numpy_here, slots_on_host
 from layerzero.ops.paged.mixed import GQA_MIXED_PAGED, paged_tokens_reference
+from layerzero.ops.paged.slots import numpy_here, slots_on_host
 from paged_calls import PAGE, paged, starts
 
 

@@ -13,7 +13,7 @@ from layerzero.engine.functions import CALLS
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.calls import arguments_of, case_of_sizes, facts_of
 from layerzero.ops.ragged.declare import GQA_RAGGED
-from layerzero.ops.ragged.reference import ragged_attention_reference
+from layerzero.ops.ragged.reference import ragged_attention
 from layerzero.ops.ragged.starts import spread
 
 
@@ -53,7 +53,7 @@ ARGUMENTS = [
 @pytest.mark.parametrize("lengths", [((3, 0, 5), (7, 2, 5)), ((4,), (4,)), ((6, 1), (2, 9))], ids=str)
 def test_the_reference_is_one_dense_call_after_the_other(lengths, arguments):
     call = ragged(*lengths)
-    output, lse = ragged_attention_reference(*call, return_lse=True, **arguments)
+    output, lse = ragged_attention(*call, return_lse=True, **arguments)
     wanted, wanted_lse = one_by_one(*call, **arguments)
     torch.testing.assert_close(output, wanted)
     torch.testing.assert_close(lse, wanted_lse)
@@ -97,7 +97,7 @@ def test_sinks_beside_gradients_are_left_to_the_reference():
 def test_a_sequence_reads_nothing_of_its_neighbours():
     query, key, value, cu_q, cu_k = ragged((2, 3), (4, 3))
     key[4:], value[4:] = math.nan, math.nan
-    for run in (lz.ragged_attention, ragged_attention_reference):
+    for run in (lz.ragged_attention, ragged_attention):
         output = run(query, key, value, cu_q, cu_k, causal=True)
         assert output[:2].isfinite().all()
         assert output[2:].isnan().all()
@@ -147,7 +147,7 @@ def test_a_step_is_planned_once_for_all_layers():
     def run(query, key, value, cu_seqlens_q, cu_seqlens_k, *, causal, step=None):
         assert step.belongs(cu_seqlens_q, cu_seqlens_k)
         step.slot("user.planning", Planned)
-        return ragged_attention_reference(query, key, value, cu_seqlens_q, cu_seqlens_k, causal=causal)
+        return ragged_attention(query, key, value, cu_seqlens_q, cu_seqlens_k, causal=causal)
 
     lz.register_kernel("attention.gqa.prefill.ragged", "user.planning", priority=100)(run)
     query, key, value, cu, _ = ragged((3, 5), (3, 5))

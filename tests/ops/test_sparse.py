@@ -17,7 +17,7 @@ from layerzero.core.facts import FactsBuilder
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.sparse.declare import NAME
 from layerzero.ops.sparse.pattern import block_mask, block_table
-from layerzero.ops.sparse.variable import VARIABLE_SPARSE, variable_reference
+from layerzero.ops.sparse.variable import VARIABLE_SPARSE, variable_sparse_attention
 
 STARTS, COLUMNS = (0, 2, 2, 5, 6), (4, 1, 0, 2, 5, 3)
 
@@ -172,7 +172,7 @@ def test_on_a_gpu_each_head_has_keys_of_its_own(monkeypatch, device):
     named = lz.Device.detect("cpu") if device == "cpu" else lz.Device.named(device)
     facts = FactsBuilder(VARIABLE_SPARSE).build(**given, device=named)
     output = sparse_variable._load(facts)(*given.values())
-    torch.testing.assert_close(output, variable_reference(**given))
+    torch.testing.assert_close(output, variable_sparse_attention(**given))
     (key,) = seen
     assert key.shape == (2, 2, 20, 16)
     assert (key.stride(1) == 0) is (device == "cpu")

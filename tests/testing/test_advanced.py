@@ -9,7 +9,7 @@ import torch
 
 from layerzero.core import values
 from layerzero.engine.registry import REGISTRY
-from layerzero.ops.sparse.declare import BLOCK_SPARSE, sparse_reference
+from layerzero.ops.sparse.declare import BLOCK_SPARSE, sparse_attention
 from layerzero.testing import compare, execution
 from layerzero.testing.sizes import Setting
 
@@ -38,7 +38,7 @@ def trial(kept=Copied):
         def run(query, key, value, *pattern, block_pattern=None, **blocks):
             if block_pattern is not None:
                 pattern = block_pattern.slot("planted", kept).tensors
-            return sparse_reference(query, key, value, *pattern, **blocks)
+            return sparse_attention(query, key, value, *pattern, **blocks)
 
         return run
 

@@ -18,8 +18,8 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.ops import OPERATIONS
 from layerzero.ops.attention.sweep import Heads, decode_case, prefill_case
 from layerzero.ops.norm.declare import norm_case
-from layerzero.ops.paged.sweep import paged_case
-from layerzero.ops.ragged import parts
+from layerzero.ops.paged.declare import paged_case
+from layerzero.ops.ragged import reference as ragged
 from layerzero.testing.compare import expected
 from layerzero.testing.generate import case_call, random_call
 from layerzero.tuning.keeping.rows import work_of
@@ -197,12 +197,12 @@ def test_parts_of_decoding_agree_with_the_whole(monkeypatch):
 @pytest.mark.parametrize("function", ["ragged_attention", "paged_attention"])
 def test_parts_of_unlike_sequences_agree_with_the_whole(function, monkeypatch):
     monkeypatch.setattr(correctness, "MAX_ELEMENTS", {"cpu": -1})
-    monkeypatch.setattr(parts, "MOST_SCORES", 64)
+    monkeypatch.setattr(ragged, "MOST_SCORES", 64)
     pieces, sums = 0, 0
     for number in range(120):
         call = random_call(0, number, function=function, dtype=torch.float64)
         facts = lz.facts(function, **call.arguments)
-        if facts.operation.parts not in (parts.of_keys, parts.of_pages):
+        if facts.operation.parts not in (ragged.parts_of_keys, ragged.parts_of_pages):
             continue
         found = correctness.truth_of(call, facts)
         assert (found.whole is None) is bool(found.parts) is bool(facts.size("tokens"))

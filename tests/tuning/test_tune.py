@@ -18,9 +18,8 @@ from layerzero.core.evidence import Provenance
 from layerzero.core.ledger import MemoryLedger, Verdict
 from layerzero.engine.dispatch import ENGINE
 from layerzero.ops import OPERATIONS
-from layerzero.ops.attention.sweep import Heads
 from layerzero.ops.norm.declare import norm_case
-from layerzero.ops.paged.sweep import append_case
+from layerzero.ops.paged.append import slots_case
 from layerzero.tuning.keeping.files import FileLedger
 from layerzero.tuning.keeping.folder import RecordFolder
 from layerzero.tuning.keeping.store import StoreLedger
@@ -368,7 +367,7 @@ def test_what_no_child_knows_runs_here_and_is_told(monkeypatch, tmp_path):
 def test_what_writes_and_returns_nothing_runs_in_a_child(tmp_path):
     ENGINE.ledger = FileLedger(tmp_path)
     kernel = next(each for each in lz.list_kernels() if each.id == "torch.paged_append")
-    facts = Job(*append_case(Heads(4, 2, 64), 3, 16), "float32").facts("cpu")
+    facts = Job("kv.append.paged", slots_case("small", ("tokens", 3), 16, 2, 64), "float32").facts("cpu")
     (found,) = rehearsal.rehearse([(kernel, facts)])
     assert found.verdict is Verdict.PASSED, found.detail
 

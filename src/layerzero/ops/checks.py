@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,18 +28,15 @@ def check_dense(function: str, arguments: Mapping[str, object]) -> None:
         raise InvalidCallError(function, problems)
 
 
-def score_problems(arguments: Mapping[str, object]) -> list[str]:
-    """List what is wrong with the numbers that act on attention's scores; types are the schema's business."""
+def shape_problems(arguments: Mapping[str, Any], names: tuple[str, ...], ndim: int) -> list[str]:
+    """Tensors that are none, or have another number of axes."""
     problems = []
-    scale, softcap, window = arguments["scale"], arguments["softcap"], arguments["window"]
-    if isinstance(scale, (int, float)) and not math.isfinite(scale):
-        problems.append(f"scale: wanted a finite number, got {scale}")
-    if isinstance(softcap, (int, float)) and not (math.isfinite(softcap) and softcap > 0):
-        problems.append(f"softcap: wanted a finite number above 0 or None, got {softcap}")
-    if window is not None:
-        counts = isinstance(window, (tuple, list)) and all(type(side) is int and side >= -1 for side in window)
-        if not counts or len(window) != 2:  # type: ignore[arg-type]  # counts is False for what has no length
-            problems.append(f"window: wanted (left, right), each -1 (unbounded) or a count of keys, got {told(window)}")
+    for name in names:
+        tensor = arguments[name]
+        if not isinstance(tensor, torch.Tensor):
+            problems.append(f"{name}: wanted a tensor, got {type(tensor).__name__}")
+        elif tensor.ndim != ndim:
+            problems.append(f"{name}: wanted a {ndim}D tensor, got {tensor.ndim}D {tuple(tensor.shape)}")
     return problems
 
 

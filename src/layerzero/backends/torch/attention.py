@@ -26,7 +26,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention import declare as attention
-from layerzero.ops.attention.fold import by_group
+from layerzero.ops.attention.layout import by_group
 from layerzero.ops.attention.limits import LseWithoutGradient, SdpaEnabled, SquareCausal
 
 TORCH = Backend(

@@ -17,7 +17,7 @@ from layerzero.backends.torch.attention import TORCH
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.ops.paged.codes import quantized
+from layerzero.ops.paged.quantized import quantized
 from layerzero.ops.rope_append.declare import write_rows
 
 _FLOATS = ("float32", "float64", "float16", "bfloat16")

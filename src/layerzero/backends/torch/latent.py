@@ -25,7 +25,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention.limits import SdpaEnabled
 from layerzero.ops.latent.declare import NAME
-from layerzero.ops.paged.gather import gathered
+from layerzero.ops.paged.pages import gathered
 from layerzero.ops.ragged import declare as ragged
 
 

@@ -19,7 +19,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.attention.limits import SdpaEnabled
 from layerzero.ops.cascade.declare import FLAT
-from layerzero.ops.paged.gather import blocks_of
+from layerzero.ops.paged.pages import blocks_of
 
 _FLOATS = ("float32", "float64", "float16", "bfloat16")
 

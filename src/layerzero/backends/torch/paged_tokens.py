@@ -23,7 +23,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.attention.limits import SdpaEnabled
 from layerzero.ops.paged import mixed
-from layerzero.ops.paged.gather import gathered
+from layerzero.ops.paged.pages import gathered
 from layerzero.ops.paged.tree import of_sequence
 
 

@@ -30,9 +30,9 @@ from layerzero.backends.vllm.library import (
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
+from layerzero.ops.attention.limits import DenseTokens
 from layerzero.ops.attention.reference import lse_of_hidden_rows
 from layerzero.ops.cascade.declare import FLAT
-from layerzero.ops.paged.limits import DenseTokens
 from layerzero.ops.paged.step import StepMetadata
 
 

@@ -28,8 +28,8 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.limit import Limit
 from layerzero.core.operation import Tolerance
 from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.ops.attention.limits import DenseTokens
 from layerzero.ops.attention.reference import with_lse
-from layerzero.ops.paged.limits import DenseTokens
 from layerzero.ops.paged.quantized import DECODE, PREFILL, SCALES_OF_HEADS, by_key_head, of_heads, scales_of_heads
 
 _E4M3 = torch.float8_e4m3fn

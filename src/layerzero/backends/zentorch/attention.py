@@ -23,7 +23,7 @@ from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.reuse_conditions import WITHIN, Condition, SizedCall, conditions
 from layerzero.core.system import forking
 from layerzero.ops.attention import declare as attention
-from layerzero.ops.attention.fold import by_group
+from layerzero.ops.attention.layout import by_group
 from layerzero.ops.attention.limits import SquareCausal
 from layerzero.ops.attention.reference import attention_reference
 

@@ -9,7 +9,7 @@ Decode has no ``causal``: with one query, aligned bottom-right, every key is in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,13 +18,17 @@ from layerzero.core.arguments import Axis, Param, SizeCodes, TensorSchema
 from layerzero.core.dtypes import FLOATING, INDEX, dtype_name
 from layerzero.core.operation import Case, Operation, Tolerance, Work
 from layerzero.core.reasons import ReasonCode
-from layerzero.core.schema import OperationSchema
-from layerzero.ops.attention import parts, stock
-from layerzero.ops.attention.adapt import ADAPTERS
-from layerzero.ops.attention.dropout import dropout_keeps_the_mean
+from layerzero.ops import declaration
+from layerzero.ops.attention import torchs
 from layerzero.ops.attention.layout import LAYOUTS
-from layerzero.ops.attention.limits import grouped, torch_alone
-from layerzero.ops.attention.reference import attention_fake, attention_reference
+from layerzero.ops.attention.limits import ADAPTERS, grouped, torch_alone
+from layerzero.ops.attention.reference import (
+    attention_fake,
+    attention_reference,
+    dropout_keeps_the_mean,
+    parts,
+    scratch,
+)
 from layerzero.ops.attention.sweep import sweep_of
 
 TOLERANCE = {
@@ -49,14 +53,59 @@ LENGTH = SizeCodes(too_large=ReasonCode.SEQ_TOO_LONG)
 HEAD_DIMS = (Axis("head_dim", codes=HEAD_DIM), Axis("value_dim", codes=HEAD_DIM))
 """Sizes of heads, which select code."""
 
+HEADS = (
+    Axis("kv_heads", scales=True, beside=True, apart=True, carries=("heads",)),
+    Axis("heads", scales=True, beside=True),
+    Axis("group", implied=True),
+)
+GROUP = {"group": ("heads", "kv_heads")}
+
+_OPTIONAL: dict[str, Any] = {"required": False, "same_dtype": False}
+BIASES = (
+    TensorSchema("sinks", ("heads",), FLOATING, **_OPTIONAL),
+    TensorSchema("alibi_slopes", (), FLOATING, **_OPTIONAL),
+)
+PACKED = (
+    TensorSchema("query", ("tokens", "heads", "head_dim"), FLOATING),
+    TensorSchema("key", ("kv_tokens", "kv_heads", "head_dim"), FLOATING),
+    TensorSchema("value", ("kv_tokens", "kv_heads", "value_dim"), FLOATING),
+)
+"""Sequences one after the other."""
+
+
+def results(*rows: str, width: str = "value_dim", **more: Any) -> tuple[TensorSchema, TensorSchema]:
+    """The output and its log-sum-exp, by the axes before the heads."""
+    lse = (*rows[:-1], "heads", rows[-1])
+    return (
+        TensorSchema("output", (*rows, "heads", width), **more),
+        TensorSchema("lse", lse, frozenset({torch.float32}), when="return_lse"),
+    )
+
+
+def group_of(_: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, object]:
+    """Query heads that share a kv head."""
+    return {"group": sizes["heads"] // sizes["kv_heads"]}
+
+
+def work_of(facts: Mapping[str, Any], pairs: int, rows: int, kv_rows: int) -> Work:
+    """Two products over pairs of a query and a key in every head; queries, keys, values and the output once."""
+    heads, dims = facts["heads"], facts["head_dim"] + facts["value_dim"]
+    elements = dims * (rows * heads + kv_rows * facts["kv_heads"])
+    return Work(2.0 * heads * pairs * dims, float(elements * facts["dtype"].itemsize))
+
+
+def has_bias_grad(arguments: Mapping[str, Any], *names: str) -> bool:
+    """Whether any of the tensors that are added to scores wants gradients."""
+    return torch.is_grad_enabled() and any(
+        tensor.requires_grad for name in names if (tensor := arguments.get(name)) is not None
+    )
+
 
 def _axes(decode: bool) -> tuple[Axis, ...]:
     """What sizes mean; one query fills no tile, so that decode's lengths are told exactly."""
     return (
         Axis("batch", scales=True, live=True, beside=True, apart=True),
-        Axis("kv_heads", scales=True, beside=True, apart=True, carries=("heads",)),
-        Axis("heads", scales=True, beside=True),
-        Axis("group", implied=True),
+        *HEADS,
         Axis("seq_q", scales=True, live=True, tiled=not decode, codes=LENGTH),
         Axis("seq_k", scales=True, live=True, tiled=not decode, codes=LENGTH),
         *HEAD_DIMS,
@@ -77,37 +126,6 @@ ALIASES = {
 """The specification's names for facts of attention."""
 
 
-def _schema(name: str) -> OperationSchema:
-    decode = name.endswith("decode")
-    return OperationSchema(
-        operation=name,
-        inputs=(
-            TensorSchema("query", ("batch", "seq_q", "heads", "head_dim"), FLOATING, has_layout=True),
-            TensorSchema("key", ("batch", "seq_k", "kv_heads", "head_dim"), FLOATING, has_layout=True),
-            TensorSchema("value", ("batch", "seq_k", "kv_heads", "value_dim"), FLOATING, has_layout=True),
-            TensorSchema(
-                "attn_mask",
-                (),
-                FLOATING | {torch.bool},
-                required=False,
-                same_dtype=False,
-                broadcast=("batch", "heads", "seq_q", "seq_k"),
-                code=ReasonCode.ATTN_MASK_UNSUPPORTED,
-            ),
-            TensorSchema("sinks", ("heads",), FLOATING, required=False, same_dtype=False),
-            TensorSchema("alibi_slopes", (), FLOATING, required=False, same_dtype=False),
-            TensorSchema("kv_lens", ("batch",), INDEX, required=False, same_dtype=False, counts=("seq_k",)),
-        ),
-        outputs=(
-            TensorSchema("output", ("batch", "seq_q", "heads", "value_dim"), has_layout=True),
-            TensorSchema("lse", ("batch", "heads", "seq_q"), frozenset({torch.float32}), when="return_lse"),
-        ),
-        params=(*(() if decode else (CAUSAL,)), SCALE, DROPOUT, WINDOW, SOFTCAP, RETURN_LSE),
-        axes=_axes(decode),
-        layouts=LAYOUTS,
-    )
-
-
 def _mask_dtype(mask: torch.Tensor | None, dtype: torch.dtype) -> str:
     """``none``, ``query`` for the query's own, or the dtype's name."""
     if mask is None:
@@ -117,10 +135,9 @@ def _mask_dtype(mask: torch.Tensor | None, dtype: torch.dtype) -> str:
 
 def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
     mask = arguments.get("attn_mask")
-    biases = [tensor for name in ("attn_mask", "alibi_slopes") if (tensor := arguments.get(name)) is not None]
     return {
-        "bias_grad": torch.is_grad_enabled() and any(tensor.requires_grad for tensor in biases),
-        "group": values["heads"] // values["kv_heads"],
+        "bias_grad": has_bias_grad(arguments, "attn_mask", "alibi_slopes"),
+        **group_of(arguments, values),
         "mask_ndim": 0 if mask is None else mask.ndim,
         "mask_dtype": _mask_dtype(mask, values["dtype"]),
     }
@@ -141,12 +158,10 @@ def visible_pairs(queries: int, keys: int, causal: bool, window: tuple[int, int]
 
 
 def _work(facts: Mapping[str, Any]) -> Work:
-    """Two products over the pairs that are not hidden; queries, keys, values and the output once."""
-    batch, heads, kv_heads = facts["batch"], facts["heads"], facts["kv_heads"]
-    queries, keys, dims = facts["seq_q"], facts["seq_k"], facts["head_dim"] + facts["value_dim"]
-    pairs = visible_pairs(queries, keys, bool(facts.get("causal", False)), facts["window"])
-    elements = batch * dims * (queries * heads + keys * kv_heads)
-    return Work(2.0 * batch * heads * pairs * dims, float(elements * facts["dtype"].itemsize))
+    """All pairs that are not hidden."""
+    batch, queries, keys = facts["batch"], facts["seq_q"], facts["seq_k"]
+    pairs = batch * visible_pairs(queries, keys, bool(facts.get("causal", False)), facts["window"])
+    return work_of(facts, pairs, batch * queries, batch * keys)
 
 
 def _prefill(name: str, batch: int, seq: int, heads: int, kv: int, head_dim: int, *, causal: bool = True) -> Case:
@@ -166,30 +181,63 @@ def _padded(name: str, batch: int, seq_q: int, seq_k: int, heads: int, kv: int, 
     return Case(name, sizes | {"value_dim": head_dim}, params, ("kv_lens",))
 
 
+def operation(name: str, summary: str, reference: Callable[..., Any], *, sibling: str = "", **more: Any) -> Operation:
+    """Declare an operation of attention: its shapes, tolerance and aliases, unless others are said.
+
+    Args:
+        sibling: the operation with equal head counts, whose kernels serve this one once kv heads are repeated.
+        more: as of :func:`layerzero.ops.declaration.operation`; without ``stock`` torch has no way of its own.
+    """
+    usual: dict[str, Any] = {
+        "fake": attention_fake,
+        "tolerance": TOLERANCE,
+        "tolerance_reason": TOLERANCE_REASON,
+        "unlike_sibling": grouped if sibling else None,
+        "aliases": ALIASES,
+        "stock": None,
+    }
+    return declaration.operation(name, summary, reference, sibling=sibling, **(usual | more))
+
+
 def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = "") -> Operation:
-    return Operation(
-        schema=_schema(name),
-        summary=summary,
-        reference=attention_reference,
-        fake=attention_fake,
+    decode = name.endswith("decode")
+    return operation(
+        name,
+        summary,
+        attention_reference,
+        inputs=(
+            TensorSchema("query", ("batch", "seq_q", "heads", "head_dim"), FLOATING, has_layout=True),
+            TensorSchema("key", ("batch", "seq_k", "kv_heads", "head_dim"), FLOATING, has_layout=True),
+            TensorSchema("value", ("batch", "seq_k", "kv_heads", "value_dim"), FLOATING, has_layout=True),
+            TensorSchema(
+                "attn_mask",
+                (),
+                FLOATING | {torch.bool},
+                required=False,
+                same_dtype=False,
+                broadcast=("batch", "heads", "seq_q", "seq_k"),
+                code=ReasonCode.ATTN_MASK_UNSUPPORTED,
+            ),
+            *BIASES,
+            TensorSchema("kv_lens", ("batch",), INDEX, required=False, same_dtype=False, counts=("seq_k",)),
+        ),
+        outputs=results("batch", "seq_q", has_layout=True),
+        params=(*(() if decode else (CAUSAL,)), SCALE, DROPOUT, WINDOW, SOFTCAP, RETURN_LSE),
+        axes=_axes(decode),
+        layouts=LAYOUTS,
         cases=cases,
-        tolerance=TOLERANCE,
-        tolerance_reason=TOLERANCE_REASON,
         properties=(dropout_keeps_the_mean(TOLERANCE),),
         sibling=sibling,
-        unlike_sibling=grouped if sibling else None,
         left_by_state=torch_alone,
-        aliases=ALIASES,
         derive=_derive,
-        derived=("bias_grad", "group", "mask_ndim", "mask_dtype"),
         derived_from={"bias_grad": (), "group": ("heads", "kv_heads"), "mask_ndim": (), "mask_dtype": ()},
         work=_work,
         adapters=ADAPTERS,
-        fixed={"causal": False} if name.endswith("decode") else {},
-        scratch=parts.scratch,
-        parts=parts.parts,
+        fixed={"causal": False} if decode else {},
+        scratch=scratch,
+        parts=parts,
         sweep=sweep_of(name),
-        stock=stock.attention,
+        stock=torchs.stock,
     )
 
 

@@ -1,10 +1,24 @@
-"""The mathematics of attention: the additive bias that every argument amounts to, and the reference."""
+"""The mathematics of attention: the additive bias that every argument amounts to, the reference, and proofs by it.
+
+A call that is too large for float64 as a whole is proved in pieces: some queries of two heads are calls of their own,
+whose results depend on the keys of their sequence and head only. Dropout, which no single result can prove, is proved
+by its mean, by its spread, and by each run dropping others.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
+
+from layerzero.core.facts import Facts
+from layerzero.core.judge import Given, Property, Tolerance
+from layerzero.core.operation import Part
+from layerzero.ops.attention.layout import CANONICAL, heads_axis
 
 NEGATIVE_INFINITY = -math.inf
 
@@ -168,11 +182,120 @@ def with_lse(output: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def attention_fake(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, return_lse: bool = False, **_: object
+    query: torch.Tensor, _: torch.Tensor, value: torch.Tensor, *__: object, return_lse: bool = False, **___: object
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Results of the right shape and dtype, nothing computed: the value's head dim decides the output's."""
-    batch, seq_q, heads, _dim = query.shape
-    output = query.new_empty((batch, seq_q, heads, value.shape[-1]))
-    if not return_lse:
-        return output
-    return output, query.new_empty((batch, heads, seq_q), dtype=torch.float32)
+    """Results of any attention, nothing computed: the third tensor has the output's width, in a cache or beside keys.
+
+    Shapes: query (*, S, H, D), value (..., D_v) → (*, S, H, D_v), log-sum-exp (*, H, S)
+    """
+    output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    *lead, rows, heads, _width = query.shape
+    return (output, query.new_empty((*lead, heads, rows), dtype=torch.float32)) if return_lse else output
+
+
+QUERIES = 32
+_CUT = frozenset({"query", "key", "value", "causal", "scale", "window", "softcap", "layout"})
+"""Arguments that can be cut out of a call; any other must be absent."""
+
+
+def scratch(sizes: Mapping[str, int]) -> int:
+    """The larger of the scores and of the keys for every head."""
+    return sizes["batch"] * sizes["heads"] * sizes["seq_k"] * max(sizes["seq_q"], sizes["head_dim"])
+
+
+def parts(arguments: Mapping[str, Any], facts: Facts) -> Sequence[Part] | None:
+    """The last queries of the first sequence and head, and some in the middle of the last."""
+    others = [value for name, value in arguments.items() if name not in _CUT]
+    if any(isinstance(value, Tensor) or value for value in others):
+        return None
+    sizes, layout = facts.sizes(), facts.layout or CANONICAL
+    group, queries, keys = sizes["heads"] // sizes["kv_heads"], sizes["seq_q"], sizes["seq_k"]
+    causal, windowed = arguments.get("causal") in (True, None), arguments.get("window") is not None
+    middle = min(queries, (queries + QUERIES) // 2) if causal or not windowed else queries
+    found = []
+    for batch, head, last in ((0, 0, queries), (sizes["batch"] - 1, sizes["kv_heads"] - 1, middle)):
+        first = max(last - QUERIES, 0)
+        hidden = queries - last if causal else 0  # bottom-right: keys in the future of the last of these queries
+        heads = slice(head * group, head * group + group)
+        place = _place(layout, slice(batch, batch + 1), heads, slice(first, last))
+        of_keys = _place(layout, slice(batch, batch + 1), slice(head, head + 1), slice(0, keys - hidden))
+        cut = {name: of_keys(arguments[name]) for name in ("key", "value")} | {"query": place(arguments["query"])}
+        found.append(Part(f"queries {first} to {last - 1}", {**arguments, **cut, "layout": layout}, place))
+    return found
+
+
+def _place(layout: str, batch: slice, heads: slice, rows: slice) -> Callable[[Tensor], Tensor]:
+    index = [batch, rows, heads] if heads_axis(layout) == 2 else [batch, heads, rows]
+    return lambda tensor: tensor[tuple(index)]
+
+
+RATE = 0.5
+RUNS = 64
+ALPHA = 1e-9
+"""How improbable a right kernel's mean may be before it counts as wrong."""
+
+SPREAD = (0.8, 1.25)
+"""What the squared distances from the mean may be of what they should be, all together: 64 runs of the smallest cases
+move that by less than 2 % by chance."""
+
+
+def dropout_keeps_the_mean(tolerance: Mapping[torch.dtype, Tolerance]) -> Property:
+    """The property of operations with ``dropout_p``: at 0.5 a weight is 0 or twice itself, each as often.
+
+    The distance of a result from the one without dropout is then a sum of ``±w v`` over keys, whose tails are no wider
+    than those of normal numbers of the same variance (Hoeffding, 1963), so that the bound of the mean is a strict one.
+    """
+
+    def check(results: Sequence[tuple[Tensor, ...]], truth: tuple[Tensor, ...], given: Given) -> str:
+        plain = truth[0]
+        allowed = tolerance[given.dtype].beside(given.wider)
+        weights, values = _weights(given.basis), given.basis["value"]
+        group = plain.shape[2] // values.shape[2]
+        values = values.repeat_interleave(group, 2)
+        variance = torch.einsum("bqhk,bkhd->bqhd", weights.square(), values.square())
+        size = 2 * torch.einsum("bqhk,bkhd->bqhd", weights, values.abs())
+        rounding = allowed.atol + allowed.rtol * size
+        outputs = [result[0].to(torch.float64) for result in results]
+        energy = sum(float((output - plain).square().sum()) for output in outputs) / len(outputs)
+        ratio = energy / float(variance.sum())
+        if ratio < SPREAD[0] / 4:
+            return f"with dropout_p={RATE} the results are those without it: it is ignored"
+        for number, (one, other) in enumerate(itertools.pairwise(outputs), 1):
+            if torch.equal(one, other):
+                return f"with dropout_p={RATE} runs {number} and {number + 1} dropped the same weights"
+        off = torch.stack(outputs).mean(0) - plain
+        far = math.sqrt(2 * math.log(4 * plain.numel() / ALPHA))
+        excess = off.abs() / (far * (variance / len(outputs)).sqrt() + rounding)
+        along = torch.einsum("bqhd,bkhd->bqhk", plain, values)
+        together = far * math.sqrt(float((weights * along).square().sum()) / len(outputs))
+        together += float((plain.abs() * rounding).sum())
+        drift = float((plain * off).sum())
+        if float(excess.max()) > 1 or abs(drift) > together:
+            scale = 1 + drift / float(plain.square().sum())
+            return (
+                f"with dropout_p={RATE} the mean of {len(outputs)} runs is not the result without it: on the whole it "
+                f"is {scale:.3g} times that, and one element is {float(excess.max()):.3g} times too far off"
+            )
+        if not SPREAD[0] <= ratio <= SPREAD[1]:
+            return (
+                f"with dropout_p={RATE} results spread {ratio:.3g} times as much as when half the weights are dropped"
+            )
+        return ""
+
+    runs = ({"dropout_p": RATE},) * RUNS
+    return Property("dropout keeps the mean", check, "each weight is dropped or scaled, apart from the others", runs)
+
+
+def _weights(arguments: Mapping[str, object]) -> Tensor:
+    """The attention weights: what comes of values that are 1 for one key and 0 for the others.
+
+    Shapes: → (B, S_q, H, S_k)
+    """
+    given = {name: value for name, value in arguments.items() if name not in ("dropout_p", "return_lse")}
+    key = given["key"]
+    assert isinstance(key, Tensor)
+    batch, keys, heads, _ = key.shape
+    ones = torch.eye(keys, dtype=key.dtype, device=key.device).view(1, keys, 1, keys)
+    weights = attention_reference(**{**given, "value": ones.expand(batch, keys, heads, keys)})  # type: ignore[arg-type]
+    assert isinstance(weights, Tensor)
+    return weights

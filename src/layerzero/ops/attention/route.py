@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Function, Operation, Routed
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.attention import layout as layouts
+from layerzero.ops.attention.checks import score_problems, slope_problems, without_defaults
 from layerzero.ops.attention.declare import (
     GQA_DECODE,
     GQA_PREFILL,
@@ -22,7 +22,7 @@ from layerzero.ops.attention.declare import (
     STANDARD_PREFILL,
 )
 from layerzero.ops.attention.draw import attention as draw
-from layerzero.ops.checks import check_dense, score_problems
+from layerzero.ops.checks import check_dense
 
 NAME = "attention"
 
@@ -89,17 +89,12 @@ def route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
             f"(query {query}, key {key}); pass layout= if the axes are the other way round",
             ReasonCode.GQA_HEADS_MISMATCH,
         )
-    canonical = {name: value for name, value in arguments.items() if name != "layout"}
-    if canonical["causal"] is None:
-        canonical["causal"] = canonical["attn_mask"] is None
-    _check_mask(canonical, seq_q, seq_k, query[0], heads)
-    _check_values(canonical, query[0], heads)
-    scale = canonical["scale"]
-    if isinstance(scale, (int, float)) and math.isclose(scale, query[-1] ** -0.5, rel_tol=1e-7):
-        canonical["scale"] = None  # the default, spelled out: kernels without a scale argument stay legal
+    causal = arguments["attn_mask"] is None if arguments["causal"] is None else arguments["causal"]
+    given = {**arguments, "causal": causal}
+    _check_mask(given, seq_q, seq_k, query[0], heads)
+    _check_values(given, query[0], heads)
     operation = _operation(heads == kv_heads, seq_q == 1)
-    if seq_q == 1:
-        del canonical["causal"]  # bottom-right: the only query is the last, nothing is in its future
+    canonical = without_defaults(operation, given, query[-1])
     problems = operation.schema.validate(layout=layout, **canonical)
     if problems:
         raise InvalidCallError(NAME, problems)
@@ -182,12 +177,9 @@ def _check_values(canonical: dict[str, Any], batch: int, heads: int) -> None:
         raise _invalid(f"dropout_p: wanted 0 <= p < 1, got {dropout_p}")
     if not isinstance(canonical["causal"], bool):  # decode, which has no such argument, would let it pass
         raise _invalid(f"causal: wanted bool, got {told(canonical['causal'])}")
-    window = canonical["window"]
-    if window is not None:
-        canonical["window"] = None if tuple(window) == (-1, -1) else tuple(window)
-    slopes = canonical["alibi_slopes"]
-    if isinstance(slopes, Tensor) and tuple(slopes.shape) not in ((heads,), (batch, heads)):
-        raise _invalid(f"alibi_slopes: wanted shape ({heads},) or ({batch}, {heads}), got {tuple(slopes.shape)}")
+    problems = slope_problems(canonical["alibi_slopes"], heads, batch)
+    if problems:
+        raise InvalidCallError(NAME, problems)
 
 
 ATTENTION = Function(

@@ -1,4 +1,4 @@
-"""Calls of torch's attention function as calls of ``lz.attention``, and which of them stay torch's own.
+"""torch's attention function: its calls as calls of ``lz.attention``, and what calls it with the arguments of ours.
 
 ``lz.scaled_dot_product_attention`` makes these calls (:mod:`layerzero.integrations.torch`), and questions about it ask
 about them.
@@ -6,20 +6,21 @@ about them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.overrides import has_torch_function
 
 from layerzero.core.arguments import told
 from layerzero.core.drop_in import DropIn, Made
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError
-from layerzero.ops.attention.route import NAME as FUNCTION
+from layerzero.ops.attention.layout import CANONICAL, sequence_axis
 
-NAME = "scaled_dot_product_attention"
+FUNCTION, NAME = "attention", "scaled_dot_product_attention"
 LAYOUT = "BHSD"
 
 LISTENING = (
@@ -124,3 +125,42 @@ DROP_IN = DropIn(
     call=_call,
     instead=f'lz.{FUNCTION}, ..., causal=False, layout="{LAYOUT}"',
 )
+
+
+def stock(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool | None = None, **others: Any
+) -> Callable[[], torch.Tensor] | None:
+    """``torch.nn.functional.scaled_dot_product_attention``; None for what it has no argument for."""
+    layout, scale = others.pop("layout", None) or CANONICAL, others.pop("scale", None)
+    mask = others.pop("attn_mask", None)
+    causal = mask is None if causal is None else causal
+    axis = sequence_axis(layout)
+    single = query.shape[axis] == 1
+    aligned = not causal or single or query.shape[axis] == key.shape[axis]  # torch aligns top-left
+    if not aligned or any(not _neutral(each) for each in others.values()):
+        return None
+    heads = 1 if layout != CANONICAL else 2
+    is_causal, grouped = causal and not single, query.shape[heads] != key.shape[heads]
+
+    def run() -> torch.Tensor:
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=grouped
+        )
+
+    def run_transposed() -> torch.Tensor:  # whoever has such tensors pays for their views in each call
+        output = functional.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=grouped,
+        )
+        return output.transpose(1, 2)
+
+    return run if layout != CANONICAL else run_transposed
+
+
+def _neutral(value: object) -> bool:
+    return value is None or (not isinstance(value, torch.Tensor) and value in (False, 0.0))

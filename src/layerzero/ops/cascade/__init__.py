@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from layerzero.ops.cascade import declare, merge
-from layerzero.ops.cascade.route import FUNCTIONS
 
 __all__ = ["FUNCTIONS", "OPERATIONS"]
 
 OPERATIONS = (*merge.OPERATIONS, *declare.OPERATIONS)
+FUNCTIONS = (*merge.FUNCTIONS, *declare.FUNCTIONS)

@@ -9,54 +9,64 @@ rest is a decode of its own; both are merged by their log-sum-exps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from layerzero.core import values
-from layerzero.core.arguments import REQUIRED, Axis, Param, Role
-from layerzero.core.operation import Case, Operation, Work
-from layerzero.core.schema import OperationSchema
+from layerzero.core.arguments import REQUIRED, Axis, Param, Role, told
+from layerzero.core.errors import InvalidCallError
+from layerzero.core.operation import Case, Function, Routed, Work
 from layerzero.core.values import Check
-from layerzero.ops.attention.declare import ALIASES, TOLERANCE
-from layerzero.ops.cascade.sweep import sweep
-from layerzero.ops.paged import parts
-from layerzero.ops.paged.declare import (
-    DECODE_PAGED,
-    GQA_DECODE_PAGED,
-    check_pages,
-    paged_attention_reference,
-    table_examples,
-)
-from layerzero.ops.paged.step import StepMetadata
+from layerzero.ops.attention import declare as attn
+from layerzero.ops.attention.checks import score_problems, without_defaults
+from layerzero.ops.attention.sweep import extent_of
+from layerzero.ops.cascade import draw
+from layerzero.ops.checks import check_dense, shape_problems
+from layerzero.ops.paged import declare as paged
+from layerzero.ops.paged.pages import nhd
+from layerzero.ops.paged.route import cache_problems, check_queries
+from layerzero.ops.paged.step import StepMetadata, step_problems, table_problems
 
 NAME = "attention.cascade.decode.paged"
 
 
-def cascade_reference(
+def cascade_attention(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
     block_tables: Tensor,
     context_lens: Tensor,
-    *,
     shared_blocks: int,
     scale: float | None = None,
+    *,
+    layout: str = "NHD",
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
     max_context_len: int | None = None,
+    step: StepMetadata | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attend as if nothing were shared; see :func:`layerzero.ops.paged.declare.paged_attention_reference`.
+    """Attend from the newest token of each sequence, where all sequences begin with the same pages.
 
-    Shapes: query (B, 1, H, D), caches (P, N, K, D) and (P, N, K, D_v), block_tables (B, max_blocks), context_lens (B,)
-    → (B, 1, H, D_v); log-sum-exp (B, H, 1).
-    Dtype: computes in float32, or float64 for float64; returns query.dtype; log-sum-exp float32, natural logarithm.
-    Units: shared_blocks in pages. Source: cascade inference of FlashInfer, arXiv:2501.01005.
+    The result is that of ``lz.paged_attention``; kernels that read the shared pages once for all sequences are
+    candidates, and so are those that do not, where they are faster.
+
+    Shapes: query (B, 1, H, D); caches, block_tables and context_lens as in ``lz.paged_attention`` → (B, 1, H, D_v).
+    Dtype: query and caches the same floating dtype; tables and lengths int32, on the same device.
+    Args:
+        shared_blocks: a promise that the first so many pages of every table are the same, and full. Found broken on a
+            CPU by kernels that rely on it, and in debug mode.
+        scale, layout, window, softcap, max_context_len, step: as in ``lz.paged_attention``.
+        return_lse: also return the log-sum-exp of the scores, float32 (B, H, 1), natural logarithm.
+    Returns: the output, or (output, lse).
+    Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got.
+    Source: cascade inference of FlashInfer, arXiv:2501.01005.
     """
-    return paged_attention_reference(
+    key_cache, value_cache = nhd(layout, key_cache, value_cache)
+    return paged.paged_attention_reference(
         query,
         key_cache,
         value_cache,
@@ -103,27 +113,21 @@ def _check_values(
 ) -> list[Check]:
     """Values on the device, beside places and counts: what was promised of tables and lengths."""
     page_size = key_cache.shape[layout.index("N") + 1]
-    found = check_pages(key_cache, block_tables, context_lens, step)
+    found = paged.check_pages(key_cache, block_tables, context_lens, step)
     return found + _shared_checks(block_tables, context_lens, shared_blocks, page_size)
 
 
 def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
-    capacity = values["max_blocks"] * values["page_size"]
-    bound, shared = values["max_context_len"], values["shared_blocks"]
-    return {
-        "group": values["heads"] // values["kv_heads"],
-        "context_bound": capacity if bound is None else min(bound, capacity),
-        "prefix_tokens": min(shared or 0, values["max_blocks"]) * values["page_size"],
-    }
+    shared = min(values["shared_blocks"] or 0, values["max_blocks"])
+    prefix = {"prefix_tokens": shared * values["page_size"]}
+    return attn.group_of(arguments, values) | paged.bound_of(arguments, values) | prefix
 
 
 def _work(facts: Mapping[str, Any]) -> Work:
     """Two products over all keys of each sequence; those that are shared are read once."""
-    batch, dims, keys = facts["batch"], facts["head_dim"] + facts["value_dim"], facts["context_bound"]
+    batch, keys = facts["batch"], facts["context_bound"]
     shared = min(facts["prefix_tokens"], keys)
-    read = shared + batch * (keys - shared)
-    elements = dims * (batch * facts["heads"] + read * facts["kv_heads"])
-    return Work(2.0 * batch * facts["heads"] * keys * dims, float(elements * facts["dtype"].itemsize))
+    return attn.work_of(facts, batch * keys, batch, shared + batch * (keys - shared))
 
 
 def _examples(
@@ -131,7 +135,7 @@ def _examples(
 ) -> dict[str, Any]:
     """Tables whose first seven pages of eight are the same, or as many as the case promises."""
     size = case.sizes
-    made = table_examples(case, dtype, torch.device("cpu"), generator)
+    made = paged.table_examples(case, dtype, torch.device("cpu"), generator)
     tables, lens = made["block_tables"], made["context_lens"]
     page_size = max(size["page_size"], 1)
     full = int(lens.min()) // page_size if len(lens) else size["max_blocks"]
@@ -143,50 +147,79 @@ def _examples(
 
 
 SHARED_BLOCKS = Param("shared_blocks", int, REQUIRED, Role.BOUND)
-_OF_DECODE = GQA_DECODE_PAGED.schema
+_OF_DECODE = paged.GQA_DECODE_PAGED.schema
 
 
-def _case(name: str, batch: int, context: int, heads: int, kv_heads: int, head_dim: int, page_size: int = 16) -> Case:
-    sizes = {"batch": batch, "seq_q": 1, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    blocks = context // page_size
-    pages = batch * blocks
-    return Case(name, sizes | {"value_dim": head_dim, "page_size": page_size, "max_blocks": blocks, "pages": pages})
+def _sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
+    """Contexts of decoding, of which seven pages of eight are shared, for more than one sequence."""
+    extent = extent_of(device, narrow)
+    for heads in extent.heads[:2]:
+        for batch in extent.decode_batches:
+            for context in extent.contexts:
+                if batch > 1 and context >= 256 and batch * context <= extent.max_context:
+                    yield paged.paged_case(heads, batch, context)[1]
 
 
-CASCADE = Operation(
-    schema=OperationSchema(
-        operation=NAME,
-        inputs=_OF_DECODE.inputs,
-        outputs=_OF_DECODE.outputs,
-        params=(*_OF_DECODE.params, SHARED_BLOCKS),
-        axes=(*_OF_DECODE.axes, Axis("prefix_tokens", scales=True)),
-        layouts=_OF_DECODE.layouts,
-    ),
-    summary="Attention of one query per sequence over pages, the first of which all sequences share",
-    reference=cascade_reference,
-    fake=GQA_DECODE_PAGED.fake,
+CASCADE = attn.operation(
+    NAME,
+    "Attention of one query per sequence over pages, the first of which all sequences share",
+    cascade_attention,
+    inputs=_OF_DECODE.inputs,
+    outputs=_OF_DECODE.outputs,
+    params=(*_OF_DECODE.params, SHARED_BLOCKS),
+    axes=(*_OF_DECODE.axes, Axis("prefix_tokens", scales=True)),
+    layouts=_OF_DECODE.layouts,
+    fake=paged.GQA_DECODE_PAGED.fake,
     cases=(
-        _case("small", 3, 64, 8, 2, 64),
-        _case("llama3_8b_b64_kv9k", 64, 9216, 32, 8, 128),
+        paged.decode_case("small", 3, 64, 8, 2, 64),
+        paged.decode_case("llama3_8b_b64_kv9k", 64, 9216, 32, 8, 128),
     ),
-    tolerance=TOLERANCE,
     tolerance_reason="the attention contract; parts are merged in float32, after one rounding more",
-    aliases=ALIASES,
     derive=_derive,
-    derived=("group", "context_bound", "prefix_tokens"),
-    derived_from={
-        "group": ("heads", "kv_heads"),
-        "context_bound": ("max_blocks", "page_size"),
-        "prefix_tokens": ("max_blocks", "page_size"),
-    },
+    derived_from=attn.GROUP | paged.BOUND | {"prefix_tokens": ("max_blocks", "page_size")},
     work=_work,
     check_values=_check_values,
-    guard=GQA_DECODE_PAGED.guard,
+    guard=paged.GQA_DECODE_PAGED.guard,
     examples=_examples,
-    scratch=parts.scratch,
-    parts=parts.parts,
-    sweep=sweep,
+    scratch=paged.scratch,
+    parts=paged.parts,
+    sweep=_sweep,
 )
 OPERATIONS = (CASCADE,)
-FLAT = (*DECODE_PAGED, NAME)
+FLAT = (*paged.DECODE_PAGED, NAME)
 """What a kernel serves that follows each table on its own: a shared prefix is a promise that it leaves be."""
+
+
+def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
+    name = "cascade_attention"
+    check_dense(name, arguments)
+    tables, layout, shared = (
+        (arguments["block_tables"], arguments["context_lens"]),
+        arguments["layout"],
+        arguments["shared_blocks"],
+    )
+    problems = table_problems(*tables) + shape_problems(arguments, ("query",), 4) + cache_problems(arguments)
+    if problems:
+        raise InvalidCallError(name, problems)
+    check_queries(name, arguments, one_token="")
+    problems, most = score_problems(arguments), tables[0].shape[1]
+    if type(shared) is not int or not 1 <= shared <= most:
+        problems.append(f"shared_blocks: wanted 1 to {most}, the pages of a table, got {told(shared)}")
+    problems += step_problems(arguments["step"], *tables)
+    canonical = without_defaults(CASCADE, arguments, arguments["query"].shape[3], newest=True)
+    problems += CASCADE.schema.validate(layout=layout, **canonical)
+    if problems:
+        raise InvalidCallError(name, problems)
+    return Routed(CASCADE, canonical, layout, varies=("batch", "pages"))
+
+
+CASCADE_ATTENTION = Function(
+    name="cascade_attention",
+    signature=cascade_attention,
+    route=_route,
+    operations=(CASCADE,),
+    draw=draw.cascade_attention,
+    weight=1,
+    state=frozenset({"sdpa"}),
+)
+FUNCTIONS = (CASCADE_ATTENTION,)

@@ -8,6 +8,7 @@ import torch
 
 from layerzero.ops.draw import Draw
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
+from layerzero.ops.paged.draw import fill, tables
 from layerzero.ops.paged.step import StepMetadata
 
 _HEAD_DIMS = (1, 7, 16, 32, 64, 128, 256)
@@ -38,18 +39,10 @@ def cascade_attention(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     shared = draw.stream.randint(1, blocks)
     capacity, least = blocks * page_size, shared * page_size
     lens = draw.integers((batch,), capacity - least, torch.int32) + least
-    pages = batch * blocks + draw.of((1, 2))
-    table = torch.randperm(pages, generator=draw.data)[: batch * blocks].view(batch, blocks).to(draw.device)
-    table[:, :shared] = table[:1, :shared]
-    first = torch.arange(blocks, device=draw.device) * page_size
-    table = torch.where(first < lens.unsqueeze(1), table, draw.of((0, -1, 2**30))).int()
+    table, pages = tables(draw, lens, blocks, page_size, shared)
     shape = (pages, page_size, kv_heads, dim)
     keys, values = (torch.full(shape, float("nan"), dtype=dtype, device=draw.device) for _ in range(2))
-    positions = torch.arange(capacity, device=draw.device)
-    owner, position = ((positions < lens.unsqueeze(1)).nonzero()).unbind(1)
-    places = table[owner, position // page_size].long(), position % page_size
-    for cache in (keys, values):
-        cache[places] = draw.normal((len(owner), kv_heads, dim), dtype)
+    fill(draw, (keys, values), table, lens, dtype)
     layout = draw.of(CACHE_LAYOUTS)
     caches = [cache if layout == CACHE_LAYOUTS[0] else cache.transpose(1, 2) for cache in (keys, values)]
     arguments: dict[str, Any] = {

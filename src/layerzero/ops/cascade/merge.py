@@ -15,21 +15,25 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import Axis, TensorSchema
-from layerzero.core.dtypes import FLOATING
-from layerzero.core.operation import Case, Operation, Work
-from layerzero.core.schema import OperationSchema
+from layerzero.core.operation import Case, Work
 from layerzero.ops.attention.declare import HEAD_DIM, TOLERANCE
 from layerzero.ops.attention.sweep import extent_of
+from layerzero.ops.cascade import draw
+from layerzero.ops.declaration import function, operation
 
 _FLOAT32 = frozenset({torch.float32})
 
 
-def merge_states_reference(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Weight both outputs by the share of their keys in the softmax; a part that saw no key (-inf) has none.
+def merge_attention_states(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Make attention over two parts of the keys attention over both.
 
-    Shapes: output_a, output_b (T, H, D), lse_a, lse_b (H, T) → (T, H, D), (H, T). Neither saw one: 0 and -inf.
-    Dtype: computes in float32, or float64 for float64; returns that of the outputs, and float32.
-    Source: online softmax, arXiv:1805.02867; as FlashInfer's cascade, arXiv:2501.01005.
+    Shapes: output_a, output_b (T, H, D_v), lse_a, lse_b (H, T) → (T, H, D_v), (H, T), as ``lz.ragged_attention`` and
+        ``lz.paged_attention`` with ``cu_seqlens_q`` return them; each part has keys of its own.
+    Dtype: both outputs the same floating dtype, which the result has; log-sum-exps float32, natural logarithm.
+    Returns: the output and its log-sum-exp. A part that saw no key (0 and -inf, as attention gives it) has no share;
+        neither saw one: 0 and -inf.
+    Raises: InvalidCallError for shapes, devices or dtypes that do not fit.
+    Source: online softmax, arXiv:1805.02867.
     """
     compute = torch.promote_types(output_a.dtype, torch.float32)
     first, second = lse_a.to(compute), lse_b.to(compute)
@@ -39,10 +43,6 @@ def merge_states_reference(output_a: Tensor, lse_a: Tensor, output_b: Tensor, ls
         weight = (part - lse).exp().masked_fill(part == -torch.inf, 0.0).t().unsqueeze(-1)
         outputs = outputs + (weight * output.to(compute)).masked_fill(weight == 0, 0.0)
     return outputs.to(output_a.dtype), lse.float()
-
-
-def _fake(output_a: Tensor, lse_a: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return output_a.new_empty(output_a.shape), lse_a.new_empty(lse_a.shape)
 
 
 def _work(facts: Mapping[str, Any]) -> Work:
@@ -64,32 +64,36 @@ def _sweep(device: str, narrow: Mapping[str, Any]) -> list[Case]:
     ]
 
 
-MERGE_STATES = Operation(
-    schema=OperationSchema(
-        operation="attention.merge_states",
-        inputs=(
-            TensorSchema("output_a", ("tokens", "heads", "value_dim"), FLOATING),
-            TensorSchema("lse_a", ("heads", "tokens"), _FLOAT32, same_dtype=False),
-            TensorSchema("output_b", ("tokens", "heads", "value_dim"), FLOATING),
-            TensorSchema("lse_b", ("heads", "tokens"), _FLOAT32, same_dtype=False),
-        ),
-        outputs=(
-            TensorSchema("output", ("tokens", "heads", "value_dim")),
-            TensorSchema("lse", ("heads", "tokens"), _FLOAT32),
-        ),
-        axes=(
-            Axis("tokens", scales=True, live=True, apart=True),
-            Axis("heads", scales=True, apart=True),
-            Axis("value_dim", codes=HEAD_DIM),
-        ),
+MERGE_STATES = operation(
+    "attention.merge_states",
+    "Make attention over two parts of the keys attention over both",
+    merge_attention_states,
+    inputs=(
+        "output_a: tokens heads value_dim",
+        TensorSchema("lse_a", ("heads", "tokens"), _FLOAT32, same_dtype=False),
+        "output_b: tokens heads value_dim",
+        TensorSchema("lse_b", ("heads", "tokens"), _FLOAT32, same_dtype=False),
     ),
-    summary="Make attention over two parts of the keys attention over both",
-    reference=merge_states_reference,
-    fake=_fake,
+    outputs=(
+        TensorSchema("output", ("tokens", "heads", "value_dim")),
+        TensorSchema("lse", ("heads", "tokens"), _FLOAT32),
+    ),
+    axes=(
+        Axis("tokens", scales=True, live=True, apart=True),
+        Axis("heads", scales=True, apart=True),
+        Axis("value_dim", codes=HEAD_DIM),
+    ),
     cases=(_case("small", 5, 4, 64), _case("llama3_8b_b64", 64, 32, 128), _case("llama3_8b_t2048", 2048, 32, 128)),
     tolerance=TOLERANCE,
     tolerance_reason="two products and a sum in float32, one rounding",
     work=_work,
     sweep=_sweep,
+    stock=None,
 )
 OPERATIONS = (MERGE_STATES,)
+
+
+MERGE_ATTENTION_STATES = function(
+    "merge_attention_states", MERGE_STATES, varies=("tokens",), draw=draw.merge_states, weight=1
+)
+FUNCTIONS = (MERGE_ATTENTION_STATES,)

@@ -68,8 +68,12 @@ class KVCache(CachedSequences):
     @alone
     def block_tables(self, sequences: Sequence[Hashable]) -> tuple[Tensor, Tensor]:
         """Padded block tables (B, max_blocks) and lengths (B,), int32 on the cache's device."""
-        tables, lens, _ = self.host_tables(sequences, None, None)
-        return tables.to(self.device), lens.to(self.device)
+        entries = [self._book.entry(name) for name in several(sequences, "block_tables")]
+        width = max([len(entry.pages) for entry in entries], default=0)
+        tables = [[*entry.pages, *[0] * (width - len(entry.pages))] for entry in entries]
+        table = torch.tensor(tables, dtype=torch.int32).view(len(entries), width)
+        lens = torch.tensor([entry.length for entry in entries], dtype=torch.int32)
+        return table.to(self.device), lens.to(self.device)
 
     @alone
     def ragged_tables(self, sequences: Sequence[Hashable]) -> tuple[Tensor, Tensor, Tensor]:

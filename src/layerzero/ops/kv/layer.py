@@ -18,8 +18,8 @@ from layerzero.core.reasons import ReasonCode
 from layerzero.ops.kv.step import CacheStep
 from layerzero.ops.kv.strategy import GONE, KVCacheError, KVCacheStrategy
 from layerzero.ops.paged import on_demand, written
+from layerzero.ops.paged.append import append_paged_kv_
 from layerzero.ops.paged.cache import PagedCache, hint_of_step, of_step
-from layerzero.ops.paged.declare import append_paged_kv_reference
 
 if TYPE_CHECKING:
     from layerzero.ops.kv.sequences import CachedSequences
@@ -44,7 +44,7 @@ def _write(kind: str, slot_mapping: Tensor, **pairs: tuple[Tensor, Tensor]) -> N
         raise InvalidCallError(kind, problems)
     (first, key_cache), (second, value_cache) = pairs.values()
     on_demand.look(kind, key_cache, slot_mapping=slot_mapping)
-    append_paged_kv_reference(first, second, key_cache, value_cache, slot_mapping)
+    append_paged_kv_(first, second, key_cache, value_cache, slot_mapping)
 
 
 def _check_slots(kind: str, slots: object, cache: Tensor, *, written: bool) -> None:
@@ -127,19 +127,37 @@ class CacheLayer(PagedCache):
         return super().arguments_of(function, parameter, given)
 
 
-class SplitLayer(Bundle):
+class _Planes(Bundle):
+    """Tensors of a layer that no kernel takes as keys and values with heads; gone once the cache is closed."""
+
+    __slots__ = ("__weakref__", "_planes", "layout")
+
+    def __init__(self, planes: Mapping[str, Tensor], layout: str, written_as: str) -> None:
+        self.layout, self._planes = layout, dict(planes)
+        written.declare(self, self._planes, written_as)
+
+    def _plane(self, name: str) -> Tensor:
+        if not self._planes:
+            raise KVCacheError(GONE)
+        return self._planes[name]
+
+    def forget(self) -> None:
+        """Have no memory any more."""
+        written.withdraw(self, self._planes)
+        self._planes = {}
+
+
+class SplitLayer(_Planes):
     """A layer as vLLM's first kernels read it: keys (P, K, D/x, N, x) of 16 bytes each, values (P, K, D_v, N).
 
     No kernel here attends over it: it is written, read and converted, so that a cache of such an engine can be had in
     another layout. Its memory is refused wherever a call names one.
     """
 
-    __slots__ = ("__weakref__", "_planes", "layout")
+    __slots__ = ()
 
     def __init__(self, planes: Mapping[str, Tensor]) -> None:
-        self.layout = "VLLM"
-        self._planes = dict(planes)
-        written.declare(self, self._planes, self.layout)
+        super().__init__(planes, "VLLM", "VLLM")
 
     @property
     def keys(self) -> Tensor:
@@ -151,20 +169,10 @@ class SplitLayer(Bundle):
         """(P, K, D_v, N)."""
         return self._plane("values")
 
-    def _plane(self, name: str) -> Tensor:
-        if not self._planes:
-            raise KVCacheError(GONE)
-        return self._planes[name]
-
     @property
     def page_size(self) -> int:
         """Tokens of a page."""
         return int(self.keys.shape[3])
-
-    def forget(self) -> None:
-        """Have no memory any more."""
-        written.withdraw(self, self._planes)
-        self._planes = {}
 
     def append(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """Write tokens (T, K, D) and (T, K, D_v) into their slots; -1 writes nothing."""
@@ -198,20 +206,18 @@ class SplitLayer(Bundle):
 _MOVING = ("append_paged_kv_", "gather_paged_kv", "copy_kv_blocks_")
 
 
-class LatentLayer(Bundle):
+class LatentLayer(_Planes):
     """A layer of multi-head latent attention: ``ckv_cache`` (P, N, 512) and ``kpe_cache`` (P, N, 64).
 
     What moves tokens takes it as keys and values of one head: ``lz.append_paged_kv_(ckv[:, None], kpe[:, None], layer,
     slot_mapping=step.slots)``.
     """
 
-    __slots__ = ("__weakref__", "_owner", "_planes", "layout")
+    __slots__ = ("_owner",)
 
     def __init__(self, owner: CachedSequences, planes: Mapping[str, Tensor]) -> None:
         self._owner = weakref.ref(owner)
-        self.layout = "MLA"
-        self._planes = dict(planes)
-        written.declare(self, self._planes, _OF_ONE_HEAD)
+        super().__init__(planes, "MLA", _OF_ONE_HEAD)
 
     @property
     def ckv_cache(self) -> Tensor:
@@ -223,20 +229,10 @@ class LatentLayer(Bundle):
         """(P, N, 64): the part of the keys that is rotated."""
         return self._plane("kpe")
 
-    def _plane(self, name: str) -> Tensor:
-        if not self._planes:
-            raise KVCacheError(GONE)
-        return self._planes[name]
-
     @property
     def page_size(self) -> int:
         """Tokens of a page."""
         return int(self.ckv_cache.shape[1])
-
-    def forget(self) -> None:
-        """Have no memory any more."""
-        written.withdraw(self, self._planes)
-        self._planes = {}
 
     def append(self, ckv: Tensor, kpe: Tensor, slot_mapping: Tensor) -> None:
         """Write tokens (T, 512) and (T, 64) into their slots; -1 writes nothing."""

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
 from typing import Any, NoReturn, TypeVar
 
 import torch
-from torch import Tensor
 
 from layerzero.core.arguments import told
 from layerzero.core.binding import public
@@ -364,19 +362,6 @@ class CachedSequences(Bundle):
         if any(entry.returned != count for entry, count in step.known):
             got = "got one that was freed, truncated or swapped out"
             raise KVCacheError(f"wanted a step whose sequences are as they were, {got}; writing() begins another")
-
-    def host_tables(
-        self, names: Sequence[Hashable], counts: Sequence[int] | None, blocks: int | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Block tables, lengths, and where new tokens begin (None for one each), int32 on the CPU."""
-        entries = [self._book.entry(name) for name in several(names, "block_tables")]
-        width = max([len(entry.pages) for entry in entries], default=0) if blocks is None else blocks
-        tables = [[*entry.pages, *[0] * (width - len(entry.pages))] for entry in entries]
-        lens = torch.tensor([entry.length for entry in entries], dtype=torch.int32)
-        table = torch.tensor(tables, dtype=torch.int32).view(len(entries), width)
-        if counts is None or all(count == 1 for count in counts):
-            return table, lens, None
-        return table, lens, torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
 
     def close(self) -> None:
         """Give all memory back. Whatever is asked of the cache or its layers afterwards is an error that says so."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from layerzero.ops.kv.book import Entry, Growth
 from layerzero.ops.kv.strategy import KVCacheError
-from layerzero.ops.paged.host_slots import numpy_here, slots_of_rows
+from layerzero.ops.paged.slots import numpy_here, slots_of_rows
 from layerzero.ops.paged.step import StepMetadata
 
 if TYPE_CHECKING:

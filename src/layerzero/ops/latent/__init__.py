@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from layerzero.ops.latent.declare import MLA_DECODE_PAGED, OPERATIONS
-from layerzero.ops.latent.route import FUNCTIONS
+from layerzero.ops.latent.declare import FUNCTIONS, MLA_DECODE_PAGED, OPERATIONS
 
 __all__ = ["ALIASES", "FUNCTIONS", "OPERATIONS"]
 

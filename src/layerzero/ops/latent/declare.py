@@ -9,7 +9,7 @@ without a head axis: (pages, page_size, latent) and (pages, page_size, rope). Pl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,40 +17,97 @@ from torch import Tensor
 
 from layerzero.core.arguments import REQUIRED, Axis, Param, TensorSchema
 from layerzero.core.dtypes import FLOATING
-from layerzero.core.operation import Case, Operation, Work
-from layerzero.core.schema import OperationSchema
+from layerzero.core.errors import InvalidCallError
+from layerzero.core.operation import Case, Function, Routed, Work
 from layerzero.core.values import Check
-from layerzero.ops.attention.declare import ALIASES, HEAD_DIM, LENGTH, RETURN_LSE, TOLERANCE, visible_pairs
+from layerzero.ops.attention import declare as attn
+from layerzero.ops.attention.checks import score_problems
 from layerzero.ops.attention.reference import attention_reference
-from layerzero.ops.latent.sweep import latent_case, sweep
-from layerzero.ops.paged import parts
-from layerzero.ops.paged.declare import MAX_CONTEXT_LEN, PAGES, STEP, check_pages, table_examples
-from layerzero.ops.paged.gather import gathered
-from layerzero.ops.paged.step import StepMetadata
+from layerzero.ops.attention.sweep import extent_of
+from layerzero.ops.checks import check_dense, shape_problems
+from layerzero.ops.latent.draw import mla_attention as draw
+from layerzero.ops.paged.declare import (
+    BOUND,
+    MAX_CONTEXT_LEN,
+    PAGES,
+    STEP,
+    bound_of,
+    check_pages,
+    parts,
+    table_examples,
+)
+from layerzero.ops.paged.pages import gathered
+from layerzero.ops.paged.step import StepMetadata, step_problems, table_problems
 from layerzero.ops.ragged.declare import INT32
 
-NAME = "attention.mla.decode.paged"
+NAME, _FUNCTION = "attention.mla.decode.paged", "mla_attention"
+_PLANES = "ckv_cache", "kpe_cache"
+LATENT_DIM, ROPE_DIM, PAGE_SIZE = 512, 64, 64
 
 
-def mla_reference(
+def _case(
+    name: str,
+    batch: int,
+    seq_q: int,
+    context: int,
+    *,
+    heads: int = 128,
+    latent_dim: int = LATENT_DIM,
+    rope_dim: int = ROPE_DIM,
+    page_size: int = PAGE_SIZE,
+) -> Case:
+    """A case: as many tokens of each sequence, over so much context; units are tokens."""
+    blocks = -(-context // page_size)
+    sizes = {"batch": batch, "seq_q": seq_q, "heads": heads, "latent_dim": latent_dim, "rope_dim": rope_dim}
+    return Case(name, sizes | {"page_size": page_size, "max_blocks": blocks, "pages": batch * blocks})
+
+
+def _sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
+    """Batches and contexts of decoding, with all heads of DeepSeek-V3 and with those of one rank of eight."""
+    extent = extent_of(device, {name: sizes for name, sizes in narrow.items() if name != "head_dim"})
+    page_size = PAGE_SIZE if device == "cuda" else 16  # vLLM's kernel for CPUs knows no other
+    for heads in (128, 16) if "head_dim" not in narrow else ():
+        for batch in extent.decode_batches:
+            for context in extent.contexts:
+                if batch * context <= extent.max_context:
+                    name = f"B{batch} KV{context} ({heads} heads) page {page_size}"
+                    yield _case(name, batch, 1, context, heads=heads, page_size=page_size)
+
+
+def mla_attention(
     q_nope: Tensor,
     q_pe: Tensor,
     ckv_cache: Tensor,
     kpe_cache: Tensor,
     block_tables: Tensor,
     context_lens: Tensor,
-    *,
     scale: float,
+    *,
     return_lse: bool = False,
     max_context_len: int | None = None,
+    step: StepMetadata | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Gather the pages of each sequence, put latent and rotated parts side by side, then attend by definition.
+    """Attend from the newest tokens of each sequence to a paged latent cache, with absorbed projections.
 
     Shapes: q_nope (B, S, H, C), q_pe (B, S, H, R), ckv_cache (P, N, C), kpe_cache (P, N, R), block_tables
-    (B, max_blocks), context_lens (B,) → (B, S, H, C); log-sum-exp (B, H, S). Query i of S is the sequence's token
-    ``length - S + i``; one that sees no key gives 0 and -inf.
-    Dtype: computes in float32, or float64 for float64; returns q_nope.dtype; log-sum-exp float32, natural logarithm.
-    Source: DeepSeek-V2, arXiv:2405.04434.
+        (B, max_blocks), context_lens (B,) → (B, S, H, C). DeepSeek has C = 512 and R = 64.
+    Dtype: queries and cache the same floating dtype; tables and lengths int32, on the same device.
+    Args:
+        q_nope: queries times the keys' up-projection of their head, so that they meet latent vectors.
+        q_pe: the rotated part of the queries.
+        ckv_cache: latent vectors, keys and values at once.
+        kpe_cache: the rotated part of the keys, shared by all heads. Planes that are columns of one tensor
+            (P, N, C + R) have more kernels.
+        block_tables: the pages of each sequence in order; what lies beyond its last one is not read.
+        context_lens: tokens of each sequence, these included: query i of S sees the keys below ``length - S + 1 + i``.
+        scale: factor on the scores. It has no default: the width of a key before its projection was absorbed decides
+            it (192 in DeepSeek-V3), which no tensor here has.
+        return_lse: also return the log-sum-exp of the scores, float32 (B, H, S), natural logarithm.
+        max_context_len: upper bound of ``context_lens`` that the caller knows.
+        step: the :class:`layerzero.StepMetadata` of these tables and lengths, so that kernels plan once for all layers.
+    Returns: the output, still latent, or (output, lse). A query that sees no key gives 0 and -inf.
+    Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got.
+    Source: DeepSeek-V2, arXiv:2405.04434. Prefill with projected keys and values is ``lz.ragged_attention``.
     """
     planes = ckv_cache.unsqueeze(2), kpe_cache.unsqueeze(2)
     latent, rotated = gathered(*planes, block_tables, context_lens, max_context_len)
@@ -65,12 +122,6 @@ def mla_reference(
     )
 
 
-def _fake(q_nope: Tensor, *_: object, return_lse: bool = False, **__: object) -> Tensor | tuple[Tensor, Tensor]:
-    batch, seq_q, heads, _dim = q_nope.shape
-    output = q_nope.new_empty(q_nope.shape)
-    return (output, q_nope.new_empty((batch, heads, seq_q), dtype=torch.float32)) if return_lse else output
-
-
 def _check_values(
     ckv_cache: Tensor, block_tables: Tensor, context_lens: Tensor, step: StepMetadata | None = None, **_: object
 ) -> list[Check]:
@@ -78,16 +129,11 @@ def _check_values(
     return check_pages(ckv_cache, block_tables, context_lens, step)
 
 
-def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
-    capacity, bound = values["max_blocks"] * values["page_size"], values["max_context_len"]
-    return {"context_bound": capacity if bound is None else min(bound, capacity)}
-
-
 def _work(facts: Mapping[str, Any]) -> Work:
     """Two products over the pages of full sequences; every latent vector is read once for all heads."""
     batch, queries, heads, keys = facts["batch"], facts["seq_q"], facts["heads"], facts["context_bound"]
     latent, rope = facts["latent_dim"], facts["rope_dim"]
-    pairs = batch * visible_pairs(queries, keys, True, None)
+    pairs = batch * attn.visible_pairs(queries, keys, True, None)
     elements = batch * queries * heads * (2 * latent + rope) + batch * keys * (latent + rope)
     return Work(2.0 * heads * pairs * (2 * latent + rope), float(elements * facts["dtype"].itemsize))
 
@@ -114,56 +160,77 @@ def _scratch(sizes: Mapping[str, int]) -> int:
 _USUAL_SCALE = 192**-0.5
 """That of DeepSeek-V3: of a key before its projection was absorbed, 128 plain and 64 rotated numbers."""
 
-MLA_DECODE_PAGED = Operation(
-    schema=OperationSchema(
-        operation=NAME,
-        inputs=(
-            TensorSchema("q_nope", ("batch", "seq_q", "heads", "latent_dim"), FLOATING),
-            TensorSchema("q_pe", ("batch", "seq_q", "heads", "rope_dim"), FLOATING),
-            TensorSchema("ckv_cache", ("pages", "page_size", "latent_dim"), FLOATING, resident=True),
-            TensorSchema("kpe_cache", ("pages", "page_size", "rope_dim"), FLOATING, resident=True),
-            TensorSchema("block_tables", ("batch", "max_blocks"), INT32, same_dtype=False, indexes=("pages",)),
-            TensorSchema("context_lens", ("batch",), INT32, same_dtype=False, counts=("max_blocks", "page_size")),
-        ),
-        outputs=(
-            TensorSchema("output", ("batch", "seq_q", "heads", "latent_dim")),
-            TensorSchema("lse", ("batch", "heads", "seq_q"), frozenset({torch.float32}), when="return_lse"),
-        ),
-        params=(
-            Param("scale", float, REQUIRED, example=_USUAL_SCALE, works=False),
-            RETURN_LSE,
-            MAX_CONTEXT_LEN,
-            STEP,
-        ),
-        axes=(
-            Axis("batch", scales=True, live=True, beside=True, apart=True),
-            Axis("heads", scales=True, beside=True),
-            Axis("seq_q", scales=True, live=True, codes=LENGTH),
-            Axis("context_bound", scales=True),
-            *PAGES,
-            Axis("latent_dim", codes=HEAD_DIM),
-            Axis("rope_dim", codes=HEAD_DIM),
-        ),
+MLA_DECODE_PAGED = attn.operation(
+    NAME,
+    "Multi-head latent attention with absorbed projections over a paged latent cache",
+    mla_attention,
+    inputs=(
+        TensorSchema("q_nope", ("batch", "seq_q", "heads", "latent_dim"), FLOATING),
+        TensorSchema("q_pe", ("batch", "seq_q", "heads", "rope_dim"), FLOATING),
+        TensorSchema("ckv_cache", ("pages", "page_size", "latent_dim"), FLOATING, resident=True),
+        TensorSchema("kpe_cache", ("pages", "page_size", "rope_dim"), FLOATING, resident=True),
+        TensorSchema("block_tables", ("batch", "max_blocks"), INT32, same_dtype=False, indexes=("pages",)),
+        TensorSchema("context_lens", ("batch",), INT32, same_dtype=False, counts=("max_blocks", "page_size")),
     ),
-    summary="Multi-head latent attention with absorbed projections over a paged latent cache",
-    reference=mla_reference,
-    fake=_fake,
+    outputs=attn.results("batch", "seq_q", width="latent_dim"),
+    params=(
+        Param("scale", float, REQUIRED, example=_USUAL_SCALE, works=False),
+        attn.RETURN_LSE,
+        MAX_CONTEXT_LEN,
+        STEP,
+    ),
+    axes=(
+        Axis("batch", scales=True, live=True, beside=True, apart=True),
+        Axis("heads", scales=True, beside=True),
+        Axis("seq_q", scales=True, live=True, codes=attn.LENGTH),
+        Axis("context_bound", scales=True),
+        *PAGES,
+        Axis("latent_dim", codes=attn.HEAD_DIM),
+        Axis("rope_dim", codes=attn.HEAD_DIM),
+    ),
     cases=(
-        latent_case("small", 3, 1, 64, heads=4, latent_dim=128, page_size=16),
-        latent_case("drafts", 2, 3, 128, heads=16, page_size=64),
-        latent_case("deepseek_v3_b64_kv4k", 64, 1, 4096),
+        _case("small", 3, 1, 64, heads=4, latent_dim=128, page_size=16),
+        _case("drafts", 2, 3, 128, heads=16, page_size=64),
+        _case("deepseek_v3_b64_kv4k", 64, 1, 4096),
     ),
-    tolerance=TOLERANCE,
     tolerance_reason="the attention contract; scores sum up more products, in float32",
-    aliases={each: fact for each, fact in ALIASES.items() if fact in ("batch", "seq_q", "heads")},
-    derive=_derive,
-    derived=("context_bound",),
-    derived_from={"context_bound": ("max_blocks", "page_size")},
+    aliases={each: fact for each, fact in attn.ALIASES.items() if fact in ("batch", "seq_q", "heads")},
+    derive=bound_of,
+    derived_from=BOUND,
     work=_work,
     check_values=_check_values,
     examples=_examples,
     scratch=_scratch,
-    parts=parts.parts,
-    sweep=sweep,
+    parts=parts,
+    sweep=_sweep,
 )
 OPERATIONS = (MLA_DECODE_PAGED,)
+
+
+def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
+    check_dense(_FUNCTION, arguments)
+    tables = arguments["block_tables"], arguments["context_lens"]
+    problems = table_problems(*tables)
+    problems += shape_problems(arguments, ("q_nope", "q_pe"), 4) + shape_problems(arguments, _PLANES, 3)
+    if problems:
+        raise InvalidCallError(_FUNCTION, problems)
+    q_nope, planes = arguments["q_nope"], [arguments[name] for name in _PLANES]
+    if not q_nope.shape[2] or not planes[0].shape[1] or not all(each.shape[2] for each in planes):
+        shapes = f"q_nope {tuple(q_nope.shape)}, caches {tuple(planes[0].shape)} and {tuple(planes[1].shape)}"
+        raise InvalidCallError(_FUNCTION, [f"wanted heads, widths and page size above 0, got {shapes}"])
+    problems = score_problems(arguments) + step_problems(arguments["step"], *tables)
+    problems += MLA_DECODE_PAGED.schema.validate(**arguments)
+    if problems:
+        raise InvalidCallError(_FUNCTION, problems)
+    return Routed(MLA_DECODE_PAGED, arguments, varies=("batch", "max_blocks", "pages"))
+
+
+MLA_ATTENTION = Function(
+    name=_FUNCTION,
+    signature=mla_attention,
+    route=_route,
+    operations=OPERATIONS,
+    draw=draw,
+    state=frozenset({"sdpa"}),
+)
+FUNCTIONS = (MLA_ATTENTION,)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from layerzero.ops.draw import Draw
+from layerzero.ops.paged.draw import fill, tables
 from layerzero.ops.paged.step import StepMetadata
 
 _WIDTHS = ((512, 64), (128, 64), (256, 64), (16, 8), (7, 3))
@@ -22,10 +23,7 @@ def mla_attention(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     bound = draw.of((None, capacity, draw.stream.randint(1, capacity)), (7, 1, 1))
     longest = capacity if bound is None else bound
     lens = draw.integers((batch,), longest - least, torch.int32) + least
-    pages = batch * blocks + draw.of((1, 2))
-    table = torch.randperm(pages, generator=draw.data)[: batch * blocks].view(batch, blocks).to(draw.device)
-    first = torch.arange(blocks, device=draw.device) * page_size
-    table = torch.where(first < lens.unsqueeze(1), table, draw.of((0, -1, 2**30))).int()
+    table, pages = tables(draw, lens, blocks, page_size)
     widths, nan = (latent, rope), float("nan")
     form = draw.of(("joined", "apart", "padded"), (3, 2, 1))
     if form == "apart":
@@ -34,11 +32,7 @@ def mla_attention(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         extra = 8 if form == "padded" else 0
         both = torch.full((pages, page_size, latent + rope + extra), nan, dtype=dtype, device=draw.device)
         planes = [both[..., :latent], both[..., latent : latent + rope]]
-    positions = torch.arange(capacity, device=draw.device)
-    owner, position = ((positions < lens.unsqueeze(1)).nonzero()).unbind(1)
-    places = table[owner, position // page_size].long(), position % page_size
-    for plane, width in zip(planes, widths, strict=True):
-        plane[places] = draw.normal((len(owner), width), dtype)
+    fill(draw, planes, table, lens, dtype)
     q_nope, q_pe = (draw.normal((batch, seq_q, heads, width), dtype) for width in widths)
     if draw.chance(0.3):
         q_nope, q_pe = torch.split(torch.cat((q_nope, q_pe), -1), [latent, rope], -1)

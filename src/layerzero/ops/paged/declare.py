@@ -1,6 +1,6 @@
-"""A paged KV cache: attention of one new token a sequence over its pages, and writing new tokens into them.
+"""Attention of one new token a sequence over the pages of its cache.
 
-    attention.standard.decode.paged   H == K        kv.append.paged   tokens into the slots of a cache
+    attention.standard.decode.paged   H == K
     attention.gqa.decode.paged        H == g * K
 
 A cache is (pages, page_size, kv_heads, head_dim) in NHD, (pages, kv_heads, page_size, head_dim) in HND. Block tables
@@ -9,7 +9,7 @@ and lengths lie on the device: nothing is read on the host, so a captured step r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,26 +18,15 @@ from torch import Tensor
 
 from layerzero.core.arguments import Axis, Param, Role, TensorSchema
 from layerzero.core.dtypes import FLOATING
-from layerzero.core.operation import Case, Operation, Tolerance, Work
-from layerzero.core.schema import OperationSchema
+from layerzero.core.facts import Facts
+from layerzero.core.operation import Case, Operation, Part, Work
 from layerzero.core.values import Check
-from layerzero.ops.attention.declare import (
-    ALIASES,
-    HEAD_DIMS,
-    LENGTH,
-    RETURN_LSE,
-    SCALE,
-    SOFTCAP,
-    TOLERANCE,
-    TOLERANCE_REASON,
-    WINDOW,
-)
-from layerzero.ops.attention.limits import grouped
+from layerzero.ops.attention import declare as attn
 from layerzero.ops.attention.reference import attention_reference
-from layerzero.ops.paged import on_demand, parts, written
-from layerzero.ops.paged.gather import gathered
+from layerzero.ops.attention.sweep import Heads, extent_of
+from layerzero.ops.paged import on_demand, written
+from layerzero.ops.paged.pages import gathered
 from layerzero.ops.paged.step import StepMetadata
-from layerzero.ops.paged.sweep import append_sweep, sweep_of
 
 _INT32 = frozenset({torch.int32})
 
@@ -49,11 +38,11 @@ AXES = (
     Axis("batch", scales=True, live=True, beside=True, apart=True),
     Axis("kv_heads", scales=True, beside=True, apart=True, carries=("heads",)),
     Axis("heads", scales=True, beside=True),
-    Axis("seq_q", scales=True, live=True, codes=LENGTH),
+    Axis("seq_q", scales=True, live=True, codes=attn.LENGTH),
     Axis("group", implied=True),
     Axis("context_bound", scales=True),
     *PAGES,
-    *HEAD_DIMS,
+    *attn.HEAD_DIMS,
 )
 
 
@@ -68,10 +57,10 @@ def make_step(arguments: Mapping[str, Any], capturable: bool) -> StepMetadata:
     )
 
 
-_CACHE = ("pages", "page_size", "kv_heads")
+CACHE = ("pages", "page_size", "kv_heads")
 READ = (
-    TensorSchema("key_cache", (*_CACHE, "head_dim"), FLOATING, has_layout=True, resident=True),
-    TensorSchema("value_cache", (*_CACHE, "value_dim"), FLOATING, has_layout=True, resident=True),
+    TensorSchema("key_cache", (*CACHE, "head_dim"), FLOATING, has_layout=True, resident=True),
+    TensorSchema("value_cache", (*CACHE, "value_dim"), FLOATING, has_layout=True, resident=True),
     TensorSchema("block_tables", ("batch", "max_blocks"), _INT32, same_dtype=False, indexes=("pages",)),
     TensorSchema("context_lens", ("batch",), _INT32, same_dtype=False, counts=("max_blocks", "page_size")),
 )
@@ -81,9 +70,6 @@ MAX_CONTEXT_LEN = Param("max_context_len", int, None, Role.BOUND, made_of=("cont
 STEP = Param("step", StepMetadata, None, Role.HANDLE, made_of=("block_tables", "context_lens"), make=make_step)
 STEP_OF_TOKENS = replace(STEP, made_of=(*STEP.made_of, "cu_seqlens_q"))
 """Of calls with several queries a sequence."""
-
-
-# attention.standard.decode.paged, attention.gqa.decode.paged
 
 
 def paged_attention_reference(
@@ -115,14 +101,6 @@ def paged_attention_reference(
     )
 
 
-def _paged_fake(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, *_: object, return_lse: bool = False, **__: object
-) -> Tensor | tuple[Tensor, Tensor]:
-    batch, seq_q, heads, _dim = query.shape
-    output = query.new_empty((batch, seq_q, heads, value_cache.shape[-1]))
-    return (output, query.new_empty((batch, heads, seq_q), dtype=torch.float32)) if return_lse else output
-
-
 def check_pages(
     key_cache: Tensor, block_tables: Tensor, context_lens: Tensor, step: StepMetadata | None = None, **_: object
 ) -> list[Check]:
@@ -143,21 +121,23 @@ def _check_step(context_lens: Tensor, step: StepMetadata) -> list[Check]:
     return [*found, Check(context_lens > bound, context_lens.unsqueeze(1), say)]
 
 
-def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
-    capacity = values["max_blocks"] * values["page_size"]
-    bound = values["max_context_len"]
-    return {
-        "group": values["heads"] // values["kv_heads"],
-        "context_bound": capacity if bound is None else min(bound, capacity),
-    }
+def bound_of(_: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, object]:
+    """The most tokens that a sequence has: what its table holds, or what was promised."""
+    capacity, bound = sizes["max_blocks"] * sizes["page_size"], sizes["max_context_len"]
+    return {"context_bound": capacity if bound is None else min(bound, capacity)}
+
+
+BOUND = {"context_bound": ("max_blocks", "page_size")}
+
+
+def _derive(arguments: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, object]:
+    return attn.group_of(arguments, sizes) | bound_of(arguments, sizes)
 
 
 def _work(facts: Mapping[str, Any]) -> Work:
     """Two products over the pages of full sequences, as many as the table or the promised bound has."""
-    batch, dims = facts["batch"], facts["head_dim"] + facts["value_dim"]
-    keys = facts["context_bound"]
-    elements = batch * dims * (facts["heads"] + keys * facts["kv_heads"])
-    return Work(2.0 * batch * facts["heads"] * keys * dims, float(elements * facts["dtype"].itemsize))
+    batch, keys = facts["batch"], facts["batch"] * facts["context_bound"]
+    return attn.work_of(facts, keys, batch, keys)
 
 
 def table_examples(
@@ -180,52 +160,79 @@ def table_examples(
     }
 
 
-def _case(name: str, batch: int, context: int, heads: int, kv_heads: int, head_dim: int, page_size: int = 16) -> Case:
-    blocks = context // page_size
+PAGE_SIZE, MAX_PAGED = 16, 8192
+
+
+def decode_case(
+    name: str, batch: int, context: int, heads: int, kv_heads: int, head_dim: int, page_size: int = PAGE_SIZE
+) -> Case:
+    """One query a sequence over pages."""
+    blocks = -(-context // page_size)
     sizes = {"batch": batch, "seq_q": 1, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    return Case(
-        name, sizes | {"value_dim": head_dim, "page_size": page_size, "max_blocks": blocks, "pages": batch * blocks}
-    )
+    sizes |= {"value_dim": head_dim, "page_size": page_size, "max_blocks": blocks, "pages": batch * blocks}
+    return Case(name, sizes)
+
+
+def paged_case(heads: Heads, batch: int, context: int, page_size: int = PAGE_SIZE) -> tuple[str, Case]:
+    """An operation's name and a case of it, for the heads of a kind of model."""
+    name = f"B{batch} KV{context} ({heads}) page {page_size}"
+    case = decode_case(name, batch, context, heads.heads, heads.kv_heads, heads.head_dim, page_size)
+    return f"attention.{heads.kind}.decode.paged", case
+
+
+def sweep_of(operation: str) -> Callable[[str, Mapping[str, Sequence[int]]], Iterator[Case]]:
+    """The sweep of attention over pages with one kind of head counts."""
+
+    def sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
+        extent = extent_of(device, narrow)
+        for heads in extent.heads:
+            for batch in extent.decode_batches:
+                for context in extent.contexts_of(batch):
+                    name, case = paged_case(heads, batch, context)
+                    if name == operation and batch * context <= extent.max_context and context <= MAX_PAGED:
+                        yield case
+
+    return sweep
+
+
+def scratch(sizes: Mapping[str, int]) -> int:
+    """The larger of the scores and of the keys for every head."""
+    keys = sizes["max_blocks"] * sizes["page_size"]
+    return sizes["batch"] * sizes["heads"] * keys * max(sizes["seq_q"], sizes["head_dim"])
+
+
+def parts(arguments: Mapping[str, Any], facts: Facts) -> Sequence[Part]:
+    """The first and the last sequence of a batch."""
+    by_batch = [each.name for each in facts.operation.schema.inputs if each.shape_vars[:1] == ("batch",)]
+    return [_sequence(arguments, by_batch, row) for row in dict.fromkeys((0, facts.size("batch") - 1))]
+
+
+def _sequence(arguments: Mapping[str, Any], by_batch: Sequence[str], row: int) -> Part:
+    rows = slice(row, row + 1)
+    cut = {name: arguments[name][rows] for name in by_batch}
+    return Part(f"sequence {row}", {**arguments, **cut, "step": None}, lambda tensor: tensor[rows])
 
 
 def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = "") -> Operation:
-    return Operation(
-        schema=OperationSchema(
-            operation=name,
-            inputs=(
-                TensorSchema("query", ("batch", "seq_q", "heads", "head_dim"), FLOATING),
-                *READ,
-            ),
-            outputs=(
-                TensorSchema("output", ("batch", "seq_q", "heads", "value_dim")),
-                TensorSchema("lse", ("batch", "heads", "seq_q"), frozenset({torch.float32}), when="return_lse"),
-            ),
-            params=(
-                *(SCALE, WINDOW, SOFTCAP, RETURN_LSE),
-                MAX_CONTEXT_LEN,
-                STEP,
-            ),
-            axes=AXES,
-            layouts=CACHE_LAYOUTS,
-        ),
-        summary=summary,
-        reference=paged_attention_reference,
-        fake=_paged_fake,
+    return attn.operation(
+        name,
+        summary,
+        paged_attention_reference,
+        inputs=(TensorSchema("query", ("batch", "seq_q", "heads", "head_dim"), FLOATING), *READ),
+        outputs=attn.results("batch", "seq_q"),
+        params=(attn.SCALE, attn.WINDOW, attn.SOFTCAP, attn.RETURN_LSE, MAX_CONTEXT_LEN, STEP),
+        axes=AXES,
+        layouts=CACHE_LAYOUTS,
         cases=cases,
-        tolerance=TOLERANCE,
-        tolerance_reason=TOLERANCE_REASON,
         sibling=sibling,
-        unlike_sibling=grouped if sibling else None,
-        aliases=ALIASES,
         derive=_derive,
-        derived=("group", "context_bound"),
-        derived_from={"group": ("heads", "kv_heads"), "context_bound": ("max_blocks", "page_size")},
+        derived_from=attn.GROUP | BOUND,
         work=_work,
         check_values=check_pages,
         guard=written.guard,
         examples=table_examples,
-        scratch=parts.scratch,
-        parts=parts.parts,
+        scratch=scratch,
+        parts=parts,
         sweep=sweep_of(name),
     )
 
@@ -233,102 +240,18 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
 STANDARD_DECODE_PAGED = _operation(
     "attention.standard.decode.paged",
     "Attention of one query per sequence over a paged cache, equal head counts",
-    (_case("small", 2, 64, 4, 4, 64), _case("medium", 8, 1024, 16, 16, 64)),
+    (decode_case("small", 2, 64, 4, 4, 64), decode_case("medium", 8, 1024, 16, 16, 64)),
 )
 GQA_DECODE_PAGED = _operation(
     "attention.gqa.decode.paged",
     "Attention of one query per sequence over a paged cache, several query heads a kv head",
     (
-        _case("small", 2, 64, 8, 2, 64),
-        _case("llama3_8b_b1", 1, 4096, 32, 8, 128),
-        _case("llama3_8b_b64", 64, 2048, 32, 8, 128),
+        decode_case("small", 2, 64, 8, 2, 64),
+        decode_case("llama3_8b_b1", 1, 4096, 32, 8, 128),
+        decode_case("llama3_8b_b64", 64, 2048, 32, 8, 128),
     ),
     sibling="attention.standard.decode.paged",
 )
 
-# kv.append.paged
-
-
-def append_paged_kv_reference(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
-) -> None:
-    """Write each token's key and value into its slot; a slot of -1 (padding) writes nothing.
-
-    No value is read on the host: a token without a slot repeats one that has a slot, or what slot 0 holds.
-
-    Shapes: key (T, K, D), value (T, K, D_v), key_cache (P, N, K, D), value_cache (P, N, K, D_v), slot_mapping (T,),
-    each ``page * page_size + offset``. Mutates both caches. Raises: IndexError for a slot beyond the cache.
-    """
-    tokens = slot_mapping.shape[0]
-    if tokens == 0 or key_cache.numel() == 0:
-        return
-    valid = slot_mapping >= 0
-    stand_in = valid.long().argmax().expand(tokens)
-    source = torch.where(valid, torch.arange(tokens, device=slot_mapping.device), stand_in)
-    slots = torch.where(valid.any(), slot_mapping[source], 0)
-    page, offset = slots // key_cache.shape[1], slots % key_cache.shape[1]
-    for cache, new in ((key_cache, key), (value_cache, value)):
-        cache[page, offset] = torch.where(valid.any(), new[source], cache[page, offset])
-
-
-def _append_fake(*_: object, **__: object) -> None:
-    return None
-
-
-def _append_case(name: str, tokens: int, kv_heads: int, head_dim: int, pages: int, page_size: int = 16) -> Case:
-    sizes = {"tokens": tokens, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": head_dim}
-    return Case(name, sizes | {"pages": pages, "page_size": page_size})
-
-
-def _append_work(facts: Mapping[str, Any]) -> Work:
-    """Each token's key and value read and written."""
-    elements = facts["tokens"] * facts["kv_heads"] * (facts["head_dim"] + facts["value_dim"])
-    return Work(0.0, 2.0 * elements * facts["dtype"].itemsize)
-
-
-APPEND_PAGED = Operation(
-    schema=OperationSchema(
-        operation="kv.append.paged",
-        inputs=(
-            TensorSchema("key", ("tokens", "kv_heads", "head_dim"), FLOATING),
-            TensorSchema("value", ("tokens", "kv_heads", "value_dim"), FLOATING),
-            TensorSchema("key_cache", (*_CACHE, "head_dim"), FLOATING, mutated=True, has_layout=True, resident=True),
-            TensorSchema("value_cache", (*_CACHE, "value_dim"), FLOATING, mutated=True, has_layout=True, resident=True),
-            TensorSchema(
-                "slot_mapping",
-                ("tokens",),
-                frozenset({torch.int64}),
-                same_dtype=False,
-                indexes=("pages", "page_size"),
-                holes=True,
-                distinct=True,
-            ),
-        ),
-        outputs=(),
-        axes=(
-            Axis("tokens", scales=True, live=True, apart=True),
-            Axis("kv_heads", scales=True, apart=True),
-            *PAGES,
-            *HEAD_DIMS,
-        ),
-        layouts=CACHE_LAYOUTS,
-    ),
-    summary="Write new keys and values into the slots of a paged cache",
-    reference=append_paged_kv_reference,
-    fake=_append_fake,
-    cases=(
-        _append_case("small", 3, 2, 64, 8),
-        _append_case("llama3_8b_b64", 64, 8, 128, 8192),
-        _append_case("prefill", 2048, 8, 128, 1024),
-    ),
-    tolerance=dict.fromkeys(TOLERANCE, Tolerance(0.0, 0.0)),
-    tolerance_reason="it only moves numbers",
-    check_values=on_demand.checks,
-    guard=written.guard,
-    note=written.note,
-    work=_append_work,
-    sweep=append_sweep,
-)
-
-OPERATIONS = (STANDARD_DECODE_PAGED, GQA_DECODE_PAGED, APPEND_PAGED)
+OPERATIONS = (STANDARD_DECODE_PAGED, GQA_DECODE_PAGED)
 DECODE_PAGED = (STANDARD_DECODE_PAGED.name, GQA_DECODE_PAGED.name)

@@ -1,4 +1,7 @@
-"""Random arguments over a paged cache: shuffled pages, garbage wherever nothing may be read, slots in any order."""
+"""Random arguments over a paged cache: shuffled pages, garbage wherever nothing may be read, slots in any order.
+
+Calls of several queries a sequence have chunks, whole prefills, decodes, and none at all.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ from torch import Tensor
 
 from layerzero.ops.draw import Draw
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
+from layerzero.ops.paged.mixed import OF_FLOATS
 from layerzero.ops.paged.step import StepMetadata
+from layerzero.ops.ragged.draw import scores, starts_of
 
 _HEAD_DIMS = (1, 7, 16, 32, 64, 128)
 _HEAD_DIM_WEIGHTS = (1, 1, 2, 2, 4, 3)
@@ -46,10 +51,33 @@ def _in_layout(tensor: Tensor, layout: str, contiguous: bool) -> Tensor:
     return moved.contiguous() if contiguous else moved
 
 
-def paged_attention(
+def tables(draw: Draw, lens: Tensor, blocks: int, page_size: int, shared: int = 0) -> tuple[Tensor, int]:
+    """Block tables of shuffled pages, the first ``shared`` the same in all, and pages of the cache.
+
+    What lies beyond a sequence's last page is garbage.
+    """
+    batch = len(lens)
+    pages = batch * blocks + draw.of((1, 2))
+    table = torch.randperm(pages, generator=draw.data)[: batch * blocks].view(batch, blocks).to(draw.device)
+    table[:, :shared] = table[:1, :shared]
+    first = torch.arange(blocks, device=draw.device) * page_size
+    return torch.where(first < lens.unsqueeze(1), table, draw.of((0, -1, 2**30))).int(), pages
+
+
+def fill(draw: Draw, caches: Sequence[Tensor], table: Tensor, lens: Tensor, dtype: torch.dtype) -> None:
+    """Write unit normal numbers wherever a sequence has a token."""
+    page_size = caches[0].shape[1]
+    positions = torch.arange(table.shape[1] * page_size, device=draw.device)
+    owner, position = ((positions < lens.unsqueeze(1)).nonzero()).unbind(1)
+    places = table[owner, position // page_size].long(), position % page_size
+    for cache in caches:
+        cache[places] = draw.normal((len(owner), *cache.shape[2:]), dtype)
+
+
+def _one_token(
     draw: Draw, dtype: torch.dtype, most: Callable[[int, int], Sequence[int]] | None = None
 ) -> dict[str, Any]:
-    """Draw a call of ``lz.paged_attention``.
+    """Draw a call of one token a sequence.
 
     ``most`` draws the most tokens of each sequence, given how many sequences there are and the most that any may have.
     """
@@ -70,17 +98,9 @@ def paged_attention(
     lens = (lens + least).to(draw.device)
     if most is not None:
         lens = lens.minimum(lens.new_tensor(most(batch, longest)))
-    pages = batch * blocks + draw.of((1, 2))
-    table = torch.randperm(pages, generator=draw.data)[: batch * blocks].view(batch, blocks).to(draw.device)
-    first = torch.arange(blocks, device=draw.device) * page_size
-    garbage = draw.of((0, -1, 2**30))
-    table = torch.where(first < lens.unsqueeze(1), table, garbage).int()
+    table, pages = tables(draw, lens, blocks, page_size)
     keys, values = _caches(draw, pages, page_size, kv_heads, dims, dtype, transposed)
-    positions = torch.arange(capacity, device=draw.device)
-    owner, position = ((positions < lens.unsqueeze(1)).nonzero()).unbind(1)
-    page, offset = table[owner, position // page_size].long(), position % page_size
-    keys[page, offset] = draw.normal((len(page), kv_heads, dims[0]), dtype)
-    values[page, offset] = draw.normal((len(page), kv_heads, dims[1]), dtype)
+    fill(draw, (keys, values), table, lens, dtype)
     layout = draw.of(CACHE_LAYOUTS)
     solid = draw.chance(0.5) and not transposed
     arguments: dict[str, Any] = {
@@ -92,15 +112,7 @@ def paged_attention(
     }
     if layout != CACHE_LAYOUTS[0] or draw.chance(0.3):
         arguments["layout"] = layout
-    if draw.chance(0.15):
-        unit = dims[0] ** -0.5
-        arguments["scale"] = draw.of((unit, 0.25 * unit, 3.0 * unit))
-    if draw.chance(0.12):
-        arguments["window"] = (draw.of((-1, 0, 1, 4, 40)), draw.of((-1, 0, 3)))
-    if draw.chance(0.08):
-        arguments["softcap"] = draw.of((0.5, 5.0, 30.0))
-    if draw.chance(0.15):
-        arguments["return_lse"] = True
+    arguments |= scores(draw, dims[0])
     if bound is not None:
         arguments["max_context_len"] = bound
     if draw.chance(0.4):
@@ -153,3 +165,76 @@ def append_paged_kv_(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         "slot_mapping": draw.laid_out(slots.to(draw.device), expand=False),
         "layout": layout,
     }
+
+
+def _several_tokens(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw a call with ``cu_seqlens_q``, over the cache of a decode's call.
+
+    How many queries a sequence has is no data: the same call with other data has as many. So a whole prefill is a
+    sequence that is at most as long as its queries, rather than one whose queries are as many as its tokens.
+    """
+    decodes, lengths = 0, list[int]()
+
+    def most(batch: int, longest: int) -> list[int]:
+        nonlocal decodes
+        decodes = draw.stream.randint(1, batch) if batch and draw.chance(0.5) else 0
+        tokens = [longest] * batch
+        for number in range(batch):
+            queries = 1 if number < decodes else draw.of((0, 1, 2, 5, None), (2, 3, 3, 3, 5))
+            if queries is None:
+                tokens[number] = queries = draw.stream.randint(1, longest)
+            lengths.append(queries)
+        return tokens
+
+    arguments = _one_token(draw, dtype, most)
+    table, lens, query = arguments["block_tables"], arguments["context_lens"], arguments["query"]
+    starts = starts_of(draw, lengths)
+    arguments |= {
+        "query": draw.laid_out(draw.normal((sum(lengths), *query.shape[2:]), dtype)),
+        "cu_seqlens_q": starts,
+        "causal": draw.chance(0.7),
+    }
+    if decodes:
+        arguments["decodes"] = decodes
+    if draw.chance(0.6):
+        arguments["max_seqlen_q"] = max(*lengths, 1, 1) + draw.of((0, 3), (4, 1))
+    heads = query.shape[-2]
+    if draw.chance(0.08):
+        arguments["sinks"] = draw.laid_out(draw.normal((heads,), draw.of((dtype, torch.float32))))
+    if draw.chance(0.12):
+        slopes = (heads,) if draw.chance(0.6) else (len(lengths), heads)
+        arguments["alibi_slopes"] = draw.laid_out(draw.uniform(slopes, draw.of((dtype, torch.float32))) / 2)
+    if draw.chance(0.15):
+        arguments |= {"causal": True, "tree_mask": _trees(draw, lengths)}
+    if "step" in arguments:
+        bound = arguments.get("max_context_len")
+        capturable = draw.chance(0.5)
+        arguments["step"] = StepMetadata(table, lens, cu_seqlens_q=starts, max_context_len=bound, capturable=capturable)
+    return arguments
+
+
+def _trees(draw: Draw, lengths: list[int]) -> Tensor:
+    """Drafts whose parents are any earlier token or none; what lies beyond a sequence's own columns is garbage."""
+    columns = draw.of((0, 3, max([*lengths, 1])), (1, 3, 3))
+    mask = torch.full((sum(lengths), columns), draw.chance(0.5))
+    first = 0
+    for count in lengths:
+        if count <= columns:
+            mask[first : first + count, :count] = False
+        for place in range(count if count <= columns else 0):
+            parent = draw.stream.randint(-1, place - 1)
+            if parent >= 0:
+                mask[first + place] = mask[first + parent]
+            mask[first + place, place] = True
+        first += count
+    return mask.to(draw.device)
+
+
+def paged_attention(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw a call of ``lz.paged_attention``: one token a sequence, or several."""
+    arguments = (_several_tokens if draw.chance(0.5) else _one_token)(draw, dtype)
+    if draw.chance(0.15) and not arguments.keys() & set(OF_FLOATS):
+        arguments = quantize(draw, arguments)
+        if draw.chance(0.3):
+            arguments["narrow_query"] = True
+    return arguments

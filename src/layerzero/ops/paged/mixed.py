@@ -9,7 +9,7 @@ queries' own tokens included: query i of n sees the keys below ``context_lens - 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,39 +19,16 @@ from layerzero.core import values
 from layerzero.core.arguments import Axis, Param, Role, TensorSchema
 from layerzero.core.dtypes import FLOATING
 from layerzero.core.operation import Case, Operation, Work
-from layerzero.core.schema import OperationSchema
 from layerzero.core.values import Check
-from layerzero.ops.attention.declare import (
-    ALIASES,
-    CAUSAL,
-    HEAD_DIMS,
-    LENGTH,
-    RETURN_LSE,
-    SCALE,
-    SOFTCAP,
-    TOLERANCE,
-    TOLERANCE_REASON,
-    WINDOW,
-    visible_pairs,
-)
-from layerzero.ops.attention.limits import grouped
+from layerzero.ops.attention import declare as attn
 from layerzero.ops.attention.reference import attention_reference
+from layerzero.ops.attention.sweep import Heads, extent_of
+from layerzero.ops.paged import declare as paged
 from layerzero.ops.paged import tree, written
-from layerzero.ops.paged.declare import (
-    CACHE_LAYOUTS,
-    MAX_CONTEXT_LEN,
-    PAGES,
-    READ,
-    STEP_OF_TOKENS,
-    check_pages,
-    table_examples,
-)
-from layerzero.ops.paged.gather import gathered
-from layerzero.ops.paged.mixed_sweep import sweep_of
+from layerzero.ops.paged.pages import gathered
 from layerzero.ops.paged.step import StepMetadata
-from layerzero.ops.ragged import parts
 from layerzero.ops.ragged.declare import INT32, MAX_SEQLEN_Q
-from layerzero.ops.ragged.reference import without_padding
+from layerzero.ops.ragged.reference import parts_of_pages, without_padding
 from layerzero.ops.ragged.starts import bounds_of, checks, guard, longest_of, spread, to_the_right
 
 
@@ -107,15 +84,6 @@ def paged_tokens_reference(
     return found
 
 
-def tokens_fake(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, *_: object, return_lse: bool = False, **__: object
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Results of the right shape and dtype, nothing computed."""
-    tokens, heads, _dim = query.shape
-    output = query.new_empty((tokens, heads, value_cache.shape[-1]))
-    return (output, query.new_empty((heads, tokens), dtype=torch.float32)) if return_lse else output
-
-
 def _check_values(
     query: Tensor,
     key_cache: Tensor,
@@ -129,7 +97,7 @@ def _check_values(
     **_: object,
 ) -> list[Check]:
     """Values on the device, beside places and counts: starts that follow each other, what was promised, a tree."""
-    found = check_pages(key_cache, block_tables, context_lens, step)
+    found = paged.check_pages(key_cache, block_tables, context_lens, step)
     found += checks("cu_seqlens_q", cu_seqlens_q, len(query), max_seqlen_q)
     found += [] if decodes is None else _decodes_checks(cu_seqlens_q, decodes)
     return found if tree_mask is None else found + tree.checks(tree_mask, cu_seqlens_q)
@@ -153,26 +121,23 @@ def _decodes_checks(starts: Tensor, decodes: int) -> list[Check]:
 
 
 def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
-    capacity = values["max_blocks"] * values["page_size"]
-    bound, longest, decodes = values["max_context_len"], values["max_seqlen_q"], values.get("decodes")
-    found = {
-        "group": values["heads"] // values["kv_heads"],
-        "context_bound": capacity if bound is None else min(bound, capacity),
-        "longest_q": values["tokens"] if longest is None else min(longest, values["tokens"]),
-    }
+    longest, decodes = values["max_seqlen_q"], values.get("decodes")
+    found = attn.group_of(arguments, values) | paged.bound_of(arguments, values)
+    found["longest_q"] = values["tokens"] if longest is None else min(longest, values["tokens"])
     return found if decodes is None else found | {"decoding": min(decodes, values["batch"])}
 
 
 def _work(facts: Mapping[str, Any]) -> Work:
     """Two products over the pages of full sequences, each of those that are no decodes with as many queries."""
-    batch, heads, keys = facts["batch"], facts["heads"], facts["context_bound"]
+    batch, keys = facts["batch"], facts["context_bound"]
     decodes = min(facts.get("decoding", 0), facts["tokens"])
-    dims, others = facts["head_dim"] + facts["value_dim"], max(batch - decodes, 1)
+    others = max(batch - decodes, 1)
     queries = -(-(facts["tokens"] - decodes) // others)
     causal, window = bool(facts["causal"]), facts["window"]
-    pairs = decodes * visible_pairs(1, keys, causal, window) + others * visible_pairs(queries, keys, causal, window)
-    elements = dims * (facts["tokens"] * heads + batch * keys * facts["kv_heads"])
-    return Work(2.0 * heads * pairs * dims, float(elements * facts["dtype"].itemsize))
+    pairs = decodes * attn.visible_pairs(1, keys, causal, window) + others * attn.visible_pairs(
+        queries, keys, causal, window
+    )
+    return attn.work_of(facts, pairs, facts["tokens"], batch * keys)
 
 
 def _examples(mixed: bool) -> Callable[..., dict[str, Any]]:
@@ -188,7 +153,7 @@ def _examples(mixed: bool) -> Callable[..., dict[str, Any]]:
         ones = torch.arange(decodes, dtype=torch.int32)
         most: Any = case.params.get("max_seqlen_q")
         starts = torch.cat((ones, spread(tokens - decodes, batch - decodes, most) + decodes))
-        made = table_examples(case, dtype, device, generator) | {"cu_seqlens_q": starts}
+        made = paged.table_examples(case, dtype, device, generator) | {"cu_seqlens_q": starts}
         made |= bounds_of(made, case.params, max_seqlen_q="cu_seqlens_q")
         made["cu_seqlens_q"] = starts.to(device)
         made |= _biases(case, device, generator)
@@ -232,15 +197,16 @@ def _guard(function: str, layout: str | None) -> Callable[..., None]:
     return look
 
 
+OF_FLOATS = ("sinks", "alibi_slopes", "tree_mask")
+"""What only several tokens a sequence over a cache of the queries' dtype may have."""
+
 _BOOL = frozenset({torch.bool})
 DECODES = Param("decodes", int, None, Role.BOUND)
 _BATCH = Axis("batch", scales=True, live=True)
 _TOKENS = (
-    Axis("tokens", scales=True, live=True, tiled=True, codes=LENGTH),
+    Axis("tokens", scales=True, live=True, tiled=True, codes=attn.LENGTH),
     Axis("starts", live=True, implied=True),
-    Axis("kv_heads", scales=True, beside=True, apart=True, carries=("heads",)),
-    Axis("heads", scales=True, beside=True),
-    Axis("group", implied=True),
+    *attn.HEADS,
     Axis("longest_q", scales=True),
     Axis("context_bound", scales=True),
     Axis("decoding", scales=True),
@@ -251,57 +217,80 @@ def _case(
     name: str, batch: int, tokens: int, context: int, heads: int, kv_heads: int, head_dim: int, page_size: int = 16
 ) -> Case:
     sizes = {"tokens": tokens, "batch": batch, "starts": batch + 1, "heads": heads, "kv_heads": kv_heads}
-    blocks = context // page_size
+    blocks = -(-context // page_size)
     sizes |= {"head_dim": head_dim, "value_dim": head_dim, "page_size": page_size}
     return Case(name, sizes | {"max_blocks": blocks, "pages": batch * blocks}, {"causal": True})
 
 
+CHUNKS = {"cuda": 512, "cpu": 64}
+"""Queries of a chunk of a prefill."""
+
+
+def tokens_case(
+    heads: Heads, kind: str, batch: int, tokens: int, context: int, page_size: int = paged.PAGE_SIZE
+) -> tuple[str, Case]:
+    """An operation's name and a case of it; in a mixed call eight sequences of nine decode."""
+    name = f"{tokens} tokens of {batch} KV{context} ({heads}) page {page_size}"
+    case = _case(name, batch, tokens, context, heads.heads, heads.kv_heads, heads.head_dim, page_size)
+    return f"attention.{heads.kind}.{kind}.paged", case
+
+
+def sweep_of(operation: str) -> Callable[[str, Mapping[str, Sequence[int]]], Iterator[Case]]:
+    """The sweep of one kind of head counts: chunks behind prefixes, and chunks among eight times as many decodes."""
+    kind = operation.split(".")[2]
+
+    def sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
+        extent = extent_of(device, narrow)
+        chunk = CHUNKS.get(device, CHUNKS["cpu"])
+        for heads in extent.heads[:2]:
+            for batch in (1, 8):
+                for context in extent.contexts:
+                    prefill = batch, batch * chunk
+                    sequences, tokens = prefill if kind == "prefill" else (9 * batch, batch * (chunk + 8))
+                    if chunk <= context <= paged.MAX_PAGED and sequences * context <= extent.max_context:
+                        name, case = tokens_case(heads, kind, sequences, tokens, context)
+                        if name == operation:
+                            yield case
+
+    return sweep
+
+
 def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = "") -> Operation:
     mixed = ".mixed." in name
-    derived = ("group", "context_bound", "longest_q", *(("decoding",) if mixed else ()))
-    behind = {"group": ("heads", "kv_heads"), "context_bound": ("max_blocks", "page_size"), "longest_q": ("tokens",)}
-    return Operation(
-        schema=OperationSchema(
-            operation=name,
-            inputs=(
-                TensorSchema("query", ("tokens", "heads", "head_dim"), FLOATING),
-                *READ,
-                TensorSchema("cu_seqlens_q", ("starts",), INT32, same_dtype=False, counts=("tokens",)),
-                TensorSchema("sinks", ("heads",), FLOATING, required=False, same_dtype=False),
-                TensorSchema("alibi_slopes", (), FLOATING, required=False, same_dtype=False),
-                TensorSchema("tree_mask", (), _BOOL, required=False, same_dtype=False),
-            ),
-            outputs=(
-                TensorSchema("output", ("tokens", "heads", "value_dim")),
-                TensorSchema("lse", ("heads", "tokens"), frozenset({torch.float32}), when="return_lse"),
-            ),
-            params=(
-                *(CAUSAL, SCALE, WINDOW, SOFTCAP, RETURN_LSE, MAX_CONTEXT_LEN, MAX_SEQLEN_Q),
-                *((DECODES,) if mixed else ()),
-                STEP_OF_TOKENS,
-            ),
-            axes=(_BATCH, *_TOKENS, *PAGES, *HEAD_DIMS),
-            layouts=CACHE_LAYOUTS,
+    return attn.operation(
+        name,
+        summary,
+        paged_tokens_reference,
+        inputs=(
+            TensorSchema("query", ("tokens", "heads", "head_dim"), FLOATING),
+            *paged.READ,
+            TensorSchema("cu_seqlens_q", ("starts",), INT32, same_dtype=False, counts=("tokens",)),
+            *attn.BIASES,
+            TensorSchema("tree_mask", (), _BOOL, required=False, same_dtype=False),
         ),
-        summary=summary,
-        reference=paged_tokens_reference,
-        fake=tokens_fake,
+        outputs=attn.results("tokens"),
+        params=(
+            *(attn.CAUSAL, attn.SCALE, attn.WINDOW, attn.SOFTCAP, attn.RETURN_LSE, paged.MAX_CONTEXT_LEN, MAX_SEQLEN_Q),
+            *((DECODES,) if mixed else ()),
+            paged.STEP_OF_TOKENS,
+        ),
+        axes=(_BATCH, *_TOKENS, *paged.PAGES, *attn.HEAD_DIMS),
+        layouts=paged.CACHE_LAYOUTS,
         cases=cases,
-        tolerance=TOLERANCE,
-        tolerance_reason=TOLERANCE_REASON,
         sibling=sibling,
-        unlike_sibling=grouped if sibling else None,
-        aliases={each: fact for each, fact in ALIASES.items() if fact not in ("seq_q", "seq_k", "attn_mask")},
+        aliases={each: fact for each, fact in attn.ALIASES.items() if fact not in ("seq_q", "seq_k", "attn_mask")},
         derive=_derive,
-        derived=derived,
-        derived_from=behind | ({"decoding": ("batch",)} if mixed else {}),
+        derived_from=attn.GROUP
+        | paged.BOUND
+        | {"longest_q": ("tokens",)}
+        | ({"decoding": ("batch",)} if mixed else {}),
         complete=lambda sizes: {"starts": sizes["batch"] + 1},
         work=_work,
         check_values=_check_values,
         guard=_guard,
         examples=_examples(mixed),
         scratch=_scratch,
-        parts=parts.of_pages,
+        parts=parts_of_pages,
         sweep=sweep_of(name),
     )
 

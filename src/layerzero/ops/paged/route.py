@@ -1,25 +1,25 @@
-"""``lz.paged_attention`` and ``lz.append_paged_kv_``: their signatures, the checks of a call, and the routes."""
+"""``lz.paged_attention``: its signature, the checks of a call, and the route to one of eight operations."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from layerzero.core.arguments import told
+from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError
-from layerzero.core.operation import Function, Routed
+from layerzero.core.operation import Function, Operation, Routed
 from layerzero.core.reasons import ReasonCode
-from layerzero.ops.checks import check_dense, overlaps, score_problems
-from layerzero.ops.draw import Draw
-from layerzero.ops.paged import draw, mixed_draw, quantized, quantized_route, written
-from layerzero.ops.paged.declare import APPEND_PAGED, GQA_DECODE_PAGED, STANDARD_DECODE_PAGED
-from layerzero.ops.paged.mixed import OPERATIONS as OF_TOKENS
-from layerzero.ops.paged.mixed_route import NOT_OF_FLOATS, OF_FLOATS, one_token_each, route_tokens
-from layerzero.ops.paged.problems import head_problems, layout_problems, shape_problems
-from layerzero.ops.paged.step import StepMetadata, table_problems
-from layerzero.ops.rope.route import apart
+from layerzero.ops.attention.checks import score_problems, slope_problems, without_defaults
+from layerzero.ops.checks import check_dense, shape_problems
+from layerzero.ops.paged import declare, draw, mixed, quantized, tree, written
+from layerzero.ops.paged.mixed import OF_FLOATS
+from layerzero.ops.paged.step import StepMetadata, step_problems, table_problems
+from layerzero.ops.ragged.starts import shape_problems as start_problems
+from layerzero.ops.ragged.starts import value_problems
+
+NAME = "paged_attention"
 
 
 def paged_attention(
@@ -97,136 +97,190 @@ def paged_attention(
     raise AssertionError("the signature only; the engine makes the callable")
 
 
-def append_paged_kv_(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    layout: str = "NHD",
-) -> None:
-    """Write the keys and values of new tokens into a paged cache, in place.
-
-    Shapes: key (T, K, D), value (T, K, D_v); caches as in ``lz.paged_attention``; slot_mapping (T,).
-    Dtype: keys, values and caches the same floating dtype; slot_mapping int64, on the same device.
-    Args:
-        slot_mapping: ``page * page_size + offset`` of each token, -1 for padding; each slot at most once.
-            ``StepMetadata.slot_mapping`` makes it from tables and lengths. On a GPU either of two tokens with one slot
-            may be what is written; debug mode finds them.
-        layout: ``"NHD"`` or ``"HND"``.
-    Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for caches that share memory with the new
-        tokens or with each other; on a CPU and in debug mode for slots beyond the cache or named twice, too.
-    Source: reshape_and_cache of vLLM, arXiv:2309.06180.
-    """
-    raise AssertionError("the signature only; the engine makes the callable")
+_CACHES = ("key_cache", "value_cache")
 
 
-OF_SEVERAL = ("cu_seqlens_q", "max_seqlen_q", "decodes", "causal", *OF_FLOATS)
-"""Arguments that one token a sequence has no use for."""
-
-
-def draw_attention(draws: Draw, dtype: torch.dtype) -> dict[str, Any]:
-    """Draw a call of ``lz.paged_attention``: one token a sequence, or several."""
-    made = mixed_draw.paged_attention if draws.chance(0.5) else draw.paged_attention
-    arguments = made(draws, dtype)
-    if draws.chance(0.15) and not arguments.keys() & set(OF_FLOATS):
-        arguments = draw.quantize(draws, arguments)
-        if draws.chance(0.3):
-            arguments["narrow_query"] = True
-    return arguments
-
-
-def _route_attention(arguments: dict[str, Any], default_layout: str | None) -> Routed:
-    name = "paged_attention"
-    check_dense(name, arguments)
-    if quantized_route.is_asked(arguments):
-        return quantized_route.route_quantized(name, arguments)
-    if arguments["cu_seqlens_q"] is not None:
-        return route_tokens(name, arguments)
-    query, key_cache, step = arguments["query"], arguments["key_cache"], arguments["step"]
-    problems = one_token_each(arguments)
-    problems += table_problems(arguments["block_tables"], arguments["context_lens"])
-    found = shape_problems(arguments, ("query",), 4)
-    if found and isinstance(query, Tensor) and query.ndim == 3:
-        found = [f"{found[0]}; queries of (T, H, D) go with cu_seqlens_q="]
-    problems += found + shape_problems(arguments, ("key_cache", "value_cache"), 4)
-    problems += layout_problems(arguments["layout"])
-    if problems:
-        raise InvalidCallError(name, problems)
-    if query.shape[1] != 1:
-        problem = f"query: wanted one token a sequence (B, 1, H, D) without cu_seqlens_q, got {tuple(query.shape)}"
-        raise InvalidCallError(name, [problem])
+def cache_problems(arguments: dict[str, Any]) -> list[str]:
+    """What is wrong with both caches as tensors, and with their layout."""
     layout = arguments["layout"]
-    written.check(name, {each: arguments[each] for each in ("key_cache", "value_cache")}, layout)
-    problems, uneven = head_problems(query, key_cache, layout)
+    problems = shape_problems(arguments, _CACHES, 4)
+    if not isinstance(layout, str) or layout not in declare.CACHE_LAYOUTS:
+        problems.append(f"layout: wanted {' or '.join(declare.CACHE_LAYOUTS)}, got {told(layout)}")
+    return problems
+
+
+def check_written(function: str, arguments: dict[str, Any]) -> None:
+    """Refuse caches whose memory is written in another layout. Raises: InvalidCallError."""
+    written.check(function, {name: arguments[name] for name in _CACHES}, arguments["layout"])
+
+
+def check_queries(function: str, arguments: dict[str, Any], one_token: str | None = None) -> None:
+    """Refuse queries that do not fit their cache: other than one token a sequence, heads that mean nothing.
+
+    ``one_token`` says without what each sequence has one; None where it may have several. Raises: InvalidCallError.
+    """
+    query, key_cache, layout = arguments["query"], arguments["key_cache"], arguments["layout"]
+    if one_token is not None and query.shape[1] != 1:
+        wanted = f"wanted one token a sequence (B, 1, H, D){one_token}"
+        raise InvalidCallError(function, [f"query: {wanted}, got {tuple(query.shape)}"])
+    check_written(function, arguments)
+    heads, kv_heads = query.shape[-2], key_cache.shape[1 + layout.index("H")]
+    if not heads or not kv_heads or not query.shape[-1] or not key_cache.shape[1 + layout.index("N")]:
+        shapes = f"query {tuple(query.shape)} and key_cache {tuple(key_cache.shape)} in {layout}"
+        raise InvalidCallError(function, [f"wanted heads, head dim and page size above 0, got {shapes}"])
+    if heads % kv_heads:
+        problem = (
+            f"query heads must be a multiple of kv heads: got {heads} query heads and {kv_heads} kv heads in {layout} "
+            f"(key_cache {tuple(key_cache.shape)}); pass layout= if the axes are the other way round"
+        )
+        raise InvalidCallError(function, [problem], ReasonCode.GQA_HEADS_MISMATCH)
+
+
+def _problems_of_one(arguments: dict[str, Any]) -> list[str]:
+    """Arguments that mean nothing without ``cu_seqlens_q``."""
+    problems = [
+        f"{name}: wanted None without cu_seqlens_q, got {told(arguments[name])}"
+        for name in ("max_seqlen_q", "decodes")
+        if arguments[name] is not None
+    ]
+    problems += [
+        f"{name}: wanted cu_seqlens_q beside it (0 to B for one token each), got None"
+        for name in OF_FLOATS
+        if arguments[name] is not None
+    ]
+    if not isinstance(arguments["causal"], bool):
+        problems.append(f"causal: wanted bool, got {told(arguments['causal'])}")
+    return problems
+
+
+def _has_codes(arguments: dict[str, Any]) -> bool:
+    """Whether a call has such a cache, or scales or a permission as for one."""
+    cache = arguments["key_cache"]
+    has_scales = arguments["key_scale"] is not None or arguments["value_scale"] is not None
+    of_codes = isinstance(cache, Tensor) and cache.dtype in quantized.QUANTIZED
+    return has_scales or of_codes or arguments["narrow_query"] is not False
+
+
+def _of_codes_alone(arguments: dict[str, Any]) -> list[str]:
+    """What was given as for a cache of codes beside one of floating numbers."""
+    dtype = arguments["key_cache"].dtype
+    if dtype in quantized.QUANTIZED or not dtype.is_floating_point:
+        return []
+    return [
+        f"{name}: wanted {none} over a cache of {dtype_name(dtype)}, whose numbers have no scales, got {told(given)}"
+        for name, none in (("key_scale", None), ("value_scale", None), ("narrow_query", False))
+        if (given := arguments[name]) is not none
+    ]
+
+
+def _not_of_codes(arguments: dict[str, Any]) -> list[str]:
+    """What no kernel over a cache of codes knows."""
+    dtype = arguments["key_cache"].dtype
+    return [
+        f"{name}: wanted None over a cache of {dtype}, got a tensor"
+        for name in OF_FLOATS
+        if arguments[name] is not None
+    ]
+
+
+def _bias_problems(arguments: dict[str, Any]) -> list[str]:
+    """What is wrong with slopes and with a tree mask, whose shapes the schema leaves open.
+
+    Whether the mask is that of a tree, each call is looked at for, this one too.
+    """
+    tokens, heads = arguments["query"].shape[:2]
+    problems = tree.shape_problems(arguments["tree_mask"], tokens, causal=arguments["causal"])
+    return problems + slope_problems(arguments["alibi_slopes"], heads, len(arguments["context_lens"]))
+
+
+def _problems_of_several(arguments: dict[str, Any]) -> list[str]:
+    """What is wrong with starts, the step and promises of several tokens a sequence."""
+    starts, step = arguments["cu_seqlens_q"], arguments["step"]
+    problems = []
+    decodes, longest = arguments["decodes"], arguments["max_seqlen_q"]
+    if starts.is_cpu and type(starts) is Tensor:
+        longest = longest if type(longest) is int else None
+        problems = value_problems("cu_seqlens_q", starts, len(arguments["query"]), longest)
+        problems += mixed.decodes_problems(starts, decodes) if type(decodes) is int else []
+    if type(decodes) is int and decodes > len(starts) - 1:
+        problems.append(f"decodes: wanted at most {len(starts) - 1}, as many as there are sequences, got {decodes}")
+    problems += step_problems(step, arguments["block_tables"], arguments["context_lens"])
+    if isinstance(step, StepMetadata) and not problems and step.cu_seqlens_q is not starts:
+        got = "that of one token a sequence" if step.cu_seqlens_q is None else "that of others"
+        problems.append(f"step: wanted the StepMetadata of this cu_seqlens_q, got {got}")
+    return problems
+
+
+def _operation(arguments: dict[str, Any], *, coded: bool) -> Operation:
+    """By what the cache holds, by how many tokens a sequence has, by head counts, and by whether decodes are told."""
+    if coded:
+        return quantized.DECODE if arguments["cu_seqlens_q"] is None else quantized.PREFILL
+    equal = arguments["query"].shape[-2] == arguments["key_cache"].shape[1 + arguments["layout"].index("H")]
+    if arguments["cu_seqlens_q"] is None:
+        return declare.STANDARD_DECODE_PAGED if equal else declare.GQA_DECODE_PAGED
+    if arguments["decodes"] is None:
+        return mixed.STANDARD_PREFILL_PAGED if equal else mixed.GQA_PREFILL_PAGED
+    return mixed.STANDARD_MIXED_PAGED if equal else mixed.GQA_MIXED_PAGED
+
+
+def _varies(arguments: dict[str, Any], *, coded: bool) -> tuple[str, ...]:
+    """Axes whose size may differ without another route."""
+    if coded:
+        return ("batch", "tokens", "starts", "max_blocks")
+    if arguments["cu_seqlens_q"] is None:
+        return ("batch", "max_blocks", "pages")
+    slopes, own = arguments["alibi_slopes"], set[str]()  # rows of these belong to sequences, or to tokens
+    own |= {"batch", "starts"} if slopes is not None and slopes.ndim == 2 else set()
+    own |= {"tokens"} if arguments["tree_mask"] is not None else set()
+    return tuple(each for each in ("tokens", "batch", "starts", "max_blocks", "pages") if each not in own)
+
+
+def _query_problems(arguments: dict[str, Any]) -> list[str]:
+    """Queries of another rank than starts want, and starts that do not fit them and the tables."""
+    query, starts = arguments["query"], arguments["cu_seqlens_q"]
+    problems = table_problems(arguments["block_tables"], arguments["context_lens"])
+    found = shape_problems(arguments, ("query",), 4 if starts is None else 3)
+    if found and isinstance(query, Tensor) and query.ndim in (3, 4):
+        several = "queries of (T, H, D) go with cu_seqlens_q="
+        hint = several if starts is None else "with cu_seqlens_q, given or of the step, queries are (T, H, D)"
+        found = [f"{found[0]}; {hint}"]
+    problems += found
+    if not problems and starts is not None:
+        problems += start_problems("cu_seqlens_q", starts, len(arguments["context_lens"]) + 1, len(query))
+    return problems
+
+
+def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
+    check_dense(NAME, arguments)
+    layout, coded, one = arguments["layout"], _has_codes(arguments), arguments["cu_seqlens_q"] is None
+    problems = _problems_of_one(arguments) if one else []
+    problems += _query_problems(arguments) + cache_problems(arguments)
+    if coded:
+        problems = problems or _of_codes_alone(arguments) or quantized.scale_problems(arguments, layout)
     if problems:
-        raise InvalidCallError(name, problems, ReasonCode.GQA_HEADS_MISMATCH if uneven else None)
+        raise InvalidCallError(NAME, problems)
+    check_queries(NAME, arguments, " without cu_seqlens_q" if one else None)
     problems = score_problems(arguments)
-    tables = arguments["block_tables"], arguments["context_lens"]
-    belongs = step.kind_for(*tables) if isinstance(step, StepMetadata) else ""
-    if belongs == "foreign":
-        problems.append("step: wanted the StepMetadata of these block_tables and context_lens, got that of others")
-    if belongs == "stale":
-        problems.append("step: wanted advance() after block_tables or context_lens changed, got a step of old values")
-    equal = query.shape[2] == key_cache.shape[1 + layout.index("H")]
-    operation = STANDARD_DECODE_PAGED if equal else GQA_DECODE_PAGED
-    canonical = {each: value for each, value in arguments.items() if each not in (*NOT_OF_FLOATS, *OF_SEVERAL)}
-    window, scale = canonical["window"], canonical["scale"]
-    if not problems and window is not None:  # nothing lies to the right of the newest token
-        canonical["window"] = None if window[0] < 0 else (window[0], 0)
-    if isinstance(scale, (int, float)) and math.isclose(scale, query.shape[3] ** -0.5, rel_tol=1e-7):
-        canonical["scale"] = None  # the default, spelled out: kernels without a scale argument stay legal
+    if one:
+        problems += step_problems(arguments["step"], arguments["block_tables"], arguments["context_lens"])
+    else:
+        problems += _problems_of_several(arguments)
+        problems += _not_of_codes(arguments) if coded else _bias_problems(arguments)
+    operation = _operation(arguments, coded=coded)
+    canonical = without_defaults(operation, arguments, arguments["query"].shape[-1], newest=one)
     problems += operation.schema.validate(layout=layout, **canonical)
     if problems:
-        raise InvalidCallError(name, problems)
-    return Routed(operation, canonical, layout, varies=("batch", "max_blocks", "pages"))
-
-
-def _route_append(arguments: dict[str, Any], default_layout: str | None) -> Routed:
-    name = "append_paged_kv_"
-    check_dense(name, arguments)
-    problems = shape_problems(arguments, ("key", "value"), 3)
-    problems += shape_problems(arguments, ("key_cache", "value_cache"), 4)
-    problems += layout_problems(arguments["layout"])
-    if problems:
-        raise InvalidCallError(name, problems)
-    layout = arguments["layout"]
-    written.check(name, {each: arguments[each] for each in ("key_cache", "value_cache")}, layout)
-    canonical = {each: value for each, value in arguments.items() if each != "layout"}
-    problems = APPEND_PAGED.schema.validate(layout=layout, **canonical)
-    keys, values = arguments["key_cache"], arguments["value_cache"]
-    for cache in ("key_cache", "value_cache"):
-        tensor = arguments[cache]
-        if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-            problems.append(f"{cache}: wanted memory of its own, got an expanded view with strides {tensor.stride()}")
-        for new in ("key", "value", "slot_mapping"):
-            if isinstance(arguments[new], Tensor) and overlaps(tensor, arguments[new]):
-                problems.append(f"{cache}: wanted memory of its own, got memory that it shares with {new}")
-    if keys.device.type != "meta" and overlaps(keys, values) and not apart(keys, values):
-        problems.append("value_cache: wanted memory of its own, got that of key_cache")
-    if problems:
-        raise InvalidCallError(name, problems)
-    return Routed(APPEND_PAGED, canonical, layout, varies=("tokens", "pages"))
+        raise InvalidCallError(NAME, problems)
+    return Routed(operation, canonical, layout, varies=_varies(arguments, coded=coded))
 
 
 PAGED_ATTENTION = Function(
-    name="paged_attention",
+    name=NAME,
     signature=paged_attention,
-    route=_route_attention,
-    operations=(STANDARD_DECODE_PAGED, GQA_DECODE_PAGED, *OF_TOKENS, *quantized.OPERATIONS),
-    draw=draw_attention,
+    route=_route,
+    operations=(declare.STANDARD_DECODE_PAGED, declare.GQA_DECODE_PAGED, *mixed.OPERATIONS, *quantized.OPERATIONS),
+    draw=draw.paged_attention,
     weight=4,
     state=frozenset({"sdpa"}),
 )
-APPEND_PAGED_KV = Function(
-    name="append_paged_kv_",
-    signature=append_paged_kv_,
-    route=_route_append,
-    operations=(APPEND_PAGED,),
-    draw=draw.append_paged_kv_,
-    weight=1,
-    renamed={"append_paged_kv": "append_paged_kv_"},
-    may_share_storage=frozenset({frozenset({"key_cache", "value_cache"})}),
-)
-FUNCTIONS = (PAGED_ATTENTION, APPEND_PAGED_KV)
+FUNCTIONS = (PAGED_ATTENTION,)

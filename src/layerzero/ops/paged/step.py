@@ -13,10 +13,8 @@ from layerzero.core.binding import public
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.handle import CAPTURABLE, FOREIGN, STALE, Handle
 from layerzero.core.values import Check
-from layerzero.ops.paged.host_slots import host_table_problems
-from layerzero.ops.paged.late_count import LateCount
-from layerzero.ops.paged.ragged_tables import padded_tables
-from layerzero.ops.paged.slots import SlotMapping, numbers_on_host
+from layerzero.ops.paged.pages import padded_tables
+from layerzero.ops.paged.slots import LateCount, SlotMapping, host_table_problems, numbers_on_host
 from layerzero.ops.ragged.starts import shape_problems
 from layerzero.ops.ragged.step import host_problems, is_readable
 
@@ -334,3 +332,12 @@ def table_problems(block_tables: object, context_lens: object) -> list[str]:
         lengths = f"wanted {block_tables.shape[0]} lengths as in block_tables, got {context_lens.shape[0]}"
         problems.append(f"context_lens: {lengths}")
     return problems
+
+
+def step_problems(step: object, block_tables: Tensor, context_lens: Tensor) -> list[str]:
+    """What is wrong with the step of a call over these tables and lengths."""
+    kind = step.kind_for(block_tables, context_lens) if isinstance(step, StepMetadata) else ""
+    if kind == FOREIGN:
+        return ["step: wanted the StepMetadata of these block_tables and context_lens, got that of others"]
+    changed = "step: wanted advance() after tables, lengths or starts changed, got a step of old values"
+    return [changed] if kind == STALE else []

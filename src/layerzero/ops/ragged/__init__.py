@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from layerzero.ops.ragged.declare import OPERATIONS
-from layerzero.ops.ragged.route import FUNCTIONS
+from layerzero.ops.ragged.declare import FUNCTIONS, OPERATIONS
 from layerzero.ops.ragged.step import RaggedMetadata
 
 __all__ = ["EXPORTS", "FUNCTIONS", "OPERATIONS", "RaggedMetadata"]

@@ -9,42 +9,34 @@ Where sequences begin lies on the device: nothing is read on the host, so a capt
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerzero.core.arguments import Axis, Param, Role, TensorSchema
-from layerzero.core.dtypes import FLOATING
-from layerzero.core.operation import Case, Operation, Work
-from layerzero.core.schema import OperationSchema
+from layerzero.core.arguments import Axis, Param, Role, TensorSchema, told
+from layerzero.core.errors import InvalidCallError
+from layerzero.core.operation import Case, Function, Operation, Routed, Work
 from layerzero.core.values import Check
-from layerzero.ops.attention.declare import (
-    ALIASES,
-    CAUSAL,
-    HEAD_DIMS,
-    LENGTH,
-    RETURN_LSE,
-    SCALE,
-    SOFTCAP,
-    TOLERANCE,
-    TOLERANCE_REASON,
-    WINDOW,
-    visible_pairs,
-)
-from layerzero.ops.attention.limits import grouped, torch_alone
-from layerzero.ops.ragged import parts, stock
-from layerzero.ops.ragged.reference import ragged_attention_reference, ragged_fake
-from layerzero.ops.ragged.starts import bounds_of, checks, guard, spread
+from layerzero.ops.attention import declare as attn
+from layerzero.ops.attention.checks import check_heads, score_problems, slope_problems, without_defaults
+from layerzero.ops.attention.limits import torch_alone
+from layerzero.ops.attention.sweep import Heads, extent_of
+from layerzero.ops.checks import check_dense
+from layerzero.ops.checks import shape_problems as rank_problems
+from layerzero.ops.ragged import draw
+from layerzero.ops.ragged.reference import parts_of_keys, ragged_attention, stock
+from layerzero.ops.ragged.starts import bounds_of, checks, guard, shape_problems, spread, value_problems
 from layerzero.ops.ragged.step import RaggedMetadata
-from layerzero.ops.ragged.sweep import sweep_of
 
 INT32 = frozenset({torch.int32})
 
 MAX_SEQLEN_Q = Param("max_seqlen_q", int, None, Role.BOUND)
 MAX_SEQLEN_K = Param("max_seqlen_k", int, None, Role.BOUND)
 """They bound differences of neighbours and no values, so that only :func:`_check_starts` can hold them to it."""
+
+NAME = "ragged_attention"
 
 
 def make_step(arguments: Mapping[str, Any], capturable: bool) -> RaggedMetadata:
@@ -70,10 +62,9 @@ def _check_starts(
 
 def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
     longest_q, longest_k = values["max_seqlen_q"], values["max_seqlen_k"]
-    slopes = arguments.get("alibi_slopes")
     return {
-        "bias_grad": torch.is_grad_enabled() and slopes is not None and slopes.requires_grad,
-        "group": values["heads"] // values["kv_heads"],
+        "bias_grad": attn.has_bias_grad(arguments, "alibi_slopes"),
+        **attn.group_of(arguments, values),
         "longest_q": values["tokens"] if longest_q is None else min(longest_q, values["tokens"]),
         "longest_k": values["kv_tokens"] if longest_k is None else min(longest_k, values["kv_tokens"]),
     }
@@ -83,10 +74,8 @@ def _work(facts: Mapping[str, Any]) -> Work:
     """Two products over what is not hidden, as if all sequences were of one length; every tensor once."""
     batch = max(facts["starts"] - 1, 1)
     queries, keys = facts["tokens"], facts["kv_tokens"]
-    heads, dims = facts["heads"], facts["head_dim"] + facts["value_dim"]
-    pairs = batch * visible_pairs(-(-queries // batch), -(-keys // batch), bool(facts["causal"]), facts["window"])
-    elements = dims * (queries * heads + keys * facts["kv_heads"])
-    return Work(2.0 * heads * pairs * dims, float(elements * facts["dtype"].itemsize))
+    pairs = batch * attn.visible_pairs(-(-queries // batch), -(-keys // batch), bool(facts["causal"]), facts["window"])
+    return attn.work_of(facts, pairs, queries, keys)
 
 
 def _examples(case: Case, _: torch.dtype, device: torch.device, __: torch.Generator | None) -> dict[str, Any]:
@@ -108,40 +97,6 @@ def _scratch(sizes: Mapping[str, int]) -> int:
     return batch * sizes["heads"] * longest_k * max(longest_q, sizes["head_dim"])
 
 
-def _schema(name: str) -> OperationSchema:
-    return OperationSchema(
-        operation=name,
-        inputs=(
-            TensorSchema("query", ("tokens", "heads", "head_dim"), FLOATING),
-            TensorSchema("key", ("kv_tokens", "kv_heads", "head_dim"), FLOATING),
-            TensorSchema("value", ("kv_tokens", "kv_heads", "value_dim"), FLOATING),
-            TensorSchema("cu_seqlens_q", ("starts",), INT32, same_dtype=False, counts=("tokens",)),
-            TensorSchema("cu_seqlens_k", ("starts",), INT32, same_dtype=False, counts=("kv_tokens",)),
-            TensorSchema("sinks", ("heads",), FLOATING, required=False, same_dtype=False),
-            TensorSchema("alibi_slopes", (), FLOATING, required=False, same_dtype=False),
-        ),
-        outputs=(
-            TensorSchema("output", ("tokens", "heads", "value_dim")),
-            TensorSchema("lse", ("heads", "tokens"), frozenset({torch.float32}), when="return_lse"),
-        ),
-        params=(
-            *(CAUSAL, SCALE, WINDOW, SOFTCAP, RETURN_LSE, MAX_SEQLEN_Q, MAX_SEQLEN_K),
-            Param("step", RaggedMetadata, None, Role.HANDLE, made_of=("cu_seqlens_q", "cu_seqlens_k"), make=make_step),
-        ),
-        axes=(
-            Axis("tokens", scales=True, live=True, tiled=True, codes=LENGTH),
-            Axis("kv_tokens", scales=True, live=True, tiled=True, codes=LENGTH),
-            Axis("starts", scales=True, live=True),
-            Axis("kv_heads", scales=True, beside=True, apart=True, carries=("heads",)),
-            Axis("heads", scales=True, beside=True),
-            Axis("group", implied=True),
-            Axis("longest_q", scales=True),
-            Axis("longest_k", scales=True),
-            *HEAD_DIMS,
-        ),
-    )
-
-
 def _case(
     name: str, sequences: int, tokens: int, heads: int, kv_heads: int, head_dim: int, *, causal: bool = True
 ) -> Case:
@@ -149,21 +104,61 @@ def _case(
     return Case(name, sizes | {"head_dim": head_dim, "value_dim": head_dim}, {"causal": causal})
 
 
+def ragged_case(heads: Heads, sequences: int, tokens: int, *, causal: bool) -> tuple[str, Case]:
+    """An operation's name and a case of it: sequences of unlike lengths."""
+    name = f"{sequences} sequences of {tokens} tokens ({heads}) {'causal' if causal else 'full'}"
+    case = _case(name, sequences, tokens, heads.heads, heads.kv_heads, heads.head_dim, causal=causal)
+    return f"attention.{heads.kind}.prefill.ragged", case
+
+
+def sweep_of(operation: str) -> Callable[[str, Mapping[str, Sequence[int]]], Iterator[Case]]:
+    """The sweep of one kind of head counts: as many tokens as prefill sweeps have, in few and in many sequences."""
+
+    def sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
+        extent = extent_of(device, narrow)
+        for heads in extent.heads:
+            for sequences in extent.batches:
+                for length in extent.lengths_of(sequences, rare=True):
+                    if sequences > 1 and sequences * length <= extent.max_tokens:
+                        name, case = ragged_case(heads, sequences, sequences * length, causal=heads.causal[0])
+                        if name == operation:
+                            yield case
+
+    return sweep
+
+
 def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = "") -> Operation:
-    return Operation(
-        schema=_schema(name),
-        summary=summary,
-        reference=ragged_attention_reference,
-        fake=ragged_fake,
+    return attn.operation(
+        name,
+        summary,
+        ragged_attention,
+        inputs=(
+            *attn.PACKED,
+            TensorSchema("cu_seqlens_q", ("starts",), INT32, same_dtype=False, counts=("tokens",)),
+            TensorSchema("cu_seqlens_k", ("starts",), INT32, same_dtype=False, counts=("kv_tokens",)),
+            *attn.BIASES,
+        ),
+        outputs=attn.results("tokens"),
+        params=(
+            *(attn.CAUSAL, attn.SCALE, attn.WINDOW, attn.SOFTCAP, attn.RETURN_LSE, MAX_SEQLEN_Q, MAX_SEQLEN_K),
+            Param("step", RaggedMetadata, None, Role.HANDLE, made_of=("cu_seqlens_q", "cu_seqlens_k"), make=make_step),
+        ),
+        axes=(
+            Axis("tokens", scales=True, live=True, tiled=True, codes=attn.LENGTH),
+            Axis("kv_tokens", scales=True, live=True, tiled=True, codes=attn.LENGTH),
+            Axis("starts", scales=True, live=True),
+            *attn.HEADS,
+            Axis("longest_q", scales=True),
+            Axis("longest_k", scales=True),
+            *attn.HEAD_DIMS,
+        ),
         cases=cases,
-        tolerance=TOLERANCE,
-        tolerance_reason=TOLERANCE_REASON,
         sibling=sibling,
-        unlike_sibling=grouped if sibling else None,
         left_by_state=torch_alone,
-        aliases={each: fact for each, fact in ALIASES.items() if fact not in ("batch", "seq_q", "seq_k", "attn_mask")},
+        aliases={
+            each: fact for each, fact in attn.ALIASES.items() if fact not in ("batch", "seq_q", "seq_k", "attn_mask")
+        },
         derive=_derive,
-        derived=("bias_grad", "group", "longest_q", "longest_k"),
         derived_from={
             "bias_grad": (),
             "group": ("heads", "kv_heads"),
@@ -175,9 +170,9 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
         examples=_examples,
         work=_work,
         scratch=_scratch,
-        parts=parts.of_keys,
+        parts=parts_of_keys,
         sweep=sweep_of(name),
-        stock=stock.attention,
+        stock=stock,
     )
 
 
@@ -204,3 +199,57 @@ GQA_RAGGED = _operation(
 
 OPERATIONS = (STANDARD_RAGGED, GQA_RAGGED)
 RAGGED = (STANDARD_RAGGED.name, GQA_RAGGED.name)
+
+
+def route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
+    """Check a call and choose the operation by head counts."""
+    check_dense(NAME, arguments)
+    problems = rank_problems(arguments, ("query", "key", "value"), 3)
+    if problems:
+        raise InvalidCallError(NAME, problems)
+    query, key, slopes = arguments["query"].shape, arguments["key"].shape, arguments["alibi_slopes"]
+    check_heads(NAME, query, key)
+    problems = score_problems(arguments) + _start_problems(arguments)
+    if not isinstance(arguments["causal"], bool):
+        problems.append(f"causal: wanted bool, got {told(arguments['causal'])}")
+    problems += [] if problems else slope_problems(slopes, query[1], len(arguments["cu_seqlens_q"]) - 1)
+    operation = STANDARD_RAGGED if query[1] == key[1] else GQA_RAGGED
+    canonical = without_defaults(operation, arguments, query[2])
+    problems += operation.schema.validate(**canonical)
+    if problems:
+        raise InvalidCallError(NAME, problems)
+    by_sequence = slopes is not None and slopes.ndim == 2
+    return Routed(operation, canonical, varies=("tokens", "kv_tokens") if by_sequence else _VARIES)
+
+
+_VARIES = ("tokens", "kv_tokens", "starts")
+
+
+def _start_problems(arguments: dict[str, Any]) -> list[str]:
+    starts, others = arguments["cu_seqlens_q"], arguments["cu_seqlens_k"]
+    problems = shape_problems("cu_seqlens_q", starts, tokens=len(arguments["query"]))
+    problems += shape_problems("cu_seqlens_k", others, None if problems else len(starts), len(arguments["key"]))
+    step = arguments["step"]
+    if problems:
+        return problems
+    for name, of in (("cu_seqlens_q", "query"), ("cu_seqlens_k", "key")):
+        if arguments[name].is_cpu and type(arguments[name]) is Tensor:
+            problems += value_problems(name, arguments[name], len(arguments[of]))
+    if isinstance(step, RaggedMetadata):
+        if step.is_stale:
+            problems.append("step: wanted advance() after cu_seqlens changed, got a step of old values")
+        elif not step.belongs(starts, others):
+            problems.append("step: wanted the RaggedMetadata of these cu_seqlens, got that of others")
+    return problems
+
+
+RAGGED_ATTENTION = Function(
+    name=NAME,
+    signature=ragged_attention,
+    route=route,
+    operations=OPERATIONS,
+    draw=draw.ragged_attention,
+    weight=3,
+    state=frozenset({"sdpa"}),
+)
+FUNCTIONS = (RAGGED_ATTENTION,)

@@ -19,7 +19,8 @@ from layerzero.core.operation import Case, Operation, Tolerance, Work
 from layerzero.core.schema import OperationSchema
 from layerzero.ops.attention.declare import HEAD_DIMS
 from layerzero.ops.paged import on_demand, written
-from layerzero.ops.paged.declare import CACHE_LAYOUTS, append_paged_kv_reference
+from layerzero.ops.paged.append import append_paged_kv_
+from layerzero.ops.paged.declare import CACHE_LAYOUTS
 from layerzero.ops.rope.declare import COS_SIN, INTERLEAVED, TOLERANCE, TOLERANCE_REASON, cos_sin, rope_reference
 from layerzero.ops.rope_append import composed
 
@@ -76,7 +77,7 @@ def rope_append_paged_reference(
     Dtype, units and source: as of ``posenc.rope`` and ``kv.append.paged``.
     """
     turned, key = rope_reference(query, key, cos, sin, positions=positions, interleaved=interleaved)
-    append_paged_kv_reference(key, value, key_cache, value_cache, slot_mapping)
+    append_paged_kv_(key, value, key_cache, value_cache, slot_mapping)
     return turned
 
 

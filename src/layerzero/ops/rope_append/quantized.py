@@ -16,7 +16,7 @@ from torch import Tensor
 
 from layerzero.core.operation import Case, Work
 from layerzero.core.schema import OperationSchema
-from layerzero.ops.paged import codes
+from layerzero.ops.paged import quantized as codes
 from layerzero.ops.paged.quantized import QUANTIZED, SCALES
 from layerzero.ops.rope.declare import rope_reference
 from layerzero.ops.rope_append import declare
@@ -49,7 +49,7 @@ def rope_append_quantized_reference(
     before they are divided, as two calls would.
     """
     turned, key = rope_reference(query, key, cos, sin, positions=positions, interleaved=interleaved)
-    codes.append_quantized_reference(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)
+    codes.write(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)
     return turned
 
 

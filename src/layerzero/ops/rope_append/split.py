@@ -24,7 +24,8 @@ from layerzero.core.schema import OperationSchema
 from layerzero.ops.attention.declare import HEAD_DIM
 from layerzero.ops.checks import check_dense
 from layerzero.ops.paged import on_demand, written
-from layerzero.ops.paged.declare import CACHE_LAYOUTS, append_paged_kv_reference
+from layerzero.ops.paged.append import append_paged_kv_
+from layerzero.ops.paged.declare import CACHE_LAYOUTS
 from layerzero.ops.rope.declare import COS_SIN, INTERLEAVED
 from layerzero.ops.rope.normed import (
     EPS,
@@ -86,7 +87,7 @@ def split_append_reference(
     if slot_mapping is None:
         write_rows(key, value, key_cache, value_cache, positions)
     else:
-        append_paged_kv_reference(key, value, key_cache, value_cache, slot_mapping)
+        append_paged_kv_(key, value, key_cache, value_cache, slot_mapping)
     return query
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layerzero.ops.sparse import declare, route
+from layerzero.ops.sparse import declare
 from layerzero.ops.sparse.pattern import BlockPattern
 from layerzero.ops.sparse.variable import VARIABLE_SPARSE, VARIABLE_SPARSE_ATTENTION
 
@@ -10,7 +10,7 @@ __all__ = ["ALIASES", "EXPORTS", "FUNCTIONS", "OPERATIONS", "BlockPattern"]
 
 EXPORTS = ("BlockPattern",)
 OPERATIONS = (*declare.OPERATIONS, VARIABLE_SPARSE)
-FUNCTIONS = (*route.FUNCTIONS, VARIABLE_SPARSE_ATTENTION)
+FUNCTIONS = (*declare.FUNCTIONS, VARIABLE_SPARSE_ATTENTION)
 
 ALIASES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
     "attention.sparse.variable_block": ((VARIABLE_SPARSE.name,), {})

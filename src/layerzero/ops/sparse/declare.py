@@ -14,61 +14,58 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.core.arguments import REQUIRED, Axis, Param, Role, TensorSchema
-from layerzero.core.dtypes import FLOATING
-from layerzero.core.operation import Case, Operation, Work
-from layerzero.core.schema import OperationSchema
+from layerzero.core.arguments import REQUIRED, Axis, Param, Role, TensorSchema, told
+from layerzero.core.errors import InvalidCallError
+from layerzero.core.operation import Case, Function, Routed, Work
 from layerzero.core.values import Check
-from layerzero.ops.attention.declare import (
-    ALIASES,
-    HEAD_DIMS,
-    LENGTH,
-    RETURN_LSE,
-    SCALE,
-    TOLERANCE,
-    TOLERANCE_REASON,
-)
+from layerzero.ops.attention import declare as attn
+from layerzero.ops.attention.checks import check_heads, score_problems, without_defaults
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.attention.sweep import extent_of
+from layerzero.ops.checks import check_dense, shape_problems
 from layerzero.ops.ragged.declare import INT32
 from layerzero.ops.ragged.starts import spread
-from layerzero.ops.sparse.pattern import BlockPattern, block_mask, checks, guard
+from layerzero.ops.sparse.draw import sparse_attention as draw
+from layerzero.ops.sparse.pattern import BlockPattern, block_mask, checks, entry_problems, guard, pattern_problems
 
 NAME = "attention.sparse.block"
 
 
-def sparse_reference(
+def sparse_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     block_indptr: Tensor,
     block_indices: Tensor,
-    *,
     block_rows: int,
     block_cols: int,
     scale: float | None = None,
+    *,
     return_lse: bool = False,
+    block_pattern: BlockPattern | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Write the pattern as a mask of all queries and keys, then attend by definition.
+    """Attend from blocks of queries to some blocks of keys, all of a block or nothing of it.
 
-    Shapes: query (M, H, D), key (N, K, D), value (N, K, D_v), block_indptr (M / block_rows + 1,), block_indices (Z,) →
-    (M, H, D_v); log-sum-exp (H, M). A query that sees no key gives 0 and -inf.
-    Dtype: computes in float32, or float64 for float64; returns query.dtype; log-sum-exp float32, natural logarithm.
-    Units: block_rows in queries, block_cols in keys. Source: block-sparse attention of FlashInfer, arXiv:2501.01005.
+    Shapes: query (M, H, D), key (N, K, D), value (N, K, D_v), H a multiple of K, M a multiple of ``block_rows`` and N
+        of ``block_cols``; block_indptr (M / block_rows + 1,), block_indices (Z,) → (M, H, D_v).
+    Dtype: query, key and value the same floating dtype; the pattern int32, on the same device.
+    Args:
+        block_indptr: where each row's blocks begin: 0, then the end of each row. Rows may be empty.
+        block_indices: the columns of blocks that rows see, each once in a row, in any order.
+        block_rows, block_cols: queries and keys of a block.
+        scale: factor on the scores, 1/sqrt(D) by default.
+        return_lse: also return the log-sum-exp of the scores, float32 (H, M), natural logarithm.
+        block_pattern: the :class:`layerzero.BlockPattern` of these two, so that kernels which plan do so once.
+    Returns: the output, or (output, lse). A query that sees no key gives 0 and -inf.
+    Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got; on a
+        CPU and in debug mode for a pattern that leads beyond the keys, decreases, or names a block twice.
+    Source: BlockSparseAttentionWrapper of FlashInfer, arXiv:2501.01005.
     """
     mask = block_mask(block_indptr, block_indices, len(key) // block_cols)
     mask = mask.repeat_interleave(block_rows, 0).repeat_interleave(block_cols, 1)
     dense = (each.unsqueeze(0) for each in (query, key, value))
     result = attention_reference(*dense, attn_mask=mask, scale=scale, return_lse=return_lse)
     return (result[0][0], result[1][0]) if isinstance(result, tuple) else result[0]
-
-
-def _fake(
-    query: Tensor, key: Tensor, value: Tensor, *_: object, return_lse: bool = False, **__: object
-) -> Tensor | tuple[Tensor, Tensor]:
-    tokens, heads, _dim = query.shape
-    output = query.new_empty((tokens, heads, value.shape[-1]))
-    return (output, query.new_empty((heads, tokens), dtype=torch.float32)) if return_lse else output
 
 
 def _check_values(
@@ -78,16 +75,10 @@ def _check_values(
     return checks(block_indptr, block_indices, len(key) // block_cols)
 
 
-def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
-    return {"group": values["heads"] // values["kv_heads"]}
-
-
 def _work(facts: Mapping[str, Any]) -> Work:
     """Two products over the blocks that are seen; every tensor once."""
     pairs = facts["nonzero_blocks"] * facts["block_rows"] * facts["block_cols"]
-    dims = facts["head_dim"] + facts["value_dim"]
-    elements = dims * (facts["tokens"] * facts["heads"] + facts["kv_tokens"] * facts["kv_heads"])
-    return Work(2.0 * facts["heads"] * pairs * dims, float(elements * facts["dtype"].itemsize))
+    return attn.work_of(facts, pairs, facts["tokens"], facts["kv_tokens"])
 
 
 def make_pattern(
@@ -134,58 +125,45 @@ def _block(name: str) -> Param:
     return Param(name, int, REQUIRED, example=16)
 
 
-BLOCK_SPARSE = Operation(
-    schema=OperationSchema(
-        operation=NAME,
-        inputs=(
-            TensorSchema("query", ("tokens", "heads", "head_dim"), FLOATING),
-            TensorSchema("key", ("kv_tokens", "kv_heads", "head_dim"), FLOATING),
-            TensorSchema("value", ("kv_tokens", "kv_heads", "value_dim"), FLOATING),
-            TensorSchema("block_indptr", ("block_starts",), INT32, same_dtype=False, counts=("nonzero_blocks",)),
-            TensorSchema("block_indices", ("nonzero_blocks",), INT32, same_dtype=False, indexes=("kv_tokens",)),
-        ),
-        outputs=(
-            TensorSchema("output", ("tokens", "heads", "value_dim")),
-            TensorSchema("lse", ("heads", "tokens"), frozenset({torch.float32}), when="return_lse"),
-        ),
-        params=(
-            _block("block_rows"),
-            _block("block_cols"),
-            SCALE,
-            RETURN_LSE,
-            Param(
-                "block_pattern",
-                BlockPattern,
-                None,
-                Role.HANDLE,
-                made_of=("block_indptr", "block_indices"),
-                make=lambda given, _: BlockPattern(given["block_indptr"], given["block_indices"]),
-            ),
-        ),
-        axes=(
-            Axis("tokens", scales=True, live=True, codes=LENGTH),
-            Axis("kv_tokens", scales=True, live=True, codes=LENGTH),
-            Axis("block_starts", live=True, implied=True),
-            Axis("nonzero_blocks", scales=True, live=True),
-            Axis("kv_heads", scales=True, beside=True, apart=True, carries=("heads",)),
-            Axis("heads", scales=True, beside=True),
-            Axis("group", implied=True),
-            *HEAD_DIMS,
+BLOCK_SPARSE = attn.operation(
+    NAME,
+    "Attention of blocks of queries to some blocks of keys",
+    sparse_attention,
+    inputs=(
+        *attn.PACKED,
+        TensorSchema("block_indptr", ("block_starts",), INT32, same_dtype=False, counts=("nonzero_blocks",)),
+        TensorSchema("block_indices", ("nonzero_blocks",), INT32, same_dtype=False, indexes=("kv_tokens",)),
+    ),
+    outputs=attn.results("tokens"),
+    params=(
+        _block("block_rows"),
+        _block("block_cols"),
+        attn.SCALE,
+        attn.RETURN_LSE,
+        Param(
+            "block_pattern",
+            BlockPattern,
+            None,
+            Role.HANDLE,
+            made_of=("block_indptr", "block_indices"),
+            make=lambda given, _: BlockPattern(given["block_indptr"], given["block_indices"]),
         ),
     ),
-    summary="Attention of blocks of queries to some blocks of keys",
-    reference=sparse_reference,
-    fake=_fake,
+    axes=(
+        Axis("tokens", scales=True, live=True, codes=attn.LENGTH),
+        Axis("kv_tokens", scales=True, live=True, codes=attn.LENGTH),
+        Axis("block_starts", live=True, implied=True),
+        Axis("nonzero_blocks", scales=True, live=True),
+        *attn.HEADS,
+        *attn.HEAD_DIMS,
+    ),
     cases=(
         _case("small", 64, 96, (16, 16), 9, (4, 2, 64)),
         _case("llama3_8b_t8192_quarter", 8192, 8192, (64, 64), 4096, (32, 8, 128)),
     ),
-    tolerance=TOLERANCE,
-    tolerance_reason=TOLERANCE_REASON,
-    aliases={each: fact for each, fact in ALIASES.items() if fact in ("heads", "kv_heads")},
-    derive=_derive,
-    derived=("group",),
-    derived_from={"group": ("heads", "kv_heads")},
+    aliases={each: fact for each, fact in attn.ALIASES.items() if fact in ("heads", "kv_heads")},
+    derive=attn.group_of,
+    derived_from=attn.GROUP,
     work=_work,
     check_values=_check_values,
     guard=guard,
@@ -194,3 +172,48 @@ BLOCK_SPARSE = Operation(
     sweep=_sweep,
 )
 OPERATIONS = (BLOCK_SPARSE,)
+
+
+def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
+    name, sizes = "sparse_attention", (arguments["block_rows"], arguments["block_cols"])
+    check_dense(name, arguments)
+    indptr, indices, pattern = (arguments[each] for each in ("block_indptr", "block_indices", "block_pattern"))
+    problems = shape_problems(arguments, ("query", "key", "value"), 3) + pattern_problems(indptr, indices)
+    problems += [
+        f"{each}: wanted a number of at least 1, got {told(size)}"
+        for each, size in zip(("block_rows", "block_cols"), sizes, strict=True)
+        if type(size) is not int or not 1 <= size < 2**31
+    ]
+    if problems:
+        raise InvalidCallError(name, problems)
+    query, key = arguments["query"], arguments["key"]
+    check_heads(name, query.shape, key.shape)
+    rows = len(indptr) - 1
+    if len(query) != rows * sizes[0]:
+        problems.append(f"query: wanted {rows} rows of {sizes[0]} queries as block_indptr says, got {len(query)}")
+    if len(key) % sizes[1]:
+        problems.append(f"key: wanted whole blocks of {sizes[1]} keys, got {len(key)}")
+    if indptr.is_cpu and type(indptr) is Tensor and not problems:
+        problems += entry_problems(indptr, indices, len(key) // sizes[1])
+    problems += score_problems(arguments)
+    belongs = pattern.kind_for(indptr, indices) if isinstance(pattern, BlockPattern) else ""
+    if belongs in ("foreign", "stale"):
+        wanted = "the BlockPattern of these two" if belongs == "foreign" else "advance() after they changed"
+        problems.append(f"block_pattern: wanted {wanted}, got a {belongs} one")
+    canonical = without_defaults(BLOCK_SPARSE, arguments, query.shape[2])
+    problems += BLOCK_SPARSE.schema.validate(**canonical)
+    if problems:
+        raise InvalidCallError(name, problems)
+    return Routed(BLOCK_SPARSE, canonical, varies=("nonzero_blocks",))
+
+
+SPARSE_ATTENTION = Function(
+    name="sparse_attention",
+    signature=sparse_attention,
+    route=_route,
+    operations=OPERATIONS,
+    draw=draw,
+    weight=1,
+    state=frozenset({"sdpa"}),
+)
+FUNCTIONS = (SPARSE_ATTENTION,)

@@ -5,7 +5,6 @@ attention.sparse.variable   one sequence
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,24 +12,13 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import Axis, TensorSchema
-from layerzero.core.dtypes import FLOATING
 from layerzero.core.errors import InvalidCallError
-from layerzero.core.operation import Case, Function, Operation, Routed, Work
-from layerzero.core.reasons import ReasonCode
-from layerzero.core.schema import OperationSchema
+from layerzero.core.operation import Case, Function, Routed, Work
 from layerzero.core.values import Check
-from layerzero.ops.attention.declare import (
-    ALIASES,
-    HEAD_DIMS,
-    LENGTH,
-    RETURN_LSE,
-    SCALE,
-    TOLERANCE,
-    TOLERANCE_REASON,
-)
+from layerzero.ops.attention import declare as attn
+from layerzero.ops.attention.checks import check_heads, score_problems, without_defaults
 from layerzero.ops.attention.reference import attention_reference
-from layerzero.ops.checks import check_dense
-from layerzero.ops.paged.problems import shape_problems
+from layerzero.ops.checks import check_dense, shape_problems
 from layerzero.ops.ragged.declare import INT32
 from layerzero.ops.ragged.starts import spread
 from layerzero.ops.sparse.draw import variable_sparse_attention as draw
@@ -53,23 +41,31 @@ def variable_mask(seen_blocks: Tensor, row_sizes: Tensor, col_sizes: Tensor, tok
     return mask
 
 
-def variable_reference(
+def variable_sparse_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     seen_blocks: Tensor,
     row_sizes: Tensor,
     col_sizes: Tensor,
-    *,
     scale: float | None = None,
+    *,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Write the blocks as a mask of all queries and keys, then attend by definition.
+    """Attend from blocks of queries to some blocks of keys, where blocks differ in size and key heads in their blocks.
 
-    Shapes: query (M, H, D), key (N, K, D), value (N, K, D_v), seen_blocks (K, R, C), row_sizes (K, R), col_sizes (K, C)
-    → (M, H, D_v); log-sum-exp (H, M). A query that sees no key gives 0 and -inf.
-    Dtype: computes in float32, or float64 for float64; returns query.dtype; log-sum-exp float32, natural logarithm.
-    Units: sizes in tokens. Source: VariableBlockSparseAttentionWrapper of FlashInfer, arXiv:2501.01005.
+    Shapes: query (M, H, D), key (N, K, D), value (N, K, D_v), H a multiple of K; seen_blocks (K, R, C), row_sizes
+        (K, R), col_sizes (K, C) → (M, H, D_v).
+    Dtype: query, key and value the same floating dtype; seen_blocks bool, sizes int32, all on the same device.
+    Args:
+        seen_blocks: whether a row of blocks sees a column of them, for the query heads of each key head.
+        row_sizes, col_sizes: queries and keys of each block, in tokens; they sum up to M and N.
+        scale: factor on the scores, 1/sqrt(D) by default.
+        return_lse: also return the log-sum-exp of the scores, float32 (H, M), natural logarithm.
+    Returns: the output, or (output, lse). A query that sees no key gives 0 and -inf.
+    Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got; on a
+        CPU and in debug mode for sizes that do not sum up to the tokens.
+    Source: VariableBlockSparseAttentionWrapper of FlashInfer, arXiv:2501.01005.
     """
     mask = variable_mask(seen_blocks, row_sizes, col_sizes, len(query), len(key))
     mask = mask.repeat_interleave(query.shape[1] // key.shape[1], 0).unsqueeze(0)
@@ -125,10 +121,7 @@ def _examples(case: Case, _: torch.dtype, device: torch.device, generator: torch
 
 def _work(facts: Mapping[str, Any]) -> Work:
     """Two products over all pairs, since how many are seen lies on the device; every tensor once."""
-    dims = facts["head_dim"] + facts["value_dim"]
-    elements = dims * (facts["tokens"] * facts["heads"] + facts["kv_tokens"] * facts["kv_heads"])
-    pairs = facts["tokens"] * facts["kv_tokens"]
-    return Work(2.0 * facts["heads"] * pairs * dims, float(elements * facts["dtype"].itemsize))
+    return attn.work_of(facts, facts["tokens"] * facts["kv_tokens"], facts["tokens"], facts["kv_tokens"])
 
 
 def _case(name: str, tokens: int, blocks: int, heads: tuple[int, int, int]) -> Case:
@@ -137,53 +130,34 @@ def _case(name: str, tokens: int, blocks: int, heads: tuple[int, int, int]) -> C
     return Case(name, sizes)
 
 
-def _fake(
-    query: Tensor, key: Tensor, value: Tensor, *_: object, return_lse: bool = False, **__: object
-) -> Tensor | tuple[Tensor, Tensor]:
-    tokens, heads, _dim = query.shape
-    output = query.new_empty((tokens, heads, value.shape[-1]))
-    return (output, query.new_empty((heads, tokens), dtype=torch.float32)) if return_lse else output
-
-
-VARIABLE_SPARSE = Operation(
-    schema=OperationSchema(
-        operation=NAME,
-        inputs=(
-            TensorSchema("query", ("tokens", "heads", "head_dim"), FLOATING),
-            TensorSchema("key", ("kv_tokens", "kv_heads", "head_dim"), FLOATING),
-            TensorSchema("value", ("kv_tokens", "kv_heads", "value_dim"), FLOATING),
-            TensorSchema(
-                "seen_blocks", ("kv_heads", "row_blocks", "col_blocks"), frozenset({torch.bool}), same_dtype=False
-            ),
-            TensorSchema("row_sizes", ("kv_heads", "row_blocks"), INT32, same_dtype=False, counts=("tokens",)),
-            TensorSchema("col_sizes", ("kv_heads", "col_blocks"), INT32, same_dtype=False, counts=("kv_tokens",)),
+VARIABLE_SPARSE = attn.operation(
+    NAME,
+    "Attention of blocks of queries to some blocks of keys, blocks of any sizes",
+    variable_sparse_attention,
+    inputs=(
+        *attn.PACKED,
+        TensorSchema(
+            "seen_blocks", ("kv_heads", "row_blocks", "col_blocks"), frozenset({torch.bool}), same_dtype=False
         ),
-        outputs=(
-            TensorSchema("output", ("tokens", "heads", "value_dim")),
-            TensorSchema("lse", ("heads", "tokens"), frozenset({torch.float32}), when="return_lse"),
-        ),
-        params=(SCALE, RETURN_LSE),
-        axes=(
-            Axis("tokens", scales=True, live=True, codes=LENGTH),
-            Axis("kv_tokens", scales=True, live=True, codes=LENGTH),
-            Axis("row_blocks", scales=True, live=True),
-            Axis("col_blocks", scales=True, live=True),
-            Axis("kv_heads", scales=True, beside=True),
-            Axis("heads", scales=True, beside=True),
-            Axis("group", implied=True),
-            *HEAD_DIMS,
-        ),
+        TensorSchema("row_sizes", ("kv_heads", "row_blocks"), INT32, same_dtype=False, counts=("tokens",)),
+        TensorSchema("col_sizes", ("kv_heads", "col_blocks"), INT32, same_dtype=False, counts=("kv_tokens",)),
     ),
-    summary="Attention of blocks of queries to some blocks of keys, blocks of any sizes",
-    reference=variable_reference,
-    fake=_fake,
+    outputs=attn.results("tokens"),
+    params=(attn.SCALE, attn.RETURN_LSE),
+    axes=(
+        Axis("tokens", scales=True, live=True, codes=attn.LENGTH),
+        Axis("kv_tokens", scales=True, live=True, codes=attn.LENGTH),
+        Axis("row_blocks", scales=True, live=True),
+        Axis("col_blocks", scales=True, live=True),
+        Axis("kv_heads", scales=True, beside=True),
+        Axis("heads", scales=True, beside=True),
+        Axis("group", implied=True),
+        *attn.HEAD_DIMS,
+    ),
     cases=(_case("small", 64, 5, (4, 2, 64)), _case("video_t8192", 8192, 64, (24, 24, 128))),
-    tolerance=TOLERANCE,
-    tolerance_reason=TOLERANCE_REASON,
-    aliases={each: fact for each, fact in ALIASES.items() if fact in ("heads", "kv_heads")},
-    derive=lambda _, values: {"group": values["heads"] // values["kv_heads"]},
-    derived=("group",),
-    derived_from={"group": ("heads", "kv_heads")},
+    aliases={each: fact for each, fact in attn.ALIASES.items() if fact in ("heads", "kv_heads")},
+    derive=attn.group_of,
+    derived_from=attn.GROUP,
     work=_work,
     check_values=_check_values,
     guard=_guard,
@@ -192,51 +166,16 @@ VARIABLE_SPARSE = Operation(
 )
 
 
-def variable_sparse_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    seen_blocks: Tensor,
-    row_sizes: Tensor,
-    col_sizes: Tensor,
-    scale: float | None = None,
-    *,
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Attend from blocks of queries to some blocks of keys, where blocks differ in size and key heads in their blocks.
-
-    Shapes: query (M, H, D), key (N, K, D), value (N, K, D_v), H a multiple of K; seen_blocks (K, R, C), row_sizes
-        (K, R), col_sizes (K, C) → (M, H, D_v).
-    Dtype: query, key and value the same floating dtype; seen_blocks bool, sizes int32, all on the same device.
-    Args:
-        seen_blocks: whether a row of blocks sees a column of them, for the query heads of each key head.
-        row_sizes, col_sizes: queries and keys of each block, in tokens; they sum up to M and N.
-        scale: factor on the scores, 1/sqrt(D) by default.
-        return_lse: also return the log-sum-exp of the scores, float32 (H, M), natural logarithm.
-    Returns: the output, or (output, lse). A query that sees no key gives 0 and -inf.
-    Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got; on a
-        CPU and in debug mode for sizes that do not sum up to the tokens.
-    Source: VariableBlockSparseAttentionWrapper of FlashInfer, arXiv:2501.01005.
-    """
-    raise AssertionError("the signature only; the engine makes the callable")
-
-
 def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     check_dense(FUNCTION_NAME, arguments)
     problems = shape_problems(arguments, ("query", "key", "value", "seen_blocks"), 3)
     problems += shape_problems(arguments, ("row_sizes", "col_sizes"), 2)
     if problems:
         raise InvalidCallError(FUNCTION_NAME, problems)
-    query, key, scale = arguments["query"], arguments["key"], arguments["scale"]
-    heads, kv_heads = query.shape[1], key.shape[1]
-    if not heads or not kv_heads or not query.shape[2] or heads % kv_heads:
-        problem = f"query heads must be a multiple of kv heads: got {heads} query heads and {kv_heads} kv heads"
-        raise InvalidCallError(FUNCTION_NAME, [problem], ReasonCode.GQA_HEADS_MISMATCH)
-    if isinstance(scale, (int, float)) and not math.isfinite(scale):
-        problems.append(f"scale: wanted a finite number, got {scale}")
-    canonical = dict(arguments)
-    if isinstance(scale, (int, float)) and math.isclose(scale, query.shape[2] ** -0.5, rel_tol=1e-7):
-        canonical["scale"] = None  # the default, spelled out: kernels without a scale argument stay legal
+    query, key = arguments["query"], arguments["key"]
+    check_heads(FUNCTION_NAME, query.shape, key.shape)
+    problems = score_problems(arguments)
+    canonical = without_defaults(VARIABLE_SPARSE, arguments, query.shape[2])
     problems += VARIABLE_SPARSE.schema.validate(**canonical)
     sizes = arguments["row_sizes"]
     if not problems and sizes.is_cpu and type(sizes) is Tensor:

@@ -1,0 +1,206 @@
+"""Writing new tokens into the slots of a paged cache, and what all operations say that move tokens of caches.
+
+kv.append.paged   tokens into slots
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.core.arguments import Axis, TensorSchema
+from layerzero.core.dtypes import FLOATING
+from layerzero.core.errors import InvalidCallError
+from layerzero.core.operation import Case, Function, Routed, Tolerance, Work
+from layerzero.ops import declaration
+from layerzero.ops.attention.declare import HEAD_DIMS, TOLERANCE
+from layerzero.ops.checks import check_dense, overlaps, shape_problems
+from layerzero.ops.paged import draw, on_demand, written
+from layerzero.ops.paged.declare import CACHE_LAYOUTS, PAGES
+from layerzero.ops.paged.pages import nhd
+from layerzero.ops.paged.route import cache_problems, check_written
+from layerzero.ops.rope.route import apart
+
+INT64 = frozenset({torch.int64})
+KV_HEADS = Axis("kv_heads", scales=True, apart=True)
+SHARED = frozenset({frozenset({"key_cache", "value_cache"})})
+"""Both caches may be views of one tensor."""
+
+
+def caches(lead: str, dtypes: frozenset[torch.dtype] = FLOATING, **more: Any) -> tuple[TensorSchema, ...]:
+    """Key and value caches, by their axes before the heads."""
+    kept = {"has_layout": True, "resident": True} | more
+    return tuple(
+        declaration.tensor(f"{name}_cache: {lead} kv_heads {width}", dtypes, **kept)
+        for name, width in (("key", "head_dim"), ("value", "value_dim"))
+    )
+
+
+def new_tokens(lead: str) -> tuple[TensorSchema, ...]:
+    """Keys and values of new tokens, by their axes before the heads."""
+    return tuple(
+        declaration.tensor(f"{name}: {lead} kv_heads {width}")
+        for name, width in (("key", "head_dim"), ("value", "value_dim"))
+    )
+
+
+def slots(*, distinct: bool) -> TensorSchema:
+    """Places of tokens in pages."""
+    more: dict[str, Any] = {"indexes": ("pages", "page_size"), "holes": True, "distinct": distinct}
+    return TensorSchema("slot_mapping", ("tokens",), INT64, same_dtype=False, **more)
+
+
+def moved(*counts: str) -> Callable[[Mapping[str, Any]], Work]:
+    """The work of reading and writing each number once."""
+
+    def work(facts: Mapping[str, Any]) -> Work:
+        elements = facts["kv_heads"] * (facts["head_dim"] + facts["value_dim"])
+        for name in counts:
+            elements *= facts[name]
+        return Work(0.0, 2.0 * elements * facts["dtype"].itemsize)
+
+    return work
+
+
+def _nothing(*_: object, **__: object) -> None:
+    return None
+
+
+writing = partial(
+    declaration.operation,
+    layouts=CACHE_LAYOUTS,
+    fake=_nothing,
+    check_values=on_demand.checks,
+    guard=written.guard,
+    stock=None,
+)
+"""An operation that writes into caches; others say their ``fake``."""
+
+EXACT: dict[str, Any] = {
+    "tolerance": dict.fromkeys(TOLERANCE, Tolerance(0.0, 0.0)),
+    "tolerance_reason": "it only moves numbers",
+}
+
+
+def slots_case(
+    name: str, count: tuple[str, int], pages: int, kv_heads: int, head_dim: int, page_size: int = 16
+) -> Case:
+    """A case over a paged cache: so many tokens, or copied pages."""
+    sizes = {count[0]: count[1], "pages": pages, "page_size": page_size, "kv_heads": kv_heads}
+    return Case(name, sizes | {"head_dim": head_dim, "value_dim": head_dim})
+
+
+def slots_sweep(
+    count: str, counts: Sequence[int], shapes: Sequence[tuple[int, int]] = ((8, 128), (2, 64))
+) -> Callable[[str, Mapping[str, Sequence[int]]], Iterator[Case]]:
+    """The sweep of so many tokens, or copied pages, for each count and width of heads; none where sizes are named."""
+    what = count.removeprefix("copied_")
+
+    def sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
+        pages = 8192 if device == "cuda" else 256
+        for kv_heads, head_dim in shapes if not narrow else ():
+            for each in counts:
+                yield slots_case(f"{each} {what} ({kv_heads}/{head_dim})", (count, each), pages, kv_heads, head_dim)
+
+    return sweep
+
+
+STEPS = (1, 64, 2048)
+"""Tokens of a decode step, of a batch's, and of a prefill."""
+
+
+def append_paged_kv_(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    layout: str = "NHD",
+) -> None:
+    """Write the keys and values of new tokens into a paged cache, in place.
+
+    Shapes: key (T, K, D), value (T, K, D_v); caches as in ``lz.paged_attention``; slot_mapping (T,).
+    Dtype: keys, values and caches the same floating dtype; slot_mapping int64, on the same device.
+    Args:
+        slot_mapping: ``page * page_size + offset`` of each token, -1 for padding; each slot at most once.
+            ``StepMetadata.slot_mapping`` makes it from tables and lengths. On a GPU either of two tokens with one slot
+            may be what is written; debug mode finds them.
+        layout: ``"NHD"`` or ``"HND"``.
+    Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for caches that share memory with the new
+        tokens or with each other; on a CPU and in debug mode for slots beyond the cache or named twice, too.
+    Source: reshape_and_cache of vLLM, arXiv:2309.06180.
+    """
+    # No value is read on the host: a token without a slot repeats one that has a slot, or what slot 0 holds.
+    key_cache, value_cache = nhd(layout, key_cache, value_cache)
+    tokens = slot_mapping.shape[0]
+    if tokens == 0 or key_cache.numel() == 0:
+        return
+    valid = slot_mapping >= 0
+    stand_in = valid.long().argmax().expand(tokens)
+    source = torch.where(valid, torch.arange(tokens, device=slot_mapping.device), stand_in)
+    slots = torch.where(valid.any(), slot_mapping[source], 0)
+    page, offset = slots // key_cache.shape[1], slots % key_cache.shape[1]
+    for cache, new in ((key_cache, key), (value_cache, value)):
+        cache[page, offset] = torch.where(valid.any(), new[source], cache[page, offset])
+
+
+APPEND_PAGED = writing(
+    "kv.append.paged",
+    "Write new keys and values into the slots of a paged cache",
+    append_paged_kv_,
+    inputs=(*new_tokens("tokens"), *caches("pages page_size", mutated=True), slots(distinct=True)),
+    axes=(Axis("tokens", scales=True, live=True, apart=True), KV_HEADS, *PAGES, *HEAD_DIMS),
+    cases=(
+        slots_case("small", ("tokens", 3), 8, 2, 64),
+        slots_case("llama3_8b_b64", ("tokens", 64), 8192, 8, 128),
+        slots_case("prefill", ("tokens", 2048), 1024, 8, 128),
+    ),
+    note=written.note,
+    work=moved("tokens"),
+    sweep=slots_sweep("tokens", STEPS, ((8, 128), (16, 64))),
+    **EXACT,
+)
+
+
+def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
+    name = "append_paged_kv_"
+    check_dense(name, arguments)
+    problems = shape_problems(arguments, ("key", "value"), 3) + cache_problems(arguments)
+    if problems:
+        raise InvalidCallError(name, problems)
+    check_written(name, arguments)
+    layout = arguments["layout"]
+    canonical = {each: value for each, value in arguments.items() if each != "layout"}
+    problems = APPEND_PAGED.schema.validate(layout=layout, **canonical)
+    keys, values = arguments["key_cache"], arguments["value_cache"]
+    for cache in ("key_cache", "value_cache"):
+        tensor = arguments[cache]
+        if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            problems.append(f"{cache}: wanted memory of its own, got an expanded view with strides {tensor.stride()}")
+        for new in ("key", "value", "slot_mapping"):
+            if isinstance(arguments[new], Tensor) and overlaps(tensor, arguments[new]):
+                problems.append(f"{cache}: wanted memory of its own, got memory that it shares with {new}")
+    if keys.device.type != "meta" and overlaps(keys, values) and not apart(keys, values):
+        problems.append("value_cache: wanted memory of its own, got that of key_cache")
+    if problems:
+        raise InvalidCallError(name, problems)
+    return Routed(APPEND_PAGED, canonical, layout, varies=("tokens", "pages"))
+
+
+APPEND_PAGED_KV = Function(
+    name="append_paged_kv_",
+    signature=append_paged_kv_,
+    route=_route,
+    operations=(APPEND_PAGED,),
+    draw=draw.append_paged_kv_,
+    weight=1,
+    renamed={"append_paged_kv": "append_paged_kv_"},
+    may_share_storage=SHARED,
+)
+OPERATIONS = (APPEND_PAGED,)
+FUNCTIONS = (APPEND_PAGED_KV,)
