@@ -23,9 +23,10 @@ from layerzero.core.values import Check
 from layerzero.ops.attention import declare as attn
 from layerzero.ops.attention.checks import score_problems, without_defaults
 from layerzero.ops.attention.sweep import extent_of
-from layerzero.ops.cascade import draw
 from layerzero.ops.checks import check_dense, shape_problems
+from layerzero.ops.draw import Draw
 from layerzero.ops.paged import declare as paged
+from layerzero.ops.paged.draw import fill, tables
 from layerzero.ops.paged.pages import nhd
 from layerzero.ops.paged.route import cache_problems, check_queries
 from layerzero.ops.paged.step import StepMetadata, step_problems, table_problems
@@ -213,12 +214,48 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     return Routed(CASCADE, canonical, layout, varies=("batch", "pages"))
 
 
+def _draw(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw a call of ``lz.cascade_attention``: whatever lies beyond a sequence is NaN."""
+    batch, kv_heads, page_size = draw.of((1, 2, 3, 5)), draw.of((1, 2, 3)), draw.of((1, 3, 8, 16, 32))
+    heads, dim = kv_heads * draw.of((1, 2, 4), (6, 2, 2)), draw.of((1, 7, 16, 32, 64, 128), (1, 1, 2, 2, 4, 3))
+    blocks = draw.of((1, 2, 3, 7))
+    shared = draw.stream.randint(1, blocks)
+    capacity, least = blocks * page_size, shared * page_size
+    lens = draw.integers((batch,), capacity - least, torch.int32) + least
+    table, pages = tables(draw, lens, blocks, page_size, shared)
+    shape = (pages, page_size, kv_heads, dim)
+    keys, values = (torch.full(shape, float("nan"), dtype=dtype, device=draw.device) for _ in range(2))
+    fill(draw, (keys, values), table, lens, dtype)
+    layout = draw.of(paged.CACHE_LAYOUTS)
+    caches = [cache if layout == paged.CACHE_LAYOUTS[0] else cache.transpose(1, 2) for cache in (keys, values)]
+    arguments: dict[str, Any] = {
+        "query": draw.laid_out(draw.normal((batch, 1, heads, dim), dtype)),
+        "key_cache": caches[0],
+        "value_cache": caches[1],
+        "block_tables": table,
+        "context_lens": lens,
+        "shared_blocks": shared,
+        "layout": layout,
+    }
+    if draw.chance(0.15):
+        arguments["scale"] = draw.of((0.25, 3.0)) * dim**-0.5
+    if draw.chance(0.1):
+        arguments["window"] = (draw.of((0, 1, 4, 40)), 0)
+    if draw.chance(0.1):
+        arguments["softcap"] = draw.of((0.5, 5.0, 30.0))
+    if draw.chance(0.2):
+        arguments["return_lse"] = True
+    if draw.chance(0.4):
+        arguments["step"] = StepMetadata(table, lens, capturable=draw.chance(0.5))
+    return arguments
+
+
 CASCADE_ATTENTION = Function(
     name="cascade_attention",
     signature=cascade_attention,
     route=_route,
     operations=(CASCADE,),
-    draw=draw.cascade_attention,
+    draw=_draw,
     weight=1,
     state=frozenset({"sdpa"}),
 )

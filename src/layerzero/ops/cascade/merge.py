@@ -18,8 +18,8 @@ from layerzero.core.arguments import Axis, TensorSchema
 from layerzero.core.operation import Case, Work
 from layerzero.ops.attention.declare import HEAD_DIM, TOLERANCE
 from layerzero.ops.attention.sweep import extent_of
-from layerzero.ops.cascade import draw
 from layerzero.ops.declaration import function, operation
+from layerzero.ops.draw import Draw
 
 _FLOAT32 = frozenset({torch.float32})
 
@@ -93,7 +93,22 @@ MERGE_STATES = operation(
 OPERATIONS = (MERGE_STATES,)
 
 
-MERGE_ATTENTION_STATES = function(
-    "merge_attention_states", MERGE_STATES, varies=("tokens",), draw=draw.merge_states, weight=1
-)
+def _draw(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw a call of ``lz.merge_attention_states``: parts that saw no key among them, and parts that weigh nothing."""
+    tokens, heads, dim = draw.of((0, 1, 2, 5, 33)), draw.of((1, 2, 3, 8)), draw.of((1, 7, 16, 32, 64, 128, 256))
+    arguments: dict[str, Any] = {}
+    for part in "ab":
+        output = draw.normal((tokens, heads, dim), dtype)
+        lse = draw.normal((heads, tokens), torch.float32) * draw.of((1.0, 20.0))
+        if draw.chance(0.4):
+            blind = draw.uniform((heads, tokens), torch.float32) < 0.4
+            lse, output = lse.masked_fill(blind, -torch.inf), output.masked_fill(blind.t().unsqueeze(-1), 0.0)
+        arguments |= {
+            f"output_{part}": draw.laid_out(output, expand=False),
+            f"lse_{part}": draw.laid_out(lse, expand=False),
+        }
+    return arguments
+
+
+MERGE_ATTENTION_STATES = function("merge_attention_states", MERGE_STATES, varies=("tokens",), draw=_draw, weight=1)
 FUNCTIONS = (MERGE_ATTENTION_STATES,)

@@ -56,7 +56,8 @@ def append_kv_(
         tokens or with each other; on a CPU and in debug mode for places beyond the cache or named twice, too.
     Source: static caches of Transformers 5.
     """
-    write_rows(key, value, *nhd(layout, key_cache, value_cache), positions)
+    key_cache, value_cache = nhd(layout, key_cache, value_cache)
+    write_rows(key, value, key_cache, value_cache, positions)
 
 
 def _row(name: str, batch: int, seq: int, length: int, kv_heads: int, head_dim: int) -> Case:

@@ -1,15 +1,24 @@
-"""The routes of what moves tokens in and out of caches, and the checks of their calls."""
+"""The routes of what moves tokens in and out of caches, the checks of their calls, and random calls.
+
+Random calls have any memory, and places in any order, none of them twice.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Function, Operation, Routed
 from layerzero.ops.checks import check_dense, overlaps, shape_problems, write_problems
-from layerzero.ops.kv import declare, draw
+from layerzero.ops.draw import Draw
+from layerzero.ops.kv import declare
 from layerzero.ops.paged.append import SHARED
+from layerzero.ops.paged.declare import CACHE_LAYOUTS
+from layerzero.ops.paged.draw import quantize
 from layerzero.ops.paged.quantized import scale_problems
 from layerzero.ops.paged.route import cache_problems, check_written
 from layerzero.ops.rope.route import apart
@@ -74,13 +83,85 @@ def _route_quantized(arguments: dict[str, Any], default_layout: str | None) -> R
     return routed
 
 
+_HEAD_DIMS = (1, 7, 16, 64, 128)
+
+
+def _draw_caches(draw: Draw, lead: tuple[int, int], dtype: torch.dtype) -> tuple[dict[str, Any], tuple[int, int, int]]:
+    """Both caches in a layout, apart or side by side in each token, and their heads and widths."""
+    kv_heads, dim = draw.of((1, 2, 3)), draw.of(_HEAD_DIMS)
+    value_dim = draw.of(_HEAD_DIMS) if draw.chance(0.1) else dim
+    if draw.chance(0.3) and value_dim == dim:
+        joined = draw.normal((*lead, 2, kv_heads, dim), dtype)
+        caches = [joined[:, :, 0], joined[:, :, 1]]
+    else:
+        caches = [draw.normal((*lead, kv_heads, width), dtype) for width in (dim, value_dim)]
+    layout = draw.of(CACHE_LAYOUTS)
+    if layout != CACHE_LAYOUTS[0]:
+        caches = [each.transpose(1, 2) for each in caches]
+        caches = [each.contiguous() for each in caches] if draw.chance(0.5) else caches
+    return {"key_cache": caches[0], "value_cache": caches[1], "layout": layout}, (kv_heads, dim, value_dim)
+
+
+def _draw_new(draw: Draw, token: tuple[int, ...], heads: tuple[int, int, int], dtype: torch.dtype) -> dict[str, Tensor]:
+    kv_heads, dim, value_dim = heads
+    return {
+        "key": draw.laid_out(draw.normal((*token, kv_heads, dim), dtype)),
+        "value": draw.laid_out(draw.normal((*token, kv_heads, value_dim), dtype)),
+    }
+
+
+def _draw_append(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw a call of ``lz.append_kv_``."""
+    lead = draw.of((1, 2, 3)), draw.of((1, 8, 40))
+    seq = min(draw.of((0, 1, 2, 5, 17), (1, 8, 4, 4, 2)), lead[1])
+    arguments, heads = _draw_caches(draw, lead, dtype)
+    count = draw.of((lead[0], 1, 0))
+    places = [torch.randperm(lead[1], generator=draw.data)[:seq] for _ in range(max(count, 1))]
+    positions = (torch.stack(places) if count else places[0]).to(draw.device)
+    positions = positions.int() if draw.chance(0.25) else positions
+    made = {**_draw_new(draw, (lead[0], seq), heads, dtype), **arguments}
+    return made | {"positions": draw.laid_out(positions, expand=False)}
+
+
+def _draw_gather(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw a call of ``lz.gather_paged_kv``: slots may come twice, or be none."""
+    pages, page_size = draw.of((1, 2, 9)), draw.of((1, 3, 8, 16))
+    arguments, _ = _draw_caches(draw, (pages, page_size), dtype)
+    tokens = draw.of((0, 1, 2, 5, 17), (1, 6, 6, 6, 4))
+    slots = torch.randint(-1 if draw.chance(0.3) else 0, pages * page_size, (tokens,), generator=draw.data)
+    return arguments | {"slot_mapping": draw.laid_out(slots.to(draw.device))}
+
+
+def _draw_copy(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw a call of ``lz.copy_kv_blocks_``: a page may be read and written."""
+    pages, page_size = draw.of((1, 2, 9, 12)), draw.of((1, 3, 8, 16))
+    arguments, _ = _draw_caches(draw, (pages, page_size), dtype)
+    copies = min(draw.of((0, 1, 2, 3, 5, 6), (1, 2, 3, 3, 4, 4)), pages)
+    sources = torch.randint(0, pages, (copies,), generator=draw.data).to(draw.device)
+    targets = torch.randperm(pages, generator=draw.data)[:copies].to(draw.device)
+    named = {"from_pages": draw.laid_out(sources, expand=False), "to_pages": draw.laid_out(targets, expand=False)}
+    return arguments | named
+
+
+def _draw_quantized(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw a call of ``lz.append_quantized_kv_``: some quotients lie beyond the range."""
+    pages, page_size = draw.of((1, 2, 9)), draw.of((1, 3, 8, 16))
+    arguments, heads = _draw_caches(draw, (pages, page_size), dtype)
+    tokens = min(draw.of((0, 1, 2, 5, 17), (1, 6, 6, 6, 4)), pages * page_size)
+    slots = torch.randperm(pages * page_size, generator=draw.data)[:tokens]
+    if draw.chance(0.3):
+        slots = slots.masked_fill(torch.rand(tokens, generator=draw.data) < draw.of((0.3, 1.1)), -1)
+    made = {**_draw_new(draw, (tokens,), heads, dtype), **quantize(draw, arguments)}
+    return made | {"slot_mapping": draw.laid_out(slots.to(draw.device), expand=False)}
+
+
 FUNCTIONS = (
     Function(
         name="append_kv_",
         signature=declare.append_kv_,
         route=_route_append,
         operations=(declare.APPEND,),
-        draw=draw.append_kv_,
+        draw=_draw_append,
         weight=1,
         renamed={"append_kv": "append_kv_"},
         may_share_storage=SHARED,
@@ -90,7 +171,7 @@ FUNCTIONS = (
         signature=declare.gather_paged_kv,
         route=_route_gather,
         operations=(declare.GATHER,),
-        draw=draw.gather_paged_kv,
+        draw=_draw_gather,
         weight=1,
     ),
     Function(
@@ -98,7 +179,7 @@ FUNCTIONS = (
         signature=declare.copy_kv_blocks_,
         route=_route_copy,
         operations=(declare.COPY_BLOCKS,),
-        draw=draw.copy_kv_blocks_,
+        draw=_draw_copy,
         weight=1,
         renamed={"copy_kv_blocks": "copy_kv_blocks_"},
         may_share_storage=SHARED,
@@ -108,7 +189,7 @@ FUNCTIONS = (
         signature=declare.append_quantized_kv_,
         route=_route_quantized,
         operations=(declare.APPEND_QUANTIZED,),
-        draw=draw.append_quantized_kv_,
+        draw=_draw_quantized,
         weight=1,
         renamed={"append_quantized_kv": "append_quantized_kv_"},
         may_share_storage=SHARED,

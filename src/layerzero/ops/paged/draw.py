@@ -15,7 +15,7 @@ from layerzero.ops.draw import Draw
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
 from layerzero.ops.paged.mixed import OF_FLOATS
 from layerzero.ops.paged.step import StepMetadata
-from layerzero.ops.ragged.draw import scores, starts_of
+from layerzero.ops.ragged.declare import scores, starts_of
 
 _HEAD_DIMS = (1, 7, 16, 32, 64, 128)
 _HEAD_DIM_WEIGHTS = (1, 1, 2, 2, 4, 3)

@@ -138,7 +138,7 @@ def _examples(examples: Any) -> Callable[..., dict[str, Any]]:
     """Numbers of a unit normal as multiples of a scale a head, in float8."""
 
     def made(case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None) -> dict[str, Any]:
-        found = examples(case, dtype, device, generator)
+        found: dict[str, Any] = examples(case, dtype, device, generator)
         lead = tuple(case.sizes[name] for name in ("pages", "page_size", "kv_heads"))
         for name, width in (("key", "head_dim"), ("value", "value_dim")):
             found[f"{name}_scale"] = (0.01 + 0.03 * torch.rand(lead[2], generator=generator)).to(device)

@@ -9,6 +9,7 @@ the pages that a selection leaves of a long context.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,9 +24,9 @@ from layerzero.ops.attention.checks import check_heads, score_problems, without_
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.attention.sweep import extent_of
 from layerzero.ops.checks import check_dense, shape_problems
-from layerzero.ops.ragged.declare import INT32
+from layerzero.ops.draw import Draw
+from layerzero.ops.ragged.declare import INT32, starts_of
 from layerzero.ops.ragged.starts import spread
-from layerzero.ops.sparse.draw import sparse_attention as draw
 from layerzero.ops.sparse.pattern import BlockPattern, block_mask, checks, entry_problems, guard, pattern_problems
 
 NAME = "attention.sparse.block"
@@ -207,12 +208,39 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     return Routed(BLOCK_SPARSE, canonical, varies=("nonzero_blocks",))
 
 
+def _draw(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw a call of ``lz.sparse_attention``."""
+    block_rows, block_cols = draw.of((1, 2, 16, 64), (1, 1, 5, 2)), draw.of((1, 3, 16, 64), (1, 1, 5, 2))
+    rows, columns = draw.of((0, 1, 3, 5), (1, 6, 8, 4)), draw.of((1, 2, 4, 7))
+    kv_heads = draw.of((1, 2, 3))
+    heads, dim = kv_heads * draw.of((1, 2, 4), (6, 2, 2)), draw.of((7, 16, 32, 64, 128), (1, 2, 2, 4, 3))
+    value_dim = draw.of((8, 64)) if draw.chance(0.1) else dim
+    counts = [draw.stream.randint(0, columns) for _ in range(rows)]
+    chosen = [sorted(draw.stream.sample(range(columns), count)) for count in counts]
+    arguments: dict[str, Any] = {
+        "query": draw.laid_out(draw.normal((rows * block_rows, heads, dim), dtype)),
+        "key": draw.laid_out(draw.normal((columns * block_cols, kv_heads, dim), dtype)),
+        "value": draw.laid_out(draw.normal((columns * block_cols, kv_heads, value_dim), dtype)),
+        "block_indptr": starts_of(draw, counts),
+        "block_indices": torch.tensor([*chain(*chosen)], dtype=torch.int32, device=draw.device),
+        "block_rows": block_rows,
+        "block_cols": block_cols,
+    }
+    if draw.chance(0.15):
+        arguments["scale"] = draw.of((0.25, 3.0)) * dim**-0.5
+    if draw.chance(0.2):
+        arguments["return_lse"] = True
+    if draw.chance(0.4):
+        arguments["block_pattern"] = BlockPattern(arguments["block_indptr"], arguments["block_indices"])
+    return arguments
+
+
 SPARSE_ATTENTION = Function(
     name="sparse_attention",
     signature=sparse_attention,
     route=_route,
     operations=OPERATIONS,
-    draw=draw,
+    draw=_draw,
     weight=1,
     state=frozenset({"sdpa"}),
 )

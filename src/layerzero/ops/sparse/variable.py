@@ -19,9 +19,9 @@ from layerzero.ops.attention import declare as attn
 from layerzero.ops.attention.checks import check_heads, score_problems, without_defaults
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.checks import check_dense, shape_problems
+from layerzero.ops.draw import Draw
 from layerzero.ops.ragged.declare import INT32
 from layerzero.ops.ragged.starts import spread
-from layerzero.ops.sparse.draw import variable_sparse_attention as draw
 
 NAME = "attention.sparse.variable"
 FUNCTION_NAME = "variable_sparse_attention"
@@ -185,12 +185,37 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     return Routed(VARIABLE_SPARSE, canonical, varies=("tokens", "kv_tokens", "row_blocks", "col_blocks"))
 
 
+def _draw(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw a call of ``lz.variable_sparse_attention``: blocks without a token, rows that see nothing."""
+    kv_heads, rows, columns = draw.of((1, 2, 3)), draw.of((1, 2, 5)), draw.of((1, 3, 6))
+    heads, dim = kv_heads * draw.of((1, 2, 4), (6, 2, 2)), draw.of((7, 16, 32, 64, 128), (1, 2, 2, 4, 3))
+    tokens, kv_tokens = draw.of((1, 5, 33, 64)), draw.of((1, 7, 40, 96))
+    sizes = []
+    for count, total in ((rows, tokens), (columns, kv_tokens)):
+        cuts = [sorted(draw.stream.randint(0, total) for _ in range(count - 1)) for _ in range(kv_heads)]
+        lengths = [[b - a for a, b in zip([0, *each], [*each, total], strict=True)] for each in cuts]
+        sizes.append(torch.tensor(lengths, dtype=torch.int32, device=draw.device))
+    arguments: dict[str, Any] = {
+        "query": draw.laid_out(draw.normal((tokens, heads, dim), dtype)),
+        "key": draw.laid_out(draw.normal((kv_tokens, kv_heads, dim), dtype)),
+        "value": draw.laid_out(draw.normal((kv_tokens, kv_heads, dim), dtype)),
+        "seen_blocks": draw.uniform((kv_heads, rows, columns), torch.float32) < draw.of((0.3, 0.8)),
+        "row_sizes": sizes[0],
+        "col_sizes": sizes[1],
+    }
+    if draw.chance(0.15):
+        arguments["scale"] = draw.of((0.25, 3.0)) * dim**-0.5
+    if draw.chance(0.2):
+        arguments["return_lse"] = True
+    return arguments
+
+
 VARIABLE_SPARSE_ATTENTION = Function(
     name=FUNCTION_NAME,
     signature=variable_sparse_attention,
     route=_route,
     operations=(VARIABLE_SPARSE,),
-    draw=draw,
+    draw=_draw,
     weight=1,
     state=frozenset({"sdpa"}),
 )
