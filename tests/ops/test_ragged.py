@@ -38,12 +38,12 @@ def one_by_one(query, key, value, cu_q, cu_k, **arguments):
 
 
 ARGUMENTS = [
-    {},
+    {"causal": False},
     {"causal": True},
     {"causal": True, "window": (2, 0)},
-    {"window": (1, 1)},
+    {"causal": False, "window": (1, 1)},
     {"causal": True, "softcap": 2.0},
-    {"scale": 0.3},
+    {"causal": False, "scale": 0.3},
     {"causal": True, "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)},
     {"causal": True, "alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)},
 ]
