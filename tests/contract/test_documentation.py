@@ -218,7 +218,7 @@ def test_the_backend_in_the_documentation_works():
 
 def test_the_operation_in_the_documentation_works(capsys):
     text = page("adding_operations.md")
-    declared, registered = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    declared, registered, _ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert "register" not in declared  # a family's file or an entry point's module is found by itself
     space = {}
     exec(declared + registered, space)
@@ -235,6 +235,21 @@ def test_the_operation_in_the_documentation_works(capsys):
     finally:
         lz.unregister_operation("example.blend")
     assert not hasattr(lz, "blend")
+
+
+@pytest.mark.filterwarnings("ignore::layerzero.core.errors.LayerZeroFallbackWarning")  # its kernel is another line
+def test_the_family_in_the_documentation_works():
+    space = {}
+    exec(re.findall(r"```python\n(.*?)```", page("adding_operations.md"), re.DOTALL)[2], space)
+    lz.register_operation(space["LERP"])
+    try:
+        mixed = lz.register_function(*space["FUNCTIONS"])
+        x, y = torch.randn(4, 32), torch.randn(4, 32)
+        torch.testing.assert_close(mixed(x, y, 0.25), torch.lerp(x, y, 0.25))
+        with pytest.raises(lz.InvalidCallError, match="other: wanted shape"):
+            mixed(x, y[:2])
+    finally:
+        lz.unregister_operation("mix.lerp")
 
 
 def test_the_folder_in_the_documentation_is_that_of_families():

@@ -1,6 +1,6 @@
 """Operations and the functions that lead to them: a folder a family, gathered here.
 
-Add an operation: write its block in its family's folder (schema, reference, fake, cases, tolerance) and name it in the
+Add an operation: declare it in its family's folder (:mod:`layerzero.ops.declaration`) and name it in the
 ``OPERATIONS`` of that folder; a new family is a new folder, with ``OPERATIONS``, ``FUNCTIONS`` and, where there are
 such things, ``ALIASES`` (names of several operations), ``EXPORTS`` (names that users find beside the functions) and
 ``LIMITS`` (kinds of limits that are its own, by the names that descriptors know them by) and ``DROP_INS`` (functions
