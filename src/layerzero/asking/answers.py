@@ -23,7 +23,6 @@ from layerzero.engine import legality, probe
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE, Dispatcher
 from layerzero.engine.functions import CALLS
-from layerzero.engine.pick import pick, ranked
 from layerzero.engine.plain import PLAIN_CALLS, plain_facts
 from layerzero.engine.policy import Policy, covers
 from layerzero.engine.probe import Machine
@@ -187,10 +186,7 @@ def explain_facts(call: Facts, machine: Machine, policy: Policy) -> Report:
     """Tell which kernel a call gets on a machine under a policy."""
     kernels = REGISTRY.candidates(call.operation.name)
     judged = legality.judge(kernels, call, policy, machine, ENGINE.health, ENGINE.ledger)
-    frozen = ENGINE.frozen
-    ordered = ranked(judged, call, policy, ENGINE.ledger if frozen is None else None, machine.asked)
-    report = pick(ordered, Routed(call.operation, {}, call.layout), call, policy, REGISTRY.lock_for(policy, call))
-    return report if frozen is None else frozen.held(report, policy)
+    return ENGINE.decide(judged, Routed(call.operation, {}, call.layout), call, policy, machine)[0]
 
 
 def _state(

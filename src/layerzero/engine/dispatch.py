@@ -18,7 +18,7 @@ from layerzero.core.errors import CudaGraphUnsafeError, NoKernelFoundError, NotP
 from layerzero.core.facts import CallState, Facts, FactsBuilder, TensorFacts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger
-from layerzero.core.operation import Function
+from layerzero.core.operation import Function, Routed
 from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.core.system import forking
 from layerzero.engine import failing, legality, planning, probe, reuse, split, state
@@ -92,6 +92,25 @@ class Engine:
             for cache in self.caches:
                 cache.publish(policy)
 
+    def decide(
+        self,
+        judged: Sequence[Candidate],
+        routed: Routed,
+        facts: Facts,
+        policy: Policy,
+        machine: Machine,
+        later: Later | None = None,
+    ) -> tuple[Report, list[Candidate]]:
+        """Order judged kernels by what is known of them, and pick one; ``later`` judges those that cannot win.
+
+        Times decide nothing where choices are frozen or priority alone decides, whatever a process writes meanwhile.
+        """
+        times = self.ledger if self.frozen is None and later is None else None
+        ordered = ranked(judged, facts, policy, times, machine.asked)
+        timed = times is not None and not times.untimed(facts)  # of another order of memory, where not of this one
+        report = pick(ordered, routed, facts, policy, self.registry.lock_for(policy, facts), later, timed=timed)
+        return report if self.frozen is None else self.frozen.held(report, policy), ordered
+
     def forget(self, function: str, cache: PlanCache) -> None:
         """Forget plans and calls of a function that is taken back."""
         self.history.forget(function)
@@ -158,21 +177,16 @@ class Dispatcher:
             routed.arguments, device=machine.device, layout=routed.layout, state=call_state
         )
         kernels = self.engine.registry.candidates(routed.operation.name)
-        health, ledger, frozen = self.engine.health, self.engine.ledger, self.engine.frozen
+        health, ledger = self.engine.health, self.engine.ledger
         later: Later | None = None
         if complete:
             judged = legality.judge(kernels, facts, policy, machine, health, ledger, failed=failed)
         else:
-            alone = frozen is None and not failed and priority_decides(facts, policy, ledger)
+            alone = self.engine.frozen is None and not failed and priority_decides(facts, policy, ledger)
             judged, later = self.engine.standings.judge(
                 kernels, facts, policy, machine, health, ledger, failed=failed, by_priority=alone
             )
-        times = ledger if frozen is None and later is None else None
-        ordered = ranked(judged, facts, policy, times, machine.asked)
-        timed = times is not None and not ledger.untimed(facts)  # of another order of memory, where not of this one
-        lock = self.engine.registry.lock_for(policy, facts)
-        report = pick(ordered, routed, facts, policy, lock, later, timed=timed)
-        return report if frozen is None else frozen.held(report, policy), ordered
+        return self.engine.decide(judged, routed, facts, policy, machine, later)
 
     def choose(self, arguments: dict[str, Any], policy: Policy, failed: Collection[str] = ()) -> Plan:
         """Choose a kernel, write its plan, and prove its limits on the tensors that it will get.

@@ -110,7 +110,8 @@ def order(
             legal.append(each)
     call = _call(legal, facts, policy, evidence)
     scored = [_scored(candidate, call) for candidate in legal]
-    return [*(_ordered(scored, call) if len(scored) > 1 else scored), *[each for *_, each in sorted(refused)]]
+    ordered = _ordered(scored, call) if len(scored) > 1 else scored
+    return [*ordered, *[each for *_, each in sorted(refused)]] if refused else ordered
 
 
 def costs(evidence: Mapping[str, Evidence], kernels: Iterable[Kernel]) -> Mapping[str, Evidence]:
@@ -267,7 +268,7 @@ def _call(legal: Sequence[Candidate], facts: Facts, policy: Policy, evidence: Ma
 def _scored(candidate: Candidate, call: _Call) -> Candidate:
     kernel = candidate.kernel
     found = call.found.get(kernel.id)
-    policy_terms = _policy_terms(kernel, call.named)
+    policy_terms = _policy_terms(kernel, *call.named) if any(call.named) else ()
     held_back = call.stock is not None and kernel.id not in call.first
     if found is not None and call.quickest is not None:
         terms = _measured_terms(kernel.id, found, call.found[call.quickest], call, held_back=held_back)
@@ -367,8 +368,7 @@ def _named(facts: Facts, policy: Policy) -> tuple[Sequence[str], Sequence[str]]:
     return prefer, avoid
 
 
-def _policy_terms(kernel: Kernel, named: tuple[Sequence[str], Sequence[str]]) -> list[Term]:
-    prefer, avoid = named
+def _policy_terms(kernel: Kernel, prefer: Sequence[str], avoid: Sequence[str]) -> Sequence[Term]:
     terms: list[Term] = []
     if prefer and _is_named(kernel, prefer):
         terms.append(Term("prefer", PREFER_POINTS))

@@ -21,7 +21,7 @@ from layerzero.core.system import forking
 from layerzero.engine import failing, legality, probe
 from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import ENGINE, Engine
-from layerzero.engine.pick import pick, ranked, require
+from layerzero.engine.pick import require
 from layerzero.engine.policy import Policy
 from layerzero.engine.probe import Machine
 from layerzero.engine.told import tell_choice
@@ -60,11 +60,7 @@ class PlainDispatcher:
         engine = self.engine
         kernels = engine.registry.candidates(facts.operation.name)
         judged = legality.judge(kernels, facts, policy, machine, engine.health, engine.ledger, failed=failed)
-        frozen = engine.frozen
-        ordered = ranked(judged, facts, policy, engine.ledger if frozen is None else None, machine.asked)
-        lock = engine.registry.lock_for(policy, facts)
-        report = pick(ordered, Routed(facts.operation, {}), facts, policy, lock)
-        return report if frozen is None else frozen.held(report, policy), ordered
+        return engine.decide(judged, Routed(facts.operation, {}), facts, policy, machine)
 
     def choose(self, facts: Facts, policy: Policy, failed: Collection[str] = ()) -> Plan:
         """Choose a kernel and load it. Raises: NoKernelFoundError where nothing legal is left."""

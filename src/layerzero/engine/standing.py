@@ -66,26 +66,6 @@ class _Kept(NamedTuple):
     of: tuple[tuple[Kernel, ...], Device, Machine, Policy]
 
 
-class _Asked(NamedTuple):
-    """A call that kernels are judged for.
-
-    Attributes:
-        facts, policy: of the call.
-        odd: whether a tensor is empty or negated.
-    """
-
-    facts: Facts
-    policy: Policy
-    odd: bool
-
-    @staticmethod
-    def about(facts: Facts, policy: Policy) -> _Asked:
-        odd = False
-        for tensor in facts.tensors.values():
-            odd = odd or tensor.negated or 0 in tensor.shape
-        return _Asked(facts, policy, odd)
-
-
 Later = Callable[[], list[Candidate]]
 """Judges the kernels that were left out."""
 
@@ -119,8 +99,10 @@ class Standings:
         what judges them is returned beside the others. What verdicts or health decide about is never left. Whether a
         left one is built is asked when the report is read: it would not be chosen if it were.
         """
-        kept = self._of(kernels, facts, policy, machine)
-        asked, lock = _Asked.about(facts, policy), policy.lock_for(facts, kernels)
+        kept, lock = self._of(kernels, facts, policy, machine), policy.lock_for(facts, kernels)
+        odd = False  # whether a tensor is empty or negated
+        for tensor in facts.tensors.values():
+            odd = odd or tensor.negated or 0 in tensor.shape
         operation = facts.operation.name
         on_record = ledger.on_record(kernels)
         judged: list[Candidate] = []
@@ -137,7 +119,7 @@ class Standings:
             elif standing.priority < best or (stock and kernel.id not in kept.first):
                 left.append(standing)
                 continue
-            candidate = _judged(standing, asked, reasons, just_failed=kernel.id in failed)
+            candidate = _judged(standing, facts, policy, reasons, odd=odd, just_failed=kernel.id in failed)
             judged.append(candidate)
             if (
                 by_priority
@@ -148,7 +130,7 @@ class Standings:
                 best = max(best, standing.priority)
                 stock = stock or kernel.id in kept.stock
         if left:
-            return judged, functools.partial(_judge_left, kept.refused, left, asked)
+            return judged, functools.partial(_judge_left, kept.refused, left, facts, policy, odd)
         judged += kept.refused
         judged = legality.last_resort(judged, facts, policy, lock)
         if health.nothing_else(judged, lock):  # one that rests may run, if all its limits hold
@@ -174,8 +156,10 @@ def _kept(kernels: Sequence[Kernel], facts: Facts, policy: Policy, machine: Mach
     )
 
 
-def _judge_left(refused: Sequence[Candidate], left: Sequence[Standing], asked: _Asked) -> list[Candidate]:
-    return [*(_judged(standing, asked, []) for standing in left), *refused]
+def _judge_left(
+    refused: Sequence[Candidate], left: Sequence[Standing], facts: Facts, policy: Policy, odd: bool
+) -> list[Candidate]:
+    return [*(_judged(standing, facts, policy, [], odd=odd) for standing in left), *refused]
 
 
 def _standing(kernel: Kernel, facts: Facts, policy: Policy, machine: Machine) -> Standing:
@@ -220,16 +204,18 @@ def _settled(limit: Limit, facts: Watched) -> Limit | Findings:
     return found if settled else limit
 
 
-def _judged(standing: Standing, asked: _Asked, reasons: list[Reason], *, just_failed: bool = False) -> Candidate:
+def _judged(
+    standing: Standing, facts: Facts, policy: Policy, reasons: list[Reason], *, odd: bool, just_failed: bool = False
+) -> Candidate:
     """Ask what is still to be asked of a kernel for this very call; ``reasons`` say that it is not trusted."""
-    kernel, facts, policy = standing.kernel, asked.facts, asked.policy
+    kernel = standing.kernel
     if policy.rules:
         reasons = [*legality.policy_reasons(kernel, facts, policy), *reasons]
     adaptations = standing.adaptations
     if not reasons:
-        seen = asked.facts.seen_in(kernel.layout)
+        seen = facts.seen_in(kernel.layout)
         findings = _findings(standing, seen) if kernel.revision is None else legality.limit_findings(kernel, seen)
-        if asked.odd and kernel.revision is None:
+        if odd and kernel.revision is None:
             findings += legality.memory_findings(kernel, seen)
         if findings:
             made_good = list(adaptations)
