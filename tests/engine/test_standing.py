@@ -71,11 +71,11 @@ def test_the_schema_tells_results_as_the_fake_function_does(called):
     schema = report.facts.operation.schema
     untold = {"...", *schema.scalars}  # sizes that no fact has
     on_cpu = tuple(torch.empty(each.shape, dtype=each.dtype) for each in results)
-    told = failing._as_declared(on_cpu, report.facts)
+    told = failing._as_declared(on_cpu, report.facts, arguments)
     assert told or len(results) != 1 or any(untold.intersection(output.shape_vars) for output in schema.outputs)
     if told and on_cpu:
         for wrong in (torch.empty(1, *on_cpu[0].shape), on_cpu[0].to(torch.int8), on_cpu[0].to("meta"), None):
-            assert not failing._as_declared((wrong,), report.facts)
+            assert not failing._as_declared((wrong,), report.facts, arguments)
 
 
 @settings(max_examples=examples(200), deadline=None)
