@@ -18,6 +18,7 @@ from layerzero.testing.generate import RandomCall
 from layerzero.tuning.measuring import bench as measured
 from layerzero.tuning.measuring.admission import Ceiling
 from layerzero.tuning.measuring.bench import MOST_BYTES, TORCH, UNSAFE, Timed, on_device
+from layerzero.tuning.measuring.clocks import clock_of
 from layerzero.tuning.measuring.jobs import Job
 from others import OTHERS
 
@@ -92,14 +93,14 @@ def test_a_kernel_that_cannot_be_captured_says_so(counting):
 
 
 def test_a_time_between_events_stands_in_where_there_is_one(counting, monkeypatch):
-    class Events(command.clock_of("cpu").__class__):
+    class Events(clock_of("cpu").__class__):
         def sample(self, run, about_us):
             return super().sample(run, about_us)._replace(device_us=11.0)
 
         def calmer(self):  # where times differ, as on a busy machine, the CPU's own would take over
             return None
 
-    monkeypatch.setattr(command, "clock_of", lambda _: Events())
+    monkeypatch.setattr("layerzero.tuning.measuring.clocks.clock_of", lambda _: Events())
     _, lines = answer(QUICK)
     assert (lines["mine.unsafe"]["device_us"], lines["mine.unsafe"]["device_from"]) == (11.0, "events")
     assert (lines["mine.safe"]["device_us"], lines["mine.safe"]["events_us"]) == (7.0, 11.0)

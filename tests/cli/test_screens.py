@@ -242,12 +242,12 @@ def tuned():
 
 def test_what_did_not_change_is_a_line_for_each_operation(tuned):
     assert {now.before for now in tuned.choices} == {now.kernel_id for now in tuned.choices}
-    shown = lines_of(tune_command._shown(tuned))
+    shown = lines_of(tune_command.shown(tuned))
     count = len(tuned.contests)
     assert sum(line.startswith("norm.rms: ") for line in shown) == 1
     assert f"norm.rms: {count} calls as before: {tuned.choices[0].kernel_id} {count}" in shown
     assert "norm.rms 8x32 float32" not in "\n".join(shown)
-    everything = "\n".join(lines_of(tune_command._shown(tuned, everything=True)))
+    everything = "\n".join(lines_of(tune_command.shown(tuned, everything=True)))
     assert everything.count("the same") == count
     assert "norm.rms 8x32 float32" in everything
 
@@ -273,7 +273,7 @@ def test_few_calls_have_a_row_each(tuned):
     few = Tuned(**{name: getattr(tuned, name) for name in Tuned.__slots__} | {
         "contests": tuned.contests[:2], "choices": tuned.choices[:2],
     })  # fmt: skip
-    assert "\n".join(lines_of(tune_command._shown(few))).count("the same") == 2
+    assert "\n".join(lines_of(tune_command.shown(few))).count("the same") == 2
 
 
 def test_what_memory_does_not_hold_is_one_line_and_other_reasons_have_their_own():

@@ -135,7 +135,7 @@ def test_before_is_what_ran_and_not_what_would_have_run_if_it_had_been_built(tim
     (choice,) = found.choices
     assert (choice.before, choice.kernel_id, choice.builds) == ("user.a", "user.compiled", True)
     assert found.to_dict()["measured"][0]["before"] == "user.a"
-    (table, *_) = command._shown(found)
+    (table, *_) = command.shown(found)
     assert [str(next(iter(column.cells))) for column in table.columns][2:] == [
         "user.compiled, once it is built",
         "user.a",
@@ -151,10 +151,10 @@ def test_times_of_other_threads_are_not_told_as_chosen_here(times):
         assert told(found)[8] == runs(8) == "user.b"
         torch.set_num_threads(2)
         assert runs(8) == "user.a", "nobody measured with two"
-        (table, note, *_) = command._shown(found, 1, 2)
+        (table, note, *_) = command.shown(found, 1, 2)
         assert [str(column.header) for column in table.columns][2] == "chosen with 1 thread"
         assert "torch uses 2 here" in str(note)
-        assert [str(column.header) for column in next(command._shown(found, 1, 1)).columns][2] == "chosen now"
+        assert [str(column.header) for column in next(command.shown(found, 1, 1)).columns][2] == "chosen now"
     finally:
         torch.set_num_threads(threads)
 

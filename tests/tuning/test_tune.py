@@ -82,7 +82,7 @@ def test_noisy_times_do_not_make_a_call_known(monkeypatch):
     assert choice.kernel_id == lz.which("rms_norm", torch.randn(8, 64), torch.ones(64))["kernel_id"]
     assert "1 were too noisy" in str(first)
     assert first.to_dict()["measured"][0]["too_noisy"]
-    shown = "\n".join(str(each) for each in command._shown(first))
+    shown = "\n".join(str(each) for each in command.shown(first))
     assert f"(confidence {choice.confidence:.2f}); run again with --again" in shown
     calm = lambda *args, **kwargs: replace(real(*args, **kwargs), noise=0.0, variance_us2=0.0)
     monkeypatch.setattr(contest, "measurement", calm)
@@ -361,7 +361,7 @@ def test_what_no_child_knows_runs_here_and_is_told(monkeypatch, tmp_path):
     assert len([each for each in told if "mine.local" in str(each.message)]) == 1, "once a kernel"
     assert found.in_process == {"mine.local": "no such module"}
     assert found.to_dict()["in_process"] == {"mine.local": "no such module"}
-    assert any("mine.local ran in this process" in str(each) for each in command._shown(found))
+    assert any("mine.local ran in this process" in str(each) for each in command.shown(found))
 
 
 def test_what_writes_and_returns_nothing_runs_in_a_child(tmp_path):

@@ -10,28 +10,21 @@ import shlex
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 from rich.console import RenderableType
 from rich.text import Text
 
-from layerzero.cli import check, describe
+from layerzero.cli import describe
 from layerzero.cli.bench_tables import details, refusals, tables
-from layerzero.cli.flags import deadline_of, params_of, shapes_of, with_threads
-from layerzero.cli.output import FINE, NO, Answer, Live, import_modules, live, say
+from layerzero.cli.output import Live
 from layerzero.cli.tables import fitting, new_row, not_measured, some, table_of
-from layerzero.engine.config import current_policy
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.measuring.bench import TORCH, Benched, Line, Timed
-from layerzero.tuning.measuring.clocks import clock_of, current
-from layerzero.tuning.measuring.comparison import Compared, Looked, compare, long_calls
+from layerzero.tuning.measuring.comparison import Compared, Looked
 from layerzero.tuning.measuring.contest import Status
-from layerzero.tuning.measuring.jobs import telling
 from layerzero.tuning.measuring.loop import NO_TIME
-from layerzero.tuning.measuring.timing import Effort
-from layerzero.tuning.measuring.tune import asked_jobs, dtypes_of
 
 MOST_ROWS = fitting(19)
 """Rows beside the answer, what is left out, and what the table has around its rows."""
@@ -245,86 +238,7 @@ def left_out(compared: Compared, budget_s: float, *, everything: bool) -> Iterat
     yield from not_measured(compared.skipped, compared.needs_bytes, everything=everything)
 
 
-def answer(
-    operation: str,
-    *,
-    shapes: Sequence[str] | None,
-    manifest: Path | None,
-    dtype: str | None,
-    layout: str | None,
-    device: str | None,
-    threads: int | None,
-    samples: int | None,
-    budget_s: float,
-    leave_out: Sequence[str],
-    only: Sequence[str],
-    params: Sequence[str],
-    modules: Sequence[str],
-    timed: str | None,
-    plot: Path | None,
-    html: Path | None,
-    everything: bool,
-    quiet: bool,
-) -> Answer:
-    """Measure, draw and tell. Raises: ValueError or KeyError for flags that mean nothing."""
-    deadline = deadline_of(budget_s)
-    if plot is not None or html is not None:
-        from layerzero.cli import bench_tables
-
-        bench_tables.check(plot, html)
-    import_modules(modules)
-    check.kernels_exist(only)
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    times = timed_of(timed, target)
-    dtypes: Sequence[str] = dtypes_of(dtype.split(",") if dtype else None, target)
-    if only and dtype is None:
-        dtypes = _taken(only, operation, dtypes)
-    wanted = shapes_of(shapes) or (None if manifest else "cases")
-    jobs = asked_jobs(
-        operation,
-        wanted,
-        dtypes,
-        target.type,
-        manifest=manifest,
-        layout=layout,
-        params=params_of(params, operation),
-        named=None if dtype is None else dtypes,
-    )
-    if not jobs:
-        raise ValueError(f"{operation}: wanted calls on {target.type}, got none")
-    if wanted == "cases":
-        jobs = telling(jobs)
-    with with_threads(threads), current(target), live(quiet=quiet) as shown:
-        compared = compare(
-            jobs,
-            target,
-            effort=Effort(samples or current_policy()["tune_samples"], fill=target.type == "cpu"),
-            clock=clock_of(target),
-            deadline=deadline,
-            leave_out=leave_out,
-            only=only,
-            timed=times,
-            modules=modules,
-            is_long=long_calls(target, deadline) if wanted == "cases" else lambda _: False,
-            told=lambda looked: _tell(shown, looked),
-        )
-    found = compared.found
-    bad = not found or any(line.status in (Status.WRONG, Status.FAILED) for each in found for line in each.lines)
-    try:
-        if plot is not None and found:
-            bench_tables.plot(found, plot)
-        if html is not None and found:
-            bench_tables.page(found, html)
-    except OSError as error:  # what was measured is told all the same
-        say(f"error: {error.filename}: wanted a place to write to, got: {error.strerror}")
-        bad = True
-    data = {**compared.to_dict(), "budget_s": None if budget_s == math.inf else budget_s}
-    return Answer(
-        data, lambda: shown_on_screen(compared, operation, budget_s, everything=everything), NO if bad else FINE
-    )
-
-
-def _tell(shown: Live, looked: Looked) -> None:
+def tell(shown: Live, looked: Looked) -> None:
     """Say what is measured, or what was found."""
     ended = looked.found is not None or looked.why
     text = "building what has to compile" if looked.builds else looked.job.name
@@ -349,7 +263,7 @@ def timed_of(text: str | None, device: torch.device) -> Timed:
     return Timed(text)
 
 
-def _taken(only: Sequence[str], operation: str, usual: Sequence[str]) -> Sequence[str]:
+def dtypes_taken(only: Sequence[str], operation: str, usual: Sequence[str]) -> Sequence[str]:
     """Of the usual dtypes those that some of these kernels take, or else what the kernels name."""
     kernels = [each for each in REGISTRY.kernels(operation) if any(names_kernel(name, each) for name in only)]
     named = [describe.dtypes(each) for each in kernels]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from layerzero.cli.calls import AsJson, Modules
-from layerzero.cli.output import FINE, NO, Answer, examples, import_modules
+from layerzero.cli.output import FINE, NO, Answer, examples, import_modules, live, say
 
 BENCH_S, VET_S = 60.0, 100.0
 """Seconds that `bench` and `vet` take by default."""
@@ -112,33 +113,34 @@ def tune(
     out what was called or recorded in others. --param stands beside --shapes or --cases; operations without tensors
     take it alone: what their kernels are measured for.
     """
+    import torch
+
     from layerzero.cli import plain
-    from layerzero.cli import tune as command
+    from layerzero.cli import tune as screen
+    from layerzero.cli.flags import left_of, params_of, shapes_of, with_threads
+    from layerzero.tuning.measuring.tune import tune as run
 
     if plain.covers(operation):
         return plain.tune(
             operation, param or [], samples=samples, budget_s=budget_s, again=again, leave_out=without or [], quiet=json
         )
-    return command.answer(
-        operation,
-        shapes=shapes,
-        cases=cases,
-        manifest=manifest,
-        model=model,
-        dtype=dtype,
-        layout=layout,
-        params=param or [],
-        device=device,
-        threads=threads,
-        samples=samples,
-        budget_s=budget_s,
-        again=again,
-        graph=graph,
-        isolate=not no_isolation,
-        modules=module or [],
-        leave_out=without or [],
-        everything=everything,
-        quiet=json,
+    if shapes and cases:
+        raise ValueError("--cases: wanted either --shapes or --cases, got both")
+    import_modules(module or ())
+    usual = torch.get_num_threads()
+    with with_threads(threads), live(quiet=json) as shown:
+        tuned = run(
+            operation, "cases" if cases else shapes_of(shapes), dtype.split(",") if dtype else None, device,
+            manifest=manifest, model=model, layout=layout, params=params_of(param or [], operation), samples=samples,
+            budget_s=None if budget_s is None else left_of(budget_s), again=again, graph=graph,
+            isolate=not no_isolation, modules=module or [], leave_out=without or [],
+            progress=lambda step: screen.tell(shown, step),
+        )  # fmt: skip
+        used = torch.get_num_threads()
+    return Answer(
+        tuned.to_dict(),
+        lambda: screen.shown(tuned, used, usual, everything=everything),
+        FINE if tuned.contests or tuned.known else NO,
     )
 
 
@@ -195,40 +197,81 @@ def bench(
     `layerzero vet --again` passes it, and failures are remembered. What this
     machine's memory does not hold is left out. Exits with 1 if a kernel is wrong or fails, or if nothing was measured.
     """
-    from layerzero.cli import bench as command
-    from layerzero.cli import plain
+    import math
+
+    import torch
+
+    from layerzero.cli import bench as screen
+    from layerzero.cli import bench_tables, check, plain
+    from layerzero.cli.flags import deadline_of, params_of, shapes_of, with_threads
+    from layerzero.engine.config import current_policy
+    from layerzero.tuning.measuring.clocks import clock_of, current
+    from layerzero.tuning.measuring.comparison import compare, long_calls
+    from layerzero.tuning.measuring.contest import Status
+    from layerzero.tuning.measuring.jobs import telling
+    from layerzero.tuning.measuring.timing import Effort
+    from layerzero.tuning.measuring.tune import asked_jobs, dtypes_of
 
     if plain.covers(operation):
         if timed not in (None, "call"):
             raise ValueError(f"--timed: wanted call for an operation without tensors, got {timed!r}")
         return plain.bench(
-            operation,
-            param or [],
-            samples=samples,
-            budget_s=budget_s,
-            only=kernel or [],
-            leave_out=without or [],
+            operation, param or [], samples=samples, budget_s=budget_s, only=kernel or [], leave_out=without or [],
             quiet=json,
-        )
-    return command.answer(
+        )  # fmt: skip
+    deadline = deadline_of(budget_s)
+    if plot is not None or html is not None:
+        bench_tables.check(plot, html)
+    import_modules(module or ())
+    only = kernel or []
+    check.kernels_exist(only)
+    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    times = screen.timed_of(timed, target)
+    dtypes: Sequence[str] = dtypes_of(dtype.split(",") if dtype else None, target)
+    if only and dtype is None:
+        dtypes = screen.dtypes_taken(only, operation, dtypes)
+    wanted = shapes_of(shapes) or (None if manifest else "cases")
+    jobs = asked_jobs(
         operation,
-        shapes=shapes,
+        wanted,
+        dtypes,
+        target.type,
         manifest=manifest,
-        dtype=dtype,
         layout=layout,
-        device=device,
-        threads=threads,
-        samples=samples,
-        budget_s=budget_s,
-        leave_out=without or [],
-        only=kernel or [],
-        params=param or [],
-        modules=module or [],
-        timed=timed,
-        plot=plot,
-        html=html,
-        everything=everything,
-        quiet=json,
+        params=params_of(param or [], operation),
+        named=None if dtype is None else dtypes,
+    )
+    if not jobs:
+        raise ValueError(f"{operation}: wanted calls on {target.type}, got none")
+    if wanted == "cases":
+        jobs = telling(jobs)
+    with with_threads(threads), current(target), live(quiet=json) as shown:
+        compared = compare(
+            jobs,
+            target,
+            effort=Effort(samples or current_policy()["tune_samples"], fill=target.type == "cpu"),
+            clock=clock_of(target),
+            deadline=deadline,
+            leave_out=without or [],
+            only=only,
+            timed=times,
+            modules=module or [],
+            is_long=long_calls(target, deadline) if wanted == "cases" else lambda _: False,
+            told=lambda looked: screen.tell(shown, looked),
+        )
+    found = compared.found
+    bad = not found or any(line.status in (Status.WRONG, Status.FAILED) for each in found for line in each.lines)
+    try:
+        if plot is not None and found:
+            bench_tables.plot(found, plot)
+        if html is not None and found:
+            bench_tables.page(found, html)
+    except OSError as error:  # what was measured is told all the same
+        say(f"error: {error.filename}: wanted a place to write to, got: {error.strerror}")
+        bad = True
+    data = {**compared.to_dict(), "budget_s": None if budget_s == math.inf else budget_s}
+    return Answer(
+        data, lambda: screen.shown_on_screen(compared, operation, budget_s, everything=everything), NO if bad else FINE
     )
 
 

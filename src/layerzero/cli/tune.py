@@ -5,20 +5,16 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-import torch
 from rich.console import RenderableType
 from rich.text import Text
 
-from layerzero.cli.flags import left_of, params_of, shapes_of, with_threads
-from layerzero.cli.output import FINE, NO, Answer, Live, import_modules, live
+from layerzero.cli.output import Live
 from layerzero.cli.tables import fitting, new_row, not_measured, some, table_of
 from layerzero.core.ledger import Verdict
 from layerzero.tuning.measuring.contest import Contest
 from layerzero.tuning.measuring.timing import carried
 from layerzero.tuning.measuring.tune import Tuned
-from layerzero.tuning.measuring.tune import tune as run
 from layerzero.tuning.measuring.tune_run import Choice, Step
 
 MOST_ROWS = fitting(15, a_row=2)
@@ -30,61 +26,7 @@ FEW = 3
 _BRACKETS = "in brackets: how many times as long the next one takes; noise: no longer than times of both vary"
 
 
-def answer(
-    operation: str,
-    *,
-    shapes: Sequence[str] | None,
-    cases: bool,
-    manifest: Path | None,
-    model: str,
-    dtype: str | None,
-    layout: str | None,
-    params: Sequence[str],
-    device: str | None,
-    threads: int | None,
-    samples: int | None,
-    budget_s: float | None,
-    again: bool,
-    graph: bool,
-    isolate: bool,
-    modules: Sequence[str],
-    leave_out: Sequence[str],
-    everything: bool,
-    quiet: bool,
-) -> Answer:
-    """Tune, and show the winners. Raises: ValueError or KeyError for flags that mean nothing."""
-    if shapes and cases:
-        raise ValueError("--cases: wanted either --shapes or --cases, got both")
-    import_modules(modules)
-    usual = torch.get_num_threads()
-    with with_threads(threads), live(quiet=quiet) as shown:
-        tuned = run(
-            operation,
-            "cases" if cases else shapes_of(shapes),
-            dtype.split(",") if dtype else None,
-            device,
-            manifest=manifest,
-            model=model,
-            layout=layout,
-            params=params_of(params, operation),
-            samples=samples,
-            budget_s=None if budget_s is None else left_of(budget_s),
-            again=again,
-            graph=graph,
-            isolate=isolate,
-            modules=modules,
-            leave_out=leave_out,
-            progress=lambda step: _told(shown, step),
-        )
-        used = torch.get_num_threads()
-
-    def show() -> Iterator[RenderableType]:
-        return _shown(tuned, used, usual, everything=everything)
-
-    return Answer(tuned.to_dict(), show, FINE if tuned.contests or tuned.known else NO)
-
-
-def _told(shown: Live, step: Step) -> None:
+def tell(shown: Live, step: Step) -> None:
     """Show which call is measured, or which kernel won it."""
     if step.contest is not None:
         text = f"{step.job.name}: {winner(step.contest)}"
@@ -123,7 +65,7 @@ def _first_two(found: Contest) -> tuple[str, float | None, str]:
     return text, carried(best.median_us, other.median_us, best.noise, other.noise), second
 
 
-def _shown(tuned: Tuned, threads: int = 0, usual: int = 0, *, everything: bool = False) -> Iterator[RenderableType]:
+def shown(tuned: Tuned, threads: int = 0, usual: int = 0, *, everything: bool = False) -> Iterator[RenderableType]:
     """A row for each call; of many those that changed, and of the rest a line for each operation.
 
     ``threads`` are those that were used, and ``usual`` those of a process that names none; ``everything`` has a row for
@@ -141,8 +83,8 @@ def _shown(tuned: Tuned, threads: int = 0, usual: int = 0, *, everything: bool =
         if before == chosen and fold:
             same[found.report.operation][chosen] += 1
             continue
-        shown = f"{chosen}, once it is built" if now.builds else chosen
-        new_row(table, found.name, _fastest(found), shown, "the same" if before == chosen else before)
+        now_chosen = f"{chosen}, once it is built" if now.builds else chosen
+        new_row(table, found.name, _fastest(found), now_chosen, "the same" if before == chosen else before)
     if table.rows:
         table.caption, table.caption_justify = Text(_BRACKETS, style="dim"), "left"
         yield table
