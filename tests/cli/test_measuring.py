@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 
 import layerzero as lz
 from layerzero.cli import bench_tables, flags
-from layerzero.cli import tune as tune_command
 from layerzero.cli.app import main
 from layerzero.core.operation import Work
 from layerzero.ops import OPERATIONS
@@ -267,7 +266,7 @@ def test_a_budget_counts_from_where_the_process_began(monkeypatch, worked_s, lef
         given.append(budget_s)
         raise ValueError("seen")
 
-    monkeypatch.setattr(tune_command, "run", tune)
+    monkeypatch.setattr("layerzero.tuning.measuring.tune.tune", tune)
     for more in ("--budget-s 90", ""):
         assert CliRunner().invoke(main, shlex.split(f"tune rms_norm --shapes 8x64 {more}")).exit_code
     assert given == [left_s, None]
