@@ -11,3 +11,12 @@ class Clock:
 
     def __call__(self):
         return self.now
+
+    def costs(self, function, seconds):
+        """A function that takes so long; ``seconds`` may depend on its arguments."""
+
+        def run(*args, **named):
+            self.now += seconds(*args, **named) if callable(seconds) else seconds
+            return function(*args, **named)
+
+        return run

@@ -23,7 +23,7 @@ from layerzero.engine import accelerator, config, failing, probe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import BUILT
 from layerzero.engine.registry import REGISTRY
-from layerzero.integrations.optimize import pace, time_left
+from layerzero.integrations.optimize import timing, workload
 from layerzero.serving.building import BUILDS
 from layerzero.tuning.measuring import admission
 
@@ -109,8 +109,8 @@ def fresh_process(monkeypatch):
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", "")
     monkeypatch.setenv("LAYERZERO_JIT", "never")
     monkeypatch.setattr(inductor, "NOTES", f"test-{uuid.uuid4().hex}")  # what earlier tests built is not there
-    monkeypatch.setattr(pace, "CLOCK", lambda: 0.0)  # what is put into a model does not hang on a machine's load
-    monkeypatch.setattr(time_left, "CLOCK", lambda: 0.0)  # nor does what there is time for
+    monkeypatch.setattr(timing, "CLOCK", lambda: 0.0)  # what is put into a model does not hang on a machine's load
+    monkeypatch.setattr(workload, "CLOCK", lambda: 0.0)  # nor does what there is time for
     ENGINE.ledger = MemoryLedger()
     REGISTRY.ready()
     before = set(REGISTRY.read_declarations())

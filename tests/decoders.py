@@ -59,7 +59,7 @@ class Recorded:
 
 
 def state_of(report: Any) -> Any:
-    (found,) = [each.state for each in report._exchanges if isinstance(getattr(each, "state", None), steps.Steps)]
+    (found,) = [each for each in report.states if isinstance(each, steps.Steps)]
     return found
 
 

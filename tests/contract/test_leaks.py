@@ -129,88 +129,55 @@ ALLOWED: dict[str, dict[str, str]] = {
     "integrations/diffusers_rotary.py": dict.fromkeys(
         ("attention", "cos", "heads", "out_features", "sin"), "attributes of diffusers' attentions, and their rotations"
     ),
-    "integrations/optimize/attending.py": dict.fromkeys(("attention", "query"), _REPLACED),
-    "integrations/optimize/blocks.py": dict.fromkeys(
-        (
-            *("activation", "bias", "down_bias", "gate_bias", "mlp", "packed_down", "packed_gate", "packed_up"),
-            *("linear", "up_bias", "weight"),
-        ),
-        _REPLACED,
-    ),
-    "integrations/optimize/drawing.py": dict.fromkeys(
-        (
-            *("greedy", "k", "logits", "sample_topk", "sample_topk_topp"),
-            *("min_p", "sample_topp", "top_k", "top_p"),
-        ),
-        _DRAWN,
-    ),
-    "integrations/optimize/diffusion.py": dict.fromkeys(("attention", "heads", "out_features"), _REPLACED),
-    "integrations/optimize/entrance.py": {
-        **dict.fromkeys(("attention", "bias"), _REPLACED),
-        **dict.fromkeys(("add_residual_rms_norm_", "heads", "linear", "mlp", "rope_"), _LAYER),
-        "step": "a kind of what is replaced: one token of a decoder",
-    },
-    "integrations/optimize/experts.py": dict.fromkeys(
-        (
-            *("activation", "alpha", "down_bias", "experts", "gate_up_bias", "limit", "moe_experts", "packed_down"),
-            *("packed_gate_up", "silu", "swiglu_oai"),
-        ),
-        _REPLACED,
-    ),
-    "integrations/optimize/floor.py": {"attention": _REPLACED},
-    "integrations/optimize/generating.py": dict.fromkeys(("logits", "min_p", "tokens", "top_k", "top_p"), _DRAWN),
-    "integrations/optimize/growing.py": dict.fromkeys(("append_paged_kv_", "tokens"), _CACHE),
-    "integrations/optimize/held.py": dict.fromkeys(("append_paged_kv_", "pages", "positions", "tokens"), _CACHE),
-    "integrations/optimize/layer.py": dict.fromkeys(
-        (
-            *(
-                "add_residual_rms_norm_",
-                "add_rms_norm_",
-                "bias",
-                "cos",
-                "eps",
-                "heads",
-                "k_bias",
-                "k_weight",
-                "layer_norm",
+    **{
+        f"integrations/optimize/{file}.py": dict.fromkeys(names.split(), reason)
+        for file, reason, names in (
+            ("attention", _REPLACED, "attention query"),
+            ("diffusion", _REPLACED, "attention heads out_features rope_"),
+            ("dynamic_cache", _CACHE, "append_paged_kv_ tokens"),
+            (
+                "experts",
+                _REPLACED,
+                (
+                    "activation alpha down_bias experts gate_up_bias limit moe_experts packed_down "
+                    "packed_gate_up silu swiglu_oai"
+                ),
             ),
-            *("linear", "norm"),
-            *("packed_k", "packed_q", "packed_v", "plus_one", "positions", "q_bias", "q_weight", "qk_norm_rope"),
-            *("qkv_linear", "rms_norm", "rope_", "sin", "split_qkv_norm_rope", "v_bias", "weight"),
-        ),
-        _LAYER,
-    ),
-    "integrations/optimize/layer_pace.py": dict.fromkeys(("activation", "heads", "kv", "tokens"), _LAYER),
-    "integrations/optimize/layers.py": dict.fromkeys(("attention", "eps", "heads", "norm", "positions"), _LAYER),
-    "integrations/optimize/measured.py": {
-        "attention": _REPLACED,
-        "step": "a kind of what is replaced: one token of a decoder",
+            ("generation", _DRAWN, "greedy k logits min_p sample_topk sample_topk_topp sample_topp tokens top_k top_p"),
+            (
+                "layer",
+                _LAYER,
+                (
+                    "bias cos eps heads k_bias k_weight linear norm packed_k packed_q packed_v plus_one "
+                    "positions q_bias q_weight qk_norm_rope qkv_linear rope_ sin split_qkv_norm_rope v_bias "
+                    "weight"
+                ),
+            ),
+            ("layer_timing", _LAYER, "activation heads kv tokens"),
+            ("layers", _LAYER, "add_residual_rms_norm_ attention eps heads linear mlp norm positions rope_"),
+            ("norms", _REPLACED, "add_residual_rms_norm_ add_rms_norm_ bias eps layer_norm norm rms_norm weight"),
+            (
+                "products",
+                _REPLACED,
+                (
+                    "activation bias down_bias gate_bias linear mlp packed packed_down packed_gate packed_up "
+                    "up_bias weight"
+                ),
+            ),
+            ("report", _LAYER, "tokens"),
+            ("selection", _REPLACED, "attention step"),
+            (
+                "step_cache",
+                _CACHE,
+                (
+                    "append_paged_kv_ attention block_tables context_lens paged_attention pages positions query "
+                    "sinks softcap tokens window"
+                ),
+            ),
+            ("steps", _CACHE, "attention logits max_context_len positions step tokens"),
+            ("swap", _REPLACED, "weight"),
+        )
     },
-    "integrations/optimize/norms.py": dict.fromkeys(
-        ("bias", "eps", "layer_norm", "norm", "rms_norm", "weight"), _REPLACED
-    ),
-    "integrations/optimize/products.py": dict.fromkeys(("activation", "bias", "linear", "packed", "weight"), _REPLACED),
-    "integrations/optimize/report.py": {"tokens": _LAYER},
-    "integrations/optimize/rotation.py": dict.fromkeys(("cos", "positions", "sin"), _LAYER),
-    "integrations/optimize/step_attention.py": dict.fromkeys(
-        (
-            "attention",
-            "block_tables",
-            "context_lens",
-            "paged_attention",
-            "pages",
-            "query",
-            "sinks",
-            "softcap",
-            "window",
-        ),
-        _LAYER,
-    ),
-    "integrations/optimize/steps.py": {
-        **dict.fromkeys(("logits", "max_context_len", "positions", "tokens"), _CACHE),
-        "attention": _LAYER,
-    },
-    "integrations/optimize/swapping.py": {"weight": "the parameter of torch's modules that all of them have"},
     "integrations/paged.py": dict.fromkeys(
         (
             *("causal", "cu_seqlens_q", "decodes", "longest_k", "longest_q", "max_context_len", "max_seqlen_q"),
@@ -257,7 +224,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         ),
         _TRANSFORMERS,
     ),
-    "integrations/transformers_loading.py": {"attention": _TRANSFORMERS, "sinks": _TRANSFORMERS},
+    "integrations/transformers_patches.py": {"attention": _TRANSFORMERS, "sinks": _TRANSFORMERS},
     "tuning/keeping/rows.py": {"n": "any size, where the number of axes is told", "rows": _MEMORY},
     "tuning/measuring/online.py": {"query": "a method of torch's events"},
     "tuning/measuring/tune.py": {"head_dim": _SPECIFIED},

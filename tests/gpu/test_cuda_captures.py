@@ -82,9 +82,9 @@ def test_a_host_that_is_steps_ahead_changes_no_plan(kernel, fresh):
 
 def test_a_cache_grows_in_place_and_gives_stocks_logits(monkeypatch):
     transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
-    from layerzero.integrations.optimize import growing
+    from layerzero.integrations.optimize import dynamic_cache
 
-    monkeypatch.setattr(growing, "FROM_BYTES", 0)
+    monkeypatch.setattr(dynamic_cache, "FROM_BYTES", 0)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=512, hidden_size=512, intermediate_size=1024, num_hidden_layers=3, num_attention_heads=8,
@@ -105,7 +105,7 @@ def test_a_cache_grows_in_place_and_gives_stocks_logits(monkeypatch):
     got, cache = logits()
     for mine, other in zip(got, expected, strict=True):  # three layers' bfloat16: 0.0502 on an H200, 2026-11-24
         assert (mine.float() - other.float()).abs().max() <= 0.1 * other.float().abs().max()
-    assert growing._ROOMS[cache.layers[0]]._at_once is not None, "it was asked whether one launch does it"
+    assert dynamic_cache._ROOMS[cache.layers[0]]._at_once is not None, "it was asked whether one launch does it"
     for mine, other in zip(cache.layers, theirs.layers, strict=True):
         assert (mine.keys.float() - other.keys.float()).abs().max() <= 0.05 * other.keys.float().abs().max()
 

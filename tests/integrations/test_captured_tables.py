@@ -12,9 +12,8 @@ import torch
 
 from layerzero.core import capturing
 from layerzero.integrations.diffusers_formulas import _table
-from layerzero.integrations.optimize.layer import Normed
-from layerzero.integrations.optimize.norms import OnePlus
-from layerzero.integrations.optimize.rotation import table_for
+from layerzero.integrations.optimize.layer import table_for
+from layerzero.integrations.optimize.norms import Normed, OnePlus
 
 
 class OnDevice(torch.Tensor):

@@ -18,7 +18,7 @@ from rich.console import Console
 import layerzero as lz
 from layerzero.cli import demo as demonstration
 from layerzero.cli.demo_screen import show
-from layerzero.integrations.optimize import pace
+from layerzero.integrations.optimize import timing
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,7 +46,7 @@ def shown() -> tuple[dict[str, Any], str]:
     needs_model()
     output = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, lz.scope(unmeasured="priority"):  # weights are packed on any processor
-        patch.setattr(pace, "CLOCK", lambda: 0.0)  # and what is put into a model does not hang on a machine's load
+        patch.setattr(timing, "CLOCK", lambda: 0.0)  # and what is put into a model does not hang on a machine's load
         demonstrated = demonstration.demo(
             Console(file=output, width=100), texts=TEXTS, repeat=1, device="cpu", sizes=SMALL, encode=("float32",)
         )

@@ -388,12 +388,12 @@ def test_a_version_that_nobody_tried_is_left_with_a_reason(monkeypatch: pytest.M
 
 
 def test_what_fails_late_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    from layerzero.integrations.optimize import diffusion
+    from layerzero.integrations.optimize import entrance
 
-    def fail(*_: object) -> Any:
+    def fail(*_: object, **__: object) -> Any:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(diffusion, "rotations", fail)
+    monkeypatch.setattr(entrance, "time_random_rows", fail)  # everything is on by then
     model, call = flux()
     model.eval()
     wanted = run(model, call)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
 
 import layerzero as lz
 from clock import Clock
-from layerzero.integrations.optimize import entrance, finding, inputs, measured, pace, time_left
-from layerzero.integrations.optimize.gate import gate
-from layerzero.integrations.optimize.inputs import Workload
-from layerzero.integrations.optimize.pace import Way, timed
-from layerzero.integrations.optimize.time_left import RUN, TimeLeft
+from layerzero.integrations.optimize import modules, selection, timing
+from layerzero.integrations.optimize import report as reports
+from layerzero.integrations.optimize import workload as workloads
+from layerzero.integrations.optimize.selection import time_kinds
+from layerzero.integrations.optimize.timing import Way, timed
+from layerzero.integrations.optimize.workload import RUN, TimeLeft, Workload
 from layerzero.tuning.measuring import tune_run
 from layerzero.tuning.measuring.timing import Deadline, TimeOverError
 from layerzero.tuning.measuring.tune import run_jobs
@@ -36,8 +35,8 @@ class Scaled(nn.Module):
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    monkeypatch.setattr(time_left, "CLOCK", made)
-    monkeypatch.setattr(inputs, "time", SimpleNamespace(perf_counter=made))
+    monkeypatch.setattr(workloads, "CLOCK", made)
+    monkeypatch.setattr(timing, "WALL", made)
     return made
 
 
@@ -119,7 +118,7 @@ def test_kernels_get_what_the_models_runs_leave(clock, began):
     model, call = slow(clock, began, 1.0)
     lz.optimize(model, call, rounds=1, budget_s=100.0, isolate=False)
     ((_, given),) = [each for each in began if each[0] == "kernels"]
-    assert given == 99.0 - measured._runs(1, 1)
+    assert given == 99.0 - selection._runs(1, 1)
     clock.now, began[:] = 0.0, []
     model, call = slow(clock, began, 10.0)
     lz.optimize(model, call, rounds=1, budget_s=150.0, isolate=False)
@@ -146,33 +145,33 @@ def test_a_child_gets_the_remaining_time(clock, monkeypatch):
 
 
 def test_modules_that_there_is_no_time_to_check_stay_and_are_counted(clock, monkeypatch):
-    kinds = finding._candidate
+    kinds = modules._candidate
 
     def checked(kind, module):
         clock.now += 1.0
         return kinds(kind, module)
 
-    monkeypatch.setattr(finding, "_candidate", checked)
+    monkeypatch.setattr(modules, "_candidate", checked)
     model = nn.Sequential(*(Scaled() for _ in range(6))).eval()
     report = lz.optimize(model, budget_s=20.0)
     assert clock.now <= 20.0
     assert len(report.replaced) == 3
     (told,) = [each for each in report.time.left_out if "Scaled" in each.what]
     assert (told.what, told.times) == ("checking modules of Scaled", 3)
-    assert {each.why for each in report.left if each.module == "Scaled"} == {entrance.NO_TIME}
+    assert {each.why for each in report.left if each.module == "Scaled"} == {reports.NO_TIME}
 
 
 def test_without_inputs_what_was_not_timed_is_not_kept(monkeypatch):
-    pace.forget()
+    timing.forget()
     clock = Clock()
-    monkeypatch.setattr(time_left, "CLOCK", clock)
+    monkeypatch.setattr(workloads, "CLOCK", clock)
 
     def over(found, around, passed):
         clock.now += 100.0
         assert passed()
         raise TimeOverError
 
-    monkeypatch.setattr("layerzero.integrations.optimize.module_pace._measured", over)
+    monkeypatch.setattr("layerzero.integrations.optimize.modules.measured", over)
     report = lz.optimize(nn.Sequential(Scaled()).eval(), budget_s=50.0)
     assert report.replaced == []
     assert "no time was left to time it beside the model's own code" in report.left[0].why
@@ -181,7 +180,7 @@ def test_without_inputs_what_was_not_timed_is_not_kept(monkeypatch):
 
 def test_no_round_of_a_timing_begins_after_the_end(monkeypatch):
     own = Clock()
-    monkeypatch.setattr(pace, "CLOCK", own)
+    monkeypatch.setattr(timing, "CLOCK", own)
     deadline = Deadline(10.0, own)
 
     def run():
@@ -195,10 +194,10 @@ def test_no_round_of_a_timing_begins_after_the_end(monkeypatch):
 
 def test_a_timing_ends_once_it_is_clear_and_goes_on_while_it_is_not(monkeypatch):
     own = Clock()
-    monkeypatch.setattr(pace, "CLOCK", own)
+    monkeypatch.setattr(timing, "CLOCK", own)
     counts = dict.fromkeys((Way.STOCK, Way.PLAIN, Way.PACKED), 0)
 
-    def timing(costs):
+    def rounds_of(costs):
         counts.update(dict.fromkeys(counts, 0))
 
         def way(name):
@@ -211,18 +210,18 @@ def test_a_timing_ends_once_it_is_clear_and_goes_on_while_it_is_not(monkeypatch)
         return timed([{name: way(name) for name in costs}]).rounds[0]
 
     stock = {Way.STOCK: lambda _: 1.0}
-    assert timing(stock | {Way.PLAIN: lambda _: 0.9}) == 7  # of seven rounds all say so
-    assert timing(stock | {Way.PLAIN: lambda _: 1.1}) == 7
-    assert timing(stock | {Way.PLAIN: lambda _: 1.0}) == 7
-    assert timing(stock | {Way.PLAIN: lambda count: 0.9 if count // 2 % 2 else 1.1}) == pace.MOST
-    assert timing(stock | {Way.PLAIN: lambda count: 0.9 if count // 2 % 2 else 1.1, Way.PACKED: lambda _: 2.0}) == 60
+    assert rounds_of(stock | {Way.PLAIN: lambda _: 0.9}) == 7  # of seven rounds all say so
+    assert rounds_of(stock | {Way.PLAIN: lambda _: 1.1}) == 7
+    assert rounds_of(stock | {Way.PLAIN: lambda _: 1.0}) == 7
+    assert rounds_of(stock | {Way.PLAIN: lambda count: 0.9 if count // 2 % 2 else 1.1}) == timing.MOST
+    assert rounds_of(stock | {Way.PLAIN: lambda count: 0.9 if count // 2 % 2 else 1.1, Way.PACKED: lambda _: 2.0}) == 60
     assert counts[Way.PACKED] < counts[Way.PLAIN] / 4  # what is slower for sure takes no further part
 
 
 def test_layers_are_switched_without_walking_the_model(monkeypatch):
     """One walk over all modules puts attention on; timing and proofs flip the setting alone."""
     transformers = pytest.importorskip("transformers")
-    from layerzero.integrations.optimize.attending import AttentionSwap
+    from layerzero.integrations.optimize.attention import AttentionSwap
 
     own = Clock()
 
@@ -230,8 +229,8 @@ def test_layers_are_switched_without_walking_the_model(monkeypatch):
         own.now += 1e-4
         return own.now
 
-    pace.forget()
-    monkeypatch.setattr(pace, "CLOCK", reading)
+    timing.forget()
+    monkeypatch.setattr(timing, "CLOCK", reading)
     walks = []
     keeping = AttentionSwap._keep
     monkeypatch.setattr(AttentionSwap, "_keep", lambda self: walks.append(1) or keeping(self))
@@ -240,7 +239,7 @@ def test_layers_are_switched_without_walking_the_model(monkeypatch):
         num_key_value_heads=2,
     )  # fmt: skip
     report = lz.optimize(transformers.LlamaForCausalLM(config).eval())
-    pace.forget()
+    timing.forget()
     assert report.paced
     assert len(walks) <= 6, len(walks)
 
@@ -253,13 +252,13 @@ def test_kinds_are_timed_together_where_time_lacks_for_each():
         return 1.0 if any(on.values()) else 2.0
 
     switches = {kind: (lambda state, kind=kind: on.__setitem__(kind, state)) for kind in ("a", "b", "c")}
-    found = gate(switches, sample, 3, fits=lambda count: len(runs) + count <= 10)
+    found = time_kinds(switches, sample, 3, fits=lambda count: len(runs) + count <= 10)
     assert found.together
     assert "a, b, c: kept together; there was no time to time each apart" in str(found)
     assert len(runs) <= 10
     assert on == {"a": True, "b": True, "c": True}
     runs.clear()
-    assert gate(switches, sample, 3, fits=lambda count: len(runs) + count <= 3) is None
+    assert time_kinds(switches, sample, 3, fits=lambda count: len(runs) + count <= 3) is None
     assert runs == []
     assert on == {"a": False, "b": False, "c": False}
 

@@ -18,11 +18,11 @@ from torch.nn.utils import parametrize
 
 import layerzero as lz
 from layerzero.core.indices import IN_C
-from layerzero.integrations.optimize import identity, stamp
+from layerzero.integrations.optimize import stamp
 from layerzero.integrations.optimize.candidate import Candidate, compared
 from layerzero.integrations.optimize.norms import norm
 from layerzero.integrations.optimize.products import linear, linear_then
-from layerzero.integrations.optimize.report import Optimized
+from layerzero.integrations.optimize.report import Optimized, Replaced
 from layerzero.integrations.optimize.stamp import Stamp
 from layerzero.ops.linear.packed import LOOKS
 
@@ -155,11 +155,11 @@ CHANGES: dict[str, tuple[str, Change]] = {
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("way", ["in C", "in Python"])
 def test_a_change_after_optimize_counts(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if way == "in C" and identity.unchanged is identity.python_unchanged:
+    if way == "in C" and stamp.unchanged is stamp.python_unchanged:
         pytest.skip("the extension was not built")
     if way == "in Python":
-        monkeypatch.setattr(stamp, "unchanged", identity.python_unchanged)
-        monkeypatch.setattr(stamp, "version", identity.python_version)
+        monkeypatch.setattr(stamp, "unchanged", stamp.python_unchanged)
+        monkeypatch.setattr(stamp, "version", stamp.python_version)
         monkeypatch.setattr(stamp, "places", lambda made, _: len(made))
     path, change = CHANGES[name]
     mine, stock = model(), model()
@@ -264,11 +264,11 @@ def test_what_means_nothing_is_no_change() -> None:
 def test_c_and_python_agree_about_versions_of_classes() -> None:
     one = type("One", (nn.Module,), {"size": 1})
     two = type("Two", (one,), {})
-    seen = identity.version(two), identity.python_version(two)
-    assert seen == (identity.version(two), identity.python_version(two))
+    seen = stamp.version(two), stamp.python_version(two)
+    assert seen == (stamp.version(two), stamp.python_version(two))
     one.size = 2  # type: ignore[attr-defined]
-    assert identity.version(two) != seen[0]
-    assert identity.python_version(two) != seen[1]
+    assert stamp.version(two) != seen[0]
+    assert stamp.python_version(two) != seen[1]
 
 
 def _write_by_numpy(weight: Any) -> None:
@@ -334,7 +334,7 @@ def test_a_write_that_was_seen_late_is_told() -> None:
     assert any(state.packed[0].is_stale for _ in range(LOOKS))
     with pytest.warns(lz.LayerZeroWarning, match="a weight .64 x 64. was written into past torch's count"):
         assert state.renew(module.weight)
-    report = Optimized(_exchanges=[found.swap])
+    report = Optimized([Replaced("", "Linear", "linear", "", None, None, found.swap)])
     assert "1 writes into weights were seen late" in str(report)
 
 

@@ -460,16 +460,16 @@ def test_training_autocast_and_transforms_run_as_stock(kernel: str, monkeypatch:
 def test_they_are_timed_as_a_kind_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """And left where that gains nothing."""
     model = mixtures.made("Mixtral")
-    from layerzero.integrations.optimize import measured
+    from layerzero.integrations.optimize import selection
 
     seen: list[list[str]] = []
-    real = measured.gate
+    real = selection.time_kinds
 
-    def gate(switches: Any, *others: Any) -> Any:
+    def time_kinds(switches: Any, *others: Any) -> Any:
         seen.append(list(switches))
         return real(switches, *others)
 
-    monkeypatch.setattr(measured, "gate", gate)
+    monkeypatch.setattr(selection, "time_kinds", time_kinds)
     with lz.scope(locks={"moe.experts": EACH}):
         report = lz.optimize(model, {"input_ids": mixtures.tokens()}, rounds=1, isolate=False)
     assert "experts" in seen[0]

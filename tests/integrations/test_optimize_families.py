@@ -10,7 +10,7 @@ import torch
 
 import layerzero as lz
 from clock import Clock
-from layerzero.integrations.optimize import pace
+from layerzero.integrations.optimize import timing
 
 transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
 
@@ -84,10 +84,10 @@ def test_whatever_is_found_in_a_family_can_be_timed(
         clock.now += 1e-4
         return clock.now
 
-    pace.forget()
-    monkeypatch.setattr(pace, "CLOCK", look)
+    timing.forget()
+    monkeypatch.setattr(timing, "CLOCK", look)
     report = lz.optimize(random_model(architecture.name, architecture.model, architecture.sizes))
-    pace.forget()
+    timing.forget()
     assert report.paced
     assert "not timed" not in str(report)
     assert "could not be timed" not in str(report)

@@ -11,9 +11,9 @@ import torch
 
 import layerzero as lz
 from layerzero.engine.dispatch import ENGINE
-from layerzero.integrations.optimize import joining
 from layerzero.integrations.optimize import layers as whole
-from layerzero.integrations.optimize.attending import AttentionSwap
+from layerzero.integrations.optimize import weights as packing
+from layerzero.integrations.optimize.attention import AttentionSwap
 from layerzero.integrations.optimize.layer import Layer
 
 transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
@@ -64,7 +64,7 @@ def output(model: Any, ids: torch.Tensor | None = None, **arguments: Any) -> tor
 def weights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """As on a CPU; or joined, as on devices whose kernels read weights as they lie."""
     if request.param == "joined":
-        monkeypatch.setattr(joining, "PACKING", frozenset())
+        monkeypatch.setattr(packing, "PACKING", frozenset())
     return str(request.param)
 
 
@@ -153,7 +153,7 @@ def test_a_layer_is_few_calls(weights: str) -> None:
 
 
 def test_joined_weights_are_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "PACKING", frozenset())
+    monkeypatch.setattr(packing, "PACKING", frozenset())
     model = made("Qwen2")
     values = copy.deepcopy(model.state_dict())
     expected = output(model)
@@ -264,7 +264,7 @@ def test_layers_know_what_they_cover(kind: str) -> None:
     """A module within a layer that is exchanged, hooked or trained later is not passed over."""
     model, stock = made(kind), made(kind)
     report = lz.optimize(model)
-    assert sum(isinstance(each.state, Layer) for each in report._exchanges if hasattr(each, "state")) == 2
+    assert sum(isinstance(each, Layer) for each in report.states) == 2
     heard: list[int] = []
     for each in (model, stock):
         each.model.layers[0].self_attn.o_proj.register_forward_hook(lambda *_: heard.append(1))

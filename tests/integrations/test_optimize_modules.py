@@ -15,12 +15,11 @@ from torch.nn import functional
 
 import layerzero as lz
 from drawing import examples
-from layerzero.integrations.optimize import entrance, measured
-from layerzero.integrations.optimize.activations import activation_named
-from layerzero.integrations.optimize.blocks import Block, block
-from layerzero.integrations.optimize.gate import Timed, gate
+from layerzero.integrations.optimize import selection
 from layerzero.integrations.optimize.norms import norm
-from layerzero.integrations.optimize.report import Optimized
+from layerzero.integrations.optimize.products import Block, activation_named, block
+from layerzero.integrations.optimize.report import Optimized, Replaced
+from layerzero.integrations.optimize.selection import Timed, time_kinds
 
 PACKED = "packed" in str(lz.which("linear", torch.ones(1, 8), w := torch.ones(8, 8), packed=lz.PackedWeight(w)))
 
@@ -239,9 +238,8 @@ def test_gate_and_up_lie_in_one_tensor_without_a_copy() -> None:
         report = Optimized()
         state = found.swap.state
         assert isinstance(state, Block)
-        assert not entrance.join(state, Counter(), report)
-        found.swap.on()
-        report._exchanges.append(found.swap)
+        assert not state.join(Counter(), report._joined)
+        report.put_on(Replaced("", "Gated", "block", "", None, None, found.swap))
         torch.testing.assert_close(module(x), expected)
         joined = module.one.weight.untyped_storage()
         assert joined.data_ptr() == module.three.weight.untyped_storage().data_ptr()
@@ -261,7 +259,7 @@ def test_gate_and_up_lie_in_one_tensor_without_a_copy() -> None:
     assert not isinstance(again, str)
     assert again is not None
     module.three.weight.data = torch.cat((module.three.weight.data, module.one.weight.data))[:24]
-    assert "larger memory" in entrance.join(again.swap.state, Counter(), Optimized())  # type: ignore[arg-type]
+    assert "larger memory" in again.swap.state.join(Counter(), [])  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("planted", ["zeros", "one", "scale"])
@@ -313,7 +311,7 @@ def timed(cost: dict[str, float]) -> Any:
         return 100.0 - sum(gain for kind, gain in cost.items() if on[kind])
 
     switches = {kind: (lambda state, kind=kind: on.__setitem__(kind, state)) for kind in cost}
-    return gate(switches, sample, 3), on, order
+    return time_kinds(switches, sample, 3), on, order
 
 
 def test_what_gains_less_than_one_percent_is_left_as_it_was() -> None:
@@ -362,7 +360,7 @@ def test_forms_of_kernels_that_were_only_tried_are_let_go() -> None:
 
 
 def test_a_slow_moment_of_the_machine_is_no_gain() -> None:
-    from layerzero.integrations.optimize.gate import gain
+    from layerzero.integrations.optimize.selection import gain
 
     assert gain([(1.0, 0.5), (1.0, 0.5), (1.0, 0.5)]) == 1.0
     assert gain([(0.028, 0.18), (0.1, 0.025)]) < 0  # the mean of the pairs says 1.08
@@ -379,7 +377,7 @@ def test_neighbours_decide_nothing(loads: list[float], stuck: int) -> None:
         number = next(numbers)
         return (0.8 if on["a"] else 1.0) * loads[max(number, 0) // 2] * (1000 if number == stuck else 1)
 
-    found = gate({"a": lambda state: on.__setitem__("a", state)}, sample, 5)
+    found = time_kinds({"a": lambda state: on.__setitem__("a", state)}, sample, 5)
     assert on == {"a": True}
     assert found.speedup == pytest.approx(1.25)
 
@@ -387,7 +385,7 @@ def test_neighbours_decide_nothing(loads: list[float], stuck: int) -> None:
 def test_rounds_go_on_while_ratios_lie_on_both_sides() -> None:
     def counted(after: list[float]) -> int:
         on, times = {}, iter([1.0, *after])
-        found = gate({"a": lambda state: on.__setitem__("a", state)}, lambda: next(times) if on["a"] else 1.0, 5)
+        found = time_kinds({"a": lambda state: on.__setitem__("a", state)}, lambda: next(times) if on["a"] else 1.0, 5)
         return found.rounds
 
     assert counted([0.5] * 5) == 5
@@ -398,7 +396,7 @@ def test_rounds_go_on_while_ratios_lie_on_both_sides() -> None:
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.filterwarnings("ignore::layerzero.core.errors.LayerZeroWarning")
 def test_where_nothing_is_replaced_no_time_is_told_as_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("layerzero.integrations.optimize.gate.LEAST", 1e9)
+    monkeypatch.setattr("layerzero.integrations.optimize.selection.LEAST", 1e9)
     model = Scaled(16, "plain").eval()
     report = lz.optimize(model, torch.randn(3, 16), rounds=1, isolate=False)
     assert report.replaced == []
@@ -417,7 +415,7 @@ def test_a_kind_that_gained_in_its_turn_alone_is_not_told_it_did_not(monkeypatch
             switch(False)
         return Timed(1.0, 1.0, dict.fromkeys(switches, 0.7), list(switches), rounds)
 
-    monkeypatch.setattr(measured, "gate", decided)
+    monkeypatch.setattr(selection, "time_kinds", decided)
     model = Scaled(16, "plain").eval()
     report = lz.optimize(model, torch.randn(3, 16), rounds=1, isolate=False)
     assert report.replaced == []

@@ -21,10 +21,10 @@ import layerzero as lz
 from decoders import greedy, made, tokens, transformers
 from layerzero.core.device import Device
 from layerzero.engine.registry import REGISTRY
-from layerzero.integrations.optimize.joining import wants_packed
+from layerzero.integrations.optimize.module_times import OUTSIDE
 from layerzero.integrations.optimize.report import Optimized, Replaced
-from layerzero.integrations.optimize.spent import OUTSIDE
-from layerzero.integrations.optimize.stock import stock_of
+from layerzero.integrations.optimize.weights import wants_packed
+from layerzero.integrations.optimize.workload import stock_of
 from layerzero.tuning.keeping.archive import differs
 from layerzero.tuning.keeping.environment import surroundings
 
@@ -100,7 +100,7 @@ def test_a_limit_that_is_none_is_refused(limit: int) -> None:
 
 @pytest.mark.usefixtures("unmeasured")
 def test_time_is_told_by_modules_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("layerzero.integrations.optimize.gate.LEAST", -1e9)  # all is kept, however slow
+    monkeypatch.setattr("layerzero.integrations.optimize.selection.LEAST", -1e9)  # all is kept, however slow
     model = made()
     ids = tokens()
     expected = greedy(model, ids, 4)
@@ -389,7 +389,7 @@ def test_a_model_on_the_meta_device_is_left_with_a_reason() -> None:
 @pytest.mark.usefixtures("unmeasured")
 def test_optimized_on_one_prompt_it_serves_whatever_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """On an unpadded prefill; then left padding, tokens after it, gradients, another dtype: equal to stock."""
-    monkeypatch.setattr("layerzero.integrations.optimize.gate.LEAST", -1e9)  # all is kept, however slow
+    monkeypatch.setattr("layerzero.integrations.optimize.selection.LEAST", -1e9)  # all is kept, however slow
     model, stock = made("Qwen3"), made("Qwen3")
     report = lz.optimize(model, {"input_ids": tokens(1, 9)}, rounds=1, isolate=False)
     assert {"attention", "layer"} <= {each.kind for each in report.replaced}

@@ -13,7 +13,7 @@ import torch
 import layerzero as lz
 from layerzero.core.device import Device
 from layerzero.engine.registry import REGISTRY
-from layerzero.integrations.optimize import inputs
+from layerzero.integrations.optimize import workload
 from layerzero.testing.process import APART, apart_on, by_device
 from layerzero.tuning.measuring import online
 from layerzero.tuning.measuring import tune as tuning
@@ -129,7 +129,7 @@ def test_a_sample_of_a_call_lies_between_events_of_its_device(monkeypatch):
 
 def test_a_models_calls_are_measured_on_its_gpu(monkeypatch, inside):
     seen = []
-    monkeypatch.setattr(inputs, "run_jobs", lambda *_, **__: seen.append(list(inside)))
-    workload = inputs.Workload(lambda: None, torch.device("cuda", 1))
-    workload.tune(deadline=Deadline(1.0), isolate=False)
+    monkeypatch.setattr(workload, "run_jobs", lambda *_, **__: seen.append(list(inside)))
+    made = workload.Workload(lambda: None, torch.device("cuda", 1))
+    made.tune(deadline=Deadline(1.0), isolate=False)
     assert seen == [[torch.device("cuda", 1)]]

@@ -17,7 +17,7 @@ import layerzero as lz
 from layerzero.core.capturing import capture_of
 from layerzero.core.errors import LayerZeroWarning
 from layerzero.integrations.optimize.candidate import TOLERANCE, distance
-from layerzero.integrations.optimize.rotation import Table
+from layerzero.integrations.optimize.layer import Table
 
 Rotation = Callable[..., Any]
 

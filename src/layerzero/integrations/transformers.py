@@ -22,9 +22,14 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.core.errors import InvalidCallError
-from layerzero.integrations.transformers_batching import is_of_a_batch, keys_of, serve_batches
 from layerzero.integrations.transformers_experts import is_reserved, register_experts
-from layerzero.integrations.transformers_loading import check_at_load, settings_of
+from layerzero.integrations.transformers_patches import (
+    check_at_load,
+    is_of_a_batch,
+    keys_of,
+    serve_batches,
+    settings_of,
+)
 
 _UNSERVED = {
     "output_attentions": "no attention weights (fast kernels never form them); use attn_implementation='eager'",

@@ -1,19 +1,21 @@
-"""A module that may be replaced: how, what for, and whether both give the same on random input."""
+"""A module that may be replaced: why not, how, what for, and whether both give the same on random input."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 import layerzero as lz
 from layerzero.core.dtypes import dtype_name
-from layerzero.integrations.optimize.swapping import Forward, State, Swap, stock_forward
+from layerzero.integrations.optimize.stamp import is_recorder
+from layerzero.integrations.optimize.swap import Forward, State, Swap, has_own_forward, is_swapped, stock_forward
 
 TOLERANCE: Mapping[torch.dtype, float] = {
     torch.float64: 1e-6,
@@ -97,6 +99,15 @@ def compared(found: Candidate) -> str:
     return ""
 
 
+def verdict(errors: Sequence[tuple[float, torch.dtype, str]]) -> tuple[float | None, str]:
+    """The largest of several differences of a dtype and a kernel, and what is wrong with it; empty where nothing."""
+    wrong = [each for each in errors if not each[0] <= TOLERANCE.get(each[1], 0.0)]
+    if wrong:
+        worst, _, kernel = max(wrong, key=lambda each: each[0])
+        return worst, f"{kernel} was off by {worst:.2g} of the largest value"
+    return max((each[0] for each in errors), default=None), ""
+
+
 def distance(got: Any, expected: Any) -> float:
     """The largest difference of two results in units of the largest value; infinity for what cannot be compared."""
     if not isinstance(got, Tensor) or not isinstance(expected, Tensor) or got.shape != expected.shape:
@@ -109,6 +120,16 @@ def distance(got: Any, expected: Any) -> float:
     largest = wide.abs().max().item()
     error = (other - wide).abs().max().item()
     return error / largest if largest > 0 else error
+
+
+def outermost(root: Module, library: str, kind: str) -> Iterator[tuple[str, Any]]:
+    """The outermost models of a library within a module, with their paths; none where that was not imported."""
+    known = sys.modules.get(library)
+    within: set[int] = set()
+    for path, module in root.named_modules() if known is not None else ():
+        if id(module) not in within and isinstance(module, getattr(known, kind)):
+            within |= {id(each) for each in module.modules()}
+            yield path, module
 
 
 def random_rows(module: Module, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -129,3 +150,44 @@ def quiet(module: Module) -> Iterator[None]:
     finally:
         for each, training in modes:
             each.training = training
+
+
+_HOOKS = (*("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),)
+
+_ADAPTERS = ("peft.",)
+"""Packages whose modules compute with others' weights and exchange them meanwhile."""
+
+
+def refusal(module: Module, parent: Module | None = None) -> str:
+    """Say why a module, or what it covers, may not be replaced; empty where nothing speaks against it."""
+    for path, each in module.named_modules():
+        where = f" of {path}" if path else ""
+        if isinstance(each, torch.jit.ScriptModule):
+            return f"its code{where} is TorchScript's, whose forward is none of Python"
+        if is_swapped(each):
+            return f"its forward{where} is LayerZero's already; undo() the first report to begin anew"
+        if has_own_forward(each):
+            return f"its forward{where} was exchanged on the instance, as accelerate's offloading does"
+        if any(not is_recorder(hook) for name in _HOOKS for hook in getattr(each, name).values()):
+            return f"it has hooks{where}, which wait for its calls"
+        for name, parameter in each.named_parameters(recurse=False):
+            problem = _weight_problem(parameter)
+            if problem:
+                return f"{path + '.' if path else ''}{name} {problem}"
+        if "parametrizations" in each._modules:
+            return f"its parameters{where} are computed anew for each call (parametrizations)"
+    if parent is not None and type(parent).__module__.startswith(_ADAPTERS):
+        return f"it lies under an adapter ({type(parent).__name__}); merge and unload that first"
+    return ""
+
+
+def _weight_problem(parameter: Parameter) -> str:
+    if parameter.is_meta:
+        return "is on the meta device and has no values"
+    if type(parameter.data) is not Tensor:
+        return f"is no plain tensor but a {type(parameter.data).__name__}: quantised or sharded"
+    if parameter.layout is not torch.strided:
+        return f"is no dense tensor but {str(parameter.layout).removeprefix('torch.')}"
+    if not parameter.is_floating_point():
+        return f"is {str(parameter.dtype).removeprefix('torch.')}: quantised"
+    return ""

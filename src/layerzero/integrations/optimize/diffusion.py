@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,12 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import layerzero as lz
 from layerzero.integrations.exchange import Together
-from layerzero.integrations.optimize.candidate import TOLERANCE, distance
-from layerzero.integrations.optimize.report import NO_TIME, Left, Optimized
-from layerzero.integrations.optimize.time_left import RUN
-
-if TYPE_CHECKING:
-    from layerzero.integrations.diffusers_rotary import RotationOf
+from layerzero.integrations.optimize.candidate import distance, outermost, verdict
+from layerzero.integrations.optimize.report import BY_CALL, NO_TIME, Left, Replaced, Search
+from layerzero.integrations.optimize.workload import RUN
 
 
 class Pipeline:
@@ -88,45 +85,32 @@ class AttentionOf(Together):
             yield query, key, value
 
 
-def attention(
-    root: Module, report: Optimized, run: Callable[[], Any] | None
-) -> Iterator[tuple[AttentionOf, float | None]]:
-    """The attentions that gave what torch's function gives, on the inputs or on random ones, with their errors.
+def find_attention(search: Search) -> Iterator[Replaced | Left]:
+    """The attentions that gave what torch's function gives, on the inputs or on random ones.
 
-    What is left, and the norms that no module of its own computes, go into the report.
+    Left are others, and the norms that no module of its own computes.
     """
-    for path, model in _models_of(root):
+    run = None if search.workload is None else search.workload.run
+    for path, model in outermost(search.root, "diffusers", "ModelMixin"):
         name = type(model).__name__
         try:
             found = AttentionOf(path, model)
         except ImportError as untested:  # a version whose private registry nobody tried
-            report.left.append(Left(path, name, f"attention: {untested}"))
+            yield Left(path, name, f"attention: {untested}")
             continue
-        report.left += [Left(path, name, f"{count} attentions: {why}") for why, count in found.left.items()]
-        report.left += [Left(path, name, why) for why in _unserved(model)]
+        yield from (Left(path, name, f"{count} attentions: {why}") for why, count in found.left.items())
+        yield from (Left(path, name, why) for why in _unserved(model))
         if not found:
             continue
         step = f"comparing the attention of {name}"
-        if not report.time.allows(step, step if run is None else RUN):
-            report.left.append(Left(path, name, f"attention: {NO_TIME}"))
+        if not search.time.allows(step, step if run is None else RUN):
+            yield Left(path, name, f"attention: {NO_TIME}")
             continue
         error, why = _compared(found, run)
         if why:
-            report.left.append(Left(path, name, f"attention: {why}"))
+            yield Left(path, name, f"attention: {why}")
         else:
-            yield found, error
-
-
-def _models_of(root: Module) -> Iterator[tuple[str, Module]]:
-    """The outermost models of diffusers within a module, with their paths."""
-    library = sys.modules.get("diffusers")
-    if library is None:  # nobody made a model of it
-        return
-    within: set[int] = set()
-    for path, module in root.named_modules():
-        if isinstance(module, library.ModelMixin) and id(module) not in within:
-            within |= {id(each) for each in module.modules()}
-            yield path, module
+            yield Replaced(path, name, "attention", "lz.attention", BY_CALL, error, found)
 
 
 def _unserved(model: Module) -> Iterator[str]:
@@ -136,32 +120,31 @@ def _unserved(model: Module) -> Iterator[str]:
         yield f"{bare} layer norms without a weight, whose scale and shift come with the step: torch's kernel runs them"
 
 
-def rotations(root: Module, report: Optimized) -> Iterator[RotationOf]:
+def find_rotations(search: Search) -> Iterator[Replaced | Left]:
     """The rotations of processors that gave what their own functions give on random input."""
     from layerzero.integrations.diffusers_rotary import RotationOf
 
-    for path, model in _models_of(root):
+    for path, model in outermost(search.root, "diffusers", "ModelMixin"):
         name = type(model).__name__
         step = f"comparing the rotations of {name}"
-        if not report.time.allows(step, step):
-            report.left.append(Left(path, name, f"rotations: {NO_TIME}"))
+        if not search.time.allows(step, step):
+            yield Left(path, name, f"rotations: {NO_TIME}")
             continue
         found = RotationOf(path, model)
-        report.left += [
-            Left(path, name, f"rotations of {count} attentions: {why}") for why, count in found.left.items()
-        ]
+        for why, count in found.left.items():
+            yield Left(path, name, f"rotations of {count} attentions: {why}")
         if found:
-            yield found
+            yield Replaced(path, name, "rotation", "lz.rope_", found.kernel, found.error, found)
 
 
 def _compared(found: AttentionOf, run: Callable[[], Any] | None) -> tuple[float | None, str]:
     """The largest difference from torch's function, and what is wrong, empty where nothing."""
     from layerzero.integrations.diffusers import COMPARED
 
-    errors: list[tuple[float, torch.dtype]] = []
+    errors: list[tuple[float, torch.dtype, str]] = []
 
     def compare(ours: Tensor, theirs: Tensor) -> None:
-        errors.append((distance(ours, theirs), theirs.dtype))
+        errors.append((distance(ours, theirs), theirs.dtype, "it"))
 
     if run is None:
         if any(each.is_meta for each in found.model.parameters()):
@@ -185,7 +168,4 @@ def _compared(found: AttentionOf, run: Callable[[], Any] | None) -> tuple[float 
             COMPARED.reset(keeping)
         if not errors:
             return None, "no attention was computed on these inputs"
-    wrong = [error for error, dtype in errors if not error <= TOLERANCE.get(dtype, 0.0)]
-    if wrong:
-        return max(wrong), f"it was off by {max(wrong):.2g} of the largest value"
-    return max((error for error, _ in errors), default=None), ""
+    return verdict(errors)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,37 +11,27 @@ from torch.nn import Module
 
 from layerzero.core.arguments import told
 from layerzero.core.errors import InvalidCallError
-from layerzero.integrations.optimize import attending, diffusion
-from layerzero.integrations.optimize.blocks import Block
-from layerzero.integrations.optimize.bounding import Budget
-from layerzero.integrations.optimize.finding import find
-from layerzero.integrations.optimize.floor import set_floor
-from layerzero.integrations.optimize.inputs import Workload, is_function, workload_of
-from layerzero.integrations.optimize.joining import Joined, wants_packed, why_apart
-from layerzero.integrations.optimize.layer import Heads, Layer
-from layerzero.integrations.optimize.layers import Found, layers
-from layerzero.integrations.optimize.measured import measure
-from layerzero.integrations.optimize.report import BY_CALL, NO_TIME, Left, Optimized, Replaced
-from layerzero.integrations.optimize.steps import ON_HOST, Steps, stepping
-from layerzero.integrations.optimize.stock import stock_of
-from layerzero.integrations.optimize.swapping import (
-    Packs,
-    State,
-    Swap,
-    has_own_forward,
-    is_dense,
-    is_swapped,
-    weight_of,
-)
-from layerzero.integrations.optimize.time_left import RUN, TimeLeft
+from layerzero.integrations.optimize import attention, diffusion, layers, modules
+from layerzero.integrations.optimize.report import NO_TIME, Left, Optimized, Replaced, Search
+from layerzero.integrations.optimize.selection import time_inputs, time_random_rows
+from layerzero.integrations.optimize.steps import find_steps
+from layerzero.integrations.optimize.swap import Swap, is_dense, is_swapped
+from layerzero.integrations.optimize.weights import Budget, Packs
+from layerzero.integrations.optimize.workload import RUN, TimeLeft, is_function, stock_of, workload_of
 from layerzero.integrations.tokenizers import is_tokenizer, optimize_tokenizer
 from layerzero.serving.warmup import Progress, bar_or
 
-LAYER = "lz.add_residual_rms_norm_, lz.rope_, lz.attention, lz.linear, lz.mlp"
-"""What a layer calls, in short."""
+FINDERS: tuple[Callable[[Search], Iterator[Replaced | Left]], ...] = (
+    attention.find,
+    layers.find,
+    modules.find,
+    diffusion.find_attention,
+    diffusion.find_rotations,
+)
+"""Each looks for one kind, checks it against the original, and gives what may be put on, or is left and why.
 
-_Attention = tuple[str, attending.AttentionSwap, float | None, bool]
-"""A model's path, its exchange, how far its attention was from the original, and whether it is exchanged."""
+In this order: layers rest on the attention that was found, and modules within a layer are the layer's.
+"""
 
 
 def optimize(
@@ -167,97 +156,43 @@ def _optimized(
     rounds: int,
     isolate: bool,
 ) -> None:
-    """Find, check, put on and measure, for a model that may be changed."""
-    memory_limit, time = report.memory_limit, report.time
+    """Find, check, put on and time, for a model that may be changed."""
+    time = report.time
     workload = None if inputs is None else workload_of(model, inputs, time)
     if not time.allows("everything, the first run of the model included", RUN):
         report.left.append(Left("", type(root).__name__, NO_TIME))
         return
     before = [] if workload is None else workload.run()
     report.stock = "" if workload is None else stock_of(root, workload.device)
-    attention = _attention(root, report, workload)
-    whole, taken = _layers(attention, report)
-    found = find(root, report, taken, time, measured=inputs is not None, tell=tell)
-    _join([*(each.swap.state for each in whole if each.swap), *(each.swap.state for _, each in found)], root, report)
-    for layer in whole:
-        assert layer.swap is not None
-        layer.swap.on()
-        report._exchanges.append(layer.swap)
-        name = type(layer.module).__name__
-        report.replaced.append(Replaced(layer.path, name, "layer", LAYER, ", ".join(layer.kernels), layer.error))
-    for path, each in found:
-        each.swap.on()
-        report._exchanges.append(each.swap)
-        kernel = each.kernel
-        report.replaced.append(
-            Replaced(path, type(each.swap.module).__name__, each.kind, each.calls, kernel, each.error)
-        )
-    for path, exchange, error, ours in attention:
-        if not ours or exchange.chosen:
-            continue
-        exchange.on()
-        report._exchanges.append(exchange)
-        report.replaced.append(
-            Replaced(path, type(exchange.model).__name__, "attention", "lz.attention", BY_CALL, error)
-        )
-    for theirs, error in diffusion.attention(root, report, None if workload is None else workload.run):
-        theirs.on()
-        report._exchanges.append(theirs)
-        report.replaced.append(
-            Replaced(theirs.path, type(theirs.model).__name__, "attention", "lz.attention", BY_CALL, error)
-        )
-    for turned in diffusion.rotations(root, report):
-        turned.on()
-        report._exchanges.append(turned)
-        name = type(turned.model).__name__
-        report.replaced.append(Replaced(turned.path, name, "rotation", "lz.rope_", turned.kernel, turned.error))
-    if memory_limit is not None:
-        _bound(report, memory_limit)
+    search = Search(root, time, workload, tell)
+    found = [each for finder in FINDERS for each in report.sort(finder(search))]
+    _join(found, root, report)
+    for each in found:
+        report.put_on(each)
+    if report.memory_limit is not None:
+        budget = Budget(report.memory_limit)
+        for packs in report.packs:
+            packs.bound(budget)
     if workload is None:
-        set_floor(attention, whole, found, report, tell, graph=graph)
-    if graph:  # behind the floor, whose runs of the model are no steps
-        _steps(attention, report)
+        time_random_rows(search, report, graph=graph)
+    if graph:  # behind the timing, whose runs of the model are no steps
+        for each in report.sort(find_steps(search)):
+            report.put_on(each)
     report._forget()
-    if workload is None:
-        if report.replaced:
-            report.tune.append("pass inputs= so that the calls which they make are measured and the gain is shown")
-        return
-    measure(root, report, workload, before, rounds=rounds, isolate=isolate, tell=tell)
+    if workload is not None:
+        time_inputs(root, report, workload, before, rounds=rounds, isolate=isolate, tell=tell)
+    elif report.replaced:
+        report.tune.append("pass inputs= so that the calls which they make are measured and the gain is shown")
 
 
-def _bound(report: Optimized, limit: int) -> None:
-    """Keep packed forms within so many bytes."""
-    budget = Budget(limit)
-    for exchange in report._exchanges:
-        state = getattr(exchange, "state", None)
-        for each in getattr(state, "parts", (state,)):
-            if isinstance(each, Packs):
-                each.bound(budget)
-
-
-def _steps(attention: list[_Attention], report: Optimized) -> None:
-    """Capture the steps of decoders, where attention is LayerZero's."""
-    if not attention:
-        report.left.append(Left("", "", "graph: no model of Transformers whose attention may be exchanged"))
-    for path, exchange, _, ours in attention:
-        model, why = exchange.model, ""
-        if not ours:
-            why = "its attention is not LayerZero's, and so does not read a cache by its length"
-        elif not hasattr(model, "prepare_inputs_for_generation") or not model.can_generate():
-            why = "it does not generate"
-        elif model.config.is_encoder_decoder:
-            why = "it has an encoder, too"
-        elif has_own_forward(model):
-            why = "its forward was exchanged on the instance"
-        if why:
-            report.left.append(Left(path, type(model).__name__, f"graph: {why}"))
-            continue
-        on_host = all(each.device.type in ON_HOST for each in model.parameters())
-        how = "keys and values in memory that stays" if on_host else "a CUDA graph a length"
-        swap = Swap(model, stepping(model), Steps(model))
-        swap.on()
-        report._exchanges.append(swap)
-        report.replaced.append(Replaced(path, type(model).__name__, "step", how, BY_CALL, None))
+def _join(found: Iterable[Replaced], root: Module, report: Optimized) -> None:
+    """Lay weights that one product computes with one after the other, where kernels read them as they lie."""
+    weights = [each for each in root.parameters() if is_dense(each) and not each.is_meta]
+    holders = Counter(each.untyped_storage().data_ptr() for each in weights)
+    for each in found:
+        for part in each.swap.state.parts if isinstance(each.exchange, Swap) else ():
+            if isinstance(part, Packs) and not part.may_pack:
+                part.join(holders, report._joined)
 
 
 def module_of(model: Any) -> Module:
@@ -281,95 +216,3 @@ def weight_bytes(root: Module) -> int:
             storage = each.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
-
-
-def _layers(attention: list[_Attention], report: Optimized) -> tuple[list[Found], set[int]]:
-    """Whole layers of the models whose attention is LayerZero's, and all modules that they compute for."""
-    whole: list[Found] = []
-    for path, exchange, _, ours in attention:
-        for each in layers(exchange.model, exchange, report.time, ours=ours):
-            each.path = f"{path}.{each.path}".strip(".")
-            if each.swap is None:
-                report.left.append(Left(each.path, type(each.module).__name__, each.why))
-            else:
-                whole.append(each)
-    return whole, {id(inner) for each in whole for inner in each.module.modules()}
-
-
-def _attention(root: Module, report: Optimized, workload: Workload | None) -> list[_Attention]:
-    """Attention of Transformers' models that gave what theirs gives, on the inputs or on Transformers' example."""
-    found: list[_Attention] = []
-    for path, model in attending.models_of(root):
-        why = attending.untested(sys.modules["transformers"].__version__)
-        if why:
-            report.left.append(Left(path, type(model).__name__, why))
-            continue
-        why, error, exchange = attending.why_not(model), None, None
-        step = f"comparing the attention of {type(model).__name__}"
-        if not why and not report.time.allows(step, step if workload is None else RUN):
-            report.left.append(Left(path, type(model).__name__, f"attention: {NO_TIME}"))
-            continue
-        if not why:
-            exchange = attending.attention_swap(model)
-            run = attending.example_run(model) if workload is None else workload.run
-            try:
-                error, why = attending.compared(exchange, run)
-            except Exception as raised:  # what a model raises on an example that was made for another
-                if workload is not None:
-                    raise
-                why = f"it could not be compared without inputs= ({type(raised).__name__}: {str(raised)[:80]})"
-        if exchange is not None and exchange.chosen:
-            said = "it is LayerZero's already, as attn_implementation says"
-            report.left.append(Left(path, type(model).__name__, f"attention: {said}{why and f', but {why}'}"))
-            if why:
-                continue
-        elif why:
-            report.left.append(Left(path, type(model).__name__, f"attention: {why}"))
-        if exchange is not None:
-            found.append((path, exchange, error, not why))
-    return found
-
-
-def _join(states: Iterable[State], root: Module, report: Optimized) -> None:
-    """Lay weights that one product computes with one after the other, where kernels read them as they lie."""
-    holders = Counter(
-        each.untyped_storage().data_ptr() for each in root.parameters() if is_dense(each) and not each.is_meta
-    )
-    for state in states:
-        if isinstance(state, Layer):
-            if not wants_packed(weight_of(state.heads.products[0])):
-                join_heads(state.heads, holders, report)
-            state = state.block  # noqa: PLW2901  # it lies within
-        if isinstance(state, Block) and len(state.products) == 3 and not wants_packed(weight_of(state.products[0])):
-            join(state, holders, report)
-
-
-def join_heads(heads: Heads, holders: Counter[int], report: Optimized) -> str:
-    """Join the weights of queries, keys and values; say why not, empty where it was done or nothing is to be done."""
-    first = heads.products[:-1]
-    biases = [each._parameters["bias"] for each in first]
-    if len(first) == 1:
-        return ""
-    given = [each for each in biases if each is not None]
-    if len(given) not in {0, len(first)}:
-        return "some have biases"
-    weights = [weight_of(each) for each in first]
-    why = why_apart(weights, holders) or (why_apart(given, holders) if given else "")
-    if not why:
-        heads.joined = Joined(*weights)
-        heads.biases = Joined(*given) if given else None
-        report._joined += [each for each in (heads.joined, heads.biases) if each is not None]
-    return why
-
-
-def join(state: Block, holders: Counter[int], report: Optimized) -> str:
-    """Join one block's weights; say why not, empty where it was done."""
-    up, _, gate_product = state.products
-    if up._parameters["bias"] is not None or gate_product._parameters["bias"] is not None:
-        return "its products have biases"
-    weights = weight_of(gate_product), weight_of(up)
-    why = why_apart(weights, holders)
-    if not why:
-        state.joined = Joined(*weights)
-        report._joined.append(state.joined)
-    return why

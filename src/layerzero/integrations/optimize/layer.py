@@ -7,22 +7,22 @@ that whoever changes that tensor on its way, or calls layers in another order, g
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 import layerzero as lz
-from layerzero.integrations.optimize.attending import COMPARED, NAME, comparing
-from layerzero.integrations.optimize.blocks import Block, compute
-from layerzero.integrations.optimize.cache_argument import NAMES, cache_in
-from layerzero.integrations.optimize.growing import appended
-from layerzero.integrations.optimize.joining import Joined
-from layerzero.integrations.optimize.launches import runs_a_library
-from layerzero.integrations.optimize.norms import Norm, OneAndWeight
-from layerzero.integrations.optimize.pace import Way, size_of
-from layerzero.integrations.optimize.rotation import Table, table_for
-from layerzero.integrations.optimize.swapping import MARK, Packs, State, as_forward, serves, weight_of
+from layerzero.core.capturing import capture_of
+from layerzero.integrations.optimize.attention import COMPARED, NAME, comparing
+from layerzero.integrations.optimize.dynamic_cache import NAMES, appended, cache_in
+from layerzero.integrations.optimize.norms import Normed
+from layerzero.integrations.optimize.products import Block, compute
+from layerzero.integrations.optimize.swap import MARK, State, as_forward, serves, weight_of
+from layerzero.integrations.optimize.timing import Way, size_of
+from layerzero.integrations.optimize.weights import Joined, Packs, why_apart
 from layerzero.integrations.transformers import ALONE, ONE_TOKEN, attend_one, attention_forward, theirs_of
 
 _TOLD = frozenset({"position_ids", "use_cache", "cache_position", "return_dict", "output_hidden_states"})
@@ -30,66 +30,9 @@ _TOLD = frozenset({"position_ids", "use_cache", "cache_position", "return_dict",
 
 _READ = frozenset({"attention_mask", "position_embeddings"}) | NAMES
 
+
 _NORMED = "_layerzero_normed"
 """On the tensor between two layers: it, normalised as the next one begins, for which weight, and at which version."""
-
-
-class Normed:
-    """One norm of a layer, alone or behind an addition."""
-
-    def __init__(self, module: Module, norm: Norm) -> None:
-        self.module, self.form, self.norm = module, norm.form, norm
-        self._factor = OneAndWeight(rounded=True)  # as a library's sum is
-        self._writes_both: bool | None = None
-
-    @property
-    def weight(self) -> Parameter:
-        """The norm's own, whatever is made of it."""
-        return weight_of(self.module)
-
-    @property
-    def is_computed(self) -> bool:
-        """Whether the weight is no parameter any more: it was pruned or parametrised since."""
-        return self.norm.weights_of(self.module) is None
-
-    @property
-    def bytes(self) -> int:
-        """Memory of the factor, where it is another than the weight."""
-        return self._factor.bytes
-
-    def _scale(self) -> Tensor:
-        """What rows are multiplied by."""
-        return self._factor.of(self.weight) if self.form == "one_plus" else self.weight
-
-    def alone(self, rows: Tensor) -> Tensor:
-        """The norm of rows."""
-        if self.form == "layer":
-            weight = self.weight
-            return lz.layer_norm(
-                rows, weight.shape, weight, self.module._parameters.get("bias"), self.norm.eps_for(rows)
-            )
-        return lz.rms_norm(rows, self._scale(), self.norm.eps_for(rows))
-
-    def of_sum(self, rows: Tensor, fresh: Tensor) -> Tensor:
-        """The norm of a sum, which is left in ``fresh``: a tensor that nobody else has."""
-        if self.form == "layer":
-            return self.alone(fresh.add_(rows))
-        return lz.add_residual_rms_norm_(rows, fresh, self._scale(), self.norm.eps_for(rows))
-
-    def over_both(self, rows: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of a sum, and the sum; ``rows`` may be written over, too.
-
-        A step that nobody looks into spares a launch: on an H200 the addition alone took 1.4 us of a captured step and
-        the norm 2.3 (torch 2.11, 2026-11-22).
-        """
-        if self._writes_both is None:
-            self._writes_both = self.form != "layer" and runs_a_library(
-                "add_rms_norm_", fresh, rows, self._scale(), self.norm.eps_for(rows)
-            )
-        if not self._writes_both:
-            return self.of_sum(rows, fresh), fresh
-        lz.add_rms_norm_(fresh, rows, self._scale(), self.norm.eps_for(rows))
-        return fresh, rows
 
 
 class Heads(Packs):
@@ -122,6 +65,22 @@ class Heads(Packs):
         self.joined: Joined | None = None
         self.biases: Joined | None = None
         self._told_little = ALONE.issuperset(self.told)
+
+    def join(self, holders: Mapping[int, int], joined: list[Joined]) -> str:
+        """Join the weights of queries, keys and values."""
+        first = self.products[:-1]
+        if len(first) == 1:
+            return ""
+        given = [each for product in first if (each := product._parameters["bias"]) is not None]
+        if len(given) not in {0, len(first)}:
+            return "some have biases"
+        weights = [weight_of(each) for each in first]
+        why = why_apart(weights, holders) or (why_apart(given, holders) if given else "")
+        if not why:
+            self.joined = Joined(*weights)
+            self.biases = Joined(*given) if given else None
+            joined += [each for each in (self.joined, self.biases) if each is not None]
+        return why
 
     @property
     def weights(self) -> list[Tensor]:
@@ -359,3 +318,51 @@ def _begun(hidden: Tensor, norm: Normed) -> Tensor:
     if kept is not None and kept[1] is norm.weight and kept[2] == hidden._version:
         return kept[0]
     return norm.alone(hidden)
+
+
+_MADE = "_layerzero_table"
+"""On the tensor of cosines, which a model hands to each of its layers."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A row for each token.
+
+    Attributes:
+        cos, sin: float32, the two halves of the rows of one tensor.
+        positions: which row is whose; None where each token of a sequence has its own, in order.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor | None
+
+
+def table_for(cos: Tensor, sin: Tensor, batch: int, seq: int) -> Table:
+    """The table of (B, S, R) or (1, S, R) cosines and sines, whose second half repeats the first.
+
+    Each capture makes its own: a replay then reads what the cosines hold by then, and no other call, nor another graph,
+    reads memory that only a replay fills.
+    """
+    kept = cos.__dict__.get(_MADE)
+    versions = (0, 0) if cos.is_inference() else (cos._version, sin._version)
+    capture = capture_of(cos)
+    if kept is not None and kept[1] is sin and kept[2:] == (versions, batch, capture):
+        made: Table = kept[0]
+        return made
+    half = cos.shape[-1] // 2
+    rows = torch.cat((cos[..., :half], sin[..., :half]), -1).float().view(-1, 2 * half)
+    count = rows.shape[0]
+    positions = None
+    if count != seq or not cos.is_cpu:  # on a CPU what is not asked for costs most: torch gathers rows in two operators
+        positions = torch.arange(count, device=cos.device)
+        positions = positions.view(batch, seq) if count == batch * seq else positions.expand(batch, seq).contiguous()
+    table = Table(rows[:, :half], rows[:, half:], positions)
+    setattr(cos, _MADE, (table, sin, versions, batch, capture))
+    return table
+
+
+def forget_table(named: Mapping[str, Any]) -> None:
+    """Let the next layer that is called with these arguments make the table again, as a step's first one does."""
+    for each in named.get("position_embeddings") or ():
+        getattr(each, "__dict__", {}).pop(_MADE, None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,44 +21,25 @@ from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
 from layerzero.engine.dispatch import ENGINE
-from layerzero.integrations.optimize.attending import NAME, AttentionSwap, Seen, seeing, seen_rows
-from layerzero.integrations.optimize.blocks import Block, block
-from layerzero.integrations.optimize.cache_argument import name_in, name_of
-from layerzero.integrations.optimize.candidate import TOLERANCE, Candidate, distance, quiet
-from layerzero.integrations.optimize.joining import wants_packed
-from layerzero.integrations.optimize.layer import Heads, Layer, Normed, forward
-from layerzero.integrations.optimize.norms import Norm, norm
-from layerzero.integrations.optimize.products import is_plain
-from layerzero.integrations.optimize.refusing import refusal
-from layerzero.integrations.optimize.report import NO_TIME
-from layerzero.integrations.optimize.swapping import Swap, stock_forward, weight_of
-from layerzero.integrations.optimize.time_left import TimeLeft
+from layerzero.integrations.optimize.attention import NAME, AttentionSwap, Seen, seeing, seen_rows
+from layerzero.integrations.optimize.candidate import TOLERANCE, Candidate, distance, quiet, refusal
+from layerzero.integrations.optimize.dynamic_cache import name_in, name_of
+from layerzero.integrations.optimize.layer import Heads, Layer, forward
+from layerzero.integrations.optimize.norms import Norm, Normed, norm
+from layerzero.integrations.optimize.products import Block, block, is_plain
+from layerzero.integrations.optimize.report import NO_TIME, Left, Replaced, Search
+from layerzero.integrations.optimize.swap import Swap, stock_forward, weight_of
+from layerzero.integrations.optimize.weights import wants_packed
+from layerzero.integrations.optimize.workload import TimeLeft
+
+CALLS = "lz.add_residual_rms_norm_, lz.rope_, lz.attention, lz.linear, lz.mlp"
+"""What a layer calls, in short."""
 
 PROMPT = 5
 """Tokens of the prompt that candidates are tried on."""
 
 Call = tuple[Tensor, Mapping[str, Any]]
 """What a layer is called with: the hidden states, and arguments by name."""
-
-
-@dataclass
-class Found:
-    """A layer that gave what the original gives, or why it is left.
-
-    Attributes:
-        path, module: of the layer.
-        swap: its new forward; None where it is left.
-        why: the reason then.
-        error: how far it is from the original, in units of the largest value that it adds.
-        kernels: what the new forward ran.
-    """
-
-    path: str
-    module: Module
-    swap: Swap | None = None
-    why: str = ""
-    error: float = 0.0
-    kernels: dict[str, None] = field(default_factory=dict)
 
 
 @dataclass
@@ -70,36 +51,50 @@ class _Parts:
     norms: dict[str, Normed]
 
 
-def layers(model: Any, exchange: AttentionSwap, time: TimeLeft, *, ours: bool) -> Iterator[Found]:
+def find(search: Search) -> Iterator[Replaced | Left]:
+    """The layers of models whose attention was found; what they compute for is taken."""
+    for path, exchange, ours in search.models:
+        for each in _layers(path, exchange, search.time, ours=ours):
+            if isinstance(each, Replaced):
+                search.taken |= {id(inner) for inner in each.swap.module.modules()}
+            yield each
+
+
+def _layers(prefix: str, exchange: AttentionSwap, time: TimeLeft, *, ours: bool) -> Iterator[Replaced | Left]:
     """Try each layer of a model, with LayerZero's attention or with its own; a model without such layers gives none."""
-    parts = {path: (module, made) for path, module in model.named_modules() if (made := _parts_of(module)) is not None}
+    model = exchange.model
+    parts = {
+        f"{prefix}.{path}".strip("."): (module, made)
+        for path, module in model.named_modules()
+        if (made := _parts_of(module)) is not None
+    }
     if not parts:
         return
     step = f"checking layers of {type(model).__name__}"
     if not time.allows(f"{step}, with an example", step):
-        yield Found("", model, why=f"its layers: {NO_TIME}")
+        yield Left(prefix, type(model).__name__, f"its layers: {NO_TIME}")
         return
     try:
         calls, seen = _calls_of(model, exchange, [module for module, _ in parts.values()])
     except Exception as error:  # noqa: BLE001  # what a model raises on an example that was made for another
         why = f"its layers could not be run on an example: {type(error).__name__}: {str(error)[:80]}"
-        yield Found("", model, why=why)
+        yield Left(prefix, type(model).__name__, why)
         return
-    found: list[Found] = []
+    found: list[Replaced | Left] = []
     liked: tuple[Any, ...] = ()
     for path, (module, made) in parts.items():
         why = refusal(module)
         if why:
-            yield Found(path, module, why=why)
+            yield Left(path, type(module).__name__, why)
             continue
         if not time.allows(step, step):
-            found.append(Found(path, module, why=f"as a whole: {NO_TIME}"))
+            found.append(Left(path, type(module).__name__, f"as a whole: {NO_TIME}"))
             continue
         with time.taking(step):
             each, liked = _tried(path, module, made, calls.get(id(module), []), seen, exchange, liked, ours=ours)
         found.append(each)
     for first, second in itertools.pairwise(found):
-        if first.swap is not None and second.swap is not None and _follows(first.path, second.path):
+        if isinstance(first, Replaced) and isinstance(second, Replaced) and _follows(first.path, second.path):
             before, after = first.swap.state, second.swap.state
             assert isinstance(before, Layer)
             assert isinstance(after, Layer)
@@ -185,25 +180,25 @@ def _tried(
     liked: tuple[Any, ...],
     *,
     ours: bool,
-) -> tuple[Found, tuple[Any, ...]]:
+) -> tuple[Replaced | Left, tuple[Any, ...]]:
     """The form of a layer that gives the original's values; that of the layer before is tried first."""
-    found = Found(path, module)
+    cls = type(module).__name__
     got = seen.get(id(made.heads))
     if got is None or len(calls) != 4 or not isinstance(calls[0][1].get("position_embeddings"), tuple):
-        found.why = "as a whole: it has no rotary positions or no cache, or its attention is called otherwise"
-        return found, liked
+        why = "it has no rotary positions or no cache, or its attention is called otherwise"
+        return Left(path, cls, f"as a whole: {why}"), liked
     forms = list(_forms(made, got, exchange.of))
     if not forms:  # latent projections
-        found.why = "as a whole: its products and norms have the sizes of no form of a layer that LayerZero computes"
-        return found, liked
+        why = "its products and norms have the sizes of no form of a layer that LayerZero computes"
+        return Left(path, cls, f"as a whole: {why}"), liked
     forms.sort(key=lambda form: form[0] != liked)
     try:
         hidden, expected = _expected(module, calls, exchange)
     except Exception as raised:  # noqa: BLE001  # what a layer raises that names its cache otherwise (GPT-NeoX)
-        found.why = f"as a whole: it could not be run by itself: {type(raised).__name__}: {str(raised)[:80]}"
-        return found, liked
-    dtype = hidden[0].dtype
-    least, ran = float("inf"), found.kernels
+        why = f"it could not be run by itself: {type(raised).__name__}: {str(raised)[:80]}"
+        return Left(path, cls, f"as a whole: {why}"), liked
+    least = float("inf")
+    ran: dict[str, None] = {}
     failed: dict[str, None] = {}
     tried: dict[str, None] = {}
 
@@ -221,17 +216,15 @@ def _tried(
                 failed[error] = None
                 continue
             least = min(least, error)
-            if error <= TOLERANCE.get(dtype, 0.0):
-                found.swap, found.error = swap, error
-                return found, name
+            if error <= TOLERANCE.get(hidden[0].dtype, 0.0):
+                return Replaced(path, cls, "layer", CALLS, ", ".join(ran), error, swap), name
     finally:
         ENGINE.unwatch(saw)
     by = f" by {', '.join(tried)}" if tried else ""
     nearest = f"the nearest is off by {least:.2g}"
     if least == float("inf"):
         nearest = next(iter(failed), "they cannot be compared")
-    found.why = f"as a whole: its output is none of the layers' formulas{by}: {nearest}"
-    return found, liked
+    return Left(path, cls, f"as a whole: its output is none of the layers' formulas{by}: {nearest}"), liked
 
 
 def _forms(made: _Parts, got: Seen, of: str) -> Iterator[tuple[tuple[Any, ...], Layer]]:

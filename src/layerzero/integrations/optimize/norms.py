@@ -13,15 +13,9 @@ from torch.nn import LayerNorm, Module, Parameter, RMSNorm, functional
 import layerzero as lz
 from layerzero.core.capturing import capture_of
 from layerzero.core.errors import InvalidCallError
-from layerzero.integrations.optimize.candidate import (
-    STRUCTURE,
-    Candidate,
-    candidate,
-    distance,
-    quiet,
-    random_rows,
-)
-from layerzero.integrations.optimize.swapping import MARK, State, as_forward, is_dense, serves, weight_of
+from layerzero.integrations.optimize.candidate import STRUCTURE, Candidate, candidate, distance, quiet, random_rows
+from layerzero.integrations.optimize.dynamic_cache import runs_a_library
+from layerzero.integrations.optimize.swap import MARK, State, as_forward, is_dense, serves, weight_of
 from layerzero.ops.linear.packed import Glance
 
 _LARGEST_EPS = 0.01
@@ -206,3 +200,61 @@ def _eps_of(module: Module) -> Iterator[float | None]:
             yield value
         elif name == "eps" and value is None:
             yield None
+
+
+class Normed:
+    """One norm of a layer, alone or behind an addition."""
+
+    def __init__(self, module: Module, norm: Norm) -> None:
+        self.module, self.form, self.norm = module, norm.form, norm
+        self._factor = OneAndWeight(rounded=True)  # as a library's sum is
+        self._writes_both: bool | None = None
+
+    @property
+    def weight(self) -> Parameter:
+        """The norm's own, whatever is made of it."""
+        return weight_of(self.module)
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the weight is no parameter any more: it was pruned or parametrised since."""
+        return self.norm.weights_of(self.module) is None
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the factor, where it is another than the weight."""
+        return self._factor.bytes
+
+    def _scale(self) -> Tensor:
+        """What rows are multiplied by."""
+        return self._factor.of(self.weight) if self.form == "one_plus" else self.weight
+
+    def alone(self, rows: Tensor) -> Tensor:
+        """The norm of rows."""
+        if self.form == "layer":
+            weight = self.weight
+            return lz.layer_norm(
+                rows, weight.shape, weight, self.module._parameters.get("bias"), self.norm.eps_for(rows)
+            )
+        return lz.rms_norm(rows, self._scale(), self.norm.eps_for(rows))
+
+    def of_sum(self, rows: Tensor, fresh: Tensor) -> Tensor:
+        """The norm of a sum, which is left in ``fresh``: a tensor that nobody else has."""
+        if self.form == "layer":
+            return self.alone(fresh.add_(rows))
+        return lz.add_residual_rms_norm_(rows, fresh, self._scale(), self.norm.eps_for(rows))
+
+    def over_both(self, rows: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of a sum, and the sum; ``rows`` may be written over, too.
+
+        A step that nobody looks into spares a launch: on an H200 the addition alone took 1.4 us of a captured step and
+        the norm 2.3 (torch 2.11, 2026-11-22).
+        """
+        if self._writes_both is None:
+            self._writes_both = self.form != "layer" and runs_a_library(
+                "add_rms_norm_", fresh, rows, self._scale(), self.norm.eps_for(rows)
+            )
+        if not self._writes_both:
+            return self.of_sum(rows, fresh), fresh
+        lz.add_rms_norm_(fresh, rows, self._scale(), self.norm.eps_for(rows))
+        return fresh, rows

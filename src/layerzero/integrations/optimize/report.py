@@ -6,16 +6,24 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch.nn import Module
 
 from layerzero.asking.layers import numbered, ranges
 from layerzero.integrations.exchange import Exchange
-from layerzero.integrations.optimize.gate import Timed
-from layerzero.integrations.optimize.joining import Joined
-from layerzero.integrations.optimize.pace import SIZES, Paced
-from layerzero.integrations.optimize.spent import Spent
-from layerzero.integrations.optimize.swapping import Packs
-from layerzero.integrations.optimize.time_left import TimeLeft
+from layerzero.integrations.optimize.module_times import Spent
+from layerzero.integrations.optimize.swap import State, Swap
+from layerzero.integrations.optimize.timing import SIZES, Paced
+from layerzero.integrations.optimize.weights import Joined, Packs
+from layerzero.integrations.optimize.workload import TimeLeft, Workload
+from layerzero.serving.warmup import Progress
 from layerzero.tuning.measuring.tune import Tuned
+
+if TYPE_CHECKING:
+    from layerzero.integrations.optimize.attention import AttentionSwap
+    from layerzero.integrations.optimize.candidate import Candidate
+    from layerzero.integrations.optimize.selection import Timed
 
 NO_TIME = "no time was left to check it (budget_s)"
 """Why a module stays that was not looked at."""
@@ -42,6 +50,8 @@ class Replaced:
         kernel: the kernels that the inputs' calls get, or the one that a few rows get; each call gets its own.
         error: its largest difference from the original on random input, in units of the largest value; None for
             attention, which is compared as a part of the whole model, where inputs are given.
+        exchange: puts it on or off.
+        candidate: the example by which a single module is timed; None for others.
     """
 
     path: str
@@ -50,6 +60,14 @@ class Replaced:
     calls: str
     kernel: str | None
     error: float | None
+    exchange: Exchange | None = field(default=None, repr=False, compare=False)
+    candidate: Candidate | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def swap(self) -> Swap:
+        """The exchange of what is one module."""
+        assert isinstance(self.exchange, Swap)
+        return self.exchange
 
 
 @dataclass
@@ -64,6 +82,28 @@ class Left:
     path: str
     module: str
     why: str
+
+
+@dataclass
+class Search:
+    """What finders of one model share: each yields what may be put on, or is left.
+
+    Attributes:
+        root: the model.
+        time: what is left of it.
+        workload: the caller's inputs; None without any.
+        tell: told what is done, how much of it, and of how much.
+        models: what :mod:`attention` found, for layers and steps: of each of Transformers' models the path, the
+            exchange, and whether attention is LayerZero's.
+        taken: identities of modules that layers compute for.
+    """
+
+    root: Module
+    time: TimeLeft
+    workload: Workload | None = None
+    tell: Progress = lambda *_: None
+    models: list[tuple[str, AttentionSwap, bool]] = field(default_factory=list)
+    taken: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -101,21 +141,41 @@ class Optimized:
     stock: str = ""
     time: TimeLeft = field(default_factory=lambda: TimeLeft(None))
     seconds: float = 0.0
-    _exchanges: list[Exchange] = field(default_factory=list, repr=False)
     _joined: list[Joined] = field(default_factory=list, repr=False)
+
+    def sort(self, found: Iterable[Replaced | Left]) -> Iterator[Replaced]:
+        """What may be put on; what is left is kept here."""
+        for each in found:
+            if isinstance(each, Left):
+                self.left.append(each)
+            else:
+                yield each
+
+    def put_on(self, found: Replaced) -> None:
+        """Let LayerZero compute it."""
+        assert found.exchange is not None
+        found.exchange.on()
+        self.replaced.append(found)
+
+    @property
+    def states(self) -> list[State]:
+        """What the new forwards of modules keep."""
+        return [each.exchange.state for each in self.replaced if isinstance(each.exchange, Swap)]
 
     @property
     def extra_bytes(self) -> int:
         """Memory that the replaced modules keep now beside the model's weights: packed forms are made when used."""
-        states = (getattr(each, "state", None) for each in self._exchanges if each.is_on)
-        return sum(state.bytes for state in states if state is not None)
+        return sum(each.bytes for each in self._states_on)
 
     @property
     def packs(self) -> list[Packs]:
         """All that keeps packed forms now."""
-        states = [getattr(each, "state", None) for each in self._exchanges if each.is_on]
-        parts = [part for state in states if state is not None for part in getattr(state, "parts", (state,))]
-        return [each for each in parts if isinstance(each, Packs)]
+        return [part for state in self._states_on for part in state.parts if isinstance(part, Packs)]
+
+    @property
+    def _states_on(self) -> list[State]:
+        swaps = [each.exchange for each in self.replaced if isinstance(each.exchange, Swap)]
+        return [each.state for each in swaps if each.is_on]
 
     def _memory(self) -> str:
         """What weights take, what comes of which forms, and what had no room."""
@@ -134,30 +194,30 @@ class Optimized:
     @property
     def is_on(self) -> bool:
         """Whether anything of it is in place."""
-        return any(each.is_on for each in self._exchanges)
+        return any(each.exchange is not None and each.exchange.is_on for each in self.replaced)
 
     def _forget(self) -> None:
         """Let go of packed forms that kernels left which were only tried."""
-        for state in (getattr(each, "state", None) for each in self._exchanges):
-            if state is not None:
-                state.forget()
+        for state in self.states:
+            state.forget()
 
-    def take_out(self, exchanges: Sequence[Exchange], why: str | Callable[[Replaced], str]) -> None:
+    def take_out(self, found: Iterable[Replaced], why: str | Callable[[Replaced], str]) -> None:
         """Give modules their own code back, and say why."""
-        for exchange in list(exchanges):
-            at = next(number for number, each in enumerate(self._exchanges) if each is exchange)
-            exchange.off()
-            del self._exchanges[at]
-            told = self.replaced.pop(at)
-            self.left.append(Left(told.path, told.module, why if isinstance(why, str) else why(told)))
+        for each in list(found):
+            assert each.exchange is not None
+            each.exchange.off()
+            self.replaced[:] = [other for other in self.replaced if other is not each]
+            self.left.append(Left(each.path, each.module, why if isinstance(why, str) else why(each)))
 
     def undo(self) -> None:
         """Give every module its own forward back, and every weight memory of its own. Values stay as they are now."""
-        for exchange in reversed(self._exchanges):
-            exchange.off()
+        for each in reversed(self.replaced):
+            if each.exchange is not None:
+                each.exchange.off()
+                each.exchange = None
         for joined in self._joined:
             joined.part()
-        self._exchanges, self._joined = [], []
+        self._joined = []
 
     def __str__(self) -> str:
         lines = []
@@ -173,7 +233,7 @@ class Optimized:
         late = sum(each.late for each in self.packs)
         if late:
             lines.append(f"{late} writes into weights were seen late: some calls computed with what was packed before")
-        for state in (getattr(each, "state", None) for each in self._exchanges):
+        for state in self.states:
             lines += [f"{count} steps ran as they are: {why}" for why, count in getattr(state, "left", {}).items()]
         if self.error is not None:
             lines.append(f"the model's output differs by {self.error:.2g} of its largest value")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import is_
 from types import CodeType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules import module as _module
 
-from layerzero.integrations.optimize.identity import of_class, places, unchanged, version
+from layerzero.engine import accelerator
 
 HOOKS, TRAINS = "it has hooks, which wait for calls", "a module is in training mode"
 """Why the modules' own code runs though everything else is as it was."""
@@ -313,3 +313,59 @@ def _code_of(cls: Any) -> tuple[set[str], list[dict[str, Any]]]:
 def _names_in(code: CodeType) -> set[str]:
     inner = [_names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
     return set(code.co_names).union(*inner)
+
+
+def of_class(cls: Any) -> tuple[Any, ...]:
+    """What calls of a module of this class read from it and its bases, torch's own class aside."""
+    own = [each for each in cls.__mro__ if each is not Module and each is not object]
+    return getattr(cls, "forward", None), cls.__call__, *[value for each in own for value in vars(each).values()]
+
+
+def python_version(cls: Any) -> Any:
+    """Identities; what they belong to is kept by whoever compares them with a class as it was."""
+    return tuple(map(id, of_class(cls)))
+
+
+def python_unchanged(
+    objects: tuple[Any, ...],
+    classes: tuple[Any, ...],
+    dicts: tuple[Any, ...],
+    keys: tuple[Any, ...],
+    lists: tuple[Any, ...],
+    names: tuple[Any, ...],
+) -> bool:
+    """What ``_native/stamp.c`` does."""
+    if not all(map(is_, map(type, objects[::2]), objects[1::2])):
+        return False
+    for made, size, items in zip(dicts[::3], dicts[1::3], dicts[2::3], strict=True):
+        if len(made) != size or not all(map(is_, map(made.get, items[::2]), items[1::2])):
+            return False
+    for made, items in zip(keys[::2], keys[1::2], strict=True):
+        if (*made,) != items:
+            return False
+    for made, items in zip(lists[::2], lists[1::2], strict=True):
+        if len(made) != len(items) or not all(map(is_, made, items)):
+            return False
+    for made, name, value in zip(names[::3], names[1::3], names[2::3], strict=True):
+        if made.get(name) is not value:
+            return False
+    return all(python_version(cls) == wanted for cls, wanted in zip(classes[::2], classes[1::2], strict=True))
+
+
+_IN_C = accelerator.HOT if hasattr(accelerator.HOT, "unchanged") else None
+
+
+version: Callable[[type], Any] = python_version if _IN_C is None else _IN_C.version
+"""What changes with anything of a class or of its bases; 0 where nothing tells."""
+
+
+places: Callable[[Any, Any], Any] = (lambda made, _: len(made)) if _IN_C is None else _IN_C.places
+"""How large a dict is, and where some of its items stand: keys and values one after the other, in its own order."""
+
+
+unchanged: Callable[..., bool] = python_unchanged if _IN_C is None else _IN_C.unchanged
+"""Whether all are what they were.
+
+Pairs of an object and its class, and of a class and its version; triples of a dict, places and items; pairs of a dict
+and its keys, and of a list and its items; triples of a dict, a name and its value.
+"""

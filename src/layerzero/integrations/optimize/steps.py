@@ -26,14 +26,32 @@ from layerzero.core.errors import (
     LayerZeroWarning,
     NoKernelFoundError,
 )
-from layerzero.integrations.optimize.attending import NAME
-from layerzero.integrations.optimize.cache_argument import NAMES, cache_in, name_of
-from layerzero.integrations.optimize.drawing import DRAWING, Drawing, Numbers
-from layerzero.integrations.optimize.held import PAGE, Held, Memory, bucket, seen, step_cache, why_not, windows_of
+from layerzero.integrations.optimize.attention import NAME
+from layerzero.integrations.optimize.dynamic_cache import (
+    NAMES,
+    Turns,
+    cache_in,
+    kinds_of,
+    name_of,
+    stream_of,
+    used_here,
+    windows_of,
+)
+from layerzero.integrations.optimize.generation import DRAWING, Drawing, Numbers
+from layerzero.integrations.optimize.report import BY_CALL, Left, Replaced, Search
 from layerzero.integrations.optimize.stamp import Stamp
-from layerzero.integrations.optimize.step_attention import attend_pages, attend_view
-from layerzero.integrations.optimize.swapping import MARK, State, as_forward, stock_forward
-from layerzero.integrations.optimize.turns import Turns, stream_of, used_here
+from layerzero.integrations.optimize.step_cache import (
+    PAGE,
+    Held,
+    Memory,
+    attend_pages,
+    attend_view,
+    bucket,
+    seen,
+    step_cache,
+    why_not,
+)
+from layerzero.integrations.optimize.swap import MARK, State, Swap, as_forward, has_own_forward, stock_forward
 from layerzero.integrations.transformers import ONE_TOKEN
 
 ON_HOST = frozenset({"cpu"})
@@ -44,7 +62,6 @@ MOST = 4
 
 _READ = frozenset({"input_ids", "attention_mask", "position_ids"}) | NAMES
 _TOLD = frozenset({"use_cache", "return_dict", "logits_to_keep", "cache_position"})
-
 
 _UNCAPTURABLE = InvalidCallError, NoKernelFoundError, CudaGraphUnsafeError
 """What says that a model's steps cannot be captured, and not that this call was wrong or the device was full."""
@@ -334,13 +351,6 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def kinds_of(model: Any) -> list[tuple[bool, int | None]]:
-    """Of each layer of a model's cache, whether it has a window, and which."""
-    from transformers import DynamicCache
-
-    return windows_of(DynamicCache(config=model.config))
-
-
 def stepping(model: Module) -> Callable[..., Any]:
     """The forward of a model whose steps are captured; it has the signature of the model's own."""
 
@@ -362,3 +372,26 @@ def _is_step(ids: Any, named: Mapping[str, Any]) -> bool:
         return False
     cache = cache_in(named)
     return cache is not None and bool(getattr(cache, "layers", None)) and int(cache.get_seq_length()) > 0
+
+
+def find_steps(search: Search) -> Iterator[Replaced | Left]:
+    """Decoders whose steps may be captured: their attention is LayerZero's, and they generate."""
+    if not search.models:
+        yield Left("", "", "graph: no model of Transformers whose attention may be exchanged")
+    for path, exchange, ours in search.models:
+        model, why = exchange.model, ""
+        if not ours:
+            why = "its attention is not LayerZero's, and so does not read a cache by its length"
+        elif not hasattr(model, "prepare_inputs_for_generation") or not model.can_generate():
+            why = "it does not generate"
+        elif model.config.is_encoder_decoder:
+            why = "it has an encoder, too"
+        elif has_own_forward(model):
+            why = "its forward was exchanged on the instance"
+        if why:
+            yield Left(path, type(model).__name__, f"graph: {why}")
+            continue
+        on_host = all(each.device.type in ON_HOST for each in model.parameters())
+        how = "keys and values in memory that stays" if on_host else "a CUDA graph a length"
+        swap = Swap(model, stepping(model), Steps(model))
+        yield Replaced(path, type(model).__name__, "step", how, BY_CALL, None, swap)

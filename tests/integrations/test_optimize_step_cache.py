@@ -13,7 +13,7 @@ import torch
 
 import layerzero as lz
 from decoders import greedy, made, state_of, stepped, tokens, transformers
-from layerzero.integrations.optimize import steps, turns
+from layerzero.integrations.optimize import dynamic_cache, steps
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning"),
@@ -89,7 +89,7 @@ def test_sizes_are_asked_without_taking_tokens_out(where: str, monkeypatch: pyte
         stepped(model, cache, tokens(1, 1))
     cache = used(model)
     taken: list[Any] = []
-    monkeypatch.setattr("layerzero.integrations.optimize.held.release", lambda *given: taken.append(given))
+    monkeypatch.setattr("layerzero.integrations.optimize.step_cache.release", lambda *given: taken.append(given))
     with torch.no_grad():
         assert not state_of_model(model)._why_not({"past_key_values": cache})
     assert not state_of_model(model)._other_batch(tokens(2, 1), cache)
@@ -165,8 +165,8 @@ def test_streams_wait_for_the_turn_before(captures: bool, monkeypatch: pytest.Mo
     fake = SimpleNamespace(
         Event=Event, current_stream=lambda _: current[0], is_current_stream_capturing=lambda: captures
     )
-    monkeypatch.setattr(turns.torch, "cuda", fake)
-    found = turns.Turns()
+    monkeypatch.setattr(dynamic_cache.torch, "cuda", fake)
+    found = dynamic_cache.Turns()
     for each in (first, first, second, first):
         current[0] = each
         with found.turn(torch.device("cuda", 0)):

@@ -1,53 +1,44 @@
-"""How long a module takes each way, at a few sizes: its own code, packed weights, or weights as they lie.
+"""Times of variants beside each other: interleaved rounds, ratios within each, until the rounds agree.
 
-Without a caller's inputs nothing says what a model will be called with. Decoders see one token, a few, and a prompt.
-Each has another fastest way: at one token of a small model the Python around kernels decides, and a packed product may
-cost more than torch's. A decision is made once a process for modules of one shape.
+With a caller's inputs the whole model is timed. Without them nothing says what a model will be called with: modules are
+timed at a few sizes, by their own code, with packed weights, and with weights as they lie. Decoders see one token, a
+few, and a prompt. Each has another fastest way: at one token of a small model the Python around kernels decides, and a
+packed product may cost more than torch's. A decision is made once a process for modules of one shape.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from layerzero.core.errors import LayerZeroError
-from layerzero.integrations.optimize.time_left import TimeLeft
 from layerzero.tuning.measuring.timing import TimeOverError
 
-SIZES = (1, 4, 64)
-"""Tokens of the calls that are timed: a step of generation, what speculation verifies, and a prompt."""
-
-FROM_MANY = 16
-"""Tokens from which a call counts as a prompt: half-way between the second size and the third, as factors."""
+if TYPE_CHECKING:
+    from layerzero.integrations.optimize.workload import TimeLeft
 
 LEAST = 0.01
-"""A gain below this is noise, and so is a loss."""
-
-FEWEST, MOST, SECONDS = 4, 60, 0.4
-"""Rounds of one size, and the time after which there are no more; a round runs every way once."""
-
-DOUBTS = 2.5
-"""Standard deviations of a coin by which rounds lie to one side before it counts as theirs: 7 rounds of 7, 13 of 17."""
-
-LOWEST = 5
-"""Of so many runs the fastest counts: a neighbour on the same cores makes runs slower, and none faster."""
-
+"""A gain below this is noise, and so is a loss: stock stays, which users know."""
 
 FINE_S = 1e-6
 """A norm takes 10 us. Windows counts a thread's time in steps of 15.6 ms, in which it would take none."""
 
+WALL: Callable[[], float] = time.perf_counter
+"""What a caller waits for; runs of the whole model count by it."""
+
 
 def _alone() -> Callable[[], float]:
     """The time of this thread, which no neighbour disturbs; the clock on the wall where that is too coarse."""
-    return time.thread_time if time.get_clock_info("thread_time").resolution <= FINE_S else time.perf_counter
+    return time.thread_time if time.get_clock_info("thread_time").resolution <= FINE_S else WALL
 
 
 _ALONE = _alone()
@@ -55,11 +46,59 @@ _ALONE = _alone()
 
 def _seconds() -> float:
     """The time of this thread where it computes alone; else the clock on the wall."""
-    return _ALONE() if torch.get_num_threads() == 1 else time.perf_counter()
+    return _ALONE() if torch.get_num_threads() == 1 else WALL()
 
 
 CLOCK: Callable[[], float] = _seconds
-"""Tests set another one."""
+"""The clock for modules on random rows; tests set another one."""
+
+_Name = TypeVar("_Name", bound=Hashable)
+
+
+def race(
+    names: Sequence[_Name],
+    sample: Callable[[_Name], float],
+    open_: Callable[[Mapping[_Name, Sequence[float]], int], Sequence[_Name]],
+) -> dict[_Name, list[float]]:
+    """Seconds of each variant by rounds, of which every second one goes backwards.
+
+    What a round's samples have in common, such as a neighbour that takes half of the cores, their ratio does not have.
+
+    Args:
+        sample: runs a variant.
+        open_: the variants that run in the next round, given the times and its number; none ends the race. A variant
+            that is left out once stays out, so that entries of one place are of one round.
+    """
+    times: dict[_Name, list[float]] = {name: [] for name in names}
+    for turn in itertools.count():
+        running = open_(times, turn)
+        for name in running if turn % 2 == 0 else reversed(running):
+            times[name].append(sample(name))
+        if not running:
+            break
+    return times
+
+
+def agree(said: Sequence[bool], deviations: float) -> bool:
+    """Whether so many rounds say yes that a coin does not, by so many of its standard deviations."""
+    return 2 * sum(said) - len(said) >= deviations * math.sqrt(len(said))
+
+
+SIZES = (1, 4, 64)
+"""Tokens of the calls that are timed: a step of generation, what speculation verifies, and a prompt."""
+
+FROM_MANY = 16
+"""Tokens from which a call counts as a prompt: half-way between the second size and the third, as factors."""
+
+FEWEST, MOST, SECONDS = 4, 60, 0.4
+"""Rounds of one size, and the time after which there are no more; a round runs every way once."""
+
+DOUBTS = 2.5
+"""Standard deviations of a coin by which rounds lie to one side before it counts as theirs: 7 rounds of 7, 13 of 17.
+That is asked after every one of up to 60 rounds, and so more strictly than of the few of a whole model."""
+
+LOWEST = 5
+"""Of so many runs the fastest counts: a neighbour on the same cores makes runs slower, and none faster."""
 
 
 class Way(StrEnum):
@@ -169,14 +208,19 @@ _DECIDED: dict[Hashable, Sizes] = {}
 
 
 def decided(
-    about: Hashable, module: str, left: TimeLeft, measure: Callable[[], Sizes | None]
-) -> tuple[Sizes, bool] | Untimed:
-    """What modules of one shape take, and whether it was known; or why not, whatever a module raises."""
-    known = _DECIDED.get(about)
-    if known is not None:
-        return replace(known, seconds=0.0), True
+    about: Hashable, module: str, paths: list[str], left: TimeLeft, measure: Callable[[], Sizes | None]
+) -> Paced | Untimed:
+    """Which way modules of one shape compute at which size, and whether they gain; or why not, whatever one raises.
+
+    Args:
+        about: all that their time hangs on; what was measured about the same holds.
+    """
+    found = _DECIDED.get(about)
+    known = found is not None
     try:
-        found = measure()
+        if found is None and left.deadline.passed():
+            raise TimeOverError  # noqa: TRY301
+        found = measure() if found is None else replace(found, seconds=0.0)
     except TimeOverError:
         step = f"timing {module} on random rows"
         left.leave(step, step)
@@ -186,8 +230,10 @@ def decided(
         return Untimed(module, f"it could not be timed beside the model's own code ({said})")
     if found is None:
         return Untimed(module, "the clock stood still, or locks leave no kernel", stays=True)
-    _DECIDED[about] = found
-    return found, False
+    _DECIDED.setdefault(about, found)
+    ways = found.best(among=(Way.OWN, Way.PLAIN, Way.PACKED))
+    kept = found.gains(ways) and any(way is not Way.OWN for way in ways)
+    return Paced(module, ways, found, kept, known, paths)
 
 
 def forget() -> None:
@@ -202,10 +248,9 @@ def timed(
 ) -> Sizes | None:
     """Time every way at each size, in turn; None where the clock stood still.
 
-    Each round runs all ways once, every second one backwards. ``around`` runs before each: what a model runs between
-    two calls, so that the host's caches hold no more of a way than they do there. A way takes no part in further rounds
-    once another is faster for sure, and there are no more once the fastest is faster or slower than stock, or as fast,
-    for sure.
+    ``around`` runs before each: what a model runs between two calls, so that the host's caches hold no more of a way
+    than they do there. A way takes no part in further rounds once another is faster for sure, and there are no more
+    once the fastest is faster or slower than stock, or as fast, for sure.
 
     Raises: TimeOverError where ``passed`` says that the time is over before :data:`FEWEST` rounds of each size.
     """
@@ -215,9 +260,7 @@ def timed(
     rounds = []
     for ways in sizes:
         times = _rounds(ways, around, passed)
-        if not all(times[Way.STOCK]):
-            return None
-        if len(times) == 1:  # no way but stock: a real call says why
+        if not all(times[Way.STOCK]) or len(times) == 1:  # no way but stock: a real call says why
             return None
         halves = [_ratios({way: each[first::2] for way, each in times.items()}) for first in (0, 1)]
         ratios.append(_ratios(times))
@@ -243,11 +286,6 @@ def _runs(way: Way, prepare: Prepare) -> bool:
     return True
 
 
-def _surely(said: Sequence[bool]) -> bool:
-    """Whether so many rounds say the same that a coin hardly does."""
-    return 2 * sum(said) - len(said) >= DOUBTS * math.sqrt(len(said))
-
-
 def _worse(times: Mapping[Way, Sequence[float]], order: Sequence[Way]) -> set[Way]:
     """The ways that are slower than the fastest for sure."""
     fast = _ratios(times)
@@ -255,7 +293,7 @@ def _worse(times: Mapping[Way, Sequence[float]], order: Sequence[Way]) -> set[Wa
     return {
         way
         for way in order
-        if way is not Way.STOCK and _surely([one > other for one, other in zip(times[way], best, strict=True)])
+        if way is not Way.STOCK and agree([one > other for one, other in zip(times[way], best, strict=True)], DOUBTS)
     }
 
 
@@ -264,33 +302,38 @@ def _is_decided(times: Sequence[float], stock: Sequence[float]) -> bool:
     ratios = [one / other if other else 1.0 for one, other in zip(times, stock, strict=True)]
     gain, loss = ([each <= 1 - LEAST for each in ratios], [each >= 1 + LEAST for each in ratios])
     neither = [not (one or other) for one, other in zip(gain, loss, strict=True)]
-    return any(map(_surely, (gain, loss, neither)))
+    return any(agree(each, DOUBTS) for each in (gain, loss, neither))
 
 
 def _rounds(
     ways: Mapping[Way, Prepare], around: Callable[[], object] | None, passed: Callable[[], bool]
 ) -> dict[Way, list[float]]:
     ways = {way: prepare for way, prepare in ways.items() if _runs(way, prepare)}
-    times: dict[Way, list[float]] = {way: [] for way in ways}
-    began, order = CLOCK(), list(ways)
-    for turn in range(MOST):
+    began, order = CLOCK(), [*(way for way in ways if way is not Way.STOCK), Way.STOCK]
+
+    def sample(way: Way) -> float:
+        ways[way]()()  # what the way before left in caches is not its own
+        run = ways[way]()
+        if around is not None:
+            around()
+        started = CLOCK()
+        run()
+        return CLOCK() - started
+
+    def undecided(times: Mapping[Way, Sequence[float]], turn: int) -> Sequence[Way]:
+        nonlocal order
+        stock = times[Way.STOCK]
+        if turn == MOST or (turn and not stock[-1]) or (turn >= FEWEST and CLOCK() - began > SECONDS):
+            return ()
+        if turn >= FEWEST and len(order) > 1:
+            out = _worse(times, order)
+            order = [way for way in order if way not in out]
+        if turn and len(order) == 2 and _is_decided(times[order[0]], stock):
+            return ()
         if passed():
             if turn < FEWEST:
                 raise TimeOverError
-            break
-        for way in order if turn % 2 else reversed(order):
-            ways[way]()()  # what the way before left in caches is not its own
-            run = ways[way]()
-            if around is not None:
-                around()
-            started = CLOCK()
-            run()
-            times[way].append(CLOCK() - started)
-        if not times[Way.STOCK][-1] or (turn + 1 >= FEWEST and CLOCK() - began > SECONDS):
-            break
-        if turn + 1 >= FEWEST and len(order) > 1:
-            out = _worse(times, order)
-            order = [way for way in order if way not in out]
-        if len(order) == 2 and _is_decided(times[order[1]], times[Way.STOCK]):
-            break
-    return times
+            return ()
+        return order
+
+    return race(order, sample, undecided)

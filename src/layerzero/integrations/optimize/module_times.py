@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,6 +10,8 @@ from typing import Any
 
 import torch
 from torch.nn import Module
+
+from layerzero.integrations.optimize import timing
 
 ROUNDS = 3
 """Runs of each, in turn."""
@@ -130,18 +131,18 @@ def _timed(kinds: Mapping[Module, str], run: Callable[[], Any], device: Any) -> 
         return event
 
     def enter(*_: Any) -> None:
-        begun.append((time.perf_counter(), mark()))
+        begun.append((timing.WALL(), mark()))
 
     def leave(module: Module, *_: Any) -> None:
         started, event = begun.pop()
-        host[kinds[module]] += time.perf_counter() - started
+        host[kinds[module]] += timing.WALL() - started
         events[kinds[module]].append((event, mark()))
 
     with _hooked(kinds, enter, leave), torch.no_grad():
         _wait(device)
-        first, started = mark(), time.perf_counter()
+        first, started = mark(), timing.WALL()
         run()
-        host[OUTSIDE] = time.perf_counter() - started - sum(host.values())
+        host[OUTSIDE] = timing.WALL() - started - sum(host.values())
         last = mark()
         _wait(device)
     if not on_device:

@@ -1,4 +1,4 @@
-"""Tokens of a Transformers cache written behind those that are there, in memory that has room for more.
+"""Caches of Transformers: what they are called, which are known, and memory with room for tokens to come.
 
 Transformers' DynamicLayer joins old and new tokens in new memory, in every layer and step: for 16 sequences of 2048
 tokens, 8 heads of 128 in bfloat16, it reads and writes 134 MB a layer for the 64 KB that are new. Here a layer gets
@@ -10,19 +10,20 @@ Tensors that somebody kept of earlier steps lie in the same memory.
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.integrations.optimize.launches import runs_a_library
+from layerzero.core.system import forking
 
 SHARE, LEAST = 8, 128
 """New memory has room for an eighth more tokens, and for no fewer than so many: stock has copied them all by then."""
-
 
 FROM_BYTES = 32 * 2**20
 """On a GPU, keys of a layer that take less are joined by stock: its two launches cost a host less than what is asked
@@ -206,3 +207,119 @@ def _fit(held: Tensor, keys: Tensor, others: Tensor, values: Tensor) -> bool:
         if batch != rows or heads != others_heads or width != others_width:
             return False
     return True
+
+
+NAMES = frozenset({"cache", "past_key_values"})
+
+
+def cache_in(named: Mapping[str, Any]) -> Any:
+    """The cache among a call's arguments by name; None without one."""
+    found = named.get("cache")
+    return named.get("past_key_values") if found is None else found
+
+
+def name_in(named: Mapping[str, Any]) -> str:
+    """What a call that was made by Transformers calls it."""
+    return "cache" if "cache" in named else "past_key_values"
+
+
+def name_of(model: Any) -> str:
+    """What a model calls it."""
+    return _name_of(getattr(type(model), "forward", None))
+
+
+@functools.lru_cache(maxsize=64)  # a signature takes 30 us, and a step asks for it
+def _name_of(forward: Callable[..., Any] | None) -> str:
+    if forward is None:
+        return "past_key_values"
+    try:
+        known = inspect.signature(forward).parameters
+    except (TypeError, ValueError):  # a model's own kind of callable
+        return "past_key_values"
+    return "cache" if "cache" in known else "past_key_values"
+
+
+def runs_a_library(function: str, first: Tensor, *others: Any) -> bool:
+    """Whether the kernel that LayerZero chooses for a call is another's than torch's."""
+    if not first.is_cuda:
+        return False
+    chosen = lz.explain(function, first, *others).kernel_id
+    return chosen is not None and not chosen.startswith(("torch.", "reference."))
+
+
+class Turns:
+    """A lock for threads, and for each device an event behind what was launched last."""
+
+    def __init__(self) -> None:
+        self._lock = forking.rlock()
+        self._last: dict[torch.device, tuple[torch.cuda.Event, torch.cuda.Stream]] = {}
+
+    @contextmanager
+    def turn(self, device: torch.device) -> Iterator[None]:
+        """Wait for the turn before, as a thread and on the stream that is current; the next one waits for this.
+
+        Turns within a turn are of the same thread and wait for nothing more. Who captures a graph of his own has
+        synchronised before: in a capture no event from outside may be waited for.
+        """
+        with self._lock:
+            if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+                yield
+                return
+            stream = torch.cuda.current_stream(device)
+            event, before = self._last.get(device, (None, stream))
+            if event is None:
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            elif before != stream:
+                stream.wait_event(event)
+            try:
+                yield
+            finally:
+                event.record(stream)
+                self._last[device] = event, stream
+
+
+def stream_of(device: torch.device) -> torch.cuda.Stream | None:
+    """The stream that is current; None where a device has none."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+@contextmanager
+def on(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Compute on another stream, for whom it is; the current one goes on behind it."""
+    if stream is None or stream == (current := torch.cuda.current_stream(stream.device)):
+        yield
+        return
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
+
+
+def used_here(tensors: Iterable[Tensor]) -> None:
+    """Tell torch's allocator that the current stream reads tensors that may be of another one's memory."""
+    for each in tensors:
+        if each.is_cuda:
+            each.record_stream(torch.cuda.current_stream(each.device))
+
+
+def windows_of(cache: Any) -> list[tuple[bool, int | None]]:
+    """Of each layer, whether it has a window, and which; those with a state in place of tokens know of none."""
+    return [(getattr(each, "is_sliding", False), getattr(each, "sliding_window", None)) for each in cache.layers]
+
+
+def kinds_of(model: Any) -> list[tuple[bool, int | None]]:
+    """Of each layer of a model's cache, whether it has a window, and which."""
+    from transformers import DynamicCache
+
+    return windows_of(DynamicCache(config=model.config))
+
+
+def longest_of(layer: Any, length: int) -> int:
+    """Tokens that a layer of a cache keeps of so many."""
+    return int(layer.sliding_window) - 1 if layer.is_sliding else length
+
+
+def known_layers() -> tuple[type, ...]:
+    """The layers of Transformers' caches that are followed: one that keeps all tokens, one with a window."""
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    return DynamicLayer, DynamicSlidingWindowLayer

@@ -7,6 +7,7 @@ import gc
 import io
 from typing import Any
 
+import architectures
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,8 +18,9 @@ import layerzero as lz
 from decoders import made, stepped, tokens, transformers
 from drawing import examples
 from launches import Counted
-from layerzero.integrations.optimize import growing
-from layerzero.integrations.optimize.growing import appended
+from layerzero.integrations.optimize import dynamic_cache
+from layerzero.integrations.optimize.dynamic_cache import NAMES, appended, cache_in, name_in, name_of
+from layerzero.integrations.transformers import attention_forward
 
 HEADS, WIDTH = 2, 3
 
@@ -48,7 +50,7 @@ def both(batch: int = 2, prompt: int = 4) -> tuple[Any, Any]:
 @pytest.mark.parametrize("at_once", [False, True])
 def test_a_layer_of_no_values_grows(monkeypatch, at_once):
     """Some latent caches keep nothing beside their keys."""
-    monkeypatch.setattr(growing, "runs_a_library", lambda *_: at_once)
+    monkeypatch.setattr(dynamic_cache, "runs_a_library", lambda *_: at_once)
     mine, stock = transformers.DynamicCache(), transformers.DynamicCache()
     with torch.no_grad():
         for count in (5, 1, 1, 2, 1):
@@ -67,8 +69,8 @@ ACTIONS = ("append", "append", "append", "several", "crop", "reorder", "select",
 )
 def test_a_cache_holds_what_transformers_own_would(actions: list[tuple[str, int]], least: int, at_once: bool) -> None:
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(growing, "LEAST", least)  # so that room ends often
-        patch.setattr(growing, "runs_a_library", lambda *_: at_once)  # keys and values by one launch, as on a GPU
+        patch.setattr(dynamic_cache, "LEAST", least)  # so that room ends often
+        patch.setattr(dynamic_cache, "runs_a_library", lambda *_: at_once)  # keys and values by one launch, as on a GPU
         mine, stock = both()
         for action, number in actions:
             batch = stock.layers[0].keys.shape[0]
@@ -142,7 +144,7 @@ def test_an_optimized_models_cache_is_saved_and_goes_on_elsewhere() -> None:
             stepped(each, cache, ids)
         caches.append(cache)
     assert type(caches[0].layers[0]) is type(caches[1].layers[0])
-    assert growing._ROOMS.get(caches[0].layers[0]) is not None
+    assert dynamic_cache._ROOMS.get(caches[0].layers[0]) is not None
     for one, other in zip(caches[0].layers, caches[1].layers, strict=True):
         torch.testing.assert_close(one.keys, other.keys, rtol=1e-4, atol=1e-5)
     kept = io.BytesIO()
@@ -162,16 +164,16 @@ def test_slots_of_a_capture_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None
         made.append(capturing[0])
         return torch.tensor(list(range(first, end, step)))
 
-    monkeypatch.setattr(growing, "_LAST", {})
-    monkeypatch.setattr(growing.torch, "arange", arange)
+    monkeypatch.setattr(dynamic_cache, "_LAST", {})
+    monkeypatch.setattr(dynamic_cache.torch, "arange", arange)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: torch.tensor(0))
     monkeypatch.setattr(torch.Tensor, "cuda_stream", 7, raising=False)
-    slots = [growing._slots(torch.device("cuda", 0), 2, 128, 5)]
+    slots = [dynamic_cache._slots(torch.device("cuda", 0), 2, 128, 5)]
     capturing[0] = True
-    slots += [growing._slots(torch.device("cuda", 0), 2, 128, 5) for _ in range(2)]
+    slots += [dynamic_cache._slots(torch.device("cuda", 0), 2, 128, 5) for _ in range(2)]
     capturing[0] = False
-    slots.append(growing._slots(torch.device("cuda", 0), 2, 128, 5))
+    slots.append(dynamic_cache._slots(torch.device("cuda", 0), 2, 128, 5))
     assert [each.tolist() for each in slots] == [[5, 133]] * 4
     assert made == [False, True, True]
     assert slots[3] is slots[0]
@@ -236,7 +238,7 @@ def test_memory_is_given_back_with_the_tokens(drop: str) -> None:
 def test_a_cache_goes_on_where_memory_was_short_once(monkeypatch: pytest.MonkeyPatch) -> None:
     mine, stock = both()
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-        patch.setattr(growing._Room, "_filled", _too_large)
+        patch.setattr(dynamic_cache._Room, "_filled", _too_large)
         appended(mine, *fresh(2, 1, 7), 0)
     for layer in range(2):
         appended(mine, *fresh(2, 1, layer), layer), stock.update(*fresh(2, 1, layer), layer)
@@ -245,3 +247,48 @@ def test_a_cache_goes_on_where_memory_was_short_once(monkeypatch: pytest.MonkeyP
 
 def _too_large(*_: Any) -> torch.Tensor:
     raise torch.OutOfMemoryError("no memory for this many places")
+
+
+class Old:
+    def forward(self, input_ids, past_key_values=None):
+        """Before 5.24."""
+
+
+class New:
+    def forward(self, input_ids, cache=None):
+        """Since then."""
+
+
+def test_a_model_is_asked_by_the_name_that_it_has():
+    assert name_of(Old()) == "past_key_values"
+    assert name_of(New()) == "cache"
+    assert name_of(object()) == "past_key_values"
+    config = transformers.LlamaConfig(**architectures.GQA)
+    model = transformers.LlamaForCausalLM._from_config(config).eval()
+    with torch.no_grad():
+        first = model(input_ids=torch.tensor([[3, 4]]), use_cache=True)
+        cache = getattr(first, name_of(model))
+        again = model(input_ids=torch.tensor([[5]]), **{name_of(model): cache})
+    assert cache_in(dict(again.items())) is cache
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_a_call_is_read_by_either_name(name):
+    cache = object()
+    assert cache_in({name: cache}) is cache
+    assert cache_in({"cache": None, "past_key_values": None, name: cache}) is cache
+    assert cache_in({}) is None
+    assert name_in({name: None}) == name
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_a_cache_that_a_model_hands_on_to_its_attention_is_not_written_again(name):
+    config = transformers.LlamaConfig(**architectures.GQA)
+    module = transformers.LlamaForCausalLM._from_config(config).model.layers[0].self_attn
+    query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
+    cache = transformers.DynamicCache(config=config)
+    mask = torch.ones(1, 1, 3, 3, dtype=torch.bool)
+    wanted = attention_forward(module, query, key, key, mask, scaling=0.5)[0]
+    got = attention_forward(module, query, key, key, mask, scaling=0.5, **{name: cache})[0]
+    assert torch.equal(got, wanted)
+    assert cache.get_seq_length() == 0

@@ -6,7 +6,7 @@ import functools
 import inspect
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,16 +15,13 @@ from torch import Tensor
 from torch.nn import Module
 
 from layerzero.engine.config import current_policy
-from layerzero.integrations.optimize.attending import AttentionSwap
-from layerzero.integrations.optimize.cache_argument import name_in, name_of
+from layerzero.integrations.optimize.attention import AttentionSwap
 from layerzero.integrations.optimize.candidate import quiet
-from layerzero.integrations.optimize.layer import Layer
-from layerzero.integrations.optimize.layers import Found
-from layerzero.integrations.optimize.pace import LEAST, SIZES, Paced, Prepare, Sizes, Untimed, Way, decided, timed
-from layerzero.integrations.optimize.rotation import forget_table
-from layerzero.integrations.optimize.swapping import weight_of
-from layerzero.integrations.optimize.time_left import TimeLeft
-from layerzero.tuning.measuring.timing import TimeOverError
+from layerzero.integrations.optimize.dynamic_cache import name_in, name_of
+from layerzero.integrations.optimize.layer import Layer, forget_table
+from layerzero.integrations.optimize.report import Replaced
+from layerzero.integrations.optimize.swap import weight_of
+from layerzero.integrations.optimize.timing import LEAST, SIZES, Paced, Prepare, Sizes, Untimed, Way, timed
 
 PAST = 64
 """Tokens in the cache of a step."""
@@ -35,45 +32,32 @@ ENOUGH_BYTES, MOST_LAYERS = 64 * 2**20, 8
 _Handed = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
-def pace_layers(
-    whole: Sequence[Found], exchange: AttentionSwap, time: TimeLeft, *, ours: bool
-) -> Iterator[tuple[Paced | Untimed, list[Found]]]:
-    """Decide for layers of each shape which way they compute at which size, and set it.
+def shapes_of(whole: Sequence[Replaced], exchange: AttentionSwap, *, ours: bool) -> dict[Hashable, list[Replaced]]:
+    """Layers of one model by all that their time hangs on.
 
     Args:
-        whole: layers of one model whose new forwards are on.
-        exchange: of its attention; ``ours`` where that is on.
+        whole: layers whose new forwards are on.
+        exchange: of the model's attention; ``ours`` where that is on.
     """
-    alike: dict[Hashable, list[Found]] = defaultdict(list)
+    alike: dict[Hashable, list[Replaced]] = defaultdict(list)
     for each in whole:
         alike[_shape_of(each)].append(each)
-    exchanged = ours and not exchange.chosen
+    found: dict[Hashable, list[Replaced]] = {}
     for shape, group in alike.items():
-        row = _row(group)
-        about: Any = (shape, exchanged)
-        if len(row) == len(whole):  # the model itself is what is timed
+        about: Any = (shape, ours and not exchange.chosen)
+        if len(_row(group)) == len(whole):  # the model itself is what is timed
             weights = sum(each.numel() for each in exchange.model.parameters())
             about = *about, type(exchange.model), len(whole), weights
-        name = type(group[0].module).__name__
-        found = decided(
-            about,
-            name,
-            time,
-            lambda: _measured(row, whole, exchange, time.deadline.passed, exchanged=exchanged),  # noqa: B023
-        )
-        if isinstance(found, Untimed):
-            yield found, group
-            continue
-        sizes, known = found
-        ways = sizes.best(among=(Way.OWN, Way.PLAIN, Way.PACKED))
-        kept = sizes.gains(ways) and any(way is not Way.OWN for way in ways)
-        for each in group:
-            _state(each).take(ways)
-        yield Paced(name, ways, sizes, kept, known, [each.path for each in group]), group
-    for first in whole:  # what is computed for the next one must be read there
+        found[about] = group
+    return found
+
+
+def cut(whole: Sequence[Replaced]) -> None:
+    """Compute nothing for the next layer where that does not read it: what is computed must be read there."""
+    for first in whole:
         state = _state(first)
         if state.following is not None and any(
-            not _is_on(each) or _state(each).own_at != state.own_at
+            not each.swap.is_on or _state(each).own_at != state.own_at
             for each in whole
             if _state(each).norms[0] is state.following
         ):
@@ -95,28 +79,23 @@ def attention_costs(found: Sequence[Paced | Untimed]) -> str:
     return ""
 
 
-def _is_on(found: Found) -> bool:
-    return found.swap is not None and found.swap.is_on
-
-
-def _state(found: Found) -> Layer:
-    assert found.swap is not None
+def _state(found: Replaced) -> Layer:
     assert isinstance(found.swap.state, Layer)
     return found.swap.state
 
 
-def _shape_of(found: Found) -> Hashable:
+def _shape_of(found: Replaced) -> Hashable:
     state = _state(found)
     learned = tuple(None if each is None else (tuple(each.shape), each.dtype, each.device) for each in state.learned)
     told = tuple(sorted((name, repr(each)) for name, each in state.heads.told.items()))
     forms = tuple(None if each is None else each.form for each in state.norms)
-    about = type(found.module), learned, state.heads.sizes, told, state.block.activation, forms, state.may_pack
+    about = type(found.swap.module), learned, state.heads.sizes, told, state.block.activation, forms, state.may_pack
     return (*about, state.heads.setting, torch.get_num_threads(), current_policy())
 
 
-def _row(group: Sequence[Found]) -> list[Found]:
+def _row(group: Sequence[Replaced]) -> list[Replaced]:
     """The first layers of a shape, as many as a host's caches do not hold."""
-    found: list[Found] = []
+    found: list[Replaced] = []
     taken = 0
     for each in group[:MOST_LAYERS]:
         found.append(each)
@@ -126,17 +105,16 @@ def _row(group: Sequence[Found]) -> list[Found]:
     return found
 
 
-def _measured(
-    row: Sequence[Found],
-    whole: Sequence[Found],
+def measured(
+    group: Sequence[Replaced],
+    whole: Sequence[Replaced],
     exchange: AttentionSwap,
     passed: Callable[[], bool],
     *,
-    exchanged: bool,
+    ours: bool,
 ) -> Sizes | None:
-    """Time steps of the model itself where the row is all of its layers, else the row."""
-    if passed():
-        raise TimeOverError
+    """Time steps of the model itself where a row of the group is all of its layers, else the row."""
+    row, exchanged = _row(group), ours and not exchange.chosen
     entire = len(row) == len(whole)
     ways = [Way.STOCK, Way.OWN, Way.PLAIN, *([Way.PACKED] if _state(row[0]).may_pack else [])]
     switch = _Switch(row, exchange if exchanged else None)
@@ -167,7 +145,6 @@ def _measured(
         for each, state, following in zip(row, states, followings, strict=True):
             state.following = following
             state.take(())
-            assert each.swap is not None
             each.swap.on()
         if exchanged:
             exchange.on()
@@ -192,29 +169,28 @@ class Around:
         self.run()
 
 
-def around(whole: Sequence[Found], exchange: AttentionSwap) -> Around:
+def around(whole: Sequence[Replaced], exchange: AttentionSwap) -> Around:
     """The first layer of a model, after it was decided how its layers compute."""
     first = whole[0]
     with quiet(exchange.model):
-        others, named = _handed(exchange.model, whole, 1, 0)[id(first.module)]
+        others, named = _handed(exchange.model, whole, 1, 0)[id(first.swap.module)]
     hidden, state = _hidden(first, 1), _state(first)
-    assert first.swap is not None
 
     def run() -> None:
         forget_table(named)
-        first.module(hidden, *others, **{**named, name_in(named): _filled([first], 0)})
+        first.swap.module(hidden, *others, **{**named, name_in(named): _filled([first], 0)})
 
     return Around(exchange.model, run, (_shape_of(first), first.swap.is_on, state.own_at))
 
 
-def _hidden(found: Found, count: int) -> Tensor:
+def _hidden(found: Replaced, count: int) -> Tensor:
     weight = weight_of(_state(found).heads.products[0])
     generator = torch.Generator().manual_seed(count)
     rows = torch.randn(1, count, weight.shape[1], generator=generator, device="cpu", dtype=torch.float32)
     return rows.to(weight.device, weight.dtype)
 
 
-def _filled(whole: Sequence[Found], past: int) -> Any:
+def _filled(whole: Sequence[Replaced], past: int) -> Any:
     """A cache with so many tokens in each of these layers."""
     from transformers import DynamicCache
 
@@ -234,7 +210,7 @@ def _called_with(model: Any, count: int) -> dict[str, Any]:
     return {"input_ids": ids, "use_cache": True, **asked}
 
 
-def _handed(model: Any, whole: Sequence[Found], count: int, past: int) -> dict[int, _Handed]:
+def _handed(model: Any, whole: Sequence[Replaced], count: int, past: int) -> dict[int, _Handed]:
     """What a model hands to its layers for so many tokens, all of which pass their input on meanwhile.
 
     Only in this thread: another one that runs the model gets what its layers compute.
@@ -251,7 +227,7 @@ def _handed(model: Any, whole: Sequence[Found], count: int, past: int) -> dict[i
 
         return forward
 
-    before = [(each.module, each.module.__dict__.get("forward")) for each in whole]
+    before = [(each.swap.module, each.swap.module.__dict__.get("forward")) for each in whole]
     try:
         for module, _ in before:
             module.__dict__["forward"] = passing(module, module.forward)
@@ -268,7 +244,7 @@ def _handed(model: Any, whole: Sequence[Found], count: int, past: int) -> dict[i
 class _Switch:
     """Puts a way on some layers, and nothing where it is on: what a layer's proof rests on is looked at anew then."""
 
-    def __init__(self, row: Sequence[Found], exchange: AttentionSwap | None) -> None:
+    def __init__(self, row: Sequence[Replaced], exchange: AttentionSwap | None) -> None:
         self._row, self._exchange = row, exchange
         self._now: Way | None = None
 
@@ -277,7 +253,6 @@ class _Switch:
             return
         self._now = way
         for each in self._row:
-            assert each.swap is not None
             if way is Way.STOCK:
                 each.swap.off()
             elif not each.swap.is_on:
@@ -289,7 +264,7 @@ class _Switch:
 
 
 def _stepping(
-    way: Way, whole: Sequence[Found], model: Any, count: int, past: int, switch: Callable[[Way], None]
+    way: Way, whole: Sequence[Replaced], model: Any, count: int, past: int, switch: Callable[[Way], None]
 ) -> Prepare:
     """What puts a way on, and then calls the model as a generation does: a prompt, or a step after the one before."""
     given, cache = _called_with(model, count), _filled(whole, past) if past else None
@@ -303,7 +278,7 @@ def _stepping(
 
 def _prepared(
     way: Way,
-    row: Sequence[Found],
+    row: Sequence[Replaced],
     handed: Mapping[int, _Handed],
     hidden: Tensor,
     past: int,
@@ -313,7 +288,7 @@ def _prepared(
 
     With a cache of its own each time: masks are of its length, and one of a sliding window keeps no more than that.
     """
-    calls = [(each.module, *handed[id(each.module)]) for each in row]
+    calls = [(each.swap.module, *handed[id(each.swap.module)]) for each in row]
 
     def prepare() -> Callable[[], Any]:
         switch(way)

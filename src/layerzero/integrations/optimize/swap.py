@@ -9,8 +9,6 @@ and with the attention that the model had before.
 from __future__ import annotations
 
 import copy
-import functools
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,14 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from layerzero.core.errors import LayerZeroWarning
-from layerzero.core.handle import FOREIGN, STALE
 from layerzero.engine.state import in_transform
-from layerzero.integrations.optimize.bounding import Budget
-from layerzero.integrations.optimize.pace import Way, size_of
 from layerzero.integrations.optimize.stamp import SWAPPED, Stamp
-from layerzero.ops.linear import PackedWeight
-from layerzero.ops.linear.packed import LOOKS
+from layerzero.integrations.optimize.timing import Way, size_of
 
 MARK = "_layerzero"
 """Where a module keeps what its new forward needs; None after a pickle."""
@@ -53,7 +46,7 @@ class State:
     Attributes:
         covers: submodules that the new forward computes for, by name: it computes without calling them.
         stamp: what the proof of the new forward rests on; None before that is put on first.
-        own_at: of each size of :data:`~layerzero.integrations.optimize.pace.SIZES`, whether the module's own code is
+        own_at: of each size of :data:`~layerzero.integrations.optimize.timing.SIZES`, whether the module's own code is
             faster; empty where it nowhere is.
     """
 
@@ -74,126 +67,17 @@ class State:
         """Memory that it keeps beside the module's own."""
         return 0
 
+    @property
+    def parts(self) -> tuple[State, ...]:
+        """It, or the states that it is made of."""
+        return (self,)
+
     def forget(self) -> None:
         """Give back what can be made anew where it is used."""
 
     def take(self, ways: Sequence[Way]) -> None:
         """Compute calls of each size that way; by the new forward, with packed weights if any, where none is said."""
         self.own_at = tuple(way is Way.OWN for way in ways) if Way.OWN in ways else ()
-
-
-class Packs(State):
-    """A state with weights in the order in which kernels read them.
-
-    Attributes:
-        packed: of each weight, in the order in which the forward asks for them; all None where no kernel wants them.
-        budget: what their forms may take together with those of others; None without a bound.
-        late: how often a write was seen that calls before may have missed.
-        plain: of each size of :data:`~layerzero.integrations.optimize.pace.SIZES`, whether weights are read as they
-            lie; empty where they nowhere are.
-    """
-
-    def __init__(self, weights: Iterable[Tensor], covers: Iterable[tuple[str, Module]] = (), *, pack: bool) -> None:
-        super().__init__(covers)
-        self.packed: list[PackedWeight | None] = [PackedWeight(each) if pack else None for each in weights]
-        self.budget: Budget | None = None
-        self.late = 0
-        self._barred: frozenset[tuple[int, bool]] = frozenset()
-        self._for_one = False
-        self.plain: tuple[bool, ...] = ()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> State:
-        alive = [None if each is None else each._weight() for each in self.packed]  # which none collects meanwhile
-        for each, weight in zip(self.packed, alive, strict=True):
-            if each is not None and weight is None:  # exchanged since: the copy's first call makes its own, as here
-                memo[id(each)] = PackedWeight(torch.empty(1, 1))
-        twin = super().__deepcopy__(memo)
-        assert isinstance(twin, Packs)
-        if twin.budget is not None:
-            twin.bound(twin.budget)
-        return twin
-
-    @property
-    def bytes(self) -> int:
-        return sum(0 if each is None else each.bytes for each in self.packed)
-
-    @property
-    def forms(self) -> list[int]:
-        """How many forms each weight has now that may have some."""
-        return [each.forms for each in self.packed if each is not None]
-
-    @property
-    def barred(self) -> int:
-        """How many forms there was no room for."""
-        return len(self._barred)
-
-    def bound(self, budget: Budget) -> None:
-        """Keep no more forms than there is room for."""
-        self.budget = budget
-        for number, each in enumerate(self.packed):
-            if each is not None and not each.is_gone:
-                self.packed[number] = self._made(number, each.weight)
-
-    def _made(self, number: int, weight: Tensor) -> PackedWeight:
-        if self.budget is None:
-            return PackedWeight(weight)
-        return self.budget.packed(weight, functools.partial(self._bar, number))
-
-    def _bar(self, number: int) -> None:
-        """Read this weight as it lies in calls like the present one, for one row or for many."""
-        self._barred |= {(number, self._for_one)}
-
-    @property
-    def may_pack(self) -> bool:
-        """Whether kernels may want another form of a weight."""
-        return any(each is not None for each in self.packed)
-
-    def take(self, ways: Sequence[Way]) -> None:
-        super().take(ways)
-        self.plain = tuple(way is Way.PLAIN for way in ways) if Way.PLAIN in ways else ()
-
-    def forms_for(self, rows: Tensor) -> list[PackedWeight | None]:
-        """Packed weights for a call with such rows: kernels for one row and for many have forms of their own."""
-        if self.plain and self.plain[size_of(rows)]:
-            return [None] * len(self.packed)
-        if self.budget is None:
-            return self.packed
-        self._for_one = one = rows.numel() == rows.shape[-1]
-        if not self._barred:
-            return self.packed
-        return [None if (number, one) in self._barred else each for number, each in enumerate(self.packed)]
-
-    def forget(self) -> None:
-        """Let go of packed forms: each kernel that runs makes its own again, and those that were only tried do not."""
-        for each in self.packed:
-            if each is not None:
-                each.refresh()
-        self._barred = frozenset()
-
-    def renew(self, *weights: Tensor) -> bool:
-        """Follow the weights after they were written into, moved or exchanged; whether there was anything to follow."""
-        found = False
-        for number, (packed, weight) in enumerate(zip(self.packed, weights, strict=True)):
-            kind = "" if packed is None else packed.kind_for(weight)
-            if kind == FOREIGN:
-                self.packed[number], found = self._made(number, weight), True
-            elif kind == STALE and packed is not None:
-                if packed.is_late:
-                    self._tell(weight)
-                packed.refresh()
-                found = True
-        return found
-
-    def _tell(self, weight: Tensor) -> None:
-        self.late += 1
-        size = " x ".join(map(str, weight.shape))
-        warnings.warn(
-            f"lz.optimize: a weight ({size}) was written into past torch's count of writes (by .data, NumPy or another "
-            f"library); up to {LOOKS} calls computed with what was packed before. It is packed anew; write within "
-            "torch.no_grad() instead, or undo() the report before",
-            LayerZeroWarning,
-            stacklevel=2,
-        )
 
 
 def weight_of(module: Module) -> Parameter:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,8 +18,17 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.integrations.optimize.launches import runs_a_library
-from layerzero.integrations.optimize.turns import Turns, on, stream_of, used_here
+from layerzero.core.errors import InvalidCallError
+from layerzero.integrations.optimize.dynamic_cache import (
+    Turns,
+    known_layers,
+    longest_of,
+    on,
+    runs_a_library,
+    stream_of,
+    used_here,
+    windows_of,
+)
 
 PAGE = 256
 """Places of a page: FlashAttention 2 wants no fewer, and pages lie one after the other here."""
@@ -169,16 +178,11 @@ class Held:
         self.memory.held = None
 
 
-def windows_of(cache: Any) -> list[tuple[bool, int | None]]:
-    """Of each layer, whether it has a window, and which; those with a state in place of tokens know of none."""
-    return [(getattr(each, "is_sliding", False), getattr(each, "sliding_window", None)) for each in cache.layers]
-
-
 def why_not(cache: Any) -> str:
     """Say why a cache cannot be held; empty where it can."""
     from transformers import DynamicCache
 
-    held, known = _classes(), _known()
+    held, known = _classes(), known_layers()
     if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
         return f"its cache is a {type(cache).__name__}, wanted a DynamicCache that is not offloaded"
     length = cache.get_seq_length()
@@ -190,22 +194,13 @@ def why_not(cache: Any) -> str:
         keys, values = seen(each, "keys"), seen(each, "values")
         if keys is None or keys.ndim != 4 or values.shape[:3] != keys.shape[:3]:
             return "its cache has a layer without tokens"
-        if each.get_seq_length() != length or keys.shape[2] != min(length, _longest(each, length)):
+        if each.get_seq_length() != length or keys.shape[2] != min(length, longest_of(each, length)):
             return "layers of its cache have different lengths"
     return ""
 
 
-def _longest(layer: Any, length: int) -> int:
-    return int(layer.sliding_window) - 1 if layer.is_sliding else length
-
-
-def _known() -> tuple[type, ...]:
-    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-
-    return DynamicLayer, DynamicSlidingWindowLayer
-
-
 _TENSORS = ("keys", "values")
+
 _LENGTH = "cumulative_length"
 """What layers with a window count, and others do not have."""
 
@@ -219,7 +214,7 @@ def seen(layer: Any, name: str) -> Any:
 def _part(held: Held, layer: Any, name: str) -> Tensor:
     length, memory = held.length, held.memory
     tokens = (memory.keys if name == "keys" else memory.values)[vars(layer)["_number"]]
-    first = max(0, length - _longest(layer, length))
+    first = max(0, length - longest_of(layer, length))
     part: Tensor = tokens[:, first:length].transpose(1, 2)
     return part
 
@@ -246,7 +241,7 @@ def release(layer: Any, only: Held | None = None) -> None:
             taken = {name: _part(held, layer, name).clone() for name in _TENSORS}
         sliding = bool(layer.is_sliding)
         own.update(taken | ({_LENGTH: held.length} if sliding else {}))
-        layer.__class__ = _known()[int(sliding)]
+        layer.__class__ = known_layers()[int(sliding)]
         del own["_held"], own["_number"]
 
 
@@ -282,7 +277,7 @@ def _counting() -> property:
 def _classes() -> tuple[Any, Any]:
     """Classes of layers, as Transformers' own and reading a memory: one that keeps all tokens, one with a window."""
     plain: Any
-    plain, window = _known()
+    plain, window = known_layers()
 
     def get_seq_length(layer: Any) -> int:
         held = vars(layer).get("_held")
@@ -312,7 +307,7 @@ def step_cache(memory: Memory, held: Held, length: int) -> Any:
 
 @functools.cache
 def _step_layer() -> Any:
-    plain: Any = _known()[0]
+    plain: Any = known_layers()[0]
 
     def __init__(layer: Any, memory: Memory, held: Held, number: int, length: int, sliding: bool) -> None:  # noqa: N807
         plain.__init__(layer)
@@ -334,3 +329,55 @@ def _step_layer() -> Any:
 
     made = {"__init__": __init__, "update": update, "get_seq_length": get_seq_length, "get_mask_sizes": get_mask_sizes}
     return type("StepLayer", (plain,), {**made, "__module__": __name__})
+
+
+def _told(held: Held, key: Tensor, named: Mapping[str, Any]) -> dict[str, Any]:
+    """What attention was told, for LayerZero's functions; whose keys these are says which window is meant."""
+    window, (slides, own) = named["sliding_window"], held.windows[_number(held.memory, key)]
+    if slides and own != window:
+        wanted = f"wanted attention that is told its window of {own}, got {window}"
+        raise InvalidCallError("lz.optimize(graph=True)", [wanted])
+    return {"window": None if window is None else (window - 1, 0), "softcap": named["softcap"]}
+
+
+def _number(memory: Memory, key: Tensor) -> int:
+    """The layer whose keys these are."""
+    start = key.data_ptr()
+    for number, keys in enumerate(memory.keys):
+        if keys.data_ptr() == start:
+            return number
+    wanted = "wanted attention to the keys that the cache keeps, got others, which are made of them (latent attention)"
+    raise InvalidCallError("lz.optimize(graph=True)", [wanted])
+
+
+def attend_view(
+    held: Held, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, named: Mapping[str, Any]
+) -> Tensor:
+    """(B, 1, H, D) of a query (B, H, 1, D) and the used part of a memory."""
+    told = _told(held, key, named)
+    if told["window"] is not None and key.shape[2] <= told["window"][0] + 1:
+        told["window"] = None
+    output = lz.attention(query, key, value, True, scaling, layout="BHSD", sinks=named["s_aux"], **told)
+    assert isinstance(output, Tensor)
+    return output.transpose(1, 2)
+
+
+def attend_pages(
+    held: Held,
+    step: lz.StepMetadata,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    named: Mapping[str, Any],
+) -> Tensor:
+    """The same by lengths that only the device knows."""
+    if named["s_aux"] is not None:
+        raise InvalidCallError("lz.optimize(graph=True)", ["wanted attention without sinks, which pages do not serve"])
+    memory, number, told = held.memory, _number(held.memory, key), _told(held, key, named)
+    keys, values = memory.pages(number)
+    output = lz.paged_attention(
+        query.transpose(1, 2), keys, values, step.block_tables, step.context_lens, scaling, step=step, **told
+    )
+    assert isinstance(output, Tensor)
+    return output

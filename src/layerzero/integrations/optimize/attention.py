@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -19,10 +18,13 @@ from torch.nn import Module
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
 from layerzero.engine.dispatch import ENGINE
-from layerzero.integrations.optimize.candidate import TOLERANCE, distance, quiet
+from layerzero.integrations.optimize.candidate import distance, outermost, verdict
+from layerzero.integrations.optimize.report import BY_CALL, NO_TIME, Left, Replaced, Search
+from layerzero.integrations.optimize.workload import RUN, example_run
 from layerzero.integrations.transformers import EXCHANGED
 
 NAME = "layerzero"
+
 COMPARED = "layerzero_compared"
 """The setting under which both compute: what Transformers computes goes on, and the difference is kept."""
 
@@ -144,19 +146,39 @@ def untested(version: str) -> str:
     return f"Transformers {version} is not one that was tested (wanted {TESTED}.x); modules are taken by themselves"
 
 
-def models_of(root: Module) -> Iterator[tuple[str, Any]]:
-    """The outermost models of Transformers within a module, with their paths."""
-    library = sys.modules.get("transformers")
-    if library is None:  # nobody made a model of it
-        return
-    kind: Any = library.PreTrainedModel
-    found: list[str] = []
-    for path, module in root.named_modules():
-        if isinstance(module, kind) and not any(
-            path == each or path.startswith(f"{each}.") or not each for each in found
-        ):
-            found.append(path)
-            yield path, module
+def find(search: Search) -> Iterator[Replaced | Left]:
+    """Attention of Transformers' models that gave what theirs gives, on the inputs or on Transformers' example."""
+    for path, model in outermost(search.root, "transformers", "PreTrainedModel"):
+        name, workload = type(model).__name__, search.workload
+        why = untested(sys.modules["transformers"].__version__)
+        if why:
+            yield Left(path, name, why)
+            continue
+        why, error, exchange = why_not(model), None, None
+        step = f"comparing the attention of {name}"
+        if not why and not search.time.allows(step, step if workload is None else RUN):
+            yield Left(path, name, f"attention: {NO_TIME}")
+            continue
+        if not why:
+            exchange = attention_swap(model)
+            try:
+                error, why = compared(exchange, example_run(model) if workload is None else workload.run)
+            except Exception as raised:  # what a model raises on an example that was made for another
+                if workload is not None:
+                    raise
+                why = f"it could not be compared without inputs= ({type(raised).__name__}: {str(raised)[:80]})"
+        if exchange is not None and exchange.chosen:
+            said = "it is LayerZero's already, as attn_implementation says"
+            yield Left(path, name, f"attention: {said}{why and f', but {why}'}")
+            if why:
+                continue
+        elif why:
+            yield Left(path, name, f"attention: {why}")
+        if exchange is None:
+            continue
+        search.models.append((path, exchange, not why))
+        if not why and not exchange.chosen:
+            yield Replaced(path, name, "attention", "lz.attention", BY_CALL, error, exchange)
 
 
 def why_not(model: Any) -> str:
@@ -202,6 +224,7 @@ def _configs_of(model: Any) -> list[Any]:
 
 
 _ERRORS: ContextVar[list[tuple[float, torch.dtype, str]] | None] = ContextVar("layerzero_errors", default=None)
+
 _LAST: ContextVar[str] = ContextVar("layerzero_last_kernel", default="")
 """The kernel that ran last while two are compared."""
 
@@ -310,73 +333,7 @@ def compared(swap: AttentionSwap, run: Callable[[], Any]) -> tuple[float | None,
         _ERRORS.reset(keeping)
     if not errors:
         return None, "no attention was computed on these inputs"
-    wrong = [each for each in errors if not each[0] <= TOLERANCE.get(each[1], 0.0)]
-    if wrong:
-        worst, _, kernel = max(wrong, key=lambda each: each[0])
-        return worst, f"{kernel} was off by {worst:.2g} of the largest value"
-    if swap.of == OWN and any("reference" in each for each in kernels):
+    worst, why = verdict(errors)
+    if not why and swap.of == OWN and any("reference" in each for each in kernels):
         return None, "no kernel of this machine computes it but the slow reference"
-    return max(each[0] for each in errors), ""
-
-
-SAMPLES = 4000
-"""Of sound at random: a dozen frames of what most models make of it."""
-
-
-def _of_pictures_or_sound(model: Any, name: str) -> dict[str, Any]:
-    """Two random inputs for a model whose example Transformers does not know; nothing for other kinds of input."""
-    config, generator = getattr(model.config, "vision_config", model.config), torch.Generator().manual_seed(0)
-    size = getattr(config, "image_size", None)
-    bins, frames = (getattr(config, each, None) for each in ("num_mel_bins", "max_source_positions"))
-    if name == "input_values":
-        shape: tuple[int, ...] = (2, SAMPLES)
-    elif name == "input_features" and bins and frames:  # Whisper's: a convolution takes every other frame
-        shape = (2, bins, 2 * frames)
-    elif name == "pixel_values" and size is not None:
-        shape = (2, getattr(config, "num_channels", 3), *((size, size) if isinstance(size, int) else size))
-    else:
-        return {}
-    return {name: torch.randn(shape, generator=generator, dtype=torch.float32)}
-
-
-def _example(model: Any) -> dict[str, Any]:
-    """Transformers' example for a model, or pictures or sound where it has none."""
-    known = inspect.signature(model.forward).parameters
-    words = model.dummy_inputs
-    example = {name: each for name, each in words.items() if name in known}
-    if model.main_input_name not in example:
-        example = _of_pictures_or_sound(model, model.main_input_name)
-    if example and "decoder_input_ids" in known and "input_ids" in words:  # shorter: which is which shows
-        example.setdefault("decoder_input_ids", words["input_ids"][: len(next(iter(example.values()))), :-1])
-    return example
-
-
-def example_run(model: Any) -> Callable[[], Any]:
-    """A way to run a model on Transformers' own example, as it is and with the first tokens of a row hidden."""
-
-    def placed(example: Mapping[str, Any]) -> dict[str, Any]:
-        device = next(model.parameters()).device
-        dtype = next(each.dtype for each in model.parameters() if each.is_floating_point())
-        return {
-            name: each.to(device, dtype if each.is_floating_point() else None) if isinstance(each, Tensor) else each
-            for name, each in example.items()
-        }
-
-    def run() -> None:
-        example = placed(_example(model))
-        with quiet(model):
-            try:
-                model(**example)
-            except Exception:  # words alone are not enough for every model of words and pictures
-                pictures = placed(_of_pictures_or_sound(model, "pixel_values"))
-                if not pictures or "pixel_values" in example:
-                    raise
-                example |= pictures
-                model(**example)
-            ids = example.get("input_ids")
-            if ids is not None:
-                mask = torch.ones_like(ids)
-                mask[0, :2] = 0
-                model(**{**example, "attention_mask": mask})
-
-    return run
+    return worst, why

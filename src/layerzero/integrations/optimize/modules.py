@@ -1,0 +1,185 @@
+"""The modules of a model that kernels can compute: each kind is asked, compared with the original, and timed."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Linear, Module
+
+from layerzero.core.errors import InvalidCallError
+from layerzero.engine.config import current_policy
+from layerzero.integrations.optimize import timing
+from layerzero.integrations.optimize.candidate import Candidate, compared, quiet, refusal
+from layerzero.integrations.optimize.experts import experts
+from layerzero.integrations.optimize.layer_timing import Around
+from layerzero.integrations.optimize.norms import norm
+from layerzero.integrations.optimize.products import block, linear, linear_then
+from layerzero.integrations.optimize.report import NO_TIME, Left, Replaced, Search
+from layerzero.integrations.optimize.timing import SIZES, Prepare, Sizes, Way, timed
+from layerzero.integrations.optimize.weights import Packs
+
+KINDS: tuple[Callable[[Module], Candidate | str | None], ...] = (block, experts, linear_then, norm, linear)
+"""Asked in this order: what covers others comes first."""
+
+MOST = 12
+"""Submodules of what is looked at as a whole."""
+
+NO_GAIN = "torch's own kernel runs it, and no time says that another is faster; pass inputs= to measure"
+
+
+def find(search: Search) -> Iterator[Replaced | Left]:
+    """Modules that gave what the originals give, of those that no layer computes for."""
+    taken, time = set(search.taken), search.time
+    parents = {id(child): parent for parent in search.root.modules() for child in parent.children()}
+    modules = list(search.root.named_modules())
+    for number, (path, module) in enumerate(modules):
+        search.tell("checking modules", number, len(modules))
+        if id(module) in taken or not _is_small(module):
+            continue
+        name = type(module).__name__
+        why = refusal(module, parents.get(id(module)))
+        if why:
+            if _has_weights(module):
+                yield Left(path, name, why)
+            continue
+        step = f"checking modules of {name}"
+        if not time.allows(step, step):
+            yield Left(path, name, NO_TIME)
+            taken |= {id(each) for each in module.modules()}
+            continue
+        with time.taking(step):
+            seen = list(_looked_at(module, measured=search.workload is not None))
+        for each in seen:
+            if isinstance(each, str):
+                yield Left(path, name, each)
+                continue
+            taken |= {id(covered) for covered in each.covered}
+            yield Replaced(path, name, each.kind, each.calls, each.kernel, each.error, each.swap, each)
+
+
+def _looked_at(module: Module, *, measured: bool) -> Iterator[Candidate | str]:
+    """Ask each kind about a module: a checked candidate, or why there is none; of several kinds where it has parts."""
+    for kind in KINDS:
+        candidate = _candidate(kind, module)
+        if candidate is None:
+            continue
+        if isinstance(candidate, Candidate) and not measured and candidate.is_torchs:
+            candidate = NO_GAIN
+        yield candidate
+        if isinstance(candidate, str) and module._modules:  # what it is made of may be something else that is known
+            continue
+        return
+    if not module._modules and any(True for _ in module.parameters(recurse=False)):
+        yield "no kernel for this module type"
+
+
+def _has_weights(module: Module) -> bool:
+    """Whether it would have been one of the kinds, and no list of others."""
+    own = any(True for _ in module.parameters(recurse=False)) or "parametrizations" in module._modules
+    return own or not module._modules or any(isinstance(each, Linear) for each in module.children())
+
+
+def _is_small(module: Module) -> bool:
+    """Whether it may be one of the kinds: it has parameters, and not many submodules."""
+    few = len(list(itertools.islice(module.modules(), MOST + 1))) <= MOST
+    return few and any(True for _ in module.parameters())
+
+
+def _candidate(kind: Callable[[Module], Candidate | str | None], module: Module) -> Candidate | str | None:
+    """A checked candidate, or why there is none."""
+    candidate = kind(module)
+    if isinstance(candidate, Candidate):
+        try:
+            why = compared(candidate)
+        except InvalidCallError as error:
+            why = f"{candidate.calls} does not compute it: {error}"
+        if why:
+            return why
+    return candidate
+
+
+SAMPLE_S, MOST_RUNS = 2e-4, 20
+"""A sample runs a module as often as fills this, at most so many times: a norm takes 10 us."""
+
+
+def shape_of(found: Candidate) -> Hashable:
+    """What the time of modules hangs on."""
+    module = found.swap.module
+    learned = tuple((name, tuple(each.shape), each.dtype, each.device) for name, each in module.named_parameters())
+    others = tuple(tuple(each.shape) for each in found.others)
+    return type(module), found.kind, found.calls, learned, others, torch.get_num_threads(), current_policy()
+
+
+def measured(found: Candidate, around: Around | None, passed: Callable[[], bool]) -> Sizes | None:
+    """The time of a module each way.
+
+    What takes no longer than a sample runs once, after ``around`` if that is there. Over and over, the final norm of a
+    Llama (512 x 4, float32) took 13 us where its own code took 18; after a layer as it was it took 37, and that 30
+    (AMD EPYC, one thread, 2026-11-26): its code had left the host's caches, where the layers' norms had kept theirs.
+    """
+    state = found.swap.state
+    packs = isinstance(state, Packs) and state.may_pack
+    ways = (Way.STOCK, Way.OWN, Way.PLAIN, *([Way.PACKED] if packs else []))
+    try:
+        with quiet(found.swap.module):
+            rows, others = _given(found, 1)
+            found.swap.off()
+            if around is not None and _lasts(functools.partial(found.swap.module, rows, *others)) >= SAMPLE_S:
+                around = None
+            sizes = [_prepared(found, ways, *_given(found, count), once=around is not None) for count in SIZES]
+            return timed(sizes, around, passed)
+    finally:
+        state.take(())
+        found.swap.on()
+
+
+def _given(found: Candidate, count: int) -> tuple[Tensor, list[Tensor]]:
+    """So many rows of an example, over and over, and what is called with each of them."""
+    example = found.example
+    rows = example.reshape(-1, example.shape[-1])
+    places = torch.arange(count, device=rows.device) % rows.shape[0]
+    others = [each[places] if each.ndim and each.shape[0] == rows.shape[0] else each for each in found.others]
+    taken = rows[places]
+    return taken.view(1, count, -1) if example.ndim == 3 else taken, others
+
+
+def _lasts(run: Callable[[], object]) -> float:
+    """The seconds of a second run."""
+    run()
+    began = timing.CLOCK()
+    run()
+    return timing.CLOCK() - began
+
+
+def _prepared(
+    found: Candidate, ways: Sequence[Way], rows: Tensor, others: Sequence[Tensor], *, once: bool
+) -> dict[Way, Prepare]:
+    """What puts each way on, and then runs the module ``once`` or as often as fills a sample."""
+    module: Any = found.swap.module
+    state = found.swap.state
+
+    def on(way: Way) -> None:
+        if way is Way.STOCK:
+            found.swap.off()
+            return
+        if not found.swap.is_on:  # what its proof rests on is looked at anew then
+            found.swap.on()
+        state.take((way,) * len(SIZES))
+
+    def run() -> None:
+        for _ in range(often):
+            module(rows, *others)
+
+    def prepare(way: Way) -> Callable[[], Any]:
+        on(way)
+        return run
+
+    often = 1
+    if not once:
+        often = max(1, min(MOST_RUNS, int(SAMPLE_S / max(_lasts(prepare(Way.STOCK)), 1e-6))))
+    return {way: functools.partial(prepare, way) for way in ways}

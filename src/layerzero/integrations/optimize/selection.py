@@ -1,0 +1,393 @@
+"""What stays: what is faster on the caller's inputs or, without any, on random rows; the rest is taken out."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from layerzero.asking.trace import traced
+from layerzero.integrations.optimize import layer_timing, modules
+from layerzero.integrations.optimize.attention import AttentionSwap
+from layerzero.integrations.optimize.candidate import distance, quiet
+from layerzero.integrations.optimize.layer_timing import Around, around, attention_costs, cut, shapes_of
+from layerzero.integrations.optimize.module_times import ROUNDS, Spent, spent
+from layerzero.integrations.optimize.report import BY_CALL, Optimized, Replaced, Search
+from layerzero.integrations.optimize.timing import LEAST, Paced, Sizes, Untimed, agree, decided, race
+from layerzero.integrations.optimize.workload import RUN, Workload
+from layerzero.serving.warmup import Progress
+from layerzero.tuning.keeping.archive import refused
+from layerzero.tuning.measuring.tune_run import Step
+
+WHOLE = 5
+"""Runs of the model without which nothing stays: one compared, and of both ways one that warms up and one timed."""
+
+STAYS = "without which nothing stays"
+
+NO_TIME_FOR_WHOLE = "no time was left to compare and time the whole (budget_s)"
+
+
+def time_inputs(
+    root: Module,
+    report: Optimized,
+    workload: Workload,
+    before: list[Tensor],
+    *,
+    rounds: int,
+    isolate: bool,
+    tell: Progress = lambda *_: None,
+) -> None:
+    """Measure the calls that the inputs make, compare the outputs, and take out what does not pay.
+
+    Kernels are measured in the time that runs of the model leave, or half of what there is: what was neither compared
+    nor timed as a whole does not stay.
+    """
+    time = report.time
+    by_kind: dict[str, list[Replaced]] = defaultdict(list)
+    for each in report.replaced:
+        by_kind[each.kind].append(each)
+    if _has_time(report) and time.allows("measuring kernels on the inputs' calls", RUN, WHOLE + 1):
+        reserved_s = min(time.expected_s(RUN, _runs(len(by_kind), rounds)), time.deadline.left_s / 2)
+        deadline = time.deadline.sooner(max(reserved_s, time.expected_s(RUN, WHOLE)))
+        tuned = report.tuned = workload.tune(
+            deadline=deadline, isolate=isolate, progress=lambda each: _told(each, tell)
+        )
+        report.refused = refused({each.report.operation for each in tuned.contests}, workload.device)
+        if tuned.left:
+            report.tune.append(
+                f"{tuned.left} calls were not measured within the budget; call again with more, or lz.tune"
+            )
+    if not _has_time(report):
+        report.time.leave(f"comparing and timing the whole, {STAYS}", RUN, WHOLE)
+        report.take_out(report.replaced, lambda told: f"{told.kind}: {NO_TIME_FOR_WHOLE}")
+        return
+    after = workload.run()
+    errors = [distance(got, expected) for got, expected in zip(after, before, strict=False)]
+    report.error = max(errors, default=None)
+    if by_kind:
+        _keep_what_gains(report, workload, by_kind, rounds, tell)
+    report._forget()
+    if time.allows("naming the kernels of each module", RUN, 2):
+        workload.run()  # packs what these inputs' kernels want, and nothing that was only tried
+        _name_kernels(root, report, workload)
+    if time.allows("the time of each kind of modules", RUN, 2 * ROUNDS if report.replaced else ROUNDS):
+        report.spent = _spent(root, report, workload)
+
+
+def _has_time(report: Optimized) -> bool:
+    """Whether what is put on can be compared and timed, without which it does not stay."""
+    return report.time.fits(RUN, WHOLE)
+
+
+def _runs(kinds: int, rounds: int) -> int:
+    """How many runs of the model follow the measuring of kernels: one compared, two named, the others timed."""
+    return 3 + (kinds + 4) * (rounds + 1) + 2 * ROUNDS
+
+
+def _keep_what_gains(
+    report: Optimized, workload: Workload, by_kind: Mapping[str, list[Replaced]], rounds: int, tell: Progress
+) -> None:
+    """Time the model as a whole, and take out what does not pay, or could not be timed."""
+    switches = {kind: functools.partial(_switch, found) for kind, found in by_kind.items()}
+    left_s = report.time.deadline.left_s
+    timed = report.timed = time_kinds(
+        switches,
+        workload.sample,
+        rounds,
+        lambda turn, of: tell("timing kinds of modules", turn, of),
+        workload.fits,
+    )
+    each = workload.samples(rounds + 1)
+    if timed is None:
+        report.time.leave(f"timing the whole, {STAYS}", RUN, workload.samples(WHOLE - 1), left_s)
+        report.take_out(report.replaced, lambda told: f"{told.kind}: {NO_TIME_FOR_WHOLE}")
+        return
+    if timed.together:
+        report.time.leave("timing kinds of modules apart", RUN, (len(switches) + 2) * each, left_s)
+
+    def why(told: Replaced) -> str:
+        gain = timed.gains[told.kind]
+        if gain >= LEAST:  # the whole decided
+            return f"{told.kind}: it gained {gain:+.1%} in its turn, but all that gained less than 1 % together"
+        return f"{told.kind}: end to end it gained {gain:+.1%}, less than 1 %"
+
+    report.take_out([each for kind in timed.dropped for each in by_kind[kind]], why)
+
+
+def _told(step: Step, tell: Progress) -> None:
+    left = "" if step.left_s is None else f", {step.left_s:.0f} s left"
+    tell(f"measuring {step.job.name}{left}", step.number, step.total)
+
+
+def _switch(found: Iterable[Replaced], on: bool) -> None:
+    for each in found:
+        if each.exchange is not None:
+            each.exchange.on() if on else each.exchange.off()
+
+
+def _spent(root: Module, report: Optimized, workload: Workload) -> Spent:
+    """Time by modules; a captured step runs none of them, so it is off meanwhile."""
+    steps = [each for each in report.replaced if each.kind == "step"]
+    others = [each for each in report.replaced if each.kind != "step"]
+    kinds = {each.path: each.kind for each in report.replaced if each.kind not in {"attention", "step"}}
+    _switch(steps, on=False)
+    try:
+        switch = functools.partial(_switch, others) if others else None
+        found = spent(root, kinds, workload.call, switch, workload.device)
+        found.steps_off = bool(steps)
+        return found
+    finally:
+        _switch(steps, on=True)
+
+
+def _name_kernels(root: Module, report: Optimized, workload: Workload) -> None:
+    """Say which kernels the inputs' calls get: a prompt and a token of one module may have kernels of their own."""
+    ran: dict[str, dict[str, None]] = defaultdict(dict)
+    paths = {each.path for each in report.replaced if each.kernel != BY_CALL}
+    with torch.no_grad():
+        found = traced(root, workload.call)
+    for row in found.rows:
+        ran[row.layer if row.layer in paths else BY_CALL][row.kernel] = None
+    for each in report.replaced:
+        kernels = ran.get(BY_CALL if each.kernel == BY_CALL else each.path)
+        if kernels:
+            each.kernel = ", ".join(kernels)
+
+
+MOST_ROUNDS = 4
+"""Rounds at most, in those that were asked for, where ratios lie on both sides of :data:`LEAST`."""
+
+Pair = tuple[float, float]
+"""Seconds of one round: without something, and with it."""
+
+
+@dataclass
+class Timed:
+    """What the rounds of a whole model said.
+
+    Attributes:
+        stock_s, after_s: a run before, and with what was kept; medians.
+        gains: of each kind, how much longer a run takes without it, in parts of a run with everything.
+        dropped: kinds that were taken out again.
+        rounds: how many rounds the model before and after was timed in.
+        speedup: how many times as fast, the median of the rounds' ratios.
+        together: whether there was no time to time kinds apart; each then has the gain of all.
+    """
+
+    stock_s: float
+    after_s: float
+    gains: dict[str, float] = field(default_factory=dict)
+    dropped: list[str] = field(default_factory=list)
+    rounds: int = 0
+    speedup: float = 1.0
+    together: bool = False
+
+    def __str__(self) -> str:
+        lines = [f"a run takes {self.stock_s * 1e3:.2f} ms; nothing was kept, so it is as before"]
+        if len(self.dropped) < len(self.gains):
+            times = f"before {self.stock_s * 1e3:.2f} ms, after {self.after_s * 1e3:.2f} ms"
+            how = f"median of the ratios of {self.rounds} rounds, in each of which both ran"
+            lines = [f"{times}: {self.speedup:.2f} times as fast ({how})"]
+        if self.together:
+            kinds = ", ".join(self.gains)
+            verdict = "taken out again" if self.dropped else "kept"
+            return "\n".join((*lines, f"  {kinds}: {verdict} together; there was no time to time each apart"))
+        for kind, gain in self.gains.items():
+            kept = "taken out again" if kind in self.dropped else "kept"
+            lines.append(f"  {kind}: {gain:+.1%} for the whole model, {kept}")
+        return "\n".join(lines)
+
+
+def time_kinds(
+    switches: Mapping[str, Callable[[bool], None]],
+    sample: Callable[[], float],
+    rounds: int,
+    tell: Callable[[int, int], None] = lambda *_: None,
+    fits: Callable[[int], bool] = lambda _: True,
+) -> Timed | None:
+    """Time stock, everything, and everything without each kind, in turn; leave on what gains.
+
+    Rounds go on, to :data:`MOST_ROUNDS` times ``rounds``, for variants whose ratios do not say yet on which side of
+    :data:`LEAST` they lie. Where nothing gains, everything is off afterwards.
+
+    Args:
+        switches: put the modules of one kind on or off.
+        sample: runs the model once, as it is now, and returns the seconds.
+        tell: gets the number of each round, and of how many at least.
+        fits: whether there is time for so many samples. No round begins without. Kinds are timed together, and no gain
+            of each is told, where there is none for ``rounds`` of each. None, and everything off, where there is no
+            time for one round.
+    """
+
+    def set_on(kinds: Sequence[str]) -> None:
+        for kind, switch in switches.items():
+            switch(kind in kinds)
+
+    def pairs_of(variants: Mapping[str, Sequence[str]], against: Sequence[str]) -> dict[str, list[Pair]]:
+        """Of each variant and of what it is compared with; the first runs, which choose and pack, do not count."""
+
+        def timed_as(name: str | None) -> float:
+            set_on(against if name is None else variants[name])
+            return sample()
+
+        def undecided(times: Mapping[str | None, Sequence[float]], turn: int) -> list[str | None]:
+            names = [name for name in variants if turn < rounds or not _is_on_one_side(times[name], times[None])]
+            if turn == rounds * MOST_ROUNDS or not names or not fits(len(names) + 1):
+                return []
+            tell(turn, max(rounds, turn + 1))
+            return [*names, None]
+
+        names: list[str | None] = [*variants, None]
+        if not fits(2 * len(names)):
+            return {name: [] for name in variants}
+        for name in names:
+            timed_as(name)
+        times = race(names, timed_as, undecided)
+        return {name: list(zip(times[name], times[None], strict=False)) for name in variants}
+
+    everything = list(switches)
+    variants: dict[str, list[str]] = {"": []}
+    several = len(everything) > 1
+    together = several and not fits((len(everything) + 2) * (rounds + 1))
+    if several and not together:
+        variants |= {kind: [each for each in everything if each != kind] for kind in everything}
+    pairs = pairs_of(variants, everything)
+    whole = pairs[""]
+    if not whole:
+        set_on([])
+        return None
+    gains = {kind: gain(pairs.get(kind, whole)) for kind in everything}
+    kept = [kind for kind in everything if gains[kind] >= LEAST]
+    if kept and len(kept) < len(everything):
+        whole = pairs_of({"": []}, kept)[""]
+        if not whole:  # nothing is kept that was not timed as a whole
+            whole, kept = pairs[""], everything
+    if gain(whole) < LEAST:
+        kept = []
+    dropped = [kind for kind in everything if kind not in kept]
+    set_on(kept)
+    stock_s, after_s = (statistics.median(each) for each in zip(*whole, strict=True))
+    if not kept:
+        return Timed(stock_s, stock_s, gains, dropped, len(whole), together=together)
+    return Timed(stock_s, after_s, gains, dropped, len(whole), 1 + gain(whole), together)
+
+
+def gain(pairs: Sequence[Pair]) -> float:
+    """How much longer runs took before, in parts of those after: the median of the rounds' ratios.
+
+    Of an even number it is the lower one of the middle: the mean of two would let one slow run count as ten.
+    """
+    return statistics.median_low([before / after for before, after in pairs]) - 1
+
+
+def _is_on_one_side(before: Sequence[float], after: Sequence[float]) -> bool:
+    """Whether ratios lie on one side of :data:`LEAST` more often than a coin does, by two standard deviations."""
+    above = [one / other - 1 >= LEAST for one, other in zip(before, after, strict=False)]
+    return agree(above, 2.0) or agree([not each for each in above], 2.0)
+
+
+TIMED = frozenset({"cpu"})
+"""Devices on which this is done: on others a first run may build kernels for minutes."""
+
+
+def time_random_rows(search: Search, report: Optimized, *, graph: bool) -> None:
+    """Take out what is slower than the model's own code at one of a few sizes, or raises there; say what each takes.
+
+    Attention goes where layers that are not kept are slower with it. What is kept then is timed again without it.
+
+    Args:
+        graph: whether steps are taken from the layers: then these, and the attention, stay.
+    """
+    beside: Around | None = None
+    untimed: dict[str, list[str]] = {}
+    passed = report.time.deadline.passed
+    for _, exchange, ours in search.models:
+        mine = {id(each) for each in exchange.model.modules()}
+        layers = [each for each in report.replaced if each.kind == "layer" and id(each.swap.module) in mine]
+        if not layers or next(layers[0].swap.module.parameters()).device.type not in TIMED:
+            continue
+        search.tell("timing layers", 0, 1)
+        found = _settled_layers(layers, exchange, report, ours=ours, stays=graph)
+        costs = attention_costs([each for each, _ in found])
+        if costs and ours and not exchange.chosen and not graph:
+            report.take_out([each for each in report.replaced if each.exchange is exchange], f"attention: {costs}")
+            again = [one for each, group in found if isinstance(each, Paced) and each.kept for one in group]
+            found = [(each, group) for each, group in found if not isinstance(each, Paced) or not each.kept]
+            found += _settled_layers(again, exchange, report, ours=False)  # it was on in what they took
+        for each, _ in found:
+            _tell(each, report, untimed, stays=graph)
+        if graph or passed() or not any(isinstance(each, Paced) for each, _ in found):
+            continue
+        try:
+            beside = beside or around(layers, exchange)
+        except Exception as error:  # noqa: BLE001  # what a model raises on arguments that were made for another
+            said = f"{type(error).__name__}: {str(error)[:80]}"
+            report.tune.append(f"modules were timed alone, not behind a layer of the model ({said})")
+    alike: dict[Hashable, list[Replaced]] = defaultdict(list)
+    for one in report.replaced:
+        if one.candidate is not None and one.candidate.example.device.type in TIMED:
+            alike[modules.shape_of(one.candidate), beside and beside.about].append(one)
+
+    def measure(group: list[Replaced]) -> Sizes | None:
+        assert group[0].candidate is not None
+        return modules.measured(group[0].candidate, beside, passed)
+
+    search.tell("timing modules", 0, 1)
+    with nullcontext() if beside is None else quiet(beside.model):
+        for each, _ in _settled(alike, measure, report):
+            _tell(each, report, untimed)
+    for why, names in untimed.items():
+        told = ", ".join(dict.fromkeys(names))
+        report.tune.append(f"{told}: not timed beside the model's own code ({why}); pass inputs= to measure")
+
+
+_Found = list[tuple[Paced | Untimed, list[Replaced]]]
+
+
+def _settled_layers(
+    whole: list[Replaced], exchange: AttentionSwap, report: Optimized, *, ours: bool, stays: bool = False
+) -> _Found:
+    def measure(group: list[Replaced]) -> Sizes | None:
+        return layer_timing.measured(group, whole, exchange, report.time.deadline.passed, ours=ours)
+
+    found = _settled(shapes_of(whole, exchange, ours=ours), measure, report, stays=stays)
+    cut(whole)
+    return found
+
+
+def _settled(
+    alike: Mapping[Hashable, list[Replaced]],
+    measure: Callable[[list[Replaced]], Sizes | None],
+    report: Optimized,
+    *,
+    stays: bool = False,
+) -> _Found:
+    """Time what is put on by shapes, set which way it computes at which size, and take out what gains nowhere."""
+    found = []
+    for about, group in alike.items():
+        paths, kind = [each.path for each in group], group[0].kind
+        each = decided(about, group[0].module, paths, report.time, functools.partial(measure, group))
+        if isinstance(each, Paced):
+            for one in group:
+                one.swap.state.take(each.ways)
+        if not stays and isinstance(each, Paced) and not each.kept:
+            report.take_out(group, f"{kind}: no gain on random rows, in units of its own time: {each.text}")
+        elif not stays and isinstance(each, Untimed) and not each.stays:
+            report.take_out(group, f"{kind}: {each.why}")
+        found.append((each, group))
+    return found
+
+
+def _tell(found: Paced | Untimed, report: Optimized, untimed: dict[str, list[str]], *, stays: bool = False) -> None:
+    """Say what was timed, and what stays that was not."""
+    if isinstance(found, Paced):
+        report.paced.append(found)
+    elif stays or found.stays:
+        untimed.setdefault(found.why, []).append(found.module)

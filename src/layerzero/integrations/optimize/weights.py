@@ -1,0 +1,260 @@
+"""Weights as kernels want them: packed, within a bound on memory, or several that lie in one tensor."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from layerzero.core.errors import LayerZeroWarning
+from layerzero.core.handle import FOREIGN, STALE
+from layerzero.core.system import forking
+from layerzero.integrations.optimize.swap import State
+from layerzero.integrations.optimize.timing import Way, size_of
+from layerzero.ops.linear.packed import LOOKS, Pack, PackedWeight, Packing
+
+
+class Packs(State):
+    """A state with weights in the order in which kernels read them.
+
+    Attributes:
+        packed: of each weight, in the order in which the forward asks for them; all None where no kernel wants them.
+        budget: what their forms may take together with those of others; None without a bound.
+        late: how often a write was seen that calls before may have missed.
+        plain: of each size of :data:`~layerzero.integrations.optimize.timing.SIZES`, whether weights are read as they
+            lie; empty where they nowhere are.
+    """
+
+    def __init__(self, weights: Iterable[Tensor], covers: Iterable[tuple[str, Module]] = (), *, pack: bool) -> None:
+        super().__init__(covers)
+        self.packed: list[PackedWeight | None] = [PackedWeight(each) if pack else None for each in weights]
+        self.budget: Budget | None = None
+        self.late = 0
+        self._barred: frozenset[tuple[int, bool]] = frozenset()
+        self._for_one = False
+        self.plain: tuple[bool, ...] = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> State:
+        alive = [None if each is None else each._weight() for each in self.packed]  # which none collects meanwhile
+        for each, weight in zip(self.packed, alive, strict=True):
+            if each is not None and weight is None:  # exchanged since: the copy's first call makes its own, as here
+                memo[id(each)] = PackedWeight(torch.empty(1, 1))
+        twin = super().__deepcopy__(memo)
+        assert isinstance(twin, Packs)
+        if twin.budget is not None:
+            twin.bound(twin.budget)
+        return twin
+
+    @property
+    def bytes(self) -> int:
+        return sum(0 if each is None else each.bytes for each in self.packed)
+
+    @property
+    def forms(self) -> list[int]:
+        """How many forms each weight has now that may have some."""
+        return [each.forms for each in self.packed if each is not None]
+
+    @property
+    def barred(self) -> int:
+        """How many forms there was no room for."""
+        return len(self._barred)
+
+    def bound(self, budget: Budget) -> None:
+        """Keep no more forms than there is room for."""
+        self.budget = budget
+        for number, each in enumerate(self.packed):
+            if each is not None and not each.is_gone:
+                self.packed[number] = self._made(number, each.weight)
+
+    def _made(self, number: int, weight: Tensor) -> PackedWeight:
+        if self.budget is None:
+            return PackedWeight(weight)
+        return self.budget.packed(weight, functools.partial(self._bar, number))
+
+    def _bar(self, number: int) -> None:
+        """Read this weight as it lies in calls like the present one, for one row or for many."""
+        self._barred |= {(number, self._for_one)}
+
+    @property
+    def may_pack(self) -> bool:
+        """Whether kernels may want another form of a weight."""
+        return any(each is not None for each in self.packed)
+
+    def take(self, ways: Sequence[Way]) -> None:
+        super().take(ways)
+        self.plain = tuple(way is Way.PLAIN for way in ways) if Way.PLAIN in ways else ()
+
+    def forms_for(self, rows: Tensor) -> list[PackedWeight | None]:
+        """Packed weights for a call with such rows: kernels for one row and for many have forms of their own."""
+        if self.plain and self.plain[size_of(rows)]:
+            return [None] * len(self.packed)
+        if self.budget is None:
+            return self.packed
+        self._for_one = one = rows.numel() == rows.shape[-1]
+        if not self._barred:
+            return self.packed
+        return [None if (number, one) in self._barred else each for number, each in enumerate(self.packed)]
+
+    def join(self, holders: Mapping[int, int], joined: list[Joined]) -> str:  # noqa: ARG002
+        """Lay weights that one product computes with one after the other; say why not, empty where nothing is to do.
+
+        Args:
+            holders: how many parameters each memory holds.
+            joined: gets what was joined.
+        """
+        return ""
+
+    def forget(self) -> None:
+        """Let go of packed forms: each kernel that runs makes its own again, and those that were only tried do not."""
+        for each in self.packed:
+            if each is not None:
+                each.refresh()
+        self._barred = frozenset()
+
+    def renew(self, *weights: Tensor) -> bool:
+        """Follow the weights after they were written into, moved or exchanged; whether there was anything to follow."""
+        found = False
+        for number, (packed, weight) in enumerate(zip(self.packed, weights, strict=True)):
+            kind = "" if packed is None else packed.kind_for(weight)
+            if kind == FOREIGN:
+                self.packed[number], found = self._made(number, weight), True
+            elif kind == STALE and packed is not None:
+                if packed.is_late:
+                    self._tell(weight)
+                packed.refresh()
+                found = True
+        return found
+
+    def _tell(self, weight: Tensor) -> None:
+        self.late += 1
+        size = " x ".join(map(str, weight.shape))
+        warnings.warn(
+            f"lz.optimize: a weight ({size}) was written into past torch's count of writes (by .data, NumPy or another "
+            f"library); up to {LOOKS} calls computed with what was packed before. It is packed anew; write within "
+            "torch.no_grad() instead, or undo() the report before",
+            LayerZeroWarning,
+            stacklevel=2,
+        )
+
+
+class Budget:
+    """Bytes that the packed forms of one model may take together.
+
+    Attributes:
+        limit: bytes.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.lock = forking.rlock()
+        self._weights: weakref.WeakSet[Bounded] = weakref.WeakSet()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Budget:
+        """The same bound for a copy's own forms."""
+        return Budget(self.limit)
+
+    @property
+    def used(self) -> int:
+        """Bytes of the forms that are kept now."""
+        return sum(each.bytes for each in self._weights)
+
+    def packed(self, weight: Tensor, full: Callable[[], None]) -> PackedWeight:
+        """A packed weight within the bound; ``full`` is called where a form had no room."""
+        made = Bounded(weight)
+        made.budget, made.full = self, full
+        self._weights.add(made)
+        return made
+
+
+class Bounded(PackedWeight):
+    """A packed weight that keeps a form only where there is room for it.
+
+    The call that wanted it gets a form all the same, which is gone afterwards: it was chosen for it.
+    """
+
+    budget: Budget
+    full: Callable[[], None]
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def form(self, owner: Hashable, pack: Pack) -> Any:
+        """The weight as a kernel wants it, kept where there is room."""
+        if owner in self._slots:
+            return super().form(owner, pack)
+        with self.budget.lock:
+            if self.budget.used + self.weight.nbytes <= self.budget.limit:
+                found = super().form(owner, pack)
+                if self.budget.used <= self.budget.limit:
+                    return found
+                self._slots.pop(owner, None)  # the form takes more than the weight
+                self.full()
+                return found
+            self.full()
+        return Packing(self, pack).form
+
+
+PACKING = frozenset({"cpu"})
+"""Devices whose kernels want a weight in an order of their own; those of others read it as it lies."""
+
+
+def wants_packed(weight: Tensor) -> bool:
+    """Whether kernels want another form of this weight."""
+    return weight.device.type in PACKING
+
+
+class Joined:
+    """The rows of the first, then those of the second, and so on.
+
+    Attributes:
+        weight: all in one tensor, (N_1 + N_2 + ..., K); of biases (N_1 + N_2 + ...,).
+    """
+
+    def __init__(self, *parts: Parameter) -> None:
+        self.parts = parts
+        with torch.no_grad():
+            self.weight = torch.cat([each.detach() for each in parts])
+        self._lay(torch.split(self.weight, [each.shape[0] for each in parts]))
+        self._starts = tuple(each.data_ptr() for each in parts)
+
+    def _lay(self, tensors: Sequence[Tensor]) -> None:
+        for each, tensor in zip(self.parts, tensors, strict=True):
+            each.data = tensor
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy's weights lie by themselves: torch copies each parameter alone."""
+
+    def holds(self, *parts: Tensor | None) -> bool:
+        """Whether these are its weights and still lie in it: moving a module, or another dtype, takes them apart."""
+        for each, part, start in zip(self.parts, parts, self._starts, strict=True):
+            if part is not each or part.data_ptr() != start:
+                return False
+        return True
+
+    def part(self) -> None:
+        """Give each weight memory of its own again, with the values that it has now."""
+        if self.holds(*self.parts):
+            self._lay([each.detach().clone() for each in self.parts])
+
+
+def why_apart(parts: Sequence[Parameter], others: Mapping[int, int]) -> str:
+    """Say why weights cannot lie in one tensor; ``others`` counts the tensors that each memory holds."""
+    if len({(each.shape[1:], each.dtype, each.device) for each in parts}) > 1:
+        return "shapes, dtypes or devices differ"
+    for each in parts:
+        if not each.is_contiguous() or each.untyped_storage().nbytes() != each.nbytes:
+            return "one lies in a larger memory"
+        if others.get(each.untyped_storage().data_ptr(), 1) > 1:
+            return "one shares its memory with another parameter"
+        if each.is_inference():
+            return "one was made in inference mode"
+    return ""

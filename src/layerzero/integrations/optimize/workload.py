@@ -1,0 +1,334 @@
+"""The caller's own inputs: run, recorded, measured and timed, within the time that is left, on which libraries."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import time as _time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from layerzero.core.device import Device
+from layerzero.core.kernel import Kernel
+from layerzero.engine.config import current_policy
+from layerzero.engine.registry import REGISTRY
+from layerzero.integrations.optimize import timing
+from layerzero.integrations.optimize.candidate import quiet
+from layerzero.tuning.measuring.clocks import current
+from layerzero.tuning.measuring.timing import Deadline, Effort
+from layerzero.tuning.measuring.tune import Tuned, run_jobs
+from layerzero.tuning.measuring.tune_run import Step
+from layerzero.tuning.measuring.workload import jobs_of, record
+
+CLOCK: Callable[[], float] = _time.monotonic
+"""Tests set another one."""
+
+RUN = "a run of the model"
+"""What a run of the caller's inputs is called among steps."""
+
+
+@dataclass
+class LeftOut:
+    """A step that was not begun.
+
+    Attributes:
+        what: the step, and what is done without it.
+        needed_s: what it was expected to take, by steps like it; 0 where there was none.
+        left_s: what was left then.
+        times: how often it was left out.
+    """
+
+    what: str
+    needed_s: float
+    left_s: float
+    times: int = 1
+
+    def __str__(self) -> str:
+        often = f" ({self.times} times)" if self.times > 1 else ""
+        needed = f"about {self.needed_s:.2g} s" if self.needed_s else "an unknown time"
+        return f"{self.what}{often}: {needed}, {self.left_s:.2g} s were left"
+
+
+class TimeLeft:
+    """What is left of the time for one model, and how long its steps take.
+
+    Attributes:
+        budget_s: seconds from now; None for no end.
+        deadline: when that is over.
+        left_out: the steps that there was no time for.
+    """
+
+    def __init__(self, budget_s: float | None) -> None:
+        self.budget_s, self.deadline = budget_s, Deadline(budget_s, CLOCK)
+        self.left_out: list[LeftOut] = []
+        self._least_s: dict[str, float] = {}
+
+    @contextmanager
+    def taking(self, like: str) -> Iterator[None]:
+        """Learn what a step takes: the least that one like it took, for the first also loads and compiles."""
+        began = self.deadline.spent_s
+        yield
+        self._least_s[like] = min(self._least_s.get(like, float("inf")), self.deadline.spent_s - began)
+
+    def expected_s(self, like: str, times: float = 1.0) -> float:
+        """What so many steps are likely to take; 0 before the first."""
+        return times * self._least_s.get(like, 0.0)
+
+    def fits(self, like: str, times: float = 1.0) -> bool:
+        """Whether so many steps are likely to end in time."""
+        left = self.deadline.left_s
+        return left > 0.0 and self.expected_s(like, times) <= left
+
+    def allows(self, what: str, like: str, times: float = 1.0) -> bool:
+        """Whether a step may begin; one that may not is kept for the report."""
+        if self.fits(like, times):
+            return True
+        self.leave(what, like, times)
+        return False
+
+    def leave(self, what: str, like: str, times: float = 1.0, left_s: float | None = None) -> None:
+        """Keep for the report that a step was left out; ``left_s``: what was left then, if not now."""
+        needed = self.expected_s(like, times)
+        left = max(self.deadline.left_s if left_s is None else left_s, 0.0)
+        for each in self.left_out:
+            if each.what == what:
+                each.times, each.needed_s = each.times + 1, each.needed_s + needed
+                return
+        self.left_out.append(LeftOut(what, needed, left))
+
+    def lines(self) -> list[str]:
+        """What a report says of it."""
+        if self.budget_s is None or not self.left_out:
+            return []
+        over = f"left out for want of time, of which budget_s gave {self.budget_s:g} s:"
+        return [over, *(f"  {each}" for each in self.left_out)]
+
+
+SHORTEST_S = 0.05
+"""A sample runs the model as often as fills this, at most :data:`MOST` times."""
+
+MOST = 20
+
+
+@dataclass
+class Workload:
+    """A way to run a model.
+
+    Attributes:
+        call: runs it once and returns what it gives.
+        device: where the model lies.
+        time: what is left of the time; it learns of every run.
+    """
+
+    call: Callable[[], Any]
+    device: torch.device
+    time: TimeLeft = field(default_factory=lambda: TimeLeft(None))
+    _often: int = 0
+
+    def run(self) -> list[Tensor]:
+        """The tensors that it gives, in order."""
+        with self.time.taking(RUN):
+            with torch.no_grad():
+                found = [each.detach().clone() for each in tensors_in(self.call())]
+            self._wait()
+        return found
+
+    def samples(self, count: int) -> int:
+        """How many runs so many samples are."""
+        return count * max(self._often, 1)
+
+    def fits(self, samples: int) -> bool:
+        """Whether there is time for so many samples."""
+        return self.time.fits(RUN, self.samples(samples))
+
+    def sample(self) -> float:
+        """Seconds of one run; short ones are run several times and the least counts."""
+        if not self._often:
+            seconds = self.time.expected_s(RUN) or self._seconds()
+            self._often = max(1, min(MOST, int(SHORTEST_S / max(seconds, 1e-6))))
+        return min(self._seconds() for _ in range(self._often))
+
+    def _seconds(self) -> float:
+        self._wait()
+        started = timing.WALL()
+        with self.time.taking(RUN):
+            with torch.no_grad():
+                self.call()
+            self._wait()
+        return timing.WALL() - started
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def tune(self, *, deadline: Deadline, isolate: bool, progress: Callable[[Step], None] | None = None) -> Tuned:
+        """Record the calls of one run and measure each class of them, the most frequent first."""
+        with record() as recording, torch.no_grad():
+            self.call()
+        jobs = jobs_of(recording.manifest(), self.device.type)
+        effort = Effort(current_policy()["tune_samples"], fill=self.device.type == "cpu")
+        slow = [kernel.id for kernel in REGISTRY.kernels() if self._takes_minutes(kernel)]
+        with current(self.device):
+            return run_jobs(
+                jobs, self.device, effort=effort, deadline=deadline, isolate=isolate, leave_out=slow, progress=progress
+            )
+
+    def _takes_minutes(self, kernel: Kernel) -> bool:
+        """Compilers for the CPU take half a minute a call, more than most runs would ever win."""
+        return kernel.jit and self.device.type == "cpu"
+
+
+def _noted(call: Callable[[], Any], how: str) -> Callable[[], Any]:
+    """What says how the model was called, where it raises: a SentenceTransformer takes no sentences that way."""
+
+    def run() -> Any:
+        try:
+            return call()
+        except Exception as error:
+            other = "inputs may be a function that runs it otherwise: lz.optimize(model, lambda: model.encode(texts))"
+            error.add_note(f"lz.optimize ran {how}; {other}")
+            raise
+
+    return run
+
+
+def is_function(inputs: Any) -> bool:
+    """Whether inputs are a function that runs the model, and no arguments of a call."""
+    return callable(inputs) and not isinstance(inputs, (Mapping, tuple, list, Tensor))
+
+
+def workload_of(model: Any, inputs: Any, time: TimeLeft) -> Workload:
+    """A way to run a model on what the caller gave."""
+    first = next((each for each in tensors_of_model(model)), None)
+    device = torch.device("cpu") if first is None else first.device
+    if isinstance(inputs, Mapping):
+        return Workload(_noted(lambda: model(**inputs), "model(**inputs)"), device, time)
+    if isinstance(inputs, (tuple, list)):
+        return Workload(_noted(lambda: model(*inputs), "model(*inputs)"), device, time)
+    if isinstance(inputs, Tensor):
+        return Workload(_noted(lambda: model(inputs), "model(inputs)"), device, time)
+    if callable(inputs):
+        return Workload(inputs, device, time)
+    wanted = "a tensor, a tuple, a dict, or a function without arguments"
+    raise TypeError(f"optimize: inputs: wanted {wanted}, got {type(inputs).__name__}")
+
+
+def tensors_of_model(model: Any) -> Iterator[Tensor]:
+    """Its parameters, or those of the model within it."""
+    module = model if isinstance(model, torch.nn.Module) else model.model
+    yield from module.parameters()
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Tensors in what a model returns, caches aside: in tuples, lists and mappings, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from tensors_in(each)
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from tensors_in(each)
+
+
+LIBRARIES = ("transformers", "diffusers", "sentence_transformers")
+
+
+def stock_of(root: Module, device: torch.device) -> str:
+    """Libraries with their versions, the attention that a model of Transformers asks for, and where it runs."""
+    made = {type(each).__module__.partition(".")[0] for each in root.modules()}
+    names = [f"torch {torch.__version__}"]
+    names += [f"{each} {sys.modules[each].__version__}" for each in LIBRARIES if each in made and each in sys.modules]
+    settings = sorted(set(_settings_of(root)))
+    text = ", ".join(names) + (f" with {' and '.join(settings)}" if settings else "")
+    where = Device.detect(device).name
+    text += f", on {torch.get_num_threads()} threads of {where}" if device.type == "cpu" else f", on {where}"
+    overrides = sorted(_overrides_of(device.type))
+    if overrides:
+        text += f"; torch's own {', '.join(overrides)}, which TORCH_DISABLE_NATIVE_JIT=1 turns off"
+    return text
+
+
+def _settings_of(root: Module) -> Iterator[str]:
+    for each in root.modules():
+        setting = getattr(getattr(each, "config", None), "_attn_implementation", None)
+        if isinstance(setting, str):
+            yield setting
+
+
+def _overrides_of(kind: str) -> Iterator[str]:
+    """Operators that torch sends to kernels in a language of its own on such a device; its registry is private."""
+    registry = sys.modules.get("torch._native.registry")
+    for (operator, key), nodes in getattr(registry, "_graphs", {}).items():
+        if str(key).lower() == kind:
+            for language in sorted({str(getattr(each, "dsl_name", "kernel")) for each in nodes}):
+                yield f"{language} kernel for {operator}"
+
+
+SAMPLES = 4000
+"""Of sound at random: a dozen frames of what most models make of it."""
+
+
+def _of_pictures_or_sound(model: Any, name: str) -> dict[str, Any]:
+    """Two random inputs for a model whose example Transformers does not know; nothing for other kinds of input."""
+    config, generator = getattr(model.config, "vision_config", model.config), torch.Generator().manual_seed(0)
+    size = getattr(config, "image_size", None)
+    bins, frames = (getattr(config, each, None) for each in ("num_mel_bins", "max_source_positions"))
+    if name == "input_values":
+        shape: tuple[int, ...] = (2, SAMPLES)
+    elif name == "input_features" and bins and frames:  # Whisper's: a convolution takes every other frame
+        shape = (2, bins, 2 * frames)
+    elif name == "pixel_values" and size is not None:
+        shape = (2, getattr(config, "num_channels", 3), *((size, size) if isinstance(size, int) else size))
+    else:
+        return {}
+    return {name: torch.randn(shape, generator=generator, dtype=torch.float32)}
+
+
+def _example(model: Any) -> dict[str, Any]:
+    """Transformers' example for a model, or pictures or sound where it has none."""
+    known = inspect.signature(model.forward).parameters
+    words = model.dummy_inputs
+    example = {name: each for name, each in words.items() if name in known}
+    if model.main_input_name not in example:
+        example = _of_pictures_or_sound(model, model.main_input_name)
+    if example and "decoder_input_ids" in known and "input_ids" in words:  # shorter: which is which shows
+        example.setdefault("decoder_input_ids", words["input_ids"][: len(next(iter(example.values()))), :-1])
+    return example
+
+
+def example_run(model: Any) -> Callable[[], Any]:
+    """A way to run a model on Transformers' own example, as it is and with the first tokens of a row hidden."""
+
+    def placed(example: Mapping[str, Any]) -> dict[str, Any]:
+        device = next(model.parameters()).device
+        dtype = next(each.dtype for each in model.parameters() if each.is_floating_point())
+        return {
+            name: each.to(device, dtype if each.is_floating_point() else None) if isinstance(each, Tensor) else each
+            for name, each in example.items()
+        }
+
+    def run() -> None:
+        example = placed(_example(model))
+        with quiet(model):
+            try:
+                model(**example)
+            except Exception:  # words alone are not enough for every model of words and pictures
+                pictures = placed(_of_pictures_or_sound(model, "pixel_values"))
+                if not pictures or "pixel_values" in example:
+                    raise
+                example |= pictures
+                model(**example)
+            ids = example.get("input_ids")
+            if ids is not None:
+                mask = torch.ones_like(ids)
+                mask[0, :2] = 0
+                model(**{**example, "attention_mask": mask})
+
+    return run
