@@ -89,8 +89,17 @@ class Handle:
                     slot = self._slots[owner] = make(self)  # type: ignore[assignment]  # an owner keeps one type
         return slot  # type: ignore[return-value]
 
+    @property
+    def capturable(self) -> bool:
+        """Whether its buffers stay where they are."""
+        return self.kind == CAPTURABLE
+
     def refresh(self) -> None:
-        """Bring every slot up to date after the tensors changed, outside of any capture."""
+        """Bring every slot up to date after the tensors changed, outside of any capture.
+
+        What a subclass keeps as ``host`` is read again.
+        """
+        self.__dict__.pop("host", None)
         with self._lock:
             slots, self._slots = self._slots, {}
             for owner, slot in slots.items():  # one that raises takes those after it along: all are made anew

@@ -59,7 +59,8 @@ def without_defaults(
     Args:
         newest: whether each query is its sequence's newest token, so that nothing lies to the right of its window.
     """
-    found = {name: value for name, value in arguments.items() if name in operation.schema.known}
+    known = operation.schema.known
+    found = {name: value for name, value in arguments.items() if name in known}
     scale, window = found.get("scale"), found.get("window")
     if isinstance(scale, (int, float)) and math.isclose(scale, head_dim**-0.5, rel_tol=1e-7):
         found["scale"] = None

@@ -29,7 +29,7 @@ from layerzero.ops.attention.reference import (
     parts,
     scratch,
 )
-from layerzero.ops.attention.sweep import sweep_of
+from layerzero.ops.attention.sweep import Heads, sizes_of, sweep_of
 
 TOLERANCE = {
     torch.float64: Tolerance(1e-5, 1e-5),
@@ -164,21 +164,10 @@ def _work(facts: Mapping[str, Any]) -> Work:
     return work_of(facts, pairs, batch * queries, batch * keys)
 
 
-def _prefill(name: str, batch: int, seq: int, heads: int, kv: int, head_dim: int, *, causal: bool = True) -> Case:
-    sizes = {"batch": batch, "seq_q": seq, "seq_k": seq, "heads": heads, "kv_heads": kv, "head_dim": head_dim}
-    return Case(name, sizes | {"value_dim": head_dim}, {"causal": causal})
-
-
-def _decode(name: str, batch: int, seq_k: int, heads: int, kv: int, head_dim: int) -> Case:
-    sizes = {"batch": batch, "seq_q": 1, "seq_k": seq_k, "heads": heads, "kv_heads": kv, "head_dim": head_dim}
-    return Case(name, sizes | {"value_dim": head_dim})
-
-
-def _padded(name: str, batch: int, seq_q: int, seq_k: int, heads: int, kv: int, head_dim: int) -> Case:
-    """Keys of unlike lengths in rows of one: an encoder's batch, or cross attention over one."""
-    sizes = {"batch": batch, "seq_q": seq_q, "seq_k": seq_k, "heads": heads, "kv_heads": kv, "head_dim": head_dim}
-    params: dict[str, object] = {} if seq_q == 1 else {"causal": False}
-    return Case(name, sizes | {"value_dim": head_dim}, params, ("kv_lens",))
+def _case(name: str, *sizes: int, given: tuple[str, ...] = (), **params: object) -> Case:
+    """Sizes: batch, queries, keys, heads, kv heads, head dim."""
+    batch, seq_q, seq_k, *heads = sizes
+    return Case(name, sizes_of(Heads(*heads), batch, seq_q, seq_k), params, given)
 
 
 def operation(name: str, summary: str, reference: Callable[..., Any], *, sibling: str = "", **more: Any) -> Operation:
@@ -206,9 +195,9 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
         summary,
         attention_reference,
         inputs=(
-            TensorSchema("query", ("batch", "seq_q", "heads", "head_dim"), FLOATING, has_layout=True),
-            TensorSchema("key", ("batch", "seq_k", "kv_heads", "head_dim"), FLOATING, has_layout=True),
-            TensorSchema("value", ("batch", "seq_k", "kv_heads", "value_dim"), FLOATING, has_layout=True),
+            declaration.tensor("query: batch seq_q heads head_dim", has_layout=True),
+            declaration.tensor("key: batch seq_k kv_heads head_dim", has_layout=True),
+            declaration.tensor("value: batch seq_k kv_heads value_dim", has_layout=True),
             TensorSchema(
                 "attn_mask",
                 (),
@@ -230,7 +219,7 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
         sibling=sibling,
         left_by_state=torch_alone,
         derive=_derive,
-        derived_from={"bias_grad": (), "group": ("heads", "kv_heads"), "mask_ndim": (), "mask_dtype": ()},
+        derived_from={"bias_grad": (), **GROUP, "mask_ndim": (), "mask_dtype": ()},
         work=_work,
         adapters=ADAPTERS,
         fixed={"causal": False} if decode else {},
@@ -245,30 +234,30 @@ STANDARD_PREFILL = _operation(
     "attention.standard.prefill",
     "Attention of many queries, equal head counts",
     (
-        _prefill("minilm", 8, 128, 12, 12, 32, causal=False),
-        _prefill("small", 2, 64, 8, 8, 64),
-        _prefill("medium", 8, 1024, 16, 16, 64),
-        _prefill("diffusion", 2, 4096, 24, 24, 128, causal=False),
-        _padded("encoder_lengths", 8, 128, 128, 12, 12, 64),
+        _case("minilm", 8, 128, 128, 12, 12, 32, causal=False),
+        _case("small", 2, 64, 64, 8, 8, 64, causal=True),
+        _case("medium", 8, 1024, 1024, 16, 16, 64, causal=True),
+        _case("diffusion", 2, 4096, 4096, 24, 24, 128, causal=False),
+        _case("encoder_lengths", 8, 128, 128, 12, 12, 64, given=("kv_lens",), causal=False),
     ),
 )
 STANDARD_DECODE = _operation(
     "attention.standard.decode",
     "Attention of one query per sequence, equal head counts",
     (
-        _decode("small", 2, 128, 8, 8, 64),
-        _decode("medium", 1, 1024, 16, 16, 64),
-        _padded("cross_lengths", 8, 1, 1500, 20, 20, 64),
+        _case("small", 2, 1, 128, 8, 8, 64),
+        _case("medium", 1, 1, 1024, 16, 16, 64),
+        _case("cross_lengths", 8, 1, 1500, 20, 20, 64, given=("kv_lens",)),
     ),
 )
 GQA_PREFILL = _operation(
     "attention.gqa.prefill",
     "Attention of many queries, several query heads a kv head",
     (
-        _prefill("small", 2, 64, 8, 2, 64),
-        _prefill("llama3_8b_s512", 1, 512, 32, 8, 128),
-        _prefill("llama3_8b_s2048", 1, 2048, 32, 8, 128),
-        _prefill("gemma_d256", 2, 2048, 16, 4, 256),
+        _case("small", 2, 64, 64, 8, 2, 64, causal=True),
+        _case("llama3_8b_s512", 1, 512, 512, 32, 8, 128, causal=True),
+        _case("llama3_8b_s2048", 1, 2048, 2048, 32, 8, 128, causal=True),
+        _case("gemma_d256", 2, 2048, 2048, 16, 4, 256, causal=True),
     ),
     sibling="attention.standard.prefill",
 )
@@ -276,9 +265,9 @@ GQA_DECODE = _operation(
     "attention.gqa.decode",
     "Attention of one query per sequence, several query heads a kv head",
     (
-        _decode("small", 2, 128, 8, 2, 64),
-        _decode("llama3_8b_b1", 1, 512, 32, 8, 128),
-        _decode("llama3_8b_b64", 64, 2048, 32, 8, 128),
+        _case("small", 2, 1, 128, 8, 2, 64),
+        _case("llama3_8b_b1", 1, 1, 512, 32, 8, 128),
+        _case("llama3_8b_b64", 64, 1, 2048, 32, 8, 128),
     ),
     sibling="attention.standard.decode",
 )

@@ -198,11 +198,6 @@ class StepMetadata(Handle):
             self._is_captured = True
         return self._max_context_len
 
-    @property
-    def capturable(self) -> bool:
-        """Whether its buffers stay where they are."""
-        return self.kind == CAPTURABLE
-
     def advance(
         self,
         *,
@@ -264,7 +259,6 @@ class StepMetadata(Handle):
 
     def refresh(self) -> None:
         """Bring every slot up to date; lengths on the host are read again unless they were given."""
-        self.__dict__.pop("host", None)
         super().refresh()
         self._uncounted = self._copies()
 

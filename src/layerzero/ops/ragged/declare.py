@@ -159,12 +159,7 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
             each: fact for each, fact in attn.ALIASES.items() if fact not in ("batch", "seq_q", "seq_k", "attn_mask")
         },
         derive=_derive,
-        derived_from={
-            "bias_grad": (),
-            "group": ("heads", "kv_heads"),
-            "longest_q": ("tokens",),
-            "longest_k": ("kv_tokens",),
-        },
+        derived_from={"bias_grad": (), **attn.GROUP, "longest_q": ("tokens",), "longest_k": ("kv_tokens",)},
         check_values=_check_starts,
         guard=guard(("cu_seqlens_q", "query"), ("cu_seqlens_k", "key")),
         examples=_examples,

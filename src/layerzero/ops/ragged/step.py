@@ -63,11 +63,6 @@ class RaggedMetadata(Handle):
         """Where keys begin; change it in place, then advance."""
         return self._tensors[1]
 
-    @property
-    def capturable(self) -> bool:
-        """Whether its buffers stay where they are."""
-        return self.kind == CAPTURABLE
-
     @cached_property
     def host(self) -> tuple[Tensor, Tensor]:
         """Both on the CPU: what was given, or one copy a step, which waits for the device."""
@@ -89,11 +84,6 @@ class RaggedMetadata(Handle):
             raise InvalidCallError("RaggedMetadata.advance", problems)
         self._given = host
         self.refresh()
-
-    def refresh(self) -> None:
-        """Bring every slot up to date; numbers on the host are read again unless they were given."""
-        self.__dict__.pop("host", None)
-        super().refresh()
 
 
 def host_problems(host: object, of: tuple[Tensor, ...]) -> list[str]:

@@ -127,8 +127,3 @@ class BlockPattern(Handle):
     def advance(self) -> None:
         """Tell that the values changed; every slot reads them again, outside of any capture."""
         self.refresh()
-
-    def refresh(self) -> None:
-        """Bring every slot up to date."""
-        self.__dict__.pop("host", None)
-        super().refresh()
