@@ -159,6 +159,38 @@ class SdpaEnabled(Limit):
         return f"sdpa_kernel allows {self.name}"
 
 
+@dataclass(frozen=True, slots=True)
+class DenseTokens(Limit):
+    """What one token brings is dense in these tensors, however far tokens lie apart; repairable by a copy.
+
+    Keys and values that are parts of one product of queries, keys and values are read where they lie.
+    """
+
+    tensors: tuple[str, ...]
+
+    def check(self, facts: Facts) -> Findings:
+        found = []
+        for name in self.tensors:
+            tensor = facts.tensors[name]
+            wanted = 1
+            for size, stride in zip(reversed(tensor.shape[1:]), reversed(tensor.strides[1:]), strict=True):
+                if size > 1 and stride != wanted:
+                    reason = Reason(ReasonCode.NOT_CONTIGUOUS, name, "dense tokens", f"strides {tensor.strides}")
+                    found.append(Finding(reason, Repair("copy", name)))
+                    break
+                wanted *= size
+        return tuple(found)
+
+    def gives_way(self, _: Collection[str], /) -> bool:
+        return True
+
+    def facts_named(self) -> tuple[str, ...]:
+        return self.tensors
+
+    def describe(self) -> str:
+        return f"dense tokens: {', '.join(self.tensors)}"
+
+
 def torch_alone(facts: Facts) -> tuple[str, tuple[str, ...]] | None:
     """Who wants torch's plain formulas and nothing else switches off all that is fused: other libraries are, too."""
     disabled: frozenset[str] = facts["sdpa_disabled"]  # type: ignore[assignment]
@@ -253,35 +285,3 @@ ADAPTERS = {
         writes_anew=("key", "value"),
     ),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class DenseTokens(Limit):
-    """What one token brings is dense in these tensors, however far tokens lie apart; repairable by a copy.
-
-    Keys and values that are parts of one product of queries, keys and values are read where they lie.
-    """
-
-    tensors: tuple[str, ...]
-
-    def check(self, facts: Facts) -> Findings:
-        found = []
-        for name in self.tensors:
-            tensor = facts.tensors[name]
-            wanted = 1
-            for size, stride in zip(reversed(tensor.shape[1:]), reversed(tensor.strides[1:]), strict=True):
-                if size > 1 and stride != wanted:
-                    reason = Reason(ReasonCode.NOT_CONTIGUOUS, name, "dense tokens", f"strides {tensor.strides}")
-                    found.append(Finding(reason, Repair("copy", name)))
-                    break
-                wanted *= size
-        return tuple(found)
-
-    def gives_way(self, _: Collection[str], /) -> bool:
-        return True
-
-    def facts_named(self) -> tuple[str, ...]:
-        return self.tensors
-
-    def describe(self) -> str:
-        return f"dense tokens: {', '.join(self.tensors)}"

@@ -2,6 +2,7 @@
 
 A page is shared by as many sequences as its count of users says. Whoever writes into a page that others use gets one of
 its own first, so that what others read never changes. Every change is planned as a whole before any of it is made.
+Sequences that begin with the same pages are grouped, for attention that reads these once.
 """
 
 from __future__ import annotations

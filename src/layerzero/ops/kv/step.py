@@ -1,4 +1,7 @@
-"""A step that writes into a cache: its new tokens have their slots, and it is the only one until it ends."""
+"""A step that writes into a cache: its new tokens have their slots, and it is the only one until it ends.
+
+Its tables, lengths, starts and slots lie in one buffer, which one copy brings to the device.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Where the memory of a cache comes from: all at once, in memory that both sides share, or as it is needed."""
+"""Where the memory of a cache comes from, and how tokens move in it.
+
+It comes all at once, in memory that both sides share, or as it is needed. Tokens move between pages and to the host:
+whole pages by one index, rows as far as they are used.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What goes wrong with a cache that is no mistake in one argument: no room, a freed cache, two steps at once."""
+"""How a cache's memory is laid out, chosen by facts: the four strategies and why each is taken or refused.
+
+Beside them what goes wrong with a cache that is no mistake in one argument: no room, a closed cache, two steps at once.
+"""
 
 from __future__ import annotations
 

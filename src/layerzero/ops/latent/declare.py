@@ -231,7 +231,7 @@ _WIDTHS = ((512, 64), (128, 64), (256, 64), (16, 8), (7, 3))
 
 
 def _draw(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
-    """Draw a call of ``lz.mla_attention``."""
+    """Draw a call: planes apart or in one tensor, NaN wherever nothing may be read."""
     batch, seq_q = draw.of((0, 1, 2, 3, 5), (1, 8, 12, 8, 3)), draw.of((1, 2, 4), (4, 1, 1))
     heads, (latent, rope) = draw.of((1, 3, 8, 16, 128), (2, 1, 4, 4, 1)), draw.of(_WIDTHS, (8, 2, 1, 2, 1))
     page_size, blocks = draw.of((16, 64, 3, 32), (5, 5, 1, 2)), draw.of((1, 2, 3, 7), (2, 3, 3, 1))

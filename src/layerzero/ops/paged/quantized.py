@@ -1,4 +1,4 @@
-"""Attention over a paged cache of float8 or int8, whose numbers are multiples of scales.
+"""Attention over a paged cache of float8 or int8, whose numbers are multiples of scales, and writing into one.
 
     attention.quantized.decode.paged    one query a sequence
     attention.quantized.prefill.paged   any number of queries a sequence
@@ -149,60 +149,6 @@ def _examples(examples: Any) -> Callable[..., dict[str, Any]]:
     return made
 
 
-def _operation(name: str, summary: str, like: Operation, sizes: Mapping[str, int]) -> Operation:
-    schema = like.schema
-    inputs = [
-        replace(each, dtype_constraint=QUANTIZED, same_dtype=False) if each.resident else each
-        for each in schema.inputs
-        if each.required
-    ]
-    derives, work = like.derive, like.work
-    assert derives is not None
-    assert work is not None
-    small = like.cases[0]
-    allowed = Case("narrow_query", {**small.sizes, **sizes}, {**small.params, NARROW_QUERY.name: True})
-    return replace(
-        like,
-        schema=OperationSchema(
-            operation=name,
-            inputs=(*inputs, *SCALES),
-            outputs=schema.outputs,
-            params=(*schema.params, NARROW_QUERY),
-            axes=schema.axes,
-            layouts=schema.layouts,
-        ),
-        summary=summary,
-        reference=_reference(like.reference, len(inputs) - 3),
-        cases=(small, allowed),
-        sibling="",
-        unlike_sibling=None,
-        aliases={**like.aliases, "kv_cache_dtype": "cache_dtype"},
-        derive=lambda arguments, values: {**derives(arguments, values), **derive(arguments, values)},
-        derived=(*like.derived, *DERIVED),
-        derived_from={**like.derived_from, **dict.fromkeys(DERIVED, ())},
-        work=_work(work),
-        examples=_examples(like.examples),
-        parts=None,
-        sweep=None,
-    )
-
-
-DECODE = _operation(
-    "attention.quantized.decode.paged",
-    "Attention of one query per sequence over a paged cache of float8 or int8",
-    GQA_DECODE_PAGED,
-    {"batch": 3, "heads": 4, "head_dim": 128, "value_dim": 128, "max_blocks": 5, "pages": 15},
-)
-PREFILL = _operation(
-    "attention.quantized.prefill.paged",
-    "Attention of several queries per sequence over a paged cache of float8 or int8",
-    mixed.GQA_PREFILL_PAGED,
-    {"tokens": 26, "batch": 4, "starts": 5, "heads": 4, "head_dim": 128, "value_dim": 128}
-    | {"max_blocks": 3, "pages": 12},
-)
-OPERATIONS = (DECODE, PREFILL)
-
-
 def quantized(new: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Numbers divided by their scales, within the range of a narrower dtype; whole ones are rounded to even.
 
@@ -296,3 +242,57 @@ def examples(case: Case, dtype: torch.dtype, device: torch.device, generator: to
         made[f"{name}_scale"] = (0.01 + 0.03 * torch.rand(shape[2], generator=generator)).to(device)
         made[f"{name}_cache"] = torch.zeros(*shape, case.sizes[width], device=device).to(torch.float8_e4m3fn)
     return made
+
+
+def _operation(name: str, summary: str, like: Operation, sizes: Mapping[str, int]) -> Operation:
+    schema = like.schema
+    inputs = [
+        replace(each, dtype_constraint=QUANTIZED, same_dtype=False) if each.resident else each
+        for each in schema.inputs
+        if each.required
+    ]
+    derives, work = like.derive, like.work
+    assert derives is not None
+    assert work is not None
+    small = like.cases[0]
+    allowed = Case("narrow_query", {**small.sizes, **sizes}, {**small.params, NARROW_QUERY.name: True})
+    return replace(
+        like,
+        schema=OperationSchema(
+            operation=name,
+            inputs=(*inputs, *SCALES),
+            outputs=schema.outputs,
+            params=(*schema.params, NARROW_QUERY),
+            axes=schema.axes,
+            layouts=schema.layouts,
+        ),
+        summary=summary,
+        reference=_reference(like.reference, len(inputs) - 3),
+        cases=(small, allowed),
+        sibling="",
+        unlike_sibling=None,
+        aliases={**like.aliases, "kv_cache_dtype": "cache_dtype"},
+        derive=lambda arguments, values: {**derives(arguments, values), **derive(arguments, values)},
+        derived=(*like.derived, *DERIVED),
+        derived_from={**like.derived_from, **dict.fromkeys(DERIVED, ())},
+        work=_work(work),
+        examples=_examples(like.examples),
+        parts=None,
+        sweep=None,
+    )
+
+
+DECODE = _operation(
+    "attention.quantized.decode.paged",
+    "Attention of one query per sequence over a paged cache of float8 or int8",
+    GQA_DECODE_PAGED,
+    {"batch": 3, "heads": 4, "head_dim": 128, "value_dim": 128, "max_blocks": 5, "pages": 15},
+)
+PREFILL = _operation(
+    "attention.quantized.prefill.paged",
+    "Attention of several queries per sequence over a paged cache of float8 or int8",
+    mixed.GQA_PREFILL_PAGED,
+    {"tokens": 26, "batch": 4, "starts": 5, "heads": 4, "head_dim": 128, "value_dim": 128}
+    | {"max_blocks": 3, "pages": 12},
+)
+OPERATIONS = (DECODE, PREFILL)

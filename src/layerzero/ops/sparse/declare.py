@@ -209,7 +209,7 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
 
 
 def _draw(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
-    """Draw a call of ``lz.sparse_attention``."""
+    """Draw a call: rows without a block, blocks of one token, every block."""
     block_rows, block_cols = draw.of((1, 2, 16, 64), (1, 1, 5, 2)), draw.of((1, 3, 16, 64), (1, 1, 5, 2))
     rows, columns = draw.of((0, 1, 3, 5), (1, 6, 8, 4)), draw.of((1, 2, 4, 7))
     kv_heads = draw.of((1, 2, 3))
