@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from layerzero.core.arguments import out_of_range, told
+from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError
 
 
@@ -38,6 +39,16 @@ def shape_problems(arguments: Mapping[str, Any], names: tuple[str, ...], ndim: i
         elif tensor.ndim != ndim:
             problems.append(f"{name}: wanted a {ndim}D tensor, got {tensor.ndim}D {tuple(tensor.shape)}")
     return problems
+
+
+def number_problems(name: str, tensor: object, ndim: int, shape: str) -> list[str]:
+    """What is wrong with int32 numbers as a tensor; ``shape`` says in words what was wanted."""
+    if isinstance(tensor, torch.Tensor) and tensor.dtype is torch.int32 and tensor.ndim == ndim:
+        return []
+    got = type(tensor).__name__
+    if isinstance(tensor, torch.Tensor):
+        got = f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
+    return [f"{name}: wanted an int32 tensor {shape}, got {got}"]
 
 
 def overlaps(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from layerzero.core.arguments import told
 from layerzero.core.errors import InvalidCallError
+from layerzero.ops.checks import number_problems
 from layerzero.ops.ragged.starts import lengths_of, shape_problems, value_problems
 
 _FUNCTION = "StepMetadata.of_ragged_tables"
@@ -25,10 +26,8 @@ def padded_tables(
     """
     problems = shape_problems("kv_indptr", kv_indptr)
     for name, tensor in (("kv_indices", kv_indices), ("kv_last_page_len", kv_last_page_len)):
-        if not isinstance(tensor, Tensor) or tensor.dtype is not torch.int32 or tensor.ndim != 1:
-            got = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
-            problems.append(f"{name}: wanted an int32 tensor of one axis, got {got.removeprefix('torch.')}")
-        elif not problems and tensor.device != kv_indptr.device:
+        problems += number_problems(name, tensor, 1, "of one axis")
+        if not problems and tensor.device != kv_indptr.device:
             problems.append(f"{name}: wanted device {kv_indptr.device} as kv_indptr, got {tensor.device}")
     for name, number in (("page_size", page_size), ("max_blocks", 1 if max_blocks is None else max_blocks)):
         if type(number) is not int or not 1 <= number < 2**31:

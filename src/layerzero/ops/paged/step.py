@@ -13,6 +13,7 @@ from layerzero.core.binding import public
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.handle import CAPTURABLE, FOREIGN, STALE, Handle
 from layerzero.core.values import Check
+from layerzero.ops.checks import number_problems
 from layerzero.ops.paged.pages import padded_tables
 from layerzero.ops.paged.slots import LateCount, SlotMapping, host_table_problems, numbers_on_host
 from layerzero.ops.ragged.starts import shape_problems
@@ -307,16 +308,8 @@ def _number_problems(name: str, number: object) -> list[str]:
 
 def table_problems(block_tables: object, context_lens: object) -> list[str]:
     """List what is wrong with block tables and lengths as tensors; their values are not read."""
-    problems = []
-    for name, tensor, shape, ndim in (
-        ("block_tables", block_tables, "(B, max_blocks)", 2),
-        ("context_lens", context_lens, "(B,)", 1),
-    ):
-        if not isinstance(tensor, Tensor):
-            problems.append(f"{name}: wanted an int32 tensor {shape}, got {type(tensor).__name__}")
-        elif tensor.dtype is not torch.int32 or tensor.ndim != ndim:
-            got = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-            problems.append(f"{name}: wanted an int32 tensor {shape}, got {got}")
+    problems = number_problems("block_tables", block_tables, 2, "(B, max_blocks)")
+    problems += number_problems("context_lens", context_lens, 1, "(B,)")
     if problems or not isinstance(block_tables, Tensor) or not isinstance(context_lens, Tensor):
         return problems
     if block_tables.device != context_lens.device:

@@ -14,17 +14,16 @@ from torch import Tensor
 
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.values import Check
+from layerzero.ops.checks import number_problems
 
 _MAX_TOLD = 8
 
 
 def shape_problems(name: str, starts: object, others: int | None = None, tokens: int = 0) -> list[str]:
     """What is wrong with starts as a tensor; ``others`` is how many of them belong together."""
-    if not isinstance(starts, Tensor):
-        return [f"{name}: wanted an int32 tensor (sequences + 1,), got {type(starts).__name__}"]
-    if starts.dtype is not torch.int32 or starts.ndim != 1:
-        got = f"{str(starts.dtype).removeprefix('torch.')} {tuple(starts.shape)}"
-        return [f"{name}: wanted an int32 tensor (sequences + 1,), got {got}"]
+    problems = number_problems(name, starts, 1, "(sequences + 1,)")
+    if problems or not isinstance(starts, Tensor):
+        return problems
     if len(starts) == 0:
         return [f"{name}: wanted a 0 and the end of each sequence, got no numbers"]
     if others is not None and len(starts) != others:

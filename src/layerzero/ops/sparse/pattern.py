@@ -15,6 +15,7 @@ from layerzero.core import values
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.handle import Handle
 from layerzero.core.values import Check
+from layerzero.ops.checks import number_problems
 from layerzero.ops.ragged.starts import checks as start_checks
 from layerzero.ops.ragged.starts import shape_problems
 
@@ -49,13 +50,7 @@ def block_table(block_indptr: Tensor, block_indices: Tensor, columns: int) -> tu
 
 def pattern_problems(block_indptr: object, block_indices: object) -> list[str]:
     """What is wrong with them as tensors; their values are not read."""
-    problems = shape_problems("block_indptr", block_indptr)
-    if not isinstance(block_indices, Tensor) or block_indices.dtype is not torch.int32 or block_indices.ndim != 1:
-        got = type(block_indices).__name__
-        if isinstance(block_indices, Tensor):
-            got = f"{str(block_indices.dtype).removeprefix('torch.')} {tuple(block_indices.shape)}"
-        problems.append(f"block_indices: wanted an int32 tensor (Z,), got {got}")
-    return problems
+    return shape_problems("block_indptr", block_indptr) + number_problems("block_indices", block_indices, 1, "(Z,)")
 
 
 def entry_problems(block_indptr: Tensor, block_indices: Tensor, columns: int | None) -> list[str]:
