@@ -166,8 +166,8 @@ def _work(facts: Mapping[str, Any]) -> Work:
 
 def _case(name: str, *sizes: int, given: tuple[str, ...] = (), **params: object) -> Case:
     """Sizes: batch, queries, keys, heads, kv heads, head dim."""
-    batch, seq_q, seq_k, *heads = sizes
-    return Case(name, sizes_of(Heads(*heads), batch, seq_q, seq_k), params, given)
+    batch, seq_q, seq_k, heads, kv_heads, head_dim = sizes
+    return Case(name, sizes_of(Heads(heads, kv_heads, head_dim), batch, seq_q, seq_k), params, given)
 
 
 def operation(name: str, summary: str, reference: Callable[..., Any], *, sibling: str = "", **more: Any) -> Operation:
