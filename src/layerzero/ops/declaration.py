@@ -37,7 +37,7 @@ import torch
 from layerzero.core.arguments import Axis, Param, TensorSchema
 from layerzero.core.dtypes import FLOATING
 from layerzero.core.errors import InvalidCallError
-from layerzero.core.operation import Case, Function, Operation, Routed, Work
+from layerzero.core.operation import Case, Function, Operation, Routed, Tolerance, Work
 from layerzero.core.schema import OperationSchema
 from layerzero.ops.calls import dtype_for
 from layerzero.ops.checks import check_dense, write_problems
@@ -47,6 +47,15 @@ NDIM = Axis("input_ndim", works=False)
 
 Problems = Callable[[dict[str, Any]], list[str]]
 """What is wrong with a call's arguments, each ``name: wanted this, got that``."""
+
+
+ROUNDED_TWICE = {
+    torch.float64: Tolerance(1e-5, 1e-5),
+    torch.float32: Tolerance(1e-5, 1e-5),
+    torch.float16: Tolerance(1e-3, 1e-3),
+    torch.bfloat16: Tolerance(1e-2, 1e-2),
+}
+"""Twice the rounding of a result that is computed in float32 or wider, by its dtype."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

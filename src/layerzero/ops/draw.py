@@ -47,6 +47,13 @@ class Draw:
         """Whole numbers from 0 to ``high``, both inclusive."""
         return torch.randint(0, high + 1, tuple(shape), generator=self.data).to(self.device, dtype)
 
+    def leading(
+        self, counts: Sequence[int], weights: Sequence[int], sizes: Sequence[int] = (1, 2, 3, 5, 17)
+    ) -> tuple[int, ...]:
+        """Sizes of so many leading axes; now and then there is one without elements before them."""
+        found = tuple(self.of(sizes) for _ in range(self.of(counts, weights)))
+        return (0, *found) if self.chance(0.02) else found
+
     def laid_out(self, tensor: Tensor, *, expand: bool = True) -> Tensor:
         """The same values in other memory: permuted, padded, stepped, offset, with loose strides, or expanded."""
         if self.chance(0.6) or tensor.ndim == 0:

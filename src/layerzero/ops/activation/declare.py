@@ -17,19 +17,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.core.arguments import Axis, Param, told
-from layerzero.core.operation import Case, Function, Operation, Tolerance
+from layerzero.core.operation import Case, Function, Operation
 from layerzero.ops.activation import formulas
-from layerzero.ops.declaration import NDIM, cases, function, moved, operation, same_shape, wide
+from layerzero.ops.declaration import NDIM, ROUNDED_TWICE, cases, function, moved, operation, same_shape, wide
 from layerzero.ops.draw import Draw
 
-TOLERANCE = {
-    torch.float64: Tolerance(1e-5, 1e-5),
-    torch.float32: Tolerance(1e-5, 1e-5),
-    torch.float16: Tolerance(1e-3, 1e-3),
-    torch.bfloat16: Tolerance(1e-2, 1e-2),
-}
 _JUDGED: dict[str, Any] = {
-    "tolerance": TOLERANCE,
+    "tolerance": ROUNDED_TWICE,
     "tolerance_reason": "twice the rounding of the output: kernels may round the activation before they multiply",
     "fuses": True,
 }
@@ -273,11 +267,6 @@ def _gate_problems(arguments: dict[str, Any]) -> list[str]:
 _WIDTHS = (1, 2, 3, 7, 8, 16, 24, 33, 64, 100, 128, 257, 1536)
 
 
-def _shape(draw: Draw) -> tuple[int, ...]:
-    rows = tuple(draw.of((1, 2, 3, 5, 17)) for _ in range(draw.of((0, 1, 2, 3), (1, 6, 3, 1))))
-    return (*((0, *rows) if draw.chance(0.02) else rows), draw.of(_WIDTHS))
-
-
 def _deviation(draw: Draw) -> float:
     """The deviation of what is activated: 1, now and then as wide as activations get before they are flat or straight.
 
@@ -291,7 +280,7 @@ def _drawn(operation: Operation) -> Callable[[Draw, torch.dtype], dict[str, Any]
     params, gated = [each.name for each in operation.schema.params], len(operation.schema.inputs) > 1
 
     def drawn(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
-        shape = _shape(draw)
+        shape = (*draw.leading((0, 1, 2, 3), (1, 6, 3, 1)), draw.of(_WIDTHS))
         gate = draw.normal(shape, dtype) * _deviation(draw)
         up = draw.normal(shape, dtype) if gated else None
         arguments: dict[str, Any]

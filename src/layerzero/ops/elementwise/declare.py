@@ -18,17 +18,11 @@ from torch import Tensor
 from layerzero.core.arguments import REQUIRED, Axis, Param, Role, TensorSchema
 from layerzero.core.dtypes import FLOATING
 from layerzero.core.judge import Exact
-from layerzero.core.operation import Operation, Tolerance
-from layerzero.ops.declaration import NDIM, cases, function, moved, operation, same_shape, tensor, wide
+from layerzero.core.operation import Operation
+from layerzero.ops.declaration import NDIM, ROUNDED_TWICE, cases, function, moved, operation, same_shape, tensor, wide
 from layerzero.ops.draw import Draw
 
-TOLERANCE = {
-    torch.float64: Tolerance(1e-5, 1e-5),
-    torch.float32: Tolerance(1e-5, 1e-5),
-    torch.float16: Tolerance(1e-3, 1e-3),
-    torch.bfloat16: Tolerance(1e-2, 1e-2),
-}
-_NEAR: dict[str, Any] = {"tolerance": TOLERANCE, "tolerance_reason": "twice the rounding of the output"}
+_NEAR: dict[str, Any] = {"tolerance": ROUNDED_TWICE, "tolerance_reason": "twice the rounding of the output"}
 
 
 def _widened(tensor: Tensor) -> Tensor:
@@ -215,14 +209,9 @@ def _choose(arguments: dict[str, Any]) -> Operation:
 _WIDTHS = (1, 2, 3, 7, 8, 16, 33, 64, 100, 257, 1536)
 
 
-def _shape(draw: Draw) -> tuple[int, ...]:
-    rows = tuple(draw.of((1, 2, 3, 5, 17)) for _ in range(draw.of((0, 1, 2, 3), (1, 6, 3, 1))))
-    return (*((0, *rows) if draw.chance(0.02) else rows), draw.of(_WIDTHS))
-
-
 def _drawn(*more: str) -> Callable[[Draw, torch.dtype], dict[str, Any]]:
     def drawn(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
-        shape = _shape(draw)
+        shape = (*draw.leading((0, 1, 2, 3), (1, 6, 3, 1)), draw.of(_WIDTHS))
         arguments: dict[str, Any] = {"input": draw.laid_out(draw.normal(shape, dtype))}
         draw.poison(arguments, ("input",))
         if "bias" in more:

@@ -201,8 +201,7 @@ def _draw(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     """Draw a call: ids of any shape, a whole table or a shard that has some of them."""
     vocab = draw.of((1, 2, 7, 64, 300))
     features = draw.of((1, 3, 8, 32, 64, 257))
-    shape = tuple(draw.of((1, 2, 5, 17)) for _ in range(draw.of((0, 1, 2, 3), (1, 5, 4, 1))))
-    shape = (0, *shape) if draw.chance(0.02) else shape
+    shape = draw.leading((0, 1, 2, 3), (1, 5, 4, 1), (1, 2, 5, 17))
     arguments: dict[str, Any] = {"weight": draw.laid_out(draw.normal((vocab, features), dtype))}
     most = vocab - 1
     if draw.chance(0.45):

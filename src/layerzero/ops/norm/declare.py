@@ -19,18 +19,12 @@ from torch.nn import functional
 
 from layerzero.core.arguments import Axis, Param, TensorSchema, told
 from layerzero.core.errors import InvalidCallError
-from layerzero.core.operation import Case, Function, Operation, Routed, Tolerance
+from layerzero.core.operation import Case, Function, Operation, Routed
 from layerzero.ops.calls import drawn
 from layerzero.ops.checks import check_dense, overlaps, write_problems
-from layerzero.ops.declaration import NDIM, cases, moved, operation, tensor, wide
+from layerzero.ops.declaration import NDIM, ROUNDED_TWICE, cases, moved, operation, tensor, wide
 from layerzero.ops.norm import draw
 
-TOLERANCE = {
-    torch.float64: Tolerance(1e-5, 1e-5),
-    torch.float32: Tolerance(1e-5, 1e-5),
-    torch.float16: Tolerance(1e-3, 1e-3),
-    torch.bfloat16: Tolerance(1e-2, 1e-2),
-}
 TOLERANCE_REASON = "twice the rounding of the output; the sums are in float32"
 
 _CASES = cases(
@@ -93,7 +87,7 @@ def _declared(
             NDIM,
         ),
         cases=_CASES,
-        tolerance=TOLERANCE,
+        tolerance=ROUNDED_TWICE,
         derive=_rows,
         derived_from={"hidden": ("hidden", "last"), "rows": ("...",), "input_ndim": ()},
         work=moved("rows hidden", tensors, flops),

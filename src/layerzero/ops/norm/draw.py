@@ -17,8 +17,7 @@ _WIDE = (1024, 1031, 4096)
 def _norm_sizes(draw: Draw) -> tuple[tuple[int, ...], int]:
     wide = draw.chance(0.08)
     hidden = draw.of(_WIDE if wide else _HIDDEN)
-    rows = tuple(draw.of((1, 2, 3) if wide else (1, 2, 3, 5, 17)) for _ in range(draw.of((0, 1, 2, 3), (1, 4, 4, 1))))
-    return (0, *rows) if draw.chance(0.02) else rows, hidden
+    return draw.leading((0, 1, 2, 3), (1, 4, 4, 1), (1, 2, 3) if wide else (1, 2, 3, 5, 17)), hidden
 
 
 def _eps(draw: Draw) -> dict[str, Any]:

@@ -130,8 +130,7 @@ _WIDTHS = (1, 2, 3, 7, 8, 16, 33, 64, 100, 257)
 
 
 def _leading(draw: Draw) -> tuple[int, ...]:
-    rows = tuple(draw.of((1, 2, 3, 5, 17)) for _ in range(draw.of((0, 1, 2), (3, 6, 2))))
-    return (0, *rows) if draw.chance(0.02) else rows
+    return draw.leading((0, 1, 2), (3, 6, 2))
 
 
 def _draw_transpose(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
