@@ -113,6 +113,8 @@ def test_the_reference_is_the_stock_unless_torch_has_another_way():
     assert torch.equal(_declared().stock(x, times=3)()[0], lengthen(x, times=3)[0])
     assert _declared(expression=lambda input, bias=None, times=2: "torch's").stock(x)() == "torch's"
     assert _declared(stock=None).stock is None
+    both = _declared(expression=lengthen, stock=lambda *_, **__: None)
+    assert (both.expression, both.stock(x)) == (lengthen, None), "what is timed declines, what is a kernel stays"
 
 
 @pytest.mark.filterwarnings("ignore::layerzero.core.errors.LayerZeroFallbackWarning")  # it has no kernel yet

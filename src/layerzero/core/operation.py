@@ -286,7 +286,7 @@ class Function:
 
     Attributes:
         name: public name, ``attention`` for ``lz.attention``.
-        signature: a Python function with the public signature and docstring; its body is never run.
+        signature: a Python function with the public signature and docstring, such as a reference; it is never called.
         route: from arguments to an operation: gives a ``Routed``, after the schema's ``validate`` found nothing wrong.
             It runs where a kernel is chosen, not on calls that were chosen before: of what is passed, only ``least``
             and ``most`` are looked at in every call.

@@ -150,7 +150,7 @@ def operation(
     led, facts = _of_leading(schema, derive)
     follows = {each: axes for each, axes in led.items() if each not in (derived_from or {})} | dict(derived_from or {})
     more.setdefault("work", _tensors_once(schema))
-    if "stock" not in more:
+    if expression is not None or "stock" not in more:
         more["expression"] = expression or reference
     return Operation(
         schema=schema,
