@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero.backends.torch.attention import levelled
 from layerzero.backends.torch.cuda_attention import padded_mask
-from layerzero.backends.torch.hidden_rows import levelled
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

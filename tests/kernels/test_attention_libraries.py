@@ -13,9 +13,9 @@ import pytest
 import torch
 from operator_schemas import FA2_SCHEMA, FA3_SCHEMA, Operator
 
-from layerzero.backends import cute_dsl, xformers
+from layerzero.backends import compiler_caches, xformers
+from layerzero.backends.flash_attn import attention as flash_attn
 from layerzero.backends.flash_attn import cute as flash_attn_cute
-from layerzero.backends.flash_attn import kept as flash_attn_kept
 from layerzero.backends.flashinfer import attention as flashinfer
 from layerzero.backends.flashinfer import modules as flashinfer_modules
 from layerzero.backends.flashinfer.plan import Plan
@@ -233,18 +233,18 @@ def test_flash_attention_4_keeps_what_it_compiled_for_other_processes(monkeypatc
     monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", package)
     monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(tmp_path / "kept"))
-    monkeypatch.setattr(flash_attn_kept, "_CACHES", {})
+    monkeypatch.setattr(flash_attn, "_CACHES", {})
     first, second = forward(), forward()
     for each in (first, second):
-        flash_attn_kept.kept(each)(*tensors(), out=torch.empty(0))
+        flash_attn.kept(each)(*tensors(), out=torch.empty(0))
         assert each.compile_cache == {}, "the package's own is left alone"
-    (cache,) = flash_attn_kept._CACHES.values()
+    (cache,) = flash_attn._CACHES.values()
     assert list(cache) == [(False, False)]
-    assert cache.place == flash_attn_kept.cache_folder() / "abc" / "fwd"
+    assert cache.place == flash_attn.cache_folder() / "abc" / "fwd"
     assert stat.S_IMODE((tmp_path / "kept").stat().st_mode) == 0o700
     own = forward()
     own.compile_cache = OnDisk("the user's")
-    flash_attn_kept.kept(own)(*tensors(), out=torch.empty(0))
+    flash_attn.kept(own)(*tensors(), out=torch.empty(0))
     assert list(own.compile_cache) == [(False, False)], "a package that keeps it itself does"
 
 
@@ -261,9 +261,9 @@ def test_where_flash_attention_4_keeps_it(monkeypatch, environment, wanted):
         monkeypatch.delenv(f"FLASH_ATTENTION_CUTE_DSL_{name}", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(cute_dsl, "getuser", lambda: "somebody")
-    monkeypatch.setattr(cute_dsl.tempfile, "gettempdir", lambda: "/tmp")
-    assert str(flash_attn_kept.cache_folder()) == wanted
+    monkeypatch.setattr(compiler_caches, "getuser", lambda: "somebody")
+    monkeypatch.setattr(compiler_caches.tempfile, "gettempdir", lambda: "/tmp")
+    assert str(flash_attn.cache_folder()) == wanted
 
 
 SINGLE = (

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero.backends import liger
 from layerzero.backends.flashinfer import norm as flashinfer_norm
-from layerzero.backends.liger import norm as liger
 from layerzero.backends.vllm import library as vllm_library
 from layerzero.backends.vllm import norm as vllm_norm
 from layerzero.core.device import Device

@@ -9,8 +9,8 @@ import weakref
 import pytest
 import torch
 
-from layerzero.backends.flashinfer import staging
-from layerzero.backends.flashinfer.staging import Staging
+from layerzero.backends.flashinfer import plan
+from layerzero.backends.flashinfer.plan import Staging
 
 CUDA = torch.device("cuda", 0)
 
@@ -47,7 +47,7 @@ def device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: self.numel() == 1)
-    monkeypatch.setattr(staging, "_UNREAD", {})
+    monkeypatch.setattr(plan, "_UNREAD", {})
     return made
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 import layerzero as lz
-from layerzero.backends.torch.hidden_rows import blanked, levelled, loses_log_sums
+from layerzero.backends.torch.attention import blanked, levelled, loses_log_sums
 
 OTHERS = ["onnxruntime", "zentorch", "flex_attention", "inductor"]
 PADDED = 4

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.backends.flashinfer import pod
+from layerzero.backends.flashinfer import cascade
 from layerzero.backends.flashinfer.cascade import _Cascade
 from layerzero.backends.flashinfer.latent import _Planned as PlannedLatent
 from layerzero.backends.flashinfer.varlen import PlannedPages, _Split, pages_of
@@ -166,9 +166,9 @@ def test_flash_mla_splits_the_work_once_a_step_unless_a_graph_replays_it(monkeyp
 
 def test_prefills_on_decodes_are_two_plans_of_one_wrapper(monkeypatch):
     monkeypatch.setattr(sys.modules["flashinfer"], "BatchPODWithPagedKVCacheWrapper", Wrapper, raising=False)
-    monkeypatch.setattr(pod, "workspace", lambda *_, **__: None)
+    monkeypatch.setattr(cascade, "workspace", lambda *_, **__: None)
     step = step_of()
-    both = pod._Pod(step, {**ARGUMENTS, "logits_soft_cap": 0.0}, PAGE, 2)
+    both = cascade._Pod(step, {**ARGUMENTS, "logits_soft_cap": 0.0}, PAGE, 2)
     wrapper = both._wrapper
     prefill, decode = wrapper.plans[0][0][:4], wrapper.plans[0][0][4:]
     assert prefill == [[0, 3, 5], [0, 2, 3], [1, 3, 6], [4, 4]]
@@ -189,7 +189,7 @@ def test_prefills_on_decodes_give_outputs_in_one_pair_and_sums_in_another(monkey
             return (outputs, tuple(each.sum(-1) for each in (prefills, decodes))) if return_lse else outputs
 
     monkeypatch.setattr(sys.modules["flashinfer"], "BatchPODWithPagedKVCacheWrapper", Attends, raising=False)
-    monkeypatch.setattr(pod, "workspace", lambda *_, **__: None)
+    monkeypatch.setattr(cascade, "workspace", lambda *_, **__: None)
     table, lens, starts = (
         torch.tensor([[7, 2], [5, 0], [1, 3]]).int(),
         torch.tensor([5, 1, 8]),
@@ -202,7 +202,7 @@ def test_prefills_on_decodes_give_outputs_in_one_pair_and_sums_in_another(monkey
     facts = FactsBuilder(REGISTRY.operation("attention.standard.mixed.paged")).build(
         *tensors, device=Device.named("H100"), layout="NHD", **given
     )
-    run = pod._load(facts)
+    run = cascade._load(facts)
     assert torch.equal(run(*tensors, **given), query + 1)
     output, lse = run(*tensors, **given, return_lse=True)
     assert torch.equal(output, query + 1)

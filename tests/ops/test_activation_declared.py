@@ -10,9 +10,9 @@ import torch
 from torch.nn import functional
 
 import layerzero as lz
-from layerzero.backends.flashinfer import activation as flashinfer
-from layerzero.backends.liger import activation as liger
-from layerzero.backends.vllm import activation as vllm
+from layerzero.backends import liger
+from layerzero.backends.flashinfer import norm as flashinfer
+from layerzero.backends.vllm import norm as vllm
 from layerzero.core.device import Device
 from layerzero.core.facts import FactsBuilder
 from layerzero.core.reasons import ReasonCode

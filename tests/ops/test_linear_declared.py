@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.backends.flashinfer import linear as flashinfer
+from layerzero.backends.flashinfer import norm as flashinfer
 from layerzero.backends.torch import linear as torch_linear
 from layerzero.core.device import Device
 from layerzero.core.facts import FactsBuilder
@@ -103,7 +103,7 @@ def test_the_small_product_is_called_as_its_library_wants_it(monkeypatch, rows, 
     monkeypatch.setattr(flashinfer, "_module", lambda: module)
     given = {"input": torch.randn(*rows, 64), "weight": torch.randn(16, 64)}
     bias = {"bias": torch.randn(16)} if biased else {}
-    got = flashinfer._load(facts_of({**given, **bias}))(given["input"], given["weight"], **bias)
+    got = flashinfer._load_linear(facts_of({**given, **bias}))(given["input"], given["weight"], **bias)
     torch.testing.assert_close(got, torch.nn.functional.linear(given["input"], given["weight"], **bias))
 
 

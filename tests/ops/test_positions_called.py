@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from layerzero.backends.flashinfer import rope as flashinfer
-from layerzero.backends.vllm import normed_rope, paged, rope_append
+from layerzero.backends.vllm import paged, rope
 from layerzero.core.device import Device
 from layerzero.core.facts import FactsBuilder
 from layerzero.ops import OPERATIONS
@@ -115,7 +115,7 @@ def test_vllms_rotation_and_append(monkeypatch, interleaved):
 
     functions = {"rotary_embedding": rotate, "reshape_and_cache_flash": append}
     library = types.SimpleNamespace(**{name: types.SimpleNamespace(default=each) for name, each in functions.items()})
-    for module in (normed_rope, paged):
+    for module in (rope, paged):
         monkeypatch.setattr(module, "operators", lambda *_: library)
     monkeypatch.setattr(paged, "SCALES", types.SimpleNamespace(get=lambda *_, capturing: None))
     query, key, value, _, cos, sin, positions = tensors((5,))
@@ -128,6 +128,6 @@ def test_vllms_rotation_and_append(monkeypatch, interleaved):
     copies = [each.clone() for each in caches]
     wanted = operation.reference(query, key, value, cos, sin, *copies, positions, slots, interleaved=interleaved)
     before = query.clone(), key.clone()
-    close([rope_append._load(facts)(*given, interleaved=interleaved), *caches], [wanted, *copies])
+    close([rope._load_rope_append(facts)(*given, interleaved=interleaved), *caches], [wanted, *copies])
     assert torch.equal(query, before[0])
     assert torch.equal(key, before[1])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import layerzero as lz
 from drawing import examples
-from layerzero.backends.vllm import normed_rope, quantized, rope_append
+from layerzero.backends.vllm import quantized, rope
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops import OPERATIONS
 from layerzero.ops.rope.declare import cos_sin
@@ -151,14 +151,14 @@ def test_vllms_rotation_and_append_of_codes(monkeypatch, form, interleaved):
 
     functions = {"rotary_embedding": rotate, "reshape_and_cache_flash": append}
     library = types.SimpleNamespace(**{name: types.SimpleNamespace(default=each) for name, each in functions.items()})
-    for module in (normed_rope, quantized):
+    for module in (rope, quantized):
         monkeypatch.setattr(module, "operators", lambda *_: library)
     arguments = call(form=form)
     arguments["slot_mapping"][2] = -1
     copies = arguments | {name: arguments[name].clone() for name in ("key_cache", "value_cache")}
     names = [each.name for each in OPERATIONS[NAME].schema.inputs]
     facts = lz.explain("rope_append_", **arguments, interleaved=interleaved, **H200).facts
-    got = rope_append._load_codes(facts)(*(arguments[name] for name in names), interleaved=interleaved)
+    got = rope._load_codes(facts)(*(arguments[name] for name in names), interleaved=interleaved)
     wanted = OPERATIONS[NAME].reference(*(copies[name] for name in names), interleaved=interleaved)
     assert torch.equal(got, wanted)
     assert all(torch.equal(one, other) for one, other in zip(bytes_of(arguments), bytes_of(copies), strict=True))

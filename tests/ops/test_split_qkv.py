@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.backends.vllm import normed_rope
+from layerzero.backends.vllm import rope
 from layerzero.core.device import Device
 from layerzero.core.facts import FactsBuilder
 from layerzero.core.reasons import ReasonCode
@@ -187,13 +187,13 @@ def _rotate(places, query, key, head_dim, table, half_split):
     key.copy_(pair[1])
 
 
-@pytest.mark.parametrize("load", [normed_rope._load_fused_split, normed_rope._load_split])
+@pytest.mark.parametrize("load", [rope._load_fused_split, rope._load_split])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("batch", [None, 2])
 def test_vllms_operators_are_called_as_their_sources_want_it(monkeypatch, load, interleaved, batch):
     operators = {"fused_qk_norm_rope": _fused, "rms_norm": _norm, "rotary_embedding": _rotate}
     library = types.SimpleNamespace(**{name: types.SimpleNamespace(default=each) for name, each in operators.items()})
-    monkeypatch.setattr(normed_rope, "operators", lambda *_: library)
+    monkeypatch.setattr(rope, "operators", lambda *_: library)
     arguments, _ = call(batch=batch)
     wanted = lz.split_qkv_norm_rope(**arguments, interleaved=interleaved, eps=1e-6)
     operation = OPERATIONS["posenc.split_qkv_norm_rope"]
@@ -205,12 +205,12 @@ def test_vllms_operators_are_called_as_their_sources_want_it(monkeypatch, load, 
     assert torch.equal(tensors[0], before)
 
 
-@pytest.mark.parametrize("load", [normed_rope._load_fused, normed_rope._load_composed])
+@pytest.mark.parametrize("load", [rope._load_fused, rope._load_composed])
 @pytest.mark.parametrize("batch", [None, 2])
 def test_the_same_without_a_joined_product(monkeypatch, load, batch):
     operators = {"fused_qk_norm_rope": _fused, "rms_norm": _norm, "rotary_embedding": _rotate}
     library = types.SimpleNamespace(**{name: types.SimpleNamespace(default=each) for name, each in operators.items()})
-    monkeypatch.setattr(normed_rope, "operators", lambda *_: library)
+    monkeypatch.setattr(rope, "operators", lambda *_: library)
     arguments, (query, key, _) = call(batch=batch)
     tensors = [query, key, *(arguments[name] for name in ("q_weight", "k_weight", "cos", "sin"))]
     operation = OPERATIONS["posenc.qk_norm_rope"]

@@ -26,7 +26,7 @@ SOURCE = """
 from dataclasses import replace
 
 import layerzero as lz
-from layerzero.backends.torch.paged_tokens import load_each
+from layerzero.backends.torch.paged import load_each
 from layerzero.core import limits as limit
 from layerzero.core.kernel import Backend, Kernel, Trust
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from layerzero.backends.cute_dsl import stamps, temporary
+from layerzero.backends.compiler_caches import stamps, temporary
 from layerzero.backends.norm_limits import RowsAligned, row_length
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts

@@ -2,5 +2,10 @@
 
 from __future__ import annotations
 
-MODULES = ("attention", "cute", "paged", "varlen")
+MODULES = (
+    "attention",
+    "cute",
+    "paged",
+    "varlen",
+)
 """The files that declare kernels, a family each."""

@@ -11,7 +11,7 @@ the next calls alike call that function with their own tensors. A decode step ha
 layer asks the package again: another plan for it would cost 2 ms. The recorder stands in a copy of the package's
 function: nothing of the package changes. No keys are split between blocks: Hopper's kernels cannot, and a split is two
 functions.
-What it compiled serves other processes, too (``kept``).
+What it compiled serves other processes, too (``attention``).
 Library: flash-attn-4 4.0, BSD-3-Clause.
 """
 
@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.cute_dsl import stamps
-from layerzero.backends.flash_attn.kept import cache_folder, kept
+from layerzero.backends.compiler_caches import stamps
+from layerzero.backends.flash_attn.attention import cache_folder, kept
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel

@@ -15,10 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
-from layerzero.backends.cute_dsl import stamps
-from layerzero.backends.flash_attn.attention import FLASH_ATTN_2, FLASH_ATTN_3
+from layerzero.backends.compiler_caches import stamps
+from layerzero.backends.flash_attn.attention import FLASH_ATTN_2, FLASH_ATTN_3, cache_folder, kept
 from layerzero.backends.flash_attn.cute import FLASH_ATTN_4
-from layerzero.backends.flash_attn.kept import cache_folder, kept
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel

@@ -20,7 +20,7 @@ from torch import Tensor
 from layerzero.backends.flashinfer.attention import FLASHINFER
 from layerzero.backends.flashinfer.modules import is_built
 from layerzero.backends.flashinfer.paged import WORKSPACE_BYTES, plannable, planned_alone, workspace
-from layerzero.backends.flashinfer.staging import Staging
+from layerzero.backends.flashinfer.plan import Staging
 from layerzero.backends.flashinfer.varlen import buffers, pages_of
 from layerzero.backends.latent import WIDTHS
 from layerzero.core import limits as limit

@@ -9,11 +9,27 @@ Its fused_add_rmsnorm writes the norm over its input: norm.add_rms.inplace. For 
 input first: two launches that move six times the tensor. Adding and then normalising are two launches that move it five
 times, and they normalise the sum as it was rounded. Its layernorm wants float32 weights beside bfloat16 data, which
 norm.layer does not have.
+
+FlashInfer's gates, called as the modules that it compiles with nvcc on first use: one for each activation.
+
+``flashinfer.silu_and_mul`` goes through an operator registration; here the module is called directly. Read:
+flashinfer-python 0.7.2, jit/activation.py and include/flashinfer/activation.cuh: float16 and bfloat16 only; dense rows;
+vectors as wide as divide a row, loaded from wherever the data begins, so it has to begin at 16 bytes; row starts in 64
+bits. It makes the tensors' device the current one and leaves it so, hence the plan's guard where there are several.
+
+FlashInfer's product for a few rows, TensorRT-LLM's tinygemm: bfloat16, 16 outputs by 8 rows a block, from sm_90 on.
+
+One module, compiled with nvcc on first use and called directly, not through ``flashinfer.gemm.tinygemm_bf16`` and its
+checks of every call. Read: flashinfer-python 0.7.2, gemm/routergemm.py and csrc/tinygemm2.cu: dense tensors through TMA
+descriptors, made on the host for each call, so they begin at 16 bytes; inputs in steps of 64, outputs of 16; the
+launch does not set the device. It is never told to start early: its documentation says that it hangs beside kernels
+that do not.
 Library: flashinfer-python 0.7.2, Apache-2.0.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -93,6 +109,76 @@ _LIMITS = (
     ElementsBelow(2**32),
 )
 
+
+def _activation(facts: Facts) -> str:
+    """FlashInfer's name for what a call asks for."""
+    if facts["operation"] == "mlp.silu_mul.joined":
+        return "silu"
+    return "gelu_tanh" if facts["approximate"] == "tanh" else "gelu"
+
+
+def _module_activation(facts: Facts) -> Hashable:
+    return facts.device.sm, _activation(facts)
+
+
+def _prebuilt_activation(facts: Facts) -> bool:
+    return is_built(f"{_activation(facts)}_and_mul", facts)
+
+
+@functools.cache
+def _function(activation: str) -> Callable[..., None]:
+    from flashinfer.jit import gen_act_and_mul_module
+
+    module = gen_act_and_mul_module(activation).build_and_load()
+    function: Callable[..., None] = getattr(module, f"{activation}_and_mul")
+    return function
+
+
+def _load(facts: Facts) -> Callable[..., Any]:
+    operator, sm = _function(_activation(facts)), facts.device.sm
+    overlap = sm is not None and sm >= (9, 0)  # it may start before the kernel ahead of it ends: it waits by itself
+
+    def run(input: Tensor, **_: Any) -> Tensor:
+        output = input.new_empty((*input.shape[:-1], input.shape[-1] // 2))
+        operator(output, input, overlap)
+        return output
+
+    return run
+
+
+@functools.cache
+def _module_linear() -> Any:
+    from flashinfer.jit import gen_tinygemm2_module
+
+    return gen_tinygemm2_module().build_and_load()
+
+
+def _key(facts: Facts) -> Hashable:
+    """One module for every size."""
+    return "tinygemm2", facts.device.sm
+
+
+def _prebuilt_linear(facts: Facts) -> bool:
+    return is_built("tinygemm2", facts)
+
+
+def _load_linear(facts: Facts) -> Callable[..., Any]:
+    module = _module_linear()
+    with_bias, without = module.tinygemm2_op, module.tinygemm2_nobias_op
+    inputs, outputs, ndim = facts.size("in_features"), facts.size("out_features"), facts["input_ndim"]
+
+    def run(input: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
+        rows = input if ndim == 2 else input.view(-1, inputs)
+        output = rows.new_empty((rows.shape[0], outputs))
+        if bias is None:
+            without(rows, weight, output, False)
+        else:
+            with_bias(rows, weight, bias, output, False)
+        return output if ndim == 2 else output.view(*input.shape[:-1], outputs)
+
+    return run
+
+
 KERNELS = (
     Kernel(
         id="flashinfer.rms_norm",
@@ -135,5 +221,50 @@ KERNELS = (
         build_key=_module,
         prebuilt=_prebuilt,
         priority=85,
+    ),
+    *(
+        Kernel(
+            id=f"flashinfer.{name}",
+            operations=(f"mlp.{name}.joined",),
+            backend=FLASHINFER,
+            load=_load,
+            accepts=accepts,
+            limits=(
+                limit.platform("cuda"),
+                limit.arch(min=(8, 0)),
+                limit.dtype("float16", "bfloat16"),
+                limit.contiguous("input"),
+                limit.aligned(16, "input"),
+                limit.dim("joined", multiple=8),  # no copy aligns rows of other lengths
+            ),
+            deterministic=True,
+            build_key=_module_activation,
+            prebuilt=_prebuilt_activation,
+            device_guard=False,
+            priority=90,
+        )
+        for name, accepts in (("silu_mul", ()), ("gelu_mul", ("approximate",)))
+    ),
+    Kernel(
+        id="flashinfer.tinygemm",
+        operations=("mlp.linear",),
+        backend=FLASHINFER,
+        load=_load_linear,
+        accepts=("bias",),
+        limits=(
+            limit.platform("cuda"),
+            limit.arch(min=(9, 0)),
+            limit.dtype("bfloat16"),
+            limit.dim("rows", max=64),  # beyond, each block of 8 rows reads the weight again
+            limit.dim("in_features", multiple=64),
+            limit.dim("out_features", multiple=16),
+            limit.contiguous("input", "weight", "bias"),
+            limit.aligned(16, "input", "weight"),
+        ),
+        deterministic=True,
+        build_key=_key,
+        prebuilt=_prebuilt_linear,
+        device_guard=False,
+        priority=40,
     ),
 )

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from layerzero.backends.flashinfer.attention import FLASHINFER
 from layerzero.backends.flashinfer.modules import decode_key, decode_prebuilt
-from layerzero.backends.flashinfer.staging import Staging
+from layerzero.backends.flashinfer.plan import Staging
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.handle import CAPTURABLE

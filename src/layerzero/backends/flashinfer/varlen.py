@@ -29,7 +29,7 @@ from layerzero.backends.flashinfer.paged import (
     same_strides,
     workspace,
 )
-from layerzero.backends.flashinfer.staging import Staging
+from layerzero.backends.flashinfer.plan import Staging
 from layerzero.core import limits as limit
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.facts import Facts

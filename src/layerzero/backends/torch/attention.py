@@ -1,5 +1,10 @@
 """PyTorch's own attention kernels on the CPU, and its unfused one that runs everywhere, called as its operators.
 
+Where a mask is -inf for every key, a query gives 0. Models also hide a row by the least number of a dtype, for every
+key: scores vanish beside -3.4e38, and all keys get equal shares. Fused kernels form these shares anew in their
+backward, from a log-sum-exp that holds no more than the mask's number there. Each share is then 1: gradients were 12
+times as large as they should be of 13 keys (CPU, torch 2.13, ``F.scaled_dot_product_attention`` as well, 2026-11-24).
+
 On ROCm, XPU and HPU torch's fused kernels are other ones in each release, and which of them takes a call is known to
 torch alone: there its function itself is the kernel, and obeys the caller's ``sdpa_kernel`` context by itself.
 
@@ -8,6 +13,10 @@ torch alone: there its function itself is the kernel, and obeys the caller's ``s
 through the binding that torch generates (``torch._scaled_dot_product_...``), an operator costs 2.1 to 2.6 us less than
 through ``torch.ops.aten`` (4.0 for 6.1 and 13.8 for 16.5 us on tiny tensors, Intel Xeon, torch 2.13, 2026-11-22).
 Limits were found by probing torch 2.13.0 with random calls against float64 (2026-11-21).
+
+The bias of linear biases as torch expressions: a row holds every distance once, and each query sees a piece of it.
+
+The bias of query i and key j depends on j - i alone, so of H x (q_len + kv_len - 1) numbers one copy makes all.
 Library: torch >= 2.10, BSD-3-Clause.
 """
 
@@ -20,7 +29,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.hidden_rows import blanked, levelled, loses_log_sums
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
@@ -28,6 +36,37 @@ from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention import declare as attention
 from layerzero.ops.attention.layout import by_group
 from layerzero.ops.attention.limits import LseWithoutGradient, SdpaEnabled, SquareCausal
+
+_LOST = -1e3
+"""Beside a larger number than this a log-sum-exp in float32 keeps what it adds to it to four digits."""
+
+_ABSORBING = -1e20
+"""Scores vanish beside numbers below, in float32 and in float64."""
+
+
+def loses_log_sums(mask: Tensor) -> bool:
+    """Whether a log-sum-exp loses its digits in some row. It reads the values, which costs a wait on a device."""
+    largest = mask.detach().amax(-1)
+    return bool(((largest < _LOST) & (largest != -torch.inf)).any())
+
+
+def levelled(query: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Shift each row of a mask so that its largest number is 0, and leave scores that vanish out of the call.
+
+    The shares stay what they are, and a log-sum-exp holds them; nothing is read on the host. Queries whose scores
+    vanish become 0 and get no gradient: their keys have equal shares whatever they are.
+
+    Shapes: query (B, H, S_q, D), mask broadcastable to (B, H, S_q, S_k) → the same
+    """
+    largest = mask.detach().amax(-1, keepdim=True)
+    finite = largest.masked_fill(largest == -torch.inf, 0.0)
+    return query.masked_fill(finite < _ABSORBING, 0.0), mask - finite
+
+
+def blanked(output: Tensor, mask: Tensor) -> Tensor:
+    """Put 0 where a mask lets a query see no key: not every kernel behind torch's function is known to."""
+    return output.masked_fill((mask == -torch.inf).all(-1, keepdim=True), 0.0)
+
 
 TORCH = Backend(
     name="torch",
@@ -164,6 +203,21 @@ SDPA_ARGUMENTS = ("causal", "scale")
 FOLDED = ("causal", "attn_mask", "window", "alibi_slopes", "kv_lens")
 """What those with a float mask may have folded into it."""
 
+
+def _load(facts: Facts) -> Callable[..., Any]:
+    wide = torch.promote_types(facts.tensors["slopes"].dtype, torch.float32)
+
+    def run(slopes: Tensor, *, q_len: int, kv_len: int, causal: bool, out_dtype: torch.dtype | None) -> Tensor:
+        behind = torch.arange(kv_len - 1, -q_len, -1, device=slopes.device)  # of the last query, then of those before
+        row = slopes.to(wide).unsqueeze(1) * -behind.abs()
+        if causal:
+            row = row.masked_fill(behind < 0, -torch.inf)
+        pieces = row.to(out_dtype or slopes.dtype).unfold(1, kv_len, 1)
+        return pieces.index_select(1, torch.arange(q_len - 1, -1, -1, device=slopes.device))
+
+    return run
+
+
 KERNELS = (
     Kernel(
         id="torch.sdpa.cpu_flash",
@@ -235,5 +289,16 @@ KERNELS = (
         priority=50,
         stock=gives_no_lse,
         aliases=("torch.sdpa.causal", "torch.sdpa"),
+    ),
+    Kernel(
+        id="torch.alibi_bias",
+        operations=("posenc.alibi",),
+        backend=TORCH,
+        load=_load,
+        accepts=("q_len", "kv_len", "causal", "out_dtype"),
+        limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
+        grad=True,
+        handles_negated=True,
+        priority=50,
     ),
 )

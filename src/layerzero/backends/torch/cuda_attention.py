@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.torch.attention import FOLDED, SDPA_ARGUMENTS, TORCH, gives_no_lse, sdpa_operator
-from layerzero.backends.torch.hidden_rows import levelled
+from layerzero.backends.torch.attention import FOLDED, SDPA_ARGUMENTS, TORCH, gives_no_lse, levelled, sdpa_operator
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.torch.attention import TORCH, positive_beside_causal
-from layerzero.backends.torch.paged import load_gather
-from layerzero.backends.torch.paged_tokens import load_cuda, load_each
+from layerzero.backends.torch.paged import load_cuda, load_each, load_gather
 from layerzero.backends.torch.varlen import EACH, FLASH
 from layerzero.core import limits as limit
 from layerzero.core.dtypes import dtype_name

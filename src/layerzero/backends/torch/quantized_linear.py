@@ -26,7 +26,7 @@ from torch import Tensor
 from layerzero.backends.norm_limits import RowsAligned
 from layerzero.backends.torch.attention import TORCH
 from layerzero.backends.torch.quantize import scales
-from layerzero.backends.torch.rows_apart import linear_for
+from layerzero.backends.torch.varlen import linear_for
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel

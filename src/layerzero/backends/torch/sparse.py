@@ -2,6 +2,10 @@
 
 On a CPU each row of blocks is a call of the operator behind ``F.scaled_dot_product_attention`` with what it sees, so
 that what is hidden costs nothing; on NVIDIA the rows are sequences of torch's FlashAttention 2, their keys gathered.
+
+Attention to blocks of unlike sizes in torch: the blocks as a mask of all pairs.
+
+On NVIDIA each head gets keys of its own: see :func:`layerzero.backends.torch.cuda_attention.own_heads`.
 Library: torch >= 2.10, BSD-3-Clause.
 """
 
@@ -16,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.backends.torch.attention import TORCH
-from layerzero.backends.torch.cuda_attention import aligned_rows
+from layerzero.backends.torch.cuda_attention import aligned_rows, own_heads
 from layerzero.backends.torch.varlen import FLASH, Slice, attend_each, lse_of_tokens
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -24,6 +28,8 @@ from layerzero.core.kernel import Kernel
 from layerzero.ops.attention.limits import AlignedOnCuda, SdpaEnabled
 from layerzero.ops.sparse.declare import NAME
 from layerzero.ops.sparse.pattern import block_mask, in_blocks
+from layerzero.ops.sparse.variable import NAME as VARIABLE
+from layerzero.ops.sparse.variable import variable_mask
 
 
 def _load_masked(facts: Facts) -> Callable[..., Any]:
@@ -118,6 +124,40 @@ def _gathered_bytes(facts: Facts) -> int:
 _BLOCKS = ("block_rows", "block_cols", "scale")
 _FLOATS = ("float32", "float64", "float16", "bfloat16")
 
+
+def _load(facts: Facts) -> Callable[..., Any]:
+    kv_heads, group, on_cuda = facts.size("kv_heads"), facts.size("group"), facts.device.platform == "cuda"
+
+    def run(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        seen_blocks: Tensor,
+        row_sizes: Tensor,
+        col_sizes: Tensor,
+        *,
+        scale: float | None = None,
+    ) -> Tensor:
+        mask = variable_mask(seen_blocks, row_sizes, col_sizes, len(query), len(key))
+        q = query.transpose(0, 1).reshape(kv_heads, group, *query.shape[::2])  # the heads of a key head as a batch
+        k, v = (aligned_rows(each.transpose(0, 1).unsqueeze(1)).expand(-1, group, -1, -1) for each in (key, value))
+        if on_cuda:
+            k = own_heads(k, v)
+        output = functional.scaled_dot_product_attention(
+            aligned_rows(q), k, v, attn_mask=mask.unsqueeze(1), scale=scale
+        )
+        output = output.masked_fill(~mask.any(2)[:, None, :, None], 0.0)
+        return output.flatten(0, 1).transpose(0, 1)
+
+    return run
+
+
+def _mask_bytes_sparse_variable(facts: Facts) -> int:
+    """The mask of each key head, and scores where torch has no better way."""
+    pairs = facts.size("tokens") * facts.size("kv_tokens")
+    return pairs * (facts.size("kv_heads") + 2 * facts.tensors["query"].dtype.itemsize * facts.size("heads"))
+
+
 KERNELS = (
     Kernel(
         id="torch.block_sparse_masked",
@@ -163,5 +203,21 @@ KERNELS = (
         workspace_bytes=_gathered_bytes,
         deterministic=False,
         priority=40,
+    ),
+    Kernel(
+        id="torch.variable_sparse_masked",
+        operations=(VARIABLE,),
+        backend=TORCH,
+        load=_load,
+        accepts=("scale",),
+        limits=(
+            limit.dtype("float32", "float64", "float16", "bfloat16"),
+            limit.positive("scale"),
+            AlignedOnCuda(("query", "key", "value")),
+        ),
+        workspace_bytes=_mask_bytes_sparse_variable,
+        deterministic=False,
+        graph_safe=False,
+        priority=30,
     ),
 )

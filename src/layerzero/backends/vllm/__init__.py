@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 MODULES = (
-    "activation",
-    "cascade",
     "flash_attn",
     "latent",
     "logits",
-    "moe",
     "norm",
-    "normed_rope",
     "paged",
-    "paged_tokens",
     "quantize",
     "quantized",
     "rope",
-    "rope_append",
     "sparse",
     "varlen",
 )

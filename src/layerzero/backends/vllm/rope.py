@@ -4,6 +4,23 @@ Limits follow csrc/pos_encoding_kernels.cu of 0.20.0: it works in place, a block
 in float32 (it would convert another one on every call, whole) and int64 positions, computes in float32, steps over the
 heads of keys by the head stride of the query, and wants heads that are a multiple of kv heads.
 Conforms on an H200 (torch 2.11, 2026-11-22).
+
+vLLM's rotation of copies, then its write into the slots of a paged cache; see ``rope.py`` and ``paged.py`` here.
+
+Its rotation works in place and its append reads dense tokens, so queries and keys are copied first: four launches.
+FlashInfer's fused append of Q | K | V wants page tables in place of slots, for two pairs of head counts, and what it
+has for float8 rounds queries, too (``ops/rope_append/quantized.py``): neither is one of these operations.
+Into a cache of the queries' dtype it conforms on an H200 (torch 2.11, 2026-11-22); into one of float8 it was right in
+the few random calls there that had one scale for all keys and one for all values (2026-11-23).
+
+vLLM's norm and rotation of each head: one launch over a joined tensor, or its norm and its rotation, three launches.
+
+Loaded as an operator library beside an installed vllm, which is never imported. Limits follow
+csrc/fused_qknorm_rope_kernel.cu of 0.20: one contiguous tensor (T, (H + K + V) * D) whose first H + K heads it
+normalises and rotates in place, a warp a head, in float32 up to the store; float16 and bfloat16, heads of 64, 128 and
+256 entries, weights of the dtype of the tensor, int64 positions, a joined table of any floating dtype; offsets in 32
+bits. Half-split pairs are exchanged by a shuffle that wants a whole warp, so only whole heads are rotated here. The
+norm and the rotation apart: see vllm/norm.py and vllm/rope.py. Conforms on an H200 (torch 2.11, 2026-11-22).
 Library: vllm 0.20, Apache-2.0.
 """
 
@@ -16,11 +33,18 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from layerzero.backends.flashinfer.paged import same_strides
+from layerzero.backends.norm_limits import ElementsBelow
 from layerzero.backends.rotary import HEADS_DIVIDE, TABLE_IN_FLOAT32, HeadsDense, TokensInLine, table_and_places
 from layerzero.backends.vllm.library import VLLM, operators
+from layerzero.backends.vllm.paged import SCALES, load_append
+from layerzero.backends.vllm.quantized import OF_CODES, load_append_codes
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
+from layerzero.core.limit import Limit
+from layerzero.ops.rope.split import ACCEPTS, SPLIT_ACCEPTS, Norm, Rotate, norm_then_rope, parts, split_then_norm_rope
+from layerzero.ops.rope_append.composed import rotate_then_append
 
 
 def _load_inplace(facts: Facts) -> Callable[..., Any]:
@@ -66,13 +90,137 @@ def _load(facts: Facts) -> Callable[..., Any]:
     return run
 
 
+LIMITS = (limit.platform("cuda"), limit.arch(min=(8, 0)))
 _LIMITS = (
-    limit.platform("cuda"),
-    limit.arch(min=(8, 0)),
+    *LIMITS,
     limit.dtype("float32", "float16", "bfloat16"),
     TABLE_IN_FLOAT32,
     HEADS_DIVIDE,
 )
+
+
+def _load_rope_append(facts: Facts) -> Callable[..., Any]:
+    return rotate_then_append(rotating(facts), load_append(facts))
+
+
+def _load_codes(facts: Facts) -> Callable[..., Any]:
+    return rotate_then_append(rotating(facts), load_append_codes(facts))
+
+
+_TOKENS: tuple[Limit, ...] = (
+    *LIMITS,
+    limit.dtype("float32", "float16", "bfloat16"),
+    TABLE_IN_FLOAT32,
+    HEADS_DIVIDE,
+    limit.equal("value_dim", "head_dim"),
+    limit.contiguous("value", "slot_mapping"),  # strides of a token's own axes are ignored in silence
+    limit.last_stride_one("key_cache", "value_cache"),
+    limit.Custom("key_cache and value_cache: the same strides", same_strides),
+    limit.aligned(16, "value", "key_cache", "value_cache"),  # a misaligned address otherwise
+)
+
+
+def _norming(facts: Facts) -> Norm:
+    norm, head_dim = operators("_C.abi3.so", "_C").rms_norm.default, facts.size("head_dim")
+
+    def normed(tensor: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rows = tensor.view(-1, head_dim)
+        output = torch.empty_like(rows)
+        norm(output, rows, weight, eps)
+        return output.view(tensor.shape)
+
+    return normed
+
+
+def rotating(facts: Facts) -> Rotate:
+    """Its rotation in place of contiguous tensors of their own."""
+    rotate = operators("_C.abi3.so", "_C").rotary_embedding.default
+    heads, kv_heads, head_dim = (facts.size(name) for name in ("heads", "kv_heads", "head_dim"))
+
+    def rotated(
+        query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool
+    ) -> tuple[Tensor, Tensor]:
+        seq, batch = query.shape[-3], query.shape[0] if query.ndim == 4 else 1
+        table, places = table_and_places(cos, sin, positions, batch, seq, torch.int64)
+        tokens = batch * seq
+        pair = query.view(tokens, heads, head_dim), key.view(tokens, kv_heads, head_dim)
+        rotate(places, *pair, head_dim, table, not interleaved)
+        return query, key
+
+    return rotated
+
+
+def _load_composed(facts: Facts) -> Callable[..., Any]:
+    return norm_then_rope(_norming(facts), rotating(facts))
+
+
+def _load_split(facts: Facts) -> Callable[..., Any]:
+    return split_then_norm_rope(_norming(facts), rotating(facts))
+
+
+def _load_fused_split(facts: Facts) -> Callable[..., Any]:
+    """The operator on a copy of the product, whose parts are the results."""
+    operator = operators("_C.abi3.so", "_C").fused_qk_norm_rope.default
+    head_dim = facts.size("head_dim")
+
+    def run(
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        heads: int,
+        kv_heads: int,
+        positions: Tensor | None = None,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        interleaved: bool,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        seq, batch = qkv.shape[-2], qkv.shape[0] if qkv.ndim == 3 else 1
+        table, places = table_and_places(cos, sin, positions, batch, seq, torch.int64)
+        joined = qkv.clone(memory_format=torch.contiguous_format)
+        rows = joined.view(batch * seq, -1)
+        operator(rows, heads, kv_heads, kv_heads, head_dim, eps, q_weight, k_weight, table, not interleaved, places)
+        return parts(joined, heads, kv_heads)
+
+    return run
+
+
+def _load_fused(facts: Facts) -> Callable[..., Any]:
+    operator = operators("_C.abi3.so", "_C").fused_qk_norm_rope.default
+    heads, kv_heads, head_dim = (facts.size(name) for name in ("heads", "kv_heads", "head_dim"))
+
+    def run(
+        query: Tensor,
+        key: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        positions: Tensor | None = None,
+        interleaved: bool,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        seq, batch = query.shape[-3], query.shape[0] if query.ndim == 4 else 1
+        table, places = table_and_places(cos, sin, positions, batch, seq, torch.int64)
+        joined = torch.cat((query, key), -2)
+        rows = joined.view(batch * seq, -1)
+        operator(rows, heads, kv_heads, 0, head_dim, eps, q_weight, k_weight, table, not interleaved, places)
+        return joined[..., :heads, :], joined[..., heads:, :]
+
+    return run
+
+
+FUSED_LIMITS = (
+    *LIMITS,
+    limit.dtype("float16", "bfloat16"),
+    limit.dim("head_dim", one_of=(64, 128, 256)),
+    limit.equal("rotary_dim", "head_dim"),
+    limit.contiguous("q_weight", "k_weight"),
+)
+"""What the fused operator demands, whoever joins its tensor."""
+
 
 KERNELS = (
     Kernel(
@@ -99,5 +247,94 @@ KERNELS = (
             TokensInLine(("query", "key")),
         ),
         priority=85,
+    ),
+    Kernel(
+        id="vllm.rope_append",
+        operations=("kv.rope_append.paged",),
+        backend=VLLM,
+        load=_load_rope_append,
+        layout="NHD",
+        accepts=("interleaved",),
+        limits=(*_TOKENS, SCALES.before_capture("its scales", lambda facts: (facts.device.index,))),
+        device_guard=False,
+        priority=80,
+    ),
+    Kernel(
+        id="vllm.rope_append_codes",
+        operations=("kv.rope_append.quantized",),
+        backend=VLLM,
+        load=_load_codes,
+        layout="NHD",
+        accepts=("interleaved",),
+        limits=(*_TOKENS, *OF_CODES),
+        device_guard=False,
+        priority=80,
+    ),
+    Kernel(
+        id="vllm.qk_norm_rope",
+        operations=("posenc.qk_norm_rope",),
+        backend=VLLM,
+        load=_load_composed,
+        layout="BSHD",
+        accepts=ACCEPTS,
+        limits=(
+            *LIMITS,
+            limit.dtype("float32", "float16", "bfloat16"),
+            limit.dim("head_dim", min=2),
+            TABLE_IN_FLOAT32,
+            HEADS_DIVIDE,
+            limit.contiguous("query", "key", "q_weight", "k_weight"),
+            limit.aligned(16, "query", "key", "q_weight", "k_weight"),
+            ElementsBelow(2**31, ("batch", "seq", "heads", "head_dim")),
+        ),
+        priority=65,
+    ),
+    Kernel(
+        id="vllm.fused_qk_norm_rope",
+        operations=("posenc.qk_norm_rope",),
+        backend=VLLM,
+        load=_load_fused,
+        layout="BSHD",
+        accepts=ACCEPTS,
+        limits=(
+            *FUSED_LIMITS,
+            HEADS_DIVIDE,
+            ElementsBelow(2**30, ("batch", "seq", "heads", "head_dim")),  # and at most as many keys beside them
+        ),
+        device_guard=True,
+        # it was the best at 1 to 16384 tokens of three shapes; FlashInfer's took 1.9 to 3.5 times as long at 16384
+        # on an H200 in bfloat16, 2026-11-22
+        priority=75,
+    ),
+    Kernel(
+        id="vllm.split_qkv_norm_rope",
+        operations=("posenc.split_qkv_norm_rope",),
+        backend=VLLM,
+        load=_load_split,
+        accepts=SPLIT_ACCEPTS,
+        limits=(
+            *LIMITS,
+            limit.dtype("float32", "float16", "bfloat16"),
+            limit.dim("head_dim", min=2),
+            TABLE_IN_FLOAT32,
+            HEADS_DIVIDE,
+            limit.contiguous("q_weight", "k_weight"),
+            limit.aligned(16, "q_weight", "k_weight"),
+            ElementsBelow(2**31, ("batch", "seq", "features")),
+        ),
+        priority=65,
+    ),
+    Kernel(
+        id="vllm.fused_split_qkv_norm_rope",
+        operations=("posenc.split_qkv_norm_rope",),
+        backend=VLLM,
+        load=_load_fused_split,
+        accepts=SPLIT_ACCEPTS,
+        limits=(
+            *FUSED_LIMITS,
+            ElementsBelow(2**31, ("batch", "seq", "features")),
+            limit.one_of("q_weight", "float"),
+        ),
+        priority=75,
     ),
 )

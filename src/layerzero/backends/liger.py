@@ -10,6 +10,12 @@ H200, bfloat16, through the autograd functions: rms_norm 25 us at 1 x 4096 and 1
 layer_norm 15 at 64 x 4096 and 181 at 16384 x 8192 (torch 12 and 225).
 The rotation writes over what it is given once that is contiguous, keeps no copy, and is half-split only; it was written
 against the source and not run yet.
+
+Liger's Triton gates, on NVIDIA's and AMD's GPUs: a block a row, whole rows in registers, float32 inside.
+
+The forward functions are called without their autograd functions, whose backward passes write gradients over what was
+saved. Those that read two tensors take one stride for all of them. A kernel compiles in about a second for each length
+of rows, and again for what Triton specialises on.
 Library: liger-kernel 0.8.5, BSD-2-Clause, arXiv:2410.10989; read line by line, hence one version only.
 """
 
@@ -22,8 +28,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from layerzero.backends.compiler_caches import triton_cache
 from layerzero.backends.norm_limits import specialised
-from layerzero.backends.triton_cache import triton_cache
 from layerzero.core import limits as limit
 from layerzero.core.facts import MAX_ALIGNMENT_BYTES, Facts
 from layerzero.core.kernel import Backend, Kernel
@@ -156,6 +162,41 @@ _WIDEST = 65536
 # Rows shorter than a block of threads are read by several of them, and some could read what one has written already.
 _IN_PLACE = limit.dim("hidden", min=512, max=_WIDEST)
 
+
+def _load_silu_mul(facts: Facts) -> Callable[..., Any]:
+    if "up" not in facts.tensors:
+        from liger_kernel.ops.swiglu import swiglu_fused_gate_up_forward
+
+        def together(input: Tensor) -> Tensor:
+            output: Tensor = swiglu_fused_gate_up_forward(input)[1]
+            return output
+
+        return together
+    from liger_kernel.ops.swiglu import swiglu_forward
+
+    def apart(gate: Tensor, up: Tensor) -> Tensor:
+        output: Tensor = swiglu_forward(gate, up)[2]
+        return output
+
+    return apart
+
+
+def _load_gelu_mul(facts: Facts) -> Callable[..., Any]:
+    from liger_kernel.ops.geglu import geglu_forward
+
+    def run(gate: Tensor, up: Tensor, *, approximate: str) -> Tensor:
+        output: Tensor = geglu_forward(gate, up)[2]
+        return output
+
+    return run
+
+
+def _specialised(facts: Facts) -> Hashable:
+    """The length of a row is a constant to Triton, the alignment of data what it specialises on."""
+    aligned = tuple(tensor.alignment_bytes == MAX_ALIGNMENT_BYTES for tensor in facts.tensors.values())
+    return facts.device.sm, facts["operation"], facts["dtype"], facts.size("features"), aligned
+
+
 KERNELS = (
     Kernel(
         id="liger.rms_norm",
@@ -216,6 +257,29 @@ KERNELS = (
         for name, operation, load in (
             ("liger.rope", "posenc.rope", _load_rope),
             ("liger.rope_inplace", "posenc.rope.inplace", _load_rope_inplace),
+        )
+    ),
+    *(
+        Kernel(
+            id=f"liger.{name}",
+            operations=operations,
+            backend=LIGER,
+            load=load,
+            accepts=accepts,
+            limits=(
+                limit.arch(min=(8, 0)),  # of NVIDIA's: Triton has no bfloat16 before
+                limit.dtype("float32", "float16", "bfloat16"),
+                limit.contiguous("input", "up"),
+                limit.dim("features", max=65536),
+                *limits,
+            ),
+            cache_folder=triton_cache,
+            build_key=_specialised,
+            priority=50,
+        )
+        for name, operations, load, accepts, limits in (
+            ("silu_mul", ("mlp.silu_mul", "mlp.silu_mul.joined"), _load_silu_mul, (), ()),
+            ("gelu_mul", ("mlp.gelu_mul",), _load_gelu_mul, ("approximate",), (limit.one_of("approximate", "tanh"),)),
         )
     ),
 )

@@ -1,9 +1,10 @@
-"""Kernels in the CuTe DSL: what their compiled artefacts depend on, and where libraries keep them."""
+"""Compilers' caches: what artefacts of the CuTe DSL depend on and where they lie, and where Triton keeps its own."""
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
+import os
 import sys
 import tempfile
 from getpass import getuser
@@ -28,3 +29,11 @@ def temporary(name: str) -> Path | None:
         return Path(tempfile.gettempdir()) / getuser() / name
     except (KeyError, OSError):
         return None
+
+
+def triton_cache() -> Path:
+    """The folder, as Triton 3 names it; nothing of Triton is imported to know."""
+    named = os.environ.get("TRITON_CACHE_DIR")
+    if named:
+        return Path(named)
+    return Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"

@@ -1,4 +1,9 @@
-"""torch's products of the chosen experts: sorted by expert, a visit after another or two grouped products.
+"""torch's choice of experts: scores, the best of them, and their weights, as models write it.
+
+Where a softmax is followed by nothing that changes the order, the best logits are searched first and weighed
+afterwards: an exponential of k numbers in place of all.
+
+torch's products of the chosen experts: sorted by expert, a visit after another or two grouped products.
 
 Each expert that has tokens multiplies them all at once, and the weights of others are not read; a single token is not
 sorted. That waits for the device to say who was chosen; ``grouped_mm`` reads it there. In units of the time of the loop
@@ -9,6 +14,11 @@ torch 2.13.0, 2026-11-23).
 On a GPU the grouped products are what Transformers runs (``experts_implementation="grouped_mm"``, its default): of 128
 experts and 16 tokens they took 558 us where the loop took 6366 (H100, bfloat16, 2026-11-24). On a CPU, where torch
 loops inside of them, both take about the same, and a visit after another less for a single token.
+
+torch's products with stacks of weights: one batched product, a grouped one, or a loop over groups.
+
+``torch.nn.functional.grouped_mm`` reads where groups end on the device; the loop waits for the device to tell it, and
+multiplies no row twice. Both leave rows behind the last end unwritten or 0.
 Library: torch >= 2.10, BSD-3-Clause.
 """
 
@@ -22,12 +32,48 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.backends.torch.attention import TORCH
-from layerzero.backends.torch.rows_apart import ROWS_APART, has_tiles, linear_for
+from layerzero.backends.torch.varlen import ROWS_APART, has_tiles, linear_for
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.activation.formulas import FUNCTIONS
+from layerzero.ops.experts.declare import BATCHED
 from layerzero.ops.moe.products import gated, wide
+from layerzero.ops.moe.routing import routed
+
+Pair = tuple[Tensor, Tensor]
+
+
+def _load_route(facts: Facts) -> Callable[..., Pair]:
+    dtype = torch.promote_types(facts.tensors["logits"].dtype, torch.float32)
+
+    def route(logits: Tensor, *, bias: Tensor | None = None, **params: Any) -> Pair:
+        weights, places = routed(logits.to(dtype), bias=None if bias is None else bias.to(dtype), **params)
+        return weights.float(), places.int()
+
+    return route
+
+
+def _load_chosen(facts: Facts) -> Callable[..., Pair]:
+    dtype = torch.promote_types(facts.tensors["logits"].dtype, torch.float32)
+
+    def route(logits: Tensor, *, top_k: int, renormalize: bool, scale: float) -> Pair:
+        best, places = logits.topk(top_k, -1)
+        if renormalize:
+            weights = best.softmax(-1, dtype)
+        else:
+            weights = (best.to(dtype) - logits.to(dtype).logsumexp(-1, keepdim=True)).exp()
+        return (weights if scale == 1.0 else weights * scale).float(), places.int()
+
+    return route
+
+
+_COMMON: dict[str, Any] = {
+    "operations": ("moe.route",),
+    "backend": TORCH,
+    "grad": True,
+    "handles_negated": True,
+}
 
 
 def added_up(made: Tensor, expert_ids: Tensor, shares: Tensor, dtype: torch.dtype) -> Tensor:
@@ -175,7 +221,7 @@ def _own(facts: Facts) -> bool:
     return has_tiles(facts) and facts.size_bits("tokens") >= _MANY
 
 
-_COMMON: dict[str, Any] = {
+_COMMON_MOE_EXPERTS: dict[str, Any] = {
     "operations": ("moe.experts",),
     "backend": TORCH,
     "accepts": ("gate_up_bias", "down_bias", "activation", "alpha", "limit"),
@@ -190,7 +236,59 @@ _GROUPED = (
     limit.aligned(16, "gate_up_weight", "down_weight"),
 )
 
+
+def _load_loop(facts: Facts) -> Callable[..., Tensor]:
+    linear, cat = linear_for(facts), torch.cat
+
+    def loop(input: Tensor, weight: Tensor, group_ends: Tensor, *, bias: Tensor | None = None) -> Tensor:
+        start, parts = 0, []
+        for number, end in enumerate(group_ends.tolist()):
+            if end > start:
+                own = None if bias is None else bias[number]
+                parts.append(linear(input[start:end], weight[number], own))
+                start = end
+        if start < input.shape[0]:
+            parts.append(input.new_zeros(input.shape[0] - start, weight.shape[1]))
+        return parts[0] if len(parts) == 1 else cat(parts) if parts else input.new_zeros(0, weight.shape[1])
+
+    return loop
+
+
+def _load_grouped_experts(facts: Facts) -> Callable[..., Tensor]:
+    grouped_mm: Any = functional.grouped_mm
+
+    def grouped(input: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
+        output: Tensor = grouped_mm(input, weight.mT, offs=group_ends)
+        return output
+
+    return grouped
+
+
+_COMMON_EXPERTS: dict[str, Any] = {
+    "backend": TORCH,
+    "grad": True,
+    "handles_negated": True,
+}
+
+
 KERNELS = (
+    Kernel(
+        id="torch.moe_route",
+        load=_load_route,
+        accepts=("bias", "top_k", "scoring", "renormalize", "expert_groups", "top_groups", "scale"),
+        limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
+        priority=50,
+        stock=True,
+        **_COMMON,
+    ),
+    Kernel(
+        id="torch.moe_route.chosen",
+        load=_load_chosen,
+        accepts=("top_k", "renormalize", "scale"),
+        limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
+        priority=30,
+        **_COMMON,
+    ),
     Kernel(
         id="torch.experts_each",
         load=_load_each,
@@ -199,7 +297,7 @@ KERNELS = (
         graph_safe=False,
         priority=50,
         stock=_own,
-        **_COMMON,
+        **_COMMON_MOE_EXPERTS,
     ),
     Kernel(
         id="torch.experts_grouped",
@@ -214,7 +312,7 @@ KERNELS = (
         grad=True,
         priority=55,
         stock=_own,
-        **_COMMON,
+        **_COMMON_MOE_EXPERTS,
     ),
     Kernel(
         id="torch.experts_grouped.cpu",
@@ -223,6 +321,38 @@ KERNELS = (
         grad=True,
         graph_safe=False,
         priority=30,
-        **_COMMON,
+        **_COMMON_MOE_EXPERTS,
+    ),
+    Kernel.of_expression(BATCHED, id="torch.bmm", limits=(_FLOATS,), priority=50, stock=True, **_COMMON_EXPERTS),
+    Kernel(
+        id="torch.linear_each",
+        operations=("mlp.grouped",),
+        load=_load_loop,
+        accepts=("bias",),
+        limits=(_FLOATS,),
+        graph_safe=False,
+        priority=30,
+        stock=True,
+        **_COMMON_EXPERTS,
+    ),
+    Kernel(
+        id="torch.grouped_mm",
+        operations=("mlp.grouped",),
+        load=_load_grouped_experts,
+        limits=(
+            limit.platform("cuda"),
+            limit.arch(min=(8, 0)),
+            limit.dtype("bfloat16"),
+            limit.dim("in_features", multiple=8),
+            limit.dim("out_features", multiple=8),
+            limit.contiguous(
+                "input", "weight", "group_ends"
+            ),  # strided ends give other rows (H200, torch 2.11, 2026-11-22)
+            limit.aligned(16, "input", "weight"),
+            limit.dim("experts", max=1023),
+        ),
+        priority=50,
+        stock=True,
+        **_COMMON_EXPERTS,
     ),
 )

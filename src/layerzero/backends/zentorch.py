@@ -1,0 +1,326 @@
+"""AMD's kernels for CPUs with AVX-512: zentorch, loaded as an operator library.
+
+``import zentorch`` takes 1.6 s and brings torch.compile along; its shared library alone loads in 0.02 s and holds the
+same operators. Limits were found by probing zentorch 2.13.0.2 with torch 2.13.0 on an Intel Xeon with AMX, 2026-11-21;
+much that the operators cannot do they do wrong in silence.
+
+zentorch's attention, an operator of its shared library.
+
+bfloat16 takes a third of torch's time on an AMD EPYC (Zen 5) and up to four times as long on an Intel Xeon with AMX
+(2026-11-21), hence a priority below torch's own.
+
+zentorch's product with a weight that it has put in its own order, and blocks of such products.
+
+The operator reorders a plain weight in place, in the caller's memory, or answers from a cache by pointer, as an
+environment variable wants it; a weight that it packed before it leaves alone, whatever that says (three settings, 800
+random products, 2026-11-22). Its relu makes 0 of NaN and so follows in a pass of its own. It ignores the strides of a
+bias. With a weight of 4096 x 4096, 1, 16 and 512 rows take 0.59, 0.70 and 0.97 of ``F.linear``'s time in bfloat16, and
+0.97, 0.39 and 0.75 in float32 (AMD EPYC with AVX512-BF16, CPU time of one thread, 2026-11-22).
+
+zentorch's RMS norms, which take 0.02 to 0.5 of torch's time (Intel Xeon with AMX, 2026-11-21).
+Library: zentorch 2.13.0.2, MIT.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from layerzero.backends.one_thread import small_alone
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Backend, Kernel, Release
+from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.core.reuse_conditions import WITHIN, Condition, SizedCall, conditions
+from layerzero.core.system import forking
+from layerzero.ops.activation.formulas import IN_PLACE
+from layerzero.ops.attention import declare as attention
+from layerzero.ops.attention.layout import by_group
+from layerzero.ops.attention.limits import SquareCausal
+from layerzero.ops.attention.reference import attention_reference
+from layerzero.ops.linear import composed
+from layerzero.ops.linear.packed import BELONGS, PackedWeight
+
+ZENTORCH = Backend(
+    name="zentorch",
+    summary="AMD's kernels for CPUs with AVX-512",
+    import_name="zentorch",
+    distribution="zentorch",
+    versions=">=2.13.0.2,<2.14.1",
+    tested=("2.13.0.2", "2.14.0.1"),
+    known_bad="==2.13.0.1",  # it answers from stale pointers
+    releases=(
+        Release(">=2.14.0.1,<2.14.1", ("torch>=2.14,<2.15",), "pip install zentorch==2.14.0.1"),
+        Release(">=2.13.0.2,<2.13.1", ("torch>=2.13,<2.14",), "pip install zentorch==2.13.0.2"),
+    ),
+    platforms=("cpu",),
+    homepage="https://github.com/amd/ZenDNN-pytorch-plugin",
+    flags=("deterministic",),
+)
+
+
+@functools.cache
+def operators() -> Any:
+    """``torch.ops.zentorch``. Raises: ImportError if it is not installed, OSError if it does not load."""
+    # Read once, at the first matrix product: without it zentorch_linear_unary reorders the caller's weights in place.
+    os.environ.setdefault("ZENDNNL_MATMUL_WEIGHT_CACHE", "0")
+    spec = importlib.util.find_spec("zentorch")
+    if spec is None or spec.origin is None:
+        raise ImportError("zentorch is not installed")
+    torch.ops.load_library(str(Path(spec.origin).parent / "libzentorch.so"))  # type: ignore[no-untyped-call]
+    return torch.ops.zentorch
+
+
+VECTORS = limit.cpu_feature("avx512")  # without, attention is torch's own, and norms were never tried
+# float16: errors of 0.012 in attention and 0.014 in norms on the Xeon, NaN norms on the EPYC, products raise. float64:
+# torch's own attention, which reads a float32 mask wrongly, and an error from the others.
+DTYPES = limit.dtype("float32", "bfloat16")
+# Without it the norms, not the attention, kill the process with an illegal instruction (Skylake Xeon, 2026-11-21).
+BFLOAT16 = limit.cpu_feature("avx512_bf16", dtype="bfloat16")
+
+
+_ONE_AT_A_TIME = forking.lock()
+"""zentorch_sdpa sets OpenMP's nesting depth to 1 for the whole process, and back: of two threads in it, one soon spins
+for ever in a barrier of its matrix product (float32 and bfloat16, within 100 calls, 2026-11-21)."""
+
+
+def _load_sdpa(facts: Facts) -> Callable[..., Any]:
+    operator: Callable[..., tuple[Tensor, Tensor]] = operators().zentorch_sdpa.default
+    # Its maximum skips NaN beside -inf, so a broken row passes for hidden; its bfloat16 exponential makes 0 of NaN.
+    drops_nan = facts["dtype"] is torch.bfloat16 or facts.get("causal") is True
+
+    def sdpa(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        attn_mask: Tensor | None = None,
+    ) -> Tensor:
+        seq_k = key.shape[2]
+        if attn_mask is not None and attn_mask.shape[-1] != seq_k:  # raises for a last axis to broadcast; others work
+            attn_mask = attn_mask.expand(*attn_mask.shape[:-1], seq_k)
+        if (drops_nan or attn_mask is not None) and not math.isfinite(query.sum() + key.sum()):
+            return _reference(query, key, value, causal=causal, scale=scale, attn_mask=attn_mask)
+        with _ONE_AT_A_TIME:
+            return operator(query, key, value, 0.0, causal, attn_mask=attn_mask, scale=scale)[0]
+
+    return by_group(sdpa, facts)
+
+
+def _reference(*tensors: Tensor, **arguments: Any) -> Tensor:
+    output = attention_reference(*(tensor.transpose(1, 2) for tensor in tensors), **arguments)
+    assert isinstance(output, Tensor)
+    return output.transpose(1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class RowsApart(limit.Limit):
+    """Queries, keys and values have dense rows that do not overlap; repairable by a copy.
+
+    Rows closer than head_dim (sliding windows) give arbitrary numbers, a stride of 0 raises, even that of a single row.
+    """
+
+    def check(self, facts: Facts) -> limit.Findings:
+        found = []
+        for name in ("query", "key", "value"):
+            tensor = facts.tensors[name]
+            heads = tensor.strides[1] if name == "query" else tensor.shape[3]  # a group's heads become its rows
+            if tensor.strides[3] != 1 or min(tensor.strides[2], heads) < tensor.shape[3]:
+                reason = Reason(ReasonCode.NOT_CONTIGUOUS, name, "rows one after another", f"strides {tensor.strides}")
+                found.append(limit.Finding(reason, limit.Repair("copy", name)))
+        return tuple(found)
+
+    def describe(self) -> str:
+        return "dense rows: query, key, value"
+
+
+@conditions.register
+def _rows_apart(limit: RowsApart, call: SizedCall) -> Iterable[Condition]:
+    for name in ("query", "key", "value"):  # that the last stride is 1 is in the coarse key
+        (_, heads, rows, _), head_dim = call.kernel_axes(name), call.facts.tensors[name].shape[3]
+        yield WITHIN, (call.operand(name, rows, stride=True),), (head_dim, 2**62)
+        if name == "query":
+            yield WITHIN, (call.operand(name, heads, stride=True),), (head_dim, 2**62)
+
+
+def _scale(facts: Facts) -> Reason | None:
+    """A scale of 0 means the default one to it; a negative one turns the -inf of its causal mask round."""
+    scale, causal = facts["scale"], facts.get("causal")
+    if not isinstance(scale, (int, float)) or scale > 0 or (scale < 0 and not causal):
+        return None
+    return Reason(ReasonCode.CONSTRAINT_FAILED, "scale", "above 0" if causal else "not 0", scale)
+
+
+_FUSED: dict[str | None, str] = {None: "none", "gelu": "gelu_erf", "gelu_tanh": "gelu_tanh", "silu": "silu"}
+"""Its names of what it applies rightly."""
+
+
+def _pack(weight: Tensor) -> tuple[Tensor, int]:
+    packed = operators().zentorch_weight_prepack_for_linear.default(weight)
+    return packed, packed.nbytes
+
+
+def _product(activation: str | None) -> composed.Product:
+    operator = operators().zentorch_linear_unary.default
+    fused, after = _FUSED.get(activation, "none"), None if activation in _FUSED else IN_PLACE[str(activation)]
+
+    def run(rows: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
+        form = packed.form("zentorch.linear", _pack)
+        output: Tensor = operator(rows, form, bias, is_weight_prepacked=True, post_op=fused)
+        return output if after is None else after(output)
+
+    return run
+
+
+def _load_linear(facts: Facts) -> Callable[..., Any]:
+    product = _product(facts["activation"])  # type: ignore[arg-type]  # a name or None
+
+    def run(
+        input: Tensor,
+        weight: Tensor,
+        *,
+        bias: Tensor | None = None,
+        activation: str | None,
+        packed: PackedWeight,
+    ) -> Tensor:
+        return product(input, packed, bias)
+
+    return run
+
+
+def _load_mlp(facts: Facts) -> Callable[..., Any]:
+    operator = operators().zentorch_linear_unary_binary.default
+
+    def times(rows: Tensor, packed: PackedWeight, bias: Tensor | None, other: Tensor) -> Tensor:
+        form = packed.form("zentorch.linear", _pack)
+        output: Tensor = operator(rows, form, other, bias, is_weight_prepacked=True, post_op_1="none", post_op_2="mul")
+        return output
+
+    return composed.block(facts, _product, times)
+
+
+def _load_qkv(facts: Facts) -> Callable[..., Any]:
+    return composed.projections(facts, _product(None))
+
+
+def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
+    operator = small_alone(operators().zentorch_rms_norm.default)
+    hidden = facts.size("hidden")
+
+    def run(input: Tensor, weight: Tensor, *, epsilon: float) -> Tensor:
+        # It takes the first axis for the rows: of three axes it leaves most unwritten, of one it overruns the memory.
+        output: Tensor = operator(input.view(-1, hidden), weight, epsilon)
+        return output.view(input.shape)
+
+    return run
+
+
+def _load_add_rms_norm(facts: Facts) -> Callable[..., Any]:
+    operator = small_alone(operators().zentorch_add_rms_norm_.default)
+    hidden = facts.size("hidden")
+
+    def run(input: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+        output = input.clone(memory_format=torch.contiguous_format)  # it writes the norm over its input, the caller's
+        operator(output.view(-1, hidden), weight, residual.view(-1, hidden), eps)
+        increment_version(residual)  # as the operator should: whoever saved it for a backward pass must hear of it
+        return output
+
+    return run
+
+
+def _eps_normal(facts: Facts) -> Reason | None:
+    """It reads eps as float32, and returns memory that it never wrote where that is 0."""
+    eps = facts["eps"]
+    normal = isinstance(eps, (int, float)) and eps >= 1e-37
+    return None if normal else Reason(ReasonCode.CONSTRAINT_FAILED, "eps", "at least 1e-37", eps)
+
+
+_EPS = limit.Custom("eps >= 1e-37", _eps_normal)
+
+
+KERNELS = (
+    Kernel(
+        id="zentorch.sdpa",
+        operations=attention.ALL,
+        backend=ZENTORCH,
+        load=_load_sdpa,
+        layout="BHSD",
+        accepts=("causal", "scale", "attn_mask"),  # its second result is not the log-sum-exp but unwritten memory
+        folds=("causal", "attn_mask", "window", "alibi_slopes"),
+        limits=(
+            VECTORS,
+            DTYPES,
+            limit.equal("value_dim", "head_dim"),
+            limit.dim("seq_k", min=16),  # of fewer keys than vector lanes, a row of NaN passes for hidden and gives 0
+            SquareCausal(),
+            limit.one_of("attn_mask", "none", "float", foldable=True),
+            limit.Custom("scale: not 0, above 0 beside causal", _scale),
+            RowsApart(),
+        ),
+        priority=45,
+    ),
+    Kernel(
+        id="zentorch.linear_packed",
+        operations=("mlp.linear",),
+        backend=ZENTORCH,
+        load=_load_linear,
+        accepts=("bias", "activation", "packed"),
+        limits=(VECTORS, BFLOAT16, DTYPES, limit.contiguous("bias"), BELONGS),
+        priority=60,
+    ),
+    *(
+        Kernel(
+            id=f"zentorch.mlp_packed{ending}",
+            operations=operations,
+            backend=ZENTORCH,
+            load=_load_mlp,
+            accepts=accepts,
+            limits=(VECTORS, BFLOAT16, DTYPES, *limits),
+            priority=60,
+        )
+        for ending, operations, accepts, limits in composed.variants()
+    ),
+    *(
+        Kernel(
+            id=f"zentorch.qkv_packed{ending}",
+            operations=(operation,),
+            backend=ZENTORCH,
+            load=_load_qkv,
+            accepts=accepts,
+            limits=(VECTORS, BFLOAT16, DTYPES, *limits),
+            priority=60,
+        )
+        for ending, operation, accepts, limits in composed.qkv_variants()
+    ),
+    Kernel(
+        id="zentorch.rms_norm",
+        operations=("norm.rms",),
+        backend=ZENTORCH,
+        load=_load_rms_norm,
+        accepts=("eps",),
+        renames={"eps": "epsilon"},
+        limits=(VECTORS, BFLOAT16, DTYPES, _EPS, limit.contiguous("input", "weight")),
+        priority=60,
+    ),
+    Kernel(
+        id="zentorch.add_rms_norm",
+        operations=("norm.add_rms",),
+        backend=ZENTORCH,
+        load=_load_add_rms_norm,
+        accepts=("eps",),
+        limits=(VECTORS, BFLOAT16, DTYPES, _EPS, limit.contiguous("residual", "weight")),
+        priority=60,
+    ),
+)
