@@ -17,7 +17,7 @@ import layerzero as lz
 from drawing import examples
 from layerzero.integrations.optimize.candidate import Candidate
 from layerzero.integrations.optimize.experts import experts
-from layerzero.ops.moe.products import GATES, gated
+from layerzero.ops.moe.experts import GATES, gated
 
 transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
 pytest.importorskip("transformers.integrations.moe", reason="needs its interface for experts")

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import layerzero as lz
 from layerzero.engine.functions import CALLS
-from layerzero.ops.linear.declare import linear_reference
+from layerzero.ops.linear.declare import linear
 from layerzero.testing import check
 from layerzero.testing.generate import RandomCall
 
@@ -36,7 +36,7 @@ def call(rows=(3,), inputs=8, outputs=5, dtype=torch.float64, **arguments):
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
 def test_the_reference_is_a_sum_of_products_by_hand(activation):
     given = call()
-    got = linear_reference(given["input"], given["weight"], bias=given["bias"], activation=activation)
+    got = linear(given["input"], given["weight"], bias=given["bias"], activation=activation)
     for row in range(3):
         for output in range(5):
             terms = [float(given["input"][row, k] * given["weight"][output, k]) for k in range(8)]
@@ -47,11 +47,11 @@ def test_the_reference_is_a_sum_of_products_by_hand(activation):
 
 def test_the_reference_adds_up_in_float32_and_rounds_once():
     given = call(dtype=torch.bfloat16, inputs=512)
-    exact = linear_reference(given["input"].double(), given["weight"].double(), bias=given["bias"].double())
-    rounded = linear_reference(given["input"], given["weight"], bias=given["bias"])
+    exact = linear(given["input"].double(), given["weight"].double(), bias=given["bias"].double())
+    rounded = linear(given["input"], given["weight"], bias=given["bias"])
     assert rounded.dtype is torch.bfloat16
     torch.testing.assert_close(rounded, exact.float().bfloat16(), rtol=0, atol=0)
-    whole = linear_reference(given["input"], given["weight"], bias=given["bias"], out_dtype=torch.float32)
+    whole = linear(given["input"], given["weight"], bias=given["bias"], out_dtype=torch.float32)
     torch.testing.assert_close(whole.double(), exact, rtol=1e-5, atol=1e-5)
 
 

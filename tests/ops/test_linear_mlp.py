@@ -10,7 +10,7 @@ import layerzero as lz
 from layerzero.core.recipe import CallRecipe
 from layerzero.engine.functions import CALLS
 from layerzero.engine.registry import REGISTRY
-from layerzero.ops.linear.fused import fused_reference
+from layerzero.ops.linear.fused import mlp
 from layerzero.ops.recipes import arguments_of_recipe
 from layerzero.testing import check
 from layerzero.testing.generate import RandomCall
@@ -66,7 +66,7 @@ def test_the_reference_is_products_one_after_the_other(kind, activation, biased)
     given = call(kind, biased=biased, activation=activation)
     tensors = [given.pop(name) for name in ("input", "up_weight", "down_weight")]
     gate = (given.pop("gate_weight"),) if kind == "gated" else ()
-    got = fused_reference(*tensors, *gate, **given)
+    got = mlp(*tensors, *gate, **given)
     torch.testing.assert_close(got, by_hand(*tensors, *gate, **given))
 
 

@@ -37,8 +37,9 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.activation.formulas import FUNCTIONS
+from layerzero.ops.declaration import wide
 from layerzero.ops.experts.declare import BATCHED
-from layerzero.ops.moe.products import gated, wide
+from layerzero.ops.moe.experts import gated
 from layerzero.ops.moe.routing import routed
 
 Pair = tuple[Tensor, Tensor]

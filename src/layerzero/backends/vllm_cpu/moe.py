@@ -21,8 +21,7 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.linear.packed import PackedWeight, belongs
-from layerzero.ops.moe.experts import PACKED_OF
-from layerzero.ops.moe.products import ALPHA, LIMIT
+from layerzero.ops.moe.experts import ALPHA, LIMIT, PACKED_OF
 
 _UNITS = "vec"
 """The vector units; those for matrices (amx) want a CPU that has them."""

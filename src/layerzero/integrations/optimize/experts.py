@@ -26,7 +26,7 @@ from layerzero.integrations.optimize.swap import MARK, as_forward, is_dense, ser
 from layerzero.integrations.optimize.weights import Packs, wants_packed
 from layerzero.integrations.transformers_experts import SIZES, numbers_of
 from layerzero.ops.linear import PackedWeight
-from layerzero.ops.moe.products import ALPHA, GATES, LIMIT, reference
+from layerzero.ops.moe.experts import ALPHA, GATES, LIMIT, moe_experts
 
 _COUNT = "num_experts"
 """How many experts there are, as modules of Transformers call it."""
@@ -236,7 +236,7 @@ def _learned(module: Module, parameters: dict[str, Parameter], forms: list[Form]
         for form in _gates(module, base):
             told = form.told(seen)
             with torch.no_grad():
-                got = [reference(each, gate_up, down, ids, shares, **told) for each in inputs]
+                got = [moe_experts(each, gate_up, down, ids, shares, **told) for each in inputs]
             off[form] = max(map(distance, got, expected))
     form = min(off, key=lambda each: off[each])
     if off[form] > TOLERANCE[dtype]:

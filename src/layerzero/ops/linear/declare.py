@@ -1,6 +1,6 @@
 """Matrix products with a weight: mlp.linear, and what its relatives share: examples, sweeps, pieces, judges.
 
-Math: ``activation(input @ weight^T + bias)``; see :func:`linear_reference`.
+Math: ``activation(input @ weight^T + bias)``; see :func:`linear`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.core.arguments import Axis, Param, TensorSchema
-from layerzero.core.dtypes import FLOATING
 from layerzero.core.facts import Facts
 from layerzero.core.judge import Elementwise
-from layerzero.core.operation import Case, Operation, Part, Tolerance, Work
-from layerzero.core.schema import OperationSchema
+from layerzero.core.operation import Case, Part, Tolerance, Work
 from layerzero.ops.activation.formulas import FORMULAS
 from layerzero.ops.calls import drawn
-from layerzero.ops.linear.packed import packed_param
+from layerzero.ops.declaration import NDIM, operation, tensor, wide
+from layerzero.ops.linear.packed import PackedWeight, packed_param
 from layerzero.ops.linear.stock import linear as stock_linear
 
 
@@ -198,7 +197,7 @@ AXES = (
     Axis("rows", scales=True, live=True, apart=True, leading=True),
     Axis("in_features", scales=True),
     Axis("out_features", scales=True),
-    Axis("input_ndim", works=False),  # dense rows are the same rows in any number of axes
+    NDIM,
 )
 
 ALIASES = {"m": "rows", "n": "out_features", "k": "in_features"}
@@ -213,48 +212,34 @@ def _case(name: str, rows: int, in_features: int, out_features: int, *, bias: bo
     return Case(name, sizes, params, given=("bias",) if bias else ())
 
 
-def derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
-    """Rows are all leading axes together."""
-    shape = arguments["input"].shape
-    return {"rows": math.prod(shape[:-1]), "input_ndim": len(shape)}
-
-
-DERIVED_FROM = {"rows": ("...",), "input_ndim": ()}
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What the reference computes in."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def linear_reference(
+def linear(
     input: Tensor,
     weight: Tensor,
-    *,
     bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    *,
     activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    packed: PackedWeight | None = None,
 ) -> Tensor:
-    """``activation(input @ weight^T + bias)``.
+    """Multiply with a weight, as ``torch.nn.functional.linear``: ``activation(input @ weight^T + bias)``.
 
     Shapes: input (*, K), weight (N, K), bias (N,) → (*, N)
-    Dtype: computes in float32 (float64 for float64), the activation included; rounds once, to out_dtype or input.dtype.
+    Dtype: floating, the same for all; sums are in float32; returns out_dtype or input.dtype.
+    Args:
+        activation: what follows the product: ``"relu"``, ``"gelu"`` (by erf), ``"gelu_tanh"``, ``"silu"`` or
+            ``"relu2"``; kernels that know it apply it before they round.
+        out_dtype: dtype of the result: the input's, or float32 for float16 and bfloat16, whose sums are not rounded
+            then (logits).
+        packed: the :class:`layerzero.PackedWeight` of this weight, so that kernels that want it in another order make
+            that once. It changes no result, and has no effect in compiled code.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit, and for a packed weight of another tensor or
+        of one that was written into since.
     """
     dtype = wide(input.dtype)
     output = functional.linear(input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
     if activation is not None:
         output = FORMULAS[activation](output)
     return output.to(out_dtype or input.dtype)
-
-
-def _linear_fake(
-    input: Tensor,
-    weight: Tensor,
-    *,
-    out_dtype: torch.dtype | None = None,
-    **_: object,
-) -> Tensor:
-    return input.new_empty((*input.shape[:-1], weight.shape[0]), dtype=out_dtype or input.dtype)
 
 
 def _work(facts: Mapping[str, Any]) -> Work:
@@ -266,25 +251,18 @@ def _work(facts: Mapping[str, Any]) -> Work:
     )
 
 
-LINEAR = Operation(
-    schema=OperationSchema(
-        operation="mlp.linear",
-        inputs=(
-            TensorSchema("input", ("...", "in_features"), FLOATING),
-            TensorSchema("weight", ("out_features", "in_features"), FLOATING, resident=True),
-            TensorSchema("bias", ("out_features",), FLOATING, required=False),
-        ),
-        outputs=(TensorSchema("output", ("...", "out_features"), FLOATING, dtype_from="out_dtype"),),
-        params=(
-            ACTIVATION,
-            OUT_DTYPE,
-            packed_param(),
-        ),
-        axes=AXES,
+LINEAR = operation(
+    "mlp.linear",
+    "Matrix product with a weight, with bias and activation",
+    linear,
+    inputs=(
+        "input: ... in_features",
+        tensor("weight: out_features in_features", resident=True),
+        tensor("bias: out_features", required=False),
     ),
-    summary="Matrix product with a weight, with bias and activation",
-    reference=linear_reference,
-    fake=_linear_fake,
+    outputs=(tensor("output: ... out_features", dtype_from="out_dtype"),),
+    params=(ACTIVATION, OUT_DTYPE, packed_param()),
+    axes=AXES,
     cases=(
         _case("small", 33, 96, 64, bias=True),
         _case("small_gelu", 33, 96, 64, bias=True, activation="gelu"),
@@ -297,10 +275,7 @@ LINEAR = Operation(
     ),
     tolerance=TOLERANCE,
     tolerance_reason=TOLERANCE_REASON,
-    judge=judged_by_products(linear_reference, TOLERANCE, TOLERANCE_REASON),
-    derive=derive,
-    derived=("rows", "input_ndim"),
-    derived_from=DERIVED_FROM,
+    judge=judged_by_products(linear, TOLERANCE, TOLERANCE_REASON),
     aliases=ALIASES,
     examples=weight,
     work=_work,

@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.core.arguments import Axis, Param, TensorSchema
-from layerzero.core.dtypes import FLOATING
+from layerzero.core.arguments import Axis, Param
 from layerzero.core.judge import Elementwise
 from layerzero.core.operation import Case, Operation, Tolerance, Work
-from layerzero.core.schema import OperationSchema
 from layerzero.ops.activation.formulas import FORMULAS
+from layerzero.ops.declaration import operation, tensor, wide
 from layerzero.ops.linear import stock
-from layerzero.ops.linear.declare import ALIASES, AXES, DERIVED_FROM, derive, mlp_sweep, scaled, wide
-from layerzero.ops.linear.packed import packed_param
+from layerzero.ops.linear.declare import ALIASES, AXES, mlp_sweep, scaled
+from layerzero.ops.linear.packed import PackedWeight, packed_param
 
 TOLERANCE = {
     torch.float64: Tolerance(1e-5, 1e-5),
@@ -52,7 +51,7 @@ def _wide_of(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if tensor is None else tensor.to(dtype)
 
 
-def fused_reference(
+def mlp(
     input: Tensor,
     up_weight: Tensor,
     down_weight: Tensor,
@@ -62,13 +61,24 @@ def fused_reference(
     down_bias: Tensor | None = None,
     gate_bias: Tensor | None = None,
     activation: str = "silu",
+    packed_up: PackedWeight | None = None,
+    packed_down: PackedWeight | None = None,
+    packed_gate: PackedWeight | None = None,
 ) -> Tensor:
-    """``down(activation(up x))``, or ``down(activation(gate x) * up x)`` where there is a gate.
+    """Multiply with a weight, activate, multiply with another: the feed-forward block of a model, gated or plain.
 
-    A weight ``up_weight`` with twice the rows that ``down_weight`` reads holds the gate in its first half.
+    ``down(activation(up x))``; with a gate ``down(activation(gate x) * up x)``. An ``up_weight`` with twice the rows
+    that ``down_weight`` reads holds the gate in its first half, as ``torch.cat((gate, up))``.
 
-    Shapes: input (*, K), up_weight and gate_weight (I, K), down_weight (N, I), biases (I,), (N,), (I,) → (*, N)
-    Dtype: computes in float32 (float64 for float64) and rounds once; returns input.dtype.
+    Shapes: input (*, K), up_weight and gate_weight (I, K), or up_weight (2 I, K) alone; down_weight (N, I); biases as
+        many as their weight has rows → (*, N)
+    Dtype: floating, the same for all; sums are in float32; returns input.dtype.
+    Args:
+        activation: ``"relu"``, ``"gelu"`` (by erf), ``"gelu_tanh"``, ``"silu"`` or ``"relu2"``.
+        packed_up, packed_down, packed_gate: the :class:`layerzero.PackedWeight` of each weight; kernels that want
+            weights in another order want all of them. They change no result, and have no effect in compiled code.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for a gate's bias without a gate, and for a
+        packed weight of another tensor or of one that was written into since.
     Source: arXiv:2002.05202.
     """
     dtype = wide(input.dtype)
@@ -113,10 +123,6 @@ def _summed(arguments: Mapping[str, Any]) -> Tensor:
     return functional.linear(through.square(), down.square()).sqrt()
 
 
-def _fake(input: Tensor, up_weight: Tensor, down_weight: Tensor, *_: object, **__: object) -> Tensor:
-    return input.new_empty((*input.shape[:-1], down_weight.shape[0]))
-
-
 def _work(products: int) -> Any:
     """So many products into the inner features, and one out of them; every weight once."""
 
@@ -148,25 +154,22 @@ def _operation(name: str, summary: str, *, gated: bool = False, joined: bool = F
         sizes = {"rows": rows, "in_features": inputs, "inner_features": inner, "out_features": inputs}
         return Case(name, sizes | ({"joined_features": 2 * inner} if joined else {}), params, given)
 
-    return Operation(
-        schema=OperationSchema(
-            operation=name,
-            inputs=(
-                TensorSchema("input", ("...", "in_features"), FLOATING),
-                *(TensorSchema(each, axes, FLOATING, resident=True) for each, axes in shapes.items()),
-                *(TensorSchema(each, (axis,), FLOATING, required=False) for each, axis in biases.items()),
-            ),
-            outputs=(TensorSchema("output", ("...", "out_features"), FLOATING),),
-            params=(_ACTIVATION, *(packed_param(each, of) for each, of in PACKED_OF.items() if of in shapes)),
-            axes=(
-                *AXES,
-                Axis("inner_features", scales=True),
-                *((Axis("joined_features", scales=True, implied=True),) if joined else ()),
-            ),
+    return operation(
+        name,
+        summary,
+        mlp,
+        inputs=(
+            "input: ... in_features",
+            *(tensor(f"{each}: {' '.join(axes)}", resident=True) for each, axes in shapes.items()),
+            *(tensor(f"{each}: {axis}", required=False) for each, axis in biases.items()),
         ),
-        summary=summary,
-        reference=fused_reference,
-        fake=_fake,
+        outputs=("output: ... out_features",),
+        params=(_ACTIVATION, *(packed_param(each, of) for each, of in PACKED_OF.items() if of in shapes)),
+        axes=(
+            *AXES,
+            Axis("inner_features", scales=True),
+            *((Axis("joined_features", scales=True, implied=True),) if joined else ()),
+        ),
         cases=(
             case("small", 33, 96, 64, *biases),
             case("small_gelu", 33, 96, 64, activation="gelu"),
@@ -176,9 +179,6 @@ def _operation(name: str, summary: str, *, gated: bool = False, joined: bool = F
         tolerance=TOLERANCE,
         tolerance_reason=TOLERANCE_REASON,
         judge=Elementwise(TOLERANCE, TOLERANCE_REASON, _summed),
-        derive=derive,
-        derived=("rows", "input_ndim"),
-        derived_from=DERIVED_FROM,
         aliases=ALIASES,
         examples=examples,
         work=_work(products=2 if gated or joined else 1),

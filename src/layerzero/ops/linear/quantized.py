@@ -9,6 +9,7 @@ Operations of their own, so that no kernel for weights of the input's dtype is e
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,30 +19,27 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.core.arguments import TensorSchema, told
-from layerzero.core.dtypes import FLOATING, dtype_name
+from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.judge import Elementwise, Given, apart
 from layerzero.core.operation import Case, Function, Operation, Routed, Work
-from layerzero.core.schema import OperationSchema
 from layerzero.ops.calls import drawn
 from layerzero.ops.checks import check_dense
+from layerzero.ops.declaration import operation, tensor, wide
 from layerzero.ops.draw import Draw
 from layerzero.ops.linear import route as of_linear
 from layerzero.ops.linear.declare import (
     ALIASES,
     AXES,
-    DERIVED_FROM,
     OUT_DTYPE,
     TOLERANCE,
     TOLERANCE_REASON,
-    derive,
     deviation,
     linear_scratch,
     sweep,
-    wide,
 )
 from layerzero.ops.linear.packed import PackedWeight, packed_param, packed_problems
-from layerzero.ops.linear.route import out_dtype_problems
+from layerzero.ops.linear.route import as_default, out_dtype_problems
 from layerzero.ops.linear.stock import quantized_linear as stock_linear
 from layerzero.ops.quantize.formats import FORMATS, Format, computed_scale, divided, quantize_scaled, rounded, widened
 from layerzero.ops.quantize.judge import NEAR
@@ -62,65 +60,48 @@ def of_outputs(weight_scale: Tensor) -> Tensor:
     return weight_scale.reshape(()) if weight_scale.numel() == 1 else weight_scale.reshape(-1)
 
 
-def _product(rows: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    output = functional.linear(rows, weight.to(rows.dtype)) * scales
-    return (output if bias is None else output + bias.to(output.dtype)).to(dtype)
-
-
-def weight_only_reference(
+def quantized_linear(
     input: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
-    *,
     bias: Tensor | None = None,
+    *,
+    activations: str | None = None,
     out_dtype: torch.dtype | None = None,
+    packed: PackedWeight | None = None,
 ) -> Tensor:
-    """``input @ (weight * weight_scale)^T + bias``.
+    """Multiply with a weight of int8 or float8: ``input @ (weight * weight_scale)^T + bias``.
+
+    ``weight, weight_scale = lz.quantize(linear.weight, "int8", per="row")`` makes both.
 
     Shapes: input (*, K), weight (N, K), weight_scale (), (1,), (N,) or (N, 1), bias (N,) → (*, N)
-    Dtype: computes in float32 (float64 for float64); rounds once, to out_dtype or input.dtype.
+    Dtype: input and bias floating, the same; weight int8, float8_e4m3fn or float8_e5m2; weight_scale float32; sums are
+        in float32, or of whole numbers; returns out_dtype or input.dtype.
+    Args:
+        activations: None multiplies the rows as they are. ``"int8"`` with a weight of int8, or ``"fp8_e4m3"`` with one
+            of float8_e4m3fn, quantizes each row first, as ``lz.quantize(input, activations, per="row")``: faster, less
+            exact, and nothing flows back to the input; of a row that is not finite nothing is said in int8.
+        out_dtype: dtype of the result: the input's, or float32 for float16 and bfloat16.
+        packed: the :class:`layerzero.PackedWeight` of this weight, so that kernels that want it in another order make
+            that once. It changes no result, and has no effect in compiled code.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit, and for a packed weight of another tensor or
+        of one that was written into since.
     """
-    dtype = wide(input.dtype)
-    return _product(input.to(dtype), weight, of_outputs(weight_scale).to(dtype), bias, out_dtype or input.dtype)
-
-
-def _dynamic_reference(of: Format) -> Callable[..., Tensor]:
-    def dynamic_reference(
-        input: Tensor,
-        weight: Tensor,
-        weight_scale: Tensor,
-        *,
-        bias: Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """The same of rows that were quantized first, each by its scale; no gradient flows through that.
-
-        Shapes, dtype: as of :func:`weight_only_reference`.
-        """
-        codes, scale = quantize_scaled(input, of, per="row")
-        dtype = wide(input.dtype)
-        scales = scale.to(dtype) * of_outputs(weight_scale).to(dtype)
-        return _product(widened(codes, of, dtype), weight, scales, bias, out_dtype or input.dtype)
-
-    return dynamic_reference
-
-
-def _fake(
-    input: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    *,
-    out_dtype: torch.dtype | None = None,
-    **_: object,
-) -> Tensor:
-    return input.new_empty((*input.shape[:-1], weight.shape[0]), dtype=out_dtype or input.dtype)
+    dtype, scales = wide(input.dtype), of_outputs(weight_scale)
+    if activations is None:
+        rows, scales = input.to(dtype), scales.to(dtype)
+    else:
+        codes, scale = quantize_scaled(input, FORMATS[activations], per="row")
+        rows, scales = widened(codes, FORMATS[activations], dtype), scale.to(dtype) * scales.to(dtype)
+    output = functional.linear(rows, weight.to(dtype)) * scales
+    return (output if bias is None else output + bias.to(dtype)).to(out_dtype or input.dtype)
 
 
 def _terms(arguments: Mapping[str, Any]) -> Tensor:
     """The root of the sum of squares of what is added up: the size of an error whose parts are independent."""
     squares = {name: arguments[name].double().square() for name in ("input", "weight", "weight_scale")}
     bias = arguments.get("bias")
-    return weight_only_reference(**squares, bias=None if bias is None else bias.square()).sqrt()
+    return quantized_linear(**squares, bias=None if bias is None else bias.square()).sqrt()
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +175,7 @@ def _examples(weights: frozenset[torch.dtype]) -> Callable[..., dict[str, Tensor
 
 def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
     scales = "one" if arguments["weight_scale"].numel() == 1 else "outputs"
-    return {**derive(arguments, values), "weight_dtype": dtype_name(arguments["weight"].dtype), "weight_scales": scales}
+    return {"weight_dtype": dtype_name(arguments["weight"].dtype), "weight_scales": scales}
 
 
 def _work(facts: Mapping[str, Any]) -> Work:
@@ -209,24 +190,20 @@ def _work(facts: Mapping[str, Any]) -> Work:
 def _operation(activations: str | None) -> Operation:
     sums = Elementwise(TOLERANCE, TOLERANCE_REASON, _terms)
     weights = ACTIVATIONS[activations]
-    reference = weight_only_reference if activations is None else _dynamic_reference(FORMATS[activations])
     rows = "" if activations is None else f" and rows quantized to {activations}"
-    return Operation(
-        schema=OperationSchema(
-            operation="mlp.linear.quant" + ("" if activations is None else f".{activations}"),
-            inputs=(
-                TensorSchema("input", ("...", "in_features"), FLOATING),
-                TensorSchema("weight", ("out_features", "in_features"), weights, same_dtype=False, resident=True),
-                TensorSchema("weight_scale", (), frozenset({torch.float32}), same_dtype=False),
-                TensorSchema("bias", ("out_features",), FLOATING, required=False),
-            ),
-            outputs=(TensorSchema("output", ("...", "out_features"), FLOATING, dtype_from="out_dtype"),),
-            params=(OUT_DTYPE, packed_param()),
-            axes=AXES,
+    return operation(
+        "mlp.linear.quant" + ("" if activations is None else f".{activations}"),
+        f"Matrix product with a weight of int8 or float8{rows}",
+        quantized_linear if activations is None else functools.partial(quantized_linear, activations=activations),
+        inputs=(
+            "input: ... in_features",
+            tensor("weight: out_features in_features", weights, same_dtype=False, resident=True),
+            tensor("weight_scale", frozenset({torch.float32}), same_dtype=False),
+            tensor("bias: out_features", required=False),
         ),
-        summary=f"Matrix product with a weight of int8 or float8{rows}",
-        reference=reference,
-        fake=_fake,
+        outputs=(tensor("output: ... out_features", dtype_from="out_dtype"),),
+        params=(OUT_DTYPE, packed_param()),
+        axes=AXES,
         cases=(
             _case("small", 33, 96, 64, bias=True),
             _case("small_wide", 33, 96, 64, out_dtype=torch.float32),
@@ -239,8 +216,7 @@ def _operation(activations: str | None) -> Operation:
         judge=sums if activations is None else OfRoundedRows(FORMATS[activations], sums),
         fixed={"activations": activations},
         derive=_derive,
-        derived=("rows", "input_ndim", "weight_dtype", "weight_scales"),
-        derived_from={**DERIVED_FROM, "weight_dtype": (), "weight_scales": ()},
+        derived_from={"weight_dtype": (), "weight_scales": ()},
         aliases=ALIASES,
         examples=_examples(weights),
         work=_work,
@@ -254,36 +230,6 @@ QUANTIZED: dict[str | None, Operation] = {each: _operation(each) for each in ACT
 """By what rows are quantized to."""
 
 OPERATIONS = tuple(QUANTIZED.values())
-
-
-def quantized_linear(
-    input: Tensor,  # torch's name
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
-    activations: str | None = None,
-    out_dtype: torch.dtype | None = None,
-    packed: PackedWeight | None = None,
-) -> Tensor:
-    """Multiply with a weight of int8 or float8: ``input @ (weight * weight_scale)^T + bias``.
-
-    ``weight, weight_scale = lz.quantize(linear.weight, "int8", per="row")`` makes both.
-
-    Shapes: input (*, K), weight (N, K), weight_scale (), (1,), (N,) or (N, 1), bias (N,) → (*, N)
-    Dtype: input and bias floating, the same; weight int8, float8_e4m3fn or float8_e5m2; weight_scale float32; sums are
-        in float32, or of whole numbers; returns out_dtype or input.dtype.
-    Args:
-        activations: None multiplies the rows as they are. ``"int8"`` with a weight of int8, or ``"fp8_e4m3"`` with one
-            of float8_e4m3fn, quantizes each row first, as ``lz.quantize(input, activations, per="row")``: faster, less
-            exact, and nothing flows back to the input; of a row that is not finite nothing is said in int8.
-        out_dtype: dtype of the result: the input's, or float32 for float16 and bfloat16.
-        packed: the :class:`layerzero.PackedWeight` of this weight, so that kernels that want it in another order make
-            that once. It changes no result, and has no effect in compiled code.
-    Raises: InvalidCallError for shapes, dtypes or devices that do not fit, and for a packed weight of another tensor or
-        of one that was written into since.
-    """
-    raise AssertionError("the signature only; the engine makes the callable")
 
 
 def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
@@ -305,8 +251,7 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     problems += out_dtype_problems(arguments)
     if problems:
         raise InvalidCallError("quantized_linear", problems)
-    if arguments["out_dtype"] == arguments["input"].dtype:
-        arguments["out_dtype"] = None  # the default, spelled out: kernels without that argument stay legal
+    as_default(arguments)
     return Routed(operation, arguments, varies=("...",))
 
 

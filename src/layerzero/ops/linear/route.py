@@ -13,9 +13,10 @@ from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Function, Operation, Routed
 from layerzero.ops.activation.formulas import FORMULAS
 from layerzero.ops.checks import check_dense
+from layerzero.ops.declaration import function, wide
 from layerzero.ops.draw import Draw
-from layerzero.ops.linear.declare import ACTIVATIONS, LINEAR, deviation, wide
-from layerzero.ops.linear.fused import FEW, FUSED, FUSED_GATED, FUSED_JOINED, PACKED_OF
+from layerzero.ops.linear.declare import ACTIVATIONS, LINEAR, deviation
+from layerzero.ops.linear.fused import FEW, FUSED, FUSED_GATED, FUSED_JOINED, PACKED_OF, mlp
 from layerzero.ops.linear.packed import PackedWeight, packed_problems
 
 FEATURES = (1, 2, 3, 7, 8, 16, 31, 32, 48, 64, 96, 100, 128, 257)
@@ -76,43 +77,15 @@ def random_mlp(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     return arguments
 
 
-def linear(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    activation: str | None = None,
-    out_dtype: torch.dtype | None = None,
-    packed: PackedWeight | None = None,
-) -> Tensor:
-    """Multiply with a weight, as ``torch.nn.functional.linear``: ``activation(input @ weight^T + bias)``.
-
-    Shapes: input (*, K), weight (N, K), bias (N,) → (*, N)
-    Dtype: floating, the same for all; sums are in float32; returns out_dtype or input.dtype.
-    Args:
-        activation: what follows the product: ``"relu"``, ``"gelu"`` (by erf), ``"gelu_tanh"``, ``"silu"`` or
-            ``"relu2"``; kernels that know it apply it before they round.
-        out_dtype: dtype of the result: the input's, or float32 for float16 and bfloat16, whose sums are not rounded
-            then (logits).
-        packed: the :class:`layerzero.PackedWeight` of this weight, so that kernels that want it in another order make
-            that once. It changes no result, and has no effect in compiled code.
-    Raises: InvalidCallError for shapes, dtypes or devices that do not fit, and for a packed weight of another tensor or
-        of one that was written into since.
-    """
-    raise AssertionError("the signature only; the engine makes the callable")
+def _problems(arguments: dict[str, Any]) -> list[str]:
+    of_packed = packed_problems(arguments)
+    return activation_problems(arguments["activation"]) + of_packed + out_dtype_problems(arguments)
 
 
-def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
-    check_dense("linear", arguments)
-    problems = LINEAR.schema.validate(**arguments)
-    problems += activation_problems(arguments["activation"])
-    problems += packed_problems(arguments)
-    problems += out_dtype_problems(arguments)
-    if problems:
-        raise InvalidCallError("linear", problems)
+def as_default(arguments: dict[str, Any]) -> None:
+    """The dtype of the result that is the default, spelled out: kernels without that argument stay legal."""
     if arguments["out_dtype"] == arguments["input"].dtype:
-        arguments["out_dtype"] = None  # the default, spelled out: kernels without that argument stay legal
-    return Routed(LINEAR, arguments, varies=("...",))
+        arguments["out_dtype"] = None
 
 
 def activation_problems(activation: object) -> list[str]:
@@ -132,39 +105,6 @@ def out_dtype_problems(arguments: dict[str, Any]) -> list[str]:
         return []
     wanted = " or ".join(map(dtype_name, allowed))
     return [f"out_dtype: wanted {wanted} for an input of {dtype_name(input_.dtype)}, got {dtype_name(out_dtype)}"]
-
-
-def mlp(
-    input: Tensor,
-    up_weight: Tensor,
-    down_weight: Tensor,
-    gate_weight: Tensor | None = None,
-    *,
-    up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    gate_bias: Tensor | None = None,
-    activation: str = "silu",
-    packed_up: PackedWeight | None = None,
-    packed_down: PackedWeight | None = None,
-    packed_gate: PackedWeight | None = None,
-) -> Tensor:
-    """Multiply with a weight, activate, multiply with another: the feed-forward block of a model, gated or plain.
-
-    ``down(activation(up x))``; with a gate ``down(activation(gate x) * up x)``. An ``up_weight`` with twice the rows
-    that ``down_weight`` reads holds the gate in its first half, as ``torch.cat((gate, up))``.
-
-    Shapes: input (*, K), up_weight and gate_weight (I, K), or up_weight (2 I, K) alone; down_weight (N, I); biases as
-        many as their weight has rows → (*, N)
-    Dtype: floating, the same for all; sums are in float32; returns input.dtype.
-    Args:
-        activation: ``"relu"``, ``"gelu"`` (by erf), ``"gelu_tanh"``, ``"silu"`` or ``"relu2"``.
-        packed_up, packed_down, packed_gate: the :class:`layerzero.PackedWeight` of each weight; kernels that want
-            weights in another order want all of them. They change no result, and have no effect in compiled code.
-    Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for a gate's bias without a gate, and for a
-        packed weight of another tensor or of one that was written into since.
-    Source: arXiv:2002.05202.
-    """
-    raise AssertionError("the signature only; the engine makes the callable")
 
 
 def _route_mlp(arguments: dict[str, Any], default_layout: str | None) -> Routed:
@@ -192,8 +132,6 @@ def _mlp_of(arguments: dict[str, Any]) -> Operation:
 
 
 FUNCTIONS = (
-    Function("linear", linear, _route, (LINEAR,), draw=random_linear, state=frozenset({"matmul"})),
-    Function(
-        *("mlp", mlp, _route_mlp, (FUSED, FUSED_GATED, FUSED_JOINED)), draw=random_mlp, state=frozenset({"matmul"})
-    ),
+    function("linear", LINEAR, values=_problems, canonical=as_default, draw=random_linear, state=frozenset({"matmul"})),
+    Function("mlp", mlp, _route_mlp, (FUSED, FUSED_GATED, FUSED_JOINED), random_mlp, state=frozenset({"matmul"})),
 )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from layerzero.ops.moe.experts import EXPERTS, MOE_EXPERTS
-from layerzero.ops.moe.route import MOE_ROUTE
-from layerzero.ops.moe.routing import ROUTE
+from layerzero.ops.moe.routing import MOE_ROUTE, ROUTE
 
 __all__ = ["FUNCTIONS", "OPERATIONS"]
 

@@ -11,27 +11,136 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.core.arguments import Axis, Param, TensorSchema, told
-from layerzero.core.dtypes import FLOATING
-from layerzero.core.errors import InvalidCallError
 from layerzero.core.judge import Elementwise
-from layerzero.core.operation import Case, Function, Operation, Routed, Work
-from layerzero.core.schema import OperationSchema
+from layerzero.core.operation import Case, Work
+from layerzero.ops.activation.formulas import FORMULAS, swiglu_oai
 from layerzero.ops.calls import drawn
-from layerzero.ops.checks import check_dense
+from layerzero.ops.declaration import function, operation, tensor, wide
 from layerzero.ops.draw import Draw
 from layerzero.ops.linear.declare import deviation
 from layerzero.ops.linear.fused import FEW, TOLERANCE, TOLERANCE_REASON
 from layerzero.ops.linear.packed import PackedWeight, packed_param, packed_problems
 from layerzero.ops.linear.route import FEATURES
-from layerzero.ops.moe.products import ALPHA, GATES, LIMIT, gated, reference, summed
+
+ALPHA, LIMIT = 1.702, 7.0
+"""Those of gpt-oss."""
+
+GATES = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
+"""What a gate may be; the last reads gate and up by turns, the others one after the other."""
+
+
+def gate_and_up(joined: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """Both parts of the first product, as views. Shapes: (*, 2 F) → (*, F), (*, F)."""
+    if activation == "swiglu_oai":
+        return joined[..., ::2], joined[..., 1::2]
+    middle = joined.shape[-1] // 2
+    return joined[..., :middle], joined[..., middle:]
+
+
+def gated(
+    joined: Tensor,
+    activation: str,
+    alpha: float = ALPHA,
+    limit: float = LIMIT,
+    formulas: Mapping[str, Callable[[Tensor], Tensor]] = FORMULAS,
+) -> Tensor:
+    """The gate's activation times what it lets through. Shapes: (*, 2 F) → (*, F)."""
+    gate, up = gate_and_up(joined, activation)
+    if activation == "swiglu_oai":
+        return swiglu_oai(gate, up, alpha, limit)
+    return formulas[activation](gate) * up
+
+
+def each_expert(
+    visit: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    like: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    expert_ids: Tensor,
+    shares: Tensor,
+) -> Tensor:
+    """The sum over a token's experts of its share times what ``visit`` gives for each expert's product and weight.
+
+    Every expert visits every token, and what was not asked for is left out: no value on the device decides what runs.
+    """
+    gate_up_weight, down_weight, gate_up_bias, down_bias = weights
+    dtype = like.dtype
+    total = torch.zeros(like.shape, dtype=dtype, device=like.device)
+    for number in range(gate_up_weight.shape[0]):
+        of = expert_ids == number
+        bias = None if gate_up_bias is None else gate_up_bias[number].to(dtype)
+        joined = functional.linear(like, gate_up_weight[number].to(dtype), bias)
+        made = visit(joined, down_weight[number].to(dtype), None if down_bias is None else down_bias[number].to(dtype))
+        share = torch.where(of, shares, 0.0).sum(-1, keepdim=True)
+        total = torch.where(of.any(-1, keepdim=True), total + share * made, total)
+    return total
+
+
+def summed(arguments: Mapping[str, Any]) -> Tensor:
+    """The deviation of a result if what lies between products, and what each expert makes, is off by its size."""
+    activation = arguments.get("activation", "silu")
+
+    def visit(joined: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        gate, up = gate_and_up(joined, activation)
+        through = gated(joined, activation, arguments.get("alpha", ALPHA), arguments.get("limit", LIMIT))
+        if activation == "swiglu_oai":  # up and one may cancel
+            through = gate.abs() * (up.abs() + 1.0)
+        made = functional.linear(through, weight, bias)
+        return functional.linear(through.square(), weight.square()) + made.square()
+
+    biases = arguments.get("gate_up_bias"), arguments.get("down_bias")
+    weights = arguments["gate_up_weight"], arguments["down_weight"], *biases
+    shares = arguments["expert_weights"].square()
+    return each_expert(visit, arguments["input"], weights, arguments["expert_ids"], shares).sqrt()
+
 
 IDS = frozenset({torch.int32, torch.int64})
 PACKED_OF = {"packed_gate_up": "gate_up_weight", "packed_down": "down_weight"}
 """The packed weights of a call, and what each is made of."""
 
 
-def _fake(input: Tensor, *_: object, **__: object) -> Tensor:
-    return input.new_empty(input.shape)
+def moe_experts(
+    input: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu",
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    packed_gate_up: PackedWeight | None = None,
+    packed_down: PackedWeight | None = None,
+) -> Tensor:
+    """Send each token through its experts, and add up what they make of it by their weights.
+
+    ``sum over k of expert_weights[t, k] * down[e](activation(gate[e] x) * up[e] x)``, with x = input[t] and
+    e = expert_ids[t, k].
+
+    Shapes: input (T, D), gate_up_weight (E, 2 F, D), down_weight (E, D, F), expert_ids and expert_weights (T, k) as
+        :func:`layerzero.moe_route` gives them, gate_up_bias (E, 2 F), down_bias (E, D) → (T, D). Rows of gate_up_weight
+        are the gate's, then up's; for ``"swiglu_oai"`` by turns, as gpt-oss has them. Weights that lie the other way
+        round are passed as ``weight.mT``.
+    Dtype: floating, the same for all but expert_weights, which may have another; expert_ids int32 or int64. Sums are in
+        float32, those over the experts, too; returns input.dtype.
+    Args:
+        expert_ids: from 0 to E - 1; -1 is an expert that is elsewhere (on another rank) and adds nothing.
+        activation: ``"silu"``, ``"gelu"`` (by erf), ``"gelu_tanh"`` or ``"swiglu_oai"``.
+        alpha, limit: of ``"swiglu_oai"``, as for :func:`layerzero.swiglu_oai`.
+        packed_gate_up, packed_down: the :class:`layerzero.PackedWeight` of each weight; kernels that want weights in
+            another order want both. They change no result, and have no effect in compiled code.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for a packed weight of another tensor or of
+        one that was written into since, and on a CPU, and elsewhere in debug mode, for experts that there are not.
+    Source: arXiv:1701.06538; gpt-oss, arXiv:2508.10925.
+    """
+
+    def visit(joined: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return functional.linear(gated(joined, activation, alpha, limit), weight, bias)
+
+    dtype = wide(input.dtype)
+    weights = gate_up_weight, down_weight, gate_up_bias, down_bias
+    return each_expert(visit, input.to(dtype), weights, expert_ids, expert_weights.to(dtype)).to(input.dtype)
 
 
 def _stock(
@@ -126,37 +235,34 @@ def _sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
             yield _case(f"{name}_t{tokens}", tokens, model)
 
 
-EXPERTS = Operation(
-    schema=OperationSchema(
-        operation="moe.experts",
-        inputs=(
-            TensorSchema("input", ("tokens", "hidden"), FLOATING),
-            TensorSchema("gate_up_weight", ("experts", "joined_features", "hidden"), FLOATING, resident=True),
-            TensorSchema("down_weight", ("experts", "hidden", "inner_features"), FLOATING, resident=True),
-            TensorSchema("expert_ids", ("tokens", "top_k"), IDS, same_dtype=False, indexes=("experts",), holes=True),
-            TensorSchema("expert_weights", ("tokens", "top_k"), FLOATING, same_dtype=False, one_by_one=True),
-            TensorSchema("gate_up_bias", ("experts", "joined_features"), FLOATING, required=False),
-            TensorSchema("down_bias", ("experts", "hidden"), FLOATING, required=False),
-        ),
-        outputs=(TensorSchema("output", ("tokens", "hidden"), FLOATING),),
-        params=(
-            Param("activation", str, "silu", example="gelu_tanh", works=False),
-            Param("alpha", float, ALPHA, works=False),
-            Param("limit", float, LIMIT, works=False),
-            *(packed_param(each, of) for each, of in PACKED_OF.items()),
-        ),
-        axes=(
-            Axis("tokens", scales=True, live=True, apart=True),
-            Axis("experts", scales=True),
-            Axis("top_k", scales=True),
-            Axis("hidden", scales=True),
-            Axis("joined_features", scales=True, implied=True),
-            Axis("inner_features", scales=True),
-        ),
+EXPERTS = operation(
+    "moe.experts",
+    "What the chosen experts make of each token, added up",
+    moe_experts,
+    inputs=(
+        "input: tokens hidden",
+        tensor("gate_up_weight: experts joined_features hidden", resident=True),
+        tensor("down_weight: experts hidden inner_features", resident=True),
+        tensor("expert_ids: tokens top_k", IDS, same_dtype=False, indexes=("experts",), holes=True),
+        tensor("expert_weights: tokens top_k", same_dtype=False, one_by_one=True),
+        tensor("gate_up_bias: experts joined_features", required=False),
+        tensor("down_bias: experts hidden", required=False),
     ),
-    summary="What the chosen experts make of each token, added up",
-    reference=reference,
-    fake=_fake,
+    outputs=("output: tokens hidden",),
+    params=(
+        Param("activation", str, "silu", example="gelu_tanh", works=False),
+        Param("alpha", float, ALPHA, works=False),
+        Param("limit", float, LIMIT, works=False),
+        *(packed_param(each, of) for each, of in PACKED_OF.items()),
+    ),
+    axes=(
+        Axis("tokens", scales=True, live=True, apart=True),
+        Axis("experts", scales=True),
+        Axis("top_k", scales=True),
+        Axis("hidden", scales=True),
+        Axis("joined_features", scales=True, implied=True),
+        Axis("inner_features", scales=True),
+    ),
     cases=(
         _case("small", 17, (5, 64, 96, 2)),
         _case("biased", 9, (4, 64, 32, 3), "gate_up_bias", "down_bias", activation="swiglu_oai", limit=2.0),
@@ -176,59 +282,8 @@ EXPERTS = Operation(
 )
 
 
-NAME = "moe_experts"
-
-
-def moe_experts(
-    input: Tensor,  # torch's name
-    gate_up_weight: Tensor,
-    down_weight: Tensor,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    *,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    activation: str = "silu",
-    alpha: float = 1.702,
-    limit: float = 7.0,
-    packed_gate_up: PackedWeight | None = None,
-    packed_down: PackedWeight | None = None,
-) -> Tensor:
-    """Send each token through its experts, and add up what they make of it by their weights.
-
-    ``sum over k of expert_weights[t, k] * down[e](activation(gate[e] x) * up[e] x)``, with x = input[t] and
-    e = expert_ids[t, k].
-
-    Shapes: input (T, D), gate_up_weight (E, 2 F, D), down_weight (E, D, F), expert_ids and expert_weights (T, k) as
-        :func:`layerzero.moe_route` gives them, gate_up_bias (E, 2 F), down_bias (E, D) → (T, D). Rows of gate_up_weight
-        are the gate's, then up's; for ``"swiglu_oai"`` by turns, as gpt-oss has them. Weights that lie the other way
-        round are passed as ``weight.mT``.
-    Dtype: floating, the same for all but expert_weights, which may have another; expert_ids int32 or int64. Sums are in
-        float32, those over the experts, too; returns input.dtype.
-    Args:
-        expert_ids: from 0 to E - 1; -1 is an expert that is elsewhere (on another rank) and adds nothing.
-        activation: ``"silu"``, ``"gelu"`` (by erf), ``"gelu_tanh"`` or ``"swiglu_oai"``.
-        alpha, limit: of ``"swiglu_oai"``, as for :func:`layerzero.swiglu_oai`.
-        packed_gate_up, packed_down: the :class:`layerzero.PackedWeight` of each weight; kernels that want weights in
-            another order want both. They change no result, and have no effect in compiled code.
-    Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for a packed weight of another tensor or of
-        one that was written into since, and on a CPU, and elsewhere in debug mode, for experts that there are not.
-    Source: arXiv:1701.06538; gpt-oss, arXiv:2508.10925.
-    """
-    raise AssertionError("the signature only; the engine makes the callable")
-
-
-def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
-    check_dense(NAME, arguments)
-    problems = EXPERTS.schema.validate(**arguments)
-    if not problems:
-        problems = _problems(arguments) + packed_problems(arguments, PACKED_OF)
-    if problems:
-        raise InvalidCallError(NAME, problems)
-    return Routed(EXPERTS, arguments, varies=("tokens",))
-
-
 def _problems(arguments: dict[str, Any]) -> list[str]:
+    """What is wrong with sizes, the gate and packed weights."""
     joined, inner = arguments["gate_up_weight"].shape[1], arguments["down_weight"].shape[2]
     activation, alpha, limit = (arguments[name] for name in ("activation", "alpha", "limit"))
     problems = []
@@ -243,7 +298,7 @@ def _problems(arguments: dict[str, Any]) -> list[str]:
         problems.append(f"alpha: wanted a finite number, got {alpha}")
     if not limit > 0:
         problems.append(f"limit: wanted a number above 0, got {limit}")
-    return problems
+    return problems + packed_problems(arguments, PACKED_OF)
 
 
 def draw_experts(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
@@ -280,4 +335,12 @@ def draw_experts(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     return arguments
 
 
-MOE_EXPERTS = Function(NAME, moe_experts, _route, (EXPERTS,), draw=draw_experts, weight=1, state=frozenset({"matmul"}))
+MOE_EXPERTS = function(
+    "moe_experts",
+    EXPERTS,
+    varies=("tokens",),
+    fits=_problems,
+    draw=draw_experts,
+    weight=1,
+    state=frozenset({"matmul"}),
+)

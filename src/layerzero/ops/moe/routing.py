@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.core.arguments import REQUIRED, Axis, Param, TensorSchema
-from layerzero.core.dtypes import FLOATING
+from layerzero.core.arguments import REQUIRED, Axis, Param, told
 from layerzero.core.judge import Elementwise, Given, Indices, Judge, Property, Tolerance
-from layerzero.core.operation import Case, Operation, Work
-from layerzero.core.schema import OperationSchema
+from layerzero.core.operation import Case, Work
+from layerzero.ops.declaration import function, operation, tensor
+from layerzero.ops.draw import Draw
 
 NOTHING = 1e-20
 """What is added to a sum that is divided by, as in DeepSeek-V3: sigmoids may all be 0."""
@@ -159,31 +159,47 @@ CONSISTENT = Property("weights are those of the experts beside them", _consisten
 SCORINGS = ("softmax", "sigmoid")
 
 
-def reference(logits: Tensor, *, bias: Tensor | None = None, **params: Any) -> tuple[Tensor, Tensor]:
-    """Scores, the ``top_k`` best of them in order, and their weights.
+def moe_route(
+    logits: Tensor,
+    top_k: int,
+    *,
+    scoring: str = "softmax",
+    renormalize: bool = True,
+    bias: Tensor | None = None,
+    expert_groups: int | None = None,
+    top_groups: int | None = None,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Choose the experts of each token by a router's logits, and weigh them.
 
-    Shapes: logits (T, E), bias (E,) → weights (T, k), experts (T, k)
-    Dtype: computes in float32 (float64 for float64); returns float32 and int32.
-    Source: DeepSeek-V3, arXiv:2412.19437; arXiv:1701.06538.
+    Shapes: logits (T, E), bias (E,) → weights (T, k), experts (T, k), the best first. Of experts whose scores are equal
+        any may come first.
+    Dtype: logits and bias floating; computes in float32; weights float32, experts int32.
+    Args:
+        top_k: experts of a token, 1 to E.
+        scoring: ``"softmax"`` over all experts, or ``"sigmoid"`` of each.
+        renormalize: divide the weights of a token by their sum. A softmax over the chosen logits alone, as gpt-oss has
+            it, is the softmax over all, renormalised.
+        bias: added to the scores for the choice; weights are without it (DeepSeek-V3).
+        expert_groups, top_groups: choose within so many of so many groups of neighbours alone, those whose two best
+            experts have the largest sum. Both or neither.
+        scale: what weights are multiplied by, last.
+    Returns: (weights, experts). A row with NaN, with ``inf``, or with ``-inf`` alone may name any experts, each once.
+    Raises: InvalidCallError for what does not fit, with wanted and got.
+    Source: arXiv:1701.06538; DeepSeek-V3, arXiv:2412.19437; gpt-oss, arXiv:2508.10925.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
-    weights, places = routed(logits.to(wide), bias=None if bias is None else bias.to(wide), **params)
+    weights, places = routed(
+        logits.to(wide),
+        top_k=top_k,
+        scoring=scoring,
+        renormalize=renormalize,
+        bias=None if bias is None else bias.to(wide),
+        expert_groups=expert_groups,
+        top_groups=top_groups,
+        scale=scale,
+    )
     return weights.to(torch.float32), places.to(torch.int32)
-
-
-def _fake(logits: Tensor, *, top_k: int, **_: object) -> tuple[Tensor, Tensor]:
-    shape = logits.shape[0], top_k
-    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
-
-
-def stock(logits: Tensor, bias: Tensor | None = None, **params: Any) -> Any:
-    """The expressions of Transformers' routers."""
-
-    def run() -> tuple[Tensor, Tensor]:
-        weights, places = routed(logits.float(), bias=bias, **params)
-        return weights.float(), places.int()
-
-    return run
 
 
 def _work(facts: Mapping[str, Any]) -> Work:
@@ -214,30 +230,24 @@ def _sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
             yield _case(model, model, tokens)
 
 
-ROUTE = Operation(
-    schema=OperationSchema(
-        operation="moe.route",
-        inputs=(
-            TensorSchema("logits", ("tokens", "experts"), FLOATING),
-            TensorSchema("bias", ("experts",), FLOATING, required=False, same_dtype=False),
-        ),
-        outputs=(
-            TensorSchema("expert_weights", ("tokens", "top_k"), frozenset({torch.float32})),
-            TensorSchema("expert_ids", ("tokens", "top_k"), frozenset({torch.int32})),
-        ),
-        params=(
-            Param("top_k", int, REQUIRED, example=2),
-            Param("scoring", str, "softmax", example="sigmoid"),
-            Param("renormalize", bool, True, example=False, works=False),
-            Param("expert_groups", int, None, example=4),
-            Param("top_groups", int, None, example=2),
-            Param("scale", float, 1.0, example=2.5, works=False),
-        ),
-        axes=(Axis("tokens", scales=True, live=True, apart=True), Axis("experts", scales=True)),
+ROUTE = operation(
+    "moe.route",
+    "The experts of each token, and what they weigh",
+    moe_route,
+    inputs=("logits: tokens experts", tensor("bias: experts", required=False, same_dtype=False)),
+    outputs=(
+        tensor("expert_weights: tokens top_k", frozenset({torch.float32})),
+        tensor("expert_ids: tokens top_k", frozenset({torch.int32})),
     ),
-    summary="The experts of each token, and what they weigh",
-    reference=reference,
-    fake=_fake,
+    params=(
+        Param("top_k", int, REQUIRED, example=2),
+        Param("scoring", str, "softmax", example="sigmoid"),
+        Param("renormalize", bool, True, example=False, works=False),
+        Param("expert_groups", int, None, example=4),
+        Param("top_groups", int, None, example=2),
+        Param("scale", float, 1.0, example=2.5, works=False),
+    ),
+    axes=(Axis("tokens", scales=True, live=True, apart=True), Axis("experts", scales=True)),
     cases=(
         Case("small", {"tokens": 33, "experts": 16}, {"top_k": 4}),
         Case("plain", {"tokens": 33, "experts": 60}, {"top_k": 4, "renormalize": False}),
@@ -254,5 +264,70 @@ ROUTE = Operation(
     properties=(CONSISTENT,),
     work=_work,
     sweep=_sweep,
-    stock=stock,
+)
+
+
+def _problems(arguments: dict[str, Any]) -> list[str]:
+    top_k, experts = arguments["top_k"], arguments["logits"].shape[1]
+    problems = _group_problems(arguments, experts)
+    if not 1 <= top_k <= experts:
+        problems.append(f"top_k: wanted 1 to the {experts} experts of logits, got {top_k}")
+    if arguments["scoring"] not in SCORINGS:
+        problems.append(f"scoring: wanted one of {', '.join(SCORINGS)}, got {told(arguments['scoring'])}")
+    if not math.isfinite(arguments["scale"]):
+        problems.append(f"scale: wanted a finite number, got {arguments['scale']}")
+    return problems
+
+
+def _group_problems(arguments: dict[str, Any], experts: int) -> list[str]:
+    groups, top = arguments["expert_groups"], arguments["top_groups"]
+    if groups is None and top is None:
+        return []
+    if groups is None or top is None:
+        missing, there = ("expert_groups", "top_groups") if groups is None else ("top_groups", "expert_groups")
+        return [f"{missing}: wanted a number beside {there}, got None: pass both or neither"]
+    if groups < 1 or experts % groups or experts // groups < 2:
+        wanted = f"a divisor of the {experts} experts that leaves a group two or more"
+        return [f"expert_groups: wanted {wanted}, got {groups}"]
+    if not 1 <= top <= groups:
+        return [f"top_groups: wanted 1 to the {groups} of expert_groups, got {top}"]
+    room = top * (experts // groups)
+    if arguments["top_k"] > room:
+        return [f"top_k: wanted at most the {room} experts of {top} groups, got {arguments['top_k']}"]
+    return []
+
+
+def draw_route(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw a call of ``lz.moe_route``: scores apart, near each other and, where few digits tell them, equal."""
+    tokens = draw.of((0, 1, 2, 5, 17, 40), (1, 6, 3, 3, 3, 2))
+    groups, each = draw.of((1, 2, 4, 8)), draw.of((2, 3, 4, 8, 16))
+    experts = groups * each
+    logits = draw.normal((tokens, experts), torch.float32) * draw.of((1.0, 3.0, 0.05))
+    arguments: dict[str, Any] = {"logits": draw.laid_out(logits.to(dtype), expand=False)}
+    top = draw.stream.randint(1, groups)
+    if draw.chance(0.4):
+        arguments |= {"expert_groups": groups, "top_groups": top}
+    room = top * each if "top_groups" in arguments else experts
+    arguments["top_k"] = draw.stream.randint(1, min(room, 10))
+    if draw.chance(0.5):
+        arguments["scoring"] = draw.of(SCORINGS)
+    if draw.chance(0.4):
+        arguments["renormalize"] = draw.chance(0.3)
+    if draw.chance(0.3):
+        arguments["scale"] = draw.of((2.5, 1.0, 0.5, 3))
+    if draw.chance(0.4):
+        width = draw.of((0.1, 1.0))
+        bias = draw.normal((experts,), draw.of((dtype, torch.float32))) * width
+        arguments["bias"] = draw.laid_out(bias)
+    return arguments
+
+
+def _open_groups(arguments: dict[str, Any]) -> None:
+    """Where all groups are searched, none is shut."""
+    if arguments["expert_groups"] == arguments["top_groups"]:
+        arguments |= {"expert_groups": None, "top_groups": None}
+
+
+MOE_ROUTE = function(
+    "moe_route", ROUTE, varies=("tokens",), fits=_problems, canonical=_open_groups, draw=draw_route, weight=1
 )
