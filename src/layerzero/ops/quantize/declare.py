@@ -10,7 +10,6 @@ Math: see :mod:`layerzero.ops.quantize.formats`. Source: OCP Microscaling Format
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,11 +17,10 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import Axis, Param, TensorSchema
-from layerzero.core.dtypes import FLOATING
 from layerzero.core.operation import Case, Operation, Work
-from layerzero.core.schema import OperationSchema
 from layerzero.core.values import Check
 from layerzero.ops.calls import drawn
+from layerzero.ops.declaration import NDIM, operation, tensor
 from layerzero.ops.quantize import formats
 from layerzero.ops.quantize.formats import FORMATS, MX, NV, SCALED, Format, in_blocks
 from layerzero.ops.quantize.judge import Rounded, RoundedOnce, Scales
@@ -31,12 +29,7 @@ GRANULARITIES = ("tensor", "row", "block")
 """What may have a scale that is computed."""
 
 _FLOAT32 = frozenset({torch.float32})
-_ROWS = Axis("rows", scales=True, live=True, leading=True)
-_AXES = (
-    _ROWS,
-    Axis("features", scales=True),
-    Axis("input_ndim", works=False),  # dense rows are the same rows in any number of axes
-)
+_AXES = (Axis("rows", scales=True, live=True, leading=True), Axis("features", scales=True), NDIM)
 _SHAPES = {"small": (33, 96), "decode": (1, 4096), "batch_decode": (64, 4096), "prefill": (512, 4096)}
 
 SCALE = TensorSchema("scale", (), _FLOAT32, required=False, same_dtype=False)
@@ -46,30 +39,18 @@ BLOCK_SIZE = Param("block_size", int, None)
 OUT_DTYPE = Param("out_dtype", torch.dtype, torch.float32, example=torch.bfloat16)
 
 
-def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
-    shape = arguments["input"].shape
-    return {"rows": math.prod(shape[:-1]), "input_ndim": len(shape)}
-
-
-def _derive_scaled(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
-    scale, shape = arguments.get("scale"), arguments["input"].shape
-    granularity = arguments.get("per", "tensor") if scale is None else formats.granularity(shape, scale.shape)
-    return {**_derive(arguments, values), "granularity": granularity}
+def _granularity(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
+    scale = arguments.get("scale")
+    if scale is None:
+        return {"granularity": arguments.get("per", "tensor")}
+    numbers = arguments["input"] if "input" in arguments else arguments["quantized"]
+    return {"granularity": formats.granularity(numbers.shape, scale.shape)}
 
 
 def _work(facts: Mapping[str, Any]) -> Work:
     """Two operations a number, which is read and written once: as narrow as a byte on one side."""
     elements = facts["rows"] * facts["features"]
     return Work(2.0 * elements, float(elements * ((facts.get("out_dtype") or facts["dtype"]).itemsize + 1)))
-
-
-def _fake(compute: Callable[..., Any], of: Format) -> Callable[..., Any]:
-    """Shapes are those of the reference, which computes nothing on tensors without memory."""
-
-    def fake(*tensors: Tensor, **params: Any) -> Any:
-        return compute(*tensors, of, **params)
-
-    return fake
 
 
 def _reference(compute: Callable[..., Any], of: Format) -> Callable[..., Any]:
@@ -168,14 +149,12 @@ def _sizes(of: Format, rows: int, features: int) -> dict[str, int]:
 
 
 def _quantized(of: Format) -> TensorSchema:
-    axes = ("...", "packed_features" if of.is_packed else "features")
-    return TensorSchema("quantized", axes, frozenset({of.dtype}), same_dtype=False)
+    axis = "packed_features" if of.is_packed else "features"
+    return tensor(f"quantized: ... {axis}", frozenset({of.dtype}), same_dtype=False)
 
 
 def _scales_of(of: Format) -> TensorSchema:
-    return TensorSchema(
-        "scale", ("...", "scale_blocks") if of.block else (), frozenset({of.scale_dtype}), same_dtype=False
-    )
+    return tensor(f"scale: {'... scale_blocks' if of.block else ''}", frozenset({of.scale_dtype}), same_dtype=False)
 
 
 def _static_example(
@@ -185,15 +164,12 @@ def _static_example(
     return {name: torch.tensor(0.025, device=device) for name in ("scale", "tensor_scale") if name in case.given}
 
 
-def _quantize(
-    of: Format,
-    compute: Callable[..., Any],
-    quotients: Callable[..., tuple[Tensor, Tensor]],
-    unsaid: Callable[[Mapping[str, Any]], Tensor],
-    **more: Any,
-) -> Operation:
+def _quantize(of: Format) -> Operation:
     cases = [Case(name, _sizes(of, *shape)) for name, shape in _SHAPES.items()]
-    given = more.pop("given", ())
+    optional, more = (TENSOR_SCALE,) if of in NV else (), dict[str, Any]()
+    compute: Callable[..., Any] = formats.quantize_mx if of in MX else formats.quantize_nv
+    quotients = _mx_quotients if of in MX else _nv_quotients
+    unsaid: Callable[[Mapping[str, Any]], Tensor] = _unsaid_nowhere
     if of in SCALED:
         cases += [
             Case("rows", _sizes(of, 33, 96), {"per": "row"}),
@@ -202,85 +178,38 @@ def _quantize(
             Case("prefill_rows", _sizes(of, 512, 4096), {"per": "row"}),
             Case("blocks", _sizes(of, 33, 96), {"per": "block", "block_size": 32}),
         ]
-    cases += [Case(f"given_{name}", _sizes(of, 33, 96), given=(name,)) for name in given]
-    return Operation(
-        schema=OperationSchema(
-            operation=f"quantize.{of.name}",
-            inputs=(TensorSchema("input", ("...", "features"), FLOATING), *more.pop("optional", ())),
-            outputs=(_quantized(of), _scales_of(of)),
-            params=more.pop("params", ()),
-            axes=(*_AXES, *((Axis("granularity"),) if of in SCALED else ())),
-        ),
-        summary=f"Numbers as {of.name} with their scales",
-        reference=_reference(compute, of),
-        fake=_fake(compute, of),
+        compute, quotients, unsaid = (
+            formats.quantize_scaled,
+            _scaled_quotients,
+            functools.partial(_unsaid_scales, of=of),
+        )
+        optional = (SCALE,)
+        more = {"params": (PER, BLOCK_SIZE), "derive": _granularity, "derived_from": {"granularity": ()}}
+    cases += [Case(f"given_{each.name}", _sizes(of, 33, 96), given=(each.name,)) for each in optional]
+    return operation(
+        f"quantize.{of.name}",
+        f"Numbers as {of.name} with their scales",
+        _reference(compute, of),
+        inputs=("input: ... features", *optional),
+        outputs=(_quantized(of), _scales_of(of)),
+        axes=(*_AXES, *((Axis("granularity"),) if of in SCALED else ())),
         cases=tuple(cases),
-        judge={
-            "quantized": Rounded(of, functools.partial(quotients, of=of)),
-            "scale": Scales(unsaid),
-        },
+        judge={"quantized": Rounded(of, functools.partial(quotients, of=of)), "scale": Scales(unsaid)},
         fixed={"dtype": of.name},
         examples=_static_example,
         check_values=_check(of),
         work=_work,
+        stock=None,
         **more,
     )
 
 
-_OF_ROWS = {"rows": ("...",), "input_ndim": ()}
-
-QUANTIZE: dict[str, Operation] = {
-    **{
-        of.name: _quantize(
-            of,
-            formats.quantize_scaled,
-            _scaled_quotients,
-            functools.partial(_unsaid_scales, of=of),
-            optional=(SCALE,),
-            given=("scale",),
-            params=(PER, BLOCK_SIZE),
-            derive=_derive_scaled,
-            derived=("rows", "input_ndim", "granularity"),
-            derived_from={**_OF_ROWS, "granularity": ()},
-        )
-        for of in SCALED
-    },
-    **{
-        of.name: _quantize(
-            of,
-            formats.quantize_mx,
-            _mx_quotients,
-            _unsaid_nowhere,
-            derive=_derive,
-            derived=("rows", "input_ndim"),
-            derived_from=_OF_ROWS,
-        )
-        for of in MX
-    },
-    **{
-        of.name: _quantize(
-            of,
-            formats.quantize_nv,
-            _nv_quotients,
-            _unsaid_nowhere,
-            optional=(TENSOR_SCALE,),
-            given=("tensor_scale",),
-            derive=_derive,
-            derived=("rows", "input_ndim"),
-            derived_from=_OF_ROWS,
-        )
-        for of in NV
-    },
-}
+QUANTIZE: dict[str, Operation] = {of.name: _quantize(of) for of in (*SCALED, *MX, *NV)}
 """By the format's name."""
 
 
-def _derive_back(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
-    shape, scales = arguments["quantized"].shape, arguments["scale"].shape
-    found = {"rows": math.prod(shape[:-1]), "input_ndim": len(shape)}
-    if "packed_features" in values:
-        return {**found, "features": 2 * shape[-1]}
-    return {**found, "granularity": formats.granularity(shape, scales)}
+def _packed_features(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
+    return {"features": 2 * arguments["quantized"].shape[-1]}
 
 
 def _examples_back(of: Format) -> Callable[..., dict[str, Any]]:
@@ -303,30 +232,26 @@ def _examples_back(of: Format) -> Callable[..., dict[str, Any]]:
 
 def _dequantize(of: Format) -> Operation:
     whole = (TENSOR_SCALE,) if of in NV else ()
-    derived = ("rows", "input_ndim", "features" if of.is_packed else "granularity")
     cases = [Case(name, _sizes(of, *shape)) for name, shape in _SHAPES.items()]
     cases.append(Case("small_half", _sizes(of, 33, 96), {"out_dtype": torch.bfloat16}))
     cases += [Case("given_tensor_scale", _sizes(of, 33, 96), given=(each.name,)) for each in whole]
-    return Operation(
-        schema=OperationSchema(
-            operation=f"dequantize.{of.name}",
-            inputs=(_quantized(of), _scales_of(of), *whole),
-            outputs=(TensorSchema("output", ("...", "features"), FLOATING, dtype_from="out_dtype"),),
-            params=(OUT_DTYPE,),
-            axes=(*_AXES, *((Axis("packed_features", scales=True),) if of.is_packed else ())),
-        ),
-        summary=f"The numbers that {of.name} and its scales stand for",
-        reference=_reference(formats.dequantize, of),
-        fake=_fake(formats.dequantize, of),
+    return operation(
+        f"dequantize.{of.name}",
+        f"The numbers that {of.name} and its scales stand for",
+        _reference(formats.dequantize, of),
+        inputs=(_quantized(of), _scales_of(of), *whole),
+        outputs=(tensor("output: ... features", dtype_from="out_dtype"),),
+        params=(OUT_DTYPE,),
+        axes=(*_AXES, *((Axis("packed_features", scales=True),) if of.is_packed else ())),
         cases=tuple(cases),
         judge=RoundedOnce(),
         fixed={"dtype": of.name},
-        derive=_derive_back,
-        derived=derived,
-        derived_from={**_OF_ROWS, derived[-1]: ("packed_features",) if of.is_packed else ()},
+        derive=_packed_features if of.is_packed else _granularity,
+        derived_from={"features": ("packed_features",)} if of.is_packed else {"granularity": ()},
         examples=_examples_back(of),
         check_values=_check_dequantize,
         work=_work,
+        stock=None,
     )
 
 

@@ -12,7 +12,6 @@ Each of the first five draws from logits; with ``.probs`` after its name, from p
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,11 +19,10 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import Axis, Param, Role, TensorSchema
-from layerzero.core.dtypes import FLOATING
 from layerzero.core.handle import FOREIGN
 from layerzero.core.judge import Exact, reproducible
 from layerzero.core.operation import Case, Operation, OpKind, Work
-from layerzero.core.schema import OperationSchema
+from layerzero.ops.declaration import operation, tensor
 from layerzero.ops.sampling import stock
 from layerzero.ops.sampling.checks import check_drawable, check_signs, check_values, judge
 from layerzero.ops.sampling.formulas import (
@@ -124,9 +122,8 @@ def generator_for(seed: int | None, name: str) -> Callable[..., torch.Generator]
 
     def make(arguments: Mapping[str, Any], capturable: bool = False) -> torch.Generator:
         device = arguments[name].device
-        device = (
-            torch.device("cpu") if device.type == "meta" else device
-        )  # a call that is asked about, and draws nothing
+        if device.type == "meta":  # a call that is asked about, and draws nothing
+            device = torch.device("cpu")
         return torch.Generator(device).manual_seed(0 if seed is None else seed)
 
     return make
@@ -147,11 +144,6 @@ def of_rows(param: Param) -> TensorSchema:
 
 
 TEMPERATURE_BY_ROW = of_rows(TEMPERATURE)
-
-
-def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
-    tensor = arguments["logits"] if "logits" in arguments else arguments["probs"]
-    return {"rows": math.prod(tensor.shape[:-1])}
 
 
 def _work(facts: Mapping[str, Any]) -> Work:
@@ -231,20 +223,14 @@ def _from(
         changes_result=True,
         seeds=True,
     )
-    return Operation(
-        schema=OperationSchema(
-            operation=name,
-            inputs=(
-                TensorSchema(source, ("...", "vocab"), FLOATING),
-                *inputs,
-                *((TEMPERATURE_BY_ROW,) if logits else ()),
-            ),
-            outputs=(TensorSchema("ids", ("...",), IDS),),
-            params=(*params, *((TEMPERATURE,) if logits else ()), SEED, generator),
-            axes=AXES,
-        ),
-        summary=summary if logits else f"{summary}, from probabilities",
-        reference=_reference(name, rule, logits=logits),
+    return operation(
+        name,
+        summary if logits else f"{summary}, from probabilities",
+        _reference(name, rule, logits=logits),
+        inputs=(f"{source}: ... vocab", *inputs, *((TEMPERATURE_BY_ROW,) if logits else ())),
+        outputs=(tensor("ids: ...", IDS),),
+        params=(*params, *((TEMPERATURE,) if logits else ()), SEED, generator),
+        axes=AXES,
         fake=_fake,
         cases=cases(small, usual),
         judge=judge(kind, logits=logits),
@@ -253,9 +239,6 @@ def _from(
             reproducible("generator", *(generator_for(each, source) for each in (1, 2))),
         ),
         kind=OpKind.SAMPLING,
-        derive=_derive,
-        derived=("rows",),
-        derived_from={"rows": ("...",)},
         check_values=check_values,
         examples=examples(source, usual),
         work=_work,
@@ -279,7 +262,13 @@ MINP = _operation("minp", "A place at least p times as likely as the likeliest",
 TOPK_TOPP = _operation("topk_topp", "A place of the likeliest p of the k likeliest", _top_k_top_p, TOP_K, TOP_P)
 
 
-def _greedy_reference(logits: Tensor) -> Tensor:
+def greedy(logits: Tensor) -> Tensor:
+    """Pick the place of the largest logit of each row, the first of equals; that of the first NaN where there is one.
+
+    Shapes: logits (*, V) → (*), a place from 0 to V - 1
+    Dtype: floating; returns int64.
+    Raises: InvalidCallError for other dtypes, and where there is no place.
+    """
     return logits.detach().argmax(-1)
 
 
@@ -287,21 +276,15 @@ def _greedy_work(facts: Mapping[str, Any]) -> Work:
     return Work(_work(facts).flops / 4, _work(facts).bytes)
 
 
-GREEDY = Operation(
-    schema=OperationSchema(
-        operation="sampling.greedy",
-        inputs=(TensorSchema("logits", ("...", "vocab"), FLOATING),),
-        outputs=(TensorSchema("ids", ("...",), IDS),),
-        axes=AXES,
-    ),
-    summary="The place of the largest logit",
-    reference=_greedy_reference,
-    fake=_fake,
-    cases=tuple(Case(each.name, each.sizes) for each in cases({}, {})),
+GREEDY = operation(
+    "sampling.greedy",
+    "The place of the largest logit",
+    greedy,
+    inputs=("logits: ... vocab",),
+    outputs=(tensor("ids: ...", IDS),),
+    axes=AXES,
+    cases=cases({}, {}),
     judge=Exact("it compares numbers and computes none; the first of equals is the one"),
-    derive=_derive,
-    derived=("rows",),
-    derived_from={"rows": ("...",)},
     work=_greedy_work,
     sweep=sweep({}),
     stock=stock.greedy,

@@ -8,7 +8,6 @@ sampling.logprobs           the logarithm of the probability of one place of eac
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,8 +18,8 @@ from layerzero.core.arguments import Axis, Param, Role, TensorSchema
 from layerzero.core.dtypes import FLOATING
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Case, Function, Operation, Routed, Tolerance, Work
-from layerzero.core.schema import OperationSchema
 from layerzero.ops.checks import check_dense
+from layerzero.ops.declaration import function, operation, tensor
 from layerzero.ops.sampling import draw, stock
 from layerzero.ops.sampling.declare import AXES, COUNTS, TEMPERATURE, TEMPERATURE_BY_ROW, of_rows
 from layerzero.ops.sampling.formulas import biased, counts_of, of_row, penalised, tempered
@@ -51,14 +50,6 @@ _COUNTED = (
 _ROWS = tuple(of_rows(each) for each in PENALTIES_BY)
 _SIZES = ((33, 32), (5, 1003), (8, 32000), (1, 128256))
 _NAMES = ("small", "odd", "llama2_batch", "llama3_decode")
-
-
-def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
-    return {"rows": math.prod(arguments["logits"].shape[:-1])}
-
-
-def _like(logits: Tensor, *_: object, **__: object) -> Tensor:
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
 def _work(flops: float, read: float) -> Callable[[Mapping[str, Any]], Work]:
@@ -99,23 +90,17 @@ def _penalties(name: str, summary: str, reference: Callable[..., Tensor], of: tu
         for label, (rows, vocab) in zip(_NAMES, _SIZES, strict=True)
     )
     lengths = (Axis("output_len", scales=True, live=True), Axis("prompt_len", scales=True, live=True))
-    return Operation(
-        schema=OperationSchema(
-            operation=name,
-            inputs=(_LOGITS, *of, *_ROWS),
-            outputs=(TensorSchema("output", ("...", "vocab"), FLOATING),),
-            params=PENALTIES_BY,
-            axes=(*AXES, *(lengths if of is _SAID else ())),
-        ),
-        summary=summary,
-        reference=reference,
-        fake=_like,
+    return operation(
+        name,
+        summary,
+        reference,
+        inputs=(_LOGITS, *of, *_ROWS),
+        outputs=("output: ... vocab",),
+        params=PENALTIES_BY,
+        axes=(*AXES, *(lengths if of is _SAID else ())),
         cases=cases,
         tolerance=TOLERANCE,
         tolerance_reason=TOLERANCE_REASON,
-        derive=_derive,
-        derived=("rows",),
-        derived_from={"rows": ("...",)},
         examples=_examples,
         work=_work(4.0, 2.0),
         stock=stock.penalties,
@@ -143,35 +128,37 @@ PENALTIES = _penalties("sampling.penalties", "Less of the token ids that were sa
 COUNTED = _penalties("sampling.penalties.counted", "Less of what was said, by how often", _counted_reference, _COUNTED)
 
 
-def _bias_reference(logits: Tensor, bias_ids: Tensor, bias: Tensor) -> Tensor:
-    """Numbers added to places. Shapes: (*, V), (*, n), (*, n) → (*, V). Dtype: computes in float32 or wider."""
+def add_logit_bias(logits: Tensor, bias_ids: Tensor, bias: Tensor) -> Tensor:
+    """Add numbers to a few places of each row; ``-inf`` forbids one.
+
+    Shapes: logits (*, V), bias_ids (*, N), bias (*, N) → (*, V)
+    Dtype: logits floating, bias_ids int32 or int64, bias float32; computes in float32 or wider; returns logits.dtype.
+    Args:
+        bias_ids: the places, from 0 to V - 1; -1 is none; numbers of a place that is named twice are added up.
+    Raises: InvalidCallError for what does not fit, and on a CPU for places beyond the vocabulary.
+    Source: the OpenAI interface.
+    """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
     return biased(wide, bias_ids, bias).to(logits.dtype)
 
 
-BIAS = Operation(
-    schema=OperationSchema(
-        operation="sampling.bias",
-        inputs=(
-            _LOGITS,
-            TensorSchema("bias_ids", ("...", "bias_len"), COUNTS, same_dtype=False, indexes=("vocab",), holes=True),
-            TensorSchema("bias", ("...", "bias_len"), frozenset({torch.float32}), same_dtype=False),
-        ),
-        outputs=(TensorSchema("output", ("...", "vocab"), FLOATING),),
-        axes=(*AXES, Axis("bias_len", scales=True, live=True)),
+BIAS = operation(
+    "sampling.bias",
+    "Numbers added to a few places of each row",
+    add_logit_bias,
+    inputs=(
+        _LOGITS,
+        tensor("bias_ids: ... bias_len", COUNTS, same_dtype=False, indexes=("vocab",), holes=True),
+        tensor("bias: ... bias_len", frozenset({torch.float32}), same_dtype=False),
     ),
-    summary="Numbers added to a few places of each row",
-    reference=_bias_reference,
-    fake=_like,
+    outputs=("output: ... vocab",),
+    axes=(*AXES, Axis("bias_len", scales=True, live=True)),
     cases=tuple(
         Case(label, {"rows": rows, "vocab": vocab, "bias_len": 16})
         for label, (rows, vocab) in zip(_NAMES, _SIZES, strict=True)
     ),
     tolerance=TOLERANCE,
     tolerance_reason=TOLERANCE_REASON,
-    derive=_derive,
-    derived=("rows",),
-    derived_from={"rows": ("...",)},
     work=_work(0.0, 2.0),
     stock=stock.bias,
 )
@@ -185,33 +172,19 @@ def _logprobs_reference(
     return wide.log_softmax(-1).gather(-1, ids.long().unsqueeze(-1)).squeeze(-1).float()
 
 
-def _logprobs_fake(logits: Tensor, *_: object, **__: object) -> Tensor:
-    return logits.new_empty(logits.shape[:-1], dtype=torch.float32)
-
-
-LOGPROBS = Operation(
-    schema=OperationSchema(
-        operation="sampling.logprobs",
-        inputs=(
-            _LOGITS,
-            TensorSchema("ids", ("...",), COUNTS, same_dtype=False, indexes=("vocab",)),
-            TEMPERATURE_BY_ROW,
-        ),
-        outputs=(TensorSchema("logprobs", ("...",), frozenset({torch.float32}), same_dtype=False),),
-        params=(TEMPERATURE,),
-        axes=AXES,
-    ),
-    summary="The log-probability of one place of each row",
-    reference=_logprobs_reference,
-    fake=_logprobs_fake,
+LOGPROBS = operation(
+    "sampling.logprobs",
+    "The log-probability of one place of each row",
+    _logprobs_reference,
+    inputs=(_LOGITS, tensor("ids: ...", COUNTS, same_dtype=False, indexes=("vocab",)), TEMPERATURE_BY_ROW),
+    outputs=(tensor("logprobs: ...", frozenset({torch.float32}), same_dtype=False),),
+    params=(TEMPERATURE,),
+    axes=AXES,
     cases=tuple(
         Case(label, {"rows": rows, "vocab": vocab}) for label, (rows, vocab) in zip(_NAMES, _SIZES, strict=True)
     ),
     tolerance=dict.fromkeys(TOLERANCE, Tolerance(1e-5, 3e-5)),
     tolerance_reason="logits are read as they are and summed in float32, whose steps at 50 are 4e-6",
-    derive=_derive,
-    derived=("rows",),
-    derived_from={"rows": ("...",)},
     examples=_examples,
     work=_work(4.0, 1.0),
     stock=stock.logprobs,
@@ -249,19 +222,6 @@ def apply_penalties(
         Each is a number for all rows, or a float32 tensor (*) with one for each row.
     Raises: InvalidCallError for what does not fit, ids and counts together, and on a CPU for ids beyond the vocabulary.
     Source: arXiv:1909.05858 for repetition, the OpenAI interface for presence and frequency.
-    """
-    raise AssertionError("the signature only; the engine makes the callable")
-
-
-def add_logit_bias(logits: Tensor, bias_ids: Tensor, bias: Tensor) -> Tensor:
-    """Add numbers to a few places of each row; ``-inf`` forbids one.
-
-    Shapes: logits (*, V), bias_ids (*, N), bias (*, N) → (*, V)
-    Dtype: logits floating, bias_ids int32 or int64, bias float32; computes in float32 or wider; returns logits.dtype.
-    Args:
-        bias_ids: the places, from 0 to V - 1; -1 is none; numbers of a place that is named twice are added up.
-    Raises: InvalidCallError for what does not fit, and on a CPU for places beyond the vocabulary.
-    Source: the OpenAI interface.
     """
     raise AssertionError("the signature only; the engine makes the callable")
 
@@ -306,42 +266,39 @@ def _route_penalties(arguments: dict[str, Any], default_layout: str | None) -> R
     if problems:
         raise InvalidCallError("apply_penalties", problems)
     operation = PENALTIES if by_ids else COUNTED
-    return _routed("apply_penalties", operation, {each: arguments[each] for each in operation.schema.arguments})
-
-
-def _routed(name: str, operation: Operation, arguments: dict[str, Any]) -> Routed:
-    problems = operation.schema.validate(**arguments) or _row_problems(operation, arguments)
+    given = {each: arguments[each] for each in operation.schema.arguments}
+    problems = operation.schema.validate(**given) or _row_problems(operation)(given)
     if problems:
-        raise InvalidCallError(name, problems)
-    lengths = tuple(axis.name for axis in operation.schema.axes if axis.live and not axis.leading)
-    return Routed(operation, arguments, varies=("...", "vocab", *lengths))
+        raise InvalidCallError("apply_penalties", problems)
+    return Routed(operation, given, varies=_varying(operation))
 
 
-def _row_problems(operation: Operation, arguments: dict[str, Any]) -> list[str]:
+def _varying(operation: Operation) -> tuple[str, ...]:
+    return ("...", "vocab", *(axis.name for axis in operation.schema.axes if axis.live and not axis.leading))
+
+
+def _row_problems(operation: Operation) -> Callable[[dict[str, Any]], list[str]]:
     """What the schema does not ask: that every tensor has the rows of the logits, and that there are places."""
-    shape = tuple(arguments["logits"].shape)
-    rows, problems = shape[:-1], []
-    if shape[-1] == 0:
-        problems.append(f"logits: wanted at least one place in the last axis, got {shape}")
-    for tensor in operation.schema.inputs[1:]:
-        value = arguments.get(tensor.name)
-        own = len(tensor.shape_vars) - 1
-        if value is not None and tuple(value.shape[: value.ndim - own]) != rows:
-            problems.append(f"{tensor.label}: wanted the rows {rows} of logits, got shape {tuple(value.shape)}")
+
+    def problems(arguments: dict[str, Any]) -> list[str]:
+        shape = tuple(arguments["logits"].shape)
+        rows, found = shape[:-1], []
+        if shape[-1] == 0:
+            found.append(f"logits: wanted at least one place in the last axis, got {shape}")
+        for each in operation.schema.inputs[1:]:
+            value = arguments.get(each.name)
+            own = len(each.shape_vars) - 1
+            if value is not None and tuple(value.shape[: value.ndim - own]) != rows:
+                found.append(f"{each.label}: wanted the rows {rows} of logits, got shape {tuple(value.shape)}")
+        return found
+
     return problems
 
 
-def _route_bias(arguments: dict[str, Any], default_layout: str | None) -> Routed:
-    check_dense("add_logit_bias", arguments)
-    return _routed("add_logit_bias", BIAS, arguments)
-
-
-def _route_logprobs(arguments: dict[str, Any], default_layout: str | None) -> Routed:
-    check_dense("chosen_logprobs", arguments)
+def _temperature_problems(arguments: dict[str, Any]) -> list[str]:
     if arguments["temperature"] is not None and arguments["temperature_by_row"] is not None:
-        told = "temperature: wanted a number or a tensor with one for each row, got both"
-        raise InvalidCallError("chosen_logprobs", [told])
-    return _routed("chosen_logprobs", LOGPROBS, arguments)
+        return ["temperature: wanted a number or a tensor with one for each row, got both"]
+    return []
 
 
 FUNCTIONS = (
@@ -354,12 +311,21 @@ FUNCTIONS = (
         weight=1,
         renamed={f"row_{each.name}": each.name for each in PENALTIES_BY},
     ),
-    Function("add_logit_bias", add_logit_bias, _route_bias, (BIAS,), draw=draw.add_logit_bias, weight=1),
-    Function(
+    function(
+        "add_logit_bias",
+        BIAS,
+        varies=_varying(BIAS),
+        fits=_row_problems(BIAS),
+        draw=draw.add_logit_bias,
+        weight=1,
+    ),
+    function(
         "chosen_logprobs",
-        chosen_logprobs,
-        _route_logprobs,
-        (LOGPROBS,),
+        LOGPROBS,
+        varies=_varying(LOGPROBS),
+        values=_temperature_problems,
+        fits=_row_problems(LOGPROBS),
+        signature=chosen_logprobs,
         draw=draw.chosen_logprobs,
         weight=1,
         renamed={"row_temperature": "temperature"},

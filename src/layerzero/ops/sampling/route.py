@@ -161,16 +161,6 @@ def _function(
     return signature
 
 
-def greedy(logits: Tensor) -> Tensor:
-    """Pick the place of the largest logit of each row, the first of equals; that of the first NaN where there is one.
-
-    Shapes: logits (*, V) → (*), a place from 0 to V - 1
-    Dtype: floating; returns int64.
-    Raises: InvalidCallError for other dtypes, and where there is no place.
-    """
-    raise AssertionError("the signature only; the engine makes the callable")
-
-
 _OF_TEMPERATURE = {"row_temperature": "temperature"}
 _OF_TOP_K, _OF_TOP_P = {"k": "top_k", "row_k": "top_k"}, {"p": "top_p", "row_p": "top_p"}
 _RENAMED = {
@@ -265,5 +255,5 @@ FUNCTIONS = (
     *_pair("topp", declare.TOPP),
     *_pair("minp", declare.MINP),
     *_pair("topk_topp", declare.TOPK_TOPP),
-    Function("greedy", greedy, _route("greedy", declare.GREEDY), (declare.GREEDY,), draw=draw.greedy, weight=1),
+    Function("greedy", declare.greedy, _route("greedy", declare.GREEDY), (declare.GREEDY,), draw=draw.greedy, weight=1),
 )
