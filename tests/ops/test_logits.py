@@ -169,7 +169,7 @@ def test_vllms_operator_gets_masks_and_a_penalty_for_each_row(monkeypatch):
 
     operator = types.SimpleNamespace(apply_repetition_penalties_=types.SimpleNamespace(default=repeat))
     monkeypatch.setattr(vllm, "operators", lambda *_: operator)
-    (kernel,) = vllm.KERNELS
+    kernel = vllm.KERNELS[0]
     operation = OPERATIONS["sampling.penalties.counted"]
     logits = torch.randn(2, 3, 8, generator=generator())
     counts = torch.randint(0, 3, (2, 3, 8), generator=generator(1), dtype=torch.int32)

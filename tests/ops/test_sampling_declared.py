@@ -80,6 +80,8 @@ def test_a_capture_draws_from_torchs_own_generator_only(argument):
     value = 3 if argument == "seed" else torch.Generator()
     for kernel in sampling.KERNELS:
         operation = kernel.operations[0]
+        if operation == "sampling.greedy":
+            continue
         if operation == "sampling.topp" and kernel.id == "torch.sample_topp":
             continue  # a CPU's
         given = {"logits": torch.empty(2, 64)}

@@ -6,8 +6,8 @@ same memory: BSHD with a batch or without. BHSD is what lies heads first, as Tra
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,17 +15,17 @@ from torch import Tensor
 
 from layerzero.core.arguments import Axis, Param, TensorSchema
 from layerzero.core.dtypes import FLOATING, INDEX, dtype_name
-from layerzero.core.operation import Case, Operation, Tolerance, Work
-from layerzero.core.schema import OperationSchema
+from layerzero.core.operation import Case, Tolerance, Work
 from layerzero.ops.attention.declare import HEAD_DIM
+from layerzero.ops.declaration import operation, tensor
 from layerzero.ops.rope import stock
 
 
 def wide_dtype(*tensors: Tensor) -> torch.dtype:
     """What a rotation is computed in: float32, or what is wider of the tensors."""
     dtype = torch.float32
-    for tensor in tensors:
-        dtype = torch.promote_types(dtype, tensor.dtype)
+    for each in tensors:
+        dtype = torch.promote_types(dtype, each.dtype)
     return dtype
 
 
@@ -82,18 +82,8 @@ def rope_inplace_reference(
     """
     results = rope_reference(query, key, cos, sin, positions=positions, interleaved=interleaved)
     width = 2 * cos.shape[-1]
-    for tensor, result in zip((query, key), results, strict=True):
-        tensor[..., :width] = result[..., :width]
-
-
-def rope_fake(query: Tensor, key: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-    """Results of the shapes of query and key."""
-    return query.new_empty(query.shape), key.new_empty(key.shape)
-
-
-def rope_inplace_fake(*_: object, **__: object) -> None:
-    """Nothing: query and key are written over."""
-    return
+    for each, result in zip((query, key), results, strict=True):
+        each[..., :width] = result[..., :width]
 
 
 def cos_sin(table: int, half: int, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -195,24 +185,21 @@ COS_SIN = (
 POSITIONS = TensorSchema("positions", ("...", "seq"), INDEX, required=False, same_dtype=False, indexes=("table",))
 
 
-# posenc.rope
+_FIRST = ("query", "input", "qkv")
 
 
-def derive_call(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
-    """Facts that all operations on positions have."""
-    query, positions = arguments["query"], arguments.get("positions")
+def of_table(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
+    """Facts that all rotations have beside those of their leading axes."""
+    positions = arguments.get("positions")
     return {
-        "batch": math.prod(query.shape[:-3]),
         "rotary_dim": 2 * values["rotary_half"],
-        "input_ndim": query.ndim,
+        "input_ndim": next(arguments[name] for name in _FIRST if name in arguments).ndim,
         "table_dtype": dtype_name(arguments["cos"].dtype),
         "position_dtype": "none" if positions is None else dtype_name(positions.dtype),
     }
 
 
-DERIVED = ("batch", "rotary_dim", "input_ndim", "table_dtype", "position_dtype")
-DERIVED_FROM: Mapping[str, tuple[str, ...]] = {
-    "batch": ("...",),
+OF_TABLE: Mapping[str, tuple[str, ...]] = {
     "rotary_dim": ("rotary_half",),
     "input_ndim": (),
     "table_dtype": (),
@@ -234,62 +221,38 @@ def complete(sizes: Mapping[str, int]) -> Mapping[str, int]:
 
 
 _COMMON: dict[str, Any] = {
+    "params": (INTERLEAVED,),
+    "axes": AXES,
+    "layouts": LAYOUTS,
     "cases": CASES,
     "tolerance": TOLERANCE,
     "tolerance_reason": TOLERANCE_REASON,
-    "derive": derive_call,
-    "derived": DERIVED,
-    "derived_from": DERIVED_FROM,
+    "derive": of_table,
+    "derived_from": OF_TABLE,
     "examples": examples,
     "complete": complete,
     "work": work,
     "sweep": sweep,
 }
+PAIR = (tensor(f"query: {' '.join(QUERY)}", has_layout=True), tensor(f"key: {' '.join(KEY)}", has_layout=True))
+PAIR_OUT = tuple(
+    replace(each, name=f"{each.name}_out", dtype_from=source) for each, source in zip(PAIR, ("", "key"), strict=True)
+)
 
-ROPE = Operation(
-    schema=OperationSchema(
-        operation="posenc.rope",
-        inputs=(
-            TensorSchema("query", QUERY, FLOATING, has_layout=True),
-            TensorSchema("key", KEY, FLOATING, has_layout=True),
-            *COS_SIN,
-            POSITIONS,
-        ),
-        outputs=(
-            TensorSchema("query_out", QUERY, FLOATING, has_layout=True),
-            TensorSchema("key_out", KEY, FLOATING, has_layout=True, dtype_from="key"),
-        ),
-        params=(INTERLEAVED,),
-        axes=AXES,
-        layouts=LAYOUTS,
-    ),
-    summary="Rotary positions of queries and keys",
-    reference=rope_reference,
-    fake=rope_fake,
+ROPE = operation(
+    "posenc.rope",
+    "Rotary positions of queries and keys",
+    rope_reference,
+    inputs=(*PAIR, *COS_SIN, POSITIONS),
+    outputs=PAIR_OUT,
     stock=stock.rope,
     **_COMMON,
 )
-
-# posenc.rope.inplace
-
-
-ROPE_INPLACE = Operation(
-    schema=OperationSchema(
-        operation="posenc.rope.inplace",
-        inputs=(
-            TensorSchema("query", QUERY, FLOATING, has_layout=True, mutated=True),
-            TensorSchema("key", KEY, FLOATING, has_layout=True, mutated=True),
-            *COS_SIN,
-            POSITIONS,
-        ),
-        outputs=(),
-        params=(INTERLEAVED,),
-        axes=AXES,
-        layouts=LAYOUTS,
-    ),
-    summary="Rotary positions written over queries and keys",
-    reference=rope_inplace_reference,
-    fake=rope_inplace_fake,
+ROPE_INPLACE = operation(
+    "posenc.rope.inplace",
+    "Rotary positions written over queries and keys",
+    rope_inplace_reference,
+    inputs=(*(replace(each, mutated=True) for each in PAIR), *COS_SIN, POSITIONS),
     stock=stock.rope_,
     **_COMMON,
 )

@@ -12,27 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.core.arguments import Param, TensorSchema
-from layerzero.core.dtypes import FLOATING
+from layerzero.core.arguments import Param
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.judge import Elementwise
-from layerzero.core.operation import Case, Function, Operation, Routed, Tolerance, Work
-from layerzero.core.schema import OperationSchema
+from layerzero.core.operation import Case, Function, Routed, Tolerance, Work
+from layerzero.ops.declaration import operation
 from layerzero.ops.rope import draw, stock
 from layerzero.ops.rope.declare import (
     AXES,
     COS_SIN,
-    DERIVED,
-    DERIVED_FROM,
     INTERLEAVED,
-    KEY,
     LAYOUTS,
+    OF_TABLE,
+    PAIR,
+    PAIR_OUT,
     POSITIONS,
-    QUERY,
     case,
     complete,
-    derive_call,
-    rope_fake,
+    of_table,
     rotated,
     sweep,
     wide_dtype,
@@ -154,28 +151,15 @@ def norm_problems(arguments: Mapping[str, Any]) -> list[str]:
     return []
 
 
-QK_NORM_ROPE = Operation(
-    schema=OperationSchema(
-        operation="posenc.qk_norm_rope",
-        inputs=(
-            TensorSchema("query", QUERY, FLOATING, has_layout=True),
-            TensorSchema("key", KEY, FLOATING, has_layout=True),
-            TensorSchema("q_weight", ("head_dim",), FLOATING),
-            TensorSchema("k_weight", ("head_dim",), FLOATING),
-            *COS_SIN,
-            POSITIONS,
-        ),
-        outputs=(
-            TensorSchema("query_out", QUERY, FLOATING, has_layout=True),
-            TensorSchema("key_out", KEY, FLOATING, has_layout=True, dtype_from="key"),
-        ),
-        params=(INTERLEAVED, EPS, PLUS_ONE),
-        axes=AXES,
-        layouts=LAYOUTS,
-    ),
-    summary="Root mean square norm of each head of queries and keys, then rotary positions",
-    reference=qk_norm_rope_reference,
-    fake=rope_fake,
+QK_NORM_ROPE = operation(
+    "posenc.qk_norm_rope",
+    "Root mean square norm of each head of queries and keys, then rotary positions",
+    qk_norm_rope_reference,
+    inputs=(*PAIR, "q_weight: head_dim", "k_weight: head_dim", *COS_SIN, POSITIONS),
+    outputs=PAIR_OUT,
+    params=(INTERLEAVED, EPS, PLUS_ONE),
+    axes=AXES,
+    layouts=LAYOUTS,
     cases=(
         case("small", 2, 7, 4, 2, 64),
         case("small_interleaved", 1, 9, 4, 4, 64, interleaved=True),
@@ -187,9 +171,8 @@ QK_NORM_ROPE = Operation(
     tolerance=TOLERANCE,
     tolerance_reason=TOLERANCE_REASON,
     judge=judged_by_pairs(qk_norm_rope_reference, ("query_out", "key_out")),
-    derive=derive_call,
-    derived=DERIVED,
-    derived_from=DERIVED_FROM,
+    derive=of_table,
+    derived_from=OF_TABLE,
     examples=_examples,
     complete=complete,
     work=_work,

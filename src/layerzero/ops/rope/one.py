@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerzero.core.arguments import Axis, TensorSchema
-from layerzero.core.dtypes import FLOATING, dtype_name
+from layerzero.core.arguments import Axis
 from layerzero.core.errors import InvalidCallError
-from layerzero.core.operation import Case, Function, Operation, Routed, Work
-from layerzero.core.schema import OperationSchema
+from layerzero.core.operation import Case, Function, Routed, Work
 from layerzero.ops.attention.declare import HEAD_DIM
 from layerzero.ops.attention.layout import both_fit
 from layerzero.ops.checks import check_dense
+from layerzero.ops.declaration import operation, tensor
 from layerzero.ops.rope import draw, stock
 from layerzero.ops.rope.declare import (
     CASES,
     COS_SIN,
-    DERIVED,
-    DERIVED_FROM,
     INTERLEAVED,
     LAYOUTS,
+    OF_TABLE,
     POSITIONS,
     QUERY,
     TOLERANCE,
     TOLERANCE_REASON,
+    of_table,
     rotated,
     sweep,
     wide_dtype,
@@ -53,21 +51,6 @@ def rope_one_reference(
     wide = wide_dtype(input, cos, sin)
     rows = [each.to(wide) for each in stock.rows_of(cos, sin, positions, input.shape[-3])]
     return rotated(input, *rows, interleaved=interleaved, wide=wide)
-
-
-def _fake(input: Tensor, *_: object, **__: object) -> Tensor:
-    return input.new_empty(input.shape)
-
-
-def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
-    tensor, positions = arguments["input"], arguments.get("positions")
-    return {
-        "batch": math.prod(tensor.shape[:-3]),
-        "rotary_dim": 2 * values["rotary_half"],
-        "input_ndim": tensor.ndim,
-        "table_dtype": dtype_name(arguments["cos"].dtype),
-        "position_dtype": "none" if positions is None else dtype_name(positions.dtype),
-    }
 
 
 def _work(facts: Mapping[str, Any]) -> Work:
@@ -100,38 +83,30 @@ def _examples(
     return {"input": made["query"], **{name: made[name] for name in ("cos", "sin", "positions")}}
 
 
-def _sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> tuple[Case, ...]:
-    return _alone(sweep(device, narrow))
-
-
-ROPE_ONE = Operation(
-    schema=OperationSchema(
-        operation="posenc.rope.one",
-        inputs=(TensorSchema("input", QUERY, FLOATING, has_layout=True), *COS_SIN, POSITIONS),
-        outputs=(TensorSchema("output", QUERY, FLOATING, has_layout=True),),
-        params=(INTERLEAVED,),
-        axes=(
-            Axis("batch", scales=True, live=True, beside=True, apart=True, leading=True),
-            Axis("seq", scales=True, live=True),
-            Axis("heads", scales=True, apart=True),
-            Axis("table", live=True, works=False),
-            Axis("head_dim", codes=HEAD_DIM),
-        ),
-        layouts=LAYOUTS,
+ROPE_ONE = operation(
+    "posenc.rope.one",
+    "Rotary positions of one tensor",
+    rope_one_reference,
+    inputs=(tensor(f"input: {' '.join(QUERY)}", has_layout=True), *COS_SIN, POSITIONS),
+    outputs=(tensor(f"output: {' '.join(QUERY)}", has_layout=True),),
+    params=(INTERLEAVED,),
+    axes=(
+        Axis("batch", scales=True, live=True, beside=True, apart=True, leading=True),
+        Axis("seq", scales=True, live=True),
+        Axis("heads", scales=True, apart=True),
+        Axis("table", live=True, works=False),
+        Axis("head_dim", codes=HEAD_DIM),
     ),
-    summary="Rotary positions of one tensor",
-    reference=rope_one_reference,
-    fake=_fake,
+    layouts=LAYOUTS,
     cases=_alone(CASES),
     tolerance=TOLERANCE,
     tolerance_reason=TOLERANCE_REASON,
-    derive=_derive,
-    derived=DERIVED,
-    derived_from=DERIVED_FROM,
+    derive=of_table,
+    derived_from=OF_TABLE,
     examples=_examples,
     complete=_complete,
     work=_work,
-    sweep=_sweep,
+    sweep=lambda device, narrow: _alone(sweep(device, narrow)),
     stock=stock.rope_one,
 )
 

@@ -5,28 +5,26 @@ Libraries that have a norm and a rotation alone compose them here: two norms int
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerzero.core.arguments import Axis, Param, TensorSchema, told
-from layerzero.core.dtypes import FLOATING, dtype_name
+from layerzero.core.arguments import Axis, Param, told
 from layerzero.core.errors import InvalidCallError
-from layerzero.core.operation import Case, Function, Operation, Routed, Work
-from layerzero.core.schema import OperationSchema
+from layerzero.core.operation import Case, Function, Routed, Work
 from layerzero.ops.attention.declare import HEAD_DIM
 from layerzero.ops.checks import check_dense
+from layerzero.ops.declaration import operation, tensor
 from layerzero.ops.rope import draw, stock
 from layerzero.ops.rope.declare import (
     COS_SIN,
-    DERIVED,
-    DERIVED_FROM,
     INTERLEAVED,
+    OF_TABLE,
     POSITIONS,
     cos_sin,
+    of_table,
     rotated,
     wide_dtype,
 )
@@ -78,27 +76,15 @@ def split_qkv_norm_rope_reference(
     rows = [each.to(wide) for each in stock.rows_of(cos, sin, positions, qkv.shape[-2])]
     query, key, value = parts(qkv, heads, kv_heads)
     turned = []
-    for tensor, weight in ((query, q_weight), (key, k_weight)):
-        before = tensor.to(wide) if weight is None else normed(tensor, weight, eps, plus_one, wide)
+    for each, weight in ((query, q_weight), (key, k_weight)):
+        before = each.to(wide) if weight is None else normed(each, weight, eps, plus_one, wide)
         turned.append(rotated(before, *rows, interleaved=interleaved, wide=wide).to(qkv.dtype))
     return turned[0], turned[1], value.clone(memory_format=torch.contiguous_format)
 
 
-def _fake(qkv: Tensor, *_: Tensor, heads: int, kv_heads: int, **__: object) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value = parts(qkv, heads, kv_heads)
-    return qkv.new_empty(query.shape), qkv.new_empty(key.shape), qkv.new_empty(value.shape)
-
-
 def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
-    qkv, positions = arguments["qkv"], arguments.get("positions")
-    return {
-        "batch": math.prod(qkv.shape[:-2]),
-        "head_dim": values["features"] // (arguments["heads"] + 2 * arguments["kv_heads"]),
-        "rotary_dim": 2 * values["rotary_half"],
-        "input_ndim": qkv.ndim,
-        "table_dtype": dtype_name(arguments["cos"].dtype),
-        "position_dtype": "none" if positions is None else dtype_name(positions.dtype),
-    }
+    count = arguments["heads"] + 2 * arguments["kv_heads"]
+    return {**of_table(arguments, values), "head_dim": values["features"] // count}
 
 
 def _case(
@@ -150,33 +136,26 @@ def _sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
                 yield _case(name, (each, 1), heads, kv_heads, head_dim, norm=norm)
 
 
-SPLIT_QKV_NORM_ROPE = Operation(
-    schema=OperationSchema(
-        operation="posenc.split_qkv_norm_rope",
-        inputs=(
-            TensorSchema("qkv", ("...", "seq", "features"), FLOATING),
-            *COS_SIN,
-            POSITIONS,
-            TensorSchema("q_weight", ("head_dim",), FLOATING, required=False),
-            TensorSchema("k_weight", ("head_dim",), FLOATING, required=False),
-        ),
-        outputs=(
-            TensorSchema("query", ("...", "seq", "heads", "head_dim"), FLOATING),
-            TensorSchema("key", ("...", "seq", "kv_heads", "head_dim"), FLOATING),
-            TensorSchema("value", ("...", "seq", "kv_heads", "head_dim"), FLOATING),
-        ),
-        params=(Param("heads", int, example=4), Param("kv_heads", int, example=2), INTERLEAVED, EPS, PLUS_ONE),
-        axes=(
-            Axis("batch", scales=True, live=True, beside=True, apart=True, leading=True),
-            Axis("seq", scales=True, live=True),
-            Axis("features", scales=True, implied=True),
-            Axis("table", live=True, works=False),
-            Axis("head_dim", codes=HEAD_DIM),
-        ),
+SPLIT_QKV_NORM_ROPE = operation(
+    "posenc.split_qkv_norm_rope",
+    "Queries, keys and values out of a joined product, with norms and rotary positions",
+    split_qkv_norm_rope_reference,
+    inputs=(
+        "qkv: ... seq features",
+        *COS_SIN,
+        POSITIONS,
+        tensor("q_weight: head_dim", required=False),
+        tensor("k_weight: head_dim", required=False),
     ),
-    summary="Queries, keys and values out of a joined product, with norms and rotary positions",
-    reference=split_qkv_norm_rope_reference,
-    fake=_fake,
+    outputs=("query: ... seq heads head_dim", "key: ... seq kv_heads head_dim", "value: ... seq kv_heads head_dim"),
+    params=(Param("heads", int, example=4), Param("kv_heads", int, example=2), INTERLEAVED, EPS, PLUS_ONE),
+    axes=(
+        Axis("batch", scales=True, live=True, beside=True, apart=True, leading=True),
+        Axis("seq", scales=True, live=True),
+        Axis("features", scales=True, implied=True),
+        Axis("table", live=True, works=False),
+        Axis("head_dim", codes=HEAD_DIM),
+    ),
     cases=(
         _case("small", (2, 7), 4, 2, 64, norm=True),
         _case("small_plain", (2, 7), 4, 2, 64),
@@ -190,8 +169,7 @@ SPLIT_QKV_NORM_ROPE = Operation(
     tolerance_reason=TOLERANCE_REASON,
     judge=judged_by_pairs(split_qkv_norm_rope_reference, ("query", "key")),
     derive=_derive,
-    derived=(*DERIVED, "head_dim"),
-    derived_from={**DERIVED_FROM, "head_dim": ("features",)},
+    derived_from={**OF_TABLE, "head_dim": ("features",)},
     examples=_examples,
     work=_work,
     sweep=_sweep,

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import Axis, TensorSchema
-from layerzero.core.dtypes import FLOATING, INDEX, dtype_name
+from layerzero.core.dtypes import INDEX, dtype_name
 from layerzero.core.judge import Elementwise
-from layerzero.core.operation import Case, Operation, Tolerance, Work
-from layerzero.core.schema import OperationSchema
+from layerzero.core.operation import Case, Tolerance, Work
 from layerzero.ops.attention.declare import HEAD_DIMS
+from layerzero.ops.declaration import operation, tensor
 from layerzero.ops.paged import on_demand, written
 from layerzero.ops.paged.append import append_paged_kv_
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
@@ -79,11 +79,6 @@ def rope_append_paged_reference(
     turned, key = rope_reference(query, key, cos, sin, positions=positions, interleaved=interleaved)
     append_paged_kv_(key, value, key_cache, value_cache, slot_mapping)
     return turned
-
-
-def fake(query: Tensor, *_: object, **__: object) -> Tensor:
-    """The rotated query; the caches are written into."""
-    return query.new_empty(query.shape)
 
 
 _PAGE = 16
@@ -172,10 +167,9 @@ def paged_sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Ca
 
 EXACT = Elementwise(dict.fromkeys(TOLERANCE, Tolerance(0.0, 0.0)), "values are only moved")
 PAGED_PLACES = (
-    TensorSchema("positions", ("tokens",), INDEX, same_dtype=False, indexes=("table",)),
-    TensorSchema(
-        "slot_mapping",
-        ("tokens",),
+    tensor("positions: tokens", INDEX, same_dtype=False, indexes=("table",)),
+    tensor(
+        "slot_mapping: tokens",
         frozenset({torch.int64}),
         same_dtype=False,
         indexes=("pages", "page_size"),
@@ -216,86 +210,67 @@ def _work(*tokens: str) -> Any:
     return work
 
 
-def _inputs(token: tuple[str, ...], cache: tuple[str, ...], *places: TensorSchema) -> tuple[TensorSchema, ...]:
+def _inputs(token: str, cache: str, *places: TensorSchema) -> tuple[TensorSchema | str, ...]:
     kept: dict[str, Any] = {"mutated": True, "has_layout": True, "resident": True}
     return (
-        TensorSchema("query", (*token, "heads", "head_dim"), FLOATING),
-        TensorSchema("key", (*token, "kv_heads", "head_dim"), FLOATING),
-        TensorSchema("value", (*token, "kv_heads", "value_dim"), FLOATING),
+        f"query: {token} heads head_dim",
+        f"key: {token} kv_heads head_dim",
+        f"value: {token} kv_heads value_dim",
         *COS_SIN,
-        TensorSchema("key_cache", (*cache, "kv_heads", "head_dim"), FLOATING, **kept),
-        TensorSchema("value_cache", (*cache, "kv_heads", "value_dim"), FLOATING, **kept),
+        tensor(f"key_cache: {cache} kv_heads head_dim", **kept),
+        tensor(f"value_cache: {cache} kv_heads value_dim", **kept),
         *places,
     )
 
 
 _COMMON: dict[str, Any] = {
-    "fake": fake,
+    "params": (INTERLEAVED,),
+    "layouts": CACHE_LAYOUTS,
     "tolerance": TOLERANCE,
     "tolerance_reason": TOLERANCE_REASON,
     "judge": {"value_cache": EXACT},
     "derive": _derive,
-    "derived": ("rotary_dim", "table_dtype", "position_dtype"),
     "derived_from": {"rotary_dim": ("rotary_half",), "table_dtype": (), "position_dtype": ()},
+    "check_values": on_demand.checks,
+    "guard": written.guard,
+    "note": written.note,
+    "stock": composed.rope_append,
 }
+SLOTS = tensor("positions: ... seq", INDEX, same_dtype=False, indexes=("length",), distinct=True)
+"""Of a contiguous cache: the row of each token, and its place."""
 
-ROPE_APPEND = Operation(
-    schema=OperationSchema(
-        operation="kv.rope_append",
-        inputs=_inputs(
-            ("batch", "seq"),
-            ("batch", "length"),
-            TensorSchema("positions", ("...", "seq"), INDEX, same_dtype=False, indexes=("length",), distinct=True),
-        ),
-        outputs=(TensorSchema("query_out", ("batch", "seq", "heads", "head_dim"), FLOATING),),
-        params=(INTERLEAVED,),
-        axes=(
-            Axis("batch", scales=True, live=True, beside=True, apart=True),
-            Axis("seq", scales=True, live=True),
-            Axis("length", works=False),
-            *_HEADS,
-        ),
-        layouts=CACHE_LAYOUTS,
+ROPE_APPEND = operation(
+    "kv.rope_append",
+    "Rotary positions of queries and keys, keys and values written into a contiguous cache",
+    rope_append_reference,
+    inputs=_inputs("batch seq", "batch length", SLOTS),
+    outputs=("query_out: batch seq heads head_dim",),
+    axes=(
+        Axis("batch", scales=True, live=True, beside=True, apart=True),
+        Axis("seq", scales=True, live=True),
+        Axis("length", works=False),
+        *_HEADS,
     ),
-    summary="Rotary positions of queries and keys, keys and values written into a contiguous cache",
-    reference=rope_append_reference,
     cases=CONTIGUOUS,
-    check_values=on_demand.checks,
-    guard=written.guard,
-    note=written.note,
     examples=contiguous_examples,
     work=_work("batch", "seq"),
     sweep=contiguous_sweep,
-    stock=composed.rope_append,
     **_COMMON,
 )
-
-ROPE_APPEND_PAGED = Operation(
-    schema=OperationSchema(
-        operation="kv.rope_append.paged",
-        inputs=_inputs(
-            ("tokens",),
-            ("pages", "page_size"),
-            *PAGED_PLACES,
-        ),
-        outputs=(TensorSchema("query_out", ("tokens", "heads", "head_dim"), FLOATING),),
-        params=(INTERLEAVED,),
-        axes=(
-            Axis("tokens", scales=True, live=True, apart=True),
-            Axis("pages", live=True, works=False),
-            *_HEADS,
-        ),
-        layouts=CACHE_LAYOUTS,
+ROPE_APPEND_PAGED = operation(
+    "kv.rope_append.paged",
+    "Rotary positions of queries and keys, keys and values written into the slots of a paged cache",
+    rope_append_paged_reference,
+    inputs=_inputs("tokens", "pages page_size", *PAGED_PLACES),
+    outputs=("query_out: tokens heads head_dim",),
+    axes=(
+        Axis("tokens", scales=True, live=True, apart=True),
+        Axis("pages", live=True, works=False),
+        *_HEADS,
     ),
-    summary="Rotary positions of queries and keys, keys and values written into the slots of a paged cache",
-    reference=rope_append_paged_reference,
     cases=PAGED,
-    check_values=on_demand.checks,
-    guard=written.guard,
-    note=written.note,
     examples=paged_examples,
     work=_work("tokens"),
     sweep=paged_sweep,
-    stock=composed.rope_append,
     **_COMMON,
 )

@@ -53,6 +53,11 @@ def rope_append_quantized_reference(
     return turned
 
 
+def _fake(query: Tensor, *_: object, **__: object) -> Tensor:
+    """The reference asks where slots are none, which tensors without memory cannot tell."""
+    return query.new_empty(query.shape)
+
+
 def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
     assert ROPE_APPEND_PAGED.derive is not None
     return {**ROPE_APPEND_PAGED.derive(arguments, values), **codes.derive(arguments, values)}
@@ -93,6 +98,7 @@ ROPE_APPEND_QUANTIZED = replace(
     ),
     summary="Rotary positions of queries and keys, keys and values written into a cache of float8 or int8",
     reference=rope_append_quantized_reference,
+    fake=_fake,
     judge=dict.fromkeys(_CACHES, codes.ONE_STEP),
     derive=_derive,
     derived=(*ROPE_APPEND_PAGED.derived, *codes.DERIVED),

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import Axis, TensorSchema, told
-from layerzero.core.dtypes import FLOATING, INDEX, dtype_name
+from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.judge import Elementwise
-from layerzero.core.operation import Case, Function, Operation, Routed, Work
-from layerzero.core.schema import OperationSchema
+from layerzero.core.operation import Case, Function, Routed, Work
 from layerzero.ops.attention.declare import HEAD_DIM
 from layerzero.ops.checks import check_dense
+from layerzero.ops.declaration import operation, tensor
 from layerzero.ops.paged import on_demand, written
 from layerzero.ops.paged.append import append_paged_kv_
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
@@ -89,10 +89,6 @@ def split_append_reference(
     else:
         append_paged_kv_(key, value, key_cache, value_cache, slot_mapping)
     return query
-
-
-def _fake(qkv: Tensor, cos: Tensor, sin: Tensor, key_cache: Tensor, *_: object, **__: object) -> Tensor:
-    return qkv.new_empty((*qkv.shape[:-1], heads_of(qkv, key_cache), key_cache.shape[-1]))
 
 
 def _lengths(result: str) -> Callable[[Mapping[str, Any]], Tensor]:
@@ -173,15 +169,14 @@ def _examples(of: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, T
     return examples
 
 
-def _inputs(token: tuple[str, ...], cache: tuple[str, ...], *places: TensorSchema) -> tuple[TensorSchema, ...]:
+def _inputs(token: str, cache: str, *places: TensorSchema) -> tuple[TensorSchema | str, ...]:
     kept: dict[str, Any] = {"mutated": True, "has_layout": True, "resident": True}
     return (
-        TensorSchema("qkv", (*token, "features"), FLOATING),
+        f"qkv: {token} features",
         *COS_SIN,
-        TensorSchema("key_cache", (*cache, "kv_heads", "head_dim"), FLOATING, **kept),
-        TensorSchema("value_cache", (*cache, "kv_heads", "head_dim"), FLOATING, **kept),
+        *(tensor(f"{name}: {cache} kv_heads head_dim", **kept) for name in CACHES),
         *places,
-        *(TensorSchema(name, ("head_dim",), FLOATING, required=False) for name in _WEIGHTS),
+        *(tensor(f"{name}: head_dim", required=False) for name in _WEIGHTS),
     )
 
 
@@ -193,7 +188,8 @@ _AXES = (
 )
 _COMMON: dict[str, Any] = {
     "reference": split_append_reference,
-    "fake": _fake,
+    "params": (INTERLEAVED, EPS, PLUS_ONE),
+    "layouts": CACHE_LAYOUTS,
     "tolerance": TOLERANCE,
     "tolerance_reason": TOLERANCE_REASON,
     "judge": {
@@ -201,7 +197,6 @@ _COMMON: dict[str, Any] = {
         "value_cache": EXACT,
     },
     "derive": _derive,
-    "derived": ("heads", "rotary_dim", "table_dtype", "position_dtype"),
     "derived_from": {
         "heads": ("features", "kv_heads", "head_dim"),
         "rotary_dim": ("rotary_half",),
@@ -214,49 +209,33 @@ _COMMON: dict[str, Any] = {
     "stock": composed.split_qkv_norm_rope_append,
 }
 
-SPLIT_APPEND = Operation(
-    schema=OperationSchema(
-        operation="kv.split_qkv_norm_rope_append",
-        inputs=_inputs(
-            ("batch", "seq"),
-            ("batch", "length"),
-            TensorSchema("positions", ("...", "seq"), INDEX, same_dtype=False, indexes=("length",), distinct=True),
-        ),
-        outputs=(TensorSchema("query", ("batch", "seq", "heads", "head_dim"), FLOATING),),
-        params=(INTERLEAVED, EPS, PLUS_ONE),
-        axes=(
-            Axis("batch", scales=True, live=True, beside=True, apart=True),
-            Axis("seq", scales=True, live=True),
-            Axis("length", works=False),
-            *_AXES,
-        ),
-        layouts=CACHE_LAYOUTS,
+SPLIT_APPEND = operation(
+    "kv.split_qkv_norm_rope_append",
+    "A joined product taken apart, normed and rotated, keys and values written into a contiguous cache",
+    inputs=_inputs("batch seq", "batch length", declare.SLOTS),
+    outputs=("query: batch seq heads head_dim",),
+    axes=(
+        Axis("batch", scales=True, live=True, beside=True, apart=True),
+        Axis("seq", scales=True, live=True),
+        Axis("length", works=False),
+        *_AXES,
     ),
-    summary="A joined product taken apart, normed and rotated, keys and values written into a contiguous cache",
     cases=_cases(declare.CONTIGUOUS),
     examples=_examples(declare.contiguous_examples),
     work=_work("batch", "seq"),
     sweep=_sweep(declare.contiguous_sweep),
     **_COMMON,
 )
-SPLIT_APPEND_PAGED = Operation(
-    schema=OperationSchema(
-        operation="kv.split_qkv_norm_rope_append.paged",
-        inputs=_inputs(
-            ("tokens",),
-            ("pages", "page_size"),
-            *PAGED_PLACES,
-        ),
-        outputs=(TensorSchema("query", ("tokens", "heads", "head_dim"), FLOATING),),
-        params=(INTERLEAVED, EPS, PLUS_ONE),
-        axes=(
-            Axis("tokens", scales=True, live=True, apart=True),
-            Axis("pages", live=True, works=False),
-            *_AXES,
-        ),
-        layouts=CACHE_LAYOUTS,
+SPLIT_APPEND_PAGED = operation(
+    "kv.split_qkv_norm_rope_append.paged",
+    "A joined product taken apart, normed and rotated, keys and values written into the slots of a paged cache",
+    inputs=_inputs("tokens", "pages page_size", *PAGED_PLACES),
+    outputs=("query: tokens heads head_dim",),
+    axes=(
+        Axis("tokens", scales=True, live=True, apart=True),
+        Axis("pages", live=True, works=False),
+        *_AXES,
     ),
-    summary="A joined product taken apart, normed and rotated, keys and values written into the slots of a paged cache",
     cases=_cases(declare.PAGED),
     examples=_examples(declare.paged_examples),
     work=_work("tokens"),
