@@ -18,8 +18,8 @@ from drawing import examples
 from layerzero.integrations.optimize import selection
 from layerzero.integrations.optimize.norms import norm
 from layerzero.integrations.optimize.products import Block, activation_named, block
-from layerzero.integrations.optimize.report import Optimized, Replaced
-from layerzero.integrations.optimize.selection import Timed, time_kinds
+from layerzero.integrations.optimize.report import Optimized, Replaced, Timed
+from layerzero.integrations.optimize.selection import time_kinds
 
 PACKED = "packed" in str(lz.which("linear", torch.ones(1, 8), w := torch.ones(8, 8), packed=lz.PackedWeight(w)))
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,9 +19,10 @@ from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
 from layerzero.engine.dispatch import ENGINE
 from layerzero.integrations.optimize.candidate import distance, outermost, verdict
-from layerzero.integrations.optimize.report import BY_CALL, NO_TIME, Left, Replaced, Search
-from layerzero.integrations.optimize.workload import RUN, example_run
+from layerzero.integrations.optimize.report import BY_CALL, NO_TIME, Left, Replaced
+from layerzero.integrations.optimize.workload import RUN, TimeLeft, Workload, example_run
 from layerzero.integrations.transformers import EXCHANGED
+from layerzero.serving.warmup import Progress
 
 NAME = "layerzero"
 
@@ -144,6 +145,28 @@ def untested(version: str) -> str:
     if major.isdigit() and int(major) == TESTED:
         return ""
     return f"Transformers {version} is not one that was tested (wanted {TESTED}.x); modules are taken by themselves"
+
+
+@dataclass
+class Search:
+    """What finders of one model share: each yields what may be put on, or is left.
+
+    Attributes:
+        root: the model.
+        time: what is left of it.
+        workload: the caller's inputs; None without any.
+        tell: told what is done, how much of it, and of how much.
+        models: what :func:`find` found, for layers and steps: of each of Transformers' models the path, the
+            exchange, and whether attention is LayerZero's.
+        taken: identities of modules that layers compute for.
+    """
+
+    root: Module
+    time: TimeLeft
+    workload: Workload | None = None
+    tell: Progress = lambda *_: None
+    models: list[tuple[str, AttentionSwap, bool]] = field(default_factory=list)
+    taken: set[int] = field(default_factory=set)
 
 
 def find(search: Search) -> Iterator[Replaced | Left]:

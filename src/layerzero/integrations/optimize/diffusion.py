@@ -14,8 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import layerzero as lz
 from layerzero.integrations.exchange import Together
+from layerzero.integrations.optimize.attention import Search
 from layerzero.integrations.optimize.candidate import distance, outermost, verdict
-from layerzero.integrations.optimize.report import BY_CALL, NO_TIME, Left, Replaced, Search
+from layerzero.integrations.optimize.report import BY_CALL, NO_TIME, Left, Replaced
 from layerzero.integrations.optimize.workload import RUN
 
 

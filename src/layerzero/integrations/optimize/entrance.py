@@ -12,7 +12,8 @@ from torch.nn import Module
 from layerzero.core.arguments import told
 from layerzero.core.errors import InvalidCallError
 from layerzero.integrations.optimize import attention, diffusion, layers, modules
-from layerzero.integrations.optimize.report import NO_TIME, Left, Optimized, Replaced, Search
+from layerzero.integrations.optimize.attention import Search
+from layerzero.integrations.optimize.report import NO_TIME, Left, Optimized, Replaced
 from layerzero.integrations.optimize.selection import time_inputs, time_random_rows
 from layerzero.integrations.optimize.steps import find_steps
 from layerzero.integrations.optimize.swap import Swap, is_dense, is_swapped

@@ -21,13 +21,13 @@ from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
 from layerzero.engine.dispatch import ENGINE
-from layerzero.integrations.optimize.attention import NAME, AttentionSwap, Seen, seeing, seen_rows
+from layerzero.integrations.optimize.attention import NAME, AttentionSwap, Search, Seen, seeing, seen_rows
 from layerzero.integrations.optimize.candidate import TOLERANCE, Candidate, distance, quiet, refusal
 from layerzero.integrations.optimize.dynamic_cache import name_in, name_of
 from layerzero.integrations.optimize.layer import Heads, Layer, forward
 from layerzero.integrations.optimize.norms import Norm, Normed, norm
 from layerzero.integrations.optimize.products import Block, block, is_plain
-from layerzero.integrations.optimize.report import NO_TIME, Left, Replaced, Search
+from layerzero.integrations.optimize.report import NO_TIME, Left, Replaced
 from layerzero.integrations.optimize.swap import Swap, stock_forward, weight_of
 from layerzero.integrations.optimize.weights import wants_packed
 from layerzero.integrations.optimize.workload import TimeLeft

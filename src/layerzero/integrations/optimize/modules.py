@@ -14,12 +14,13 @@ from torch.nn import Linear, Module
 from layerzero.core.errors import InvalidCallError
 from layerzero.engine.config import current_policy
 from layerzero.integrations.optimize import timing
+from layerzero.integrations.optimize.attention import Search
 from layerzero.integrations.optimize.candidate import Candidate, compared, quiet, refusal
 from layerzero.integrations.optimize.experts import experts
 from layerzero.integrations.optimize.layer_timing import Around
 from layerzero.integrations.optimize.norms import norm
 from layerzero.integrations.optimize.products import block, linear, linear_then
-from layerzero.integrations.optimize.report import NO_TIME, Left, Replaced, Search
+from layerzero.integrations.optimize.report import NO_TIME, Left, Replaced
 from layerzero.integrations.optimize.timing import SIZES, Prepare, Sizes, Way, timed
 from layerzero.integrations.optimize.weights import Packs
 

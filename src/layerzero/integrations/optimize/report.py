@@ -6,24 +6,16 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-from torch.nn import Module
 
 from layerzero.asking.layers import numbered, ranges
 from layerzero.integrations.exchange import Exchange
+from layerzero.integrations.optimize.candidate import Candidate
 from layerzero.integrations.optimize.module_times import Spent
 from layerzero.integrations.optimize.swap import State, Swap
 from layerzero.integrations.optimize.timing import SIZES, Paced
 from layerzero.integrations.optimize.weights import Joined, Packs
-from layerzero.integrations.optimize.workload import TimeLeft, Workload
-from layerzero.serving.warmup import Progress
+from layerzero.integrations.optimize.workload import TimeLeft
 from layerzero.tuning.measuring.tune import Tuned
-
-if TYPE_CHECKING:
-    from layerzero.integrations.optimize.attention import AttentionSwap
-    from layerzero.integrations.optimize.candidate import Candidate
-    from layerzero.integrations.optimize.selection import Timed
 
 NO_TIME = "no time was left to check it (budget_s)"
 """Why a module stays that was not looked at."""
@@ -85,25 +77,40 @@ class Left:
 
 
 @dataclass
-class Search:
-    """What finders of one model share: each yields what may be put on, or is left.
+class Timed:
+    """What the rounds of a whole model said.
 
     Attributes:
-        root: the model.
-        time: what is left of it.
-        workload: the caller's inputs; None without any.
-        tell: told what is done, how much of it, and of how much.
-        models: what :mod:`attention` found, for layers and steps: of each of Transformers' models the path, the
-            exchange, and whether attention is LayerZero's.
-        taken: identities of modules that layers compute for.
+        stock_s, after_s: a run before, and with what was kept; medians.
+        gains: of each kind, how much longer a run takes without it, in parts of a run with everything.
+        dropped: kinds that were taken out again.
+        rounds: how many rounds the model before and after was timed in.
+        speedup: how many times as fast, the median of the rounds' ratios.
+        together: whether there was no time to time kinds apart; each then has the gain of all.
     """
 
-    root: Module
-    time: TimeLeft
-    workload: Workload | None = None
-    tell: Progress = lambda *_: None
-    models: list[tuple[str, AttentionSwap, bool]] = field(default_factory=list)
-    taken: set[int] = field(default_factory=set)
+    stock_s: float
+    after_s: float
+    gains: dict[str, float] = field(default_factory=dict)
+    dropped: list[str] = field(default_factory=list)
+    rounds: int = 0
+    speedup: float = 1.0
+    together: bool = False
+
+    def __str__(self) -> str:
+        lines = [f"a run takes {self.stock_s * 1e3:.2f} ms; nothing was kept, so it is as before"]
+        if len(self.dropped) < len(self.gains):
+            times = f"before {self.stock_s * 1e3:.2f} ms, after {self.after_s * 1e3:.2f} ms"
+            how = f"median of the ratios of {self.rounds} rounds, in each of which both ran"
+            lines = [f"{times}: {self.speedup:.2f} times as fast ({how})"]
+        if self.together:
+            kinds = ", ".join(self.gains)
+            verdict = "taken out again" if self.dropped else "kept"
+            return "\n".join((*lines, f"  {kinds}: {verdict} together; there was no time to time each apart"))
+        for kind, gain in self.gains.items():
+            kept = "taken out again" if kind in self.dropped else "kept"
+            lines.append(f"  {kind}: {gain:+.1%} for the whole model, {kept}")
+        return "\n".join(lines)
 
 
 @dataclass

@@ -7,7 +7,6 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,11 +14,11 @@ from torch.nn import Module
 
 from layerzero.asking.trace import traced
 from layerzero.integrations.optimize import layer_timing, modules
-from layerzero.integrations.optimize.attention import AttentionSwap
+from layerzero.integrations.optimize.attention import AttentionSwap, Search
 from layerzero.integrations.optimize.candidate import distance, quiet
 from layerzero.integrations.optimize.layer_timing import Around, around, attention_costs, cut, shapes_of
 from layerzero.integrations.optimize.module_times import ROUNDS, Spent, spent
-from layerzero.integrations.optimize.report import BY_CALL, Optimized, Replaced, Search
+from layerzero.integrations.optimize.report import BY_CALL, Optimized, Replaced, Timed
 from layerzero.integrations.optimize.timing import LEAST, Paced, Sizes, Untimed, agree, decided, race
 from layerzero.integrations.optimize.workload import RUN, Workload
 from layerzero.serving.warmup import Progress
@@ -166,43 +165,6 @@ MOST_ROUNDS = 4
 
 Pair = tuple[float, float]
 """Seconds of one round: without something, and with it."""
-
-
-@dataclass
-class Timed:
-    """What the rounds of a whole model said.
-
-    Attributes:
-        stock_s, after_s: a run before, and with what was kept; medians.
-        gains: of each kind, how much longer a run takes without it, in parts of a run with everything.
-        dropped: kinds that were taken out again.
-        rounds: how many rounds the model before and after was timed in.
-        speedup: how many times as fast, the median of the rounds' ratios.
-        together: whether there was no time to time kinds apart; each then has the gain of all.
-    """
-
-    stock_s: float
-    after_s: float
-    gains: dict[str, float] = field(default_factory=dict)
-    dropped: list[str] = field(default_factory=list)
-    rounds: int = 0
-    speedup: float = 1.0
-    together: bool = False
-
-    def __str__(self) -> str:
-        lines = [f"a run takes {self.stock_s * 1e3:.2f} ms; nothing was kept, so it is as before"]
-        if len(self.dropped) < len(self.gains):
-            times = f"before {self.stock_s * 1e3:.2f} ms, after {self.after_s * 1e3:.2f} ms"
-            how = f"median of the ratios of {self.rounds} rounds, in each of which both ran"
-            lines = [f"{times}: {self.speedup:.2f} times as fast ({how})"]
-        if self.together:
-            kinds = ", ".join(self.gains)
-            verdict = "taken out again" if self.dropped else "kept"
-            return "\n".join((*lines, f"  {kinds}: {verdict} together; there was no time to time each apart"))
-        for kind, gain in self.gains.items():
-            kept = "taken out again" if kind in self.dropped else "kept"
-            lines.append(f"  {kind}: {gain:+.1%} for the whole model, {kept}")
-        return "\n".join(lines)
 
 
 def time_kinds(
@@ -373,13 +335,16 @@ def _settled(
     found = []
     for about, group in alike.items():
         paths, kind = [each.path for each in group], group[0].kind
-        each = decided(about, group[0].module, paths, report.time, functools.partial(measure, group))
+        each = decided(about, group[0].module, paths, functools.partial(measure, group), report.time.deadline.passed)
         if isinstance(each, Paced):
             for one in group:
                 one.swap.state.take(each.ways)
         if not stays and isinstance(each, Paced) and not each.kept:
             report.take_out(group, f"{kind}: no gain on random rows, in units of its own time: {each.text}")
-        elif not stays and isinstance(each, Untimed) and not each.stays:
+        if isinstance(each, Untimed) and each.late:
+            step = f"timing {each.module} on random rows"
+            report.time.leave(step, step)
+        if not stays and isinstance(each, Untimed) and not each.stays:
             report.take_out(group, f"{kind}: {each.why}")
         found.append((each, group))
     return found

@@ -26,7 +26,7 @@ from layerzero.core.errors import (
     LayerZeroWarning,
     NoKernelFoundError,
 )
-from layerzero.integrations.optimize.attention import NAME
+from layerzero.integrations.optimize.attention import NAME, Search
 from layerzero.integrations.optimize.dynamic_cache import (
     NAMES,
     Turns,
@@ -38,7 +38,7 @@ from layerzero.integrations.optimize.dynamic_cache import (
     windows_of,
 )
 from layerzero.integrations.optimize.generation import DRAWING, Drawing, Numbers
-from layerzero.integrations.optimize.report import BY_CALL, Left, Replaced, Search
+from layerzero.integrations.optimize.report import BY_CALL, Left, Replaced
 from layerzero.integrations.optimize.stamp import Stamp
 from layerzero.integrations.optimize.step_cache import (
     PAGE,

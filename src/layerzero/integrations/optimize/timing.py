@@ -15,16 +15,13 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from layerzero.core.errors import LayerZeroError
 from layerzero.tuning.measuring.timing import TimeOverError
-
-if TYPE_CHECKING:
-    from layerzero.integrations.optimize.workload import TimeLeft
 
 LEAST = 0.01
 """A gain below this is noise, and so is a loss: stock stays, which users know."""
@@ -196,11 +193,13 @@ class Untimed:
         why: the reason.
         stays: whether they are LayerZero's all the same: each could be run, and a clock that stands still, or a lock
             on kernels, says nothing against them.
+        late: whether there was no time.
     """
 
     module: str
     why: str
     stays: bool = False
+    late: bool = False
 
 
 _DECIDED: dict[Hashable, Sizes] = {}
@@ -208,23 +207,26 @@ _DECIDED: dict[Hashable, Sizes] = {}
 
 
 def decided(
-    about: Hashable, module: str, paths: list[str], left: TimeLeft, measure: Callable[[], Sizes | None]
+    about: Hashable,
+    module: str,
+    paths: list[str],
+    measure: Callable[[], Sizes | None],
+    passed: Callable[[], bool],
 ) -> Paced | Untimed:
     """Which way modules of one shape compute at which size, and whether they gain; or why not, whatever one raises.
 
     Args:
         about: all that their time hangs on; what was measured about the same holds.
+        passed: whether the time is over.
     """
     found = _DECIDED.get(about)
     known = found is not None
     try:
-        if found is None and left.deadline.passed():
+        if found is None and passed():
             raise TimeOverError  # noqa: TRY301
         found = measure() if found is None else replace(found, seconds=0.0)
     except TimeOverError:
-        step = f"timing {module} on random rows"
-        left.leave(step, step)
-        return Untimed(module, "no time was left to time it beside the model's own code (budget_s)")
+        return Untimed(module, "no time was left to time it beside the model's own code (budget_s)", late=True)
     except Exception as error:  # noqa: BLE001  # what a model raises on arguments that were made for another
         said = f"{type(error).__name__}: {str(error)[:80]}"
         return Untimed(module, f"it could not be timed beside the model's own code ({said})")
