@@ -90,11 +90,12 @@ def route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
             ReasonCode.GQA_HEADS_MISMATCH,
         )
     causal = arguments["attn_mask"] is None if arguments["causal"] is None else arguments["causal"]
-    given = {**arguments, "causal": causal}
-    _check_mask(given, seq_q, seq_k, query[0], heads)
-    _check_values(given, query[0], heads)
+    _check_mask(arguments, causal, seq_q, seq_k, query[0], heads)
+    _check_values(arguments, causal, query[0], heads)
     operation = _operation(heads == kv_heads, seq_q == 1)
-    canonical = without_defaults(operation, given, query[-1])
+    canonical = without_defaults(operation, arguments, query[-1])
+    if seq_q != 1:  # of one query nothing is in its future: aligned bottom-right, it is the last
+        canonical["causal"] = causal
     problems = operation.schema.validate(layout=layout, **canonical)
     if problems:
         raise InvalidCallError(NAME, problems)
@@ -140,11 +141,11 @@ def _layout(arguments: dict[str, Any], shapes: tuple[tuple[int, ...], ...], defa
     return layout
 
 
-def _check_mask(canonical: dict[str, Any], seq_q: int, seq_k: int, batch: int, heads: int) -> None:
-    mask = canonical["attn_mask"]
+def _check_mask(arguments: dict[str, Any], causal: object, seq_q: int, seq_k: int, batch: int, heads: int) -> None:
+    mask = arguments["attn_mask"]
     if mask is None or not isinstance(mask, Tensor):
         return
-    if canonical["causal"]:
+    if causal:
         raise _invalid(
             "attn_mask was given together with causal=True: wanted one of them, got both; pass causal=False and put "
             "the causal part into the mask",
@@ -161,23 +162,23 @@ def _check_mask(canonical: dict[str, Any], seq_q: int, seq_k: int, batch: int, h
             f"attn_mask: wanted a shape broadcastable to (B, H, S_q, S_k) = {target}, got {shape}{of_keys}",
             ReasonCode.ATTN_MASK_INVALID,
         )
-    if mask.is_floating_point() and mask.dtype not in (torch.float32, canonical["query"].dtype):
+    if mask.is_floating_point() and mask.dtype not in (torch.float32, arguments["query"].dtype):
         raise _invalid(
             f"attn_mask: wanted dtype bool, float32 or that of the query, got {dtype_name(mask.dtype)}",
             ReasonCode.ATTN_MASK_INVALID,
         )
 
 
-def _check_values(canonical: dict[str, Any], batch: int, heads: int) -> None:
-    problems = score_problems(canonical)
+def _check_values(arguments: dict[str, Any], causal: object, batch: int, heads: int) -> None:
+    problems = score_problems(arguments)
     if problems:
         raise InvalidCallError(NAME, problems)
-    dropout_p = canonical["dropout_p"]
+    dropout_p = arguments["dropout_p"]
     if isinstance(dropout_p, (int, float)) and not 0.0 <= dropout_p < 1.0:
         raise _invalid(f"dropout_p: wanted 0 <= p < 1, got {dropout_p}")
-    if not isinstance(canonical["causal"], bool):  # decode, which has no such argument, would let it pass
-        raise _invalid(f"causal: wanted bool, got {told(canonical['causal'])}")
-    problems = slope_problems(canonical["alibi_slopes"], heads, batch)
+    if not isinstance(causal, bool):  # decode, which has no such argument, would let it pass
+        raise _invalid(f"causal: wanted bool, got {told(causal)}")
+    problems = slope_problems(arguments["alibi_slopes"], heads, batch)
     if problems:
         raise InvalidCallError(NAME, problems)
 
