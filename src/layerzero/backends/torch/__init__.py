@@ -8,7 +8,6 @@ MODULES = (
     "cascade",
     "cuda_attention",
     "elementwise",
-    "embedding",
     "flex_attention",
     "inductor",
     "inductor_gelu",
@@ -28,7 +27,6 @@ MODULES = (
     "sampling",
     "scored",
     "sparse",
-    "tensor",
     "varlen",
 )
 """The files that declare kernels, a family each."""

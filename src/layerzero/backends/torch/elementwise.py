@@ -1,6 +1,9 @@
 """torch's own operators on every element; each computes in float32 where its tensors are narrower, and rounds once.
 
 But for a scaled addition on a CPU: torch 2.13 rounds the factor to the tensors' dtype there, so that it is written out.
+
+torch's embedding and its selection by index differ in how they read rows and in their backward. A shard looks up row 0
+for ids of others and blanks it, so that nothing waits for the device.
 Library: torch >= 2.10, BSD-3-Clause.
 """
 
@@ -17,6 +20,7 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.elementwise.declare import OPERATIONS
+from layerzero.ops.tensor.declare import COPY_SLICE, SPLIT_QKV, TRANSPOSE_HEAD_TOKEN, TRANSPOSE_TOKEN_HEAD
 
 
 def _load_add_bias(facts: Facts) -> Callable[..., Any]:
@@ -76,17 +80,98 @@ def _load_cast(facts: Facts) -> Callable[..., Any]:
 
 _LOADS = {"add_bias": _load_add_bias, "add": _load_add, "scaled_add": _load_scaled_add, "softmax": _load_softmax}
 
-KERNELS = tuple(
-    Kernel.of_expression(
-        operation,
-        id=f"torch.{name}",
-        backend=TORCH,
-        limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
-        load=_LOADS.get(name),
-        handles_negated=True,
-        priority=40,
-        stock=True,
-    )
-    for operation in OPERATIONS
-    for name in (operation.name.partition(".")[2],)
+
+_FLOATS = limit.dtype("float32", "float64", "float16", "bfloat16")
+
+
+Rows = Callable[[Tensor, Tensor, int | None], Tensor]
+"""Of ids, a table and the row that gets no gradient."""
+
+
+def _embedding(facts: Facts) -> Rows:
+    embedding = torch.embedding
+
+    def run(ids: Tensor, weight: Tensor, padding: int | None) -> Tensor:
+        return embedding(weight, ids, -1 if padding is None else padding)
+
+    return run
+
+
+def _selection(facts: Facts) -> Rows:
+    recording = bool(facts["requires_grad"])
+
+    def run(ids: Tensor, weight: Tensor, padding: int | None) -> Tensor:
+        rows = weight.index_select(0, ids.reshape(-1)).view(*ids.shape, weight.shape[1])
+        if padding is None or not recording:
+            return rows
+        return torch.where((ids == padding).unsqueeze(-1), rows.detach(), rows)
+
+    return run
+
+
+def _load(rows_of: Callable[[Facts], Rows]) -> Callable[[Facts], Callable[..., Any]]:
+    def load(facts: Facts) -> Callable[..., Any]:
+        rows = rows_of(facts)
+
+        def whole(ids: Tensor, weight: Tensor, *, scale: float | None, padding_idx: int | None) -> Tensor:
+            found = rows(ids, weight, padding_idx)
+            return found if scale is None else found * scale
+
+        def shard(
+            ids: Tensor, weight: Tensor, *, scale: float | None, padding_idx: int | None, vocab_start: int
+        ) -> Tensor:
+            vocab = weight.shape[0]
+            beyond = (ids < vocab_start) | (ids >= vocab_start + vocab)
+            padding = None if padding_idx is None else padding_idx - vocab_start
+            own = padding if padding is not None and 0 <= padding < vocab else None
+            found = rows((ids - vocab_start).masked_fill(beyond, 0), weight, own).masked_fill(beyond.unsqueeze(-1), 0.0)
+            return found if scale is None else found * scale
+
+        return shard if facts["operation"] == "embedding.lookup.shard" else whole
+
+    return load
+
+
+KERNELS = (
+    *(
+        Kernel.of_expression(
+            operation,
+            id=f"torch.{name}",
+            backend=TORCH,
+            limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
+            load=_LOADS.get(name),
+            handles_negated=True,
+            priority=40,
+            stock=True,
+        )
+        for operation in OPERATIONS
+        for name in (operation.name.partition(".")[2],)
+    ),
+    *(
+        Kernel.of_expression(*operations, id=f"torch.{name}", backend=TORCH, limits=(_FLOATS,), priority=40, stock=True)
+        for name, operations in (
+            ("transpose_copy", (TRANSPOSE_HEAD_TOKEN, TRANSPOSE_TOKEN_HEAD)),
+            ("split_qkv", (SPLIT_QKV,)),
+            ("copy_slice", (COPY_SLICE,)),
+        )
+    ),
+    *(
+        Kernel(
+            id=f"{name}{ending}",
+            operations=(operation,),
+            backend=TORCH,
+            load=_load(rows_of),
+            accepts=("scale", "padding_idx", *accepts),
+            limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
+            grad=True,
+            handles_negated=True,
+            priority=priority,
+            stock=name == "torch.embedding" and not ending,  # a shard takes several functions
+        )
+        for name, rows_of, priority in (("torch.embedding", _embedding, 50), ("torch.index_select", _selection, 40))
+        for ending, operation, accepts in (
+            ("", "embedding.lookup", ()),
+            (".shard", "embedding.lookup.shard", ("vocab_start",)),
+        )
+    ),
 )
