@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 import layerzero as lz
-from layerzero.serving.building import BUILDS
+from layerzero.serving.background_builds import BUILDS
 from layerzero.tuning.measuring.clocks import clock_of
 from layerzero.tuning.measuring.timing import Effort, race
 

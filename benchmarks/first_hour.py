@@ -28,7 +28,7 @@ import torch
 import layerzero as lz
 from layerzero.engine.functions import CALLS
 from layerzero.engine.jit import BUILT
-from layerzero.serving.building import BUILDS
+from layerzero.serving.background_builds import BUILDS
 from layerzero.testing.generate import RandomCall
 from layerzero.tuning.measuring.contest import Contest, contest, window
 from layerzero.tuning.measuring.timing import Effort

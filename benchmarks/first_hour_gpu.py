@@ -44,7 +44,7 @@ from layerzero.core.plan import Candidate  # noqa: E402
 from layerzero.engine.functions import CALLS  # noqa: E402
 from layerzero.engine.jit import BUILT  # noqa: E402
 from layerzero.ops.attention.sweep import decode_case  # noqa: E402
-from layerzero.serving.building import BUILDS  # noqa: E402
+from layerzero.serving.background_builds import BUILDS  # noqa: E402
 from layerzero.testing.generate import RandomCall  # noqa: E402
 from layerzero.tuning.measuring.clocks import Clock, clock_of  # noqa: E402
 from layerzero.tuning.measuring.contest import (  # noqa: E402

@@ -19,12 +19,12 @@ from layerzero.asking.descriptors import DESCRIPTORS
 from layerzero.backends.torch import inductor
 from layerzero.core import cpu_features
 from layerzero.core.ledger import MemoryLedger
-from layerzero.engine import accelerator, config, failing, probe
+from layerzero.engine import accelerator, config, failures, probe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import BUILT
 from layerzero.engine.registry import REGISTRY
 from layerzero.integrations.optimize import timing, workload
-from layerzero.serving.building import BUILDS
+from layerzero.serving.background_builds import BUILDS
 from layerzero.tuning.measuring import admission
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -131,7 +131,7 @@ def fresh_process(monkeypatch):
     BUILDS.end()
     BUILDS.begin()
     probe.reset_broken()
-    failing.forget_told()
+    failures.forget_told()
 
 
 @pytest.fixture(params=["native", "python"])

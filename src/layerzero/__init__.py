@@ -12,7 +12,7 @@ import importlib
 from typing import Any
 
 from layerzero.core import INSTALLERS as _INSTALLERS
-from layerzero.core.when_imported import when_imported as _when_imported
+from layerzero.core.import_hook import when_imported as _when_imported
 
 __version__ = "0.1.0"
 
@@ -67,7 +67,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "layerzero.integrations.tokenizers": ("tune_tokenizer",),
     "layerzero.integrations.torch": ("scaled_dot_product_attention",),
     "layerzero.integrations.transformers": ("register_with_transformers",),
-    "layerzero.core.capturing": ("capturing",),
+    "layerzero.core.graph_capture": ("capturing",),
     "layerzero.core.device": ("Device",),
     "layerzero.core.facts": ("Facts", "FactsBuilder"),
     "layerzero.core.handle": ("Handle",),
@@ -113,7 +113,7 @@ def _offered() -> list[str]:
 
 def _ops() -> Any:
     """The families; what they declare takes most of the time that this package takes to load."""
-    with importlib.import_module("layerzero.core.collecting").held_off():
+    with importlib.import_module("layerzero.core.garbage").held_off():
         return importlib.import_module("layerzero.ops")
 
 
@@ -125,7 +125,7 @@ def _of_families(name: str) -> Any:
     if name in ops.PLAIN_FUNCTIONS:
         return importlib.import_module("layerzero.engine.plain").PLAIN_CALLS[name][1]
     if name in ops.FUNCTIONS or importlib.import_module("layerzero._assembly").brings_function(name):
-        with importlib.import_module("layerzero.core.collecting").held_off():
+        with importlib.import_module("layerzero.core.garbage").held_off():
             return importlib.import_module("layerzero.engine.functions").CALLS[name].fast
     raise AttributeError(f"module 'layerzero' has no attribute {name!r}")
 

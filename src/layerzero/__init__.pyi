@@ -31,7 +31,6 @@ from layerzero.asking.freeze import freeze, frozen, thaw
 from layerzero.asking.trace import trace
 from layerzero.core import judges, limits
 from layerzero.core.arguments import Axis, Param, Role, SizeCodes, TensorSchema
-from layerzero.core.capturing import capturing
 from layerzero.core.device import Device
 from layerzero.core.errors import (
     CudaGraphUnsafeError,
@@ -49,6 +48,7 @@ from layerzero.core.errors import (
     UnknownOperationError,
 )
 from layerzero.core.facts import Facts, FactsBuilder
+from layerzero.core.graph_capture import capturing
 from layerzero.core.handle import Handle
 from layerzero.core.kernel import Backend, Kernel, Release
 from layerzero.core.operation import Case, Function, Operation, OpKind, Routed, Tolerance

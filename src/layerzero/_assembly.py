@@ -93,7 +93,7 @@ def vet_later(kernels: Iterable[Kernel], facts: Facts) -> None:
 
 def build_later(kernels: Iterable[Kernel], facts: Facts) -> None:
     """Build, in the background, what a call that was just made would choose if it were built."""
-    from layerzero.serving.building import BUILDS
+    from layerzero.serving.background_builds import BUILDS
 
     BUILDS.add(kernels, facts)
 

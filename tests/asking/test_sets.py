@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 import layerzero as lz
-from layerzero.asking.sets import Served, served
+from layerzero.asking.model_sets import Served, served
 from layerzero.cli.app import main
 from layerzero.core.device import Device
 from layerzero.ops import OPERATIONS

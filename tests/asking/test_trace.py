@@ -11,8 +11,8 @@ from torch import nn
 
 import layerzero as lz
 from layerzero.asking.layers import ranges
+from layerzero.engine.choice_log import PLACE
 from layerzero.engine.dispatch import ENGINE
-from layerzero.engine.told import PLACE
 
 
 class Norm(nn.Module):

@@ -118,7 +118,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "core/reasons.py": dict.fromkeys(("heads", "kv", "query"), _CATALOGUE),
     "engine/accelerator.py": {"tensor": "torch.Tensor, as native code is told it"},
     "engine/cache.py": {"last": "a slot: the latest call"},
-    "engine/of_functions.py": {"head_dim": f"{_SPECIFIED}: max_head_dim"},
+    "engine/function_kernels.py": {"head_dim": f"{_SPECIFIED}: max_head_dim"},
     "integrations/diffusers.py": dict.fromkeys(
         ("attention", "attn_mask", "dropout_p", "is_causal", "query", "return_lse"), "diffusers' names for what it asks"
     ),

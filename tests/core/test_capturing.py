@@ -13,7 +13,7 @@ import torch
 
 import layerzero as lz
 from engine_example import loaded
-from layerzero.core import capturing
+from layerzero.core import graph_capture
 from layerzero.engine.registry import REGISTRY
 
 example = pytest.fixture(scope="module")(loaded)
@@ -59,8 +59,8 @@ def captures(monkeypatch):
 
     stand_ins = {"CUDAGraph": Graph, "graph": graph, "Stream": Stream, "current_stream": lambda *_: Stream()}
     stand_ins |= {"current_device": lambda: 0, "graph_pool_handle": lambda: POOL, "set_stream": lambda _: None}
-    monkeypatch.setattr(capturing, "_memory_freed", lambda *_: False)
-    monkeypatch.setattr(capturing, "_generator_freed", lambda _: None)
+    monkeypatch.setattr(graph_capture, "_memory_freed", lambda *_: False)
+    monkeypatch.setattr(graph_capture, "_generator_freed", lambda _: None)
     for name, stub in (stand_ins | {"stream": lambda _: contextlib.nullcontext()}).items():
         monkeypatch.setattr(torch.cuda, name, stub)
     return asked, opened
@@ -82,17 +82,17 @@ def test_each_capture_has_a_mark_of_its_own_while_it_lasts(captures, monkeypatch
 
     tensor = torch.zeros(1).as_subclass(OnDevice)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(captures[1]))
-    assert capturing.capture_of(tensor) is None
+    assert graph_capture.capture_of(tensor) is None
     marks = []
     for _ in range(2):
         with lz.capturing(Graph()):
-            marks.append(capturing.capture_of(tensor))
-            assert capturing.capture_of(tensor) is marks[-1]
-            assert capturing.capture_of(torch.zeros(1)) is None
+            marks.append(graph_capture.capture_of(tensor))
+            assert graph_capture.capture_of(tensor) is marks[-1]
+            assert graph_capture.capture_of(torch.zeros(1)) is None
     assert None is not marks[0] is not marks[1] is not None
     with pytest.raises(ZeroDivisionError), lz.capturing(Graph()):
         raise ZeroDivisionError
-    assert capturing.capture_of(tensor) is None
+    assert graph_capture.capture_of(tensor) is None
 
 
 def test_what_torch_takes_is_handed_on_and_an_error_inside_ends_the_capture(captures):
@@ -166,12 +166,12 @@ def test_what_a_capture_used_lives_as_long_as_its_graph(captures):
 
 
 def test_what_a_capture_of_torchs_own_chose_is_kept_for_good(captures, monkeypatch):
-    monkeypatch.setattr(capturing, "_ALWAYS", {})
-    capturing.keep("a plan")
-    capturing.keep("a plan")
+    monkeypatch.setattr(graph_capture, "_ALWAYS", {})
+    graph_capture.keep("a plan")
+    graph_capture.keep("a plan")
     with lz.capturing(Graph()):
-        capturing.keep("another, which the graph keeps")
-    assert list(capturing._ALWAYS.values()) == ["a plan"]
+        graph_capture.keep("another, which the graph keeps")
+    assert list(graph_capture._ALWAYS.values()) == ["a plan"]
 
 
 ENDING = """
@@ -179,7 +179,7 @@ import atexit, weakref
 kept = []
 atexit.register(lambda: print("leaked" if any(each() is not None for each in kept) else "all ended"))  # the last to run
 import torch, layerzero as lz
-from layerzero.backends.prepared import Prepared
+from layerzero.backends.shape_cache import Prepared
 from layerzero.engine.registry import REGISTRY
 
 class Thing:

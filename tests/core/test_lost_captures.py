@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from layerzero.core import capturing as module
-from layerzero.core.capturing import capturing
+from layerzero.core import graph_capture as module
+from layerzero.core.graph_capture import capturing
 
 LOST = "operation failed due to a previous error during capture"
 

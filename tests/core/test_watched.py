@@ -12,8 +12,8 @@ import torch
 
 import layerzero as lz
 from layerzero.core import limits
+from layerzero.core.fact_reads import EVERYTHING, NEGATED, Watched, names_no_size, reads_of, watch
 from layerzero.core.facts import Facts, FactsBuilder, TensorFacts
-from layerzero.core.watched import EVERYTHING, NEGATED, Watched, names_no_size, reads_of, watch
 from layerzero.ops import OPERATIONS
 
 HALF = TensorFacts((1,), (1,), torch.half)

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from layerzero.core.when_imported import when_imported
+from layerzero.core.import_hook import when_imported
 
 NAME = "waited_for"
 

@@ -13,7 +13,7 @@ from layerzero.core import limits
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.engine.of_functions import USER_BACKEND
+from layerzero.engine.function_kernels import USER_BACKEND
 from layerzero.engine.registry import REGISTRY
 
 WHOLE = (

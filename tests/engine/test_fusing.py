@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import layerzero as lz
 from layerzero.engine.functions import CALLS
-from layerzero.engine.fusing import FUSING
+from layerzero.engine.fusion import FUSING
 from layerzero.ops import FUNCTIONS
 from layerzero.testing import compare
 from layerzero.testing.generate import random_call

@@ -14,7 +14,7 @@ from layerzero.core.kernel import Backend
 from layerzero.core.reasons import ReasonCode
 from layerzero.core.system import free_memory
 from layerzero.engine import headroom
-from layerzero.engine.failing import out_of_memory
+from layerzero.engine.failures import out_of_memory
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import OPERATIONS
 from layerzero.tuning.measuring.jobs import jobs_of_cases

@@ -22,8 +22,8 @@ from layerzero.engine.cache import InClass
 from layerzero.engine.call_source import coarse_key
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.flight import Flights
+from layerzero.engine.function_kernels import USER_BACKEND
 from layerzero.engine.functions import CALLS
-from layerzero.engine.of_functions import USER_BACKEND
 from layerzero.ops import FUNCTIONS
 from layerzero.ops.attention.reference import attention_reference
 from paths import IN_C

@@ -16,9 +16,9 @@ from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.reuse_conditions import WITHIN
 from layerzero.engine import dispatch, reuse
 from layerzero.engine.config import current_policy
+from layerzero.engine.function_kernels import USER_BACKEND
 from layerzero.engine.functions import CALLS
 from layerzero.engine.jit import BUILT
-from layerzero.engine.of_functions import USER_BACKEND
 from layerzero.engine.registry import REGISTRY
 
 pytestmark = [pytest.mark.filterwarnings("ignore::layerzero.LayerZeroWarning"), pytest.mark.usefixtures("path")]

@@ -20,13 +20,13 @@ from layerzero.core.evidence import Measurement
 from layerzero.core.facts import TensorFacts
 from layerzero.core.kernel import Kernel
 from layerzero.core.reuse_conditions import SizedCall
-from layerzero.engine import legality, planning
+from layerzero.engine import legality, plan_source
 from layerzero.engine.cache import InClass
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.function_kernels import USER_BACKEND
 from layerzero.engine.functions import CALLS
 from layerzero.engine.jit import BUILT
-from layerzero.engine.of_functions import USER_BACKEND
 from layerzero.testing import check, expected, random_call
 from layerzero.testing.compare import as_tuple, copied
 from layerzero.testing.generate import FUNCTIONS, RandomCall, case_call
@@ -259,7 +259,7 @@ def violations(plan, call):
     dispatcher = CALLS[call.function].dispatcher
     arguments = dispatcher.function.bind((), call.arguments)
     report, _ = dispatcher.explain(arguments, current_policy())
-    adapted = planning.adapted_tensors(plan, arguments)
+    adapted = plan_source.adapted_tensors(plan, arguments)
     tensors = {name: TensorFacts.of(tensor) for name, tensor in adapted.items() if name in report.facts.tensors}
     facts = report.facts.seen_in(plan.kernel.layout).with_tensors(tensors)
     made_good = {each.argument for each in plan.adaptations if each.kind in ("expand", "fold")}

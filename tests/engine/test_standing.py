@@ -17,7 +17,7 @@ from drawing import examples
 from layerzero.core import limits
 from layerzero.core.evidence import Measurement
 from layerzero.core.ledger import MemoryLedger
-from layerzero.engine import failing, planning, reuse
+from layerzero.engine import failures, plan_source, reuse
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
@@ -71,11 +71,11 @@ def test_the_schema_tells_results_as_the_fake_function_does(called):
     schema = report.facts.operation.schema
     untold = {"...", *schema.scalars}  # sizes that no fact has
     on_cpu = tuple(torch.empty(each.shape, dtype=each.dtype) for each in results)
-    told = failing._as_declared(on_cpu, report.facts, arguments)
+    told = failures._as_declared(on_cpu, report.facts, arguments)
     assert told or len(results) != 1 or any(untold.intersection(output.shape_vars) for output in schema.outputs)
     if told and on_cpu:
         for wrong in (torch.empty(1, *on_cpu[0].shape), on_cpu[0].to(torch.int8), on_cpu[0].to("meta"), None):
-            assert not failing._as_declared((wrong,), report.facts, arguments)
+            assert not failures._as_declared((wrong,), report.facts, arguments)
 
 
 @settings(max_examples=examples(200), deadline=None)
@@ -85,7 +85,7 @@ def test_texts_and_conditions_that_are_kept_are_those_that_would_be_written_anew
     policy = current_policy()
     kept = dispatcher.choose(arguments, policy)
     conditions = reuse.conditions_of(kept, policy, dispatcher.order)
-    others = planning.TEXTS, reuse.OUTLINES
+    others = plan_source.TEXTS, reuse.OUTLINES
     before = [each._kept for each in others]
     try:
         for each in others:

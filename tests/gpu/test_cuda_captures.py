@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.core.capturing import capturing
+from layerzero.core.graph_capture import capturing
 
 pytestmark = [
     pytest.mark.gpu,

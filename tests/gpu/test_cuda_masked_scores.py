@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from layerzero.backends.torch.scored import scored
+from layerzero.backends.torch.softcap import scored
 from layerzero.ops.attention.reference import attention_reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from layerzero.core import capturing
+from layerzero.core import graph_capture
 from layerzero.integrations.diffusers_formulas import _table
 from layerzero.integrations.optimize.layer import table_for
 from layerzero.integrations.optimize.norms import Normed, OnePlus
@@ -48,14 +48,14 @@ def test_a_capture_and_other_calls_have_tables_of_their_own(
     eager = make(cos, sin)
     assert make(cos, sin) is eager
     capture[0] = True
-    monkeypatch.setattr(capturing._HERE, "mark", object(), raising=False)
+    monkeypatch.setattr(graph_capture._HERE, "mark", object(), raising=False)
     inside = make(cos, sin)
     assert inside is not eager
     assert make(cos, sin) is inside, "for all layers of the graph"
     assert torch.equal(inside.cos, eager.cos)
-    monkeypatch.setattr(capturing._HERE, "mark", object())
+    monkeypatch.setattr(graph_capture._HERE, "mark", object())
     assert make(cos, sin) is not inside, "another graph, which no eager call came before"
-    monkeypatch.setattr(capturing._HERE, "mark", None)
+    monkeypatch.setattr(graph_capture._HERE, "mark", None)
     assert make(cos, sin) is not make(cos, sin), "graphs of which nothing is known: each call may be another's"
     capture[0] = False
     after = make(cos, sin)

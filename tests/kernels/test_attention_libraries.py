@@ -19,13 +19,13 @@ from layerzero.backends.flash_attn import cute as flash_attn_cute
 from layerzero.backends.flashinfer import attention as flashinfer
 from layerzero.backends.flashinfer import modules as flashinfer_modules
 from layerzero.backends.flashinfer.plan import Plan
-from layerzero.backends.prepared import Prepared
+from layerzero.backends.shape_cache import Prepared
 from layerzero.backends.torch.attention import sdpa_operator
 from layerzero.backends.vllm import flash_attn as vllm_flash_attn
 from layerzero.core.device import Device
+from layerzero.core.fact_reads import EVERYTHING, reads_of
 from layerzero.core.facts import FactsBuilder
 from layerzero.core.reasons import ReasonCode
-from layerzero.core.watched import EVERYTHING, reads_of
 from layerzero.engine.jit import BUILT
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops.attention.reference import attention_reference

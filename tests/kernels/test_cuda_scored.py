@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import layerzero as lz
-from layerzero.backends.torch import scored as cuda_scored
-from layerzero.backends.torch.scored import scored
+from layerzero.backends.torch import softcap as cuda_scored
+from layerzero.backends.torch.softcap import scored
 from layerzero.ops.attention.reference import attention_reference
 
 SINKS = torch.tensor([0.3, -2.0, 4.0, 0.0, -0.5, -math.inf])

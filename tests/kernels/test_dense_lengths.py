@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import layerzero as lz
-from layerzero.backends.prepared import Prepared
+from layerzero.backends.shape_cache import Prepared
 from layerzero.backends.vllm import flash_attn
-from layerzero.core.watched import EVERYTHING, reads_of
+from layerzero.core.fact_reads import EVERYTHING, reads_of
 
 LIBRARIES = {"torch": "2.11.0", "vllm": "0.20.0"}
 

@@ -12,7 +12,7 @@ import torch
 import layerzero as lz
 from layerzero.backends.flashinfer import modules
 from layerzero.backends.flashinfer import quantized as flashinfer
-from layerzero.backends.prepared import Prepared
+from layerzero.backends.shape_cache import Prepared
 from layerzero.backends.vllm import quantized as vllm
 from layerzero.backends.vllm import varlen
 from layerzero.core.device import Device

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.backends.torch import scored
+from layerzero.backends.torch import softcap
 from layerzero.ops.attention.reference import attention_reference
 
 KERNEL = {"softcap": "torch.cpu.softcap", "sinks": "torch.sdpa.cpu_flash_sinks"}
@@ -51,7 +51,7 @@ def check(name: str, given: dict[str, Any]) -> None:
 @pytest.fixture(params=[3, 128])
 def _rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries of a piece: some pieces to a call, and one."""
-    monkeypatch.setattr(scored, "ROWS", request.param)
+    monkeypatch.setattr(softcap, "ROWS", request.param)
 
 
 @pytest.mark.usefixtures("_rows")

@@ -14,7 +14,7 @@ from layerzero.core.device import KNOWN_DEVICES
 from layerzero.core.facts import FactsBuilder
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.operation import Tolerance, Work
-from layerzero.engine import failing
+from layerzero.engine import failures
 from layerzero.engine.reference import fake_call, reference_call
 from layerzero.ops import OPERATIONS
 from layerzero.ops.calls import accepted, arguments_of, facts_of, function_for, routed
@@ -199,14 +199,14 @@ def test_a_route_tells_values_with_the_schemas_findings_and_shapes_behind_them()
 @pytest.mark.parametrize("name", [name for name, each in OPERATIONS.items() if each.fake is None])
 def test_no_eager_call_asks_the_reference_for_shapes(name, monkeypatch):
     """A first result is checked against the schema: running the reference on meta would make a miss dearer."""
-    monkeypatch.setattr(failing, "fake_call", lambda _: pytest.fail("the shapes came from the reference"))
+    monkeypatch.setattr(failures, "fake_call", lambda _: pytest.fail("the shapes came from the reference"))
     declared = OPERATIONS[name]
     case = min(declared.cases, key=lambda each: sum(each.sizes.values()))
     called = function_for(declared)
     found = routed(called, accepted(called, arguments_of(declared, case, declared.dtypes[0])))
     facts = FactsBuilder(declared).of_valid(found.arguments, device=KNOWN_DEVICES["CPU"], layout=found.layout)
     first = SimpleNamespace(report=SimpleNamespace(facts=facts))
-    assert failing.wrong_result(first, reference_call(found), found.arguments) is None
+    assert failures.wrong_result(first, reference_call(found), found.arguments) is None
 
 
 def test_torchs_expression_is_a_kernel():

@@ -18,7 +18,7 @@ from drawing import examples
 from launches import Counted
 from layerzero.ops.kv import driver, ranges, strategy
 from layerzero.ops.kv import step as steps
-from layerzero.ops.paged import written
+from layerzero.ops.paged import layout_record
 
 FORMS = {
     "paged": {"pages": 12, "page_size": 16},
@@ -401,7 +401,7 @@ def test_layers_say_in_which_layout_they_are_written():
     del step, other
     split.close()
     cache.close()
-    assert not written._LAYOUTS
+    assert not layout_record._LAYOUTS
 
 
 def test_a_latent_cache_brings_its_two_planes():

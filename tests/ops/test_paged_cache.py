@@ -11,7 +11,7 @@ import layerzero as lz
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
 from layerzero.ops import OPERATION_ALIASES
-from layerzero.ops.paged import written
+from layerzero.ops.paged import layout_record
 
 
 def step_of(length=3):
@@ -90,12 +90,14 @@ def test_memory_that_was_given_back_is_written_anew():
     address = cache[0].data_ptr()
     ENGINE.bump()
     lz.append_paged_kv_(torch.ones(3, 16, 8), torch.ones(3, 16, 8), *cache, torch.arange(3), layout="NHD")
-    assert written._WRITTEN[address].layout == "NHD"
+    assert layout_record._WRITTEN[address].layout == "NHD"
     del cache
-    assert written._WRITTEN[address].storage.expired()
+    assert layout_record._WRITTEN[address].storage.expired()
     new = torch.zeros(2, 4, 16, 16, 8)
-    written._WRITTEN[new[0].data_ptr()] = written._WRITTEN.pop(address)  # as where the allocator gives the same address
-    assert not written.problems({"key_cache": new[0]}, "HND")
+    layout_record._WRITTEN[new[0].data_ptr()] = layout_record._WRITTEN.pop(
+        address
+    )  # as where the allocator gives the same address
+    assert not layout_record.problems({"key_cache": new[0]}, "HND")
 
 
 def test_vllm_memory_says_how_it_is_written_and_read():
@@ -111,8 +113,8 @@ def test_vllm_memory_says_how_it_is_written_and_read():
 @pytest.fixture
 def undeclared(monkeypatch):
     """As in a process in which nobody has said how a cache is written."""
-    monkeypatch.setattr(written, "_DECLARED", set())
-    monkeypatch.setattr(written, "_UNGUARDED", set())
+    monkeypatch.setattr(layout_record, "_DECLARED", set())
+    monkeypatch.setattr(layout_record, "_UNGUARDED", set())
     ENGINE.bump()
     yield
     monkeypatch.undo()
@@ -178,7 +180,7 @@ def test_what_is_gone_says_nothing_and_two_must_agree():
         lz.PagedCache(keys, values, "HND")
     del again
     gc.collect()
-    assert not written._LAYOUTS
+    assert not layout_record._LAYOUTS
     lz.PagedCache(keys, values, "HND")
 
 

@@ -18,9 +18,9 @@ from layerzero.ops import FUNCTIONS, OPERATIONS
 from layerzero.ops.calls import arguments_of, case_of_shapes
 from layerzero.ops.recipes import arguments_of_recipe
 from layerzero.ops.sampling import formulas
-from layerzero.testing import chance, compare
+from layerzero.testing import compare, randomness
 from layerzero.testing.generate import RandomCall
-from layerzero.testing.trial import attempt
+from layerzero.testing.single_run import attempt
 
 LIBRARIES = {"torch": "2.11.0", "flashinfer-python": "0.7.2.post1"}
 GIVEN = {
@@ -252,6 +252,6 @@ def test_draws_of_a_single_row_without_an_axis_are_judged_as_one_row(given):
     call = RandomCall("sample_topk_topp", {"logits": torch.tensor([1.0, 0.5, 0.2]), "top_k": 2, **given}, "one row")
     trial = attempt(kernel, operation, call)
 
-    outcome = chance.drawn_fairly(trial)
+    outcome = randomness.drawn_fairly(trial)
 
     assert outcome.status == "passed", outcome.message

@@ -15,7 +15,7 @@ import layerzero as lz
 from layerzero.cli import bench_tables
 from layerzero.cli.app import main
 from layerzero.core.system import disk
-from layerzero.engine.frozen import Choice
+from layerzero.engine.frozen_choices import Choice
 from layerzero.tuning.measuring.workload import Manifest
 
 CALL = torch.randn(4, 8), torch.randn(8)

@@ -20,7 +20,7 @@ from layerzero.core.ledger import Verdict
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.keeping import database
-from layerzero.tuning.keeping.watching import WATCH
+from layerzero.tuning.keeping.ban_watch import WATCH
 
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)

@@ -21,7 +21,7 @@ import layerzero as lz
 from layerzero.core.evidence import Measurement, Provenance
 from layerzero.core.system import disk
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.keeping import database, journal, learning, merging, places
+from layerzero.tuning.keeping import database, journal, journal_merge, learning, places
 from layerzero.tuning.keeping.connections import in_transaction
 from layerzero.tuning.keeping.store import TimeStore
 from layerzero.tuning.predicting import fitting
@@ -169,7 +169,7 @@ def test_merging_twice_does_no_harm(folder, kernel):
     with turn_of_another(folder, "lock"):
         pass
     journal.forget_places(journal.folder_of(folder / "perfdb.sqlite"))
-    assert merging.merge(store.database)
+    assert journal_merge.merge(store.database)
     assert on_disk(folder) == [10.0, 20.0, 30.0, 40.0]
 
 
@@ -348,9 +348,9 @@ def test_rows_wait_while_a_connection_cannot_be_made(folder, kernel, monkeypatch
 
 
 def test_who_writes_merges_a_few_rows_by_the_way_its_own_first(folder, kernel, monkeypatch):
-    monkeypatch.setattr(merging, "merge", functools.partial(merging.merge, for_s=0.0))
-    monkeypatch.setattr(merging, "OWN_ROWS", 10)
-    monkeypatch.setattr(merging, "OWN_BYTES", 2000)
+    monkeypatch.setattr(journal_merge, "merge", functools.partial(journal_merge.merge, for_s=0.0))
+    monkeypatch.setattr(journal_merge, "OWN_ROWS", 10)
+    monkeypatch.setattr(journal_merge, "OWN_BYTES", 2000)
     with turn_of_another(folder):
         others = [TimeStore(), TimeStore()]
         for number in range(100):
@@ -363,7 +363,7 @@ def test_who_writes_merges_a_few_rows_by_the_way_its_own_first(folder, kernel, m
     store.record(kernel, facts(2), replace(TIME, median_us=20.0))
     assert on_disk(folder).count(20.0) == 2
     assert len(on_disk(folder)) < 30
-    assert merging.merge(store.database, for_s=60.0)
+    assert journal_merge.merge(store.database, for_s=60.0)
     assert len(on_disk(folder)) == 102
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.engine.of_functions import USER_BACKEND
+from layerzero.engine.function_kernels import USER_BACKEND
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import OPERATIONS, function_of
 from layerzero.ops.calls import accepted, arguments_of

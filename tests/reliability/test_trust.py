@@ -92,7 +92,7 @@ def test_children_import_nothing_from_where_they_are_started():
             said = Path(f"/proc/{child.pid}/cmdline").read_bytes().split(b"\0")
     finally:
         child.end()
-    assert said[1:4] == [b"-P", b"-m", b"layerzero.testing.apart_child"]
+    assert said[1:4] == [b"-P", b"-m", b"layerzero.testing.child_main"]
 
 
 # the source
@@ -102,7 +102,7 @@ FORBIDDEN_CALLS = {"eval", "os.system", "os.popen", "yaml.load", "torch.load", "
 OBJECTS = re.compile(r"(all_gather|gather|broadcast|scatter|send|recv)_object(_list)?$")
 """Exchanges of torch.distributed that unpickle what another process sent."""
 
-EXEC = {"engine/call.py", "engine/planning.py"}
+EXEC = {"engine/call.py", "engine/plan_source.py"}
 CHILDREN = {"testing/process.py", "tuning/proving/toolchain.py"}  # the latter asks the compiler that torch uses
 
 

@@ -13,9 +13,9 @@ import torch
 import layerzero as lz
 from layerzero.core.ledger import Verdict
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.keeping import watching
+from layerzero.tuning.keeping import ban_watch
+from layerzero.tuning.keeping.ban_watch import Watch
 from layerzero.tuning.keeping.files import FileLedger
-from layerzero.tuning.keeping.watching import Watch
 
 SERVER = """
 import os, signal, sys, threading, torch
@@ -90,7 +90,7 @@ class Target:
 
 
 def test_the_thread_ends_with_what_it_looks_at(monkeypatch):
-    monkeypatch.setattr(watching, "EVERY_S", 0.01)
+    monkeypatch.setattr(ban_watch, "EVERY_S", 0.01)
     watch, target = Watch(), Target()
     watch.add(target)
     assert target.looked.wait(60)
@@ -107,7 +107,7 @@ def test_the_thread_ends_with_what_it_looks_at(monkeypatch):
 
 
 def test_what_a_look_raises_is_logged_and_the_thread_goes_on(monkeypatch, caplog):
-    monkeypatch.setattr(watching, "EVERY_S", 0.01)
+    monkeypatch.setattr(ban_watch, "EVERY_S", 0.01)
     looks = []
     more = threading.Event()
 
@@ -173,7 +173,7 @@ def test_forks_never_put_off_a_look(watch):
 
 
 def test_a_fork_waits_for_a_look_and_not_for_a_thread_that_ends(watch, monkeypatch):
-    monkeypatch.setattr(watching, "EVERY_S", 0.0)
+    monkeypatch.setattr(ban_watch, "EVERY_S", 0.0)
     inside, fork = threading.Event(), threading.Event()
 
     class Slow:
@@ -184,7 +184,7 @@ def test_a_fork_waits_for_a_look_and_not_for_a_thread_that_ends(watch, monkeypat
     slow = Slow()
     watch.add(slow)
     assert inside.wait(60)
-    monkeypatch.setattr(watching, "_STOP_S", 1e-3)
+    monkeypatch.setattr(ban_watch, "_STOP_S", 1e-3)
     watch.before_fork()  # a look that does not end is waited for no longer than that
     assert not watch._still
     thread = watch._thread

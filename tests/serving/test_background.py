@@ -21,9 +21,9 @@ from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import BUILT
 from layerzero.engine.registry import REGISTRY
-from layerzero.serving import building, compiling, jit_status
-from layerzero.serving.building import BUILDS
-from layerzero.testing.apart import End
+from layerzero.serving import background_builds, jit_status, own_builds
+from layerzero.serving.background_builds import BUILDS
+from layerzero.testing.children import End
 from layerzero.tuning.keeping import builds
 from layerzero.tuning.proving import build_apart, build_child
 
@@ -35,8 +35,8 @@ LIMIT_S = 120.0
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    monkeypatch.setattr(building, "GATHER_S", 0.0)
-    monkeypatch.setattr(building, "LOOK_S", 0.01)
+    monkeypatch.setattr(background_builds, "GATHER_S", 0.0)
+    monkeypatch.setattr(background_builds, "LOOK_S", 0.01)
 
 
 def in_background(**more):
@@ -166,7 +166,7 @@ def test_a_failure_is_told_once_with_its_log_and_not_tried_again(here, caplog):
 
 
 def test_the_queue_is_bounded_and_drops_the_oldest(here, monkeypatch):
-    monkeypatch.setattr(building, "MAX_WAITING", 2)
+    monkeypatch.setattr(background_builds, "MAX_WAITING", 2)
     in_background()
     lz.rms_norm(*CALL)
     assert here.began.wait(LIMIT_S)
@@ -293,10 +293,10 @@ def test_builds_beside_each_other_have_seconds_of_their_own(apart, monkeypatch):
         time.sleep(0.2)
         for kernel, facts in pairs:
             (apart / f"{facts.size('hidden')}.so").touch()
-            told(kernel, facts, building.Outcome())
+            told(kernel, facts, background_builds.Outcome())
 
     monkeypatch.setattr(build_apart, "build_apart", both_at_once)
-    monkeypatch.setattr(building, "GATHER_S", 0.5)
+    monkeypatch.setattr(background_builds, "GATHER_S", 0.5)
     in_background()
     for hidden in (32, 64):
         lz.rms_norm(torch.ones(4, hidden), torch.ones(hidden))
@@ -375,9 +375,9 @@ def test_what_another_time_may_cure_is_left_alone_in_this_process_only(apart, mo
 
 @pytest.mark.parametrize(("hidden", "known"), [(32, False), (4096, False), (32, True)])
 def test_what_lacked_a_compiler_is_built_once_one_is_there(here, monkeypatch, tmp_path, hidden, known):
-    monkeypatch.setattr(building, "SEEK_S", 0.01)
+    monkeypatch.setattr(background_builds, "SEEK_S", 0.01)
     lie = ["none"]
-    for module in (builds, building):
+    for module in (builds, background_builds):
         monkeypatch.setattr(module, "compilers", lambda: lie[0])
     here.may.set()
     here.error = without_compiler()
@@ -480,7 +480,7 @@ def test_a_missing_compiler_is_named_and_told_once(here, caplog):
 
 def test_what_does_not_fit_beside_what_runs_is_not_built_here_either(here, monkeypatch):
     here.may.set()
-    monkeypatch.setattr(compiling, "short_of_memory", lambda recipe: "its tensors take more than is free")
+    monkeypatch.setattr(own_builds, "short_of_memory", lambda recipe: "its tensors take more than is free")
     in_background()
     lz.rms_norm(*CALL)
     assert BUILDS.idle.wait(LIMIT_S)
@@ -500,8 +500,8 @@ def test_a_device_that_does_not_answer_fails_a_build_and_not_its_process(monkeyp
 
 def test_the_end_of_the_process_is_heard_of_once_and_only_by_a_thread_that_runs(here, monkeypatch):
     heard = []
-    monkeypatch.setattr(building.atexit, "register", lambda method: heard.append("register"))
-    monkeypatch.setattr(building.atexit, "unregister", lambda method: heard.append("unregister"))
+    monkeypatch.setattr(background_builds.atexit, "register", lambda method: heard.append("register"))
+    monkeypatch.setattr(background_builds.atexit, "unregister", lambda method: heard.append("unregister"))
     with monkeypatch.context() as none_left:
         none_left.setattr(threading.Thread, "start", no_thread)
         in_background()
@@ -562,7 +562,7 @@ import os, sys, torch, layerzero as lz
 import background_kernels
 lz.configure(jit="background")
 lz.rms_norm(torch.ones(4, 32), torch.ones(32))
-from layerzero.serving.building import BUILDS
+from layerzero.serving.background_builds import BUILDS
 while not BUILDS.building:
     pass
 print(BUILDS.building)

@@ -18,8 +18,8 @@ from layerzero.core.ledger import Verdict
 from layerzero.core.system import control_group, process_waits
 from layerzero.core.system.control_group import Kills
 from layerzero.core.system.process_waits import Waits
-from layerzero.testing import apart, process
-from layerzero.testing.apart import DEATHS, Task, run_apart
+from layerzero.testing import children, process
+from layerzero.testing.children import DEATHS, Task, run_apart
 
 HANGS_S = 0.01
 """How long what hangs for ever may be silent; only what hangs is given it."""
@@ -144,13 +144,13 @@ def test_who_is_done_with_a_lane_goes_on_in_the_next_while_others_are_at_work(tm
 def test_where_no_child_gets_to_its_first_job_not_every_lane_tries(monkeypatch):
     monkeypatch.setenv("APART_AT_IMPORT", "exit")
     began = []
-    real = apart._Child
+    real = children._Child
 
     def child(*given):
         began.append(given)
         return real(*given)
 
-    monkeypatch.setattr(apart, "_Child", child)
+    monkeypatch.setattr(children, "_Child", child)
     asked = Asker(*[task("answer", lane=str(number)) for number in range(9)]).run(at_once=2)
     assert len(asked.ended["answer"]) == 9
     assert not any(end.started for end in asked.ended["answer"])
@@ -160,7 +160,7 @@ def test_where_no_child_gets_to_its_first_job_not_every_lane_tries(monkeypatch):
 def test_where_one_works_others_that_get_to_no_job_take_nothing_away():
     """As where its compiler has the memory that they would need to start."""
     left = [task("answer", lane=str(number)) for number in range(9)]
-    runner = apart._Runner(deque(left), None, lambda *told: ended.append(told), None)
+    runner = children._Runner(deque(left), None, lambda *told: ended.append(told), None)
     ended = []
 
     def child(lane, *, ready):
@@ -189,7 +189,7 @@ def test_where_one_works_others_that_get_to_no_job_take_nothing_away():
 def test_what_dies_before_it_reads_a_job_is_no_kernel_s_fault(monkeypatch, at_import, text):
     monkeypatch.setenv("APART_AT_IMPORT", at_import)
     if at_import == "hang":
-        monkeypatch.setattr(apart, "START_S", 0.0)
+        monkeypatch.setattr(children, "START_S", 0.0)
     asked = Asker(task("answer"), task("steps")).run()
     ends = [asked.ended["answer"][0], asked.ended["steps"][0]]
     assert [(end.started, end.verdict, end.reason) for end in ends] == [(False, None, text)] * 2
@@ -249,7 +249,7 @@ def test_a_module_that_is_asked_for_is_found_where_this_process_finds_it(monkeyp
 PARENT = """
 from collections import deque
 import apart_worker
-from layerzero.testing.apart import Task, run_apart
+from layerzero.testing.children import Task, run_apart
 run_apart("apart_worker", deque([Task(apart_worker.Job({act!r}), "", 600.0)]), found=print, ended=print)
 """
 

@@ -14,9 +14,9 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.norm.declare import layer_norm
 from layerzero.ops.paged.declare import paged_attention_reference
-from layerzero.testing import chance, compare, conformance, fuzz
+from layerzero.testing import compare, conformance, fuzz, randomness
 from layerzero.testing.battery import Battery
-from layerzero.testing.cuts import cuts, fits
+from layerzero.testing.call_reduction import cuts, fits
 from layerzero.testing.report import KernelReport, Result
 
 pytestmark = pytest.mark.usefixtures("invented_operations")
@@ -364,6 +364,6 @@ def test_what_is_too_large_is_cut_by_what_its_axes_mean(name):
 def test_a_property_speaks_of_a_class_if_it_chooses_nothing():
     attention = next(each for each in lz.list_operations() if each.name == "attention.standard.prefill")
     (dropout,) = attention.properties
-    assert not chance.of_a_class(dropout, attention, {"dropout_p": 0.0})
-    assert chance.of_a_class(dropout, attention, {"dropout_p": 0.5})
-    assert chance.of_a_class(reproducible("seed", 1, 2), invented.DRAW, {})
+    assert not randomness.of_a_class(dropout, attention, {"dropout_p": 0.0})
+    assert randomness.of_a_class(dropout, attention, {"dropout_p": 0.5})
+    assert randomness.of_a_class(reproducible("seed", 1, 2), invented.DRAW, {})

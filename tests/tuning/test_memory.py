@@ -11,7 +11,7 @@ import torch
 import layerzero as lz
 from layerzero.asking.answers import facts as facts_of
 from layerzero.core.system import control_group, free_memory
-from layerzero.engine.failing import out_of_memory
+from layerzero.engine.failures import out_of_memory
 from layerzero.ops import OPERATIONS
 from layerzero.tuning.keeping import machine_state
 from layerzero.tuning.measuring import tune_run

@@ -22,6 +22,7 @@ from layerzero.ops import OPERATIONS
 from layerzero.ops.attention import declare as attention
 from layerzero.tuning.keeping import archive, learning
 from layerzero.tuning.keeping.store import TimeStore
+from layerzero.tuning.predicting.evidence import Time, weighed
 from layerzero.tuning.predicting.fitting import fit, held_out_error
 from layerzero.tuning.predicting.prediction import (
     HOST_MARGIN,
@@ -34,7 +35,6 @@ from layerzero.tuning.predicting.prediction import (
     meaning_of,
     predict,
 )
-from layerzero.tuning.predicting.weighing import Time, weighed
 
 TIME = Measurement(10.0, 12.0, 0.01, 20, noise=0.02)
 PREFILL = meaning_of(attention.STANDARD_PREFILL.schema.axes)

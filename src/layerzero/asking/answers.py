@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from layerzero.asking.drop_in import call_made, refused
-from layerzero.asking.named import Named, function_named, name_of
+from layerzero.asking.subjects import Named, function_named, name_of
+from layerzero.core.argument_errors import bound
 from layerzero.core.arguments import told
-from layerzero.core.binding import bound
 from layerzero.core.device import Device
 from layerzero.core.errors import InvalidCallError, UnknownOperationError
 from layerzero.core.facts import CallState, Facts

@@ -10,7 +10,7 @@ import torch
 
 from layerzero.asking.answers import check_operation, question
 from layerzero.asking.bind_plain import bind_plain
-from layerzero.asking.named import Named, name_of
+from layerzero.asking.subjects import Named, name_of
 from layerzero.core.bundle import MISSING, Bundle, unpack
 from layerzero.core.eager_state import declared
 from layerzero.core.errors import CudaGraphUnsafeError, InvalidCallError
@@ -22,7 +22,7 @@ from layerzero.engine.call_source import coarse_key
 from layerzero.engine.config import CONFIGURATION, SCOPES, current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
-from layerzero.engine.planning import PlanUnusableError
+from layerzero.engine.plan_source import PlanUnusableError
 from layerzero.engine.policy import Policy
 from layerzero.ops import DROP_INS, plain_function_of
 

@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 import torch
 
 from layerzero.asking.descriptors import DESCRIPTORS
-from layerzero.asking.named import Named, name_of
+from layerzero.asking.subjects import Named, name_of
 from layerzero.core.kernel import Kernel
 from layerzero.core.limit import Limit
 from layerzero.core.operation import Operation
 from layerzero.engine import config
-from layerzero.engine.of_functions import kernel_of_function
+from layerzero.engine.function_kernels import kernel_of_function
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.settings import checked
 from layerzero.ops import function_of

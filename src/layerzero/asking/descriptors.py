@@ -17,11 +17,11 @@ import msgspec
 from layerzero.asking.descriptor_v1 import translated
 from layerzero.core.capability import entry_of, platforms_of, problems_of
 from layerzero.core.descriptor import VERSION, Descriptor, Descriptor1, Entry, decode, parse, sha256
+from layerzero.core.descriptor_kernels import built, misfits, narrowed, unbuildable, version_range
 from layerzero.core.device import PLATFORMS
 from layerzero.core.errors import DescriptorError, RegistrationError
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
-from layerzero.core.narrowing import built, misfits, narrowed, unbuildable, version_range
 from layerzero.core.operation import Operation
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.probe import check_requirement

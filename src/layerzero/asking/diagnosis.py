@@ -13,7 +13,7 @@ import torch
 from layerzero.asking import compatibility
 from layerzero.asking.descriptors import DESCRIPTORS
 from layerzero.asking.examples import awaits_vetting, example_calls
-from layerzero.asking.sets import OperationFinding, served
+from layerzero.asking.model_sets import OperationFinding, served
 from layerzero.core import cpu_features
 from layerzero.core.device import Device, cpu_of_this_machine
 from layerzero.core.kernel import Backend

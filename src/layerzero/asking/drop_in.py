@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from layerzero.core.binding import bound
+from layerzero.core.argument_errors import bound
 from layerzero.core.device import Device
 from layerzero.core.drop_in import DropIn, Made
 from layerzero.core.errors import InvalidCallError

@@ -24,8 +24,8 @@ from layerzero.core.system.disk import write_whole
 from layerzero.engine import history, probe
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
-from layerzero.engine.frozen import STATE, Choice, Frozen, choice_of, class_name, told_of, unlike
-from layerzero.engine.fusing import FUSING
+from layerzero.engine.frozen_choices import STATE, Choice, Frozen, choice_of, class_name, told_of, unlike
+from layerzero.engine.fusion import FUSING
 from layerzero.engine.plain import plain_facts
 from layerzero.engine.registry import REGISTRY
 

@@ -21,9 +21,9 @@ from layerzero.core.dtypes import dtype_name
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan, Report
 from layerzero.core.system import forking
+from layerzero.engine.choice_log import PLACE
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.shapes import NOTE
-from layerzero.engine.told import PLACE
 
 _OF_COMPILING = "_orig_mod"
 """What ``torch.compile`` puts into the path of a module that it wraps."""

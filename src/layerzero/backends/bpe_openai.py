@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from layerzero.backends.tokenizing import encoder, formats, one_by_one
+from layerzero.backends.tokenizer_kernels import encoder, formats, one_by_one
 from layerzero.core import limits as limit
 from layerzero.core.kernel import Backend
 from layerzero.ops.tokenize.declare import TokenizerPart, own_specials

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from layerzero.backends.cudnn_frontend import CUDNN, Graph, begun, built, handle
 from layerzero.backends.flashinfer.varlen import check_belongs
-from layerzero.backends.prepared import Prepared
+from layerzero.backends.shape_cache import Prepared
 from layerzero.backends.torch.varlen import longest_or
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts

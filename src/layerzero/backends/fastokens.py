@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from layerzero.backends.tokenizing import encoder, formats, one_by_one, ranks_file
+from layerzero.backends.tokenizer_kernels import encoder, formats, one_by_one, ranks_file
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from layerzero.backends.tokenizing import decoder, encoder, formats, one_by_one, ranks_file
+from layerzero.backends.tokenizer_kernels import decoder, encoder, formats, one_by_one, ranks_file
 from layerzero.core import limits as limit
 from layerzero.core.kernel import Backend
 from layerzero.core.system import forking

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from layerzero.backends.tokenizing import decoder, encoder, formats, one_by_one
+from layerzero.backends.tokenizer_kernels import decoder, encoder, formats, one_by_one
 from layerzero.core.kernel import Backend
 from layerzero.ops.tokenize import oracle
 from layerzero.ops.tokenize.tokenizer import Tokenizer

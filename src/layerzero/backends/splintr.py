@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from layerzero.backends.tokenizing import encoder, formats, one_by_one
+from layerzero.backends.tokenizer_kernels import encoder, formats, one_by_one
 from layerzero.core import limits as limit
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.ops.tokenize import oracle

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from layerzero.backends.tokenizing import decoder, encoder, formats
+from layerzero.backends.tokenizer_kernels import decoder, encoder, formats
 from layerzero.core.kernel import Backend
 from layerzero.ops.tokenize import oracle
 from layerzero.ops.tokenize.tokenizer import Tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from layerzero.backends.tokenizing import decoder, encoder, formats
+from layerzero.backends.tokenizer_kernels import decoder, encoder, formats
 from layerzero.core.kernel import Backend
 from layerzero.ops.tokenize import oracle
 from layerzero.ops.tokenize.tokenizer import Tokenizer

@@ -48,7 +48,7 @@ from layerzero.ops.attention import declare as attention
 from layerzero.ops.attention.layout import by_group
 from layerzero.ops.attention.limits import SquareCausal
 from layerzero.ops.attention.reference import attention_reference
-from layerzero.ops.linear import composed
+from layerzero.ops.linear import packed_blocks
 from layerzero.ops.linear.packed import BELONGS, PackedWeight
 
 ZENTORCH = Backend(
@@ -172,7 +172,7 @@ def _pack(weight: Tensor) -> tuple[Tensor, int]:
     return packed, packed.nbytes
 
 
-def _product(activation: str | None) -> composed.Product:
+def _product(activation: str | None) -> packed_blocks.Product:
     operator = operators().zentorch_linear_unary.default
     fused, after = _FUSED.get(activation, "none"), None if activation in _FUSED else IN_PLACE[str(activation)]
 
@@ -208,11 +208,11 @@ def _load_mlp(facts: Facts) -> Callable[..., Any]:
         output: Tensor = operator(rows, form, other, bias, is_weight_prepacked=True, post_op_1="none", post_op_2="mul")
         return output
 
-    return composed.block(facts, _product, times)
+    return packed_blocks.block(facts, _product, times)
 
 
 def _load_qkv(facts: Facts) -> Callable[..., Any]:
-    return composed.projections(facts, _product(None))
+    return packed_blocks.projections(facts, _product(None))
 
 
 def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
@@ -290,7 +290,7 @@ KERNELS = (
             limits=(VECTORS, BFLOAT16, DTYPES, *limits),
             priority=60,
         )
-        for ending, operations, accepts, limits in composed.variants()
+        for ending, operations, accepts, limits in packed_blocks.variants()
     ),
     *(
         Kernel(
@@ -302,7 +302,7 @@ KERNELS = (
             limits=(VECTORS, BFLOAT16, DTYPES, *limits),
             priority=60,
         )
-        for ending, operation, accepts, limits in composed.qkv_variants()
+        for ending, operation, accepts, limits in packed_blocks.qkv_variants()
     ),
     Kernel(
         id="zentorch.rms_norm",

@@ -16,7 +16,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from layerzero.asking.diagnosis import Diagnosis, LibraryFinding
-from layerzero.asking.sets import OperationFinding, Served
+from layerzero.asking.model_sets import OperationFinding, Served
 from layerzero.cli.tables import counted, hardware, lines_of, new_row, table_of, told
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine.config import CONFIGURATION
@@ -24,8 +24,8 @@ from layerzero.engine.plugins import installed, refused, version_of
 from layerzero.engine.registry import REGISTRY
 from layerzero.serving.advice import Advice
 from layerzero.serving.jit_status import JitStatus
-from layerzero.testing.apart import End, Task, run_apart
-from layerzero.testing.apart_child import Tell
+from layerzero.testing.child_main import Tell
+from layerzero.testing.children import End, Task, run_apart
 from layerzero.tuning.keeping.files import cache_folder
 from layerzero.tuning.keeping.imports import forgive
 

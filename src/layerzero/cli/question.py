@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from layerzero.asking.answers import explain, unknown_operation
-from layerzero.core.binding import meant
+from layerzero.core.argument_errors import meant
 from layerzero.core.device import KNOWN_DEVICES, Device
 from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.operation import Case, Function, Operation

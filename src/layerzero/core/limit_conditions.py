@@ -1,7 +1,7 @@
 """What limits demand of the sizes and strides of calls that share a plan, where that is more than "as they were".
 
 A limit without an entry here is run once on facts that remember what it reads
-(:mod:`layerzero.core.watched`), and that stays as it is.
+(:mod:`layerzero.core.fact_reads`), and that stays as it is.
 """
 
 from __future__ import annotations

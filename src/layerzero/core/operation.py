@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 
 from layerzero.core.adapter import Adapter
+from layerzero.core.argument_errors import misfit
 from layerzero.core.arguments import Param, Role
-from layerzero.core.binding import misfit
 from layerzero.core.bundle import MISSING, Bundle, lacking, unpack
 from layerzero.core.dtypes import ordered
 from layerzero.core.eager_state import STATE_FACTS, declared

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from layerzero.core.evidence import Evidence
+from layerzero.core.fact_reads import EVERYTHING, NEGATED, Reads
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.core.watched import EVERYTHING, NEGATED, Reads
 
 
 class Adaptation(msgspec.Struct, frozen=True, gc=False):

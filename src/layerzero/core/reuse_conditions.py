@@ -3,7 +3,7 @@
 A coarse key (:func:`layerzero.engine.call_source.coarse_key`) tells the bit length of every size, of every stride
 whether it is 0, 1 or what power of two up to 16 bytes divides it (of int64: nothing more), the address's low bits,
 and everything that is no size exactly. Conditions say the rest. They are evaluated on the exact arguments, here or in
-``_native/conditions.c``, which knows the same codes. What was read of a call (:mod:`layerzero.core.watched`) becomes
+``_native/conditions.c``, which knows the same codes. What was read of a call (:mod:`layerzero.core.fact_reads`) becomes
 conditions here; the limits that can say more than "as it was" do so in :mod:`layerzero.core.limit_conditions`.
 """
 
@@ -18,9 +18,9 @@ import msgspec
 
 from layerzero.core import layouts
 from layerzero.core.dtypes import INDEX
+from layerzero.core.fact_reads import EVERYTHING
 from layerzero.core.facts import Facts
 from layerzero.core.limit import Limit
-from layerzero.core.watched import EVERYTHING
 
 SAME, WITHIN, MULTIPLE, ANY_OF, CLASS, DENSE, LOOSE = range(7)
 

@@ -14,17 +14,17 @@ import torch
 from torch.nn import Parameter
 from torch.overrides import handle_torch_function, has_torch_function
 
-from layerzero.core.binding import meant
+from layerzero.core.argument_errors import meant
 from layerzero.core.bundle import MISSING, Bundle, unpack
 from layerzero.core.errors import LayerZeroPerformanceWarning
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
-from layerzero.engine import accelerator, compiling
+from layerzero.engine import accelerator, dynamo
 from layerzero.engine.cache import Key, Table
 from layerzero.engine.call_source import coarse_key, key_source, names_of, source
 from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import Dispatcher
-from layerzero.engine.fusing import FUSING, exporting, expressed, expression_of
+from layerzero.engine.fusion import FUSING, exporting, expressed, expression_of
 from layerzero.engine.state import in_dispatch_mode, in_transform
 
 _PLAIN = frozenset({torch.Tensor, Parameter})
@@ -59,7 +59,7 @@ class Call:
         self.native = self._accelerate() if accelerator.HOT is not None else None
         self.fast: Callable[..., Any] = self.python if self.native is None else getattr(self.native, function.name)
         if self.native is not None:
-            compiling.substitute(self.native, self.fast, self.python)
+            dynamo.substitute(self.native, self.fast, self.python)
 
     def _accelerate(self) -> Any:
         ways: dict[str, Callable[..., Any]] = {

@@ -12,32 +12,32 @@ from typing import Any
 
 import torch
 
-from layerzero.core import capturing, outdated
-from layerzero.core.collecting import held_off
+from layerzero.core import graph_capture, outdated
 from layerzero.core.errors import CudaGraphUnsafeError, NoKernelFoundError, NotPreparedError
 from layerzero.core.facts import CallState, Facts, FactsBuilder, TensorFacts
+from layerzero.core.garbage import held_off
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger
 from layerzero.core.operation import Function, Routed
 from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.core.system import forking
-from layerzero.engine import failing, legality, planning, probe, reuse, split, state
+from layerzero.engine import batch_split, failures, legality, plan_source, probe, reuse, state
 from layerzero.engine.cache import Key, PlanCache
+from layerzero.engine.choice_log import tell_choice
 from layerzero.engine.config import CONFIGURATION, current_policy
 from layerzero.engine.first_run import Recent, first_run
 from layerzero.engine.flight import FLIGHTS
-from layerzero.engine.frozen import Frozen
-from layerzero.engine.fusing import FUSING
+from layerzero.engine.frozen_choices import Frozen
+from layerzero.engine.fusion import FUSING
 from layerzero.engine.health import Health
 from layerzero.engine.history import History
+from layerzero.engine.judgements import Later, Standings
 from layerzero.engine.pick import pick, priority_decides, ranked, require, with_every_reason
 from layerzero.engine.policy import Policy
 from layerzero.engine.probe import Machine
 from layerzero.engine.registry import REGISTRY, Registry
 from layerzero.engine.services import SERVICES
 from layerzero.engine.shapes import shapes_answer
-from layerzero.engine.standing import Later, Standings
-from layerzero.engine.told import tell_choice
 from layerzero.engine.transforms import reference_in_transform
 
 log = logging.getLogger("layerzero")
@@ -86,7 +86,7 @@ class Engine:
         with self._lock:  # a bump from a timer must not publish a policy that was replaced meanwhile
             self.epoch += 1
             policy = CONFIGURATION.policy
-            for kept in (self.standings, planning.TEXTS, reuse.OUTLINES):
+            for kept in (self.standings, plan_source.TEXTS, reuse.OUTLINES):
                 kept.forget()
             FUSING.look(frozen=self.frozen is not None, registered=self.registry.has_own)
             for cache in self.caches:
@@ -206,9 +206,9 @@ class Dispatcher:
                 self._build_later(judged, report.facts)
             chosen = require(report)
             try:
-                plan = planning.build(self.function, chosen, report, policy)
+                plan = plan_source.build(self.function, chosen, report, policy)
             except Exception as error:  # noqa: BLE001  # this kernel cannot be had: the next one is tried
-                failing.not_loaded(chosen.kernel, report, error, self.engine)
+                failures.not_loaded(chosen.kernel, report, error, self.engine)
                 failed.add(chosen.kernel.id)
                 continue
             if self._prove(plan, arguments):
@@ -247,7 +247,7 @@ class Dispatcher:
     def _keep(self, key: Key, plan: Plan, policy: Policy, epoch: int) -> None:
         self.engine.history.add(self.function.name, key.exact, plan.report.facts, policy)
         if plan.report.facts["capturing"]:
-            capturing.keep(plan)
+            graph_capture.keep(plan)
         if not policy.cache_enabled:
             return
         self.engine.ledger.called(plan.report.facts)
@@ -263,7 +263,7 @@ class Dispatcher:
         return self.run(self.choose(arguments, policy), arguments)
 
     def run(self, plan: Plan, arguments: dict[str, Any]) -> Any:
-        """Run a plan; if its kernel fails, do what :mod:`layerzero.engine.failing` allows."""
+        """Run a plan; if its kernel fails, do what :mod:`layerzero.engine.failures` allows."""
         try:
             return self._checked(plan, arguments)
         except Exception as error:  # noqa: BLE001  # whatever a kernel raises
@@ -274,7 +274,7 @@ class Dispatcher:
         self.engine.recent.add(plan)
         with first_run(plan, self.engine.ledger):
             result = plan.run(**arguments)
-            problem = failing.wrong_result(plan, result, arguments)
+            problem = failures.wrong_result(plan, result, arguments)
             if problem is not None:
                 raise problem
         self.engine.health.worked(plan.kernel, plan.report.operation, plan.report.facts.device.name)
@@ -290,24 +290,24 @@ class Dispatcher:
     def failed(self, plan: Plan, error: Exception, arguments: dict[str, Any]) -> Any:
         """Answer a plan that raised: another kernel runs where that is safe, else the error reaches the caller."""
         policy = current_policy()
-        if isinstance(error, planning.PlanUnusableError):
+        if isinstance(error, plan_source.PlanUnusableError):
             return self.once(arguments)
         if isinstance(error, NotPreparedError):
             return self._instead(plan, error, arguments)
         tried: set[str] = set()
         failed: list[Kernel] = []
         while True:
-            failing.check_retry(plan, error, policy, self.engine, arguments, failed)
+            failures.check_retry(plan, error, policy, self.engine, arguments, failed)
             tried.add(plan.kernel.id)
             failed.append(plan.kernel)
             try:
                 another = self.choose(arguments, policy, failed=tried)
             except NoKernelFoundError:
-                raise failing.alone(plan, error) from error
+                raise failures.alone(plan, error) from error
             except CudaGraphUnsafeError as nothing_left:
-                failing.log_failure(plan, error)
+                failures.log_failure(plan, error)
                 raise nothing_left from error
-            failing.tell_fallback(plan, another, error)
+            failures.tell_fallback(plan, another, error)
             self.engine.health.fell_back(plan.kernel, plan.report.operation)
             try:
                 return self._checked(another, arguments)
@@ -345,7 +345,7 @@ class Dispatcher:
     def _prove(self, plan: Plan, arguments: dict[str, Any]) -> bool:
         """Evaluate every limit again, on the adapted tensors themselves and without any repair."""
         kernel, facts = plan.kernel, plan.report.facts
-        adapted = planning.adapted_tensors(plan, arguments)
+        adapted = plan_source.adapted_tensors(plan, arguments)
         if kernel.layout is None or kernel.layout == facts.layout:
             for name in facts.tensors:
                 if adapted.get(name) is not arguments[name]:
@@ -364,7 +364,7 @@ class Dispatcher:
             for adaptation in plan.adaptations
             if adaptation.kind == "split" or adaptation.kind in facts.operation.adapters
         }
-        cut = split.cut_axis(facts.operation.schema)
+        cut = batch_split.cut_axis(facts.operation.schema)
         for finding in legality.limit_findings(kernel, seen):
             if finding.repair is None or (finding.repair.argument or cut) not in allowed:
                 log.error(
@@ -383,15 +383,15 @@ class Dispatcher:
     def _tell(self, plan: Plan, policy: Policy) -> None:
         departed = self.engine.frozen.chose(plan, policy) if self.engine.frozen is not None else None
         if departed is not None:
-            failing.tell_departure(plan, departed)
+            failures.tell_departure(plan, departed)
         if policy.log_selections:
             tell_choice(plan)
         if plan.kernel.is_reference and policy.enabled:
             empty = any(0 in tensor.shape for tensor in plan.report.facts.tensors.values())
             if not empty:
-                failing.tell_reference(plan)
-        failing.tell_split(plan)
+                failures.tell_reference(plan)
+        failures.tell_split(plan)
         if plan.adaptations:
-            failing.tell_beyond(plan, policy)
+            failures.tell_beyond(plan, policy)
         if policy.vet_in_background:
             SERVICES.vet_later(legality.awaiting(plan.report.candidates, plan.report.facts), plan.report.facts)

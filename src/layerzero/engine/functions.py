@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from layerzero.core import capturing
+from layerzero.core import graph_capture
 from layerzero.core.arguments import TensorSchema
 from layerzero.core.errors import RegistrationError
 from layerzero.core.operation import Case, Function, Operation, Routed
@@ -42,7 +42,7 @@ class _Calls(dict[str, Call]):
 
 CALLS = _Calls()
 
-capturing.KEEPERS.append(lambda: [plan for cache in ENGINE.caches for _, plan in cache.plans()])
+graph_capture.KEEPERS.append(lambda: [plan for cache in ENGINE.caches for _, plan in cache.plans()])
 
 
 def _let_plans_go() -> None:

@@ -13,7 +13,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.plan import Adaptation, Candidate
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.engine import foreign
+from layerzero.engine import foreign_errors
 from layerzero.engine.policy import Lock, Policy, bound_by
 
 SETTING = "memory_headroom_mb"
@@ -32,7 +32,7 @@ def reasons(kernel: Kernel, facts: Facts, policy: Policy) -> list[Reason]:
     try:
         workspace = int(kernel.workspace_bytes(facts))
     except Exception as error:  # noqa: BLE001  # as with limits: it refuses its kernel and nothing else
-        foreign.let_pass(error)
+        foreign_errors.let_pass(error)
         got = f"{type(error).__name__}: {error}"
         found.append(Reason(ReasonCode.CONSTRAINT_FAILED, "workspace_bytes", "a number", got))
         workspace = 0

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from layerzero.core.facts import Facts
 from layerzero.core.system import forking
 from layerzero.engine.config import CONFIGURATION
-from layerzero.engine.frozen import class_name
+from layerzero.engine.frozen_choices import class_name
 from layerzero.engine.policy import Policy
 
 MAX_CALLS, MAX_CLASSES = 4096, 2048

@@ -15,12 +15,12 @@ from layerzero.core.limit import Finding, Findings, Limit, Repair
 from layerzero.core.limit_launch import LAUNCH_CODES
 from layerzero.core.plan import Adaptation, Candidate
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.engine import foreign, headroom, split
+from layerzero.engine import batch_split, foreign_errors, headroom
 from layerzero.engine.health import Health
-from layerzero.engine.how_to_vet import how_to_vet
 from layerzero.engine.jit import BUILT
 from layerzero.engine.policy import Lock, Policy, names_kernel
 from layerzero.engine.probe import Machine, this_machine
+from layerzero.engine.vet_command import how_to_vet
 
 
 def judge(
@@ -35,7 +35,7 @@ def judge(
 ) -> list[Candidate]:
     """Judge every kernel for one call; ``failed`` names kernels that just raised for it.
 
-    Choosing needs no more than one reason of a refused kernel: :mod:`layerzero.engine.standing` keeps what it can.
+    Choosing needs no more than one reason of a refused kernel: :mod:`layerzero.engine.judgements` keeps what it can.
     """
     lock = policy.lock_for(facts, kernels)
     judged = []
@@ -55,7 +55,9 @@ def judge(
 
 def last_resort(judged: list[Candidate], facts: Facts, policy: Policy, lock: Lock | None) -> list[Candidate]:
     """What may run where nothing is legal as the call is: a batch in chunks, or the kernel that takes least memory."""
-    return headroom.last_resort(split.last_resort(judged, facts, policy, lock, limit_findings), facts, policy, lock)
+    return headroom.last_resort(
+        batch_split.last_resort(judged, facts, policy, lock, limit_findings), facts, policy, lock
+    )
 
 
 def completed(candidate: Candidate, facts: Facts, policy: Policy, machine: Machine) -> Candidate:
@@ -217,7 +219,7 @@ def _ready(kernel: Kernel, facts: Facts, reasons: list[Reason]) -> bool:
     try:
         return BUILT.ready(kernel, facts)
     except Exception as error:  # noqa: BLE001  # third parties write build_key and prebuilt, too
-        foreign.let_pass(error)
+        foreign_errors.let_pass(error)
         got = f"{type(error).__name__}: {error}"
         reasons.append(Reason(ReasonCode.CONSTRAINT_FAILED, "build_key and prebuilt", "an answer", got))
         return True
@@ -298,13 +300,13 @@ def checked(limit: Limit, facts: Facts) -> Findings:
     try:
         return limit.check(facts)
     except Exception as error:  # noqa: BLE001  # third parties write limits, too
-        foreign.let_pass(error)
+        foreign_errors.let_pass(error)
         got = f"{type(error).__name__}: {error}"
         return (Finding(Reason(ReasonCode.CONSTRAINT_FAILED, limit.describe(), "a limit that can be evaluated", got)),)
 
 
 def final(finding: Finding) -> bool:
-    """Whether nothing makes it good: no repair does, and no smaller batch (:mod:`layerzero.engine.split`)."""
+    """Whether nothing makes it good: no repair does, and no smaller batch (:mod:`layerzero.engine.batch_split`)."""
     return finding.repair is None and finding.reason.code not in LAUNCH_CODES
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from layerzero.core.arguments import TensorSchema
-from layerzero.core.collecting import held_off
 from layerzero.core.errors import InvalidCallError
+from layerzero.core.garbage import held_off
 from layerzero.core.operation import Function, Routed
 from layerzero.core.operator_schema import TorchSchema
 from layerzero.core.system import forking

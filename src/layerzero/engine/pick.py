@@ -18,11 +18,11 @@ from layerzero.core.ledger import Ledger, Libraries
 from layerzero.core.operation import Routed
 from layerzero.core.plan import Candidate, Report
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.engine import fusing, legality
+from layerzero.engine import fusion, legality
+from layerzero.engine.judgements import Later
 from layerzero.engine.order import order
 from layerzero.engine.policy import Lock, Policy, names_kernel
 from layerzero.engine.probe import Machine
-from layerzero.engine.standing import Later
 
 NOT_MEASURED = (
     "no time is known for this call, so what torch's own function runs stays (unmeasured: stock); "
@@ -75,7 +75,7 @@ def pick(
     if untimed is not None and policy["unmeasured"] == "stock" and untimed.kernel.is_stock(facts):
         notes.append(NOT_MEASURED if facts.operation.plain is None else NOT_MEASURED_PLAIN)
     if facts.operation.fuses:
-        notes.append(fusing.told())
+        notes.append(fusion.told())
     if lock is not None:
         locked = f"lock {lock.operation} = {lock.kernel}"
         held = next((candidate for candidate in legal if names_kernel(lock.kernel, candidate.kernel)), None)

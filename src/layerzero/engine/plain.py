@@ -18,13 +18,13 @@ from layerzero.core.operation import Routed
 from layerzero.core.plain import PlainFunction
 from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.core.system import forking
-from layerzero.engine import failing, legality, probe
+from layerzero.engine import failures, legality, probe
+from layerzero.engine.choice_log import tell_choice
 from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import ENGINE, Engine
 from layerzero.engine.pick import require
 from layerzero.engine.policy import Policy
 from layerzero.engine.probe import Machine
-from layerzero.engine.told import tell_choice
 from layerzero.ops import PLAIN_FUNCTIONS
 
 MAX_TABLES = 32
@@ -73,13 +73,13 @@ class PlainDispatcher:
             try:
                 run = chosen.kernel.load(facts)
             except Exception as error:  # noqa: BLE001  # this kernel cannot be had: the next one is tried
-                failing.not_loaded(chosen.kernel, report, error, self.engine)
+                failures.not_loaded(chosen.kernel, report, error, self.engine)
                 failed.add(chosen.kernel.id)
                 continue
             plan = Plan(chosen.kernel, report, "kernel(items)", _nothing, run, proved=True, direct=run)
             departed = self.engine.frozen.chose(plan, policy) if self.engine.frozen is not None else None
             if departed is not None:
-                failing.tell_departure(plan, departed)
+                failures.tell_departure(plan, departed)
             if policy.log_selections:
                 tell_choice(plan)
             return plan
@@ -98,12 +98,12 @@ class PlainDispatcher:
         """Answer a plan that raised: another kernel runs where that is safe, else the error reaches the caller."""
         policy, tried = current_policy(), [plan.kernel]
         while True:
-            failing.check_retry(plan, _plain_error(error), policy, self.engine, arguments, tried[:-1])
+            failures.check_retry(plan, _plain_error(error), policy, self.engine, arguments, tried[:-1])
             try:
                 another = self.choose(plan.report.facts, policy, failed={each.id for each in tried})
             except NoKernelFoundError:
-                raise failing.alone(plan, error) from error
-            failing.tell_fallback(plan, another, _plain_error(error))
+                raise failures.alone(plan, error) from error
+            failures.tell_fallback(plan, another, _plain_error(error))
             self.engine.health.fell_back(plan.kernel, plan.report.operation)
             tried.append(another.kernel)
             try:

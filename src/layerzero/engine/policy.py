@@ -219,7 +219,7 @@ def bound_by(lock: Lock | None, judged: Iterable[Candidate]) -> list[Candidate]:
 
 
 def parse_policy(values: Mapping[str, Any]) -> Policy:
-    """Make a policy from effective settings; whether its names name anything, :mod:`layerzero.engine.naming` tells.
+    """Make a policy from effective settings. :mod:`layerzero.engine.setting_names` checks the names in it.
 
     Raises: PolicyError for locks or rules that could never hold.
     """

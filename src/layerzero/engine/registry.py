@@ -8,19 +8,19 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from layerzero import backends
-from layerzero.core.collecting import held_off
 from layerzero.core.errors import RegistrationError, UnknownOperationError
 from layerzero.core.facts import Facts
+from layerzero.core.garbage import held_off
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.operation import Operation, OpKind
 from layerzero.core.system import forking
-from layerzero.engine import declared as fitting
+from layerzero.engine import declaration_checks as fitting
 from layerzero.engine.config import CONFIGURATION
-from layerzero.engine.naming import Names
-from layerzero.engine.of_functions import reference_kernel
+from layerzero.engine.function_kernels import reference_kernel
 from layerzero.engine.plugins import Plugins
 from layerzero.engine.policy import Lock, Policy, meant
 from layerzero.engine.services import SERVICES
+from layerzero.engine.setting_names import Names
 from layerzero.engine.settings import nearest
 from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, OPERATIONS, PLAIN_FUNCTIONS, PLAIN_OPERATIONS, current_name
 

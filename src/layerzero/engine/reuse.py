@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from layerzero.core import limit_conditions  # noqa: F401  # what the limits of core demand
+from layerzero.core.fact_reads import EVERYTHING, NEGATED, RANK, Reads, Watched, names_no_size, reads_of
 from layerzero.core.facts import Facts, fact_name
 from layerzero.core.kernel import Kernel
 from layerzero.core.limit import Limit
@@ -28,7 +29,6 @@ from layerzero.core.reuse_conditions import (
     orders,
     strides_read,
 )
-from layerzero.core.watched import EVERYTHING, NEGATED, RANK, Reads, Watched, names_no_size, reads_of
 from layerzero.engine.kept import Kept
 from layerzero.engine.legality import checked
 from layerzero.engine.policy import Policy

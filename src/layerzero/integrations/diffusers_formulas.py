@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.core.capturing import capture_of
 from layerzero.core.errors import LayerZeroWarning
+from layerzero.core.graph_capture import capture_of
 from layerzero.integrations.optimize.candidate import TOLERANCE, distance
 from layerzero.integrations.optimize.layer import Table
 

@@ -14,7 +14,7 @@ import importlib
 import pkgutil
 import warnings
 
-from layerzero.core import binding
+from layerzero.core import argument_errors
 from layerzero.core.drop_in import DropIn
 from layerzero.core.limit_data import register_kinds
 from layerzero.core.operation import Function, Operation
@@ -68,8 +68,8 @@ def function_of(operation: str) -> Function | None:
     return None
 
 
-binding.ELSEWHERE |= argument_names.ELSEWHERE
-binding.NEEDLESS |= argument_names.NEEDLESS
+argument_errors.ELSEWHERE |= argument_names.ELSEWHERE
+argument_errors.NEEDLESS |= argument_names.NEEDLESS
 for _family in sorted(each.name for each in pkgutil.iter_modules(__path__) if each.ispkg):
     _module = importlib.import_module(f"{__name__}.{_family}")
     OPERATIONS |= {operation.name: operation for operation in _module.OPERATIONS}

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 
 from layerzero.engine.config import current_policy
-from layerzero.serving.building import BUILDS
+from layerzero.serving.background_builds import BUILDS
 from layerzero.tuning.keeping.builds import FailedBuild, progress_of_others
 
 

@@ -12,7 +12,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine.jit import BuildIdentity, build_of
-from layerzero.serving.building import BUILDS
+from layerzero.serving.background_builds import BUILDS
 from layerzero.serving.jit_status import jit_status
 from layerzero.serving.wanted import wanted
 from layerzero.tuning.measuring.tune import every_call

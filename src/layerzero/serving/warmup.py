@@ -20,17 +20,17 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Operation
 from layerzero.core.reasons import ReasonCode
 from layerzero.core.recipe import CallRecipe
-from layerzero.engine import legality, planning
+from layerzero.engine import legality, plan_source
 from layerzero.engine.config import CONFIGURATION, SCOPES, current_policy
 from layerzero.engine.dispatch import ENGINE, Dispatcher
 from layerzero.engine.first_run import first_run
-from layerzero.engine.frozen import class_name
+from layerzero.engine.frozen_choices import class_name
 from layerzero.engine.functions import CALLS
 from layerzero.engine.jit import BUILT, BuildIdentity, Outcome, build_of
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops.calls import accepted, function_for
-from layerzero.serving.building import BUILDS
-from layerzero.serving.compiling import outcome_of
+from layerzero.serving.background_builds import BUILDS
+from layerzero.serving.own_builds import outcome_of
 from layerzero.serving.wanted import wanted
 from layerzero.tuning.keeping.builds import shortened
 from layerzero.tuning.measuring.jobs import Job, Shape, jobs_of_cases, jobs_of_shape, operations_named
@@ -295,7 +295,7 @@ def _warm(job: Job, warmed: Warmed, dispatcher: Dispatcher, bound: dict[str, Any
             started = time.perf_counter()
             error = ""
             try:
-                plan = planning.build(dispatcher.function, candidate, report, policy)
+                plan = plan_source.build(dispatcher.function, candidate, report, policy)
                 with first_run(plan, ENGINE.ledger):
                     for _ in range(2):  # the first call compiles; the second shows that it need not again
                         plan.run(**_copies(bound, operation))

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Case
 from layerzero.engine.config import SCOPES
+from layerzero.testing.single_run import Outcome, Trial, attempt, build, duplicate, raised
 from layerzero.testing.sizes import Setting, base_case, with_axis
-from layerzero.testing.trial import Outcome, Trial, attempt, build, duplicate, raised
 
 BUILDING_SECONDS = 10.0
 """After so many seconds of compiling for a kernel, no other build is begun; what is not built is not tried."""

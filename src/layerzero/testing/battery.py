@@ -19,14 +19,15 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.limit_kinds import Dtype
 from layerzero.core.operation import Case, Operation
 from layerzero.engine.probe import mark_broken
-from layerzero.testing import accepted, artefacts, boundaries, chance, execution, gradients, sharing
+from layerzero.testing import accepted_arguments, artefacts, boundaries, execution, gradients, plan_reuse, randomness
 from layerzero.testing.boundaries import Bound
+from layerzero.testing.check_parts import Note, Play, fairly, just, one, refusal, with_sizes, with_value
 from layerzero.testing.drawn import draw, drawn_numbers, function_of
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.memory import FORMS, reshaped
-from layerzero.testing.plays import Note, Play, fairly, just, one, refusal, with_sizes, with_value
 from layerzero.testing.random_state import draws
 from layerzero.testing.report import EVERY_CHECK
+from layerzero.testing.single_run import Outcome, Trial, all_threads, attempt, raised
 from layerzero.testing.sizes import (
     LARGE,
     Setting,
@@ -36,7 +37,6 @@ from layerzero.testing.sizes import (
     tied,
     with_axis,
 )
-from layerzero.testing.trial import Outcome, Trial, all_threads, attempt, raised
 
 BUILD_SECONDS = 600.0
 """How long a check may take that compiles."""
@@ -172,7 +172,7 @@ class Battery:
             yield Check(f"infinity, {dtype}", self._infinity(trial))
         yield Check(f"random calls, {dtype}", self._random(setting.dtype))
         yield from self._arguments(setting, base, trial)
-        yield Check(f"a class of sizes, {dtype}", just(sharing.serves_its_class, kernel, setting, base))
+        yield Check(f"a class of sizes, {dtype}", just(plan_reuse.serves_its_class, kernel, setting, base))
         yield Check(f"two threads, {dtype}", just(execution.threads, trial))
         yield Check(f"results of their own, {dtype}", just(execution.results_of_their_own, trial))
         schema = self.operation.schema
@@ -194,19 +194,21 @@ class Battery:
     def _arguments(self, setting: Setting, base: Case, trial: Trial) -> Iterator[Check]:
         """Each argument that the kernel accepts where it matters, and what chance decides."""
         dtype = dtype_name(setting.dtype)
-        few = functools.cache(lambda: chance.few_rows(self.kernel, setting, base))
+        few = functools.cache(lambda: randomness.few_rows(self.kernel, setting, base))
         drawn = bool(draws(self.operation))
         if drawn:
             yield Check(f"distribution, {dtype}", lambda _: fairly(few()))
         for claim in self.operation.properties:
-            if chance.accepted(claim, self.kernel):
-                yield Check(f"property {claim.name}, {dtype}", just(chance.holds, trial, claim))
+            if randomness.accepted(claim, self.kernel):
+                yield Check(f"property {claim.name}, {dtype}", just(randomness.holds, trial, claim))
 
         def exercised(name: str) -> Outcome:
             start = few() if drawn else trial
-            return accepted.exercised(trial if start is None else start, name, lambda: self._drawn(setting.dtype))
+            return accepted_arguments.exercised(
+                trial if start is None else start, name, lambda: self._drawn(setting.dtype)
+            )
 
-        for name in accepted.checked(self.kernel, self.operation):
+        for name in accepted_arguments.checked(self.kernel, self.operation):
             yield Check(f"argument {name}, {dtype}", just(exercised, name))
 
     def _drawn(self, dtype: torch.dtype) -> Iterator[RandomCall]:

@@ -20,8 +20,8 @@ from layerzero.engine import legality
 from layerzero.testing.compare import call_dtype
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.memory import FORMS, reshaped
+from layerzero.testing.single_run import Outcome, Trial, attempt, judged
 from layerzero.testing.sizes import BOUNDARY_ELEMENTS, Setting, elements, tied, with_axis
-from layerzero.testing.trial import Outcome, Trial, attempt, judged
 
 PROBES = 3
 """Calls on which the library is asked beyond a limit: one may be right by chance."""

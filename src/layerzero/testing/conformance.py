@@ -25,9 +25,9 @@ import torch
 
 from layerzero.core.device import Device
 from layerzero.core.errors import LayerZeroError
-from layerzero.testing import child
-from layerzero.testing.apart import DEATHS, End, Task, run_apart
-from layerzero.testing.apart_child import Message, Tell
+from layerzero.testing import conformance_child
+from layerzero.testing.child_main import Message, Tell
+from layerzero.testing.children import DEATHS, End, Task, run_apart
 from layerzero.testing.report import ConformanceReport, KernelReport, Result
 
 __all__ = ["ConformanceReport", "KernelReport", "Result", "run"]
@@ -76,10 +76,10 @@ def run(
     target = device or ("cuda" if torch.cuda.is_available() else "cpu")
     report = ConformanceReport(seed, target)
     named = (None if kernels is None else list(kernels), None if backends is None else list(backends))
-    ask = child.Ask(*named, operation, target, seed, calls, list(modules))
+    ask = conformance_child.Ask(*named, operation, target, seed, calls, list(modules))
     checks = _Checks(report, ask, seconds, progress or (lambda _: None))
     run_apart(
-        "layerzero.testing.child",
+        "layerzero.testing.conformance_child",
         checks.tasks,
         found=checks.found,
         ended=checks.ended,
@@ -96,7 +96,9 @@ def run(
 class _Checks:
     """Has every check done in children, and records what each of them found or died of."""
 
-    def __init__(self, report: ConformanceReport, ask: child.Ask, seconds: float, progress: Progress) -> None:
+    def __init__(
+        self, report: ConformanceReport, ask: conformance_child.Ask, seconds: float, progress: Progress
+    ) -> None:
         self.report, self.ask, self.seconds, self.progress = report, ask, seconds, progress
         self.tasks = deque([Task(ask, "", seconds)])
         self.told = ("", "")
@@ -104,15 +106,15 @@ class _Checks:
     def in_this_process(self) -> None:
         """Check what no child could see."""
         seen = {each.kernel_id for each in self.report.kernels}
-        child.battery.cache_clear()  # of kernels that had these names before
-        for kernel in child.selected(self.ask):
+        conformance_child.battery.cache_clear()  # of kernels that had these names before
+        for kernel in conformance_child.selected(self.ask):
             if kernel.id in seen:
                 continue
-            mine = child.described(kernel, self.ask.operation, Device.detect(self.ask.device))
+            mine = conformance_child.described(kernel, self.ask.operation, Device.detect(self.ask.device))
             mine.note = "registered in this process only, and so checked in it: a crash or a hang would have ended it"
             self.report.kernels.append(mine)
             for task in self._checks([mine]):
-                child.play(task.job, Tell(functools.partial(self._heard_here, task)))
+                conformance_child.play(task.job, Tell(functools.partial(self._heard_here, task)))
 
     def _heard_here(self, task: Task, message: Message) -> None:
         if message.kind == "found":
@@ -124,7 +126,7 @@ class _Checks:
             able = [each for each in reports if each.source == source and not each.refused]
             for beyond, each in itertools.product((False, True), able):
                 for name in each.operations:
-                    job = child.Play(self.ask, each.kernel_id, name, beyond, [])
+                    job = conformance_child.Play(self.ask, each.kernel_id, name, beyond, [])
                     yield Task(job, each.kernel_id, self.seconds, source, each, harmful=beyond)
 
     def begins(self, task: Task) -> None:

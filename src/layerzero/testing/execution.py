@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import Param
-from layerzero.core.capturing import capturing
+from layerzero.core.graph_capture import capturing
 from layerzero.core.judge import Elementwise, Exact
 from layerzero.core.operation import Operation
-from layerzero.engine.planning import PlanUnusableError
+from layerzero.engine.plan_source import PlanUnusableError
 from layerzero.testing import compare
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.memory import other_values
 from layerzero.testing.random_state import is_random, seeded
-from layerzero.testing.trial import Outcome, Trial, all_threads, attempt, duplicate, raised, tensors
+from layerzero.testing.single_run import Outcome, Trial, all_threads, attempt, duplicate, raised, tensors
 
 REPEATS = 4
 SEED = 0

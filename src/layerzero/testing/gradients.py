@@ -16,7 +16,7 @@ from layerzero.engine.reference import reference_call
 from layerzero.testing import compare
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.memory import FORMS
-from layerzero.testing.trial import Outcome, Trial, attempt, duplicate, raised, tensors
+from layerzero.testing.single_run import Outcome, Trial, attempt, duplicate, raised, tensors
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 REASON = (

@@ -11,7 +11,7 @@ from torch import Tensor
 from layerzero.ops import FUNCTIONS
 from layerzero.testing import compare
 from layerzero.testing.generate import RandomCall
-from layerzero.testing.trial import tensors
+from layerzero.testing.single_run import tensors
 
 
 def _room(tensor: Tensor, shape: Sequence[int]) -> Tensor:

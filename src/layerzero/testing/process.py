@@ -23,7 +23,7 @@ from layerzero.core.device import Device
 from layerzero.core.facts import Facts
 from layerzero.core.system import address_space, control_group
 from layerzero.engine.registry import REGISTRY
-from layerzero.testing.apart_child import Message
+from layerzero.testing.child_main import Message
 
 log = logging.getLogger("layerzero")
 
@@ -115,7 +115,7 @@ class Process(subprocess.Popen[bytes]):
         self.silent, self._half, self.killed_before = False, b"", control_group.kills()
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the process has ended
         super().__init__(
-            [sys.executable, "-P", "-m", "layerzero.testing.apart_child", worker, str(os.getpid())],
+            [sys.executable, "-P", "-m", "layerzero.testing.child_main", worker, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,

@@ -17,7 +17,7 @@ from layerzero.core.limit_kinds import Dim
 from layerzero.core.operation import Case, Operation
 from layerzero.ops.brought import with_demanded
 from layerzero.testing.generate import RandomCall, case_call
-from layerzero.testing.trial import Trial, attempt
+from layerzero.testing.single_run import Trial, attempt
 
 ELEMENTS = {"cpu": 2**20, "cuda": 2**24}
 """How many elements the tensors of a case may have together to be run in full; a small machine takes a second then."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.flashinfer.modules import Variant, compiled_for, planned
-from layerzero.backends.prepared import Prepared
+from layerzero.backends.shape_cache import Prepared
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.limit import Limit

@@ -25,7 +25,7 @@ MODULES = (
     "quantized_linear",
     "rope",
     "sampling",
-    "scored",
+    "softcap",
     "sparse",
     "varlen",
 )

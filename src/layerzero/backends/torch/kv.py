@@ -23,8 +23,8 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.paged.quantized import quantized
-from layerzero.ops.rope_append.composed import Append, split_then_append
 from layerzero.ops.rope_append.declare import write_rows
+from layerzero.ops.rope_append.packed_steps import Append, split_then_append
 
 _FLOATS = ("float32", "float64", "float16", "bfloat16")
 

@@ -31,7 +31,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.activation.formulas import FUNCTIONS, IN_PLACE
-from layerzero.ops.linear import composed
+from layerzero.ops.linear import packed_blocks
 from layerzero.ops.linear.packed import BELONGS, PackedWeight
 
 _FLOATS = ("float32", "float64", "float16", "bfloat16")
@@ -237,7 +237,7 @@ def _load(facts: Facts) -> Callable[..., Any]:
 def _load_onednn_mlp(facts: Facts) -> Callable[..., Any]:
     binary = torch.ops.mkldnn._linear_pointwise.binary
 
-    def product(activation: str | None) -> composed.Product:
+    def product(activation: str | None) -> packed_blocks.Product:
         operator, attribute, algorithm, after = onednn(activation)
 
         def run(rows: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
@@ -250,7 +250,7 @@ def _load_onednn_mlp(facts: Facts) -> Callable[..., Any]:
         output: Tensor = binary(rows, other, packed.form("torch.onednn", pack), bias, "mul")
         return output
 
-    return composed.block(facts, product, times)
+    return packed_blocks.block(facts, product, times)
 
 
 KERNELS = (
@@ -349,8 +349,8 @@ KERNELS = (
             stock=own,
         )
         for ending, operations, biases in (
-            ("", composed.PLAIN, composed.BIASES[:2]),
-            (".gated", composed.GATED, composed.BIASES),
+            ("", packed_blocks.PLAIN, packed_blocks.BIASES[:2]),
+            (".gated", packed_blocks.GATED, packed_blocks.BIASES),
         )
     ),
     *(
@@ -365,6 +365,6 @@ KERNELS = (
             priority=55,
             stock=packed_as_stock,
         )
-        for ending, operations, accepts, limits in composed.variants()
+        for ending, operations, accepts, limits in packed_blocks.variants()
     ),
 )

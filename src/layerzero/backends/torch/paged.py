@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.torch.attention import TORCH, positive_beside_causal
-from layerzero.backends.torch.scored import with_sinks
+from layerzero.backends.torch.softcap import with_sinks
 from layerzero.backends.torch.varlen import EACH, FLASH, Slice, attend_each, longest_queries, lse_of_tokens
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts

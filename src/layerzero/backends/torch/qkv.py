@@ -20,7 +20,7 @@ from layerzero.backends.torch.varlen import linear_for
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.ops.linear import composed
+from layerzero.ops.linear import packed_blocks
 from layerzero.ops.linear.packed import PackedWeight
 from layerzero.ops.linear.qkv import BIASES, Three, pieces
 
@@ -90,7 +90,7 @@ def _load_onednn(facts: Facts) -> Callable[..., Any]:
     def product(rows: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
         return operator(rows, packed.form("torch.onednn", pack), bias, attribute, [], algorithm)
 
-    return composed.projections(facts, product)
+    return packed_blocks.projections(facts, product)
 
 
 _KINDS = (
@@ -128,6 +128,6 @@ KERNELS = (
             priority=55,
             stock=packed_as_stock,
         )
-        for ending, operation, accepts, limits in composed.qkv_variants()
+        for ending, operation, accepts, limits in packed_blocks.qkv_variants()
     ),
 )

@@ -34,7 +34,7 @@ from layerzero.backends.torch.attention import (
     short_mask,
 )
 from layerzero.backends.torch.cuda_attention import aligned_rows
-from layerzero.backends.torch.scored import with_sinks
+from layerzero.backends.torch.softcap import with_sinks
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel

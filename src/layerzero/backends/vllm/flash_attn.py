@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.flash_attn.attention import ALIBI_WITHOUT_LSE
-from layerzero.backends.prepared import Prepared
+from layerzero.backends.shape_cache import Prepared
 from layerzero.backends.vllm.library import (
     VLLM_FLASH_ATTN_2,
     VLLM_FLASH_ATTN_3,

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.flashinfer.paged import same_strides
-from layerzero.backends.prepared import Prepared
+from layerzero.backends.shape_cache import Prepared
 from layerzero.backends.torch.cascade import as_decode, merge, weighted
 from layerzero.backends.vllm.flash_attn import FITTING_VALUES, fitting_values
 from layerzero.backends.vllm.library import (

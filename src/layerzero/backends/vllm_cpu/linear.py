@@ -35,12 +35,12 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.activation.formulas import IN_PLACE
-from layerzero.ops.linear import composed
+from layerzero.ops.linear import packed_blocks
 from layerzero.ops.linear.packed import BELONGS, PackedWeight
 from layerzero.ops.linear.quantized import QUANTIZED
 
 
-def _product(facts: Facts, activation: str | None) -> composed.Product:
+def _product(facts: Facts, activation: str | None) -> packed_blocks.Product:
     library = operators(build_for(facts))
     operator, convert = library.weight_packed_linear.default, library.convert_weight_packed.default
     after, ndim = IN_PLACE.get(str(activation)), facts["input_ndim"]
@@ -84,11 +84,11 @@ def _load_mlp(facts: Facts) -> Callable[..., Any]:
     def times(rows: Tensor, packed: PackedWeight, bias: Tensor | None, other: Tensor) -> Tensor:
         return alone(rows, packed, bias).mul_(other)
 
-    return composed.block(facts, product, times)
+    return packed_blocks.block(facts, product, times)
 
 
 def _load_qkv(facts: Facts) -> Callable[..., Any]:
-    return composed.projections(facts, _product(facts, None))
+    return packed_blocks.projections(facts, _product(facts, None))
 
 
 _ROWS = (
@@ -182,7 +182,7 @@ KERNELS = (
             limits=(*_LIMITS, limit.dim("inner_features", multiple=32), *limits),
             priority=55,
         )
-        for ending, operations, accepts, limits in composed.variants()
+        for ending, operations, accepts, limits in packed_blocks.variants()
     ),
     *(
         Kernel(
@@ -194,7 +194,7 @@ KERNELS = (
             limits=(*_ROWS, *_OUTPUTS[operation], *limits),
             priority=55,
         )
-        for ending, operation, accepts, limits in composed.qkv_variants()
+        for ending, operation, accepts, limits in packed_blocks.qkv_variants()
     ),
     Kernel(
         id="vllm.cpu.quantize_rows",

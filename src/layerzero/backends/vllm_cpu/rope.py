@@ -31,7 +31,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.rope.split import ACCEPTS, SPLIT_ACCEPTS, Norm, Rotate, norm_then_rope, split_then_norm_rope
-from layerzero.ops.rope_append.composed import rotate_then_append, split_then_append
+from layerzero.ops.rope_append.packed_steps import rotate_then_append, split_then_append
 
 InPlace = Callable[..., None]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 
 import layerzero as lz
-from layerzero.core.capturing import capture_of
+from layerzero.core.graph_capture import capture_of
 from layerzero.integrations.optimize.attention import COMPARED, NAME, comparing
 from layerzero.integrations.optimize.dynamic_cache import NAMES, appended, cache_in
 from layerzero.integrations.optimize.norms import Normed

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import LayerNorm, Module, Parameter, RMSNorm, functional
 
 import layerzero as lz
-from layerzero.core.capturing import capture_of
 from layerzero.core.errors import InvalidCallError
+from layerzero.core.graph_capture import capture_of
 from layerzero.integrations.optimize.candidate import STRUCTURE, Candidate, candidate, distance, quiet, random_rows
 from layerzero.integrations.optimize.dynamic_cache import runs_a_library
 from layerzero.integrations.optimize.swap import MARK, State, as_forward, is_dense, serves, weight_of

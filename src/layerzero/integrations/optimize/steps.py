@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.nn import Module
 
 import layerzero as lz
-from layerzero.core.capturing import capturing
 from layerzero.core.errors import (
     CudaGraphUnsafeError,
     InvalidCallError,
     LayerZeroWarning,
     NoKernelFoundError,
 )
+from layerzero.core.graph_capture import capturing
 from layerzero.integrations.optimize.attention import NAME, Search
 from layerzero.integrations.optimize.dynamic_cache import (
     NAMES,

@@ -19,7 +19,7 @@ from layerzero.core.dtypes import FLOATING, INDEX, dtype_name
 from layerzero.core.operation import Case, Operation, Tolerance, Work
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops import declaration
-from layerzero.ops.attention import torchs
+from layerzero.ops.attention import torch_call
 from layerzero.ops.attention.layout import LAYOUTS
 from layerzero.ops.attention.limits import ADAPTERS, grouped, torch_alone
 from layerzero.ops.attention.reference import (
@@ -226,7 +226,7 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
         scratch=scratch,
         parts=parts,
         sweep=sweep_of(name),
-        stock=torchs.stock,
+        stock=torch_call.stock,
     )
 
 

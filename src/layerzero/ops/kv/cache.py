@@ -13,7 +13,7 @@ from torch import Tensor
 
 from layerzero.core.arguments import told
 from layerzero.ops.kv import storage as memory
-from layerzero.ops.kv.book import PrefixGroup, groups_of
+from layerzero.ops.kv.page_table import PrefixGroup, groups_of
 from layerzero.ops.kv.sequences import CachedSequences, alone, several
 from layerzero.ops.kv.strategy import KVCacheError, KVCacheStrategy
 

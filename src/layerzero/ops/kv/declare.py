@@ -18,7 +18,7 @@ from layerzero.core.dtypes import INDEX
 from layerzero.core.operation import Case
 from layerzero.ops.attention.declare import HEAD_DIMS
 from layerzero.ops.declaration import tensor
-from layerzero.ops.paged import quantized, written
+from layerzero.ops.paged import layout_record, quantized
 from layerzero.ops.paged.append import (
     EXACT,
     INT64,
@@ -101,7 +101,7 @@ APPEND = writing(
         _row("llama3_8b_decode_b8", 8, 1, 4096, 8, 128),
         _row("llama3_8b_s512", 1, 512, 4096, 8, 128),
     ),
-    note=written.note,
+    note=layout_record.note,
     examples=_positions,
     work=moved("batch", "seq"),
     sweep=_rows_sweep,
@@ -250,7 +250,7 @@ APPEND_QUANTIZED = writing(
     judge=quantized.ONE_STEP,
     check_values=quantized.check_values,
     guard=quantized.guard,
-    note=written.note,
+    note=layout_record.note,
     examples=quantized.examples,
     work=moved("tokens"),
     sweep=slots_sweep("tokens", STEPS),

@@ -17,7 +17,7 @@ from layerzero.core.errors import InvalidCallError
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.kv.step import CacheStep
 from layerzero.ops.kv.strategy import GONE, KVCacheError, KVCacheStrategy
-from layerzero.ops.paged import on_demand, written
+from layerzero.ops.paged import layout_record, lazy_cache
 from layerzero.ops.paged.append import append_paged_kv_
 from layerzero.ops.paged.cache import PagedCache, hint_of_step, of_step
 
@@ -43,7 +43,7 @@ def _write(kind: str, slot_mapping: Tensor, **pairs: tuple[Tensor, Tensor]) -> N
     if problems:
         raise InvalidCallError(kind, problems)
     (first, key_cache), (second, value_cache) = pairs.values()
-    on_demand.look(kind, key_cache, slot_mapping=slot_mapping)
+    lazy_cache.look(kind, key_cache, slot_mapping=slot_mapping)
     append_paged_kv_(first, second, key_cache, value_cache, slot_mapping)
 
 
@@ -103,7 +103,7 @@ class CacheLayer(PagedCache):
 
     def forget(self) -> None:
         """Have no memory any more."""
-        written.withdraw(self, {"keys": self.keys, "values": self.values})
+        layout_record.withdraw(self, {"keys": self.keys, "values": self.values})
         del self.keys, self.values, self.key_scale, self.value_scale
 
     def fit_scales(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
@@ -134,7 +134,7 @@ class _Planes(Bundle):
 
     def __init__(self, planes: Mapping[str, Tensor], layout: str, written_as: str) -> None:
         self.layout, self._planes = layout, dict(planes)
-        written.declare(self, self._planes, written_as)
+        layout_record.declare(self, self._planes, written_as)
 
     def _plane(self, name: str) -> Tensor:
         if not self._planes:
@@ -143,7 +143,7 @@ class _Planes(Bundle):
 
     def forget(self) -> None:
         """Have no memory any more."""
-        written.withdraw(self, self._planes)
+        layout_record.withdraw(self, self._planes)
         self._planes = {}
 
 
@@ -199,7 +199,7 @@ class SplitLayer(_Planes):
 
     def arguments_of(self, function: str, parameter: str, _given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Refuse. Raises: InvalidCallError with KV_CACHE_LAYOUT_MISMATCH."""
-        problem = f"{parameter}: wanted a cache in NHD or HND, got one in VLLM; {written.WAYS_OUT[self.layout]}"
+        problem = f"{parameter}: wanted a cache in NHD or HND, got one in VLLM; {layout_record.WAYS_OUT[self.layout]}"
         raise InvalidCallError(function, [problem], ReasonCode.KV_CACHE_LAYOUT_MISMATCH)
 
 

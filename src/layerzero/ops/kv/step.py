@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
-from layerzero.ops.kv.book import Entry, Growth
+from layerzero.ops.kv.page_table import Entry, Growth
 from layerzero.ops.kv.strategy import KVCacheError
 from layerzero.ops.paged.slots import numpy_here, slots_of_rows
 from layerzero.ops.paged.step import StepMetadata

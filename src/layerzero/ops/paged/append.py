@@ -19,7 +19,7 @@ from layerzero.core.operation import Case, Function, Routed, Tolerance, Work
 from layerzero.ops import declaration
 from layerzero.ops.attention.declare import HEAD_DIMS, TOLERANCE
 from layerzero.ops.checks import check_dense, overlaps, shape_problems
-from layerzero.ops.paged import draw, on_demand, written
+from layerzero.ops.paged import draw, layout_record, lazy_cache
 from layerzero.ops.paged.declare import CACHE_LAYOUTS, PAGES
 from layerzero.ops.paged.pages import nhd
 from layerzero.ops.paged.route import cache_problems, check_written
@@ -74,8 +74,8 @@ writing = partial(
     declaration.operation,
     layouts=CACHE_LAYOUTS,
     fake=_nothing,
-    check_values=on_demand.checks,
-    guard=written.guard,
+    check_values=lazy_cache.checks,
+    guard=layout_record.guard,
     stock=None,
 )
 """An operation that writes into caches; others say their ``fake``."""
@@ -160,7 +160,7 @@ APPEND_PAGED = writing(
         slots_case("llama3_8b_b64", ("tokens", 64), 8192, 8, 128),
         slots_case("prefill", ("tokens", 2048), 1024, 8, 128),
     ),
-    note=written.note,
+    note=layout_record.note,
     work=moved("tokens"),
     sweep=slots_sweep("tokens", STEPS, ((8, 128), (16, 64))),
     **EXACT,

@@ -13,7 +13,7 @@ from layerzero.core.bundle import MISSING, Bundle
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.reasons import ReasonCode
-from layerzero.ops.paged import written
+from layerzero.ops.paged import layout_record
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
 from layerzero.ops.paged.quantized import QUANTIZED, scale_problems
 from layerzero.ops.paged.step import StepMetadata
@@ -70,7 +70,7 @@ class PagedCache(Bundle):
             raise InvalidCallError("PagedCache", problems)
         self.keys, self.values, self.layout = keys, values, layout
         self.key_scale, self.value_scale = key_scale, value_scale
-        written.declare(self, {"keys": keys, "values": values}, layout)
+        layout_record.declare(self, {"keys": keys, "values": values}, layout)
 
     @classmethod
     def allocate(

@@ -24,7 +24,7 @@ from layerzero.ops.attention import declare as attn
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.attention.sweep import Heads, extent_of
 from layerzero.ops.paged import declare as paged
-from layerzero.ops.paged import tree, written
+from layerzero.ops.paged import layout_record, tree
 from layerzero.ops.paged.pages import gathered
 from layerzero.ops.paged.step import StepMetadata
 from layerzero.ops.ragged.declare import INT32, MAX_SEQLEN_Q
@@ -184,7 +184,7 @@ def _guard(function: str, layout: str | None) -> Callable[..., None]:
     On a CPU also that a tree mask is one.
     """
     starts = guard(("cu_seqlens_q", "query"), rows="block_tables")(function, layout)
-    caches = written.guard(function, layout)
+    caches = layout_record.guard(function, layout)
 
     def look(**tensors: Tensor) -> None:
         starts(**tensors)

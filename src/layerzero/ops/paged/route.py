@@ -13,7 +13,7 @@ from layerzero.core.operation import Function, Operation, Routed
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.attention.checks import score_problems, slope_problems, without_defaults
 from layerzero.ops.checks import check_dense, shape_problems
-from layerzero.ops.paged import declare, draw, mixed, quantized, tree, written
+from layerzero.ops.paged import declare, draw, layout_record, mixed, quantized, tree
 from layerzero.ops.paged.mixed import OF_FLOATS
 from layerzero.ops.paged.step import StepMetadata, step_problems, table_problems
 from layerzero.ops.ragged.starts import shape_problems as start_problems
@@ -111,7 +111,7 @@ def cache_problems(arguments: dict[str, Any]) -> list[str]:
 
 def check_written(function: str, arguments: dict[str, Any]) -> None:
     """Refuse caches whose memory is written in another layout. Raises: InvalidCallError."""
-    written.check(function, {name: arguments[name] for name in _CACHES}, arguments["layout"])
+    layout_record.check(function, {name: arguments[name] for name in _CACHES}, arguments["layout"])
 
 
 def check_queries(function: str, arguments: dict[str, Any], one_token: str | None = None) -> None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from layerzero.core.binding import public
+from layerzero.core.argument_errors import public
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.handle import CAPTURABLE, FOREIGN, STALE, Handle
 from layerzero.ops.ragged.starts import shape_problems

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from layerzero.ops.rope import declare, normed, one, route, split
+from layerzero.ops.rope import declare, normed, route, single, split
 from layerzero.ops.rope.normed import QK_NORM_ROPE
-from layerzero.ops.rope.one import ROPE_ONE
+from layerzero.ops.rope.single import ROPE_ONE
 from layerzero.ops.rope.split import SPLIT_QKV_NORM_ROPE
 from layerzero.ops.rope.table import rope_frequencies, rope_table
 
@@ -12,6 +12,6 @@ __all__ = ["EXPORTS", "FUNCTIONS", "OPERATIONS", "rope_frequencies", "rope_table
 
 OPERATIONS = (*declare.OPERATIONS, ROPE_ONE, QK_NORM_ROPE, SPLIT_QKV_NORM_ROPE)
 
-FUNCTIONS = (*route.FUNCTIONS, *one.FUNCTIONS, *normed.FUNCTIONS, *split.FUNCTIONS)
+FUNCTIONS = (*route.FUNCTIONS, *single.FUNCTIONS, *normed.FUNCTIONS, *split.FUNCTIONS)
 
 EXPORTS = ("rope_frequencies", "rope_table")

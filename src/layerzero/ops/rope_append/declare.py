@@ -18,11 +18,11 @@ from layerzero.core.judge import Elementwise
 from layerzero.core.operation import Case, Tolerance, Work
 from layerzero.ops.attention.declare import HEAD_DIMS
 from layerzero.ops.declaration import operation, tensor
-from layerzero.ops.paged import on_demand, written
+from layerzero.ops.paged import layout_record, lazy_cache
 from layerzero.ops.paged.append import append_paged_kv_
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
 from layerzero.ops.rope.declare import COS_SIN, INTERLEAVED, TOLERANCE, TOLERANCE_REASON, cos_sin, rope_reference
-from layerzero.ops.rope_append import composed
+from layerzero.ops.rope_append import packed_steps
 
 
 def rope_append_reference(
@@ -231,10 +231,10 @@ _COMMON: dict[str, Any] = {
     "judge": {"value_cache": EXACT},
     "derive": _derive,
     "derived_from": {"rotary_dim": ("rotary_half",), "table_dtype": (), "position_dtype": ()},
-    "check_values": on_demand.checks,
-    "guard": written.guard,
-    "note": written.note,
-    "stock": composed.rope_append,
+    "check_values": lazy_cache.checks,
+    "guard": layout_record.guard,
+    "note": layout_record.note,
+    "stock": packed_steps.rope_append,
 }
 SLOTS = tensor("positions: ... seq", INDEX, same_dtype=False, indexes=("length",), distinct=True)
 """Of a contiguous cache: the row of each token, and its place."""

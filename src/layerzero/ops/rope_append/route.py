@@ -13,7 +13,7 @@ from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Function, Routed
 from layerzero.ops.checks import check_dense, overlaps, write_problems
 from layerzero.ops.draw import Draw
-from layerzero.ops.paged import written
+from layerzero.ops.paged import layout_record
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
 from layerzero.ops.paged.draw import quantize
 from layerzero.ops.paged.quantized import QUANTIZED, scale_problems
@@ -174,7 +174,7 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
         problems += [] if paged else ["slot_mapping: wanted a tensor beside a cache of float8 or int8, got None"]
     if problems:
         raise InvalidCallError(_NAME, problems)
-    written.check(_NAME, {each: arguments[each] for each in CACHES}, layout)
+    layout_record.check(_NAME, {each: arguments[each] for each in CACHES}, layout)
     left_out = ("layout", *(() if paged else ("slot_mapping",)), *(() if narrow else _SCALES))
     canonical = {name: value for name, value in arguments.items() if name not in left_out}
     problems = operation.schema.validate(layout=layout, **canonical)

@@ -23,7 +23,7 @@ from layerzero.core.operation import Case, Function, Routed, Work
 from layerzero.ops.attention.declare import HEAD_DIM
 from layerzero.ops.checks import check_dense
 from layerzero.ops.declaration import operation, tensor
-from layerzero.ops.paged import on_demand, written
+from layerzero.ops.paged import layout_record, lazy_cache
 from layerzero.ops.paged.append import append_paged_kv_
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
 from layerzero.ops.rope.declare import COS_SIN, INTERLEAVED
@@ -37,7 +37,7 @@ from layerzero.ops.rope.normed import (
     norm_problems,
 )
 from layerzero.ops.rope.split import parts, split_qkv_norm_rope_reference
-from layerzero.ops.rope_append import composed, declare, route
+from layerzero.ops.rope_append import declare, packed_steps, route
 from layerzero.ops.rope_append.declare import EXACT, PAGED_PLACES, write_rows
 from layerzero.ops.rope_append.route import CACHES, memory_problems, size_problems, varying
 
@@ -203,10 +203,10 @@ _COMMON: dict[str, Any] = {
         "table_dtype": (),
         "position_dtype": (),
     },
-    "check_values": on_demand.checks,
-    "guard": written.guard,
-    "note": written.note,
-    "stock": composed.split_qkv_norm_rope_append,
+    "check_values": lazy_cache.checks,
+    "guard": layout_record.guard,
+    "note": layout_record.note,
+    "stock": packed_steps.split_qkv_norm_rope_append,
 }
 
 SPLIT_APPEND = operation(
@@ -300,7 +300,7 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     problems = problems or _part_problems(arguments, layout)
     if problems:
         raise InvalidCallError(_NAME, problems)
-    written.check(_NAME, {each: arguments[each] for each in CACHES}, layout)
+    layout_record.check(_NAME, {each: arguments[each] for each in CACHES}, layout)
     canonical = {
         name: value for name, value in arguments.items() if name != "layout" and (paged or name != "slot_mapping")
     }

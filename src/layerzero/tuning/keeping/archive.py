@@ -23,7 +23,7 @@ from layerzero.core.system.disk import write_whole
 from layerzero.engine import probe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.keeping import connections, learning, merging, sums
+from layerzero.tuning.keeping import checksums, connections, journal_merge, learning
 from layerzero.tuning.keeping.connections import ForeignError, NewerError
 from layerzero.tuning.keeping.database import Database
 from layerzero.tuning.keeping.environment import Environment, surroundings
@@ -47,7 +47,7 @@ MOST_REFUSED = 20_000
 _PAGE = 5000
 
 _ROWS = f"""SELECT work, graph, kernel, environment, condition, origin, source, works.facts, environments.facts,
-    {sums.WHOLE} FROM times LEFT JOIN works ON works.key = times.work
+    {checksums.WHOLE} FROM times LEFT JOIN works ON works.key = times.work
     LEFT JOIN environments ON environments.key = times.environment
     WHERE (work, graph, kernel, environment, condition, origin, source) > (?, ?, ?, ?, ?, ?, ?)
     ORDER BY work, graph, kernel, environment, condition, origin, source LIMIT ?"""  # noqa: S608  # names of ours
@@ -94,14 +94,14 @@ def problems(database: Database) -> Iterator[str]:
             yield f"row {number}: {error}"
     if to_come:
         yield f"{to_come} times are dated in the future; they count as the oldest, and are replaced when measured anew"
-    for model in database.read(f"SELECT {sums.MODEL_COLUMNS}, crc FROM models"):  # noqa: S608  # names of ours
+    for model in database.read(f"SELECT {checksums.MODEL_COLUMNS}, crc FROM models"):  # noqa: S608  # names of ours
         if model[5] == learning.MODEL_FORMAT:
             try:
                 learning.decode(model[6])
             except (msgspec.MsgspecError, TypeError) as error:
                 yield f"a model of {_printable(model[2])}: {error}"
             else:
-                if not sums.model_holds(model):
+                if not checksums.model_holds(model):
                     yield f"a model of {_printable(model[2])}: its checksum does not hold; it counts for nothing"
 
 
@@ -125,12 +125,12 @@ def row_of(found: tuple[Any, ...]) -> Row:
 
 def _row_of(found: tuple[Any, ...]) -> Row:
     work, graph, kernel, environment, _, _, _, facts, surroundings, *values = found
-    data = dict(zip((*sums.COLUMNS, "crc"), values, strict=True))
+    data = dict(zip((*checksums.COLUMNS, "crc"), values, strict=True))
     data |= {"graph": bool(graph), "facts": _decoded(facts), "environment": _decoded(surroundings)}
     del data["crc"]
     row = msgspec.convert(data, Row)
     check(row)
-    if not sums.holds_whole(sums.start_of(work, graph), tuple(values)):
+    if not checksums.holds_whole(checksums.start_of(work, graph), tuple(values)):
         raise ValueError(f"{kernel}: its checksum does not hold; it counts for nothing")
     if row.work.key != work or row.environment.key != environment:
         raise ValueError(f"{kernel}: its work or environment is not the one that it was measured for")
@@ -314,7 +314,7 @@ def forget(database: Database, gone: Iterable[Row]) -> int:
     """Remove rows; return how many. Raises: ValueError where the database cannot be written."""
     gone = list(gone)
     try:
-        done = not gone or merging.forget(database, gone)
+        done = not gone or journal_merge.forget(database, gone)
     except OSError as error:
         raise ValueError(f"{database.path}: wanted a database that can be written now: {error}") from error
     if not done:

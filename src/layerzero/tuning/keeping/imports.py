@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from layerzero.core.system import disk
-from layerzero.engine import ending
+from layerzero.engine import process_end
 
 _FOLDER = "plugins"
 
@@ -42,12 +42,12 @@ def importing(folder: Path, plugin: str, version: str) -> Iterator[str]:
         yield f"it ended {'; '.join(text for _, text in before)}; `layerzero doctor` tries it again" if before else ""
         return
     path, file = marker
-    ending.begin(file)
+    process_end.begin(file)
     try:
         yield ""
     finally:
         path.unlink(missing_ok=True)
-        ending.end(file)
+        process_end.end(file)
         os.close(file)
 
 
@@ -66,7 +66,7 @@ def _marked(place: Path, stem: str) -> tuple[Path, int] | None:
         file = disk.open_plain(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
-            said = f"process {os.getpid()} ({datetime.now(UTC):%Y-%m-%d %H:%M UTC})\n{ending.so_far()}\n"
+            said = f"process {os.getpid()} ({datetime.now(UTC):%Y-%m-%d %H:%M UTC})\n{process_end.so_far()}\n"
             disk.write_all(file, said.encode())
             os.fsync(file)
             hidden.replace(path)
@@ -85,10 +85,10 @@ def _left(place: Path, stem: str) -> list[tuple[Path, str]]:
     for path in sorted(place.glob(f"{stem}.*")) if place.is_dir() else ():
         with suppress(OSError):  # gone meanwhile, another user's, or no plain file
             if path.suffix != ".tmp" and not _held(path):
-                if ending.from_outside(path):
+                if process_end.from_outside(path):
                     path.unlink(missing_ok=True)
                 else:
-                    said = disk.read_plain(path, ending.MOST_BYTES).decode(errors="replace")
+                    said = disk.read_plain(path, process_end.MOST_BYTES).decode(errors="replace")
                     found.append((path, said.partition("\n")[0]))
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sqlite3
 
-from layerzero.tuning.keeping import sums
+from layerzero.tuning.keeping import checksums
 
 APPLICATION_ID = 0x4C5A5044
 """``LZPD``: tells this database from any other one."""
@@ -67,7 +67,7 @@ def migrate(connection: sqlite3.Connection, to: int = LATEST) -> None:
     """Bring a database to the latest schema, all steps or none; other processes wait."""
     if version(connection) == to:
         return
-    sums.add_functions(connection)
+    checksums.add_functions(connection)
     try:
         connection.execute("BEGIN IMMEDIATE")
         for number in range(version(connection), to):  # read again: another process may have been here first

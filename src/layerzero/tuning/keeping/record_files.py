@@ -16,7 +16,7 @@ from pathlib import Path
 
 from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.system import disk
-from layerzero.engine import ending
+from layerzero.engine import process_end
 from layerzero.tuning.keeping import records
 from layerzero.tuning.keeping.records import Name, Record
 
@@ -142,7 +142,7 @@ class RecordFiles:
             return True
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            if ending.from_outside(path):  # a signal ended it, which is no kernel's doing
+            if process_end.from_outside(path):  # a signal ended it, which is no kernel's doing
                 path.unlink(missing_ok=True)
                 return True
         except BlockingIOError:

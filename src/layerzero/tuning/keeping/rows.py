@@ -18,8 +18,8 @@ from layerzero.core.evidence import Measurement, call_work
 from layerzero.core.facts import Facts
 from layerzero.core.schema import OperationSchema
 from layerzero.engine.registry import REGISTRY
+from layerzero.tuning.keeping.checksums import COLUMNS, NUMBERS
 from layerzero.tuning.keeping.environment import Environment
-from layerzero.tuning.keeping.sums import COLUMNS, NUMBERS
 
 
 @functools.cache

@@ -24,27 +24,27 @@ from layerzero.core.system import forking
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.legality import limit_findings
 from layerzero.engine.policy import Policy
-from layerzero.tuning.keeping import learning, machine_state, merging, sums
+from layerzero.tuning.keeping import checksums, journal_merge, learning, machine_state
 from layerzero.tuning.keeping import rows as rows_of_times
+from layerzero.tuning.keeping.ban_watch import WATCH
 from layerzero.tuning.keeping.calls import CallsMade
 from layerzero.tuning.keeping.database import Database
 from layerzero.tuning.keeping.environment import surroundings
 from layerzero.tuning.keeping.files import FileLedger, cache_folder
 from layerzero.tuning.keeping.prior import priors_of, problems
+from layerzero.tuning.keeping.row_queue import Spool
 from layerzero.tuning.keeping.rows import Row, alike, check, in_other_layout, is_to_come, row_of, work_of
-from layerzero.tuning.keeping.spool import Spool
-from layerzero.tuning.keeping.watching import WATCH
+from layerzero.tuning.predicting.evidence import OTHER_LAYOUT, Time, weighed
 from layerzero.tuning.predicting.prediction import MAX_DISTANCE, predict
-from layerzero.tuning.predicting.weighing import OTHER_LAYOUT, Time, weighed
 
 NOTES: list[Callable[[], Iterable[str]]] = []
 """What else has notes for the ledger: the sampling of production's calls, where it was imported."""
 
-_ASK = f"SELECT {sums.SELECTED} FROM times WHERE work = ? AND graph = ?"  # noqa: S608  # names of ours
+_ASK = f"SELECT {checksums.SELECTED} FROM times WHERE work = ? AND graph = ?"  # noqa: S608  # names of ours
 
 
 _FIELDS = len(Time.__struct_fields__) - 1  # what stands for a replay is not kept
-assert Time.__struct_fields__[:_FIELDS] == sums.DECIDING[:_FIELDS]
+assert Time.__struct_fields__[:_FIELDS] == checksums.DECIDING[:_FIELDS]
 
 
 def times_path(policy: Policy) -> Path | None:
@@ -178,8 +178,8 @@ class TimeStore:
         found = database.read(_ASK, (key, graph))
         if not found:
             return []
-        start = sums.start_of(key, int(graph))
-        sound = sums.sound(start, found)
+        start = checksums.start_of(key, int(graph))
+        sound = checksums.sound(start, found)
         if len(sound) < len(found):
             database.tell(f"{database.path}: damaged times count for nothing", warn=True)
         times = [Time(*row[:_FIELDS]) for row in sound]
@@ -196,13 +196,13 @@ class TimeStore:
     def _models(self, database: Database, family: bytes, graph: bool) -> list[tuple[Any, ...]]:
         """What is known about a family; what is stale, damaged, or learnt by an earlier version is learnt first."""
         found = database.read(learning.MODELS, (family, graph))
-        damaged = [row[:5] for row in found if row[5] == learning.MODEL_FORMAT and not sums.model_holds(row)]
+        damaged = [row[:5] for row in found if row[5] == learning.MODEL_FORMAT and not checksums.model_holds(row)]
         if damaged:
             database.tell(f"{database.path}: damaged models count for nothing, and are learnt anew", warn=True)
         if damaged or any(type(row[5]) is int and row[5] < learning.MODEL_FORMAT for row in found):
-            merging.learn_family(database, family, damaged)
+            journal_merge.learn_family(database, family, damaged)
             found = database.read(learning.MODELS, (family, graph))
-        return [row[2:5] + row[6:7] for row in found if row[5] == learning.MODEL_FORMAT and sums.model_holds(row)]
+        return [row[2:5] + row[6:7] for row in found if row[5] == learning.MODEL_FORMAT and checksums.model_holds(row)]
 
     def record(self, kernel: Kernel, facts: Facts, measurement: Measurement) -> None:
         """Keep a time. Raises: ValueError if it is none."""

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from layerzero.core.capturing import capturing
+from layerzero.core.graph_capture import capturing
 
 Run = Callable[[], Any]
 

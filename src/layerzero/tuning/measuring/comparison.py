@@ -18,7 +18,7 @@ import torch
 from layerzero.core.errors import LayerZeroError
 from layerzero.core.kernel import Kernel
 from layerzero.core.plan import Report
-from layerzero.engine.failing import out_of_memory
+from layerzero.engine.failures import out_of_memory
 from layerzero.engine.jit import BUILT
 from layerzero.tuning.keeping.machine_state import needed_bytes, too_large
 from layerzero.tuning.measuring.bench import Benched, Timed, bench

@@ -25,7 +25,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Verdict
 from layerzero.core.plan import Candidate, Plan, Report
-from layerzero.engine import failing, planning
+from layerzero.engine import failures, plan_source
 from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.first_run import first_run
@@ -34,7 +34,7 @@ from layerzero.engine.jit import BUILT
 from layerzero.engine.policy import names_kernel
 from layerzero.testing.compare import copied
 from layerzero.testing.generate import RandomCall
-from layerzero.testing.trial import lost_context, raised
+from layerzero.testing.single_run import lost_context, raised
 from layerzero.tuning.keeping import machine_state as conditions
 from layerzero.tuning.measuring.admission import copied_bytes, least_us
 from layerzero.tuning.measuring.clocks import Clock, Graphs, Run, Sample, clock_of
@@ -308,7 +308,7 @@ def without_a_handle(report: Report) -> set[str]:
 def bound_plan(candidate: Candidate, report: Report, call: RandomCall) -> tuple[Plan, Run]:
     """The plan that the engine would write for a kernel, and a call of it."""
     function = CALLS[call.function].dispatcher.function
-    plan = planning.build(function, candidate, report, current_policy())
+    plan = plan_source.build(function, candidate, report, current_policy())
     values = tuple(function.bind((), call.arguments).values())
     return plan, functools.partial(plan.run, *values)
 
@@ -354,7 +354,7 @@ def _made_ready(
     except Exception as failure:  # whatever a kernel raises is a finding, and the others go on
         if lost_context(facts.device):
             raise
-        if failing.out_of_memory(failure):
+        if failures.out_of_memory(failure):
             return Entry(kernel, Status.MEMORY, None, raised(failure))
         ENGINE.ledger.record_failure(kernel, facts, raised(failure))
         return Entry(kernel, Status.FAILED, None, raised(failure))
@@ -367,7 +367,7 @@ def _first_result(plan: Plan, call: RandomCall) -> Any:
     copies = {name: copied(value) if name in mutated else value for name, value in call.arguments.items()}
     with first_run(plan, ENGINE.ledger):
         result = plan.run(**_bound(call, copies))
-        wrong = failing.wrong_result(plan, result, call.arguments)
+        wrong = failures.wrong_result(plan, result, call.arguments)
         if wrong is not None:
             raise wrong
     if facts.device.torch_type == "cuda":

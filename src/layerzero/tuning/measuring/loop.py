@@ -23,9 +23,9 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.plan import Report
 from layerzero.engine.dispatch import ENGINE
-from layerzero.engine.failing import out_of_memory
+from layerzero.engine.failures import out_of_memory
 from layerzero.engine.jit import Outcome
-from layerzero.testing.trial import lost_context, raised
+from layerzero.testing.single_run import lost_context, raised
 from layerzero.tuning.keeping.machine_state import needed_bytes
 from layerzero.tuning.measuring.clocks import Clock
 from layerzero.tuning.measuring.contest import taking_part, window

@@ -22,7 +22,7 @@ from layerzero.core.ledger import class_text
 from layerzero.core.operation import Case, Operation, Routed
 from layerzero.core.plan import Report
 from layerzero.core.reasons import Reason
-from layerzero.engine import failing
+from layerzero.engine import failures
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.order import DECIDED, costs
@@ -33,7 +33,7 @@ from layerzero.tuning.measuring.clocks import CpuClock, clock_of
 from layerzero.tuning.measuring.loop import Children, Pairs, Party, run_loop
 from layerzero.tuning.measuring.timing import Deadline, Effort, measurement, race
 from layerzero.tuning.measuring.winner import record_times
-from layerzero.tuning.predicting.weighing import FULL_SAMPLES
+from layerzero.tuning.predicting.evidence import FULL_SAMPLES
 from layerzero.tuning.proving.vetting import Vetted, facts_of_case, plain_operations, plain_pairs
 
 CPU = torch.device("cpu")
@@ -137,7 +137,7 @@ def _contest(job: PlainJob, only: Sequence[str], leave: Sequence[str]) -> _Conte
             run = functools.partial(kernel.load(facts), arguments["items"])
             fits = operation.plain.equal(run(), wanted)
         except Exception as error:  # whatever a library raises
-            if failing.out_of_memory(error):
+            if failures.out_of_memory(error):
                 raise
             found.wrong[kernel.id] = f"{type(error).__name__}: {error}"
             ENGINE.ledger.record_failure(kernel, facts, found.wrong[kernel.id])

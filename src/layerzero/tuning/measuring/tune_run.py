@@ -35,7 +35,7 @@ from layerzero.tuning.measuring.jobs import Job
 from layerzero.tuning.measuring.loop import BETWEEN, NO_TIME, Children, Pairs, TensorParty
 from layerzero.tuning.measuring.timing import TimeOverError
 from layerzero.tuning.measuring.winner import record_times
-from layerzero.tuning.predicting.weighing import FULL_SAMPLES
+from layerzero.tuning.predicting.evidence import FULL_SAMPLES
 from layerzero.tuning.proving.rehearsal import is_new, rehearse
 
 USABLE = 0.5

@@ -11,7 +11,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.recipe import CallRecipe
 from layerzero.engine.jit import BUILT, BuildIdentity, Outcome, build_of
-from layerzero.testing.apart import BUILD_S, End, Task, run_apart
+from layerzero.testing.children import BUILD_S, End, Task, run_apart
 from layerzero.testing.process import apart_on, by_device
 from layerzero.tuning.proving.build_child import AT_ONCE, Build
 from layerzero.tuning.proving.child import homes

@@ -28,11 +28,11 @@ from layerzero.core.recipe import CallRecipe
 from layerzero.core.system.free_memory import available_bytes
 from layerzero.engine import jit
 from layerzero.engine.config import SCOPES
-from layerzero.engine.failing import out_of_memory
+from layerzero.engine.failures import out_of_memory
 from layerzero.engine.jit import Outcome
 from layerzero.engine.registry import REGISTRY
-from layerzero.testing.apart_child import Tell
-from layerzero.testing.trial import attempt, duplicate
+from layerzero.testing.child_main import Tell
+from layerzero.testing.single_run import attempt, duplicate
 from layerzero.tuning.keeping.builds import shortened
 from layerzero.tuning.keeping.machine_state import SHARE
 from layerzero.tuning.proving.child import rebuilt

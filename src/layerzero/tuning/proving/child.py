@@ -20,20 +20,24 @@ from layerzero.core.operation import Operation, Routed
 from layerzero.core.plain import Plain
 from layerzero.core.recipe import CallRecipe
 from layerzero.engine.config import SCOPES
-from layerzero.engine.failing import out_of_memory
+from layerzero.engine.failures import out_of_memory
 from layerzero.engine.functions import CALLS
 from layerzero.engine.plain import plain_facts
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import function_of
 from layerzero.ops.recipes import arguments_of_recipe
-from layerzero.testing import brief
-from layerzero.testing.apart_child import Tell
+from layerzero.testing import quick_checks
+from layerzero.testing.child_main import Tell
 from layerzero.testing.generate import RandomCall
+from layerzero.testing.single_run import duplicate, lost_context
 from layerzero.testing.sizes import Setting
-from layerzero.testing.trial import duplicate, lost_context
 from layerzero.tuning.proving.correctness import truth_of
 
-_VERDICTS = {brief.PASSED: Verdict.PASSED, brief.WRONG: Verdict.WRONG, brief.RAISED: Verdict.CRASHED}
+_VERDICTS = {
+    quick_checks.PASSED: Verdict.PASSED,
+    quick_checks.WRONG: Verdict.WRONG,
+    quick_checks.RAISED: Verdict.CRASHED,
+}
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -124,11 +128,11 @@ def _vetted(question: Question, sizes: dict[str, int], tell: Tell) -> Reply:
         raise LookupError(f"{operation.name} belongs to no public function, so nothing can call it")
     dtype = dtype_named(question.call.tensors[operation.schema.inputs[0].name].dtype)
     accepted = {parameter.name for parameter in function.parameters}
-    case = brief.case_of(operation, sizes, question.call.params, accepted)
+    case = quick_checks.case_of(operation, sizes, question.call.params, accepted)
     setting = Setting(operation, dtype, question.call.device, question.call.layout or "")
-    small = case is None or brief.fits(operation, case, question.call.device)
+    small = case is None or quick_checks.fits(operation, case, question.call.device)
     call = rebuilt(question.call) if small else None
-    found = brief.look(kernel, operation, call, setting, case, tell.runs)
+    found = quick_checks.look(kernel, operation, call, setting, case, tell.runs)
     return Reply(_VERDICTS.get(found.state), found.detail)
 
 

@@ -21,7 +21,7 @@ from layerzero.core.recipe import CallRecipe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.first_run import marked
 from layerzero.engine.registry import REGISTRY
-from layerzero.testing.apart import START_S, End, Task, run_apart
+from layerzero.testing.children import START_S, End, Task, run_apart
 from layerzero.testing.process import APART, apart_on, by_device
 from layerzero.tuning.proving.child import Question, Reply, homes
 

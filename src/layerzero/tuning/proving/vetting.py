@@ -45,7 +45,7 @@ from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import function_of
 from layerzero.ops.calls import as_shapes, case_of_shapes
-from layerzero.testing.apart import BUILD_S, START_S, End, Task, run_apart
+from layerzero.testing.children import BUILD_S, START_S, End, Task, run_apart
 from layerzero.testing.process import apart_on, by_device
 from layerzero.tuning.proving.child import Question, Reply, homes
 

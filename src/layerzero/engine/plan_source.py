@@ -16,13 +16,13 @@ import torch
 from layerzero.core import indices
 from layerzero.core.arguments import TensorSchema
 from layerzero.core.errors import InvalidCallError
+from layerzero.core.fact_reads import EVERYTHING, Reads, Watched, watch
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.layouts import moving
 from layerzero.core.operation import Function, Operation
 from layerzero.core.plan import Candidate, Plan, Report
-from layerzero.core.watched import EVERYTHING, Reads, Watched, watch
-from layerzero.engine import accelerator, split
+from layerzero.engine import accelerator, batch_split
 from layerzero.engine.accelerator import Passed, Places
 from layerzero.engine.kept import Kept
 from layerzero.engine.legality import checked, flag_findings
@@ -41,7 +41,7 @@ def build(function: Function, candidate: Candidate, report: Report, policy: Poli
     kernel, facts = candidate.kernel, report.facts
     chunk = _chunk(candidate, facts)
     if chunk:
-        target, reads = split.load(kernel, facts, chunk), frozenset({EVERYTHING})
+        target, reads = batch_split.load(kernel, facts, chunk), frozenset({EVERYTHING})
     else:
         target, reads = watch(kernel.load, facts.seen_in(kernel.layout), f"{kernel.id}: load")
     guard = None if facts.operation.guard is None else facts.operation.guard(function.name, facts.layout)
@@ -120,7 +120,7 @@ _NAMES: dict[str, Any] = {
     "synchronize": torch.cuda.synchronize,
     "contiguous_format": torch.contiguous_format,
     "torch": torch,
-    **split.NAMES,
+    **batch_split.NAMES,
     **indices.NAMES,
 }
 """What the text of every plan may name."""
@@ -152,7 +152,7 @@ def _chunk(candidate: Candidate, facts: Facts) -> int:
     if not candidate.adaptations:
         return 0
     splits = "split" in [adaptation.kind for adaptation in candidate.adaptations]
-    return split.chunk(candidate.kernel, facts) if splits else 0
+    return batch_split.chunk(candidate.kernel, facts) if splits else 0
 
 
 def _dict_of(function: Function, facts: Facts) -> str:
@@ -298,8 +298,8 @@ def _calling(candidate: Candidate, passed: Sequence[Passed], facts: Facts, polic
     lines = [_call_text(passed)]
     chunk = _chunk(candidate, facts)
     if chunk:
-        rows = facts.size(split.cut_axis(schema))
-        lines = [split.calling(list(map(_text, passed)), split.split_tensors(facts), rows, chunk)]
+        rows = facts.size(batch_split.cut_axis(schema))
+        lines = [batch_split.calling(list(map(_text, passed)), batch_split.split_tensors(facts), rows, chunk)]
     if facts["autocast"]:
         lines = ["with no_autocast():", *(f"    {line}" for line in lines)]
     if _on_device(kernel, facts):

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from layerzero.core.when_imported import is_imported, when_imported
+from layerzero.core.import_hook import is_imported, when_imported
 
 log = logging.getLogger("layerzero")
 

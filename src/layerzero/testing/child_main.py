@@ -1,7 +1,7 @@
-"""``python -P -m layerzero.testing.apart_child WORKER PARENT``: a process that may die of the jobs that it does.
+"""``python -P -m layerzero.testing.child_main WORKER PARENT``: a process that may die of the jobs that it does.
 
 ``WORKER`` is a module with ``Job``, a msgspec type, and ``work(job, tell)``; ``PARENT`` is the process that asks. Jobs
-come on stdin and messages leave on what was stdout, one JSON document a line; :mod:`layerzero.testing.apart` has the
+come on stdin and messages leave on what was stdout, one JSON document a line; :mod:`layerzero.testing.children` has the
 other end. What was told last before the process ended says what it died of.
 """
 

@@ -20,8 +20,8 @@ from layerzero.engine.reference import moved
 from layerzero.testing import compare
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.random_state import draws, seeded
+from layerzero.testing.single_run import Outcome, Trial, attempt, duplicate, raised
 from layerzero.testing.sizes import Setting, cheap_case, resized
-from layerzero.testing.trial import Outcome, Trial, attempt, duplicate, raised
 
 DRAWS = 100_000
 """Draws of a chi-square test, all rows together: 2 % of a row's draws that go astray then show beyond any doubt."""

@@ -5,7 +5,7 @@
 
 A child imports torch and libraries, which takes seconds, then does one job after another; where one ends it, another
 child goes on. Children are fresh interpreters, never forks. What interrupts this process ends them, and they end when
-it does. What they do stands in :mod:`layerzero.testing.apart_child`. One thread drives them all.
+it does. What they do stands in :mod:`layerzero.testing.child_main`. One thread drives them all.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any, Literal
 
 from layerzero.core.ledger import Verdict
 from layerzero.core.system import control_group, process_waits
-from layerzero.engine.failing import says_out_of_memory
-from layerzero.testing.apart_child import Message
+from layerzero.engine.failures import says_out_of_memory
+from layerzero.testing.child_main import Message
 from layerzero.testing.process import APART, Process, child_environment, how_it_ended
 
 log = logging.getLogger("layerzero")

@@ -21,10 +21,10 @@ from layerzero.core.operation import Operation
 from layerzero.ops.calls import drawn, dtype_for, in_layout, shape_of
 from layerzero.ops.draw import Draw
 from layerzero.testing import compare
-from layerzero.testing.chance import drawn_fairly
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.random_state import draws
-from layerzero.testing.trial import Outcome, Trial, attempt
+from layerzero.testing.randomness import drawn_fairly
+from layerzero.testing.single_run import Outcome, Trial, attempt
 
 LOOKS = 12
 """Calls whose truth is compared with that of the same call without the argument, at most."""

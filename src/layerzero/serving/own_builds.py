@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from layerzero.core.recipe import CallRecipe
-from layerzero.engine import planning
+from layerzero.engine import plan_source
 from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.first_run import first_run
@@ -15,7 +15,7 @@ from layerzero.engine.functions import CALLS
 from layerzero.engine.jit import BUILT, Outcome
 from layerzero.ops import function_of
 from layerzero.serving.chosen import Chosen
-from layerzero.testing.trial import duplicate
+from layerzero.testing.single_run import duplicate
 from layerzero.tuning.measuring.online import let_others_capture
 from layerzero.tuning.proving.build_child import failed, short_of_memory
 from layerzero.tuning.proving.child import rebuilt
@@ -54,7 +54,7 @@ def _beside_captures(each: Chosen) -> None:
 def _plan(each: Chosen) -> Any:
     function = function_of(each.report.operation)
     assert function is not None, "only calls of functions are asked for"
-    return planning.build(function, each.candidate, each.report, current_policy())
+    return plan_source.build(function, each.candidate, each.report, current_policy())
 
 
 def built_here(each: Chosen) -> Outcome:

@@ -28,7 +28,7 @@ from layerzero.core.operation import Routed
 from layerzero.core.plan import Plan, Report
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.system import forking, free_memory
-from layerzero.engine import foreign, headroom, probe
+from layerzero.engine import foreign_errors, headroom, probe
 from layerzero.engine.first_run import Recent
 from layerzero.engine.health import Health
 from layerzero.engine.policy import Policy
@@ -61,7 +61,7 @@ def not_loaded(kernel: Kernel, report: Report, error: Exception, engine: _Engine
 
     A library that does not import is out for this process, with all its kernels; any other error rests this kernel.
     """
-    foreign.let_pass(error)
+    foreign_errors.let_pass(error)
     if out_of_memory(error):
         raise error
     if isinstance(error, (ImportError, OSError)):
@@ -161,7 +161,7 @@ def check_retry(
     arguments may have written already. In all other cases the kernel rests (its breaker opens) and, if policy allows a
     fallback, the next one runs.
     """
-    foreign.let_pass(error)
+    foreign_errors.let_pass(error)
     kernel, operation, device = plan.kernel, plan.report.operation, plan.report.facts.device.name
     if out_of_memory(error) or isinstance(error, (Warning, InvalidCallError)):
         raise error

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from layerzero.core.system import forking
-from layerzero.tuning.keeping import journal, learning, merging, places, salvage
+from layerzero.tuning.keeping import journal, journal_merge, learning, places, recovery
 from layerzero.tuning.keeping.connections import in_transaction
 from layerzero.tuning.keeping.database import RETRY_S, Database, what_of
 from layerzero.tuning.keeping.journal import Journal, Place
@@ -118,7 +118,7 @@ class Spool:
     def _merge(self) -> None:
         try:
             own = self._waiting[-1].path if self._waiting else None
-            done = merging.merge(self.database, own=own)
+            done = journal_merge.merge(self.database, own=own)
         except TimeoutError:  # another process merges: asking again costs nothing
             return
         except Exception as error:  # noqa: BLE001  # what was measured waits; no call fails because of a disk
@@ -158,7 +158,7 @@ class Spool:
     def settle(self) -> None:
         """Merge all that waits and learn all that is stale, however long it takes; for commands."""
         if self.database.path is not None and self._folder().is_dir():
-            merging.merge(self.database, for_s=math.inf, wait_s=RETRY_S)
+            journal_merge.merge(self.database, for_s=math.inf, wait_s=RETRY_S)
             self._drop()
 
     # files that were set aside
@@ -183,7 +183,7 @@ class Spool:
 
     def _save_from(self, path: Path) -> None:
         count = 0
-        for rows in salvage.rows_of(path):
+        for rows in recovery.rows_of(path):
             self.add(rows)
             count += len(rows)
         self._merge()  # what journals still hold, too
@@ -216,7 +216,7 @@ class Spool:
             if own is not None:
                 own.close()
         with contextlib.suppress(OSError):  # what is in the journal waits for the next process
-            merging.merge(self.database, for_s=EXIT_S, wait_s=EXIT_S)
+            journal_merge.merge(self.database, for_s=EXIT_S, wait_s=EXIT_S)
 
     def _after_fork(self) -> None:
         """In a child: a journal of its own."""

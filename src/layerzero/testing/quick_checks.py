@@ -15,17 +15,17 @@ from typing import Any
 from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Case, Operation
 from layerzero.engine.config import SCOPES
-from layerzero.engine.failing import out_of_memory
+from layerzero.engine.failures import out_of_memory
 from layerzero.ops.calls import case_of_sizes
-from layerzero.testing import chance, execution, gradients
+from layerzero.testing import execution, gradients, randomness
+from layerzero.testing.call_reduction import cuts, fits, within
 from layerzero.testing.compare import call_dtype, check
-from layerzero.testing.cuts import cuts, fits, within
 from layerzero.testing.drawn import drawn_numbers, function_of
 from layerzero.testing.generate import RandomCall, random_call
 from layerzero.testing.memory import FORMS, reshaped
 from layerzero.testing.random_state import draws
+from layerzero.testing.single_run import Outcome, Trial, attempt, build, duplicate, raised
 from layerzero.testing.sizes import Setting, with_axis
-from layerzero.testing.trial import Outcome, Trial, attempt, build, duplicate, raised
 
 __all__ = ["PASSED", "RAISED", "REFUSED", "WRONG", "Found", "case_of", "fits", "look"]
 
@@ -137,10 +137,10 @@ def _ways(kernel: Kernel, base: Trial) -> Iterator[tuple[str, Callable[[Trial], 
     operation, dtype = base.facts.operation, call_dtype(base.routed)
     yield "results of their own", execution.results_of_their_own
     if draws(operation):
-        yield "distribution", chance.drawn_fairly
+        yield "distribution", randomness.drawn_fairly
     for claim in operation.properties:
-        if chance.accepted(claim, kernel) and chance.of_a_class(claim, operation, base.facts):
-            yield f"property {claim.name}", functools.partial(chance.holds, claim=claim)
+        if randomness.accepted(claim, kernel) and randomness.of_a_class(claim, operation, base.facts):
+            yield f"property {claim.name}", functools.partial(randomness.holds, claim=claim)
     if kernel.deterministic:
         yield "same bits", execution.repeats
     if kernel.grad and gradients.has_gradients(operation, dtype):

@@ -19,7 +19,7 @@ from layerzero.core import outdated
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.reasons import ReasonCode
 from layerzero.core.system import forking
-from layerzero.ops.paged import on_demand
+from layerzero.ops.paged import lazy_cache
 
 _LAYOUTS: dict[int, dict[int, str]] = {}
 """By the address of a storage, and by who said so."""
@@ -108,13 +108,13 @@ def guard(function: str, layout: str | None) -> Callable[..., None] | None:
     if layout is None:
         return None
     _UNGUARDED.add(layout)  # before the look at what is declared: another thread may declare now
-    if not (_DECLARED - {layout} or on_demand.on_cpu()):
+    if not (_DECLARED - {layout} or lazy_cache.on_cpu()):
         return None
 
     def look(key_cache: Tensor, value_cache: Tensor, **tensors: Tensor) -> None:
         if _LAYOUTS or _WRITTEN:
             check(function, {"key_cache": key_cache, "value_cache": value_cache}, layout)
-        on_demand.look(function, key_cache, **tensors)
+        lazy_cache.look(function, key_cache, **tensors)
 
     return look
 

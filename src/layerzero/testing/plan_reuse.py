@@ -15,8 +15,8 @@ from layerzero.engine.call_source import coarse_key
 from layerzero.engine.config import current_policy
 from layerzero.engine.functions import CALLS
 from layerzero.engine.reuse import conditions_of
+from layerzero.testing.single_run import Outcome, Trial, duplicate
 from layerzero.testing.sizes import Setting, resized, tied
-from layerzero.testing.trial import Outcome, Trial, duplicate
 
 CALLS_OF_A_CLASS = 6
 """Calls of other sizes that one plan is tried on."""

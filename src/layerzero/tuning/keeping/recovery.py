@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from layerzero.tuning.keeping import sums
+from layerzero.tuning.keeping import checksums
 from layerzero.tuning.keeping.connections import READ_WAIT_S, open_file
 from layerzero.tuning.keeping.environment import Environment
 from layerzero.tuning.keeping.rows import Row, Work, check
@@ -53,12 +53,16 @@ def _rows(connection: sqlite3.Connection) -> Iterator[list[Row]]:
             environments[key] = environment
     page: list[Row] = []
     order = "work, graph, kernel, environment, condition, origin, source"
-    statement = f"SELECT work, graph, {sums.WHOLE} FROM times"  # noqa: S608  # names of ours
+    statement = f"SELECT work, graph, {checksums.WHOLE} FROM times"  # noqa: S608  # names of ours
     for work, graph, *found in _walk(connection, statement, order):
         environment = environments.get(found[1])
-        if work not in works or environment is None or not sums.holds_whole(sums.start_of(work, graph), tuple(found)):
+        if (
+            work not in works
+            or environment is None
+            or not checksums.holds_whole(checksums.start_of(work, graph), tuple(found))
+        ):
             continue
-        values = dict(zip(sums.COLUMNS, found[:-1], strict=True))
+        values = dict(zip(checksums.COLUMNS, found[:-1], strict=True))
         row = Row(facts=works[work], graph=bool(graph), **(values | {"environment": environment}))
         try:
             check(row)

@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 import torch
 
+from layerzero.core.fact_reads import watch
 from layerzero.core.facts import Facts, TensorFacts
 from layerzero.core.kernel import Kernel
 from layerzero.core.limit import Finding
 from layerzero.core.limit_launch import LAUNCH_CODES, Grid
 from layerzero.core.plan import Adaptation, Candidate
 from layerzero.core.schema import OperationSchema
-from layerzero.core.watched import watch
 from layerzero.engine.policy import Lock, Policy, bound_by
 
 _ROUND = 16

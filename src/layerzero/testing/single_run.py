@@ -23,7 +23,7 @@ from layerzero.core.ledger import Judgement, MemoryLedger, Verdict, class_text
 from layerzero.core.operation import Function, Operation, Routed
 from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.core.reasons import Reason
-from layerzero.engine import legality, planning
+from layerzero.engine import legality, plan_source
 from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.functions import CALLS
 from layerzero.engine.health import Health
@@ -77,7 +77,7 @@ class Trial:
         if self._plan is None:
             name, judged, varies = self.routed.operation.name, (self.candidate,), self.routed.varies
             report = Report(name, self.facts, judged, self.candidate, varies=varies)
-            self._plan = planning.build(self.function, self.candidate, report, current_policy())
+            self._plan = plan_source.build(self.function, self.candidate, report, current_policy())
         return self._plan
 
     def run(self, **arguments: Any) -> Any:

@@ -15,7 +15,7 @@ from layerzero.core.errors import LayerZeroWarning, PolicyError, UnknownOperatio
 from layerzero.core.facts import FACT_ALIASES
 from layerzero.core.kernel import REFERENCE_BACKEND, Kernel
 from layerzero.engine.config import CONFIGURATION, SCOPES
-from layerzero.engine.of_functions import USER_BACKEND
+from layerzero.engine.function_kernels import USER_BACKEND
 from layerzero.engine.plugins import Plugins, installed, names_of
 from layerzero.engine.policy import Policy, is_above, names_kernel
 from layerzero.engine.settings import nearest

@@ -259,7 +259,7 @@ class Builds:
 
     def _run(self, asked: list[_Asked]) -> list[Waiting]:
         """Build, in children what they can build for this process; the calls whose builds failed."""
-        from layerzero.serving import compiling  # here: a call should not wait for what these import
+        from layerzero.serving import own_builds  # here: a call should not wait for what these import
         from layerzero.tuning.proving.build_apart import build_apart
 
         contexts = {each.chosen.identity: each.waiting for each in asked}
@@ -274,7 +274,7 @@ class Builds:
             self._tell(open_ones.values())
             waiting = contexts[each.identity]
             if not outcome.log and each.kernel.builds_apart and not self._ending.is_set():
-                outcome = waiting.context.run(compiling.taken_over, each)
+                outcome = waiting.context.run(own_builds.taken_over, each)
             if not self._accepted(each, outcome, seconds):
                 again.append(waiting)
 
@@ -290,7 +290,7 @@ class Builds:
         for each in chosen:
             if not each.kernel.builds_apart and not self._ending.is_set():
                 began[each.identity] = time.monotonic()
-                told(each, contexts[each.identity].context.run(compiling.built_here, each))
+                told(each, contexts[each.identity].context.run(own_builds.built_here, each))
         return again
 
     def _tell(self, building: Iterable[str]) -> None:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import told
-from layerzero.core.collecting import held_off
 from layerzero.core.errors import InvalidCallError
+from layerzero.core.garbage import held_off
 
 _FAILED: list[Any] = []
 """Graphs whose capture failed: torch's allocator of host memory may ask them as long as the process lives."""

@@ -18,7 +18,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import REFERENCE_BACKEND, Backend, Kernel
 from layerzero.core.limit import Limit
 from layerzero.core.operation import Operation
-from layerzero.engine import declared as fitting
+from layerzero.engine import declaration_checks as fitting
 from layerzero.engine.settings import nearest
 from layerzero.ops import FUNCTIONS, OPERATION_ALIASES
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from layerzero.core.operation import Case, Operation
 from layerzero.core.reasons import ReasonCode
-from layerzero.testing import chance
+from layerzero.testing import randomness
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.memory import poisoned
+from layerzero.testing.single_run import Outcome, Trial, tensors
 from layerzero.testing.sizes import Setting, resized
-from layerzero.testing.trial import Outcome, Trial, tensors
 
 Note = Callable[[str], None]
 """Told what is about to run."""
@@ -30,7 +30,7 @@ def fairly(few: Trial | None) -> Outcome:
     """Draws of a few rows against their probabilities."""
     if few is None:
         return Outcome("not tried", "no axis of the operation is worked on apart, along which rows could be repeated")
-    return chance.drawn_fairly(few)
+    return randomness.drawn_fairly(few)
 
 
 def one(setting: Setting, case: Case) -> list[tuple[str, RandomCall]]:

@@ -21,10 +21,10 @@ from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.probe import this_machine
 from layerzero.engine.registry import REGISTRY
-from layerzero.testing.apart_child import Tell
 from layerzero.testing.battery import Battery, Check
+from layerzero.testing.child_main import Tell
 from layerzero.testing.report import KernelReport, Result
-from layerzero.testing.trial import lost_context, raised
+from layerzero.testing.single_run import lost_context, raised
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):

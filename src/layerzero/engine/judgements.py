@@ -12,13 +12,13 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from layerzero.core.device import Device
+from layerzero.core.fact_reads import Watched, names_no_size
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger
 from layerzero.core.limit import NOTHING, Finding, Findings, Limit
 from layerzero.core.plan import Adaptation, Candidate, moves_data
 from layerzero.core.reasons import Reason
-from layerzero.core.watched import Watched, names_no_size
 from layerzero.engine import headroom, legality
 from layerzero.engine.health import Health
 from layerzero.engine.kept import Kept
