@@ -196,7 +196,7 @@ known = set(sys.modules)
 import layerzero as lz
 assert imported(known) == {{"layerzero"}}, imported(known)
 added = {{name for name in set(sys.modules) - known if name.startswith("layerzero.")}}
-few = {{"core", "core.when_imported", "engine", "engine.namespace"}}
+few = {{"core", "core.import_hook", "engine", "engine.namespace"}}
 assert added == {{f"layerzero.{{name}}" for name in few}}, added
 torch.ops.layerzero.rms_norm
 engine = [name for name in sys.modules if name.startswith("layerzero.engine.")]

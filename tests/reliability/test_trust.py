@@ -103,7 +103,7 @@ OBJECTS = re.compile(r"(all_gather|gather|broadcast|scatter|send|recv)_object(_l
 """Exchanges of torch.distributed that unpickle what another process sent."""
 
 EXEC = {"engine/call.py", "engine/plan_source.py"}
-CHILDREN = {"testing/process.py", "tuning/proving/toolchain.py"}  # the latter asks the compiler that torch uses
+CHILDREN = {"testing/process.py", "tuning/proving/build_child.py"}  # the latter asks the compiler that torch uses
 
 
 def written(node):

@@ -27,6 +27,7 @@ import layerzero as lz
 from counting import events
 from layerzero.core.evidence import Measurement, Provenance, call_work
 from layerzero.core.ledger import MemoryLedger
+from layerzero.engine import order
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.testing import random_call
@@ -247,7 +248,7 @@ def test_a_hopeless_kernel_that_was_measured_roughly_blurs_nothing(folder, kerne
     store.record(kernels[0], facts(), TIME)
     store.record(kernels[1], facts(), replace(TIME, median_us=300.0, samples=3, noise=0.3))
     store.record(kernels[2], facts(), replace(TIME, median_us=15.0, samples=3))
-    found = store.evidence(kernels, facts())
+    found = order.costs(store.evidence(kernels, facts()), kernels)
     assert found["user.b"].confidence == found["user.a"].confidence
     assert found["user.c"].confidence < 0.4, "it may be the best yet"
 

@@ -35,7 +35,7 @@ def silu(input: Tensor) -> Tensor:
     return functional.silu(input)
 
 
-def swiglu_oai(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+def swiglu_oai(gate: Tensor, up: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
     """``g * sigmoid(alpha * g) * (u + 1)``, g the gate up to the limit, u within it on both sides.
 
     Source: gpt-oss, arXiv:2508.10925.

@@ -62,6 +62,11 @@ def embedding(
     return rows if scale is None else (rows.to(wide(rows.dtype)) * scale).to(rows.dtype)
 
 
+def _fake(ids: Tensor, weight: Tensor, **_: object) -> Tensor:
+    """The reference reads a single id of a tensor without axes, which a tensor without memory does not have."""
+    return weight.new_empty((*ids.shape, weight.shape[1]))
+
+
 def _untrained(rows: Tensor, ids: Tensor, padding_idx: int | None) -> Tensor:
     """The rows of padding pass no gradient on."""
     if padding_idx is None or not rows.requires_grad:
@@ -133,6 +138,7 @@ def _operation(name: str, summary: str, *, shard: bool) -> Operation:
         name,
         summary,
         embedding,
+        fake=_fake,
         inputs=(
             tensor("ids: ...", INDEX, same_dtype=False, indexes=() if shard else ("vocab",)),
             tensor("weight: vocab features", resident=True),

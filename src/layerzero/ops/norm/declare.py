@@ -264,6 +264,10 @@ def add_rms_norm_(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 
     input.copy_(add_residual_rms_norm_(input, residual, weight, eps))
 
 
+def _torch_add_rms_norm_(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
+    input.copy_(_torch_add_rms_norm(input, residual, weight, eps))
+
+
 ADD_RMS_INPLACE = _declared(
     "add_rms.inplace",
     "Residual addition and root mean square normalisation, both written in place",
@@ -272,7 +276,7 @@ ADD_RMS_INPLACE = _declared(
     RMS.schema.params,
     work=(4, 5),
     tolerance_reason=ADD_RMS.tolerance_reason,
-    expression=lambda input, residual, weight, eps=1e-6: input.copy_(_torch_add_rms_norm(input, residual, weight, eps)),
+    expression=_torch_add_rms_norm_,
 )
 
 

@@ -200,6 +200,7 @@ def _quantize(of: Format) -> Operation:
         check_values=_check(of),
         work=_work,
         stock=None,
+        fake=_reference(compute, of),  # results' dtypes follow from the format, and no schema says so
         **more,
     )
 
