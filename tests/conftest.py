@@ -92,6 +92,7 @@ def pytest_configure(config):
 def pytest_collection_finish():
     """Forget what test modules chose while they were read, as one that quantizes: the first test began with it."""
     ENGINE.bump()
+    ENGINE.history.forget()
 
 
 def without_settings(monkeypatch):

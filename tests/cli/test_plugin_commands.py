@@ -37,7 +37,7 @@ def environment(tmp_path_factory):
     "operations",
     "bench example_doubled --shapes 3x8 --dtype float32",
     "tune example.doubled --shapes 3x8 --dtype float32 --budget-s 5",
-    "vet example_doubled --shapes 3x8 --dtype float32",
+    "vet example_doubled --shapes 3x8 --dtype float32 --again",
     "conformance --operation example_doubled --calls 1",
     "fuzz --operation example_doubled --calls 2",
     "config check {file}",

@@ -65,12 +65,13 @@ _OPTIONS = {
 class _Formula(torch.nn.Module):
     """A reference on flat tensors; eps is a tensor too, so that one build serves any."""
 
-    def __init__(self, reference: Callable[..., Any], extra: dict[str, object]) -> None:
+    def __init__(self, operation: Operation, extra: dict[str, object]) -> None:
         super().__init__()
-        self.reference, self.extra = reference, extra
+        self.reference, self.extra = operation.reference, extra
+        self.names = [each.name for each in operation.schema.inputs]
 
     def forward(self, eps: Tensor, *tensors: Tensor) -> Any:
-        return self.reference(*tensors, eps=eps, **self.extra)
+        return self.reference(**dict(zip(self.names, tensors, strict=True)), eps=eps, **self.extra)
 
 
 def _bound(facts: Facts, operation: Operation, axes: tuple[int, ...], **extra: object) -> tuple[Runner, Tensor, int]:
@@ -85,7 +86,7 @@ def _bound(facts: Facts, operation: Operation, axes: tuple[int, ...], **extra: o
         if key not in _BUILT and (noted := found(_name(operation, facts))):
             _BUILT[key] = [(top, _loaded(path, device)) for top, path in noted]
         if key not in _BUILT:
-            formula = _Formula(operation.reference, extra)
+            formula = _Formula(operation, extra)
             # in a thread of its own: autocast, inference mode and other state of the caller's belong to his
             with ThreadPoolExecutor(1) as other:
                 parts = other.submit(_build, formula, facts, device, axes, rows, low).result()
