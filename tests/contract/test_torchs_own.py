@@ -108,6 +108,9 @@ DEVICES = {
     ),
 }
 
+QUICK = ("MI300X", "H100", "AVX2")
+EACH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in DEVICES]
+
 TORCH = {"torch": "2.13.0"}
 LIBRARIES = {
     "cuda": {
@@ -171,7 +174,7 @@ def test_operations_without_a_function_of_torch_have_no_champion():
         assert [kernel.id for kernel in REGISTRY.candidates(name) if kernel.stock] == [], name
 
 
-@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("name", EACH)
 def test_torch_alone_runs_its_own_functions_and_never_a_reference(name, calls):
     counts = collections.Counter()
     wrong = []
@@ -184,7 +187,7 @@ def test_torch_alone_runs_its_own_functions_and_never_a_reference(name, calls):
     assert wrong == [], counts
 
 
-@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("name", EACH)
 def test_no_library_replaces_a_function_of_torch_by_a_guess(name, calls):
     device = DEVICES[name]
     wrong = []

@@ -74,7 +74,10 @@ def test_a_family_gives_what_stock_gives_before_and_after_changes(architecture: 
     assert not any("_layerzero" in vars(each) or "__getstate__" in vars(each) for each in mine.modules())
 
 
-@pytest.mark.parametrize("architecture", [each for each in FAMILIES if each.id in QUICK])
+@pytest.mark.parametrize("architecture", [
+    pytest.param(*each.values, id=each.id, marks=() if each.id in ("Llama", "Bert", "T5") else pytest.mark.slow)
+    for each in FAMILIES if each.id in QUICK
+])  # fmt: skip
 def test_whatever_is_found_in_a_family_can_be_timed(
     architecture: Architecture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

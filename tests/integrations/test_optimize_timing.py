@@ -228,7 +228,7 @@ def measuring(monkeypatch, answer):
 
 @quiet
 @pytest.mark.usefixtures("ticking")
-@pytest.mark.parametrize("window", [16, 66, 128])
+@pytest.mark.parametrize("window", [*(pytest.param(each, marks=pytest.mark.slow) for each in (16, 128)), 66])
 def test_layers_with_a_sliding_window_are_timed(window):
     report = lz.optimize(gemma(SLIDING, SLIDING, FULL, FULL, window=window))
     assert len([each for each in report.paced if of_layers(each)]) == 2, str(report)
@@ -351,7 +351,11 @@ def test_what_is_known_of_layers_counts_where_attention_is_exchanged_alike(monke
 
 @quiet
 @pytest.mark.parametrize(
-    ("types", "reads"), [((SLIDING, FULL) * 2, [False] * 2), ((SLIDING,) * 2 + (FULL,) * 2, [True, False])]
+    ("types", "reads"),
+    [
+        pytest.param((SLIDING, FULL) * 2, [False] * 2, marks=pytest.mark.slow),
+        ((SLIDING,) * 2 + (FULL,) * 2, [True, False]),
+    ],
 )
 @pytest.mark.usefixtures("ticking")
 def test_a_layer_computes_the_next_ones_norm_only_if_that_runs_next(monkeypatch, types, reads):

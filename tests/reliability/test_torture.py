@@ -44,7 +44,7 @@ def test_it_ends_with_one_at_the_first_thing_found(torture, monkeypatch, capsys)
 def test_a_part_that_says_nothing_has_failed(torture, monkeypatch, tmp_path, script, word):
     (tmp_path / "__main__.py").write_text(script)
     monkeypatch.setattr(torture, "__file__", str(tmp_path / "__main__.py"))
-    monkeypatch.setattr(torture, "GRACE_S", 5.0 if "sleep" in script else 200.0)
+    monkeypatch.setattr(torture, "GRACE_S", 1.0 if "sleep" in script else 200.0)
     wanted = torture.argparse.Namespace(seed=1, times=None)
     assert torture.apart("a.part", 0.0, wanted).zero == {word: 1}
 
