@@ -104,7 +104,7 @@ def _variables() -> Iterator[tuple[str, str, str]]:
             meaning, example = _ELSEWHERE[variable]
             yield f"`{variable}`", meaning, example
             continue
-        for text in ("1", "torch", "attention=torch"):
+        for text in ("torch", "0.01", "1", "attention=torch"):
             try:
                 (key, value), *_ = environment_settings({variable: text}).items()
             except PolicyError:

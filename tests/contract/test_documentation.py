@@ -281,6 +281,15 @@ def test_every_link_leads_somewhere(path):
         assert (path.parent / target).exists(), target
 
 
+@pytest.mark.parametrize("name", ["architecture.md", "perfdb.md", "security.md", "adding_operations.md"])
+def test_files_that_a_page_names_exist(name):
+    files = {
+        path.relative_to(ROOT).as_posix() for part in ("src", "tests", "tools") for path in (ROOT / part).rglob("*.*")
+    }
+    named = set(re.findall(r"`((?:\w+/)+\w+\.(?:py|txt|c))`", page(name)))
+    assert {each for each in named if not any(f"/{file}".endswith(f"/{each}") for file in files)} == set()
+
+
 def test_the_changelog_has_a_place_for_what_comes_next():
     assert "\n## [Unreleased]\n" in (ROOT / "CHANGELOG.md").read_text()
 

@@ -19,6 +19,78 @@ from layerzero.testing.generate import random_call
 CALLS = 2000
 SEED = 33
 
+FUNCTIONS = [
+    "add_bias",
+    "add_logit_bias",
+    "add_residual_",
+    "add_residual_rms_norm_",
+    "add_rms_norm_",
+    "alibi_bias",
+    "append_kv_",
+    "append_paged_kv_",
+    "append_quantized_kv_",
+    "apply_penalties",
+    "attention",
+    "batched_linear",
+    "cascade_attention",
+    "cast",
+    "chosen_logprobs",
+    "copy_kv_blocks_",
+    "copy_slice_",
+    "dequantize",
+    "embedding",
+    "gather_paged_kv",
+    "gelu",
+    "gelu_mul",
+    "greedy",
+    "grouped_linear",
+    "layer_norm",
+    "linear",
+    "merge_attention_states",
+    "mla_attention",
+    "mlp",
+    "moe_experts",
+    "moe_route",
+    "paged_attention",
+    "qk_norm_rope",
+    "qkv_linear",
+    "quantize",
+    "quantized_linear",
+    "ragged_attention",
+    "relu2",
+    "rms_norm",
+    "rope",
+    "rope_",
+    "rope_append_",
+    "rope_one",
+    "sample",
+    "sample_minp",
+    "sample_minp_probs",
+    "sample_probs",
+    "sample_topk",
+    "sample_topk_probs",
+    "sample_topk_topp",
+    "sample_topk_topp_probs",
+    "sample_topp",
+    "sample_topp_probs",
+    "silu",
+    "silu_mul",
+    "softmax",
+    "sparse_attention",
+    "split_qkv",
+    "split_qkv_norm_rope",
+    "split_qkv_norm_rope_append_",
+    "swiglu_oai",
+    "transpose_head_token",
+    "transpose_token_head",
+    "variable_sparse_attention",
+    "verify_speculative",
+]
+"""In turn, so that a new function changes no call of another; add it at the end."""
+
+SETTINGS = ({}, {"prefer_sources": ["vllm"]}, {}, {"avoid_sources": ["torch"]}, {})
+"""In turn, too."""
+
 CUDA_LIBRARIES = {
     "torch": "2.11.0+cu130",
     "flashinfer-python": "0.7.2.post1",
@@ -53,21 +125,29 @@ DEVICES = {
 def lines(numbers: range) -> Iterator[str]:
     """One line for each call and each group of devices that choose alike, in order."""
     for number in numbers:
-        call = random_call(SEED, number)
+        call = random_call(SEED, number, function=FUNCTIONS[number % len(FUNCTIONS)])
         arguments = {
             name: value.to("meta") if isinstance(value, torch.Tensor) and not value.requires_grad else value
             for name, value in call.arguments.items()
         }
         devices: dict[str, list[str]] = {}
+        settings = SETTINGS[number % len(SETTINGS)]
         for label, (device, libraries) in DEVICES.items():
-            devices.setdefault(_choice(call.function, arguments, device, libraries), []).append(label)
+            devices.setdefault(_choice(call.function, arguments, device, libraries, settings), []).append(label)
         for choice, labels in devices.items():
             yield f"{number} {call.function} {','.join(labels)}: {choice}"
 
 
-def _choice(function: str, arguments: dict[str, object], device: Device, libraries: dict[str, str]) -> str:
+def _choice(
+    function: str,
+    arguments: dict[str, object],
+    device: Device,
+    libraries: dict[str, str],
+    settings: dict[str, list[str]],
+) -> str:
     try:
-        report = lz.explain(function, device=device, libraries=libraries, **arguments)
+        with lz.scope(**settings):
+            report = lz.explain(function, device=device, libraries=libraries, **arguments)
     except lz.LayerZeroError as error:
         return f"{type(error).__name__} {_digest(str(error))}"
     legal = [_scored(each) for each in report.candidates if each.legal]

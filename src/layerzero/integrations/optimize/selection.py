@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -69,7 +70,7 @@ def time_inputs(
         return
     after = workload.run()
     errors = [distance(got, expected) for got, expected in zip(after, before, strict=False)]
-    report.error = max(errors, default=None)
+    report.error = max(errors, key=lambda each: math.inf if math.isnan(each) else each, default=None)
     if by_kind:
         _keep_what_gains(report, workload, by_kind, rounds, tell)
     report._forget()

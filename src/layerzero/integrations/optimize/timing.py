@@ -136,7 +136,7 @@ class Sizes:
     seconds: float
 
     def best(self, *, among: Sequence[Way]) -> tuple[Way, ...]:
-        """The fastest way at each size; of two within the noise, the later one named."""
+        """The fastest way at each size; of two within half of :data:`LEAST`, the later one named."""
         found = []
         for ratios in self.ratios:
             known = [way for way in among if way in ratios]
