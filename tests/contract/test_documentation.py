@@ -24,7 +24,7 @@ from layerzero.cli.app import main
 from layerzero.core.kernel import Trust
 from layerzero.engine.config import known_variables
 from layerzero.engine.settings import SETTINGS
-from layerzero.ops import FUNCTIONS, OPERATIONS, PLAIN_FUNCTIONS
+from layerzero.ops import FORMER_NAMES, FUNCTIONS, OPERATIONS, PLAIN_FUNCTIONS
 from layerzero.testing import fuzz
 from tools import docs, pages
 from tools.__main__ import main as tool
@@ -288,6 +288,16 @@ def test_files_that_a_page_names_exist(name):
     }
     named = set(re.findall(r"`((?:\w+/)+\w+\.(?:py|txt|c))`", page(name)))
     assert {each for each in named if not any(f"/{file}".endswith(f"/{each}") for file in files)} == set()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "docs/choices.md", ROOT / "docs/serving.md"],
+    ids=lambda each: each.name,
+)
+def test_names_that_a_page_says_are_public_exist(path):
+    named = set(re.findall(r"\blz\.([A-Za-z_]\w*)", path.read_text())) - {"NAME"}
+    assert {name for name in named if name not in FORMER_NAMES and not hasattr(lz, name)} == set()
 
 
 def test_the_changelog_has_a_place_for_what_comes_next():

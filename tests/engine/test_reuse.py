@@ -27,8 +27,9 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.function_kernels import USER_BACKEND
 from layerzero.engine.functions import CALLS
 from layerzero.engine.jit import BUILT
+from layerzero.engine.reference import as_tuple
 from layerzero.testing import check, expected, random_call
-from layerzero.testing.compare import as_tuple, copied
+from layerzero.testing.compare import copied
 from layerzero.testing.generate import FUNCTIONS, RandomCall, case_call
 from paths import IN_C
 

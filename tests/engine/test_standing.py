@@ -21,10 +21,9 @@ from layerzero.engine import failures, plan_source, reuse
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
-from layerzero.engine.reference import fake_call
+from layerzero.engine.reference import as_tuple, fake_call
 from layerzero.engine.registry import REGISTRY
 from layerzero.testing import random_call
-from layerzero.testing.compare import as_tuple
 from layerzero.testing.generate import FUNCTIONS
 
 pytestmark = pytest.mark.filterwarnings("ignore::layerzero.LayerZeroWarning")

@@ -36,17 +36,18 @@ def status(backend: Backend, version: str) -> Status:
 def conflicts(backends: Iterable[Backend]) -> Iterator[str]:
     """What is wrong with packages that are installed beside each other, and what to do."""
     for backend in backends:
-        own = next((name for name in backend.distributions if name and _version(name) is not None), None)
+        own = next((name for name in backend.distributions if name and installed_version(name) is not None), None)
         for package, harm in backend.conflicts:
-            version = _version(package)
+            version = installed_version(package)
             if own is not None and version is not None:
                 yield (
-                    f"{own} {_version(own)} beside {package} {version}: {harm}; uninstall one of them, or give each an "
-                    "environment of its own"
+                    f"{own} {installed_version(own)} beside {package} {version}: {harm}; uninstall one of them, or "
+                    "give each an environment of its own"
                 )
 
 
-def _version(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
+    """The version of a distribution; None where it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

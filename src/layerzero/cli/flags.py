@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.metadata
 import inspect
 import math
 import re
@@ -16,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from packaging.version import InvalidVersion, Version
 
+from layerzero.asking.compatibility import installed_version
 from layerzero.cli.question import Flags, Question, device_of, libraries_of, pair_of, settings_of, sizes, value_of
 from layerzero.core.drop_in import DropIn
 from layerzero.core.dtypes import dtype_named
@@ -93,7 +93,7 @@ def pretend(installed: Mapping[str, str], missing: Iterable[str]) -> dict[str, s
     Raises: ValueError for a library that no backend asks for, or an unreadable version.
     """
     known = _known()
-    libraries = {name: version for names in known.values() for name in names if (version := _installed_version(name))}
+    libraries = {name: version for names in known.values() for name in names if (version := installed_version(name))}
     for name in missing:
         for spelling in _spellings(name, known, "--without"):
             libraries.pop(spelling, None)
@@ -127,13 +127,6 @@ def _spellings(name: str, known: Mapping[str, set[str]], flag: str) -> set[str]:
 
 def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def _installed_version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def drop_in_question(flags: Flags, of: DropIn) -> Question:

@@ -17,7 +17,7 @@ from layerzero.core.system import forking
 from layerzero.engine import operators
 from layerzero.engine.call import Call
 from layerzero.engine.dispatch import ENGINE
-from layerzero.engine.reference import fake_call, reference_call
+from layerzero.engine.reference import as_tuple, fake_call, reference_call
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import FUNCTIONS
 from layerzero.ops.calls import accepted, arguments_of, routed
@@ -111,9 +111,9 @@ def _try(function: Function, operation: Operation) -> None:
         _check_routed(function, found)
         _check_route(found.operation, operation, case)
         step = "its shape function (fake) raised"
-        shapes = _results(fake_call(found))
+        shapes = as_tuple(fake_call(found))
         step = "its reference raised"
-        values = _results(reference_call(found))
+        values = as_tuple(reference_call(found))
     except RegistrationError:
         raise
     except Exception as error:
@@ -140,10 +140,6 @@ def _check_route(found: Operation, operation: Operation, case: Case) -> None:
     if found is not operation:
         where = f"operation {operation.name!r}"
         raise RegistrationError(f"{where}: the route sends its case {case.name!r} to {found.name!r}")
-
-
-def _results(result: Any) -> tuple[Any, ...]:
-    return result if isinstance(result, tuple) else () if result is None else (result,)
 
 
 def _difference(output: TensorSchema, value: Any, shape: Any) -> str:

@@ -31,7 +31,7 @@ from layerzero.core.evidence import HOST_MARGIN, Evidence, Provenance
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.plan import Candidate, Term
-from layerzero.engine.policy import Policy, names_kernel
+from layerzero.engine.policy import Policy, names_any
 
 DECIDED = 2.0
 """A kernel that is so many times slower, noise aside, is slower for sure: rough times of it blur nothing."""
@@ -342,7 +342,7 @@ def _kept_first(
     stock = [
         (-priority[each.kernel.id], each.kernel.id)
         for each in legal
-        if each.kernel.is_stock(facts) and not (avoid and _is_named(each.kernel, avoid))
+        if each.kernel.is_stock(facts) and not (avoid and names_any(avoid, each.kernel))
     ]
     if not stock:
         return None, frozenset()
@@ -353,11 +353,7 @@ def _kept_first(
 def _is_wanted(kernel: Kernel, preferred: Sequence[str]) -> bool:
     if kernel.backend.origin in ("code", "decorator"):
         return True
-    return bool(preferred) and _is_named(kernel, preferred)
-
-
-def _is_named(kernel: Kernel, patterns: Sequence[str]) -> bool:
-    return any(names_kernel(pattern, kernel) for pattern in patterns)
+    return bool(preferred) and names_any(preferred, kernel)
 
 
 def _named(facts: Facts, policy: Policy) -> tuple[Sequence[str], Sequence[str]]:
@@ -370,9 +366,9 @@ def _named(facts: Facts, policy: Policy) -> tuple[Sequence[str], Sequence[str]]:
 
 def _policy_terms(kernel: Kernel, prefer: Sequence[str], avoid: Sequence[str]) -> Sequence[Term]:
     terms: list[Term] = []
-    if prefer and _is_named(kernel, prefer):
+    if prefer and names_any(prefer, kernel):
         terms.append(Term("prefer", PREFER_POINTS))
-    if avoid and _is_named(kernel, avoid):
+    if avoid and names_any(avoid, kernel):
         terms.append(Term("avoid", AVOID_POINTS))
     return terms
 

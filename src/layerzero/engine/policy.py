@@ -210,6 +210,11 @@ def names_kernel(pattern: str, kernel: Kernel) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for name in (kernel.id, *kernel.aliases))
 
 
+def names_any(patterns: Iterable[str], kernel: Kernel) -> bool:
+    """Whether any of these means this kernel."""
+    return any(names_kernel(pattern, kernel) for pattern in patterns)
+
+
 def bound_by(lock: Lock | None, judged: Iterable[Candidate]) -> list[Candidate]:
     """The candidates that a lock leaves: those that it names; all where it names none, or may be passed over."""
     every = list(judged)

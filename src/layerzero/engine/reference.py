@@ -24,6 +24,11 @@ def fake_call(routed: Routed) -> Any:
     return _in_layout(operation, compute, routed.arguments, routed.layout)
 
 
+def as_tuple(result: Any) -> tuple[Any, ...]:
+    """Results as a tuple; a function that only writes into its arguments has none."""
+    return result if isinstance(result, tuple) else () if result is None else (result,)
+
+
 def _on_meta(reference: Callable[..., Any]) -> Callable[..., Any]:
     """The reference for tensors without memory: what it returns is dense, and lies where its first tensor does."""
 

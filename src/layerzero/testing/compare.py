@@ -23,7 +23,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Routed, Tolerance
 from layerzero.engine.config import current_policy
 from layerzero.engine.functions import CALLS
-from layerzero.engine.reference import fake_call, moved, reference_call
+from layerzero.engine.reference import as_tuple, fake_call, moved, reference_call
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.random_state import is_random, random_arguments, seeded
 
@@ -142,11 +142,6 @@ def fakes(routed: Routed) -> tuple[Tensor, ...]:
         for name, value in routed.arguments.items()
     }
     return as_tuple(fake_call(replace(routed, arguments=empty)))
-
-
-def as_tuple(result: Any) -> tuple[Any, ...]:
-    """Results as a tuple; a function that only writes into its arguments has none."""
-    return result if isinstance(result, tuple) else () if result is None else (result,)
 
 
 def for_kernel(truth: Expected, kernel: Kernel) -> Expected:

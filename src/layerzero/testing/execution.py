@@ -16,6 +16,7 @@ from layerzero.core.graph_capture import capturing
 from layerzero.core.judge import Elementwise, Exact
 from layerzero.core.operation import Operation
 from layerzero.engine.plan_source import PlanUnusableError
+from layerzero.engine.reference import as_tuple
 from layerzero.testing import compare
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.memory import other_values
@@ -67,7 +68,7 @@ def infinity(trial: Trial) -> Outcome:
         nonlocal numbers
         result = trial.run(**given)
         blanked = []
-        for got, want in zip(compare.as_tuple(result), truth.results, strict=True):
+        for got, want in zip(as_tuple(result), truth.results, strict=True):
             unsaid = want.isnan()
             numbers += int((unsaid & ~got.isnan()).sum())
             blanked.append(got.masked_fill(unsaid, math.nan) if got.is_floating_point() else got)
@@ -93,7 +94,7 @@ def repeats(trial: Trial) -> Outcome:
             except Exception as error:  # noqa: BLE001  # whatever a kernel raises is a finding
                 return Outcome("wrong", raised(error))
             values = [
-                *compare.as_tuple(result),
+                *as_tuple(result),
                 *(call.arguments[each] for each in mutated),
             ]
             bits = [_bits(value).clone() for value in values]
@@ -115,7 +116,7 @@ def results_of_their_own(trial: Trial) -> Outcome:
     call, second = duplicate(trial.call), other_values(trial.call)
     plan = trial.plan()
     bound = trial.function.bind((), call.arguments)
-    first = compare.as_tuple(plan.run(**bound))
+    first = as_tuple(plan.run(**bound))
     kept = [result.detach().clone() for result in first]
     for name, tensor in tensors(second).items():
         call.arguments[name].copy_(tensor)

@@ -12,7 +12,7 @@ from torch import Tensor
 from layerzero.core.judge import Elementwise
 from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Operation, Tolerance
-from layerzero.engine.reference import reference_call
+from layerzero.engine.reference import as_tuple, reference_call
 from layerzero.testing import compare
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.memory import FORMS
@@ -102,7 +102,7 @@ def _leaves(arguments: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, 
 
 def _backward(result: Any) -> None:
     """Weights of 1 and -1 at random: exact in every dtype, and no sum of them runs away and comes back."""
-    floating = [each for each in compare.as_tuple(result) if each.is_floating_point()]
+    floating = [each for each in as_tuple(result) if each.is_floating_point()]
     flat = torch.cat([each.double().flatten() for each in floating])
     signs = torch.randint(0, 2, (flat.numel(),), generator=torch.Generator().manual_seed(0))
     (flat * (2.0 * signs - 1.0).to(flat)).sum().backward()  # type: ignore[no-untyped-call]

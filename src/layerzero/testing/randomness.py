@@ -16,7 +16,7 @@ from layerzero.core.dtypes import dtype_name
 from layerzero.core.judge import Given, Property
 from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Case, Operation
-from layerzero.engine.reference import moved
+from layerzero.engine.reference import as_tuple, moved
 from layerzero.testing import compare
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.random_state import draws, seeded
@@ -107,7 +107,7 @@ def _one_result(trial: Trial, name: str) -> Outcome:
     with seeded(SEED, trial.facts.device.torch_type):
         for arguments in _seeded_calls(repeated.call, operation, calls):
             try:
-                result = compare.as_tuple(repeated.run(**arguments))
+                result = as_tuple(repeated.run(**arguments))
             except Exception as error:  # noqa: BLE001  # whatever a kernel raises is a finding
                 return Outcome("wrong", raised(error))
             got = result[at] if at < len(result) else None
@@ -197,7 +197,7 @@ def holds(trial: Trial, claim: Property) -> Outcome:
                     return Outcome("refused", other.codes if other else "no call with what it adds")
                 running, before = other, chosen
             try:
-                result = compare.as_tuple(running.run(**call.arguments))
+                result = as_tuple(running.run(**call.arguments))
             except Exception as error:  # noqa: BLE001  # whatever a kernel raises is a finding
                 return Outcome("wrong", f"{raised(error)}; {call.text}")
             problem = _unlike(result, truth)

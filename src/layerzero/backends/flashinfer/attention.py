@@ -260,6 +260,8 @@ def _dims(facts: Facts) -> Reason | None:
     return Reason(ReasonCode.HEAD_DIM_INVALID, "head_dim", wanted, f"{widths[0]} with a value_dim of {widths[1]}")
 
 
+TEMPLATE_DIMS = limit.Custom("head_dim: 64, 128 or 256, or 192 beside a value_dim of 128", _dims)
+
 _TENSORS = ("query", "key", "value")
 _ARGUMENTS = ("causal", "scale", "window", "softcap", "return_lse")
 _SHARED = (
@@ -270,7 +272,7 @@ _SHARED = (
 )
 _TEMPLATES = (
     *_SHARED,
-    limit.Custom("head_dim: 64, 128 or 256, or 192 beside a value_dim of 128", _dims),
+    TEMPLATE_DIMS,
     limit.last_stride_one(*_TENSORS),
     _OneStep(),
 )

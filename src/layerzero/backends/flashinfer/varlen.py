@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.flashinfer.attention import FLASHINFER
+from layerzero.backends.flashinfer.attention import FLASHINFER, TEMPLATE_DIMS
 from layerzero.backends.flashinfer.modules import Variant, batches_key, batches_prebuilt
 from layerzero.backends.flashinfer.paged import (
     WORKSPACE_BYTES,
@@ -287,15 +287,6 @@ def _left_window(facts: Facts) -> Reason | None:
     return Reason(ReasonCode.WINDOW_UNSUPPORTED, "window", "(left, 0) or (left, -1), or any beside causal", window)
 
 
-def _dims(facts: Facts) -> Reason | None:
-    """Head dims that the templates have."""
-    widths = facts.size("head_dim"), facts.size("value_dim")
-    if widths in ((64, 64), (128, 128), (256, 256), (192, 128)):
-        return None
-    wanted = "64, 128 or 256 like value_dim, or 192 with a value_dim of 128"
-    return Reason(ReasonCode.HEAD_DIM_INVALID, "head_dim", wanted, f"{widths[0]} with a value_dim of {widths[1]}")
-
-
 _SHARED: tuple[Limit, ...] = (
     limit.platform("cuda"),
     limit.dtype("float16", "bfloat16"),
@@ -318,7 +309,7 @@ _ARCH: dict[str, tuple[Limit, ...]] = {
 }
 _RAGGED = (
     *_SHARED,
-    limit.Custom("head_dim: 64, 128 or 256, or 192 beside a value_dim of 128", _dims),
+    TEMPLATE_DIMS,
     limit.last_stride_one("query", "key", "value"),
     limit.aligned(16, "query", "key", "value"),
 )

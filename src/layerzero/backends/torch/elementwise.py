@@ -69,15 +69,6 @@ def _load_softmax(facts: Facts) -> Callable[..., Any]:
     return run
 
 
-def _load_cast(facts: Facts) -> Callable[..., Any]:
-    dtype: Any = facts["out_dtype"]
-
-    def run(input: Tensor, **_: Any) -> Tensor:
-        return input.to(dtype, copy=True, memory_format=torch.contiguous_format)
-
-    return run
-
-
 _LOADS = {"add_bias": _load_add_bias, "add": _load_add, "scaled_add": _load_scaled_add, "softmax": _load_softmax}
 
 

@@ -222,7 +222,7 @@ def _own(facts: Facts) -> bool:
     return has_tiles(facts) and facts.size_bits("tokens") >= _MANY
 
 
-_COMMON_MOE_EXPERTS: dict[str, Any] = {
+_EXPERTS: dict[str, Any] = {
     "operations": ("moe.experts",),
     "backend": TORCH,
     "accepts": ("gate_up_bias", "down_bias", "activation", "alpha", "limit"),
@@ -255,7 +255,7 @@ def _load_loop(facts: Facts) -> Callable[..., Tensor]:
     return loop
 
 
-def _load_grouped_experts(facts: Facts) -> Callable[..., Tensor]:
+def _load_grouped_products(facts: Facts) -> Callable[..., Tensor]:
     grouped_mm: Any = functional.grouped_mm
 
     def grouped(input: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
@@ -265,7 +265,7 @@ def _load_grouped_experts(facts: Facts) -> Callable[..., Tensor]:
     return grouped
 
 
-_COMMON_EXPERTS: dict[str, Any] = {
+_PRODUCTS: dict[str, Any] = {
     "backend": TORCH,
     "grad": True,
     "handles_negated": True,
@@ -298,7 +298,7 @@ KERNELS = (
         graph_safe=False,
         priority=50,
         stock=_own,
-        **_COMMON_MOE_EXPERTS,
+        **_EXPERTS,
     ),
     Kernel(
         id="torch.experts_grouped",
@@ -313,7 +313,7 @@ KERNELS = (
         grad=True,
         priority=55,
         stock=_own,
-        **_COMMON_MOE_EXPERTS,
+        **_EXPERTS,
     ),
     Kernel(
         id="torch.experts_grouped.cpu",
@@ -322,9 +322,9 @@ KERNELS = (
         grad=True,
         graph_safe=False,
         priority=30,
-        **_COMMON_MOE_EXPERTS,
+        **_EXPERTS,
     ),
-    Kernel.of_expression(BATCHED, id="torch.bmm", limits=(_FLOATS,), priority=50, stock=True, **_COMMON_EXPERTS),
+    Kernel.of_expression(BATCHED, id="torch.bmm", limits=(_FLOATS,), priority=50, stock=True, **_PRODUCTS),
     Kernel(
         id="torch.linear_each",
         operations=("mlp.grouped",),
@@ -334,12 +334,12 @@ KERNELS = (
         graph_safe=False,
         priority=30,
         stock=True,
-        **_COMMON_EXPERTS,
+        **_PRODUCTS,
     ),
     Kernel(
         id="torch.grouped_mm",
         operations=("mlp.grouped",),
-        load=_load_grouped_experts,
+        load=_load_grouped_products,
         limits=(
             limit.platform("cuda"),
             limit.arch(min=(8, 0)),
@@ -354,6 +354,6 @@ KERNELS = (
         ),
         priority=50,
         stock=True,
-        **_COMMON_EXPERTS,
+        **_PRODUCTS,
     ),
 )

@@ -207,7 +207,10 @@ OUT_DTYPE = Param("out_dtype", torch.dtype, None, example=torch.float32)
 ACTIVATION = Param("activation", str, None, example="gelu", works=False)
 
 
-def _case(name: str, rows: int, in_features: int, out_features: int, *, bias: bool = False, **params: object) -> Case:
+def sized_case(
+    name: str, rows: int, in_features: int, out_features: int, *, bias: bool = False, **params: object
+) -> Case:
+    """A case of so many rows times a weight."""
     sizes = {"rows": rows, "in_features": in_features, "out_features": out_features}
     return Case(name, sizes, params, given=("bias",) if bias else ())
 
@@ -264,14 +267,14 @@ LINEAR = operation(
     params=(ACTIVATION, OUT_DTYPE, packed_param()),
     axes=AXES,
     cases=(
-        _case("small", 33, 96, 64, bias=True),
-        _case("small_gelu", 33, 96, 64, bias=True, activation="gelu"),
-        _case("small_wide", 33, 96, 64, out_dtype=torch.float32),
-        _case("minilm_gelu", 1024, 384, 1536, bias=True, activation="gelu"),
-        _case("decode", 1, 2048, 2048),
-        _case("batch_decode", 16, 2048, 2048),
-        _case("prefill", 512, 1024, 4096),
-        _case("llama3_8b_b1", 1, 4096, 14336),
+        sized_case("small", 33, 96, 64, bias=True),
+        sized_case("small_gelu", 33, 96, 64, bias=True, activation="gelu"),
+        sized_case("small_wide", 33, 96, 64, out_dtype=torch.float32),
+        sized_case("minilm_gelu", 1024, 384, 1536, bias=True, activation="gelu"),
+        sized_case("decode", 1, 2048, 2048),
+        sized_case("batch_decode", 16, 2048, 2048),
+        sized_case("prefill", 512, 1024, 4096),
+        sized_case("llama3_8b_b1", 1, 4096, 14336),
     ),
     tolerance=TOLERANCE,
     tolerance_reason=TOLERANCE_REASON,

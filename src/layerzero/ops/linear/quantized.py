@@ -36,6 +36,7 @@ from layerzero.ops.linear.declare import (
     TOLERANCE_REASON,
     deviation,
     linear_scratch,
+    sized_case,
     sweep,
 )
 from layerzero.ops.linear.packed import PackedWeight, packed_param, packed_problems
@@ -148,11 +149,6 @@ class OfRoundedRows:
         return apart(torch.where(unsaid, want.to(got.dtype), got), want, tolerance, terms + moved / tolerance.rtol)
 
 
-def _case(name: str, rows: int, in_features: int, out_features: int, *, bias: bool = False, **params: object) -> Case:
-    sizes = {"rows": rows, "in_features": in_features, "out_features": out_features}
-    return Case(name, sizes, params, given=("bias",) if bias else ())
-
-
 def _examples(weights: frozenset[torch.dtype]) -> Callable[..., dict[str, Tensor]]:
     """A weight whose products are of order 1, in the narrow dtype that comes first by name, a scale for each output."""
     name = next(each for each, of in FORMATS.items() if of.dtype in weights)
@@ -205,11 +201,11 @@ def _operation(activations: str | None) -> Operation:
         params=(OUT_DTYPE, packed_param()),
         axes=AXES,
         cases=(
-            _case("small", 33, 96, 64, bias=True),
-            _case("small_wide", 33, 96, 64, out_dtype=torch.float32),
-            _case("decode", 1, 2048, 2048),
-            _case("batch_decode", 16, 2048, 2048),
-            _case("prefill", 512, 1024, 4096),
+            sized_case("small", 33, 96, 64, bias=True),
+            sized_case("small_wide", 33, 96, 64, out_dtype=torch.float32),
+            sized_case("decode", 1, 2048, 2048),
+            sized_case("batch_decode", 16, 2048, 2048),
+            sized_case("prefill", 512, 1024, 4096),
         ),
         tolerance=TOLERANCE,
         tolerance_reason=TOLERANCE_REASON,

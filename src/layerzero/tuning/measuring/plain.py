@@ -27,7 +27,7 @@ from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.order import DECIDED, costs
 from layerzero.engine.plain import PLAIN_CALLS, plain_facts
-from layerzero.engine.policy import names_kernel
+from layerzero.engine.policy import names_any
 from layerzero.ops import plain_function_of
 from layerzero.tuning.measuring.clocks import CpuClock, clock_of
 from layerzero.tuning.measuring.loop import Children, Pairs, Party, run_loop
@@ -151,11 +151,7 @@ def _contest(job: PlainJob, only: Sequence[str], leave: Sequence[str]) -> _Conte
 
 def _legal(report: Report, only: Sequence[str], leave: Sequence[str]) -> list[Kernel]:
     kernels = [each.kernel for each in report.candidates if each.legal]
-    return [each for each in kernels if (not only or _named(each, only)) and not _named(each, leave)]
-
-
-def _named(kernel: Kernel, patterns: Sequence[str]) -> bool:
-    return any(names_kernel(pattern, kernel) for pattern in patterns)
+    return [each for each in kernels if (not only or names_any(only, each)) and not names_any(leave, each)]
 
 
 def _times(found: _Contest, samples: int, origin: str) -> dict[Kernel, Measurement]:
@@ -307,7 +303,7 @@ def tune_plain(
         if progress is not None:
             progress(f"{each.operation} {each.case}: {first} {time.median_us:.1f} us")
 
-    proofs = [pair for pair in plain_pairs(pattern, params, again=again) if not _named(pair[0], leave_out)]
+    proofs = [pair for pair in plain_pairs(pattern, params, again=again) if not names_any(leave_out, pair[0])]
     party = _PlainParty(
         jobs=_jobs(pattern, params, cases), device=CPU, deadline=deadline, modules=modules, leave_out=leave_out,
         samples=samples or current_policy()["tune_samples"], remembers=True, again=again, proofs=proofs,

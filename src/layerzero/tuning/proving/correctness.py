@@ -14,7 +14,8 @@ from torch import Tensor
 
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.testing.compare import Expected, as_tuple, check, expected, for_kernel, problems
+from layerzero.engine.reference import as_tuple
+from layerzero.testing.compare import Expected, check, expected, for_kernel, problems
 from layerzero.testing.generate import RandomCall
 from layerzero.tuning.keeping.machine_state import bounded
 
