@@ -409,24 +409,72 @@ def test_what_calls_would_choose_is_built_first_then_what_may_be_near(compiled, 
     ]
 
 
-def test_what_failed_to_build_for_one_batch_is_not_tried_for_the_next(compiled, monkeypatch):
-    """Which was asked for before that was known."""
-    tried = []
+@pytest.mark.parametrize(("outcome", "again", "tried"), [
+    (Outcome("no such file"), 64, [1, 0]),
+    (Outcome("no such file"), 128, [1, 1]),  # another build of the kernel
+    (Outcome("memory ran out", lasting=False), 64, [1, 1]),
+    (Outcome("no ninja", lacks="ninja"), 128, [1, 0]),  # which every build of it needs
+])  # fmt: skip
+def test_what_failed_to_build_for_one_batch_is_not_tried_for_the_next(compiled, monkeypatch, outcome, again, tried):
+    """Which was asked for before that was known: that build, if it failed for good, and nothing else."""
+    asked = []
 
     def build_apart(pairs, told, stop, *, modules):
-        tried.append(len(pairs))
+        asked.append(len(pairs))
         for kernel, facts in pairs:
-            told(kernel, facts, Outcome("no compiler"))
+            told(kernel, facts, outcome)
 
     monkeypatch.setattr(loop, "build_apart", build_apart)
-    asking = loop.Children(SimpleNamespace(
-        device=torch.device("cpu"), deadline=Deadline(100.0, Clock()), modules=(), vetted=[], not_built={},
-        to_vet=lambda jobs: [], to_build=lambda jobs: [(REGISTRY.kernel("mine.compiled"), norm_facts(8, jobs[0]))],
-    ))  # fmt: skip
-    asking.ask([64])
-    asking.ask([128])
-    asking.caught_up(wait_for=True)
-    assert tried == [1, 0]
+
+    class Builds(loop.Party):
+        def to_build(self, jobs):
+            return [(REGISTRY.kernel("mine.compiled"), norm_facts(8, jobs[0]))]
+
+    party = Builds(jobs=(), device=torch.device("cpu"), deadline=Deadline(100.0, Clock()))
+    children = loop.Children(party)
+    children.ask([64])
+    children.ask([again])
+    children.caught_up(wait_for=True)
+    assert asked == tried
+    monkeypatch.setattr(loop, "build_apart", lambda pairs, told, *_, **__: [told(*pair, Outcome()) for pair in pairs])
+    assert list(party.not_built) == ["mine.compiled"]
+    children.ask([again])
+    children.caught_up(wait_for=True)
+    assert list(party.not_built) == ([] if not outcome.lasting else ["mine.compiled"]), "one that succeeds later"
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_an_error_of_what_works_beside_the_measuring_is_heard_of_at_the_end(compiled, monkeypatch, broken):
+    """Though nothing asks for what came of it before: the last call is measured, or ends in an error itself."""
+
+    def build_apart(*_, **__):
+        raise ValueError("the child refused its job")
+
+    class OnGpu(loop.Children):
+        def __init__(self, party):
+            party.device = torch.device("cuda")
+            super().__init__(party)
+            party.device = torch.device("cpu")
+
+        def caught_up(self, *, wait_for):
+            return False
+
+        @property
+        def open(self):
+            return False
+
+    def measure(*_):
+        if broken:
+            raise KeyboardInterrupt
+        return "known"
+
+    monkeypatch.setattr(loop, "build_apart", build_apart)
+    monkeypatch.setattr(loop, "Children", OnGpu)
+    monkeypatch.setattr(tune_run.TuningRun, "_measure", measure)
+    with pytest.raises(KeyboardInterrupt if broken else ValueError) as caught:
+        run(norms(64), Deadline(100.0, Clock()), isolate=True)
+    told = [str(caught.value), *getattr(caught.value, "__notes__", ())]
+    assert any("the child refused its job" in each for each in told)
 
 
 def test_what_does_not_build_is_told_and_the_rest_is_measured(compiled, monkeypatch):

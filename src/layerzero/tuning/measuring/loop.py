@@ -24,7 +24,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.plan import Report
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.failures import out_of_memory
-from layerzero.engine.jit import Outcome
+from layerzero.engine.jit import BuildIdentity, Outcome, build_of
 from layerzero.testing.single_run import lost_context, raised
 from layerzero.tuning.keeping.machine_state import needed_bytes
 from layerzero.tuning.measuring.clocks import Clock
@@ -50,6 +50,8 @@ class Party(Generic[J]):
     Attributes:
         batch: calls that children are asked about before the first is measured; ``growth`` times more the next time.
         vet_told: called with a line for each class that children vetted.
+        unbuilt_why: why builds failed, or were not begun.
+        failed: those that failed for good, and kernels that lack a program: no further call of this run asks for them.
         waiting: calls with a kernel that was not built when they were looked at.
     """
 
@@ -62,7 +64,8 @@ class Party(Generic[J]):
     growth: int = 1
     vet_told: Callable[[str], None] | None = None
     vetted: list[Vetted] = field(default_factory=list)
-    not_built: dict[str, str] = field(default_factory=dict)
+    unbuilt_why: dict[BuildIdentity, str] = field(default_factory=dict)
+    failed: set[BuildIdentity | str] = field(default_factory=set)
     skipped: dict[str, str] = field(default_factory=dict)
     waiting: set[int] = field(default_factory=set)
 
@@ -102,6 +105,15 @@ class Party(Generic[J]):
     def verdicts(self) -> dict[tuple[str, str], Vetted]:
         """What came of vetting at last, by kernel and class."""
         return {(each.kernel_id, each.call_class): each for each in self.vetted}
+
+    def may_build(self, kernel: Kernel, facts: Facts) -> bool:
+        """Whether a build may still succeed in this run, as far as is known."""
+        return self.failed.isdisjoint((kernel.id, build_of(kernel, facts)))
+
+    @property
+    def not_built(self) -> dict[str, str]:
+        """Kernels that some build is missing of, and why the last one is."""
+        return {kernel_id: why for (kernel_id, *_), why in self.unbuilt_why.items()}
 
     @property
     def not_reached(self) -> int:
@@ -158,8 +170,10 @@ def run_loop(party: Party[J]) -> list[J]:
             revisit(wait_for=True)
             if once_more and unreached <= party.not_reached:  # nor would another
                 break
-    finally:
-        children.end()
+    except BaseException as error:
+        children.end(amid=error)
+        raise
+    children.end()
     return left
 
 
@@ -187,7 +201,7 @@ class Children:
         def work(stop: Callable[[], bool]) -> bool:
             if vet:
                 party.vetted += vet_calls(vet, modules=party.modules, progress=party.vet_told, go_on=True, stop=stop)
-            open_ones = [pair for pair in build if pair[0].id not in party.not_built]  # it may have failed meanwhile
+            open_ones = [pair for pair in build if party.may_build(*pair)]  # it may have failed meanwhile
             build_apart(open_ones, self._built, stop, modules=party.modules)
             return True
 
@@ -197,10 +211,14 @@ class Children:
             self._futures.append(self._pool.submit(work, lambda: self._over or party.deadline.passed()))
 
     def _built(self, kernel: Kernel, facts: Facts, outcome: Outcome) -> None:
+        build = build_of(kernel, facts)
         if outcome.log:
-            self.party.not_built[kernel.id] = outcome.log.strip().splitlines()[-1]
+            self.party.unbuilt_why[build] = outcome.log.strip().splitlines()[-1]
+            if outcome.lasting:  # what was killed for want of memory, say, is tried again when the next calls ask
+                self.party.failed.add(kernel.id if outcome.lacks else build)
             ENGINE.ledger.record_failure(kernel, facts, outcome.log)
         else:
+            self.party.unbuilt_why.pop(build, None)
             self._built_one = True
 
     def built_one(self) -> bool:
@@ -226,11 +244,17 @@ class Children:
         """Whether more will come."""
         return bool(self._futures or self._left)
 
-    def end(self) -> None:
-        """Kill the children that still work."""
+    def end(self, amid: BaseException | None = None) -> None:
+        """Kill the children that still work. Raises: what their work ended with, unless ``amid`` is raised already."""
         self._over = True
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
+        for each in self._futures:
+            error = None if each.cancelled() else each.exception()
+            if error is not None and amid is None:
+                raise error
+            if error is not None:
+                amid.add_note(f"the work of child processes ended, too: {raised(error)}")
 
 
 @dataclass(slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from layerzero.core.ledger import class_text
 from layerzero.core.plan import Report
 from layerzero.engine import legality
 from layerzero.engine.dispatch import ENGINE
-from layerzero.engine.jit import BUILT, is_kept
+from layerzero.engine.jit import BUILT, build_of, is_kept
 from layerzero.engine.order import costs
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
@@ -187,7 +187,7 @@ class TuningRun(TensorParty):
             for report in map(self.report, jobs if self.isolate else ())
             for serving in (self.served(report),)
             for kernel in self.unknown(self.unbuilt(report), report)
-            if kernel.builds_apart and kernel.id not in self.not_built
+            if kernel.builds_apart and self.may_build(kernel, report.facts)
         ]
 
     def prepare(self, jobs: Sequence[Job], children: Children) -> None:
@@ -236,7 +236,8 @@ class TuningRun(TensorParty):
             new = [kernel for kernel in new if kernel.id not in {each.kernel.id for each in before.entries}]
         for kernel in self.entrants(report):
             if kernel.id in unbuilt and not (self.isolate and kernel.builds_apart):
-                self.not_built[kernel.id] = "it compiles in this process, for an unknown time; lz.warmup builds it"
+                why = "it compiles in this process, for an unknown time; lz.warmup builds it"
+                self.unbuilt_why[build_of(kernel, report.facts)] = why
         if not new:
             return "" if before is not None else "known"
         if why := self.too_large.get(number):
