@@ -50,7 +50,8 @@ def registered() -> Iterator[None]:
         lz.unregister_kernel("user.noop")
 
 
-def _tensors() -> tuple[torch.Tensor, ...]:
+def tensors() -> tuple[torch.Tensor, ...]:
+    """Query, key and value of the calls."""
     return tuple(torch.randn(1, 4, 2, 8) for _ in range(3))
 
 
@@ -72,20 +73,24 @@ def ways(query: Any, key: Any, value: Any) -> dict[str, Callable[[], Any]]:
     return calls
 
 
-def hits(rounds: int) -> tuple[dict[str, float], dict[str, str]]:
-    """Nanoseconds over the direct call, and the peers that are not here with the reason."""
-    query, key, value = _tensors()
+def two_sizes_in_turn() -> Callable[[], Any]:
+    """A call whose length is another one each time."""
     turns = [torch.randn(1, length, 2, 8) for length in (4, 7)]
 
     def in_turn() -> Any:
         turns.reverse()
         return lz.attention(turns[0], turns[0], turns[0], causal=True, layout="BSHD")
 
+    return in_turn
+
+
+def hits(rounds: int) -> tuple[dict[str, float], dict[str, str]]:
+    """Nanoseconds over the direct call, and the peers that are not here with the reason."""
+    query, key, value = tensors()
     with registered():
         with torch.no_grad():
             peers, missing = overhead_peers.installed(query, key, value, noop)
-            calls = ways(query, key, value) | {"lz.attention, two sizes in turn": in_turn}
-            calls |= peers
+            calls = ways(query, key, value) | {"lz.attention, two sizes in turn": two_sizes_in_turn()} | peers
             found = over(rounds_ns(calls, rounds), DIRECT)
             with lz.scope(debug=False):
                 scoped = {DIRECT: calls[DIRECT], "lz.attention in a scope": calls["lz.attention"]}
@@ -102,7 +107,7 @@ def hits(rounds: int) -> tuple[dict[str, float], dict[str, str]]:
 
 def misses_us(rounds: int, candidates: int) -> dict[str, float]:
     """Microseconds of choosing anew among so many kernels, the legal ones first, without running the chosen one."""
-    query, key, value = _tensors()
+    query, key, value = tensors()
     found: dict[str, float] = {}
     with registered(), torch.no_grad():
         lz.attention(query, key, value, causal=True, layout="BSHD")
@@ -128,7 +133,7 @@ def misses_us(rounds: int, candidates: int) -> dict[str, float]:
 def measure(rounds: int) -> dict[str, Any]:
     """Everything, as plain values."""
     over_ns, missing = hits(rounds)
-    query, key, value = _tensors()
+    query, key, value = tensors()
     with registered():
         with torch.no_grad():
             calls = ways(query, key, value)

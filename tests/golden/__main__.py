@@ -1,25 +1,26 @@
 """Write the golden files anew: ``PYTHONPATH=src:tests python -m golden``. A commit that changes them says why.
 
-``python -m golden print FILE [FIRST END]`` prints what a file would hold, for the test.
+``python -m golden FIRST END`` prints what the files would hold, with these draws of calls, for the tests.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 
-from golden import choices, declarations
-from golden.files import print_lines, write
+from golden import calls, choices, declarations
+from golden.files import write
 
 
 def main(arguments: list[str]) -> None:
-    """Write both files, or print one."""
-    if not arguments:
-        write("declarations.txt", declarations.lines())
-        write("choices.txt", choices.lines(range(choices.CALLS)))
-    elif arguments[1] == "declarations.txt":
-        print_lines(declarations.lines())
+    """Write the files, or print what they would hold."""
+    draws = range(*map(int, arguments)) if arguments else range(choices.DRAWS)
+    made = {"declarations.txt": declarations.lines(), "choices.txt": choices.lines(draws), "calls.txt": calls.lines()}
+    if arguments:
+        json.dump({name: list(lines) for name, lines in made.items()}, sys.stdout)
     else:
-        print_lines(choices.lines(range(*map(int, arguments[2:]))))
+        for name, lines in made.items():
+            write(name, lines)
 
 
 if __name__ == "__main__":

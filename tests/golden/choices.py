@@ -1,22 +1,31 @@
 """What a fixed set of drawn calls would choose on six devices: the kernel, the order, and why others are refused.
 
-Nothing of this machine counts: the device, its libraries and torch's version are given, the times are those shipped.
+Nothing of this machine counts: the device, its libraries and torch's version are given. The times are those shipped,
+and in every third call drawn ones instead: near and far, of all provenances, of part of the kernels.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 import layerzero as lz
 from layerzero.core.device import KNOWN_DEVICES, Device
+from layerzero.core.evidence import Evidence, Provenance
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.core.ledger import Libraries, MemoryLedger
 from layerzero.core.plan import Candidate
+from layerzero.engine.dispatch import ENGINE
 from layerzero.testing.generate import random_call
 
-CALLS = 2000
+DRAWS = 30
+"""Of each function."""
+
 SEED = 33
 
 FUNCTIONS = [
@@ -86,10 +95,13 @@ FUNCTIONS = [
     "variable_sparse_attention",
     "verify_speculative",
 ]
-"""In turn, so that a new function changes no call of another; add it at the end."""
+"""The seed of a call is its function's place: add at the end, so that a new function changes no call of another."""
 
 SETTINGS = ({}, {"prefer_sources": ["vllm"]}, {}, {"avoid_sources": ["torch"]}, {})
-"""In turn, too."""
+"""In turn, from draw to draw."""
+
+EVIDENCE = 3
+"""In one call of so many, times are drawn."""
 
 CUDA_LIBRARIES = {
     "torch": "2.11.0+cu130",
@@ -122,20 +134,57 @@ DEVICES = {
 }
 
 
-def lines(numbers: range) -> Iterator[str]:
-    """One line for each call and each group of devices that choose alike, in order."""
-    for number in numbers:
-        call = random_call(SEED, number, function=FUNCTIONS[number % len(FUNCTIONS)])
-        arguments = {
-            name: value.to("meta") if isinstance(value, torch.Tensor) and not value.requires_grad else value
-            for name, value in call.arguments.items()
-        }
-        devices: dict[str, list[str]] = {}
-        settings = SETTINGS[number % len(SETTINGS)]
-        for label, (device, libraries) in DEVICES.items():
-            devices.setdefault(_choice(call.function, arguments, device, libraries, settings), []).append(label)
-        for choice, labels in devices.items():
-            yield f"{number} {call.function} {','.join(labels)}: {choice}"
+class Drawn(MemoryLedger):
+    """Times of three in five kernels, which their ids and the call decide."""
+
+    def __init__(self, call: str) -> None:
+        super().__init__()
+        self.call = call
+
+    def untimed(self, facts: Facts) -> bool:
+        """Whether no kernel has a time: evidence tells."""
+        return False
+
+    def evidence(
+        self, kernels: Sequence[Kernel], facts: Facts, libraries: Libraries | None = None
+    ) -> Mapping[str, Evidence]:
+        """The same times for the same ids, whichever kernels stand beside them."""
+        found = {each.id: self._time(each.id, host_waits=facts.device.platform != "cpu") for each in kernels}
+        return {name: each for name, each in found.items() if each is not None}
+
+    def _time(self, kernel: str, *, host_waits: bool) -> Evidence | None:
+        draw = random.Random(f"{self.call} {kernel}")
+        time_us = draw.choice((10.0, 10.2, 10.8, 13.0, 19.0, 40.0, 90.0))
+        device_us = round(time_us * draw.choice((0.3, 0.7, 1.0)), 2) if draw.random() < 0.8 else None
+        provenance, confidence = draw.choice(list(Provenance)), draw.choice((1.0, 0.7, 0.4, 0.05))
+        noise = draw.choice((0.0, 0.01, 0.1, 0.4))
+        if draw.random() >= 0.6:
+            return None
+        return Evidence(time_us, provenance, confidence, noise, device_us=device_us if host_waits else None)
+
+
+def lines(draws: range) -> Iterator[str]:
+    """One line for each call and each group of devices that choose alike, function by function."""
+    kept = ENGINE.ledger
+    for place, function in enumerate(FUNCTIONS):
+        for draw in draws:
+            ENGINE.ledger = Drawn(f"{function} {draw}") if draw % EVIDENCE == 1 else kept
+            yield from _lines(place, function, draw)
+    ENGINE.ledger = kept
+
+
+def _lines(place: int, function: str, draw: int) -> Iterator[str]:
+    call = random_call(SEED, 1000 * place + draw, function=function)
+    arguments = {
+        name: value.to("meta") if isinstance(value, torch.Tensor) and not value.requires_grad else value
+        for name, value in call.arguments.items()
+    }
+    devices: dict[str, list[str]] = {}
+    settings = SETTINGS[draw % len(SETTINGS)]
+    for label, (device, libraries) in DEVICES.items():
+        devices.setdefault(_choice(call.function, arguments, device, libraries, settings), []).append(label)
+    for choice, labels in devices.items():
+        yield f"{draw} {function} {','.join(labels)}: {choice}"
 
 
 def _choice(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -16,25 +17,21 @@ def write(name: str, lines: Iterable[str]) -> None:
     (FOLDER / name).write_text("".join(f"{line}\n" for line in lines))
 
 
-def print_lines(lines: Iterable[str]) -> None:
-    """Print lines to standard output."""
-    sys.stdout.writelines(f"{line}\n" for line in lines)
-
-
 def read(name: str) -> list[str]:
     """The lines of a file."""
     return (FOLDER / name).read_text().splitlines()
 
 
-def computed(name: str, *numbers: int) -> list[str]:
-    """The lines that a file would hold now, from a process without settings and without a cache folder."""
+def computed(first: int, end: int) -> dict[str, list[str]]:
+    """The lines that each file would hold now, from one process without settings and without a cache folder."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("LAYERZERO_")}
     paths = [str(FOLDER.parent), *sys.path]
     environment |= {"LAYERZERO_CACHE_DIR": "", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    command = [sys.executable, "-m", "golden", "print", name, *map(str, numbers)]
+    command = [sys.executable, "-m", "golden", str(first), str(end)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    found: dict[str, list[str]] = json.loads(done.stdout)
+    return found
 
 
 def difference(name: str, wanted: list[str], got: list[str], most: int = 10) -> str:

@@ -1,4 +1,4 @@
-"""Declarations and choices are those of the golden files; what changes one is a decision that its commit explains."""
+"""Declarations, choices and calls are those of the golden files; a commit that changes one explains it."""
 
 from __future__ import annotations
 
@@ -7,23 +7,42 @@ import torch
 
 from golden import choices
 from golden.files import computed, difference, read
+from layerzero.engine import accelerator
 
 pytestmark = pytest.mark.skipif(
     not torch.__version__.startswith("2.13"), reason="the golden files are of torch 2.13, whose names stand in texts"
 )
 
 
-def test_declarations():
-    """Schemas, cases, derived facts, work, signatures, docstrings, torch schemas and errors are as they were."""
-    name = "declarations.txt"
-    assert not (found := difference(name, read(name), computed(name))), found
+@pytest.fixture(scope="module")
+def few():
+    """What the files would hold, with two draws of each function."""
+    return computed(0, 2)
 
 
-@pytest.mark.parametrize(
-    ("first", "end"), [(0, 100), pytest.param(100, choices.CALLS, marks=pytest.mark.slow)], ids=["few", "rest"]
-)
-def test_choices(first, end):
-    """Drawn calls choose the same kernels, in the same order, by the same terms, on six devices."""
+@pytest.mark.parametrize("name", ["declarations.txt", "calls.txt"])
+def test_declarations_and_calls(few, name):
+    """Schemas, cases, derived facts, work, signatures, docstrings, torch schemas and errors are as they were.
+
+    The calls whose overhead is measured give the same numbers and make the same calls of functions.
+    """
+    if name == "calls.txt" and accelerator.HOT is None:
+        pytest.skip(accelerator.ABSENT)
+    assert not (found := difference(name, read(name), few[name])), found
+
+
+def _assert_choices(found: list[str], first: int, end: int) -> None:
     name = "choices.txt"
     wanted = [line for line in read(name) if first <= int(line.split(" ", 1)[0]) < end]
-    assert not (found := difference(name, wanted, computed(name, first, end))), found
+    assert not (differs := difference(name, wanted, found)), differs
+
+
+def test_choices(few):
+    """Drawn calls choose the same kernels, in the same order, by the same terms, on six devices."""
+    _assert_choices(few["choices.txt"], 0, 2)
+
+
+@pytest.mark.slow
+def test_more_choices():
+    """The rest of them do, too."""
+    _assert_choices(computed(2, choices.DRAWS)["choices.txt"], 2, choices.DRAWS)
