@@ -4,9 +4,9 @@
     python benchmarks/optimize.py all --dtype bfloat16 --cpu avx2        # as a laptop without bf16 instructions
     python benchmarks/optimize.py minilm vit --dtype float32 --variants stock,lz,inputs,compile,onnxruntime
 
-Random weights. Each round runs every variant once, stock first. One thread counts its own CPU time, which other processes
-disturb least; several threads count wall time. A row gives the median of the ratios to stock of the same dtype, the ratio
-of the fastest fifths, and the relative distance of the output from the float32 model's.
+Random weights. Each round runs every variant once, stock first. One thread counts its own CPU time, which other
+processes disturb least; several threads count wall time. A row gives the median of the ratios to stock of the same
+dtype, the ratio of the fastest fifths, and the relative distance of the output from the float32 model's.
 
 Variants: ``stock``; ``lz`` after ``lz.optimize(model)``; ``inputs`` after ``lz.optimize(model, inputs)``; ``attention``
 alone; ``int8`` after ``lz.optimize(model, weights="int8", activations="int8")``; ``compile`` after ``torch.compile``;
