@@ -61,7 +61,7 @@ COUNTS = {
     "mistral": {"attention": 1, "layer": 2, "norm": 1, "linear": 1},
     "phi3": {"attention": 1, "layer": 2, "norm": 1, "linear": 1},
     "gpt2": {"attention": 1, "linear": 1},
-    "bert": {"attention": 1, "linear": 14},
+    "bert": {"attention": 1, "layer": 2, "linear": 2},
     "t5": {"attention": 1, "block": 2, "norm": 5, "linear": 8},
     "t5 gated": {"attention": 1, "block": 2, "norm": 5, "linear": 8},
 }

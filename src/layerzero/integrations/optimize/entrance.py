@@ -54,16 +54,16 @@ def optimize(
         print(report)
         report.undo()
 
-    Norms, feed-forward blocks, experts of mixtures and linear layers are found by what they compute, and whole decoder
-    layers of Transformers' models, whose attention is set to ``"layerzero"``. Each keeps its class, its parameters and
-    its place: ``state_dict``, ``save_pretrained``, ``.to()``, deep copies, ``torch.save`` (of the stock module) and
-    hooks of the modules themselves work as before, and nothing of the process is changed. Calls that record gradients,
-    run under autocast, in training mode or in ``torch.compile`` run the modules' own code. So does a module that is no
-    longer what it was when it was checked, or one of whose submodules is not: another mode, hook, attribute, submodule,
-    class or forward, or another function of torch that its code names. What is changed back is LayerZero's again.
-    Shallow copies and replicas of ``DataParallel`` are stock. A weight that is packed for a CPU is compared with its
-    source: a write that torch does not count (``weight.data[3] = 0``, NumPy) is seen at once or within 1024 calls of
-    that weight, told by a warning and in the report, and the weight packed anew.
+    Norms, feed-forward blocks, experts of mixtures and linear layers are found by what they compute, and whole layers
+    of decoders and encoders of Transformers, whose attention is set to ``"layerzero"``. Each keeps its class, its
+    parameters and its place: ``state_dict``, ``save_pretrained``, ``.to()``, deep copies, ``torch.save`` (of the stock
+    module) and hooks of the modules themselves work as before, and nothing of the process is changed. Calls that record
+    gradients, run under autocast, in training mode or in ``torch.compile`` run the modules' own code. So does a module
+    that is no longer what it was when it was checked, or one of whose submodules is not: another mode, hook, attribute,
+    submodule, class or forward, or another function of torch that its code names. What is changed back is LayerZero's
+    again. Shallow copies and replicas of ``DataParallel`` are stock. A weight that is packed for a CPU is compared with
+    its source: a write that torch does not count (``weight.data[3] = 0``, NumPy) is seen at once or within 1024 calls
+    of that weight, told by a warning and in the report, and the weight packed anew.
 
     Args:
         model: a module in evaluation mode, or what has one (a pipeline of Transformers or diffusers); a
@@ -82,7 +82,7 @@ def optimize(
             What has no room is read as it lies, by whichever kernel is fastest then.
         progress: told what is done, how much of it, and of how much; a bar on a terminal if None. Not of tokenizers.
 
-    Without inputs, on a CPU, whole decoder layers and modules of each shape are timed beside the model's own code on 1,
+    Without inputs, on a CPU, whole layers and modules of each shape are timed beside the model's own code on 1,
     4 and 64 random tokens, for a second or two a shape and once a process: the layers of a small model as steps of the
     model itself. What is slower at one of them by more than 1 % or the noise is left as it was, and so is what raises
     while it is timed. Attention that is in no such layer is compared, and not timed. With ``graph=True`` all layers and

@@ -1,4 +1,4 @@
-"""One decoder layer in few calls: each residual with its norm, one product for queries, keys and values, attention.
+"""One layer in few calls: each residual with its norm, one product for queries, keys and values, attention.
 
 What a layer adds last goes into the norm with which the next one begins: it lies on the tensor that is handed on, so
 that whoever changes that tensor on its way, or calls layers in another order, gets what each computes by itself.
@@ -103,24 +103,23 @@ class Heads(Packs):
         self.joined = self.biases = None  # moved or cast since; what is left of it is nobody's
         return None
 
-    def project(self, rows: Tensor, table: Table) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values (B, S, heads, D), normalised where heads are, and rotated."""
+    def project(self, rows: Tensor, table: Table | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values (B, S, heads, D), normalised where heads are, and rotated where there is a table."""
         heads, kv_heads, width = self.sizes
-        cos, sin, positions = table.cos, table.sin, table.positions
         one = self._one_weight()
         if one is None:
             query, key, value = self._three(rows)
         else:
             product = lz.linear(rows, *one, packed=self.forms_for(rows)[0] if len(self.products) == 2 else None)
-            if self.norms is not None:
+            if self.norms is not None and table is not None:
                 first, second = self.norms
                 return lz.split_qkv_norm_rope(
                     product,
                     heads,
                     kv_heads,
-                    cos,
-                    sin,
-                    positions,
+                    table.cos,
+                    table.sin,
+                    table.positions,
                     q_weight=first.weight,
                     k_weight=second.weight,
                     eps=first.norm.eps_for(rows),
@@ -128,6 +127,9 @@ class Heads(Packs):
                 )
             parts = product.view(*rows.shape[:2], heads + 2 * kv_heads, width)
             query, key, value = parts.split_with_sizes([heads, kv_heads, kv_heads], -2)  # torch.split asks 2 us more
+        if table is None:
+            return query, key, value
+        cos, sin, positions = table.cos, table.sin, table.positions
         if self.norms is None:
             lz.rope_(query, key, cos, sin, positions, layout="BSHD")
             return query, key, value
@@ -181,8 +183,8 @@ class Heads(Packs):
     def attend(self, rows: Tensor, named: Mapping[str, Any]) -> Tensor:
         """What the module gives for normalised rows, in memory of its own."""
         module: Any = self.module
-        cos, sin = named["position_embeddings"]
-        query, key, value = self.project(rows, table_for(cos, sin, *rows.shape[:2]))
+        turned = named.get("position_embeddings")
+        query, key, value = self.project(rows, None if turned is None else table_for(*turned, *rows.shape[:2]))
         key, value = key.transpose(1, 2), value.transpose(1, 2)
         cache, mask = cache_in(named), named.get("attention_mask")
         if cache is not None:
@@ -201,23 +203,26 @@ class Heads(Packs):
 
 
 class Layer(State):
-    """A decoder layer.
+    """A decoder layer, or what an encoder's layer has in common with it.
 
     Attributes:
         heads: its attention.
         block: its feed-forward block.
         norms: before attention, behind it, before the block, behind it; None where there is none.
+        others: further modules with weights.
         following: the norm with which the next layer begins.
         packs: whether weights are packed at any size.
     """
 
-    def __init__(self, heads: Heads, block: Block, norms: tuple[Normed | None, ...]) -> None:
+    def __init__(
+        self, heads: Heads, block: Block, norms: tuple[Normed | None, ...], others: tuple[Module, ...] = ()
+    ) -> None:
         super().__init__()
         self.heads, self.block, self.norms = heads, block, norms
         self.following: Normed | None = None
         self.packs = self.may_pack
         normed = [each.module for each in (*norms, *(heads.norms or ())) if each is not None]
-        modules = (*heads.products, *block.products, *normed)
+        modules = (*heads.products, *block.products, *normed, *others)
         self._learned = [(each, name) for each in modules for name in each._parameters]
 
     @property

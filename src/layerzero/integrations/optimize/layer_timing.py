@@ -1,4 +1,4 @@
-"""The time of decoder layers each way: some of a model's own in a row, on what the model hands to them."""
+"""The time of layers each way: some of a model's own in a row, on what the model hands to them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from layerzero.engine.config import current_policy
 from layerzero.integrations.optimize.attention import AttentionSwap
 from layerzero.integrations.optimize.candidate import quiet
 from layerzero.integrations.optimize.dynamic_cache import name_in, name_of
+from layerzero.integrations.optimize.encoders import Encoder
 from layerzero.integrations.optimize.layer import Layer, forget_table
 from layerzero.integrations.optimize.report import Replaced
 from layerzero.integrations.optimize.swap import weight_of
@@ -45,7 +46,7 @@ def shapes_of(whole: Sequence[Replaced], exchange: AttentionSwap, *, ours: bool)
     found: dict[Hashable, list[Replaced]] = {}
     for shape, group in alike.items():
         about: Any = (shape, ours and not exchange.chosen)
-        if len(_row(group)) == len(whole):  # the model itself is what is timed
+        if len(_row(group)) == len(whole) and not isinstance(_state(group[0]), Encoder):  # the model itself is timed
             weights = sum(each.numel() for each in exchange.model.parameters())
             about = *about, type(exchange.model), len(whole), weights
         found[about] = group
@@ -115,7 +116,8 @@ def measured(
 ) -> Sizes | None:
     """Time steps of the model itself where a row of the group is all of its layers, else the row."""
     row, exchanged = _row(group), ours and not exchange.chosen
-    entire = len(row) == len(whole)
+    encodes = isinstance(_state(row[0]), Encoder)
+    entire = len(row) == len(whole) and not encodes
     ways = [Way.STOCK, Way.OWN, Way.PLAIN, *([Way.PACKED] if _state(row[0]).may_pack else [])]
     switch = _Switch(row, exchange if exchanged else None)
     states = [_state(each) for each in row]
@@ -127,7 +129,7 @@ def measured(
         with quiet(exchange.model):
             sizes: list[dict[Way, Prepare]] = []
             for count in SIZES:
-                past = PAST if count != SIZES[-1] else 0
+                past = PAST if count != SIZES[-1] and not encodes else 0
                 if entire:
                     sizes.append({way: _stepping(way, whole, exchange.model, count, past, switch) for way in ways})
                     continue
@@ -178,7 +180,8 @@ def around(whole: Sequence[Replaced], exchange: AttentionSwap) -> Around:
 
     def run() -> None:
         forget_table(named)
-        first.swap.module(hidden, *others, **{**named, name_in(named): _filled([first], 0)})
+        cached = {} if isinstance(state, Encoder) else {name_in(named): _filled([first], 0)}
+        first.swap.module(hidden, *others, **{**named, **cached})
 
     return Around(exchange.model, run, (_shape_of(first), first.swap.is_on, state.own_at))
 
@@ -213,9 +216,16 @@ def _called_with(model: Any, count: int) -> dict[str, Any]:
 def _handed(model: Any, whole: Sequence[Replaced], count: int, past: int) -> dict[int, _Handed]:
     """What a model hands to its layers for so many tokens, all of which pass their input on meanwhile.
 
-    Only in this thread: another one that runs the model gets what its layers compute.
+    An encoder's layers are told what they were told on the example, without a mask. Only in this thread: another one
+    that runs the model gets what its layers compute.
     """
     given: dict[int, _Handed] = {}
+    for each in whole:
+        if isinstance(state := _state(each), Encoder):
+            given[id(each.swap.module)] = (), {"attention_mask": None, **state.given}
+    whole = [each for each in whole if id(each.swap.module) not in given]
+    if not whole:
+        return given
     here = threading.get_ident()
 
     def passing(module: Module, before: Callable[..., Any]) -> Callable[..., Any]:
@@ -292,11 +302,11 @@ def _prepared(
 
     def prepare() -> Callable[[], Any]:
         switch(way)
-        cache = _filled(row, past)
+        cache = None if isinstance(_state(row[0]), Encoder) else _filled(row, past)
         ready = []
         for module, others, named in calls:
             forget_table(named)
-            ready.append((module, others, {**named, name_in(named): cache}))
+            ready.append((module, others, {**named, name_in(named): cache} if cache is not None else named))
 
         def run() -> None:
             rows = hidden

@@ -1,14 +1,16 @@
-"""Whole decoder layers of Transformers' models, found by what they are made of and believed by their values.
+"""Whole layers of Transformers' models, found by what they are made of and believed by their values.
 
-A layer is a candidate if it has one attention that keeps a cache, one feed-forward block, and norms. Which product is
-that of queries, where norms stand, and what is added to what is tried out, on the arguments that the model itself hands
-to the layer: a prompt and a token after it, with a row's first tokens hidden and without.
+A decoder layer is a candidate if it has one attention that keeps a cache, one feed-forward block, and norms. Which
+product is that of queries, where norms stand, and what is added to what is tried out, on the arguments that the model
+itself hands to the layer: a prompt and a token after it, with a row's first tokens hidden and without. An encoder's
+layers are in :mod:`layerzero.integrations.optimize.encoders`.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,11 +23,12 @@ from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
 from layerzero.engine.dispatch import ENGINE
+from layerzero.integrations.optimize import encoders
 from layerzero.integrations.optimize.attention import NAME, AttentionSwap, Search, Seen, seeing, seen_rows
 from layerzero.integrations.optimize.candidate import TOLERANCE, Candidate, distance, quiet, refusal
 from layerzero.integrations.optimize.dynamic_cache import name_in, name_of
 from layerzero.integrations.optimize.layer import Heads, Layer, forward
-from layerzero.integrations.optimize.norms import Norm, Normed, norm
+from layerzero.integrations.optimize.norms import Normed, normed
 from layerzero.integrations.optimize.products import Block, block, is_plain
 from layerzero.integrations.optimize.report import NO_TIME, Left, Replaced
 from layerzero.integrations.optimize.swap import Swap, stock_forward, weight_of
@@ -42,13 +45,35 @@ Call = tuple[Tensor, Mapping[str, Any]]
 """What a layer is called with: the hidden states, and arguments by name."""
 
 
-@dataclass
-class _Parts:
-    """What a layer is made of, by name."""
+Form = tuple[tuple[Any, ...], Callable[[], Layer]]
+"""A way in which a layer could compute, named by its order of parts, and what makes it."""
 
+
+@dataclass
+class Parts:
+    """What a decoder layer is made of, by name."""
+
+    module: Module
     heads: Module
     block: Block
     norms: dict[str, Normed]
+
+    calls = CALLS
+    forward = staticmethod(forward)
+
+    def cache(self) -> Any:
+        """An empty one, as a model makes it."""
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self.heads.config)
+
+    def forms(self, calls: list[Call], seen: Mapping[int, Seen], of: str) -> list[Form] | str:
+        """Every way in which a layer could compute with these parts; or why there is none."""
+        got = seen.get(id(self.heads))
+        if got is None or len(calls) != 4 or not isinstance(calls[0][1].get("position_embeddings"), tuple):
+            return "it has no rotary positions or no cache, or its attention is called otherwise"
+        found = list(_forms(self, got, of))  # latent projections have none
+        return found or "its products and norms have the sizes of no form of a layer that LayerZero computes"
 
 
 def find(search: Search) -> Iterator[Replaced | Left]:
@@ -62,36 +87,53 @@ def find(search: Search) -> Iterator[Replaced | Left]:
 
 def _layers(prefix: str, exchange: AttentionSwap, time: TimeLeft, *, ours: bool) -> Iterator[Replaced | Left]:
     """Try each layer of a model, with LayerZero's attention or with its own; a model without such layers gives none."""
+    for parts_of, calls_of in ((_parts_of, _calls_of), (encoders.parts_of, encoders.calls_of)):
+        parts: dict[str, Parts | encoders.Parts] = {}
+        for path, module in exchange.model.named_modules():
+            if (made := parts_of(module)) is not None:  # what holds one layer alone looks like that
+                parts = {each: of for each, of in parts.items() if each and not path.startswith(f"{each}.")}
+                parts[path] = made
+        if parts:
+            yield from _checked(prefix, parts, calls_of, exchange, time, ours=ours)
+
+
+def _checked(
+    prefix: str,
+    parts: Mapping[str, Parts | encoders.Parts],
+    calls_of: Callable[..., tuple[dict[int, list[Call]], Mapping[int, Seen]]],
+    exchange: AttentionSwap,
+    time: TimeLeft,
+    *,
+    ours: bool,
+) -> Iterator[Replaced | Left]:
+    """Try what may be layers, on what the model hands to them."""
     model = exchange.model
-    parts = {
-        f"{prefix}.{path}".strip("."): (module, made)
-        for path, module in model.named_modules()
-        if (made := _parts_of(module)) is not None
-    }
-    if not parts:
-        return
     step = f"checking layers of {type(model).__name__}"
     if not time.allows(f"{step}, with an example", step):
         yield Left(prefix, type(model).__name__, f"its layers: {NO_TIME}")
         return
     try:
-        calls, seen = _calls_of(model, exchange, [module for module, _ in parts.values()])
+        calls, seen = calls_of(model, exchange, list(parts.values()))
     except Exception as error:  # noqa: BLE001  # what a model raises on an example that was made for another
         why = f"its layers could not be run on an example: {type(error).__name__}: {str(error)[:80]}"
         yield Left(prefix, type(model).__name__, why)
         return
     found: list[Replaced | Left] = []
     liked: tuple[Any, ...] = ()
-    for path, (module, made) in parts.items():
-        why = refusal(module)
+    unknown: dict[type[Module], str] = {}
+    for name, made in parts.items():
+        path, cls = f"{prefix}.{name}".strip("."), type(made.module).__name__
+        why = refusal(made.module) or unknown.get(type(made.module), "")
         if why:
-            yield Left(path, type(module).__name__, why)
+            yield Left(path, cls, why)
             continue
         if not time.allows(step, step):
-            found.append(Left(path, type(module).__name__, f"as a whole: {NO_TIME}"))
+            found.append(Left(path, cls, f"as a whole: {NO_TIME}"))
             continue
         with time.taking(step):
-            each, liked = _tried(path, module, made, calls.get(id(module), []), seen, exchange, liked, ours=ours)
+            each, liked = _tried(path, made, calls.get(id(made.module), []), seen, exchange, liked, ours=ours)
+        if isinstance(each, Left) and isinstance(made, encoders.Parts):  # which have dozens of forms
+            unknown[type(made.module)] = each.why
         found.append(each)
     for first, second in itertools.pairwise(found):
         if isinstance(first, Replaced) and isinstance(second, Replaced) and _follows(first.path, second.path):
@@ -108,7 +150,7 @@ def _follows(first: str, second: str) -> bool:
     return before == after and one.isdigit() and two.isdigit() and int(two) == int(one) + 1
 
 
-def _parts_of(module: Module) -> _Parts | None:
+def _parts_of(module: Module) -> Parts | None:
     """The attention, the block and the norms of what may be a layer."""
     children = {name: each for name, each in module._modules.items() if each is not None}
     attending = [name for name, each in children.items() if isinstance(getattr(each, "layer_idx", None), int)]
@@ -126,25 +168,18 @@ def _parts_of(module: Module) -> _Parts | None:
         if isinstance(is_block, Candidate) and isinstance(is_block.swap.state, Block):
             blocks[name] = is_block.swap.state
             continue
-        made = _normed(each)
+        made = normed(each)
         if made is None:
             return None
         norms[name] = made
     if len(blocks) != 1 or len(norms) not in {2, 4}:
         return None
     ((name, made_block),) = blocks.items()
-    return _Parts(heads, made_block, norms)
-
-
-def _normed(module: Module) -> Normed | None:
-    found = norm(module)
-    if not isinstance(found, Candidate) or not isinstance(found.swap.state, Norm):
-        return None
-    return Normed(module, found.swap.state)
+    return Parts(module, heads, made_block, norms)
 
 
 def _calls_of(
-    model: Any, exchange: AttentionSwap, modules: list[Module]
+    model: Any, exchange: AttentionSwap, parts: list[Parts]
 ) -> tuple[dict[int, list[Call]], Mapping[int, Seen]]:
     """What the model hands to each layer: prompt and token, twice, then with hidden tokens; and what attention got."""
     ids = torch.randint(1, 64, (2, PROMPT + 1), generator=torch.Generator().manual_seed(0), device="cpu")
@@ -157,7 +192,7 @@ def _calls_of(
         if len(given) == 1:
             calls.setdefault(id(module), []).append((given[0], dict(named)))
 
-    hooks = [each.register_forward_pre_hook(keep, with_kwargs=True) for each in modules]
+    hooks = [each.module.register_forward_pre_hook(keep, with_kwargs=True) for each in parts]
     try:
         with quiet(model), seeing(exchange) as seen:
             for mask in (torch.ones_like(ids), hidden):
@@ -172,8 +207,7 @@ def _calls_of(
 
 def _tried(
     path: str,
-    module: Module,
-    made: _Parts,
+    made: Parts | encoders.Parts,
     calls: list[Call],
     seen: Mapping[int, Seen],
     exchange: AttentionSwap,
@@ -182,18 +216,14 @@ def _tried(
     ours: bool,
 ) -> tuple[Replaced | Left, tuple[Any, ...]]:
     """The form of a layer that gives the original's values; that of the layer before is tried first."""
+    module = made.module
     cls = type(module).__name__
-    got = seen.get(id(made.heads))
-    if got is None or len(calls) != 4 or not isinstance(calls[0][1].get("position_embeddings"), tuple):
-        why = "it has no rotary positions or no cache, or its attention is called otherwise"
-        return Left(path, cls, f"as a whole: {why}"), liked
-    forms = list(_forms(made, got, exchange.of))
-    if not forms:  # latent projections
-        why = "its products and norms have the sizes of no form of a layer that LayerZero computes"
-        return Left(path, cls, f"as a whole: {why}"), liked
+    forms = made.forms(calls, seen, exchange.of)
+    if isinstance(forms, str):
+        return Left(path, cls, f"as a whole: {forms}"), liked
     forms.sort(key=lambda form: form[0] != liked)
     try:
-        hidden, expected = _expected(module, calls, exchange)
+        hidden, expected = _expected(made, calls, exchange)
     except Exception as raised:  # noqa: BLE001  # what a layer raises that names its cache otherwise (GPT-NeoX)
         why = f"it could not be run by itself: {type(raised).__name__}: {str(raised)[:80]}"
         return Left(path, cls, f"as a whole: {why}"), liked
@@ -207,17 +237,17 @@ def _tried(
 
     ENGINE.watch(saw)
     try:
-        for name, state in forms:
+        for name, make in forms:
             ran.clear()
-            swap = Swap(module, forward, state)
-            error = _error(swap, hidden, expected, calls, exchange if ours else None)
+            swap = Swap(module, made.forward, make())
+            error = _error(swap, hidden, expected, calls, exchange if ours else None, made.cache)
             tried |= ran
             if isinstance(error, str):
                 failed[error] = None
                 continue
             least = min(least, error)
             if error <= TOLERANCE.get(hidden[0].dtype, 0.0):
-                return Replaced(path, cls, "layer", CALLS, ", ".join(ran), error, swap), name
+                return Replaced(path, cls, "layer", made.calls, ", ".join(ran), error, swap), name
     finally:
         ENGINE.unwatch(saw)
     by = f" by {', '.join(tried)}" if tried else ""
@@ -227,12 +257,12 @@ def _tried(
     return Left(path, cls, f"as a whole: its output is none of the layers' formulas{by}: {nearest}"), liked
 
 
-def _forms(made: _Parts, got: Seen, of: str) -> Iterator[tuple[tuple[Any, ...], Layer]]:
+def _forms(made: Parts, got: Seen, of: str) -> Iterator[Form]:
     """Every way in which a layer could compute with these parts, named by its order of parts."""
     children = {name: each for name, each in made.heads._modules.items() if each is not None}
     products = {name: each for name, each in children.items() if is_plain(each)}
     rest = {name: each for name, each in children.items() if name not in products}
-    norms = {name: _normed(each) for name, each in rest.items() if any(True for _ in each.parameters())}
+    norms = {name: normed(each) for name, each in rest.items() if any(True for _ in each.parameters())}
     if len(products) not in {2, 4} or len(norms) not in {0, 2} or None in norms.values():
         return
     heads, kv_heads, width = got.sizes
@@ -243,16 +273,19 @@ def _forms(made: _Parts, got: Seen, of: str) -> Iterator[tuple[tuple[Any, ...], 
         *first, last = chosen
         if tuple(weight_of(each).shape[0] for each in first) != wanted or weight_of(last).shape[1] != heads * width:
             continue
-        for normed in itertools.permutations(norms.items()):
-            pair: Any = tuple(each for _, each in normed) or None
+        for both in itertools.permutations(norms.items()):
+            pair: Any = tuple(each for _, each in both) or None
             if pair is not None and not _fit(pair, width):
                 continue
             for order, placed in _places(made.norms):
-                state = Heads(
-                    made.heads, tuple(chosen), got.sizes, pair, got.told, of=of, pack=wants_packed(weight_of(last))
-                )
-                name = names, tuple(name for name, _ in normed), order
-                yield name, Layer(state, made.block, placed)
+                pack = wants_packed(weight_of(last))
+                state = functools.partial(Heads, made.heads, tuple(chosen), got.sizes, pair, got.told, of=of, pack=pack)
+                name = names, tuple(name for name, _ in both), order
+                yield name, functools.partial(_layer, state, made.block, placed)
+
+
+def _layer(heads: Callable[[], Heads], block: Block, norms: tuple[Normed | None, ...]) -> Layer:
+    return Layer(heads(), block, norms)
 
 
 def _fit(pair: tuple[Normed, Normed], width: int) -> bool:
@@ -273,15 +306,11 @@ def _places(norms: dict[str, Normed]) -> Iterator[tuple[tuple[str, ...], tuple[N
             yield (*names, "behind"), (None, chosen[0], None, chosen[1])
 
 
-def _cache(module: Module) -> Any:
-    from transformers import DynamicCache
-
-    heads = next(each for each in module.children() if isinstance(getattr(each, "layer_idx", None), int))
-    return DynamicCache(config=heads.config)
-
-
-def _expected(module: Module, calls: list[Call], exchange: AttentionSwap) -> tuple[list[Tensor], list[Tensor]]:
+def _expected(
+    made: Parts | encoders.Parts, calls: list[Call], exchange: AttentionSwap
+) -> tuple[list[Tensor], list[Tensor]]:
     """Random input, as large as what the layer adds to it, so that all shows; and the layer's own output."""
+    module = made.module
     generator = torch.Generator().manual_seed(len(list(module.parameters())))
     hidden = [
         torch.randn(each.shape, generator=generator, device="cpu", dtype=torch.float32).to(each.device, each.dtype)
@@ -289,18 +318,23 @@ def _expected(module: Module, calls: list[Call], exchange: AttentionSwap) -> tup
     ]
     stock = stock_forward(module)
     with exchange.stock():
-        first = _run(stock, module, hidden, calls)
+        first = _run(stock, module, hidden, calls, made.cache)
     for each in first:
         if not isinstance(each, Tensor):  # Bamba's layers
             raise TypeError(f"wanted one tensor, the layer returns {type(each).__name__}")
     added = max((got - rows).abs().max().item() for got, rows in zip(first, hidden, strict=True))
     hidden = [rows * min(1.0, added / 4) for rows in hidden]
     with exchange.stock():
-        return hidden, _run(stock, module, hidden, calls)
+        return hidden, _run(stock, module, hidden, calls, made.cache)
 
 
 def _error(
-    swap: Swap, hidden: list[Tensor], expected: list[Tensor], calls: list[Call], exchange: AttentionSwap | None
+    swap: Swap,
+    hidden: list[Tensor],
+    expected: list[Tensor],
+    calls: list[Call],
+    exchange: AttentionSwap | None,
+    cached: Callable[[], Any] = lambda: None,
 ) -> float | str:
     """How far a form is from the layer's own output, in units of the largest value that the layer adds.
 
@@ -309,7 +343,7 @@ def _error(
     try:
         with nullcontext() if exchange is None else exchange.meanwhile(NAME):
             swap.on()
-            got = _run(swap.module.forward, swap.module, hidden, calls)
+            got = _run(swap.module.forward, swap.module, hidden, calls, cached)
     except (InvalidCallError, RuntimeError, IndexError) as raised:  # this form does not fit its sizes
         return f"a form raised {type(raised).__name__}: {' '.join(str(raised).split())[:160]}"
     finally:
@@ -326,12 +360,14 @@ def _error(
     return max(errors)
 
 
-def _run(function: Any, module: Module, hidden: list[Tensor], calls: list[Call]) -> list[Tensor]:
-    """The outputs of a layer for four calls, each pair of which shares a cache."""
+def _run(
+    function: Any, module: Module, hidden: list[Tensor], calls: list[Call], cached: Callable[[], Any]
+) -> list[Tensor]:
+    """The outputs of a layer for its calls, each pair of which shares a cache, where it has one."""
     outputs = []
     cache: Any = None
     with quiet(module):
         for number, (rows, (_, named)) in enumerate(zip(hidden, calls, strict=True)):
-            cache = _cache(module) if number % 2 == 0 else cache
-            outputs.append(function(rows.clone(), **{**named, name_in(named): cache}))
+            cache = cached() if number % 2 == 0 else cache
+            outputs.append(function(rows.clone(), **(named if cache is None else {**named, name_in(named): cache})))
     return outputs

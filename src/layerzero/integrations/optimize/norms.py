@@ -258,3 +258,11 @@ class Normed:
             return self.of_sum(rows, fresh), fresh
         lz.add_rms_norm_(fresh, rows, self._scale(), self.norm.eps_for(rows))
         return fresh, rows
+
+
+def normed(module: Module) -> Normed | None:
+    """A norm of a layer; None for a module that is none."""
+    found = norm(module)
+    if not isinstance(found, Candidate) or not isinstance(found.swap.state, Norm):
+        return None
+    return Normed(module, found.swap.state)

@@ -249,8 +249,8 @@ def block(module: Module) -> Candidate | str | None:
     products = {name: each for name, each in children.items() if isinstance(each, Linear)}
     if not 2 <= len(products) <= 3 or any(True for _ in module.parameters(recurse=False)):
         return None
-    orders = list(_orders(products))
-    if not orders:
+    fitting = list(orders(products))
+    if not fitting:
         return None
     if not all(is_plain(each) for each in products.values()):
         return "one of its products has a forward of its own, or a weight of its own, which may compute anything"
@@ -259,11 +259,11 @@ def block(module: Module) -> Candidate | str | None:
     rest = {name: each for name, each in children.items() if name not in products and name not in known}
     if any(not isinstance(each, (Dropout, Identity)) for each in rest.values()):
         return None
-    up = weight_of(children[orders[0][0]])
+    up = weight_of(children[fitting[0][0]])
     activations = dict.fromkeys([name for name, _, _ in found] or FORMULAS)
     tried: list[tuple[float, tuple[str, ...], str, Tensor]] = []
     why = ""
-    for size in dict.fromkeys(weight_of(children[names[0]]).shape[1] for names in orders):
+    for size in dict.fromkeys(weight_of(children[names[0]]).shape[1] for names in fitting):
         example = random_rows(module, size, dtype=up.dtype, device=up.device)
         try:
             with quiet(module):
@@ -276,7 +276,7 @@ def block(module: Module) -> Candidate | str | None:
             continue
         if not found and up.dtype not in {torch.float32, torch.float64}:
             return "its activation is no attribute, and in half precision values do not tell which one it is"
-        for names, activation in itertools.product(orders, activations):
+        for names, activation in itertools.product(fitting, activations):
             if weight_of(children[names[0]]).shape[1] == size:
                 tried.append((_error(children, names, activation, example, expected), names, activation, example))
     if not tried:
@@ -291,7 +291,7 @@ def block(module: Module) -> Candidate | str | None:
     return candidate(module, _block, state, kind="block", calls=calls, example=example, asked=asked)
 
 
-def _orders(products: dict[str, Linear]) -> Iterator[tuple[str, ...]]:
+def orders(products: dict[str, Linear]) -> Iterator[tuple[str, ...]]:
     """Which product may be up, down and gate by their shapes."""
     for names in itertools.permutations(products):
         shapes = [products[name].weight.shape for name in names]  # which may be no parameter

@@ -271,14 +271,14 @@ def _names_of(modules: list[Module]) -> Iterator[tuple[Any, str]]:
             found[id(space), name] = space, name
     for module in modules:
         config = module.__dict__.get("config")
-        for name in _code_of(type(module))[0] & getattr(config, "__dict__", {}).keys():
+        for name in code_of(type(module))[0] & getattr(config, "__dict__", {}).keys():
             if not name.startswith("_attn_implementation"):  # which is asked for by itself
                 found[id(config), name] = config, name
     yield from found.values()
 
 
 def _named_by(cls: type) -> Iterator[tuple[dict[str, Any], str]]:
-    names, spaces = _code_of(cls)
+    names, spaces = code_of(cls)
     waiting, done = list(spaces), set[int]()
     while waiting:
         space = waiting.pop()
@@ -294,7 +294,7 @@ def _named_by(cls: type) -> Iterator[tuple[dict[str, Any], str]]:
                 yield space, name
 
 
-def _code_of(cls: Any) -> tuple[set[str], list[dict[str, Any]]]:
+def code_of(cls: Any) -> tuple[set[str], list[dict[str, Any]]]:
     """The names in the code of a class's forward and of the methods that it names, and the globals of that code."""
     waiting, names, spaces, done = ["forward"], set[str](), dict[int, dict[str, Any]](), set[str]()
     while waiting:

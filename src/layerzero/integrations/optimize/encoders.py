@@ -1,0 +1,291 @@
+"""Whole encoder layers of Transformers' models, as decoder layers are found: by their parts, and believed by values.
+
+An encoder layer has one attention without cache and rotation, two products or three with an activation, and two norms,
+wherever they lie within it: BERT's stand in submodules three deep, CLIP's and Whisper's in the layer itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Linear, Module
+
+from layerzero.integrations.optimize.attention import AttentionSwap, Seen, seeing
+from layerzero.integrations.optimize.layer import Heads, Layer
+from layerzero.integrations.optimize.norms import Normed, normed
+from layerzero.integrations.optimize.products import Block, activations_of, compute, is_plain, orders
+from layerzero.integrations.optimize.stamp import code_of
+from layerzero.integrations.optimize.swap import MARK, as_forward, serves, weight_of
+from layerzero.integrations.optimize.timing import size_of
+from layerzero.integrations.optimize.weights import wants_packed
+from layerzero.integrations.optimize.workload import example_run
+
+CALLS = "lz.qkv_linear, lz.attention, lz.linear, lz.mlp, lz.layer_norm"
+"""What a layer calls, in short."""
+
+TOKENS = 7
+"""Of an example at most so many are tried: a picture of 224 x 224 has 197, and the first two of a row are hidden."""
+
+_PLAIN = (bool, int, float, str)
+
+
+class Encoder(Layer):
+    """An encoder layer.
+
+    Attributes:
+        after: whether a norm follows the sum of a part's input and output, as in BERT; else it comes before a part.
+        scales: modules whose vector multiplies what attention and block give, or none.
+        order: names of the arguments behind the hidden states.
+        given: what a layer is told beside hidden states and mask, in every call.
+    """
+
+    def __init__(
+        self,
+        heads: Heads,
+        block: Block,
+        norms: tuple[Normed, Normed],
+        scales: tuple[Module, ...],
+        order: tuple[str, ...],
+        given: Mapping[str, Any],
+        *,
+        after: bool,
+    ) -> None:
+        first, second = norms
+        super().__init__(heads, block, (None, first, None, second) if after else (first, None, second, None), scales)
+        self.after, self.pair, self.scales, self.order, self.given = after, norms, scales, order, dict(given)
+
+    def serves(self, hidden: Tensor, named: Mapping[str, Any]) -> bool:
+        """Whether a call is one that was proved to be the same, and of somebody who does not want the module's code."""
+        try:
+            learned = self.learned
+        except KeyError:  # pruned or parametrised since: the modules compute them
+            return False
+        weight = self.heads.products[0]._parameters["weight"]
+        if weight is None or hidden.ndim != 3 or not serves(self, hidden, *learned):
+            return False
+        for name, value in named.items():
+            if value is None or value is False or (name == "attention_mask" and value.ndim == 4):
+                continue
+            if name not in self.given or type(value) not in _PLAIN or value != self.given[name]:
+                return False
+        if hidden.dtype != weight.dtype or hidden.device != weight.device:
+            return False
+        return self.heads.setting in self.heads.settings
+
+
+@as_forward
+def forward(self: Module, hidden_states: Tensor, *others: Any, **named: Any) -> Any:
+    """The forward of an encoder layer; arguments of Transformers' layers."""
+    state: Encoder | None = self.__dict__.get(MARK)  # None once another thread has undone it
+    if state is None or (state.own_at and state.own_at[size_of(hidden_states)]) or len(others) > len(state.order):
+        return type(self).forward(self, hidden_states, *others, **named)
+    told = {**dict(zip(state.order, others, strict=False)), **named} if others else named
+    if not state.serves(hidden_states, told):
+        return type(self).forward(self, hidden_states, *others, **named)
+    if state.packs and not (state.block.plain and state.block.plain[size_of(hidden_states)]):
+        state.renew()
+    return _encoded(state, hidden_states, told)
+
+
+def _encoded(state: Encoder, hidden: Tensor, named: Mapping[str, Any]) -> Tensor:
+    one, two = state.pair
+    scales = state.scales
+    rows = hidden if state.after else one.alone(hidden)
+    added = state.heads.attend(rows, named)
+    if state.after:
+        rows = total = one.of_sum(hidden, added)
+    elif scales:
+        total = torch.addcmul(hidden, added, _scale(scales[0]))
+        rows = two.alone(total)
+    else:
+        rows, total = two.of_sum(hidden, added), added
+    output: Tensor = compute(state.block, rows)
+    if state.after:
+        return two.of_sum(total, output)
+    return torch.addcmul(total, output, _scale(scales[1])) if scales else output.add_(total)
+
+
+def _scale(module: Module) -> Tensor:
+    (scale,) = module._parameters.values()
+    assert scale is not None
+    return scale
+
+
+@dataclass
+class Parts:
+    """What an encoder layer is made of, by name.
+
+    Attributes:
+        module: the layer.
+        products, norms, scales: its parts with weights.
+        activation: of its block.
+        order: names of the arguments of its forward, behind the hidden states.
+    """
+
+    module: Module
+    products: dict[str, Linear]
+    norms: dict[str, Normed]
+    scales: dict[str, Module]
+    activation: str
+    order: tuple[str, ...]
+
+    calls = CALLS
+    forward = staticmethod(forward)
+
+    def cache(self) -> None:
+        """No cache of an encoder."""
+
+    def forms(
+        self, calls: Sequence[tuple[Tensor, Mapping[str, Any]]], seen: Mapping[int, Seen], of: str
+    ) -> list[tuple[tuple[Any, ...], Callable[[], Encoder]]] | str:
+        """Every way in which a layer could compute with these parts, the likeliest first; or why there is none."""
+        attending = {path: each for path, each in self.module.named_modules() if id(each) in seen}
+        if len(attending) != 1 or not calls:
+            return "the example did not run it with one attention"
+        ((path, module),) = attending.items()
+        given = _given(calls)
+        if isinstance(given, str):
+            return given
+        if (
+            weight_of(next(iter(self.products.values()))).dtype is torch.float16
+            and "clamp" in code_of(type(self.module))[0]
+        ):
+            return "it clamps what it computes in float16"
+        got = seen[id(module)]
+        inner = [name for name in self.products if name.startswith(f"{path}." if path else "")]
+        made = functools.partial(self._made, module, got, of, given)
+        found: list[tuple[tuple[Any, ...], Callable[[], Encoder]]]
+        found = [(key, functools.partial(made, *key)) for key in self._orders(inner, got)]
+        return found or "its products and norms have the sizes of no form of a layer that LayerZero computes"
+
+    def _orders(self, inner: list[str], got: Seen) -> Iterator[tuple[Any, ...]]:
+        """Names of the products of attention and block, of norms and scales, and where norms stand."""
+        heads, kv_heads, width = got.sizes
+        apart = (heads * width, kv_heads * width, kv_heads * width)
+        first: list[tuple[tuple[str, ...], tuple[int, ...]]]
+        first = [(names, apart) for names in sorted(itertools.permutations(inner, 3), key=_unlike)]
+        first += [((name,), (sum(apart),)) for name in inner]
+        scalings = (1.0, width**-0.5) if got.told.get("scaling") == 1.0 else (1.0,)
+        for names, sizes in first:
+            if tuple(weight_of(self.products[name]).shape[0] for name in names) != sizes:
+                continue
+            within = [name for name in inner if name not in names]
+            for last in within or [name for name in self.products if name not in names]:
+                if weight_of(self.products[last]).shape[1] != heads * width or len(within) > 1:
+                    continue
+                rest = {name: each for name, each in self.products.items() if name not in {*names, last}}
+                for block, norms, scales, after, scaling in itertools.product(
+                    orders(rest),
+                    itertools.permutations(self.norms),
+                    itertools.permutations(self.scales),
+                    (False, True) if not self.scales else (False,),
+                    scalings,
+                ):
+                    yield (*names, last), block, norms, scales, after, scaling
+
+    def _made(
+        self,
+        module: Module,
+        got: Seen,
+        of: str,
+        given: Mapping[str, Any],
+        names: tuple[str, ...],
+        block: tuple[str, ...],
+        norms: tuple[str, str],
+        scales: tuple[str, ...],
+        after: bool,
+        scaling: float,
+    ) -> Encoder:
+        products = tuple(self.products[name] for name in names)
+        pack = wants_packed(weight_of(products[-1]))
+        told = {**got.told, "scaling": got.told["scaling"] * scaling} if scaling != 1.0 else got.told
+        heads = Heads(module, products, got.sizes, None, told, of=of, pack=pack)
+        made = Block(block, dict(self.products), self.activation, pack=pack)
+        pair = self.norms[norms[0]], self.norms[norms[1]]
+        return Encoder(heads, made, pair, tuple(map(self.scales.get, scales)), self.order, given, after=after)  # type: ignore[arg-type]
+
+
+def _unlike(names: tuple[str, ...]) -> int:
+    """How many of three names do not begin as queries, keys and values are called: these orders are tried later."""
+    return sum(name.rpartition(".")[2][0] != letter for name, letter in zip(names, "qkv", strict=True))
+
+
+def _given(calls: Sequence[tuple[Tensor, Mapping[str, Any]]]) -> dict[str, Any] | str:
+    """What calls tell a layer beside the mask; or why a form cannot know it."""
+    found: dict[str, Any] = {}
+    for _, named in calls:
+        for name, value in named.items():
+            if value is None or value is False or name == "attention_mask":
+                continue
+            if type(value) not in _PLAIN or found.setdefault(name, value) != value:
+                return f"it is called with {name}, of which LayerZero does not know what it does"
+    return found
+
+
+def parts_of(module: Module) -> Parts | None:
+    """The products, norms and activation of what may be an encoder layer."""
+    leaves = {path: each for path, each in module.named_modules() if not each._modules}
+    linears = {path: each for path, each in leaves.items() if isinstance(each, Linear)}
+    if not 4 <= len(linears) <= 7 or not all(is_plain(each) for each in linears.values()):
+        return None
+    if any(each.is_meta for each in module.parameters()):
+        return None
+    norms: dict[str, Normed] = {}
+    scales: dict[str, Module] = {}
+    for path, each in leaves.items():
+        if path in linears or not any(True for _ in (*each.parameters(), *each.buffers())):
+            continue
+        if _is_scale(each):
+            scales[path] = each
+        elif (made := normed(each)) is not None:
+            norms[path] = made
+        else:
+            return None
+    if len(norms) != 2 or len(scales) not in {0, 2}:
+        return None
+    holders = [each for each in module.modules() if each._modules]
+    if any(True for each in holders for _ in each.parameters(recurse=False)):
+        return None
+    activations = {name for each in holders for name, _, _ in activations_of(each)}
+    if len(activations) != 1:
+        return None
+    known = inspect.signature(type(module).forward).parameters.values()
+    order = [each.name for each in known if each.kind is each.POSITIONAL_OR_KEYWORD]
+    return Parts(module, linears, norms, scales, activations.pop(), tuple(order[2:]))
+
+
+def _is_scale(module: Module) -> bool:
+    """Whether it is a vector that multiplies rows, as far as can be told without a run."""
+    parameters = {name: each for name, each in module._parameters.items() if each is not None}
+    return len(parameters) == 1 and "weight" not in parameters and all(each.ndim == 1 for each in parameters.values())
+
+
+def calls_of(
+    model: Any, exchange: AttentionSwap, parts: Sequence[Parts]
+) -> tuple[dict[int, list[tuple[Tensor, Mapping[str, Any]]]], Mapping[int, Seen]]:
+    """What the model hands to each layer on Transformers' own example, a few tokens of it; and what attention got."""
+    calls: dict[int, list[tuple[Tensor, Mapping[str, Any]]]] = {}
+    order = {id(each.module): each.order for each in parts}
+
+    def keep(module: Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        told = {**dict(zip(order[id(module)], given[1:], strict=False)), **named}
+        hidden = given[0] if given else told.pop("hidden_states")
+        if (mask := told.get("attention_mask")) is not None:
+            told["attention_mask"] = mask[:2, ..., :TOKENS, :TOKENS] if mask.ndim == 4 else mask
+        calls.setdefault(id(module), []).append((hidden[:2, :TOKENS], told))
+
+    hooks = [each.module.register_forward_pre_hook(keep, with_kwargs=True) for each in parts]
+    try:
+        with seeing(exchange) as seen:
+            example_run(model)()
+    finally:
+        for each in hooks:
+            each.remove()
+    return calls, seen
