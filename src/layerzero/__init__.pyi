@@ -162,6 +162,8 @@ __all__ = [
     "chosen_logprobs",
     "configure",
     "confirm_suspects",
+    "conv1d",
+    "conv2d",
     "copy_kv_blocks_",
     "copy_slice_",
     "dequantize",
@@ -629,6 +631,54 @@ def chosen_logprobs(logits: Tensor, ids: Tensor, *, temperature: float | Tensor 
         temperature: what logits are divided by, from 1e-6; 1 if None. Or a float32 tensor (*) with one for each row,
             where 0 and less is 1e-6.
     Raises: InvalidCallError for what does not fit, and on a CPU for ids beyond the vocabulary.
+    """
+
+def conv1d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | tuple[int, ...] = 1,
+    padding: int | tuple[int, ...] | str = 0,
+    dilation: int | tuple[int, ...] = 1,
+    groups: int = 1,
+    *,
+    packed: PackedWeight | None = None,
+) -> Tensor:
+    """Convolve sequences with a weight, as ``torch.nn.functional.conv1d``.
+
+    Shapes: input (N, C, L) or (C, L), weight (O, C / groups, K), bias (O,) → (N, O, L') or (O, L')
+    Dtype: floating, the same for all; sums are in float32; returns input.dtype.
+    Units: stride, padding and dilation in positions.
+    Args:
+        padding: zeros at both ends, ``"valid"`` for none, or ``"same"`` for as many results as positions.
+        groups: parts of the channels that are convolved apart; ``groups == C`` is depthwise.
+        packed: the :class:`layerzero.PackedWeight` of this weight, as of :func:`layerzero.linear`.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for groups that do not divide the channels,
+        for a stride or dilation below 1, a negative padding, and a kernel longer than the padded input.
+    """
+
+def conv2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | tuple[int, ...] = 1,
+    padding: int | tuple[int, ...] | str = 0,
+    dilation: int | tuple[int, ...] = 1,
+    groups: int = 1,
+    *,
+    packed: PackedWeight | None = None,
+) -> Tensor:
+    """Convolve pictures with a weight, as ``torch.nn.functional.conv2d``.
+
+    Shapes: input (N, C, H, W) or (C, H, W), weight (O, C / groups, K_h, K_w), bias (O,) → (N, O, H', W') or (O, H', W')
+    Dtype: floating, the same for all; sums are in float32; returns input.dtype.
+    Units: stride, padding and dilation in positions, one number or (of height, of width).
+    Args:
+        padding: zeros at both ends of each axis, ``"valid"`` for none, or ``"same"`` for as many results as positions.
+        groups: parts of the channels that are convolved apart; ``groups == C`` is depthwise.
+        packed: the :class:`layerzero.PackedWeight` of this weight, as of :func:`layerzero.linear`.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for groups that do not divide the channels,
+        for a stride or dilation below 1, a negative padding, and a kernel larger than the padded input.
     """
 
 def copy_kv_blocks_(

@@ -82,6 +82,8 @@ def test_a_tensor_and_a_number_give_the_same_by_every_way():
 # torch's functions of the same name: by position nothing means another thing here
 
 TORCHS = {
+    "conv1d": ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
+    "conv2d": ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
     "dequantize": ("tensor",),
     "embedding": ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"),
     "gelu": ("input",),

@@ -73,7 +73,7 @@ def torch_schemas(function: Function, known: dict[str, TorchSchema]) -> Mapping[
             raise RegistrationError(f"function {function.name!r}: {parameter.name}: {wanted}, got {got}")
         if parameter.name in function.mutates:
             kind = f"Tensor({next(letters)}!)"
-        written[parameter.name] = f"{kind} {parameter.name}{_default(parameter)}", is_list
+        written[parameter.name] = f"{kind} {parameter.name}{_default(parameter, is_list=is_list)}", is_list
     order = tuple(name for name in function.order or written if name in written)
     lists = tuple(name for name in order if written[name][1])
     arguments = ", ".join(written[name][0] for name in order)
@@ -108,10 +108,10 @@ def _is_list(annotation: Any) -> bool:
     return typing.get_origin(annotation) in (tuple, list, Sequence)
 
 
-def _default(parameter: inspect.Parameter) -> str:
+def _default(parameter: inspect.Parameter, *, is_list: bool) -> str:
     if parameter.default is inspect.Parameter.empty:
         return ""
     value = parameter.default
     if isinstance(value, str):
         return f'="{value}"'
-    return f"={value}"
+    return f"=[{value}]" if is_list and isinstance(value, int) else f"={value}"

@@ -1,4 +1,4 @@
-"""torch's own kernels: activations, attention, products with weights, norms, paged gathers, draws, flex, Inductor."""
+"""torch's own kernels: a file of each family, and flex attention and Inductor."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ MODULES = (
     "activation",
     "attention",
     "cascade",
+    "conv",
     "cuda_attention",
     "elementwise",
     "flex_attention",

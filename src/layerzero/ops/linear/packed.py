@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import weakref
 import zlib
 from array import array
@@ -129,8 +130,7 @@ def _words_of(weight: Tensor) -> int:
     """How many words of memory are the weight's alone and may be read; 0 where a host cannot read them."""
     if type(weight) not in _PLAIN or weight.device.type != "cpu" or weight.layout is not torch.strided:
         return 0
-    dense = weight.is_contiguous() or (weight.ndim > 1 and weight.mT.is_contiguous())
-    return weight.nbytes // _WORD if dense else 0
+    return weight.nbytes // _WORD if torch.ops.aten.is_non_overlapping_and_dense.default(weight) else 0
 
 
 PACKED = "packed"
@@ -165,10 +165,8 @@ class Packing:
         with torch.no_grad():
             dense = weight.detach().resolve_neg().contiguous()
             # of an axis with one element any stride counts as contiguous, and zentorch reads it
-            rows, columns = dense.shape[-2:]
-            self.form, self.bytes = self._pack(
-                dense.as_strided(dense.shape, (rows * columns, columns, 1)[-dense.ndim :])
-            )
+            strides = [math.prod(dense.shape[axis:]) for axis in range(1, dense.ndim + 1)]
+            self.form, self.bytes = self._pack(dense.as_strided(dense.shape, strides))
 
 
 class PackedWeight(Handle):
@@ -299,13 +297,15 @@ def _state_of(weight: Tensor) -> tuple[int, ...]:
 
 
 def _problem(weight: object) -> str:
-    wanted = "weight: wanted a dense floating or int8 tensor (out_features, in_features), or floating ones of experts"
+    wanted = (
+        "weight: wanted a dense floating or int8 tensor (out_features, in_features), or a floating one of 3 or 4 axes"
+    )
     if not isinstance(weight, Tensor):
         return f"{wanted}, got {type(weight).__name__}"
     if weight.is_nested or weight.layout is not torch.strided:
         return f"{wanted}, got a {'nested' if weight.is_nested else str(weight.layout).removeprefix('torch.')} one"
     whole = weight.ndim == 2 and weight.dtype is torch.int8
-    if not whole and (weight.ndim not in (2, 3) or not weight.is_floating_point()):
+    if not whole and (weight.ndim not in (2, 3, 4) or not weight.is_floating_point()):
         return f"{wanted}, got {str(weight.dtype).removeprefix('torch.')} {tuple(weight.shape)}"
     return ""
 

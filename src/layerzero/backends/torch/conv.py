@@ -1,0 +1,134 @@
+"""torch's convolutions: its functions, and on the CPU oneDNN's with a weight that was put in its order once.
+
+torch's own puts the weight in oneDNN's order in every call, which of many channels and few positions takes longer than
+the convolution: 1280 channels, 3 x 3, take 3.1 times as long as with a packed weight at 8 x 8, and 1.14 times at
+16 x 16; 640 take 1.14 times at 16 x 16 (float32 and bfloat16 alike). The packed way reads and writes channels last, so
+that of 64 channels at 32 x 32 it takes 1.25 times as long as torch's own, unless the input lies so already (AMD EPYC
+with AVX512-BF16, CPU time of one thread, torch 2.13.0, 2026-11-26). A weight that was packed without the size of an
+input took 30 times as long.
+Library: torch >= 2.10, BSD-3-Clause; oneDNN 3, Apache-2.0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from layerzero.backends.torch.attention import TORCH
+from layerzero.backends.torch.linear import ONEDNN
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.ops.conv.declare import AXES, CONV1D, CONV2D, each, lies_channels_last, torchs
+from layerzero.ops.linear.packed import BELONGS, PackedWeight
+
+_OPERATIONS = (CONV1D.name, CONV2D.name)
+_STEPS = ("stride", "padding", "dilation", "groups")
+
+LEAST_SHARE = 8
+"""So many numbers of the weight for each one of input and result, from which on packing it pays."""
+
+
+def _load(facts: Facts) -> Callable[..., Any]:
+    """The function itself, which takes all but the two tensors by name."""
+    compute = functional.conv1d if facts["operation"] == CONV1D.name else functional.conv2d
+    return torchs(compute) if facts["padding"] == "same" else compute
+
+
+def _even(facts: Facts) -> Reason | None:
+    if facts["padding"] != "same":
+        return None
+    return Reason(
+        ReasonCode.CONSTRAINT_FAILED, "padding", "as much at both ends", "one more at the end: an even kernel"
+    )
+
+
+def _load_packed(facts: Facts) -> Callable[..., Any]:
+    operator, reorder = torch.ops.mkldnn._convolution_pointwise.default, torch.ops.mkldnn._reorder_convolution_weight
+    size = torch.ops.mkldnn._nbytes.default
+    axes = len(AXES[facts.operation.name][0])
+    flat = axes == 1  # oneDNN's order is for pictures: a sequence is one of a single line, as it is to torch
+    (stride, padding, dilation), groups = _steps(facts, axes), facts["groups"]
+    shape = list(facts.tensors["input"].shape)
+    alone = len(shape) == axes + 1
+    shape = [1, *shape] if alone else shape
+    shape = [*shape[:2], 1, shape[2]] if flat else shape
+    owner = "torch.onednn_conv", *stride, *padding, *dilation, groups
+
+    def pack(weight: Tensor) -> tuple[Tensor, int]:
+        whole = (weight.unsqueeze(2) if flat else weight).contiguous()
+        packed: Tensor = reorder.default(whole, padding, stride, dilation, groups, shape)
+        return packed, size(packed)
+
+    def run(input: Tensor, weight: Tensor, *, bias: Tensor | None = None, packed: PackedWeight, **_: object) -> Tensor:
+        given = input.unsqueeze(0) if alone else input
+        given = given.unsqueeze(2) if flat else given
+        form = packed.form(owner, pack)
+        output: Tensor = operator(given, form, bias, padding, stride, dilation, groups, "none", [], "")
+        if not (lies_channels_last(input) or lies_channels_last(weight)):  # as torch's own leaves it, for views
+            output = output.contiguous()
+        output = output.squeeze(2) if flat else output
+        return output.squeeze(0) if alone else output
+
+    return run
+
+
+def _steps(facts: Facts, axes: int) -> list[list[int]]:
+    """Stride, padding and dilation of height and width."""
+    alone = ((1,), (0,), (1,)) if axes == 1 else ((), (), ())
+    return [[*first, *each(facts[name], axes)] for first, name in zip(alone, _STEPS[:3], strict=True)]
+
+
+def _pays(facts: Facts) -> Reason | None:
+    """Whether the weight is large beside input and result, or the input lies as oneDNN reads it."""
+    if facts["channels_last"]:
+        return None
+    spatial, kernel, results = AXES[facts.operation.name]
+    weight = math.prod(facts.size(axis) for axis in ("out_channels", "group_channels", *kernel))
+    per_picture = facts.size("channels") * math.prod(map(facts.size, spatial))
+    per_picture += facts.size("out_channels") * math.prod(map(facts.size, results))
+    moved = facts.size("batch") * per_picture
+    if weight >= LEAST_SHARE * moved:
+        return None
+    wanted = f"a weight of {LEAST_SHARE} times as many numbers as input and result, or channels last"
+    return Reason(ReasonCode.CONSTRAINT_FAILED, "weight", wanted, f"{weight} beside {moved}")
+
+
+KERNELS = (
+    Kernel(
+        id="torch.conv",
+        operations=_OPERATIONS,
+        backend=TORCH,
+        load=_load,
+        accepts=("bias", *_STEPS),
+        limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
+        grad=True,
+        handles_empty=True,
+        handles_negated=True,
+        priority=50,
+        stock=True,
+    ),
+    Kernel(
+        id="torch.onednn_conv_packed",
+        operations=_OPERATIONS,
+        backend=TORCH,
+        load=_load_packed,
+        accepts=("bias", *_STEPS, "packed"),
+        limits=(
+            *ONEDNN,
+            limit.contiguous("bias"),
+            BELONGS,
+            limit.Custom("as much padding at both ends", _even),
+            limit.Custom("a weight that is large beside input and result, or channels last", _pays),
+        ),
+        graph_safe=False,
+        priority=55,
+        stock=True,  # torch's own is oneDNN's, too
+    ),
+)
