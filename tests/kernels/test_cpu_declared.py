@@ -37,7 +37,24 @@ def test_both_libraries_are_asked_about():
 def test_products_of_int8_want_a_cpu_that_adds_them_whole(features, machine, legal):
     """Without VNNI oneDNN adds two products in int16: held to AVX2, sums of 256 were off by 86105."""
     device = replace(lz.Device.named("CPU"), instruction_sets=frozenset(features), architecture=machine)
-    codes, scales = lz.quantize(torch.ones(16, 32), "int8", per="row")
-    call = {"input": torch.ones(2, 32), "weight": codes, "weight_scale": scales, "activations": "int8"}
-    reasons = lz.explain("quantized_linear", **call, device=device).reasons("torch.int_mm")
-    assert [each.code for each in reasons] == ([] if legal else [ReasonCode.INSTRUCTION_SET_MISMATCH])
+    report = lz.explain("quantized_linear", **int8_call(32), device=device)
+    for kernel in ("torch.int_mm", "torch.onednn_int8_packed"):
+        assert [each.code for each in report.reasons(kernel)] == (
+            [] if legal else [ReasonCode.INSTRUCTION_SET_MISMATCH]
+        )
+
+
+def int8_call(features):
+    codes, scales = lz.quantize(torch.ones(16, features), "int8", per="row")
+    call = {"input": torch.ones(2, features), "weight": codes, "weight_scale": scales, "activations": "int8"}
+    return {**call, "packed": lz.PackedWeight(codes)}
+
+
+@pytest.mark.parametrize(("features", "refused"), [(2048, 0), (2052, 1), (1026, 1)])
+def test_zentorchs_product_of_int8_is_offered_what_it_computes_rightly(features, refused):
+    """With 2049 and more inputs, packed, and with 1026 in one row, it gave other numbers (2.13.0.2)."""
+    device = replace(lz.Device.named("CPU"), instruction_sets=frozenset({"avx512", "avx512_vnni"}))
+    reasons = lz.explain("quantized_linear", **int8_call(features), device=device).reasons(
+        "zentorch.int8_linear_packed"
+    )
+    assert [each.code for each in reasons].count(ReasonCode.CONSTRAINT_FAILED) == refused

@@ -192,9 +192,10 @@ def packed_as_stock(facts: Facts) -> bool:
     return own(facts) and facts["dtype"] is torch.bfloat16
 
 
+HAS_ONEDNN = limit.Custom("torch is built with oneDNN", _has_onednn)
 ONEDNN = (
     limit.platform("cpu"),
-    limit.Custom("torch is built with oneDNN", _has_onednn),
+    HAS_ONEDNN,
     limit.dtype("float32", "bfloat16"),
     limit.cpu_feature("avx512", dtype="bfloat16"),
     ROWS_APART,

@@ -7,11 +7,14 @@ without VNNI oneDNN adds two products of int8 in int16, which ends at 32767: sum
 below, held to AVX2 and to AVX512_CORE, torch 2.13.0, 2026-11-25). A weight of 4096 x 4096 and 1, 16, 64 and 256 rows of
 bfloat16, in units of ``F.linear`` with one of bfloat16: int8 packed products 0.53, 1.6, 2.8 and 4.2, the weight widened
 in each call 8.7, 6.5, 3.7 and 2.2, ``_int_mm`` 0.44, 1.3, 1.0 and 0.9 (one thread, torch 2.13.0, AMD EPYC with
-AVX512-VNNI, 2026-11-23); float8 is widened four times as slowly as int8. Whole numbers up to 128 and every e4m3 number
-are bfloat16 numbers, so that quantized rows may be multiplied in that. ``_scaled_mm`` with a scale for each row gives
-bfloat16 alone. On an H200 (torch 2.11, 2026-11-23) it and ``_int_mm`` raised for columns in place of rows and for what
-lies off a boundary of 16 bytes, and ``_scaled_mm`` read a bias with steps as one without; with what is demanded now
-both conform there.
+AVX512-VNNI, 2026-11-23); float8 is widened four times as slowly as int8. oneDNN's product with a packed weight wants
+codes from 0 on: with int8 ones of 0.13 ms it took 61. It makes its operation anew in each call, in 60 us: of 1024 x
+2816 in float32, 1, 4, 16 and 256 rows took 0.40, 0.24, 0.19 and 0.27 of ``F.linear``'s time, ``_int_mm`` 0.33, 0.41,
+0.27 and 0.26; of 384 x 1536 it is never faster (one thread, EPYC held to AVX512_CORE_VNNI, 2026-11-26). Whole numbers
+up to 128 and every e4m3 number are bfloat16 numbers, so that quantized rows may be multiplied in that. ``_scaled_mm``
+with a scale for each row gives bfloat16 alone. On an H200 (torch 2.11, 2026-11-23) it and ``_int_mm`` raised for
+columns in place of rows and for what lies off a boundary of 16 bytes, and ``_scaled_mm`` read a bias with steps as one
+without; with what is demanded now both conform there.
 Library: torch >= 2.10, BSD-3-Clause.
 """
 
@@ -25,12 +28,14 @@ from torch import Tensor
 
 from layerzero.backends.norm_limits import RowsAligned
 from layerzero.backends.torch.attention import TORCH
+from layerzero.backends.torch.linear import HAS_ONEDNN
 from layerzero.backends.torch.quantize import scales
 from layerzero.backends.torch.varlen import linear_for
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.ops.linear.packed import BELONGS, PackedWeight
 from layerzero.ops.linear.quantized import ACTIVATIONS, QUANTIZED, of_outputs
 from layerzero.ops.quantize.formats import FORMATS, Format
 
@@ -155,6 +160,40 @@ def _load_int_mm(facts: Facts) -> Callable[..., Any]:
     return run
 
 
+def _pack_onednn(weight: Tensor) -> tuple[Tensor, int]:
+    packed = torch.ops.onednn.qlinear_prepack.default(weight, None)
+    return packed, torch.ops.mkldnn._nbytes.default(packed)
+
+
+def _load_onednn(facts: Facts) -> Callable[..., Any]:
+    """Codes above 0 by adding 128, which oneDNN takes off its sums: for codes of int8 it has no instruction here."""
+    operator, ndim = torch.ops.onednn.qlinear_pointwise.default, facts["input_ndim"]
+    features, outputs = facts.size("in_features"), facts.size("out_features")
+    zeros = torch.zeros(outputs, dtype=torch.int64)
+
+    def run(
+        input: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        *,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None,
+        packed: PackedWeight,
+    ) -> Tensor:
+        rows = input if ndim == 2 else input.reshape(-1, features)
+        codes, scale = quantized_rows(rows.to(torch.float32), FORMATS["int8"])
+        numbers = _in_rows(codes.add_(128), torch.uint8)
+        scales = weight_scale.reshape(-1).expand(outputs).contiguous()
+        form = packed.form("torch.onednn.int8", _pack_onednn)
+        output = operator(numbers, 1.0, 128, form, scales, zeros, None, 1.0, 0, torch.float32, "none", [], "")
+        output = (output.mul_(scale) if bias is None else torch.addcmul(bias, output, scale)).to(
+            out_dtype or input.dtype
+        )
+        return output if ndim == 2 else output.view(*input.shape[:-1], -1)
+
+    return run
+
+
 def _load_scaled_mm(facts: Facts) -> Callable[..., Any]:
     features, outputs, ndim = facts.size("in_features"), facts.size("out_features"), facts["input_ndim"]
 
@@ -179,6 +218,8 @@ def _cut_products(facts: Facts) -> Reason | None:
     have, wanted = ", ".join(sorted(device.instruction_sets)) or "none known", " or ".join(sorted(_WHOLE_PRODUCTS))
     return Reason(ReasonCode.INSTRUCTION_SET_MISMATCH, "instruction_sets", wanted, have)
 
+
+_WHOLE_SUMS = limit.Custom("an x86 CPU needs avx_vnni or avx512_vnni", _cut_products)
 
 _LONGEST_SUM = 131072
 """Products of 127 and 128 whose sum int32 holds."""
@@ -235,10 +276,28 @@ KERNELS = (
             limit.dim("in_features", min=2, max=_LONGEST_SUM),
             limit.dim("out_features", min=2),
             limit.contiguous("weight"),
-            limit.Custom("an x86 CPU needs avx_vnni or avx512_vnni", _cut_products),
+            _WHOLE_SUMS,
         ),
         graph_safe=False,
         priority=45,
+        backend=TORCH,
+    ),
+    Kernel(
+        id="torch.onednn_int8_packed",
+        operations=(_WHOLE,),
+        load=_load_onednn,
+        accepts=("bias", "out_dtype", "packed"),
+        limits=(
+            limit.platform("cpu"),
+            HAS_ONEDNN,
+            limit.dtype("float32", "float16", "bfloat16"),
+            limit.dim("rows", min=2),
+            limit.dim("in_features", max=_LONGEST_SUM // 2),
+            _WHOLE_SUMS,
+            BELONGS,
+        ),
+        graph_safe=False,
+        priority=40,  # behind torch.int_mm, for measured times to choose: faster for a few rows of large weights alone
         backend=TORCH,
     ),
     Kernel(
