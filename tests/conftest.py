@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import math
 import os
 import random
 import signal
@@ -17,7 +18,7 @@ from hypothesis import register_random, settings
 import layerzero as lz
 from layerzero.asking.descriptors import DESCRIPTORS
 from layerzero.backends.torch import inductor
-from layerzero.core import cpu_features
+from layerzero.core import cpu_features, emulation
 from layerzero.core.ledger import MemoryLedger
 from layerzero.engine import accelerator, config, failures, probe
 from layerzero.engine.dispatch import ENGINE
@@ -111,6 +112,7 @@ def fresh_process(monkeypatch):
     monkeypatch.setenv("LAYERZERO_JIT", "never")
     monkeypatch.setattr(inductor, "NOTES", f"test-{uuid.uuid4().hex}")  # what earlier tests built is not there
     monkeypatch.setattr(timing, "CLOCK", lambda: 0.0)  # what is put into a model does not hang on a machine's load
+    monkeypatch.setattr(emulation, "RATIO", lambda _: math.inf)  # what a CPU emulates is told by its features
     monkeypatch.setattr(workload, "CLOCK", lambda: 0.0)  # nor does what there is time for
     ENGINE.ledger = MemoryLedger()
     REGISTRY.ready()

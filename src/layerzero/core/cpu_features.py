@@ -21,8 +21,11 @@ FLAGS = {  # /proc/cpuinfo spelling to the name that limits use
     "avx512_fp16": "avx512_fp16",
     "amx_bf16": "amx_bf16",
     "amx_int8": "amx_int8",
+    "amx_fp16": "amx_fp16",
     "asimd": "neon",
     "sve": "sve",
+    "bf16": "arm_bf16",
+    "asimdhp": "arm_fp16",
 }
 
 _BELOW = {
@@ -33,7 +36,10 @@ _BELOW = {
     "avx512_fp16": "avx512_vnni",
     "amx_bf16": "avx512_bf16",
     "amx_int8": "avx512_vnni",
+    "amx_fp16": "amx_bf16",
     "sve": "neon",
+    "arm_bf16": "neon",
+    "arm_fp16": "neon",
 }
 """What each feature stands on: no CPU has one without the other, so naming the higher one keeps both."""
 

@@ -244,6 +244,8 @@ class Kernel:
         priority: 0 to 100, what decides where nothing was measured. 10 to 30 for a new kernel.
         priority_since: another priority on devices of at least a compute capability: ``{(9, 0): 55}``. For a library
             that knows nothing of the units that came with them.
+        widens: of a kernel that computes half precision in float32: whether that pays for such a call where the CPU
+            emulates the dtype. It reads no size but by its class. None for every other kernel.
         proved_first: whether it works on a form of its own of what a call names (a converted tokenizer), so that it is
             refused, whoever asks, until a proof found that form the same; one of the facts that tell its class.
         stock: whether torch's own function for the operation runs this kernel for such a call: what a caller without
@@ -283,6 +285,7 @@ class Kernel:
     priority: int = 50
     priority_since: Mapping[tuple[int, int], int] = field(default_factory=dict)
     stock: bool | Callable[[Facts], bool] = False
+    widens: Callable[[Facts], bool] | None = None
     proved_first: bool | Callable[[Facts], bool] = False
     trust: Trust = Trust.DECLARED
     aliases: tuple[str, ...] = ()

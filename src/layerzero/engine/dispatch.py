@@ -182,7 +182,7 @@ class Dispatcher:
         if complete:
             judged = legality.judge(kernels, facts, policy, machine, health, ledger, failed=failed)
         else:
-            alone = self.engine.frozen is None and not failed and priority_decides(facts, policy, ledger)
+            alone = self.engine.frozen is None and not failed and priority_decides(kernels, facts, policy, ledger)
             judged, later = self.engine.standings.judge(
                 kernels, facts, policy, machine, health, ledger, failed=failed, by_priority=alone
             )

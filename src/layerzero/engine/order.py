@@ -11,7 +11,8 @@ nothing. The candidates may come in any order. What decides, in this order:
    priority among kernels with evidence. One confidence, the lowest of the set, mixes that with the term ``priority``.
    A kernel without evidence has its priority, less ``unmeasured`` where another one has evidence, less ``adaptation``.
 4. **What torch's own function runs** (the term ``stock``). A priority alone replaces it by no other library, unless
-   policy says ``unmeasured: priority``. Kernels that the user registered or prefers are not held back.
+   policy says ``unmeasured: priority``. Kernels that the user registered or prefers are not held back. One exception
+   needs no time (the term ``emulated``): where a CPU emulates half precision, a kernel that widens it comes first.
 5. **Policy**: the terms ``prefer`` and ``avoid``. A lock is applied to the order later (:mod:`layerzero.engine.pick`).
 6. **Ties.** Within the noise of the best, these decide: first what stock does not hold back, then priority, then the
    kernel id. So ranks and restarts agree. The refused follow by priority and id.
@@ -76,6 +77,10 @@ What first calls get by the tables that ship, computed from the device times of 
 1.117 and 1.096 of the best at 5 (two H200s, an H100), the same at 0, and 1.144, 1.137 and 1.096 at 10 (2026-11-24).
 """
 
+EMULATED, EMULATED_POINTS = "emulated", 30.0
+"""For computing in float32 what torch emulates: with a priority of 30, more than torch's own (50, packed 55), and less
+than one of these that a user prefers. A time of its own decides instead."""
+
 PREFER_POINTS = 20.0
 AVOID_POINTS = -50.0
 ADAPTATION_POINTS = -5.0
@@ -86,12 +91,15 @@ SURELY = 1.5
 norm stayed where it had taken 4.1 times a library's, with a confidence below 0.1 (AMD EPYC, other processes beside
 it, 2026-11-22)."""
 
+Known = Mapping[str, Evidence]  # by kernel id
+_Named = tuple[Sequence[str], Sequence[str]]  # what policy prefers and avoids for a call
+
 _ESTIMATED = frozenset({Provenance.PREDICTED, Provenance.PRIOR})
 """Of sizes that were not measured here, so that nothing is planned for them yet."""
 
 
 def order(
-    candidates: Iterable[Candidate], facts: Facts, policy: Policy, evidence: Mapping[str, Evidence]
+    candidates: Iterable[Candidate], facts: Facts, policy: Policy, evidence: Known, widening: Collection[str] = ()
 ) -> list[Candidate]:
     """Give the legal candidates their terms and costs and order them, best first; the refused follow.
 
@@ -99,16 +107,13 @@ def order(
         candidates: as judged for the call, in any order.
         facts: of the call.
         policy: what the user prefers and avoids, and what decides where nothing was measured.
-        evidence: the times that are known, by kernel id, as the ledger gives them.
+        evidence: the times that are known, as the ledger gives them.
+        widening: the kernels that are known to be faster than what the device emulates for such a call.
     """
-    legal: list[Candidate] = []
-    refused = []
-    for each in candidates:
-        if each.reasons:
-            refused.append((-each.kernel.priority, each.kernel.id, each))
-        else:
-            legal.append(each)
-    call = _call(legal, facts, policy, evidence)
+    candidates = list(candidates)
+    legal = [each for each in candidates if not each.reasons]
+    refused = [(-each.kernel.priority, each.kernel.id, each) for each in candidates if each.reasons]
+    call = _call(legal, facts, policy, evidence, widening)
     scored = [_scored(candidate, call) for candidate in legal]
     ordered = _ordered(scored, call) if len(scored) > 1 else scored
     return [*ordered, *[each for *_, each in sorted(refused)]] if refused else ordered
@@ -237,32 +242,37 @@ class _Call(NamedTuple):
         stock: the kernel that torch's own function would take, None where that holds nothing back.
         first: that one, and those that it does not hold back.
         found: the evidence that counts, with costs.
+        widening: those that are known to be faster than what the device emulates.
         quickest: the kernel with the least cost, None without evidence.
         anchor: the highest priority among kernels with evidence.
         confidence: of the set: the lowest of its members.
     """
 
-    named: tuple[Sequence[str], Sequence[str]]
+    named: _Named
     priority: Mapping[str, int]
     stock: str | None
     first: frozenset[str]
     found: Mapping[str, Evidence]
+    widening: Collection[str]
     quickest: str | None
     anchor: int
     confidence: float
 
 
-def _call(legal: Sequence[Candidate], facts: Facts, policy: Policy, evidence: Mapping[str, Evidence]) -> _Call:
+def _call(
+    legal: Sequence[Candidate], facts: Facts, policy: Policy, evidence: Known, widening: Collection[str]
+) -> _Call:
     named, device = _named(facts, policy), facts.device
     priority = {each.kernel.id: each.kernel.priority_on(device) for each in legal}
-    stock, first = _kept_first(legal, facts, policy, *named, priority)
+    stock, first = _kept_first(legal, facts, policy, named, priority)
+    first = first.union(widening) if stock is not None else first
     found = {name: evidence[name] for name in priority if name in evidence} if evidence else evidence
     if not found:
-        return _Call(named, priority, stock, first, found, None, 0, 0.0)
+        return _Call(named, priority, stock, first, found, widening, None, 0, 0.0)
     found = costs(found, [each.kernel for each in legal])
     anchor = max([priority[name] for name in found])
     confidence = min([each.confidence for each in found.values()])
-    return _Call(named, priority, stock, first, found, _least(found), anchor, confidence)
+    return _Call(named, priority, stock, first, found, widening, _least(found), anchor, confidence)
 
 
 def _scored(candidate: Candidate, call: _Call) -> Candidate:
@@ -274,7 +284,9 @@ def _scored(candidate: Candidate, call: _Call) -> Candidate:
         terms = _measured_terms(kernel.id, found, call.found[call.quickest], call, held_back=held_back)
     else:
         terms = [Term("priority", call.priority[kernel.id])]
-        if held_back:
+        if kernel.id in call.widening:
+            terms.append(Term(EMULATED, EMULATED_POINTS))
+        elif held_back:
             terms.append(Term("stock", STOCK_POINTS))
         elif call.found and "prefer" not in [term.name for term in policy_terms]:
             terms.append(Term("unmeasured", -UNMEASURED_PENALTY * call.confidence))
@@ -326,12 +338,7 @@ def may_come_first(kernel: Kernel, facts: Facts, policy: Policy) -> bool:
 
 
 def _kept_first(
-    legal: Sequence[Candidate],
-    facts: Facts,
-    policy: Policy,
-    prefer: Sequence[str],
-    avoid: Sequence[str],
-    priority: Mapping[str, int],
+    legal: Sequence[Candidate], facts: Facts, policy: Policy, named: _Named, priority: Mapping[str, int]
 ) -> tuple[str | None, frozenset[str]]:
     """The kernel that torch's own function would take, and with it those that it does not hold back.
 
@@ -339,6 +346,7 @@ def _kept_first(
     """
     if policy["unmeasured"] != "stock":
         return None, frozenset()
+    prefer, avoid = named
     stock = [
         (-priority[each.kernel.id], each.kernel.id)
         for each in legal
@@ -351,12 +359,10 @@ def _kept_first(
 
 
 def _is_wanted(kernel: Kernel, preferred: Sequence[str]) -> bool:
-    if kernel.backend.origin in ("code", "decorator"):
-        return True
-    return bool(preferred) and names_any(preferred, kernel)
+    return kernel.backend.origin in ("code", "decorator") or (bool(preferred) and names_any(preferred, kernel))
 
 
-def _named(facts: Facts, policy: Policy) -> tuple[Sequence[str], Sequence[str]]:
+def _named(facts: Facts, policy: Policy) -> _Named:
     prefer, avoid = policy.prefer_sources, policy.avoid_sources
     for rule in policy.rules:
         if (rule.prefer or rule.avoid) and rule.matches(facts):
@@ -365,9 +371,7 @@ def _named(facts: Facts, policy: Policy) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def _policy_terms(kernel: Kernel, prefer: Sequence[str], avoid: Sequence[str]) -> Sequence[Term]:
-    terms: list[Term] = []
-    if prefer and names_any(prefer, kernel):
-        terms.append(Term("prefer", PREFER_POINTS))
+    terms = [Term("prefer", PREFER_POINTS)] if prefer and names_any(prefer, kernel) else []
     if avoid and names_any(avoid, kernel):
         terms.append(Term("avoid", AVOID_POINTS))
     return terms

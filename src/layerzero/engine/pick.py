@@ -12,15 +12,17 @@ from collections.abc import Sequence
 
 import msgspec
 
+from layerzero.core import emulation
 from layerzero.core.errors import CudaGraphUnsafeError, NoKernelFoundError
 from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger, Libraries
 from layerzero.core.operation import Routed
 from layerzero.core.plan import Candidate, Report
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine import fusion, legality
 from layerzero.engine.judgements import Later
-from layerzero.engine.order import order
+from layerzero.engine.order import EMULATED, order
 from layerzero.engine.policy import Lock, Policy, names_kernel
 from layerzero.engine.probe import Machine
 
@@ -46,11 +48,20 @@ def ranked(
         ledger: what knows times; None where times decide nothing, whatever another process writes meanwhile.
         libraries: those that a question is about; times hold for versions.
     """
-    if ledger is None:
-        return order(judged, facts, policy, {})
     legal = [each.kernel for each in judged if not each.reasons]
+    widening = quicker_than_emulated(legal, facts)
+    if ledger is None:
+        return order(judged, facts, policy, {}, widening)
     evidence = ledger.evidence(legal, facts) if libraries is None else ledger.evidence(legal, facts, libraries)
-    return order(judged, facts, policy, evidence)
+    return order(judged, facts, policy, evidence, widening)
+
+
+def quicker_than_emulated(kernels: Sequence[Kernel], facts: Facts) -> frozenset[str]:
+    """The kernels that are known to be faster than what torch emulates for such a call, by id; most calls have none."""
+    if not emulation.lacks(facts.device, facts["dtype"]):
+        return frozenset()
+    found = frozenset([each.id for each in kernels if each.widens is not None and each.widens(facts)])
+    return found if found and emulation.emulates(facts.device, facts["dtype"]) else frozenset()
 
 
 def pick(
@@ -71,6 +82,8 @@ def pick(
     chosen = legal[0] if legal else None
     notes: list[str] = []
     locked = ""
+    if chosen is not None and any(term.name == EMULATED for term in chosen.terms):
+        notes.append(f"{emulation.told(facts.device, facts['dtype'])} (emulated)")  # type: ignore[arg-type]
     untimed = chosen if chosen is not None and chosen.time_us is None else None
     if untimed is not None and policy["unmeasured"] == "stock" and untimed.kernel.is_stock(facts):
         notes.append(NOT_MEASURED if facts.operation.plain is None else NOT_MEASURED_PLAIN)
@@ -112,13 +125,17 @@ def with_every_reason(report: Report, policy: Policy, machine: Machine) -> Repor
     return msgspec.structs.replace(report, ranked=ranked)
 
 
-def priority_decides(facts: Facts, policy: Policy, ledger: Ledger) -> bool:
+def priority_decides(kernels: Sequence[Kernel], facts: Facts, policy: Policy, ledger: Ledger) -> bool:
     """Whether no kernel scores more than its priority, and a legal one that moves no data scores just that.
+
+    A kernel that is known to be faster than what torch emulates scores more.
 
     Under capture limits may ask what was made before, which changes; nothing is left for later there.
     """
     bent = policy.locks or policy.rules or policy.prefer_sources or policy.avoid_sources
-    return not bent and not facts["capturing"] and ledger.untimed(facts)
+    if bent or facts["capturing"] or not ledger.untimed(facts):
+        return False
+    return not (emulation.lacks(facts.device, facts["dtype"]) and any(each.widens is not None for each in kernels))
 
 
 def _with_others(ranked: Sequence[Candidate], later: Later, facts: Facts, policy: Policy) -> tuple[Candidate, ...]:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from layerzero.backends.torch.attention import TORCH
 from layerzero.backends.torch.varlen import ROWS_APART, linear_for
+from layerzero.backends.torch.widened import CPU, many, widened
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -43,12 +44,13 @@ def _load_linear(facts: Facts) -> Callable[..., Any]:
     return linear_for(facts)
 
 
-def _load_then(facts: Facts) -> Callable[..., Any]:
+def _load_then(facts: Facts, product: Callable[..., Tensor] | None = None) -> Callable[..., Any]:
     """The product, and after it what the call asks for; a wider result is computed wide."""
-    linear = linear_for(facts)
+    linear = product or linear_for(facts)
     formula = FUNCTIONS.get(str(facts["activation"]))
     # relu2 doubles the rounding of what it squares: 1.5e-3 of a result in float16, three times that of the result alone
-    between = torch.float32 if facts["activation"] == "relu2" and facts["dtype"] is torch.float16 else None
+    squared = facts["activation"] == "relu2" and facts["dtype"] is torch.float16
+    between = torch.float32 if squared and product is None else None
 
     def run(
         input: Tensor,
@@ -56,7 +58,7 @@ def _load_then(facts: Facts) -> Callable[..., Any]:
         *,
         bias: Tensor | None = None,
         activation: str | None,
-        out_dtype: torch.dtype | None,
+        out_dtype: torch.dtype | None = None,
     ) -> Tensor:
         result = out_dtype or input.dtype
         wide = out_dtype or between
@@ -254,6 +256,23 @@ def _load_onednn_mlp(facts: Facts) -> Callable[..., Any]:
     return packed_blocks.block(facts, product, times)
 
 
+_THEN = Kernel(
+    id="torch.linear_then",
+    operations=_OPERATIONS,
+    backend=TORCH,
+    load=_load_then,
+    accepts=("bias", "activation", "out_dtype"),
+    limits=(
+        limit.dtype(*_FLOATS),
+        limit.Custom("an activation or another dtype of the result", _asks_for_more),
+    ),
+    grad=True,
+    handles_empty=True,
+    handles_negated=True,
+    priority=50,
+    stock=own,
+)
+
 KERNELS = (
     Kernel(
         id="torch.linear",
@@ -268,22 +287,8 @@ KERNELS = (
         priority=50,
         stock=own,
     ),
-    Kernel(
-        id="torch.linear_then",
-        operations=_OPERATIONS,
-        backend=TORCH,
-        load=_load_then,
-        accepts=("bias", "activation", "out_dtype"),
-        limits=(
-            limit.dtype(*_FLOATS),
-            limit.Custom("an activation or another dtype of the result", _asks_for_more),
-        ),
-        grad=True,
-        handles_empty=True,
-        handles_negated=True,
-        priority=50,
-        stock=own,
-    ),
+    _THEN,
+    widened(_THEN, many("rows"), _load_then, id="torch.linear_widened", limits=CPU),
     Kernel(
         id="torch.mm_wide",
         operations=_OPERATIONS,
