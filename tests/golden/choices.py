@@ -10,6 +10,7 @@ import hashlib
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from unittest import mock
 
 import torch
 
@@ -164,7 +165,12 @@ class Drawn(MemoryLedger):
 
 
 def lines(draws: range) -> Iterator[str]:
-    """One line for each call and each group of devices that choose alike, function by function."""
+    """One line for each call and each group of devices that choose alike, by function; CPUs have two threads."""
+    with mock.patch.object(torch, "get_num_threads", return_value=2):
+        yield from _of_functions(draws)
+
+
+def _of_functions(draws: range) -> Iterator[str]:
     kept = ENGINE.ledger
     for place, function in enumerate(FUNCTIONS):
         for draw in draws:

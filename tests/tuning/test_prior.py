@@ -131,6 +131,57 @@ def test_times_travel_and_count_less(facts, worth, first_table):
     assert all(each.confidence == pytest.approx(worth * own[name].confidence) for name, each in found.items())
 
 
+def cpu(name, *sets):
+    return replace(Device.named("CPU"), name=name, instruction_sets=frozenset({"avx2", *sets}))
+
+
+@pytest.fixture
+def cpu_table(tmp_path):
+    """A table of round times that a CPU with bfloat16 instructions took with two threads."""
+    table = json.loads(Path(__file__).with_name("round_times.json").read_bytes())
+    sets = ["avx2", "avx512", "avx512_bf16", "avx512_vnni"]
+    about = {
+        "device": "Some CPU",
+        "driver": "",
+        "threads": 2,
+        "capability": "0123456789abcdef",
+        "instruction_sets": sets,
+    }
+    (tmp_path / "some-cpu_01234567_dense.json").write_text(json.dumps(table | about))
+    return tmp_path
+
+
+@pytest.mark.parametrize(("sets", "threads", "worth"), [
+    (("avx512", "avx512_vnni", "avx512_bf16"), 2, prior.CONFIDENCE * prior.ELSEWHERE),
+    (("avx512", "avx512_vnni", "avx512_bf16", "avx_vnni"), 2, prior.CONFIDENCE * prior.ELSEWHERE),
+    (("avx512", "avx512_vnni", "avx512_bf16"), 8, prior.CONFIDENCE * prior.ELSEWHERE * prior.OTHER_THREADS),
+    (("avx512", "avx512_vnni"), 2, None),
+    ((), 2, None),
+    (("avx512", "avx512_vnni", "avx512_bf16", "amx_bf16"), 2, None),
+])  # fmt: skip
+def test_a_cpu_without_a_table_has_that_of_one_with_its_unit_for_products(sets, threads, worth, cpu_table, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    priors = Priors(cpu("Another CPU", *sets), cpu_table)
+    assert bool(priors) is (worth is not None)
+    assert not priors.problems
+    if worth is not None:
+        assert all(priors._worth(table) == pytest.approx(worth) for table, _ in priors._families.values())
+
+
+def test_of_two_cpus_the_one_with_more_alike_counts(cpu_table, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    nearer = json.loads((cpu_table / "some-cpu_01234567_dense.json").read_text())
+    nearer |= {"device": "Nearer", "capability": "f" * 16, "instruction_sets": ["avx2", "avx512", "avx512_bf16"]}
+    (cpu_table / "nearer_ffffffff_dense.json").write_text(json.dumps(nearer))
+    priors = Priors(cpu("Another CPU", "avx512", "avx512_bf16"), cpu_table)
+    assert {table.device for table, _ in priors._families.values()} == {"Nearer"}
+
+
+def test_a_cpus_table_that_is_none_is_a_problem_for_every_cpu(cpu_table):
+    (cpu_table / "broken_eeeeeeee_dense.json").write_text("{")
+    assert "broken_eeeeeeee_dense.json" in "".join(Priors(cpu("Another CPU"), cpu_table).problems)
+
+
 def test_another_major_version_does_not_count(installed, first_table, monkeypatch):
     installed["vllm"] = "0.21.1"
     found = asked(attention(1, 2048))

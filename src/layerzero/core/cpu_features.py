@@ -84,6 +84,15 @@ def limited(have: Iterable[str], text: str) -> frozenset[str]:
     return kept
 
 
+def unit(features: Iterable[str]) -> str:
+    """What multiplies on a CPU with these features, which decides most of how fast kernels are beside each other."""
+    have = frozenset(features)
+    return next((name for name in _UNITS if name in have), _NONE)
+
+
+_UNITS = ("amx_bf16", "avx512_bf16", "avx512", "avx2", "sve", "neon")
+
+
 def torch_variables(kept: Iterable[str]) -> dict[str, str]:
     """The variables that hold torch's own kernels and oneDNN's to about the same features; read once by each of them.
 

@@ -187,8 +187,8 @@ def _cuda_dtypes(sm: tuple[int, int]) -> frozenset[str]:
 def _detect_cpu() -> Device:
     """This machine's CPU, without the features that ``LAYERZERO_CPU_FEATURES`` takes away.
 
-    The name says so: times, verdicts and builds are kept by it, and those of the whole CPU stay apart. Shipped times of
-    the whole CPU are not read either.
+    The name says so: times, verdicts and builds are kept by it, and those of the whole CPU stay apart. Of shipped
+    times, those of the nearest CPU with the same unit for products count.
     """
     whole = cpu_of_this_machine()
     try:

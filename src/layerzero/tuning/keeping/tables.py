@@ -15,7 +15,9 @@ from pathlib import Path
 
 import msgspec
 
+from layerzero.core.device import Device
 from layerzero.core.dtypes import DTYPES
+from layerzero.tuning.keeping.environment import capability_hash
 from layerzero.tuning.keeping.rows import Row, Work, implied_of, is_plain, scaling_of, unusual
 from layerzero.tuning.predicting.evidence import Time, weighed
 
@@ -66,7 +68,8 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         versions: by kernel, the version of its library, empty where torch brings it.
         date, script: when, and by what.
         resolution_us: what the times were rounded to.
-        threads, capability: of a CPU, whose name alone tells neither; such a table counts for the same ones only.
+        threads, capability: of a CPU, whose name alone tells neither; such a table counts in full for the same ones.
+        instruction_sets: of a CPU: without them the table counts for no other one.
     """
 
     format: int
@@ -81,6 +84,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     resolution_us: float = 0.0
     threads: int = 0
     capability: str = ""
+    instruction_sets: tuple[str, ...] = ()
 
 
 def read_table(file: Path) -> Table:
@@ -157,8 +161,13 @@ def table_of(found: Iterable[Row], script: str) -> Table:
     ]
     day = max(row.written_at for row in rows)[:10]
     names = dict(sorted(versions))
+    here = Device.detect("cpu")  # a row keeps the hash of what its CPU can do
+    sets = tuple(sorted(here.instruction_sets)) if capability == capability_hash(here) else ()
     return Table(
-        FORMAT, KIND, device, driver, torch, names, day, script, families, threads=threads, capability=capability
+        *(FORMAT, KIND, device, driver, torch, names, day, script, families),
+        threads=threads,
+        capability=capability,
+        instruction_sets=sets,
     )
 
 
