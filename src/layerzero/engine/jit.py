@@ -143,17 +143,10 @@ class Noted:
             kept = self._kept[note.parent] = state, {}
         if note.name in kept[1]:
             return kept[1][note.name]
-        found = _read(note)
+        found = disk.read_json(note, MOST_BYTES, list[str])
         if time.time_ns() - stat.st_mtime_ns > SETTLED_NS:
             kept[1][note.name] = found
         return found
-
-
-def _read(note: Path) -> list[str] | None:
-    try:
-        return msgspec.json.decode(disk.read_plain(note, MOST_BYTES), type=list[str])
-    except (OSError, msgspec.DecodeError):
-        return None
 
 
 def note(kernel: Kernel, facts: Facts, opened: Iterable[str]) -> None:

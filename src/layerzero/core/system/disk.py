@@ -7,12 +7,18 @@ of it may hang or mislead who opens it.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+T = TypeVar("T")
 
 PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
 
@@ -66,6 +72,61 @@ def read_open(file: int, most_bytes: int) -> bytes:
         if at > most_bytes:
             raise OSError(errno.EFBIG, f"wanted at most {most_bytes} bytes, got more")
     return b"".join(parts)
+
+
+def read_json(path: str | os.PathLike[str], most_bytes: int, kind: type[T]) -> T | None:
+    """What a plain file holds as JSON; None where there is none, or one that is damaged, too large or no such thing."""
+    try:
+        return msgspec.json.decode(read_plain(path, most_bytes), type=kind)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def lock(file: int, *, shared: bool = False) -> bool:
+    """Take the lock of an open file unless another process has it; the system gives it back however a process ends.
+
+    Returns: whether it is this process's. Raises: OSError where there are no locks.
+    """
+    try:
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def is_locked(path: str | os.PathLike[str]) -> bool:
+    """Whether a living process holds a file's lock; those that look at once do not take each other for it.
+
+    Raises: NotPlainError, OSError.
+    """
+    file = open_plain(path)
+    try:
+        return not lock(file, shared=True)
+    finally:
+        os.close(file)
+
+
+def write_locked(path: Path, data: bytes) -> int:
+    """Put a file in its place, on disk, and locked from before it has its name until what is returned is closed.
+
+    Raises: OSError.
+    """
+    while True:
+        temporary = path.with_name(f"{uuid.uuid4().hex}.tmp")
+        file = open_plain(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        if lock(file) and os.fstat(file).st_nlink:
+            break
+        os.close(file)  # it was swept before it was locked
+    try:
+        write_all(file, data)
+        os.fsync(file)
+        temporary.replace(path)
+        sync_folder(path.parent)
+    except BaseException:
+        os.close(file)
+        temporary.unlink(missing_ok=True)
+        raise
+    return file
 
 
 def write_all(file: int, data: bytes) -> None:

@@ -7,6 +7,7 @@ and writes into it how far it is.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import os
@@ -121,7 +122,7 @@ class Failures:
         name, folder = _name(kernel, facts), _folder()
         if name in self._here or folder is None:
             return self._here.get(name)
-        return _read(folder / name)
+        return disk.read_json(folder / name, MOST_BYTES, FailedBuild)  # a damaged one is tried again
 
     def add(self, kernel: Kernel, facts: Facts, log: str, *, lasting: bool) -> FailedBuild:
         """Remember a failure: in this process, and where it lasts for later ones."""
@@ -152,7 +153,7 @@ class Failures:
         found = dict(self._here)
         if folder is not None and folder.is_dir():
             for path in sorted(folder.glob("*.json")):
-                read = _read(path)
+                read = disk.read_json(path, MOST_BYTES, FailedBuild)
                 if read is not None:
                     found.setdefault(path.name, read)
         return tuple(found[name] for name in sorted(found) if found[name].compilers == compilers())
@@ -169,13 +170,6 @@ def _name(kernel: Kernel, facts: Facts) -> str:
 def _folder() -> Path | None:
     folder = cache_folder()
     return None if folder is None or disk.distrust(folder) else folder / FOLDER
-
-
-def _read(path: Path) -> FailedBuild | None:
-    try:
-        return msgspec.json.decode(disk.read_plain(path, MOST_BYTES), type=FailedBuild)
-    except (OSError, msgspec.DecodeError):  # none, or a damaged one: it is tried again
-        return None
 
 
 class HostLock:
@@ -197,13 +191,12 @@ class HostLock:
             file = _opened()
         except OSError:
             return True
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(file)
-            return False
-        self._file = file
-        return True
+        with contextlib.suppress(OSError):
+            if disk.lock(file):
+                self._file = file
+                return True
+        os.close(file)
+        return False
 
     def tell(self, building: list[str], waiting: int) -> None:
         """Write down how far this process is, for whoever asks."""
@@ -234,10 +227,7 @@ def progress_of_others() -> Progress | None:
     if lock.take():
         lock.leave()
         return None
-    try:
-        return msgspec.json.decode(disk.read_plain(_lock_path(), MOST_BYTES), type=Progress)
-    except (OSError, msgspec.DecodeError):  # it has just begun, or ended
-        return None
+    return disk.read_json(_lock_path(), MOST_BYTES, Progress)  # None as well where it has just begun, or ended
 
 
 def _lock_path() -> Path:

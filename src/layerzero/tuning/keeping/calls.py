@@ -7,7 +7,6 @@ one file of the cache folder. Hits are not counted: a call counts once a process
 from __future__ import annotations
 
 import atexit
-import fcntl
 import os
 import time
 from collections import Counter, deque
@@ -66,9 +65,9 @@ class CallsMade:
         except OSError:  # the ledger tells of a folder that cannot be written
             return
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._merge()
-        except OSError:  # another process writes, or the disk is full
+            if disk.lock(lock):  # else another process writes
+                self._merge()
+        except OSError:  # the disk is full
             return
         finally:
             os.close(lock)
@@ -88,7 +87,4 @@ class CallsMade:
     def _read(self) -> list[Made]:
         if disk.distrust(self.folder):
             return []
-        try:
-            return msgspec.json.decode(disk.read_plain(self.folder / FILE, MOST_BYTES), type=list[Made])
-        except (OSError, msgspec.DecodeError):  # none yet, or a damaged one: what comes is written anew
-            return []
+        return disk.read_json(self.folder / FILE, MOST_BYTES, list[Made]) or []  # else what comes is written anew

@@ -43,9 +43,9 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.keeping import records
 from layerzero.tuning.keeping.folder import RecordFolder
-from layerzero.tuning.keeping.record_files import ONLY_BANS
 from layerzero.tuning.keeping.records import (
     FAILURES,
+    ONLY_BANS,
     PROVED,
     RUNNING,
     SUSPECT,

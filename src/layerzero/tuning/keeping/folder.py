@@ -18,8 +18,18 @@ from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.ledger import Verdict
 from layerzero.core.system import forking
 from layerzero.tuning.keeping import records
-from layerzero.tuning.keeping.record_files import ASIDE, DamagedError, RecordFiles
-from layerzero.tuning.keeping.records import FAILURES, PROVED, RUNNING, SUSPECT, VERDICT, Name, Record
+from layerzero.tuning.keeping.records import (
+    ASIDE,
+    FAILURES,
+    PROVED,
+    RUNNING,
+    SUSPECT,
+    VERDICT,
+    DamagedError,
+    Name,
+    Record,
+    RecordFiles,
+)
 
 JUDGED = (SUSPECT, VERDICT)
 """Kinds that decide whether a kernel may run."""

@@ -6,7 +6,6 @@ dead. It stays where it is and keeps its plugin out, until :func:`forgive` takes
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import uuid
@@ -60,23 +59,12 @@ def forgive(folder: Path, plugin: str, version: str) -> None:
 def _marked(place: Path, stem: str) -> tuple[Path, int] | None:
     """A new marker with its open file, locked before it has its name."""
     path = place / f"{stem}.{uuid.uuid4().hex}"
-    hidden = path.with_suffix(".tmp")
+    said = f"process {os.getpid()} ({datetime.now(UTC):%Y-%m-%d %H:%M UTC})\n{process_end.so_far()}\n"
     try:
         disk.make_private(place)
-        file = disk.open_plain(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            said = f"process {os.getpid()} ({datetime.now(UTC):%Y-%m-%d %H:%M UTC})\n{process_end.so_far()}\n"
-            disk.write_all(file, said.encode())
-            os.fsync(file)
-            hidden.replace(path)
-        except OSError:
-            os.close(file)
-            hidden.unlink(missing_ok=True)
-            raise
+        return path, disk.write_locked(path, said.encode())
     except OSError:  # whoever keeps records says once that nothing can be written
         return None
-    return path, file
 
 
 def _left(place: Path, stem: str) -> list[tuple[Path, str]]:
@@ -84,22 +72,10 @@ def _left(place: Path, stem: str) -> list[tuple[Path, str]]:
     found = []
     for path in sorted(place.glob(f"{stem}.*")) if place.is_dir() else ():
         with suppress(OSError):  # gone meanwhile, another user's, or no plain file
-            if path.suffix != ".tmp" and not _held(path):
+            if not disk.is_locked(path):
                 if process_end.from_outside(path):
                     path.unlink(missing_ok=True)
                 else:
                     said = disk.read_plain(path, process_end.MOST_BYTES).decode(errors="replace")
                     found.append((path, said.partition("\n")[0]))
     return found
-
-
-def _held(path: Path) -> bool:
-    """Whether a living process holds a marker. Raises: OSError."""
-    file = disk.open_plain(path)
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(file)
-    return False

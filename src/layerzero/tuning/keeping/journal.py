@@ -9,7 +9,6 @@ merged, is removed.
 from __future__ import annotations
 
 import bisect
-import fcntl
 import os
 import uuid
 from collections.abc import Iterator, Sequence
@@ -79,7 +78,7 @@ class Journal:
             check_folder(self.folder)
             path = self.folder / f"{os.getpid()}-{uuid.uuid4().hex}{_ROWS}"
             file = disk.open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND)
-            if _is_ours(file):
+            if disk.lock(file, shared=True) and os.fstat(file).st_nlink:
                 self._file, self._path, self._torn = file, path, False
                 disk.sync_folder(self.folder)
             else:  # it was swept before it was locked
@@ -91,14 +90,6 @@ class Journal:
         if self._file is not None:
             file, self._file = self._file, None
             os.close(file)
-
-
-def _is_ours(file: int) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return os.fstat(file).st_nlink > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,12 +217,13 @@ def sweep(folder: Path) -> None:
         except OSError:
             continue
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not disk.lock(file):  # its writer lives
+                continue
             at, size = merged_until(path), os.fstat(file).st_size
             if at >= size or not _whole_lines(file, at, size):  # a last half line was never acknowledged
                 path.unlink(missing_ok=True)
                 path.with_suffix(_AT).unlink(missing_ok=True)
-        except OSError:  # its writer lives
+        except OSError:
             continue
         finally:
             os.close(file)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import time
@@ -78,15 +77,10 @@ def turn(path: Path, *, of: str = "lock", wait_s: float = TURN_WAIT_S) -> Iterat
 
 def _take(lock: int, name: Path, wait_s: float) -> None:
     until = time.monotonic() + wait_s
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= until:
-                raise TimeoutError(errno.ETIMEDOUT, f"another process has held {name} for {wait_s:g} s") from None
-            time.sleep(_PAUSE_S)
-        else:
-            return
+    while not disk.lock(lock):
+        if time.monotonic() >= until:
+            raise TimeoutError(errno.ETIMEDOUT, f"another process has held {name} for {wait_s:g} s")
+        time.sleep(_PAUSE_S)
 
 
 def _let_go() -> None:
