@@ -22,7 +22,7 @@ from layerzero.core.evidence import Measurement, Provenance
 from layerzero.core.ledger import MemoryLedger
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.keeping import archive, migrations, places
+from layerzero.tuning.keeping import archive, connections, migrations
 from layerzero.tuning.keeping import rows as rows_module
 from layerzero.tuning.keeping.store import StoreLedger, TimeStore
 
@@ -172,7 +172,7 @@ def test_a_file_that_is_not_as_it_was_made_is_set_aside_once_and_its_rows_are_sa
         used(kernels)
     assert len(caught) == 1
     measured, notes = used(kernels)
-    assert len(places.set_aside(path)) == 1
+    assert len(connections.set_aside(path)) == 1
     assert any("set aside" in note for note in notes)
     lost = what in ("no table of times", "a view in its place")
     assert measured == ({} if lost else WHOLE)
@@ -246,7 +246,9 @@ def test_rows_of_an_earlier_version_get_checksums(path, kernels):
 def test_an_earlier_version_that_cannot_be_written_is_read(path, kernels, monkeypatch):
     sql(path, "DROP TABLE stale", "ALTER TABLE times DROP COLUMN crc", "ALTER TABLE models DROP COLUMN crc")
     sql(path, "PRAGMA user_version = 3")
-    monkeypatch.setattr(places, "turn", lambda *_, **__: (_ for _ in ()).throw(OSError(30, "Read-only file system")))
+    monkeypatch.setattr(
+        connections, "turn", lambda *_, **__: (_ for _ in ()).throw(OSError(30, "Read-only file system"))
+    )
     assert TimeStore().evidence(kernels, facts(8))["user.a"].time_us == 20.0
     assert migrations.version(sqlite3.connect(path)) == 3
 
@@ -301,7 +303,7 @@ def test_a_damaged_page_costs_the_times_on_it_only(path, kernels):
         store.database.read("SELECT sum(median_us), max(facts) FROM times JOIN works ON key = work")
         store.evidence(kernels, facts(8))
         left = len(list(archive.rows(store.database)))
-    assert len(places.set_aside(path)) == 1
+    assert len(connections.set_aside(path)) == 1
     assert before > 400
     assert left > before * 0.8
 
@@ -312,7 +314,7 @@ def test_what_no_file_can_raise_reaches_no_caller(path, kernels, monkeypatch):
     with pytest.warns(lz.LayerZeroWarning, match="division by zero"):
         assert store.evidence(kernels, facts(8)) == {}
         assert store.evidence(kernels, facts(64)) == {}
-    assert places.set_aside(path) == [], "a sound file is no culprit"
+    assert connections.set_aside(path) == [], "a sound file is no culprit"
 
 
 @pytest.mark.parametrize("reading", [True, False])

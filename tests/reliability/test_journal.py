@@ -21,7 +21,7 @@ import layerzero as lz
 from layerzero.core.evidence import Measurement, Provenance
 from layerzero.core.system import disk
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.keeping import database, journal, journal_merge, learning, places
+from layerzero.tuning.keeping import connections, database, journal, journal_merge, learning
 from layerzero.tuning.keeping.connections import in_transaction
 from layerzero.tuning.keeping.store import TimeStore
 from layerzero.tuning.predicting import fitting
@@ -314,7 +314,7 @@ def test_a_child_forked_amid_a_merge_does_not_keep_the_turn(folder, kernel):
     store = TimeStore()
     store.record(kernel, facts(1), TIME)
     (reading, writing), (up, told) = os.pipe(), os.pipe()
-    with places.turn(folder / "perfdb.sqlite", of="turn"):
+    with connections.turn(folder / "perfdb.sqlite", of="turn"):
         child = os.fork()
         if child == 0:
             os.close(writing)
@@ -322,7 +322,7 @@ def test_a_child_forked_amid_a_merge_does_not_keep_the_turn(folder, kernel):
             os.read(reading, 1)
             os._exit(0)
     os.read(up, 1)
-    with places.turn(folder / "perfdb.sqlite", of="turn", wait_s=0.0):
+    with connections.turn(folder / "perfdb.sqlite", of="turn", wait_s=0.0):
         pass
     os.close(writing)
     os.waitpid(child, 0)
@@ -437,7 +437,7 @@ def test_journals_are_merged_anew_only_between_merges(folder, kernel, monkeypatc
 
     def seen(_):
         try:
-            with places.turn(folder / "perfdb.sqlite", of="turn", wait_s=0.0):
+            with connections.turn(folder / "perfdb.sqlite", of="turn", wait_s=0.0):
                 held.append(False)
         except TimeoutError:
             held.append(True)

@@ -20,7 +20,7 @@ from layerzero.core.ledger import MemoryLedger, Verdict
 from layerzero.core.system import disk
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.keeping import archive, journal, places
+from layerzero.tuning.keeping import archive, connections, journal
 from layerzero.tuning.keeping.calls import CallsMade
 from layerzero.tuning.keeping.files import FileLedger
 from layerzero.tuning.keeping.store import StoreLedger, TimeStore
@@ -336,7 +336,7 @@ def test_a_setting_may_name_a_link_to_a_database(folder, kernel):
     lz.configure(perfdb={"path": str(folder / "times.sqlite")})
     TimeStore().record(kernel, facts(), TIME)
     assert (folder / "real" / "times.sqlite").is_file()
-    assert places.set_aside(folder / "times.sqlite") == []
+    assert connections.set_aside(folder / "times.sqlite") == []
 
 
 @pytest.mark.parametrize("below", ["", "further"])

@@ -31,7 +31,7 @@ from layerzero.engine import order
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.testing import random_call
-from layerzero.tuning.keeping import archive, environment, migrations, places
+from layerzero.tuning.keeping import archive, connections, environment, migrations
 from layerzero.tuning.keeping import rows as rows_module
 from layerzero.tuning.keeping.database import Database
 from layerzero.tuning.keeping.rows import work_of
@@ -390,7 +390,7 @@ def test_a_file_that_is_not_ours_is_set_aside_and_named(folder, kernels, ruin, r
             assert times(store, kernels, facts(29)) == {}
         store.record(kernels[1], facts(), TIME)
     assert times(store, kernels, facts()) == {"user.b": 10.0}
-    (aside,) = places.set_aside(path)
+    (aside,) = connections.set_aside(path)
     assert (folder / aside).read_bytes() == left
     assert aside in store.notes()[0]
     assert aside in fresh().notes()[0], "another process tells as well"
@@ -505,8 +505,8 @@ MOUNTS = """21 1 8:1 / / rw shared:1 - ext4 /dev/sda rw
 def test_network_file_systems_are_known(tmp_path, monkeypatch, folder, kind):
     mounts = tmp_path / "mountinfo"
     mounts.write_text(MOUNTS)
-    monkeypatch.setattr(places, "_MOUNTS", mounts)
-    assert places.network_type(Path(folder)) == kind
+    monkeypatch.setattr(connections, "_MOUNTS", mounts)
+    assert connections.network_type(Path(folder)) == kind
 
 
 def test_on_a_network_file_system_a_rollback_journal_is_kept_and_told(folder, kernels, monkeypatch):
@@ -514,7 +514,7 @@ def test_on_a_network_file_system_a_rollback_journal_is_kept_and_told(folder, ke
     local.record(kernels[0], facts(), TIME)
     assert journal(folder) == "wal"
     local.database.close()
-    monkeypatch.setattr(places, "network_type", lambda _: "nfs4")
+    monkeypatch.setattr(connections, "network_type", lambda _: "nfs4")
     store = fresh()
     store.record(kernels[1], facts(), TIME)
     assert journal(folder) == "delete"

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.system import forking
-from layerzero.tuning.keeping import connections, migrations, places
+from layerzero.tuning.keeping import connections, migrations
 from layerzero.tuning.keeping.connections import PASSING, ForeignError, Link, NewerError, code_of, in_transaction
 
 Result = TypeVar("Result")
@@ -204,10 +204,10 @@ class Database:
         """Move a file aside that is no database of times; whether a fresh one may take its place."""
         assert self.path is not None
         try:
-            with places.turn(self.path):
+            with connections.turn(self.path):
                 if self._sound():  # another process has moved it already
                     return True
-                moved = places.move_aside(self.path)
+                moved = connections.move_aside(self.path)
         except OSError:  # a folder that cannot be written, or a process that is paused: the caller gives up
             return False
         self.aside.append(moved)
@@ -272,7 +272,7 @@ class Database:
         self.read("SELECT 1")  # opens it
         resting = [self._cannot(writing=writing) for writing in sorted(self._rests)]
         told = " ".join(self._notes)
-        untold = [name for name in places.set_aside(self.path) if name not in told]
+        untold = [name for name in connections.set_aside(self.path) if name not in told]
         named = [f"{self.path}: files were set aside and count for nothing: {', '.join(untold)}"] if untold else []
         return (*self._notes, *resting, *named)
 

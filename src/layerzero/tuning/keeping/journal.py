@@ -19,7 +19,7 @@ from zlib import crc32
 import msgspec
 
 from layerzero.core.system import disk
-from layerzero.tuning.keeping.places import check_folder
+from layerzero.tuning.keeping.connections import check_folder
 from layerzero.tuning.keeping.rows import Row, check
 
 FORMAT = 1

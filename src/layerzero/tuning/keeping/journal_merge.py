@@ -1,19 +1,30 @@
-"""Journals into the database, and models from its rows: done by whoever has the turn, for everybody."""
+"""Rows of journals and of damaged files into the database, and models from them.
+
+The process that has the turn merges the journals of all. Of a damaged file each row is taken that its checksum vouches
+for, and whose work and environment are whole: a damaged page ends a walk through a table, and what lies behind it is
+reached from the other end.
+"""
 
 from __future__ import annotations
 
 import functools
+import shutil
 import sqlite3
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from layerzero.tuning.keeping import journal, learning, places
-from layerzero.tuning.keeping.connections import in_transaction
+import msgspec
+
+from layerzero.tuning.keeping import checksums, connections, journal, learning
+from layerzero.tuning.keeping.connections import READ_WAIT_S, in_transaction, open_file
 from layerzero.tuning.keeping.database import Database
+from layerzero.tuning.keeping.environment import Environment
 from layerzero.tuning.keeping.journal import Piece
 from layerzero.tuning.keeping.learning import Kept, Subject
-from layerzero.tuning.keeping.rows import Row
+from layerzero.tuning.keeping.rows import Row, Work, check
 
 MERGE_S = 0.1
 """How long who writes merges and learns, for others too; what is left is done by the next who writes, or who asks."""
@@ -48,7 +59,7 @@ def merge(database: Database, *, own: Path | None = None, for_s: float = MERGE_S
         return True
     until = time.monotonic() + for_s
     folder = journal.folder_of(database.path)
-    with places.turn(database.path, of="turn", wait_s=wait_s):
+    with connections.turn(database.path, of="turn", wait_s=wait_s):
         lessons: dict[Subject, list[Row]] = {}
         others = _merge(database, folder, until, lessons, own)
         if others is None:
@@ -151,7 +162,7 @@ def learn_family(database: Database, family: bytes, damaged: Sequence[Subject] =
     if database.path is None:
         return
     try:
-        with places.turn(database.path, of="turn", wait_s=0.0):
+        with connections.turn(database.path, of="turn", wait_s=0.0):
             database.change(learn)
     except OSError:  # another one learns, or nothing can be written: what was learnt before serves
         return
@@ -167,8 +178,85 @@ def forget(database: Database, rows: Sequence[Row], wait_s: float = 5.0) -> bool
     if database.path is None:
         return database.write(remove)
     merge(database, wait_s=wait_s)
-    with places.turn(database.path, of="turn", wait_s=wait_s):
+    with connections.turn(database.path, of="turn", wait_s=wait_s):
         done = database.write(remove)
         if done:
             _learn(database, {subject: () for kept in lessons for subject in kept.lessons}, time.monotonic() + wait_s)
     return done
+
+
+# damaged files
+
+_PAGE = 1000
+
+
+def sound_rows(path: Path) -> Iterator[list[Row]]:
+    """Sound rows of a file that was set aside, some at a time; a copy is read, so that the file stays as it was."""
+    with tempfile.TemporaryDirectory(prefix="layerzero-") as folder:
+        copy = Path(folder, "copy.sqlite")
+        try:
+            for suffix in ("", "-wal"):
+                if Path(f"{path}{suffix}").is_file():
+                    shutil.copyfile(f"{path}{suffix}", f"{copy}{suffix}")
+            connection = open_file(copy, "rw", READ_WAIT_S)
+        except (OSError, sqlite3.Error):
+            return
+        try:
+            connection.text_factory = lambda data: data.decode("utf-8", "surrogateescape")
+            yield from _rows(connection)
+        finally:
+            connection.close()
+
+
+def _rows(connection: sqlite3.Connection) -> Iterator[list[Row]]:
+    works: dict[bytes, dict[str, str]] = {}
+    environments: dict[bytes, Environment] = {}
+    for key, facts in _walk(connection, "SELECT key, facts FROM works", "key"):
+        found = _decoded(facts, dict[str, str])
+        if found is not None and Work(tuple(sorted(found.items()))).key == key:
+            works[key] = found
+    for key, facts in _walk(connection, "SELECT key, facts FROM environments", "key"):
+        environment = _decoded(facts, Environment)
+        if environment is not None and environment.key == key:
+            environments[key] = environment
+    page: list[Row] = []
+    order = "work, graph, kernel, environment, condition, origin, source"
+    statement = f"SELECT work, graph, {checksums.WHOLE} FROM times"  # noqa: S608  # names of ours
+    for work, graph, *found in _walk(connection, statement, order):
+        environment = environments.get(found[1])
+        if (
+            work not in works
+            or environment is None
+            or not checksums.holds_whole(checksums.start_of(work, graph), tuple(found))
+        ):
+            continue
+        values = dict(zip(checksums.COLUMNS, found[:-1], strict=True))
+        row = Row(facts=works[work], graph=bool(graph), **(values | {"environment": environment}))
+        try:
+            check(row)
+        except ValueError:
+            continue
+        page.append(row)
+        if len(page) >= _PAGE:
+            yield page
+            page = []
+    if page:
+        yield page
+
+
+def _walk(connection: sqlite3.Connection, statement: str, order: str) -> Iterator[tuple[Any, ...]]:
+    """Rows from the first on until one cannot be read, and then from the last on."""
+    for direction in ("ASC", "DESC"):
+        try:
+            keys = ", ".join(f"{name} {direction}" for name in order.split(", "))
+            yield from connection.execute(f"{statement} ORDER BY {keys}")
+        except (sqlite3.Error, ValueError, OverflowError):
+            continue
+        return
+
+
+def _decoded(text: object, kind: Any) -> Any:
+    try:
+        return msgspec.json.decode(str(text), type=kind)
+    except (msgspec.MsgspecError, UnicodeError):
+        return None

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from layerzero.core.system import forking
-from layerzero.tuning.keeping import journal, journal_merge, learning, places, recovery
+from layerzero.tuning.keeping import connections, journal, journal_merge, learning
 from layerzero.tuning.keeping.connections import in_transaction
 from layerzero.tuning.keeping.database import RETRY_S, Database, what_of
 from layerzero.tuning.keeping.journal import Journal, Place
@@ -178,12 +178,12 @@ class Spool:
         assert self.database.path is not None
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):  # one who is paused amid a merge holds up nobody
-                stack.enter_context(places.turn(self.database.path, of="turn"))
+                stack.enter_context(connections.turn(self.database.path, of="turn"))
             journal.forget_places(self._folder())
 
     def _save_from(self, path: Path) -> None:
         count = 0
-        for rows in recovery.rows_of(path):
+        for rows in journal_merge.sound_rows(path):
             self.add(rows)
             count += len(rows)
         self._merge()  # what journals still hold, too
