@@ -79,7 +79,7 @@ def test_what_could_not_be_written_holds_in_this_process_and_is_written_later(tm
     assert "1 records wait in memory" in ledger.notes()[0]
     assert FileLedger(tmp_path).verdict(kernel, facts()) is None
     full["full"] = False
-    ledger.files.files._retry_at = 0.0  # some seconds later
+    ledger.files._retry_at = 0.0  # some seconds later
     ledger.look()
     assert FileLedger(tmp_path).verdict(kernel, facts()) is Verdict.WRONG
     assert ledger.notes() == ()
@@ -223,8 +223,8 @@ def test_thirty_thousand_records_cost_a_miss_a_look_at_its_own(tmp_path, kernel,
     real = disk.read_plain
     monkeypatch.setattr(disk, "read_plain", lambda path, most: (read.append(path), real(path, most))[1])
     fresh = FileLedger(tmp_path)
-    listing = fresh.files.files.listed
-    monkeypatch.setattr(fresh.files.files, "listed", lambda: (listed.append(1), listing())[1])
+    listing = fresh.files.listed
+    monkeypatch.setattr(fresh.files, "listed", lambda: (listed.append(1), listing())[1])
     monkeypatch.setattr(files_module, "LOOK_EVERY_S", 3600.0)
     for rows in range(1, 40):
         fresh.judgement(kernel, facts(rows))

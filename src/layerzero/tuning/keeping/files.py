@@ -270,24 +270,24 @@ class FileLedger(MemoryLedger):
     def notes(self) -> tuple[str, ...]:
         """Files that were set aside, and a folder that cannot be written; every record is read for it."""
         self._open(anew=True)
-        for _ in self.files.all(SUSPECT, VERDICT, PROVED, FAILURES):
+        files = self.files
+        for _ in files.all(SUSPECT, VERDICT, PROVED, FAILURES):
             pass
-        notes = [f"{self.files.path / name.file()}: {_lifting(name, why)}" for name, why in self._doubts()]
+        notes = [f"{files.path / name.file()}: {_lifting(name, why)}" for name, why in self._doubts()]
         told = {name for name, _ in self._doubts()}
-        aside = [file for file in self.files.aside() if records.name_of(file) not in told]
+        aside = [file for file in files.aside() if records.name_of(file) not in told]
         if aside:
             names = ", ".join(aside)
-            notes.append(f"{self.files.path}: damaged or foreign files were set aside and count for nothing: {names}")
-        files = self.files.files
+            notes.append(f"{files.path}: damaged or foreign files were set aside and count for nothing: {names}")
         if files.refused:
             notes.append(f"{files.refused}: {ONLY_BANS}")
         elif files.problem:
-            waiting = f"; {self.files.waits()} records wait in memory" if self.files.waits() else ""
+            waiting = f"; {files.waits()} records wait in memory" if files.waits() else ""
             end = f"what is learnt about kernels ends with this process ({files.problem}){waiting}"
-            notes.append(f"{self.files.path} cannot be written: {end}")
-        elif nowhere := disk.no_place(self.files.path):  # nobody tried yet, as in a command that only looks
+            notes.append(f"{files.path} cannot be written: {end}")
+        elif nowhere := disk.no_place(files.path):  # nobody tried yet, as in a command that only looks
             notes.append(
-                f"{self.files.path} cannot be written: {nowhere}; mend that or set LAYERZERO_CACHE_DIR to another place"
+                f"{files.path} cannot be written: {nowhere}; mend that or set LAYERZERO_CACHE_DIR to another place"
             )
         return tuple(notes)
 

@@ -46,18 +46,15 @@ _MAX_FOREIGN = 64
 Identity = tuple[int, int, int]
 
 
-class RecordFolder:
+class RecordFolder(RecordFiles):
     """The records in a folder; it is listed at the first question and made at the first record.
 
     Attributes:
-        path: the folder.
-        files: what lies there.
         decided: changes with what decides about kernels: verdicts, suspicions, and what cannot be read of them.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.files = RecordFiles(path)
+        super().__init__(path)
         self._lock = forking.rlock()
         self._names: dict[str, dict[str, set[Name]]] = {}  # by kind, then by the slug of the kernel
         self._parsed: dict[str, Name] = {}  # files of the last list, but markers
@@ -68,13 +65,8 @@ class RecordFolder:
         self._gone: set[Name] = set()  # bans whose files vanished
         self._doubted: dict[str, dict[Name, str]] = {}  # by slug: what cannot be read, and why
         self._seen_ns = -1
-        self._warned = False
+        self._doubted_once = False
         self.decided = 0
-
-    @property
-    def writable(self) -> bool:
-        """Whether writing may work, as far as is known."""
-        return self.files.writable
 
     def has(self, slug: str, kind: str) -> bool:
         """Whether a kernel has any record of a kind: the quick answer, since most have none."""
@@ -106,7 +98,7 @@ class RecordFolder:
             if name not in self._of(name.kind).get(name.slug, ()):
                 return None
             try:
-                record = self.files.read(self.path / name.file(), name)
+                record = self.read(self.path / name.file(), name)
             except FileNotFoundError:  # another process settled it
                 self._forget(name)
                 return None
@@ -116,7 +108,7 @@ class RecordFolder:
             except OSError as error:  # no more files may be opened, say: it is asked again
                 self._doubt(name, f"it cannot be read: {error.strerror}")
                 return None
-            if self.files.refused and record.verdict is Verdict.PASSED:  # it would let a kernel run
+            if self.refused and record.verdict is Verdict.PASSED:  # it would let a kernel run
                 self._forget(name)
                 return None
             self._read[name] = record
@@ -125,7 +117,7 @@ class RecordFolder:
 
     def _damaged(self, name: Name, file: str, why: str) -> None:
         place = self.path / file
-        if self.files.set_aside(file):
+        if self.set_aside(file):
             self._forget(name)
             self._parsed.pop(file, None)
             place = self.path / ASIDE / file
@@ -137,8 +129,8 @@ class RecordFolder:
         doubts = self._doubted.setdefault(name.slug, {})
         self.decided += name not in doubts
         doubts[name] = why
-        if not self._warned:
-            self._warned = True
+        if not self._doubted_once:
+            self._doubted_once = True
             text = f"{self.path / name.file()}: {why}; it may have been a ban, so {records.kernel_of(name)} is refused"
             warnings.warn(f"{text}. `layerzero doctor` tells what lifts it", LayerZeroWarning, stacklevel=2)
 
@@ -178,7 +170,7 @@ class RecordFolder:
 
     def changed(self) -> bool:
         """Whether anybody, this process included, may have written since the folder was listed."""
-        return self.files.changed_ns() != self._seen_ns
+        return self.changed_ns() != self._seen_ns
 
     def scan(self) -> list[tuple[Path, Record]]:
         """List the folder anew; return the markers that dead processes left, and what they say.
@@ -188,11 +180,11 @@ class RecordFolder:
         """
         with self._lock:
             left: list[tuple[Path, Record]] = []
-            self._seen_ns = self.files.stamp_ns()
+            self._seen_ns = self.stamp_ns()
             for _ in range(_MAX_SCANS):
-                refused = self.files.refused
-                files = self.files.listed()
-                if refused and not self.files.refused:  # what did not count is looked at again
+                refused = self.refused
+                files = self.listed()
+                if refused and not self.refused:  # what did not count is looked at again
                     self._parsed.clear()
                 if files is None:  # what was known stays so
                     self._seen_ns = -1
@@ -232,7 +224,7 @@ class RecordFolder:
 
     def _look_at(self, name: Name) -> None:
         """Read a verdict or a suspicion again if its file is another one than it was."""
-        identity = self.files.identity(name)
+        identity = self.identity(name)
         if name in self._lifted and identity == self._lifted[name]:
             self._forget(name)
         elif identity != self._identity.get(name) and name not in self._gone and name not in self._unwritten:
@@ -256,7 +248,7 @@ class RecordFolder:
 
     def _doubt_aside(self, files: set[str]) -> None:
         """Doubt what was set aside because it was damaged, whoever did that; trust what is there no more."""
-        aside = {records.name_of(file): file for file in (self.files.aside() if ASIDE in files else [])}
+        aside = {records.name_of(file): file for file in (self.aside() if ASIDE in files else [])}
         for name in [name for name in self.all_doubts() if name not in aside and name.file() not in files]:
             self._trust(name)
         for judged, file in aside.items():
@@ -266,17 +258,17 @@ class RecordFolder:
     def _foreign(self, file: str, before: int) -> bool:
         """Get a file out of the way that is no record; whether that took any work."""
         if file.endswith(".tmp"):
-            self.files.sweep(file)
+            self.sweep(file)
         elif file != ASIDE and before < _MAX_FOREIGN:
-            return self.files.set_aside(file)
+            return self.set_aside(file)
         return False
 
     def _left_behind(self, file: str, name: Name) -> Record | None:
         """The record of a marker that no process holds. Raises: FileNotFoundError if it is there no more."""
         try:
-            if self.files.is_held(self.path / file):
+            if self.is_held(self.path / file):
                 return None
-            return self.files.read(self.path / file, name)
+            return self.read(self.path / file, name)
         except DamagedError as error:
             self._damaged(name, file, str(error))
         except FileNotFoundError:
@@ -284,10 +276,6 @@ class RecordFolder:
         except OSError as error:
             self._doubt(name, f"it cannot be read: {error.strerror}")
         return None
-
-    def aside(self) -> list[str]:
-        """What was set aside, by this process or another."""
-        return self.files.aside()
 
     # writing
 
@@ -302,14 +290,6 @@ class RecordFolder:
             if kind in (VERDICT, PROVED):
                 self._clear(name)
 
-    def write(self, path: Path, record: Record) -> int | None:
-        """Commit a record to disk, see :meth:`RecordFiles.write`."""
-        return self.files.write(path, record)
-
-    def move(self, path: Path, target: Path | None) -> bool:
-        """Rename a file, or remove it; whether that worked."""
-        return self.files.move(path, target)
-
     def _write(self, name: Name, record: Record) -> None:
         file = self.write(self.path / name.file(), record)
         if file is None:
@@ -322,12 +302,12 @@ class RecordFolder:
 
     def _clear(self, name: Name) -> None:
         """A kernel was asked again about a class: what was damaged about it is of no interest any more."""
-        for file in self.files.aside():
+        for file in self.aside():
             other = records.name_of(file)
             if other is None or (other.slug, other.key) != (name.slug, name.key):
                 continue
             decided = name.kind == VERDICT or other.kind != VERDICT
-            if decided and self.files.move(self.path / ASIDE / file, None):
+            if decided and self.move(self.path / ASIDE / file, None):
                 self._trust(other)
 
     def retry(self) -> None:
@@ -335,7 +315,7 @@ class RecordFolder:
         with self._lock:
             for name, record in list(self._unwritten.items() if self.writable else ()):
                 try:
-                    newer = self.files.read(self.path / name.file(), name).at_unix_s > record.at_unix_s
+                    newer = self.read(self.path / name.file(), name).at_unix_s > record.at_unix_s
                 except (OSError, DamagedError):
                     newer = False
                 if newer:
@@ -357,8 +337,8 @@ class RecordFolder:
     def remove(self, name: Name) -> None:
         """Remove a record; where that cannot be, this process still knows that it holds no more."""
         with self._lock:
-            if not self.files.move(self.path / name.file(), None):
-                self._lifted[name] = self.files.identity(name)
+            if not self.move(self.path / name.file(), None):
+                self._lifted[name] = self.identity(name)
             self._parsed.pop(name.file(), None)
             self._unwritten.pop(name, None)
             self._forget(name)
