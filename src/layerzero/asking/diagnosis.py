@@ -19,6 +19,7 @@ from layerzero.core.device import Device, cpu_of_this_machine
 from layerzero.core.kernel import Backend
 from layerzero.core.ledger import Suspect
 from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.core.system.threads import thread_advice
 from layerzero.engine import accelerator, probe
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
@@ -237,6 +238,9 @@ def _issues(libraries: list[LibraryFinding], devices: list[Device], resting: dic
         more = "pip install layerzero[cpu]" if devices[-1].platform == "cpu" else "pip install flash-attn"
         yield f"only torch's own kernels are usable on {devices[-1].name}; `{more}` adds others"
     yield from _whole_beside(devices[0])
+    threads = torch.get_num_threads()
+    if devices[-1].platform == "cpu" and threads > 1 and (advice := thread_advice(threads)):  # one is a choice
+        yield advice
     if not CONFIGURATION.policy.enabled:
         yield "LayerZero is disabled (enabled: false); only torch's own kernels run"
 

@@ -6,13 +6,13 @@ raises, so that a text has the same fate everywhere. Its batches are eight threa
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from layerzero.backends.tokenizer_kernels import decoder, encoder, formats
 from layerzero.core.kernel import Backend
+from layerzero.core.system.threads import usable_cpus
 from layerzero.ops.tokenize import oracle
 from layerzero.ops.tokenize.tokenizer import Tokenizer
 
@@ -50,7 +50,7 @@ def _load_encode(tokenizer: Tokenizer, asked: Mapping[str, Any]) -> Callable[...
         return (lambda texts: [with_offsets(text) for text in texts]) if asked["batched"] else with_offsets
     if not asked["batched"]:
         return one
-    cores = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    cores = min(8, usable_cpus())
 
     def several(texts: list[str]) -> list[list[int]]:
         if cores == 1 or sum(map(len, texts)) < FEW:

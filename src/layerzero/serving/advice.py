@@ -7,7 +7,6 @@ in the ledger, or, before there are any, of the operations' named cases.
 from __future__ import annotations
 
 import math
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from layerzero.core.evidence import Provenance
 from layerzero.core.kernel import Kernel
 from layerzero.core.plan import Candidate, Report
 from layerzero.core.reasons import ReasonCode
+from layerzero.core.system.threads import thread_advice
 from layerzero.engine import accelerator, legality, probe
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
@@ -124,10 +124,8 @@ def _of_settings(device: str, reports: Sequence[Report], *, called: bool) -> Ite
         yield Advice(f"layerzero tune --budget-s 300 measures {calls} of this machine that nobody measured")
     elif not called:
         yield Advice("run your program, then layerzero tune --budget-s 300: it measures what was called")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    here = torch.get_num_threads()
-    if device == "cpu" and here == 1 and cores > 1:
-        yield Advice(f"torch uses 1 thread of {cores}: torch.set_num_threads, or OMP_NUM_THREADS")
+    if device == "cpu" and (threads := thread_advice(torch.get_num_threads())):
+        yield Advice(threads)
     if accelerator.HOT is None:
         why = f"calls like earlier ones find their kernel in Python ({accelerator.ABSENT})"
         yield Advice(f"{why}; reinstall LayerZero where there is a C compiler")

@@ -1,4 +1,4 @@
-"""The control groups of this process: what bounds its memory, and how many processes were ended for want of it."""
+"""The control groups of this process: what bounds its memory and CPUs, and how many processes the system ended."""
 
 from __future__ import annotations
 
@@ -65,7 +65,24 @@ def kills() -> Kills:
     return Kills()
 
 
-def _folders() -> Iterator[tuple[Path, _Names]]:
+def cpu_quota() -> float:
+    """How many CPUs the group with the least quota gives this process; infinite where none is bounded."""
+    return min((_quota(folder, names is _VERSION_2) for folder, names in _folders("cpu")), default=math.inf)
+
+
+def _quota(folder: Path, second: bool) -> float:
+    try:
+        if second:
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        found = int(quota) / int(period)
+    except (OSError, ValueError):  # no such file at the top, or no bound: "max"
+        return math.inf
+    return found if found > 0 else math.inf  # -1 is no bound
+
+
+def _folders(controller: str = "memory") -> Iterator[tuple[Path, _Names]]:
     """This process's groups, the nearest first: in a container its own folder is the top."""
     try:
         lines = _OWN.read_text().splitlines()
@@ -73,9 +90,9 @@ def _folders() -> Iterator[tuple[Path, _Names]]:
         return
     for line in lines:
         _, controllers, group = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        top, names = (_TOP / "memory", _VERSION_1) if controllers else (_TOP, _VERSION_2)
+        top, names = (_TOP / controller, _VERSION_1) if controllers else (_TOP, _VERSION_2)
         folder = top / group.lstrip("/")
         for each in (folder, *folder.parents):
             if each.is_dir():

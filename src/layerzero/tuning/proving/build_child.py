@@ -26,6 +26,7 @@ from layerzero.core.dtypes import dtype_named
 from layerzero.core.kernel import Kernel
 from layerzero.core.recipe import CallRecipe
 from layerzero.core.system.free_memory import available_bytes
+from layerzero.core.system.threads import usable_cpus
 from layerzero.engine import jit
 from layerzero.engine.config import SCOPES
 from layerzero.engine.failures import out_of_memory
@@ -39,7 +40,7 @@ from layerzero.tuning.proving.child import rebuilt
 
 NICENESS = 10
 
-_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+_CORES = usable_cpus()
 AT_ONCE = max(1, min(4, _CORES // 8))
 """Children that build at the same time: each starts compilers for a quarter of the cores, one alone for half of them.
 One after the other got through two classes of FlashAttention 4 and one of PTX in 100 s (H200, 16 cores, 2026-11-23)."""
