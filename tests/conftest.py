@@ -24,7 +24,7 @@ from layerzero.engine import accelerator, config, failures, probe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import BUILT
 from layerzero.engine.registry import REGISTRY
-from layerzero.integrations.optimize import timing, workload
+from layerzero.integrations.optimize import compiled_calls, timing, workload
 from layerzero.serving.background_builds import BUILDS
 from layerzero.tuning.measuring import admission
 
@@ -114,6 +114,7 @@ def fresh_process(monkeypatch):
     monkeypatch.setattr(timing, "CLOCK", lambda: 0.0)  # what is put into a model does not hang on a machine's load
     monkeypatch.setattr(emulation, "RATIO", lambda _: math.inf)  # what a CPU emulates is told by its features
     monkeypatch.setattr(workload, "CLOCK", lambda: 0.0)  # nor does what there is time for
+    monkeypatch.setattr(compiled_calls, "COMPILERS", ())  # a test that compiles a model, for seconds, asks for it
     ENGINE.ledger = MemoryLedger()
     REGISTRY.ready()
     before = set(REGISTRY.read_declarations())

@@ -137,6 +137,11 @@ ALLOWED: dict[str, dict[str, str]] = {
         for file, reason, names in (
             ("attention", _REPLACED, "attention query"),
             ("diffusion", _REPLACED, "attention heads out_features rope_"),
+            (
+                "encoders",
+                _REPLACED,
+                "activation attention heads layer_norm linear mlp qkv qkv_linear weight",
+            ),
             ("dynamic_cache", _CACHE, "append_paged_kv_ tokens"),
             (
                 "experts",

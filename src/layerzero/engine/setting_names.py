@@ -20,6 +20,9 @@ from layerzero.engine.plugins import Plugins, installed, names_of
 from layerzero.engine.policy import Policy, is_above, names_kernel
 from layerzero.engine.settings import nearest
 
+MODEL_COMPILERS = ("onnxruntime", "openvino", "torch.inductor")
+"""What compiles whole models, as settings call it; the first one has kernels as well."""
+
 _KEYS = ("prefer_sources", "avoid_sources", "allow", "deny")
 _ACTIONS = ("prefer", "avoid", "deny")
 _MAX_CHECKED = 256
@@ -157,6 +160,7 @@ class Names:
         names = {name for kernel in kernels for name in (kernel.id, *kernel.aliases, kernel.source)}
         plugins = {name for plugin in installed() for name in names_of(plugin)} if self._registry.plugins else set()
         sources = {kernel.source for kernel in kernels} | plugins | {USER_BACKEND.name, REFERENCE_BACKEND.name}
+        sources |= set(MODEL_COMPILERS)
         return names | sources | {f"{each}." for each in sources}  # `user.*` may come later
 
     def _problem(self, pattern: str) -> str:

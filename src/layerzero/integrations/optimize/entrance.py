@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from layerzero.core.arguments import told
 from layerzero.core.errors import InvalidCallError
-from layerzero.integrations.optimize import attention, diffusion, layers, modules
+from layerzero.integrations.optimize import attention, compiled_calls, diffusion, layers, modules
 from layerzero.integrations.optimize.attention import Search
 from layerzero.integrations.optimize.report import NO_TIME, Left, Optimized, Replaced
 from layerzero.integrations.optimize.selection import time_inputs, time_random_rows
@@ -81,6 +81,13 @@ def optimize(
             dicts; None for no limit, 0 for none at all. A kernel for prompts and one for tokens may keep a form each.
             What has no room is read as it lies, by whichever kernel is fastest then.
         progress: told what is done, how much of it, and of how much; a bar on a terminal if None. Not of tokenizers.
+
+    With inputs, on a CPU, each model of Transformers, or the module itself, is also compiled as a whole by ONNX
+    Runtime, OpenVINO and Inductor, those that are installed and that settings do not leave out
+    (``avoid=["openvino"]``), for the shapes of the inputs' calls. What gives the same values, on these inputs and on
+    others of their shapes, and takes less time runs calls of those shapes while weights, settings and modules stay as
+    they are; any other call runs the model's own code. Each keeps a copy of the weights, which counts against
+    ``memory_limit``, and compiling takes at most half of ``budget_s``.
 
     Without inputs, on a CPU, whole layers and modules of each shape are timed beside the model's own code on 1,
     4 and 64 random tokens, for a second or two a shape and once a process: the layers of a small model as steps of the
@@ -163,15 +170,18 @@ def _optimized(
     if not time.allows("everything, the first run of the model included", RUN):
         report.left.append(Left("", type(root).__name__, NO_TIME))
         return
-    before = [] if workload is None else workload.run()
+    watched = compiled_calls.Watched(root)
+    with watched.watching():
+        before = [] if workload is None else workload.run()
     report.stock = "" if workload is None else stock_of(root, workload.device)
     search = Search(root, time, workload, tell)
     found = [each for finder in FINDERS for each in report.sort(finder(search))]
+    targets = [] if workload is None else compiled_calls.compile_calls(search, report, watched)
     _join(found, root, report)
     for each in found:
         report.put_on(each)
     if report.memory_limit is not None:
-        budget = Budget(report.memory_limit)
+        budget = Budget(max(report.memory_limit - sum(map(compiled_calls.bytes_of, targets)), 0))
         for packs in report.packs:
             packs.bound(budget)
     if workload is None:
@@ -181,7 +191,9 @@ def _optimized(
             report.put_on(each)
     report._forget()
     if workload is not None:
-        time_inputs(root, report, workload, before, rounds=rounds, isolate=isolate, tell=tell)
+        with time.holding_back(compiled_calls.timing_s(targets, workload, rounds)):
+            time_inputs(root, report, workload, before, rounds=rounds, isolate=isolate, tell=tell)
+        compiled_calls.keep_faster(targets, report, workload, rounds)
     elif report.replaced:
         report.tune.append("pass inputs= so that the calls which they make are measured and the gain is shown")
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from layerzero.engine.state import in_transform
-from layerzero.integrations.optimize.stamp import SWAPPED, Stamp
+from layerzero.integrations.optimize.stamp import OURS, SWAPPED, Stamp
 from layerzero.integrations.optimize.timing import Way, size_of
 
 MARK = "_layerzero"
@@ -32,6 +32,7 @@ Forward = Callable[..., Any]
 def as_forward(function: Forward) -> Forward:
     """Name a function as a pickle of a method needs it: loaded again, it is the forward of the module's class."""
     function.__name__ = "forward"
+    setattr(function, OURS, True)
     _OURS.add(function)
     return function
 

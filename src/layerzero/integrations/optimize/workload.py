@@ -76,6 +76,16 @@ class TimeLeft:
         yield
         self._least_s[like] = min(self._least_s.get(like, float("inf")), self.deadline.spent_s - began)
 
+    @contextmanager
+    def holding_back(self, seconds: float) -> Iterator[None]:
+        """Leave so many seconds, or half of what there is, for what follows."""
+        whole = self.deadline
+        self.deadline = whole.sooner(min(seconds, whole.left_s / 2)) if seconds else whole
+        try:
+            yield
+        finally:
+            self.deadline = whole
+
     def expected_s(self, like: str, times: float = 1.0) -> float:
         """What so many steps are likely to take; 0 before the first."""
         return times * self._least_s.get(like, 0.0)

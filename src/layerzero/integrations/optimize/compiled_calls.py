@@ -1,0 +1,344 @@
+"""Which calls of a model are compiled, and which of them stay: those that are faster than the model as it is then."""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import functools
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.utils import _pytree as pytree
+
+from layerzero.engine.config import current_policy
+from layerzero.integrations.optimize import timing
+from layerzero.integrations.optimize.attention import Search
+from layerzero.integrations.optimize.candidate import TOLERANCE, distance, outermost, quiet, refusal
+from layerzero.integrations.optimize.compiled import PLAIN, TENSOR, Compiled, Engine, Key, described, forward
+from layerzero.integrations.optimize.compilers import COMPILERS, Compiler, Flat
+from layerzero.integrations.optimize.report import Left, Optimized, Replaced, Timed
+from layerzero.integrations.optimize.selection import gain
+from layerzero.integrations.optimize.swap import Swap
+from layerzero.integrations.optimize.timing import LEAST, agree, race
+from layerzero.integrations.optimize.workload import RUN, SHORTEST_S, TimeLeft, Workload
+
+KIND = "compiled"
+
+MOST = 4
+"""Shapes of one model that are compiled, those that are called most often."""
+
+SHARE = 0.5
+"""Of the time that is left, what compiling may take: kernels are measured and the whole is timed afterwards."""
+
+
+@dataclass
+class Call:
+    """A call of the caller's inputs.
+
+    Attributes:
+        others, named: what it was made with.
+        inference: whether in inference mode.
+        times: how often.
+        engines: what was compiled for it and gives stock's values.
+    """
+
+    others: tuple[Any, ...]
+    named: dict[str, Any]
+    inference: bool
+    times: int = 1
+    engines: list[Engine] = field(default_factory=list)
+
+
+@dataclass
+class Target:
+    """A model of which calls were compiled."""
+
+    path: str
+    module: Module
+    state: Compiled
+    calls: dict[Key, Call]
+
+
+def bytes_of(target: Target) -> int:
+    """Memory of all that was compiled for a model."""
+    return size_of_copy(target.module) * sum(len(each.engines) for each in target.calls.values())
+
+
+def compile_calls(search: Search, report: Optimized, watched: Watched) -> list[Target]:
+    """Compile the calls of a run, while the model is stock, and compare what they give with it."""
+    compilers = [each for each in COMPILERS if not _denied(each.name) and not each.missing]
+    found: list[Target] = []
+    for path, module in watched.models if compilers else ():
+        cls = type(module).__name__
+        first = next(module.parameters(), None)
+        if first is None or first.device.type != "cpu":
+            continue
+        calls = refusal(module) or watched.calls_of(module)
+        if isinstance(calls, str):
+            report.left.append(Left(path, cls, f"compiled: {calls}"))
+            continue
+        target = Target(path, module, Compiled(module), calls)
+        until_s = report.time.deadline.left_s * (1 - SHARE)
+        for compiler in compilers:
+            for call in calls.values():
+                search.tell(_step(compiler), 0, 1)
+                why = _added(call, module, compiler, report, until_s, sum(map(bytes_of, (*found, target))))
+                if why:
+                    report.left.append(Left(path, cls, f"compiled by {compiler.name}: {why}"))
+                    break
+        if any(each.engines for each in calls.values()):
+            found.append(target)
+    return found
+
+
+def _denied(name: str) -> bool:
+    """Whether settings leave a compiler out, as they do libraries."""
+    policy = current_policy()
+
+    def named(patterns: Sequence[str]) -> bool:
+        return any(fnmatch.fnmatchcase(name, each.removesuffix(".*")) for each in patterns)
+
+    denied = named((*policy["deny"], *policy["avoid_sources"])) or not policy["enabled"]
+    return denied or (bool(policy["allow"]) and not named(policy["allow"]))
+
+
+class Watched:
+    """The calls of the models within a module, in a run of the caller's inputs.
+
+    Attributes:
+        models: with their paths.
+    """
+
+    def __init__(self, root: Module) -> None:
+        self.models = list(outermost(root, "transformers", "PreTrainedModel")) or [("", root)]
+        self._calls: dict[int, dict[Key, Call]] = {}
+        self._strange: dict[int, str] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note the calls."""
+        hooks = [each.register_forward_pre_hook(self._keep, with_kwargs=True) for _, each in self.models]
+        try:
+            yield
+        finally:
+            for each in hooks:
+                each.remove()
+
+    def _keep(self, module: Module, others: tuple[Any, ...], named: dict[str, Any]) -> None:
+        told, calls = described(others, named), self._calls.setdefault(id(module), {})
+        if told is None:
+            known = (*PLAIN, Tensor)
+            kinds = [type(each).__name__ for each in (*others, *named.values()) if not isinstance(each, known)]
+            self._strange[id(module)] = ", ".join(kinds) or "no tensor"
+        elif told[0] in calls:
+            calls[told[0]].times += 1
+        else:
+            calls[told[0]] = Call(others, dict(named), torch.is_inference_mode_enabled())
+
+    def calls_of(self, module: Module) -> dict[Key, Call] | str:
+        """The most frequent calls of a model by what they look like; or why there are none."""
+        if strange := self._strange.get(id(module)):
+            return f"it is called with {strange}, and only tensors and plain values are compiled"
+        calls = self._calls.get(id(module))
+        if not calls:
+            return "the inputs do not call it"
+        often = sorted(calls, key=lambda key: -calls[key].times)[:MOST]
+        return {key: calls[key] for key in often}
+
+
+def _added(call: Call, module: Module, compiler: Compiler, report: Optimized, until_s: float, taken: int) -> str:
+    """Compile a call, compare it, and keep it there; or say why not."""
+    time, size = report.time, size_of_copy(module)
+    if report.memory_limit is not None and taken + size > report.memory_limit:
+        return f"its copy of the weights takes {size / 1e6:.0f} MB, for which memory_limit leaves no room"
+    needed = time.expected_s(_step(compiler)) or _guess_s(compiler, module, time)
+    if time.budget_s is not None and needed > time.deadline.left_s - until_s:
+        time.leave(f"{_step(compiler)}, which may take half of the time", "", 0.0)
+        time.left_out[-1].needed_s = needed
+        return "no time was left for it (budget_s)"
+    try:
+        with time.taking(_step(compiler)):
+            engine = _engine(call, module, compiler)
+    except Exception as error:  # noqa: BLE001  # whatever a compiler raises on a model that it does not know
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+    if isinstance(engine, str):
+        return engine
+    call.engines.append(engine)
+    return ""
+
+
+def _step(compiler: Compiler) -> str:
+    return f"compiling by {compiler.name}"
+
+
+def _guess_s(compiler: Compiler, module: Module, time: TimeLeft) -> float:
+    """What a first compilation is likely to take: as another compiler's did, in units of what that was expected to."""
+    count = len(list(module.modules()))
+    known = [
+        took / (each.least_s + each.each_s * count) for each in COMPILERS if (took := time.expected_s(_step(each)))
+    ]
+    return (compiler.least_s + compiler.each_s * count) * min(known, default=1.0)
+
+
+def size_of_copy(module: Module) -> int:
+    """Bytes that a compiler's own copy of a module's weights takes, about."""
+    return sum(each.nbytes for each in (*module.parameters(), *module.buffers()))
+
+
+def _engine(call: Call, module: Module, compiler: Compiler) -> Engine | str:
+    """A compiled call that gives stock's values, on its own tensors and on others of their kinds."""
+    shared = {id(each): each for each in (*module.parameters(), *module.buffers())}
+    twin = copy.deepcopy(module, dict(shared)).eval()
+    names = [*range(len(call.others)), *call.named]
+    values = [*call.others, *call.named.values()]
+    places = [number for number, each in enumerate(values) if type(each) is Tensor]
+
+    def rebuild(tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
+        given = list(values)
+        for place, each in zip(places, tensors, strict=True):
+            given[place] = each
+        count = len(call.others)
+        return given[:count], dict(zip(names[count:], given[count:], strict=True))
+
+    tensors = [values[place] for place in places]
+    with quiet(twin), torch.inference_mode(call.inference):
+        flat = Flat(twin, rebuild, _tensors_of).eval()
+        run = compiler.compile(flat, tensors)
+        if isinstance(run, str):
+            return run
+        leaves, spec = pytree.tree_flatten(twin(*call.others, **call.named))
+        kept = tuple(TENSOR if isinstance(each, Tensor) else each for each in leaves)
+        worst = 0.0
+        for given in (tensors, [_shifted(each) for each in tensors]):
+            expected = flat(*given)
+            got = run(given)
+            if len(got) != len(expected):
+                return f"it gave {len(got)} tensors, the model {len(expected)}"
+            for one, two in zip(got, expected, strict=True):
+                error = distance(one, two)
+                if one.dtype != two.dtype or not error <= TOLERANCE.get(two.dtype, 0.0):
+                    return f"it was off by {error:.2g} of the largest value"
+                worst = max(worst, error)
+    return Engine(run, kept, spec, compiler.text, worst)
+
+
+def _tensors_of(result: Any) -> list[Tensor]:
+    return [each for each in pytree.tree_flatten(result)[0] if isinstance(each, Tensor)]
+
+
+def _shifted(tensor: Tensor) -> Tensor:
+    """Another tensor of its kind: other numbers, another order of words, and a mask that hides the last token."""
+    if tensor.is_floating_point():
+        return tensor * 0.7 + 0.1
+    if tensor.ndim == 0 or tensor.numel() < 2:
+        return tensor
+    if tensor.dtype is torch.bool or tensor.max() <= 1:
+        other = tensor.clone()
+        other[..., -1] = 0
+        return other
+    return tensor.roll(1, -1)
+
+
+def timing_s(targets: Sequence[Target], workload: Workload, rounds: int) -> float:
+    """What :func:`keep_faster` is likely to take."""
+    run_s = workload.time.expected_s(RUN)
+    engines = sum(len(call.engines) + 1 for target in targets for call in target.calls.values() if call.engines)
+    return engines * (2 * rounds + 2) * run_s + bool(engines) * 3 * (rounds + 2) * max(run_s, 1.5 * SHORTEST_S)
+
+
+def keep_faster(targets: Sequence[Target], report: Optimized, workload: Workload, rounds: int) -> None:
+    """Put on what is faster than the model as it now is, call by call, and time the whole again."""
+    put: list[Replaced] = []
+    for target in targets:
+        state, cls = target.state, type(target.module).__name__
+        swap = Swap(target.module, forward, state)
+        for key, call in target.calls.items():
+            best = _best(call, target.module, report, rounds)
+            if isinstance(best, Engine):
+                state.engines[key] = best
+            elif call.engines:
+                names = " and ".join(each.name for each in call.engines)
+                report.left.append(Left(target.path, cls, f"compiled by {names}: {best}"))
+        if state.engines:
+            engines = list(state.engines.values())
+            names = ", ".join(dict.fromkeys(each.name for each in engines))
+            found = Replaced(
+                target.path, cls, KIND, f"{len(engines)} shapes", names, max(e.error for e in engines), swap
+            )
+            put.append(found)
+    if not put:
+        return
+    everything = [each for each in report.replaced if each.exchange is not None]
+
+    def timed_as(way: str) -> float:
+        for each in everything:
+            if each.exchange is not None:
+                each.exchange.off() if way == "stock" else each.exchange.on()
+        for each in put:
+            each.swap.on() if way == "compiled" else each.swap.off()
+        return workload.sample()
+
+    ways = ("stock", "as it is", "compiled")
+    for way in ways:
+        timed_as(way)
+    times = race(ways, timed_as, lambda _, turn: ways if turn < rounds and workload.fits(len(ways)) else ())
+    timed_as("as it is")
+    if not times["stock"]:
+        report.time.leave("timing what was compiled, without which it does not stay", RUN, workload.samples(len(ways)))
+        return
+    more = gain(list(zip(times["as it is"], times["compiled"], strict=True)))
+    if more < LEAST:
+        for each in put:
+            why = f"{KIND}: end to end it gained {more:+.1%}, less than 1 %"
+            report.left.append(Left(each.path, each.module, why))
+        return
+    for each in put:
+        report.put_on(each)
+    pairs = list(zip(times["stock"], times["compiled"], strict=True))
+    before = report.timed or Timed(0.0, 0.0)
+    report.timed = Timed(
+        statistics.median(times["stock"]),
+        statistics.median(times["compiled"]),
+        {**before.gains, KIND: more},
+        before.dropped,
+        len(pairs),
+        1 + gain(pairs),
+        before.together,
+    )
+
+
+def _best(call: Call, module: Module, report: Optimized, rounds: int) -> Engine | str:
+    """The engine that is fastest on a call, if it is faster than the module as it is now."""
+    tensors = [each for each in (*call.others, *call.named.values()) if type(each) is Tensor]
+    runs: dict[int, Callable[[], Any]] = {
+        number: functools.partial(each, tensors) for number, each in enumerate(call.engines)
+    }
+    runs[-1] = functools.partial(module, *call.others, **call.named)
+    time = report.time
+
+    def sample(number: int) -> float:
+        began = timing.WALL()
+        runs[number]()
+        return timing.WALL() - began
+
+    def undecided(_: Mapping[int, Sequence[float]], turn: int) -> Sequence[int]:
+        return list(runs) if turn < 2 * rounds and time.fits(RUN, len(runs)) else ()
+
+    with quiet(module), torch.inference_mode(call.inference):
+        for each in runs:
+            sample(each)
+        times = race(list(runs), sample, undecided)
+    if not times[-1]:
+        return "no time was left to time it (budget_s)"
+    best = min(range(len(call.engines)), key=lambda number: statistics.median(times[number]))
+    pairs = list(zip(times[-1], times[best], strict=True))
+    faster = [one / other - 1 >= LEAST for one, other in pairs]
+    if gain(pairs) < LEAST or not agree(faster, 2.0):
+        return f"it takes {1 / (1 + gain(pairs)):.2f} of the time on this call's shapes"
+    return call.engines[best]

@@ -1,0 +1,294 @@
+"""Whole models by compilers under ``lz.optimize(model, inputs)``: where they win, and only while nothing changed."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import layerzero as lz
+from clock import Clock
+from layerzero.integrations.optimize import compiled_calls, timing, workload
+from layerzero.integrations.optimize.compiled import Compiled
+from layerzero.integrations.optimize.compilers import COMPILERS, Compiler, Flat
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning"),
+    pytest.mark.usefixtures("unmeasured"),
+]
+
+CLOCK = Clock()
+
+
+class Model(nn.Module):
+    """A model that takes a second a call on the test's clock, whatever it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(8, 8), 1.0
+
+    def forward(self, x: Tensor, *, mask: Tensor | None = None, twice: bool = False) -> dict[str, Any]:
+        CLOCK.now += 1.0
+        rows = torch.sin(self.inner(x)) * self.scale
+        rows = rows if mask is None else rows * mask[..., None]
+        return {"rows": rows * 2 if twice else rows, "none": None, "sum": rows.sum(-1)}
+
+
+class Library:
+    """Stands for a compiler: what it gives takes so long, and is wrong in a way of the test's."""
+
+    def __init__(self, seconds: float, spoil: Callable[[Sequence[Tensor], Any], Any] | None = None) -> None:
+        self.seconds, self.spoil, self.compiled, self.calls = seconds, spoil, 0, 0
+
+    def __call__(self, module: nn.Module, example: Sequence[Tensor]) -> Any:
+        self.compiled += 1
+        twin = copy.deepcopy(module)
+        shapes = [each.shape for each in example]
+
+        def run(tensors: Sequence[Tensor]) -> Any:
+            assert [each.shape for each in tensors] == shapes
+            self.calls += 1
+            before = CLOCK.now
+            found = twin(*tensors)
+            CLOCK.now = before + self.seconds
+            return found if self.spoil is None else self.spoil(tensors, found)
+
+        return run
+
+    @property
+    def compiler(self) -> Compiler:
+        return Compiler("torch.inductor", (), 10.0, 0.0, self)
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    CLOCK.now = 0.0
+    monkeypatch.setattr(workload, "CLOCK", CLOCK)
+    monkeypatch.setattr(timing, "WALL", CLOCK)
+
+
+def optimized(
+    monkeypatch: pytest.MonkeyPatch, library: Library, call: dict[str, Any] | None = None, **more: Any
+) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = Model().eval()
+    monkeypatch.setattr(compiled_calls, "COMPILERS", (library.compiler,))
+    report = lz.optimize(model, {"x": torch.randn(2, 3, 8)} if call is None else call, isolate=False, **more)
+    return model, report
+
+
+def kinds(report: Any) -> set[str]:
+    return {each.kind for each in report.replaced}
+
+
+def told(report: Any) -> str:
+    return "; ".join(each.why for each in report.left)
+
+
+def test_what_is_faster_runs_for_its_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library(0.1)
+    model, report = optimized(monkeypatch, library)
+    assert kinds(report) == {"compiled"}
+    assert "compiled: +900.0% for the whole model, kept" in str(report)
+    assert report.timed.speedup == pytest.approx(10.0)
+    stock, before = Model().eval(), library.calls
+    stock.load_state_dict(model.state_dict())
+    x = torch.randn(2, 3, 8)
+    with torch.no_grad():
+        got, wanted = model(x=x), stock(x=x)
+        assert library.calls == before + 1
+        for other in ({"x": torch.randn(2, 4, 8)}, {"x": x, "twice": True}, {"x": x.double().float()[:, :2]}):
+            torch.testing.assert_close(model(**other)["rows"], stock(**other)["rows"])
+    assert list(got) == list(wanted)
+    assert got["none"] is None
+    assert torch.equal(got["rows"], wanted["rows"])
+    assert torch.equal(got["sum"], wanted["sum"])
+    assert library.calls == before + 1
+    report.undo()
+    with torch.no_grad():
+        model(x=x)
+    assert library.calls == before + 1
+    assert "forward" not in vars(model)
+
+
+def test_shapes_of_one_run_are_decided_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library(0.1)
+    torch.manual_seed(0)
+    model = Model().eval()
+    monkeypatch.setattr(compiled_calls, "COMPILERS", (library.compiler,))
+    few, many = torch.randn(1, 8), torch.randn(64, 8)
+
+    def slower(seconds: float, tensors: Sequence[Tensor], found: Any) -> Any:
+        CLOCK.now += seconds * (tensors[0].shape[0] == 64)
+        return found
+
+    library.spoil = lambda tensors, found: slower(5.0, tensors, found)
+    report = lz.optimize(model, lambda: [model(x=few), model(x=few), model(x=many)], isolate=False, budget_s=1e4)
+    assert library.compiled == 2
+    state = vars(model)["_layerzero"]
+    assert isinstance(state, Compiled)
+    assert len(state.engines) == 1
+    assert "of the time on this call's shapes" in told(report)
+    assert "times as fast" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda _, found: [each * 1.001 for each in found], "it was off by 0.001"),
+        (lambda given, found: found if given[0].mean() > 0 else [each + 1 for each in found], "it was off by"),
+        (lambda _, found: found[:1], "it gave 1 tensors, the model 2"),
+        (lambda _, found: [each.double() for each in found], "it was off by"),
+        (lambda *_: 1 / 0, "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_what_gives_other_values_is_left_with_the_reason(monkeypatch: pytest.MonkeyPatch, spoil: Any, why: str) -> None:
+    x = torch.full((2, 8), -0.05)  # 0.7 x + 0.1 has another sign
+    for call in ({"x": x}, {"x": -x - 1.0}):
+        model, report = optimized(monkeypatch, Library(0.1, spoil), call)
+        if "compiled" not in kinds(report):
+            break
+    assert "compiled" not in kinds(report)
+    assert f"compiled by torch.inductor: {why}" in told(report)
+    assert "forward" not in vars(model)
+
+
+def test_what_is_slower_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, report = optimized(monkeypatch, Library(1.5))
+    assert kinds(report) == set()
+    assert "it takes 1.50 of the time on this call's shapes" in told(report)
+    assert "forward" not in vars(model)
+
+
+def test_limits_and_settings_leave_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library(0.1)
+    _, report = optimized(monkeypatch, library, memory_limit=100)
+    assert "for which memory_limit leaves no room" in told(report)
+    _, report = optimized(monkeypatch, library, budget_s=19.0)
+    assert "no time was left for it (budget_s)" in told(report)
+    assert "compiling by torch.inductor, which may take half of the time: about 10 s" in str(report)
+    lz.configure(avoid=["torch.inductor"])
+    _, report = optimized(monkeypatch, library)
+    lz.configure(avoid=[])
+    assert library.compiled == 0
+    assert "torch.inductor" not in told(report)
+    model = Model().eval()
+    assert library.compiled == 0
+    assert "compiled" not in kinds(lz.optimize(model))
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "in place": lambda model: model.inner.weight.mul_(0.5),
+    "by data": lambda model: model.inner.weight.data.mul_(0.5),
+    "loaded": lambda model: model.load_state_dict(Model().state_dict()),
+    "exchanged": lambda model: setattr(model.inner, "weight", nn.Parameter(torch.randn(8, 8))),
+    "to": lambda model: model.to(torch.float64).to(torch.float32),
+    "attribute": lambda model: setattr(model, "scale", 0.5),
+    "train": lambda model: model.train(),
+    "hook": lambda model: model.inner.register_forward_hook(lambda *_: None),
+    "threads": lambda _: torch.set_num_threads(torch.get_num_threads() + 1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_gives_the_call_to_the_models_own_code(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    library, threads = Library(0.1), torch.get_num_threads()
+    model, report = optimized(monkeypatch, library)
+    x, before = torch.randn(2, 3, 8), library.calls
+    stock = Model().eval()
+    stock.load_state_dict(model.state_dict())
+    try:
+        with torch.no_grad():
+            torch.manual_seed(1)
+            CHANGES[change](model)
+            torch.manual_seed(1)
+            CHANGES[change](stock)
+            torch.testing.assert_close(model(x=x)["rows"], stock(x=x)["rows"])
+    finally:
+        torch.set_num_threads(threads)
+    assert library.calls == before
+    report.undo()
+
+
+@pytest.mark.parametrize("what", ["gradients", "weights", "autocast", "copy", "positional"])
+def test_other_calls_are_the_models_own(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    library = Library(0.1)
+    model, _ = optimized(monkeypatch, library)
+    x, before = torch.randn(2, 3, 8), library.calls
+    if what == "weights":
+        assert model(x=x)["rows"].requires_grad
+    elif what == "gradients":
+        for each in model.parameters():
+            each.requires_grad_(False)
+        x.requires_grad_()
+        assert model(x=x)["rows"].requires_grad
+    elif what == "autocast":
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            model(x=x)
+    elif what == "copy":
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            twin.inner.weight.zero_()
+            assert not twin(x=x)["rows"].equal(model(x=x)["rows"])
+            before += 1
+    else:
+        with torch.no_grad():
+            model(x)
+    assert library.calls == before
+
+
+def test_a_library_that_raises_later_is_told_and_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library(0.1)
+    model, _ = optimized(monkeypatch, library)
+    x = torch.randn(2, 3, 8)
+    library.spoil = lambda *_: 1 / 0
+    with torch.no_grad():
+        with pytest.warns(lz.LayerZeroWarning, match=r"raised ZeroDivisionError: division by zero; the model's own"):
+            found = model(x=x)
+        assert torch.equal(model(x=x)["rows"], found["rows"])
+
+
+def test_calls_with_caches_are_told() -> None:
+    transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=101)).eval()
+    library, ids = Library(0.1), torch.randint(3, 101, (1, 4))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled_calls, "COMPILERS", (library.compiler,))
+        patch.setattr(timing, "WALL", time.perf_counter)
+        report = lz.optimize(model, lambda: model.generate(ids, max_new_tokens=3, do_sample=False), isolate=False)
+    assert library.compiled == 0
+    assert "it is called with DynamicCache, and only tensors and plain values are compiled" in told(report)
+
+
+@pytest.mark.parametrize(
+    "compiler", [pytest.param(each, marks=[] if each.needs else pytest.mark.slow) for each in COMPILERS], ids=str
+)
+def test_a_library_compiles_an_encoder(compiler: Compiler) -> None:
+    transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+    if compiler.missing:
+        pytest.skip(f"needs {compiler.missing}")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = transformers.BertModel(transformers.BertConfig(**sizes, vocab_size=101)).eval()
+    ids = torch.randint(3, 101, (2, 5))
+    call = compiled_calls.Call((), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, inference=False)
+    engine = compiled_calls._engine(call, model, compiler)
+    assert not isinstance(engine, str), engine
+    with torch.no_grad():
+        ids, mask = torch.randint(3, 101, (2, 5)), torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+        got, wanted = engine([ids, mask]), model(input_ids=ids, attention_mask=mask)
+    assert type(got) is type(wanted)
+    torch.testing.assert_close(got.last_hidden_state, wanted.last_hidden_state, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(got.pooler_output, wanted.pooler_output, atol=1e-5, rtol=1e-4)
+
+
+def test_float32_is_what_libraries_of_their_own_compile() -> None:
+    flat = Flat(nn.Linear(4, 4).half(), lambda given: (given, {}), lambda result: [result])
+    for each in COMPILERS[:2]:
+        assert each.compile(flat, [torch.ones(1, 4)]) == "it compiles float32, and weights are float16"
