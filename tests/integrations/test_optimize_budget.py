@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import layerzero as lz
-from clock import Clock
+from clock import Clock, Ticking
 from layerzero.integrations.optimize import modules, selection, timing
 from layerzero.integrations.optimize import report as reports
 from layerzero.integrations.optimize import workload as workloads
@@ -223,14 +223,8 @@ def test_layers_are_switched_without_walking_the_model(monkeypatch):
     transformers = pytest.importorskip("transformers")
     from layerzero.integrations.optimize.attention import AttentionSwap
 
-    own = Clock()
-
-    def reading():
-        own.now += 1e-4
-        return own.now
-
     timing.forget()
-    monkeypatch.setattr(timing, "CLOCK", reading)
+    monkeypatch.setattr(timing, "CLOCK", Ticking())
     walks = []
     keeping = AttentionSwap._keep
     monkeypatch.setattr(AttentionSwap, "_keep", lambda self: walks.append(1) or keeping(self))

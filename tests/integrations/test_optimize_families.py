@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from clock import Clock
+from clock import Ticking
 from layerzero.integrations.optimize import timing
 
 transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
@@ -81,14 +81,8 @@ def test_a_family_gives_what_stock_gives_before_and_after_changes(architecture: 
 def test_whatever_is_found_in_a_family_can_be_timed(
     architecture: Architecture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = Clock()
-
-    def look() -> float:
-        clock.now += 1e-4
-        return clock.now
-
     timing.forget()
-    monkeypatch.setattr(timing, "CLOCK", look)
+    monkeypatch.setattr(timing, "CLOCK", Ticking())
     report = lz.optimize(random_model(architecture.name, architecture.model, architecture.sizes))
     timing.forget()
     assert report.paced
