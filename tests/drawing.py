@@ -6,5 +6,5 @@ from hypothesis import settings
 
 
 def examples(whole: int) -> int:
-    """So many in ``make test-all``; two in five of them where slow tests are left out."""
+    """So many in ``make test-all``; a quarter of them where slow tests are left out."""
     return max(1, whole * settings().max_examples // 100)

@@ -572,9 +572,10 @@ def test_a_pipe_gets_a_readable_table_of_100_columns():
     assert len(wide.stdout.splitlines()) < len(result.stdout.splitlines())
 
 
-def test_the_environment_shows_as_an_origin():
-    result = process("config", "show", "--json", LAYERZERO_STRICT_MODE="1")
-    assert json.loads(result.stdout)["strict_mode"] == {"value": True, "origin": "environment"}
+def test_the_environment_shows_as_an_origin(monkeypatch):
+    monkeypatch.setenv("LAYERZERO_STRICT_MODE", "1")
+    CONFIGURATION.reset()
+    assert answer("config show")["strict_mode"] == {"value": True, "origin": "environment"}
 
 
 def test_a_wrong_variable_is_one_error_line():

@@ -112,7 +112,10 @@ def test_a_function_whose_operations_take_other_tensors_is_told_apart(run, funct
     assert f"got {', '.join(each.name for each in FUNCTIONS[function].operations)}; name one" in said
 
 
-@pytest.mark.parametrize("operation", [*ASKED, "attention.causal", *(each.name for each in lz.list_operations())])
+EACH = [pytest.param(each.name, marks=pytest.mark.slow) for each in lz.list_operations()]
+
+
+@pytest.mark.parametrize("operation", [*ASKED, "attention.causal", *EACH])
 def test_every_operation_gets_a_declaration_that_registers_and_passes_the_linter(checkout, run, operation):
     run("fastlib", "--operation", operation)
     kernels = declared(checkout / "src/layerzero/backends/fastlib.py")

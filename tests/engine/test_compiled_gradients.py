@@ -58,7 +58,12 @@ def test_which_functions_write():
     assert {"add_residual_rms_norm_", "add_rms_norm_", "rope_", "append_kv_", "add_residual_"} <= set(WRITE)
 
 
-@pytest.mark.parametrize("name", WRITE)
+QUICK = {"add_residual_rms_norm_", "rope_", "append_kv_"}
+
+
+@pytest.mark.parametrize(
+    "name", [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in WRITE]
+)
 def test_gradients_are_those_of_calls_that_are_not_compiled(name):
     arguments = random_call(5, 0, function=name, dtype=torch.float32).arguments
     wanted = gradients(loss_of(name), arguments)

@@ -10,6 +10,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional
 
 import layerzero as lz
+from drawing import examples
 from layerzero.engine.functions import CALLS
 from layerzero.engine.fusion import FUSING
 from layerzero.ops import FUNCTIONS
@@ -54,7 +55,7 @@ ROUNDED = {"swiglu_oai"}
 @pytest.mark.parametrize("name", FUSED)
 def test_what_is_computed_in_its_place_is_the_same(name):
     function = functools.partial(CALLS[name].fast)
-    for number in range(8):
+    for number in range(examples(8)):
         call = random_call(11, number, function=name, dtype=torch.float32 if name in ROUNDED else None)
         torch._dynamo.reset()
         compiled = torch.compile(function, backend="eager", fullgraph=True, dynamic=False)

@@ -662,9 +662,10 @@ def _environment(**changes):
     "first",
     [
         "import layerzero as lz; lz.rms_norm; import torch._dynamo",
-        pytest.param("import torch._dynamo, layerzero as lz", marks=pytest.mark.slow),
+        "import torch._dynamo, layerzero as lz",
     ],
 )
+@pytest.mark.slow
 def test_torch_compile_sees_one_operator_whenever_it_was_imported(first):
     script = f"""
 {first}

@@ -24,9 +24,9 @@ def run(*lines):
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
 
 
-@pytest.mark.parametrize("imports", ["import torch, layerzero", "import layerzero, torch"])
-def test_it_is_there_whichever_is_imported_first(imports):
-    run(imports, CALL.format("torch.ops.layerzero.rms_norm(x, w)"))
+@pytest.mark.slow
+def test_it_is_there_if_torch_is_imported_last():
+    run("import layerzero, torch", CALL.format("torch.ops.layerzero.rms_norm(x, w)"))
 
 
 def test_a_namespace_that_somebody_holds_already_knows_it_too():
@@ -41,6 +41,7 @@ def test_only_what_is_asked_for_is_defined():
         "assert set(operators._LIBRARIES) == {'attention'}, operators._LIBRARIES",
         "assert not hasattr(torch.ops.layerzero, 'nothing')",
         "assert set(operators._LIBRARIES) == {'attention'}, operators._LIBRARIES",
+        CALL.format("torch.ops.layerzero.rms_norm(x, w)"),
     )
 
 

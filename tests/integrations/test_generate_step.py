@@ -15,7 +15,7 @@ pytestmark = [
 ]
 
 
-def generated(model: Any, new: int = 16, ids: torch.Tensor | None = None, **numbers: Any) -> torch.Tensor:
+def generated(model: Any, new: int = 8, ids: torch.Tensor | None = None, **numbers: Any) -> torch.Tensor:
     """A loop of one's own: the prompt and what came of it."""
     cache = transformers.DynamicCache(config=model.config)
     found = [tokens() if ids is None else ids]
@@ -28,10 +28,10 @@ def generated(model: Any, new: int = 16, ids: torch.Tensor | None = None, **numb
 @pytest.mark.parametrize("optimized", ["not", "graph"])
 def test_greedy_steps_give_the_tokens_of_generate(kind: str, optimized: str, where: str) -> None:
     model = made(kind)
-    expected = greedy(model, tokens(), 24)
+    expected = greedy(model, tokens(), 12)
     report = lz.optimize(model, graph=True) if optimized == "graph" else None
-    assert torch.equal(generated(model, 24), expected)
-    assert torch.equal(generated(model, 24, temperature=0.0), expected)
+    assert torch.equal(generated(model, 12), expected)
+    assert torch.equal(generated(model, 12, temperature=0.0), expected)
     if report is not None:
         assert not state_of(report).left
         assert state_of(report).graphs == (1 if where == "device" else 0)
@@ -58,7 +58,7 @@ def test_the_same_seed_gives_the_same_draws(numbers: dict[str, Any], where: str)
     torch.manual_seed(123)
     assert torch.equal(generated(model, seed=5, **numbers), first)
     assert not torch.equal(generated(model, seed=6, **numbers), first)
-    assert not torch.equal(first, greedy(model, tokens(), 16))
+    assert not torch.equal(first, greedy(model, tokens(), 8))
 
 
 def test_without_a_seed_torchs_generator_goes_on(where: str) -> None:

@@ -326,7 +326,7 @@ def test_two_models_share_nothing() -> None:
     assert torch.equal(output(stock), expected)
 
 
-@pytest.mark.parametrize("name", ["llama", "bert"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("bert", marks=pytest.mark.slow)])
 def test_it_compiles_without_a_break(name: str) -> None:
     model = made(name)
     expected = output(model)

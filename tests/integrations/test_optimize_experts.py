@@ -28,6 +28,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning"),
 ]
 
+QUICK = ("Mixtral", "GptOss", "DeepseekV3", "Qwen3Next")
+NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in mixtures.NAMES]
 PACKED, EACH = "vllm.cpu.experts_packed", "torch.experts_each"
 
 
@@ -225,7 +227,7 @@ def test_where_torchs_own_kernel_would_run_they_are_left() -> None:
     assert "no time says that another is faster" in report.left[0].why
 
 
-@pytest.mark.parametrize("name", mixtures.NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_they_are_found_and_write_the_same_tokens_until_undone(name: str, kernel: str) -> None:
     stock, model = mixtures.made(name), mixtures.made(name)
     report = lz.optimize(model)
@@ -241,7 +243,7 @@ def test_they_are_found_and_write_the_same_tokens_until_undone(name: str, kernel
     assert torch.equal(mixtures.logits(model), mixtures.logits(stock))
 
 
-@pytest.mark.parametrize("name", mixtures.NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_bfloat16_is_as_near_to_the_truth_as_stock(name: str, kernel: str) -> None:
     need(kernel, torch.bfloat16)
     stock, model = mixtures.made(name, torch.bfloat16), mixtures.made(name, torch.bfloat16)
@@ -272,6 +274,7 @@ def test_gradients_of_shares_alone_are_stocks(kernel: str) -> None:
     assert torch.equal(torch.autograd.grad(module(rows, ids, shares).sum(), shares)[0], expected)
 
 
+@pytest.mark.parametrize("kernel", [PACKED, pytest.param(EACH, marks=pytest.mark.slow)], indirect=True)
 @pytest.mark.parametrize("name", ["Mixtral", pytest.param("GptOss", marks=pytest.mark.slow)])
 def test_it_compiles_as_one_graph(name: str, kernel: str) -> None:
     model = mixtures.made(name)

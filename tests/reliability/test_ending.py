@@ -38,9 +38,8 @@ def run(how, folder):
     return subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize(
-    "how", ["SIGTERM", *(pytest.param(each, marks=pytest.mark.slow) for each in ("SIGUSR1", "thread"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR1", "thread"])
 def test_a_signal_from_outside_accuses_nobody(how, tmp_path):
     ended = run(how, tmp_path)
     assert ended.returncode == (-15 if how != "SIGUSR1" else -10)  # as without LayerZero

@@ -89,6 +89,7 @@ def test_all_is_a_word_and_no_other(site):
         lz.configure(plugins="al")
 
 
+@pytest.mark.slow
 def test_settings_may_admit_it_later_and_take_it_out_again(site):
     site.install(good=GOOD)
     script = """
@@ -155,6 +156,7 @@ def test_what_a_broken_plugin_would_bring_is_unknown_because_of_it(site):
     assert "Traceback" not in told.stderr
 
 
+@pytest.mark.slow
 def test_what_takes_long_is_told(site):
     site.install(good="import layerzero.engine.plugins as p; p.SLOW_S = 0.0\n" + GOOD)
     assert "the plugin good took 0." in site().stderr

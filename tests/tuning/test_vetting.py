@@ -138,14 +138,20 @@ def test_a_half_precision_norm_that_zentorch_gets_wrong_is_found(dangers):
 @pytest.mark.parametrize(
     ("kernel", "shape", "verdict", "text"),
     [
-        ("sound", (4, 2048), Verdict.PASSED, "calls right"),
+        pytest.param("sound", (4, 2048), Verdict.PASSED, "calls right", marks=pytest.mark.slow),
         pytest.param("large", (4, 2048), Verdict.WRONG, "hidden = 4095: ", marks=pytest.mark.slow),
         ("mutates", (4, 64), Verdict.WRONG, "input: wanted it untouched"),
         # whichever check gets memory that another one had
         pytest.param("prepacked", (4, 64), Verdict.WRONG, "", marks=pytest.mark.slow),
         pytest.param("unsteady", (4, 64), Verdict.WRONG, "declared deterministic", marks=pytest.mark.slow),
         pytest.param("gradient", (4, 64), Verdict.WRONG, "the gradient of weight", marks=pytest.mark.slow),
-        ("dead", (4, 64), Verdict.CRASHED, "it ended the process with SIGSEGV; it ran rms_norm("),
+        pytest.param(
+            "dead",
+            (4, 64),
+            Verdict.CRASHED,
+            "it ended the process with SIGSEGV; it ran rms_norm(",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("needed", (4, 64), Verdict.PASSED, "calls right", marks=pytest.mark.slow),
     ],
 )
@@ -423,6 +429,7 @@ def test_a_call_too_large_for_the_reference_is_cut_until_it_fits(seq):
     assert any(case.sizes["seq_k"] == seq for _, case in found), "keys stay as long as they are, where that may be"
 
 
+@pytest.mark.slow
 def test_a_kernel_that_compiles_is_built_once_and_checked_as_built(planted):
     each = found("planted.right_key", shapes=[(4, 64)], dtype="float32")
     assert each.verdict is Verdict.PASSED
@@ -492,13 +499,14 @@ WIDE = torch.randn(4, 96, dtype=torch.bfloat16)
     ("function", "arguments", "options"),
     [
         ("rms_norm", (torch.randn(3000, 512), torch.randn(512)), {}),
-        pytest.param("rms_norm", (torch.randn(2, 30, 64), torch.randn(64)), {}, marks=pytest.mark.slow),
-        pytest.param("layer_norm", (WIDE, (96,), WIDE[0], WIDE[0]), {}, marks=pytest.mark.slow),
-        pytest.param("attention", (QUERY, QUERY, QUERY), {"layout": "BSHD"}, marks=pytest.mark.slow),
-        pytest.param("attention", (QUERY, QUERY, QUERY), {"layout": "BHSD"}, marks=pytest.mark.slow),
-        pytest.param("attention", DECODE, {}, marks=pytest.mark.slow),
+        ("rms_norm", (torch.randn(2, 30, 64), torch.randn(64)), {}),
+        ("layer_norm", (WIDE, (96,), WIDE[0], WIDE[0]), {}),
+        ("attention", (QUERY, QUERY, QUERY), {"layout": "BSHD"}),
+        ("attention", (QUERY, QUERY, QUERY), {"layout": "BHSD"}),
+        ("attention", DECODE, {}),
     ],
 )
+@pytest.mark.slow
 def test_the_hint_of_a_refusal_vets_the_class_that_was_refused(function, arguments, options):
     facts = lz.facts(function, *arguments, **options)
     kernel = lz.explain(facts).chosen.kernel
@@ -512,18 +520,16 @@ def test_the_hint_of_a_refusal_vets_the_class_that_was_refused(function, argumen
     ("function", "arguments", "options"),
     [
         ("rms_norm", (torch.randn(2, 3, 4, 64), torch.randn(64)), {}),
-        pytest.param("layer_norm", (torch.randn(2, 4, 8), (4, 8)), {}, marks=pytest.mark.slow),
-        pytest.param(
+        ("layer_norm", (torch.randn(2, 4, 8), (4, 8)), {}),
+        (
             "attention",
             (QUERY, QUERY, QUERY),
             {"causal": False, "attn_mask": torch.zeros(1, 1, 5, 5), "layout": "BSHD"},
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
-            "attention", (QUERY, QUERY, QUERY[..., :4].contiguous()), {"layout": "BSHD"}, marks=pytest.mark.slow
-        ),
+        ("attention", (QUERY, QUERY, QUERY[..., :4].contiguous()), {"layout": "BSHD"}),
     ],
 )
+@pytest.mark.slow  # test_vetting_demands has a recorded call where slow tests are left out
 def test_what_shapes_cannot_say_is_vetted_from_a_recorded_call(function, arguments, options, tmp_path):
     facts = lz.facts(function, *arguments, **options)
     kernel = lz.explain(facts).chosen.kernel

@@ -72,7 +72,7 @@ def kernels(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("kernel", "verdict"), [
-    ("mine.sinks", Verdict.PASSED),
+    pytest.param("mine.sinks", Verdict.PASSED, marks=pytest.mark.slow),  # recorded calls pass below
     pytest.param("mine.slopes", Verdict.PASSED, marks=pytest.mark.slow),
     pytest.param("mine.no_sinks", Verdict.WRONG, marks=pytest.mark.slow),
     ("mine.no_slopes", Verdict.WRONG),
@@ -133,6 +133,7 @@ def test_conformance_makes_its_cases_with_what_they_demand(kernel, argument):
     assert trial.outcome().status == "passed"
 
 
+@pytest.mark.slow
 def test_shapes_alone_vet_a_kernel_for_sinks():
     asked = "vet", "--kernel", "torch.sdpa.cpu_flash_sinks", "--shapes", "1x16x4x32", "--dtype", "float32"
     answer = CliRunner().invoke(main, [*asked, "--operation", "attention.standard.prefill", "--device", "cpu"])

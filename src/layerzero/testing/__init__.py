@@ -9,15 +9,20 @@
     from layerzero.testing import conformance
     conformance.run(kernels=["mine.*"])             everything that a kernel declares, in other processes
 
-No test framework is needed, so that a backend's own tests, vetting and ``layerzero fuzz`` share it.
+No test framework is needed, so that a backend's own tests, vetting and ``layerzero fuzz`` share it. Names are resolved
+on first use: a process that waits for children, and a child until its worker is read, need no torch.
 """
 
 from __future__ import annotations
 
-from layerzero.testing import compare, fuzz, generate
-from layerzero.testing.compare import Expected, check, difference, expected
-from layerzero.testing.fuzz import Failure, FuzzReport
-from layerzero.testing.generate import RandomCall, case_call, random_call
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from layerzero.testing import compare, fuzz, generate
+    from layerzero.testing.compare import Expected, check, difference, expected
+    from layerzero.testing.fuzz import Failure, FuzzReport
+    from layerzero.testing.generate import RandomCall, case_call, random_call
 
 __all__ = [
     "Expected",
@@ -33,3 +38,16 @@ __all__ = [
     "generate",
     "random_call",
 ]
+
+_HOMES = {
+    **dict.fromkeys(("Expected", "check", "difference", "expected"), "compare"),
+    **dict.fromkeys(("Failure", "FuzzReport"), "fuzz"),
+    **dict.fromkeys(("RandomCall", "case_call", "random_call"), "generate"),
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = importlib.import_module(f"{__name__}.{_HOMES.get(name, name)}")
+    return getattr(home, name) if name in _HOMES else home
