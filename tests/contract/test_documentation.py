@@ -284,7 +284,9 @@ def test_every_link_leads_somewhere(path):
 @pytest.mark.parametrize("name", ["architecture.md", "perfdb.md", "security.md", "adding_operations.md"])
 def test_files_that_a_page_names_exist(name):
     files = {
-        path.relative_to(ROOT).as_posix() for part in ("src", "tests", "tools") for path in (ROOT / part).rglob("*.*")
+        path.relative_to(ROOT).as_posix()
+        for part in ("src", "tests", "tools", "benchmarks")
+        for path in (ROOT / part).rglob("*.*")
     }
     named = set(re.findall(r"`((?:\w+/)+\w+\.(?:py|txt|c))`", page(name)))
     assert {each for each in named if not any(f"/{file}".endswith(f"/{each}") for file in files)} == set()
