@@ -113,7 +113,7 @@ def _offered() -> list[str]:
 
 def _ops() -> Any:
     """The families; what they declare takes most of the time that this package takes to load."""
-    with importlib.import_module("layerzero.core.garbage").held_off():
+    with importlib.import_module("layerzero.core.graph_capture").held_off():
         return importlib.import_module("layerzero.ops")
 
 
@@ -125,7 +125,7 @@ def _of_families(name: str) -> Any:
     if name in ops.PLAIN_FUNCTIONS:
         return importlib.import_module("layerzero.engine.plain").PLAIN_CALLS[name][1]
     if name in ops.FUNCTIONS or importlib.import_module("layerzero._assembly").brings_function(name):
-        with importlib.import_module("layerzero.core.garbage").held_off():
+        with importlib.import_module("layerzero.core.graph_capture").held_off():
             return importlib.import_module("layerzero.engine.functions").CALLS[name].fast
     raise AttributeError(f"module 'layerzero' has no attribute {name!r}")
 

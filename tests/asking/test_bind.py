@@ -89,7 +89,7 @@ def test_the_guard_names_what_is_not_as_it_was_bound(norm):
         "input: dtype: wanted torch.float32 as bound, got torch.float64": (x.double(), w),
         "input: address modulo 16: wanted 0 as bound, got 4": (torch.randn(33)[1:].view(4, 8), w),
         "weight: shape: wanted (8,) as bound, got (9,)": (x, torch.randn(9)),
-        "gradients are asked for: wanted False as bound, got True": (x.clone().requires_grad_(), w),
+        "gradients are wanted: wanted False as bound, got True": (x.clone().requires_grad_(), w),
     }
     for warm in (False, True):
         for problem, arguments in wanted.items():
@@ -236,7 +236,7 @@ def test_gradients_flow_and_grad_mode_is_guarded(call):
     (2 * attention_reference(*again, causal=True).square().sum()).backward()
     for mine, theirs in zip(leaves, again, strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5)
-    with torch.no_grad(), pytest.raises(lz.InvalidCallError, match="gradients are asked for: wanted True"):
+    with torch.no_grad(), pytest.raises(lz.InvalidCallError, match="gradients are wanted: wanted True"):
         attend(*leaves)
 
 

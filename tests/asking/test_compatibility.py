@@ -8,8 +8,8 @@ import importlib.metadata
 import pytest
 
 import layerzero as lz
-from layerzero.asking import compatibility
-from layerzero.asking.compatibility import Status
+from layerzero.asking import diagnosis
+from layerzero.asking.diagnosis import Status
 from layerzero.core.device import Device
 from layerzero.core.kernel import Release
 from layerzero.engine import probe
@@ -38,7 +38,7 @@ def installed(monkeypatch):
     ],
 )
 def test_what_is_known_of_a_version(version, known):
-    assert compatibility.status(LIBRARY, version) is known
+    assert diagnosis.status(LIBRARY, version) is known
 
 
 def test_a_tested_version_lies_within_the_declared_range():

@@ -419,10 +419,10 @@ def test_a_view_that_nobody_saw_gets_the_frozen_kernel_of_dense_tensors_only_if_
 
 
 def dropped(monkeypatch):
-    from layerzero.engine import history
+    from layerzero.engine import frozen_choices
 
-    monkeypatch.setattr(history, "MAX_CALLS", 8)
-    monkeypatch.setattr(history, "MAX_CLASSES", 4)
+    monkeypatch.setattr(frozen_choices, "MAX_CALLS", 8)
+    monkeypatch.setattr(frozen_choices, "MAX_CLASSES", 4)
 
 
 @pytest.mark.parametrize("what", ["lock", "configure", "winner", "tune", "no cache"])

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import layerzero as lz
-from layerzero.asking.layers import ranges
-from layerzero.engine.choice_log import PLACE
+from layerzero.asking.trace import ranges
 from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.pick import PLACE
 
 
 class Norm(nn.Module):

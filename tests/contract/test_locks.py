@@ -12,7 +12,7 @@ LOCKS = {"Lock", "RLock", "Condition", "Semaphore", "BoundedSemaphore", "Barrier
 KNOWN = {
     "cli/output.py": {"Event"},  # of a command that ends by an interrupt, which forks nothing
     "core/system/forking.py": {"Lock", "RLock"},
-    "engine/flight.py": {"Lock"},  # of one choice that is under way; a child forgets them all
+    "engine/cache.py": {"Lock"},  # of one choice that is under way; a child forgets them all
     "serving/background_builds.py": {"Event"},  # made anew with the thread that waits for it
     "tuning/keeping/ban_watch.py": {"Event"},  # made anew with the thread that waits for it
     "tuning/measuring/online.py": {"Event"},  # made anew with the thread that waits for it

@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from layerzero.core.system import address_space, control_group
-from layerzero.core.system.control_group import Kills
+from layerzero.core.system import resources
+from layerzero.core.system.resources import Kills
 
 
 @pytest.fixture
@@ -24,8 +24,8 @@ def group(monkeypatch, tmp_path):
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_text(text)
 
-    monkeypatch.setattr(control_group, "_TOP", tmp_path / "top")
-    monkeypatch.setattr(control_group, "_OWN", tmp_path / "cgroup")
+    monkeypatch.setattr(resources, "_TOP", tmp_path / "top")
+    monkeypatch.setattr(resources, "_OWN", tmp_path / "cgroup")
     return write
 
 
@@ -37,19 +37,19 @@ def of_2(folder: str, bound: str, use: int = 0, idle: int = 0) -> dict[str, str]
 
 def test_a_process_has_what_the_narrowest_of_its_groups_leaves(group):
     group("0::/slice/job\n", **of_2("slice", "1000", 300), **of_2("slice__job", "max"))
-    assert control_group.available_bytes() == 700
+    assert resources.group_bytes() == 700
     group("0::/slice/job\n", **of_2("slice__job", "500", 200))
-    assert control_group.available_bytes() == 300
+    assert resources.group_bytes() == 300
 
 
 def test_files_that_nobody_uses_are_free(group):
     group("0::/\n", **of_2("", "1000", 990, 600))
-    assert control_group.available_bytes() == 610
+    assert resources.group_bytes() == 610
 
 
 def test_more_in_use_than_the_bound_leaves_nothing(group):
     group("0::/\n", **of_2("", "1000", 1200))
-    assert control_group.available_bytes() == 0
+    assert resources.group_bytes() == 0
 
 
 def test_version_1_and_a_container_whose_folder_is_the_top(group):
@@ -60,25 +60,25 @@ def test_version_1_and_a_container_whose_folder_is_the_top(group):
         "memory__memory--oom_control": "under_oom 0\noom_kill 7\n",
     }
     group("4:memory:/somewhere/else\n3:cpuset:/\n0::/\n", **files)
-    assert control_group.available_bytes() == 150
-    assert control_group.kills().count == 7
+    assert resources.group_bytes() == 150
+    assert resources.kills().count == 7
 
 
 def test_without_groups_nothing_is_bounded(group):
     group("of another kind:::\n")
-    assert control_group.available_bytes() == math.inf
-    assert control_group.kills() == Kills()
+    assert resources.group_bytes() == math.inf
+    assert resources.kills() == Kills()
 
 
 def test_kills_are_those_of_the_nearest_group_and_count_beside_its_own_alone(group):
     group("0::/job\n", **{"memory--events": "oom_kill 9\n", "job__memory--events": "low 0\noom_kill 2\n"})
-    before = control_group.kills()
+    before = resources.kills()
     assert before.count == 2
     group("0::/job\n", **{"job__memory--events": "oom_kill 5\n"})
-    assert control_group.kills().since(before) == 3
+    assert resources.kills().since(before) == 3
     group("0::/\n")
-    assert control_group.kills().count == 9
-    assert control_group.kills().since(before) == 0, "another group's count"
+    assert resources.kills().count == 9
+    assert resources.kills().since(before) == 0, "another group's count"
     assert before.since(Kills(5, before.group)) == 0, "one that began anew"
 
 
@@ -93,12 +93,12 @@ def test_bounds_that_overlap_in_threads_end_with_the_last():
     entered, leave = threading.Event(), threading.Event()
 
     def other() -> None:
-        with address_space.bounded(2**33):
+        with resources.bounded(2**33):
             entered.set()
             leave.wait()
 
     thread = threading.Thread(target=other)
-    with address_space.bounded(2**33):
+    with resources.bounded(2**33):
         thread.start()
         entered.wait()
         inside = resource.getrlimit(resource.RLIMIT_AS)
@@ -114,18 +114,18 @@ def test_a_child_started_within_a_bound_does_not_keep_it():
     import resource
 
     before = resource.getrlimit(resource.RLIMIT_AS)
-    with address_space.bounded(2**33):
+    with resources.bounded(2**33):
         child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
         kept = resource.prlimit(child.pid, resource.RLIMIT_AS)
-        address_space.lift(child.pid)
+        resources.lift(child.pid)
         lifted = resource.prlimit(child.pid, resource.RLIMIT_AS)
     child.communicate(b"\n")
     assert kept != before
     assert lifted == before
-    address_space.lift(child.pid)
+    resources.lift(child.pid)
 
 
 def test_no_bound_is_no_bound():
-    with address_space.bounded(math.inf):
+    with resources.bounded(math.inf):
         pass
-    address_space.lift(0)
+    resources.lift(0)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from layerzero.core.garbage import held_off
+from layerzero.core.graph_capture import held_off
 
 COUNTED = """
 import gc, torch
@@ -65,7 +65,7 @@ def test_who_holds_it_off_last_switches_it_on():
 
 FORKED = """
 import gc, os, threading, warnings
-from layerzero.core.garbage import held_off
+from layerzero.core.graph_capture import held_off
 warnings.simplefilter("ignore")
 inside, over = threading.Event(), threading.Event()
 def imports():

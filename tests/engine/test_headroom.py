@@ -12,7 +12,7 @@ import layerzero as lz
 from layerzero.core.errors import NoKernelFoundError
 from layerzero.core.kernel import Backend
 from layerzero.core.reasons import ReasonCode
-from layerzero.core.system import free_memory
+from layerzero.core.system import resources
 from layerzero.engine import headroom
 from layerzero.engine.failures import out_of_memory
 from layerzero.engine.registry import REGISTRY
@@ -42,13 +42,13 @@ def test_what_needs_least_runs_where_no_kernel_keeps_the_limit():
 
 
 def test_a_call_chooses_what_the_question_says_and_warns_of_memory(monkeypatch):
-    monkeypatch.setattr(free_memory, "available_bytes", lambda: 3.0 * 2**30)
+    monkeypatch.setattr(resources, "available_bytes", lambda: 3.0 * 2**30)
     arguments = biased(seq=300, heads=3)
     wanted = lz.attention(**arguments)
     with lz.scope(memory_headroom_mb=1, deny=OTHERS), pytest.warns(lz.LayerZeroPerformanceWarning) as told:
         got = lz.attention(**arguments)
     text = str(told[0].message)
-    assert f"runs {MATH}, which takes 2 MiB beside its results; memory_headroom_mb allows 1 MiB" in text
+    assert f"runs {MATH}, which takes 2 MiB besides its results; memory_headroom_mb allows 1 MiB" in text
     assert "3072 MiB are free. Every other kernel that may run takes as much or more" in text
     assert "A smaller batch takes less" in text
     torch.testing.assert_close(got, wanted)

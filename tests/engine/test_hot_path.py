@@ -18,10 +18,9 @@ import layerzero as lz
 from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Case
 from layerzero.engine import accelerator
-from layerzero.engine.cache import InClass
+from layerzero.engine.cache import Flights, InClass
 from layerzero.engine.call_source import coarse_key
 from layerzero.engine.dispatch import ENGINE
-from layerzero.engine.flight import Flights
 from layerzero.engine.function_kernels import USER_BACKEND
 from layerzero.engine.functions import CALLS
 from layerzero.ops import FUNCTIONS
@@ -491,7 +490,7 @@ def test_a_chooser_that_asks_again_does_not_wait_for_itself():
 def test_a_fork_in_the_middle_of_a_choice_leaves_a_child_that_chooses():
     script = """
 import os, threading, torch, layerzero as lz
-from layerzero.engine.flight import FLIGHTS
+from layerzero.engine.cache import FLIGHTS
 started, go = threading.Event(), threading.Event()
 thread = threading.Thread(target=lambda: FLIGHTS.once("key", lambda: (started.set(), go.wait())))
 thread.start(); started.wait()

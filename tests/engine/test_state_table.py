@@ -174,4 +174,4 @@ def test_every_row_is_read_and_its_neutral_value_is_what_it_restores():
 
 
 def test_an_answer_that_torch_did_not_have_is_told_as_it_is():
-    assert EAGER_STATE["matmul"].told(["fp8"]) == "fp8"
+    assert EAGER_STATE["matmul"].value(["fp8"]) == "fp8"

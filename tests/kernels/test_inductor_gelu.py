@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import gelu
 
 import layerzero as lz
-from layerzero.backends.one_thread import GRAIN
+from layerzero.backends.shape_cache import GRAIN
 from layerzero.testing.generate import RandomCall
 
 COMPILED = "inductor.gelu_tanh"

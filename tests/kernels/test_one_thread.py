@@ -8,23 +8,23 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.backends import one_thread
-from layerzero.backends.one_thread import GRAIN, small_alone
+from layerzero.backends import shape_cache
+from layerzero.backends.shape_cache import GRAIN, small_alone
 
-needs_runtime = pytest.mark.skipif(one_thread.runtime() is None, reason="torch's OpenMP runtime is not the only one")
+needs_runtime = pytest.mark.skipif(shape_cache.runtime() is None, reason="torch's OpenMP runtime is not the only one")
 
 
 @pytest.fixture
 def two_threads():
-    allowed = one_thread.runtime().omp_get_max_threads()
-    one_thread.runtime().omp_set_num_threads(2)
+    allowed = shape_cache.runtime().omp_get_max_threads()
+    shape_cache.runtime().omp_set_num_threads(2)
     yield
-    one_thread.runtime().omp_set_num_threads(allowed)
+    shape_cache.runtime().omp_set_num_threads(allowed)
 
 
 @needs_runtime
 def test_only_small_work_runs_alone_and_the_setting_comes_back(two_threads):
-    allowed = one_thread.runtime().omp_get_max_threads
+    allowed = shape_cache.runtime().omp_get_max_threads
     run = small_alone(lambda tensor, *_: allowed())
     assert run(torch.empty(GRAIN - 1), 0.5) == 1
     assert allowed() == 2
@@ -40,11 +40,11 @@ def test_only_small_work_runs_alone_and_the_setting_comes_back(two_threads):
 
 @needs_runtime
 def test_other_threads_keep_theirs(two_threads):
-    allowed = one_thread.runtime().omp_get_max_threads
+    allowed = shape_cache.runtime().omp_get_max_threads
     inside, seen = threading.Event(), []
 
     def elsewhere():
-        one_thread.runtime().omp_set_num_threads(3)
+        shape_cache.runtime().omp_set_num_threads(3)
         assert inside.wait(10)
         seen.append(allowed())
 
@@ -60,7 +60,7 @@ def test_other_threads_keep_theirs(two_threads):
 
 
 def test_without_a_runtime_the_operator_is_as_it_was(monkeypatch):
-    monkeypatch.setattr(one_thread, "runtime", lambda: None)
+    monkeypatch.setattr(shape_cache, "runtime", lambda: None)
     operator = lambda tensor: tensor  # told apart by identity
     assert small_alone(operator) is operator
 

@@ -221,7 +221,7 @@ def test_what_warmup_could_not_build_is_not_waited_for(manifest):
 def test_what_is_no_manifest_of_this_model_and_device_is_an_error(manifest):
     with pytest.raises(ValueError, match="wanted a manifest of the model 'm2', got one of 'm1'"):
         lz.readiness_check(manifest, model="m2")
-    with pytest.raises(ValueError, match="model: wanted it beside a manifest"):
+    with pytest.raises(ValueError, match="model: wanted it along with a manifest"):
         lz.readiness_check(model="m1")
     with pytest.raises(ValueError, match="wanted calls on cuda, got 6 on cpu"):
         lz.readiness_check(manifest, device="cuda")

@@ -126,7 +126,7 @@ def test_a_manifest_of_another_model_is_an_error(tmp_path):
         lz.rms_norm(torch.randn(8, 32), torch.randn(32))
     with pytest.raises(ValueError, match="wanted a manifest of the model 'm2', got one of 'm1'"):
         lz.warmup(manifest=file, model="m2", device="cpu")
-    with pytest.raises(ValueError, match="model: wanted it beside a manifest"):
+    with pytest.raises(ValueError, match="model: wanted it along with a manifest"):
         lz.warmup("rms_norm", [(8, 64)], model="m1", device="cpu")
 
 

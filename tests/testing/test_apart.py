@@ -15,8 +15,8 @@ import apart_worker
 import pytest
 
 from layerzero.core.ledger import Verdict
-from layerzero.core.system import control_group, process_waits
-from layerzero.core.system.control_group import Kills
+from layerzero.core.system import resources, process_waits
+from layerzero.core.system.resources import Kills
 from layerzero.core.system.process_waits import Waits
 from layerzero.testing import children, process
 from layerzero.testing.children import DEATHS, Task, run_apart
@@ -116,7 +116,7 @@ def test_after_three_deaths_an_owner_is_asked_no_more_and_others_are():
     asked = Asker(*tasks, task("answer")).run()
     ends = [asked.ended[number][0] for number in range(1, DEATHS + 2)]
     assert [end.kind for end in ends] == ["died"] * (DEATHS - 1) + ["given up"] * 2
-    assert str(ends[-1]) == "not asked: 3 processes died or hung in other classes"
+    assert str(ends[-1]) == "not tried: 3 processes died or hung in other classes"
     assert len(asked.answers("answer")) == 1
 
 
@@ -202,7 +202,7 @@ def test_a_job_without_sense_ends_the_run_and_the_child():
 
 def test_a_memory_limit_is_named_where_it_ended_something(monkeypatch):
     counts = iter(range(9))
-    monkeypatch.setattr(control_group, "kills", lambda: Kills(next(counts), "a"))
+    monkeypatch.setattr(resources, "kills", lambda: Kills(next(counts), "a"))
     (end,) = Asker(task("SIGKILL")).run().ended["SIGKILL"]
     assert end.verdict is None
     assert end.words == "the memory limit ended 1 processes of its group meanwhile"

@@ -16,8 +16,8 @@ from layerzero.ops.norm.declare import layer_norm
 from layerzero.ops.paged.declare import paged_attention_reference
 from layerzero.testing import compare, conformance, fuzz, randomness
 from layerzero.testing.battery import Battery
-from layerzero.testing.call_reduction import cuts, fits
 from layerzero.testing.report import KernelReport, Result
+from layerzero.testing.sizes import cuts, fits
 
 pytestmark = pytest.mark.usefixtures("invented_operations")
 

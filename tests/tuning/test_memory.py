@@ -10,7 +10,7 @@ import torch
 
 import layerzero as lz
 from layerzero.asking.answers import facts as facts_of
-from layerzero.core.system import control_group, free_memory
+from layerzero.core.system import resources
 from layerzero.engine.failures import out_of_memory
 from layerzero.ops import OPERATIONS
 from layerzero.tuning.keeping import machine_state
@@ -80,14 +80,14 @@ def test_a_reference_that_takes_more_than_its_share_fails_and_leaves_the_bound_a
 
 def test_what_is_available_is_the_least_of_machine_and_group(monkeypatch, tmp_path):
     (tmp_path / "meminfo").write_text("MemTotal: 8 kB\nMemAvailable:       3 kB\n")
-    monkeypatch.setattr(free_memory, "_MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(control_group, "available_bytes", lambda: math.inf)
-    assert free_memory.available_bytes() == 3072.0
-    monkeypatch.setattr(control_group, "available_bytes", lambda: 100.0)
-    assert free_memory.available_bytes() == 100.0
+    monkeypatch.setattr(resources, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(resources, "group_bytes", lambda: math.inf)
+    assert resources.available_bytes() == 3072.0
+    monkeypatch.setattr(resources, "group_bytes", lambda: 100.0)
+    assert resources.available_bytes() == 100.0
     (tmp_path / "meminfo").write_text("of another kind\n")
-    monkeypatch.setattr(control_group, "available_bytes", lambda: math.inf)
-    assert free_memory.available_bytes() == math.inf
+    monkeypatch.setattr(resources, "group_bytes", lambda: math.inf)
+    assert resources.available_bytes() == math.inf
 
 
 @pytest.mark.parametrize(

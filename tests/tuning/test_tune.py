@@ -271,7 +271,7 @@ def test_parameters_are_those_of_every_call(monkeypatch):
         ({"shapes": "cases", "manifest": "x.json"}, "manifest: wanted it alone, got shapes"),
         ({"seq_lens": [3], "manifest": "x.json"}, "got seq_lens beside it"),
         ({"manifest": "absent.json"}, "wanted a manifest that lz.record wrote"),
-        ({"model": "tiny"}, "model: wanted it beside a manifest"),
+        ({"model": "tiny"}, "model: wanted it along with a manifest"),
     ],
 )
 def test_what_makes_no_sense_is_refused(given, message):

@@ -416,7 +416,7 @@ def test_a_kernel_that_no_child_knows_is_not_vetted_and_the_answer_says_why(monk
 @pytest.mark.parametrize("seq", [128, 2048, 32768])
 def test_a_call_too_large_for_the_reference_is_cut_until_it_fits(seq):
     from layerzero.core.operation import Case
-    from layerzero.testing.call_reduction import cuts, fits
+    from layerzero.testing.sizes import cuts, fits
 
     operation = next(each for each in lz.list_operations() if each.name == "attention.gqa.prefill")
     sizes = dict(operation.cases[0].sizes) | {"batch": 4, "heads": 32, "kv_heads": 8, "seq_q": seq, "seq_k": seq}

@@ -7,8 +7,7 @@ from typing import Any
 
 import msgspec
 
-from layerzero.asking.drop_in import call_made, refused
-from layerzero.asking.subjects import Named, function_named, name_of
+from layerzero.asking.subjects import Named, call_made, function_named, name_of, refused
 from layerzero.core.argument_errors import bound
 from layerzero.core.arguments import told
 from layerzero.core.device import Device
@@ -44,7 +43,7 @@ def explain(
     Args:
         operation: a function (``lz.attention``) or its name, an operation or its name, or an alias
             (``attention.causal``); or the facts of a call made by :func:`facts`. ``lz.scaled_dot_product_attention``
-            is asked about as the call of ``lz.attention`` that it makes.
+            stands for the call of ``lz.attention`` that it makes.
         args, kwargs: the function's arguments. Tensors on ``meta`` will do.
         device: ask about another device, by name (``"H100"``) or description.
         libraries: ask about other installed libraries: distribution name to version.
@@ -132,7 +131,7 @@ def validate(kernel_id: str, *args: Any, **kwargs: Any) -> tuple[bool, tuple[Rea
     A call that means nothing gives its code as a reason where the catalogue has one, else InvalidCallError is raised.
     Raises: KeyError for an unknown kernel; TypeError for what is no id.
     """
-    given_first: object = kernel_id  # who forgets the id passes a function, or a tensor
+    given_first: object = kernel_id  # without the id, a function or a tensor comes first
     if not isinstance(given_first, str):
         name = function_named(given_first)
         of = "" if name is None else repr(name)
@@ -192,7 +191,7 @@ def explain_facts(call: Facts, machine: Machine, policy: Policy) -> Report:
 def _state(
     arguments: Mapping[str, Any], policy: Any, dispatcher: Dispatcher, capturing: bool, device: Device | None
 ) -> CallState:
-    from layerzero.engine.state import call_state
+    from layerzero.engine.transforms import call_state
 
     state = call_state(dispatcher.tensors(arguments), policy, dispatcher.function.state, device)
     return msgspec.structs.replace(state, capturing=capturing)
@@ -214,7 +213,7 @@ def question(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
 
 
 def unknown_operation(name: str) -> UnknownOperationError:
-    """The error for a name that no question can be asked about."""
+    """The error for a name without operation or function."""
     if name in REGISTRY.operations():
         return UnknownOperationError(f"operation {name!r} has no public function; lz.register_function gives it one")
     known = [*FUNCTIONS, *DROP_INS, *PLAIN_FUNCTIONS, *REGISTRY.operations(), *OPERATION_ALIASES]

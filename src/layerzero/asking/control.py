@@ -123,7 +123,7 @@ def register_operation(operation: Operation) -> None:
 def unregister_operation(name: str) -> None:
     """Take an operation back, with the kernels that implement it and its public function.
 
-    What other operations the function has stay, and nobody can call them until another function has them.
+    What other operations the function has stay, and cannot be called until another function has them.
     Raises: KeyError for one that is not known; RegistrationError for a built-in one, and for a kernel that implements
         other operations, too: unregister that first.
     """
@@ -137,7 +137,7 @@ def unregister_operation(name: str) -> None:
 
 
 def register_backend(kernels: Iterable[Kernel]) -> None:
-    """Add the kernels of a backend, all or none. Whoever calls this vouches for them; an entry point does not.
+    """Add the kernels of a backend, all or none. The caller vouches for them; an entry point does not.
 
     Raises: RegistrationError, and then none of them is registered.
     """

@@ -52,7 +52,7 @@ def translated(old: Descriptor1, known: Mapping[str, Operation]) -> tuple[Descri
 
 
 def _operations(name: str, entry: Entry1, known: Mapping[str, Operation]) -> Sequence[str]:
-    """The operation, and the one with grouped heads beside it if the kernel has them."""
+    """The operation, and also the one with grouped heads if the kernel has them."""
     if name in OPERATION_ALIASES:
         name = OPERATION_ALIASES[name][0][0]
     if name not in known:

@@ -54,7 +54,7 @@ class LoadedDescriptor:
 
 
 def understood(source: Source, known: Mapping[str, Operation]) -> LoadedDescriptor:
-    """Read a descriptor; whether its kernels exist is not asked. Raises: DescriptorError with every problem."""
+    """Read a descriptor; whether its kernels exist is not checked. Raises: DescriptorError with every problem."""
     name, data = _content(source)
     read, problems = decode(data)
     if isinstance(read, Descriptor1):
@@ -129,7 +129,7 @@ class Descriptors:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._lock = registry.lock  # one lock: whoever registers a kernel asks here, and whoever asks here registers
+        self._lock = registry.lock  # one lock: registering reads descriptors, and descriptors register
         self._configured: dict[str, LoadedDescriptor] = {}
         self._paths: tuple[str, ...] = ()
         self._loaded: dict[str, LoadedDescriptor] = {}

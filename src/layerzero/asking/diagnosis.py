@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import os
 import platform
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 
 import torch
 
-from layerzero.asking import compatibility
 from layerzero.asking.descriptors import DESCRIPTORS
 from layerzero.asking.examples import awaits_vetting, example_calls
 from layerzero.asking.model_sets import OperationFinding, served
 from layerzero.core import cpu_features
 from layerzero.core.device import Device, cpu_of_this_machine
-from layerzero.core.kernel import Backend
+from layerzero.core.kernel import Backend, within
 from layerzero.core.ledger import Suspect
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.system.threads import thread_advice
@@ -28,6 +29,51 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.engine.services import SERVICES
 
 
+class Status(StrEnum):
+    """What is known about a version of a library."""
+
+    TESTED = "tested"
+    """Its kernels passed conformance."""
+    EXPECTED = "expected"
+    """Within the range that its declaration was written for; that very version was not run."""
+    UNTESTED = "untested"
+    """Outside that range: refused until it was vetted here."""
+    UNVETTED = "not vetted: `layerzero vet`"
+    """A plugin's, whose kernels no call gets before."""
+    BAD = "known bad"
+    """Refused, whatever vetting says."""
+
+
+def status(backend: Backend, version: str) -> Status:
+    """What is known about a version."""
+    if backend.known_bad and within(version, backend.known_bad):
+        return Status.BAD
+    if version.partition("+")[0] in backend.tested:
+        return Status.TESTED
+    return Status.EXPECTED if backend.holds_for(version) else Status.UNTESTED
+
+
+def conflicts(backends: Iterable[Backend]) -> Iterator[str]:
+    """What is wrong with packages that are installed together, and what to do."""
+    for backend in backends:
+        own = next((name for name in backend.distributions if name and installed_version(name) is not None), None)
+        for package, harm in backend.conflicts:
+            version = installed_version(package)
+            if own is not None and version is not None:
+                yield (
+                    f"{own} {installed_version(own)} with {package} {version}: {harm}; uninstall one of them, or "
+                    "give each an environment of its own"
+                )
+
+
+def installed_version(name: str) -> str | None:
+    """The version of a distribution; None where it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 @dataclass(frozen=True, slots=True)
 class LibraryFinding:
     """One library as doctor sees it: name, version if installed, why it is not used, if so, how well it is known."""
@@ -37,7 +83,7 @@ class LibraryFinding:
     version: str | None
     kernels: int
     reason: Reason | None
-    status: compatibility.Status | None = None
+    status: Status | None = None
 
     @property
     def known(self) -> str:
@@ -50,7 +96,7 @@ class Diagnosis:
     """What doctor found.
 
     Attributes:
-        versions: of python, torch, layerzero and the system; beside them, how calls find their kernels here.
+        versions: of python, torch, layerzero and the system; also how calls find their kernels here.
         devices: devices that torch sees here.
         libraries: every library that LayerZero knows.
         resting: kernels that failed and rest, with the error.
@@ -61,7 +107,7 @@ class Diagnosis:
         descriptors: capability descriptors in force, as ``LoadedDescriptor.to_dict`` gives them.
         issues: what to do, most important first.
         builds: what calls of this machine would choose and is not built, or failed to build, with the next step.
-        asked_for: what each operation of the set has that was asked about, if one was.
+        asked_for: what each operation of the requested set has, if one was requested.
     """
 
     versions: dict[str, str]
@@ -137,7 +183,7 @@ class Diagnosis:
 
 
 def _devices() -> tuple[list[Device], list[str]]:
-    """The devices of this machine, and what is wrong with those that cannot be asked, as in a forked child."""
+    """The devices of this machine, and what is wrong with those that do not answer, as in a forked child."""
     devices, unread = [Device.detect("cpu")], []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         try:
@@ -172,8 +218,8 @@ def doctor(*, load: bool = False, asked_for: str | None = None) -> Diagnosis:
             reason = Reason(ReasonCode.PLATFORM_MISMATCH, "platform", " or ".join(backend.platforms), device.platform)
         kernels = [kernel for kernel in REGISTRY.kernels() if kernel.backend == backend]
         name = backend.name if backend.distributions in ((), ("",)) else f"{backend.name} ({backend.distributions[0]})"
-        known = compatibility.status(backend, state.version) if state.version else None
-        known = compatibility.Status.UNVETTED if reason is None and awaits_vetting(kernels, device) else known
+        known = status(backend, state.version) if state.version else None
+        known = Status.UNVETTED if reason is None and awaits_vetting(kernels, device) else known
         libraries.append(LibraryFinding(name, backend.summary, state.version or None, len(kernels), reason, known))
     health, ledger = ENGINE.health, ENGINE.ledger
     resting = {f"{kernel} in {operation}": b.error for (kernel, operation), b in health.breakers().items()}
@@ -192,7 +238,7 @@ def doctor(*, load: bool = False, asked_for: str | None = None) -> Diagnosis:
             *_issues(libraries, devices, resting),
             *problems,
             *(f"plugin {name} was not loaded: {error}; mend or uninstall it" for name, error in failed.items()),
-            *compatibility.conflicts(REGISTRY.backends()),
+            *conflicts(REGISTRY.backends()),
             *_accused(suspects),
             *ledger.notes(),
         ),

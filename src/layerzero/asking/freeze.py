@@ -21,7 +21,7 @@ from layerzero.core.handle import OfKind
 from layerzero.core.operation import Routed
 from layerzero.core.recipe import CallRecipe
 from layerzero.core.system.disk import write_whole
-from layerzero.engine import history, probe
+from layerzero.engine import frozen_choices, probe
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.frozen_choices import STATE, Choice, Frozen, choice_of, class_name, told_of, unlike
@@ -41,7 +41,7 @@ class Frost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         device: name of the device that the choices were made on.
         settings: hash of the effective settings, locks and rules, and as JSON those that are not at their defaults.
         choices: kernel, library, version and an example call of each class, by its name.
-        hash: SHA-256 of all the rest; equal hashes mean equal choices, whoever made them and when.
+        hash: SHA-256 of all the rest; equal hashes mean equal choices, made by any process at any time.
     """
 
     format: int
@@ -89,7 +89,7 @@ def freeze(manifest: str | os.PathLike[str] | Frost | None = None) -> Frost:
     Without a manifest the choices are those of every call that this process has made or warmed up, in scopes as
     outside, whatever was set, built or tuned since: what runs now where there is a plan, else what selection would take
     now. With a manifest they are its choices, after this process has shown that it would make each of them itself;
-    those of scopes are left out, since no other process can be asked about their settings.
+    those of scopes are left out, since no other process has their settings.
 
     While frozen, new times start no epoch and decide nothing. Legality, health, denials and locks hold as ever: where a
     frozen kernel cannot run, the next by priority does, with a warning and a line in ``frozen().departures``, or
@@ -149,8 +149,8 @@ def tell_if_short(asked: str, choices: Mapping[str, Choice]) -> None:
         )
     elif ENGINE.history.dropped:
         problem = (
-            f"wanted at most {history.MAX_CLASSES} classes of calls, got {ENGINE.history.dropped} more, which are not "
-            "held: they are chosen for by priority, without times. lz.thaw(), make one step, then ask again"
+            f"wanted at most {frozen_choices.MAX_CLASSES} classes of calls, got {ENGINE.history.dropped} more, which "
+            "are not held: they are chosen for by priority, without times. lz.thaw(), make one step, then ask again"
         )
     if problem:
         warnings.warn(f"{asked}: {problem}", LayerZeroWarning, stacklevel=3)
@@ -243,7 +243,7 @@ def _differences(found: Frost, *, may_differ: bool = False) -> list[str]:
     problems += unlike(found.settings, _here()["settings"])
     for name, choice in found.choices.items():
         if choice.scoped:
-            continue  # made under the settings of a block, which cannot be asked about
+            continue  # made under the settings of a block, which cannot be repeated
         version = _version(choice.kernel)
         if version != choice.version:
             problems.append(f"{name}: wanted {choice.kernel} of {choice.library} {choice.version}, got {version}")

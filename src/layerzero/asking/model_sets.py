@@ -47,7 +47,7 @@ class OperationFinding:
     Attributes:
         operation: its name.
         served: what it has.
-        dtype: that of the calls that were asked about.
+        dtype: that of the calls in question.
         kernels: those of libraries that may run any of its named calls.
         chosen: what these calls get today.
         handles: arguments that kernels want which the caller makes once; empty where they run without.
@@ -99,7 +99,7 @@ def _finding(operation: Operation, device: Device) -> OperationFinding:
     reports = [report for case in cases if (report := _asked(operation, case, dtype, device)) is not None]
     legal = [_of_libraries(report) for report in reports]
     handles: tuple[str, ...] = ()
-    if not any(legal):  # what a caller keeps beside his weights, kernels may want
+    if not any(legal):  # a caller may keep more than weights for kernels
         promised = [each for case in cases if (each := _asked(operation, case, dtype, device, promised=True))]
         legal = [_of_libraries(report) for report in promised]
         handles = tuple(operation.schema.handles) if any(legal) else ()
@@ -145,5 +145,5 @@ def _why(reports: list[Report]) -> str:
 
 
 def device_fits(report: Report, platforms: tuple[str, ...]) -> bool:
-    """Whether a library could run where a call was asked about."""
+    """Whether a library could run on a call's device."""
     return report.facts.device.platform in platforms

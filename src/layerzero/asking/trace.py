@@ -6,8 +6,8 @@ that calls that were chosen before are seen as well. Nothing is timed, and nothi
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -16,14 +16,13 @@ import msgspec
 import torch
 from torch.nn import Module
 
-from layerzero.asking.layers import as_table
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan, Report
 from layerzero.core.system import forking
-from layerzero.engine.choice_log import PLACE
 from layerzero.engine.dispatch import ENGINE
-from layerzero.engine.shapes import NOTE
+from layerzero.engine.pick import PLACE
+from layerzero.engine.transforms import NOTE
 
 _OF_COMPILING = "_orig_mod"
 """What ``torch.compile`` puts into the path of a module that it wraps."""
@@ -69,7 +68,7 @@ class Trace:
     Attributes:
         rows: one for calls that a layer made alike.
         others: modules without submodules that ran and made no call of LayerZero, by the name of their class.
-        elsewhere: calls that other threads made meanwhile, for this model or not: nobody knows for which layer.
+        elsewhere: calls that other threads made meanwhile, for this model or not; their layer is unknown.
     """
 
     def __init__(self) -> None:
@@ -150,7 +149,7 @@ class Trace:
             return hook
 
         def leaves(module: Module, _: object, __: object) -> None:
-            while entered and _TRACED.get() is self:  # one whose end no hook told ends with those around it
+            while entered and _TRACED.get() is self:  # one without a hook at its end ends with those around it
                 inner, outside = entered.pop()
                 PLACE.set(outside)
                 if inner is module:
@@ -180,9 +179,9 @@ def why(report: Report) -> str:
         more = f"; and {len(refused) - 1} more" if len(refused) > 1 else ""
         return f"no kernel may run it ({refused[0]}{more})" if refused else "there is no kernel of it"
     if chosen.time_us is None and chosen.kernel.is_stock(report.facts):
-        return f"what torch runs itself; nobody measured it{notes}"
+        return f"what torch runs itself; not measured{notes}"
     if chosen.time_us is None:
-        return f"{', '.join(f'{term.name} {term.points:+.0f}' for term in chosen.terms)}; nobody measured it{notes}"
+        return f"{', '.join(f'{term.name} {term.points:+.0f}' for term in chosen.terms)}; not measured{notes}"
     assert chosen.evidence is not None
     return f"{chosen.evidence.told}{notes}"
 
@@ -190,16 +189,15 @@ def why(report: Report) -> str:
 def trace(model: Any, /, *inputs: Any, **arguments: Any) -> Trace:
     """Run a model once and tell which kernel each of its layers ran.
 
-        print(lz.trace(model, tokens))
-        lz.trace(model.generate, tokens, max_new_tokens=4).as_dict()
+        print(lz.trace(model, tokens)) lz.trace(model.generate, tokens, max_new_tokens=4).as_dict()
 
     The model is called as it is, in the caller's grad mode and under the caller's settings. A module that
-    ``torch.compile`` wraps runs uncompiled for this once, so that its layers can be told apart.
+    ``torch.compile`` wraps runs uncompiled for this once, so that its layers can be distinguished.
 
     On meta and fake tensors nothing runs, and each row says what would: on a fake tensor's device, or, of meta tensors,
-    on the current CUDA device, or the CPU where there is none. Not seen are calls through
-    ``lz.bind(..., guard=False)``, calls inside of torch.func's transforms, replays of a CUDA graph, and what a model
-    computes without LayerZero, of which :attr:`Trace.others` has the modules.
+    on the current CUDA device, or the CPU where there is none. Not seen are calls through ``lz.bind(...,
+    guard=False)``, calls inside of torch.func's transforms, replays of a CUDA graph, and what a model computes without
+    LayerZero, of which :attr:`Trace.others` has the modules.
 
     Args:
         model: a module, or a method of one.
@@ -226,3 +224,52 @@ def traced(module: Module, run: Callable[[], object]) -> Trace:
     finally:
         _TRACED.reset(following)
     return found
+
+
+_HEADERS = ("layer", "calls", "operation", "kernel", "why")
+
+
+def as_table(rows: Sequence[Row]) -> list[str]:
+    """Lines of a table, one for rows that say the same of numbered layers; their calls are those of each layer."""
+    cells = [_HEADERS, *_cells(rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(_HEADERS))]
+    lines = []
+    for line in cells:
+        padded = (text.ljust(width) for text, width in zip(line, widths, strict=True))
+        lines.append("  ".join(padded).rstrip())
+    return [lines[0], "  ".join("-" * width for width in widths[:-1]) + "  ---", *lines[1:]]
+
+
+def _cells(rows: Sequence[Row]) -> Iterator[tuple[str, str, str, str, str]]:
+    alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    first: dict[tuple[object, ...], tuple[Row, str, str]] = {}
+    for row in rows:
+        before, number, after = numbered(row.layer)
+        kind = (before, number is None, after, row.module, *row.kind[1:], row.why, row.calls)
+        alike[kind] += [] if number is None else [number]
+        first.setdefault(kind, (row, before, after))
+    for kind, (row, before, after) in first.items():
+        path = f"{before}{ranges(alike[kind])}{after}" or "(model)"
+        adapts = f" [{'; '.join(row.adapts)}]" if row.adapts else ""
+        yield f"{path} {row.module}", str(row.calls), row.operation, row.kernel, row.why + adapts
+
+
+def numbered(path: str) -> tuple[str, int | None, str]:
+    """A path around its first number: ``layers.3.norm`` is ``layers.``, 3 and ``.norm``."""
+    parts = path.split(".")
+    for place, part in enumerate(parts):
+        if part.isdecimal():
+            before, after = parts[:place], parts[place + 1 :]
+            return "".join(f"{each}." for each in before), int(part), "".join(f".{each}" for each in after)
+    return path, None, ""
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Numbers in few characters: ``0-2,5``."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in found)

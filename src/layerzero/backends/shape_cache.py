@@ -8,7 +8,11 @@ it, and what a capture used is kept for the life of the process.
 from __future__ import annotations
 
 import atexit
+import ctypes
+import functools
+import re
 from collections.abc import Callable, Hashable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,3 +80,43 @@ class Prepared:
             return Reason(ReasonCode.CUDA_GRAPH_UNSAFE, text, wanted, "not made", hint)
 
         return limit.Custom(f"under capture: {text} made by an earlier call", check)
+
+
+GRAIN = 32768
+"""Elements; ``at::internal::GRAIN_SIZE`` of torch 2.10 to 2.13."""
+
+_RUNTIMES = re.compile(r"/lib(gomp|iomp5|omp)[-.0-9a-f]*\.so[.0-9]*$")
+
+
+@functools.cache
+def runtime() -> Any:
+    """The one OpenMP runtime of this process; None where there is none, or several."""
+    try:
+        maps = Path("/proc/self/maps").read_text(errors="replace")
+    except OSError:  # no Linux
+        return None
+    found = {line.split(maxsplit=5)[-1] for line in maps.splitlines() if _RUNTIMES.search(line)}
+    if len(found) != 1:
+        return None
+    library = ctypes.PyDLL(found.pop())
+    return library if hasattr(library, "omp_set_num_threads") else None
+
+
+def small_alone(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator that runs in the calling thread alone where its first tensor has less than :data:`GRAIN` elements."""
+    library = runtime()
+    if library is None:
+        return operator
+    allowed, allow = library.omp_get_max_threads, library.omp_set_num_threads
+
+    def alone(first: Tensor, *rest: Any) -> Any:
+        if first.numel() >= GRAIN:
+            return operator(first, *rest)
+        before = allowed()
+        allow(1)
+        try:
+            return operator(first, *rest)
+        finally:
+            allow(before)
+
+    return alone

@@ -145,7 +145,7 @@ def doctor(
     from layerzero.tuning.proving.rehearsal import confirm_suspects
 
     if (again or module) and not confirm:
-        raise ValueError("doctor: --again and --module say how to confirm: wanted --confirm beside them, got none")
+        raise ValueError("doctor: --again and --module say how to confirm: wanted --confirm with them, got none")
     screen.ask_a_child()
     confirmed = confirm_suspects(modules=module or [], again=again) if confirm else ()
     diagnosis = diagnose(load=load, asked_for=asked_for)
@@ -269,7 +269,7 @@ def vet(
         named = [*(kernel or []), *(backend or [])]
         return plain.vet(operation_ or operation, param or [], named, budget_s=budget_s, again=again, quiet=json)
     if param:
-        raise ValueError("--param: wanted an operation without tensors beside it, as `vet tokenize`, got another")
+        raise ValueError("--param: wanted an operation without tensors with it, as `vet tokenize`, got another")
     return command.answer(
         kernels=kernel,
         backends=backend,

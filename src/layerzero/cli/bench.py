@@ -27,7 +27,7 @@ from layerzero.tuning.measuring.contest import Status
 from layerzero.tuning.measuring.loop import NO_TIME
 
 MOST_ROWS = fitting(19)
-"""Rows beside the answer, what is left out, and what the table has around its rows."""
+"""Rows taken by the answer, what is left out, and what the table has around its rows."""
 
 WINNERS = 4
 """Kernels that the answer names."""
@@ -251,7 +251,7 @@ def tell(shown: Live, looked: Looked) -> None:
 
 
 def timed_of(text: str | None, device: torch.device) -> Timed:
-    """Which times are asked for: both on a CUDA device by default. Raises: ValueError with wanted and got."""
+    """Which times are wanted: both on a CUDA device by default. Raises: ValueError with wanted and got."""
     if text is None:
         return Timed.BOTH if device.type == "cuda" else Timed.CALL
     if text not in list(Timed):

@@ -139,7 +139,7 @@ def command(answer: Callable[[Question | None, Report, bool], Answer], *, lists:
 
 
 def explained(asked: Question | None, report: Report, everything: bool) -> Answer:
-    """Show the whole report; as text, kernels for other hardware are one line unless ``everything`` is asked for.
+    """Show the whole report; as text, kernels for other hardware are one line unless ``everything`` is set.
 
     On a screen that does not hold that, what keeps kernels from the call is a line for each kind of reason, too.
     """

@@ -31,7 +31,7 @@ def problems(file: Path) -> list[str]:
         said = plain_yaml(file)
     except PolicyError as error:
         return list(error.problems)
-    for key, value in said.items():  # each by itself: names are looked at beside what is wrong elsewhere
+    for key, value in said.items():  # each by itself: names are checked whatever is wrong elsewhere
         try:
             values |= checked({key: value}, str(file))
         except PolicyError as error:

@@ -115,7 +115,7 @@ def conformance(
         asked = ", ".join([*(f"library {name}" for name in backends), *kernels, *of])
         raise ValueError(f"wanted kernels, got none of {asked}; `layerzero kernels` lists them, --module brings yours")
     if not report.passed:
-        say("nothing passed: no kernel that was asked for may run here")
+        say("nothing passed: none of these kernels may run here")
     return Answer(report.to_dict(), lambda: [str(report)], FINE if report.ok and report.passed else NO)
 
 

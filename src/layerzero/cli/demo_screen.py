@@ -15,14 +15,14 @@ from layerzero.cli.tables import some
 NEXT = (
     ("layerzero doctor", "what is here, and what others need"),
     ("layerzero tune attention --budget-s 60", "measure here: times decide then"),
-    ("python examples/generate.py", "a model that writes; more beside it"),
+    ("python examples/generate.py", "a model that writes; more in that folder"),
 )
 
 _WIDE = 120
 """Columns of a terminal in which two names of a list fit."""
 
 _TOLD = len("  12345.67 ms  12.34 x (10.12-12.34), off 1e-02, other words") + 1
-"""Columns beside a way's name and its bar."""
+"""Columns apart from a way's name and its bar."""
 
 _SHORTEST = 3
 """Columns of a bar on a narrow terminal."""

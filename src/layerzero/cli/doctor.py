@@ -1,4 +1,4 @@
-"""What ``layerzero doctor`` shows: what is usable here, in a screen; the rest counted, or listed if asked for.
+"""What ``layerzero doctor`` shows: what is usable here, in a screen; the rest counted, or listed with a flag.
 
 A child process imports plugins first: one that ends its process must not take the command along. This module is the
 child's worker, too: it imports the plugin that it is given by name.

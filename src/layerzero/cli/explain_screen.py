@@ -50,7 +50,7 @@ def explained(report: Report, *, everything: bool = True) -> Iterator[Renderable
 
 
 def asked(report: Report) -> Iterator[Text]:
-    """What was asked about, and which kernel runs it."""
+    """The call in question, and which kernel runs it."""
     title = Text.assemble((report.operation, "bold"), " -> ", (report.kernel_id or "no legal kernel", "bold green"))
     if report.locked:
         title.append(f"  ({report.locked})")
@@ -119,7 +119,7 @@ def _why(candidate: Candidate) -> Text:
 
 
 def _against(reasons: Sequence[Reason]) -> Iterator[Text]:
-    """Every reason; beside another platform, or a library that is not there, the others by code only."""
+    """Every reason; after another platform or a library that is not there, the others by code only."""
     first = [reason for reason in reasons if reason.code is ReasonCode.PLATFORM_MISMATCH]
     first = first or [reason for reason in reasons if reason.code is ReasonCode.NOT_INSTALLED]
     yield from map(told, first[:1] or reasons)
@@ -149,7 +149,7 @@ def on_a_small_screen(report: Report) -> Iterator[RenderableType]:
 
 
 def _time(each: Candidate) -> str:
-    return "nobody measured it" if each.evidence is None else each.evidence.told
+    return "not measured" if each.evidence is None else each.evidence.told
 
 
 def _why_chosen(chosen: Candidate) -> str:

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from packaging.version import InvalidVersion, Version
 
-from layerzero.asking.compatibility import installed_version
+from layerzero.asking.diagnosis import installed_version
 from layerzero.cli.question import Flags, Question, device_of, libraries_of, pair_of, settings_of, sizes, value_of
-from layerzero.core.drop_in import DropIn
+from layerzero.core.argument_errors import DropIn
 from layerzero.core.dtypes import dtype_named
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.settings import nearest

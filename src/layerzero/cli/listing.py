@@ -31,7 +31,7 @@ from layerzero.testing.fuzz import FuzzReport
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A kernel beside this machine: the version of its library, and why it cannot run here, None if it can.
+    """A kernel on this machine: the version of its library, and why it cannot run here, None if it can.
 
     ``elsewhere``: it is made for other hardware.
     """
@@ -43,7 +43,7 @@ class Listed:
 
 
 def on_this_machine(kernels: Iterable[Kernel]) -> list[Listed]:
-    """Look at each kernel's library and platforms; what a call must fulfil beside that is not asked."""
+    """Look at each kernel's library and platforms; what a call must fulfil besides is not checked."""
     devices = [Device.detect("cpu")]
     if torch.cuda.is_available():
         devices.append(Device.detect("cuda"))

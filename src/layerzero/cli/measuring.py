@@ -110,8 +110,8 @@ def tune(
     Without --shapes, --cases or --manifest: a grid of sizes between which times can be predicted. What is known is
     skipped, so that an interrupted run goes on. Every kernel is compared with the reference first; a new one runs in a
     child process before. Kernels may compile. Exits with 1 if nothing was measured or known. --dtype and --layout leave
-    out what was called or recorded in others. --param stands beside --shapes or --cases; operations without tensors
-    take it alone: what their kernels are measured for.
+    out what was called or recorded in others. --param goes with --shapes or --cases; operations without tensors take it
+    alone: what their kernels are measured for.
     """
     import torch
 
@@ -185,7 +185,7 @@ def bench(
     """Run every legal kernel side by side, and compare.
 
     Without --shapes or --manifest: the operations' own cases, those first that tell most of models. With --kernel and
-    without --dtype: the usual dtypes that these kernels take. Each result is told as it comes. The end says which
+    without --dtype: the usual dtypes that these kernels take. Each result is printed as it comes. The end says which
     kernel is fastest where, what that gains over torch's own function, what LayerZero chooses now, and what time did
     not suffice for. With --all, or where it fits on a screen, each call has a table: median, p95 and noise, GB/s,
     TFLOP/s and the share of what this machine's copy and matrix product reach, speed against torch's own function,
@@ -193,9 +193,9 @@ def bench(
     the device's own time, too: of replays of a CUDA graph that holds many calls, which find their tensors outside of
     the L2 cache (cold) or, where a call is too small for that, in it (warm); a kernel that cannot be captured says why
     and has the time of one launch between two events. With --timed device, order, rates and speed go by it. Times are
-    not remembered. A kernel that gives a wrong result is banned until its library has another version or
-    `layerzero vet --again` passes it, and failures are remembered. What this
-    machine's memory does not hold is left out. Exits with 1 if a kernel is wrong or fails, or if nothing was measured.
+    not remembered. A kernel that gives a wrong result is banned until its library has another version or `layerzero vet
+    --again` passes it, and failures are remembered. What this machine's memory does not hold is left out. Exits with 1
+    if a kernel is wrong or fails, or if nothing was measured.
     """
     import math
 
@@ -266,7 +266,7 @@ def bench(
             bench_tables.plot(found, plot)
         if html is not None and found:
             bench_tables.page(found, html)
-    except OSError as error:  # what was measured is told all the same
+    except OSError as error:  # what was measured is printed all the same
         say(f"error: {error.filename}: wanted a place to write to, got: {error.strerror}")
         bad = True
     data = {**compared.to_dict(), "budget_s": None if budget_s == math.inf else budget_s}
@@ -287,7 +287,7 @@ def ready(
 
     Looks at every call of the manifest, or else at what this machine called so far. What libraries keep on disk counts
     as built; of what only the serving process can build, lz.readiness_check tells in that process. Nothing runs, and
-    nothing is built. A build that failed on this machine is told with its reason and with the kernel that serves in
+    nothing is built. A build that failed on this machine is listed with its reason and with the kernel that serves in
     its place; traffic need not wait for it. Exits with 0 if traffic may come, with 1 if a build is missing that warmup
     would make, or if a build failed and nothing may serve in its place. With --strict also with 1 where any failed.
     """

@@ -184,7 +184,7 @@ def prune(
 ) -> Answer:
     """Forget times. Every option given must hold; without any, nothing is forgotten.
 
-    Whether a time is stale can be told of a kernel that is registered: by itself, or by a --module. Times of others are
+    Whether a time is stale is known for a kernel that is registered: by itself, or by a --module. Times of others are
     kept, and counted, unless --unknown says that they are to go as well.
     """
     from layerzero.tuning.keeping import archive
@@ -192,7 +192,7 @@ def prune(
     if (kernel, operation, older_than, stale, imported) == ("*", "*", None, False, False):
         raise ValueError("prune: wanted an option that says which times to forget, got none")
     if unknown and not stale:
-        raise ValueError("prune: --unknown says what --stale takes in: wanted --stale beside it, got none")
+        raise ValueError("prune: --unknown says what --stale takes in: wanted --stale with it, got none")
     import_modules(module or [])
     before = "" if older_than is None else (datetime.now(UTC) - timedelta(days=older_than)).isoformat()
     database = _database()

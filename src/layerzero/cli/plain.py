@@ -1,4 +1,4 @@
-"""The commands for operations without tensors: what they are asked about is named with ``--param tokenizer_id=...``."""
+"""The commands for operations without tensors: ``--param tokenizer_id=...`` names what a call works with."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Flags:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked: a function's name, its arguments on ``meta``, a device, and libraries (None: those installed)."""
+    """A function's name, its arguments on ``meta``, a device, and libraries (None: those installed)."""
 
     name: str
     arguments: Mapping[str, Any]

@@ -54,7 +54,7 @@ def folded(
 
 
 def fitting(around: int, *, screen: int = SCREEN, a_row: int = 1) -> int:
-    """How many rows of so many lines fit on a screen beside the lines that stand around them."""
+    """How many rows of so many lines fit on a screen with the lines around them."""
     return (screen - around) // a_row
 
 
@@ -139,7 +139,7 @@ def not_measured(skipped: Mapping[str, str], needs_bytes: Mapping[str, int], *, 
     """Say which calls were not measured and why.
 
     ``skipped`` has the reasons by call, ``needs_bytes`` what those of them need that memory does not hold; these are
-    told by their number and the largest, unless ``everything`` is asked for.
+    summed up as their number and the largest, unless ``everything`` is set.
     """
     large = [name for name in skipped if name in needs_bytes]
     in_one = len(large) > 1 and not everything

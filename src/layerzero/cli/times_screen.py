@@ -51,7 +51,7 @@ def _work(row: Row) -> tuple[str, str]:
 
 
 def _parts(row: Row) -> list[str]:
-    """What the device and the host take of a time, where they were told apart."""
+    """What the device and the host take of a time, where they were measured apart."""
     if row.device_us is None:
         return []
     return [f"device {row.device_us:.1f} us{f', host {row.host_us:.1f}' if row.host_us is not None else ''}"]

@@ -37,7 +37,7 @@ def tell(shown: Live, step: Step) -> None:
 
 
 def winner(found: Contest) -> str:
-    """Who won, and by how much."""
+    """Which kernel won, and by how much."""
     text, ahead, second = _first_two(found)
     if second and ahead is None:
         return f"{text}, no quicker than {second} within the noise"
@@ -56,7 +56,7 @@ def _first_two(found: Contest) -> tuple[str, float | None, str]:
     """The winner with its time, how many times as long the next one takes (None within the noise), and its name."""
     timed = [(each.kernel.id, each.measurement) for each in found.entries if each.measurement is not None]
     if not timed:
-        return "nobody", None, ""
+        return "no kernel", None, ""
     name, best = timed[0]
     text = f"{name} {best.median_us:.1f} us"
     if len(timed) == 1:
@@ -94,12 +94,14 @@ def shown(tuned: Tuned, threads: int = 0, usual: int = 0, *, everything: bool = 
     if same:
         yield Text("--all has a row for each of them", style="dim")
     if for_some:
-        yield Text(f"torch uses {usual} here unless told otherwise: these times say nothing of that", style="yellow")
+        yield Text(f"torch uses {usual} here unless set otherwise: these times say nothing of that", style="yellow")
     yield from _noisy([(found, now) for found, now in pairs if now.too_noisy], everything=everything)
     yield from _untimed(tuned, everything=everything)
     yield from _not_vetted(tuned, everything=everything)
     for name, reason in tuned.in_process.items():
-        yield Text(f"{name} ran in this process for the first time, no child could be asked: {reason}", style="yellow")
+        yield Text(
+            f"{name} ran in this process for the first time, no child process could try it: {reason}", style="yellow"
+        )
     for name, reason in tuned.not_built.items():
         yield Text(f"{name} was not measured: it is not built: {reason}", style="yellow")
     yield from not_measured(tuned.skipped, tuned.needs_bytes, everything=everything)

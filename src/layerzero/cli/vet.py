@@ -31,7 +31,7 @@ from layerzero.tuning.proving.vetting import Vetted, allows, class_pairs, is_nam
 Pair = tuple[Kernel, Facts]
 
 MANY = 10
-"""Classes from which on their number is told beforehand: each takes seconds."""
+"""Classes from which on their number is printed beforehand: each takes seconds."""
 
 MOST_KERNELS = fitting(15)
 """Kernels that have a line each at the end."""
@@ -106,7 +106,7 @@ def data_of(found: Sequence[Vetted]) -> dict[str, object]:
 
 
 def code_of(found: Sequence[Vetted]) -> int:
-    """Fine if all that was asked about has been reached, and nothing of it is bad."""
+    """Fine if everything in question has been reached, and nothing of it is bad."""
     bad = any(each.verdict not in (None, Verdict.PASSED) or not each.reached for each in found)
     return NO if bad else FINE
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -81,3 +82,29 @@ def bound(name: str, of: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
         raise misfit(name, error, kwargs, signature.parameters) from None
     found.apply_defaults()
     return dict(found.arguments)
+
+
+Made = tuple[dict[str, Any], tuple[str, ...]]
+"""The arguments of the public function, and notes about what of them is not as the caller gave it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DropIn:
+    """What questions about such a function need to know.
+
+    Attributes:
+        name: what it is called.
+        function: name of the public function that it calls.
+        home: the module that has it, which is imported on first use.
+        library: whose function it stands for, and which runs the calls that the public one does not take.
+        call: from all its arguments, and the type of device in question (empty for that of the tensors), to the call
+            that it makes; InvalidCallError with the reason and what to do where it makes none.
+        instead: the call of the public function that means the same for tensors as they are.
+    """
+
+    name: str
+    function: str
+    home: str
+    library: str
+    call: Callable[[Mapping[str, Any], str], Made]
+    instead: str

@@ -2,18 +2,47 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from layerzero.core.handle import OfKind
-from layerzero.core.layouts import permutation
 from layerzero.core.reasons import ReasonCode
+
+
+@functools.cache
+def permutation(source: str, target: str, ndim: int = 4) -> tuple[int, ...]:
+    """Say which source axis goes where: ``tensor.permute(permutation("BSHD", "BHSD"))``.
+
+    A tensor of fewer axes has the last ones of its layout: one sequence alone has those of ``SHD`` in ``BSHD``.
+
+    Raises: ValueError for layouts that do not have the same axes.
+    """
+    if sorted(source) != sorted(target) or len(set(source)) != len(source):
+        raise ValueError(f"layout: wanted the axes of {source} in another order, got {target}")
+    if ndim < len(source):
+        source = source[len(source) - ndim :]
+        target = "".join(letter for letter in target if letter in source)
+    leading = ndim - len(source)
+    return (*range(leading), *(leading + source.index(letter) for letter in target))
+
+
+@functools.cache
+def moving(source: str, target: str, ndim: int = 4) -> str:
+    """The call of a tensor's method that moves its axes: ``.transpose(1, 2)``; empty where nothing moves."""
+    order = permutation(source, target, ndim)
+    moved = [axis for axis, place in enumerate(order) if axis != place]
+    if not moved:
+        return ""
+    if len(moved) == 2:
+        return f".transpose({moved[0]}, {moved[1]})"
+    return f".permute({', '.join(map(str, order))})"
 
 
 class SizeCodes(NamedTuple):
@@ -72,7 +101,7 @@ class Axis:
         scales: whether a time changes smoothly along it; sizes that do not select code (``head_dim``).
         live: whether it changes while a program runs; a frozen choice holds a power of two of it, of others the size.
         tiled: whether kernels work through it in tiles, so that lengths between multiples take what the next one takes.
-        beside: whether its entries run side by side, so that only the product with its like counts for a time, and of
+        beside: whether its entries run side by side, so that only the product of such axes counts for a time; and of
             an axis that carries another, how many of the other go with each.
         apart: whether its entries are worked on apart from each other, so that a call may be cut along it.
         carries: axes that shrink and grow with it where a call is cut.
@@ -199,7 +228,7 @@ class Param:
 
     Attributes:
         name: the argument's name.
-        types: what it may be, beside its neutral value; a float may be given as an int.
+        types: what it may be, apart from its neutral value; a float may be given as an int.
         neutral: the value at which it does nothing; a kernel that does not know it may run then. None for what is
             passed, bounds and handles.
         role: what it is to a choice.
@@ -286,3 +315,42 @@ class Param:
 def _bound(number: float) -> str:
     """A bound for a message: a whole number that is read at a glance has all its digits."""
     return str(number) if isinstance(number, int) and abs(number) < 10**10 else f"{number:g}"
+
+
+class Write(Protocol):
+    """Write the statements of an adaptation into a plan.
+
+    They may name the function's arguments, which they assign anew, and what ``Adapter.names`` has. ``layout`` is that
+    of the tensors at this place of the plan.
+    """
+
+    def __call__(self, arguments: Sequence[str], facts: Any, layout: str | None, /) -> list[str]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """Something that a plan may do to an operation's arguments so that a kernel becomes legal.
+
+    Attributes:
+        text: what happens, for people; ``{argument}`` stands for the argument that a limit found fault with.
+        write: writes the statements, given all such arguments of one plan.
+        names: what the statements may name beside the arguments.
+        names_sizes: whether the statements name sizes, so that calls of other sizes have others.
+        moved: whether they come after the tensors were moved to the kernel's layout.
+        absorbs: whether the arguments are gone from the call afterwards, at their neutral values.
+        absorbed: the arguments that it can absorb; those of a call that are there go along.
+        gives: a tensor that the statements make, which the kernel gets in place of what they absorb.
+        writes_anew: tensors that are dense afterwards, whatever they were before.
+        gives_alone: arguments for whose sake it makes what it gives, and writes no other tensor.
+    """
+
+    text: str
+    write: Write
+    names: Mapping[str, Any] = field(default_factory=dict)
+    names_sizes: bool = False
+    moved: bool = False
+    absorbs: bool = False
+    absorbed: tuple[str, ...] = ()
+    gives: str = ""
+    writes_anew: tuple[str, ...] = ()
+    gives_alone: frozenset[str] = frozenset()

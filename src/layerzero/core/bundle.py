@@ -47,7 +47,7 @@ class Bundle:
 
 
 def unpack(function: Function, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call with what its objects bring. Raises: TypeError for required ones that nobody brings."""
+    """The arguments of a call with what its objects bring. Raises: TypeError for required ones that are missing."""
     found = dict(arguments)
     for name in function.tensors:
         value = arguments[name]

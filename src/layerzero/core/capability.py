@@ -197,7 +197,7 @@ def _sm_problems(entry: Entry, *, cuda: bool) -> Iterator[str]:
             yield f"gpu_generation: wanted consecutive ones of {', '.join(order)}, got {names}"
     elif known or not all(isinstance(value, int) for value in bounds.values()):
         # A generation that this version does not know is what its compute capabilities say.
-        yield f"gpu_generation: wanted {', '.join(order)}, or another name beside min_sm and max_sm, got {names}"
+        yield f"gpu_generation: wanted {', '.join(order)}, or another name along with min_sm and max_sm, got {names}"
 
 
 def _ordered(entry: Entry, low: str, high: str) -> Iterator[str]:

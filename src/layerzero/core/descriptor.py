@@ -1,7 +1,7 @@
 """Capability descriptors: the JSON form of declarations, its strict reading, and its hash.
 
 What a descriptor does not say, it does not allow: flags that are missing are false, bounds that are missing make it
-invalid (null says that there is none), and so does every field that nobody knows.
+invalid (null says that there is none), and so does every unknown field.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def _detect(device_type: str, index: int) -> Device:
         return _detect_cuda(index)
     if device_type == "cpu":
         return _detect_cpu()
-    if device_type == "meta":  # no hardware: legality is asked about, nothing runs
+    if device_type == "meta":  # no hardware: legality is checked, nothing runs
         return replace(_detect_cpu(), name="meta")
     vendor = {"hpu": "habana", "xpu": "intel"}.get(device_type, device_type)
     return Device(platform=device_type, name=device_type, vendor=vendor, index=index)
@@ -217,7 +217,7 @@ def cpu_of_this_machine() -> Device:
                 flags = set(value.split())
     return Device(
         platform="cpu",
-        name=name or host.processor() or host.machine(),  # asked last: on Linux it starts a process, 5 ms
+        name=name or host.processor() or host.machine(),  # last, because on Linux it starts a process, 5 ms
         vendor=vendor,
         architecture=host.machine(),
         instruction_sets=frozenset(ours for theirs, ours in cpu_features.FLAGS.items() if theirs in flags),
@@ -284,4 +284,4 @@ KNOWN_DEVICES: dict[str, Device] = {
         dtypes=frozenset({"float32", "float64", "bfloat16", "float16"}),
     ),
 }
-"""Devices that a selection can be asked about without having one."""
+"""Devices that a selection can be explained for without having one."""

@@ -20,8 +20,8 @@ LEAST_EXPECTED = 5.0
 class Distribution:
     """Draws of places along the last axis of probabilities.
 
-    A single result is right if each draw is one that may come. Whether they come as often as they should is asked of
-    many draws of the same rows, by a chi-square test.
+    A single result is right if each draw is one that may come. Whether they come as often as they should is tested on
+    many draws of the same rows, by chi-square.
 
     Attributes:
         probabilities: from the call's canonical arguments, floating ones in float64, those of each row; they need not
@@ -30,8 +30,8 @@ class Distribution:
         alpha: how improbable the counts of a right kernel may be before they count as wrong.
         support: which places may come at all, where that is more than those with a probability: where a tie decides
             which place is kept, any of them may. No counts are taken of such rows.
-        nothing: whether a draw may be -1, which is none; its probability is then the first of each row, and the
-            others follow.
+        nothing: whether a draw may be -1, which is none; its probability is then the first of each row, and the others
+            follow.
 
     Shapes: probabilities and support (*, N), result (*) or (*, draws)
     """

@@ -1,7 +1,7 @@
 """Eager state that calls of some functions depend on, in one table: how each is read, and the fact that it becomes.
 
-A function names what its calls depend on (``Function.state``). The hit paths, in C and in Python, ask the questions of
-what it names and hold the answers in the key; nobody else pays. Whoever adds a row adds nothing else.
+A function names what its calls depend on (``Function.state``). The hit paths, in C and in Python, query what it names
+and hold the answers in the key; other functions do not pay for it. A new state is one new row.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked of torch on every call that depends on it.
+    """One query of torch's state, made on every call that depends on it.
 
     Attributes:
-        text: what is asked, for people.
+        text: the query in words.
         ask: torch's own builtin, since the hit path waits for it.
         given: what it is called with.
         answers: what it may answer; the key in C holds the place of the answer here.
-        cuda: whether it is asked about tensors on CUDA and ROCm only, or elsewhere only; None: wherever they lie.
+        cuda: whether it concerns tensors on CUDA and ROCm only, or elsewhere only; None: on any device.
     """
 
     text: str
@@ -41,9 +41,9 @@ class EagerState:
         name: what functions declare.
         fact: the name under which limits, rules, explanations and times know it.
         neutral: the value that changes nothing; what other functions' calls have.
-        questions: asked in order.
-        told: the fact, from the answers.
-        dtype: it matters where a tensor has this dtype, and is asked about there alone; None: always.
+        questions: in their order.
+        value: the fact, from the answers.
+        dtype: it matters where a tensor has this dtype, and is read there alone; None: always.
         works: whether it changes how long a call takes, so that times are kept apart by it; not at its neutral value.
     """
 
@@ -51,13 +51,13 @@ class EagerState:
     fact: str
     neutral: object
     questions: tuple[Question, ...]
-    told: Callable[[Sequence[object]], object]
+    value: Callable[[Sequence[object]], object]
     dtype: torch.dtype | None = None
     works: bool = False
 
     def read(self, *, cuda: bool) -> object:
         """The fact as it is now, for tensors that lie on CUDA or elsewhere."""
-        return self.told([each.ask(*each.given) for each in self.questions if each.cuda in (None, cuda)])
+        return self.value([each.ask(*each.given) for each in self.questions if each.cuda in (None, cuda)])
 
     def restored(self, value: object) -> object:
         """The fact from what a document has in its place. Raises: TypeError for what it cannot be."""
@@ -78,7 +78,7 @@ _PRECISIONS = {"none": "highest", "ieee": "highest", "tf32": "high", "bf16": "me
 """What the kernels of a device compute products of float32 in, in the words of torch.get_float32_matmul_precision.
 
 That one function raises RuntimeError where ``torch.backends.cuda.matmul.fp32_precision`` was set, which is torch's own
-advice since 2.9; what every way of setting it ends in is asked instead, for the device of the call (torch 2.13).
+advice since 2.9; LayerZero reads what every way of setting it ends in, for the device of the call (torch 2.13).
 """
 
 

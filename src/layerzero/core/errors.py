@@ -117,7 +117,7 @@ class NoKernelFoundError(LayerZeroError):
     ``wanted`` ones, which a lock names, it has every reason, and counts all others.
 
     Attributes:
-        operation: the operation that was asked for.
+        operation: the operation of the call.
         failures: kernel id to the reasons why it was refused, all of them.
     """
 
@@ -157,7 +157,7 @@ class CudaGraphUnsafeError(LayerZeroError):
     """A CUDA graph capture is open and every legal kernel would spoil it.
 
     Attributes:
-        operation: the operation that was asked for.
+        operation: the operation of the call.
         excluded: ids of the kernels that would be legal outside a capture.
     """
 

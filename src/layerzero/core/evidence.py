@@ -38,7 +38,7 @@ class Evidence(msgspec.Struct, frozen=True):
         provenance: where it comes from.
         confidence: 0 to 1, how much it may decide.
         noise: relative spread between repeated measurements, as measured, or what the time may be off by.
-        device_us: what the device takes of it; None where that is not told apart.
+        device_us: what the device takes of it; None where that is not measured apart.
         stands_in: whether it is of eager calls, for replays that were not timed.
         cost_us: what kernels are compared by; no measurement. The ledger gives how long a caller waits at the host's
             usual pace, which is the time unless something else is known. :func:`layerzero.engine.order.costs` compares
@@ -84,7 +84,7 @@ class Measurement:
         graph: whether replays of a captured graph were timed, not eager calls.
         condition: state of the machine, ``temperature=warm,memory=low``; empty where it could not be read.
         origin: what measured: ``tune``, ``bench``, ``online``.
-        device_us: median of the device's own time; None where it was not told apart, as on a CPU.
+        device_us: median of the device's own time; None where it was not measured apart, as on a CPU.
         host_us: what calls back to back take when little interrupts the host (10th percentile); None as above.
     """
 

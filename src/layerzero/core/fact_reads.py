@@ -47,25 +47,25 @@ class Watched(Facts):
     __slots__ = ("_moved", "_plain", "_record", "reads")
 
     def __init__(self, facts: Facts, *, moved: bool = False) -> None:
-        """Watch facts; ``moved`` if they are not in the kernel's layout, for which conditions are told."""
+        """Watch facts; ``moved`` if they are not in the kernel's layout, which conditions describe."""
         self.operation, self.device, self.layout = facts.operation, facts.device, facts.layout
         self._values, self._plain, self._moved = facts._values, facts, moved
         self.reads: set[str] = set()
         self._record: _Record = [self.reads.add]
 
     @property
-    def tensors(self) -> Mapping[str, TensorFacts]:  # type: ignore[override]  # nobody sets it
+    def tensors(self) -> Mapping[str, TensorFacts]:  # type: ignore[override]  # never set
         """The tensors; what is read of them is recorded, too."""
         return _WatchedTensors(self._plain.tensors, self._record, self._moved)  # type: ignore[return-value]
 
     def taken(self) -> Reads:
-        """What was read since the last time this was asked."""
+        """What was read since the last call of this."""
         reads = frozenset(self.reads)
         self.reads.clear()
         return reads
 
     def close(self, owner: str = "") -> Reads:
-        """What was read of these facts, by ``owner``; whoever reads on gets a RuntimeError."""
+        """What was read of these facts, by ``owner``; later reads raise RuntimeError."""
 
         def refuse(read: str) -> None:
             raise RuntimeError(
@@ -155,7 +155,7 @@ class Watched(Facts):
 
 
 class _WatchedTensors(Mapping[str, "_WatchedTensor"]):
-    """Which tensors were given is told by every key; what is read of one is recorded."""
+    """Every key holds which tensors were given; what is read of one is recorded."""
 
     __slots__ = ("_moved", "_plain", "_record")
 
@@ -227,7 +227,7 @@ def watch(
 
 
 def reads_of(ask: Callable[[Facts], object], facts: Facts, *, moved: bool = False) -> Reads:
-    """What a function of facts that was asked before reads of these; EVERYTHING where it cannot be watched."""
+    """What a function of facts reads of these; EVERYTHING where it cannot be watched."""
     try:
         return watch(ask, facts, moved=moved)[1]
     except Exception:  # noqa: BLE001  # third parties write these, too

@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import torch
 
+from layerzero.core.arguments import permutation
 from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.eager_state import state_values
 from layerzero.core.errors import InvalidCallError, RegistrationError
-from layerzero.core.layouts import permutation
 from layerzero.core.operation import Operation
 
 FACT_ALIASES = {
@@ -121,11 +121,12 @@ BYTES = torch.uint8
 """The dtype of a call without tensors: what it reads and writes is text, in bytes."""
 
 MAX_ALIGNMENT_BYTES = 16
-"""Alignment beyond a vector load of 16 bytes is not told apart: it would split the plan cache for no kernel's good."""
+"""Alignment beyond a vector load of 16 bytes is not distinguished: it would split the plan cache for no kernel's
+good."""
 
 
 def told_bytes(dtype: torch.dtype) -> int:
-    """Up to which alignment rows are told apart: int64 holds places and counts, which are read one by one.
+    """Up to which alignment rows are distinguished: int64 holds places and counts, which are read one by one.
 
     A row of positions would be of another class with every second number of tokens.
     """
@@ -136,7 +137,7 @@ def alignment_bytes(tensor: torch.Tensor) -> int:
     """Largest power of two up to 16 that divides the address of the first element."""
     if tensor.is_meta or tensor.numel() == 0:
         return MAX_ALIGNMENT_BYTES
-    if type(tensor) is not torch.Tensor and hasattr(tensor, "fake_mode"):  # asked for its address, torch 2.13 warns
+    if type(tensor) is not torch.Tensor and hasattr(tensor, "fake_mode"):  # torch 2.13 warns where its address is read
         return MAX_ALIGNMENT_BYTES
     try:
         address = tensor.data_ptr()
@@ -156,7 +157,7 @@ class Facts(Mapping[str, object]):
     Attributes:
         operation: the routed operation.
         device: the device it runs on.
-        layout: layout of the tensors that have one, as seen by whoever asks.
+        layout: layout of the tensors that have one, as the caller sees it.
         tensors: facts of each tensor that the call brought. The tensors themselves are not kept: plans live long.
     """
 
@@ -255,7 +256,7 @@ class Facts(Mapping[str, object]):
         return Facts(self.operation, self.device, self.layout, dict(tensors), {**self._values, **sizes})
 
     def on(self, device: Device, *, capturing: bool) -> Facts:
-        """The same call asked about on another device, or inside a CUDA graph capture."""
+        """The same call on another device, or inside a CUDA graph capture."""
         changed = {"platform": device.platform, "sm": device.sm_number, "capturing": capturing}
         return Facts(self.operation, device, self.layout, self.tensors, {**self._values, **changed})
 
@@ -370,7 +371,9 @@ class FactsBuilder:
         values |= _state_values(state or CallState(), values["dtype"])
         if self.operation.derive is not None:
             derived = self.operation.derive(arguments, values)  # type: ignore[arg-type]  # it reads sizes of these
-            if not derived.keys() <= self.operation.behind.keys():  # what they follow from decides who shares a plan
+            if (
+                not derived.keys() <= self.operation.behind.keys()
+            ):  # what they follow from decides which calls share a plan
                 raise _undeclared(self.operation, derived)
             values |= derived
         return Facts(self.operation, device, layout, tensors, values)

@@ -1,4 +1,4 @@
-"""The capture of a CUDA graph: nothing is collected meanwhile, and where it fails, nothing of it stays behind.
+"""The capture of a CUDA graph: the garbage collector is off meanwhile, and a failed capture leaves nothing behind.
 
 ``torch.cuda.graph`` (2.11 to 2.13) ends the capture before it leaves its stream. Where ending it raises, as after any
 call that a capture forbids, the thread goes on in the capture's stream, the allocators go on asking whether memory
@@ -9,6 +9,7 @@ Source: ``torch/cuda/graphs.py`` and ``CUDAGraph::capture_end`` of ``aten/src/AT
 from __future__ import annotations
 
 import atexit
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +21,55 @@ from torch import Tensor
 
 from layerzero.core.arguments import told
 from layerzero.core.errors import InvalidCallError
-from layerzero.core.garbage import held_off
+from layerzero.core.system import forking
+
+_HELD: list[bool] = []
+"""One for each that holds the collector off: it is switched on when the last of them lets go."""
+
+_CHANGING = forking.rlock()  # reentrant: what is collected meanwhile may end with something that loads a module
+
+
+@contextmanager
+def held_off() -> Iterator[None]:
+    """Let nothing be collected inside; after it the collector is as it was.
+
+    What a module makes stays, so there is nothing to find, but what it makes counts: importing this package made the
+    collector look through every object of torch, 80 of 190 ms (docs/measurements/first_call.md). Nothing is frozen, no
+    threshold is changed, and what was made inside is looked at later, like everything else. A thread that switches the
+    collector off meanwhile finds it on afterwards: Python does not say which code switched it.
+
+    A CUDA graph without an owner may lie in a cycle of references, and to free one while another is captured breaks the
+    capture: FlashAttention 3 ended the process over it (vllm 0.20.0, torch 2.11, H200, 2026-11-23).
+    """
+    with _CHANGING:
+        ours = gc.isenabled() or bool(_HELD)  # a capture goes on where the module is loaded that another thread loads
+        if ours:
+            _HELD.append(True)
+            gc.disable()
+    try:
+        yield
+    finally:
+        if ours:
+            _collect()
+
+
+def _collect() -> None:
+    with _CHANGING:
+        if _HELD:
+            _HELD.pop()
+            if not _HELD:
+                gc.enable()
+
+
+def _in_child() -> None:
+    """Switch it on in a forked child, too: it was a thread of its parent that held it off."""
+    if _HELD:
+        _HELD.clear()
+        gc.enable()
+
+
+forking.in_child(_in_child)
+
 
 _FAILED: list[Any] = []
 """Graphs whose capture failed: torch's allocator of host memory may ask them as long as the process lives."""
@@ -54,15 +103,14 @@ def capturing(
 ) -> Iterator[None]:
     """Capture what the block launches: ``torch.cuda.graph``, with Python's garbage collector held off.
 
-        graph = torch.cuda.CUDAGraph()
-        with lz.capturing(graph):
+        graph = torch.cuda.CUDAGraph() with lz.capturing(graph):
             output = step()  # that ran before, so that what is chosen, built and planned on the way is there
         graph.replay()
 
     Plans of kernels that are kept when it begins or ends live as long as the graph: another choice, made later for the
     same calls, frees nothing that a replay reads. Without it the collector may free an old graph in the middle of the
-    capture, which breaks it, or ends the process.
-    Objects that lose their last reference meanwhile are freed as ever: drop no graph in the block.
+    capture, which breaks it, or ends the process. Objects that lose their last reference meanwhile are freed as ever:
+    drop no graph in the block.
 
     Args:
         graph: what is captured into.
@@ -72,7 +120,7 @@ def capturing(
             kernels are built in the background (``jit: background``), whose calls have nothing to do with the capture.
     Raises: InvalidCallError for what is no CUDAGraph; whatever capturing raises, RuntimeError mostly: stream, memory
         and generator are as before then. Later captures that are given the same pool share another one, since torch
-        lets nobody into the pool of a capture that was lost; its earlier graphs keep it.
+        refuses the pool of a lost capture; its earlier graphs keep it.
     """
     if not isinstance(graph, torch.cuda.CUDAGraph):
         raise InvalidCallError("capturing", [f"graph: wanted a torch.cuda.CUDAGraph, got {told(graph)}"])
@@ -121,9 +169,9 @@ atexit.register(_let_go)
 def capture_of(tensor: Tensor) -> object | None:
     """A mark of the capture that work on a tensor falls into; None where nothing is captured.
 
-    What a capture makes holds numbers once its own graph was replayed, so that whoever keeps it keeps the mark beside
-    it and uses it in that capture alone. Captures that did not begin by :func:`capturing` cannot be told apart: each
-    question gets another mark.
+    What a capture makes holds numbers once its own graph was replayed, so that its owner keeps the mark with it and
+    uses it in that capture alone. Captures that did not begin by :func:`capturing` cannot be distinguished: each query
+    gets another mark.
     """
     if not (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None

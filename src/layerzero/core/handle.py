@@ -26,7 +26,7 @@ Kept = TypeVar("Kept")
 
 
 class OfKind:
-    """Stands for a handle that was written down: nobody has it any more, but its kind is known."""
+    """Stands for a handle of a recorded call: the object is gone, its kind is known."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind

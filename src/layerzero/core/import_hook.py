@@ -9,12 +9,12 @@ from types import ModuleType
 from typing import Any
 
 
-def when_imported(name: str, told: Callable[[], None]) -> None:
-    """Call ``told`` when a module is there; a finder waits for it, and leaves ``sys.meta_path`` again then.
+def when_imported(name: str, then: Callable[[], None]) -> None:
+    """Call ``then`` when a module is there; a finder waits for it, and leaves ``sys.meta_path`` again then.
 
-    What ``told`` raises is logged: it must break neither the import that it waits for nor this package's own.
+    What ``then`` raises is logged: it must break neither the import that it waits for nor this package's own.
     """
-    finder = _Finder(name, told)
+    finder = _Finder(name, then)
     sys.meta_path.insert(0, finder)
     finder.look()
 
@@ -36,15 +36,15 @@ class _Finder:
     system says, at the module's specification, that the module is complete.
     """
 
-    def __init__(self, name: str, told: Callable[[], None]) -> None:
-        self._name, self._told = name, told
+    def __init__(self, name: str, then: Callable[[], None]) -> None:
+        self._name, self._then = name, then
         self._watched: ModuleSpec | None = None
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname != self._name:
-            self.look()  # another thread may import the module, and have asked before this finder was there
+            self.look()  # another thread may be importing the module since before this finder was there
             return None
         finders = list(sys.meta_path)
         for finder in finders[finders.index(self) + 1 :] if self in finders else []:
@@ -83,7 +83,7 @@ class _Finder:
         except ValueError:  # another thread tells
             return
         try:
-            self._told()
+            self._then()
         except Exception as error:  # the import that was waited for, a user's, must not fail
             import logging
 

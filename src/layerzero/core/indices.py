@@ -53,7 +53,7 @@ def rules_of(schema: OperationSchema, layout: str | None, given: Mapping[str, An
     places: dict[str, tuple[str, int]] = {}
     for tensor, axes in schema.axes_in(layout):
         if tensor.name in given:
-            first = -len(axes) if axes[:1] == ("...",) else 0  # from the end, where nobody knows how many come first
+            first = -len(axes) if axes[:1] == ("...",) else 0  # from the end, where it is open how many come first
             for place, axis in enumerate(axes, first):
                 places.setdefault(axis, (tensor.name, place))
     rules = []
@@ -143,7 +143,7 @@ def _outside(name: str, wanted: str, place: tuple[int, ...], got: tuple[int, ...
 
 
 def _named_again(name: str, values: torch.Tensor) -> Check:
-    """The first row's places that are named again: which of two tokens is written there, nobody could say."""
+    """The first row's places that are named again: which of two tokens is written there is undefined."""
     rows = values.reshape(-1, values.shape[-1])
     ordered, places = rows.sort(dim=-1, stable=True)
     same = torch.zeros_like(ordered, dtype=torch.bool)  # as the one before it
@@ -163,7 +163,7 @@ def _again(name: str, place: tuple[int, ...], got: tuple[int, ...]) -> str:
 def problems(rules: list[Rule], arguments: Mapping[str, Any], operation: Operation | None = None) -> list[str]:
     """What is wrong with the values of a call, with wanted and got; empty if nothing is.
 
-    With its operation, by what that looks at beside the rules, too. All of it is one read of the tensors' device.
+    With its operation, its own checks of values count, too. All of it is one read of the tensors' device.
     """
     found: list[str | Check] = [*checks(rules, arguments)]
     if operation is not None and operation.check_values is not None:

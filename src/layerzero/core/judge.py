@@ -1,4 +1,4 @@
-"""What a right result is: a judge for each kind of result, asked by everything that compares a kernel with the truth.
+"""What a right result is: a judge for each kind of result, for everything that compares a kernel with the truth.
 
 The operation says which judge its results have, and why (:attr:`layerzero.core.operation.Operation.judge`): numbers
 near the reference's, the very same values, places whose scores tie, draws of a distribution
@@ -63,7 +63,7 @@ class Judge(Protocol):
         """The dtypes of calls that it can judge; None for any."""
 
     def basis(self, arguments: Mapping[str, Any]) -> Any:
-        """What it needs to know of a call: its canonical arguments, floating ones in float64; asked before it runs."""
+        """What it needs to know of a call: its canonical arguments, floating ones in float64; read before it runs."""
 
     def problem(self, got: Tensor, want: Tensor, given: Given) -> str:
         """Say in one line how a result is not what the reference's says; empty if it is right.
@@ -227,7 +227,7 @@ class Indices:
         if twice.any():
             where = first_of(twice)
             return f"{where[:-1]}: wanted different places, got {int(ordered[where])} twice"
-        if count == 0:  # nobody named a place
+        if count == 0:  # no place is named
             return ""
         mine, theirs = (scores.gather(-1, each.clamp(0, max(count - 1, 0))) for each in (got, want))
         tie = self.ties.get(given.dtype, Tolerance(0.0, 0.0)).beside(given.wider)
@@ -258,8 +258,8 @@ canonical layout, and the last two in float64 where they are floating."""
 class Property:
     """Something that holds of the results of a call, whatever they are.
 
-    As the judge of a result it is asked about that result alone. Among :attr:`Operation.properties` it is asked about
-    the results of several runs, of each kernel that accepts what they add.
+    As the judge of a result it judges that result alone. Among :attr:`Operation.properties` it judges the results of
+    several runs, of each kernel that accepts what they add.
 
     Attributes:
         name: what holds, in a few words.

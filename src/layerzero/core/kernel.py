@@ -56,7 +56,7 @@ class Trust(StrEnum):
     """Why a kernel may run before it proved itself on this machine."""
 
     DECLARED = "declared"
-    """Built in at a tested version, or registered by the person who wrote it."""
+    """Built in at a tested version, or registered by its author."""
     PLUGIN = "plugin"
     """Came through an entry point: refused where the policy requires vetting, until vetted."""
     UNTRIED = "untried"
@@ -103,7 +103,7 @@ class Backend:
             one is refused until its kernels were vetted.
         tested: the versions (of torch, where it comes with torch) whose kernels passed conformance; others within
             ``versions`` are expected to work.
-        conflicts: packages that do harm beside it, each with what goes wrong.
+        conflicts: packages that do harm along with it, each with what goes wrong.
         known_bad: versions that nothing makes good: they are known to be wrong, or another project's.
         requires: further demands on the environment: ``torch>=2.10``, ``cuda>=12.3``.
         releases: newest first, where versions differ in what they were built for: the one that an installed version
@@ -201,11 +201,11 @@ class Kernel:
         id: ``<backend>.<variant>``, unique.
         operations: names of the operations it implements.
         backend: its library.
-        load: given the facts of the plan, import the library and return the callable. Called after selection only.
-            The callable takes the required tensors by position in schema order, and what it ``accepts`` by keyword,
-            in the kernel's layout, and returns the operation's results. It also serves calls that agree with this one
-            in the facts that were read here, so all that it depends on is read here: what a callable remembers of its
-            first call it says with ``facts.only_this_call()``.
+        load: given the facts of the plan, import the library and return the callable. Called after selection only. The
+            callable takes the required tensors by position in schema order, and what it ``accepts`` by keyword, in the
+            kernel's layout, and returns the operation's results. It also serves calls that agree with this one in the
+            facts that were read here, so all that it depends on is read here: what a callable remembers of its first
+            call it says with ``facts.only_this_call()``.
         layout: layout of its tensors, None where the operation has none or it takes any. Name the one that the library
             reads; calls in another are moved, and that costs a copy where the library wants contiguous tensors.
         accepts: optional tensors and parameters that it honours; what it does not accept it is never offered. Bounds
@@ -227,7 +227,7 @@ class Kernel:
         build_key: what its compiled artefact depends on, for the facts of a call; the call's class if None. Set it
             where one artefact serves more or fewer calls than a class.
         prebuilt: whether the artefact for a call is there: it came with an installed package, or lies where the library
-            keeps what it compiled, so that nothing compiles. It is asked in each choice; a file that is gone is seen.
+            keeps what it compiled, so that nothing compiles. It is called in each choice; a file that is gone is seen.
         cache_folder: the folder in which its library keeps what it compiled, where other processes find it; None where
             it keeps nothing, or where nothing is written there. With it or ``prebuilt``, a child process compiles in
             the background, and a thread of this process without.
@@ -239,7 +239,7 @@ class Kernel:
         handles_negated: whether it reads tensors with the negative bit rightly (torch operators do); they are written
             anew otherwise.
         device_guard: whether it sets the current device itself; the plan does otherwise.
-        workspace_bytes: memory it needs beside its results, for the facts of a call; grows with every size. Set it
+        workspace_bytes: memory it needs besides its results, for the facts of a call; grows with every size. Set it
             where that is more than a few MB, so that a full device refuses it instead of failing.
         priority: 0 to 100, what decides where nothing was measured. 10 to 30 for a new kernel.
         priority_since: another priority on devices of at least a compute capability: ``{(9, 0): 55}``. For a library
@@ -247,7 +247,7 @@ class Kernel:
         widens: of a kernel that computes half precision in float32: whether that pays for such a call where the CPU
             emulates the dtype. It reads no size but by its class. None for every other kernel.
         proved_first: whether it works on a form of its own of what a call names (a converted tokenizer), so that it is
-            refused, whoever asks, until a proof found that form the same; one of the facts that tell its class.
+            always refused until a proof found that form the same; one of the facts that tell its class.
         stock: whether torch's own function for the operation runs this kernel for such a call: what a caller without
             LayerZero has, which no other library replaces by a priority alone. It may read no size. Leave it, but for
             kernels of torch itself.
@@ -386,7 +386,7 @@ class Kernel:
         return self.proved_first if isinstance(self.proved_first, bool) else self.proved_first(facts)
 
     def workspace_for(self, facts: Facts) -> int:
-        """Bytes it needs beside its results."""
+        """Bytes it needs besides its results."""
         return self.workspace_bytes(facts) if self.workspace_bytes else 0
 
 

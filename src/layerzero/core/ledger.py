@@ -38,7 +38,7 @@ class Suspect:
         why: what raised the suspicion.
         call: the call that was being made.
         module: where the kernel was registered; a child that does not know the kernel imports it.
-        verdict: what a child found; None as long as none was asked.
+        verdict: what a child found; None before any child ran.
         detail: what the child said.
     """
 
@@ -138,10 +138,10 @@ class Ledger(Protocol):
         """The times that are known of these kernels for a call, by kernel id; of these libraries, or of those here."""
 
     def untimed(self, facts: Facts) -> bool:
-        """Whether no kernel has a time for a call, as far as that can be told at once; where not, evidence tells."""
+        """Whether no kernel has a time for a call, as far as that is known without a search."""
 
     def on_record(self, kernels: Sequence[Kernel]) -> Collection[str]:
-        """Ids of those kernels that a verdict or a suspicion is kept about, for whatever class; asked once a miss."""
+        """Ids of those kernels with a verdict or a suspicion of any class; read once a miss."""
 
     def verdict(self, kernel: Kernel, facts: Facts) -> Verdict | None:
         """What vetting said about this kernel and class of calls, None where it was not vetted."""

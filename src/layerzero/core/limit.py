@@ -37,8 +37,8 @@ class Limit(ABC):
     def check(self, facts: Facts) -> Findings:
         """List what this limit finds wrong; empty means legal. Facts are in the kernel's layout.
 
-        It follows from the facts: calls that agree in what was read of them are not asked about again. Under capture
-        it may look at what earlier calls made, too.
+        It follows from the facts: calls that agree in what was read of them are not checked again. Under capture it may
+        look at what earlier calls made, too.
         """
 
     def gives_way(self, folds: Collection[str], /) -> bool:  # noqa: ARG002  # for those that read it

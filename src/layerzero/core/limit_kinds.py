@@ -256,8 +256,8 @@ class Contiguous(Limit):
 class Aligned(Limit):
     """Every row of these tensors starts at a multiple of so many bytes; repairable by a copy.
 
-    Rows of int64, which holds places and counts, are told apart by their elements alone: at most 8 bytes may be asked.
-    Vector loads of a GPU kernel end in a misaligned address otherwise, and with it the process's CUDA context.
+    Rows of int64, which holds places and counts, are distinguished by elements alone: a limit may demand at most 8
+    bytes. Vector loads of a GPU kernel end in a misaligned address otherwise, and with it the process's CUDA context.
     """
 
     tensors: tuple[str, ...]

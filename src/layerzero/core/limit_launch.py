@@ -29,8 +29,8 @@ _UNBOUNDED = 2**63
 class Grid(Limit):
     """The launch grid that the kernel makes of a call fits the device.
 
-    A grid that does not fit is CUDA's "invalid configuration argument" at the launch, or nothing at all and a result
-    that nobody wrote, where a library does not look.
+    A grid that does not fit is CUDA's "invalid configuration argument" at the launch, or, where a library does not
+    check, no launch and a result that was never written.
 
     Attributes:
         x, y, z: factors of each axis; an axis without factors is 1.
@@ -103,7 +103,7 @@ def _room(most: int, one: int, times: int) -> int:
     """Largest size that keeps ``one`` blocks an entry below a bound; ``times`` says how often it is a factor."""
     if times == 0:
         return _UNBOUNDED if one <= most else 0
-    return most // max(one, 1) if times == 1 else 0  # a size that counts twice: nobody launches that
+    return most // max(one, 1) if times == 1 else 0  # a size that counts twice: no kernel launches that
 
 
 @dataclass(frozen=True, slots=True)

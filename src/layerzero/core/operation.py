@@ -11,9 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
-from layerzero.core.adapter import Adapter
 from layerzero.core.argument_errors import misfit
-from layerzero.core.arguments import Param, Role
+from layerzero.core.arguments import Adapter, Param, Role
 from layerzero.core.bundle import MISSING, Bundle, lacking, unpack
 from layerzero.core.dtypes import ordered
 from layerzero.core.eager_state import STATE_FACTS, declared
@@ -56,7 +55,7 @@ class OpKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a call must do at least, whoever does it: arithmetic, and bytes between memory and chip, each once."""
+    """What a call must do at least, by any kernel: arithmetic, and bytes between memory and chip, each once."""
 
     flops: float
     bytes: float
@@ -123,18 +122,18 @@ class Operation:
         derived_from: the axes that each of them follows from, ``...`` for all leading ones; a size is their product, or
             bounded by it. A plan is not reused for other sizes where a derived fact that is not named here was read.
         adapters: by the kind that a limit's repair names, what a plan may do beyond copies and views.
-        check_values: what its values must be beside places and counts, which the schema tells: words for what is
-            wrong already, and checks (:mod:`layerzero.core.values`), which are read all together; asked in debug mode,
+        check_values: what its values must be, apart from places and counts, which the schema declares: texts of what is
+            wrong already, and checks (:mod:`layerzero.core.values`), which are read together; in debug mode only,
             because reading waits for the device.
         guard: for a function's name and a layout, what looks at the tensors of every call, those of kept plans too, and
-            raises InvalidCallError; None while there is nothing to look at, which costs a call nothing. Whoever makes
-            that another answer says so (:mod:`layerzero.core.outdated`).
+            raises InvalidCallError; None while there is nothing to look at, which costs a call nothing. What changes
+            this answer calls :func:`layerzero.core.plan.outdate`.
         note: what remembers of a plan's first call, from its arguments and its layout, what later calls are looked at
             for; hits do not pass here.
         examples: arguments of a case that the schema cannot tell how to draw; they replace what it draws.
-        complete: sizes that follow from others, where a call is asked about by the shapes of its first tensors.
-        work: what a call must do, from its facts; ``layerzero bench`` tells GB/s and TFLOP/s by it.
-        scratch: elements that the reference needs beside the tensors (scores), from the sizes of a call.
+        complete: sizes that follow from others, where a call is described by the shapes of its first tensors.
+        work: what a call must do, from its facts; ``layerzero bench`` computes GB/s and TFLOP/s from it.
+        scratch: elements that the reference needs for more than the tensors (scores), from the sizes of a call.
         parts: pieces of a call that is too large to be computed in float64 as a whole; None where it cannot be cut.
         sweep: the cases that are worth measuring on a kind of device (``cpu``, ``cuda``), in any order; other sizes
             where somebody asks for them by name, none where the operation does not know the name.
@@ -293,7 +292,7 @@ class Function:
         operations: every operation that the route can return.
         draw: random arguments for the fuzzer; those of a case with other sizes if None. Results must fit the dtype: the
             truth is computed in float64, and compared as it is.
-        weight: how often the fuzzer draws it beside others.
+        weight: how often the fuzzer draws it, relative to others.
         order: the parameters of its ``torch.ops.layerzero`` operators in order; that of the signature if empty.
         state: names of eager state that changes the choice for this function, of those that
             :mod:`layerzero.core.eager_state` has: ``sdpa`` (the caller's sdpa_kernel context), ``matmul`` (in what

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """What an operation without tensors brings, so that it is measured, proved and asked about like the others.
+    """What an operation without tensors brings, so that it is measured, proved and explained like the others.
 
     Attributes:
         draw: canonical arguments of a case, given what the asker named (``tokenizer_id=...``).

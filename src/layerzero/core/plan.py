@@ -281,3 +281,17 @@ class Plan:
     def debug_info(self) -> Report:
         """The report, under the specification's name."""
         return self.report
+
+
+_LISTENERS: list[Callable[[], None]] = []
+
+
+def when_outdated(listener: Callable[[], None]) -> None:
+    """Call a function whenever kept plans are outdated, by something outside of calls."""
+    _LISTENERS.append(listener)
+
+
+def outdate() -> None:
+    """Declare all kept plans outdated: calls choose anew."""
+    for listener in _LISTENERS:
+        listener()

@@ -114,7 +114,7 @@ _TEXT: dict[ReasonCode, str] = {
     ReasonCode.ADDED_TOKENS_MISMATCH: "takes tokenizers whose {fact} are {wanted}, this one's are {got}",
     ReasonCode.SPECIAL_TOKENS_MISMATCH: "has special pieces of its own: {fact} must be {wanted}, is {got}",
     ReasonCode.GRAD_UNSUPPORTED: "has no backward pass: {fact} must be {wanted}, is {got}",
-    ReasonCode.NON_DETERMINISTIC: "{wanted} results were asked for, this kernel is {got}",
+    ReasonCode.NON_DETERMINISTIC: "wanted {wanted} results, this kernel is {got}",
     ReasonCode.CUDA_GRAPH_UNSAFE: "a CUDA graph is being captured: the kernel must be {wanted}, is {got}",
     ReasonCode.JIT_DISABLED: "its compiled artefact is {got}, it must be {wanted} before it may be chosen",
     ReasonCode.JIT_CACHE_INCOMPLETE: "{fact}: {wanted} would run and is not built, {got} runs in its place",

@@ -4,7 +4,7 @@ A coarse key (:func:`layerzero.engine.call_source.coarse_key`) tells the bit len
 whether it is 0, 1 or what power of two up to 16 bytes divides it (of int64: nothing more), the address's low bits,
 and everything that is no size exactly. Conditions say the rest. They are evaluated on the exact arguments, here or in
 ``_native/conditions.c``, which knows the same codes. What was read of a call (:mod:`layerzero.core.fact_reads`) becomes
-conditions here; the limits that can say more than "as it was" do so in :mod:`layerzero.core.limit_conditions`.
+conditions here; the limits that can say more than "as it was" do so in :mod:`layerzero.core.reuse_conditions`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from layerzero.core import layouts
+from layerzero.core import arguments, limit_kinds, limit_launch
 from layerzero.core.dtypes import INDEX
 from layerzero.core.fact_reads import EVERYTHING
 from layerzero.core.facts import Facts
@@ -138,7 +138,7 @@ class SizedCall:
         schema = next(each for each in self.facts.operation.schema.inputs if each.name == tensor)
         if not schema.has_layout or theirs is None or mine is None or mine == theirs:
             return tuple(range(count))
-        return layouts.permutation(theirs, mine, count)
+        return arguments.permutation(theirs, mine, count)
 
     def is_dense(self, tensor: str) -> bool:
         """Whether a tensor is contiguous as the kernel sees it."""
@@ -215,9 +215,9 @@ def strides_read(reads: Iterable[str], call: SizedCall) -> Iterable[Condition]:
 def orders(call: SizedCall, *, timed: bool) -> Iterable[Condition]:
     """The conditions under which the data lies as it does: dense in the caller's order, in a layout's, or in none.
 
-    Times are kept apart by that (:func:`layerzero.core.evidence.call_work`), and the coarse key tells it of vectors
-    alone. What is dense in no order is one class, as the views of a cache that grows are: who is refused for such
-    memory may be the one for dense memory, whether there are times or not.
+    Times are kept apart by that (:func:`layerzero.core.evidence.call_work`), and the coarse key holds it for vectors
+    alone. What is dense in no order is one class, as the views of a cache that grows are: a kernel that refuses such
+    memory may be the best one for dense memory, with or without times.
     """
     schema = call.facts.operation.schema
     seen: list[SizedCall] = []
@@ -239,3 +239,59 @@ def _stepping(name: str, axes: Iterable[int], call: SizedCall) -> Iterable[Condi
         step = call.facts.tensors[name].strides[axis]
         if step not in (0, 1):
             yield WITHIN, (call.operand(name, axis, stride=True),), (step, step)
+
+
+@conditions.register
+def _dim(limit: limit_kinds.Dim, call: SizedCall) -> Iterable[Condition] | None:
+    if not call.varies(limit.name):
+        return ()
+    if limit.name not in call.varying:
+        return None
+    where = (call.size(limit.name),)
+    found: list[Condition] = []
+    if limit.min is not None or limit.max is not None:
+        found.append((WITHIN, where, (limit.min or 0, 2**62 if limit.max is None else limit.max)))
+    if limit.multiple is not None:
+        found.append((MULTIPLE, where, (limit.multiple,)))
+    if limit.one_of:
+        found.append((ANY_OF, where, limit.one_of))
+    return found
+
+
+@conditions.register
+def _equal(limit: limit_kinds.Equal, call: SizedCall) -> Iterable[Condition] | None:
+    return same_sizes(limit.left, limit.right, call)
+
+
+def same_sizes(left: str, right: str, call: SizedCall) -> Iterable[Condition] | None:
+    """What keeps two sizes the same, for limits that demand it; None where one is derived of others."""
+    if not call.varies(left) and not call.varies(right):
+        return ()
+    if {left, right} & set(call.facts.operation.derived):  # no operand is a derived size
+        return None
+    return ((SAME, (call.size(left), call.size(right)), ()),)
+
+
+@conditions.register(limit_kinds.OneOf)
+@conditions.register(limit_kinds.Positive)
+def _value(limit: limit_kinds.OneOf | limit_kinds.Positive, call: SizedCall) -> Iterable[Condition] | None:
+    kind_of_tensor = limit.fact in call.facts.tensors  # whether it was given, and as what: dtypes are exact
+    return () if kind_of_tensor or not call.varies(limit.fact) else None
+
+
+@conditions.register(limit_kinds.LastStrideOne)
+@conditions.register(limit_kinds.Aligned)
+def _memory(limit: limit_kinds.LastStrideOne | limit_kinds.Aligned, call: SizedCall) -> Iterable[Condition]:
+    return ()  # it reads memory in no other way than the coarse key tells it
+
+
+@conditions.register
+def _contiguous(limit: limit_kinds.Contiguous, call: SizedCall) -> Iterable[Condition]:
+    for tensor in limit.tensors:
+        if tensor in call.facts.tensors:
+            yield from call.dense(tensor)
+
+
+@conditions.register
+def _grid(limit: limit_launch.Grid, call: SizedCall) -> Iterable[Condition] | None:
+    return () if not limit.check(call.largest()) else None  # a grid grows with every size

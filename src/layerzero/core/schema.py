@@ -47,7 +47,7 @@ class OperationSchema:
         sizeless: the facts of a call that are no sizes and do not follow from them.
         scaling: sizes along which a time changes smoothly; others (``head_dim``, ``page_size``) select code.
         implied: facts that sizes imply: works that differ in them alone are of one family.
-        one_by_one: tensors that nobody reads by vectors, beside tables of places and counts.
+        one_by_one: tensors that no kernel reads by vectors, apart from tables of places and counts.
         idle: facts that change which kernels are legal, or a number that they read, but not how much there is to do.
     """
 

@@ -1,4 +1,4 @@
-"""Whether values are what a call needs, asked where they lie: all rules of a call are answered by one small tensor.
+"""Checks of values on the device where they lie: all rules of a call are answered by one small tensor.
 
 A check is an expression on the device of its values: where they break a rule, and which numbers an error tells of such
 a place. The first places of every check and their numbers come to the host together, some dozens of integers, whatever
@@ -25,15 +25,15 @@ class Check(NamedTuple):
 
     Attributes:
         wrong: bool, of any shape: where values break the rule.
-        told: integers (*shape of wrong, n), what an error tells of each place; or what gives them, (places, n), for
+        numbers: integers (*shape of wrong, n) that an error shows for each place; or what gives them, (places, n), for
             places that are counted along all axes; None for nothing.
         say: what is wrong at a place.
-        most: wrong places that are told, the first ones.
-        alone: whether it means something only where nothing before it is wrong; else it is not told.
+        most: wrong places that an error shows, the first ones.
+        alone: whether it means something only where no rule before it is broken; else it is left out.
     """
 
     wrong: Tensor
-    told: Tensor | Callable[[Tensor], Tensor] | None
+    numbers: Tensor | Callable[[Tensor], Tensor] | None
     say: Say
     most: int = _MAX_TOLD
     alone: bool = False
@@ -77,10 +77,10 @@ def _first_places(check: Check) -> Tensor | None:
         return None
     places = torch.where(wrong, torch.arange(count, device=wrong.device), count)
     first = places.topk(min(check.most, count), largest=False).values
-    if check.told is None:
+    if check.numbers is None:
         return first.unsqueeze(1)
     there = first.clamp(max=count - 1)
-    told = check.told
+    told = check.numbers
     numbers = told.reshape(count, told.shape[-1])[there] if isinstance(told, Tensor) else told(there)
     return torch.cat((first.unsqueeze(1), numbers.long()), 1)
 

@@ -21,7 +21,7 @@ from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
 from layerzero.engine.config import SCOPES
 from layerzero.engine.services import SERVICES
-from layerzero.engine.state import in_dispatch_mode, in_transform
+from layerzero.engine.transforms import in_dispatch_mode, in_transform
 
 log = logging.getLogger("layerzero")
 
@@ -95,7 +95,7 @@ def _load() -> Any:
 
 
 def _libraries() -> dict[str, str | None]:
-    """Where torch's own symbols are looked up; without them its builtins are asked, and Python about dispatch keys."""
+    """Where torch's own symbols are looked up; without them its builtins answer, and Python for dispatch keys."""
     folder = Path(torch.__file__).parent / "lib"
     paths = {name: folder / f"lib{name}.so" for name in ("c10", "torch_cpu")}
     return {name: str(path) if path.exists() else None for name, path in paths.items()}
@@ -273,7 +273,7 @@ def _asked(function: Function) -> tuple[tuple[object, ...], ...]:
 
 
 _WHERE = {None: 0, True: 1, False: 2}
-"""Where a question is asked, as ``_native/asked.c`` numbers it."""
+"""Where a query is made, as ``_native/asked.c`` numbers it."""
 
 
 def _doc(function: Function) -> str:

@@ -6,6 +6,7 @@ key of its size class with conditions that every call must meet. The C hit path 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -38,7 +39,7 @@ class Key:
 
 
 MAX_SEEN = 4096
-"""Calls that the Python path remembers the plans of, beside the table."""
+"""Calls whose plans the Python path remembers, in addition to the table."""
 
 
 class InClass(NamedTuple):
@@ -210,7 +211,7 @@ def _no_index(*_: Any) -> None:
 
 
 def _evict(table: Table, max_size: int) -> None:
-    """Second chance: drop the plans that nobody used since the last sweep, at least an eighth of the table."""
+    """Second chance: drop the plans that were not used since the last sweep, at least an eighth of the table."""
     goal = max(1, max_size // 8)
     unused = [key for key, plan in list(table.items()) if not plan.used][:goal]
     for plan in list(table.values()):
@@ -219,3 +220,66 @@ def _evict(table: Table, max_size: int) -> None:
         chosen = set(unused)
         unused += [key for key in list(table) if key not in chosen][: goal - len(unused)]
     table.drop(unused)
+
+
+class _Flight:
+    def __init__(self) -> None:
+        # Held until then; an Event costs ten times as much to make. A forked child forgets it with its flight.
+        self.landed = threading.Lock()
+        self.landed.acquire()
+        self.plan: Plan | None = None
+        self.error: BaseException | None = None
+
+
+class Flights:
+    """The choices that are being made in this process."""
+
+    def __init__(self) -> None:
+        self.forget()
+        forking.in_child(self.forget)  # their threads exist in the parent only
+
+    def forget(self) -> None:
+        """Start without any, with a free lock."""
+        self._lock = forking.lock()
+        self._flights: dict[Hashable, _Flight] = {}
+        self._here = threading.local()
+
+    def once(self, key: Hashable, choose: Callable[[], Plan]) -> Plan:
+        """The plan that ``choose`` gives, called by one of the threads that ask for a key at the same time.
+
+        Raises: what ``choose`` raised, in every thread that waited for it.
+        """
+        if getattr(self._here, "choosing", False):
+            return choose()
+        with self._lock:
+            flight = self._flights.get(key)
+            mine = flight is None
+            if flight is None:
+                flight = self._flights[key] = _Flight()
+        if not mine:
+            return self._awaited(flight, choose)
+        self._here.choosing = True
+        try:
+            flight.plan = choose()
+        except BaseException as error:
+            flight.error = error
+            raise
+        finally:
+            self._here.choosing = False
+            with self._lock:
+                self._flights.pop(key, None)
+            flight.landed.release()
+        return flight.plan
+
+    def _awaited(self, flight: _Flight, choose: Callable[[], Plan]) -> Plan:
+        with flight.landed:
+            pass
+        if flight.plan is not None:
+            return flight.plan
+        if isinstance(flight.error, Exception):
+            raise flight.error
+        return choose()  # the other thread was interrupted, which is nothing about this call
+
+
+FLIGHTS = Flights()
+"""The choices that are being made in this process."""

@@ -6,6 +6,7 @@ the table goes to the slower ways; they have the same results.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,15 +18,16 @@ from torch.overrides import handle_torch_function, has_torch_function
 from layerzero.core.argument_errors import meant
 from layerzero.core.bundle import MISSING, Bundle, unpack
 from layerzero.core.errors import LayerZeroPerformanceWarning
+from layerzero.core.import_hook import is_imported, when_imported
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
-from layerzero.engine import accelerator, dynamo
+from layerzero.engine import accelerator
 from layerzero.engine.cache import Key, Table
 from layerzero.engine.call_source import coarse_key, key_source, names_of, source
 from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import Dispatcher
 from layerzero.engine.fusion import FUSING, exporting, expressed, expression_of
-from layerzero.engine.state import in_dispatch_mode, in_transform
+from layerzero.engine.transforms import in_dispatch_mode, in_transform
 
 _PLAIN = frozenset({torch.Tensor, Parameter})
 
@@ -59,7 +61,7 @@ class Call:
         self.native = self._accelerate() if accelerator.HOT is not None else None
         self.fast: Callable[..., Any] = self.python if self.native is None else getattr(self.native, function.name)
         if self.native is not None:
-            dynamo.substitute(self.native, self.fast, self.python)
+            substitute(self.native, self.fast, self.python)
 
     def _accelerate(self) -> Any:
         ways: dict[str, Callable[..., Any]] = {
@@ -207,7 +209,7 @@ class Call:
         return self.dispatcher.once(arguments)
 
     def _beside_default_device(self, arguments: dict[str, Any]) -> Any:
-        """Run a call under ``torch.set_default_device``: it means nothing to whoever brings tensors.
+        """Run a call under ``torch.set_default_device``: it means nothing to a call with tensors.
 
         As torch's own functions run it, without the mode, but without asking it first: that cost 60 us a call.
         """
@@ -253,9 +255,39 @@ def _apart_by(left: torch.Tensor, right: torch.Tensor) -> int:
 def _shares_memory(left: torch.Tensor, right: torch.Tensor) -> bool:
     try:
         return bool(left.untyped_storage()._cdata == right.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):  # sparse, fake: whoever looks closer says what is wrong
+    except (RuntimeError, NotImplementedError):  # sparse, fake: the slow way says what is wrong
         return True
 
 
 def _has_torch_dispatch(tensor: torch.Tensor) -> bool:
     return type(tensor) not in _PLAIN and type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+
+
+log = logging.getLogger("layerzero")
+
+_DYNAMO = "torch._dynamo"
+
+_waiting: list[tuple[Any, Callable[..., Any], Callable[..., Any]]] = []
+
+
+def substitute(native: Any, builtin: Callable[..., Any], traced: Callable[..., Any]) -> None:
+    """Let Dynamo trace ``traced``, the generated Python, where it meets a builtin, which it cannot see through."""
+    _waiting.append((native, builtin, traced))
+    if len(_waiting) == 1 or is_imported(_DYNAMO):  # the first that waits registers the others, too
+        when_imported(_DYNAMO, _register)
+
+
+def _register() -> None:
+    import torch
+
+    from layerzero.engine import accelerator
+
+    while _waiting:
+        native, builtin, traced = _waiting.pop()
+        try:
+            torch.compiler.substitute_in_graph(builtin, skip_signature_check=True)(traced)
+            # after a graph break the builtin runs while Dynamo listens, and it would compile the kernels' own Python
+            native.unwatched(torch.compiler.disable(builtin))  # type: ignore[no-untyped-call]
+            accelerator.HOT.watch(torch._C._dynamo.eval_frame.get_eval_frame_callback)
+        except Exception as error:  # noqa: BLE001  # Dynamo's import, and with it the user's program, must not fail here
+            log.warning("torch.compile will break graphs at lz.%s: %s", builtin.__name__, error)

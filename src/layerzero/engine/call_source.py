@@ -23,7 +23,7 @@ def source(function: Function) -> str:
 
     The key holds, for every tensor, shape, strides, dtype, device, the low bits of its address and whether it asks for
     gradients; every other argument by value; and the eager state. Whatever a limit reads is in it, so a plan that is
-    found is legal for the call that found it. The negative bit alone is asked for where the plan's kernel would misread
+    found is legal for the call that found it. The negative bit alone is checked where the plan's kernel would misread
     it: a plan chosen for a call without it is the one that a call with it gets, too, if its kernel reads it rightly.
     """
     names = [parameter.name for parameter in function.parameters]
@@ -180,7 +180,7 @@ def _unpassable(function: Function, name: str) -> str:
 
 
 def names_of(function: Function) -> dict[str, object]:
-    """What the text of a function's hit path may name beside its arguments and the engine's own words."""
+    """What the text of a function's hit path may name besides its arguments and the engine's own words."""
     found: dict[str, object] = {"inf": math.inf}
     for parameter in function.parameters:
         param = function.param(parameter.name)
@@ -229,7 +229,7 @@ def _any_grad(required: list[str], optional: list[str]) -> str:
 
 
 def _signature(function: Function) -> str:
-    """All parameters with defaults, so that a call that lacks some is told what they are."""
+    """All parameters with defaults, so that an error names what a call lacks."""
     texts = [
         f"{each.name}={'_MISSING' if each.default is each.empty else repr(each.default)}"
         for each in function.parameters

@@ -53,7 +53,7 @@ class Configuration:
         self._listeners.append(listener)
 
     def __getattr__(self, name: str) -> Any:
-        """Make :attr:`policy` when it is first asked for; from then on it is a plain attribute, which misses read."""
+        """Make :attr:`policy` when it is first read; from then on it is a plain attribute, which misses read."""
         if name != "policy":
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
         return self._rebuild()

@@ -1,4 +1,4 @@
-"""Whether what a kernel declares fits the operations that it names; asked when it is registered."""
+"""Whether what a kernel declares fits the operations that it names; checked when it is registered."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check(kernel: Kernel, operations: Mapping[str, Operation]) -> None:
 
 
 def _check_alignment(kernel: Kernel, operations: Mapping[str, Operation]) -> None:
-    """Raise RegistrationError where rows of int64 are asked for an alignment that nothing tells."""
+    """Raise RegistrationError where a limit demands an alignment of int64 rows that facts do not hold."""
     tensors = [each for name in kernel.operations for each in operations[name].schema.inputs]
     counted = {each.name for each in tensors if torch.int64 in (each.dtype_constraint or ())}
     most = told_bytes(torch.int64)

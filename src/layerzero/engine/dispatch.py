@@ -12,38 +12,34 @@ from typing import Any
 
 import torch
 
-from layerzero.core import graph_capture, outdated
+from layerzero.core import graph_capture
 from layerzero.core.errors import CudaGraphUnsafeError, NoKernelFoundError, NotPreparedError
 from layerzero.core.facts import CallState, Facts, FactsBuilder, TensorFacts
-from layerzero.core.garbage import held_off
+from layerzero.core.graph_capture import held_off
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger
 from layerzero.core.operation import Function, Routed
-from layerzero.core.plan import Candidate, Plan, Report
+from layerzero.core.plan import Candidate, Plan, Report, when_outdated
 from layerzero.core.system import forking
-from layerzero.engine import batch_split, failures, legality, plan_source, probe, reuse, state
-from layerzero.engine.cache import Key, PlanCache
-from layerzero.engine.choice_log import tell_choice
+from layerzero.engine import batch_split, failures, legality, plan_source, probe, reuse, transforms
+from layerzero.engine.cache import FLIGHTS, Key, PlanCache
 from layerzero.engine.config import CONFIGURATION, current_policy
 from layerzero.engine.first_run import Recent, first_run
-from layerzero.engine.flight import FLIGHTS
-from layerzero.engine.frozen_choices import Frozen
+from layerzero.engine.frozen_choices import Frozen, History
 from layerzero.engine.fusion import FUSING
 from layerzero.engine.health import Health
-from layerzero.engine.history import History
 from layerzero.engine.judgements import Later, Standings
-from layerzero.engine.pick import pick, priority_decides, ranked, require, with_every_reason
+from layerzero.engine.pick import pick, priority_decides, ranked, require, tell_choice, with_every_reason
 from layerzero.engine.policy import Policy
 from layerzero.engine.probe import Machine
 from layerzero.engine.registry import REGISTRY, Registry
 from layerzero.engine.services import SERVICES
-from layerzero.engine.shapes import shapes_answer
-from layerzero.engine.transforms import reference_in_transform
+from layerzero.engine.transforms import reference_in_transform, shapes_answer
 
 log = logging.getLogger("layerzero")
 
 Watcher = Callable[[Any, Plan], None]
-"""Told of a call: whose it was, and the plan that ran, or, on meta and fake tensors, would run.
+"""Called with each call's function and the plan that ran, or, on meta and fake tensors, would run.
 
 It runs in the caller's thread and context.
 """
@@ -66,7 +62,7 @@ class Engine:
         self._lock = forking.rlock()
         registry.on_change(self.bump)
         CONFIGURATION.on_change(self.bump)
-        outdated.on_change(self.bump)
+        when_outdated(self.bump)
         forking.when_torn(self.bump)  # a table may hold half of a plan
 
     @property
@@ -170,7 +166,7 @@ class Dispatcher:
         Unless ``complete``, a refused kernel has one reason where it may have more.
         """
         machine = machine or probe.this_machine()
-        call_state = call_state or state.call_state(self.tensors(arguments), policy, self.function.state)
+        call_state = call_state or transforms.call_state(self.tensors(arguments), policy, self.function.state)
 
         routed = self.function.route(dict(arguments), policy.layout)
         facts = FactsBuilder(routed.operation).of_valid(
@@ -240,7 +236,7 @@ class Dispatcher:
             plan.keep = functools.partial(self._keep, key, plan, policy, epoch)
             return plan
 
-        if state.capturing(tensors):  # a capture waits for nobody
+        if transforms.capturing(tensors):  # a capture does not wait
             return chosen()
         return FLIGHTS.once((self.function.name, key.exact, id(policy), epoch), chosen)  # which outlives the flight
 
@@ -339,7 +335,7 @@ class Dispatcher:
         """Run the reference, for transforms (vmap, grad, jvp) that only see through torch's own operators."""
         policy = current_policy()
         routed = self.function.route(dict(arguments), policy.layout)
-        read = functools.partial(state.call_state, self.tensors(arguments), policy, self.function.state)
+        read = functools.partial(transforms.call_state, self.tensors(arguments), policy, self.function.state)
         return reference_in_transform(routed, policy, self.engine.registry, read)
 
     def _prove(self, plan: Plan, arguments: dict[str, Any]) -> bool:

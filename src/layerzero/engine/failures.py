@@ -1,4 +1,4 @@
-"""What happens when a kernel does not do its work: who may run next, what is remembered, what is said."""
+"""What happens when a kernel does not do its work: which may run next, what is remembered, what is reported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from layerzero.core.ledger import Ledger
 from layerzero.core.operation import Routed
 from layerzero.core.plan import Plan, Report
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.core.system import forking, free_memory
+from layerzero.core.system import forking, resources
 from layerzero.engine import foreign_errors, headroom, probe
 from layerzero.engine.first_run import Recent
 from layerzero.engine.health import Health
@@ -57,7 +57,7 @@ class WrongResultError(RuntimeError):
 
 
 def not_loaded(kernel: Kernel, report: Report, error: Exception, engine: _Engine) -> None:
-    """Remember a kernel that could not be made ready; raise what is nobody's fault.
+    """Remember a kernel that could not be made ready; raise what is no kernel's fault.
 
     A library that does not import is out for this process, with all its kernels; any other error rests this kernel.
     """
@@ -155,11 +155,11 @@ def check_retry(
 
     What a hook of autograd or a signal handler raised is not the kernel's: it is raised as it is. So is running out of
     memory, since another kernel may need more, and so are a warning that the user turned into an error and values that
-    are the caller's mistake. A capture that is lost ends the call: nothing more can be captured, and nobody but the
-    kernel that lost it is at fault. A device error that stays leaves a dead context, and whatever was chosen last
-    becomes a suspect. A library without code for this device will not get any: it is out. A kernel that writes into its
-    arguments may have written already. In all other cases the kernel rests (its breaker opens) and, if policy allows a
-    fallback, the next one runs.
+    are the caller's mistake. A capture that is lost ends the call: nothing more can be captured, and only the kernel
+    that lost it is at fault. A device error that stays leaves a dead context, and whatever was chosen last becomes a
+    suspect. A library without code for this device will not get any: it is out. A kernel that writes into its arguments
+    may have written already. In all other cases the kernel rests (its breaker opens) and, if policy allows a fallback,
+    the next one runs.
     """
     foreign_errors.let_pass(error)
     kernel, operation, device = plan.kernel, plan.report.operation, plan.report.facts.device.name
@@ -204,7 +204,7 @@ def check_retry(
 
 
 def _context_lost(suspects: Sequence[str]) -> str:
-    """Why nothing can run in this process any more, who may have done it, and how to find out."""
+    """Why nothing can run in this process any more, which kernel may be the cause, and how to find out."""
     if not suspects:
         return "the device's context is lost; restart the process. Only torch's own kernels ran, none is suspected"
     return (
@@ -325,7 +325,7 @@ def tell_fallback(plan: Plan, another: Plan, error: Exception) -> None:
 def tell_reference(plan: Plan) -> None:
     """Say once for each operation that the slow reference runs, and what kept the nearest kernel out."""
     if plan.report.locked or (plan.kernel.id, "reference") in _told:
-        return  # it was asked for, or is known
+        return  # it was requested, or is known
     nearest = min(plan.report.failures.items(), key=lambda item: _distance(item[1]), default=None)
     why = f"{nearest[0]}: {nearest[1][0]}" if nearest else "it has no other kernel"
     _once(
@@ -357,11 +357,11 @@ def tell_beyond(plan: Plan, policy: Policy) -> None:
     if headroom.BEYOND not in plan.adaptations:
         return
     facts = plan.report.facts
-    free = free_memory.free_bytes(facts.device)
+    free = resources.free_bytes(facts.device)
     there = "" if math.isinf(free) else f" {_mib(free)} are free."
     _once(
         (plan.kernel.id, f"beyond {plan.report.operation}"),
-        f"{plan.report.operation} runs {plan.kernel.id}, which takes {_mib(plan.kernel.workspace_for(facts))} beside "
+        f"{plan.report.operation} runs {plan.kernel.id}, which takes {_mib(plan.kernel.workspace_for(facts))} besides "
         f"its results; {headroom.SETTING} allows {policy.memory_headroom_mb} MiB.{there} Every other kernel that "
         f"may run takes as much or more. A smaller batch takes less; a larger {headroom.SETTING} ends this warning.",
         LayerZeroPerformanceWarning,
@@ -387,7 +387,7 @@ def _once(key: tuple[str, str], message: str, kind: type[LayerZeroWarning] = Lay
 
 
 def _is_new(key: tuple[str, str]) -> bool:
-    """Whether this was not told before; from now on it was."""
+    """Whether this was not reported before; from now on it was."""
     with _told_lock:
         new = key not in _told
         _told.add(key)

@@ -1,4 +1,4 @@
-"""A kernel's first run on this machine, and who is suspected where a process or a device context dies.
+"""A kernel's first run on this machine, and which kernel is suspected where a process or a device context dies.
 
 Before a library runs a class of calls for the first time, the ledger commits a marker; it is taken away when the first
 result was accepted. A marker that a dead process left behind names the kernel that a segmentation fault, a division

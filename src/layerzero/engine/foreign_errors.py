@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 _OF_TORCH = (("torch.utils.checkpoint", "_StopRecomputationError"), ("torch.utils.checkpoint", "CheckpointError"))
-"""Classes that mean the same without a hook: a torch that does not tell which hooks are set is asked for them."""
+"""Classes that mean the same without a hook: where torch does not tell which hooks are set, they are looked up."""
 
 
 def let_pass(error: BaseException) -> None:

@@ -54,7 +54,7 @@ _AT_ONCE = 3
 
 
 def _reference_bytes(scratch: Callable[[Mapping[str, int]], int], facts: Facts) -> int:
-    """What a reference needs beside its results, in float32 or wider."""
+    """What a reference needs besides its results, in float32 or wider."""
     dtype = facts["dtype"]
     wide = torch.promote_types(dtype, torch.float32) if isinstance(dtype, torch.dtype) else torch.float32
     return _AT_ONCE * wide.itemsize * scratch(facts.sizes())

@@ -3,11 +3,11 @@
 A norm or an activation moves bytes, and a compiler computes it in one loop with what stands before and behind; through
 an operator of ours it sees nothing. Between an addition and a product, compiled, a norm with its activation took 20 us
 by torch's expressions and 51 by our operators (1 x 1024, bfloat16, two threads, AMD EPYC, torch 2.13, 2026-11-24). So
-Dynamo gets the expression, and the operator beside it, whose result nobody reads: its checks of the arguments hold
-while it traces, and compilers that drop dead code drop it. An exported program keeps the operators alone.
+Dynamo gets the expression and the operator, whose result is not read: its checks of the arguments hold while it traces,
+and compilers that drop dead code drop it. An exported program keeps the operators alone.
 
-Who wishes for something keeps the operator, which chooses when it runs: see :func:`wishes`. Dynamo guards what this
-module says, so that code which was compiled under the other answer is compiled anew, once.
+A user with wishes keeps the operator, which chooses when it runs: see :func:`wishes`. Dynamo guards what this module
+says, so that code which was compiled under the other answer is compiled anew, once.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ SCOPES.watch(FUSING.scoped)
 
 
 def wishes(policy: Policy, *, frozen: bool, registered: bool) -> str:
-    """Why compiled code has to ask which kernel runs; empty where nobody wishes for any.
+    """Why compiled code has to choose a kernel when it runs; empty without wishes.
 
-    ``registered`` says that the program itself registered kernels: whoever does means them.
+    ``registered`` says that the program itself registered kernels, which is a wish for them.
     """
     if frozen:
         return "choices are frozen"

@@ -1,8 +1,8 @@
-"""How much memory a kernel may take beside its results, and what runs where every kernel takes more.
+"""How much memory a kernel may take besides its results, and what runs where every kernel takes more.
 
 A limit on memory must not make a call take more of it: a reference is no cheaper than what it stands in for. A T5
-encoder in training (4 x 2100 tokens, 8 heads) took 20.9 s a step in the reference, which no limit had been asked about,
-where the kernel that was refused for 1077 MiB took 13.3 (AMD EPYC, torch 2.13, 2026-11-24).
+encoder in training (4 x 2100 tokens, 8 heads) took 20.9 s a step in the reference, which no limit had checked, where
+the kernel that was refused for 1077 MiB took 13.3 (AMD EPYC, torch 2.13, 2026-11-24).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BEYOND = Adaptation(
 
 
 def reasons(kernel: Kernel, facts: Facts, policy: Policy) -> list[Reason]:
-    """Whether what the kernel needs beside its results is more than policy allows."""
+    """Whether what the kernel needs besides its results is more than policy allows."""
     if kernel.workspace_bytes is None:
         return []
     found: list[Reason] = []

@@ -3,7 +3,7 @@
 Which calls are alike the kernel says (``build_key``); where it says nothing, those of one class are. What an earlier
 process compiled counts where the kernel can tell (``prebuilt``), or where it was noted in the folder in which its
 library keeps such things (``cache_folder``): a note lists the files that were opened there while it was built, and
-counts as long as they exist. Who wipes the folder wipes the notes.
+counts as long as they exist. Wiping the folder wipes the notes.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Noted:
     def files(self, note: Path) -> list[str] | None:
         """The files that a note lists; None where there is none, or a damaged one: it is built again."""
         try:
-            stat = os.stat(note.parent)  # noqa: PTH116  # asked in choices
+            stat = os.stat(note.parent)  # noqa: PTH116  # read in choices
         except OSError:
             self._kept.pop(note.parent, None)
             return None

@@ -8,8 +8,8 @@ never uses this: :func:`layerzero.engine.legality.judge` lists every reason anew
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 from layerzero.core.device import Device
 from layerzero.core.fact_reads import Watched, names_no_size
@@ -21,10 +21,44 @@ from layerzero.core.plan import Adaptation, Candidate, moves_data
 from layerzero.core.reasons import Reason
 from layerzero.engine import headroom, legality
 from layerzero.engine.health import Health
-from layerzero.engine.kept import Kept
 from layerzero.engine.order import may_come_first
 from layerzero.engine.policy import Policy
 from layerzero.engine.probe import Machine
+
+Value = TypeVar("Value")
+
+MAX_KEPT = 256
+"""Kinds of calls that are remembered; scales and dropout rates that are new each time must not fill memory."""
+
+
+class Kept(Generic[Value]):
+    """Values by key, at most :data:`MAX_KEPT`.
+
+    Nothing of a kernel outlives the epoch in which it goes, but for what a decision that was under way still writes.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[Hashable, tuple[Value]] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def forget(self) -> None:
+        """Start a new epoch. A decision in progress may still write to the old dict, which is then garbage."""
+        self._kept = {}
+
+    def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        """The value of a key; it is made where there is none, and not kept where the key has no hash."""
+        keeping = self._kept
+        try:
+            kept = keeping.get(key)
+        except TypeError:  # an argument without a hash
+            return make()
+        if kept is None:
+            if len(keeping) >= MAX_KEPT:
+                keeping.clear()
+            kept = keeping[key] = (make(),)
+        return kept[0]
 
 
 class Standing(NamedTuple):
@@ -51,11 +85,11 @@ class Standing(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """The standings of a kind of calls: who is refused, and who may be legal.
+    """The standings of a kind of calls: which kernels are refused, and which may be legal.
 
     Those of ``first`` come before the others where nothing was measured; both are in the order of their priorities.
-    ``stock`` are torch's own, which hold the others back; ``rival`` is the highest priority of those others.
-    ``of`` are the kernels, the device, the machine and the policy that they are about.
+    ``stock`` are torch's own, which hold the others back; ``rival`` is the highest priority of those others. ``of`` are
+    the kernels, the device, the machine and the policy that they are about.
     """
 
     refused: tuple[Candidate, ...]
@@ -71,13 +105,13 @@ Later = Callable[[], list[Candidate]]
 
 
 class Standings:
-    """The standings of one epoch, by what a call has beside its sizes."""
+    """The standings of one epoch, by what a call has apart from its sizes."""
 
     def __init__(self) -> None:
         self._kept: Kept[_Kept] = Kept()
 
     def forget(self) -> None:
-        """Start a new epoch. Who is deciding now writes into what is let go of here."""
+        """Start a new epoch. A decision in progress may still write to the old dict, which is then garbage."""
         self._kept.forget()
 
     def judge(
@@ -96,8 +130,8 @@ class Standings:
 
         Where ``by_priority`` says that priority alone decides, only those that may win are judged: those of a lower
         priority than a legal one that moves no data, and all behind a legal one of torch's own, are left for later, and
-        what judges them is returned beside the others. What verdicts or health decide about is never left. Whether a
-        left one is built is asked when the report is read: it would not be chosen if it were.
+        what judges them is returned with the others. What verdicts or health decide about is never left. Whether a left
+        one is built is looked up when the report is read: it would not be chosen if it were.
         """
         kept, lock = self._of(kernels, facts, policy, machine), policy.lock_for(facts, kernels)
         odd = False  # whether a tensor is empty or negated
@@ -173,7 +207,7 @@ def _standing(kernel: Kernel, facts: Facts, policy: Policy, machine: Machine) ->
     if denied:
         return Standing(kernel, priority, Candidate(kernel, tuple(denied)))
     vetted = state.untested or (policy.require_vetting and kernel.trust.needs_verdict)
-    if kernel.revision is not None:  # what a descriptor says is told beside what the kernel itself says
+    if kernel.revision is not None:  # a descriptor's reasons are reported with the kernel's own
         return Standing(kernel, priority, None, state.untested, vetted, tuple(legality.adaptations_for(kernel, facts)))
     seen = facts.seen_in(kernel.layout)
     watched = Watched(seen)
@@ -197,7 +231,7 @@ def _settled(limit: Limit, facts: Watched) -> Limit | Findings:
     facts.taken()
     try:
         found = limit.check(facts)
-    except Exception:  # noqa: BLE001  # third parties write limits, too: it is asked, and told of, for each call
+    except Exception:  # noqa: BLE001  # third parties write limits, too: it is checked and reported for each call
         return limit
     reads = facts.taken()
     settled = names_no_size(reads, facts) and not ("capturing" in reads and facts["capturing"])
@@ -207,7 +241,7 @@ def _settled(limit: Limit, facts: Watched) -> Limit | Findings:
 def _judged(
     standing: Standing, facts: Facts, policy: Policy, reasons: list[Reason], *, odd: bool, just_failed: bool = False
 ) -> Candidate:
-    """Ask what is still to be asked of a kernel for this very call; ``reasons`` say that it is not trusted."""
+    """Check what is left to check of a kernel for this very call; ``reasons`` say that it is not trusted."""
     kernel = standing.kernel
     if policy.rules:
         reasons = [*legality.policy_reasons(kernel, facts, policy), *reasons]

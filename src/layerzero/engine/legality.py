@@ -61,7 +61,7 @@ def last_resort(judged: list[Candidate], facts: Facts, policy: Policy, lock: Loc
 
 
 def completed(candidate: Candidate, facts: Facts, policy: Policy, machine: Machine) -> Candidate:
-    """A refused kernel with the reasons that nothing but the call, the policy and its library give, beside its own."""
+    """A refused kernel with its own reasons and those that the call, the policy and its library alone give."""
     kernel = candidate.kernel
     state = machine.state(kernel.backend, facts.device)
     library = None if state.untested else library_reason(kernel, facts, machine, None)
@@ -154,7 +154,7 @@ def trust_reasons(
 
 
 def _as_here(kernel: Kernel, device: Device, machine: Machine) -> bool:
-    """Whether a machine that is asked about has the versions of this one, as far as a kernel's library goes."""
+    """Whether the machine in question has the versions of this one, as far as a kernel's library goes."""
     here, backend = this_machine(), kernel.backend
     if machine.asked is None:
         return True
@@ -166,9 +166,9 @@ _LIFTED = LAUNCH_CODES | {ReasonCode.MEMORY_HEADROOM_EXCEEDED}
 
 
 def built_reasons(kernel: Kernel, facts: Facts, policy: Policy, reasons: Sequence[Reason]) -> list[Reason]:
-    """Whether the kernel is built, where nothing else keeps it from the call: nobody looks for what would not run.
+    """Whether the kernel is built, looked up only where nothing else keeps it from the call.
 
-    ``reasons`` are all others. What only a launch grid or its memory refuses may run yet, and is asked, too.
+    ``reasons`` are all others. What only a launch grid or its memory refuses may run yet, and is checked, too.
     """
     if policy.allow_jit_compile or (reasons and any(reason.code not in _LIFTED for reason in reasons)):
         return []
@@ -228,7 +228,7 @@ def _ready(kernel: Kernel, facts: Facts, reasons: list[Reason]) -> bool:
 def limit_findings(kernel: Kernel, facts: Facts) -> list[Finding]:
     """What the kernel's limits, arguments and flags say about facts that are in its layout.
 
-    What only a descriptor refuses names it: the kernel without it is asked, too.
+    What only a descriptor refuses names it: the kernel without it is checked, too.
     """
     findings = _findings(kernel, facts)
     if kernel.revision is None or not findings:
@@ -254,7 +254,7 @@ def _findings(kernel: Kernel, facts: Facts) -> list[Finding]:
 
 
 def flag_findings(kernel: Kernel, facts: Facts) -> list[Finding]:
-    """What the kernel's arguments and flags say, beside its limits."""
+    """What the kernel's arguments and flags say, apart from its limits."""
     return [*argument_findings(kernel, facts), *state_findings(kernel, facts), *memory_findings(kernel, facts)]
 
 

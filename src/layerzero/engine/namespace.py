@@ -1,4 +1,4 @@
-"""``torch.ops.layerzero``: an operator is defined when it is first asked for.
+"""``torch.ops.layerzero``: an operator is defined when it is first read.
 
 Defining all takes longer than everything else that an import of this package does, and most processes call ``lz``.
 Torch makes its own namespaces in the same way: a missing attribute is looked up among what C++ knows. What C++ looks up
@@ -14,7 +14,7 @@ from torch._ops import _OpNamespace
 
 
 class _Namespace(_OpNamespace):
-    """Torch's own, which defines what is asked for first."""
+    """Torch's own, which defines operators on first use."""
 
     __module__ = _OpNamespace.__module__  # operators tell where they live by it, and torch.fx writes that down
 
@@ -35,6 +35,6 @@ class _Namespace(_OpNamespace):
 
 
 def install() -> None:
-    """Let ``torch.ops.layerzero`` define what it is asked for; torch must be imported."""
+    """Let ``torch.ops.layerzero`` define operators on first use; torch must be imported."""
     if type(torch.ops.layerzero) is not _Namespace:
         torch.ops.layerzero.__class__ = _Namespace

@@ -9,7 +9,7 @@ import torch
 
 from layerzero.core.arguments import TensorSchema
 from layerzero.core.errors import InvalidCallError
-from layerzero.core.garbage import held_off
+from layerzero.core.graph_capture import held_off
 from layerzero.core.operation import Function, Routed
 from layerzero.core.operator_schema import TorchSchema
 from layerzero.core.system import forking
@@ -158,7 +158,7 @@ def _fake(function: Function, schema: TorchSchema) -> Callable[..., Any]:
 def _tell(function: Function, arguments: dict[str, Any]) -> None:
     from layerzero.engine.config import current_policy
     from layerzero.engine.services import SERVICES
-    from layerzero.engine.shapes import tell_shapes
+    from layerzero.engine.transforms import tell_shapes
 
     tell_shapes(SERVICES.call(function.name).dispatcher, _complete(function, arguments), current_policy())
 

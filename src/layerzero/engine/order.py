@@ -64,10 +64,10 @@ POINTS_PER_DOUBLING = 50.0
 """What twice the best time costs."""
 
 UNMEASURED_PENALTY = 30.0
-"""What a kernel without evidence loses beside one that has some."""
+"""What a kernel without evidence loses to one that has some."""
 
 STOCK_POINTS = -100.0
-"""What a kernel has beside torch's own while no time speaks for it: less than any priority is worth."""
+"""What a kernel has over torch's own while no time speaks for it: less than any priority is worth."""
 
 STOCK_MARGIN = 5.0
 """What torch's own kernel keeps before a quicker one, as far as the times are in doubt: at a confidence of 0.7 (a table
@@ -88,8 +88,8 @@ ADAPTATION_POINTS = -5.0
 
 SURELY = 1.5
 """How much slower a measured kernel must be, the noise of both aside, for doubts to keep nothing for it: torch's own
-norm stayed where it had taken 4.1 times a library's, with a confidence below 0.1 (AMD EPYC, other processes beside
-it, 2026-11-22)."""
+norm stayed where it had taken 4.1 times a library's, with a confidence below 0.1 (AMD EPYC, other processes running,
+2026-11-22)."""
 
 Known = Mapping[str, Evidence]  # by kernel id
 _Named = tuple[Sequence[str], Sequence[str]]  # what policy prefers and avoids for a call
@@ -297,11 +297,12 @@ def _scored(candidate: Candidate, call: _Call) -> Candidate:
 
 
 def _measured_terms(name: str, found: Evidence, best: Evidence, call: _Call, *, held_back: bool) -> list[Term]:
-    """Terms of a kernel with evidence beside the quickest one.
+    """Terms of a kernel with evidence, relative to the quickest one.
 
     One that is slower than the quickest by more than the noise of both has no more priority than that one: doubts lift
-    none over it. Beside torch's own, no priority counts more than that of torch's, which keeps ``(1 - c) * 5`` before a
-    quicker one, unless it is surely slower. Where torch's has no evidence, one with evidence loses ``(1 - c) * 200``.
+    none over it. Compared with torch's own, no priority counts more than that of torch's, which keeps ``(1 - c) * 5``
+    before a quicker one, unless it is surely slower. Where torch's has no evidence, one with evidence loses ``(1 - c) *
+    200``.
     """
     stock, doubt = call.stock, 1 - call.confidence
     points = call.anchor - POINTS_PER_DOUBLING * math.log2(found.cost_us / best.cost_us)
@@ -329,8 +330,8 @@ def surely_slower(found: Evidence, best: Evidence) -> bool:
 def may_come_first(kernel: Kernel, facts: Facts, policy: Policy) -> bool:
     """Whether a priority alone may put no kernel of another library before it.
 
-    That is what torch's own function runs, and beside it what the user wants: what a program itself registers, and what
-    policy prefers.
+    That is what torch's own function runs, and what the user wants: what a program itself registers, and what policy
+    prefers.
     """
     if policy["unmeasured"] != "stock":
         return False
@@ -380,10 +381,11 @@ def _policy_terms(kernel: Kernel, prefer: Sequence[str], avoid: Sequence[str]) -
 def _ordered(scored: Sequence[Candidate], call: _Call) -> list[Candidate]:
     """Best first; those within the noise of the best are ordered by ``first``, priority and id.
 
-    What counts is the noise of the best and of the one beside it, as far as evidence does: a hopeless third, measured
-    roughly, blurs nothing. And what torch's own keeps for the same doubts makes no tie of what is further apart: with
-    both, a library had to gain 11 % by a table of another machine, and decoding on an H100 took 1.12 of torch's own
-    device time, where 1.08 is what they get without, computed from their times (11 calls of unseen heads, 2026-11-24).
+    What counts is the noise of the best and of the one compared with it, as far as evidence does: a hopeless third,
+    measured roughly, blurs nothing. And what torch's own keeps for the same doubts makes no tie of what is further
+    apart: with both, a library had to gain 11 % by a table of another machine, and decoding on an H100 took 1.12 of
+    torch's own device time, where 1.08 is what they get without, computed from their times (11 calls of unseen heads,
+    2026-11-24).
     """
     scores = [(each.score, each.kernel.id, each) for each in scored]
     top, _, best = max(scores)

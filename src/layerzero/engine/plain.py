@@ -2,8 +2,8 @@
 
 :class:`PlainDispatcher` chooses and runs for one function; :class:`PlainWays` holds what was chosen, in a table for
 each policy that starts empty in each epoch. There is nothing to adapt, to capture or to trace, so a plan is the
-kernel's callable, and a key is what the function makes of a call: its own buckets of sizes, by whose upper ends the
-facts are told. A limit on a size therefore holds for every call of the bucket.
+kernel's callable, and a key is what the function makes of a call: its own buckets of sizes, whose upper ends are the
+facts. A limit on a size therefore holds for every call of the bucket.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from layerzero.core.plain import PlainFunction
 from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.core.system import forking
 from layerzero.engine import failures, legality, probe
-from layerzero.engine.choice_log import tell_choice
 from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import ENGINE, Engine
-from layerzero.engine.pick import require
+from layerzero.engine.pick import require, tell_choice
 from layerzero.engine.policy import Policy
 from layerzero.engine.probe import Machine
 from layerzero.ops import PLAIN_FUNCTIONS
@@ -145,7 +144,7 @@ class PlainWays:
         self._scoped: dict[Policy, Table] = {}
         self._plans: dict[Any, tuple[Policy, Plan]] = {}
         self.table: Table = self._base
-        dispatcher.engine.caches.append(self)  # type: ignore[arg-type]  # it is told of epochs, which is all it needs
+        dispatcher.engine.caches.append(self)  # type: ignore[arg-type]  # it needs new epochs alone
         SCOPES.watch(self._blocks)
 
     def publish(self, policy: Policy) -> None:
@@ -171,8 +170,8 @@ class PlainWays:
     def _read(self) -> Table:
         """The table that calls read.
 
-        While a block of settings is open, nobody reads without asking which settings hold; while somebody listens,
-        every call is chosen for, and told.
+        While a block of settings is open, every call checks which settings hold. While a watcher is registered, every
+        call is chosen for and reported.
         """
         return _NONE if SCOPES.active or self.dispatcher.engine.watchers else self._base
 

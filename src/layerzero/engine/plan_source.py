@@ -14,17 +14,16 @@ from typing import Any, NamedTuple
 import torch
 
 from layerzero.core import indices
-from layerzero.core.arguments import TensorSchema
+from layerzero.core.arguments import TensorSchema, moving
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.fact_reads import EVERYTHING, Reads, Watched, watch
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.layouts import moving
 from layerzero.core.operation import Function, Operation
 from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.engine import accelerator, batch_split
 from layerzero.engine.accelerator import Passed, Places
-from layerzero.engine.kept import Kept
+from layerzero.engine.judgements import Kept
 from layerzero.engine.legality import checked, flag_findings
 from layerzero.engine.policy import Policy
 
@@ -66,7 +65,7 @@ def build(function: Function, candidate: Candidate, report: Report, policy: Poli
 
 
 class _Text(NamedTuple):
-    """What a plan consists of beside the kernel itself.
+    """What a plan consists of apart from the kernel itself.
 
     Attributes:
         source, code: its text, and what that compiles to.

@@ -1,6 +1,6 @@
 """Kernels and operations of other packages: which policy lets in, and what is known of those that end the process.
 
-Importing a plugin runs its code, so the settings are asked first: ``plugins``, ``enabled``, ``deny`` and ``allow`` say
+Importing a plugin runs its code, so the settings are read first: ``plugins``, ``enabled``, ``deny`` and ``allow`` say
 whether it may be. Before an import its name is on disk. A plugin that ends the process is named by the next one and
 left out there, until another version of it is installed or ``layerzero doctor`` has seen it survive in a child.
 """
@@ -30,7 +30,7 @@ from layerzero.engine.services import SERVICES
 ENTRY_POINTS = "layerzero.backends"
 
 SLOW_S = 2.0
-"""An import that takes longer is told: the first call of a process waits for it."""
+"""A longer import is reported: the first call of a process waits for it."""
 
 log = logging.getLogger("layerzero")
 
@@ -85,7 +85,7 @@ class Plugins:
         return [each.name for each in installed() if each.name not in unfit and not refused(each, CONFIGURATION.policy)]
 
     def unknown(self) -> list[str]:
-        """Plugins that are installed and whose kernels nobody knows: not imported yet, left out, or broken."""
+        """Plugins that are installed and whose kernels are unknown: not imported yet, left out, or broken."""
         return [each.name for each in installed() if each.name not in self._kernels]
 
     def leave_out(self, name: str, why: str) -> None:

@@ -37,7 +37,7 @@ class LibraryState:
 
 @dataclass(frozen=True)
 class Machine:
-    """A device and the libraries beside it: this machine's, or one to ask about.
+    """A device and its libraries: this machine's, or those of another one in question.
 
     Attributes:
         device: None for whatever device the tensors lie on.
@@ -49,7 +49,7 @@ class Machine:
     _states: dict[tuple[Backend, str], LibraryState] = field(default_factory=dict, compare=False, repr=False)
 
     def state(self, backend: Backend, device: Device) -> LibraryState:
-        """Whether the backend may be used beside this device; looked up once."""
+        """Whether the backend may be used with this device; looked up once."""
         identity = (backend, device.runtime)
         state = self._states.get(identity)
         if state is None:
@@ -58,7 +58,7 @@ class Machine:
 
     @property
     def asked(self) -> Machine | None:
-        """This machine where its libraries are others than those here, as times are asked about; else None."""
+        """This machine where its libraries are others than those here, as times need it; else None."""
         return None if self.libraries is None else self
 
     @property
@@ -110,7 +110,7 @@ class Machine:
     def _of_no_release(self, backend: Backend) -> str:
         if not backend.releases:
             return ""
-        ways = " or ".join(f"{each.install} beside {each.beside}" for each in backend.releases)
+        ways = " or ".join(f"{each.install} with {each.beside}" for each in backend.releases)
         return f"No release of it is known for torch {self.torch}; install one with its own: {ways}"
 
     def _version(self, backend: Backend) -> str | None:
@@ -162,7 +162,7 @@ def check_requirement(requirement: str) -> tuple[str, str]:
             SpecifierSet(match[2])
             return match[1], match[2]
     except InvalidSpecifier:
-        pass  # told below, like any other text that is no requirement
+        pass  # reported below, like any other text that is no requirement
     raise ValueError(f"wanted name>=version, got {requirement!r}")
 
 

@@ -1,10 +1,10 @@
-"""Who ended a process that left a marker behind: a kernel that crashed, or somebody outside who sent it a signal.
+"""What ended a process that left a marker behind: a kernel that crashed, or a signal from outside.
 
 A rollout, a preemption or a closed terminal ends a process whenever it comes, also in a kernel's first run. While a
 marker is held, ``faulthandler`` writes into its file as such a signal arrives, and the process then ends as it always
-would. A marker that says so accuses nobody. SIGKILL lets no process say anything; but where the system counts the
+would. A marker that says so accuses no kernel. SIGKILL lets no process say anything; but where the system counts the
 processes that it killed for want of memory, a marker says how many those were before, and in which control group; one
-of a process that ended as that number grew accuses nobody either.
+of a process that ended as that number grew accuses no kernel either.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 import signal
 from pathlib import Path
 
-from layerzero.core.system import control_group, disk, forking
+from layerzero.core.system import disk, forking, resources
 
 _SIGNALS = tuple(
     signal.Signals[name]
@@ -65,7 +65,7 @@ class _Endings:
                 self._watched.add(number)
 
     def _leave(self) -> None:
-        """Give back the signals that nobody else has taken meanwhile; also in a forked child, which has no marker."""
+        """Give back the signals that no other code has taken meanwhile; also in a forked child, which has no marker."""
         self._files.clear()
         for number in self._watched:
             if signal.getsignal(number) is signal.SIG_DFL:
@@ -92,12 +92,12 @@ def from_outside(path: Path) -> bool:
     before = re.search(re.escape(_KILLS) + rb"(\d+) in ([^\s;]*);", said)
     if _TOLD in said or before is None:
         return _TOLD in said
-    return control_group.kills().since(control_group.Kills(int(before[1]), before[2].decode())) > 0
+    return resources.kills().since(resources.Kills(int(before[1]), before[2].decode())) > 0
 
 
 def so_far() -> str:
     """What a marker says as it is made, for :func:`from_outside`."""
-    before = control_group.kills()
+    before = resources.kills()
     return f"{_KILLS.decode()}{before.count} in {before.group};"
 
 

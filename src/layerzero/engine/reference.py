@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from layerzero.core.arguments import TensorSchema
-from layerzero.core.layouts import permutation
+from layerzero.core.arguments import TensorSchema, permutation
 from layerzero.core.operation import Operation, Routed
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from layerzero import backends
 from layerzero.core.errors import RegistrationError, UnknownOperationError
 from layerzero.core.facts import Facts
-from layerzero.core.garbage import held_off
+from layerzero.core.graph_capture import held_off
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.operation import Operation, OpKind
 from layerzero.core.system import forking
@@ -26,7 +26,7 @@ from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, OPERATIONS, PLAIN_FUNCTI
 
 
 class _Known(NamedTuple):
-    """What is registered; replaced as a whole: readers without a lock, and whoever is interrupted, leave no half."""
+    """What is registered; replaced as a whole, so that readers without a lock see no half of it."""
 
     operations: dict[str, Operation]
     kernels: dict[str, tuple[Kernel, ...]]
@@ -172,7 +172,7 @@ class Registry:
         return found is not None and found.declared is kernel
 
     def add_all(self, kernels: Sequence[Kernel]) -> None:
-        """Add kernels, all or none; whoever calls holds the lock and tells it."""
+        """Add kernels, all or none; the caller holds the lock and announces the change."""
         added: dict[str, Kernel] = {}
         for declared in kernels:
             if declared.id in self._by_id or declared.id in added:
@@ -183,7 +183,7 @@ class Registry:
         self._known = self._known.plus(list(added.values()))
 
     def drop_all(self, kernels: Sequence[Kernel]) -> None:
-        """Remove kernels; whoever calls holds the lock and tells it."""
+        """Remove kernels; the caller holds the lock and announces the change."""
         for kernel in kernels:
             self._known = self._known.without(self._by_id[kernel.id])
 
@@ -221,7 +221,7 @@ class Registry:
 
         An interruption, as by Ctrl-C while a library is imported, leaves what was there before: the next call loads.
         """
-        if self._loading:  # done, or asked for by a plugin while it is being loaded
+        if self._loading:  # done, or read by a plugin while it is being loaded
             return
         try:
             self._loading = True

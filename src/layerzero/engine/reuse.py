@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from layerzero.core import limit_conditions  # noqa: F401  # what the limits of core demand
+from layerzero.core import reuse_conditions  # noqa: F401  # what the limits of core demand
 from layerzero.core.fact_reads import EVERYTHING, NEGATED, RANK, Reads, Watched, names_no_size, reads_of
 from layerzero.core.facts import Facts, fact_name
 from layerzero.core.kernel import Kernel
@@ -29,7 +29,7 @@ from layerzero.core.reuse_conditions import (
     orders,
     strides_read,
 )
-from layerzero.engine.kept import Kept
+from layerzero.engine.judgements import Kept
 from layerzero.engine.legality import checked
 from layerzero.engine.policy import Policy
 
@@ -69,15 +69,15 @@ class _Kind(NamedTuple):
 
 
 OUTLINES: Kept[_Kind] = Kept()
-"""By kernel, policy, and what a call has beside its sizes."""
+"""By kernel, policy, and what a call has apart from its sizes."""
 
 
 def conditions_of(plan: Plan, policy: Policy, order: tuple[str, ...]) -> Conditions | None:
     """What a call of the same coarse key must satisfy to run this plan; None if only the exact call may.
 
-    ``order`` has the function's tensors by number. No key tells the negative bit: where a limit reads it, the plan has
-    it asked for. Calls whose memory is dense have their own beside those of which it is not; where there are
-    times, also those whose memory lies in another order.
+    ``order`` has the function's tensors by number. No key holds the negative bit: where a limit reads it, the plan
+    checks it. Calls in dense memory have their own, apart from those in other memory; where there are times, also those
+    whose memory lies in another order.
     """
     facts = plan.report.facts
     made_good = _made_good(plan)
@@ -167,7 +167,7 @@ def _for_all(facts: Facts) -> tuple[bool, ...]:
 def _asked(
     kind: _Kind, plan: Plan, policy: Policy, order: tuple[str, ...], made_good: _MadeGood
 ) -> tuple[_Outline, list[Condition]]:
-    """The outline of a call, and what its sizes and strides demand beside it; what limits read leaves fewer axes."""
+    """The outline of a call, and what its sizes and strides demand as well; what limits read leaves fewer axes."""
     kernel, facts = plan.kernel, plan.report.facts
     reads = _built_for(kernel, facts)
     call = SizedCall(facts, kernel.layout, order, kind.outline.varying)
@@ -189,7 +189,7 @@ def _asked(
 
 
 def _unexplained(facts: Facts) -> bool:
-    """Whether a derived size follows from nobody says what: its class, which verdicts belong to, cannot be told."""
+    """Whether a derived size follows from unknown sizes: its class, which verdicts belong to, is then unknown."""
     operation = facts.operation
     return any(type(facts.get(name)) is int for name in operation.derived if name not in operation.derived_from)
 

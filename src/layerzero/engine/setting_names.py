@@ -85,7 +85,7 @@ class Names:
     def check(self, policy: Policy) -> None:
         """Look at every name that is in force, once for each policy.
 
-        Raises: PolicyError naming the nearest. Where a plugin is left out, whose names nobody knows, it is a warning,
+        Raises: PolicyError naming the nearest. Where a plugin is left out, whose names are unknown, it is a warning,
         but for a lock: what it binds to is not here, whatever it is.
         """
         if policy in self._checked or not policy.enabled:

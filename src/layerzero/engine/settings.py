@@ -34,7 +34,7 @@ class Setting:
 
     Attributes:
         kind: its type, checked strictly.
-        default: its value where nobody sets it.
+        default: its value where it is not set.
         meaning: one line for the documentation.
         choices: allowed values, any of the type if empty.
         words: allowed texts of a key that is a list otherwise.
@@ -62,7 +62,7 @@ SETTINGS: dict[str, Setting] = {
     "enabled": Setting(bool, True, "false: only torch's own kernels and the references run"),
     "fallback_enabled": Setting(bool, True, "false: the slow reference is refused and a failing kernel raises"),
     "log_selections": Setting(
-        bool, False, "say every new choice: log it at INFO, or, where nobody listens to that, on the error stream"
+        bool, False, "say every new choice: log it at INFO, or, without a handler for that, on the error stream"
     ),
     "strict_mode": Setting(bool, False, "refuse adaptations that move data"),
     "allow_adaptation": Setting(bool, True, "allow copies and operations' own adaptations where a kernel needs them"),

@@ -6,19 +6,26 @@ The reference is made of them, so it runs, where the operator's word allows it: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
+from torch.autograd import forward_ad
 
+from layerzero.core.device import Device
+from layerzero.core.eager_state import declared
 from layerzero.core.errors import InvalidCallError, NoKernelFoundError
 from layerzero.core.facts import CallState, FactsBuilder
 from layerzero.core.operation import Routed
+from layerzero.core.plan import Plan
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine.legality import policy_reasons
 from layerzero.engine.policy import Policy, names_kernel
-from layerzero.engine.reference import reference_call
+from layerzero.engine.probe import Machine
+from layerzero.engine.reference import fake_call, reference_call
 from layerzero.engine.registry import Registry
 
 _HINT = (
@@ -33,7 +40,7 @@ def reference_in_transform(
     """Run the reference of a call whose tensors hide what they are made of.
 
     What Dynamo traces here is what the compiler differentiates: a call that writes into a tensor of a graph, which no
-    operator of ours may do. It reads no state of the call, which nobody asks for unless policy says something.
+    operator of ours may do. It reads no state of the call, which is only used where policy says something.
 
     Raises: NoKernelFoundError where policy does not allow it; InvalidCallError where torch cannot write into a tensor
         that the operation changes.
@@ -94,3 +101,92 @@ def _check_policy(routed: Routed, policy: Policy, registry: Registry, state: Cal
         reasons.append(Reason(ReasonCode.POLICY_DENIED, locked, lock.kernel, "the reference"))
     if reasons:
         raise NoKernelFoundError(name, {reference.id: reasons}, _HINT)
+
+
+def capturing(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the call is made inside a CUDA graph capture."""
+    return bool(tensors) and tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def call_state(
+    tensors: Sequence[torch.Tensor], policy: Policy, reads: frozenset[str], device: Device | None = None
+) -> CallState:
+    """Read what matters for a call with these tensors; ``reads`` names the function's further state.
+
+    ``device`` is the call's device, if that is not where its tensors lie.
+    """
+    cuda = bool(tensors) and tensors[0].is_cuda if device is None else device.torch_type == "cuda"
+    requires_grad = False
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            requires_grad = requires_grad or tensor.requires_grad
+    return CallState(
+        requires_grad=requires_grad,
+        deterministic=policy.deterministic or torch._C._get_deterministic_algorithms(),
+        capturing=capturing(tensors),
+        autocast=torch._C._is_any_autocast_enabled(),
+        read={each.fact: each.read(cuda=cuda) for each in declared(reads)},
+    )
+
+
+def in_transform() -> bool:
+    """Whether functorch (vmap, grad, jvp), forward-mode AD or torch.jit.trace is at work.
+
+    Tensors hide what they are made of there; in a trace sizes are tensors, and only torch's operators leave anything.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        return True
+    return bool(torch._C._is_tracing())
+
+
+def in_dispatch_mode() -> bool:
+    """Whether a mode (fake tensors, tracing, functionalisation) listens to every operator."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+if TYPE_CHECKING:
+    from layerzero.engine.dispatch import Dispatcher
+
+log = logging.getLogger("layerzero")
+
+NOTE = "shapes only: judged as on "
+
+
+def judged_on(tensors: list[torch.Tensor]) -> Device:
+    """The device that such a call is judged for: a fake tensor's own; of meta tensors, where warmup and tune work."""
+    real = next((each.device for each in tensors if not each.is_meta), None)
+    return Device.detect(real or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def shapes_answer(dispatcher: Dispatcher, arguments: dict[str, Any], policy: Policy) -> Any:
+    """Answer a call on meta tensors: its results have shapes only, and no kernel runs."""
+    if dispatcher.engine.watchers:
+        tell_shapes(dispatcher, arguments, policy)
+    return fake_call(dispatcher.function.route(dict(arguments), policy.layout))
+
+
+def tell_shapes(dispatcher: Dispatcher, arguments: dict[str, Any], policy: Policy) -> None:
+    """Tell the watchers which kernel a call would get if its tensors had memory.
+
+    Not while torch compiles or exports: what it traces is called later, and its sizes may be symbols.
+    """
+    tensors = dispatcher.tensors(arguments)
+    if torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None:
+        return
+    if any(type(size) is not int for each in tensors for size in each.shape):
+        return
+    device = judged_on(tensors)
+    report, _ = dispatcher.explain(arguments, policy, machine=Machine(device))
+    chosen = report.chosen
+    if chosen is None:
+        log.warning("%s on tensors without memory: no kernel is legal on %s", report.operation, device.name)
+        return
+    report = msgspec.structs.replace(report, notes=(*report.notes, NOTE + device.name))
+    plan = Plan(chosen.kernel, report, "", _nothing, _nothing, chosen.adaptations)
+    for watcher in dispatcher.engine.watchers:
+        watcher(dispatcher.function, plan)
+
+
+def _nothing(**_: Any) -> dict[str, Any]:
+    """What has no memory is neither adapted nor run."""
+    return {}

@@ -25,7 +25,7 @@ from torch.nn import Module, Parameter
 
 import layerzero as lz
 from layerzero.core.errors import LayerZeroWarning
-from layerzero.engine.state import in_transform
+from layerzero.engine.transforms import in_transform
 from layerzero.ops.moe.experts import ALPHA, GATES, LIMIT, gated
 
 _CHECK = "_check_and_adjust_experts_implementation"

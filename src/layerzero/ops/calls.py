@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.core.arguments import TensorSchema
+from layerzero.core.arguments import TensorSchema, permutation
 from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.facts import Facts, FactsBuilder
-from layerzero.core.layouts import permutation
 from layerzero.core.operation import Case, Function, Operation, Routed
 from layerzero.ops import function_of
 

@@ -1,6 +1,6 @@
 """What would make this machine faster: at most five lines, those first from which most is to be gained.
 
-Gains are told where times are known of what runs and of what would: of calls that were made here, as misses left them
+Gains are given where times are known of what runs and of what would: of calls that were made here, as misses left them
 in the ledger, or, before there are any, of the operations' named cases.
 """
 
@@ -31,7 +31,7 @@ from layerzero.tuning.measuring.tune import jobs_called
 MOST = 5
 
 LOOKED_AT = 64
-"""Calls that are asked about: a millisecond each."""
+"""Calls that are explained: a millisecond each."""
 
 WORTH = 1.02
 """A smaller gain is none."""
@@ -121,7 +121,7 @@ def _of_settings(device: str, reports: Sequence[Report], *, called: bool) -> Ite
     unmeasured = [each for each in reports if not _is_measured(each)]
     if called and unmeasured:
         calls = f"{len(unmeasured)} call{'s' * (len(unmeasured) > 1)}"
-        yield Advice(f"layerzero tune --budget-s 300 measures {calls} of this machine that nobody measured")
+        yield Advice(f"layerzero tune --budget-s 300 measures {calls} of this machine that were not measured")
     elif not called:
         yield Advice("run your program, then layerzero tune --budget-s 300: it measures what was called")
     if device == "cpu" and (threads := thread_advice(torch.get_num_threads())):

@@ -2,8 +2,8 @@
 
 Choices follow from facts, settings and measured times; ranks whose machines measured differently choose differently.
 Sums are then rounded otherwise on one of them, and a kernel that is built on one rank is waited for by all. The ranks
-exchange what they chose once, where the caller says. Nothing is asked of others while a call is made: a collective
-that only some ranks enter would never end.
+exchange what they chose once, where the caller says. A call itself never waits for other ranks: a collective that only
+some ranks enter would never end.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 def agree(group: ProcessGroup | None = None) -> Frost:
     """Let all ranks of a group keep the same kernel for each class of calls, until each of them calls ``lz.thaw()``.
 
-        lz.warmup(model, inputs)  # or one step: what ranks have called or warmed up is what they agree on
-        lz.agree()  # on every rank, at the same place of the program
+        lz.warmup(model, inputs)  # or one step: what ranks have called or warmed up is what they agree on lz.agree()  #
+        on every rank, at the same place of the program
 
     Of a class that several ranks have called, the lowest rank's kernel counts. From then on choices are frozen as by
-    :func:`lz.freeze`: new times change nothing, and a class that nobody has called is chosen for by priority and id,
+    :func:`lz.freeze`: new times change nothing, and a class that was never called is chosen for by priority and id,
     which is the same on all ranks. It is a collective of the group: one exchange of what was chosen, and one of whether
     all of that can run. Where no rank has called anything, a warning says so. The plans of scopes stay what they are;
-    no other rank can be asked about their settings.
+    no other rank has their settings.
 
     Args:
         group: whose ranks agree; the default group if None. Without torch.distributed, or before it was initialised,

@@ -1,10 +1,10 @@
 """Builds in the background: what a call would have chosen if it were built is built behind it, for the next.
 
-A miss leaves the facts of its call in a bounded queue and goes on. A thread of low priority asks who would win if
-everything were built. Where the library keeps what it compiles, a child process compiles; else the thread does. One
-process of a host builds at a time. What was built takes over by a new epoch; what failed is told once, and is not tried
-again until a version changes or, where it lacked a compiler, one is there. When the process ends, its children do; a
-library moves files into its cache whole.
+A miss leaves the facts of its call in a bounded queue and goes on. A thread of low priority finds which kernel would
+win if everything were built. Where the library keeps what it compiles, a child process compiles; else the thread does.
+One process of a host builds at a time. What was built takes over by a new epoch; what failed is reported once, and is
+not tried again until a version changes or, where it lacked a compiler, one is there. When the process ends, its
+children do; a library moves files into its cache whole.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import BuildIdentity, Outcome, build_of
 from layerzero.engine.policy import Policy
-from layerzero.serving.chosen import Chosen
+from layerzero.serving.own_builds import Chosen
 from layerzero.tuning.keeping.builds import FailedBuild, Failures, HostLock, compilers
 
 log = logging.getLogger("layerzero")
@@ -36,13 +36,13 @@ MAX_WAITING = 1000
 """Calls that wait; of further ones the oldest are dropped, and counted."""
 
 MAX_ASKED = 10_000
-"""Builds that are remembered as asked for."""
+"""Builds that are remembered as requested."""
 
 GATHER_S = 0.5
 """How long it waits for more calls before it starts a process for those that came."""
 
 BREATH_S = 0.001
-"""Between two questions who would win: each takes a millisecond in which no other thread runs Python."""
+"""Between two such searches: each takes a millisecond in which no other thread runs Python."""
 
 LOOK_S = 1.0
 """How often it looks whether another process of the host is done."""
@@ -99,7 +99,7 @@ class Builds:
         self.built: list[tuple[str, str, float]] = []
         self.failed: list[FailedBuild] = []
         self._lacking: dict[str, tuple[Outcome, str]] = {}
-        """How a build told what this machine lacks to build a kernel, by its id, and which compilers lay here."""
+        """What a build reported missing on this machine for a kernel, by its id, and which compilers lay here."""
         self._among = ""
         """Which compilers lay here when a call was left without a build that had failed; empty where none was."""
         self._taken = 0
@@ -193,7 +193,7 @@ class Builds:
             self.building, self._taken = (), len(batch)
 
     def _choice(self, waiting: Waiting) -> Chosen | None:
-        from layerzero.serving.wanted import wanted
+        from layerzero.serving.own_builds import wanted
 
         return wanted(waiting.facts, self._passed_over)
 
@@ -217,8 +217,8 @@ class Builds:
         return why
 
     def _lacks(self, kernel: Kernel) -> Outcome | None:
-        """How a build told what is missing; None where there is nothing, or other compilers lie here since."""
-        outcome, among = self._lacking.get(kernel.id, (None, ""))  # asked once: warmup may take it away meanwhile
+        """What a build reported missing; None where there is nothing, or other compilers lie here since."""
+        outcome, among = self._lacking.get(kernel.id, (None, ""))  # read once: warmup may take it away meanwhile
         return outcome if among == compilers() else None
 
     def _seek(self) -> None:

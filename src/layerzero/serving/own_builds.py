@@ -2,23 +2,76 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from layerzero.asking.answers import explain
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.core.plan import Candidate, Report
 from layerzero.core.recipe import CallRecipe
 from layerzero.engine import plan_source
 from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.first_run import first_run
 from layerzero.engine.functions import CALLS
-from layerzero.engine.jit import BUILT, Outcome
+from layerzero.engine.jit import BUILT, BuildIdentity, Outcome, build_of
 from layerzero.ops import function_of
-from layerzero.serving.chosen import Chosen
 from layerzero.testing.single_run import duplicate
 from layerzero.tuning.measuring.online import let_others_capture
 from layerzero.tuning.proving.build_child import failed, short_of_memory
 from layerzero.tuning.proving.child import rebuilt
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The candidate, and the report that would choose it."""
+
+    candidate: Candidate
+    report: Report
+
+    @property
+    def kernel(self) -> Kernel:
+        """What is to be built."""
+        return self.candidate.kernel
+
+    @property
+    def facts(self) -> Facts:
+        """The call that it is built for."""
+        return self.report.facts
+
+    @property
+    def identity(self) -> BuildIdentity:
+        """What is built once."""
+        return build_of(self.kernel, self.facts)
+
+    def ready(self) -> bool:
+        """Whether it was built meanwhile."""
+        return BUILT.ready(self.kernel, self.facts)
+
+
+def wanted(facts: Facts, failed: Callable[[Kernel, Facts], bool]) -> Chosen | None:
+    """The kernel that would be chosen and is not built, with the report that says so; None if the winner is built.
+
+    What failed to build is passed over.
+    """
+    with SCOPES.scope({"allow_jit_compile": True}):
+        report = explain(facts)
+    if report.chosen is None:
+        return None
+    for candidate in (report.chosen, *(each for each in report.candidates if each is not report.chosen)):
+        if not candidate.legal:
+            return None
+        if not candidate.kernel.jit or BUILT.ready(candidate.kernel, facts):
+            return None
+        if not failed(candidate.kernel, facts):
+            return Chosen(candidate, report)
+        if report.locked:
+            return None
+    return None
 
 
 def taken_over(each: Chosen) -> Outcome:
@@ -53,7 +106,7 @@ def _beside_captures(each: Chosen) -> None:
 
 def _plan(each: Chosen) -> Any:
     function = function_of(each.report.operation)
-    assert function is not None, "only calls of functions are asked for"
+    assert function is not None, "only calls of functions are built for"
     return plan_source.build(function, each.candidate, each.report, current_policy())
 
 

@@ -14,7 +14,7 @@ from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine.jit import BuildIdentity, build_of
 from layerzero.serving.background_builds import BUILDS
 from layerzero.serving.jit_status import jit_status
-from layerzero.serving.wanted import wanted
+from layerzero.serving.own_builds import wanted
 from layerzero.tuning.measuring.tune import every_call
 from layerzero.tuning.measuring.workload import every_call_of_file
 
@@ -124,9 +124,9 @@ def readiness_check(
 ) -> Readiness:
     """Tell whether what calls would choose is built, before traffic comes. Nothing runs, and nothing is built.
 
-    A kernel that compiles is built if this process built it, or if an earlier one left it in its library's cache.
-    What failed to build on this machine is told with its reason and with what serves in its place, and is not waited
-    for, unless nothing may serve. ``lz.jit_status()`` lists every failure.
+    A kernel that compiles is built if this process built it, or if an earlier one left it in its library's cache. What
+    failed to build on this machine is listed with its reason and with what serves in its place, and is not waited for,
+    unless nothing may serve. ``lz.jit_status()`` lists every failure.
 
     Args:
         manifest: a file that ``lz.record`` wrote: every call in it is looked at. If None: what this machine called so
@@ -138,7 +138,7 @@ def readiness_check(
     """
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
     if model and manifest is None:
-        raise ValueError(f"model: wanted it beside a manifest, which it is compared with, got {model!r} alone")
+        raise ValueError(f"model: wanted it along with a manifest, which it is compared with, got {model!r} alone")
     jobs = every_call(target) if manifest is None else every_call_of_file(manifest, target, model=model)
     lacking: dict[BuildIdentity, LackingBuild] = {}
     failed: dict[BuildIdentity, LackingBuild] = {}

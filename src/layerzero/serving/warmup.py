@@ -30,8 +30,7 @@ from layerzero.engine.jit import BUILT, BuildIdentity, Outcome, build_of
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops.calls import accepted, function_for
 from layerzero.serving.background_builds import BUILDS
-from layerzero.serving.own_builds import outcome_of
-from layerzero.serving.wanted import wanted
+from layerzero.serving.own_builds import outcome_of, wanted
 from layerzero.tuning.keeping.builds import shortened
 from layerzero.tuning.measuring.jobs import Job, Shape, jobs_of_cases, jobs_of_shape, operations_named
 from layerzero.tuning.measuring.workload import every_call_of_file, jobs_of_file, jobs_of_model
@@ -63,7 +62,7 @@ class Skipped:
 
 
 class Warmed(list[Artefact]):
-    """What was built, in order; beside it ``skipped``, the kernels that compile and were not built."""
+    """What was built, in order; ``skipped`` has the kernels that compile and were not built."""
 
     def __init__(self, built: Iterable[Artefact] = (), skipped: Iterable[Skipped] = ()) -> None:
         super().__init__(built)
@@ -106,7 +105,7 @@ class Warmed(list[Artefact]):
 
 
 Progress = Callable[[str, int, int], None]
-"""Told, before each call, what is looked at, how many calls are done, and of how many."""
+"""Called before each call with what is looked at, how many calls are done, and of how many."""
 
 
 def warmup(
@@ -124,15 +123,15 @@ def warmup(
 
     Args:
         operation: an operation, function, alias or glob. Or a model: it is called once, and what it calls is built.
-        shapes: beside a model its inputs: a tensor, a tuple, a dict. Else shapes of the first tensor, or of the first
-            several: ``(1, 64, 8, 64)`` of a query, ``((1, 64, 32, 128), (1, 64, 8, 128))`` of query and key,
-            ``(512, 4096)`` of a norm. The operations' own cases if None.
+        shapes: for a model its inputs: a tensor, a tuple, a dict. Else shapes of the first tensor, or of the first
+            several: ``(1, 64, 8, 64)`` of a query, ``((1, 64, 32, 128), (1, 64, 8, 128))`` of query and key, ``(512,
+            4096)`` of a norm. The operations' own cases if None.
         dtype: dtype of the tensors.
         device: where; the CPU, or the current CUDA device if there is one.
         manifest: a file that ``lz.record`` wrote, in place of shapes. Calls that stand for their classes have every
             legal kernel built, all others what they would choose.
         model: what the manifest must have been recorded of; a manifest of another model is an error.
-        progress: told of each call; a bar on a terminal if None.
+        progress: called for each call; a bar on a terminal if None.
         params: further arguments of the calls.
     Raises: ValueError for shapes that no operation of this name has, for a dtype that has no such name, and for a file
         that is no manifest, or of another model; KeyError for an unknown operation.
@@ -171,7 +170,7 @@ def warmup(
 
 @contextmanager
 def bar_or(progress: Progress | None) -> Iterator[Progress]:
-    """Who is told of each call: the caller, or a bar on a terminal; nobody elsewhere."""
+    """Where progress is shown: by the caller's function, or a bar on a terminal; not elsewhere."""
     if progress is not None or not sys.stderr.isatty():
         yield progress or (lambda *_: None)
         return
@@ -194,15 +193,15 @@ def _asked(
     model: str,
     params: Mapping[str, Any],
 ) -> list[Job]:
-    """The calls that are asked for. Raises: ValueError for two ways to say which."""
+    """The wanted calls. Raises: ValueError for two ways to say which."""
     if model and manifest is None:
-        raise ValueError(f"model: wanted it beside a manifest, which it is compared with, got {model!r} alone")
+        raise ValueError(f"model: wanted it along with a manifest, which it is compared with, got {model!r} alone")
     if not isinstance(operation, str):
         return jobs_of_model(operation, shapes, device)
     if manifest is None:
         return _jobs(operation, shapes, dtype_name(dtype_named(dtype)), params)
     if shapes is not None or params:
-        raise ValueError("manifest: wanted it alone, got shapes or parameters beside it")
+        raise ValueError("manifest: wanted it alone, got shapes or parameters, too")
     names = operations_named(operation)[1]
     return [job for job in jobs_of_file(manifest, device, model=model) if job.operation in names]
 
@@ -210,10 +209,10 @@ def _asked(
 def _others(
     operation: str | Callable[..., Any], manifest: str | os.PathLike[str] | None, device: torch.device
 ) -> Iterator[tuple[Job, str]]:
-    """The calls of a manifest that would choose what is not built by then, with its kernel's id; asked for in turn.
+    """The calls of a manifest that would choose what is not built by then, with its kernel's id; computed one by one.
 
-    Calls of one class may need several artefacts, and each fails for itself; where one fails, the call would choose
-    the next kernel.
+    Calls of one class may need several artefacts, and each fails for itself; where one fails, the call would choose the
+    next kernel.
     """
     if manifest is None or not isinstance(operation, str):
         return
@@ -236,7 +235,7 @@ def _others(
 
 
 def _jobs(operation: str, shapes: Sequence[Shape] | None, dtype: str, params: Mapping[str, Any]) -> list[Job]:
-    """The calls that are asked for: of the operations that the name covers, and of no sibling."""
+    """The wanted calls: of the operations that the name covers, and of no sibling."""
     implied, names = operations_named(operation)
     given, layout = {**implied, **params}, params.get("layout")
     if shapes is None:
@@ -288,7 +287,7 @@ def _warm(job: Job, warmed: Warmed, dispatcher: Dispatcher, bound: dict[str, Any
                 why = "it is built" if ready else "; ".join(str(reason) for reason in candidate.reasons)
                 warmed.skipped.append(Skipped(kernel.id, job.name, why))
                 continue
-            if before := warmed.failure(kernel, report.facts):  # tried and told: this would end in the same way
+            if before := warmed.failure(kernel, report.facts):  # tried and reported: this would end in the same way
                 BUILDS.note(kernel, report.facts, before)
                 warmed.skipped.append(Skipped(kernel.id, job.name, f"it failed to build: {before.log}"))
                 continue

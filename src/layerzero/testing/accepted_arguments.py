@@ -21,8 +21,8 @@ from layerzero.core.operation import Operation
 from layerzero.ops.calls import drawn, dtype_for, in_layout, shape_of
 from layerzero.ops.draw import Draw
 from layerzero.testing import compare
+from layerzero.testing.compare import draws
 from layerzero.testing.generate import RandomCall
-from layerzero.testing.random_state import draws
 from layerzero.testing.randomness import drawn_fairly
 from layerzero.testing.single_run import Outcome, Trial, attempt
 

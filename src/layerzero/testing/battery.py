@@ -22,10 +22,9 @@ from layerzero.engine.probe import mark_broken
 from layerzero.testing import accepted_arguments, artefacts, boundaries, execution, gradients, plan_reuse, randomness
 from layerzero.testing.boundaries import Bound
 from layerzero.testing.check_parts import Note, Play, fairly, just, one, refusal, with_sizes, with_value
-from layerzero.testing.drawn import draw, drawn_numbers, function_of
-from layerzero.testing.generate import RandomCall
+from layerzero.testing.compare import draws
+from layerzero.testing.generate import RandomCall, draw, drawn_numbers, function_of
 from layerzero.testing.memory import FORMS, reshaped
-from layerzero.testing.random_state import draws
 from layerzero.testing.report import EVERY_CHECK
 from layerzero.testing.single_run import Outcome, Trial, all_threads, attempt, raised
 from layerzero.testing.sizes import (

@@ -1,7 +1,7 @@
 """A kernel's limits: the last legal value works, the first illegal one is refused, and whether that was needed.
 
-A limit decides alone where the kernel is refused, and a copy of it without that limit is not. There the copy is asked
-what the library does: if it is right, the limit is too strict; if it raises, dies or is wrong, the limit is needed.
+A limit decides alone where the kernel is refused, and a copy of it without that limit is not. There the copy shows what
+the library does: if it is right, the limit is too strict; if it raises, dies or is wrong, the limit is needed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from layerzero.testing.single_run import Outcome, Trial, attempt, judged
 from layerzero.testing.sizes import BOUNDARY_ELEMENTS, Setting, elements, tied, with_axis
 
 PROBES = 3
-"""Calls on which the library is asked beyond a limit: one may be right by chance."""
+"""Calls on which the library runs beyond a limit: one may be right by chance."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from layerzero.testing.single_run import Outcome, Trial, tensors
 from layerzero.testing.sizes import Setting, resized
 
 Note = Callable[[str], None]
-"""Told what is about to run."""
+"""Called with what is about to run."""
 
 Play = Callable[[Note], Outcome | None]
 """What a check does; None where there is nothing to check."""

@@ -2,7 +2,7 @@
 
 ``WORKER`` is a module with ``Job``, a msgspec type, and ``work(job, tell)``; ``PARENT`` is the process that asks. Jobs
 come on stdin and messages leave on what was stdout, one JSON document a line; :mod:`layerzero.testing.children` has the
-other end. What was told last before the process ended says what it died of.
+other end. The last message before the process ended says what it died of.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Tell:
-    """The way back to who asked."""
+    """The way back to the parent."""
 
     def __init__(self, say: Callable[[Message], None]) -> None:
         self.say = say
@@ -86,13 +86,13 @@ def main(worker: str, parent: int) -> None:
     jobs, messages = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print, from Python or from C, is no message
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # and what they read is no job
-    warnings.simplefilter("ignore")  # they are for a call's user, who is not here
+    warnings.simplefilter("ignore")  # they are for a call's user, not for this process
 
     def say(message: Message) -> None:
         try:
             messages.write(msgspec.json.encode(message) + b"\n")
             messages.flush()
-        except BrokenPipeError:  # nobody listens any more
+        except BrokenPipeError:  # the parent is gone
             os._exit(0)
 
     module = importlib.import_module(worker)

@@ -20,7 +20,7 @@ from multiprocessing.connection import wait
 from typing import Any, Literal
 
 from layerzero.core.ledger import Verdict
-from layerzero.core.system import control_group, process_waits
+from layerzero.core.system import resources, process_waits
 from layerzero.engine.failures import says_out_of_memory
 from layerzero.testing.child_main import Message
 from layerzero.testing.process import APART, Process, child_environment, how_it_ended
@@ -56,7 +56,7 @@ class Task:
 
     Attributes:
         job: what the child gets: a msgspec struct.
-        owner: who is given up after ``DEATHS`` children: a kernel's id.
+        owner: what is given up after ``DEATHS`` children: a kernel's id.
         seconds: how long a step may be silent.
         lane: tasks of one lane are done one after the other, never by two children at once.
         about: the asker's own.
@@ -103,7 +103,7 @@ class End:
     def reason(self) -> str:
         """How the process ended, in words."""
         if self.kind == "given up":
-            return f"not asked: {DEATHS} processes died or hung in other classes"
+            return f"not tried: {DEATHS} processes died or hung in other classes"
         if self.kind == "stopped":
             return "the time given was over before its turn ended"
         silent = "no sign of life for"
@@ -135,14 +135,14 @@ def run_apart(
     Args:
         worker: the module that does the jobs.
         tasks: what to do; it is emptied, and what is appended meanwhile is done, too.
-        found: told what a step found, in plain values.
-        ended: told of a task that has no answer; what it returns is left to do of it.
-        begins: told of the task of each step that begins.
+        found: called with what a step found, in plain values.
+        ended: called with a task that has no answer; what it returns is left to do of it.
+        begins: called with the task of each step that begins.
         at_once: children that work at the same time, each in a lane of its own; one that is done with its lane goes on
             in the first that no other has, at work or about to start.
         modules: what the jobs import by name.
         environment: further variables of the children.
-        stop: asked all the while; once it says so, children are killed, and what has no answer ends as stopped.
+        stop: called all the while; once it is true, children are killed, and what has no answer ends as stopped.
     Raises: ValueError where a child says that the jobs make no sense. Whatever ends this early, as a KeyboardInterrupt
         does, ends the children, too.
     """
@@ -196,7 +196,7 @@ class _Runner:
         return next((task for task in self.tasks if task.lane not in taken), None)
 
     def stop(self) -> None:
-        """End every child; nobody is to blame."""
+        """End every child, without blame."""
         end = End("stopped")
         for child in list(self.children):
             child.end()
@@ -206,7 +206,7 @@ class _Runner:
         self._give_up(list(self.tasks), end)
 
     def turn(self) -> None:
-        """Hear what is said, and see who ended or is silent for too long."""
+        """Read messages, and find children that ended or are silent for too long."""
         wait([child.answers for child in self.children if not child.silent], _LOOK_S)
         for child in list(self.children):
             code = child.poll()  # before it is heard: what it said at last is still to be taken in
@@ -214,7 +214,7 @@ class _Runner:
                 child.since, child.waits = time.monotonic(), process_waits.waits(child.pid)
                 self._take(child, message)
             if code is not None and -code in OUTSIDE:
-                short = control_group.kills().since(child.killed_before)
+                short = resources.kills().since(child.killed_before)
                 words = f"the memory limit ended {short} processes of its group meanwhile" if short > 0 else ""
                 self._gone(child, "killed", how_it_ended(code), words)
             elif code is not None:
@@ -234,7 +234,7 @@ class _Runner:
         elif message.kind == "refused":
             raise ValueError(message.text)
         elif task is None:
-            log.warning("a child process told of a job that it does not have: %s", message)
+            log.warning("a child process reported a job that it does not have: %s", message)
         elif message.kind == "begins":
             child.step, child.at, child.began = message.text, "", time.monotonic()
             child.limit = message.seconds or task.seconds
@@ -247,7 +247,7 @@ class _Runner:
             self.found(task, message.value)
 
     def _give(self, child: _Child) -> None:
-        """Give a child the next task of its lane, or else of one that nobody works in; without one, let it end."""
+        """Give a child the next task of its lane, or else of a free lane; without one, let it end."""
         own = (task for task in self.tasks if task.lane == child.lane)
         task = next(own, None) or self.free()
         if task is None:
@@ -270,9 +270,9 @@ class _Runner:
             if not any(each.ready and not each.over for each in self.children):
                 self._give_up([each for each in self.tasks if each.lane == child.lane or self.unready >= DEATHS], end)
         elif task is None and how != "exit code 0":
-            log.info("of a child process that had found what it was asked: %s", end.reason)
+            log.info("of a child process that had finished its task: %s", end.reason)
         elif task is not None:
-            again = self.ended(task, end) if begun or not child.useful else task  # else nobody knows what ended it
+            again = self.ended(task, end) if begun or not child.useful else task  # else the cause is unknown
             if again is not None:
                 self.tasks.appendleft(again)
             self.deaths[task.owner] += begun and not task.harmful

@@ -7,8 +7,8 @@ truth, and what the call does not write into stays as it was, byte by byte.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,12 +20,41 @@ from layerzero.core.distribution import Distribution
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.judge import Elementwise, Given, Judge, Property, apart
 from layerzero.core.kernel import Kernel
-from layerzero.core.operation import Routed, Tolerance
+from layerzero.core.operation import Operation, OpKind, Routed, Tolerance
 from layerzero.engine.config import current_policy
 from layerzero.engine.functions import CALLS
 from layerzero.engine.reference import as_tuple, fake_call, moved, reference_call
 from layerzero.testing.generate import RandomCall
-from layerzero.testing.random_state import is_random, random_arguments, seeded
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device | str) -> Iterator[None]:
+    """Seed torch's own generators of the CPU and of a device; afterwards they are where they were."""
+    device = torch.device(device)
+    devices = [torch.cuda.current_device() if device.index is None else device.index] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.default_generator.manual_seed(seed)
+        for index in devices:
+            torch.cuda.default_generators[index].manual_seed(seed)
+        yield
+
+
+def random_arguments(operation: Operation, arguments: Mapping[str, object]) -> list[str]:
+    """The parameters that make the results of a call random: those at another value than their neutral one."""
+    params = [each for each in operation.schema.params if each.random]
+    return [each.name for each in params if arguments.get(each.name, each.neutral) != each.neutral]
+
+
+def draws(operation: Operation) -> list[str]:
+    """The results of an operation that are draws of a distribution."""
+    return [name for name, judge in operation.judges.items() if isinstance(judge, Distribution)]
+
+
+def is_random(operation: Operation, arguments: Mapping[str, object]) -> bool:
+    """Whether two right results of a call may differ."""
+    by_kind = operation.kind is OpKind.SAMPLING or bool(draws(operation))
+    return by_kind or bool(random_arguments(operation, arguments))
+
 
 GUARD_BYTES = 512
 """What is watched on either side of a tensor that is written into; keeps its address aligned as it was."""
@@ -41,7 +70,7 @@ class Expected:
         results: what it returns, in float64 where it is floating, in the caller's layout.
         dtypes: dtypes that the results must have.
         mutated: what the arguments that it writes into hold afterwards.
-        judges: by the name of a result or written argument, who judges it, and what that judge knows of the call.
+        judges: by the name of a result or written argument, its judge, and what that judge knows of the call.
         dtype: that of the call.
         random: whether two right results may differ.
         loose: whether an argument makes random what judges would compare: then only shapes and dtypes are, and the
@@ -200,7 +229,7 @@ def check(call: RandomCall, run: Callable[..., Any] | None = None, truth: Expect
 
     Args:
         run: what to call with the arguments; the library's own function by default.
-        truth: what :func:`expected` said, if it was asked before.
+        truth: what :func:`expected` gave, if it is known.
     Mutated arguments are copied first, so that the call can be run again. What is random is drawn from a state of its
     own; the caller's stays as it was.
     """
@@ -222,7 +251,7 @@ def check(call: RandomCall, run: Callable[..., Any] | None = None, truth: Expect
 
 
 def _guarded(tensor: Tensor) -> Tensor:
-    """A copy with bytes on either side that nobody may write; read as floating numbers they are NaN."""
+    """A copy with bytes on either side that no kernel may write; read as floating numbers they are NaN."""
     memory = _memory(tensor)
     room = torch.full((memory.numel() + 2 * GUARD_BYTES,), 0xFF, dtype=torch.uint8, device=tensor.device)
     room[GUARD_BYTES : GUARD_BYTES + memory.numel()] = memory

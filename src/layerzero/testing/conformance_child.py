@@ -1,4 +1,4 @@
-"""What a child of conformance does: find the kernels that were asked about, or run the checks of one of them.
+"""What a child of conformance does: find the kernels in question, or run the checks of one of them.
 
 :mod:`layerzero.testing.conformance` asks, and goes on where a child died.
 """
@@ -64,7 +64,7 @@ def selected(job: Ask) -> list[Kernel]:
 
 
 def _has_tensors(kernel: Kernel) -> bool:
-    """Whether it is a kernel of tensors; others are put to the proof by vetting, for what they are asked about."""
+    """Whether it is a kernel of tensors; others are proved by vetting, for the calls in question."""
     return any(REGISTRY.operation(name).plain is None for name in kernel.operations)
 
 
@@ -72,7 +72,7 @@ def described(kernel: Kernel, operation: str, device: Device) -> KernelReport:
     """The empty report of a kernel: what it is, and why it cannot run here, if so."""
     names = set(REGISTRY.operations_named(operation))
     state = this_machine().state(kernel.backend, device)
-    reason = None if state.untested else state.reason  # a version that nobody tested is what may be tested
+    reason = None if state.untested else state.reason  # an untested version is what may be tested
     if reason is None and device.platform not in kernel.backend.platforms and kernel.backend.origin != "decorator":
         wanted = " or ".join(kernel.backend.platforms)
         reason = Reason(ReasonCode.PLATFORM_MISMATCH, "platform", wanted, device.platform)
@@ -106,7 +106,7 @@ def _run(check: Check, job: Play, tell: Tell) -> None:
     try:
         outcome = check.play(tell.runs)
         status, message = (outcome.status, outcome.message) if outcome else ("nothing", "")
-    except Exception as error:  # noqa: BLE001  # a check that fails itself is told, as something wrong
+    except Exception as error:  # noqa: BLE001  # a check that fails itself is reported, as something wrong
         where = traceback.extract_tb(error.__traceback__)[-1]
         status, message = "wrong", f"the check itself {raised(error)} ({where.name}, line {where.lineno})"
     if lost := lost_context(Device.detect(job.asked.device)):

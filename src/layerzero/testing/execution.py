@@ -18,9 +18,9 @@ from layerzero.core.operation import Operation
 from layerzero.engine.plan_source import PlanUnusableError
 from layerzero.engine.reference import as_tuple
 from layerzero.testing import compare
+from layerzero.testing.compare import is_random, seeded
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.memory import other_values
-from layerzero.testing.random_state import is_random, seeded
 from layerzero.testing.single_run import Outcome, Trial, all_threads, attempt, duplicate, raised, tensors
 
 REPEATS = 4
@@ -188,7 +188,7 @@ def other_stream(trial: Trial) -> Outcome:
 
     def run(**given: Any) -> Any:
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]  # cycles: about 30 ms, long beside a launch
+            torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]  # cycles: about 30 ms, long compared with a launch
             written.copy_(values)
             result = trial.run(**given)
         stream.synchronize()
@@ -236,7 +236,7 @@ def captured(trial: Trial) -> Outcome:
                 for _ in range(2):
                     plan.run(**bound)
             torch.cuda.synchronize()
-            with capturing(graph, capture_error_mode="global"):  # the strictest: nothing runs beside
+            with capturing(graph, capture_error_mode="global"):  # the strictest: nothing else runs
                 result = _run_in_capture(watched, call, bound)
         except Exception as error:  # noqa: BLE001  # whatever a kernel raises is a finding
             return Outcome("wrong", f"under graph capture it {raised(error)}")

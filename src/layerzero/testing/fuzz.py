@@ -47,7 +47,7 @@ _FORGET_EVERY = 2000
 
 
 DRAWS = 1000
-"""Calls in a row that may be of other operations than those asked for, before a run gives up."""
+"""Calls in a row that may be of other operations than the wanted ones, before a run gives up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ def run(
         operations: operations, functions, aliases or globs; calls are drawn of their functions, and those that are
             routed elsewhere are left out and not counted: at most so many in a row as ``DRAWS`` says. Empty: of all.
         device: where the tensors lie.
-        truth: what says what is right: the operation's own reference in float64 if nobody says better.
+        truth: the right result of a call; by default the operation's own reference in float64.
     Raises: KeyError for an operation that is unknown, or that no function leads to.
     """
     source = _Source(operations)
@@ -191,7 +191,7 @@ class _Source:
         return random_call(seed, number, function=function, data=data, device=device)
 
     def numbers(self, first: int, calls: int, seed: int, device: torch.device | str) -> Iterator[int]:
-        """Numbers of calls that are routed to what was asked for."""
+        """Numbers of calls that are routed to the wanted operations."""
         found, left_out = 0, 0
         for number in count(first):
             if found == calls or left_out == DRAWS:

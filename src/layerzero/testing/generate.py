@@ -4,11 +4,12 @@ Sizes, arguments and memory layouts come from one stream of random numbers and d
 can be drawn again with other data: it must then reuse the plan of the first.
 
 Data is about unit normal, what tolerances are meant for. What no finite precision can answer is not drawn: rows of a
-layer norm whose variance is nearly zero, mask rows in which every score drowns in a huge finite number.
+layer norm whose variance is almost zero, mask rows in which every score drowns in a huge finite number.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from layerzero.core.bundle import Bundle
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.handle import CAPTURABLE, FOREIGN
 from layerzero.core.operation import Case, Operation
+from layerzero.engine.functions import CALLS
 from layerzero.ops import FUNCTIONS as FUNCTIONS_BY_NAME
 from layerzero.ops.calls import accepted, arguments_of, function_for
 from layerzero.ops.draw import Draw, drawn_of_cases
@@ -131,3 +133,34 @@ def case_call(
     function = function_for(operation)
     made = arguments_of(operation, case, dtype, device, layout=layout or None, generator=draw.data, promised=promised)
     return RandomCall(function.name, accepted(function, made), f"{operation.name} {case.name}")
+
+
+def function_of(operation: Operation) -> str | None:
+    """The public function that leads to an operation, None where there is none."""
+    for name, function in FUNCTIONS_BY_NAME.items():
+        if any(each.name == operation.name for each in function.operations):
+            return name
+    return None
+
+
+@functools.cache
+def _numbers(function: str, dtype: torch.dtype, seed: int, draws: int) -> dict[str, list[int]]:
+    """Numbers of random calls, by the operation that they are routed to."""
+    found: dict[str, list[int]] = {}
+    for number in range(draws):
+        call = random_call(seed, number, function=function, dtype=dtype)
+        routed = CALLS[function].function
+        name = routed.route(routed.bind((), call.arguments), None).operation.name
+        found.setdefault(name, []).append(number)
+    return found
+
+
+def drawn_numbers(operation: Operation, dtype: torch.dtype, seed: int, draws: int) -> list[int]:
+    """Numbers of the random calls of an operation among so many draws of its function."""
+    function = function_of(operation)
+    return [] if function is None else _numbers(function, dtype, seed, draws).get(operation.name, [])
+
+
+def draw(operation: Operation, dtype: torch.dtype, seed: int, number: int, device: str) -> RandomCall:
+    """One of these calls."""
+    return random_call(seed, number, function=function_of(operation), dtype=dtype, device=device)

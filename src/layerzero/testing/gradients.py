@@ -56,7 +56,7 @@ def gradients(trial: Trial, form: str = "") -> Outcome:
     With a form of :data:`layerzero.testing.memory.FORMS` the tensors lie in memory like that.
     """
     if not trial.facts.operation.schema.outputs:
-        return Outcome("not tried", "it returns nothing whose gradient could be asked for")
+        return Outcome("not tried", "it returns nothing that has a gradient")
     tolerance = TOLERANCE[compare.call_dtype(trial.routed)]
     call = duplicate(trial.call)
     leaves, given = _leaves(call.arguments)

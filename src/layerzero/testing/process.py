@@ -21,15 +21,15 @@ import torch
 from layerzero.core import cpu_features
 from layerzero.core.device import Device
 from layerzero.core.facts import Facts
-from layerzero.core.system import address_space, control_group
+from layerzero.core.system import resources
 from layerzero.engine.registry import REGISTRY
 from layerzero.testing.child_main import Message
 
 log = logging.getLogger("layerzero")
 
 APART = {"LAYERZERO_CACHE_DIR": "", "LAYERZERO_JIT": "never", "CUDA_LAUNCH_BLOCKING": "1"}
-"""For a child that may end: it keeps no files of its own, builds what it is asked alone, and launches block, so that it
-ends where it fails."""
+"""For a child that may end: it keeps no files of its own, builds alone, and launches block, so that it ends where it
+fails."""
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -83,8 +83,8 @@ def child_environment(modules: Iterable[str], more: Mapping[str, str]) -> dict[s
 def _import_path(modules: Iterable[str]) -> list[str]:
     """This process's own, without the working folder, where a file with a library's name would run in its place.
 
-    It stays where ``PYTHONPATH`` or the running script names it. The home of a module that is asked for comes last, or
-    first where another would hide the module.
+    It stays where ``PYTHONPATH`` or the running script names it. The home of a wanted module comes last, or first where
+    another would hide the module.
     """
     main, here = sys.modules["__main__"], Path.cwd().resolve()
     named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -112,7 +112,7 @@ class Process(subprocess.Popen[bytes]):
     """A fresh interpreter that does jobs, in a process group of its own."""
 
     def __init__(self, worker: str, environment: Mapping[str, str]) -> None:
-        self.silent, self._half, self.killed_before = False, b"", control_group.kills()
+        self.silent, self._half, self.killed_before = False, b"", resources.kills()
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the process has ended
         super().__init__(
             [sys.executable, "-P", "-m", "layerzero.testing.child_main", worker, str(os.getpid())],
@@ -122,7 +122,7 @@ class Process(subprocess.Popen[bytes]):
             env=dict(environment),
             start_new_session=True,  # what interrupts a terminal's processes is for this one to act upon
         )
-        address_space.lift(self.pid)
+        resources.lift(self.pid)
         assert self.stdin is not None
         assert self.stdout is not None
         self.jobs, self._answers = self.stdin, self.stdout
@@ -149,7 +149,7 @@ class Process(subprocess.Popen[bytes]):
                     yield _DECODER.decode(line)
 
     def last_words(self) -> str:
-        """The last line that it said beside messages, cut to 300 characters; empty if there is none."""
+        """The last line that it printed apart from messages, cut to 300 characters; empty if there is none."""
         self._said.seek(max(0, self._said.seek(0, os.SEEK_END) - 2**16))
         lines = self._said.read().decode(errors="replace").strip().splitlines()
         return lines[-1].strip()[:300] if lines else ""

@@ -18,14 +18,11 @@ from layerzero.engine.config import SCOPES
 from layerzero.engine.failures import out_of_memory
 from layerzero.ops.calls import case_of_sizes
 from layerzero.testing import execution, gradients, randomness
-from layerzero.testing.call_reduction import cuts, fits, within
-from layerzero.testing.compare import call_dtype, check
-from layerzero.testing.drawn import drawn_numbers, function_of
-from layerzero.testing.generate import RandomCall, random_call
+from layerzero.testing.compare import call_dtype, check, draws
+from layerzero.testing.generate import RandomCall, drawn_numbers, function_of, random_call
 from layerzero.testing.memory import FORMS, reshaped
-from layerzero.testing.random_state import draws
 from layerzero.testing.single_run import Outcome, Trial, attempt, build, duplicate, raised
-from layerzero.testing.sizes import Setting, with_axis
+from layerzero.testing.sizes import Setting, cuts, fits, with_axis, within
 
 __all__ = ["PASSED", "RAISED", "REFUSED", "WRONG", "Found", "case_of", "fits", "look"]
 
@@ -61,7 +58,7 @@ def look(
     Args:
         call: the call itself; None where it is too large, and the case is cut and stands for it.
         setting, case: dtype, device, layout and sizes of the class; no case where its facts do not name every axis.
-        note: told what is about to run.
+        note: called with what is about to run.
     """
     try:
         base, cut = _base(kernel, operation, call, setting, case, note)

@@ -18,8 +18,8 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Case, Operation
 from layerzero.engine.reference import as_tuple, moved
 from layerzero.testing import compare
+from layerzero.testing.compare import draws, seeded
 from layerzero.testing.generate import RandomCall
-from layerzero.testing.random_state import draws, seeded
 from layerzero.testing.single_run import Outcome, Trial, attempt, duplicate, raised
 from layerzero.testing.sizes import Setting, cheap_case, resized
 

@@ -42,7 +42,7 @@ class KernelReport:
 
     Attributes:
         kernel_id, source: the kernel and its library.
-        operations: those that were asked about.
+        operations: those in question.
         refused: why nothing ran: not installed, another platform; empty if something did.
         tolerance: how far it may be off beyond its operation's tolerance, and why; empty if it may not.
         note: what else to know, as that it ran in the caller's own process.

@@ -29,7 +29,7 @@ from layerzero.engine.functions import CALLS
 from layerzero.engine.health import Health
 from layerzero.engine.jit import BUILT
 from layerzero.engine.probe import this_machine
-from layerzero.engine.state import call_state
+from layerzero.engine.transforms import call_state
 from layerzero.testing.compare import Expected, check, copied, expected, for_kernel
 from layerzero.testing.generate import RandomCall
 

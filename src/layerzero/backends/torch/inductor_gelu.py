@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.one_thread import GRAIN
+from layerzero.backends.shape_cache import GRAIN
 from layerzero.backends.torch.inductor import INDUCTOR, compiled, found, loaded, name_of, note
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts

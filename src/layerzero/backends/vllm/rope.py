@@ -9,7 +9,7 @@ vLLM's rotation of copies, then its write into the slots of a paged cache; see `
 
 Its rotation works in place and its append reads dense tokens, so queries and keys are copied first: four launches.
 FlashInfer's fused append of Q | K | V wants page tables in place of slots, for two pairs of head counts, and what it
-has for float8 rounds queries, too (``ops/rope_append/quantized.py``): neither is one of these operations.
+has for float8 rounds queries, too (``ops/rope_append/packed_steps.py``): neither is one of these operations.
 Into a cache of the queries' dtype it conforms on an H200 (torch 2.11, 2026-11-22); into one of float8 it was right in
 the few random calls there that had one scale for all keys and one for all values (2026-11-23).
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.one_thread import small_alone
+from layerzero.backends.shape_cache import small_alone
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel, Release

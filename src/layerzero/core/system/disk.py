@@ -1,7 +1,7 @@
 """Files that outlive a process: opened only where they are plain files, private, written whole or not at all.
 
-What lies in a folder may be a pipe that nobody writes to, a link to a device without end, or another user's file; none
-of it may hang or mislead who opens it.
+What lies in a folder may be a pipe without a writer, a link to an endless device, or another user's file. None of it
+may hang or mislead the process that opens it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class NotPlainError(OSError):
 
 
 def open_plain(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
-    """Open a plain file, following no link at its end and waiting for nobody; one that is made is private.
+    """Open a plain file, following no link at its end and never waiting; a new one is private.
 
     Raises: NotPlainError for anything else, OSError.
     """
@@ -164,7 +164,7 @@ def check_place(path: str | os.PathLike[str]) -> None:
 
 @contextmanager
 def _named(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Let an error name the file that was asked for, not the one that is written in its place."""
+    """Let an error name the requested file, not the temporary one that is written."""
     try:
         yield
     except OSError as error:
@@ -182,7 +182,7 @@ def _target(path: str | os.PathLike[str]) -> tuple[Path, bool, int | None]:
 
 
 def _temporary(target: Path) -> tuple[int, Path]:
-    """A new file beside a target, open."""
+    """A new file in the target's folder, open."""
     temporary = target.with_name(f".{target.name[:100]}.{uuid.uuid4().hex}.tmp")
     return os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _PLAINLY, 0o666), temporary
 
@@ -226,7 +226,7 @@ def make_private(folder: Path) -> None:
 
 
 def no_place(folder: Path) -> str:
-    """Why a folder cannot be written or made, as far as that is told without trying; else empty."""
+    """Why a folder cannot be written or made, as far as that is known without trying; else empty."""
     for place in (folder, *folder.parents):
         try:
             if place.is_dir():
@@ -257,16 +257,16 @@ def _full(folder: Path) -> str:
 def distrust(folder: Path) -> str:
     """Why a folder is not to be trusted with what this process believes; empty if it is, or where there is none.
 
-    It must belong to this user or to root, who may do anything anyway, and be writable by no other user: one could
+    It must belong to this user or to root, which may do anything anyway, and be writable by no other user: one could
     lift a ban there, or name a module that is imported. A group may write that is this user's own (of the user's
     number) or root's. Links to the folder itself are followed: their owner chose.
     """
     try:
-        found = os.stat(folder)  # noqa: PTH116  # asked on each look: half the time of Path.stat
+        found = os.stat(folder)  # noqa: PTH116  # read on each look: half the time of Path.stat
     except OSError:  # opening it tells
         return ""
     if found.st_uid not in (os.geteuid(), 0):
-        return f"{folder} belongs to user {found.st_uid}, not to user {os.geteuid()} who asks"
+        return f"{folder} belongs to user {found.st_uid}, not to user {os.geteuid()} of this process"
     if found.st_mode & stat.S_IWOTH:
         return f"{folder} can be written by every user (mode {stat.S_IMODE(found.st_mode):o})"
     if found.st_mode & stat.S_IWGRP and found.st_gid and not found.st_gid == os.getegid() == os.geteuid():

@@ -1,7 +1,8 @@
-"""Every lock of the package, and what a forked child must do before it uses any: the one place that hears of a fork.
+"""Every lock of the package, and what a forked child must do before it uses any: the one place with fork hooks.
 
 A child has the thread that forked and no other. A lock that another thread held stays held for ever there, so each is
-made anew in the child. Where one was held, what it guards may be half changed: whoever keeps such things is told.
+made anew in the child. Where one was held, what it guards may be half changed: its owner's hook runs
+(:func:`when_torn`).
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ HELD_S = 1.0
 
 
 def held_by_forks() -> threading.RLock:
-    """Make a lock that whoever forks holds meanwhile: what is begun under it is whole in a child, or not there.
+    """Make a lock that a forking thread holds meanwhile: what is begun under it is whole in a child, or not there.
 
     A fork waits :data:`HELD_S` for it at most.
     """
@@ -136,7 +137,7 @@ def _let_imports_end() -> None:
     """Fork between imports: CPython makes the lock of all imports anew in a child, but not those of single modules."""
     until = time.monotonic() + IMPORTS_S
     while True:
-        _imp.acquire_lock()  # nobody begins an import while it is held
+        _imp.acquire_lock()  # no import begins while it is held
         if not _others_import():
             _holding.append(threading.get_ident())
             return
@@ -154,5 +155,5 @@ def _let_imports_begin() -> None:
 
 around(_let_imports_end, _let_imports_begin)  # before any other: so it is the last that is called before a fork
 
-if hasattr(os, "register_at_fork"):  # elsewhere nobody forks
+if hasattr(os, "register_at_fork"):  # other systems do not fork
     os.register_at_fork(after_in_child=_after_fork)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from layerzero.core.system.control_group import cpu_quota
+from layerzero.core.system.resources import cpu_quota
 
 _SIBLINGS = "topology/thread_siblings_list"
 

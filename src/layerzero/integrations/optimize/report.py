@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from layerzero.asking.layers import numbered, ranges
+from layerzero.asking.trace import numbered, ranges
 from layerzero.integrations.exchange import Exchange
 from layerzero.integrations.optimize.candidate import Candidate
 from layerzero.integrations.optimize.module_times import Spent

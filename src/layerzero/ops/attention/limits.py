@@ -12,13 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from layerzero.core.adapter import Adapter
+from layerzero.core.arguments import Adapter, moving
 from layerzero.core.facts import Facts
-from layerzero.core.layouts import moving
 from layerzero.core.limit import NOTHING, Finding, Findings, Limit, Repair, violated
-from layerzero.core.limit_conditions import same_sizes
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.core.reuse_conditions import WITHIN, Condition, SizedCall, conditions
+from layerzero.core.reuse_conditions import WITHIN, Condition, SizedCall, conditions, same_sizes
 from layerzero.ops.attention.layout import CANONICAL, heads_axis, sequence_axis
 from layerzero.ops.attention.reference import FOLDABLE, attention_bias
 

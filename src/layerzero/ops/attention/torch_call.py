@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import has_torch_function
 
+from layerzero.core.argument_errors import DropIn, Made
 from layerzero.core.arguments import told
-from layerzero.core.drop_in import DropIn, Made
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError
 from layerzero.ops.attention.layout import CANONICAL, sequence_axis

@@ -21,8 +21,8 @@ from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Case, Function, Routed, Work
 from layerzero.core.values import Check
 from layerzero.ops.attention import declare as attn
-from layerzero.ops.attention.checks import score_problems
 from layerzero.ops.attention.reference import attention_reference
+from layerzero.ops.attention.route import score_problems
 from layerzero.ops.attention.sweep import extent_of
 from layerzero.ops.checks import check_dense, shape_problems
 from layerzero.ops.draw import Draw

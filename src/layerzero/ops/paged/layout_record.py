@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from layerzero.core import outdated
 from layerzero.core.errors import InvalidCallError
+from layerzero.core.plan import outdate
 from layerzero.core.reasons import ReasonCode
 from layerzero.core.system import forking
 from layerzero.ops.paged import lazy_cache
@@ -91,7 +91,7 @@ def _add(layout: str) -> None:
         _DECLARED.add(layout)
         if _UNGUARDED - {layout}:
             _UNGUARDED.clear()
-            outdated.tell()  # plans of the other layout look from now on
+            outdate()  # plans of the other layout look from now on
 
 
 def withdraw(owner: object, tensors: Mapping[str, Tensor]) -> None:

@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from layerzero.core import outdated, values
+from layerzero.core import values
 from layerzero.core.errors import InvalidCallError
+from layerzero.core.plan import outdate
 from layerzero.core.system import forking
 from layerzero.core.values import Check, Say
 
@@ -58,7 +59,7 @@ def declare(keeper: object, tensor: Tensor, mapped: Mapped) -> None:
         _CACHES[address] = mapped
     weakref.finalize(keeper, _forget, address, mapped)
     if is_first:
-        outdated.tell()  # plans look at places from now on
+        outdate()  # plans look at places from now on
 
 
 def _forget(address: int, mapped: Mapped) -> None:

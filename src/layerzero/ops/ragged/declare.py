@@ -20,8 +20,8 @@ from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Case, Function, Operation, Routed, Work
 from layerzero.core.values import Check
 from layerzero.ops.attention import declare as attn
-from layerzero.ops.attention.checks import check_heads, score_problems, slope_problems, without_defaults
 from layerzero.ops.attention.limits import torch_alone
+from layerzero.ops.attention.route import check_heads, score_problems, slope_problems, without_defaults
 from layerzero.ops.attention.sweep import Heads, extent_of
 from layerzero.ops.checks import check_dense
 from layerzero.ops.checks import shape_problems as rank_problems

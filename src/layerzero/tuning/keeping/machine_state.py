@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from layerzero.core.facts import Facts
-from layerzero.core.system import address_space
-from layerzero.core.system.free_memory import available_bytes
+from layerzero.core.system import resources
+from layerzero.core.system.resources import available_bytes
 
 log = logging.getLogger("layerzero")
 
@@ -144,7 +144,7 @@ def of_nvml(nvml: Any, uuid: str) -> dict[str, str]:
     except nvml.NVMLError as error:  # a part of a device, or one that the container hides
         log.info("no condition of %s is recorded: %s", uuid, error)
         return state
-    for name, read in (("temperature", temperature), ("memory", memory), ("power", power)):
+    for name, read in (("temperature", temperature), ("memory", resources), ("power", power)):
         try:
             state[name] = read(handle)
         except nvml.NVMLError as error:
@@ -181,4 +181,4 @@ def too_large(facts: Facts) -> str:
 
 def bounded(facts: Facts) -> AbstractContextManager[None]:
     """Let what runs here fail to allocate where it would take more than its share of a CPU's memory."""
-    return address_space.bounded(SHARE * available_bytes() if facts.device.torch_type == "cpu" else math.inf)
+    return resources.bounded(SHARE * available_bytes() if facts.device.torch_type == "cpu" else math.inf)

@@ -83,7 +83,7 @@ def asked_jobs(
     narrow = {name: sizes for name, sizes in of_grid.items() if sizes is not None}
     narrowing = list(narrow)
     if model and manifest is None:
-        raise ValueError(f"model: wanted it beside a manifest, which it is compared with, got {model!r} alone")
+        raise ValueError(f"model: wanted it along with a manifest, which it is compared with, got {model!r} alone")
     if manifest is not None and (shapes is not None or narrowing):
         raise ValueError(f"manifest: wanted it alone, got {', '.join(narrowing) or 'shapes'} beside it")
     if shapes is not None and narrowing:

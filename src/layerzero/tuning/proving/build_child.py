@@ -25,7 +25,7 @@ import torch
 from layerzero.core.dtypes import dtype_named
 from layerzero.core.kernel import Kernel
 from layerzero.core.recipe import CallRecipe
-from layerzero.core.system.free_memory import available_bytes
+from layerzero.core.system.resources import available_bytes
 from layerzero.core.system.threads import usable_cpus
 from layerzero.engine import jit
 from layerzero.engine.config import SCOPES

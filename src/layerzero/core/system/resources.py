@@ -1,13 +1,20 @@
-"""The control groups of this process: what bounds its memory and CPUs, and how many processes the system ended."""
+"""Memory and CPUs that this process may use: by its control groups, on a device, within a bound of its own."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import re
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
+
+from layerzero.core.device import Device
+from layerzero.core.system import forking
 
 _TOP = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
@@ -21,7 +28,7 @@ class _Names:
     bound: str
     use: str
     idle: str
-    """In ``memory.stat``, the bytes of files that nobody uses: they count as used, and are given back when needed."""
+    """In ``memory.stat``, the bytes of idle files: they count as used, and are given back when needed."""
 
     kills: str
 
@@ -30,7 +37,7 @@ _VERSION_2 = _Names("memory.max", "memory.current", "inactive_file", "memory.eve
 _VERSION_1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "memory.oom_control")
 
 
-def available_bytes() -> float:
+def group_bytes() -> float:
     """What the group that leaves least still gives this process; infinite where none is bounded."""
     return min((_left(folder, names) for folder, names in _folders()), default=math.inf)
 
@@ -41,7 +48,7 @@ class Kills:
 
     Attributes:
         count: since the group was made.
-        group: which one, on which run of which machine; empty where nobody counts.
+        group: which one, on which run of which machine; empty where no group counts.
     """
 
     count: int = 0
@@ -108,3 +115,92 @@ def _left(folder: Path, names: _Names) -> float:
     except (OSError, ValueError):  # no such file at the top, or no bound: "max"
         return math.inf
     return max(bound - use + (int(idle[1]) if idle else 0), 0)
+
+
+_STATM = Path("/proc/self/statm")
+
+
+class _Bound:
+    """The bound, as long as any thread is inside."""
+
+    def __init__(self) -> None:
+        self._lock = forking.lock()
+        self._inside = 0
+        self.before: tuple[int, int] | None = None
+
+    def enter(self, room: int) -> None:
+        import resource
+
+        with self._lock:
+            self._inside += 1
+            if self._inside > 1:
+                return
+            pages = int(_STATM.read_text().split()[0])
+            soft, hard = self.before = resource.getrlimit(resource.RLIMIT_AS)
+            wanted = pages * resource.getpagesize() + room
+            own = wanted if soft == resource.RLIM_INFINITY else min(wanted, soft)
+            resource.setrlimit(resource.RLIMIT_AS, (own, hard))
+
+    def leave(self) -> None:
+        import resource
+
+        with self._lock:
+            self._inside -= 1
+            if not self._inside and self.before is not None:
+                resource.setrlimit(resource.RLIMIT_AS, self.before)
+                self.before = None
+
+
+_BOUND = _Bound()
+
+
+@contextmanager
+def bounded(room: float) -> Iterator[None]:
+    """Let this process reserve so many bytes more than it has, and no others; Linux alone.
+
+    The bound is the whole process's: a thread that enters while another is inside has that one's.
+    """
+    if sys.platform != "linux" or room == float("inf"):
+        yield
+        return
+    _BOUND.enter(int(room))
+    try:
+        yield
+    finally:
+        _BOUND.leave()
+
+
+def lift(process: int) -> None:
+    """Give a child process what this one had before: it may have been started within a bound, and would keep it."""
+    before = _BOUND.before
+    if before is not None:
+        import resource
+
+        with suppress(ProcessLookupError):  # it has ended already
+            resource.prlimit(process, resource.RLIMIT_AS, before)
+
+
+_MEMINFO = Path("/proc/meminfo")
+
+
+def available_bytes() -> float:
+    """What processes can still get without another one losing it; infinite where the system does not say."""
+    return min(_of_machine(), group_bytes())
+
+
+def free_bytes(device: Device) -> float:
+    """What a call on a device can still get: for a GPU also what its allocator keeps; infinite where nothing says."""
+    if device.torch_type == "cpu":
+        return available_bytes()
+    if device.torch_type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return math.inf
+    kept = torch.cuda.memory_reserved(device.index) - torch.cuda.memory_allocated(device.index)
+    return float(torch.cuda.mem_get_info(device.index)[0] + kept)
+
+
+def _of_machine() -> float:
+    try:
+        lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024.0
+    except (OSError, KeyError, ValueError):  # another system, or an old one
+        return math.inf
