@@ -512,20 +512,20 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend from query to key and value with the fastest kernel that is valid for this call.
 
-    Shapes: query (B, S_q, H, D), key (B, S_k, K, D), value (B, S_k, K, D_v) in BSHD, axes 1 and 2 swapped in BHSD;
-        H a multiple of K; the output has the query's layout, shape (B, S_q, H, D_v).
+    Shapes: query (B, S_q, H, D), key (B, S_k, K, D), value (B, S_k, K, D_v) in BSHD, axes 1 and 2 swapped in BHSD; H a
+        multiple of K; the output has the query's layout, shape (B, S_q, H, D_v).
     Dtype: all three the same floating dtype; the output has it too.
     Args:
         causal: hide keys in the future; aligned bottom-right when S_q != S_k. None, the default, is True without
-            ``attn_mask``, and False beside one: a mask alone says everything.
+            ``attn_mask``, and False with one: a mask alone says everything.
         scale: factor on the scores, 1/sqrt(D) by default.
         layout: ``"BSHD"`` or ``"BHSD"``. Without it the configured default decides, then the shapes, where one reading
             alone has head counts that divide, or that are at most 256. Where both fit, it is an error.
-        attn_mask: broadcastable to (B, H, S_q, S_k); bool, True attends; or float, added to scores.
-            ``causal=True`` beside it is an error: put the causal part into the mask.
+        attn_mask: broadcastable to (B, H, S_q, S_k); bool, True attends; or float, added to scores. ``causal=True``
+            with it is an error: put the causal part into the mask.
         dropout_p: probability of dropping an attention weight.
-        window: (left, right) keys around the query's own position that it sees, itself excluded from the count;
-            -1 is unbounded.
+        window: (left, right) keys around the query's own position that it sees, itself excluded from the count; -1 is
+            unbounded.
         softcap: ``c * tanh(score / c)`` on the scores.
         sinks: (H,), one extra logit a head.
         alibi_slopes: (H,) or (B, H).
@@ -1230,9 +1230,9 @@ def qkv_linear(
         packed_q, packed_k, packed_v: the :class:`layerzero.PackedWeight` of each weight, as for
             :func:`layerzero.linear`; kernels that want them want all. They change no result.
     Returns: queries, keys and values; of a joined weight they may be views of one product, whose rows have gaps then.
-    Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for one of k_weight and v_weight without
-        the other, for kv_features beside three weights or none beside one, and for a packed weight of another tensor
-        or of one that was written into since.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for one of k_weight and v_weight without the
+        other, for kv_features with three weights or none with one, and for a packed weight of another tensor or of one
+        that was written into since.
     """
 
 def quantize(
@@ -1468,12 +1468,12 @@ def rope_append_(
 
     ``lz.rope`` and ``lz.append_paged_kv_`` as one call, or a write into a contiguous cache where there are no slots.
 
-    Shapes: paged: query (T, H, D), key (T, K, D), value (T, K, D_v), positions and slot_mapping (T,), caches
-        (P, N, K, D) and (P, N, K, D_v) in NHD; contiguous: query (B, S, H, D), key (B, S, K, D), value (B, S, K, D_v),
-        positions (B, S), (1, S) or (S,), caches (B, L, K, D) and (B, L, K, D_v) in NHD. Axes 1 and 2 of caches are
-        swapped in HND. cos and sin (P, R/2), R at most D; scales (), (K,) or (P, N, K) → query's.
+    Shapes: paged: query (T, H, D), key (T, K, D), value (T, K, D_v), positions and slot_mapping (T,), caches (P, N, K,
+        D) and (P, N, K, D_v) in NHD; contiguous: query (B, S, H, D), key (B, S, K, D), value (B, S, K, D_v), positions
+        (B, S), (1, S) or (S,), caches (B, L, K, D) and (B, L, K, D_v) in NHD. Axes 1 and 2 of caches are swapped in
+        HND. cos and sin (P, R/2), R at most D; scales (), (K,) or (P, N, K) → query's.
     Dtype: queries, keys, values and caches the same floating dtype, or paged caches of float8_e4m3fn, float8_e5m2 or
-        int8 beside float32 scales; cos, sin and positions as of ``lz.rope``; slot_mapping int64.
+        int8 with float32 scales; cos, sin and positions as of ``lz.rope``; slot_mapping int64.
     Args:
         positions: the row of the table for each token; of a contiguous cache also where it is written to, so that the
             table has a row for each of L places, and each place of a sequence comes once.
@@ -1968,13 +1968,13 @@ def tokenize(
     Args:
         texts: a string, or a list or tuple of strings.
         tokenizer_id: a folder or file (tokenizer.json, tiktoken ranks, SentencePiece .model, tekken.json), the name of
-            a tiktoken encoding, or an object of tokenizers, tiktoken, sentencepiece or transformers. It is read
-            once, and anew where the file or object changed; :mod:`layerzero.ops.tokenize.identity` says what is
-            compared at each call, and what ``lz.forget_tokenizer`` has to be told. Nothing is downloaded.
+            a tiktoken encoding, or an object of tokenizers, tiktoken, sentencepiece or transformers. It is read once,
+            and anew where the file or object changed; :mod:`layerzero.ops.tokenize.identity` says what is compared at
+            each call, and what needs ``lz.forget_tokenizer``. Nothing is downloaded.
         return_offsets: also ``offset_mapping``: for each id, where its characters begin and end in the text; (0, 0) of
             what was added.
-        add_special_tokens: whether what the tokenizer puts around a text is added; None does what its library does:
-            a tokenizer.json adds it, ranks and SentencePiece models do not.
+        add_special_tokens: whether what the tokenizer puts around a text is added; None does what its library does: a
+            tokenizer.json adds it, ranks and SentencePiece models do not.
         parse_special: whether texts of special tokens become these tokens; None does what its library does: a
             tokenizer.json parses them, tiktoken's encodings take them as text. SentencePiece always does that.
         truncation: whether texts are cut to ``max_length`` ids, special tokens included.
@@ -2070,7 +2070,7 @@ def verify_speculative(
 
     A node is tried if the one that it follows was the last to stand, in the order of the nodes. It stands with the
     probability ``min(1, p / q)`` of what target and draft gave its token; where it falls, ``max(p - q, 0)`` is left for
-    those beside it, and for the next token. A draft that was drawn without putting back has rows of what was left.
+    its siblings, and for the next token. A draft that was drawn without putting back has rows of what was left.
 
     Shapes: draft_ids (B, N), target_probs (B, N + 1, V), draft_probs (B, N, V), parents (B, N) → ids (B, N + 1), the
         tokens that are said, and nodes (B, N), those that stood in their order; both -1 behind the last.

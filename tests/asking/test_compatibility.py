@@ -46,13 +46,13 @@ def test_a_tested_version_lies_within_the_declared_range():
         lz.Backend(name="lib", summary="", distribution="lib", versions=">=1,<2", tested=("1.2", "3.0"))
 
 
-def test_doctor_warns_of_packages_that_do_harm_beside_each_other(installed):
-    assert not any("beside" in issue for issue in lz.doctor().issues)
+def test_doctor_warns_of_packages_that_do_harm_together(installed):
+    assert not any("both own" in issue for issue in lz.doctor().issues)
     installed["xformers"] = "0.0.35"
     assert not any("flash-attn-4" in issue for issue in lz.doctor().issues), "one of the two alone"
     installed["flash-attn-4"] = "4.0.0b36"
-    (issue,) = [each for each in lz.doctor().issues if "beside" in each]
-    assert issue.startswith("xformers 0.0.35 beside flash-attn-4 4.0.0b36: both own the namespace flash_attn")
+    (issue,) = [each for each in lz.doctor().issues if "both own" in each]
+    assert issue.startswith("xformers 0.0.35 with flash-attn-4 4.0.0b36: both own the namespace flash_attn")
     assert "uninstall one of them" in issue
 
 
@@ -83,8 +83,8 @@ OF_ONE_TORCH = lz.Backend(
 
 NONE_FITS = (
     "lib is absent, >=2,<4 is needed. No release of it is known for torch 2.12.0; install one with its own: pip "
-    "install lib==4 beside torch>=2.15,<2.16 or pip install lib==3 beside torch>=2.14,<2.15 or pip install lib==2.1 "
-    "beside torch>=2.13,<2.14"
+    "install lib==4 with torch>=2.15,<2.16 or pip install lib==3 with torch>=2.14,<2.15 or pip install lib==2.1 "
+    "with torch>=2.13,<2.14"
 )
 FITS, VET = "Install a version that fits: pip install lib", "prove this one here: `layerzero vet --backend lib`"
 

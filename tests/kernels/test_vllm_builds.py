@@ -47,7 +47,7 @@ def test_operators_are_found_in_the_library_that_a_version_keeps_them_in(vllm, p
 
 
 def test_a_library_that_is_nowhere_is_told(vllm):
-    with pytest.raises(ImportError, match=r"wanted _C\.abi3\.so beside .*, got none: a vllm without CUDA kernels"):
+    with pytest.raises(ImportError, match=r"wanted _C\.abi3\.so next to .*, got none: a vllm without CUDA kernels"):
         library.operators(OLD, "_C")
     assert vllm[1] == []
 

@@ -348,10 +348,10 @@ def test_mistakes_are_told(call, message):
         ({"kv_heads": None}, "kv_heads: wanted a number of at least 1, got None"),
         ({"layout": "DNH"}, "layout: wanted NHD or HND or VLLM, got 'DNH'"),
         ({"dtype": torch.bool}, "dtype: wanted float32, .* got torch.bool"),
-        ({"latent": (512, 64)}, "latent: wanted no kv_heads, head_dim and value_dim beside it"),
+        ({"latent": (512, 64)}, "latent: wanted no kv_heads, head_dim and value_dim with it"),
         ({"pages": None}, "max_sequences and max_length: wanted both for a contiguous cache"),
         ({"strategy": "virtual"}, "pages: wanted None for a virtual cache"),
-        ({"max_length": 64}, "max_length: wanted None beside pages, which say how many tokens fit, got 64"),
+        ({"max_length": 64}, "max_length: wanted None with pages, which say how many tokens fit, got 64"),
         ({"strategy": "elsewhere"}, "strategy: wanted contiguous, paged, virtual, unified or None, got 'elsewhere'"),
         ({"layout": "VLLM", "head_dim": 6}, "head_dim: wanted a multiple of 4 in VLLM, got 6"),
     ],
@@ -485,7 +485,7 @@ def test_a_cache_beside_other_tensors_or_in_another_layout_is_refused():
     )
     with pytest.raises(lz.InvalidCallError, match="layout: wanted 'NHD', which the cache is written in, got 'HND'"):
         lz.paged_attention(query, cache, block_tables=tables, context_lens=lens, layout="HND")
-    with pytest.raises(lz.InvalidCallError, match="value_cache: wanted that of the same cache, or nothing beside it"):
+    with pytest.raises(lz.InvalidCallError, match="value_cache: wanted that of the same cache, or nothing with it"):
         lz.paged_attention(query, cache, torch.zeros(4, 16, 2, 32), tables, lens)
     with pytest.raises(lz.InvalidCallError, match="query: wanted a tensor, got a PagedCache"):
         lz.paged_attention(cache, cache.keys, cache.values, tables, lens)
@@ -513,7 +513,7 @@ def test_the_strategy_follows_from_facts_and_says_so():
     assert chosen(max_sequences=1000)[0] == "virtual"
     assert chosen(cuda=11080) == ("contiguous", "virtual memory cannot be had here")
     assert chosen(paged=True)[0] == "paged"
-    assert chosen(strategy="unified") == ("unified", "it was asked for")
+    assert chosen(strategy="unified") == ("unified", "it was requested")
     assert lz.kv_cache_strategy("cpu").strategy is lz.KVCacheStrategy.CONTIGUOUS
     refused = lz.kv_cache_strategy("cuda", cuda=11080).refused
     assert "the driver's CUDA must be >= 12.0, is 11.8" in str(refused[lz.KVCacheStrategy.VIRTUAL])

@@ -101,8 +101,8 @@ def test_log_probabilities_have_gradients():
 WRONG = {
     "output_ids: wanted output_ids or output_counts, got neither": {},
     "output_ids: wanted output_ids or output_counts, got both": {"output_ids": "ids", "output_counts": "counts"},
-    "prompt_mask: wanted prompt_ids beside output_ids, got prompt_mask": {"output_ids": "ids", "prompt_mask": "mask"},
-    "prompt_ids: wanted prompt_mask beside output_counts, got": {"output_counts": "counts", "prompt_ids": "ids"},
+    "prompt_mask: wanted prompt_ids with output_ids, got prompt_mask": {"output_ids": "ids", "prompt_mask": "mask"},
+    "prompt_ids: wanted prompt_mask with output_counts, got": {"output_counts": "counts", "prompt_ids": "ids"},
     "repetition: wanted 0.0001 to 10000, got 0": {"output_ids": "ids", "repetition": 0},
     "presence: wanted -10000 to 10000, got nan": {"output_ids": "ids", "presence": math.nan},
     "presence: wanted the rows (2,) of logits, got shape (3,)": {"output_ids": "ids", "presence": "rows"},

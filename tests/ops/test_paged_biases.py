@@ -255,11 +255,11 @@ def test_a_tree_is_told_as_row_by_row(data):
 
 def test_a_tree_is_causal_and_of_several_tokens():
     call, mask = drafts()
-    with pytest.raises(lz.InvalidCallError, match="causal: wanted True beside tree_mask"):
+    with pytest.raises(lz.InvalidCallError, match="causal: wanted True with tree_mask"):
         lz.paged_attention(**call, tree_mask=mask, causal=False)
     one = {**call, "query": call["query"][:4].unsqueeze(1)}
     del one["cu_seqlens_q"]
-    with pytest.raises(lz.InvalidCallError, match="sinks: wanted cu_seqlens_q beside it"):
+    with pytest.raises(lz.InvalidCallError, match="sinks: wanted cu_seqlens_q with it"):
         lz.paged_attention(**one, sinks=torch.zeros(4))
     with pytest.raises(lz.InvalidCallError, match=r"alibi_slopes: wanted shape \(4,\) or \(4, 4\), got \(3,\)"):
         lz.paged_attention(**call, alibi_slopes=torch.zeros(3))

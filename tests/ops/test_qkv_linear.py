@@ -137,7 +137,7 @@ def test_stock_computes_the_same(joined):
     ("joined", "change", "words"),
     [
         (False, {"v_weight": None}, "v_weight: wanted a tensor, got None"),
-        (False, {"kv_features": 16}, "kv_features: wanted None beside three weights, got 16"),
+        (False, {"kv_features": 16}, "kv_features: wanted None with three weights, got 16"),
         (False, {"k_weight": torch.zeros(16, 63)}, "k_weight: wanted in_features 64"),
         (False, {"k_bias": torch.zeros(15)}, "k_bias: wanted k_features 16 as in k_weight, got 15"),
         (False, {"v_weight": torch.zeros(16, 64).half()}, "v_weight: wanted dtype float32"),

@@ -199,7 +199,7 @@ WRONG = {
     "scale: wanted dtype float32, got float16": (X, "int8", {"scale": torch.ones(1).half()}),
     "scale: wanted device cpu like input, got meta": (X, "int8", {"scale": torch.ones(1, device="meta")}),
     "per: wanted tensor, row, block, got 'column'": (X, "int8", {"per": "column"}),
-    "per: wanted nothing beside scale": (X, "int8", {"per": "row", "scale": torch.ones(1)}),
+    "per: wanted nothing with scale": (X, "int8", {"per": "row", "scale": torch.ones(1)}),
     "block_size: wanted a divisor of the 64 numbers of a row, got 48": (X, "int8", {"per": "block", "block_size": 48}),
     "block_size: wanted a divisor of the 64 numbers of a row, got None": (X, "int8", {"per": "block"}),
     "block_size: wanted None with per='row', got 8": (X, "int8", {"per": "row", "block_size": 8}),

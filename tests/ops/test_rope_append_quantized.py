@@ -102,7 +102,7 @@ def test_a_cache_brings_its_scales():
         ({"value_scale": torch.ones(()).double()}, "value_scale: wanted dtype float32"),
         ({"value_cache": torch.zeros(3, 8, 2, 64, dtype=INT8)}, "value_cache: wanted dtype float8_e4m3 like key_cache"),
         ({"key_cache": torch.zeros(3, 8, 2, 64)}, "value_cache: wanted dtype float32 like key_cache"),
-        ({"slot_mapping": None}, "slot_mapping: wanted a tensor beside a cache of float8 or int8, got None"),
+        ({"slot_mapping": None}, "slot_mapping: wanted a tensor with a cache of float8 or int8, got None"),
         ({"slot_mapping": torch.tensor([0, 1, 2, 3, 24])}, r"slot_mapping\[4\]: wanted -1 to 23, got 24"),
         ({"positions": torch.tensor([0, 1, 2, 3, 40])}, r"positions\[4\]: wanted 0 to 39, got 40"),
     ],

@@ -257,7 +257,7 @@ def test_parameters_are_those_of_every_call(monkeypatch):
     assert found is not None
     (job,) = asked_jobs("norm.rms", [(4, 64)], ["float32"], "cpu", params={"eps": 0.1})
     assert job.case.params == {"eps": 0.1}
-    with pytest.raises(ValueError, match="params: wanted them beside an operation's name, got eps beside a model"):
+    with pytest.raises(ValueError, match="params: wanted them with an operation's name, got eps with a model"):
         lz.tune(lambda x: lz.rms_norm(x, torch.ones(8)), torch.randn(2, 8), params={"eps": 0.1})
 
 
@@ -269,7 +269,7 @@ def test_parameters_are_those_of_every_call(monkeypatch):
         ({"shapes": "kases"}, "wanted sizes, or 'cases'"),
         ({"shapes": "cases", "head_dim": 8}, "head_dim: they narrow the default grid"),
         ({"shapes": "cases", "manifest": "x.json"}, "manifest: wanted it alone, got shapes"),
-        ({"seq_lens": [3], "manifest": "x.json"}, "got seq_lens beside it"),
+        ({"seq_lens": [3], "manifest": "x.json"}, "got seq_lens, too"),
         ({"manifest": "absent.json"}, "wanted a manifest that lz.record wrote"),
         ({"model": "tiny"}, "model: wanted it along with a manifest"),
     ],

@@ -281,7 +281,7 @@ def test_a_child_that_does_not_start_ends_neither_tuning_nor_warmup(plugin, monk
     assert "did not get to work: no memory" in tuned.vetted[0].detail
     shown = "\n".join(str(each) for each in command.shown(tuned))
     assert "plug.rms for norm.rms float32" in shown
-    assert "not vetted: not asked: a vetting process did not get to work" in shown
+    assert "not vetted: not tried: a vetting process did not get to work" in shown
     caplog.clear()
     lz.warmup("norm.rms", shapes=[(4, 64)])
     assert "vetting ended early" in caplog.text

@@ -1,7 +1,7 @@
 """AITER's attention on AMD Instinct: declared from its sources, never run by this project.
 
 Read: aiter/ops/mha.py of ROCm/aiter, commit e4048607a5 (2026-11-21). ``flash_attn_func`` takes BSHD, aligns causal
-bottom-right, groups query heads, and returns the log-sum-exp (natural, (B, H, S_q)) beside the output. Its window has a
+bottom-right, groups query heads, and returns the log-sum-exp (natural, (B, H, S_q)) with the output. Its window has a
 third number, sinks at the start of the keys, which is 0 here. It compiles kernels on first use.
 Library: amd-aiter, MIT.
 """

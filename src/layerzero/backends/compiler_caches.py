@@ -13,7 +13,7 @@ from pathlib import Path
 
 @functools.cache
 def stamps() -> tuple[str, ...]:
-    """What an artefact depends on beside a call: versions of Python and of what compiles it."""
+    """What an artefact depends on besides a call: versions of Python and of what compiles it."""
     found = [f"{sys.version_info.major}.{sys.version_info.minor}"]
     for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
         try:

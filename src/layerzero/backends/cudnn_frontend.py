@@ -47,7 +47,7 @@ _THREAD = threading.local()
 
 
 class _Settings(NamedTuple):
-    """What a graph fixes beside shapes and strides."""
+    """What a graph fixes besides shapes and strides."""
 
     causal: bool
     left: int
@@ -66,7 +66,7 @@ class _Settings(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """A built graph and the bytes it needs beside its results."""
+    """A built graph and the bytes it needs besides its results."""
 
     execute: Callable[..., None]
     workspace_bytes: int
@@ -190,7 +190,7 @@ def _load(facts: Facts) -> Callable[..., Any]:
 
 
 def _wide_heads(facts: Facts) -> Reason | None:
-    """Heads wider than 128: on Hopper up to 256; on data-centre Blackwell 192 beside a value_dim of 128."""
+    """Heads wider than 128: on Hopper up to 256; on data-centre Blackwell 192 with a value_dim of 128."""
     widths, sm = (facts.size("head_dim"), facts.size("value_dim")), facts.device.sm or (0, 0)
     if max(widths) <= 128 or sm[0] == 9 or (sm[0] in (10, 11) and widths == (192, 128)):
         return None
@@ -214,7 +214,7 @@ def _window(facts: Facts) -> Reason | None:
     causal = facts.get("causal") is True or window[1] == 0
     if causal and window[1] in (-1, 0) and facts.size("seq_q") > 1:
         return None
-    return Reason(ReasonCode.WINDOW_UNSUPPORTED, "window", "(left, 0), or (left, -1) beside causal", window)
+    return Reason(ReasonCode.WINDOW_UNSUPPORTED, "window", "(left, 0), or (left, -1) with causal", window)
 
 
 _TENSORS = ("query", "key", "value")
@@ -234,7 +234,7 @@ KERNELS = (
             limit.dim("head_dim", max=256, multiple=8),
             limit.dim("value_dim", max=256, multiple=8),
             limit.Custom(
-                "head_dim > 128 on sm 9, or 192 beside a value_dim of 128 on sm 10",
+                "head_dim > 128 on sm 9, or 192 with a value_dim of 128 on sm 10",
                 _wide_heads,
             ),
             NotDecoding(),

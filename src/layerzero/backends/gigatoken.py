@@ -4,7 +4,7 @@ Source: gigatoken 0.10.0. It parses the added tokens that it was made with, alwa
 they are text. It stays on the calling thread in a forked child by itself. While one thread is inside of a batch, its
 object refuses every other ("Already borrowed"): they wait, since a batch runs on all cores anyway. A process that is
 forked while its first batch begins the threads leaves a child in which every call hangs, on new objects, too (8 of 25
-children, 2026-11-23); so they are begun while nobody can fork.
+children, 2026-11-23); so they are begun while forks wait.
 """
 
 from __future__ import annotations

@@ -2,14 +2,13 @@
 
 The forward functions are called without their autograd functions: those cost 60 us a call on an H200 host (2026-11-21).
 Their backward passes have not been compared with the reference, and rms_norm's writes the gradient over the one it was
-given unless told otherwise, so ``grad`` stays False. Casting mode ``gemma`` multiplies with the weight in float32, as
-norm.rms does; ``llama`` rounds before it. The fused addition's kernel is launched from here, with the residual as its
-second output: the function around it would make a new one. A kernel compiles in about a second for each power of two
-of the row length, and again for what Triton specialises on: dtype, lengths that are multiples of 16, or 1.
-H200, bfloat16, through the autograd functions: rms_norm 25 us at 1 x 4096 and 136 at 16384 x 8192 (torch 11 and 202),
-layer_norm 15 at 64 x 4096 and 181 at 16384 x 8192 (torch 12 and 225).
-The rotation writes over what it is given once that is contiguous, keeps no copy, and is half-split only; it was written
-against the source and not run yet.
+given by default, so ``grad`` stays False. Casting mode ``gemma`` multiplies with the weight in float32, as norm.rms
+does; ``llama`` rounds before it. The fused addition's kernel is launched from here, with the residual as its second
+output: the function around it would make a new one. A kernel compiles in about a second for each power of two of the
+row length, and again for what Triton specialises on: dtype, lengths that are multiples of 16, or 1. H200, bfloat16,
+through the autograd functions: rms_norm 25 us at 1 x 4096 and 136 at 16384 x 8192 (torch 11 and 202), layer_norm 15 at
+64 x 4096 and 181 at 16384 x 8192 (torch 12 and 225). The rotation writes over what it is given once that is contiguous,
+keeps no copy, and is half-split only; it was written against the source and not run yet.
 
 Liger's Triton gates, on NVIDIA's and AMD's GPUs: a block a row, whole rows in registers, float32 inside.
 

@@ -77,7 +77,7 @@ def row_length(facts: Facts) -> Hashable:
 
 
 def specialised(facts: Facts) -> Hashable:
-    """What Triton makes a variant for beside the length of rows: sizes that are 1 or multiples of 16, aligned data."""
+    """What Triton makes a variant for besides the length of rows: sizes that are 1 or multiples of 16, aligned data."""
     rows = facts.size("rows")
     aligned = tuple(tensor.alignment_bytes == MAX_ALIGNMENT_BYTES for tensor in facts.tensors.values())
     return row_length(facts), rows == 1, rows % 16 == 0, aligned

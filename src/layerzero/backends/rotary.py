@@ -1,7 +1,7 @@
 """What kernels of rotary positions share: cosines and sines joined in one row, and tokens that lie evenly in memory.
 
 vLLM and FlashInfer read one table (P, R) whose rows hold the cosines, then the sines. ``lz.rope_table`` makes its two
-results as views of such a tensor. Whether a call's are is asked of every call, by addresses, since no key holds it;
+results as views of such a tensor. Whether a call's are is checked on every call, by addresses, since no key holds it;
 where they are not, the rows that the tokens need are gathered, which costs two launches and no look at the table.
 """
 
@@ -69,7 +69,7 @@ def table_and_places(
 
 
 _SMALL_BYTES = 2**18
-"""Memory whose views are kept: whoever lets go of more has it back at once."""
+"""Memory whose views are kept: more than this is freed at once."""
 
 
 def _small(*tensors: Tensor) -> bool:

@@ -54,7 +54,7 @@ class Prepared:
                 if capturing:
                     self._pinned[key] = thing
                 return thing
-        # Another stream may read it next. Nobody waits for the lock meanwhile: what the stream has yet to do may be
+        # Another stream may read it next. The lock is not held meanwhile: what the stream has yet to do may be
         # an exchange with the GPU of another thread, which would wait for that thread.
         torch.cuda.current_stream(thing.device).synchronize()
         with self._lock:

@@ -20,7 +20,7 @@ ENCODING = ("tokenizer", "items", "batched", "add_special_tokens", "parse_specia
 DECODING = ("tokenizer", "items", "batched", "skip_special_tokens", "source")
 
 Load = Callable[[Tokenizer, Mapping[str, Any]], Callable[..., Any]]
-"""What encodes or decodes for a tokenizer, given what is asked of it."""
+"""What encodes or decodes for a tokenizer, given the wanted results."""
 
 
 def _loaded(load: Load, facts: Facts) -> Callable[..., Any]:

@@ -3,12 +3,12 @@
 Read: xformers 0.0.35 (ops/fmha, _cpp_lib.py, info.py; 2026-11-21). A causal mask is aligned bottom-right
 (LowerTriangularFromBottomRightMask); anything else that hides keys becomes one additive bias, expanded to (B, H, S_q,
 S_k) on the query's device, since it takes no broadcast one. Key and value heads are repeated: its grouped layout is
-experimental. Which of its kernels are there is asked of the same registry that ``python -m xformers.info`` prints.
-Torch's memory-efficient kernel was made of its cutlass form: what is wrong there of heads that are one memory, beside a
-mask, may be here, so that these get keys of their own as well (:func:`own_heads`; not run on a GPU).
-Wheels fit one torch and one CUDA. 0.0.35 imports beside another torch without its operators (H200 host, torch
-2.11+cu130, 2026-11-21), and xformers.ops fails beside flash-attn-4, whose namespace it takes for FlashAttention 2:
-loading says which. On ROCm it runs Composable Kernel; that has not been run.
+experimental. Which of its kernels are there comes from the registry that ``python -m xformers.info`` prints. Torch's
+memory-efficient kernel was made of its cutlass form: what is wrong there of heads that are one memory, with a mask, may
+be here, so that these get keys of their own as well (:func:`own_heads`; not run on a GPU). Wheels fit one torch and one
+CUDA. 0.0.35 imports with another torch, without its operators (H200 host, torch 2.11+cu130, 2026-11-21), and
+xformers.ops fails along with flash-attn-4, whose namespace it takes for FlashAttention 2: loading says which. On ROCm
+it runs Composable Kernel; that has not been run.
 Library: xformers 0.0.35, BSD-3-Clause.
 """
 

@@ -104,7 +104,7 @@ for ever in a barrier of its matrix product (float32 and bfloat16, within 100 ca
 
 def _load_sdpa(facts: Facts) -> Callable[..., Any]:
     operator: Callable[..., tuple[Tensor, Tensor]] = operators().zentorch_sdpa.default
-    # Its maximum skips NaN beside -inf, so a broken row passes for hidden; its bfloat16 exponential makes 0 of NaN.
+    # Its maximum skips NaN next to -inf, so a broken row passes for hidden; its bfloat16 exponential makes 0 of NaN.
     drops_nan = facts["dtype"] is torch.bfloat16 or facts.get("causal") is True
 
     def sdpa(
@@ -266,7 +266,7 @@ def _load_add_rms_norm(facts: Facts) -> Callable[..., Any]:
     def run(input: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> Tensor:
         output = input.clone(memory_format=torch.contiguous_format)  # it writes the norm over its input, the caller's
         operator(output.view(-1, hidden), weight, residual.view(-1, hidden), eps)
-        increment_version(residual)  # as the operator should: whoever saved it for a backward pass must hear of it
+        increment_version(residual)  # as the operator should: a backward pass that saved it must know
         return output
 
     return run
@@ -298,7 +298,7 @@ KERNELS = (
             limit.dim("seq_k", min=16),  # of fewer keys than vector lanes, a row of NaN passes for hidden and gives 0
             SquareCausal(),
             limit.one_of("attn_mask", "none", "float", foldable=True),
-            limit.Custom("scale: not 0, above 0 beside causal", _scale),
+            limit.Custom("scale: not 0, above 0 with causal", _scale),
             RowsApart(),
         ),
         priority=45,

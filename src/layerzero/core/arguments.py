@@ -334,7 +334,7 @@ class Adapter:
     Attributes:
         text: what happens, for people; ``{argument}`` stands for the argument that a limit found fault with.
         write: writes the statements, given all such arguments of one plan.
-        names: what the statements may name beside the arguments.
+        names: what the statements may name besides the arguments.
         names_sizes: whether the statements name sizes, so that calls of other sizes have others.
         moved: whether they come after the tensors were moved to the kernel's layout.
         absorbs: whether the arguments are gone from the call afterwards, at their neutral values.

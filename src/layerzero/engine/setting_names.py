@@ -44,7 +44,7 @@ class _Name(NamedTuple):
     """A name that a setting has.
 
     Attributes:
-        key: the setting; ``place`` is what it says beside its key: the place in a list of rules, a lock's operation.
+        key: the setting; ``place`` is what it says besides its key: the place in a list of rules, a lock's operation.
         said: the name itself.
         of: the operation that a lock binds to the kernel of that name, None elsewhere.
         operation: whether it is the name of an operation.

@@ -42,7 +42,7 @@ class Setting:
         most: the largest value of a number, if it has one.
         scoped: whether a ``with`` block may set it; what changes the kernels themselves holds for the process.
         at_start: whether only its environment variable sets it, read once: it holds from the start of the process.
-        asked: raises PolicyError for a value that does not fit this machine.
+        fits: raises PolicyError for a value that does not fit this machine.
     """
 
     kind: Any
@@ -53,7 +53,7 @@ class Setting:
     built: bool = True
     scoped: bool = True
     at_start: bool = False
-    asked: Callable[[Any], object] | None = None
+    fits: Callable[[Any], object] | None = None
     most: float | None = None
 
 
@@ -125,7 +125,7 @@ SETTINGS: dict[str, Setting] = {
         "(see below)",
         scoped=False,
         at_start=True,
-        asked=lambda text: cpu_features.limited(cpu_of_this_machine().instruction_sets, text),
+        fits=lambda text: cpu_features.limited(cpu_of_this_machine().instruction_sets, text),
     ),
     "cache.enabled": Setting(bool, True, "keep plans; false chooses anew on each call"),
     "cache.max_size": Setting(int, 10_000, "plans kept for each policy"),
@@ -243,9 +243,9 @@ def _problem_of(setting: Setting, value: Any) -> str:
         return f"wanted a number of at least 0, got {told(value)}"
     if setting.most is not None and value > setting.most:
         return f"wanted a number of at most {setting.most:g}, got {told(value)}"
-    if setting.asked is not None and value is not None:
+    if setting.fits is not None and value is not None:
         try:
-            setting.asked(value)
+            setting.fits(value)
         except PolicyError as error:
             return str(error)
     return ""

@@ -1,1 +1,1 @@
-"""Other libraries' models on LayerZero's functions: one file a library, imported only by who uses it."""
+"""Other libraries' models on LayerZero's functions: one file a library, imported on use only."""

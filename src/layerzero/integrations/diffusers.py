@@ -37,7 +37,7 @@ TESTED = SpecifierSet(">=0.36,<0.43")
 _FUNCTION = "scaled_dot_product_attention"
 
 COMPARED: ContextVar[Callable[[Tensor, Tensor], None] | None] = ContextVar("layerzero_diffusers", default=None)
-"""What is told the outputs of both, ours first, while two are compared; diffusers then goes on with torch's."""
+"""Called with the outputs of both, ours first, while two are compared; diffusers then goes on with torch's."""
 
 
 @dataclass
@@ -73,7 +73,7 @@ def register_with_diffusers(model: Any = None) -> ServedAttention:
     Args:
         model: a model, or a pipeline, whose attentions are LayerZero's from now on; None for the name alone.
     Returns: what is served and what is left and why; ``undo()`` takes it back. The name stays known: it changes nothing
-        for who does not ask for it.
+    where it is not used.
     Raises: ImportError without diffusers or with a version that was not tested; TypeError for what has no modules.
     """
     backend = backend_of_diffusers()
@@ -243,7 +243,7 @@ class Served:
 
 @functools.cache
 def _functional() -> types.ModuleType:
-    """torch.nn.functional with LayerZero's attention in it: a module of its own that nobody else sees."""
+    """torch.nn.functional with LayerZero's attention in it: a module of its own that no other code sees."""
     ours = types.ModuleType(functional.__name__)
     ours.__dict__.update(functional.__dict__)
     setattr(ours, _FUNCTION, _as_torch)

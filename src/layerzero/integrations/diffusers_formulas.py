@@ -96,7 +96,7 @@ def _table(cos: Tensor, sin: Tensor, interleaved: bool, *, twice: bool) -> Table
     """Cosines and sines (S, D/2) side by side in one tensor, with the row of each token, made once for all layers.
 
     Where each angle stands ``twice``, both must be the same: None where they are not, and while a graph is captured,
-    when nothing may be asked of the device, unless that was seen before. Each capture makes its own table: a replay
+    when nothing may be read from the device, unless that was seen before. Each capture makes its own table: a replay
     then reads what the cosines hold by then, and no other call, nor another graph, reads memory that a replay fills.
     """
     if cos.is_inference() or sin.is_inference():  # they have no versions: whether they were written into is not known
@@ -120,7 +120,7 @@ def _table(cos: Tensor, sin: Tensor, interleaved: bool, *, twice: bool) -> Table
 
 
 def _side_by_side(cos: Tensor, sin: Tensor, interleaved: bool, *, twice: bool, seen: bool = False) -> Table | None:
-    """The table; None where angles that should stand twice do not, which is not asked again once it was ``seen``."""
+    """The table; None where angles that should stand twice do not, which is not checked again once it was ``seen``."""
     size = cos.shape[-1]
     if size % 2 or (cos.ndim != 2 and cos.numel() != cos.shape[1] * size):
         return None

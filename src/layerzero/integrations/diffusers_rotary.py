@@ -5,7 +5,7 @@ A processor rotates queries and keys one after the other, by a function that its
 instance of a subclass whose ``__call__`` is the same code with that function bound to ours, and shares its attributes
 with the processor that it stands for. Neither a class nor a module of diffusers changes.
 
-Which formula a processor's function is, is not told by its name: both are tried on random input (diffusers 0.42).
+A function's name does not say which formula it is: both are tried on random input (diffusers 0.42).
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class RotationSwap:
         kind: Any = type(self.before)
         twin: Any = object.__new__(_rotated_class(kind, name, rotation))
         self._twin: Any = twin
-        self._twin.__dict__ = self.before.__dict__  # who sets a backend sets it on both
+        self._twin.__dict__ = self.before.__dict__  # a backend is set on both
 
     @property
     def is_on(self) -> bool:

@@ -21,7 +21,7 @@ class Exchange(Protocol):
 
 
 class Together:
-    """Several that are one for who times them: those of one kind in one model."""
+    """Several that are timed as one: those of one kind in one model."""
 
     def __init__(self, exchanges: Sequence[Exchange]) -> None:
         self._exchanges = exchanges

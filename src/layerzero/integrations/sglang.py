@@ -183,7 +183,7 @@ class LayerZeroAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang ma
 
 
 def layer_problems(layer: Any, chunk_size: int | None = None) -> list[str]:
-    """What a layer asks for that LayerZero has no argument for, or that nobody knew when this was written.
+    """What a layer needs that LayerZero has no argument for, or that was unknown when this was written.
 
     Args:
         layer: SGLang's ``RadixAttention``.
@@ -206,7 +206,7 @@ def layer_problems(layer: Any, chunk_size: int | None = None) -> list[str]:
     if layer.is_cross_attention:
         problems.append("layer: wanted self-attention, got cross attention")
     if kind == "encoder_only" and window is not None and window >= 0:
-        problems.append(f"layer.sliding_window_size: wanted none beside encoder_only, got {window}")
+        problems.append(f"layer.sliding_window_size: wanted none along with encoder_only, got {window}")
     if getattr(layer, "use_irope", False) and chunk_size:
         problems.append(f"layer.use_irope: wanted False, got chunks of {chunk_size} tokens")
     method = getattr(layer, "logit_capping_method", "tanh")
@@ -243,7 +243,7 @@ def _refuse(problems: list[str]) -> None:
 
 
 def _write_location(slots: Tensor) -> Any:
-    """Where tokens are written, as this version of SGLang's pools want to be told."""
+    """Where tokens are written, in the form that this version of SGLang's pools takes."""
     from sglang.srt.mem_cache import memory_pool
 
     made = getattr(memory_pool, "KVWriteLoc", None)

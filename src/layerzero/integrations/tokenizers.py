@@ -118,7 +118,7 @@ class _Wrapped:
         return resolve(self)
 
     def _lz_gains(self, known: Tokenizer) -> bool:
-        """Whether another library than its own may be chosen for it; asked anew in each epoch, and after changes."""
+        """Whether another library than its own may be chosen for it; checked anew in each epoch, and after changes."""
         if self._lz_asked != (ENGINE.epoch, known) or SCOPES.active:
             given = {"batched": False, "add_special_tokens": False, "parse_special": known.parses}
             arguments = {"tokenizer": known, "items": "", "return_offsets": False, **given}
@@ -185,7 +185,7 @@ _ENCODING = frozenset({
 
 
 def _asked(tokenizer: Any, known: Tokenizer, text: Any, given: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What LayerZero is asked, None for a call that the tokenizer itself answers."""
+    """The call for LayerZero, None for one that the tokenizer itself answers."""
     if not set(given) <= _ENCODING or any(given.get(name, value) != value for name, value in _NEUTRAL.items()):
         return None
     if type(text) is not str and not (type(text) is list and text and all(type(each) is str for each in text)):
@@ -221,7 +221,7 @@ def _asked(tokenizer: Any, known: Tokenizer, text: Any, given: Mapping[str, Any]
 def _encoded(
     tokenizer: Any, text: Any, found: Mapping[str, Any], given: Mapping[str, Any], native: Callable[..., Any]
 ) -> Any:
-    """What Transformers' own function returns: the tensors that its models take, and more where it is asked for."""
+    """What Transformers' own function returns: the tensors that its models take, and more on request."""
     ids = found["input_ids"]
     alone = type(text) is str
     rows: Sequence[list[int]] = [ids] if alone else ids
@@ -248,7 +248,7 @@ def _batch_class() -> Any:
     from transformers import BatchEncoding
 
     class Batch(BatchEncoding):  # type: ignore[misc]  # the library has no types
-        """A batch whose pieces (``tokens()``, ``word_ids()``) are computed when they are asked for."""
+        """A batch whose pieces (``tokens()``, ``word_ids()``) are computed when they are read."""
 
         def __init__(self, data: Any, native: Callable[..., Any], **kwargs: Any) -> None:
             self._native: Callable[..., Any] | None = native

@@ -10,7 +10,7 @@ from layerzero.core.errors import InvalidCallError
 from layerzero.ops.attention.torch_call import LAYOUT, as_attention
 
 _torch_function = functional.scaled_dot_product_attention
-"""torch's, as it was when this was imported: whoever puts ours in its place must not call himself."""
+"""torch's, as it was when this was imported: code that puts ours in its place must not call itself."""
 
 
 def scaled_dot_product_attention(
@@ -25,7 +25,7 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Attend as ``torch.nn.functional.scaled_dot_product_attention`` does, with the fastest kernel that is valid.
 
-    Beside :func:`layerzero.attention`: **not causal unless asked**, causality aligned top-left where the lengths
+    Other than :func:`layerzero.attention`: **not causal by default**, causality aligned top-left where the lengths
     differ, heads before the sequence, ``is_causal`` for ``causal``. What ``lz.attention`` does not compute goes to
     torch's function: tensors of other than four axes, axes to broadcast, nested and other special tensors, more causal
     queries than keys, and whatever torch refuses, so that its errors stay its own. ``lz.explain`` takes this function

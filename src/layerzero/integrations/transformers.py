@@ -34,7 +34,7 @@ from layerzero.integrations.transformers_patches import (
 _UNSERVED = {
     "output_attentions": "no attention weights (fast kernels never form them); use attn_implementation='eager'",
     "indices": "a mask, and keys of it by query, (B, S_q, count); use attn_implementation='eager'",
-    "block_indices": "no sparse selection of key blocks beside the mask; use attn_implementation='eager'",
+    "block_indices": "no sparse selection of key blocks along with the mask; use attn_implementation='eager'",
     "sinks": "no sinks for each token, only s_aux for each head; use attn_implementation='eager'",
     "head_mask": "no mask on whole heads; use attn_implementation='eager'",
     "layer_head_mask": "no mask on whole heads; use attn_implementation='eager'",
@@ -45,7 +45,7 @@ HARMLESS = frozenset({
     # what the model returns and keeps, and how it counts
     *("use_cache", "return_dict", "output_hidden_states", "output_router_logits", "num_items_in_batch", "labels"),
     *("logits_to_keep", "output_attentions"),
-    # applied to queries and keys before, or told by the mask as well
+    # applied to queries and keys before, or part of the mask as well
     *("position_ids", "cache_position", "position_embeddings", "token_type_ids", "mm_token_type_ids", "seq_idx"),
     *("past_key_values", "cache", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens"),
     *("max_length_q", "max_length_k", "max_seqlen"),
@@ -59,7 +59,7 @@ HARMLESS = frozenset({
 not know to their attention. All others are errors: one that a later version gives a meaning is not ignored."""
 
 _SERVED = HARMLESS - set(_UNSERVED)
-"""What a call may have beside its tensors."""
+"""What a call may have besides its tensors."""
 
 _PACKED = ("cu_seq_lens_q", "cu_seqlens")
 
@@ -75,7 +75,7 @@ _COMPILED = frozenset({"cuda"})
 """Devices on which compiled code computes masked attention by torch's function, which the compiler knows."""
 
 EXCHANGED = "_layerzero_setting"
-"""An attribute of modules whose attention ``lz.optimize`` exchanged: nobody asked for ours where it serves no call."""
+"""An attribute of modules whose attention ``lz.optimize`` exchanged: ours was not requested where it serves no call."""
 
 _VERSION = "_layerzero_version"
 _registered: set[str] = set()
@@ -89,8 +89,8 @@ def register_with_transformers(name: str = "layerzero") -> None:
 
     Where there is an interface for experts (5.0 on), ``experts_implementation=name`` is known as well. Registers the
     attention, the mask function and the experts; doing it again changes nothing. Models that cannot be served are then
-    refused when they are loaded, with the settings that work for them; one that computes no attention is told so.
-    Transformers has no entry points for attention (5.23), so this has to be called before a model is loaded.
+    refused when they are loaded, with the settings that work for them; a model that computes no attention gets a
+    warning. Transformers has no entry points for attention (5.23), so this has to be called before a model is loaded.
     Raises: ImportError without Transformers 5; ValueError for a name that Transformers gives a meaning.
     """
     try:
@@ -164,7 +164,7 @@ def has_float_mask(config: Any) -> bool:
 
 
 def theirs_of(module: torch.nn.Module) -> Callable[..., Any]:
-    """The attention function of Transformers for a module: torch's, or where it has none, what stands beside it."""
+    """The attention function of Transformers for a module: torch's, or the neighbouring one where it has none."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if not has_float_mask(getattr(module, "config", None)):
@@ -194,7 +194,7 @@ def attention_forward(
 
     Shapes: query (B, H, S_q, D), key and value (B, K, S_k, D), H a multiple of K → (B, S_q, H, D_v)
     Args:
-        is_causal: the module's own flag where it is None; no effect beside a mask or with one query.
+        is_causal: the module's own flag where it is None; no effect with a mask or with one query.
         sliding_window: keys that a query sees, itself included. A mask says it already and then it is not read.
         position_bias: added to the scores.
         indices: of the keys that each query selects (B, S_q, count), besides what the mask hides: DeepSeek-V3.2's.
@@ -271,7 +271,7 @@ def attention_forward(
 
 
 ALONE = frozenset({"scaling", "sliding_window", "softcap", "s_aux"})
-"""All that :func:`attend_one` may be told."""
+"""All arguments of :func:`attend_one`."""
 
 
 def attend_one(
@@ -285,8 +285,8 @@ def attend_one(
 ) -> Tensor:
     """What :func:`attention_forward` gives for one query a sequence and no mask: (B, 1, H, D) of (B, S, heads, D).
 
-    Tensors as they lie, so that no kernel of this layout needs views: six of them took an H200's host 8 us, and what is
-    asked there of other calls 7 (2026-11-24).
+    Tensors as they lie, so that no kernel of this layout needs views: six of them took an H200's host 8 us, and the
+    checks of other calls 7 (2026-11-24).
     """
     window = None
     if sliding_window is not None and key.shape[1] > sliding_window:
@@ -331,7 +331,7 @@ def _check_served(kwargs: dict[str, Any], mask: Tensor | None) -> None:
             raise InvalidCallError("attn_implementation='layerzero'", [f"{name}: wanted {wanted}; got {text}"])
         if name in _PACKED and mask is None and got.numel() > 2:
             problem = (
-                f"{name}: wanted packed sequences to be told apart by position_ids (which make a mask), "
+                f"{name}: wanted packed sequences to be separated by position_ids (which make a mask), "
                 f"got {got.numel() - 1} sequences and no mask; pass position_ids that start at 0 for each of them"
             )
             raise InvalidCallError("attn_implementation='layerzero'", [problem])
@@ -351,7 +351,7 @@ def _only_hides_the_future(mask: Tensor, q_length: int) -> bool:
 def _check_only_causal(visible: Callable[..., Any], config: Any) -> None:
     """Refuse a mask that hides more than the future and what lies before a window: it is not made for one token.
 
-    Asked at the beginning of windows, where one of another kind (chunks) differs.
+    Checked at the beginning of windows, where one of another kind (chunks) differs.
     """
     from transformers.masking_utils import causal_mask_function
 

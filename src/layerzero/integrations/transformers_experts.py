@@ -1,7 +1,7 @@
 """Transformers 5: ``experts_implementation="layerzero"`` sends the experts of a mixture to ``lz.moe_experts``.
 
-The rules are those of Transformers' own ``grouped_mm`` (5.23, ``integrations/moe.py``): rows (T, D), ids and shares
-(T, k), weights (E, 2 F, D) and (E, D, F) or, where a class says so, transposed. Which gate a class has is told by the
+The rules are those of Transformers' own ``grouped_mm`` (5.23, ``integrations/moe.py``): rows (T, D), ids and shares (T,
+k), weights (E, 2 F, D) and (E, D, F) or, where a class says so, transposed. Which gate a class has follows from the
 values of its ``_apply_gate``. What ``lz.moe_experts`` does not compute runs in ``grouped_mm``, Transformers' default,
 and a warning says why: experts that are divided among ranks, without a gate, with a gate of another kind or a norm
 behind them. Compiled code, autocast and transforms of ``torch.func`` run ``grouped_mm`` as well: the compiler sees all
@@ -132,7 +132,7 @@ def _why_not(module: Any, rows: Tensor) -> str:
 
 
 def _gate_of(module: Any) -> Gate | str:
-    """A module's gate by its values, asked once, or why it is none of ``lz.moe_experts``."""
+    """A module's gate by its values, computed once, or why it is none of ``lz.moe_experts``."""
     found = _gates.get(module)
     if found is None:
         found = _gates[module] = _learned(module)
@@ -147,7 +147,7 @@ def _learned(module: Any) -> Gate | str:
         try:
             expected = [module._apply_gate(each.clone()) for each in rows]
         except Exception as error:  # noqa: BLE001  # whatever a class of somebody else's raises
-            return f"its gate cannot be asked for values ({type(error).__name__}: {str(error)[:80]})"
+            return f"its gate cannot be evaluated ({type(error).__name__}: {str(error)[:80]})"
         alpha, limit = numbers_of(module)
         for activation in GATES:
             numbers = (alpha, limit) if activation == "swiglu_oai" else (ALPHA, LIMIT)
@@ -185,7 +185,7 @@ def _tell(experts: type, why: str) -> None:
 
 
 def _check_at_load(names: Collection[str]) -> None:
-    """Have models told that nothing of them would call what was registered; doing it again changes nothing."""
+    """Warn about models that would not call what was registered; doing it again changes nothing."""
     from transformers import PreTrainedModel
 
     original = getattr(PreTrainedModel, _CHECK, None)

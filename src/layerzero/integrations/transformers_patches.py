@@ -1,16 +1,15 @@
 """Functions of Transformers that are wrapped: the check of a model's attention, and continuous batching.
 
-**The check** says whether a model can have its attention computed by another library, while it is made.
-Transformers lets every registered name pass (5.23), whatever a model does with it: models that compute attention by
-themselves then run as before and say nothing, fail with a KeyError, or add a mask of another kind to their scores.
-There is no place to be asked, so the method that checks the names of all models is wrapped; for other names it is what
-it was.
+**The check** says whether a model can have its attention computed by another library, while it is made. Transformers
+lets every registered name pass (5.23), whatever a model does with it: models that compute attention by themselves then
+run as before and say nothing, fail with a KeyError, or add a mask of another kind to their scores. There is no hook for
+this, so the method that checks the names of all models is wrapped; for other names it is what it was.
 
 **Continuous batching** (``generate_batch``) has pages, and a mask over them. Transformers packs the new tokens of all
-sequences into one row, copies the keys and values that they may see out of its
-pages, and tells sequences apart by a float mask. It does so for ``sdpa`` and for names of its own alone (5.23), and has
-no place where another library could say that it serves the same call; so the two functions that look at the name are
-wrapped, and are what they were for every other one.
+sequences into one row, copies the keys and values that they may see out of its pages, and tells sequences apart by a
+float mask. It does so for ``sdpa`` and for names of its own alone (5.23), and has no place where another library could
+say that it serves the same call; so the two functions that look at the name are wrapped, and are what they were for
+every other one.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def keys_of(
     Takes the arguments of the batch out of ``named``. Raises: InvalidCallError for a batch that no mask tells apart.
     """
     if mask is None or named.get("block_table") is not None:
-        got = "none" if mask is None else "a block table beside it"
+        got = "none" if mask is None else "a block table as well"
         wanted = "wanted continuous batching with a mask, as Transformers 5.23 makes it for attn_implementation='sdpa'"
         raise InvalidCallError("attn_implementation='layerzero'", [f"cache: {wanted}, got {got}; set 'sdpa' for it"])
     key, value = named["cache"].update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=named)
@@ -91,7 +90,7 @@ _CHECK = "_check_and_adjust_attn_implementation"
 
 
 _CALL = "ALL_ATTENTION_FUNCTIONS"
-"""How code of Transformers names the functions from which a model takes the one that was asked for."""
+"""How code of Transformers names the functions from which a model takes the wanted one."""
 
 
 def check_at_load(names: Collection[str]) -> None:
@@ -178,7 +177,7 @@ def _calls(model: Any) -> bool:
             continue
         try:
             code = inspect.getsource(module)
-        except OSError:  # it has no source: nobody can tell
+        except OSError:  # it has no source
             return True
         if _CALL in code or "AutoModel" in code:
             return True

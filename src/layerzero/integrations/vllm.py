@@ -42,7 +42,7 @@ _OF_OTHER_MASKS = (
 """What vLLM tells builders of steps whose keys or masks are others than a decoder's."""
 
 _NEUTRAL = {"chunk_lookback": -1, "use_alibi_sqrt": False}
-"""Arguments of layers at values that ask for nothing, beside None."""
+"""Arguments of layers at values without effect, besides None."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ class LayerZeroMetadata(AttentionMetadata):  # type: ignore[misc]  # vLLM may be
 
 
 class LayerZeroMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
-    """Makes one step's metadata of what all of vLLM's backends are told; decodes come first in its batches."""
+    """Makes one step's metadata of what all of vLLM's backends get; decodes come first in its batches."""
 
     reorder_batch_threshold: int | None = 1
 
@@ -76,7 +76,7 @@ class LayerZeroMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         common_attn_metadata: Any,
         fast_build: bool = False,  # noqa: ARG002
     ) -> LayerZeroMetadata:
-        """Gather the step's tensors. Raises: NotImplementedError for masks that are told by request."""
+        """Gather the step's tensors. Raises: NotImplementedError for masks by request."""
         common = common_attn_metadata
         others = [name for name in _OF_OTHER_MASKS if getattr(common, name, None) is not None]
         if others:
@@ -218,7 +218,7 @@ class LayerZeroAttentionBackend(AttentionBackend):  # type: ignore[misc]
         head_size: int,
         cache_dtype_str: str = "auto",  # noqa: ARG004
     ) -> tuple[int, ...]:
-        """The cache of a layer, asked by vLLM up to 0.20: keys, then values."""
+        """The cache of a layer, for vLLM up to 0.20: keys, then values."""
         return (2, num_blocks, block_size, num_kv_heads, head_size)
 
     @classmethod

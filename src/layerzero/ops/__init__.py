@@ -1,11 +1,10 @@
 """Operations and the functions that lead to them: a folder a family, gathered here.
 
-Add an operation: declare it in its family's folder (:mod:`layerzero.ops.declaration`) and name it in the
-``OPERATIONS`` of that folder; a new family is a new folder, with ``OPERATIONS``, ``FUNCTIONS`` and, where there are
-such things, ``ALIASES`` (names of several operations), ``EXPORTS`` (names that users find beside the functions) and
-``LIMITS`` (kinds of limits that are its own, by the names that descriptors know them by) and ``DROP_INS`` (functions
-that stand for another library's). Operations that take no tensors stand in ``PLAIN_OPERATIONS`` and
-``PLAIN_FUNCTIONS``.
+Add an operation: declare it in its family's folder (:mod:`layerzero.ops.declaration`) and name it in the ``OPERATIONS``
+of that folder; a new family is a new folder, with ``OPERATIONS``, ``FUNCTIONS`` and, where there are such things,
+``ALIASES`` (names of several operations), ``EXPORTS`` (names that users find along with the functions) and ``LIMITS``
+(kinds of limits that are its own, by the names that descriptors know them by) and ``DROP_INS`` (functions that stand
+for another library's). Operations that take no tensors stand in ``PLAIN_OPERATIONS`` and ``PLAIN_FUNCTIONS``.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ OPERATION_ALIASES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {}
 """Names for several operations: those that they cover, and the facts that they imply."""
 
 PLAIN_OPERATIONS: dict[str, Operation] = {}
-"""Operations without tensors: registered, chosen for and asked about like the others, by a way of their own."""
+"""Operations without tensors: registered, chosen for and explained like the others, by a way of their own."""
 
 PLAIN_FUNCTIONS: dict[str, PlainFunction] = {}
 """What users call of them."""
 
 EXPORTS: dict[str, str] = {}
-"""What families offer users beside their functions (a handle's class): the name and the module that it lives in."""
+"""What families offer users besides their functions (a handle's class): the name and the module that it lives in."""
 
 DROP_INS: dict[str, DropIn] = {}
 """Functions with another library's signature, by name."""

@@ -1,7 +1,7 @@
 """What other libraries call arguments: those of ours that mean the same, for the error that a stranger's name gets.
 
-A name of another meaning has no place here: who follows the error must get the same numbers. Read in the signatures of
-torch 2.13, flash-attn 2.8, FlashInfer 0.7, xFormers 0.0.35, vLLM 0.33 and Transformers 5.24.
+A name of another meaning has no place here: the error must lead to the same numbers. Read in the
+signatures of torch 2.13, flash-attn 2.8, FlashInfer 0.7, xFormers 0.0.35, vLLM 0.33 and Transformers 5.24.
 """
 
 from __future__ import annotations

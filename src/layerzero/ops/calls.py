@@ -95,7 +95,7 @@ def in_layout(tensor: Tensor, layout: str, operation: Operation) -> Tensor:
 
 
 def handles_of(operation: Operation, arguments: Mapping[str, Any], *, capturable: bool = False) -> dict[str, Any]:
-    """A handle of each kind for these arguments; none that changes the result, which nobody promises."""
+    """A handle of each kind for these arguments; none that changes the result, which no caller promises."""
     params = [operation.schema.param(name) for name in operation.schema.handles if name in operation.schema.promises]
     return {each.name: each.make(arguments, capturable) for each in params if each.make is not None}
 

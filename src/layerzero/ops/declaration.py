@@ -140,11 +140,11 @@ def operation(
         name, summary, reference, cases: as of ``Operation``. The reference takes the function's arguments.
         inputs, outputs: as ``tensor`` reads them, or schemas.
         axes, params, layouts, dtype_of: as of ``OperationSchema``.
-        derive: facts beside those of the leading axes, from the arguments and the sizes.
+        derive: facts besides those of the leading axes, from the arguments and the sizes.
         derived_from: by their names, the axes that they follow from; it names those of ``derive``, and leading ones
             where they come in another order or follow from other axes.
         expression: torch's own way to the result where it is not the reference; ``stock=None`` where torch has none.
-        more: the other fields of ``Operation``; ``work=None`` where nobody knows it.
+        more: the other fields of ``Operation``; ``work=None`` where it is unknown.
     """
     schema = OperationSchema(name, _schemas(inputs), _schemas(outputs), params, axes, layouts, dtype_of)
     led, facts = _of_leading(schema, derive)
@@ -192,7 +192,7 @@ def _of_leading(
 
 
 def _tensors_once(schema: OperationSchema) -> Callable[[Mapping[str, Any]], Work]:
-    """Every tensor of a call once, those that are written into as well; the arithmetic is free beside that."""
+    """Every tensor of a call once, those that are written into as well; the arithmetic is free compared with that."""
 
     def size(each: TensorSchema, facts: Any) -> int:
         named = facts.get(each.dtype_from)

@@ -69,7 +69,7 @@ class Draw:
 
 
 def _garbage(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Memory around a tensor's own: NaN where there is one, so that whoever reads it shows it."""
+    """Memory around a tensor's own: NaN where there is one, so that results show reads of it."""
     return tensor.new_full(tuple(shape), float("nan") if tensor.is_floating_point() else 1)
 
 

@@ -1,4 +1,4 @@
-"""Sets of operations: what a kind of model calls, by name, so that a machine can be asked about all of it at once."""
+"""Sets of operations: what a kind of model calls, by name, so that one command covers all of it."""
 
 from __future__ import annotations
 

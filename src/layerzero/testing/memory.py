@@ -15,7 +15,7 @@ from layerzero.testing.single_run import tensors
 
 
 def _room(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Memory around a tensor's own: NaN where there is one, so that results show who reads it."""
+    """Memory around a tensor's own: NaN where there is one, so that results show reads of it."""
     return tensor.new_full(tuple(shape), math.nan if tensor.is_floating_point() else 1)
 
 

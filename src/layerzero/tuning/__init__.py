@@ -7,12 +7,12 @@ Four rooms, each of which imports only those before it: ``predicting`` fits and 
 What leads to what, by module:
 
 - ``timing`` measures bursts; ``contest`` proves and times all kernels of one call with it; ``tune`` and ``bench`` hold
-  contests over the ``jobs`` that ``asked`` lists: shapes, cases, a ``grid``, or the ``manifest`` that ``record`` wrote.
-- ``rehearsal`` and ``child`` run what is new here in another process first; ``conditions`` says how the machine is.
-- ``winner`` hands times to ``store``, which keeps them as ``rows`` in the ``database`` (SQLite) and answers the engine.
-- ``learning`` and ``fitting`` make of rows what ``prediction`` gives for calls that nobody measured; ``prior`` has the
-  shipped times; ``weighing`` joins all of these into evidence; ``archive`` passes rows on.
-- ``files`` and ``records`` keep verdicts, first-run markers and suspects in a ``folder``; ``confirm`` clears suspects.
-- ``vetting`` asks ``child`` whether a kernel may be trusted; ``vet_later`` does so in the background.
-- ``online`` times a share of production's calls and tells where measured times have aged.
+  contests over ``jobs``: shapes, cases, a grid, or the manifest that ``lz.record`` wrote.
+- ``rehearsal`` and ``child`` run what is new here in another process first.
+- ``winner`` hands times to ``store``, which keeps them in the ``database`` (SQLite) and answers the engine.
+- ``fitting`` makes of rows what ``prediction`` gives for calls that were not measured; ``prior`` has the shipped times;
+  ``evidence`` joins all of these; ``archive`` passes rows on.
+- ``files`` and ``records`` keep verdicts, first-run markers and suspects in a ``folder``.
+- ``vetting`` finds out by a ``child`` whether a kernel may be trusted.
+- ``online`` times a share of production's calls and reports where measured times have aged.
 """

@@ -2,18 +2,18 @@
 
 Limits follow the packages' documentation and argument checks (flash_attn_interface.py and flash_api.cpp of both, commit
 0251105a of 2026-08-15, read 2026-11-21). Their causal mask is aligned bottom-right, as LayerZero's is. Both have a
-backward pass that nobody has compared with the reference yet, so ``grad`` stays False.
-FlashAttention 3 uses Hopper's wgmma: sm_90 only, refused before and after (it fails to launch on sm_100 and sm_120).
-FlashAttention 2 has code for sm_100 and sm_120 since 2.7.4, which is therefore the oldest version that is accepted.
-On ROCm the package runs Composable Kernel; that half is declared from its sources (MI200 to MI355, RDNA 3 and 4, head
-dimensions up to 256, softcap ignored) and has not been run.
+backward pass that was not compared with the reference yet, so ``grad`` stays False. FlashAttention 3 uses Hopper's
+wgmma: sm_90 only, refused before and after (it fails to launch on sm_100 and sm_120). FlashAttention 2 has code for
+sm_100 and sm_120 since 2.7.4, which is therefore the oldest version that is accepted. On ROCm the package runs
+Composable Kernel; that half is declared from its sources (MI200 to MI355, RDNA 3 and 4, head dimensions up to 256,
+softcap ignored) and has not been run.
 
 What FlashAttention 4 compiled is kept for other processes in its package's own persistent cache, by its own key. The
-package leaves it off: FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 turns it on, below the system's folder
-for temporary files. Kernels here use the same class in a copy of the package's function, whatever the variable says, so
-that a child process can compile for this one and nothing compiles again after a restart. Where the user turned it on,
-or named a folder (FLASH_ATTENTION_CUTE_DSL_CACHE_DIR), it is that one; else one in the user's own cache, since others
-may write among temporary files, and what lies there is run.
+package leaves it off: FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 turns it on, below the system's folder for temporary
+files. Kernels here use the same class in a copy of the package's function, whatever the variable says, so that a child
+process can compile for this one and nothing compiles again after a restart. Where the user turned it on, or named a
+folder (FLASH_ATTENTION_CUTE_DSL_CACHE_DIR), it is that one; else one in the user's own cache, since others may write
+among temporary files, and what lies there is run.
 
 Read: flash_attn/cute/cache_utils.py of flash-attn-4 4.0.0b36 (2026-11-22). Entries lie in a folder for the fingerprint
 of the package's sources, Python's, CUTLASS's and tvm_ffi's version; each is moved into place whole, and one that does
@@ -43,7 +43,7 @@ NAME = "flash_attention_cute_dsl_cache"
 
 
 def cache_folder() -> Path | None:
-    """Where the package's entries lie; none where nobody says who the user is."""
+    """Where the package's entries lie; none where the user's home is unknown."""
     named = os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
     if named is not None:
         return Path(named)
@@ -185,10 +185,10 @@ def _shifted_lse(facts: Facts) -> Reason | None:
     """Under a causal mask it adds slope * column in place of -slope * distance: each row is shifted by a constant."""
     if facts["alibi_slopes"] == "none" or not facts["return_lse"] or facts.get("causal") is not True:
         return None
-    return Reason(ReasonCode.LSE_UNSUPPORTED, "return_lse", "False beside alibi_slopes and causal", True)
+    return Reason(ReasonCode.LSE_UNSUPPORTED, "return_lse", "False with alibi_slopes and causal", True)
 
 
-ALIBI_WITHOUT_LSE = limit.Custom("no log-sum-exp beside alibi_slopes and causal", _shifted_lse)
+ALIBI_WITHOUT_LSE = limit.Custom("no log-sum-exp with alibi_slopes and causal", _shifted_lse)
 """What FlashAttention 2 cannot give, in its own package and in others that ship it."""
 
 

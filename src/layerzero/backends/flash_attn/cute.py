@@ -2,7 +2,8 @@
 
 Read: flash_attn/cute of flash-attn-4 4.0.0b36 (2026-11-21). Limits are the checks of its interface.py; declared are
 Hopper, and Blackwell's data-centre parts with tcgen05. Its kernels for sm_80 and sm_120 are slower copies of
-FlashAttention 2's and not declared. Values wider than keys are accepted there and not here, where nobody compared them.
+FlashAttention 2's and not declared. Values wider than keys are accepted there and not here, where they were not
+compared.
 
 The package's own Python takes 78 us a call (H200 host, 2026-11-21): it derives a compile key of 70 entries each time.
 What it derives follows from shapes, strides and arguments. So the first call of some shapes and strides goes through
@@ -10,8 +11,7 @@ the package, a recorder in place of its table of compiled functions writes down 
 the next calls alike call that function with their own tensors. A decode step has a new length, for which its first
 layer asks the package again: another plan for it would cost 2 ms. The recorder stands in a copy of the package's
 function: nothing of the package changes. No keys are split between blocks: Hopper's kernels cannot, and a split is two
-functions.
-What it compiled serves other processes, too (``attention``).
+functions. What it compiled serves other processes, too (``attention``).
 Library: flash-attn-4 4.0, BSD-3-Clause.
 """
 
@@ -168,7 +168,7 @@ def _build_key(facts: Facts) -> Hashable:
 
 
 def _blackwell_dims(facts: Facts) -> Reason | None:
-    """Widths up to 128, or 192 beside 128, or 256."""
+    """Widths up to 128, or 192 with 128, or 256."""
     widths = facts.size("head_dim"), facts.size("value_dim")
     if max(widths) <= 128 or widths in ((192, 128), (256, 256)):
         return None
@@ -234,7 +234,7 @@ KERNELS = (
         limit.arch(min=(10, 0), max=(11, 9)),
         limit.instruction("tcgen05.mma"),
         limit.Custom(
-            "head_dim: at most 128, or 192 beside a value_dim of 128, or 256",
+            "head_dim: at most 128, or 192 with a value_dim of 128, or 256",
             _blackwell_dims,
         ),
     ),

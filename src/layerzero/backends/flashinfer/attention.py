@@ -240,7 +240,7 @@ def _window(facts: Facts) -> Reason | None:
     masked = facts["attn_mask"] != "none"
     if window is None or (not masked and (facts.size("seq_q") == 1 or window[1] in (-1, 0))):
         return None
-    return Reason(ReasonCode.WINDOW_UNSUPPORTED, "window", "None beside a mask, or (left, 0) or (left, -1)", window)
+    return Reason(ReasonCode.WINDOW_UNSUPPORTED, "window", "None with a mask, or (left, 0) or (left, -1)", window)
 
 
 def _mask_for_all_heads(facts: Facts) -> Reason | None:
@@ -260,14 +260,14 @@ def _dims(facts: Facts) -> Reason | None:
     return Reason(ReasonCode.HEAD_DIM_INVALID, "head_dim", wanted, f"{widths[0]} with a value_dim of {widths[1]}")
 
 
-TEMPLATE_DIMS = limit.Custom("head_dim: 64, 128 or 256, or 192 beside a value_dim of 128", _dims)
+TEMPLATE_DIMS = limit.Custom("head_dim: 64, 128 or 256, or 192 with a value_dim of 128", _dims)
 
 _TENSORS = ("query", "key", "value")
 _ARGUMENTS = ("causal", "scale", "window", "softcap", "return_lse")
 _SHARED = (
     limit.dtype("float16", "bfloat16"),
     limit.positive("scale"),
-    limit.Custom("window: (left, 0) or (left, -1), none beside a mask", _window),
+    limit.Custom("window: (left, 0) or (left, -1), none with a mask", _window),
     limit.aligned(16, *_TENSORS),
 )
 _TEMPLATES = (

@@ -2,7 +2,8 @@
 
 The same that its MultiLevelCascadeAttentionWrapper does, which returns no log-sum-exp. Both plans live on a step. Its
 merge takes log-sum-exps in base 2 as (tokens, heads), and says NaN where neither part saw a key: there they are finite.
-Read: cascade.py of flashinfer-python 0.7.2.post1. Library: flashinfer-python 0.7.2, Apache-2.0; arXiv:2501.01005.
+Read: cascade.py of flashinfer-python 0.7.2.post1.
+Library: flashinfer-python 0.7.2, Apache-2.0; arXiv:2501.01005.
 
 FlashInfer's prefill on decode (POD): decodes and prefills of a mixed step in one launch, each on its own plan.
 
@@ -50,7 +51,7 @@ from layerzero.ops.paged.step import StepMetadata
 
 _LN_2, _LOG2_E = math.log(2.0), math.log2(math.e)
 _NOTHING = -1e30
-"""What stands for -inf in its merge: beside it any other part has all the weight, and two of them make it again."""
+"""What stands for -inf in its merge: next to it any other part has all the weight, and two of them make it again."""
 
 
 class _Cascade:
@@ -136,7 +137,7 @@ def _merged_heads(facts: Facts) -> Reason | None:
     most = 8 * 1024 // facts.size("value_dim")
     if facts.size("heads") <= most:
         return None
-    return Reason(ReasonCode.CONSTRAINT_FAILED, "heads", f"at most {most} beside this value_dim", facts.size("heads"))
+    return Reason(ReasonCode.CONSTRAINT_FAILED, "heads", f"at most {most} with this value_dim", facts.size("heads"))
 
 
 def _merge_built(facts: Facts) -> bool:

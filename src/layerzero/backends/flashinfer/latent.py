@@ -1,7 +1,7 @@
 """FlashInfer's latent decode over pages: FlashAttention 2 and 3 templates that read both planes through two pointers.
 
 It plans on the host, from lengths there: once a step for all layers, in every call without one. A capturable step plans
-into fixed buffers. A plan is told the scale and whether a log-sum-exp is wanted, so both are in its name. Where head
+into fixed buffers. A plan takes the scale and whether a log-sum-exp is wanted, so both are in its name. Where head
 counts do not fill a tile it refuses some lengths of several causal queries, hence the limit.
 Read: mla/_batch_mla of flashinfer-python 0.7.2.post1, BatchMLAPagedAttentionWrapper.
 Library: flashinfer-python 0.7.2, Apache-2.0; arXiv:2501.01005.

@@ -33,7 +33,7 @@ NO_POSITIONS = 0
 
 
 class Variant(NamedTuple):
-    """What a call asks of a module beside shapes."""
+    """What a call needs of a module besides shapes."""
 
     causal: bool
     left: int

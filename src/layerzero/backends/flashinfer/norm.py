@@ -4,11 +4,10 @@
 always the module's, called without the operator registration around it (9 us a call through that, an H200 host,
 2026-11-21). Limits follow csrc/norm.cu and include/flashinfer/norm.cuh: float16 and bfloat16 only, a dtype that is read
 off the input and never compared with the weight's; row starts are computed in 32 bits; the last stride must be 1, which
-that of a single element need not be.
-Its fused_add_rmsnorm writes the norm over its input: norm.add_rms.inplace. For norm.add_rms it would need a copy of the
-input first: two launches that move six times the tensor. Adding and then normalising are two launches that move it five
-times, and they normalise the sum as it was rounded. Its layernorm wants float32 weights beside bfloat16 data, which
-norm.layer does not have.
+that of a single element need not be. Its fused_add_rmsnorm writes the norm over its input: norm.add_rms.inplace. For
+norm.add_rms it would need a copy of the input first: two launches that move six times the tensor. Adding and then
+normalising are two launches that move it five times, and they normalise the sum as it was rounded. Its layernorm takes
+float32 weights with bfloat16 data, which norm.layer does not have.
 
 FlashInfer's gates, called as the modules that it compiles with nvcc on first use: one for each activation.
 
@@ -21,9 +20,8 @@ FlashInfer's product for a few rows, TensorRT-LLM's tinygemm: bfloat16, 16 outpu
 
 One module, compiled with nvcc on first use and called directly, not through ``flashinfer.gemm.tinygemm_bf16`` and its
 checks of every call. Read: flashinfer-python 0.7.2, gemm/routergemm.py and csrc/tinygemm2.cu: dense tensors through TMA
-descriptors, made on the host for each call, so they begin at 16 bytes; inputs in steps of 64, outputs of 16; the
-launch does not set the device. It is never told to start early: its documentation says that it hangs beside kernels
-that do not.
+descriptors, made on the host for each call, so they begin at 16 bytes; inputs in steps of 64, outputs of 16; the launch
+does not set the device. It never starts early (PDL): its documentation says that it hangs next to kernels that do not.
 Library: flashinfer-python 0.7.2, Apache-2.0.
 """
 

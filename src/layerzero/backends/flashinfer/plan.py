@@ -1,8 +1,8 @@
 """FlashInfer's plans for batches: which tile works where, made once for a shape and kept.
 
 Read: BatchPrefillWithRaggedKVCacheWrapper.plan of flashinfer-python 0.7.2.post1, and the planners in
-include/flashinfer/attention/scheduler.cuh (2026-11-21). The wrapper would hold 8 MiB for each plan; what a plan takes
-is asked of the library, or bounded by what its planner writes.
+include/flashinfer/attention/scheduler.cuh (2026-11-21). The wrapper would hold 8 MiB for each plan; the library says
+what a plan takes, or what its planner writes bounds it.
 
 Memory of the host in which FlashInfer writes a plan, kept from being written again before the device has read it.
 
@@ -54,7 +54,7 @@ def _plan(
     queries, keys = (torch.arange(batch + 1, dtype=torch.int32) * length for length in (seq_q, seq_k))
     lengths = torch.full((batch,), seq_k, dtype=torch.int32)
     shape = (batch * seq_q, batch, heads, kv_heads, 1, False, head_dim, value_dim, causal, left)
-    splitting = (-1, False, 0, 0) if backend == "fa2" else ()  # no fixed size, allowed, no blocks beside, not uniform
+    splitting = (-1, False, 0, 0) if backend == "fa2" else ()  # no fixed size, allowed, no further blocks, not uniform
     with torch.cuda.device(index):
         device = torch.device("cuda", index)
         if backend == "fa2":

@@ -42,7 +42,7 @@ from layerzero.ops.paged.step import StepMetadata
 
 
 def _told(facts: Facts) -> dict[str, Any]:
-    """What a plan is told: of queries in one dtype, and a cache in another."""
+    """What a plan takes: of queries in one dtype, and a cache in another."""
     return arguments_of(facts) | {"kv_data_type": facts.tensors["key_cache"].dtype}
 
 
@@ -76,7 +76,7 @@ def _load_decode(facts: Facts, tensor_cores: bool) -> Callable[..., Any]:
         *,
         return_lse: bool = False,
         step: StepMetadata | None = None,
-        **_: Any,  # what acts on the scores, which the plan was told
+        **_: Any,  # what acts on the scores, which the plan has
     ) -> Any:
         if step is None:
             planned: Planned = planned_alone(here(owner, query), StepMetadata(block_tables, context_lens), make)

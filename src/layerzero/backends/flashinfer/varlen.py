@@ -45,7 +45,7 @@ _LN_2 = math.log(2.0)
 
 
 def arguments_of(facts: Facts) -> dict[str, Any]:
-    """What a plan is told of a call, beside its lengths."""
+    """What a plan takes of a call, besides its lengths."""
     variant, dtype = Variant.of(facts), facts["dtype"]
     return {
         "num_qo_heads": facts.size("heads"),
@@ -190,7 +190,7 @@ class _Split:
 
 
 def of_decode(arguments: dict[str, Any], page_size: int) -> dict[str, Any]:
-    """What a plan for one query a sequence is told, of what one for several is told."""
+    """What a plan for one query a sequence takes, of what one for several takes."""
     kept = {name: value for name, value in arguments.items() if name not in ("head_dim_qk", "head_dim_vo", "causal")}
     return kept | {"head_dim": arguments["head_dim_qk"], "page_size": page_size}
 
@@ -284,7 +284,7 @@ def _left_window(facts: Facts) -> Reason | None:
     window: Any = facts["window"]
     if window is None or facts["causal"] is True or window[1] in (-1, 0):
         return None
-    return Reason(ReasonCode.WINDOW_UNSUPPORTED, "window", "(left, 0) or (left, -1), or any beside causal", window)
+    return Reason(ReasonCode.WINDOW_UNSUPPORTED, "window", "(left, 0) or (left, -1), or any with causal", window)
 
 
 _SHARED: tuple[Limit, ...] = (

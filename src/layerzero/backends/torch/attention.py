@@ -1,7 +1,7 @@
 """PyTorch's own attention kernels on the CPU, and its unfused one that runs everywhere, called as its operators.
 
 Where a mask is -inf for every key, a query gives 0. Models also hide a row by the least number of a dtype, for every
-key: scores vanish beside -3.4e38, and all keys get equal shares. Fused kernels form these shares anew in their
+key: scores vanish next to -3.4e38, and all keys get equal shares. Fused kernels form these shares anew in their
 backward, from a log-sum-exp that holds no more than the mask's number there. Each share is then 1: gradients were 12
 times as large as they should be of 13 keys (CPU, torch 2.13, ``F.scaled_dot_product_attention`` as well, 2026-11-24).
 
@@ -38,10 +38,10 @@ from layerzero.ops.attention.layout import by_group
 from layerzero.ops.attention.limits import LseWithoutGradient, SdpaEnabled, SquareCausal
 
 _LOST = -1e3
-"""Beside a larger number than this a log-sum-exp in float32 keeps what it adds to it to four digits."""
+"""Next to a larger number than this a log-sum-exp in float32 keeps what it adds to it to four digits."""
 
 _ABSORBING = -1e20
-"""Scores vanish beside numbers below, in float32 and in float64."""
+"""Scores vanish next to numbers below, in float32 and in float64."""
 
 
 def loses_log_sums(mask: Tensor) -> bool:
@@ -131,7 +131,7 @@ def short_mask(seq_q: int, seq_k: int, dtype: torch.dtype, *, causal: bool) -> T
 
 
 def gives_no_lse(facts: Facts) -> bool:
-    """Whether ``F.scaled_dot_product_attention`` gives what is asked for: it has no log-sum-exp to give."""
+    """Whether ``F.scaled_dot_product_attention`` gives the wanted results: it has no log-sum-exp to give."""
     return not facts["return_lse"]
 
 
@@ -140,11 +140,11 @@ def positive_beside_causal(facts: Facts) -> Reason | None:
     scale = facts["scale"]
     if facts.get("causal") is not True or not isinstance(scale, (int, float)) or scale > 0:
         return None
-    return Reason(ReasonCode.CONSTRAINT_FAILED, "scale", "above 0 beside causal", scale)
+    return Reason(ReasonCode.CONSTRAINT_FAILED, "scale", "above 0 with causal", scale)
 
 
 def _readable_mask(facts: Facts) -> Reason | None:
-    """The kernel reads a float32 mask beside a float64 query as if it were float64, beyond its end."""
+    """The kernel reads a float32 mask with a float64 query as if it were float64, beyond its end."""
     if facts["dtype"] is not torch.float64 or facts["mask_dtype"] != "float32":
         return None
     return Reason(ReasonCode.ATTN_MASK_UNSUPPORTED, "attn_mask", "float64 like the query", "float32")

@@ -174,7 +174,7 @@ def _efficient_dropout(facts: Facts) -> Reason | None:
     most = facts.device.max_grid[2] if facts.device.max_grid else None
     if most is None or not facts["dropout_p"] or (batch := facts.size("batch")) <= most:
         return None
-    return Reason(ReasonCode.CUDA_GRID_DIM_EXCEEDED, "grid.z", f"at most {most} beside dropout", f"{batch} (batch)")
+    return Reason(ReasonCode.CUDA_GRID_DIM_EXCEEDED, "grid.z", f"at most {most} with dropout", f"{batch} (batch)")
 
 
 def _efficient_bfloat16(facts: Facts) -> Reason | None:

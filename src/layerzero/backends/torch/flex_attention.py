@@ -127,7 +127,7 @@ def _load(facts: Facts) -> Callable[..., Any]:
     ) -> Tensor:
         if on_cpu and not math.isfinite(query.sum(dtype=torch.float32) + key.sum(dtype=torch.float32)):
             # the CPU's kernel takes a row of NaN for one without keys, and gives 0
-            return attention_reference(  # type: ignore[return-value]  # the log-sum-exp is not asked for
+            return attention_reference(  # type: ignore[return-value]  # without the log-sum-exp
                 query,
                 key,
                 value,
@@ -156,7 +156,7 @@ def _built(facts: Facts, device: torch.device) -> Runner:
         if ranged and key not in _BUILT and (noted := found(_name(facts))):
             _BUILT[key] = _runner(noted[0][1])
         if key not in _BUILT:
-            # in a thread of its own: autocast, inference mode and other state of the caller's belong to him
+            # in a thread of its own: autocast, inference mode and other state belong to the caller's
             with ThreadPoolExecutor(1) as other:
                 build = _for_a_range if ranged else _for_exact_sizes
                 _BUILT[key] = other.submit(build, facts, device, dtype, sizes).result()
@@ -225,7 +225,7 @@ def _no_guards(guards: Sequence[Any], known: object) -> int:
 
 
 def _for_exact_sizes(facts: Facts, device: torch.device, dtype: torch.dtype, sizes: dict[str, int]) -> Runner:
-    """Compile for the very sizes; other ones raise in it, and nothing else is asked."""
+    """Compile for the very sizes; other ones raise in it, without further checks."""
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         traced: Any = torch.compile(_attention, fullgraph=True, dynamic=False)

@@ -87,7 +87,7 @@ def _bound(facts: Facts, operation: Operation, axes: tuple[int, ...], **extra: o
             _BUILT[key] = [(top, _loaded(path, device)) for top, path in noted]
         if key not in _BUILT:
             formula = _Formula(operation, extra)
-            # in a thread of its own: autocast, inference mode and other state of the caller's belong to his
+            # in a thread of its own: autocast, inference mode and other state belong to the caller's
             with ThreadPoolExecutor(1) as other:
                 parts = other.submit(_build, formula, facts, device, axes, rows, low).result()
             note(_name(operation, facts), parts)
@@ -137,18 +137,18 @@ def loaded(path: Path, index: int = -1) -> Any:
 
 
 NOTES = "built"
-"""The folder of the notes, beside the artefacts: what was built for which class, by a name that needs no compiler.
+"""The folder of the notes, next to the artefacts: what was built for which class, by a name that needs no compiler.
 
 A note lists the artefacts of a class, each with the largest row length that it serves. It counts as long as all exist.
 """
 
 
 def cache_folder() -> Path:
-    """Where the artefacts lie, in Inductor's cache, as torch 2.13 names it; asked without importing Inductor."""
+    """Where the artefacts lie, in Inductor's cache, as torch 2.13 names it; found without importing Inductor."""
     return _folder_in(os.environ.get("TORCHINDUCTOR_CACHE_DIR"))
 
 
-@functools.cache  # asked at each miss; torch, too, keeps the folder that it names by the user
+@functools.cache  # called at each miss; torch, too, keeps the folder that it names by the user
 def _folder_in(named: str | None) -> Path:
     if named is None:
         try:
@@ -160,7 +160,7 @@ def _folder_in(named: str | None) -> Path:
     return Path(named).absolute() / "layerzero"
 
 
-@functools.lru_cache(4096)  # asked at each miss
+@functools.lru_cache(4096)  # called at each miss
 def name_of(made_of: tuple[object, ...], *sources: str) -> str:
     """The name of a build: another one for other versions of torch, another processor, or other code in these files."""
     here = torch.__version__, torch.version.git_version, torch.backends.cpu.get_cpu_capability()
@@ -184,7 +184,7 @@ def found(name: str) -> list[tuple[int, Path]]:
     """The artefacts of a build, if all of them exist; else none."""
     folder = cache_folder()
     try:
-        with open(_place(folder, NOTES, name), encoding="utf-8") as file:  # noqa: PTH123  # asked at each miss
+        with open(_place(folder, NOTES, name), encoding="utf-8") as file:  # noqa: PTH123  # called at each miss
             noted: list[tuple[int, str]] = json.load(file)
         parts = [(int(top), folder / Path(file).name) for top, file in noted]
     except (OSError, ValueError, TypeError):  # none, or a damaged one: it is built anew
@@ -287,7 +287,7 @@ def _load_add_rms_norm(facts: Facts) -> Callable[..., Any]:
 
     def add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> Tensor:
         output = run([epsilon, input.view(-1, hidden), residual.view(-1, hidden), weight])[0]
-        increment_version(residual)  # whoever saved it for a backward pass must hear that it changed
+        increment_version(residual)  # a backward pass that saved it must know
         return output.view(input.shape)
 
     return add_rms_norm

@@ -64,7 +64,7 @@ def _built(facts: Facts) -> list[Callable[[list[Tensor]], list[Tensor]]]:
         if name not in _BUILT:
             parts = found(name)
             if not parts:
-                # in a thread of its own: autocast, inference mode and other state of the caller's belong to him
+                # in a thread of its own: autocast, inference mode and other state belong to the caller's
                 with ThreadPoolExecutor(1) as other:
                     parts = other.submit(_build, facts).result()
                 note(name, parts)

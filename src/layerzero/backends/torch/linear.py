@@ -177,7 +177,7 @@ _PACKED = ("packed", "packed_up", "packed_q")
 
 
 def own(facts: Facts) -> bool:
-    """Whether torch's own products are a champion: of weights that nobody packed, and on all but AMD's processors.
+    """Whether torch's own products are a champion: of weights that are not packed, and on all but AMD's processors.
 
     Packed weights on those are another thing: zentorch is made for them, and took 0.4 to 1.0 of oneDNN's time on two.
     """
@@ -206,7 +206,7 @@ _DENSE_BIAS = limit.contiguous("bias")  # it reads one element after the other, 
 
 
 def _load(facts: Facts) -> Callable[..., Any]:
-    """Written over the activation where nobody records gradients, as the activations' own kernels are."""
+    """Written over the activation where no gradient is recorded, as the activations' own kernels are."""
     linear, after = linear_for(facts), FUNCTIONS[str(facts["activation"])]
     in_place, joined = not facts["requires_grad"], facts["operation"] == "mlp.fused.joined"
 

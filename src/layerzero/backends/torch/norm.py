@@ -20,7 +20,7 @@ from layerzero.core.reasons import Reason, ReasonCode
 
 
 def _infinite_float64(facts: Facts) -> Reason | None:
-    """On a GPU a float64 row with an infinity ends in NaN, not in 0 beside it (H200, torch 2.11, 2026-11-21)."""
+    """On a GPU a float64 row with an infinity ends in NaN, not in 0 next to it (H200, torch 2.11, 2026-11-21)."""
     if facts.device.platform == "cpu" or facts["dtype"] is not torch.float64:
         return None
     return Reason(ReasonCode.DTYPE_UNSUPPORTED, "dtype", "float32, float16 or bfloat16 on a GPU", "float64")

@@ -75,7 +75,7 @@ def _load_scaled(facts: Facts) -> Callable[..., Any]:
 def e2m1_by_bits(quotients: Tensor) -> Tensor:
     """Codes of the nearest e2m1 numbers of float32, of two as near the even one: its own bits, rounded to one of 23.
 
-    Below 1 the numbers are halves, which float32 rounds to beside 2^22. It takes 0.06 of the time of comparisons.
+    Below 1 the numbers are halves, which float32 rounds to near 2^22. It takes 0.06 of the time of comparisons.
     """
     size = quotients.abs().clamp_(max=E2M1_LARGEST)
     bits = size.view(torch.int32)

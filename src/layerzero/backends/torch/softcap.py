@@ -8,23 +8,22 @@ call only keys that a piece of the queries can see are read. The group's queries
 head, where Transformers' eager attention repeats keys and values. Scores are in float32 for 16-bit inputs, too: one of
 30 in bfloat16 is off by up to 0.06. For those a sigmoid stands for the tangent: ``c * tanh(x) + c = 2c * sigmoid(2x)``,
 and a softmax does not see the constant; the tangent takes float32 2.4 ms for 2^20 scores, twice what it takes bfloat16
-(one thread of an AMD EPYC, 2026-11-23). A float32 does see it, as ``c * 2^-23``: a wide cap
-keeps the tangent.
+(one thread of an AMD EPYC, 2026-11-23). A float32 does see it, as ``c * 2^-23``: a wide cap keeps the tangent.
 
-Attention with a softcap or with sinks on a GPU by torch's operators: beside a mask, and where no library is.
+Attention with a softcap or with sinks on a GPU by torch's operators: with a mask, and where no library is.
 
-What a batch with padding asks for of Gemma 2 and GPT-OSS: kernels of FlashAttention and FlashInfer take their softcap
-or their sinks, and no mask beside it. Scores are formed in float32 (one of 30 in bfloat16 is off by up to 0.06) by a
-product of 16-bit tensors, the group's queries as rows of one product with their key head, and changed in place; nothing
-is repeated or widened, and nothing is read on the host. Sinks are one more column of the scores.
+What a batch with padding needs of Gemma 2 and GPT-OSS: kernels of FlashAttention and FlashInfer take their softcap or
+their sinks, and no mask with it. Scores are formed in float32 (one of 30 in bfloat16 is off by up to 0.06) by a product
+of 16-bit tensors, the group's queries as rows of one product with their key head, and changed in place; nothing is
+repeated or widened, and nothing is read on the host. Sinks are one more column of the scores.
 
-Beside what models' own eager attention takes the device of an H200 (bfloat16, masks of bools; torch 2.11, 2026-11-24):
-45 us of 218 for a token of 8 sequences of 1024 keys with Gemma 2's heads and softcap, 570 of 713 for 8 prompts of 512,
-938 of 1073 for one of 2048; with GPT-OSS's heads and sinks 31 of 244 and 1701 of 2759 (36 and 1444
-with four launches more, of which a step of the model waits for its host). Fewer scores at once are slower: 2^24 take
-1295 us where 2^26 take 1136 (a mask of floats).
+Compared with what models' own eager attention takes the device of an H200 (bfloat16, masks of bools; torch 2.11,
+2026-11-24): 45 us of 218 for a token of 8 sequences of 1024 keys with Gemma 2's heads and softcap, 570 of 713 for 8
+prompts of 512, 938 of 1073 for one of 2048; with GPT-OSS's heads and sinks 31 of 244 and 1701 of 2759 (36 and 1444 with
+four launches more, of which a step of the model waits for its host). Fewer scores at once are slower: 2^24 take 1295 us
+where 2^26 take 1136 (a mask of floats).
 
-Sinks beside a kernel that knows none: one more logit a head, which all keys share their sum with.
+Sinks around a kernel that knows none: one more logit a head, which all keys share their sum with.
 Library: torch >= 2.10, BSD-3-Clause.
 """
 
@@ -48,9 +47,9 @@ from layerzero.ops.attention.limits import SdpaEnabled, SquareCausal
 ROWS = 128
 """Queries whose scores are in memory at once."""
 WIDE_CAP = 1e3
-"""From here on the constant beside a sigmoid costs scores more than 1e-4: 0.04 of a result at 1e6, 0.5 at 1e7."""
+"""From here on the constant next to a sigmoid costs scores more than 1e-4: 0.04 of a result at 1e6, 0.5 at 1e7."""
 LEAST_CAP, MOST_CAP = 1e-6, 1e30
-"""Caps whose reciprocal leaves queries in the range of float32; nobody means others."""
+"""Caps whose reciprocal leaves queries in the range of float32; others have no use."""
 
 
 def _load_sinks(facts: Facts) -> Callable[..., Any]:
@@ -293,7 +292,7 @@ def _needs_more(facts: Facts) -> Reason | None:
 def _workspace(facts: Facts) -> int:
     """Scores, what softmax makes of them, that in 16 bits, and which are hidden; keys and values that lie otherwise.
 
-    And the queries and the result of a piece, beside those of all.
+    And the queries and the result of a piece, besides those of all.
     """
     batch, seq_k, widths = facts.size("batch"), facts.size("seq_k"), facts.size("head_dim") + facts.size("value_dim")
     of_one = batch * facts.size("heads") * (seq_k + TAIL)
@@ -309,7 +308,7 @@ def with_sinks(output: Tensor, lse: Tensor, sinks: Tensor, *, return_lse: bool) 
     Shapes: output (..., H, S, D), lse (..., H, S), sinks (H,) → output, or (output, lse).
     """
     logits = sinks.to(lse.dtype).unsqueeze(-1)
-    # -inf as the least number there is: no key beside it is a share of 0, and any key one of 1
+    # -inf as the least number there is: no other key has a share of 0, and any key one of 1
     share = torch.sigmoid(lse - logits.nan_to_num(nan=torch.nan, posinf=torch.nan))
     output.mul_(share.unsqueeze(-1))
     return (output, torch.logaddexp(lse, logits)) if return_lse else output

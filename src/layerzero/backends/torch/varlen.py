@@ -225,7 +225,7 @@ def _no_gradient_of_sinks(facts: Facts) -> Reason | None:
     """Sinks act on a log-sum-exp, which has no gradient here."""
     if facts["sinks"] == "none" or not facts["requires_grad"]:
         return None
-    return Reason(ReasonCode.GRAD_UNSUPPORTED, "sinks", "none beside gradients", "given")
+    return Reason(ReasonCode.GRAD_UNSUPPORTED, "sinks", "none with gradients", "given")
 
 
 def longest_or(promised: int | None, tokens: int) -> int:
@@ -281,7 +281,7 @@ def lse_of_tokens(output: Tensor, lse: Tensor) -> Tensor:
 
 
 def _gives_no_lse(facts: Facts) -> bool:
-    """Whether torch's public way gives what is asked for."""
+    """Whether torch's public way gives the wanted results."""
     return not facts["return_lse"]
 
 

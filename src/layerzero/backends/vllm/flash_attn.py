@@ -1,6 +1,6 @@
 """FlashAttention 2 and 3 as vLLM ships them, called as torch operators without importing vLLM.
 
-The operators lie in two shared libraries beside the ``vllm`` package. Their argument order is that of
+The operators lie in two shared libraries in the ``vllm`` package. Their argument order is that of
 vllm_flash_attn/flash_attn_interface.py in vllm 0.20.0 and of the schemas in the libraries; limits are the checks in
 hopper/flash_api.cpp and csrc/flash_attn/flash_api.cpp of vllm-project/flash-attention (read 2026-11-21).
 
@@ -182,7 +182,7 @@ def _load_v2(facts: Facts) -> Callable[..., Any]:
     return v2
 
 
-FITTING_VALUES = "value_dim: like head_dim, or 97 to 128 beside a head_dim of 129 to 192"
+FITTING_VALUES = "value_dim: like head_dim, or 97 to 128 with a head_dim of 129 to 192"
 
 
 def fitting_values(facts: Facts) -> Reason | None:
@@ -190,7 +190,7 @@ def fitting_values(facts: Facts) -> Reason | None:
     head_dim, value_dim = facts.size("head_dim"), facts.size("value_dim")
     if head_dim == value_dim or (128 < head_dim <= 192 and 96 < value_dim <= 128) or head_dim <= 64:
         return None
-    wanted = f"{head_dim} like head_dim, or 97 to 128 beside a head_dim of 129 to 192, or any beside one of at most 64"
+    wanted = f"{head_dim} like head_dim, or 97 to 128 with a head_dim of 129 to 192, or any with one of at most 64"
     return Reason(ReasonCode.HEAD_DIM_INVALID, "value_dim", wanted, value_dim)
 
 

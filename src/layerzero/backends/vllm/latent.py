@@ -2,11 +2,10 @@
 
 FlashMLA reads one tensor of 64 tokens a page, latent and rotated parts in one, for equally many queries a sequence; how
 it splits them it computes on the device in the first call of a step, and the other layers take that over. A capturable
-step shares nothing: what a graph replays follows the lengths that are there then.
-FlashAttention 3, which takes the latent query beside the rotated one (``q_v``), is left out: rows of a page beyond a
-sequence's length count 0 times their value there, so a NaN in memory that nobody wrote becomes the result (seen with
-vllm 0.20.0 on an H200, 2026-11-23: 72 of 96 calls whose pages held NaN there).
-Argument orders are those of flash_mla_interface.py in vllm 0.20.0.
+step shares nothing: what a graph replays follows the lengths that are there then. FlashAttention 3, which takes the
+latent query with the rotated one (``q_v``), is left out: rows of a page beyond a sequence's length count 0 times their
+value there, so a NaN in unwritten memory becomes the result (seen with vllm 0.20.0 on an H200, 2026-11-23: 72 of 96
+calls whose pages held NaN there). Argument orders are those of flash_mla_interface.py in vllm 0.20.0.
 Library: vllm 0.20, Apache-2.0; FlashMLA, MIT.
 """
 

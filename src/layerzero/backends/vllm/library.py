@@ -1,4 +1,4 @@
-"""vLLM's compiled operators on CUDA, loaded as libraries beside an installed vllm, which is never imported.
+"""vLLM's compiled operators on CUDA, loaded as libraries of an installed vllm, which is never imported.
 
 ``import vllm`` takes seconds and sets up logging, plugins and a platform. Each library is built for one torch.
 """
@@ -40,7 +40,7 @@ def _backend(summary: str, *flags: str) -> Backend:
 
 
 STABLE = "_C_stable_libtorch"
-"""The library that adds CUTLASS' products to ``torch.ops._C``, as a fragment beside what its owner registers."""
+"""The library that adds CUTLASS' products to ``torch.ops._C``, as a fragment next to what its owner registers."""
 
 VLLM = _backend("The CUDA operators of the vLLM server", "deterministic")
 VLLM_FLASH_ATTN_2 = _backend("FlashAttention 2 as vLLM ships it", "jit")
@@ -60,8 +60,8 @@ def has_machine_code_of_v2(facts: Facts) -> bool:
 def driver_cache() -> Path | None:
     """Where the CUDA driver keeps what it compiled of PTX, by its own key; none where it keeps nothing.
 
-    What a child compiled is noted there, so that no later process compiles it again: until 2026-11-23 every one spent a
-    minute of its background on it. The driver drops what is oldest beyond CUDA_CACHE_MAXSIZE (1 GB).
+    What a child compiled is noted there, so that no later process compiles it again: until 2026-11-23 every one took a
+    minute of its background for it. The driver drops what is oldest beyond CUDA_CACHE_MAXSIZE (1 GB).
     Source: CUDA programming guide 13.0, environment variables.
     """
     if os.environ.get("CUDA_CACHE_DISABLE") == "1":
@@ -111,7 +111,7 @@ def operators(library: str, namespace: str, owner: str = "") -> Any:
     """``torch.ops.<namespace>`` of a library, named by its path within the package.
 
     vLLM's build for CPUs owns ``torch.ops._C``, too. Loading a second owner ends the process from a static initialiser,
-    so who is there is asked first. Raises: ImportError if the library is absent, or the name space another one's.
+    so an owner is looked for first. Raises: ImportError if the library is absent, or the name space another one's.
     """
     mark = _MARKS.get(owner or namespace)
     if mark is None or not torch._C._dispatch_has_kernel(mark):
@@ -123,7 +123,7 @@ def operators(library: str, namespace: str, owner: str = "") -> Any:
         stable = beside / library.replace("_C.abi3.so", f"{STABLE}.abi3.so")
         path = next((each for each in (beside / library, stable) if each.exists()), None)
         if path is None:
-            raise ImportError(f"wanted {library} beside {spec.origin}, got none: a vllm without CUDA kernels")
+            raise ImportError(f"wanted {library} next to {spec.origin}, got none: a vllm without CUDA kernels")
         torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
     if mark is not None and not torch._C._dispatch_has_kernel_for_dispatch_key(mark, "CUDA"):
         raise ImportError(f"{mark} is another library's, without CUDA kernels (vLLM's for CPUs); a process holds one")

@@ -1,4 +1,4 @@
-"""vLLM's RMS norm, loaded as an operator library beside an installed vllm, which is never imported.
+"""vLLM's RMS norm, loaded as an operator library of an installed vllm, which is never imported.
 
 ``import vllm`` takes seconds and sets up logging, plugins and a platform; ``vllm/_C.abi3.so`` alone registers the same
 ``torch.ops._C``. It is built for one torch. Limits follow csrc/layernorm_kernels.cu: inputs of two to four axes with
@@ -8,7 +8,7 @@ Its fused_add_rms_norm writes the norm over its input: norm.add_rms.inplace. For
 the input first, which costs more than the addition does: see FlashInfer's. 5.0 us at 1 x 4096, 23.8 at 4096 x 4096
 (bfloat16, H200, 2026-11-21).
 
-vLLM's activations on CUDA, loaded as an operator library beside an installed vllm, which is never imported.
+vLLM's activations on CUDA, loaded as an operator library of an installed vllm, which is never imported.
 
 Read: the operators that ``vllm/_C.abi3.so`` of 0.20.0 defines, and csrc/activation_kernels.cu. They read dense rows,
 whatever the strides say; where a row is whole vectors of 16 bytes they load those from wherever the data begins, so it

@@ -1,21 +1,21 @@
-"""vLLM's rotary embedding, loaded as an operator library beside an installed vllm, which is never imported.
+"""vLLM's rotary embedding, loaded as an operator library of an installed vllm, which is never imported.
 
 Limits follow csrc/pos_encoding_kernels.cu of 0.20.0: it works in place, a block for each token, reads one joined table
 in float32 (it would convert another one on every call, whole) and int64 positions, computes in float32, steps over the
-heads of keys by the head stride of the query, and wants heads that are a multiple of kv heads.
-Conforms on an H200 (torch 2.11, 2026-11-22).
+heads of keys by the head stride of the query, and wants heads that are a multiple of kv heads. Conforms on an H200
+(torch 2.11, 2026-11-22).
 
 vLLM's rotation of copies, then its write into the slots of a paged cache; see ``rope.py`` and ``paged.py`` here.
 
 Its rotation works in place and its append reads dense tokens, so queries and keys are copied first: four launches.
 FlashInfer's fused append of Q | K | V wants page tables in place of slots, for two pairs of head counts, and what it
-has for float8 rounds queries, too (``ops/rope_append/packed_steps.py``): neither is one of these operations.
-Into a cache of the queries' dtype it conforms on an H200 (torch 2.11, 2026-11-22); into one of float8 it was right in
-the few random calls there that had one scale for all keys and one for all values (2026-11-23).
+has for float8 rounds queries, too (``ops/rope_append/packed_steps.py``): neither is one of these operations. Into a
+cache of the queries' dtype it conforms on an H200 (torch 2.11, 2026-11-22); into one of float8 it was right in the few
+random calls there that had one scale for all keys and one for all values (2026-11-23).
 
 vLLM's norm and rotation of each head: one launch over a joined tensor, or its norm and its rotation, three launches.
 
-Loaded as an operator library beside an installed vllm, which is never imported. Limits follow
+Loaded as an operator library of an installed vllm, which is never imported. Limits follow
 csrc/fused_qknorm_rope_kernel.cu of 0.20: one contiguous tensor (T, (H + K + V) * D) whose first H + K heads it
 normalises and rotates in place, a warp a head, in float32 up to the store; float16 and bfloat16, heads of 64, 128 and
 256 entries, weights of the dtype of the tensor, int64 positions, a joined table of any floating dtype; offsets in 32
@@ -219,7 +219,7 @@ FUSED_LIMITS = (
     limit.equal("rotary_dim", "head_dim"),
     limit.contiguous("q_weight", "k_weight"),
 )
-"""What the fused operator demands, whoever joins its tensor."""
+"""What the fused operator demands, however its tensor is joined."""
 
 
 KERNELS = (
@@ -299,7 +299,7 @@ KERNELS = (
         limits=(
             *FUSED_LIMITS,
             HEADS_DIVIDE,
-            ElementsBelow(2**30, ("batch", "seq", "heads", "head_dim")),  # and at most as many keys beside them
+            ElementsBelow(2**30, ("batch", "seq", "heads", "head_dim")),  # and at most as many keys
         ),
         device_guard=True,
         # it was the best at 1 to 16384 tokens of three shapes; FlashInfer's took 1.9 to 3.5 times as long at 16384

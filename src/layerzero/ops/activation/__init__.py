@@ -1,4 +1,4 @@
-"""Activations, of one tensor and of a gate beside what it lets through."""
+"""Activations, of one tensor and of a gate with what it lets through."""
 
 from __future__ import annotations
 

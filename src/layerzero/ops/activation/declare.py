@@ -166,7 +166,7 @@ _MAX_ELEMENTS = {"cuda": 2**27, "cpu": 2**21}
 
 
 def _sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
-    """Every size of a kind of device; of the sizes that were asked for."""
+    """Every size of a kind of device; of the wanted sizes."""
     kind = device if device in _SWEEP_ROWS else "cpu"
     if not narrow.keys() <= {"rows", "features"}:
         return

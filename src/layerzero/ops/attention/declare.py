@@ -102,7 +102,7 @@ def has_bias_grad(arguments: Mapping[str, Any], *names: str) -> bool:
 
 
 def _axes(decode: bool) -> tuple[Axis, ...]:
-    """What sizes mean; one query fills no tile, so that decode's lengths are told exactly."""
+    """What sizes mean; one query fills no tile, so that decode's lengths are exact."""
     return (
         Axis("batch", scales=True, live=True, beside=True, apart=True),
         *HEADS,

@@ -1,4 +1,4 @@
-"""Axis letters of attention, the rules that decide a layout nobody named, and heads seen as queries.
+"""Axis letters of attention, the rules that decide an unnamed layout, and heads seen as queries.
 
 B batch, S sequence, H heads, D head dim. ``BSHD`` is the layout that attention's schemas are written in.
 """
@@ -42,12 +42,11 @@ def _consistent(layout: str, query: Sequence[int], key: Sequence[int], value: Se
 
 
 def resolve(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> str:
-    """Decide a layout that nobody named; empty where both readings fit, since a guess would be wrong in silence.
+    """Decide an unnamed layout; empty where both readings fit, since a guess would be wrong in silence.
 
     What the shapes prove (one reading divides heads, the other does not), then what is plausible (one reading has at
-    most 256 heads). The larger of the two axes is never taken for the sequence: for a decode query of shape
-    (B, 1, H, D) that would be wrong. Nor do strides decide: a view with swapped axes may have been dense in either
-    layout before.
+    most 256 heads). The larger of the two axes is never taken for the sequence: for a decode query of shape (B, 1, H,
+    D) that would be wrong. Nor do strides decide: a view with swapped axes may have been dense in either layout before.
     Shapes: all four-dimensional. When axes 1 and 2 of query and key are all 1 long, both readings are one computation.
     """
     readings = [layout for layout in LAYOUTS if _consistent(layout, query, key, value)]

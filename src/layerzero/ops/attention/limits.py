@@ -128,7 +128,7 @@ class LseWithoutGradient(Limit):
     def check(self, facts: Facts) -> Findings:
         if not (facts["return_lse"] and facts["requires_grad"]):
             return NOTHING
-        return violated(ReasonCode.GRAD_UNSUPPORTED, "return_lse", "False beside gradients", True)
+        return violated(ReasonCode.GRAD_UNSUPPORTED, "return_lse", "False with gradients", True)
 
     def describe(self) -> str:
         return "no gradient through the log-sum-exp"
@@ -190,7 +190,7 @@ class DenseTokens(Limit):
 
 
 def torch_alone(facts: Facts) -> tuple[str, tuple[str, ...]] | None:
-    """Who wants torch's plain formulas and nothing else switches off all that is fused: other libraries are, too."""
+    """A user of torch's plain formulas alone switches off all fused kernels, and so those of other libraries, too."""
     disabled: frozenset[str] = facts["sdpa_disabled"]  # type: ignore[assignment]
     return ("the caller's sdpa_kernel context, which allows math alone", ("torch",)) if disabled >= _FUSED else None
 

@@ -184,7 +184,7 @@ def with_lse(output: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, tor
 def attention_fake(
     query: torch.Tensor, _: torch.Tensor, value: torch.Tensor, *__: object, return_lse: bool = False, **___: object
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Results of any attention, nothing computed: the third tensor has the output's width, in a cache or beside keys.
+    """Results of any attention, nothing computed: the third tensor has the output's width, in a cache or with keys.
 
     Shapes: query (*, S, H, D), value (..., D_v) → (*, S, H, D_v), log-sum-exp (*, H, S)
     """

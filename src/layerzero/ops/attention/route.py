@@ -107,20 +107,20 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend from query to key and value with the fastest kernel that is valid for this call.
 
-    Shapes: query (B, S_q, H, D), key (B, S_k, K, D), value (B, S_k, K, D_v) in BSHD, axes 1 and 2 swapped in BHSD;
-        H a multiple of K; the output has the query's layout, shape (B, S_q, H, D_v).
+    Shapes: query (B, S_q, H, D), key (B, S_k, K, D), value (B, S_k, K, D_v) in BSHD, axes 1 and 2 swapped in BHSD; H a
+        multiple of K; the output has the query's layout, shape (B, S_q, H, D_v).
     Dtype: all three the same floating dtype; the output has it too.
     Args:
         causal: hide keys in the future; aligned bottom-right when S_q != S_k. None, the default, is True without
-            ``attn_mask``, and False beside one: a mask alone says everything.
+            ``attn_mask``, and False with one: a mask alone says everything.
         scale: factor on the scores, 1/sqrt(D) by default.
         layout: ``"BSHD"`` or ``"BHSD"``. Without it the configured default decides, then the shapes, where one reading
             alone has head counts that divide, or that are at most 256. Where both fit, it is an error.
-        attn_mask: broadcastable to (B, H, S_q, S_k); bool, True attends; or float, added to scores.
-            ``causal=True`` beside it is an error: put the causal part into the mask.
+        attn_mask: broadcastable to (B, H, S_q, S_k); bool, True attends; or float, added to scores. ``causal=True``
+            with it is an error: put the causal part into the mask.
         dropout_p: probability of dropping an attention weight.
-        window: (left, right) keys around the query's own position that it sees, itself excluded from the count;
-            -1 is unbounded.
+        window: (left, right) keys around the query's own position that it sees, itself excluded from the count; -1 is
+            unbounded.
         softcap: ``c * tanh(score / c)`` on the scores.
         sinks: (H,), one extra logit a head.
         alibi_slopes: (H,) or (B, H).

@@ -1,4 +1,4 @@
-"""The attention calls that are worth measuring where nobody says which: sizes between which times can be predicted.
+"""The attention calls that are worth measuring by default: sizes between which times can be predicted.
 
 Batches and contexts go in steps of four over what models do, lengths of prefill in steps of two, where kernels overtake
 each other; for the head counts of common models. On a GPU, every other length of prefill and the contexts of the middle

@@ -32,7 +32,7 @@ SWITCH = "enable_gqa is neither True nor False"
 TRACED = "torch.jit.trace is at work, which sees torch's operators alone"
 NESTED = "a tensor is nested; lz.ragged_attention takes sequences of several lengths one after the other"
 RANK = "a tensor has other than four axes; pass query, key and value as (B, H, S, D)"
-TWO_MASKS = "attn_mask stands beside is_causal=True; put the causal part into the mask"
+TWO_MASKS = "attn_mask comes with is_causal=True; put the causal part into the mask"
 FLAT_MASK = "attn_mask has fewer than two axes; pass attn_mask[None]"
 EMPTY = "a tensor has no elements, so that there is nothing to choose"
 BROADCAST = "batches, or heads and lengths of key and value, differ; expand them to equal sizes"
@@ -147,7 +147,7 @@ def stock(
             query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=grouped
         )
 
-    def run_transposed() -> torch.Tensor:  # whoever has such tensors pays for their views in each call
+    def run_transposed() -> torch.Tensor:  # such tensors cost their views in each call
         output = functional.scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),

@@ -112,7 +112,7 @@ def _check_values(
     layout: str = "NHD",
     **_: object,
 ) -> list[Check]:
-    """Values on the device, beside places and counts: what was promised of tables and lengths."""
+    """Values on the device, besides places and counts: what was promised of tables and lengths."""
     page_size = key_cache.shape[layout.index("N") + 1]
     found = paged.check_pages(key_cache, block_tables, context_lens, step)
     return found + _shared_checks(block_tables, context_lens, shared_blocks, page_size)

@@ -46,7 +46,7 @@ def merge_attention_states(output_a: Tensor, lse_a: Tensor, output_b: Tensor, ls
 
 
 def _work(facts: Mapping[str, Any]) -> Work:
-    """Two outputs read, one written, three numbers a head and token beside."""
+    """Two outputs read, one written, and three numbers a head and token."""
     rows = facts["tokens"] * facts["heads"]
     return Work(3.0 * rows * facts["value_dim"], float(rows * (3 * facts["value_dim"] * facts["dtype"].itemsize + 12)))
 

@@ -191,7 +191,7 @@ def _problems(arguments: dict[str, Any]) -> list[str]:
         problems.append(f"weight: wanted a row for each id, got shape {tuple(weight.shape)}")
     if padding is not None and shard and padding < 0:
         problems.append(
-            f"padding_idx: wanted an id of the vocabulary, 0 and above beside vocab_start, got {told(padding)}"
+            f"padding_idx: wanted an id of the vocabulary, 0 and above with vocab_start, got {told(padding)}"
         )
     if padding is not None and not shard and not -vocab <= padding < vocab:
         problems.append(f"padding_idx: wanted {-vocab} to {vocab - 1}, a row of weight, got {told(padding)}")

@@ -59,7 +59,7 @@ def grouped_linear(input: Tensor, weight: Tensor, group_ends: Tensor, *, bias: T
 
 
 def _check_values(input: Tensor, group_ends: Tensor, **_: object) -> list[Check]:
-    """Values on the device, beside counts: groups follow one another, and the last ends with the rows."""
+    """Values on the device, besides counts: groups follow one another, and the last ends with the rows."""
     rows = input.shape[0]
 
     def falls(_: tuple[int, ...], got: tuple[int, ...]) -> str:

@@ -216,7 +216,7 @@ class CacheUsage:
 
     Attributes:
         strategy: how its memory is laid out.
-        pages, free_pages, shared_pages: all pages, those that nobody has, those that several sequences have.
+        pages, free_pages, shared_pages: all pages, free ones, those that several sequences have.
         page_size: tokens of a page.
         tokens: tokens of all sequences on the device, a shared one once.
         sequences, swapped: sequences on the device, and on the host.

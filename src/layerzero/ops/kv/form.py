@@ -1,4 +1,4 @@
-"""What a cache is asked to be, checked before memory is taken: its sizes, and the tensors of a layer by layout."""
+"""The form of a cache, checked before memory is taken: its sizes, and the tensors of a layer by layout."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def latent_planes(page_size: int, dims: tuple[int, int], dtype: torch.dtype) -> 
 def scale_planes(page_size: int, kv_heads: int) -> tuple[Plane, ...]:
     """A scale for each token and head, tokens first whatever the layout; below 0 until it is set.
 
-    Codes that were written by it are read as NaN. With 0 in its place those of int8 were read as 0, and nobody knew.
+    Codes that were written by it are read as NaN. With 0 in its place those of int8 were read as 0, silently.
     """
     sizes = (page_size, kv_heads), 1, torch.float32
     return tuple(Plane(name, *sizes, empty=-math.inf) for name in ("key_scale", "value_scale"))
@@ -124,7 +124,7 @@ def form_of(
     captured: bool,
     scales: str | None,
 ) -> Form:
-    """Check what a cache is asked to be, and choose its strategy.
+    """Check the form of a cache, and choose its strategy.
 
     Raises: InvalidCallError for sizes that mean nothing; KVCacheError for a strategy that cannot be had.
     """
@@ -139,7 +139,7 @@ def form_of(
         problems += _size_problems({"kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim})
     else:
         if kv_heads is not None or head_dim is not None or value_dim is not None:
-            problems.append("latent: wanted no kv_heads, head_dim and value_dim beside it, got some")
+            problems.append("latent: wanted no kv_heads, head_dim and value_dim with it, got some")
         if not isinstance(latent, (tuple, list)) or len(latent) != 2:
             problems.append(f"latent: wanted two widths such as (512, 64) or None, got {told(latent)}")
         else:
@@ -172,7 +172,7 @@ def form_of(
     if choice.strategy is KVCacheStrategy.PAGED:
         if pages is not None:
             if max_length is not None:
-                wanted = "wanted None beside pages, which say how many tokens fit"
+                wanted = "wanted None with pages, which say how many tokens fit"
                 problems.append(f"max_length: {wanted}, got {max_length}")
         elif max_sequences is not None and max_length is not None:
             pages = max_sequences * -(-max_length // page_size)

@@ -92,7 +92,7 @@ class CacheLayer(PagedCache):
         scales = {name: planes.get(name) for name in ("key_scale", "value_scale")}
         super().__init__(planes["keys"], planes["values"], layout, **scales)
 
-    def __getattr__(self, name: str) -> Any:  # asked for what a closed cache has no more
+    def __getattr__(self, name: str) -> Any:  # for what a closed cache has no more
         raise KVCacheError(GONE) if name in ("keys", "values", "key_scale", "value_scale") else AttributeError(name)
 
     def __repr__(self) -> str:
@@ -257,7 +257,7 @@ class LatentLayer(_Planes):
         """Both planes with an axis for their one head, of a call that has neither another cache nor another layout."""
         problems = []
         if given["value_cache"] is not MISSING:
-            problems.append("value_cache: wanted nothing beside a cache of latent attention, got one")
+            problems.append("value_cache: wanted nothing with a cache of latent attention, got one")
         if given["layout"] != _OF_ONE_HEAD:
             problems.append(f"layout: wanted {_OF_ONE_HEAD!r} or nothing, got {told(given['layout'])}")
         if problems:

@@ -1,8 +1,8 @@
 """Which pages each sequence has: a book on the host, which touches no memory of the cache itself.
 
-A page is shared by as many sequences as its count of users says. Whoever writes into a page that others use gets one of
-its own first, so that what others read never changes. Every change is planned as a whole before any of it is made.
-Sequences that begin with the same pages are grouped, for attention that reads these once.
+A page is shared by as many sequences as its count of users says. A sequence that writes into a page that others use
+gets a page of its own first, so that what others read never changes. Every change is planned as a whole before any of
+it is made. Sequences that begin with the same pages are grouped, for attention that reads these once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Entry:
 
     Pages are an array of int32, as a row of a block table is: a step copies it, whatever its length.
 
-    ``returned`` counts how often it gave tokens back: whoever knows older tables knows pages that may be another's.
+    ``returned`` counts how often it gave tokens back: older tables name pages that may be another's.
     """
 
     pages: array[int] = field(default_factory=lambda: array("i"))
@@ -63,16 +63,16 @@ class Book:
         self._free = list(range(pages))
         self._names = 0
         self.returned = 0
-        """How often any sequence gave tokens back: as long as that stays, nobody has to ask them one by one."""
+        """How often any sequence gave tokens back: as long as that stays, they need no look one by one."""
 
     @property
     def free(self) -> list[int]:
-        """Numbers of the pages that nobody has, in order."""
+        """Numbers of the free pages, in order."""
         return sorted(self._free)
 
     @property
     def free_count(self) -> int:
-        """How many pages nobody has."""
+        """How many pages are free."""
         return len(self._free)
 
     def add(self, name: Hashable | None) -> Hashable:
@@ -160,7 +160,7 @@ class Book:
             raise KVCacheError(problem, ReasonCode.KV_CACHE_EXHAUSTED)
 
     def take(self) -> int:
-        """The lowest page that nobody has, for one user."""
+        """The lowest free page, for one user."""
         page = heapq.heappop(self._free)
         self.users[page] = 1
         return page
@@ -171,7 +171,7 @@ class Book:
         return [self.take() for _ in range(count)]
 
     def give(self, page: int) -> bool:
-        """One user less; whether nobody has the page now."""
+        """One user less; whether the page is free now."""
         self.users[page] -= 1
         if self.users[page]:
             return False
@@ -189,7 +189,7 @@ class Book:
         return made
 
     def shrink(self, entry: Entry, tokens: int) -> list[int]:
-        """Forget the tokens behind the first so many; the pages that nobody has now."""
+        """Forget the tokens behind the first so many; the pages that are free now."""
         keep = self._blocks(tokens)
         gone, entry.pages = entry.pages[keep:], entry.pages[:keep]
         entry.returned += tokens < entry.length
@@ -198,7 +198,7 @@ class Book:
         return [page for page in gone if self.give(page)]
 
     def remove(self, name: Hashable) -> list[int]:
-        """Take a sequence out of the book; the pages that nobody has now."""
+        """Take a sequence out of the book; the pages that are free now."""
         entry = self.known(name)
         gone = self.shrink(entry, 0)
         del self.entries[name]
@@ -230,8 +230,8 @@ class PrefixGroup:
     """Sequences whose tables begin alike.
 
     Attributes:
-        sequences: their names, in the order in which they were asked about.
-        rows: their places in what was asked about.
+        sequences: their names, in the order of the query.
+        rows: their places in the query.
         shared_blocks: how many first pages all of them share, each full; 0 for a sequence that shares none.
     """
 

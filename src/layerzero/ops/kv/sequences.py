@@ -357,14 +357,14 @@ class CachedSequences(Bundle):
             raise KVCacheError("wanted a step made since pages moved, got one from before; writing() begins another")
         if step.is_aborted:
             raise KVCacheError("wanted a step that was not aborted, got one that was; writing() begins another")
-        if step.returned == self._book.returned:  # nearly always
+        if step.returned == self._book.returned:  # almost always
             return
         if any(entry.returned != count for entry, count in step.known):
             got = "got one that was freed, truncated or swapped out"
             raise KVCacheError(f"wanted a step whose sequences are as they were, {got}; writing() begins another")
 
     def close(self) -> None:
-        """Give all memory back. Whatever is asked of the cache or its layers afterwards is an error that says so."""
+        """Give all memory back. Any later use of the cache or its layers is an error that says so."""
         with self._lock:
             if self._closed:
                 return

@@ -179,7 +179,7 @@ class PackedStep:
     def fill(self, pages: Sequence[array[int]], lens: Sequence[int], counts: Sequence[int]) -> tuple[Tensor, ...]:
         """Write the numbers of a step and send them; lengths, and starts where there are any, as tensors on the host.
 
-        Those are copies in pageable memory: who sends them on, without waiting, has them staged before it returns.
+        Those are copies in pageable memory: a copy without waiting is staged before it returns.
         """
         turn = self._turn = 1 - self._turn
         if self._events:

@@ -74,7 +74,7 @@ class Fixed:
         """Nothing can be given back."""
 
     def close(self) -> None:
-        """Give the memory back once nobody has a view of it."""
+        """Give the memory back once no view of it is left."""
         self.layers = []
 
 
@@ -161,7 +161,7 @@ class Virtual(Fixed):
 
         Raises: KVCacheError with VIRTUAL_MEMORY_EXHAUSTED; what was mapped for it is unmapped then.
         """
-        if tokens <= self._room[page] and page not in self._coming:  # nearly always
+        if tokens <= self._room[page] and page not in self._coming:  # almost always
             return
         coming = self._coming.pop(page, None)
         if coming is not None and self._wanted(tokens) > self._has[page]:
@@ -215,7 +215,7 @@ class Virtual(Fixed):
         return KVCacheError(problem, ReasonCode.VIRTUAL_MEMORY_EXHAUSTED)
 
     def trim(self, free: Iterable[int]) -> None:
-        """Unmap what pages have that nobody uses, after the device is done with them."""
+        """Unmap the memory of free pages, after the device is done with them."""
         for page in list(self._coming):
             self._coming.pop(page).exception()
         with self._lock:

@@ -1,6 +1,6 @@
 """How a cache's memory is laid out, chosen by facts: the four strategies and why each is taken or refused.
 
-Beside them what goes wrong with a cache that is no mistake in one argument: no room, a closed cache, two steps at once.
+Also what goes wrong with a cache that is no mistake in one argument: no room, a closed cache, two steps at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GONE = "wanted a cache that is there, got one that was closed; make another"
 
 
 class KVCacheError(LayerZeroError):
-    """A cache cannot do what was asked; nothing was written and nothing was lost.
+    """A cache cannot do this; nothing was written and nothing was lost.
 
     Attributes:
         problem: what was wanted, what came, and the next step.
@@ -85,7 +85,7 @@ def kv_cache_strategy(
         strategy: the one to take, whatever the facts say; None to choose.
         max_sequences: how many sequences there are at once, where each would have a row.
         captured: whether steps are replayed as CUDA graphs, so that addresses must stay.
-        paged: whether a number of pages was asked for.
+        paged: whether a number of pages was given.
         layout: of the cache: rows that grow have their tokens first.
         cuda: CUDA of the driver, 12040 for 12.4; the one that is here if None.
     Raises: KVCacheError for a strategy that cannot be had, with DRIVER_VERSION_UNSUPPORTED or KV_STRATEGY_UNSUPPORTED;
@@ -103,7 +103,7 @@ def kv_cache_strategy(
         if wanted in refused:
             reason = refused[wanted]
             raise KVCacheError(f"strategy={wanted.value!r}: {reason.message}", reason.code)
-        return StrategyChoice(wanted, "it was asked for", refused)
+        return StrategyChoice(wanted, "it was requested", refused)
     chosen, because = _by_facts(where, max_sequences, captured, paged, KVCacheStrategy.VIRTUAL in refused)
     return StrategyChoice(chosen, because, refused)
 
@@ -112,7 +112,7 @@ def _by_facts(
     device: torch.device, max_sequences: int | None, captured: bool, paged: bool, no_virtual: bool
 ) -> tuple[KVCacheStrategy, str]:
     if paged:
-        return KVCacheStrategy.PAGED, "a number of pages was asked for"
+        return KVCacheStrategy.PAGED, "a number of pages was given"
     if device.type == "cpu":
         return KVCacheStrategy.CONTIGUOUS, "the operating system maps a CPU's memory on demand as it is"
     if max_sequences is not None and max_sequences > MOST_ROWS and not captured:

@@ -1,4 +1,4 @@
-"""Multi-head latent attention over pages: one latent vector a token for keys and values, a rotated part beside it."""
+"""Multi-head latent attention over pages: one latent vector a token for keys and values, with a rotated part."""
 
 from __future__ import annotations
 

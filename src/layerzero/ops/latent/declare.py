@@ -126,7 +126,7 @@ def mla_attention(
 def _check_values(
     ckv_cache: Tensor, block_tables: Tensor, context_lens: Tensor, step: StepMetadata | None = None, **_: object
 ) -> list[Check]:
-    """Values on the device, beside places and counts: lengths within the step's bound, pages that have memory."""
+    """Values on the device, besides places and counts: lengths within the step's bound, pages that have memory."""
     return check_pages(ckv_cache, block_tables, context_lens, step)
 
 

@@ -106,7 +106,7 @@ Sweep = Callable[[str, Mapping[str, Sequence[int]]], Iterator[Case]]
 
 
 def sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
-    """Every product of a kind of device that does not take seconds; of the sizes that were asked for."""
+    """Every product of a kind of device that does not take seconds; of the wanted sizes."""
     kind = device if device in _ROWS else "cpu"
     if not narrow.keys() <= set(_AXES):
         return
@@ -137,7 +137,7 @@ def mlp_sweep(*, joined: bool) -> Sweep:
 def _pairs(
     usual: Sequence[tuple[int, int]], first: Sequence[int] | None, second: Sequence[int] | None
 ) -> Iterator[tuple[int, int]]:
-    """The usual pairs of sizes; every pair of those that were asked for, squares where one of the two was."""
+    """The usual pairs of sizes; every pair of the wanted ones, squares where one of the two was."""
     if first is None and second is None:
         yield from usual
     elif first is None or second is None:

@@ -52,9 +52,8 @@ _PLAIN = frozenset({Tensor, Parameter})
 class Glance:
     """What stood in a weight's memory when this was made.
 
-    It keeps that memory: who exchanges a weight's (``weight.data = other``) has the old one back once somebody looked
-    again and found it elsewhere. Memory that was given back below a weight (``untyped_storage().resize_(0)``) is not
-    looked into.
+    It keeps that memory: where a weight's was exchanged (``weight.data = other``), the old one is free after the next
+    look. Memory that was given back below a weight (``untyped_storage().resize_(0)``) is not looked into.
 
     Attributes:
         late: whether a part differed, where the words that each look compares did not: calls before may have missed it.
@@ -79,7 +78,7 @@ class Glance:
         self._stands = _stands(self._memory, places)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy's weight lies elsewhere: whoever keeps its glance looks anew."""
+        """A copy's weight lies elsewhere: its glance is taken anew."""
 
     @property
     def differs(self) -> bool:
@@ -173,10 +172,9 @@ class PackedWeight(Handle):
     """The packed forms of one weight, for every call of :func:`layerzero.linear` with that very tensor.
 
     Libraries compute faster on a weight whose elements lie in the order in which they read them. Making that order
-    takes longer than one product, so the caller says that a weight stays: he makes this once and passes it along.
+    takes longer than one product, so the caller says that a weight stays, by making this once and passing it along.
 
-        packed = lz.PackedWeight(layer.weight)
-        output = lz.linear(x, layer.weight, layer.bias, packed=packed)
+        packed = lz.PackedWeight(layer.weight) output = lz.linear(x, layer.weight, layer.bias, packed=packed)
 
     Nothing is packed until a kernel that wants it is chosen, on its first call; a call that another kernel wins packs
     nothing. Each kernel that packs keeps one copy of the weight (:attr:`bytes` says how much all of them take). The
@@ -187,8 +185,7 @@ class PackedWeight(Handle):
     of the memory, and on a CPU what stands there: torch does not count writes through ``weight.data`` or a NumPy array,
     those of other libraries, nor any into a tensor that was made in inference mode. One that changes most of the weight
     is seen at once, any other within 1024 calls: every sixteenth compares the checksum of a part. One on another device
-    is not seen: call :meth:`refresh` after it.
-    Calls that record gradients of the weight take kernels that do not pack.
+    is not seen: call :meth:`refresh` after it. Calls that record gradients of the weight take kernels that do not pack.
 
     Args:
         weight: (N, K), dense, floating as for :func:`layerzero.linear`, or int8 as for
@@ -257,7 +254,7 @@ class PackedWeight(Handle):
 
     @property
     def bytes(self) -> int:
-        """Memory that the packed forms take now, beside the weight itself."""
+        """Memory that the packed forms take now, besides the weight itself."""
         return sum(cast(Packing, slot).bytes for slot in tuple(self._slots.values()))
 
     @property

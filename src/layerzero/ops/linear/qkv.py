@@ -80,9 +80,9 @@ def qkv_linear(
         packed_q, packed_k, packed_v: the :class:`layerzero.PackedWeight` of each weight, as for
             :func:`layerzero.linear`; kernels that want them want all. They change no result.
     Returns: queries, keys and values; of a joined weight they may be views of one product, whose rows have gaps then.
-    Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for one of k_weight and v_weight without
-        the other, for kv_features beside three weights or none beside one, and for a packed weight of another tensor
-        or of one that was written into since.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for one of k_weight and v_weight without the
+        other, for kv_features with three weights or none with one, and for a packed weight of another tensor or of one
+        that was written into since.
     """
     if k_weight is None or v_weight is None:
         return pieces(_product(input, q_weight, q_bias), kv_features or 0)
@@ -196,7 +196,7 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
         operation, without = QKV, {"kv_features"}
         problems = [f"{name}: wanted a tensor, got None" for name in WEIGHTS if arguments[name] is None]
         if arguments["kv_features"] is not None:
-            problems.append(f"kv_features: wanted None beside three weights, got {told(arguments['kv_features'])}")
+            problems.append(f"kv_features: wanted None with three weights, got {told(arguments['kv_features'])}")
     else:
         operation, without = QKV_JOINED, {*WEIGHTS[1:], *BIASES[1:], "packed_k", "packed_v"}
         problems = [

@@ -60,7 +60,7 @@ def each_expert(
 ) -> Tensor:
     """The sum over a token's experts of its share times what ``visit`` gives for each expert's product and weight.
 
-    Every expert visits every token, and what was not asked for is left out: no value on the device decides what runs.
+    Every expert visits every token, and what was not wanted is left out: no value on the device decides what runs.
     """
     gate_up_weight, down_weight, gate_up_bias, down_bias = weights
     dtype = like.dtype

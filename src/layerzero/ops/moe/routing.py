@@ -87,7 +87,7 @@ NEAR = 1e-5
 """How near two scores are whose order float32 may change; sums of a probability and a bias are of order 1."""
 
 _LOWEST = -80.0
-"""Logits so far below the largest have a probability of nearly 0 in float32, and tie."""
+"""Logits so far below the largest have a probability of about 0 in float32, and tie."""
 
 _UNCOUNTED = 1e30
 """The error that a weight may have where another expert may have been chosen."""
@@ -129,7 +129,7 @@ def _slack(arguments: Mapping[str, Any]) -> Tensor:
 
 
 def _consistent(results: Sequence[tuple[Tensor, ...]], truth: tuple[Tensor, ...], given: Given) -> str:
-    """Weights are those of the experts beside them."""
+    """Weights are those of their experts."""
     arguments = given.basis
     weights, places = results[0]
     scores = scores_of(arguments["logits"], arguments.get("scoring", "softmax")).gather(-1, places.long())
@@ -153,7 +153,7 @@ JUDGES: Mapping[str, Judge] = {
         dict.fromkeys(_DTYPES, Tolerance(1e-6, NEAR)),
     ),
 }
-CONSISTENT = Property("weights are those of the experts beside them", _consistent, "they are read together")
+CONSISTENT = Property("weights are those of their experts", _consistent, "they are read together")
 
 
 SCORINGS = ("softmax", "sigmoid")
@@ -285,7 +285,7 @@ def _group_problems(arguments: dict[str, Any], experts: int) -> list[str]:
         return []
     if groups is None or top is None:
         missing, there = ("expert_groups", "top_groups") if groups is None else ("top_groups", "expert_groups")
-        return [f"{missing}: wanted a number beside {there}, got None: pass both or neither"]
+        return [f"{missing}: wanted a number with {there}, got None: pass both or neither"]
     if groups < 1 or experts % groups or experts // groups < 2:
         wanted = f"a divisor of the {experts} experts that leaves a group two or more"
         return [f"expert_groups: wanted {wanted}, got {groups}"]

@@ -3,7 +3,7 @@
 norm.rms              root mean square          norm.layer             mean and variance
 norm.add_rms          ``residual += input``, then norm.rms of the sum
 norm.add_rms.inplace  the same, its result written over the input: what serving frameworks call between two halves of a
-                      layer, where nobody reads either tensor again. Libraries have it as one kernel that moves four
+                      layer, where neither tensor is read again. Libraries have it as one kernel that moves four
                       times the tensor; a norm that leaves the input alone costs them a second launch.
 """
 
@@ -49,7 +49,7 @@ def norm_case(operation: str, rows: int, hidden: int) -> tuple[str, Case]:
 
 
 def _sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
-    """Every norm of a kind of device; none where sizes of attention are asked for."""
+    """Every norm of a kind of device; none for sizes of attention."""
     kind = device if device in _ROWS else "cpu"
     for rows in _ROWS[kind] if not narrow else ():
         for hidden in _HIDDEN[kind]:

@@ -113,7 +113,7 @@ class PagedCache(Bundle):
     def arguments_of(self, function: str, parameter: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Its tensors and its layout, with tables, lengths and starts of the step where the call names none.
 
-        Raises: InvalidCallError where it stands for anything but a cache, beside the tensors of another one, or in
+        Raises: InvalidCallError where it stands for anything but a cache, with the tensors of another one, or in
             another layout (KV_CACHE_LAYOUT_MISMATCH).
         """
         mine = {"key_cache": self.keys, "value_cache": self.values}
@@ -123,11 +123,11 @@ class PagedCache(Bundle):
         problems = [] if parameter in mine else [f"{parameter}: wanted a tensor, got a {type(self).__name__}"]
         for name, tensor in mine.items():
             if given.get(name) is not MISSING and given.get(name) is not self and given.get(name) is not tensor:
-                problems.append(f"{name}: wanted that of the same cache, or nothing beside it, got another")
+                problems.append(f"{name}: wanted that of the same cache, or nothing with it, got another")
         for name, scale in (("key_scale", self.key_scale), ("value_scale", self.value_scale)):
             if name in given and scale is not None:
                 if given[name] is not None and given[name] is not MISSING and given[name] is not scale:
-                    problems.append(f"{name}: wanted that of the cache, or nothing beside it, got another")
+                    problems.append(f"{name}: wanted that of the cache, or nothing with it, got another")
                 mine[name] = scale
         if problems:
             raise InvalidCallError(function, problems)

@@ -104,7 +104,7 @@ def paged_attention_reference(
 def check_pages(
     key_cache: Tensor, block_tables: Tensor, context_lens: Tensor, step: StepMetadata | None = None, **_: object
 ) -> list[Check]:
-    """Values on the device, beside places and counts: what the step says of them, and pages that have memory."""
+    """Values on the device, besides places and counts: what the step says of them, and pages that have memory."""
     found = [] if step is None else _check_step(context_lens, step)
     return found + lazy_cache.checks(key_cache, block_tables=block_tables, context_lens=context_lens)
 

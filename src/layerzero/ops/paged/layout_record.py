@@ -22,7 +22,7 @@ from layerzero.core.system import forking
 from layerzero.ops.paged import lazy_cache
 
 _LAYOUTS: dict[int, dict[int, str]] = {}
-"""By the address of a storage, and by who said so."""
+"""By the address of a storage, and by what recorded it."""
 
 
 class _Noted(NamedTuple):
@@ -155,7 +155,7 @@ def problems(tensors: Mapping[str, Tensor], layout: str) -> list[str]:
 
 
 def _has_none(tensor: Tensor) -> bool:
-    """Whether a tensor has no memory; a fake one warns where it is asked for its address."""
+    """Whether a tensor has no memory; a fake one warns where its address is read."""
     return tensor.is_meta or isinstance(tensor, FakeTensor) or not tensor.numel()
 
 

@@ -26,7 +26,7 @@ class Mapped(NamedTuple):
     """What of a range of addresses has memory, in tokens of its pages, which all layers have alike.
 
     Attributes:
-        rooms: tokens that each page has memory for, from its first; whoever maps memory writes here.
+        rooms: tokens that each page has memory for, from its first; written where memory is mapped.
         page_elements, token_elements: from one page to the next, and from one token.
         is_cpu: whether it is memory of a CPU, where every call looks.
     """
@@ -96,7 +96,7 @@ def checks(
     to_pages: Tensor | None = None,
     **_: object,
 ) -> list[Check]:
-    """Values on the device, beside places and counts: places that have memory. Those beyond the cache are not told."""
+    """Values on the device, besides places and counts: places that have memory, of those within the cache."""
     rooms = _rooms_of(key_cache)
     if not rooms:
         return []
@@ -135,13 +135,13 @@ def _mapped_of(cache: Tensor) -> Mapped | None:
 
 
 def _rooms_of(cache: Tensor) -> list[int] | None:
-    """Tokens that each page has memory for; None where nobody can say, or all of it is there."""
+    """Tokens that each page has memory for; None where that is unknown, or all of it is there."""
     mapped = _mapped_of(cache)
     return None if mapped is None else mapped.seen_in(cache)
 
 
 def _of(room: Tensor, pages: Tensor) -> Tensor:
-    """The rooms of pages; those that do not exist are told of elsewhere."""
+    """The rooms of pages; those that do not exist are reported elsewhere."""
     return room[pages.long().clamp(0, len(room) - 1)]
 
 

@@ -96,7 +96,7 @@ def _check_values(
     tree_mask: Tensor | None = None,
     **_: object,
 ) -> list[Check]:
-    """Values on the device, beside places and counts: starts that follow each other, what was promised, a tree."""
+    """Values on the device, besides places and counts: starts that follow each other, what was promised, a tree."""
     found = paged.check_pages(key_cache, block_tables, context_lens, step)
     found += checks("cu_seqlens_q", cu_seqlens_q, len(query), max_seqlen_q)
     found += [] if decodes is None else _decodes_checks(cu_seqlens_q, decodes)
@@ -179,7 +179,7 @@ def _scratch(sizes: Mapping[str, int]) -> int:
 
 
 def _guard(function: str, layout: str | None) -> Callable[..., None]:
-    """What every call is looked at for: starts that fit the tables, caches that nobody says are written otherwise.
+    """Checks of every call: starts that fit the tables, caches without a record of another layout.
 
     On a CPU also that a tree mask is one.
     """

@@ -5,7 +5,7 @@
 
 Operations of their own, so that no kernel for caches of the queries' dtype is ever offered one. A scale is one number,
 one a head, or one a token and head. Kernels that multiply float8 by float8 round queries and probabilities, too, which
-nobody gets who did not allow it (``narrow_query``).
+a caller has to allow (``narrow_query``).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def of_heads(scale: Tensor, kv_heads: int) -> Tensor:
 
 
 def by_key_head(tokens: Tensor, kv_heads: int) -> Tensor:
-    """Tokens (T, H, D) as a view (T, K, H / K, D): heads beside the others that read the same keys."""
+    """Tokens (T, H, D) as a view (T, K, H / K, D): heads next to the others that read the same keys."""
     return tokens.view(len(tokens), kv_heads, tokens.shape[1] // kv_heads, tokens.shape[2])
 
 
@@ -199,7 +199,7 @@ def divides(scale: Tensor, slot_mapping: Tensor) -> Tensor:
 
 
 def check_values(key_cache: Tensor, slot_mapping: Tensor, **named: Any) -> list[Check]:
-    """Values on the device, beside places: slots that have memory, scales that new tokens can be divided by."""
+    """Values on the device, besides places: slots that have memory, scales that new tokens can be divided by."""
     return lazy_cache.checks(key_cache, slot_mapping) + check_scales(slot_mapping, **named)
 
 
@@ -215,7 +215,7 @@ def check_scales(slot_mapping: Tensor, key_scale: Tensor, value_scale: Tensor, *
 
 
 def guard(function: str, layout: str | None) -> Callable[..., None]:
-    """What every call is looked at for: caches that nobody says are written otherwise, on a CPU scales as well."""
+    """Checks of every call: caches without a record of another layout, on a CPU scales as well."""
     caches = layout_record.guard(function, layout)
 
     def look(slot_mapping: Tensor, key_scale: Tensor, value_scale: Tensor, **tensors: Tensor) -> None:

@@ -144,7 +144,7 @@ def _problems_of_one(arguments: dict[str, Any]) -> list[str]:
         if arguments[name] is not None
     ]
     problems += [
-        f"{name}: wanted cu_seqlens_q beside it (0 to B for one token each), got None"
+        f"{name}: wanted cu_seqlens_q with it (0 to B for one token each), got None"
         for name in OF_FLOATS
         if arguments[name] is not None
     ]
@@ -162,7 +162,7 @@ def _has_codes(arguments: dict[str, Any]) -> bool:
 
 
 def _of_codes_alone(arguments: dict[str, Any]) -> list[str]:
-    """What was given as for a cache of codes beside one of floating numbers."""
+    """What was given as for a cache of codes, with one of floating numbers."""
     dtype = arguments["key_cache"].dtype
     if dtype in quantized.QUANTIZED or not dtype.is_floating_point:
         return []
@@ -212,7 +212,7 @@ def _problems_of_several(arguments: dict[str, Any]) -> list[str]:
 
 
 def _operation(arguments: dict[str, Any], *, coded: bool) -> Operation:
-    """By what the cache holds, by how many tokens a sequence has, by head counts, and by whether decodes are told."""
+    """By what the cache holds, by how many tokens a sequence has, by head counts, and by whether decodes are given."""
     if coded:
         return quantized.DECODE if arguments["cu_seqlens_q"] is None else quantized.PREFILL
     equal = arguments["query"].shape[-2] == arguments["key_cache"].shape[1 + arguments["layout"].index("H")]

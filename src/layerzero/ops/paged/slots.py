@@ -33,7 +33,7 @@ class SlotMapping:
 
     def update(self, handle: Handle) -> None:
         slots = self._compute(cast("StepMetadata", handle))
-        if slots.shape != self.slots.shape:  # starts on a device, which nobody gave on the host
+        if slots.shape != self.slots.shape:  # starts on a device, without a copy on the host
             raise InvalidCallError("StepMetadata.advance", [self.other_total(len(slots))])
         self.slots.copy_(slots, non_blocking=True)
 
@@ -190,8 +190,8 @@ def numpy_here() -> Any:
 def slots_of_rows(np: Any, table: Any, ends: Any, begins: Any, counts: Any, page_size: int, pages: int) -> Any:
     """The slots where each token has one; None else.
 
-    As one sum: if all tables were one row of pages, each would begin at a page. So what says that a token has a place
-    is asked of sequences, and one look at all pages says that they exist: negative ones are large without a sign.
+    As one sum: if all tables were one row of pages, each would begin at a page. So sequences say that a token has a
+    place, and one look at all pages says that they exist: negative ones are large without a sign.
     """
     capacity = table.shape[1] * page_size
     if not len(ends) or not capacity:
@@ -261,7 +261,7 @@ def raise_for_starts(starts: list[int]) -> None:
 
 
 def host_table_problems(tables: object, like: Tensor) -> list[str]:
-    """What is wrong with tables that a caller has on the host beside those on the device."""
+    """What is wrong with a caller's tables on the host, compared with those on the device."""
     if tables is None:
         return []
     if isinstance(tables, Tensor) and tables.device.type == "cpu" and tables.dtype is torch.int32:
@@ -284,7 +284,7 @@ class LateCount:
     A count on a GPU is copied behind the work that made it; the host knows it once it has arrived.
 
     Attributes:
-        is_late: whether something was counted on a GPU, so that it may be told by a later question.
+        is_late: whether something was counted on a GPU, so that a later query may report it.
     """
 
     def __init__(self) -> None:

@@ -27,12 +27,10 @@ class StepMetadata(Handle):
     all layers; without one, in every call. Between forward passes change the tensors in place, then call
     :meth:`advance`; making a new object each time is right as well, and pays for the slots' buffers again.
 
-        step = lz.StepMetadata(block_tables, context_lens, capturable=True)
-        for layer in layers:
-            lz.append_paged_kv_(k, v, layer.keys, layer.values, step.slot_mapping(page_size))
-            output = lz.paged_attention(q, layer.keys, layer.values, block_tables, context_lens, step=step)
-        context_lens += 1
-        step.advance()
+        step = lz.StepMetadata(block_tables, context_lens, capturable=True) for layer in layers:
+            lz.append_paged_kv_(k, v, layer.keys, layer.values, step.slot_mapping(page_size)) output =
+            lz.paged_attention(q, layer.keys, layer.values, block_tables, context_lens, step=step)
+        context_lens += 1 step.advance()
 
     A step of several tokens a sequence has ``cu_seqlens_q``, too; its slots are those of all tokens in their order.
 
@@ -42,12 +40,12 @@ class StepMetadata(Handle):
         cu_seqlens_q: (B + 1,) int32, where each sequence's new tokens begin, and the end of the last; one each if None.
         host: ``context_lens``, and ``cu_seqlens_q`` where there is one, as CPU tensors, where the caller has them: what
             plans on the host waits for no copy then. Their numbers are compared where both lie on the CPU.
-        max_context_len: upper bound of ``context_lens``, for kernels that split long sequences; what the tables hold
-            if None. A graph keeps the one that it was captured with.
+        max_context_len: upper bound of ``context_lens``, for kernels that split long sequences; what the tables hold if
+            None. A graph keeps the one that it was captured with.
         capturable: keep every buffer where it is, so that a captured CUDA graph can be replayed after ``advance``.
-        pages: pages of the caches; where it is given, a table that names another one is told of, too.
-        host_tables: ``block_tables`` as a CPU tensor, beside ``host`` and compared as that is: slots are made there
-            then, and take one copy.
+        pages: pages of the caches; where it is given, a table that names another one is reported, too.
+        host_tables: ``block_tables`` as a CPU tensor, with ``host`` and compared as that is: slots are made there then,
+            and take one copy.
     Raises: InvalidCallError for tensors that are no tables and lengths, for a bound or number of pages below 1, and for
         lengths beyond the bound, where they lie on the CPU or ``host`` brings them.
     """
@@ -160,7 +158,8 @@ class StepMetadata(Handle):
     def checks(self) -> list[Check]:
         """Values on the device, for debug mode: they are those that the host was given, or read when it planned.
 
-        So a step is found that nobody advanced after writes into tensors of inference mode, which torch does not count.
+        So a step is found that was not advanced after writes into tensors of inference mode, which torch does not
+        count.
         """
         names, read = ("block_tables", "context_lens", "cu_seqlens_q"), self._given or self.__dict__.get("host", ())
         told = (self._host_tables, *read, None, None)

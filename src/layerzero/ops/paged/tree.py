@@ -25,20 +25,20 @@ _MANY = 4096
 
 
 def shape_problems(mask: object, tokens: int, *, causal: object) -> list[str]:
-    """What is wrong with a tree mask as a tensor, and beside ``causal``."""
+    """What is wrong with a tree mask as a tensor, and with ``causal``."""
     if mask is None:
         return []
     if not isinstance(mask, Tensor) or mask.dtype is not torch.bool or mask.ndim != 2 or mask.shape[0] != tokens:
         got = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         return [f"tree_mask: wanted a bool tensor ({tokens}, columns), a row for each query, got {got}"]
-    return [] if causal is True else ["causal: wanted True beside tree_mask, whose tokens see nothing newer, got False"]
+    return [] if causal is True else ["causal: wanted True with tree_mask, whose tokens see nothing newer, got False"]
 
 
 def checks(mask: Tensor, starts: Tensor) -> list[Check]:
     """Rows that belong to no tree: each is its parent's row and the token itself. Nothing is read on the host.
 
-    A parent is the newest earlier token that is seen; who sees none begins a tree of its own. Beside starts that do
-    not fit the mask it means nothing, and is not told.
+    A parent is the newest earlier token that is seen; a token that sees none begins a tree of its own. With starts that
+    do not fit the mask it means nothing, and is not reported.
     """
     tokens, columns = mask.shape
     if not tokens or not columns or len(starts) < 2:
@@ -74,7 +74,7 @@ def value_problems(mask: Tensor, starts: Tensor) -> list[str]:
 
 
 class _Seen(NamedTuple):
-    """A mask that is one, beside its starts, and what both were then: how often written into, or a copy."""
+    """A mask that is one, its starts, and what both were then: how often written into, or a copy."""
 
     mask: weakref.ref[Tensor]
     starts: weakref.ref[Tensor]

@@ -1,4 +1,4 @@
-"""What a right rounding is: the reference's, or the number beside it where a quotient lies as good as between both."""
+"""What a right rounding is: the reference's, or its neighbour where a quotient lies as good as between both."""
 
 from __future__ import annotations
 

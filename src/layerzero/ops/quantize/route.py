@@ -179,7 +179,7 @@ def _granularity_problems(arguments: dict[str, Any], shape: tuple[int, ...]) -> 
     if per not in GRANULARITIES:
         return [f"per: wanted {', '.join(GRANULARITIES)}, got {told(per)}"]
     if arguments["scale"] is not None and (per != "tensor" or size is not None):
-        return ["per: wanted nothing beside scale, whose shape says what it is for, got per or block_size"]
+        return ["per: wanted nothing with scale, whose shape says what it is for, got per or block_size"]
     if per != "block":
         return [] if size is None else [f"block_size: wanted None with per={per!r}, got {told(size)}"]
     if type(size) is not int or not 1 <= size <= shape[-1] or shape[-1] % size:

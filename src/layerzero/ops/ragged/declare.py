@@ -79,7 +79,7 @@ def _work(facts: Mapping[str, Any]) -> Work:
 
 
 def _examples(case: Case, _: torch.dtype, device: torch.device, __: torch.Generator | None) -> dict[str, Any]:
-    """Sequences of unlike lengths, an empty one among many; the longest lengths are told, as every caller does."""
+    """Sequences of unlike lengths, an empty one among many; the longest lengths are passed, as every caller does."""
     size, sequences = case.sizes, max(case.sizes["starts"] - 1, 0)
     promised: Mapping[str, Any] = case.params
     starts = {

@@ -1,6 +1,6 @@
 """The mathematics of attention over sequences that lie one after the other, proofs by it, and torch's own way.
 
-A reference pads queries to the longest sequence: 64 decodes beside 8 chunks of 512 at 4096 keys wanted 58 GB (H200,
+A reference pads queries to the longest sequence: 64 decodes with 8 chunks of 512 at 4096 keys wanted 58 GB (H200,
 2026-11-23). A call that is too large for float64 is proved in pieces: queries end where their keys do, so that the last
 ones of a sequence are a call of their own.
 """

@@ -87,11 +87,11 @@ class RaggedMetadata(Handle):
 
 
 def host_problems(host: object, of: tuple[Tensor, ...]) -> list[str]:
-    """What is wrong with numbers that a caller has on the host beside those on the device."""
+    """What is wrong with a caller's numbers on the host, compared with those on the device."""
     if host is None:
         return []
     if isinstance(host, tuple) and len(host) == len(of):
-        for each, like in zip(host, of, strict=True):  # plain lines: this is asked every step
+        for each, like in zip(host, of, strict=True):  # plain lines: this runs at every step
             if not isinstance(each, Tensor) or not each.is_cpu:
                 break
             if each.dtype is not torch.int32 or each.shape != like.shape:
@@ -103,7 +103,7 @@ def host_problems(host: object, of: tuple[Tensor, ...]) -> list[str]:
 
 
 def _other_numbers(host: tuple[Tensor, ...], of: tuple[Tensor, ...]) -> list[str]:
-    """Where numbers on the host are others than those beside them; what lies on a device is not read."""
+    """Where numbers on the host differ from their counterparts; what lies on a device is not read."""
     return [
         f"host[{place}]: wanted the numbers that it stands for, {_few(like)}, got {_few(each)}"
         for place, (each, like) in enumerate(zip(host, of, strict=True))
@@ -112,7 +112,7 @@ def _other_numbers(host: tuple[Tensor, ...], of: tuple[Tensor, ...]) -> list[str
 
 
 def is_readable(numbers: Tensor) -> bool:
-    """Whether numbers can be looked at here without a wait: they lie on the CPU, and nobody traces what is done."""
+    """Whether numbers can be looked at here without a wait: they lie on the CPU, and the call is not traced."""
     return numbers.is_cpu and type(numbers) is Tensor and not torch.compiler.is_compiling()
 
 

@@ -109,7 +109,7 @@ def examples(
         shape = (*tokens, heads, size["head_dim"])
         if device.type == "meta":
             return torch.empty(shape, dtype=dtype, device=device)
-        if generator is None:  # nobody asks for the same numbers everywhere: drawn where they are wanted
+        if generator is None:  # the same numbers are not needed everywhere: drawn where they are needed
             return torch.randn(shape, device=device, dtype=dtype)
         return torch.randn(shape, generator=generator).to(device, dtype)
 
@@ -189,7 +189,7 @@ _FIRST = ("query", "input", "qkv")
 
 
 def of_table(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
-    """Facts that all rotations have beside those of their leading axes."""
+    """Facts that all rotations have besides those of their leading axes."""
     positions = arguments.get("positions")
     return {
         "rotary_dim": 2 * values["rotary_half"],

@@ -218,7 +218,7 @@ def varying(arguments: dict[str, Any], layout: str) -> tuple[str, ...]:
 def apart(left: Tensor, right: Tensor) -> bool:
     """Whether two views of one storage have no element in common, as the parts of a projection's output do not.
 
-    Proved where both step alike over some outer axes, and what each holds within one step lies beside the other's.
+    Proved where both step alike over some outer axes, and what each holds within one step does not overlap the other's.
     """
     if left.ndim != right.ndim:
         return False

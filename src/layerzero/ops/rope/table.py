@@ -50,7 +50,7 @@ def rope_table(
     """Make cos and sin for ``lz.rope``, side by side in one tensor (length, rotary_dim).
 
     Shapes: → two views (length, rotary_dim / 2); row p holds the angles of position p.
-    Dtype: ``dtype``, rounded once from float64. float32 is what most kernels want beside 16-bit queries.
+    Dtype: ``dtype``, rounded once from float64. float32 is what most kernels take with 16-bit queries.
     Units: length, max_positions and seq_len in positions.
     Args: as of ``lz.rope_frequencies``; seq_len is length if None. Both are multiplied with the attention factor, as
         Transformers' rotary embeddings do.
@@ -92,7 +92,7 @@ def rope_frequencies(
         rotary_dim: rotated entries of a head, even; a partial_rotary_factor is in it already.
         base: theta; ``scaling["rope_theta"]`` or 10,000 if None.
         scaling: what a Transformers config has as ``rope_parameters`` or ``rope_scaling``: ``rope_type`` is default,
-            linear, dynamic (NTK), yarn (NTK by parts), llama3 or longrope, beside the numbers of its kind.
+            linear, dynamic (NTK), yarn (NTK by parts), llama3 or longrope, with the numbers of its kind.
         max_positions: the config's ``max_position_embeddings``: what dynamic scaling starts from, and what stands for a
             factor of yarn and longrope that is not given.
         seq_len: the longest sequence: dynamic and longrope turn slower beyond the original length. max_positions, or

@@ -138,12 +138,12 @@ def rope_append_(
 
     ``lz.rope`` and ``lz.append_paged_kv_`` as one call, or a write into a contiguous cache where there are no slots.
 
-    Shapes: paged: query (T, H, D), key (T, K, D), value (T, K, D_v), positions and slot_mapping (T,), caches
-        (P, N, K, D) and (P, N, K, D_v) in NHD; contiguous: query (B, S, H, D), key (B, S, K, D), value (B, S, K, D_v),
-        positions (B, S), (1, S) or (S,), caches (B, L, K, D) and (B, L, K, D_v) in NHD. Axes 1 and 2 of caches are
-        swapped in HND. cos and sin (P, R/2), R at most D; scales (), (K,) or (P, N, K) → query's.
+    Shapes: paged: query (T, H, D), key (T, K, D), value (T, K, D_v), positions and slot_mapping (T,), caches (P, N, K,
+        D) and (P, N, K, D_v) in NHD; contiguous: query (B, S, H, D), key (B, S, K, D), value (B, S, K, D_v), positions
+        (B, S), (1, S) or (S,), caches (B, L, K, D) and (B, L, K, D_v) in NHD. Axes 1 and 2 of caches are swapped in
+        HND. cos and sin (P, R/2), R at most D; scales (), (K,) or (P, N, K) → query's.
     Dtype: queries, keys, values and caches the same floating dtype, or paged caches of float8_e4m3fn, float8_e5m2 or
-        int8 beside float32 scales; cos, sin and positions as of ``lz.rope``; slot_mapping int64.
+        int8 with float32 scales; cos, sin and positions as of ``lz.rope``; slot_mapping int64.
     Args:
         positions: the row of the table for each token; of a contiguous cache also where it is written to, so that the
             table has a row for each of L places, and each place of a sequence comes once.
@@ -171,7 +171,7 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
         problems.append(f"layout: wanted {' or '.join(CACHE_LAYOUTS)}, got {told(layout)}")
     if narrow and not problems:
         problems = scale_problems(arguments, layout)
-        problems += [] if paged else ["slot_mapping: wanted a tensor beside a cache of float8 or int8, got None"]
+        problems += [] if paged else ["slot_mapping: wanted a tensor with a cache of float8 or int8, got None"]
     if problems:
         raise InvalidCallError(_NAME, problems)
     layout_record.check(_NAME, {each: arguments[each] for each in CACHES}, layout)

@@ -45,7 +45,7 @@ _WEIGHTS = ("q_weight", "k_weight")
 
 
 def heads_of(qkv: Tensor, key_cache: Tensor) -> int:
-    """Query heads: what is left of a joined product beside the keys and values, which the cache knows. In NHD."""
+    """Query heads: what is left of a joined product without the keys and values, which the cache knows. In NHD."""
     kv_heads, head_dim = key_cache.shape[-2:]
     return int(qkv.shape[-1]) // int(head_dim) - 2 * int(kv_heads)
 

@@ -1,4 +1,4 @@
-"""Draws of token ids, what is done to logits before them, and what is asked of them after."""
+"""Draws of token ids, what is done to logits before them, and what they give after."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Which rows can be drawn from, and which draws of them are right.
 
-A CPU call raises for a row that nothing can be drawn of; on a GPU, looking would mean waiting. Draws are right that
-the reference's probabilities allow, as often as these say.
+A CPU call raises for a row that nothing can be drawn of; on a GPU, looking would mean waiting. Draws are right that the
+reference's probabilities allow, as often as these say.
 
-A kernel computes in float32, where a value that lies beside the bound of what is kept may fall on its other side: two
-logits become one probability, a sum is rounded. Such a place may come or not, and of its row nothing is counted.
+A kernel computes in float32, where a value close to the bound of what is kept may fall on its other side: two logits
+become one probability, a sum is rounded. Such a place may come or not, and of its row nothing is counted.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _told(got: tuple[int, ...], name: str) -> str:
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """Floating numbers as integers of 64 bits, which travel beside places; :func:`number_of` takes them back."""
+    """Floating numbers as integers of 64 bits, which travel with places; :func:`number_of` takes them back."""
     return tensor.double().view(torch.int64)
 
 

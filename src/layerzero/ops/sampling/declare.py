@@ -61,7 +61,7 @@ def cases(small: Mapping[str, object], usual: Mapping[str, object]) -> tuple[Cas
 
 
 def sweep(params: Mapping[str, object]) -> Sweep:
-    """Every size of a kind of device; of the sizes that were asked for."""
+    """Every size of a kind of device; of the wanted sizes."""
 
     def sizes(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
         kind = device if device in _ROWS else "cpu"
@@ -76,9 +76,9 @@ def sweep(params: Mapping[str, object]) -> Sweep:
 
 
 def examples(name: str, usual: Mapping[str, object]) -> Examples:
-    """Logits with a spread of 3, as those of models about have, or their probabilities; usual numbers beside them.
+    """Logits with a spread of 3, as those of models about have, or their probabilities; with usual numbers.
 
-    A draw needs its top_k, top_p or min_p: a call that is asked about by the shape of its logits alone has usual ones.
+    A draw needs its top_k, top_p or min_p: a call described by the shape of its logits alone has usual ones.
     """
 
     def made(case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def generator_for(seed: int | None, name: str) -> Callable[..., torch.Generator]
 
     def make(arguments: Mapping[str, Any], capturable: bool = False) -> torch.Generator:
         device = arguments[name].device
-        if device.type == "meta":  # a call that is asked about, and draws nothing
+        if device.type == "meta":  # a call in question, which draws nothing
             device = torch.device("cpu")
         return torch.Generator(device).manual_seed(0 if seed is None else seed)
 

@@ -14,7 +14,7 @@ Penalties and biases are computed in the dtype that logits are given in.
 
 Drafted tokens are walked over from the root of their tree. A node is tried if its parent was the last to stand. It
 stands with probability min(1, p / q), p what the target gives its token and q what the draft gave it, 1 where the draft
-was certain. Where it falls, max(p - q, 0) is left for the nodes beside it, brought to a sum of 1; where none of them
+was certain. Where it falls, max(p - q, 0) is left for its siblings, brought to a sum of 1; where none of them
 stands, the next token is drawn of what is left. So tokens come as the target alone would draw them (arXiv:2211.17192,
 arXiv:2302.01318; of trees arXiv:2305.09781).
 """
@@ -65,7 +65,7 @@ def of_row(value: float | None, of_rows: Tensor | None) -> Any:
 
 
 def count_of(top_k: int | None, of_rows: Tensor | None, vocab: int) -> Any:
-    """How many places are asked for, from 1 to as many as there are."""
+    """How many places are wanted, from 1 to as many as there are."""
     if of_rows is None:
         return vocab if top_k is None else min(top_k, vocab)
     return of_rows.long().clamp(1, vocab).unsqueeze(-1)
@@ -240,7 +240,7 @@ def chances(
     """How often each place of the results is which token, or which node; first how often it is -1.
 
     Args:
-        near: how far a share may be from 1, and a probability from the drafted one, to be told from it.
+        near: how far a share may be from 1, and a probability from the drafted one, to differ from it.
     Shapes: as ``walked`` → (B, N + 1, V + 1), (B, N, N + 1)
     """
     batch, count = draft_ids.shape

@@ -1,4 +1,4 @@
-"""What happens to logits before a draw, what is asked of them after it, and the functions that lead there.
+"""What happens to logits before a draw, what they give after it, and the functions that lead there.
 
 sampling.penalties          less of what was said already, by lists of token ids
 sampling.penalties.counted  the same by how often each place was said
@@ -257,7 +257,7 @@ def _route_penalties(arguments: dict[str, Any], default_layout: str | None) -> R
     strange = "prompt_mask" if by_ids else "prompt_ids"
     if not problems and arguments[strange] is not None:
         with_it, wanted = ("output_ids", "prompt_ids") if by_ids else ("output_counts", "prompt_mask")
-        problems.append(f"{strange}: wanted {wanted} beside {with_it}, got {strange}")
+        problems.append(f"{strange}: wanted {wanted} with {with_it}, got {strange}")
     problems += [
         f"{each.name}: wanted a number or a tensor with one for each row, got both"
         for each in PENALTIES_BY

@@ -115,7 +115,7 @@ def _draft_problems(drafted: Tensor) -> list[str]:
 
 
 def _drafted(drafted: Tensor) -> Check:
-    """Asked of rows, and of the first wrong ones where it is: an index an element took 1 GB of 64 x 8 x 128,256."""
+    """Of rows, and of the first wrong ones where it is: an index an element took 1 GB of 64 x 8 x 128,256."""
 
     def say(place: tuple[int, ...], got: tuple[int, ...]) -> str:
         return f"draft_probs{[*place, got[0]]}: wanted finite numbers from 0 up, got {number_of(got[1]):g}"
@@ -281,7 +281,7 @@ def verify_speculative(
 
     A node is tried if the one that it follows was the last to stand, in the order of the nodes. It stands with the
     probability ``min(1, p / q)`` of what target and draft gave its token; where it falls, ``max(p - q, 0)`` is left for
-    those beside it, and for the next token. A draft that was drawn without putting back has rows of what was left.
+    its siblings, and for the next token. A draft that was drawn without putting back has rows of what was left.
 
     Shapes: draft_ids (B, N), target_probs (B, N + 1, V), draft_probs (B, N, V), parents (B, N) → ids (B, N + 1), the
         tokens that are said, and nodes (B, N), those that stood in their order; both -1 behind the last.

@@ -85,7 +85,7 @@ def _work(facts: Mapping[str, Any]) -> Work:
 def make_pattern(
     rows: int, columns: int, nonzero: int, device: torch.device | str, generator: torch.Generator | None
 ) -> dict[str, Tensor]:
-    """A random pattern with so many blocks, as many in each row as in the next, nearly; as far as they have room."""
+    """A random pattern with so many blocks, about as many in each row; as far as they have room."""
     rows = max(rows, 0)
     starts = spread(min(nonzero, rows * columns), rows, columns)
     where = torch.device("cpu") if generator is None else generator.device

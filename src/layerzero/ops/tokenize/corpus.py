@@ -238,7 +238,7 @@ def differential(specials: Sequence[str] = (), mixtures: int = 3000) -> Iterator
 MAX_TOLD = 2
 
 Load = Callable[[Mapping[str, Any]], Callable[..., Any]]
-"""What a kernel runs, by what is asked of it."""
+"""What a kernel runs, by the wanted results."""
 
 
 def sample(characters: int, seed: int) -> str:
@@ -265,7 +265,7 @@ def sample(characters: int, seed: int) -> str:
 def drawn(what: str) -> Callable[[Case, Mapping[str, Any]], dict[str, Any]]:
     """Makes canonical arguments of a case for the tokenizer that ``tokenizer_id`` names."""
 
-    @functools.lru_cache(maxsize=2)  # asked for its facts, then measured
+    @functools.lru_cache(maxsize=2)  # read for its facts, then measured
     def made(characters: int, count: int, tokenizer: Tokenizer, *, batched: bool) -> dict[str, Any]:
         each = characters // count
         texts = [sample(each, SEED + number) for number in range(count)]

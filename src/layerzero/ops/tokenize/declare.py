@@ -4,9 +4,9 @@
             ``return_offsets`` also, for each id, where its characters begin and end in the text
     decode  ids, or lists of ids, to text; bytes that are no UTF-8 become U+FFFD
 
-There are no tensors: what a call is chosen by are the tokenizer's hashes, what is asked of it, and how many characters
-it has in how many texts, each as the power of two above. A result is right if it equals that of the library itself:
-one wrong id is a wrong model.
+There are no tensors: what a call is chosen by are the tokenizer's hashes, the wanted results, and how many characters
+it has in how many texts, each as the power of two above. A result is right if it equals that of the library itself: one
+wrong id is a wrong model.
 Source: the libraries tokenizers, tiktoken and sentencepiece, each for the files that it defines.
 """
 
@@ -47,7 +47,7 @@ _PRIVATE: list[Path] = []
 def folder() -> Path:
     """The folder of written tokenizers; a private one of this process where nothing may be kept, or others may write.
 
-    What lies there is read as this user's own tokenizer, so that nobody else may have put it, or a link, there.
+    What lies there is read as this user's own tokenizer, so that no other user may have put it, or a link, there.
     """
     named = os.environ.get("LAYERZERO_CACHE_DIR")
     if named == "":
@@ -68,7 +68,7 @@ def folder() -> Path:
 
 
 def _private() -> Path:
-    """A new folder that nobody else can enter, gone when this process ends; children find it by its name until then."""
+    """A new private folder, gone when this process ends; children find it by its name until then."""
     with _LOCK:
         if not _PRIVATE:
             made = Path(tempfile.mkdtemp(prefix="layerzero-tokenizers-"))

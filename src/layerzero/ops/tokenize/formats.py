@@ -255,7 +255,7 @@ def of_model(content: bytes, name: str, source: str) -> Tokenizer:
     try:
         native = library.SentencePieceProcessor(model_proto=content)
         if not content or native.get_piece_size() == 0:
-            raise ValueError("a file without pieces")  # noqa: TRY301  # told as the others
+            raise ValueError("a file without pieces")  # noqa: TRY301  # reported as the others
         found = identity.of_sentencepiece(content)
     except Exception as error:
         wanted = "a tokenizer.json, tiktoken ranks, a SentencePiece model or a tekken.json"

@@ -5,11 +5,11 @@ Two tokenizers with one hash are the same tokenizer. Hashes are whole SHA-256 su
 A stamp is compared at each call, so that no call is answered by what a tokenizer was before. A file's stamp is what the
 system says of it: 2 us a file (AMD EPYC, Zen 5, 2026-11-25). An object's stamp holds its sizes, its added tokens, the
 serialised form of each step around its model (changes in place are seen), the model's settings and some of its pieces:
-3 us, beside 11 us for a short text.
+3 us, where a short text takes 11.
 
 Three changes are not seen, or late; :func:`layerzero.forget_tokenizer` tells of them. A model with the same settings,
-sizes and pieces at four places takes the place of another (other merges, other scores): never. A step of more than
-4096 bytes, as a compiled table of characters, is replaced: at one call in 64. A token that was added before gets other
+sizes and pieces at four places takes the place of another (other merges, other scores): never. A step of more than 4096
+bytes, as a compiled table of characters, is replaced: at one call in 64. A token that was added before gets other
 flags, and there are more than 32 of them: at one call in 64.
 """
 
@@ -36,7 +36,7 @@ class Identity:
     """The parts of a tokenizer.
 
     Attributes:
-        format: who defines it: ``tokenizer.json``, ``tiktoken``, ``sentencepiece``, ``transformers``.
+        format: its definition: ``tokenizer.json``, ``tiktoken``, ``sentencepiece``, ``transformers``.
         model: ``BPE``, ``WordPiece``, ``Unigram``, ``WordLevel``; of a Python tokenizer its class.
         vocab_hash, merges_hash: of the pieces with their ids and scores, and of the merges in order.
         model_id: hash of the rest of the model: unknown token, byte fallback, prefixes, dropout.
@@ -264,7 +264,7 @@ def scheme_of(pretokenizer: Mapping[str, Any] | None) -> str:
 
 
 Stamp = Callable[[], Any]
-"""Gives what is equal as long as a tokenizer is the same; None where that cannot be told now."""
+"""Gives what is equal as long as a tokenizer is the same; None where that is not known now."""
 
 FILES = ("tokenizer.json", "tekken.json", "tokenizer.model", "spiece.model", "tiktoken.model")
 """What a folder is looked through for, in order."""

@@ -121,7 +121,7 @@ LEAST_SHARED = 512
 """Two texts share a beginning that is worth keeping from so many characters on."""
 
 MARKS = 1024
-"""Hashes of beginnings that came once: 40 KB of a tokenizer, whatever it reads, beside the bytes of texts."""
+"""Hashes of beginnings that came once: 40 KB of a tokenizer, whatever it reads, besides the bytes of texts."""
 
 _UNMARKED = -1
 """What no text has: Python's hashes are never -1, and that of an empty text is 0."""
@@ -287,7 +287,7 @@ class EncodedTexts:
             if size > self.config.max_bytes:
                 self._let_go(key)
                 return
-            self._shrink(size - head.bytes)  # before it grows: whoever looks never sees more than the bound
+            self._shrink(size - head.bytes)  # before it grows: readers never see more than the bound
             self._bytes += size - head.bytes
             head.last, head.kept, head.bytes = text, kept, size
 

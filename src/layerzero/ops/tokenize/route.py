@@ -1,7 +1,7 @@
 """``lz.tokenize`` and ``lz.detokenize``: from what users pass to one call of an operation, and back.
 
-A call that was chosen for before costs a dictionary read more than its kernel: the key is the tokenizer's name, what
-is asked of it, and the powers of two of its sizes.
+A call that was chosen for before costs a dictionary read more than its kernel: the key is the tokenizer's name, the
+wanted results, and the powers of two of its sizes.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def tokenize(
     Args:
         texts: a string, or a list or tuple of strings.
         tokenizer_id: a folder or file (tokenizer.json, tiktoken ranks, SentencePiece .model, tekken.json), the name of
-            a tiktoken encoding, or an object of tokenizers, tiktoken, sentencepiece or transformers. It is read
-            once, and anew where the file or object changed; :mod:`layerzero.ops.tokenize.identity` says what is
-            compared at each call, and what ``lz.forget_tokenizer`` has to be told. Nothing is downloaded.
+            a tiktoken encoding, or an object of tokenizers, tiktoken, sentencepiece or transformers. It is read once,
+            and anew where the file or object changed; :mod:`layerzero.ops.tokenize.identity` says what is compared at
+            each call, and what needs ``lz.forget_tokenizer``. Nothing is downloaded.
         return_offsets: also ``offset_mapping``: for each id, where its characters begin and end in the text; (0, 0) of
             what was added.
-        add_special_tokens: whether what the tokenizer puts around a text is added; None does what its library does:
-            a tokenizer.json adds it, ranks and SentencePiece models do not.
+        add_special_tokens: whether what the tokenizer puts around a text is added; None does what its library does: a
+            tokenizer.json adds it, ranks and SentencePiece models do not.
         parse_special: whether texts of special tokens become these tokens; None does what its library does: a
             tokenizer.json parses them, tiktoken's encodings take them as text. SentencePiece always does that.
         truncation: whether texts are cut to ``max_length`` ids, special tokens included.

@@ -1,4 +1,4 @@
-"""What a caller asks for beside the ids: texts cut, surrounded, and filled up to rows of one length.
+"""What a caller wants besides the ids: texts cut, surrounded, and filled up to rows of one length.
 
 Text of tokens as they come: what is handed out is never taken back, and half of a character waits for the rest.
 """
@@ -68,7 +68,7 @@ Offsets = list[tuple[int, int]]
 
 
 class Asked(NamedTuple):
-    """What is asked of rows; hashable, since it is a part of a key."""
+    """The wanted form of rows; hashable, since it is a part of a key."""
 
     return_offsets: bool = False
     add_special_tokens: bool | None = None
@@ -203,7 +203,7 @@ class StreamingDetokenizer:
         return left
 
     def _grown(self, *, last: bool) -> str:
-        """What the ids behind those that were told add to the text; decoded with some before them, which may matter."""
+        """What the ids behind those that were given out add to the text; decoded with some before them."""
         before = self._text(self._context, self._told)
         whole = self._text(self._context, len(self._ids))
         if not whole.startswith(before):  # a cleaned-up ending: all that is certain is what both begin with

@@ -1,7 +1,7 @@
 """A tokenizer that texts are encoded with: its library's own object, its identity, and what surrounds a text.
 
 It is read once, and anew where its file or object changed: each call compares a stamp
-(:mod:`layerzero.ops.tokenize.identity`). What no stamp sees is told by :func:`forget`.
+(:mod:`layerzero.ops.tokenize.identity`). :func:`forget` covers what no stamp sees.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def outdone(
 ) -> set[str]:
     """Ids of the candidates whose copies alone take longer than another one was measured to take for this very call.
 
-    It is asked anew each time: the quicker kernel may be gone tomorrow.
+    It is checked anew each time: the quicker kernel may be gone tomorrow.
     """
     own = {
         name: each.time_us

@@ -79,7 +79,7 @@ def on_device(
         beside: also time torch's own function, under this name, where there is one.
         samples: of the median.
         graphs: what captures; CUDA graphs if None.
-        cache: bytes of the device's cache; asked of the device if None.
+        cache: bytes of the device's cache; read from the device if None.
     """
     held = cache_bytes(_tensors(call)[0].device) if cache is None else cache
     calls, cold = _copies(call, report, held)
@@ -155,7 +155,7 @@ def _copy(call: RandomCall) -> RandomCall:
 TORCH = "torch's own function"
 
 ROUGH = frozenset({"load=high", "power=throttled"})
-"""Conditions under which kernels are told apart badly: other work takes the cores, or the clock is held down."""
+"""Conditions under which kernels are hard to distinguish: other work takes the cores, or the clock is held down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class Line:
         against_torch: how many times quicker than torch's own function, by these times, whatever their noise.
         error: largest distance from the reference in float64.
         detail: why it has no time.
-        device_us: what the device needs, however slow the host launches; None on a CPU or where it was not asked for.
+        device_us: what the device needs, however slow the host launches; None on a CPU or where it was not wanted.
         device_from: ``graph, cold`` or ``graph, warm``: replays of a CUDA graph that finds the tensors outside of the
             L2 cache or in it; ``events``: one launch between two events, cold.
         device_detail: why it is no graph's.
@@ -225,7 +225,7 @@ class Benched:
         refused: kernels that may not run, and every reason.
         chosen: the kernel that LayerZero chose.
         condition: the machine's state while it measured, ``load=low``; empty where nothing can be read.
-        timed: which times were asked for; rates and order go by the device's where they alone were.
+        timed: which times were wanted; rates and order go by the device's where they alone were.
     """
 
     name: str

@@ -2,15 +2,15 @@
 
 What a user waits for is the longer of what host and device need. On a CPU that is one number: the mean of a short burst
 of calls, since one call of a few microseconds drowns in the clock; a sample is the quickest of three bursts, as other
-work on a machine only ever makes a call longer. On a GPU a sample is the longer of two numbers.
-*Device time*: one call between two events, behind a flush of the L2 cache that is queued long enough for the host to
-get ahead. *Burst time*: calls back to back between two events on an idle queue, divided by their number, where the
-device waits for a host that launches slowly; calls above 500 us are not sent in bursts, since no library spends that
-long on the host. A CUDA graph's replay has device time only, and is another record.
+work on a machine only ever makes a call longer. On a GPU a sample is the longer of two numbers. *Device time*: one call
+between two events, behind a flush of the L2 cache that is queued long enough for the host to get ahead. *Burst time*:
+calls back to back between two events on an idle queue, divided by their number, where the device waits for a host that
+launches slowly; calls above 500 us are not sent in bursts, since no library spends that long on the host. A CUDA
+graph's replay has device time only, and is another record.
 
-Both are kept beside their maximum. A device repeats itself within a percent or two; a host is slow by a factor of 1.5
-to 2 for seconds at a time (a virtual machine with an H200, 2026-11-21), which no number of samples in a row averages
-out.
+Both are kept along with their maximum. A device repeats itself within a percent or two; a host is slow by a factor of
+1.5 to 2 for seconds at a time (a virtual machine with an H200, 2026-11-21), which no number of samples in a row
+averages out.
 
 :func:`device_times` leaves the host out: it replays a CUDA graph that holds many calls. Between two events around one
 launch lies what the host needs to launch, wherever that is longer: 5 us for a kernel of two, 25 on a slow host. A graph
@@ -48,7 +48,7 @@ class Sample(NamedTuple):
 
     Attributes:
         time_us: what a user waits for.
-        device_us: what the device needs; None where it is not told apart, as on a CPU.
+        device_us: what the device needs; None where it is not measured apart, as on a CPU.
         host_us: burst time, which is the host's or, where that gets ahead, the device's; None where there was no burst.
     """
 
@@ -171,7 +171,7 @@ class CudaClock:
         return float(start.elapsed_time(end)) * 1000.0 / count
 
     def calmer(self) -> None:
-        """A device that nobody else uses has no other."""
+        """A device without other users has no other."""
 
     def once(self, run: Run) -> float:
         """One call from the host's view, until the device is done."""
@@ -327,7 +327,7 @@ def device_times(
             )
             calls = _calls(few, len(copies))
             ready[name] = graphs.captured([copies[number % len(copies)] for number in range(calls)]), calls
-        except Exception as error:  # noqa: BLE001  # what cannot be captured is a finding, and is told
+        except Exception as error:  # noqa: BLE001  # what cannot be captured is a finding, and is reported
             problems[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
     taken: dict[str, list[float]] = {name: [] for name in ready}
     order = random.Random(seed)  # noqa: S311  # an order, no secret

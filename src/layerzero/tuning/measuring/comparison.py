@@ -1,6 +1,6 @@
 """Many calls side by side until the time is over: what :func:`layerzero.tuning.measuring.bench.bench` does of one.
 
-What can run is measured first. What would have to compile is built by children, on a GPU beside the measuring and on a
+What can run is measured first. What would have to compile is built by children, on a GPU during the measuring and on a
 CPU after half of the time, and the calls that waited for it are measured again as a whole: times of one table were
 taken in turn.
 """
@@ -50,7 +50,7 @@ TIME_OVER = "the time was over"
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """Told before and after each call.
+    """Called before and after each call.
 
     Attributes:
         job: the call.
@@ -186,7 +186,7 @@ class _Comparison(TensorParty):
         except TimeOverError:
             return NO_TIME
         except Exception as error:
-            if isinstance(error, LayerZeroError) and not out_of_memory(error):  # what was asked for makes no sense
+            if isinstance(error, LayerZeroError) and not out_of_memory(error):  # the comparison makes no sense
                 raise
             return self.trouble(error, job, report)
         self.pace.took(report.facts, time.monotonic() - began)
@@ -232,8 +232,8 @@ def compare(
     Args:
         deadline: when that is. Without one, whatever compiles does so in this process.
         modules: modules that register kernels, for the children that build.
-        is_long: whether a call comes after all others; asked when its turn comes.
-        told: told of each call before and after.
+        is_long: whether a call comes after all others; called when its turn comes.
+        told: called before and after each call.
     """
     if deadline.left_s < math.inf and type(clock) is CpuClock:
         clock = CpuClock(clock.bursts, ONE_BURST_US)
@@ -258,6 +258,6 @@ def compare(
 
 
 def long_calls(device: torch.device, deadline: Deadline) -> Callable[[Job], bool]:
-    """Whether a call is likely to take much of what time is left now; asked later, it may be over."""
+    """Whether a call is likely to take much of what time is left now; later it may be over."""
     most_s = LONG * deadline.left_s
     return lambda job: not deadline.passed() and Pace().seconds(job.facts(device)) > most_s

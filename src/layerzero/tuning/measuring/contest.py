@@ -111,7 +111,7 @@ class Contest:
         name: the call, for people.
         report: which kernels were legal, which were refused and why, and which the engine would have chosen before.
         entries: the legal kernels, fastest first, then those without a time.
-        others: samples of what was timed beside them and is no kernel.
+        others: samples of what was timed with them and is no kernel.
     """
 
     name: str
@@ -145,7 +145,7 @@ class Contest:
 
     @property
     def contenders(self) -> tuple[Entry, ...]:
-        """Those that may be the best one, however slow the host was: kernels that come later are timed beside them.
+        """Those that may be the best one, however slow the host was: kernels that come later are timed against them.
 
         A time replaces the one before it. Where the fastest alone was timed again, while the host took twice as long,
         its rival of a calmer moment won, with 1.7 times the best one's device time (an H100, 1.8 on an H200,
@@ -206,12 +206,12 @@ def contest(
         graph: time replays of a captured CUDA graph; kernels that are not graph-safe are left out then.
         leave_out: libraries or kernel globs that do not take part.
         only: those that alone do; all if empty.
-        banned: kernels that a child process found guilty, or was not asked about in time, with what is known of them.
+        banned: kernels that a child process found guilty, or had no time for, with what is known of them.
         beside: further callables to time among the kernels, by name; they are not proved.
         clock: that of the call's device by default.
         origin: what measures, for the record.
         seed: draws the order of the turns.
-        passed: whether the time is over, asked before the truth is made and before each kernel is compared with it.
+        passed: whether the time is over, checked before the truth is made and before each kernel is compared with it.
 
     Raises: TimeOverError where it was over before all kernels were compared.
     """
@@ -252,7 +252,7 @@ def contest(
                 if any(copied_bytes(each, report.facts) for each in entrants):
                     quickest_us = min(quickest_us, clock.once(made.run))
         del truth
-    with torch.no_grad():  # outside the window: what is timed beside the kernels chooses as it does elsewhere
+    with torch.no_grad():  # outside the window: what is timed with the kernels chooses as it does elsewhere
         runs = {name: each.run for name, each in ready.items()}
         raced = race({**runs, **(beside or {})}, clock, effort or Effort(), seed=seed)
     state = conditions.condition(device)

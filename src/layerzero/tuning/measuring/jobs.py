@@ -179,7 +179,7 @@ def jobs_of_shape(
 
 
 def _shapes_wanted(names: Sequence[str]) -> str:
-    """What shapes an operation is asked about by: its first tensors, each with its axes."""
+    """The tensors whose shapes describe a call: the first ones, each with its axes."""
     said = []
     for name in names:
         tensors = REGISTRY.operation(name).schema.required[:2]

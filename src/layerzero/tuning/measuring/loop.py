@@ -2,7 +2,7 @@
 
 A :class:`Party` says which calls there are, what of each is timed, and what the times are compared with. What can run
 here is measured at once. What only vetting or a build keeps from a call is handed to child processes: on a GPU they
-work beside the measuring, on a CPU the measuring waits for them, since they would disturb it. Calls are then measured
+work during the measuring, on a CPU the measuring waits for them, since they would disturb it. Calls are then measured
 again with what came of that. Nothing that takes an unknown time happens in this process while there is a deadline:
 children are killed when it passes.
 """
@@ -48,7 +48,7 @@ class Party(Generic[J]):
     """What the loop measures, and what it learns meanwhile.
 
     Attributes:
-        batch: calls that children are asked about before the first is measured; ``growth`` times more the next time.
+        batch: calls that children get before the first is measured; ``growth`` times more the next time.
         vet_told: called with a line for each class that children vetted.
         unbuilt_why: why builds failed, or were not begun.
         failed: those that failed for good, and kernels that lack a program: no further call of this run asks for them.
@@ -70,7 +70,7 @@ class Party(Generic[J]):
     waiting: set[int] = field(default_factory=set)
 
     def order(self) -> Iterable[J]:
-        """The calls in their order, each asked for when its turn comes."""
+        """The calls in their order, each made when its turn comes."""
         return self.jobs
 
     def look(self, number: int, job: J, todo: int, *, again: bool = False) -> str:
@@ -86,7 +86,7 @@ class Party(Generic[J]):
         return ()
 
     def asks(self, asked: int, children: Children) -> bool:  # noqa: ARG002
-        """Whether children are asked now about the next calls, after so many that they were asked about."""
+        """Whether children get the next calls now, after so many that they had."""
         return True
 
     def prepare(self, jobs: Sequence[J], children: Children) -> None:
@@ -94,7 +94,7 @@ class Party(Generic[J]):
         children.ask(jobs)
 
     def pauses(self, number: int, job: J, children: Children) -> bool:  # noqa: ARG002
-        """Whether this call, and those behind it, wait until the children have done what they were just asked for."""
+        """Whether this call, and those behind it, wait until the children have done their last tasks."""
         return False
 
     def revisits(self, seen: dict[int, J]) -> list[int]:
@@ -178,7 +178,7 @@ def run_loop(party: Party[J]) -> list[J]:
 
 
 class Children:
-    """Child processes that vet and build: beside the measuring, or, on a CPU, when asked to catch up."""
+    """Child processes that vet and build: during the measuring, or, on a CPU, when it waits for them."""
 
     def __init__(self, party: Party[Any]) -> None:
         self.party, self.parallel = party, party.device.type == "cuda"
@@ -222,7 +222,7 @@ class Children:
             self._built_one = True
 
     def built_one(self) -> bool:
-        """Whether something was built beside the measuring since this was asked."""
+        """Whether something was built during the measuring since the last call of this."""
         one, self._built_one = self._built_one, False
         return one
 
@@ -289,7 +289,7 @@ class TensorParty(Party[Job]):
         return [each.kernel for each in taking_part(report, self.leave_out, self.only, graph=self.graph)]
 
     def trouble(self, error: Exception, job: Job, report: Report) -> str:
-        """Why a call was not measured, so that one call's trouble is told, and the others are measured.
+        """Why a call was not measured, so that one call's trouble is reported, and the others are measured.
 
         Raises: the error itself where the device's context is lost with it.
         """

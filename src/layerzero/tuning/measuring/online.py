@@ -1,9 +1,9 @@
-"""Times of a share of the calls in production, beside what the database says; off unless ``sampling_rate`` is set.
+"""Times of a share of the calls in production, against those of the database; off unless ``sampling_rate`` is set.
 
 A plan that is chosen while it is set counts its calls down to the next sample. On a CPU a sample is two readings of the
 clock, on a GPU two events on the stream of the call, which a thread reads later: nothing waits for the device. The
 queue to that thread is bounded, and what does not fit is counted. Nothing is written to the database: a time taken
-beside other work is no measurement, but where twenty of them agree that a kernel takes half as long again as the
+during other work is no measurement, but where twenty of them agree that a kernel takes half as long again as the
 database says, or two thirds of it, one warning says so and what to tune anew. Once it was, samples are compared with
 the new time. A process that was forked begins with nothing, and with a thread of its own.
 """
@@ -47,7 +47,7 @@ SAMPLES = 20
 """Samples of one call from which on its median is compared."""
 
 DRIFT = 1.5
-"""How many times as long as the database says, or as short, before it is told."""
+"""How many times as long as the database says, or as short, before it is reported."""
 
 FIRST = 3
 """Calls of a new plan that are not sampled: allocators and caches settle."""
@@ -107,7 +107,7 @@ class _Sample:
 
 @dataclass(slots=True)
 class _Seen:
-    """A kernel and a call: what the database said when it was last asked, samples in all and since then."""
+    """A kernel and a call: what the database said when it was last read, samples in all and since then."""
 
     kernel: Kernel
     facts: Facts

@@ -101,7 +101,7 @@ class PlainTuned:
 
 @dataclass(frozen=True, slots=True)
 class PlainJob:
-    """One case of an operation without tensors, with the parameters that name what it is asked about."""
+    """One case of an operation without tensors, with the parameters that name what it works with."""
 
     operation: Operation
     case: Case
@@ -200,7 +200,7 @@ class _PlainParty(Party[PlainJob]):
     changed: int = 0
 
     def to_vet(self, jobs: Sequence[PlainJob]) -> Pairs:  # noqa: ARG002  # one proof holds for all cases
-        """What no child was asked about yet."""
+        """What no child was given yet."""
         asked = {name for name, each in self.verdicts.items() if each.reached}
         return [(kernel, facts) for kernel, facts in self.proofs if (kernel.id, class_text(facts)) not in asked]
 
@@ -271,7 +271,7 @@ def bench_plain(
     deadline: Deadline | None = None,
     told: Callable[[PlainBenched], None] = lambda _: None,
 ) -> list[PlainBenched]:
-    """Measure the operations' cases until the time is over; times are not remembered. ``told`` of each result."""
+    """Measure the operations' cases until the time is over; times are not remembered. ``told`` gets each result."""
     party = _PlainParty(
         jobs=_jobs(pattern, params), device=CPU, deadline=deadline or Deadline(None), leave_out=leave_out, only=only,
         samples=samples or current_policy()["tune_samples"], remembers=False, told=told,

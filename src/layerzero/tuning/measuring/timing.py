@@ -48,7 +48,7 @@ class Runner:
 
     @property
     def device_us(self) -> float | None:
-        """Median of the device's time, None where it was not told apart."""
+        """Median of the device's time, None where it was not measured apart."""
         return _device_us(self.taken)
 
     @property
@@ -87,13 +87,13 @@ class Effort:
     Attributes:
         samples: samples of each candidate.
         budget_s: seconds for each candidate; beyond them none gets more than the few samples that all get.
-        fill: go on sampling until the budget is spent, up to ten times the samples: noise wants many short runs.
+        fill: go on sampling until the budget is used up, up to ten times the samples: noise wants many short runs.
         hopeless: one that is so many times slower than the best in each of a few turns gets no more, its host's time
             counted :data:`~layerzero.tuning.measuring.clocks.HOST_DRIFT` times less; 0 lets all go on.
         steady: where a contender for the first place is noisier, contenders are timed again by a calmer clock.
         steady_s: unless that would take longer, by what their samples took so far.
-        most_s: where the fewest samples of all would take longer, by one call of each, each is warmed up once, and who
-            was hopelessly slower in that call gets no other one, the slowest first.
+        most_s: where the fewest samples of all would take longer, by one call of each, each is warmed up once, and a
+            kernel that was hopelessly slower in that call gets no other one, the slowest first.
     """
 
     samples: int = 20
@@ -107,7 +107,7 @@ class Effort:
 
 STALLED = 1.0
 """How far above a low quantile a median is, relative, before most samples are no longer those of one steady time: they
-waited for a core (a busy CPU told 16 ms of 32 us), and two halves that waited alike differ by nothing. A host whose
+waited for a core (a busy CPU gave 16 ms for 32 us), and two halves that waited alike differ by nothing. A host whose
 times merely scatter, by 10 or 25 %, is below: what the halves differ by tells of that."""
 
 CONTENDS = 1.5
@@ -185,7 +185,7 @@ def _stop_hopeless(runners: Mapping[str, Runner], factor: float) -> None:
     """Give up those that were never within the factor of the best of the same turn.
 
     Neither a disturbed sample nor a slow phase of the host gives up a kernel: the one passes within the turns; in the
-    other, one that waits for its host seems hopeless beside one that waits for the device.
+    other, one that waits for its host seems hopeless next to one that waits for the device.
     """
     racing = [runner for runner in runners.values() if not runner.stopped]
     best = min(racing, key=lambda runner: statistics.median(runner.samples))

@@ -67,15 +67,15 @@ def asked_jobs(
 
     Without arguments: what this machine called, then the operations' cases, then the grid.
 
-    ``params`` are parameters that every call has, beside shapes or cases; operations without one of them, and cases
-    that are no call with them, are left out. ``named`` are dtypes that were asked for: what was called or recorded
-    in another one is left out, as it is in another ``layout``, or without what an alias implies.
+    ``params`` are parameters that every call has, besides shapes or cases; operations without one of them, and cases
+    that are no call with them, are left out. ``named`` are the wanted dtypes: what was called or recorded in another
+    one is left out, as it is in another ``layout``, or without what an alias implies.
     """
     implied, names = operations_named(operation)
     alike = functools.partial(_is_asked, names=names, dtypes=named, layout=layout, implied=dict(implied))
     if params:
         if shapes is None:
-            raise ValueError(f"parameters: wanted them beside shapes or cases, got {', '.join(params)}")
+            raise ValueError(f"parameters: wanted them with shapes or cases, got {', '.join(params)}")
         names = [name for name in names if params.keys() <= REGISTRY.operation(name).schema.known]
         implied |= params
     dims = None if head_dim is None else (head_dim,)
@@ -85,7 +85,7 @@ def asked_jobs(
     if model and manifest is None:
         raise ValueError(f"model: wanted it along with a manifest, which it is compared with, got {model!r} alone")
     if manifest is not None and (shapes is not None or narrowing):
-        raise ValueError(f"manifest: wanted it alone, got {', '.join(narrowing) or 'shapes'} beside it")
+        raise ValueError(f"manifest: wanted it alone, got {', '.join(narrowing) or 'shapes'}, too")
     if shapes is not None and narrowing:
         raise ValueError(f"{', '.join(narrowing)}: they narrow the default grid: wanted them without shapes, got both")
     if manifest is not None:
@@ -125,7 +125,7 @@ def _called() -> Manifest:
 def _is_asked(
     job: Job, *, names: Sequence[str], dtypes: Sequence[str] | None, layout: str | None, implied: Mapping[str, Any]
 ) -> bool:
-    """Whether a call is one of those that are asked for."""
+    """Whether a call is one of the wanted ones."""
     recipe = job.recipe
     params = job.case.params if recipe is None else recipe.params
     return (
@@ -148,7 +148,7 @@ class Tuned:
         needs_bytes: what those of them need that memory does not hold.
         left: calls that time did not suffice for.
         vetted: what vetting said about kernels that may not run before; those without a verdict were not measured.
-        in_process: kernels that ran here for the first time, since no child process could be asked, and why not.
+        in_process: kernels that ran here for the first time, since no child process could try them, and why not.
         not_built: kernels that compile and were not measured, and why not.
         winners_changed: calls for which another kernel is chosen now.
         spared: kernels that were not measured for a call, since what this machine knows rules them out.
@@ -241,7 +241,7 @@ def tune(
         operation: a function, operation, alias or glob. Or a model: it is called once, and its calls are measured.
         shapes: of the first tensor, or of the first several where they differ; ``"cases"`` for the operations' own
             cases. If None: what this machine called, as misses left it in the ledger, then the cases, then the default
-            grid (:mod:`layerzero.tuning.measuring.jobs`). Beside a model its inputs: a tensor, a tuple, a dict.
+            grid (:mod:`layerzero.tuning.measuring.jobs`). For a model its inputs: a tensor, a tuple, a dict.
         dtype: one or several; bfloat16 on a GPU, float32 and bfloat16 on a CPU. Of what was called or recorded, those
             of these dtypes alone, if any is given.
         device: where; the current CUDA device if there is one, else the CPU.
@@ -250,7 +250,7 @@ def tune(
         head_dim, seq_lens, batch_sizes: of the default grid, only attention with this head dim, with these lengths and
             batches in place of the grid's.
         layout: of attention's tensors or the caches; of what was called or recorded, calls in it alone.
-        params: parameters that every call has, beside shapes or cases; what is no call with them is left out.
+        params: parameters that every call has, besides shapes or cases; what is no call with them is left out.
         samples: samples of each kernel; the setting ``tune_samples`` if None.
         budget_s: seconds that it takes at most, whatever compiles or is vetted; a call that is being measured ends.
             With 0 nothing is measured. A second run goes on where the first ended.
@@ -259,7 +259,7 @@ def tune(
         isolate: run what is new on this machine in a child process first.
         modules: modules that register kernels, for those child processes.
         leave_out: libraries or kernel globs that are not measured.
-        progress: told of each call before and after.
+        progress: called before and after each call.
     Returns: what was measured.
     Raises: KeyError or ValueError for operations, shapes, dtypes or files that mean nothing.
     """
@@ -282,7 +282,7 @@ def tune(
         )
     else:
         if params:
-            raise ValueError(f"params: wanted them beside an operation's name, got {', '.join(params)} beside a model")
+            raise ValueError(f"params: wanted them with an operation's name, got {', '.join(params)} with a model")
         jobs = jobs_of_model(operation, shapes, target.type)
     wanted = current_policy()["tune_samples"] if samples is None else samples
     if samples is not None and samples < MIN_SAMPLES:
@@ -337,7 +337,7 @@ def run_jobs(
     progress: Progress | None = None,
     deadline: Deadline | None = None,
 ) -> Tuned:
-    """Measure jobs in their order until the budget is spent; ``deadline`` stands for it where a run began before."""
+    """Measure jobs in their order until the budget is used up; ``deadline`` stands for it where a run began before."""
     if graph:
         jobs = [dataclasses.replace(job, for_graph=True) for job in jobs]
     run = TuningRun(

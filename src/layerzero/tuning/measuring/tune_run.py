@@ -1,7 +1,7 @@
 """A tuning run: what of each call is measured, what is remembered, and what the call gets then.
 
 What can run here is measured at once, and remembered; what vetting or a build kept from a call is measured later,
-beside the best of its call. What never ran on this machine runs in a child process first.
+against the best of its call. What never ran on this machine runs in a child process first.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Progress = Callable[["Step"], None]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Where a tuning run is: told before and after each call that it looks at.
+    """Where a tuning run is, before and after each call that it looks at.
 
     Attributes:
         job: the call.
@@ -108,7 +108,7 @@ class TuningRun(TensorParty):
 
     @property
     def usable(self) -> float:
-        """The confidence that is enough: fewer samples, where they were asked for, cannot be worth more."""
+        """The confidence that is enough: fewer samples, where they are set, cannot be worth more."""
         return USABLE * min(1.0, self.effort.samples / FULL_SAMPLES)
 
     def out(self, report: Report, evidence: Mapping[str, Evidence]) -> set[str]:
@@ -158,7 +158,7 @@ class TuningRun(TensorParty):
         ]
 
     def to_vet(self, jobs: Iterable[Job]) -> Pairs:
-        """What only vetting keeps from these calls, and no child was asked about before."""
+        """What only vetting keeps from these calls, and no child was given before."""
         here = Device.detect(str(self.device))
         if not self.isolate or not any(legality.untrusted(each, here) for each in REGISTRY.kernels()):
             return []
@@ -221,7 +221,7 @@ class TuningRun(TensorParty):
                 self.in_process[each.kernel.id] = each.detail
                 what = f"{each.kernel.id} runs in this process for the first time, although isolate=True"
                 repair = "modules=[...] names what registers it, leave_out leaves it out"
-                text = f"{what}: no child process could be asked: {each.detail}; {repair}"
+                text = f"{what}: no child process could try it: {each.detail}; {repair}"
                 warnings.warn(text, LayerZeroWarning, stacklevel=2)
 
     def _measure(self, number: int, job: Job) -> str:
@@ -254,7 +254,7 @@ class TuningRun(TensorParty):
             found = self._contest(job, report.facts, unbuilt | spared, only, count)
         except TimeOverError:
             return "" if before is not None else NO_TIME
-        except Exception as error:  # noqa: BLE001  # it is told
+        except Exception as error:  # noqa: BLE001  # it is reported
             return self.trouble(error, job, report)
         self.pace.took(report.facts, time.monotonic() - began)
         self.spared |= {(number, name) for name in spared}
@@ -301,7 +301,8 @@ class TuningRun(TensorParty):
     def choices(self) -> list[Choice]:
         """What the measured calls get now that everything is recorded: what came later may have changed it.
 
-        Plans that were kept because their kernel is about as good as another one go, so that calls get what is told.
+        Plans that were kept because their kernel is about as good as another one go, so that calls get what is
+        reported.
         """
         found = [self._choice(self.contests[number], self.before[number]) for number in sorted(self.contests)]
         if any(each.kernel_id != each.before for each in found):

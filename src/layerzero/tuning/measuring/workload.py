@@ -130,7 +130,7 @@ def jobs_of(manifest: Manifest, device: str) -> list[Job]:
 
 
 def cases_of(manifest: Manifest) -> Iterator[tuple[Operation, Mapping[str, Any], list[Case]]]:
-    """Calls without tensors: each operation, the parameters that name what was asked, and cases, frequent ones first.
+    """Calls without tensors: each operation, the parameters that name its work, and cases, frequent ones first.
 
     Those of something that existed in the recording process only are left out: no other one finds it.
     """
@@ -220,7 +220,7 @@ class Recording:
 
     Attributes:
         path: where the manifest goes when it ends; None keeps it in :meth:`manifest`.
-        model: what the program runs, for whoever loads the manifest.
+        model: what the program runs, for the reader of the manifest.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, *, model: str = "") -> None:

@@ -1,4 +1,4 @@
-"""What measured times are worth beside each other: one for each kernel, with a confidence."""
+"""What measured times are worth together: one for each kernel, with a confidence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPREAD_AT_HALF = 0.1
 """Relative error of a median at which it counts half."""
 
 OTHER_CONDITION = 0.8
-"""What a time counts that was taken under another condition of the machine than the times beside it."""
+"""What a time counts that was taken under another condition of the machine than the other times."""
 
 FROM_ELSEWHERE = 0.9
 """What an imported time counts: the same device by name, not this one."""
@@ -66,10 +66,10 @@ def weighed(
     """One time for each kernel, all under one condition as far as they go, since times are for comparing.
 
     That is the ``present`` condition of the machine where two kernels have times of it, else the one that most have,
-    the latest of several. It is asked for only where times of several conditions are known.
+    the latest of several. It is read only where times of several conditions are known.
 
     Of several times, those measured here come first, then enough samples, then the latest. ``hosts`` says what the host
-    takes as a rule for a kernel with its adaptations over its family: by that, the host's pace just then is told, and
+    takes as a rule for a kernel with its adaptations over its family: by that, the host's pace just then is known, and
     taken out.
     """
     shared = _shared(times, present)
@@ -82,7 +82,7 @@ def weighed(
         other = best.get(time.kernel)
         if other is None or rank(time) > rank(other):
             best[time.kernel] = time
-    apart = all(time.device_us is not None for time in best.values())  # without parts, nothing tells who waited
+    apart = all(time.device_us is not None for time in best.values())  # else it is unknown which of the two waited
     margin = HOST_MARGIN if apart else 1.0
     paces: dict[str, float] = {}
     for run in _runs([time for time in best.values() if time.host_us is not None and time.waits]):
@@ -130,8 +130,9 @@ def _together(one: str, other: str) -> bool:
 def _pace(times: Iterable[Time], hosts: Mapping[tuple[str, str], float]) -> float:
     """How many times longer than as a rule the host took when these were measured; 1 where nothing tells.
 
-    One kernel alone may need more of the host at some sizes; all at once, each beside its own family, is the machine:
-    over 373 calls of an H200 the pace went from 0.74 to 1.9, and half of what was left was below 1.2 % (2026-11-22).
+    One kernel alone may need more of the host at some sizes; all at once, each compared with its own family, is the
+    machine: over 373 calls of an H200 the pace went from 0.74 to 1.9, and half of what was left was below 1.2 %
+    (2026-11-22).
     """
     factors = [
         time.host_us / hosts[time.kernel, time.adapts]

@@ -95,8 +95,8 @@ def _fitted(points: Sequence[Point], times: Sequence[float], host: tuple[float, 
 def _powers(x: Sequence[Sequence[float]], high: Sequence[float]) -> tuple[tuple[int, ...], ...]:
     """What a time may be a sum of: a part that is always there, and products of sizes that differ among the points.
 
-    Of products that nobody can tell apart by these points, as where queries are as many as keys, or features always the
-    same, the one of most sizes stands for all: a size that never varied is taken to be more of the work.
+    Of products that these points do not separate, as where queries are as many as keys, or features always the same,
+    the one of most sizes stands for all: a size that never varied is taken to be more of the work.
     """
     every = list(itertools.product((0, 1), repeat=len(high)))
     if len(every) > MAX_TERMS:
@@ -160,10 +160,10 @@ def held_out_error(groups: Sequence[Sequence[Point]], folds: int = 5) -> HeldOut
 def fit_sum(rows: Sequence[Sequence[float]], times: Sequence[float]) -> tuple[float, ...]:
     """Fit shares of each row of terms to times: relative errors, least squares, none negative.
 
-    Each share in turn is what is best beside the others, or 0. They start from the largest time, half of it always
-    there (the first term), half growing with all there is (the last): what few times leave open stays so, and all
-    kernels of a call err alike in that. In plain Python: torch's threads do not survive a fork, and there are few
-    points and fewer terms.
+    Each share in turn is what is best given the others, or 0. They start from the largest time, half of it always there
+    (the first term), half growing with all there is (the last): what few times leave open stays so, and all kernels of
+    a call err alike in that. In plain Python: torch's threads do not survive a fork, and there are few points and fewer
+    terms.
     """
     columns = list(zip(*rows, strict=True))
     weights = [time_us**-2.0 for time_us in times]  # what is to be small is relative

@@ -1,9 +1,9 @@
-"""Times of calls that nobody measured, from measured ones that differ in sizes only: a sum and its residuals.
+"""Times of calls that were not measured, from measured ones that differ in sizes only: a sum and its residuals.
 
 A call takes a part that is always there, parts that grow with one size, and a part that grows with all the work: a sum
 of shares of products of sizes, no share below zero. What that leaves over is smooth: the nearest residuals are added.
-What it is worth is asked of the data: every point is bent to by all others, and their error, larger by the distance to
-the nearest point, is the error that a prediction claims. A single point has a sum, too: half of it grows.
+The data say what it is worth: every point is predicted from all others, and their error, larger by the distance to the
+nearest point, is the error that a prediction claims. A single point has a sum, too: half of it grows.
 
 Predictions are for choosing: kernels of one family err alike, so their order is known better than their times. What
 more structure gave, and what less, on the times that ship, is in docs/decisions/0057 and 0062.
@@ -12,8 +12,8 @@ Some sizes are worked through in tiles, as attention's queries and keys: where t
 between their multiples count as the next multiple. Which sizes those are, and which run side by side, the operation
 says (:class:`Meaning`).
 
-Where device and host were told apart, all this is about the device's time, which is clean. The host's hardly depends on
-sizes and is one number; a call takes the longer of both.
+Where device and host were measured apart, all this is about the device's time, which is clean. The host's hardly
+depends on sizes and is one number; a call takes the longer of both.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from layerzero.core.evidence import HOST_MARGIN
 MAX_DISTANCE = 6.0
 """Doublings of all sizes together from the nearest measured point, beyond which there is no evidence.
 
-A kernel without a time beside others with one is passed over, which costs more than a rough time. Choices made for the
-third of each family's calls with the least work, from the other two thirds, took 1.22 of the best within 4, 1.15
-within 6 and 1.13 within 8; from one call each, the worst took 11 times the best within 6 and 127 within 8
+A kernel without a time among others with one is passed over, which costs more than a rough time. Choices made for the
+third of each family's calls with the least work, from the other two thirds, took 1.22 of the best within 4, 1.15 within
+6 and 1.13 within 8; from one call each, the worst took 11 times the best within 6 and 127 within 8
 (docs/decisions/0062, 2026-11-23).
 """
 
@@ -68,7 +68,7 @@ class Meaning(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         beside: those whose entries run side by side, so that only their product counts.
-        carried: pairs of one and the one that carries it: beside that product, how many go with each counts.
+        carried: pairs of one and the one that carries it: besides that product, how many go with each counts.
         tiled: those that are worked through in tiles.
     """
 
@@ -93,7 +93,7 @@ def meaning_of(axes: tuple[Axis, ...]) -> Meaning:
 
 
 class Point(NamedTuple):
-    """A measured time: sizes by name, microseconds; of device and host where they were told apart."""
+    """A measured time: sizes by name, microseconds; of device and host where they were measured apart."""
 
     sizes: Mapping[str, int]
     time_us: float
@@ -119,10 +119,10 @@ class Model(msgspec.Struct, frozen=True):
         error: root mean square of the errors when each point was left out, log2.
         reach: mean distance of a left-out point to its nearest neighbour, in doublings.
         tile: lengths count as the next multiple of it.
-        host_us: what the host takes, at any size; 0 where it was not told apart, or where no point waited for it.
+        host_us: what the host takes, at any size; 0 where it was not measured apart, or where no point waited for it.
         host_error: by how much half of the points that waited for it exceed that, log2.
         meaning: what the operation said of its sizes.
-        told: whether the times are the device's, told apart from what a caller waits for.
+        told: whether the times are the device's, measured apart from what a caller waits for.
     """
 
     axes: tuple[str, ...]
@@ -143,7 +143,7 @@ class Model(msgspec.Struct, frozen=True):
 class Prediction(NamedTuple):
     """A time in microseconds, the error that it claims in log2, and how far the nearest point is, in doublings.
 
-    ``device_us`` is the device's part, None where no point told it.
+    ``device_us`` is the device's part, None where no point has it.
     """
 
     time_us: float

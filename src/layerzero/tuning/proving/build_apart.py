@@ -17,7 +17,7 @@ from layerzero.tuning.proving.build_child import AT_ONCE, Build
 from layerzero.tuning.proving.child import homes
 
 Told = Callable[[Kernel, Facts, Outcome], None]
-"""Told what became of a build."""
+"""Called with what became of a build."""
 
 
 def build_apart(
@@ -33,11 +33,11 @@ def build_apart(
 
     Args:
         pairs: kernels that say ``prebuilt`` or ``cache_folder``, each with a call.
-        told: of each build that ended; not of those that were stopped.
-        stop: asked all the while; once it says so, the children are killed.
-        modules: modules that register kernels, beside those that did so here.
+        told: called with each build that ended; not with those that were stopped.
+        stop: called all the while; once it is true, the children are killed.
+        modules: modules that register kernels, besides those that did so here.
         at_once: children that work at the same time.
-        begins: told of each build that begins, for several are under way at once.
+        begins: called with each build that begins, for several are under way at once.
     """
     unique = {build_of(kernel, facts): (kernel, facts) for kernel, facts in pairs if not BUILT.ready(kernel, facts)}
     for of_one in by_device(unique.values()):
@@ -90,7 +90,7 @@ def _lanes(pairs: Iterable[tuple[Kernel, Facts]]) -> dict[BuildIdentity, int]:
 
     They share what is compiled: FlashInfer's decoding by tensor cores, its tokens over pages and its ragged prompts are
     one module of 65 s, which a second child would wait for, or write at the same moment. A key that holds another one
-    (FlashInfer's cascade takes the module for batches beside its own) is a lane of its own: the second one waits for
+    (FlashInfer's cascade takes the module for batches besides its own) is a lane of its own: the second one waits for
     the library's lock.
 
     All else goes to whichever child is free, and a child that has begun a lane does all of it first. Of two children

@@ -1,8 +1,8 @@
 """What a child does that builds: have a kernel compile for a call, and note what lies in its library's cache.
 
-It works at low priority, and what it compiles it keeps where its library does, so that the process that asked, and
-every later one, finds it there. Of a build that failed it says which program was lacking, or what ended the compiler:
-what libraries raise runs to pages, and ends with something else.
+It works at low priority, and what it compiles it keeps where its library does, so that the parent process, and every
+later one, finds it there. Of a build that failed it says which program was lacking, or what ended the compiler: what
+libraries raise runs to pages, and ends with something else.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ COMPILER_BYTES = 4 * 2**30
 """What a compiler of CUDA code may need: FlashInfer's own builds count with as much for each (0.7.2)."""
 
 LINES, EARLIER = 15, 5
-"""Lines that are told of what a compiler said: the last ones, and of those before them a few that speak of an error."""
+"""Lines that are reported of what a compiler said: the last ones, and of those before them a few that speak of an
+error."""
 
 _SPARE = 2
 """How many times a call's tensors must fit into what a device has left: the copies, and what else runs there."""
@@ -138,9 +139,9 @@ def last_lines(error: BaseException) -> str:
 
 
 def short_of_memory(recipe: CallRecipe) -> str:
-    """Why a call cannot be made beside what runs on its device; empty where it can.
+    """Why a call does not fit next to what runs on its device; empty where it can.
 
-    On a CPU the system gives out more than there is, and then ends a process, perhaps the one that asked.
+    On a CPU the system gives out more than there is, and then ends a process, perhaps the parent.
     """
     sizes = [math.prod(each.shape) * dtype_named(each.dtype).itemsize for each in recipe.tensors.values()]
     free = SHARE * available_bytes() if recipe.device == "cpu" else math.inf
@@ -243,8 +244,8 @@ def interrupted(error: BaseException) -> str:
 def of_compiler(error: BaseException) -> BaseException:
     """The error, or what ails the C++ compiler if that is why.
 
-    Inductor asks the compiler first what the processor can do, takes every failure for a no, and then asserts about
-    something else. So it is asked for an empty program here.
+    Inductor first tests by the compiler what the processor can do, takes every failure for a no, and then asserts about
+    something else. So an empty program is compiled here.
     """
     if all(type(each).__name__ != "InductorError" for each in _causes(error)):
         return error

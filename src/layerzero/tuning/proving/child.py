@@ -41,7 +41,7 @@ _VERDICTS = {
 
 
 class Question(msgspec.Struct, frozen=True):
-    """What is asked of a kernel, once modules are imported that register it.
+    """The task for a kernel, once modules are imported that register it.
 
     Attributes:
         call: a call, or one that stands for its class.
@@ -92,7 +92,7 @@ def work(question: Question, tell: Tell) -> None:
     except (LayerZeroError, LookupError, ImportError, ValueError) as error:  # not legal here, not known here
         reply = Reply(None, str(error))
     except Exception as error:  # noqa: BLE001  # of making the call or of comparing: it says nothing about the kernel
-        short = "too little memory" if out_of_memory(error) else f"it could not be asked: {type(error).__name__}"
+        short = "too little memory" if out_of_memory(error) else f"it could not be tried: {type(error).__name__}"
         reply = Reply(None, f"{short}: {error}")
     if lost := lost_context(Device.detect(question.call.device)):
         tell.leave(f"{reply.detail}; {lost}")

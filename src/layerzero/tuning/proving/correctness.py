@@ -20,7 +20,7 @@ from layerzero.testing.generate import RandomCall
 from layerzero.tuning.keeping.machine_state import bounded
 
 MAX_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}
-"""What the reference may need beside the tensors, in float64: several of 0.1 GB on a CPU, of 2 GB on a GPU."""
+"""What the reference may need besides the tensors, in float64: several of 0.1 GB on a CPU, of 2 GB on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)

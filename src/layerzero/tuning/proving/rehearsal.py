@@ -60,8 +60,8 @@ def confirm_suspects(
 
     Args:
         modules: modules that register kernels, imported in the child; those of entry points are found by themselves,
-            and what this process imported is known. What only a record names is not imported: whoever can write in the
-            cache folder would have it run.
+            and what this process imported is known. What only a record names is not imported: write access to the cache
+            folder would be enough to run it.
         again: run the banned as well, as after a repair that changed no version.
         timeout_s: seconds after which a kernel counts as hanging.
     """
@@ -124,7 +124,7 @@ class Rehearsed:
     """What a child found about a kernel and a call.
 
     Attributes:
-        verdict: None where it could not be asked.
+        verdict: None where it could not be tried.
         detail: a line about it.
         unsafe: whether it may end this process, too: without a verdict, the child that ran it was killed.
     """
@@ -163,7 +163,7 @@ def rehearse(
     Args:
         modules: modules that register kernels, imported in the child.
         timeout_s: seconds that one kernel may be silent, compiling included.
-        stop: asked all the while; once it says so, children are killed, and what is left counts as unsafe.
+        stop: called all the while; once it is true, children are killed, and what is left counts as unsafe.
     """
     classes = {(kernel.id, class_text(facts)): (kernel, facts) for kernel, facts in pairs}
     most = max(1, min(_MOST_CHILDREN, (os.cpu_count() or 1) // _CORES_A_CHILD))

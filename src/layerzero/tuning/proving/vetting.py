@@ -5,10 +5,10 @@
     lz.vet("tokenize", params={"tokenizer_id": "model/tokenizer.json"})       operations without tensors
 
 A class is a kernel, operation, dtype, layout and the power of two of each size. The verdict is kept with the versions
-of the kernel's library, of torch and of the device. Nothing of this runs in a request: only where it is asked for, in
-warmup, in a tuning window, or in the background where the setting ``vet_in_background`` says so. There a kernel that a
-miss would have liked to choose proves itself in a child, and the next miss may choose it: one thread, one child at a
-time, each class once a process.
+of the kernel's library, of torch and of the device. Nothing of this runs in a request: only by order, in warmup, in a
+tuning window, or in the background where the setting ``vet_in_background`` says so. There a kernel that a miss would
+have liked to choose proves itself in a child, and the next miss may choose it: one thread, one child at a time, each
+class once a process.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class Vetted:
     """What was found about a kernel and a class.
 
     Attributes:
-        verdict: None where it could not be asked, with the reason.
-        reached: whether there was time to ask; without it there is no verdict, and the class stays as it was.
+        verdict: None where it could not be tried, with the reason.
+        reached: whether there was time for it; without it there is no verdict, and the class stays as it was.
     """
 
     kernel_id: str
@@ -150,12 +150,12 @@ def vet(
     Args:
         operation: an operation, function, alias or glob.
         kernels, backends: ids, globs or libraries. With neither, what may not run before it was vetted: plugins, and
-            libraries at versions that nobody tested.
+            libraries at untested versions.
         shapes: shapes of the first tensor, as :func:`layerzero.warmup` takes them; the operations' own cases if None.
         dtype: dtype of the tensors; every one that operation and kernel know if None.
         device: where; the CPU, or the current CUDA device if there is one.
-        params: of operations without tensors, what kernels have to prove themselves for: ``{"tokenizer_id": ...}``;
-            no others are asked about then.
+        params: of operations without tensors, what kernels have to prove themselves for: ``{"tokenizer_id": ...}``; no
+            others are vetted then.
         modules: modules that register kernels, imported in the child; those of entry points are found by themselves.
         again: also check classes that have a verdict.
         timeout_s: seconds of silence after which a child counts as hanging.
@@ -177,7 +177,7 @@ def vet(
 
 
 def is_named(kernel: Kernel, kernels: Sequence[str] | None, backends: Sequence[str] | None, device: Device) -> bool:
-    """Whether a kernel is asked about: by name, or where nothing is named because it may not run before."""
+    """Whether a kernel is vetted: by name, or where nothing is named because it may not run before."""
     if kernel.is_reference:
         return False
     if kernels is None and backends is None:
@@ -246,7 +246,7 @@ def vet_calls(
 
     Args:
         go_on: where no child gets to work, say of each class that is left that it was not vetted, and why; log it.
-        stop: asked all the while; once it says so, children are killed, and what is left has no verdict.
+        stop: called all the while; once it is true, children are killed, and what is left has no verdict.
     Raises: RuntimeError or ValueError in that case otherwise.
     """
     unique: dict[tuple[str, str], tuple[Kernel, Facts]] = {}
@@ -291,7 +291,7 @@ def vet_calls(
             raise
         log.warning("vetting ended early, and what was not vetted is not chosen: %s", error)
         for name in [each for each in unique if each not in found]:
-            keep(name, None, f"not asked: {error}")
+            keep(name, None, f"not tried: {error}")
     finally:
         if unique:
             ENGINE.bump()
