@@ -3,7 +3,7 @@
 Importing loads no kernel library, initialises no device and patches nothing; it does not even import torch. Names are
 resolved on first use and then live in this module's globals, so that ``lz.attention`` costs one dictionary read.
 ``torch.ops.layerzero.attention`` is there as soon as torch and this package are imported, in whatever order, and is
-defined when it is first asked for, see :mod:`layerzero.engine.namespace`.
+defined when it is first used, see :mod:`layerzero.engine.namespace`.
 """
 
 from __future__ import annotations

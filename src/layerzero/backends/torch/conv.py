@@ -86,7 +86,7 @@ def _steps(facts: Facts, axes: int) -> list[list[int]]:
 
 
 def _pays(facts: Facts) -> Reason | None:
-    """Whether the weight is large beside input and result, or the input lies as oneDNN reads it."""
+    """Whether the weight is large compared with input and result, or the input lies as oneDNN reads it."""
     if facts["channels_last"]:
         return None
     spatial, kernel, results = AXES[facts.operation.name]
@@ -97,7 +97,7 @@ def _pays(facts: Facts) -> Reason | None:
     if weight >= LEAST_SHARE * moved:
         return None
     wanted = f"a weight of {LEAST_SHARE} times as many numbers as input and result, or channels last"
-    return Reason(ReasonCode.CONSTRAINT_FAILED, "weight", wanted, f"{weight} beside {moved}")
+    return Reason(ReasonCode.CONSTRAINT_FAILED, "weight", wanted, f"{weight} with {moved}")
 
 
 KERNELS = (
@@ -125,7 +125,7 @@ KERNELS = (
             limit.contiguous("bias"),
             BELONGS,
             limit.Custom("as much padding at both ends", _even),
-            limit.Custom("a weight that is large beside input and result, or channels last", _pays),
+            limit.Custom("a weight that is large compared with input and result, or channels last", _pays),
         ),
         graph_safe=False,
         priority=55,

@@ -130,7 +130,7 @@ def _value_problems(axes: int) -> Callable[[dict[str, Any]], list[str]]:
             found.append(f"groups: wanted a whole number from 1, got {told(arguments['groups'])}")
         stride = arguments["stride"]
         if arguments["padding"] == "same" and not found and any(number != 1 for number in each(stride, axes)):
-            found.append(f"stride: wanted 1 beside padding='same', got {told(stride)}")
+            found.append(f"stride: wanted 1 with padding='same', got {told(stride)}")
         return found + packed_problems(arguments)
 
     return problems
