@@ -69,7 +69,7 @@ def test_gradients_are_torchs(function, shape, weight, named):
         ({"stride": 0}, "stride: wanted a whole number from 1 or 2 of them, got 0"),
         ({"stride": (1, 2, 3)}, "stride: wanted a whole number from 1 or 2 of them, got (1, 2, 3)"),
         ({"stride": 2.0}, "stride: wanted int or tuple, got 2.0"),
-        ({"stride": 2, "padding": "same"}, "stride: wanted 1 beside padding='same', got 2"),
+        ({"stride": 2, "padding": "same"}, "stride: wanted 1 with padding='same', got 2"),
         ({"dilation": 9}, "weight: wanted a kernel within the padded input (9, 11), got (19, 19), dilation included"),
         ({"input": (2, 5, 9, 11)}, "as weight (8, 3, 3, 3) and groups=2 have, got 5 in shape (2, 5, 9, 11)"),
         ({"input": (3, 2, 6, 9, 11)}, "input: wanted 3 or 4 axes, got shape (3, 2, 6, 9, 11)"),

@@ -300,9 +300,8 @@ def _measured_terms(name: str, found: Evidence, best: Evidence, call: _Call, *, 
     """Terms of a kernel with evidence, relative to the quickest one.
 
     One that is slower than the quickest by more than the noise of both has no more priority than that one: doubts lift
-    none over it. Compared with torch's own, no priority counts more than that of torch's, which keeps ``(1 - c) * 5``
-    before a quicker one, unless it is surely slower. Where torch's has no evidence, one with evidence loses ``(1 - c) *
-    200``.
+    none over it. Against torch's own, no priority counts more than that of torch's, which keeps ``(1 - c) * 5`` before
+    a quicker one, unless it is surely slower. Where torch's has no evidence, one with evidence loses ``(1 - c) * 200``.
     """
     stock, doubt = call.stock, 1 - call.confidence
     points = call.anchor - POINTS_PER_DOUBLING * math.log2(found.cost_us / best.cost_us)
@@ -381,11 +380,10 @@ def _policy_terms(kernel: Kernel, prefer: Sequence[str], avoid: Sequence[str]) -
 def _ordered(scored: Sequence[Candidate], call: _Call) -> list[Candidate]:
     """Best first; those within the noise of the best are ordered by ``first``, priority and id.
 
-    What counts is the noise of the best and of the one compared with it, as far as evidence does: a hopeless third,
-    measured roughly, blurs nothing. And what torch's own keeps for the same doubts makes no tie of what is further
-    apart: with both, a library had to gain 11 % by a table of another machine, and decoding on an H100 took 1.12 of
-    torch's own device time, where 1.08 is what they get without, computed from their times (11 calls of unseen heads,
-    2026-11-24).
+    What counts is the noise of the best and of its rival, as far as evidence does: a hopeless third, measured roughly,
+    blurs nothing. And what torch's own keeps for the same doubts makes no tie of what is further apart: with both, a
+    library had to gain 11 % by a table of another machine, and decoding on an H100 took 1.12 of torch's own device
+    time, where 1.08 is what they get without, computed from their times (11 calls of unseen heads, 2026-11-24).
     """
     scores = [(each.score, each.kernel.id, each) for each in scored]
     top, _, best = max(scores)
