@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from layerzero.core.system import control_group, threads
+from layerzero.core.system import resources, threads
 
 
 @pytest.fixture
@@ -55,9 +55,9 @@ def test_a_quota_of_the_second_version(files, quota, tmp_path, monkeypatch):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "own").write_text("0::/\n")
-    monkeypatch.setattr(control_group, "_OWN", tmp_path / "own")
-    monkeypatch.setattr(control_group, "_TOP", tmp_path)
-    assert control_group.cpu_quota() == quota
+    monkeypatch.setattr(resources, "_OWN", tmp_path / "own")
+    monkeypatch.setattr(resources, "_TOP", tmp_path)
+    assert resources.cpu_quota() == quota
 
 
 @pytest.mark.parametrize(("quota_us", "quota"), [("200000", 2.0), ("-1", math.inf)])
@@ -66,6 +66,6 @@ def test_a_quota_of_the_first_version(quota_us, quota, tmp_path, monkeypatch):
     (tmp_path / "cpu" / "job" / "cpu.cfs_quota_us").write_text(quota_us)
     (tmp_path / "cpu" / "job" / "cpu.cfs_period_us").write_text("100000")
     (tmp_path / "own").write_text("3:cpu,cpuacct:/job\n")
-    monkeypatch.setattr(control_group, "_OWN", tmp_path / "own")
-    monkeypatch.setattr(control_group, "_TOP", tmp_path)
-    assert control_group.cpu_quota() == quota
+    monkeypatch.setattr(resources, "_OWN", tmp_path / "own")
+    monkeypatch.setattr(resources, "_TOP", tmp_path)
+    assert resources.cpu_quota() == quota

@@ -15,9 +15,9 @@ import apart_worker
 import pytest
 
 from layerzero.core.ledger import Verdict
-from layerzero.core.system import resources, process_waits
-from layerzero.core.system.resources import Kills
+from layerzero.core.system import process_waits, resources
 from layerzero.core.system.process_waits import Waits
+from layerzero.core.system.resources import Kills
 from layerzero.testing import children, process
 from layerzero.testing.children import DEATHS, Task, run_apart
 

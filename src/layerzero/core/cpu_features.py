@@ -85,7 +85,7 @@ def limited(have: Iterable[str], text: str) -> frozenset[str]:
 
 
 def unit(features: Iterable[str]) -> str:
-    """What multiplies on a CPU with these features, which decides most of how fast kernels are relative to each other."""
+    """What multiplies on a CPU with these features, which decides most of the relative speed of kernels."""
     have = frozenset(features)
     return next((name for name in _UNITS if name in have), _NONE)
 

@@ -20,7 +20,7 @@ from multiprocessing.connection import wait
 from typing import Any, Literal
 
 from layerzero.core.ledger import Verdict
-from layerzero.core.system import resources, process_waits
+from layerzero.core.system import process_waits, resources
 from layerzero.engine.failures import says_out_of_memory
 from layerzero.testing.child_main import Message
 from layerzero.testing.process import APART, Process, child_environment, how_it_ended
