@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from layerzero.engine.state import in_transform
+from layerzero.engine.transforms import in_transform
 from layerzero.integrations.optimize.stamp import OURS, SWAPPED, Stamp
 from layerzero.integrations.optimize.timing import Way, size_of
 

@@ -144,7 +144,7 @@ def of_nvml(nvml: Any, uuid: str) -> dict[str, str]:
     except nvml.NVMLError as error:  # a part of a device, or one that the container hides
         log.info("no condition of %s is recorded: %s", uuid, error)
         return state
-    for name, read in (("temperature", temperature), ("memory", resources), ("power", power)):
+    for name, read in (("temperature", temperature), ("memory", memory), ("power", power)):
         try:
             state[name] = read(handle)
         except nvml.NVMLError as error:
