@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from layerzero.core.arguments import told
 from layerzero.core.errors import InvalidCallError
-from layerzero.integrations.optimize import attention, compiled_calls, diffusion, layers, modules
+from layerzero.integrations.optimize import attention, compiled_calls, diffusion, int8, layers, modules
 from layerzero.integrations.optimize.attention import Search
 from layerzero.integrations.optimize.report import NO_TIME, Left, Optimized, Replaced
 from layerzero.integrations.optimize.selection import time_inputs, time_random_rows
@@ -25,6 +25,7 @@ from layerzero.serving.warmup import Progress, bar_or
 FINDERS: tuple[Callable[[Search], Iterator[Replaced | Left]], ...] = (
     attention.find,
     layers.find,
+    int8.find,
     modules.find,
     diffusion.find_attention,
     diffusion.find_rotations,
@@ -44,6 +45,9 @@ def optimize(
     budget_s: float | None = 120.0,
     isolate: bool = True,
     memory_limit: int | None = None,
+    weights: str | None = None,
+    activations: str | None = None,
+    accuracy: float = int8.ACCURACY,
     progress: Progress | None = None,
 ) -> Any:
     """Let LayerZero compute what a model's modules compute, where that is checked to be the same.
@@ -80,6 +84,14 @@ def optimize(
         memory_limit: bytes that packed forms of weights may take together, beside the weights, which stay for state
             dicts; None for no limit, 0 for none at all. A kernel for prompts and one for tokens may keep a form each.
             What has no room is read as it lies, by whichever kernel is fastest then.
+        weights: ``"int8"`` quantises the weights of linear layers, by a scale for each output; nothing is quantised
+            unasked. Each layer is compared with its own code, on the inputs' rows or, without inputs, on random ones;
+            the report says what each loses, and how far the model's output is from its own. Weights stay as they are,
+            for ``undo()``, state dicts and gradients, and int8 follows what is written into them. The layer that gives
+            a model's output, or shares an embedding's weight, is looked at with inputs only. Nothing is compiled then.
+        activations: ``"int8"`` quantises rows, too, by a scale for each; None multiplies them as they are, which gains
+            at one token of bfloat16 at most. Only with ``weights``.
+        accuracy: how far a layer's output may be from its own, as a share of its norm; what loses more stays as it was.
         progress: told what is done, how much of it, and of how much; a bar on a terminal if None. Not of tokenizers.
 
     With inputs, on a CPU, each model of Transformers, or the module itself, is also compiled as a whole by ONNX
@@ -117,6 +129,8 @@ def optimize(
         for name, each in (("graph", graph), ("isolate", isolate))
         if not isinstance(each, bool)
     ]
+    asked, wrong = int8.request(weights, activations, accuracy)
+    problems += wrong
     if problems:
         raise InvalidCallError("optimize", problems)
     if is_tokenizer(model):
@@ -136,7 +150,7 @@ def optimize(
         return report
     try:
         with bar_or(progress) as tell:
-            _optimized(model, root, report, inputs, tell, graph=graph, rounds=rounds, isolate=isolate)
+            _optimized(model, root, report, inputs, tell, asked, graph=graph, rounds=rounds, isolate=isolate)
     except BaseException:  # all or nothing, whatever failed and however late
         report.undo()
         raise
@@ -159,6 +173,7 @@ def _optimized(
     report: Optimized,
     inputs: Any,
     tell: Progress,
+    asked: int8.Request | None,
     *,
     graph: bool,
     rounds: int,
@@ -175,8 +190,9 @@ def _optimized(
         before = [] if workload is None else workload.run()
     report.stock = "" if workload is None else stock_of(root, workload.device)
     search = Search(root, time, workload, tell)
-    found = [each for finder in FINDERS for each in report.sort(finder(search))]
-    targets = [] if workload is None else compiled_calls.compile_calls(search, report, watched)
+    finders = FINDERS if asked is None else (asked.find, *FINDERS)
+    found = [each for finder in finders for each in report.sort(finder(search))]
+    targets = [] if workload is None or asked is not None else compiled_calls.compile_calls(search, report, watched)
     _join(found, root, report)
     for each in found:
         report.put_on(each)
@@ -196,6 +212,8 @@ def _optimized(
         compiled_calls.keep_faster(targets, report, workload, rounds)
     elif report.replaced:
         report.tune.append("pass inputs= so that the calls which they make are measured and the gain is shown")
+    if asked is not None and not any(each.kind == int8.KIND for each in report.replaced):
+        report.tune += int8.hints(asked)
 
 
 def _join(found: Iterable[Replaced], root: Module, report: Optimized) -> None:

@@ -79,26 +79,26 @@ class Parts:
 def find(search: Search) -> Iterator[Replaced | Left]:
     """The layers of models whose attention was found; what they compute for is taken."""
     for path, exchange, ours in search.models:
-        for each in _layers(path, exchange, search.time, ours=ours):
+        for each in _layers(path, exchange, search, ours=ours):
             if isinstance(each, Replaced):
                 search.taken |= {id(inner) for inner in each.swap.module.modules()}
             yield each
 
 
-def _layers(prefix: str, exchange: AttentionSwap, time: TimeLeft, *, ours: bool) -> Iterator[Replaced | Left]:
+def _layers(prefix: str, exchange: AttentionSwap, search: Search, *, ours: bool) -> Iterator[Replaced | Left]:
     """Try each layer of a model, with LayerZero's attention or with its own; a model without such layers gives none."""
-    decoders: set[int] = set()
+    known = set(search.taken)
     for parts_of, calls_of in ((_parts_of, _calls_of), (encoders.parts_of, encoders.calls_of)):
         parts: dict[str, Parts | encoders.Parts] = {}
         for path, module in exchange.model.named_modules():
             if (
-                id(module) not in decoders and (made := parts_of(module)) is not None
+                id(module) not in known and (made := parts_of(module)) is not None
             ):  # what holds one layer alone looks like that
                 parts = {each: of for each, of in parts.items() if each and not path.startswith(f"{each}.")}
                 parts[path] = made
-        decoders |= {id(each.module) for each in parts.values()}
+        known |= {id(each.module) for each in parts.values()}
         if parts:
-            yield from _checked(prefix, parts, calls_of, exchange, time, ours=ours)
+            yield from _checked(prefix, parts, calls_of, exchange, search.time, ours=ours)
 
 
 def _checked(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from layerzero.asking.trace import numbered, ranges
 from layerzero.integrations.exchange import Exchange
 from layerzero.integrations.optimize.candidate import Candidate
+from layerzero.integrations.optimize.codes import Made
 from layerzero.integrations.optimize.module_times import Spent
 from layerzero.integrations.optimize.swap import State, Swap
 from layerzero.integrations.optimize.timing import SIZES, Paced
@@ -123,6 +125,8 @@ class Optimized:
         timed: the whole model before and after, and by kind; None where no inputs were given.
         tune: what to do next.
         error: largest difference of the model's own output, in units of its largest value; None without inputs.
+        distance: where weights were quantised, how far the model's output is from its own, relative to its size, and
+            the cosine of both; None without inputs.
         weight_bytes: memory of parameters and buffers, each once.
         memory_limit: what packed forms may take together; None without a bound.
         spent: time by modules before and after; None without inputs.
@@ -139,6 +143,7 @@ class Optimized:
     timed: Timed | None = None
     tune: list[str] = field(default_factory=list)
     error: float | None = None
+    distance: tuple[float, float] | None = None
     weight_bytes: int = 0
     memory_limit: int | None = None
     spent: Spent | None = None
@@ -178,6 +183,29 @@ class Optimized:
     def packs(self) -> list[Packs]:
         """All that keeps packed forms now."""
         return [part for state in self._states_on for part in state.parts if isinstance(part, Packs)]
+
+    @property
+    def made(self) -> list[Made]:
+        """What was quantised because the caller asked for it."""
+        return [each for each in self._states_on if isinstance(each, Made)]
+
+    def _quantised(self) -> list[str]:
+        """What was quantised, and what it loses."""
+        made = self.made
+        if not made:
+            return []
+        codes, own = sum(each.code_bytes for each in made), sum(each.own_bytes for each in made)
+        lines = [f"{len(made)} weights in int8: {codes / 1e6:.1f} MB beside {own / 1e6:.1f} MB of theirs, which stay"]
+        losses: dict[str, list[float]] = defaultdict(list)
+        for each in self.replaced:
+            if isinstance(state := getattr(each.exchange, "state", None), Made):
+                losses[each.path.rpartition(".")[2] or "(model)"].append(state.loss)
+        for name, of in losses.items():
+            lines.append(f"  {name}: {len(of)} lose {statistics.median(of):.2%} of their output, {max(of):.2%} at most")
+        if self.distance is not None:
+            relative, cosine = self.distance
+            lines.append(f"  the model's output is {relative:.2g} of its size from its own, cosine {cosine:.6f}")
+        return lines
 
     @property
     def _states_on(self) -> list[State]:
@@ -236,7 +264,7 @@ class Optimized:
         if self.left:
             reasons = [((each.module, each.why), each.path, None) for each in self.left]
             lines += ["", *_table(("left", "module", "why"), reasons)]
-        lines += ["", self._memory()]
+        lines += ["", self._memory(), *self._quantised()]
         late = sum(each.late for each in self.packs)
         if late:
             lines.append(f"{late} writes into weights were seen late: some calls computed with what was packed before")

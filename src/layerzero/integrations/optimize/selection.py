@@ -17,6 +17,7 @@ from layerzero.asking.trace import traced
 from layerzero.integrations.optimize import layer_timing, modules
 from layerzero.integrations.optimize.attention import AttentionSwap, Search
 from layerzero.integrations.optimize.candidate import distance, quiet
+from layerzero.integrations.optimize.codes import compared
 from layerzero.integrations.optimize.layer_timing import Around, around, attention_costs, cut, shapes_of
 from layerzero.integrations.optimize.module_times import ROUNDS, Spent, spent
 from layerzero.integrations.optimize.report import BY_CALL, Optimized, Replaced, Timed
@@ -71,6 +72,8 @@ def time_inputs(
     after = workload.run()
     errors = [distance(got, expected) for got, expected in zip(after, before, strict=False)]
     report.error = max(errors, key=lambda each: math.inf if math.isnan(each) else each, default=None)
+    if any(each.loss for each in report.made):
+        report.distance = compared(after, before)
     if by_kind:
         _keep_what_gains(report, workload, by_kind, rounds, tell)
     report._forget()

@@ -1,0 +1,341 @@
+"""Products with weights of int8: those of other libraries, found by value, and those that a caller asks for.
+
+A module that holds int8 codes and scales is told by what it gives for rows in which one number is 40 times as large as
+the others: their rounding to int8 is coarse there, so that it shows whether rows are rounded, and by how many scales.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Embedding, Module
+from torch.nn.functional import linear
+
+from layerzero.core.arguments import told
+from layerzero.integrations.optimize.attention import Search
+from layerzero.integrations.optimize.candidate import (
+    TOLERANCE,
+    Candidate,
+    candidate,
+    distance,
+    quiet,
+    random_rows,
+    refusal,
+)
+from layerzero.integrations.optimize.codes import Codes, Found, Made, Place, at, bias_of, call, product
+from layerzero.integrations.optimize.products import is_plain
+from layerzero.integrations.optimize.report import NO_TIME, Left, Replaced
+from layerzero.integrations.optimize.swap import stock_forward, weight_of
+from layerzero.integrations.optimize.workload import RUN
+
+KIND = "int8"
+"""Of what is replaced."""
+
+WEIGHTS = ("int8",)
+"""What weights may be quantised to when asked for."""
+
+ACTIVATIONS = (None, "int8")
+
+ACCURACY = 0.03
+"""How far a layer's output may be from its own, relative to its size. Normal rows lose 0.011 in int8, rows that are
+products of two such numbers, as in gated blocks, 0.026 (1024 inputs, 2816 of them)."""
+
+ROWS = 256
+"""Rows of one call at most whose loss is computed."""
+
+LARGE, APART = 40.0, 32.0
+"""One number of a row, in units of the others' deviation, and one row in units of another."""
+
+EXACT, ROUNDED = 0.25, (0.5, 1.6)
+"""In units of the expected error of rows in int8: what weights alone may be off by, and what rounded rows are."""
+
+PLAIN = 2
+"""Rows without a large number, whose error shows whether a result is scaled, which rounding does not do."""
+
+SCALED = 0.003
+"""By how much: torchao's scales, of 127.5 steps, cut the largest number of a row by 0.4 %."""
+
+
+def find(search: Search) -> Iterator[Replaced | Left]:
+    """Modules of other libraries whose weight is int8 codes and scales, told by value."""
+    dynamic = getattr(sys.modules.get("torch.ao.nn.quantized.dynamic"), "Linear", None)
+    for path, module in search.root.named_modules():
+        name = type(module).__name__
+        if dynamic is not None and isinstance(module, dynamic):
+            why = "torch's dynamic int8 rounds all rows of a call by one scale and a zero point; no kernel does that"
+            yield Left(path, name, why)
+            search.taken.add(id(module))
+            continue
+        pairs = _pairs(module)
+        if not pairs:
+            continue
+        step = f"checking modules of {name}"
+        if not search.time.allows(step, step):
+            found: Candidate | str = NO_TIME
+        else:
+            with search.time.taking(step):
+                found = _why_not(module) or _by_value(module, pairs)
+        search.taken.add(id(module))
+        if isinstance(found, str):
+            yield Left(path, name, found)
+        else:
+            yield Replaced(path, name, found.kind, found.calls, found.kernel, found.error, found.swap, found)
+
+
+def _pairs(module: Module) -> list[tuple[Place, Place]]:
+    """Where codes and scales may lie: int8 of two axes, and as many floating numbers as it has outputs, or one."""
+    places = list(_places(module))
+    codes = [(each.numel(), place) for place, each in places if each.dtype is torch.int8 and each.ndim == 2]
+    count, largest = max(codes, default=(0, ("", "", "")))  # zero points may be int8, too
+    if not count:
+        return []
+    outputs = at(module, largest).shape[0]  # type: ignore[union-attr]
+    shapes = {(), (1,), (1, 1), (outputs,), (outputs, 1)}
+    return [
+        (largest, place)
+        for place, each in places
+        if each.is_floating_point() and tuple(each.shape) in shapes and place[1] != "bias"
+    ]
+
+
+def _places(module: Module) -> Iterator[tuple[Place, Tensor]]:
+    for held in ("_parameters", "_buffers"):
+        for name, each in getattr(module, held).items():
+            inner = getattr(each, "__tensor_flatten__", None)
+            if inner is None:
+                yield from [((held, name, ""), each)] if isinstance(each, Tensor) else []
+                continue
+            for attribute in inner()[0]:
+                if isinstance(part := getattr(each, attribute), Tensor):
+                    yield (held, name, attribute), part
+
+
+def _why_not(module: Module) -> str:
+    """What speaks against another forward, beside the weight."""
+    why = refusal(module)
+    return "" if "quantised" in why else why
+
+
+def _by_value(module: Module, pairs: list[tuple[Place, Place]]) -> Candidate | str:
+    """A candidate that gives what the module gives, within the rounding of its rows; or why there is none."""
+    why, raised = "", ""
+    for places in pairs:
+        codes, scale = (at(module, place) for place in places)
+        assert codes is not None
+        assert scale is not None
+        exact_weight = codes.double() * scale.double().reshape(-1, 1)
+        for dtype in _dtypes(module, places):
+            rows = _telling_rows(module, exact_weight, dtype)
+            try:
+                with quiet(module):
+                    got = stock_forward(module)(rows.clone())
+            except Exception as error:  # noqa: BLE001  # it takes something else than rows of this dtype
+                raised = f"it does not compute on one tensor of rows: {type(error).__name__}: {str(error)[:80]}"
+                continue
+            why = "its output is no product of its int8 weight, by itself or with rows rounded by a scale for each"
+            if not isinstance(got, Tensor) or got.dtype != dtype or got.shape != (*rows.shape[:-1], codes.shape[0]):
+                continue
+            activations = _rounding(rows, exact_weight, got, bias_of(module))
+            if activations == "":
+                continue
+            return _checked(module, places, activations, rows, got)
+    return why or raised
+
+
+def _dtypes(module: Module, places: tuple[Place, Place]) -> Iterable[torch.dtype]:
+    held, name, _ = places[0]
+    others = [getattr(module, held)[name], bias_of(module), at(module, places[1])]
+    known = [each.dtype for each in others if each is not None and each.is_floating_point()]
+    return dict.fromkeys([*known, torch.float32, torch.bfloat16])
+
+
+def _telling_rows(module: Module, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Two sizes of rows, one number of each far larger, so large that the bias does not hide what is rounded."""
+    features = weight.shape[1]
+    rows = random_rows(module, features, dtype=torch.float64, device=weight.device).reshape(6, features)
+    rows[torch.arange(6 - PLAIN), torch.arange(6 - PLAIN) % features] = LARGE
+    bias = bias_of(module)
+    if bias is not None:
+        rows *= max(1.0, (8 * bias.abs().max() / linear(rows, weight).square().mean().sqrt()).item())
+    rows[1::2] *= APART
+    return rows.to(dtype).reshape(2, 3, features)
+
+
+def _rounding(rows: Tensor, weight: Tensor, got: Tensor, bias: Tensor | None) -> str | None:
+    """How rows are rounded: None for not at all, ``"int8"`` by a scale for each, empty for neither."""
+    wide = rows.double().flatten(0, -2)
+    exact = linear(wide, weight)
+    errors = got.double().flatten(0, -2) - exact - (0.0 if bias is None else bias.double())
+    off, expected = errors.norm(dim=-1), wide.abs().amax(-1) / 127 / math.sqrt(12) * weight.norm()
+    if bool((off <= EXACT * expected)[:-PLAIN].all()):
+        return None
+    scaled = (errors * exact)[-PLAIN:].sum(-1) / exact[-PLAIN:].square().sum(-1)
+    chance = 5 * expected[-PLAIN:] / exact[-PLAIN:].norm(dim=-1) / math.sqrt(exact.shape[-1])
+    least, most = ROUNDED
+    rounded = bool(((off >= least * expected) & (off <= most * expected))[:-PLAIN].all())
+    return "int8" if rounded and bool((scaled.abs() <= chance.clamp(min=SCALED)).all()) else ""
+
+
+def _checked(
+    module: Module, places: tuple[Place, Place], activations: str | None, rows: Tensor, got: Tensor
+) -> Candidate | str:
+    state = Found(module, places, activations)
+    found = _candidate(module, state, rows)
+    with quiet(module), torch.no_grad():
+        ours = call(state, rows, bias_of(module))
+    found.error = distance(ours, got)
+    weight = state.codes.double() * state.scale.double().reshape(-1, 1)
+    same = found.error <= TOLERANCE.get(rows.dtype, 0.0)
+    if activations is not None:
+        same = _rounding(rows, weight, ours, bias_of(module)) == activations
+    return found if same else f"{found.calls} by {found.kernel} was off by {found.error:.2g} of the largest value"
+
+
+def _candidate(module: Module, state: Codes, rows: Tensor) -> Candidate:
+    how = "rows as they are" if state.activations is None else f"rows {state.activations}"
+    calls = f"lz.quantized_linear with int8 weights and {how}"
+    named = {"activations": state.activations, "packed": state.packed[0]}
+    asked = "quantized_linear", (rows, state.codes, state.scale, bias_of(module)), named
+    return candidate(module, product, state, kind=KIND, calls=calls, example=rows, asked=asked)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a caller asks for beside what computes the same.
+
+    Attributes:
+        weights: what they are quantised to.
+        activations: what rows are quantised to; None for as they are.
+        accuracy: how far each layer's output may be from its own, relative to its size.
+    """
+
+    weights: str
+    activations: str | None
+    accuracy: float
+
+    def __str__(self) -> str:
+        rows = "" if self.activations is None else f", activations={self.activations!r}"
+        return f"weights={self.weights!r}{rows}"
+
+    def find(self, search: Search) -> Iterator[Replaced | Left]:
+        """Linear layers whose output stays within the bound; what holds them is no layer and no block any more."""
+        parents = {id(child): parent for parent in search.root.modules() for child in parent.children()}
+        made: dict[str, Candidate] = {}
+        heads = _heads(search.root)
+        any_linear = False
+        for path, module in search.root.named_modules():
+            if not is_plain(module):
+                continue
+            any_linear = True
+            why = refusal(module, parents.get(id(module)))
+            step = f"quantising {type(module).__name__}"
+            if not why and not search.time.allows(step, step):
+                why = NO_TIME
+            if not why and id(module) in heads and search.workload is None:
+                why = "it gives the model's output; pass inputs= to see what int8 loses there"
+            if why:
+                yield Left(path, type(module).__name__, f"{self}: {why}")
+                continue
+            weight = weight_of(module)
+            rows = random_rows(module, weight.shape[1], dtype=weight.dtype, device=weight.device)
+            with search.time.taking(step):
+                made[path] = _candidate(module, Made(weight, self.activations), rows)
+        if not any_linear:
+            yield Left("", type(search.root).__name__, f"{self}: it has no Linear with a floating weight of its own")
+        losses = _losses(made.values(), search)
+        taken = set[int]()
+        for path, found in made.items():
+            module, loss = found.swap.module, losses.get(id(found.swap.module))
+            if loss is None or not loss <= self.accuracy:
+                said = (
+                    NO_TIME
+                    if loss is None
+                    else f"it loses {loss:.2g} of its output, accuracy={self.accuracy:g} allows less"
+                )
+                yield Left(path, type(module).__name__, f"{self}: {said}")
+                continue
+            found.error = found.swap.state.loss = loss  # type: ignore[attr-defined]
+            taken.add(id(module))
+            yield Replaced(path, type(module).__name__, found.kind, found.calls, found.kernel, loss, found.swap, found)
+        for module in search.root.modules():
+            if any(id(each) in taken for each in module.modules()):
+                search.taken.add(id(module))
+
+
+def request(weights: Any, activations: Any, accuracy: Any) -> tuple[Request | None, list[str]]:
+    """What is asked for, and what is wrong with it."""
+    problems = []
+    if weights is not None and (not isinstance(weights, str) or weights not in WEIGHTS):
+        problems.append(f"weights: wanted None or {' or '.join(map(repr, WEIGHTS))}, got {told(weights)}")
+    if not (activations is None or isinstance(activations, str)) or activations not in ACTIVATIONS:
+        problems.append(f"activations: wanted {' or '.join(map(repr, ACTIVATIONS))}, got {told(activations)}")
+    elif activations is not None and weights is None:
+        problems.append(f"activations: wanted None without weights, got {told(activations)}; pass weights='int8', too")
+    if isinstance(accuracy, bool) or not isinstance(accuracy, (int, float)) or not accuracy >= 0:
+        problems.append(f"accuracy: wanted a number from 0, got {told(accuracy)}")
+    if problems or weights is None:
+        return None, problems
+    return Request(weights, activations, float(accuracy)), problems
+
+
+def hints(asked: Request) -> Iterator[str]:
+    """What to try where nothing stayed."""
+    if asked.activations is None:
+        yield "weights alone gain where a kernel reads int8; pass activations='int8' for products of int8 by int8"
+
+
+def _heads(root: Module) -> set[int]:
+    """Modules that give a model's output, and those whose weight is an embedding's, too."""
+    tables = {id(each.weight) for each in root.modules() if isinstance(each, Embedding)}
+    found = {id(each) for each in root.modules() if id(each._parameters.get("weight")) in tables}
+    for each in root.modules():
+        output = getattr(each, "get_output_embeddings", None)
+        found |= {id(output())} if callable(output) else set()
+    return found
+
+
+def _losses(made: Iterable[Candidate], search: Search) -> dict[int, float]:
+    """How far each product is from the module's own, relative to its size: on the inputs' rows, else on random ones."""
+    sums: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+
+    def note(found: Candidate) -> Callable[..., None]:
+        def hook(module: Module, given: tuple[Any, ...], output: Any) -> None:
+            if len(given) == 1 and isinstance(given[0], Tensor) and isinstance(output, Tensor) and given[0].numel():
+                _add(sums[id(module)], found, given[0].detach(), output.detach())
+
+        return hook
+
+    made = list(made)
+    if search.workload is not None and made and search.time.allows("what int8 loses on the inputs", RUN, 2):
+        with ExitStack() as stack:
+            for each in made:
+                stack.callback(each.swap.module.register_forward_hook(note(each)).remove)
+            search.workload.run()
+    with torch.no_grad():
+        for number, each in enumerate(made):
+            search.tell("quantising", number, len(made))
+            module = each.swap.module
+            if id(module) not in sums:  # no input came there
+                with quiet(module):
+                    _add(sums[id(module)], each, each.example, stock_forward(module)(each.example))
+    return {key: math.sqrt(off / whole) if whole else math.sqrt(off) for key, (off, whole) in sums.items()}
+
+
+def _add(sums: list[float], found: Candidate, input: Tensor, output: Tensor) -> None:
+    rows, wanted = input.reshape(-1, input.shape[-1]), output.reshape(-1, output.shape[-1])
+    apart = -(-rows.shape[0] // ROWS)
+    rows, wanted = rows[::apart], wanted[::apart].float()
+    state = found.swap.state
+    assert isinstance(state, Codes)
+    with torch.no_grad():
+        got = call(state, rows.contiguous(), bias_of(found.swap.module)).float()
+    sums[0] += (got - wanted).square().sum().item()
+    sums[1] += wanted.square().sum().item()

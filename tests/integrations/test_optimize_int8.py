@@ -1,0 +1,305 @@
+"""Products with weights of int8: those that a caller asks for, and those of other libraries, told by value."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Self
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import layerzero as lz
+from decoders import made, tokens
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+class Blocks(nn.Module):
+    """Two products, the second of which sees one number that is far larger than the others."""
+
+    def __init__(self, size: int = 64) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(size, size), nn.Linear(size, size)
+        self.register_buffer("scale", torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.down(functional.silu(self.up(x)) * self.scale)
+        return made
+
+
+def off(got: Tensor, wanted: Tensor) -> float:
+    return ((got.double() - wanted.double()).norm() / wanted.double().norm()).item()
+
+
+def taken(report: Any) -> dict[str, str]:
+    return {each.path: each.calls for each in report.replaced if each.kind == "int8"}
+
+
+def why(report: Any, path: str) -> str:
+    return " | ".join(each.why for each in report.left if each.path == path)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"weights": "int3"}, "weights: wanted None or 'int8', got 'int3'"),
+        ({"weights": 8}, "weights: wanted None or 'int8', got 8"),
+        ({"activations": "int8"}, "activations: wanted None without weights, got 'int8'; pass weights='int8', too"),
+        ({"weights": "int8", "activations": "int4"}, "activations: wanted None or 'int8', got 'int4'"),
+        ({"weights": "int8", "accuracy": -0.1}, "accuracy: wanted a number from 0, got -0.1"),
+        ({"weights": "int8", "accuracy": None}, "accuracy: wanted a number from 0, got None"),
+    ],
+)
+def test_what_nobody_can_give_is_refused(asked: dict[str, Any], said: str) -> None:
+    model = Blocks().eval()
+    with pytest.raises(lz.InvalidCallError, match=said):
+        lz.optimize(model, **asked)
+    assert "forward" not in model.up.__dict__
+
+
+@DTYPES
+@pytest.mark.parametrize("activations", [None, "int8"])
+def test_weights_are_quantised_when_asked_for(activations: str | None, dtype: torch.dtype) -> None:
+    model = Blocks().eval().to(dtype)
+    rows = torch.randn(5, 64).to(dtype)
+    names = list(model.state_dict())
+    with torch.no_grad():
+        own = model(rows)
+        report = lz.optimize(model, weights="int8", activations=activations)
+        assert set(taken(report)) == {"up", "down"}
+        assert 0.001 < off(model(rows), own) < 0.04
+        wanted = [(each.weight, each.bias) for each in (model.up, model.down)]
+        text = str(report)
+        assert list(model.state_dict()) == names
+        report.undo()
+        assert torch.equal(model(rows), own)
+    assert all(each is not None for pair in wanted for each in pair)
+    assert "2 weights in int8" in text
+    assert "which stay" in text
+    assert "up: 1 lose" in text
+
+
+def test_nothing_is_quantised_unasked() -> None:
+    model = Blocks().eval()
+    assert not taken(lz.optimize(model))
+
+
+def test_what_loses_more_than_allowed_stays(unmeasured: None) -> None:
+    """A number 300 times as large as the rest leaves no step for them: seen with the inputs alone."""
+    model, rows = Blocks().eval(), torch.randn(40, 64)
+    with torch.no_grad():
+        model.scale[3] = 3000.0
+        model.down.weight[:, 3] = 0.0  # what is large counts for nothing
+        report = lz.optimize(model, rows, weights="int8", activations="int8")
+    assert "it loses" in why(report, "down")
+    assert "accuracy=0.03 allows less" in why(report, "down")
+    assert "it loses" not in why(report, "up")
+    report.undo()
+    exact = lz.optimize(model, weights="int8", accuracy=0)
+    assert not taken(exact)
+    assert "accuracy=0 allows less" in why(exact, "up")
+
+
+def test_a_report_says_how_far_the_output_is_from_the_models_own(
+    unmeasured: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from layerzero.integrations.optimize import selection
+
+    monkeypatch.setattr(selection, "_keep_what_gains", lambda *_: None)
+    model, rows = Blocks().eval(), torch.randn(40, 64)
+    with torch.no_grad():
+        own = model(rows)
+        report = lz.optimize(model, rows, weights="int8", activations="int8")
+        relative, cosine = report.distance
+        assert relative == pytest.approx(off(model(rows), own), rel=0.2)
+    assert cosine == pytest.approx(1 - relative**2 / 2, abs=1e-4)
+    assert f"cosine {cosine:.6f}" in str(report)
+
+
+def test_weights_that_are_written_into_are_followed() -> None:
+    model, rows = Blocks().eval(), torch.randn(5, 64)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for each in other.parameters():
+            each.copy_(torch.randn_like(each))
+        report = lz.optimize(model, weights="int8", activations="int8")
+        model(rows)
+        model.load_state_dict(other.state_dict())
+        assert off(model(rows), other(rows)) < 0.04
+        model.up.weight.data.mul_(3.0)
+        other.up.weight.mul_(3.0)
+        assert off(model(rows), other(rows)) < 0.04
+        model.up.weight = nn.Parameter(-model.up.weight)
+        other.up.weight.neg_()
+        assert off(model(rows), other(rows)) < 0.04
+        assert 0.001 < off(model(rows), other(rows))
+        model.bfloat16()
+        assert off(model(rows.bfloat16()), other(rows)) < 0.05
+        report.undo()
+
+
+def test_copies_have_weights_of_their_own_and_gradients_go_the_models_way() -> None:
+    model, rows = Blocks().eval(), torch.randn(5, 64)
+    stock = copy.deepcopy(model)
+    lz.optimize(model, weights="int8", activations="int8")
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.up.weight.zero_()
+        assert off(model(rows), stock(rows)) < 0.04
+        assert off(twin(rows), stock(rows)) > 0.1
+    model(rows).sum().backward()
+    stock(rows).sum().backward()
+    assert torch.equal(model.up.weight.grad, stock.up.weight.grad)
+    model.train()
+    assert torch.equal(model(rows), stock(rows))
+
+
+def test_a_model_without_products_says_so() -> None:
+    report = lz.optimize(nn.Sequential(nn.ReLU(), nn.LayerNorm(4)).eval(), weights="int8")
+    assert why(report, "") == "weights='int8': it has no Linear with a floating weight of its own"
+
+
+def test_the_output_of_a_decoder_is_looked_at_with_inputs_alone(unmeasured: None) -> None:
+    model, ids = made(), tokens()
+    with torch.no_grad():
+        own = model(ids).logits
+        report = lz.optimize(model, weights="int8", activations="int8", accuracy=0.05)
+        found = taken(report)
+        assert any(each.endswith("down_proj") for each in found)
+        assert any(each.endswith("q_proj") for each in found)
+        assert not any(each.kind in {"layer", "block"} for each in report.replaced)
+        assert "it gives the model's output" in why(report, "lm_head")
+        assert 0.001 < off(model(ids).logits, own) < 0.15
+        report.undo()
+        assert torch.equal(model(ids).logits, own)
+        seen = lz.optimize(model, {"input_ids": ids}, weights="int8", activations="int8", accuracy=0.05)
+        assert "it gives the model's output" not in why(seen, "lm_head")
+        seen.undo()
+
+
+class Compressed(nn.Linear):
+    """As compressed-tensors keeps one: codes and scales are parameters, and the product is its own."""
+
+    def __init__(self, linear: nn.Linear, *, rounds: bool = False, times: float = 1.0) -> None:
+        super().__init__(linear.in_features, linear.out_features)
+        codes, scale = lz.quantize(linear.weight.detach(), "int8", per="row")
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        self.weight_scale = nn.Parameter(scale, requires_grad=False)
+        self.bias = nn.Parameter(linear.bias.detach(), requires_grad=False)
+        self.rounds, self.times = rounds, times
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight = (self.weight * self.weight_scale).to(input.dtype)
+        if self.rounds:
+            codes, scale = lz.quantize(input.float(), "int8", per="row")
+            input = (codes * scale).to(input.dtype)
+        return functional.linear(input, weight, self.bias) * self.times
+
+
+@DTYPES
+@pytest.mark.parametrize(("rounds", "how"), [(False, "rows as they are"), (True, "rows int8")])
+def test_codes_of_other_libraries_are_told_by_value(rounds: bool, how: str, dtype: torch.dtype) -> None:
+    model = nn.Sequential(Compressed(nn.Linear(64, 48).to(dtype), rounds=rounds)).eval()
+    rows = torch.randn(7, 64).to(dtype)
+    with torch.no_grad():
+        own = model(rows)
+        report = lz.optimize(model)
+        assert taken(report) == {"0": f"lz.quantized_linear with int8 weights and {how}"}
+        assert off(model(rows), own) < 0.012
+        model[0].weight.neg_()
+        model[0].weight_scale.mul_(2.0)
+        got = model(rows)
+        report.undo()
+        assert off(got, model(rows)) < 0.012
+
+
+class PerTensor(Compressed):
+    """One scale for all rows, as torch's dynamic quantisation has it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        codes, scale = lz.quantize(input, "int8", per="tensor")
+        return functional.linear(codes * scale, self.weight * self.weight_scale, self.bias)
+
+
+@pytest.mark.parametrize("other", [lambda each: Compressed(each, times=1.01), PerTensor], ids=["scaled", "one scale"])
+def test_other_products_of_int8_stay(other: Any) -> None:
+    report = lz.optimize(nn.Sequential(other(nn.Linear(64, 48))).eval())
+    assert not taken(report)
+    assert "its output is no product of its int8 weight" in why(report, "0")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_torchs_dynamic_int8_stays_and_says_why() -> None:
+    model = torch.ao.quantization.quantize_dynamic(Blocks().eval(), {nn.Linear}, dtype=torch.qint8)
+    report = lz.optimize(model)
+    assert not report.replaced
+    assert "one scale and a zero point" in why(report, "up")
+    asked = lz.optimize(model, weights="int8")
+    assert "no Linear with a floating weight" in why(asked, "")
+
+
+class Int8Tensor(Tensor):
+    """A weight as torchao has it: codes, scales and zero points within a tensor's own class."""
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scale: Tensor, zero: Tensor) -> Self:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype)  # type: ignore[attr-defined]
+
+    def __init__(self, codes: Tensor, scale: Tensor, zero: Tensor) -> None:
+        self.codes, self.scale, self.zero = codes, scale, zero
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale", "zero"], None
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is functional.linear:
+            rows, weight, *bias = args
+            return functional.linear(rows, (weight.codes * weight.scale).to(rows.dtype), *bias)
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].codes, args[0].scale, args[0].zero)
+        raise NotImplementedError(f"{function} of a quantised weight")
+
+
+def test_codes_within_a_tensors_own_class_are_found() -> None:
+    model, rows = nn.Sequential(nn.Linear(64, 48)).eval(), torch.randn(7, 64)
+    codes, scale = lz.quantize(model[0].weight.detach(), "int8", per="row")
+    zero = torch.zeros(48, 1, dtype=torch.int8)
+    model[0].weight = nn.Parameter(Int8Tensor(codes, scale, zero), requires_grad=False)
+    with torch.no_grad():
+        own = model(rows)
+        report = lz.optimize(model)
+        assert taken(report) == {"0": "lz.quantized_linear with int8 weights and rows as they are"}
+        assert off(model(rows), own) < 1e-5
+        codes.neg_()
+        assert off(model(rows), 2 * model[0].bias - own) < 1e-5
+        model[0].weight = nn.Parameter(Int8Tensor(-codes, scale, zero), requires_grad=False)
+        assert off(model(rows), own) < 1e-5
+
+
+@DTYPES
+@pytest.mark.parametrize(("config", "how"), [
+    ("Int8WeightOnlyConfig", "rows as they are"),
+    ("Int8DynamicActivationInt8WeightConfig", "rows int8"),
+])  # fmt: skip
+def test_torchaos_int8_is_found(config: str, how: str, dtype: torch.dtype) -> None:
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    model, rows = Blocks().eval().to(dtype), torch.randn(7, 64).to(dtype)
+    with torch.no_grad():
+        exact = model(rows)
+        quantization.quantize_(model, getattr(quantization, config)())
+        own = model(rows)
+        report = lz.optimize(model)
+        assert taken(report) == dict.fromkeys(["up", "down"], f"lz.quantized_linear with int8 weights and {how}")
+        got = model(rows)
+        report.undo()
+        assert torch.equal(model(rows), own)
+    assert off(got, exact) < 1.5 * off(own, exact)
