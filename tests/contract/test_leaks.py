@@ -140,7 +140,7 @@ ALLOWED: dict[str, dict[str, str]] = {
             (
                 "encoders",
                 _REPLACED,
-                "activation attention heads layer_norm linear mlp qkv qkv_linear weight",
+                "activation attention bias heads layer_norm linear mlp qkv qkv_linear weight",
             ),
             ("dynamic_cache", _CACHE, "append_paged_kv_ tokens"),
             (

@@ -43,6 +43,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], str, int]] = {
     "ViT": (PICTURES, "pictures", 2),
     "Dinov2": (DINO, "pictures", 2),
     "SiglipVision": (PICTURES, "pictures", 2),
+    "CLIPVision": (PICTURES, "pictures", 2),
+    "CLIPText": (WORDS, "words", 2),
     "Whisper": (SOUND, "sound", 2),
     "Bart": (TWICE | {"vocab_size": 101, "max_position_embeddings": 40}, "words", 2),
 }

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Linear, Module
+from torch.nn import Dropout, Identity, Linear, Module
 
+import layerzero as lz
 from layerzero.integrations.optimize.attention import AttentionSwap, Seen, seeing
 from layerzero.integrations.optimize.layer import Heads, Layer
 from layerzero.integrations.optimize.norms import Normed, normed
@@ -36,20 +37,46 @@ TOKENS = 7
 _PLAIN = (bool, int, float, str)
 
 
+class Between(Block):
+    """A block whose activation may be a module.
+
+    Attributes:
+        function: the module; None for an activation that kernels know.
+    """
+
+    def __init__(
+        self, names: tuple[str, ...], children: dict[str, Module], activation: str | Module, *, pack: bool
+    ) -> None:
+        named = activation if isinstance(activation, str) else type(activation).__name__
+        super().__init__(names, children, named, pack=pack)
+        self.function = activation if isinstance(activation, Module) else None
+
+    def compute(self, rows: Tensor) -> Any:
+        """What the block gives, with its weights as they are now."""
+        if self.function is None:
+            return compute(self, rows)
+        packed, (up, down) = self.forms_for(rows), self.products
+        wide = lz.linear(rows, weight_of(up), up._parameters["bias"], packed=packed[0])
+        return lz.linear(self.function(wide), weight_of(down), down._parameters["bias"], packed=packed[1])
+
+
 class Encoder(Layer):
     """An encoder layer.
 
     Attributes:
+        block: its feed-forward block.
         after: whether a norm follows the sum of a part's input and output, as in BERT; else it comes before a part.
         scales: modules whose vector multiplies what attention and block give, or none.
         order: names of the arguments behind the hidden states.
         given: what a layer is told beside hidden states and mask, in every call.
     """
 
+    block: Between
+
     def __init__(
         self,
         heads: Heads,
-        block: Block,
+        block: Between,
         norms: tuple[Normed, Normed],
         scales: tuple[Module, ...],
         order: tuple[str, ...],
@@ -106,7 +133,7 @@ def _encoded(state: Encoder, hidden: Tensor, named: Mapping[str, Any]) -> Tensor
         rows = two.alone(total)
     else:
         rows, total = two.of_sum(hidden, added), added
-    output: Tensor = compute(state.block, rows)
+    output: Tensor = state.block.compute(rows)
     if state.after:
         return two.of_sum(total, output)
     return torch.addcmul(total, output, _scale(scales[1])) if scales else output.add_(total)
@@ -125,7 +152,7 @@ class Parts:
     Attributes:
         module: the layer.
         products, norms, scales: its parts with weights.
-        activation: of its block.
+        activation: of its block, by name or as a module of its own.
         order: names of the arguments of its forward, behind the hidden states.
     """
 
@@ -133,7 +160,7 @@ class Parts:
     products: dict[str, Linear]
     norms: dict[str, Normed]
     scales: dict[str, Module]
-    activation: str
+    activation: str | Module
     order: tuple[str, ...]
 
     calls = CALLS
@@ -182,7 +209,7 @@ class Parts:
                     continue
                 rest = {name: each for name, each in self.products.items() if name not in {*names, last}}
                 for block, norms, scales, after, scaling in itertools.product(
-                    orders(rest),
+                    orders(rest) if len(rest) == 2 or isinstance(self.activation, str) else (),
                     itertools.permutations(self.norms),
                     itertools.permutations(self.scales),
                     (False, True) if not self.scales else (False,),
@@ -207,7 +234,7 @@ class Parts:
         pack = wants_packed(weight_of(products[-1]))
         told = {**got.told, "scaling": got.told["scaling"] * scaling} if scaling != 1.0 else got.told
         heads = Heads(module, products, got.sizes, None, told, of=of, pack=pack)
-        made = Block(block, dict(self.products), self.activation, pack=pack)
+        made = Between(block, dict(self.products), self.activation, pack=pack)
         pair = self.norms[norms[0]], self.norms[norms[1]]
         return Encoder(heads, made, pair, tuple(map(self.scales.get, scales)), self.order, given, after=after)  # type: ignore[arg-type]
 
@@ -253,12 +280,15 @@ def parts_of(module: Module) -> Parts | None:
     holders = [each for each in module.modules() if each._modules]
     if any(True for each in holders for _ in each.parameters(recurse=False)):
         return None
-    activations = {name for each in holders for name, _, _ in activations_of(each)}
-    if len(activations) != 1:
+    between: set[str | Module] = {name for each in holders for name, _, _ in activations_of(each)}
+    if not between:  # CLIP's: what computes it stands between the products
+        plain = (each for path, each in leaves.items() if path not in {*linears, *norms, *scales})
+        between = {each for each in plain if not isinstance(each, (Dropout, Identity))}
+    if len(between) != 1:
         return None
     known = inspect.signature(type(module).forward).parameters.values()
     order = [each.name for each in known if each.kind is each.POSITIONAL_OR_KEYWORD]
-    return Parts(module, linears, norms, scales, activations.pop(), tuple(order[2:]))
+    return Parts(module, linears, norms, scales, between.pop(), tuple(order[2:]))
 
 
 def _is_scale(module: Module) -> bool:
