@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import layerzero as lz
-from decoders import made, tokens
+from decoders import made, tokens, transformers
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
@@ -155,6 +155,20 @@ def test_copies_have_weights_of_their_own_and_gradients_go_the_models_way() -> N
     assert torch.equal(model.up.weight.grad, stock.up.weight.grad)
     model.train()
     assert torch.equal(model(rows), stock(rows))
+
+
+def test_products_with_turned_weights_are_quantised() -> None:
+    """Transformers' Conv1D, of which GPT-2 is made."""
+    model, ids = transformers.GPT2Model(transformers.GPT2Config(n_embd=48, n_head=3, n_layer=1)).eval(), tokens()
+    with torch.no_grad():
+        own = model(ids).last_hidden_state
+        report = lz.optimize(model, weights="int8", activations="int8")
+        assert {each.rpartition(".")[2] for each in taken(report)} == {"c_attn", "c_proj", "c_fc"}
+        assert 0.0005 < off(model(ids).last_hidden_state, own) < 0.05
+        model.h[0].mlp.c_fc.weight.neg_()
+        got = model(ids).last_hidden_state
+        report.undo()
+        assert off(got, model(ids).last_hidden_state) < 0.05
 
 
 def test_a_model_without_products_says_so() -> None:

@@ -98,12 +98,14 @@ class Made(Codes):
     Attributes:
         loss: how far the product was from the module's own, relative to its size.
         own_bytes: what the weight takes that they were made of.
+        turned: whether that is (K, N), as Conv1D of Transformers has it.
     """
 
     loss = 0.0
 
-    def __init__(self, weight: Tensor, activations: str | None) -> None:
-        super().__init__(*quantised(weight), activations)
+    def __init__(self, weight: Tensor, activations: str | None, *, turned: bool = False) -> None:
+        self.turned = turned
+        super().__init__(*self._quantised(weight), activations)
         self._source: PackedWeight | None = PackedWeight(weight)
         self.own_bytes = weight.nbytes
 
@@ -129,17 +131,17 @@ class Made(Codes):
         if source is None or source.kind_for(weight) != PACKED:
             if source is not None and source.is_late:
                 self._tell(weight)
-            self.codes, self.scale = quantised(weight)
+            self.codes, self.scale = self._quantised(weight)
             self._source = PackedWeight(weight)
             self.renew(self.codes)
         return True
 
-
-def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of a weight, and a scale for each output."""
-    with torch.no_grad():
-        codes, scale = lz.quantize(weight.detach().contiguous(), "int8", per="row")
-    return codes, scale.reshape(-1)
+    def _quantised(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes of a weight, and a scale for each output."""
+        with torch.no_grad():
+            rows = weight.detach().t() if self.turned else weight.detach()
+            codes, scale = lz.quantize(rows.contiguous(), "int8", per="row")
+        return codes, scale.reshape(-1)
 
 
 @as_forward

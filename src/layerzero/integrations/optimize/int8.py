@@ -33,7 +33,7 @@ from layerzero.integrations.optimize.candidate import (
 from layerzero.integrations.optimize.codes import Codes, Found, Made, Place, at, bias_of, call, product
 from layerzero.integrations.optimize.products import is_plain
 from layerzero.integrations.optimize.report import NO_TIME, Left, Replaced
-from layerzero.integrations.optimize.swap import stock_forward, weight_of
+from layerzero.integrations.optimize.swap import is_dense, stock_forward, weight_of
 from layerzero.integrations.optimize.workload import RUN
 
 KIND = "int8"
@@ -232,7 +232,8 @@ class Request:
         heads = _heads(search.root)
         any_linear = False
         for path, module in search.root.named_modules():
-            if not is_plain(module):
+            turned = _is_turned(module)
+            if not turned and not is_plain(module):
                 continue
             any_linear = True
             why = refusal(module, parents.get(id(module)))
@@ -245,9 +246,10 @@ class Request:
                 yield Left(path, type(module).__name__, f"{self}: {why}")
                 continue
             weight = weight_of(module)
-            rows = random_rows(module, weight.shape[1], dtype=weight.dtype, device=weight.device)
             with search.time.taking(step):
-                made[path] = _candidate(module, Made(weight, self.activations), rows)
+                state = Made(weight, self.activations, turned=turned)
+                rows = random_rows(module, state.codes.shape[1], dtype=weight.dtype, device=weight.device)
+                made[path] = _candidate(module, state, rows)
         if not any_linear:
             yield Left("", type(search.root).__name__, f"{self}: it has no Linear with a floating weight of its own")
         losses = _losses(made.values(), search)
@@ -284,6 +286,15 @@ def request(weights: Any, activations: Any, accuracy: Any) -> tuple[Request | No
     if problems or weights is None:
         return None, problems
     return Request(weights, activations, float(accuracy)), problems
+
+
+def _is_turned(module: Module) -> bool:
+    """Whether a module is Transformers' Conv1D, a product with a weight (K, N)."""
+    cls = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+    if cls is None or not isinstance(module, cls) or type(module).forward is not cls.forward:
+        return False
+    weight = module._parameters.get("weight")
+    return is_dense(weight) and 0 not in weight.shape  # type: ignore[union-attr]
 
 
 def hints(asked: Request) -> Iterator[str]:
