@@ -256,7 +256,7 @@ class Layer(State):
 
     def renew(self) -> None:
         """Let packed weights follow those that were written into, moved or exchanged, before anything is computed."""
-        self.block.renew(*[weight_of(each) for each in self.block.products])
+        self.block.renew(*self.block.weights)
         self.heads.renew(*self.heads.weights)
 
 

@@ -15,7 +15,8 @@ from torch.nn import Dropout, Identity, Linear, Module
 import layerzero as lz
 from layerzero.core.errors import InvalidCallError
 from layerzero.integrations.optimize.candidate import TOLERANCE, Candidate, candidate, distance, quiet, random_rows
-from layerzero.integrations.optimize.swap import MARK, as_forward, is_dense, serves, weight_of
+from layerzero.integrations.optimize.orientation import View, is_plain, turns
+from layerzero.integrations.optimize.swap import MARK, as_forward, serves, weight_of
 from layerzero.integrations.optimize.weights import Joined, Packs, wants_packed, why_apart
 from layerzero.ops.activation.formulas import FORMULAS, FUNCTIONS, GATED
 
@@ -59,10 +60,17 @@ def activation_named(function: Any) -> str:
 
 
 class Product(Packs):
-    """One packed weight, and what follows the product."""
+    """One packed weight, and what follows the product.
+
+    Attributes:
+        view: of a weight that lies (K, N).
+    """
 
     def __init__(self, linear: Module, *, pack: bool, activation: str | None = None, child: str = "") -> None:
-        super().__init__((weight_of(linear),), ((child, linear),) if child else (), pack=pack)
+        weight = weight_of(linear)
+        self.view = View(weight) if turns(linear) else None  # first, as copies need it: packed forms belong to it
+        weights = (weight if self.view is None else self.view.of(weight),)
+        super().__init__(weights, ((child, linear),) if child else (), pack=pack)
         self.activation = activation
 
 
@@ -84,6 +92,21 @@ def _linear(self: Module, input: Tensor) -> Any:
 
 
 @as_forward
+def _product(self: Module, *given: Any, **named: Any) -> Any:
+    """The forward of a module that computes what Linear does, in code or with a weight of its own order."""
+    state: Any = self.__dict__.get(MARK)
+    weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
+    if len(given) == 1 and not named and weight is not None and serves(state, given[0], weight, bias):
+        weight = weight if state.view is None else state.view.of(weight)
+        try:
+            return lz.linear(given[0], weight, bias, packed=state.forms_for(given[0])[0])
+        except InvalidCallError:
+            if state.renew(weight):
+                return _product(self, *given)
+    return type(self).forward(self, *given, **named)
+
+
+@as_forward
 def _linear_then(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:
     mine = not torch.compiler.is_compiling() and not others and not named
     if mine and (state := self.__dict__.get(MARK)) is not None:
@@ -98,28 +121,24 @@ def _linear_then(self: Module, input: Tensor, *others: Any, **named: Any) -> Any
     return type(self).forward(self, input, *others, **named)
 
 
-def is_plain(module: Module | None) -> bool:
-    """Whether a module computes what ``torch.nn.Linear`` does, and nothing else."""
-    return (
-        isinstance(module, Linear)
-        and type(module).forward is Linear.forward
-        and is_dense(module._parameters.get("weight"))  # it has none where it was pruned or parametrised
-        and "bias" in module._parameters
-        and 0 not in module.weight.shape
-    )
-
-
 def linear(module: Module) -> Candidate | str | None:
     """A candidate for a linear layer, None for what is none, or why it is left."""
-    if not isinstance(module, Linear):
-        return None
-    if not is_plain(module):
-        return "it is a Linear with a forward of its own, or a weight of its own, which may compute anything"
-    weight, bias = module.weight, module.bias
+    turned = turns(module)
+    if turned is None:
+        own = "it is a Linear with a forward of its own, or a weight of its own, which may compute anything"
+        return own if isinstance(module, Linear) else None
+    state = Product(module, pack=wants_packed(weight_of(module)))
+    weight, bias = _weight(module, state.view), module._parameters.get("bias")
     example = random_rows(module, weight.shape[1], dtype=weight.dtype, device=weight.device)
-    state = Product(module, pack=wants_packed(weight))
     asked = "linear", (example, weight, bias), {"packed": state.packed[0]}
-    return candidate(module, _linear, state, kind="linear", calls="lz.linear", example=example, asked=asked, stock=True)
+    forward = _linear if is_plain(module) else _product
+    return candidate(module, forward, state, kind="linear", calls="lz.linear", example=example, asked=asked, stock=True)
+
+
+def _weight(module: Module, view: View | None) -> Tensor:
+    """A product's weight (N, K)."""
+    weight = weight_of(module)
+    return weight if view is None else view.of(weight)
 
 
 def linear_then(module: Module) -> Candidate | str | None:
@@ -154,16 +173,24 @@ class Block(Packs):
 
     def __init__(self, names: tuple[str, ...], children: dict[str, Module], activation: str, *, pack: bool) -> None:
         self.products = tuple(children[name] for name in names)
+        views = [View(weight_of(each)) if turns(each) else None for each in self.products]
+        self.views = views if any(views) else None  # before what is packed of them, as copies need them
         self.activation = activation
         self.joined: Joined | None = None
-        weights = [weight_of(each) for each in self.products]
-        super().__init__(weights, [(name, children[name]) for name in names], pack=pack)
+        super().__init__(self.weights, [(name, children[name]) for name in names], pack=pack)
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The weights of its products as they are now, (N, K)."""
+        return list(map(_weight, self.products, self.views or itertools.repeat(None)))
 
     def join(self, holders: Mapping[int, int], joined: list[Joined]) -> str:
         """Join gate's and up's weights."""
         if len(self.products) != 3:
             return ""
         up, _, gate = self.products
+        if self.views is not None:
+            return "a weight lies (K, N)"
         if up._parameters["bias"] is not None or gate._parameters["bias"] is not None:
             return "its products have biases"
         weights = weight_of(gate), weight_of(up)
@@ -184,6 +211,8 @@ def _block(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:
         except KeyError:  # pruned or parametrised since: the module computes them
             return type(self).forward(self, input)
         if serves(state, input, *weights, *biases):
+            if state.views is not None:
+                weights = state.weights
             try:
                 return _call(state, input, weights, biases)
             except InvalidCallError:
@@ -194,8 +223,7 @@ def _block(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:
 
 def compute(state: Block, input: Tensor) -> Any:
     """What a block gives, with its weights as they are now."""
-    parameters = [each._parameters for each in state.products]
-    return _call(state, input, [each["weight"] for each in parameters], [each["bias"] for each in parameters])  # type: ignore[misc]
+    return _call(state, input, state.weights, [each._parameters["bias"] for each in state.products])
 
 
 def _call(state: Block, input: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Any:
@@ -246,13 +274,13 @@ def _in_one(input: Tensor, joined: Tensor, down: Tensor, bias: Tensor | None, ac
 def block(module: Module) -> Candidate | str | None:
     """A candidate for a feed-forward block, None for what is none, or why it cannot be told."""
     children = {name: each for name, each in module._modules.items() if each is not None}
-    products = {name: each for name, each in children.items() if isinstance(each, Linear)}
+    products = {name: each for name, each in children.items() if isinstance(each, Linear) or turns(each) is not None}
     if not 2 <= len(products) <= 3 or any(True for _ in module.parameters(recurse=False)):
         return None
     fitting = list(orders(products))
     if not fitting:
         return None
-    if not all(is_plain(each) for each in products.values()):
+    if any(turns(each) is None for each in products.values()):
         return "one of its products has a forward of its own, or a weight of its own, which may compute anything"
     found = list(activations_of(module))
     known = {attribute for _, attribute, _ in found}
@@ -263,7 +291,7 @@ def block(module: Module) -> Candidate | str | None:
     activations = dict.fromkeys([name for name, _, _ in found] or FORMULAS)
     tried: list[tuple[float, tuple[str, ...], str, Tensor]] = []
     why = ""
-    for size in dict.fromkeys(weight_of(children[names[0]]).shape[1] for names in fitting):
+    for size in dict.fromkeys(_shape(children[names[0]])[1] for names in fitting):
         example = random_rows(module, size, dtype=up.dtype, device=up.device)
         try:
             with quiet(module):
@@ -277,7 +305,7 @@ def block(module: Module) -> Candidate | str | None:
         if not found and up.dtype not in {torch.float32, torch.float64}:
             return "its activation is no attribute, and in half precision values do not tell which one it is"
         for names, activation in itertools.product(fitting, activations):
-            if weight_of(children[names[0]]).shape[1] == size:
+            if _shape(children[names[0]])[1] == size:
                 tried.append((_error(children, names, activation, example, expected), names, activation, example))
     if not tried:
         return why or None
@@ -291,10 +319,16 @@ def block(module: Module) -> Candidate | str | None:
     return candidate(module, _block, state, kind="block", calls=calls, example=example, asked=asked)
 
 
-def orders(products: dict[str, Linear]) -> Iterator[tuple[str, ...]]:
+def _shape(product: Module) -> tuple[int, ...]:
+    """(N, K) of a product."""
+    shape: tuple[int, ...] = product.weight.shape  # type: ignore[assignment, union-attr]  # which may be no parameter
+    return shape[::-1] if turns(product) else shape
+
+
+def orders(products: dict[str, Module]) -> Iterator[tuple[str, ...]]:
     """Which product may be up, down and gate by their shapes."""
     for names in itertools.permutations(products):
-        shapes = [products[name].weight.shape for name in names]  # which may be no parameter
+        shapes = [_shape(products[name]) for name in names]
         up, down = shapes[:2]
         if down[0] != up[1]:
             continue
@@ -310,7 +344,7 @@ def _error(
     """How far a formula is from what the block computes, with torch's own functions."""
     from layerzero.ops.linear import stock
 
-    weights: list[Any] = [children[name]._parameters["weight"] for name in names]
+    weights = [weight_of(each).t() if turns(each) else weight_of(each) for each in map(children.__getitem__, names)]
     biases = [children[name]._parameters["bias"] for name in names]
     with torch.no_grad():
         run = stock.mlp(
@@ -325,7 +359,7 @@ def _error(
 
 
 def _asked(state: Block, example: Tensor) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-    weights = [weight_of(each) for each in state.products]
+    weights = state.weights
     biases = [each._parameters["bias"] for each in state.products]
     named: dict[str, Any] = {"up_bias": biases[0], "down_bias": biases[1], "activation": state.activation}
     named |= {"packed_up": state.packed[0], "packed_down": state.packed[1]}
