@@ -166,3 +166,19 @@ def test_the_shape_is_known_without_numbers(name):
     input = torch.empty(2, 4, *(9,) * axes, device="meta")
     weight = torch.empty(6, 4, *(3,) * axes, device="meta")
     assert operation.reference(input, weight, stride=2).shape == (2, 6, *(4,) * axes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [6, 24])
+@pytest.mark.parametrize("kernel", ["torch.conv_widened", "torch.onednn_conv_packed_widened"])
+def test_widened_kernels_are_as_near_as_torchs(kernel, size, dtype):
+    input, weight, bias = drawn((1, 64, size, size), (64, 64, 5, 5), dtype)
+    packed = lz.PackedWeight(weight)
+    if "packed" in kernel and (size > 6 or not torch.backends.mkldnn.is_available()):
+        pytest.skip("its weight is large beside small pictures alone")
+    with lz.scope(locks={"conv.conv2d": kernel}):
+        found = lz.conv2d(input, weight, bias, padding=2, packed=packed)
+    exact = functional.conv2d(input.double(), weight.double(), bias.double(), padding=2)
+    error = (found.double() - exact).abs().max() / exact.abs().max()
+    assert found.dtype == dtype
+    assert error < (2e-3 if dtype is torch.float16 else 1e-2)

@@ -6,6 +6,11 @@ the convolution: 1280 channels, 3 x 3, take 3.1 times as long as with a packed w
 that of 64 channels at 32 x 32 it takes 1.25 times as long as torch's own, unless the input lies so already (AMD EPYC
 with AVX512-BF16, CPU time of one thread, torch 2.13.0, 2026-11-26). A weight that was packed without the size of an
 input took 30 times as long.
+
+Half precision that a CPU emulates takes several times as long as float32: 64 and 320 channels, 3 x 3, at 32 x 32 in
+float16 67 and 154 times, in bfloat16 82 and 160 times with AVX2 alone, and 2.4 times with AVX-512 (the same EPYC
+without its bfloat16 instructions). To widen 512 x 512 x 3 x 3 for a picture of 8 x 8 took 1.2 times as long as to
+emulate it with AVX-512, a packed form in float32 a third.
 Library: torch >= 2.10, BSD-3-Clause; oneDNN 3, Apache-2.0.
 """
 
@@ -20,19 +25,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.backends.torch.attention import TORCH
-from layerzero.backends.torch.linear import ONEDNN
+from layerzero.backends.torch.linear import HAS_ONEDNN, ONEDNN
+from layerzero.backends.torch.widened import CPU, wide, widened
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.ops.conv.declare import AXES, CONV1D, CONV2D, each, lies_channels_last, torchs
+from layerzero.ops.conv.declare import AXES, CONV1D, CONV2D, LEAST_SHARE, each, lies_channels_last, torchs
 from layerzero.ops.linear.packed import BELONGS, PackedWeight
 
 _OPERATIONS = (CONV1D.name, CONV2D.name)
 _STEPS = ("stride", "padding", "dilation", "groups")
 
-LEAST_SHARE = 8
-"""So many numbers of the weight for each one of input and result, from which on packing it pays."""
+LEAST_PRODUCTS = 2**14
+"""So many pay for widening: 9,216 took 11 us in float16 and 17 widened, 221,184 took 309 and 30."""
 
 
 def _load(facts: Facts) -> Callable[..., Any]:
@@ -49,7 +55,8 @@ def _even(facts: Facts) -> Reason | None:
     )
 
 
-def _load_packed(facts: Facts) -> Callable[..., Any]:
+def _load_packed(facts: Facts, product: object = None) -> Callable[..., Any]:
+    """Of a weight in half precision, its float32 form where ``product`` says that all else is wide."""
     operator, reorder = torch.ops.mkldnn._convolution_pointwise.default, torch.ops.mkldnn._reorder_convolution_weight
     size = torch.ops.mkldnn._nbytes.default
     axes = len(AXES[facts.operation.name][0])
@@ -59,10 +66,11 @@ def _load_packed(facts: Facts) -> Callable[..., Any]:
     alone = len(shape) == axes + 1
     shape = [1, *shape] if alone else shape
     shape = [*shape[:2], 1, shape[2]] if flat else shape
-    owner = "torch.onednn_conv", *stride, *padding, *dilation, groups
+    wider: Callable[[Any], Any] = (lambda tensor: tensor) if product is None else wide
+    owner = "torch.onednn_conv", product is None, *stride, *padding, *dilation, groups
 
     def pack(weight: Tensor) -> tuple[Tensor, int]:
-        whole = (weight.unsqueeze(2) if flat else weight).contiguous()
+        whole = wider(weight.unsqueeze(2) if flat else weight).contiguous()
         packed: Tensor = reorder.default(whole, padding, stride, dilation, groups, shape)
         return packed, size(packed)
 
@@ -70,7 +78,7 @@ def _load_packed(facts: Facts) -> Callable[..., Any]:
         given = input.unsqueeze(0) if alone else input
         given = given.unsqueeze(2) if flat else given
         form = packed.form(owner, pack)
-        output: Tensor = operator(given, form, bias, padding, stride, dilation, groups, "none", [], "")
+        output: Tensor = operator(given, form, wider(bias), padding, stride, dilation, groups, "none", [], "")
         if not (lies_channels_last(input) or lies_channels_last(weight)):  # as torch's own leaves it, for views
             output = output.contiguous()
         output = output.squeeze(2) if flat else output
@@ -85,50 +93,70 @@ def _steps(facts: Facts, axes: int) -> list[list[int]]:
     return [[*first, *each(facts[name], axes)] for first, name in zip(alone, _STEPS[:3], strict=True)]
 
 
-def _pays(facts: Facts) -> Reason | None:
-    """Whether the weight is large compared with input and result, or the input lies as oneDNN reads it."""
-    if facts["channels_last"]:
-        return None
+def _sizes(facts: Facts, batch: int) -> tuple[int, int]:
+    """Numbers of the weight, and of input and result."""
     spatial, kernel, results = AXES[facts.operation.name]
     weight = math.prod(facts.size(axis) for axis in ("out_channels", "group_channels", *kernel))
     per_picture = facts.size("channels") * math.prod(map(facts.size, spatial))
     per_picture += facts.size("out_channels") * math.prod(map(facts.size, results))
-    moved = facts.size("batch") * per_picture
+    return weight, batch * per_picture
+
+
+def _is_large(facts: Facts) -> Reason | None:
+    """Whether the weight is large compared with input and result, or the input lies as oneDNN reads it."""
+    if facts["channels_last"]:
+        return None
+    weight, moved = _sizes(facts, facts.size("batch"))
     if weight >= LEAST_SHARE * moved:
         return None
     wanted = f"a weight of {LEAST_SHARE} times as many numbers as input and result, or channels last"
     return Reason(ReasonCode.CONSTRAINT_FAILED, "weight", wanted, f"{weight} with {moved}")
 
 
+def _widening_pays(facts: Facts) -> bool:
+    """Whether there is enough to compute; where oneDNN emulates, which is faster, no large weight to widen."""
+    batch = 1 << facts.size_bits("batch") >> 1
+    weight, moved = _sizes(facts, batch)
+    if facts["dtype"] is torch.bfloat16 and "avx512" in facts.device.instruction_sets:
+        return weight < LEAST_SHARE * moved
+    _, _, results = AXES[facts.operation.name]
+    return batch * weight * math.prod(map(facts.size, results)) >= LEAST_PRODUCTS
+
+
+_CONV = Kernel(
+    id="torch.conv",
+    operations=_OPERATIONS,
+    backend=TORCH,
+    load=_load,
+    accepts=("bias", *_STEPS),
+    limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
+    grad=True,
+    handles_empty=True,
+    handles_negated=True,
+    priority=50,
+    stock=True,
+)
+_LARGE = (
+    limit.contiguous("bias"),
+    BELONGS,
+    limit.Custom("as much padding at both ends", _even),
+    limit.Custom("a weight that is large beside input and result, or channels last", _is_large),
+)
+_PACKED = Kernel(
+    id="torch.onednn_conv_packed",
+    operations=_OPERATIONS,
+    backend=TORCH,
+    load=_load_packed,
+    accepts=("bias", *_STEPS, "packed"),
+    limits=(*ONEDNN, *_LARGE),
+    graph_safe=False,
+    priority=55,
+    stock=True,  # torch's own is oneDNN's, too
+)
+
 KERNELS = (
-    Kernel(
-        id="torch.conv",
-        operations=_OPERATIONS,
-        backend=TORCH,
-        load=_load,
-        accepts=("bias", *_STEPS),
-        limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
-        grad=True,
-        handles_empty=True,
-        handles_negated=True,
-        priority=50,
-        stock=True,
-    ),
-    Kernel(
-        id="torch.onednn_conv_packed",
-        operations=_OPERATIONS,
-        backend=TORCH,
-        load=_load_packed,
-        accepts=("bias", *_STEPS, "packed"),
-        limits=(
-            *ONEDNN,
-            limit.contiguous("bias"),
-            BELONGS,
-            limit.Custom("as much padding at both ends", _even),
-            limit.Custom("a weight that is large compared with input and result, or channels last", _pays),
-        ),
-        graph_safe=False,
-        priority=55,
-        stock=True,  # torch's own is oneDNN's, too
-    ),
+    _CONV,
+    _PACKED,
+    widened(_CONV, _widening_pays),
+    widened(_PACKED, lambda _: True, _load_packed, limits=(*CPU, HAS_ONEDNN, *_LARGE), priority=31),
 )

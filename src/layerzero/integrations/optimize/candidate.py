@@ -43,6 +43,7 @@ class Candidate:
         asked: the call that the new forward makes of the example, to ask which kernel gets it: a function's name, its
             arguments by place and by name.
         stock: whether the module is torch's own function already, so that only another kernel than torch's is a gain.
+        timed: whether it is timed without a caller's inputs.
         error: how far it is from the original, in units of the largest value; set by :func:`compared`.
     """
 
@@ -52,6 +53,7 @@ class Candidate:
     example: Tensor
     asked: tuple[str, tuple[Any, ...], Mapping[str, Any]]
     stock: bool = False
+    timed: bool = True
     error: float = 0.0
     covered: tuple[Module, ...] = field(default=())
     others: tuple[Tensor, ...] = ()

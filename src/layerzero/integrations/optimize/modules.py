@@ -16,6 +16,7 @@ from layerzero.engine.config import current_policy
 from layerzero.integrations.optimize import timing
 from layerzero.integrations.optimize.attention import Search
 from layerzero.integrations.optimize.candidate import Candidate, compared, quiet, refusal
+from layerzero.integrations.optimize.convolutions import convolution
 from layerzero.integrations.optimize.experts import experts
 from layerzero.integrations.optimize.layer_timing import Around
 from layerzero.integrations.optimize.norms import norm
@@ -24,7 +25,7 @@ from layerzero.integrations.optimize.report import NO_TIME, Left, Replaced
 from layerzero.integrations.optimize.timing import SIZES, Prepare, Sizes, Way, timed
 from layerzero.integrations.optimize.weights import Packs
 
-KINDS: tuple[Callable[[Module], Candidate | str | None], ...] = (block, experts, linear_then, norm, linear)
+KINDS: tuple[Callable[[Module], Candidate | str | None], ...] = (block, experts, linear_then, norm, linear, convolution)
 """Asked in this order: what covers others comes first."""
 
 MOST = 12
@@ -60,7 +61,9 @@ def find(search: Search) -> Iterator[Replaced | Left]:
                 yield Left(path, name, each)
                 continue
             taken |= {id(covered) for covered in each.covered}
-            yield Replaced(path, name, each.kind, each.calls, each.kernel, each.error, each.swap, each)
+            yield Replaced(
+                path, name, each.kind, each.calls, each.kernel, each.error, each.swap, each if each.timed else None
+            )
 
 
 def _looked_at(module: Module, *, measured: bool) -> Iterator[Candidate | str]:

@@ -1,4 +1,4 @@
-"""How the weight of a product lies: (N, K) as torch's Linear keeps it, or (K, N) as GPT-2's modules do.
+"""Which way a product's weight lies: (N, K) as torch's Linear keeps it, or (K, N) as GPT-2's modules do.
 
 A class says it of torch's own alone. Of another module with a weight, and perhaps a bias, a copy in float32 is compared
 with both products on small and large rows: whatever else it computes, such as another activation, a clamp or quantised
