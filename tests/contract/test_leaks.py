@@ -163,7 +163,7 @@ ALLOWED: dict[str, dict[str, str]] = {
             ),
             ("layer_timing", _LAYER, "activation heads kv tokens"),
             ("layers", _LAYER, "add_residual_rms_norm_ attention eps heads linear mlp norm positions rope_"),
-            ("convolutions", _REPLACED, "bias conv1d conv2d weight"),
+            ("convolutions", _REPLACED, "bias conv1d conv2d dilation packed weight"),
             ("orientation", _REPLACED, "bias linear weight"),
             ("norms", _REPLACED, "add_residual_rms_norm_ add_rms_norm_ bias eps layer_norm norm rms_norm weight"),
             (

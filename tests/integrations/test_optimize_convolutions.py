@@ -1,4 +1,4 @@
-"""Convolutions of torch's classes under ``lz.optimize``: packed or widened, with results that lie as the modules' do."""
+"""Convolutions of torch's classes under ``lz.optimize``: packed or widened, with results that lie as the modules'."""
 
 from __future__ import annotations
 

@@ -321,7 +321,7 @@ def block(module: Module) -> Candidate | str | None:
 
 def _shape(product: Module) -> tuple[int, ...]:
     """(N, K) of a product."""
-    shape: tuple[int, ...] = product.weight.shape  # type: ignore[assignment, union-attr]  # which may be no parameter
+    shape: tuple[int, ...] = product.weight.shape  # type: ignore[assignment]  # which may be no parameter
     return shape[::-1] if turns(product) else shape
 
 
