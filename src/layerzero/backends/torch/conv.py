@@ -140,7 +140,7 @@ _LARGE = (
     limit.contiguous("bias"),
     BELONGS,
     limit.Custom("as much padding at both ends", _even),
-    limit.Custom("a weight that is large beside input and result, or channels last", _is_large),
+    limit.Custom("a weight that is large compared with input and result, or channels last", _is_large),
 )
 _PACKED = Kernel(
     id="torch.onednn_conv_packed",
