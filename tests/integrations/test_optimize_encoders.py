@@ -108,7 +108,7 @@ def test_encoder_layers_are_taken_whole(name: str, weights: str, monkeypatch: py
         monkeypatch.setattr(packing, "PACKING", frozenset())
     model, call = made(name), call_of(name)
     expected = output(model, call)
-    report = lz.optimize(model)
+    report = lz.optimize(model, padding=False)
     assert len(layers_of(model)) == FAMILIES[name][2], report
     close(output(model, call), expected)
     twin = copy.deepcopy(model)
@@ -121,7 +121,7 @@ def test_encoder_layers_are_taken_whole(name: str, weights: str, monkeypatch: py
 
 def test_an_encoder_layer_is_few_calls() -> None:
     model, call = made(), call_of()
-    lz.optimize(model)
+    lz.optimize(model, padding=False)
     layer = model.encoder.layer[0]
     output(model, call)
     seen: Counter[str] = Counter()
@@ -139,9 +139,29 @@ def test_an_encoder_layer_is_few_calls() -> None:
     assert seen == {"qkv_linear": 1, "attention": 1, "linear": 1, "layer_norm": 2, "mlp": 1}
 
 
+@pytest.mark.parametrize("setting", ["layerzero", "sdpa"])
+def test_a_packed_row_is_a_layers_where_attention_tells_sequences_apart(
+    setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = made()
+    lz.optimize(model, padding=False)
+    model.set_attn_implementation(setting)
+    layer, hidden = model.encoder.layer[0], torch.randn(1, 11, 32)
+    own = Own(monkeypatch, type(layer))
+    layer._layerzero.stamp = type(layer._layerzero.stamp)(layer)  # the class has another forward
+    layer._layerzero.take(())  # whatever times say of so few tokens
+    starts = torch.tensor([0, 4, 5, 11], dtype=torch.int32)
+    named = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 6, "max_length_k": 6}
+    with torch.no_grad():
+        got = layer(hidden, None, **named)
+        assert own.calls == (setting != "layerzero")
+        if setting == "layerzero":
+            close(got, torch.cat([layer(hidden[:, first:last]) for first, last in ((0, 4), (4, 5), (5, 11))], 1))
+
+
 def test_weights_written_later_are_followed() -> None:
     model, call, other = made(), call_of(), made(initializer_range=0.1)
-    lz.optimize(model)
+    lz.optimize(model, padding=False)
     output(model, call)
     model.load_state_dict(other.state_dict())
     close(output(model, call), output(other, call))
@@ -154,7 +174,7 @@ def test_weights_written_later_are_followed() -> None:
 )
 def test_what_was_not_proved_runs_the_modules_own_code(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = made()
-    lz.optimize(model)
+    lz.optimize(model, padding=False)
     layer = model.encoder.layer[0]
     own = Own(monkeypatch, type(layer))
     layer._layerzero.stamp = type(layer._layerzero.stamp)(layer)  # the class has another forward
@@ -192,7 +212,7 @@ def test_what_was_not_proved_runs_the_modules_own_code(what: str, monkeypatch: p
 def test_attention_weights_are_stocks() -> None:
     stock, call = made(), call_of()
     model = copy.deepcopy(stock)
-    lz.optimize(model)
+    lz.optimize(model, padding=False)
     with torch.no_grad():
         got, wanted = (each(**call, output_attentions=True, output_hidden_states=True) for each in (model, stock))
     assert len(got.attentions) == len(wanted.attentions)
@@ -213,7 +233,7 @@ def test_a_layer_that_computes_otherwise_is_left_with_a_reason() -> None:
 
     model.encoder.layer[0].__class__ = Twice
     expected = output(model, call)
-    report = lz.optimize(model)
+    report = lz.optimize(model, padding=False)
     (left,) = [each for each in report.left if each.module == "Twice"]
     assert "its output is none of the layers' formulas" in left.why
     assert len(layers_of(model)) == 1
@@ -226,7 +246,7 @@ def test_a_decoder_of_such_layers_gets_stocks_tokens() -> None:
     model = transformers.BertLMHeadModel(config).eval()
     ids = torch.randint(3, 101, (2, 6), generator=torch.Generator().manual_seed(1))
     expected = model.generate(ids, max_new_tokens=8, do_sample=False)
-    lz.optimize(model)
+    lz.optimize(model, padding=False)
     assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), expected)
 
 

@@ -4,9 +4,9 @@ What ``experts_implementation="layerzero"`` does stands in :mod:`layerzero.integ
 
 The rules are those of Transformers' own ``sdpa`` integration (transformers 5.23, ``integrations/sdpa_attention.py``):
 BHSD in, BSHD out; a mask, bool or float, says everything by itself; without one the call is causal if the module is and
-there is more than one query. What ``sdpa`` ignores and LayerZero can compute (softcap, sinks, a window without a mask)
-is computed; what neither can is an error. Padding travels in the mask, so the mask function is registered, too: without
-it Transformers would pass no mask at all.
+there is more than one query. What ``sdpa`` ignores and LayerZero can compute (softcap, sinks, a window without a mask,
+sequences in one row by ``cu_seq_lens_q`` and ``cu_seq_lens_k``) is computed; what neither can is an error. Padding
+travels in the mask, so the mask function is registered, too: without it Transformers would pass no mask at all.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from layerzero.integrations.transformers_patches import (
     check_at_load,
     is_of_a_batch,
     keys_of,
+    packed_by,
     serve_batches,
     settings_of,
 )
@@ -45,15 +46,14 @@ HARMLESS = frozenset({
     # what the model returns and keeps, and how it counts
     *("use_cache", "return_dict", "output_hidden_states", "output_router_logits", "num_items_in_batch", "labels"),
     *("logits_to_keep", "output_attentions"),
-    # applied to queries and keys before, or part of the mask as well
+    # applied to queries and keys before, part of the mask as well, or honoured
     *("position_ids", "cache_position", "position_embeddings", "token_type_ids", "mm_token_type_ids", "seq_idx"),
     *("past_key_values", "cache", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens"),
-    *("max_length_q", "max_length_k", "max_seqlen"),
+    *("max_length_q", "max_length_k", "max_seqlen", "deterministic"),
     # what queries, keys and values were made of
     *("input_ids", "inputs_embeds", "input_features", "pixel_values", "pixel_values_videos", "image_grid_thw"),
     *("video_grid_thw", "image_sizes", "mm_encoder_outputs", "encoder_hidden_states", "encoder_outputs"),
     *("decoder_input_ids", "decoder_inputs_embeds", "decoder_position_ids"),
-    "deterministic",  # honoured
 })  # fmt: skip
 """Arguments that Transformers' models (5.23) hand on and that leave the result as it is: models give whatever they do
 not know to their attention. All others are errors: one that a later version gives a meaning is not ignored."""
@@ -212,6 +212,8 @@ def attention_forward(
         kwargs |= {name: each for name, each in given.items() if each is not None}
         weighed: tuple[Tensor, Tensor | None] = theirs_of(module)(module, query, key, value, attention_mask, **kwargs)
         return weighed
+    beside = attention_mask, position_bias, dropout or None
+    packed = packed_by(query, key, kwargs, *beside) if "cu_seq_lens_k" in kwargs else None
     _check_served(kwargs, attention_mask)
     if indices is not None:
         attention_mask = selected(attention_mask, indices, key.shape[2])
@@ -229,7 +231,6 @@ def attention_forward(
     kv_length = key.shape[2]
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     causal = q_length > 1 and attention_mask is None and causal
-
     window = None
     if attention_mask is None and sliding_window is not None and kv_length > sliding_window:
         window = (sliding_window - 1, 0 if causal or q_length == 1 else sliding_window - 1)
@@ -260,8 +261,10 @@ def attention_forward(
         return traced
 
     output: Tensor
-    named: dict[str, Any] = {"layout": "BHSD", "attn_mask": attention_mask, "dropout_p": dropout, "window": window}
-    named |= {"softcap": softcap, "sinks": s_aux}
+    named: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": s_aux}
+    if packed is not None:
+        return packed(query, key, value, causal=causal, scale=scaling, **named), None
+    named |= {"layout": "BHSD", "attn_mask": attention_mask, "dropout_p": dropout}
     if deterministic:
         with lz.deterministic():
             output = lz.attention(query, key, value, causal, scaling, **named)

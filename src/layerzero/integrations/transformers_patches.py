@@ -19,11 +19,12 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import Tensor
 
+import layerzero as lz
 from layerzero.core.errors import InvalidCallError, LayerZeroWarning
 
 BATCHED = frozenset({"cache", "read_index", "write_index", "block_table", "logits_indices", "logits_processor_args"})
@@ -34,6 +35,32 @@ def is_of_a_batch(named: dict[str, Any]) -> bool:
     """Whether a call is one of a batch; models hand on caches of their own to their attention, too (5.24)."""
     places = ("read_index", "write_index", "block_table")
     return named["cache"] is not None and any(named.get(each) is not None for each in places)
+
+
+PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""Names by which Transformers tells flash attention where sequences of a packed row begin, and how long they are."""
+
+
+def packed_by(query: Tensor, key: Tensor, kwargs: dict[str, Any], *beside: Any) -> Callable[..., Tensor] | None:
+    """Take where sequences of a packed row begin out of a call; what attends to such a row (1, H, T, D) within them.
+
+    None, and nothing taken, for a call that says less, or that has a bias or dropout ``beside``, or is deterministic.
+    """
+    starts = kwargs.get("cu_seq_lens_q"), kwargs["cu_seq_lens_k"]
+    if any(not isinstance(each, Tensor) or each.numel() < 3 for each in starts) or len(query) != 1:
+        return None
+    if query.shape[2] > key.shape[2] or kwargs.get("deterministic") or any(each is not None for each in beside):
+        return None
+    del kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
+    told: dict[str, Any] = {f"max_seqlen_{of}": kwargs.pop(f"max_length_{of}", None) for of in "qk"}
+    told |= {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, **named: Any) -> Tensor:
+        function: Any = lz.ragged_attention  # it returns a pair only with return_lse=True
+        attended: Tensor = function(*(each[0].transpose(0, 1) for each in (query, key, value)), **told, **named)
+        return attended.unsqueeze(0)
+
+    return attend
 
 
 def keys_of(

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Dropout, Identity, Linear, Module
 
 import layerzero as lz
-from layerzero.integrations.optimize.attention import AttentionSwap, Seen, seeing
+from layerzero.integrations.optimize.attention import NAME, AttentionSwap, Seen, seeing
 from layerzero.integrations.optimize.layer import Heads, Layer
 from layerzero.integrations.optimize.norms import Normed, normed
 from layerzero.integrations.optimize.products import Block, activations_of, compute, is_plain, orders
@@ -27,6 +27,7 @@ from layerzero.integrations.optimize.swap import MARK, as_forward, serves, weigh
 from layerzero.integrations.optimize.timing import size_of
 from layerzero.integrations.optimize.weights import wants_packed
 from layerzero.integrations.optimize.workload import example_run
+from layerzero.integrations.transformers_patches import PACKED
 
 CALLS = "lz.qkv_linear, lz.attention, lz.linear, lz.mlp, lz.layer_norm"
 """What a layer calls, in short."""
@@ -99,6 +100,8 @@ class Encoder(Layer):
             return False
         for name, value in named.items():
             if value is None or value is False or (name == "attention_mask" and value.ndim == 4):
+                continue
+            if name in PACKED and self.heads.setting == NAME:  # other functions know no packed row
                 continue
             if name not in self.given or type(value) not in _PLAIN or value != self.given[name]:
                 return False

@@ -25,6 +25,11 @@ NO_TIME = "no time was left to check it (budget_s)"
 BY_CALL = "by call"
 """The kernel of what no few rows can be asked about."""
 
+PADDING = (
+    "padded batches: positions behind a row's last real token give zeros, where they gave what nobody should read; "
+    "lz.optimize(model, padding=False) leaves them"
+)
+
 WIDEST = 40
 """Characters of a list in a table, where its entries allow it."""
 
@@ -270,6 +275,8 @@ class Optimized:
             lines.append(f"{late} writes into weights were seen late: some calls computed with what was packed before")
         for state in self.states:
             lines += [f"{count} steps ran as they are: {why}" for why, count in getattr(state, "left", {}).items()]
+        if any(each.kind == "padding" for each in self.replaced):
+            lines.append(PADDING)
         if self.error is not None:
             lines.append(f"the model's output differs by {self.error:.2g} of its largest value")
         if self.timed is not None:

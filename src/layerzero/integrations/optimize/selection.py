@@ -16,10 +16,11 @@ from torch.nn import Module
 from layerzero.asking.trace import traced
 from layerzero.integrations.optimize import layer_timing, modules
 from layerzero.integrations.optimize.attention import AttentionSwap, Search
-from layerzero.integrations.optimize.candidate import distance, quiet
+from layerzero.integrations.optimize.candidate import TOLERANCE, distance, quiet
 from layerzero.integrations.optimize.codes import compared
 from layerzero.integrations.optimize.layer_timing import Around, around, attention_costs, cut, shapes_of
 from layerzero.integrations.optimize.module_times import ROUNDS, Spent, spent
+from layerzero.integrations.optimize.padding import noted, without_padding
 from layerzero.integrations.optimize.report import BY_CALL, Optimized, Replaced, Timed
 from layerzero.integrations.optimize.timing import LEAST, Paced, Sizes, Untimed, agree, decided, race
 from layerzero.integrations.optimize.workload import RUN, Workload
@@ -69,11 +70,19 @@ def time_inputs(
         report.time.leave(f"comparing and timing the whole, {STAYS}", RUN, WHOLE)
         report.take_out(report.replaced, lambda told: f"{told.kind}: {NO_TIME_FOR_WHOLE}")
         return
-    after = workload.run()
-    errors = [distance(got, expected) for got, expected in zip(after, before, strict=False)]
+    pairs = _outputs(workload, before)
+    if "padding" in by_kind and _largest(pairs) > 1:
+        _switch(by_kind["padding"], on=False)
+        without = _outputs(workload, before)
+        if _largest(without) < _largest(pairs) / 2:
+            report.take_out(by_kind.pop("padding"), "padding: the output on these inputs depends on padded positions")
+            pairs = without
+        else:
+            _switch(by_kind["padding"], on=True)
+    errors = [distance(*pair) for pair in pairs]
     report.error = max(errors, key=lambda each: math.inf if math.isnan(each) else each, default=None)
     if any(each.loss for each in report.made):
-        report.distance = compared(after, before)
+        report.distance = compared(*zip(*pairs, strict=True)) if pairs else None
     if by_kind:
         _keep_what_gains(report, workload, by_kind, rounds, tell)
     report._forget()
@@ -82,6 +91,18 @@ def time_inputs(
         _name_kernels(root, report, workload)
     if time.allows("the time of each kind of modules", RUN, 2 * ROUNDS if report.replaced else ROUNDS):
         report.spent = _spent(root, report, workload)
+
+
+def _outputs(workload: Workload, before: list[Tensor]) -> list[tuple[Tensor, ...]]:
+    """What a run gives now and gave before, with zeros at positions for which nothing is promised."""
+    with noted() as padded:
+        after = workload.run()
+    return [without_padding(padded, *pair) for pair in zip(after, before, strict=False)]
+
+
+def _largest(pairs: list[tuple[Tensor, ...]]) -> float:
+    """The largest difference in units of its tolerance."""
+    return max((distance(*pair) / TOLERANCE.get(pair[0].dtype, math.inf) for pair in pairs), default=0.0)
 
 
 def _has_time(report: Optimized) -> bool:
@@ -139,7 +160,7 @@ def _spent(root: Module, report: Optimized, workload: Workload) -> Spent:
     """Time by modules; a captured step runs none of them, so it is off meanwhile."""
     steps = [each for each in report.replaced if each.kind == "step"]
     others = [each for each in report.replaced if each.kind != "step"]
-    kinds = {each.path: each.kind for each in report.replaced if each.kind not in {"attention", "step"}}
+    kinds = {each.path: each.kind for each in report.replaced if each.kind not in {"attention", "padding", "step"}}
     _switch(steps, on=False)
     try:
         switch = functools.partial(_switch, others) if others else None

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import is_
 from types import CodeType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -33,13 +33,16 @@ _RECORDER = "transformers.utils.output_capturing"
 _TRACE = "layerzero.asking.trace"
 """Its hooks only note which module calls."""
 
+_TIMES = "layerzero.integrations.optimize.module_times"
+"""Its hooks only read the clock, where submodules are called."""
+
 _TORCHS = frozenset(vars(Module())) | {"_compiled_call_impl"}
 """Attributes of every module: hooks, modes and submodules are looked at by themselves, others change no output."""
 
 _SKIPPED = _TORCHS - {"training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"}
 
-_BESIDE = "_layerzero", "_hf_hook", "_old_forward"
-"""Beginnings of names that LayerZero and accelerate put on modules."""
+_BESIDE = "_layerzero", "_hf_hook", "_old_forward", "_output_capturing_hooks_installed"
+"""Beginnings of names that LayerZero, accelerate and Transformers' recorder put on modules."""
 
 SWAPPED = "forward", "__getstate__", "__deepcopy__", "_replicate_for_data_parallel"
 """Attributes of a module that has a new forward."""
@@ -121,7 +124,7 @@ class Stamp:
         hooked = self._modules[1:] if self._whole else self._modules
         hooks = [hook for each in hooked for made in _hooks_of(each) for hook in made.values()]
         makers = {getattr(each, "__module__", "") for each in hooks}
-        silent = {_RECORDER, _TRACE} if self._whole else {_RECORDER}
+        silent = {_RECORDER, _TRACE, _TIMES} if self._whole else {_RECORDER}
         why = HOOKS if makers - silent or any(_GLOBAL_HOOKS) else ""
         if any(each.training for each in self._modules):
             why = TRAINS
@@ -197,9 +200,16 @@ def is_recorder(hook: object) -> bool:
 
 def _is_recording_within() -> bool:
     """Whether Transformers records more now than hidden states, which lie between layers."""
-    collector = getattr(sys.modules[_RECORDER], "_active_collector", None)
-    wanted = {"unknown"} if collector is None else collector.get() or ()
-    return any(not str(each).lstrip("_").startswith("hidden_states") for each in wanted)
+    return any(not str(each).lstrip("_").startswith("hidden_states") for each in recorded())
+
+
+def recorded() -> Iterable[Any]:
+    """What Transformers records now of the calls of modules, by name."""
+    recorder = sys.modules.get(_RECORDER)
+    if recorder is None:
+        return ()
+    collector = getattr(recorder, "_active_collector", None)
+    return {"unknown"} if collector is None else collector.get() or ()
 
 
 def _facts_of(module: Module, beside: tuple[str, ...]) -> tuple[Any, ...]:
