@@ -148,7 +148,7 @@ def spoilt_times(
         for name, each in found.items():
             if each.provenance is Provenance.MEASURED:
                 zero["wrong times believed"] += each.time_us != good[rows, name]
-            elif rows == UNSEEN:
+            elif rows == UNSEEN and each.provenance is Provenance.PREDICTED:  # a table that ships may answer, too
                 sound = any(math.isclose(each.time_us, right, rel_tol=1e-3) for right in predicted[name])
                 zero["wrong times believed"] += not sound
     store.record(kernel, facts(7), Measurement(11.0, 12.0, 0.1, 20))

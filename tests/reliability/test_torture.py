@@ -97,3 +97,12 @@ def test_parts_run(torture, part):
     found = torture.apart(name, 5.0, torture.argparse.Namespace(seed=1, times=2))
     assert found.zero
     assert not any(found.zero.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["one_bit", "fifty_bits"])
+def test_what_is_predicted_from_a_damaged_database_is_what_its_sound_times_give(torture, part):
+    """Of fifty bits, file 32 leaves two times of four, from which another time is predicted than from all."""
+    found = torture.apart(f"keeping.{part}", 120.0, torture.argparse.Namespace(seed=5, times=40))
+    assert found.other["files"] == 40
+    assert not any(found.zero.values()), found.zero
