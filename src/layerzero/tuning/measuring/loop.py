@@ -251,10 +251,11 @@ class Children:
             self._pool.shutdown(cancel_futures=True)
         for each in self._futures:
             error = None if each.cancelled() else each.exception()
-            if error is not None and amid is None:
+            if error is None:
+                continue
+            if amid is None:
                 raise error
-            if error is not None:
-                amid.add_note(f"the work of child processes ended, too: {raised(error)}")
+            amid.add_note(f"the work of child processes ended, too: {raised(error)}")
 
 
 @dataclass(slots=True, kw_only=True)

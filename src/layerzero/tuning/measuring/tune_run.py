@@ -236,8 +236,8 @@ class TuningRun(TensorParty):
             new = [kernel for kernel in new if kernel.id not in {each.kernel.id for each in before.entries}]
         for kernel in self.entrants(report):
             if kernel.id in unbuilt and not (self.isolate and kernel.builds_apart):
-                why = "it compiles in this process, for an unknown time; lz.warmup builds it"
-                self.unbuilt_why[build_of(kernel, report.facts)] = why
+                where = "it compiles in this process, for an unknown time; lz.warmup builds it"
+                self.unbuilt_why[build_of(kernel, report.facts)] = where
         if not new:
             return "" if before is not None else "known"
         if why := self.too_large.get(number):
