@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import layerzero as lz
 from decoders import made, tokens, transformers
+from layerzero.integrations.optimize import int8
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
@@ -155,6 +156,14 @@ def test_copies_have_weights_of_their_own_and_gradients_go_the_models_way() -> N
     assert torch.equal(model.up.weight.grad, stock.up.weight.grad)
     model.train()
     assert torch.equal(model(rows), stock(rows))
+
+
+def test_nothing_is_put_on_where_no_time_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int8, "TIMED", frozenset())
+    model = nn.Sequential(Compressed(nn.Linear(64, 48)), nn.Linear(48, 8)).eval()
+    report = lz.optimize(model, weights="int8")
+    assert not taken(report)
+    assert all("pass inputs= to measure" in why(report, path) for path in ("0", "1"))
 
 
 def test_products_with_turned_weights_are_quantised() -> None:

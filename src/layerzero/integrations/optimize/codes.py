@@ -25,15 +25,13 @@ class Codes(Packs):
     """Codes and scales, and how rows are quantised before the product.
 
     Attributes:
-        codes: int8 (N, K).
-        scale: float32, one number or one for each output.
+        pair: codes, int8 (N, K), and scales, float32, one number or one for each output; exchanged together.
         activations: None for rows as they are, ``"int8"`` for a scale of its own for each row.
     """
 
     def __init__(self, codes: Tensor, scale: Tensor, activations: str | None) -> None:
         super().__init__((codes,), pack=wants_packed(codes))
-        self.codes, self.activations = codes, activations
-        self.scale = scale.detach().to(torch.float32)
+        self.pair, self.activations = (codes, scale.detach().to(torch.float32)), activations
 
     def read(self, module: Module) -> tuple[Tensor, ...] | None:
         """The tensors that a call is computed from; None where they are gone."""
@@ -70,12 +68,12 @@ class Found(Codes):
 
     def follow(self, read: tuple[Tensor, ...]) -> bool:
         codes, scale = read
-        if codes is self.codes and scale is self._read and version(scale) == self._version:
+        if codes is self.pair[0] and scale is self._read and version(scale) == self._version:
             return True
         if codes.dtype is not torch.int8 or codes.ndim != 2 or scale.numel() not in {1, codes.shape[0]}:
             return False
-        self._read, self._version = scale, version(scale)
-        self.codes, self.scale = codes, scale.detach().to(torch.float32)
+        self.pair = codes, scale.detach().to(torch.float32)
+        self._version, self._read = version(scale), scale
         self.renew(codes)
         return True
 
@@ -116,7 +114,7 @@ class Made(Codes):
     @property
     def code_bytes(self) -> int:
         """What the codes and scales take."""
-        return self.codes.nbytes + self.scale.nbytes
+        return sum(each.nbytes for each in self.pair)
 
     @property
     def bytes(self) -> int:
@@ -131,9 +129,9 @@ class Made(Codes):
         if source is None or source.kind_for(weight) != PACKED:
             if source is not None and source.is_late:
                 self._tell(weight)
-            self.codes, self.scale = self._quantised(weight)
+            self.pair = self._quantised(weight)
             self._source = PackedWeight(weight)
-            self.renew(self.codes)
+            self.renew(self.pair[0])
         return True
 
     def _quantised(self, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,15 +152,15 @@ def product(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:
             try:
                 return call(state, input, bias)
             except InvalidCallError:
-                if state.renew(state.codes):
+                if state.renew(state.pair[0]):
                     return product(self, input)
     return type(self).forward(self, input, *others, **named)
 
 
 def call(state: Codes, input: Tensor, bias: Tensor | None) -> Tensor:
     """What a state computes."""
-    codes, packed = state.codes, state.forms_for(input)[0]
-    return lz.quantized_linear(input, codes, state.scale, bias, activations=state.activations, packed=packed)
+    (codes, scale), packed = state.pair, state.forms_for(input)[0]
+    return lz.quantized_linear(input, codes, scale, bias, activations=state.activations, packed=packed)
 
 
 def bias_of(module: Module) -> Tensor | None:

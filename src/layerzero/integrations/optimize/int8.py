@@ -33,6 +33,7 @@ from layerzero.integrations.optimize.candidate import (
 from layerzero.integrations.optimize.codes import Codes, Found, Made, Place, at, bias_of, call, product
 from layerzero.integrations.optimize.products import is_plain
 from layerzero.integrations.optimize.report import NO_TIME, Left, Replaced
+from layerzero.integrations.optimize.selection import TIMED
 from layerzero.integrations.optimize.swap import is_dense, stock_forward, weight_of
 from layerzero.integrations.optimize.workload import RUN
 
@@ -74,7 +75,7 @@ def find(search: Search) -> Iterator[Replaced | Left]:
             yield Left(path, name, why)
             search.taken.add(id(module))
             continue
-        pairs = _pairs(module)
+        pairs = [] if module._modules else _pairs(module)
         if not pairs:
             continue
         step = f"checking modules of {name}"
@@ -82,7 +83,7 @@ def find(search: Search) -> Iterator[Replaced | Left]:
             found: Candidate | str = NO_TIME
         else:
             with search.time.taking(step):
-                found = _why_not(module) or _by_value(module, pairs)
+                found = _why_not(module) or _untimed(search, at(module, pairs[0][0])) or _by_value(module, pairs)
         search.taken.add(id(module))
         if isinstance(found, str):
             yield Left(path, name, found)
@@ -122,6 +123,13 @@ def _why_not(module: Module) -> str:
     """What speaks against another forward, beside the weight."""
     why = refusal(module)
     return "" if "quantised" in why else why
+
+
+def _untimed(search: Search, weight: Tensor | None) -> str:
+    """Why nothing is known of a product's time; empty where it will be taken."""
+    if weight is None or search.workload is not None or weight.device.type in TIMED:
+        return ""
+    return f"nothing is timed on {weight.device.type} without inputs; pass inputs= to measure"
 
 
 def _by_value(module: Module, pairs: list[tuple[Place, Place]]) -> Candidate | str:
@@ -192,7 +200,8 @@ def _checked(
     with quiet(module), torch.no_grad():
         ours = call(state, rows, bias_of(module))
     found.error = distance(ours, got)
-    weight = state.codes.double() * state.scale.double().reshape(-1, 1)
+    codes, scale = state.pair
+    weight = codes.double() * scale.double().reshape(-1, 1)
     same = found.error <= TOLERANCE.get(rows.dtype, 0.0)
     if activations is not None:
         same = _rounding(rows, weight, ours, bias_of(module)) == activations
@@ -203,7 +212,7 @@ def _candidate(module: Module, state: Codes, rows: Tensor) -> Candidate:
     how = "rows as they are" if state.activations is None else f"rows {state.activations}"
     calls = f"lz.quantized_linear with int8 weights and {how}"
     named = {"activations": state.activations, "packed": state.packed[0]}
-    asked = "quantized_linear", (rows, state.codes, state.scale, bias_of(module)), named
+    asked = "quantized_linear", (rows, *state.pair, bias_of(module)), named
     return candidate(module, product, state, kind=KIND, calls=calls, example=rows, asked=asked)
 
 
@@ -240,6 +249,7 @@ class Request:
             step = f"quantising {type(module).__name__}"
             if not why and not search.time.allows(step, step):
                 why = NO_TIME
+            why = why or _untimed(search, weight_of(module))
             if not why and id(module) in heads and search.workload is None:
                 why = "it gives the model's output; pass inputs= to see what int8 loses there"
             if why:
@@ -248,20 +258,16 @@ class Request:
             weight = weight_of(module)
             with search.time.taking(step):
                 state = Made(weight, self.activations, turned=turned)
-                rows = random_rows(module, state.codes.shape[1], dtype=weight.dtype, device=weight.device)
+                rows = random_rows(module, state.pair[0].shape[1], dtype=weight.dtype, device=weight.device)
                 made[path] = _candidate(module, state, rows)
         if not any_linear:
             yield Left("", type(search.root).__name__, f"{self}: it has no Linear with a floating weight of its own")
         losses = _losses(made.values(), search)
         taken = set[int]()
         for path, found in made.items():
-            module, loss = found.swap.module, losses.get(id(found.swap.module))
-            if loss is None or not loss <= self.accuracy:
-                said = (
-                    NO_TIME
-                    if loss is None
-                    else f"it loses {loss:.2g} of its output, accuracy={self.accuracy:g} allows less"
-                )
+            module, loss = found.swap.module, losses[id(found.swap.module)]
+            if not loss <= self.accuracy:
+                said = f"it loses {loss:.2g} of its output, accuracy={self.accuracy:g} allows less"
                 yield Left(path, type(module).__name__, f"{self}: {said}")
                 continue
             found.error = found.swap.state.loss = loss  # type: ignore[attr-defined]
@@ -294,7 +300,7 @@ def _is_turned(module: Module) -> bool:
     if cls is None or not isinstance(module, cls) or type(module).forward is not cls.forward:
         return False
     weight = module._parameters.get("weight")
-    return is_dense(weight) and 0 not in weight.shape  # type: ignore[union-attr]
+    return is_dense(weight) and 0 not in weight.shape
 
 
 def hints(asked: Request) -> Iterator[str]:
