@@ -205,9 +205,9 @@ ONEDNN = (
 _DENSE_BIAS = limit.contiguous("bias")  # it reads one element after the other, whatever the strides say
 
 
-def _load(facts: Facts) -> Callable[..., Any]:
+def _load(facts: Facts, product: Callable[..., Tensor] | None = None) -> Callable[..., Any]:
     """Written over the activation where no gradient is recorded, as the activations' own kernels are."""
-    linear, after = linear_for(facts), FUNCTIONS[str(facts["activation"])]
+    linear, after = product or linear_for(facts), FUNCTIONS[str(facts["activation"])]
     in_place, joined = not facts["requires_grad"], facts["operation"] == "mlp.fused.joined"
 
     def times(gate: Tensor, up: Tensor) -> Tensor:
@@ -272,6 +272,26 @@ _THEN = Kernel(
     priority=50,
     stock=own,
 )
+
+_MLPS = [
+    Kernel(
+        id=f"torch.mlp{ending}",
+        operations=operations,
+        backend=TORCH,
+        load=_load,
+        accepts=("activation", *biases),
+        limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
+        grad=True,
+        handles_empty=True,
+        handles_negated=True,
+        priority=50,
+        stock=own,
+    )
+    for ending, operations, biases in (
+        ("", packed_blocks.PLAIN, packed_blocks.BIASES[:2]),
+        (".gated", packed_blocks.GATED, packed_blocks.BIASES),
+    )
+]
 
 KERNELS = (
     Kernel(
@@ -340,25 +360,8 @@ KERNELS = (
         priority=55,
         stock=packed_as_stock,
     ),
-    *(
-        Kernel(
-            id=f"torch.mlp{ending}",
-            operations=operations,
-            backend=TORCH,
-            load=_load,
-            accepts=("activation", *biases),
-            limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
-            grad=True,
-            handles_empty=True,
-            handles_negated=True,
-            priority=50,
-            stock=own,
-        )
-        for ending, operations, biases in (
-            ("", packed_blocks.PLAIN, packed_blocks.BIASES[:2]),
-            (".gated", packed_blocks.GATED, packed_blocks.BIASES),
-        )
-    ),
+    *_MLPS,
+    *(widened(each, many("rows"), _load) for each in _MLPS),
     *(
         Kernel(
             id=f"torch.onednn_mlp_packed{ending}",

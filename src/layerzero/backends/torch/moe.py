@@ -33,6 +33,7 @@ from torch.nn import functional
 
 from layerzero.backends.torch.attention import TORCH
 from layerzero.backends.torch.varlen import ROWS_APART, has_tiles, linear_for
+from layerzero.backends.torch.widened import many, widened
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -88,9 +89,9 @@ def _bias(of_all: Tensor | None, number: int) -> Tensor | None:
     return None if of_all is None else of_all[number]
 
 
-def _load_one(facts: Facts) -> Callable[..., Tensor]:
+def _load_one(facts: Facts, product: Callable[..., Tensor] | None = None) -> Callable[..., Tensor]:
     """A token's experts, one after the other; their weights are views."""
-    linear, cat = linear_for(facts), torch.cat
+    linear, cat = product or linear_for(facts), torch.cat
 
     def one(
         input: Tensor,
@@ -125,10 +126,10 @@ def _load_one(facts: Facts) -> Callable[..., Tensor]:
     return one
 
 
-def _load_each(facts: Facts) -> Callable[..., Tensor]:
+def _load_each(facts: Facts, product: Callable[..., Tensor] | None = None) -> Callable[..., Tensor]:
     if facts.size_bits("tokens") == 1:
-        return _load_one(facts)
-    linear, cat = linear_for(facts), torch.cat
+        return _load_one(facts, product)
+    linear, cat = product or linear_for(facts), torch.cat
 
     def each(
         input: Tensor,
@@ -238,8 +239,8 @@ _GROUPED = (
 )
 
 
-def _load_loop(facts: Facts) -> Callable[..., Tensor]:
-    linear, cat = linear_for(facts), torch.cat
+def _load_loop(facts: Facts, product: Callable[..., Tensor] | None = None) -> Callable[..., Tensor]:
+    linear, cat = product or linear_for(facts), torch.cat
 
     def loop(input: Tensor, weight: Tensor, group_ends: Tensor, *, bias: Tensor | None = None) -> Tensor:
         start, parts = 0, []
@@ -271,6 +272,28 @@ _PRODUCTS: dict[str, Any] = {
     "handles_negated": True,
 }
 
+_EACH = Kernel(
+    id="torch.experts_each",
+    load=_load_each,
+    limits=(_FLOATS,),
+    grad=True,
+    graph_safe=False,
+    priority=50,
+    stock=_own,
+    **_EXPERTS,
+)
+_BATCHED = Kernel.of_expression(BATCHED, id="torch.bmm", limits=(_FLOATS,), priority=50, stock=True, **_PRODUCTS)
+_GROUPS = Kernel(
+    id="torch.linear_each",
+    operations=("mlp.grouped",),
+    load=_load_loop,
+    accepts=("bias",),
+    limits=(_FLOATS,),
+    graph_safe=False,
+    priority=30,
+    stock=True,
+    **_PRODUCTS,
+)
 
 KERNELS = (
     Kernel(
@@ -290,16 +313,8 @@ KERNELS = (
         priority=30,
         **_COMMON,
     ),
-    Kernel(
-        id="torch.experts_each",
-        load=_load_each,
-        limits=(_FLOATS,),
-        grad=True,
-        graph_safe=False,
-        priority=50,
-        stock=_own,
-        **_EXPERTS,
-    ),
+    _EACH,
+    widened(_EACH, many("tokens", of="top_k", over="experts"), _load_each),
     Kernel(
         id="torch.experts_grouped",
         load=_load_grouped,
@@ -324,18 +339,10 @@ KERNELS = (
         priority=30,
         **_EXPERTS,
     ),
-    Kernel.of_expression(BATCHED, id="torch.bmm", limits=(_FLOATS,), priority=50, stock=True, **_PRODUCTS),
-    Kernel(
-        id="torch.linear_each",
-        operations=("mlp.grouped",),
-        load=_load_loop,
-        accepts=("bias",),
-        limits=(_FLOATS,),
-        graph_safe=False,
-        priority=30,
-        stock=True,
-        **_PRODUCTS,
-    ),
+    _BATCHED,
+    widened(_BATCHED, many("rows_each")),
+    _GROUPS,
+    widened(_GROUPS, many("rows", over="experts"), _load_loop),
     Kernel(
         id="torch.grouped_mm",
         operations=("mlp.grouped",),

@@ -17,6 +17,7 @@ from torch import Tensor
 from layerzero.backends.torch.attention import TORCH
 from layerzero.backends.torch.linear import ONEDNN, onednn, own, pack, packed_as_stock
 from layerzero.backends.torch.varlen import linear_for
+from layerzero.backends.torch.widened import many, widened
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -25,8 +26,8 @@ from layerzero.ops.linear.packed import PackedWeight
 from layerzero.ops.linear.qkv import BIASES, Three, pieces
 
 
-def _load_three(facts: Facts) -> Callable[..., Any]:
-    linear = linear_for(facts)
+def _load_three(facts: Facts, product: Callable[..., Tensor] | None = None) -> Callable[..., Any]:
+    linear = product or linear_for(facts)
 
     def apart(
         input: Tensor,
@@ -49,8 +50,8 @@ def _load_three(facts: Facts) -> Callable[..., Any]:
     return joined if facts["operation"] == "mlp.qkv.joined" else apart
 
 
-def _load_one(facts: Facts) -> Callable[..., Any]:
-    linear = linear_for(facts)
+def _load_one(facts: Facts, product: Callable[..., Tensor] | None = None) -> Callable[..., Any]:
+    linear = product or linear_for(facts)
 
     def joined(input: Tensor, q_weight: Tensor, *, kv_features: int, q_bias: Tensor | None = None) -> Three:
         return pieces(linear(input, q_weight, q_bias), kv_features)
@@ -100,22 +101,25 @@ _KINDS = (
     ("torch.qkv_linear_joining", ("mlp.qkv",), _load_joining, BIASES, 15),
 )
 
+_OWN = [
+    Kernel(
+        id=name,
+        operations=operations,
+        backend=TORCH,
+        load=load,
+        accepts=accepts,
+        limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
+        grad=True,
+        handles_negated=True,
+        priority=priority,
+        stock=own,
+    )
+    for name, operations, load, accepts, priority in _KINDS
+]
+
 KERNELS = (
-    *(
-        Kernel(
-            id=name,
-            operations=operations,
-            backend=TORCH,
-            load=load,
-            accepts=accepts,
-            limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
-            grad=True,
-            handles_negated=True,
-            priority=priority,
-            stock=own,
-        )
-        for name, operations, load, accepts, priority in _KINDS
-    ),
+    *_OWN,
+    *(widened(each, many("rows"), each.load) for each in _OWN[:2]),
     *(
         Kernel(
             id=f"torch.onednn_qkv_packed{ending}",

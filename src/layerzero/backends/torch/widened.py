@@ -5,7 +5,8 @@ Its distance from float64 is that of torch's own or less: what lies between the 
 Weights are widened at each call, a block of rows after another, so that they take :data:`BLOCK_BYTES` and stay in the
 host's caches. In units of ``F.linear``'s time, 1024 / 2816, 8, 64 and 1024 rows: bfloat16 0.84, 0.48 and 0.42 with
 AVX-512, 0.65, 0.30 and 0.24 with AVX2; float16 0.62, 0.27 and 0.24 (AMD EPYC Zen 4 without its bfloat16 instructions,
-CPU time of one thread, torch 2.13.0, 2026-11-26). Blocks of 0.5 and 1 MB took up to 1.3 and 1.1 of that of 2 MB.
+CPU time of one thread, torch 2.13.0, 2026-11-26). Blocks of 0.5 and 8 MB took up to 1.3 and 1.15 of that
+of 2 MB; oneDNN's float32 product took 0.87 of MKL's there with AVX-512, and as long with AVX2.
 
 Calls that record gradients are refused: autograd would keep the wide weights until the backward pass.
 Library: torch >= 2.10, BSD-3-Clause.
@@ -26,7 +27,7 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 
-BLOCK_BYTES = 2 * 2**20
+BLOCK_BYTES = 5 * 2**19
 """Of a weight in float32: what widens it writes into the cache from which the product reads it."""
 
 HALVES = frozenset({torch.float16, torch.bfloat16})
@@ -39,12 +40,14 @@ CPU = (limit.platform("cpu"), limit.dtype("float16", "bfloat16"))
 """What each of these kernels demands."""
 
 
-def many(*sizes: str) -> Callable[[Facts], bool]:
-    """Whether a call has enough rows, by the first of these names that its operation has."""
+def many(rows: str, *, of: str = "", over: str = "") -> Callable[[Facts], bool]:
+    """Whether each weight gets enough rows: so many, ``of`` times as many, spread ``over`` so many weights."""
 
     def pays(facts: Facts) -> bool:
-        name = next(each for each in sizes if facts.get(each) is not None)
-        return facts.size_bits(name) >= FEW_BITS
+        bits = facts.size_bits(rows)
+        bits += facts.size_bits(of) - 1 if of else 0
+        bits -= facts.size_bits(over) - 1 if over else 0
+        return bits >= FEW_BITS
 
     return pays
 
@@ -82,10 +85,11 @@ def widened(
             blocks there. Without it all tensors are widened as a whole, and ``kernel.load`` gives what runs.
         changes: fields of the kernel that are others.
     """
+    library, name, *ending = kernel.id.split(".")
     own = kernel.load if load is None else functools.partial(load, product=product)
     rest = [each for each in kernel.limits if type(each) not in {type(one) for one in CPU}]
     told: dict[str, Any] = {
-        "id": f"{kernel.id}_widened",
+        "id": ".".join((library, f"{name}_widened", *ending)),
         "load": functools.partial(_load, own, load is not None),
         "limits": (*CPU, *rest),
         "grad": False,
