@@ -79,7 +79,7 @@ def test_explain_gives_the_term_and_the_reason_in_a_line():
     terms = {term.name: term.points for term in report.chosen.terms}
     assert terms == {"priority": 30.0, "emulated": 30.0}
     (note,) = [each for each in report.notes if "emulate" in each]
-    assert note.startswith("this CPU has no bfloat16 products, so torch emulates them")
+    assert note.startswith("this CPU has no bfloat16 products: torch emulates them")
     assert not any("emulate" in each for each in asked(64, on=BF16).notes)
 
 
@@ -158,3 +158,31 @@ def test_the_product_that_confirms_gives_a_ratio():
     assert emulation.product_ratio(torch.float16) > 0
     with torch.device("meta"):
         assert emulation.product_ratio(torch.bfloat16) > 0
+
+
+@pytest.mark.parametrize(("function", "widened"), [
+    ("mlp", "torch.mlp_widened"),
+    ("qkv_linear", "torch.qkv_linear_widened"),
+    ("batched_linear", "torch.bmm_widened"),
+    ("grouped_linear", "torch.linear_each_widened"),
+    ("moe_experts", "torch.experts_each_widened"),
+])  # fmt: skip
+def test_every_family_of_products_widens_from_enough_rows_for_each_weight(function, widened):
+    def chosen(rows):
+        def half(*size):
+            return torch.ones(size, dtype=torch.bfloat16)
+
+        given = {
+            "mlp": (half(rows, 64), half(96, 64), half(64, 96)),
+            "qkv_linear": (half(rows, 64), half(64, 64), half(32, 64), half(32, 64)),
+            "batched_linear": (half(4, rows, 64), half(4, 48, 64)),
+            "grouped_linear": (half(4 * rows, 64), half(4, 48, 64), torch.arange(1, 5, dtype=torch.int32) * rows),
+            "moe_experts": (
+                *(half(2 * rows, 64), half(4, 64, 64), half(4, 64, 32)),
+                *(torch.zeros(2 * rows, 2, dtype=torch.int64), torch.ones(2 * rows, 2)),
+            ),
+        }[function]
+        return lz.explain(function, *given, device=AVX2).kernel_id
+
+    assert "widened" not in chosen(1)
+    assert chosen(8) == widened

@@ -15,7 +15,7 @@ import torch
 from layerzero.asking.descriptors import DESCRIPTORS
 from layerzero.asking.examples import awaits_vetting, example_calls
 from layerzero.asking.model_sets import OperationFinding, served
-from layerzero.core import cpu_features
+from layerzero.core import cpu_features, emulation
 from layerzero.core.device import Device, cpu_of_this_machine
 from layerzero.core.kernel import Backend, within
 from layerzero.core.ledger import Suspect
@@ -163,8 +163,12 @@ class Diagnosis:
     def head(self) -> list[str]:
         """The versions in a line, and in words how calls find their kernels here."""
         state = {"hit path": "calls like earlier ones find their kernel", "choices": "the choice of kernels"}
+        state |= {"emulated": ""}  # a sentence by itself
         versions = ", ".join(f"{name} {each}" for name, each in self.versions.items() if name not in state)
-        return [versions, *(f"{what} {self.versions[name]}" for name, what in state.items() if name in self.versions)]
+        return [
+            versions,
+            *(f"{what} {self.versions[name]}".strip() for name, what in state.items() if name in self.versions),
+        ]
 
     def __str__(self) -> str:
         lines = self.head()
@@ -266,6 +270,7 @@ def _versions() -> dict[str, str]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "hit path": f"in Python ({accelerator.ABSENT})" if accelerator.HOT is None else _IN_C[accelerator.HOT.reader()],
+        **({"emulated": emulated} if (emulated := emulation.told(Device.detect("cpu"), emulation.NATIVE)) else {}),
         "choices": "follows new times; lz.freeze() holds it"
         if ENGINE.frozen is None
         else f"is frozen for {len(ENGINE.frozen.choices)} classes of calls; lz.thaw() lets it follow new times",

@@ -289,7 +289,7 @@ def _row(
     left = Counter(each.why for each in report.left)
     memory = {"weights": report.weight_bytes, "packed": report.extra_bytes}
     about = {"what": what, "dtype": str(dtype).removeprefix("torch."), "runs": len(seconds[0]), "ways": ways}
-    return about | {"changed": changed, "left": dict(left), "bytes": memory}
+    return about | {"changed": changed, "left": dict(left), "bytes": memory, "emulated": report.emulated}
 
 
 def spread(ratios: Sequence[float]) -> tuple[float, float]:

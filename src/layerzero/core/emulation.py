@@ -8,7 +8,7 @@ AVX2 with ``avx_ne_convert`` converts bfloat16 and multiplies none, so it does n
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -48,12 +48,13 @@ def emulates(device: Device, dtype: object) -> bool:
     return lacks(device, dtype) and (device != Device.detect("cpu") or _confirmed(dtype))  # type: ignore[arg-type]
 
 
-def told(device: Device, dtype: torch.dtype) -> str:
-    """One line about a dtype that is emulated; empty for others."""
-    if not emulates(device, dtype):
+def told(device: Device, dtypes: Iterable[object]) -> str:
+    """One line about those of the dtypes whose products are emulated, and what is done about it; empty for none."""
+    found = [dtype_name(each) for each in dtypes if emulates(device, each)]  # type: ignore[arg-type]  # it is a dtype
+    if not found:
         return ""
-    name = dtype_name(dtype)
-    return f"this CPU has no {name} products, so torch emulates them; LayerZero computes them in float32 from 8 rows on"
+    names = " and ".join(found)
+    return f"this CPU has no {names} products: torch emulates them, LayerZero computes them in float32 from 8 rows on"
 
 
 def product_ratio(dtype: torch.dtype) -> float:

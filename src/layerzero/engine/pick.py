@@ -86,7 +86,7 @@ def pick(
     notes: list[str] = []
     locked = ""
     if chosen is not None and any(term.name == EMULATED for term in chosen.terms):
-        notes.append(f"{emulation.told(facts.device, facts['dtype'])} (emulated)")  # type: ignore[arg-type]
+        notes.append(f"{emulation.told(facts.device, [facts['dtype']])} (emulated)")
     untimed = chosen if chosen is not None and chosen.time_us is None else None
     if untimed is not None and policy["unmeasured"] == "stock" and untimed.kernel.is_stock(facts):
         notes.append(NOT_MEASURED if facts.operation.plain is None else NOT_MEASURED_PLAIN)

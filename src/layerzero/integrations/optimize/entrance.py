@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from layerzero.core import emulation
 from layerzero.core.arguments import told
+from layerzero.core.device import Device
 from layerzero.core.errors import InvalidCallError
 from layerzero.integrations.optimize import attention, compiled_calls, diffusion, int8, layers, modules, stacks
 from layerzero.integrations.optimize.attention import Search
@@ -204,6 +206,8 @@ def _optimized(
     watched = compiled_calls.Watched(root)
     with watched.watching():
         before = [] if workload is None else workload.run()
+    dtypes = dict.fromkeys(each.dtype for each in root.parameters() if each.device.type == "cpu")
+    report.emulated = emulation.told(Device.detect("cpu"), dtypes)
     report.stock = "" if workload is None else stock_of(root, workload.device)
     search = Search(root, time, workload, tell)
     finders = FINDERS if asked is None else (asked.find, *FINDERS)

@@ -138,6 +138,7 @@ class Optimized:
         tuned: what was measured for the inputs' calls; None without inputs.
         refused: why known times of what was measured do not count here, and how many: another device, other versions.
         paced: what was timed on random input, by shapes of modules; empty with inputs.
+        emulated: a line on the model's dtypes whose products its CPU emulates, and what is done; empty for none.
         stock: what the times before are of: libraries, their versions, and the machine; empty without inputs.
         time: what was left of the time, and what was left out to keep it.
         seconds: what all of it took.
@@ -155,6 +156,7 @@ class Optimized:
     tuned: Tuned | None = None
     refused: Mapping[str, int] = field(default_factory=dict)
     paced: list[Paced] = field(default_factory=list)
+    emulated: str = ""
     stock: str = ""
     time: TimeLeft = field(default_factory=lambda: TimeLeft(None))
     seconds: float = 0.0
@@ -269,7 +271,7 @@ class Optimized:
         if self.left:
             reasons = [((each.module, each.why), each.path, None) for each in self.left]
             lines += ["", *_table(("left", "module", "why"), reasons)]
-        lines += ["", self._memory(), *self._quantised()]
+        lines += ["", self._memory(), *filter(None, [self.emulated]), *self._quantised()]
         late = sum(each.late for each in self.packs)
         if late:
             lines.append(f"{late} writes into weights were seen late: some calls computed with what was packed before")
