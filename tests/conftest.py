@@ -24,7 +24,7 @@ from layerzero.engine import accelerator, config, failures, probe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import BUILT
 from layerzero.engine.registry import REGISTRY
-from layerzero.integrations.optimize import compiled_calls, timing, workload
+from layerzero.integrations.optimize import compiled_calls, selection, timing, workload
 from layerzero.serving.background_builds import BUILDS
 from layerzero.tuning.measuring import admission
 
@@ -98,6 +98,25 @@ def pytest_collection_finish():
     ENGINE.history.forget()
 
 
+def standing_still():
+    """A clock that says nothing: what is put into a model does not hang on a machine's load."""
+    return 0.0
+
+
+DECIDED = selection.decided
+
+
+def decided(about, module, paths, measure, passed):
+    """Run nothing for a clock that stands still, of which no time can come: a third of ``lz.optimize``."""
+    quick = settings().max_examples < settings.get_profile("whole").max_examples
+    if quick and timing.CLOCK is standing_still:
+        measure = type(None)
+    return DECIDED(about, module, paths, measure, passed)
+
+
+selection.decided = decided
+
+
 def without_settings(monkeypatch):
     """No variable of this library is set, but the one that says which CPU this is: its children count on the same."""
     for variable in [name for name in config.os.environ if name.startswith("LAYERZERO_")]:
@@ -113,9 +132,9 @@ def fresh_process(monkeypatch):
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", "")
     monkeypatch.setenv("LAYERZERO_JIT", "never")
     monkeypatch.setattr(inductor, "NOTES", f"test-{uuid.uuid4().hex}")  # what earlier tests built is not there
-    monkeypatch.setattr(timing, "CLOCK", lambda: 0.0)  # what is put into a model does not hang on a machine's load
+    monkeypatch.setattr(timing, "CLOCK", standing_still)
     monkeypatch.setattr(emulation, "RATIO", lambda _: math.inf)  # what a CPU emulates is told by its features
-    monkeypatch.setattr(workload, "CLOCK", lambda: 0.0)  # nor does what there is time for
+    monkeypatch.setattr(workload, "CLOCK", standing_still)  # nor does what there is time for
     monkeypatch.setattr(compiled_calls, "COMPILERS", ())  # a test that compiles a model, for seconds, asks for it
     ENGINE.ledger = MemoryLedger()
     REGISTRY.ready()

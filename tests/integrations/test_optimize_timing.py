@@ -181,8 +181,7 @@ def test_a_norm_is_timed_behind_a_layer_as_the_model_calls_it(clock, monkeypatch
     assert all(each.kind != "norm" for each in report.replaced)
 
 
-def test_a_clock_that_stands_still_decides_nothing(monkeypatch):
-    timing.forget()
+def test_a_clock_that_stands_still_decides_nothing(clock):
     report = lz.optimize(llama())
     assert len(layers(report)) == 2
     assert report.paced == []
@@ -216,6 +215,7 @@ def measuring(monkeypatch, answer):
         return answer(row, exchanged)
 
     timing.forget()
+    monkeypatch.setattr(timing, "CLOCK", Clock())
     monkeypatch.setattr(layer_timing, "measured", measured)
     return asked
 
