@@ -21,7 +21,8 @@ import layerzero as lz
 from layerzero.integrations.optimize.attention import NAME, AttentionSwap, Seen, seeing
 from layerzero.integrations.optimize.layer import Heads, Layer
 from layerzero.integrations.optimize.norms import Normed, normed
-from layerzero.integrations.optimize.products import Block, activations_of, compute, is_plain, orders
+from layerzero.integrations.optimize.orientation import is_plain
+from layerzero.integrations.optimize.products import Block, activations_of, compute, orders
 from layerzero.integrations.optimize.stamp import code_of
 from layerzero.integrations.optimize.swap import MARK, as_forward, serves, weight_of
 from layerzero.integrations.optimize.timing import size_of

@@ -31,7 +31,7 @@ from layerzero.integrations.optimize.candidate import (
     refusal,
 )
 from layerzero.integrations.optimize.codes import Codes, Found, Made, Place, at, bias_of, call, product
-from layerzero.integrations.optimize.products import is_plain
+from layerzero.integrations.optimize.orientation import is_plain
 from layerzero.integrations.optimize.report import NO_TIME, Left, Replaced
 from layerzero.integrations.optimize.selection import TIMED
 from layerzero.integrations.optimize.swap import is_dense, stock_forward, weight_of

@@ -29,7 +29,8 @@ from layerzero.integrations.optimize.candidate import TOLERANCE, Candidate, dist
 from layerzero.integrations.optimize.dynamic_cache import name_in, name_of
 from layerzero.integrations.optimize.layer import Heads, Layer, forward
 from layerzero.integrations.optimize.norms import Normed, normed
-from layerzero.integrations.optimize.products import Block, block, is_plain
+from layerzero.integrations.optimize.orientation import is_plain
+from layerzero.integrations.optimize.products import Block, block
 from layerzero.integrations.optimize.report import NO_TIME, Left, Replaced
 from layerzero.integrations.optimize.swap import Swap, stock_forward, weight_of
 from layerzero.integrations.optimize.weights import wants_packed

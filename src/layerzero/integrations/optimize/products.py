@@ -325,7 +325,7 @@ def _shape(product: Module) -> tuple[int, ...]:
     return shape[::-1] if turns(product) else shape
 
 
-def orders(products: dict[str, Module]) -> Iterator[tuple[str, ...]]:
+def orders(products: Mapping[str, Module]) -> Iterator[tuple[str, ...]]:
     """Which product may be up, down and gate by their shapes."""
     for names in itertools.permutations(products):
         shapes = [_shape(products[name]) for name in names]
