@@ -267,7 +267,9 @@ def test_calls_with_caches_are_told() -> None:
 
 
 @pytest.mark.parametrize(
-    "compiler", [pytest.param(each, marks=[] if each.needs else pytest.mark.slow) for each in COMPILERS], ids=str
+    "compiler",
+    [pytest.param(each, marks=[] if each.needs else pytest.mark.slow) for each in COMPILERS],
+    ids=lambda each: each.name,
 )
 def test_a_library_compiles_an_encoder(compiler: Compiler) -> None:
     transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
