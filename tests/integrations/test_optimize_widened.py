@@ -126,3 +126,16 @@ def test_a_model_that_is_cast_later_is_followed(dtype):
         got, kernels = ran(model.to(dtype), ROWS.to(dtype))
         same(got, stock.to(dtype)(ROWS.to(dtype)))
     assert ("_widened" in "".join(kernels)) == (dtype is torch.float16)
+
+
+def test_experts_whose_rows_bring_more_are_looked_at():
+    transformers = pytest.importorskip("transformers", reason="Transformers is not installed")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 64}
+    config = transformers.Qwen3MoeConfig(num_experts=4, num_experts_per_tok=2, **sizes, **heads)
+    stock = transformers.Qwen3MoeForCausalLM(config).eval().bfloat16()
+    lz.optimize(model := copy.deepcopy(stock), budget_s=None)
+    with torch.no_grad():
+        got, kernels = ran(lambda ids: model(ids).logits, torch.arange(32)[None])
+        assert got.dtype is torch.bfloat16
+    assert any("_widened" in each for each in kernels)

@@ -80,6 +80,8 @@ class Candidate:
         name, (rows, *others), named = self.asked
         sizes = [rows]
         if emulation.emulates(Device.detect(rows.device), rows.dtype):  # a prompt may have another kernel than few rows
+            if self.others:  # what comes with each row, as its experts: times tell
+                return False
             sizes.append(rows.repeat(PROMPT, *[1] * (rows.ndim - 1)))
         with torch.no_grad():
             return all(_runs_torchs(lz.explain(name, each, *others, **named)) for each in sizes)
