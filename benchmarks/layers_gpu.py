@@ -34,7 +34,7 @@ from layerzero.tuning.keeping.rows import work_of
 from layerzero.tuning.keeping.tables import Case as TimedSizes
 from layerzero.tuning.keeping.tables import Family, Table, read_table, told_apart
 from layerzero.tuning.measuring.admission import copy_gb_s
-from layerzero.tuning.measuring.bench import TORCH, Benched, Timed, bench
+from layerzero.tuning.measuring.bench import TORCH, Benched, TimedBy, bench
 from layerzero.tuning.measuring.clocks import clock_of
 from layerzero.tuning.measuring.jobs import Job
 from layerzero.tuning.measuring.timing import Effort
@@ -278,7 +278,7 @@ def main() -> None:
     chosen = {job.name: replayed(job, device) for _, job in asked}
     name = lz.Device.detect(given.device).name
     gb_s = H200_GB_S if "H200" in name else copy_gb_s(device)
-    timed = Timed.DEVICE if device.type == "cuda" else Timed.CALL
+    timed = TimedBy.DEVICE if device.type == "cuda" else TimedBy.CALL
     clock, verdicts, left = clock_of(device), [], 0
     for tokens, job in asked:
         if time.monotonic() > until:

@@ -9,7 +9,7 @@ import pytest
 
 import layerzero as lz
 from layerzero.asking import diagnosis
-from layerzero.asking.diagnosis import Status
+from layerzero.asking.diagnosis import VersionStatus
 from layerzero.core.device import Device
 from layerzero.core.kernel import Release
 from layerzero.engine import probe
@@ -30,11 +30,11 @@ def installed(monkeypatch):
 @pytest.mark.parametrize(
     ("version", "known"),
     [
-        ("1.2", Status.TESTED),
-        ("1.3", Status.EXPECTED),
-        ("2.0", Status.UNTESTED),
-        ("0.9", Status.BAD),
-        ("x", Status.UNTESTED),
+        ("1.2", VersionStatus.TESTED),
+        ("1.3", VersionStatus.EXPECTED),
+        ("2.0", VersionStatus.UNTESTED),
+        ("0.9", VersionStatus.BAD),
+        ("x", VersionStatus.UNTESTED),
     ],
 )
 def test_what_is_known_of_a_version(version, known):
@@ -59,7 +59,7 @@ def test_doctor_warns_of_packages_that_do_harm_together(installed):
 def test_doctor_says_how_well_an_installed_version_is_known(installed):
     installed["xformers"] = "0.0.34"
     found = {each.name: each.status for each in lz.doctor().libraries}
-    assert found["xformers (xformers)"] is Status.EXPECTED
+    assert found["xformers (xformers)"] is VersionStatus.EXPECTED
     assert (
         next(each for each in lz.doctor().to_dict()["libraries"] if each["name"] == "xformers (xformers)")["status"]
         == "expected"

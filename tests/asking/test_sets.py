@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 import layerzero as lz
-from layerzero.asking.model_sets import Served, served
+from layerzero.asking.model_sets import OperationSupport, served
 from layerzero.cli.app import main
 from layerzero.core.device import Device
 from layerzero.ops import OPERATIONS
@@ -27,7 +27,7 @@ def test_sets_name_operations_once(name):
 def test_every_operation_of_a_set_finds_a_kernel_for_its_named_calls(name):
     for finding in served(name, Device.detect("cpu")):
         assert finding.chosen, finding
-        assert finding.served is not Served.REFERENCE, finding
+        assert finding.served is not OperationSupport.REFERENCE, finding
         assert str(finding).startswith(f"{finding.operation}: {finding.served} (float32): calls get ")
 
 
@@ -35,7 +35,7 @@ def test_what_is_optimised_has_a_librarys_kernel_for_each_call():
     for finding in served("decoder", Device.detect("cpu")):
         libraries = {kernel.partition(".")[0] for kernel in finding.kernels}
         assert not libraries & {"torch", "reference"}
-        if finding.served in (Served.OPTIMISED, Served.PARTLY, Served.PREPARED):
+        if finding.served in (OperationSupport.OPTIMISED, OperationSupport.PARTLY, OperationSupport.PREPARED):
             assert finding.kernels
         else:
             assert not finding.kernels
@@ -70,7 +70,7 @@ def test_what_a_caller_has_to_prepare_is_told():
     packs = [kernel.id for kernel in lz.list_kernels("mlp.linear") if "packed" in kernel.id]
     if not set(packs) & set(product.kernels):
         pytest.skip("no library here packs weights")
-    assert product.served is Served.PREPARED
+    assert product.served is OperationSupport.PREPARED
     assert product.handles == ("packed",)
     assert "may run them, with packed=" in str(product)
     assert "PackedWeight" in product.refused

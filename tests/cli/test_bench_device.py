@@ -17,7 +17,7 @@ from layerzero.core.operation import Case
 from layerzero.testing.generate import RandomCall
 from layerzero.tuning.measuring import bench as measured
 from layerzero.tuning.measuring.admission import Ceiling
-from layerzero.tuning.measuring.bench import MOST_BYTES, TORCH, UNSAFE, Timed, on_device
+from layerzero.tuning.measuring.bench import MOST_BYTES, TORCH, UNSAFE, TimedBy, on_device
 from layerzero.tuning.measuring.clocks import clock_of
 from layerzero.tuning.measuring.jobs import Job
 from others import OTHERS
@@ -50,7 +50,7 @@ def counting(monkeypatch):
     monkeypatch.setattr("layerzero.tuning.measuring.bench.ceiling", lambda *_: Ceiling(10.0, 0.1))
     monkeypatch.setattr("layerzero.tuning.measuring.clocks.Graphs", Counting)
     monkeypatch.setattr(measured, "cache_bytes", lambda _: CACHE)
-    monkeypatch.setattr(command, "timed_of", lambda text, _: Timed(text or "both"))
+    monkeypatch.setattr(command, "timed_of", lambda text, _: TimedBy(text or "both"))
 
     @lz.register_kernel("norm.rms", "mine.safe", supported_dtypes=["float32"], graph_safe=True)
     def safe(input, weight, *, eps):
@@ -135,9 +135,9 @@ def test_a_cpu_has_no_time_of_its_own():
     assert "--timed: wanted one of call, device, both, got 'sometimes'" in run(f"{QUICK} --timed sometimes", 2).output
     plain = run("bench tokenize --param tokenizer_id=cl100k_base --timed device", 2).output
     assert "--timed: wanted call for an operation without tensors" in plain
-    assert command.timed_of(None, torch.device("cpu")) is Timed.CALL
-    assert command.timed_of(None, torch.device("cuda")) is Timed.BOTH
-    assert command.timed_of("device", torch.device("cuda")) is Timed.DEVICE
+    assert command.timed_of(None, torch.device("cpu")) is TimedBy.CALL
+    assert command.timed_of(None, torch.device("cuda")) is TimedBy.BOTH
+    assert command.timed_of("device", torch.device("cuda")) is TimedBy.DEVICE
 
 
 def timed_once(job, held):

@@ -26,9 +26,9 @@ from layerzero.core.ledger import Verdict
 from layerzero.core.operation import Work
 from layerzero.engine.dispatch import ENGINE
 from layerzero.tuning.measuring.admission import Ceiling
-from layerzero.tuning.measuring.bench import TORCH, Benched, Line, Timed
+from layerzero.tuning.measuring.bench import TORCH, Benched, Line, TimedBy
 from layerzero.tuning.measuring.comparison import Compared
-from layerzero.tuning.measuring.contest import Entry, Status
+from layerzero.tuning.measuring.contest import ContestEntry, Status
 from layerzero.tuning.measuring.timing import Deadline
 from layerzero.tuning.measuring.tune import Tuned
 from layerzero.tuning.proving.vetting import Vetted
@@ -254,8 +254,8 @@ def test_what_did_not_change_is_a_line_for_each_operation(tuned):
 def test_what_became_of_many_kernels_alike_is_one_line(tuned):
     over = "the time given was over before its turn ended"
     kernels = [dataclasses.replace(tuned.contests[0].entries[0].kernel, id=f"user.{number}") for number in range(5)]
-    entries = tuple(Entry(kernel, Status.UNTRIED, None, over) for kernel in kernels)
-    other = (Entry(kernels[0], Status.UNTRIED, None, "it raised"),)
+    entries = tuple(ContestEntry(kernel, Status.UNTRIED, None, over) for kernel in kernels)
+    other = (ContestEntry(kernels[0], Status.UNTRIED, None, "it raised"),)
     contests = tuple(
         dataclasses.replace(found, entries=each)
         for found, each in zip(tuned.contests[:2], (entries, other), strict=True)
@@ -292,8 +292,8 @@ def test_what_memory_does_not_hold_is_one_line_and_other_reasons_have_their_own(
 def test_a_difference_within_the_noise_is_no_headline():
     waited = Line(TORCH, "timed", False, 16000.0, 16000.0, 499.0, 21)
     steady = Line("a.quick", "timed", True, 32.0, 32.0, 0.01, 20)
-    assert steady.gain_over(waited, Timed.CALL) == 1.0
-    line = dataclasses.replace(steady, against_torch=steady.gain_over(waited, Timed.CALL))
+    assert steady.gain_over(waited, TimedBy.CALL) == 1.0
+    line = dataclasses.replace(steady, against_torch=steady.gain_over(waited, TimedBy.CALL))
     (only,) = answer_of([Benched("zork one", "zork", {}, None, None, (line, waited), {}, "a.quick")], "zork")
     assert only == (
         "Fastest for zork one: a.quick 32.0 us, as quick as torch's own within the noise; LayerZero chooses: the same."
@@ -304,7 +304,7 @@ def test_tune_tells_no_winner_within_the_noise(tuned):
     found = tuned.contests[0]
     kernel = found.entries[0].kernel
     times = [Measurement(32.0, 32.0, 0.0, 20, noise=0.01), Measurement(7744.0, 16000.0, 0.0, 20, noise=241.0)]
-    entries = tuple(Entry(kernel, Status.TIMED, each) for each in times)
+    entries = tuple(ContestEntry(kernel, Status.TIMED, each) for each in times)
     noisy = dataclasses.replace(found, entries=entries)
     assert tune_command._fastest(noisy) == f"{kernel.id} 32.0 us (noise)"
     assert tune_command.winner(noisy) == f"{kernel.id} 32.0 us, no quicker than {kernel.id} within the noise"

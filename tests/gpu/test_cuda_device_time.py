@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from layerzero.core.operation import Case
-from layerzero.tuning.measuring.bench import Timed, bench
+from layerzero.tuning.measuring.bench import TimedBy, bench
 from layerzero.tuning.measuring.clocks import CudaClock, device_time_us, device_times
 from layerzero.tuning.measuring.jobs import Job
 from layerzero.tuning.measuring.timing import Effort
@@ -33,7 +33,7 @@ def test_a_capture_that_fails_leaves_torch_as_it_was():
 
 def test_bench_has_both_times():
     job = Job("norm.rms", Case("64x4096", {"rows": 64, "hidden": 4096}), "bfloat16")
-    found = bench(job, torch.device("cuda"), effort=Effort(5, 0.05), clock=CudaClock(), timed=Timed.BOTH)
+    found = bench(job, torch.device("cuda"), effort=Effort(5, 0.05), clock=CudaClock(), timed=TimedBy.BOTH)
     graphs = [line for line in found.lines if line.device_from.startswith("graph")]
     assert graphs
     assert all(0 < line.device_us < line.median_us * 1.2 for line in graphs)

@@ -18,7 +18,7 @@ from layerzero.backends.flash_attn import attention as flash_attn
 from layerzero.backends.flash_attn import cute as flash_attn_cute
 from layerzero.backends.flashinfer import attention as flashinfer
 from layerzero.backends.flashinfer import modules as flashinfer_modules
-from layerzero.backends.flashinfer.plan import Plan
+from layerzero.backends.flashinfer.plan import FlashInferPlan
 from layerzero.backends.shape_cache import Prepared
 from layerzero.backends.torch.attention import sdpa_operator
 from layerzero.backends.vllm import flash_attn as vllm_flash_attn
@@ -324,7 +324,7 @@ def flashinfer_modules_of(monkeypatch):
 
     prefill = types.SimpleNamespace(get_single_prefill_module=lambda *_: types.SimpleNamespace(run=stand_in(SINGLE, 1)))
     decode = types.SimpleNamespace(get_single_decode_module=lambda *_: types.SimpleNamespace(run=stand_in(DECODE, 1)))
-    plan = Plan(types.SimpleNamespace(ragged_run=stand_in(RAGGED, 2)), *(None,) * 5, 1)
+    plan = FlashInferPlan(types.SimpleNamespace(ragged_run=stand_in(RAGGED, 2)), *(None,) * 5, 1)
     monkeypatch.setattr(flashinfer, "PLANS", types.SimpleNamespace(get=lambda *_, **__: plan))
     for name, module in (
         ("prefill", prefill),

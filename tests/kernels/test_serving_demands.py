@@ -17,7 +17,7 @@ from layerzero.core.device import Device
 from layerzero.core.facts import FactsBuilder
 from layerzero.engine.registry import REGISTRY
 from layerzero.testing import artefacts
-from layerzero.testing.sizes import Setting
+from layerzero.testing.sizes import CheckSetting
 
 NAME = "attention.gqa.decode.paged"
 
@@ -93,6 +93,6 @@ def test_a_kernel_that_wants_a_handle_is_built_with_one():
         plain, id="invented.stepped", load=load, accepts=(*plain.accepts, "step"), limits=(*plain.limits, *STEPPED),
         jit=True, build_key=lambda _: "one", graph_safe=False, stock=False,
     )  # fmt: skip
-    setting = Setting(REGISTRY.operation(NAME), torch.float32, "cpu", "NHD")
+    setting = CheckSetting(REGISTRY.operation(NAME), torch.float32, "cpu", "NHD")
     outcome = artefacts.built(kernel, setting, lambda _: None)
     assert (outcome.status, outcome.message) == ("passed", "built")

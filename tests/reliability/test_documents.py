@@ -15,7 +15,7 @@ import layerzero as lz
 from layerzero.cli import bench_tables
 from layerzero.cli.app import main
 from layerzero.core.system import disk
-from layerzero.engine.frozen_choices import Choice
+from layerzero.engine.frozen_choices import FrozenChoice
 from layerzero.tuning.measuring.workload import Manifest
 
 CALL = torch.randn(4, 8), torch.randn(8)
@@ -78,7 +78,7 @@ def test_frozen_choices_of_calls_that_cannot_be_are_differences(place, value):
         inner = inner[each]
     inner[place[-1]] = value
     try:
-        changed = {name: msgspec.convert(choice, Choice)}
+        changed = {name: msgspec.convert(choice, FrozenChoice)}
     except msgspec.ValidationError:
         return  # as in a file
     frost = msgspec.structs.replace(lz.freeze(), choices=changed)

@@ -11,7 +11,7 @@ from layerzero.core import values
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops.sparse.declare import BLOCK_SPARSE, sparse_attention
 from layerzero.testing import compare, execution
-from layerzero.testing.sizes import Setting
+from layerzero.testing.sizes import CheckSetting
 
 
 class Copied:
@@ -48,7 +48,7 @@ def trial(kept=Copied):
         load=load,
         accepts=("block_rows", "block_cols", "block_pattern"),
     )
-    return Setting(BLOCK_SPARSE, torch.float32, "cpu", "").attempt(kernel, BLOCK_SPARSE.cases[0])
+    return CheckSetting(BLOCK_SPARSE, torch.float32, "cpu", "").attempt(kernel, BLOCK_SPARSE.cases[0])
 
 
 def test_a_pattern_advances_to_another_pattern(monkeypatch):
@@ -88,7 +88,7 @@ def test_lengths_of_contexts_shrink_and_their_tables_turn_round(monkeypatch, nam
     operation, seen = REGISTRY.operation(name), []
     truth = compare.expected
     monkeypatch.setattr(compare, "expected", lambda call: seen.append(call) or truth(call))
-    given = Setting(operation, torch.float32, "cpu", "NHD").attempt(REGISTRY.kernel(kernel), operation.cases[0])
+    given = CheckSetting(operation, torch.float32, "cpu", "NHD").attempt(REGISTRY.kernel(kernel), operation.cases[0])
     assert execution.advanced(given).status == "passed"
     before, after = given.call.arguments, seen[0].arguments
     assert torch.equal(after["context_lens"], (before["context_lens"] + 1) // 2)
@@ -104,6 +104,6 @@ def test_starts_of_tokens_stay_where_they_are(monkeypatch, name, kernel):
     operation, seen = REGISTRY.operation(name), []
     truth = compare.expected
     monkeypatch.setattr(compare, "expected", lambda call: seen.append(call) or truth(call))
-    given = Setting(operation, torch.float32, "cpu", None).attempt(REGISTRY.kernel(kernel), operation.cases[0])
+    given = CheckSetting(operation, torch.float32, "cpu", None).attempt(REGISTRY.kernel(kernel), operation.cases[0])
     assert execution.advanced(given).status == "passed"
     assert torch.equal(seen[0].arguments["cu_seqlens_q"], given.call.arguments["cu_seqlens_q"])

@@ -15,7 +15,7 @@ from layerzero.core.evidence import Measurement
 from layerzero.core.kernel import Trust
 from layerzero.core.ledger import Verdict, class_text
 from layerzero.engine.dispatch import ENGINE
-from layerzero.engine.jit import Outcome
+from layerzero.engine.jit import BuildOutcome
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import OPERATIONS
 from layerzero.tuning.keeping import calls
@@ -283,7 +283,7 @@ def test_what_compiles_is_built_by_children_and_measured_when_it_is_there(compil
         order.append("build")
         for kernel, facts in pairs:
             built.append(facts.size("hidden"))
-            told(kernel, facts, Outcome())
+            told(kernel, facts, BuildOutcome())
 
     monkeypatch.setattr(loop, "build_apart", build_apart)
     found = run(
@@ -308,7 +308,7 @@ def test_who_comes_later_is_timed_beside_all_that_may_be_the_best_one(compiled, 
     def build_apart(pairs, told, stop, *, modules):
         for kernel, facts in pairs:
             compiled[0].append(facts.size("hidden"))
-            told(kernel, facts, Outcome())
+            told(kernel, facts, BuildOutcome())
 
     def contest(call, *, only=(), leave_out=(), **_):
         report = lz.explain(call.function, **call.arguments)
@@ -320,7 +320,7 @@ def test_who_comes_later_is_timed_beside_all_that_may_be_the_best_one(compiled, 
             host_us *= len(together)
             parts = {"device_us": device_us, "host_us": host_us, "noise": 0.01}
             time = Measurement(max(device_us, host_us), host_us, 0.0, 20, **parts)
-            entries.append(contests.Entry(REGISTRY.kernel(name), Status.TIMED, time))
+            entries.append(contests.ContestEntry(REGISTRY.kernel(name), Status.TIMED, time))
         entries.sort(key=lambda each: each.measurement.median_us)
         return contests.Contest("a call", report, tuple(entries))
 
@@ -410,10 +410,10 @@ def test_what_calls_would_choose_is_built_first_then_what_may_be_near(compiled, 
 
 
 @pytest.mark.parametrize(("outcome", "again", "tried"), [
-    (Outcome("no such file"), 64, [1, 0]),
-    (Outcome("no such file"), 128, [1, 1]),  # another build of the kernel
-    (Outcome("memory ran out", lasting=False), 64, [1, 1]),
-    (Outcome("no ninja", lacks="ninja"), 128, [1, 0]),  # which every build of it needs
+    (BuildOutcome("no such file"), 64, [1, 0]),
+    (BuildOutcome("no such file"), 128, [1, 1]),  # another build of the kernel
+    (BuildOutcome("memory ran out", lasting=False), 64, [1, 1]),
+    (BuildOutcome("no ninja", lacks="ninja"), 128, [1, 0]),  # which every build of it needs
 ])  # fmt: skip
 def test_what_failed_to_build_for_one_batch_is_not_tried_for_the_next(compiled, monkeypatch, outcome, again, tried):
     """Which was asked for before that was known: that build, if it failed for good, and nothing else."""
@@ -436,7 +436,9 @@ def test_what_failed_to_build_for_one_batch_is_not_tried_for_the_next(compiled, 
     children.ask([again])
     children.caught_up(wait_for=True)
     assert asked == tried
-    monkeypatch.setattr(loop, "build_apart", lambda pairs, told, *_, **__: [told(*pair, Outcome()) for pair in pairs])
+    monkeypatch.setattr(
+        loop, "build_apart", lambda pairs, told, *_, **__: [told(*pair, BuildOutcome()) for pair in pairs]
+    )
     assert list(party.not_built) == ["mine.compiled"]
     children.ask([again])
     children.caught_up(wait_for=True)
@@ -480,7 +482,7 @@ def test_an_error_of_what_works_beside_the_measuring_is_heard_of_at_the_end(comp
 def test_what_does_not_build_is_told_and_the_rest_is_measured(compiled, monkeypatch):
     def build_apart(pairs, told, stop, *, modules):
         for pair in pairs:
-            told(*pair, Outcome("lines\nninja: failed"))
+            told(*pair, BuildOutcome("lines\nninja: failed"))
 
     monkeypatch.setattr(loop, "build_apart", build_apart)
     found = run(norms(64, 128), Deadline(100.0, Clock()), isolate=True)

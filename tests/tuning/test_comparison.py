@@ -8,7 +8,7 @@ from torch.nn.functional import rms_norm
 
 import layerzero as lz
 from clock import Clock
-from layerzero.engine.jit import Outcome
+from layerzero.engine.jit import BuildOutcome
 from layerzero.tuning.measuring import comparison, loop
 from layerzero.tuning.measuring import contest as contests
 from layerzero.tuning.measuring.admission import Ceiling
@@ -186,7 +186,7 @@ def test_what_compiles_is_built_after_half_of_the_time_and_its_calls_are_measure
         order.append("build")
         for kernel, facts in pairs:
             compiled.append(facts.size("hidden"))
-            told(kernel, facts, Outcome())
+            told(kernel, facts, BuildOutcome())
 
     def looked(each):
         if each.found is not None:
@@ -206,7 +206,7 @@ def test_what_is_left_to_build_when_all_is_measured_is_built_then(compiled, monk
     def build_apart(pairs, told, stop, *, modules):
         for kernel, facts in pairs:
             compiled.append(facts.size("hidden"))
-            told(kernel, facts, Outcome())
+            told(kernel, facts, BuildOutcome())
 
     def looked(each):
         if each.found is not None:
@@ -230,7 +230,7 @@ def test_what_was_not_built_in_time_is_told(compiled, monkeypatch):
 def test_what_does_not_build_says_why(compiled, monkeypatch):
     def build_apart(pairs, told, stop, *, modules):
         for pair in pairs:
-            told(*pair, Outcome("lines\nninja: failed"))
+            told(*pair, BuildOutcome("lines\nninja: failed"))
 
     monkeypatch.setattr(loop, "build_apart", build_apart)
     assert run(norms(64), Deadline(100.0, Clock())).not_built == {"mine.compiled": "ninja: failed"}

@@ -17,7 +17,7 @@ from layerzero.core.ledger import Verdict
 from layerzero.core.reasons import ReasonCode
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
-from layerzero.testing.sizes import Setting, base_case
+from layerzero.testing.sizes import CheckSetting, base_case
 from layerzero.tuning.proving.vetting import class_pairs
 from paged_calls import paged
 
@@ -125,7 +125,7 @@ def test_what_awaits_a_verdict_is_told():
 
 @pytest.mark.parametrize(("kernel", "argument"), [("mine.sinks", "sinks"), ("mine.slopes", "alibi_slopes")])
 def test_conformance_makes_its_cases_with_what_they_demand(kernel, argument):
-    setting = Setting(REGISTRY.operation(NAME), torch.float32, "cpu", "NHD")
+    setting = CheckSetting(REGISTRY.operation(NAME), torch.float32, "cpu", "NHD")
     _, trial = base_case(REGISTRY.kernel(kernel), setting)
     assert trial is not None
     assert not trial.reasons

@@ -16,7 +16,7 @@ from layerzero.core.errors import CudaGraphUnsafeError, InvalidCallError
 from layerzero.core.plain import PlainFunction
 from layerzero.core.plan import Plan, Report
 from layerzero.engine import accelerator
-from layerzero.engine.cache import Key, Table
+from layerzero.engine.cache import Key, PlanTable
 from layerzero.engine.call import Call
 from layerzero.engine.call_source import coarse_key
 from layerzero.engine.config import CONFIGURATION, SCOPES, current_policy
@@ -36,12 +36,12 @@ class _InForce(NamedTuple):
 
     plan: Plan
     policy: Policy
-    epoch: Table
+    epoch: PlanTable
     proved: bool
     """Whether it ran here before; the first run is watched."""
 
 
-class Bound:
+class BoundFunction:
     """What :func:`bind` hands out; in C where that was built, with these attributes and semantics.
 
     Attributes:
@@ -270,7 +270,7 @@ def bind(function_or_operation: Named, *args: Any, guard: bool = True, **kwargs:
     for name, number in function.given_as.items():
         if number in passed and arguments[name] is not None:
             passed[passed.index(number)] = name
-    bound = Bound(CALLS[function.name], arguments, wanted, tuple(passed), guard=guard)
+    bound = BoundFunction(CALLS[function.name], arguments, wanted, tuple(passed), guard=guard)
     return bound if bound.fast is None else bound.fast
 
 

@@ -29,7 +29,7 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.engine.services import SERVICES
 
 
-class Status(StrEnum):
+class VersionStatus(StrEnum):
     """What is known about a version of a library."""
 
     TESTED = "tested"
@@ -44,13 +44,13 @@ class Status(StrEnum):
     """Refused, whatever vetting says."""
 
 
-def status(backend: Backend, version: str) -> Status:
+def status(backend: Backend, version: str) -> VersionStatus:
     """What is known about a version."""
     if backend.known_bad and within(version, backend.known_bad):
-        return Status.BAD
+        return VersionStatus.BAD
     if version.partition("+")[0] in backend.tested:
-        return Status.TESTED
-    return Status.EXPECTED if backend.holds_for(version) else Status.UNTESTED
+        return VersionStatus.TESTED
+    return VersionStatus.EXPECTED if backend.holds_for(version) else VersionStatus.UNTESTED
 
 
 def conflicts(backends: Iterable[Backend]) -> Iterator[str]:
@@ -83,7 +83,7 @@ class LibraryFinding:
     version: str | None
     kernels: int
     reason: Reason | None
-    status: Status | None = None
+    status: VersionStatus | None = None
 
     @property
     def known(self) -> str:
@@ -223,7 +223,7 @@ def doctor(*, load: bool = False, asked_for: str | None = None) -> Diagnosis:
         kernels = [kernel for kernel in REGISTRY.kernels() if kernel.backend == backend]
         name = backend.name if backend.distributions in ((), ("",)) else f"{backend.name} ({backend.distributions[0]})"
         known = status(backend, state.version) if state.version else None
-        known = Status.UNVETTED if reason is None and awaits_vetting(kernels, device) else known
+        known = VersionStatus.UNVETTED if reason is None and awaits_vetting(kernels, device) else known
         libraries.append(LibraryFinding(name, backend.summary, state.version or None, len(kernels), reason, known))
     health, ledger = ENGINE.health, ENGINE.ledger
     resting = {f"{kernel} in {operation}": b.error for (kernel, operation), b in health.breakers().items()}

@@ -24,7 +24,7 @@ from layerzero.core.system.disk import write_whole
 from layerzero.engine import frozen_choices, probe
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
-from layerzero.engine.frozen_choices import STATE, Choice, Frozen, choice_of, class_name, told_of, unlike
+from layerzero.engine.frozen_choices import STATE, Frozen, FrozenChoice, choice_of, class_name, told_of, unlike
 from layerzero.engine.fusion import FUSING
 from layerzero.engine.plain import plain_facts
 from layerzero.engine.registry import REGISTRY
@@ -49,7 +49,7 @@ class Frost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     torch: str
     device: str
     settings: str
-    choices: dict[str, Choice]
+    choices: dict[str, FrozenChoice]
     hash: str = ""
 
     def __repr__(self) -> str:
@@ -139,7 +139,7 @@ def adopt(found: Frost) -> list[str]:
     return problems
 
 
-def tell_if_short(asked: str, choices: Mapping[str, Choice]) -> None:
+def tell_if_short(asked: str, choices: Mapping[str, FrozenChoice]) -> None:
     """Warn of choices that hold nothing, and of calls that were too many to be remembered."""
     problem = ""
     if not choices:
@@ -156,7 +156,7 @@ def tell_if_short(asked: str, choices: Mapping[str, Choice]) -> None:
         warnings.warn(f"{asked}: {problem}", LayerZeroWarning, stacklevel=3)
 
 
-def _choices_now() -> dict[str, Choice]:
+def _choices_now() -> dict[str, FrozenChoice]:
     """What selection takes now for each call that this process has made, by class; the first call of a class counts."""
     machine, held = probe.this_machine(), Frozen({})
     _keep_plans(held, {})
@@ -170,7 +170,7 @@ def _choices_now() -> dict[str, Choice]:
     return found
 
 
-def _keep_plans(held: Frozen, past: Mapping[str, Choice]) -> None:
+def _keep_plans(held: Frozen, past: Mapping[str, FrozenChoice]) -> None:
     """Hold what has a plan, and what was called and has none any more."""
     for cache in ENGINE.caches:
         for policy, plan in cache.plans():
@@ -261,7 +261,7 @@ def _differences(found: Frost, *, may_differ: bool = False) -> list[str]:
     return problems
 
 
-def _facts(choice: Choice) -> Facts:
+def _facts(choice: FrozenChoice) -> Facts:
     """The facts of a written call, without its tensors."""
     recipe: CallRecipe = choice.call
     operation = REGISTRY.operation(recipe.operation)

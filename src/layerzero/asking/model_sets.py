@@ -25,7 +25,7 @@ _USUAL = {"cuda": torch.bfloat16, "cpu": torch.float32}
 """What models run in on a kind of device."""
 
 
-class Served(StrEnum):
+class OperationSupport(StrEnum):
     """What an operation has on a machine."""
 
     OPTIMISED = "optimised"
@@ -56,7 +56,7 @@ class OperationFinding:
     """
 
     operation: str
-    served: Served
+    served: OperationSupport
     dtype: str
     kernels: tuple[str, ...]
     chosen: tuple[str, ...]
@@ -105,12 +105,12 @@ def _finding(operation: Operation, device: Device) -> OperationFinding:
         handles = tuple(operation.schema.handles) if any(legal) else ()
     chosen = tuple(dict.fromkeys(report.kernel_id for report in reports if report.kernel_id))
     if legal and all(legal):
-        state = Served.PREPARED if handles else Served.OPTIMISED
+        state = OperationSupport.PREPARED if handles else OperationSupport.OPTIMISED
     elif any(legal):
-        state = Served.PARTLY
+        state = OperationSupport.PARTLY
     else:
         theirs = {each.kernel.backend.name for report in reports for each in report.candidates if each.legal}
-        state = Served.STOCK if _STOCK in theirs else Served.REFERENCE
+        state = OperationSupport.STOCK if _STOCK in theirs else OperationSupport.REFERENCE
     kernels = tuple(sorted(set().union(*legal)))
     refused = "" if kernels and not handles else _why(reports)
     return OperationFinding(operation.name, state, dtype_name(dtype), kernels, chosen, refused, handles)

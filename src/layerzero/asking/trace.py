@@ -30,7 +30,7 @@ _OF_COMPILING = "_orig_mod"
 _TRACED: ContextVar[Trace | None] = ContextVar("layerzero_traced", default=None)
 
 
-class Row(msgspec.Struct, frozen=True):
+class TraceRow(msgspec.Struct, frozen=True):
     """Calls that one layer made alike.
 
     Attributes:
@@ -73,13 +73,13 @@ class Trace:
 
     def __init__(self) -> None:
         self._lock = forking.lock()
-        self._rows: dict[tuple[object, ...], Row] = {}
+        self._rows: dict[tuple[object, ...], TraceRow] = {}
         self._ran: dict[str, Module] = {}
         self._modules: dict[str, str] = {}
         self.elsewhere = 0
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[TraceRow]:
         """The rows, in the order of their first calls."""
         return list(self._rows.values())
 
@@ -116,7 +116,7 @@ class Trace:
                 self.elsewhere += 1
             return
         facts, layer = plan.report.facts, PLACE.get()
-        row = Row(
+        row = TraceRow(
             layer,
             self._modules.get(layer, ""),
             function.name,
@@ -229,7 +229,7 @@ def traced(module: Module, run: Callable[[], object]) -> Trace:
 _HEADERS = ("layer", "calls", "operation", "kernel", "why")
 
 
-def as_table(rows: Sequence[Row]) -> list[str]:
+def as_table(rows: Sequence[TraceRow]) -> list[str]:
     """Lines of a table, one for rows that say the same of numbered layers; their calls are those of each layer."""
     cells = [_HEADERS, *_cells(rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(_HEADERS))]
@@ -240,9 +240,9 @@ def as_table(rows: Sequence[Row]) -> list[str]:
     return [lines[0], "  ".join("-" * width for width in widths[:-1]) + "  ---", *lines[1:]]
 
 
-def _cells(rows: Sequence[Row]) -> Iterator[tuple[str, str, str, str, str]]:
+def _cells(rows: Sequence[TraceRow]) -> Iterator[tuple[str, str, str, str, str]]:
     alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    first: dict[tuple[object, ...], tuple[Row, str, str]] = {}
+    first: dict[tuple[object, ...], tuple[TraceRow, str, str]] = {}
     for row in rows:
         before, number, after = numbered(row.layer)
         kind = (before, number is None, after, row.module, *row.kind[1:], row.why, row.calls)

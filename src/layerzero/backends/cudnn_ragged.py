@@ -91,7 +91,7 @@ def _build(index: int, dtype: torch.dtype, shape: _Shape) -> Graph:
 _GRAPHS = Prepared(_build, 512)
 
 
-class Places:
+class SequencePlaces:
     """Where sequences lie, in elements and in tokens, and the queries that see no key."""
 
     def __init__(self, step: RaggedMetadata, tokens: int, widths: tuple[int, int], causal: bool) -> None:
@@ -136,11 +136,11 @@ def _load(facts: Facts) -> Callable[..., Any]:
     ) -> Tensor:
         tokens = len(query)
         if step is None:
-            places = Places(RaggedMetadata(cu_seqlens_q, cu_seqlens_k), tokens, widths, causal)
+            places = SequencePlaces(RaggedMetadata(cu_seqlens_q, cu_seqlens_k), tokens, widths, causal)
         else:
             check_belongs(step.cu_seqlens_q is cu_seqlens_q and step.cu_seqlens_k is cu_seqlens_k, "ragged_attention")
             owner = ("cudnn.ragged", tokens, widths, causal)
-            places = step.slot(owner, lambda each: Places(each, tokens, widths, causal))
+            places = step.slot(owner, lambda each: SequencePlaces(each, tokens, widths, causal))
         rooms = _room(longest_or(max_seqlen_q, tokens)), _room(longest_or(max_seqlen_k, len(key)))
         shape = _Shape(
             len(cu_seqlens_q) - 1, heads, kv_heads, head_dim, *rooms, causal, default if scale is None else scale

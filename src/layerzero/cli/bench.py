@@ -21,8 +21,8 @@ from layerzero.cli.output import Live
 from layerzero.cli.tables import fitting, new_row, not_measured, some, table_of
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.measuring.bench import TORCH, Benched, Line, Timed
-from layerzero.tuning.measuring.comparison import Compared, Looked
+from layerzero.tuning.measuring.bench import TORCH, Benched, Line, TimedBy
+from layerzero.tuning.measuring.comparison import Compared, ComparisonStep
 from layerzero.tuning.measuring.contest import Status
 from layerzero.tuning.measuring.loop import NO_TIME
 
@@ -238,7 +238,7 @@ def left_out(compared: Compared, budget_s: float, *, everything: bool) -> Iterat
     yield from not_measured(compared.skipped, compared.needs_bytes, everything=everything)
 
 
-def tell(shown: Live, looked: Looked) -> None:
+def tell(shown: Live, looked: ComparisonStep) -> None:
     """Say what is measured, or what was found."""
     ended = looked.found is not None or looked.why
     text = "building what has to compile" if looked.builds else looked.job.name
@@ -250,17 +250,17 @@ def tell(shown: Live, looked: Looked) -> None:
         shown.row(f"not measured: {looked.job.name}: {looked.why}")
 
 
-def timed_of(text: str | None, device: torch.device) -> Timed:
+def timed_of(text: str | None, device: torch.device) -> TimedBy:
     """Which times are wanted: both on a CUDA device by default. Raises: ValueError with wanted and got."""
     if text is None:
-        return Timed.BOTH if device.type == "cuda" else Timed.CALL
-    if text not in list(Timed):
-        raise ValueError(f"--timed: wanted one of {', '.join(Timed)}, got {text!r}")
-    if text != Timed.CALL and device.type != "cuda":
+        return TimedBy.BOTH if device.type == "cuda" else TimedBy.CALL
+    if text not in list(TimedBy):
+        raise ValueError(f"--timed: wanted one of {', '.join(TimedBy)}, got {text!r}")
+    if text != TimedBy.CALL and device.type != "cuda":
         raise ValueError(
             f"--timed {text}: wanted a CUDA device, got {device.type}, where a call is all there is to time"
         )
-    return Timed(text)
+    return TimedBy(text)
 
 
 def dtypes_taken(only: Sequence[str], operation: str, usual: Sequence[str]) -> Sequence[str]:

@@ -19,7 +19,7 @@ from layerzero.asking.diagnosis import doctor
 from layerzero.cli.tables import new_row, table_of
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.system.disk import check_place, write_whole
-from layerzero.tuning.measuring.bench import Benched, Line, Timed
+from layerzero.tuning.measuring.bench import Benched, Line, TimedBy
 
 _ABSENT = frozenset({ReasonCode.NOT_INSTALLED, ReasonCode.PLATFORM_MISMATCH})
 """A library that is not here, or made for other hardware: one line for all of them."""
@@ -56,21 +56,21 @@ def described(each: Benched) -> str:
     return "; ".join(parts)
 
 
-def columns(timed: Timed) -> list[str]:
+def columns(timed: TimedBy) -> list[str]:
     """What stands above the cells of a line, its kernel first."""
-    of_call = [] if timed is Timed.DEVICE else ["median us", "p95 us", "noise"]
-    of_device = [] if timed is Timed.CALL else ["device us", "device from"]
+    of_call = [] if timed is TimedBy.DEVICE else ["median us", "p95 us", "noise"]
+    of_device = [] if timed is TimedBy.CALL else ["device us", "device from"]
     return ["kernel", *of_call, *of_device, "GB/s", "TFLOP/s", "of ceiling", "vs torch", "error"]
 
 
-def cells(line: Line, timed: Timed) -> list[str]:
+def cells(line: Line, timed: TimedBy) -> list[str]:
     """Numbers of a line as text; a kernel without a time has its status in their place."""
     if line.median_us is None or line.p95_us is None:
         return [line.status, *[""] * (len(columns(timed)) - 3), _error(line.error)]
     noise = "" if line.noise is None else f"{100 * line.noise:.1f} %"
-    of_call = [] if timed is Timed.DEVICE else [f"{line.median_us:.1f}", f"{line.p95_us:.1f}", noise]
+    of_call = [] if timed is TimedBy.DEVICE else [f"{line.median_us:.1f}", f"{line.p95_us:.1f}", noise]
     device = "" if line.device_us is None else f"{line.device_us:.1f}"
-    of_device = [] if timed is Timed.CALL else [device, line.device_from]
+    of_device = [] if timed is TimedBy.CALL else [device, line.device_from]
     share = "" if line.ceiling_share is None else f"{100 * line.ceiling_share:.0f} %"
     share = "above" if line.ceiling_share is not None and line.ceiling_share > 1 else share
     torch_ = "" if line.against_torch is None else f"{line.against_torch:.2f}x"

@@ -12,7 +12,7 @@ import typer
 from layerzero.cli.output import FINE, NO, Answer, import_modules, say
 
 if TYPE_CHECKING:
-    from layerzero.cli.question import Question
+    from layerzero.cli.question import CallQuestion
     from layerzero.core.plan import Report
 
 Name = Annotated[
@@ -81,7 +81,7 @@ Everything = Annotated[bool, typer.Option("--all", help="Also list each kernel t
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
 
-def command(answer: Callable[[Question | None, Report, bool], Answer], *, lists: bool) -> Callable[..., Answer]:
+def command(answer: Callable[[CallQuestion | None, Report, bool], Answer], *, lists: bool) -> Callable[..., Answer]:
     """Make a command that asks about a call and answers in one of two ways; ``lists`` is whether it lists kernels."""
 
     def ask(
@@ -138,7 +138,7 @@ def command(answer: Callable[[Question | None, Report, bool], Answer], *, lists:
     return ask
 
 
-def explained(asked: Question | None, report: Report, everything: bool) -> Answer:
+def explained(asked: CallQuestion | None, report: Report, everything: bool) -> Answer:
     """Show the whole report; as text, kernels for other hardware are one line unless ``everything`` is set.
 
     On a screen that does not hold that, what keeps kernels from the call is a line for each kind of reason, too.
@@ -150,7 +150,7 @@ def explained(asked: Question | None, report: Report, everything: bool) -> Answe
     return Answer(report.to_dict(), shown, FINE if report.chosen else NO, fits)
 
 
-def named(asked: Question | None, report: Report, _: bool) -> Answer:
+def named(asked: CallQuestion | None, report: Report, _: bool) -> Answer:
     """Show the kernel's id alone, so that a script can use it."""
     score = round(report.chosen.score, 3) if report.chosen else None
     data = {"kernel_id": report.kernel_id, "score": score, "operation": report.operation}

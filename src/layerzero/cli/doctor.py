@@ -16,7 +16,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from layerzero.asking.diagnosis import Diagnosis, LibraryFinding
-from layerzero.asking.model_sets import OperationFinding, Served
+from layerzero.asking.model_sets import OperationFinding, OperationSupport
 from layerzero.cli.tables import counted, hardware, lines_of, new_row, table_of, told
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine.config import CONFIGURATION
@@ -33,7 +33,7 @@ TIMEOUT_S = 300.0
 """How long a plugin may take; some compile on import."""
 
 
-class Job(msgspec.Struct, frozen=True):
+class PluginImport(msgspec.Struct, frozen=True):
     """A plugin to import."""
 
     plugin: str
@@ -50,7 +50,7 @@ def ask_a_child() -> None:
         if end.step is not None:
             harmful[task.owner] = f"{end.reason} in a child process"
 
-    tasks = deque(Task(Job(each.name), each.name, TIMEOUT_S) for each in admitted)
+    tasks = deque(Task(PluginImport(each.name), each.name, TIMEOUT_S) for each in admitted)
     run_apart(__name__, tasks, found=lambda task, value: None, ended=ended)  # noqa: ARG005  # that it came back is all
     folder = cache_folder()
     for each in admitted:
@@ -60,7 +60,7 @@ def ask_a_child() -> None:
             forgive(folder, each.name, version_of(each))
 
 
-def work(job: Job, tell: Tell) -> None:
+def work(job: PluginImport, tell: Tell) -> None:
     """Import a plugin."""
     for each in installed():
         if each.name == job.plugin:
@@ -135,14 +135,14 @@ def _how_to(library: LibraryFinding, why: Reason) -> str:
 def _asked_for(findings: Sequence[OperationFinding]) -> Iterator[RenderableType]:
     """A row for each operation that a library serves; the others by what they fall back to; what would help them."""
     table = table_of("name", "dtype", "has here", "kernel of a library")
-    fallen: dict[Served, list[str]] = {}
+    fallen: dict[OperationSupport, list[str]] = {}
     for finding in findings:
         if not finding.kernels:
             fallen.setdefault(finding.served, []).append(finding.operation)
             continue
         first = next((name for name in finding.chosen if name in finding.kernels), finding.kernels[0])
         more = f" and {len(finding.kernels) - 1} more" if len(finding.kernels) > 1 else ""
-        style = "green" if finding.served is Served.OPTIMISED else "yellow"
+        style = "green" if finding.served is OperationSupport.OPTIMISED else "yellow"
         new_row(table, finding.operation, finding.dtype, Text(finding.served, style=style), f"{first}{more}")
     if table.row_count:
         yield table

@@ -16,7 +16,7 @@ import torch
 from packaging.version import InvalidVersion, Version
 
 from layerzero.asking.diagnosis import installed_version
-from layerzero.cli.question import Flags, Question, device_of, libraries_of, pair_of, settings_of, sizes, value_of
+from layerzero.cli.question import CallQuestion, Flags, device_of, libraries_of, pair_of, settings_of, sizes, value_of
 from layerzero.core.argument_errors import DropIn
 from layerzero.core.dtypes import dtype_named
 from layerzero.engine.registry import REGISTRY
@@ -129,7 +129,7 @@ def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def drop_in_question(flags: Flags, of: DropIn) -> Question:
+def drop_in_question(flags: Flags, of: DropIn) -> CallQuestion:
     """Read the flags. Raises: KeyError or ValueError with wanted and got."""
     function = getattr(importlib.import_module(of.home), of.name)
     kinds = {
@@ -156,7 +156,7 @@ def drop_in_question(flags: Flags, of: DropIn) -> Question:
             raise ValueError(f"--param: {of.name} has no argument {name!r}{_near(name, list(kinds))}")
         arguments[name] = _drop_in_value(kinds[name], value, f"--param {name}", dtype)
     libraries = libraries_of(flags.installed, flags.missing)
-    return Question(of.name, arguments, device, libraries, settings_of(flags.settings), flags.capturing)
+    return CallQuestion(of.name, arguments, device, libraries, settings_of(flags.settings), flags.capturing)
 
 
 def _types_of(annotation: object) -> tuple[object, ...]:

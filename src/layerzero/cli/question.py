@@ -47,7 +47,7 @@ class Flags:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class CallQuestion:
     """A function's name, its arguments on ``meta``, a device, and libraries (None: those installed)."""
 
     name: str
@@ -69,7 +69,7 @@ class Question:
             )
 
 
-def question(flags: Flags) -> Question:
+def question(flags: Flags) -> CallQuestion:
     """Read the flags. Raises: KeyError or ValueError with wanted and got."""
     function, operations = _named(flags.name)
     device = device_of(flags.device)
@@ -100,7 +100,7 @@ def question(flags: Flags) -> Question:
             if isinstance(arguments.get(name), torch.Tensor) and arguments[name].is_floating_point():
                 arguments[name].requires_grad_()
     libraries = libraries_of(flags.installed, flags.missing)
-    return Question(flags.name, arguments, device, libraries, settings_of(flags.settings), flags.capturing)
+    return CallQuestion(flags.name, arguments, device, libraries, settings_of(flags.settings), flags.capturing)
 
 
 def device_of(name: str | None) -> Device:

@@ -15,7 +15,7 @@ from layerzero.core.ledger import Verdict
 from layerzero.tuning.measuring.contest import Contest
 from layerzero.tuning.measuring.timing import carried
 from layerzero.tuning.measuring.tune import Tuned
-from layerzero.tuning.measuring.tune_run import Choice, Step
+from layerzero.tuning.measuring.tune_run import Step, TunedChoice
 
 MOST_ROWS = fitting(15, a_row=2)
 """Calls that have a row each, which may wrap."""
@@ -108,7 +108,7 @@ def shown(tuned: Tuned, threads: int = 0, usual: int = 0, *, everything: bool = 
     yield Text(f"{tuned}; for {tuned.winners_changed} of them the winner changed")
 
 
-def _noisy(noisy: Sequence[tuple[Contest, Choice]], *, everything: bool) -> Iterator[Text]:
+def _noisy(noisy: Sequence[tuple[Contest, TunedChoice]], *, everything: bool) -> Iterator[Text]:
     """Calls whose times are too noisy to decide."""
     if not noisy:
         return

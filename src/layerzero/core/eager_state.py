@@ -15,7 +15,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class StateQuery:
     """One query of torch's state, made on every call that depends on it.
 
     Attributes:
@@ -50,7 +50,7 @@ class EagerState:
     name: str
     fact: str
     neutral: object
-    questions: tuple[Question, ...]
+    questions: tuple[StateQuery, ...]
     value: Callable[[Sequence[object]], object]
     dtype: torch.dtype | None = None
     works: bool = False
@@ -99,10 +99,10 @@ EAGER_STATE: Mapping[str, EagerState] = MappingProxyType({
             "sdpa_disabled",
             frozenset(),
             (
-                Question("torch's flash attention is enabled", torch._C._get_flash_sdp_enabled),
-                Question("torch's efficient attention is enabled", torch._C._get_mem_efficient_sdp_enabled),
-                Question("torch's math attention is enabled", torch._C._get_math_sdp_enabled),
-                Question("torch's cudnn attention is enabled", torch._C._get_cudnn_sdp_enabled),
+                StateQuery("torch's flash attention is enabled", torch._C._get_flash_sdp_enabled),
+                StateQuery("torch's efficient attention is enabled", torch._C._get_mem_efficient_sdp_enabled),
+                StateQuery("torch's math attention is enabled", torch._C._get_math_sdp_enabled),
+                StateQuery("torch's cudnn attention is enabled", torch._C._get_cudnn_sdp_enabled),
             ),
             _switched_off,
         ),
@@ -111,8 +111,8 @@ EAGER_STATE: Mapping[str, EagerState] = MappingProxyType({
             "matmul_precision",
             "highest",
             (
-                Question(_MULTIPLIED, _SETTING, ("cuda", "matmul"), tuple(_PRECISIONS), cuda=True),
-                Question(_MULTIPLIED, _SETTING, ("mkldnn", "matmul"), tuple(_PRECISIONS), cuda=False),
+                StateQuery(_MULTIPLIED, _SETTING, ("cuda", "matmul"), tuple(_PRECISIONS), cuda=True),
+                StateQuery(_MULTIPLIED, _SETTING, ("mkldnn", "matmul"), tuple(_PRECISIONS), cuda=False),
             ),
             _precision,
             dtype=torch.float32,

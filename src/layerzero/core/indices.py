@@ -26,7 +26,7 @@ _FEW = 256
 """Values that Python compares sooner than torch does."""
 
 
-class Rule(NamedTuple):
+class IndexRule(NamedTuple):
     """What the values of one tensor must be.
 
     Attributes:
@@ -46,7 +46,7 @@ class Rule(NamedTuple):
     per: tuple[tuple[str, int], ...] = ()
 
 
-def rules_of(schema: OperationSchema, layout: str | None, given: Mapping[str, Any]) -> list[Rule]:
+def rules_of(schema: OperationSchema, layout: str | None, given: Mapping[str, Any]) -> list[IndexRule]:
     """The rules for the tensors that a call brings, in its layout."""
     if not schema.indexed:
         return []
@@ -64,7 +64,7 @@ def rules_of(schema: OperationSchema, layout: str | None, given: Mapping[str, An
         bounds = tuple(
             each.name for each in schema.params if each.name in schema.bounds and tensor.name in each.made_of
         )
-        rule = Rule(tensor, -1 if tensor.holes else 0, tuple(places[axis] for axis in axes), bounds)
+        rule = IndexRule(tensor, -1 if tensor.holes else 0, tuple(places[axis] for axis in axes), bounds)
         counting = next(
             (each for each in schema.inputs if tensor.ndim == 2 and tensor.shape_vars[1] in each.counts), None
         )
@@ -103,7 +103,7 @@ def firsts_within(table: torch.Tensor, counts: torch.Tensor, per: int, high: int
     return not bool((used & ((table < 0) | (table >= high))).any())
 
 
-def condition(rule: Rule) -> str:
+def condition(rule: IndexRule) -> str:
     """A rule as an expression over a call's tensors, for a plan's text."""
     name, high = rule.tensor.name, _product(rule.sizes)
     if rule.counts:
@@ -118,7 +118,7 @@ def _product(sizes: tuple[tuple[str, int], ...]) -> str:
     return " * ".join(f"{tensor}.shape[{axis}]" for tensor, axis in sizes) or "1"
 
 
-def checks(rules: list[Rule], arguments: Mapping[str, Any]) -> list[Check]:
+def checks(rules: list[IndexRule], arguments: Mapping[str, Any]) -> list[Check]:
     """The rules as expressions on the tensors' own device."""
     found: list[Check] = []
     for rule in rules:
@@ -160,7 +160,7 @@ def _again(name: str, place: tuple[int, ...], got: tuple[int, ...]) -> str:
     return f"{name}: wanted each place once, got {got[0]} at {got[1]} and {place[-1]}"
 
 
-def problems(rules: list[Rule], arguments: Mapping[str, Any], operation: Operation | None = None) -> list[str]:
+def problems(rules: list[IndexRule], arguments: Mapping[str, Any], operation: Operation | None = None) -> list[str]:
     """What is wrong with the values of a call, with wanted and got; empty if nothing is.
 
     With its operation, its own checks of values count, too. All of it is one read of the tensors' device.

@@ -175,7 +175,7 @@ if HOT is not None:
             return _owner, (self.builtin().__name__,)
 
 
-class Places(NamedTuple):
+class ArgumentPlaces(NamedTuple):
     """Where the arguments of a kernel come from: how many values there are, and what ``HOT.Direct`` takes of them."""
 
     values: int
@@ -184,14 +184,14 @@ class Places(NamedTuple):
     keywords: tuple[str, ...]
 
 
-def places(names: Sequence[str], passed: Sequence[Passed]) -> Places:
+def places(names: Sequence[str], passed: Sequence[Passed]) -> ArgumentPlaces:
     """Where a kernel finds what it is passed among the values of ``names``."""
     found = tuple(names.index(each.parameter) if each.parameter else -1 for each in passed)
     keywords = tuple(each.keyword for each in passed if each.keyword)
-    return Places(len(names), found, tuple(each.constant for each in passed), keywords)
+    return ArgumentPlaces(len(names), found, tuple(each.constant for each in passed), keywords)
 
 
-def direct(target: Callable[..., Any], places: Places) -> Callable[..., Any] | None:
+def direct(target: Callable[..., Any], places: ArgumentPlaces) -> Callable[..., Any] | None:
     """A kernel with its constants in place, called with the values of all names; None where there is no C path."""
     if HOT is None:
         return None

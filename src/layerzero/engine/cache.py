@@ -49,7 +49,7 @@ class InClass(NamedTuple):
     number: int
 
 
-class Table(dict[Hashable, Plan]):
+class PlanTable(dict[Hashable, Plan]):
     """The plans of one policy by exact key, or by :class:`InClass`.
 
     ``seen`` and ``last`` answer the Python path for calls that it has looked up before: all of them, and the latest.
@@ -140,8 +140,8 @@ class PlanCache:
     def __init__(self) -> None:
         self._lock = forking.lock()
         self.epoch = 0
-        self.current = Table()
-        self._tables: dict[Policy, Table] = {}
+        self.current = PlanTable()
+        self._tables: dict[Policy, PlanTable] = {}
         self._new_index: Callable[[], Any] = _no_index
         self._on_publish: Callable[[Any], None] = _no_index
 
@@ -150,12 +150,12 @@ class PlanCache:
         with self._lock:
             self._new_index, self._on_publish = new_index, on_publish
             self._tables = {
-                policy: Table(new_index()) for policy, table in self._tables.items() if table is self.current
+                policy: PlanTable(new_index()) for policy, table in self._tables.items() if table is self.current
             }
             self.current = next(iter(self._tables.values()))
             on_publish(self.current.index)
 
-    def table(self, policy: Policy) -> Table:
+    def table(self, policy: Policy) -> PlanTable:
         """The table of a policy."""
         table = self._tables.get(policy)
         if table is None:
@@ -163,20 +163,20 @@ class PlanCache:
                 table = self._table(policy)
         return table
 
-    def _table(self, policy: Policy) -> Table:
+    def _table(self, policy: Policy) -> PlanTable:
         found = self._tables.get(policy)
         if found is None:
             if len(self._tables) >= MAX_TABLES:
                 oldest = next(each for each, table in self._tables.items() if table is not self.current)
                 del self._tables[oldest]
-            found = self._tables[policy] = Table(self._new_index())
+            found = self._tables[policy] = PlanTable(self._new_index())
         return found
 
     def publish(self, policy: Policy) -> None:
         """Make a policy the process-wide one and empty every table."""
         with self._lock:
             self.epoch += 1
-            table = Table(self._new_index())
+            table = PlanTable(self._new_index())
             retired, self._tables = self._tables, {policy: table}
             self.current = table
             self._on_publish(table.index)
@@ -210,7 +210,7 @@ def _no_index(*_: Any) -> None:
     return None
 
 
-def _evict(table: Table, max_size: int) -> None:
+def _evict(table: PlanTable, max_size: int) -> None:
     """Second chance: drop the plans that were not used since the last sweep, at least an eighth of the table."""
     goal = max(1, max_size // 8)
     unused = [key for key, plan in list(table.items()) if not plan.used][:goal]

@@ -22,7 +22,7 @@ from layerzero.core.import_hook import is_imported, when_imported
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
 from layerzero.engine import accelerator
-from layerzero.engine.cache import Key, Table
+from layerzero.engine.cache import Key, PlanTable
 from layerzero.engine.call_source import coarse_key, key_source, names_of, source
 from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import Dispatcher
@@ -128,7 +128,7 @@ class Call:
         hint = hint or f"; it has {', '.join(known)}"
         raise TypeError(f"{self.function.name}() got an unexpected keyword argument {first!r}{hint}")
 
-    def _scoped_table(self) -> Table:
+    def _scoped_table(self) -> PlanTable:
         return self.dispatcher.cache.table(SCOPES.policy())
 
     def _miss(self, exact: tuple[Any, ...], *values: Any) -> Any:

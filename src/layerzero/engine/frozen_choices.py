@@ -87,7 +87,7 @@ STATE = ("deterministic", "capturing", "autocast", *STATE_FACTS)
 """Facts that a recipe does not have."""
 
 
-class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FrozenChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One class of calls: its kernel, the library with its version, and a call of it.
 
     ``state`` has the eager state that the call's recipe does not; ``scoped`` marks a choice made under other settings
@@ -120,7 +120,7 @@ class Frozen:
         departures: classes whose kernel was refused or failed, by name, the latest of each.
     """
 
-    def __init__(self, choices: Mapping[str, Choice]) -> None:
+    def __init__(self, choices: Mapping[str, FrozenChoice]) -> None:
         self._lock = forking.lock()
         self.choices = dict(choices)
         self.added: tuple[str, ...] = ()
@@ -175,7 +175,7 @@ class Frozen:
             raise NoKernelFoundError(report.operation, report.failures, hint)
 
 
-def _named(report: Report, choice: Choice) -> Candidate | None:
+def _named(report: Report, choice: FrozenChoice) -> Candidate | None:
     return next((each for each in report.candidates if each.kernel.id == choice.kernel), None)
 
 
@@ -194,11 +194,11 @@ def _why(candidate: Candidate | None) -> str:
     return str(candidate.reasons[0]) if candidate.reasons else "it failed"
 
 
-def choice_of(kernel: Kernel, facts: Facts, policy: Policy) -> Choice:
+def choice_of(kernel: Kernel, facts: Facts, policy: Policy) -> FrozenChoice:
     """What a call chose, for a manifest."""
     state = {name: plain(facts[name]) for name in STATE}
     scoped = policy is not CONFIGURATION.policy
-    return Choice(kernel.id, kernel.source, "", CallRecipe.of(facts), state, scoped)  # type: ignore[arg-type]
+    return FrozenChoice(kernel.id, kernel.source, "", CallRecipe.of(facts), state, scoped)  # type: ignore[arg-type]
 
 
 def class_name(facts: Facts, policy: Policy, *, dense: bool = False) -> str:

@@ -46,7 +46,7 @@ BuildIdentity = tuple[str, str, Hashable]
 """What is built once: a kernel, the kind of device, and what the artefact depends on."""
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class BuildOutcome(msgspec.Struct, frozen=True):
     """What became of it.
 
     Attributes:

@@ -31,7 +31,7 @@ MAX_KEPT = 256
 """Kinds of calls that are remembered; scales and dropout rates that are new each time must not fill memory."""
 
 
-class Kept(Generic[Value]):
+class EpochValues(Generic[Value]):
     """Values by key, at most :data:`MAX_KEPT`.
 
     Nothing of a kernel outlives the epoch in which it goes, but for what a decision that was under way still writes.
@@ -84,7 +84,7 @@ class Standing(NamedTuple):
     steps: tuple[Limit | Findings, ...] = ()
 
 
-class _Kept(NamedTuple):
+class _Standings(NamedTuple):
     """The standings of a kind of calls: which kernels are refused, and which may be legal.
 
     Those of ``first`` come before the others where nothing was measured; both are in the order of their priorities.
@@ -108,7 +108,7 @@ class Standings:
     """The standings of one epoch, by what a call has apart from its sizes."""
 
     def __init__(self) -> None:
-        self._kept: Kept[_Kept] = Kept()
+        self._kept: EpochValues[_Standings] = EpochValues()
 
     def forget(self) -> None:
         """Start a new epoch. A decision in progress may still write to the old dict, which is then garbage."""
@@ -171,13 +171,13 @@ class Standings:
             judged = legality.judge(kernels, facts, policy, machine, health, ledger, failed=failed)
         return judged, None
 
-    def _of(self, kernels: Sequence[Kernel], facts: Facts, policy: Policy, machine: Machine) -> _Kept:
+    def _of(self, kernels: Sequence[Kernel], facts: Facts, policy: Policy, machine: Machine) -> _Standings:
         here = id(facts.device), id(machine), id(policy), tuple(map(id, kernels))  # what is kept holds them
         key = facts.operation.name, facts.layout, here, facts.sizeless()
         return self._kept.get(key, lambda: _kept(kernels, facts, policy, machine))
 
 
-def _kept(kernels: Sequence[Kernel], facts: Facts, policy: Policy, machine: Machine) -> _Kept:
+def _kept(kernels: Sequence[Kernel], facts: Facts, policy: Policy, machine: Machine) -> _Standings:
     standings = (_standing(kernel, facts, policy, machine) for kernel in kernels)
     first = frozenset(kernel.id for kernel in kernels if may_come_first(kernel, facts, policy))
     found = sorted(standings, key=lambda each: (each.kernel.id not in first, -each.priority))
@@ -185,7 +185,7 @@ def _kept(kernels: Sequence[Kernel], facts: Facts, policy: Policy, machine: Mach
     open_ones = tuple(each for each in found if each.refused is None)
     stock = frozenset(kernel.id for kernel in kernels if kernel.is_stock(facts)) & first
     others = (each.priority for each in open_ones if each.kernel.id not in first)
-    return _Kept(
+    return _Standings(
         refused, open_ones, first, stock, max(others, default=-1), (tuple(kernels), facts.device, machine, policy)
     )
 

@@ -22,8 +22,8 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Function, Operation
 from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.engine import accelerator, batch_split
-from layerzero.engine.accelerator import Passed, Places
-from layerzero.engine.judgements import Kept
+from layerzero.engine.accelerator import ArgumentPlaces, Passed
+from layerzero.engine.judgements import EpochValues
 from layerzero.engine.legality import checked, flag_findings
 from layerzero.engine.policy import Policy
 
@@ -74,10 +74,10 @@ class _Text(NamedTuple):
 
     source: str
     code: types.CodeType
-    places: Places | None
+    places: ArgumentPlaces | None
 
 
-TEXTS: Kept[_Text] = Kept()
+TEXTS: EpochValues[_Text] = EpochValues()
 """Texts that name no size, by everything that they were made of."""
 
 
@@ -129,7 +129,7 @@ def _never() -> bool:
     return False
 
 
-def _check_values(function: str, rules: list[indices.Rule], operation: Operation | None, **arguments: Any) -> None:
+def _check_values(function: str, rules: list[indices.IndexRule], operation: Operation | None, **arguments: Any) -> None:
     problems = indices.problems(rules, arguments, operation)
     if problems:
         raise InvalidCallError(function, problems)
@@ -259,7 +259,7 @@ def _checks(kernel: Kernel, facts: Facts, policy: Policy) -> list[str]:
     return [f"if not ({conditions}):", f"    check_indices({', '.join(given)})"]
 
 
-def _rules(facts: Facts) -> list[indices.Rule]:
+def _rules(facts: Facts) -> list[indices.IndexRule]:
     return indices.rules_of(facts.operation.schema, facts.layout, facts.tensors)
 
 

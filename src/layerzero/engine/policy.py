@@ -70,7 +70,7 @@ def _condition(fact: str, wanted: object, where: str) -> Condition:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class PolicyRule:
     """Preferences that hold where every condition holds."""
 
     conditions: tuple[Condition, ...]
@@ -111,7 +111,7 @@ class Policy:
 
     values: tuple[tuple[str, object], ...]
     locks: tuple[Lock, ...] = ()
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[PolicyRule, ...] = ()
     _by_name: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -263,7 +263,7 @@ def _lock(pattern: str, target: object, problems: list[str]) -> Lock | None:
 _RULE_ACTIONS = {"prefer": "prefer", "avoid": "avoid", "avoid_sources": "avoid", "deny": "deny"}
 
 
-def _rule(index: int, rule: Mapping[str, Any], problems: list[str]) -> Rule:
+def _rule(index: int, rule: Mapping[str, Any], problems: list[str]) -> PolicyRule:
     where = f"rules[{index}]"
     known = ("match", *_RULE_ACTIONS)
     problems += [f"{where}: unknown key {key!r}{nearest(key, known)}" for key in rule if key not in known]
@@ -294,7 +294,7 @@ def _rule(index: int, rule: Mapping[str, Any], problems: list[str]) -> Rule:
                 conditions.append(_condition(fact, wanted, where))
             except PolicyError as error:
                 problems += error.problems
-    return Rule(tuple(conditions), operation, **actions)
+    return PolicyRule(tuple(conditions), operation, **actions)
 
 
 def known_facts() -> frozenset[str]:

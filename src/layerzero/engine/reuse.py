@@ -29,7 +29,7 @@ from layerzero.core.reuse_conditions import (
     orders,
     strides_read,
 )
-from layerzero.engine.judgements import Kept
+from layerzero.engine.judgements import EpochValues
 from layerzero.engine.legality import checked
 from layerzero.engine.policy import Policy
 
@@ -68,7 +68,7 @@ class _Kind(NamedTuple):
     outlines: dict[frozenset[str], _Outline]
 
 
-OUTLINES: Kept[_Kind] = Kept()
+OUTLINES: EpochValues[_Kind] = EpochValues()
 """By kernel, policy, and what a call has apart from its sizes."""
 
 

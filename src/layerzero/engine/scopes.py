@@ -56,21 +56,21 @@ class Scopes:
         for watcher in self._watchers:
             watcher(self.active)
 
-    def scope(self, values: Mapping[str, Any]) -> Block:
+    def scope(self, values: Mapping[str, Any]) -> SettingsBlock:
         """Let settings hold inside a ``with`` block, in this thread or task only.
 
         Entering raises: PolicyError if a key or value is wrong.
         """
-        return Block(self, values)
+        return SettingsBlock(self, values)
 
-    def enter(self, block: Block, scope: _Scope) -> Token[_Scope | None]:
+    def enter(self, block: SettingsBlock, scope: _Scope) -> Token[_Scope | None]:
         """Let a scope hold here, and count its block."""
         with self._lock:
             self._open[id(block)] = scope.policy
             self._tell()
         return self._current.set(scope)
 
-    def leave(self, block: Block) -> None:
+    def leave(self, block: SettingsBlock) -> None:
         """Count a block no more; nothing for one that is not counted."""
         with self._lock:
             self._open.pop(id(block), None)
@@ -111,7 +111,7 @@ class Scopes:
         return scope.policy
 
 
-class Block(ContextDecorator, AbstractContextManager[None]):
+class SettingsBlock(ContextDecorator, AbstractContextManager[None]):
     """A ``with`` block in which settings hold. An interrupt leaves it entered or not, and never half.
 
     Python looks for signals where a function begins and after each call, so a generator may be interrupted between what
@@ -125,8 +125,8 @@ class Block(ContextDecorator, AbstractContextManager[None]):
     def __init__(self, scopes: Scopes, values: Mapping[str, Any]) -> None:
         self._scopes, self._values = scopes, values
 
-    def _recreate_cm(self) -> Block:
-        return Block(self._scopes, self._values)  # each call of a decorated function enters one of its own
+    def _recreate_cm(self) -> SettingsBlock:
+        return SettingsBlock(self._scopes, self._values)  # each call of a decorated function enters one of its own
 
     def __enter__(self) -> None:
         if self._scope is not None:

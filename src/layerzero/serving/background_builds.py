@@ -25,7 +25,7 @@ from layerzero.core.system import forking
 from layerzero.core.system.threads import started
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
-from layerzero.engine.jit import BuildIdentity, Outcome, build_of
+from layerzero.engine.jit import BuildIdentity, BuildOutcome, build_of
 from layerzero.engine.policy import Policy
 from layerzero.serving.own_builds import Chosen
 from layerzero.tuning.keeping.builds import FailedBuild, Failures, HostLock, compilers
@@ -98,7 +98,7 @@ class Builds:
         self.building: tuple[str, ...] = ()
         self.built: list[tuple[str, str, float]] = []
         self.failed: list[FailedBuild] = []
-        self._lacking: dict[str, tuple[Outcome, str]] = {}
+        self._lacking: dict[str, tuple[BuildOutcome, str]] = {}
         """What a build reported missing on this machine for a kernel, by its id, and which compilers lay here."""
         self._among = ""
         """Which compilers lay here when a call was left without a build that had failed; empty where none was."""
@@ -216,7 +216,7 @@ class Builds:
             self._among = self._among or compilers()
         return why
 
-    def _lacks(self, kernel: Kernel) -> Outcome | None:
+    def _lacks(self, kernel: Kernel) -> BuildOutcome | None:
         """What a build reported missing; None where there is nothing, or other compilers lie here since."""
         outcome, among = self._lacking.get(kernel.id, (None, ""))  # read once: warmup may take it away meanwhile
         return outcome if among == compilers() else None
@@ -228,7 +228,7 @@ class Builds:
             log.info("other compilers lie here: what did not build may be built now")
             ENGINE.new_winner()
 
-    def note(self, kernel: Kernel, facts: Facts, outcome: Outcome) -> None:
+    def note(self, kernel: Kernel, facts: Facts, outcome: BuildOutcome) -> None:
         """Remember what became of a build that was made elsewhere in this process, which tells of it itself."""
         if not outcome.log:
             self.failures.forget(kernel, facts)
@@ -249,7 +249,7 @@ class Builds:
         self.elsewhere = False
         return True
 
-    def _tell_lacking(self, kernel: Kernel, outcome: Outcome) -> None:
+    def _tell_lacking(self, kernel: Kernel, outcome: BuildOutcome) -> None:
         """Say once what this machine lacks: no build of the kernel would end otherwise, whatever its shapes."""
         known = {each.lacks for each, _ in list(self._lacking.values())}  # warmup may add to them meanwhile
         level = logging.DEBUG if outcome.lacks in known else logging.WARNING
@@ -267,7 +267,7 @@ class Builds:
         began: dict[BuildIdentity, float] = {}  # several are under way at once
         open_ones = {each.chosen.identity: each.chosen.kernel.id for each in asked}
 
-        def told(each: Chosen, outcome: Outcome) -> None:
+        def told(each: Chosen, outcome: BuildOutcome) -> None:
             now = time.monotonic()
             seconds = now - began.get(each.identity, now)
             open_ones.pop(each.identity, None)
@@ -297,7 +297,7 @@ class Builds:
         self.building = tuple(building)
         self.host.tell(list(self.building), self.waits)
 
-    def _accepted(self, each: Chosen, outcome: Outcome, seconds: float) -> bool:
+    def _accepted(self, each: Chosen, outcome: BuildOutcome, seconds: float) -> bool:
         """Let a build take over, or remember that it failed; whether it did not fail."""
         if self._ending.is_set():
             return True

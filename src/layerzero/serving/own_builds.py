@@ -18,7 +18,7 @@ from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.first_run import first_run
 from layerzero.engine.functions import CALLS
-from layerzero.engine.jit import BUILT, BuildIdentity, Outcome, build_of
+from layerzero.engine.jit import BUILT, BuildIdentity, BuildOutcome, build_of
 from layerzero.ops import function_of
 from layerzero.testing.single_run import duplicate
 from layerzero.tuning.measuring.online import let_others_capture
@@ -74,21 +74,21 @@ def wanted(facts: Facts, failed: Callable[[Kernel, Facts], bool]) -> Chosen | No
     return None
 
 
-def taken_over(each: Chosen) -> Outcome:
+def taken_over(each: Chosen) -> BuildOutcome:
     """Load what a child built, so that no call waits for that either."""
     if not BUILT.ready(each.kernel, each.facts):
         why = "a child process built it, but left nothing where its library would keep it: there is no room, or only"
         why += " the driver keeps it; lz.warmup builds it in this process"
-        return Outcome(why, lasting=False)
+        return BuildOutcome(why, lasting=False)
     try:
         _beside_captures(each)
         _plan(each)
     except Exception as error:  # noqa: BLE001  # what does not load here is refused as what does not build
         return outcome_of(error)
-    return Outcome()
+    return BuildOutcome()
 
 
-def outcome_of(error: Exception) -> Outcome:
+def outcome_of(error: Exception) -> BuildOutcome:
     """What became of a build that raised in this process."""
     return failed(error, lasting=not _passes(error))
 
@@ -110,13 +110,13 @@ def _plan(each: Chosen) -> Any:
     return plan_source.build(function, each.candidate, each.report, current_policy())
 
 
-def built_here(each: Chosen) -> Outcome:
+def built_here(each: Chosen) -> BuildOutcome:
     """Build in this thread what no other process can build for this one."""
     try:
         recipe = CallRecipe.of(each.facts)
         short = short_of_memory(recipe)
         if short:
-            return Outcome(short, lasting=False)
+            return BuildOutcome(short, lasting=False)
         _beside_captures(each)
         with SCOPES.scope({"allow_jit_compile": True}), torch.no_grad():
             call = duplicate(rebuilt(recipe))
@@ -128,4 +128,4 @@ def built_here(each: Chosen) -> Outcome:
     except Exception as error:  # noqa: BLE001  # whatever a compiler raises is what became of it
         return outcome_of(error)
     BUILT.add(each.kernel, each.facts)
-    return Outcome()
+    return BuildOutcome()

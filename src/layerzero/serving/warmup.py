@@ -26,7 +26,7 @@ from layerzero.engine.dispatch import ENGINE, Dispatcher
 from layerzero.engine.first_run import first_run
 from layerzero.engine.frozen_choices import class_name
 from layerzero.engine.functions import CALLS
-from layerzero.engine.jit import BUILT, BuildIdentity, Outcome, build_of
+from layerzero.engine.jit import BUILT, BuildIdentity, BuildOutcome, build_of
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops.calls import accepted, function_for
 from layerzero.serving.background_builds import BUILDS
@@ -67,13 +67,13 @@ class Warmed(list[Artefact]):
     def __init__(self, built: Iterable[Artefact] = (), skipped: Iterable[Skipped] = ()) -> None:
         super().__init__(built)
         self.skipped = list(skipped)
-        self._failed: dict[BuildIdentity | str, Outcome] = {}
+        self._failed: dict[BuildIdentity | str, BuildOutcome] = {}
 
-    def failed(self, kernel: Kernel, facts: Facts, outcome: Outcome) -> None:
+    def failed(self, kernel: Kernel, facts: Facts, outcome: BuildOutcome) -> None:
         """Note that a build failed: for calls like this one, or for all where the machine lacks a program."""
         self._failed[kernel.id if outcome.lacks else build_of(kernel, facts)] = outcome
 
-    def failure(self, kernel: Kernel, facts: Facts) -> Outcome | None:
+    def failure(self, kernel: Kernel, facts: Facts) -> BuildOutcome | None:
         """How this warmup failed to build a kernel for calls like this one; None if it did not."""
         return self._failed.get(kernel.id) or self._failed.get(build_of(kernel, facts))
 
@@ -299,7 +299,7 @@ def _warm(job: Job, warmed: Warmed, dispatcher: Dispatcher, bound: dict[str, Any
                     for _ in range(2):  # the first call compiles; the second shows that it need not again
                         plan.run(**_copies(bound, operation))
                 BUILT.add(kernel, report.facts)
-                BUILDS.note(kernel, report.facts, Outcome())
+                BUILDS.note(kernel, report.facts, BuildOutcome())
             except Exception as failure:  # noqa: BLE001  # a kernel that does not compile stays refused, and the list says why
                 error = f"{type(failure).__name__}: {failure}"
                 outcome = outcome_of(failure)

@@ -24,7 +24,7 @@ from layerzero.testing import compare
 from layerzero.testing.compare import draws
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.randomness import drawn_fairly
-from layerzero.testing.single_run import Outcome, Trial, attempt
+from layerzero.testing.single_run import Finding, Trial, attempt
 
 LOOKS = 12
 """Calls whose truth is compared with that of the same call without the argument, at most."""
@@ -37,7 +37,7 @@ def checked(kernel: Kernel, operation: Operation) -> list[str]:
     return [name for name in kernel.accepts if name in neutral | optional]
 
 
-def exercised(base: Trial, name: str, pool: Callable[[], Iterable[RandomCall]]) -> Outcome:
+def exercised(base: Trial, name: str, pool: Callable[[], Iterable[RandomCall]]) -> Finding:
     """Run the kernel on a call in which the argument matters."""
     operation = base.facts.operation
     schema = operation.schema
@@ -67,16 +67,16 @@ def exercised(base: Trial, name: str, pool: Callable[[], Iterable[RandomCall]]) 
                 continue
         outcome = drawn_fairly(trial) if draws(operation) else trial.outcome(truth)
         if outcome.status == "wrong":
-            return Outcome("wrong", f"{call.name}: {call.text}: {outcome.message}")
-        return Outcome(outcome.status, outcome.message or call.name)
-    return Outcome("not tried", f"{name}: {_why(seen, refused, looks)}")
+            return Finding("wrong", f"{call.name}: {call.text}: {outcome.message}")
+        return Finding(outcome.status, outcome.message or call.name)
+    return Finding("not tried", f"{name}: {_why(seen, refused, looks)}")
 
 
-def _said_by_properties(operation: Operation, name: str) -> Outcome:
+def _said_by_properties(operation: Operation, name: str) -> Finding:
     claims = [each.name for each in operation.properties if name in each.arguments]
     if claims:
-        return Outcome("passed", f"see property {', '.join(claims)}")
-    return Outcome("not tried", f"{name}: its results are random, and no property of {operation.name} speaks of it")
+        return Finding("passed", f"see property {', '.join(claims)}")
+    return Finding("not tried", f"{name}: its results are random, and no property of {operation.name} speaks of it")
 
 
 def _why(seen: int, refused: Counter[str], looks: int) -> str:

@@ -20,16 +20,16 @@ from layerzero.core.limit_kinds import Dtype
 from layerzero.core.operation import Case, Operation
 from layerzero.engine.probe import mark_broken
 from layerzero.testing import accepted_arguments, artefacts, boundaries, execution, gradients, plan_reuse, randomness
-from layerzero.testing.boundaries import Bound
+from layerzero.testing.boundaries import LimitBreak
 from layerzero.testing.check_parts import Note, Play, fairly, just, one, refusal, with_sizes, with_value
 from layerzero.testing.compare import draws
 from layerzero.testing.generate import RandomCall, draw, drawn_numbers, function_of
 from layerzero.testing.memory import FORMS, reshaped
 from layerzero.testing.report import EVERY_CHECK
-from layerzero.testing.single_run import Outcome, Trial, all_threads, attempt, raised
+from layerzero.testing.single_run import Finding, Trial, all_threads, attempt, raised
 from layerzero.testing.sizes import (
     LARGE,
-    Setting,
+    CheckSetting,
     base_case,
     cheap_case,
     small_cases,
@@ -54,7 +54,7 @@ ALL_THREADS_EVERY = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class KernelCheck:
     """One check: its name, unique for a kernel and operation, what it does, and how long it may be silent.
 
     ``play`` gets a function that it tells what it is about to run, and returns None where there is nothing to check.
@@ -74,40 +74,40 @@ class Battery:
     device: str
     seed: int
     calls: int
-    _found: list[Bound] | None = None
+    _found: list[LimitBreak] | None = None
     _broken: bool = False
 
-    def checks(self) -> Iterator[Check]:
+    def checks(self) -> Iterator[KernelCheck]:
         """What the kernel declares, checked."""
         untried = self._untried()
         if untried:
-            yield Check(EVERY_CHECK, just(Outcome, "not tried", untried))
+            yield KernelCheck(EVERY_CHECK, just(Finding, "not tried", untried))
             return
         for setting in self._settings():
             if self.kernel.jit:
-                yield Check(f"build, {dtype_name(setting.dtype)}", self._build(setting), BUILD_SECONDS)
+                yield KernelCheck(f"build, {dtype_name(setting.dtype)}", self._build(setting), BUILD_SECONDS)
             case, trial = base_case(self.kernel, setting)
             if trial is None or trial.reasons:
-                yield Check(f"cases, {dtype_name(setting.dtype)}", just(refusal, trial))
-                yield Check(f"random calls, {dtype_name(setting.dtype)}", self._random(setting.dtype))
+                yield KernelCheck(f"cases, {dtype_name(setting.dtype)}", just(refusal, trial))
+                yield KernelCheck(f"random calls, {dtype_name(setting.dtype)}", self._random(setting.dtype))
                 continue
-            yield Check(f"load, {dtype_name(setting.dtype)}", just(self._load, trial), BUILD_SECONDS)
+            yield KernelCheck(f"load, {dtype_name(setting.dtype)}", just(self._load, trial), BUILD_SECONDS)
             if self._broken:
                 return
             yield from self._of_dtype(setting, case, trial)
         yield from self._limits()
 
-    def probes(self) -> Iterator[Check]:
+    def probes(self) -> Iterator[KernelCheck]:
         """What the library does beyond the kernel's limits."""
         setting, _, trial = self._first_taken()
         if setting is None or trial is None:
             return
         for bound in self._bounds():
             if bound.untried and not bound.illegal:
-                yield Check(f"beyond {bound.text}", just(Outcome, "not tried", bound.untried))
+                yield KernelCheck(f"beyond {bound.text}", just(Finding, "not tried", bound.untried))
             for number, (shown, lifted) in enumerate(bound.illegal, 1):
                 count = f" ({number})" if len(bound.illegal) > 1 else ""
-                yield Check(
+                yield KernelCheck(
                     f"beyond {bound.text}{count}",
                     just(boundaries.probe_outcome, shown, lifted),
                 )
@@ -124,15 +124,15 @@ class Battery:
             )
         return "" if self.operation.cases else f"{name} has no case"
 
-    def _settings(self) -> list[Setting]:
+    def _settings(self) -> list[CheckSetting]:
         layout = self.operation.layouts[0] if self.operation.layouts else ""
         return [self._setting(dtype, layout) for dtype in self.operation.dtypes]
 
-    def _setting(self, dtype: torch.dtype, layout: str) -> Setting:
-        return Setting(self.operation, dtype, self.device, layout)
+    def _setting(self, dtype: torch.dtype, layout: str) -> CheckSetting:
+        return CheckSetting(self.operation, dtype, self.device, layout)
 
-    def _build(self, setting: Setting) -> Play:
-        def play(note: Note) -> Outcome:
+    def _build(self, setting: CheckSetting) -> Play:
+        def play(note: Note) -> Finding:
             try:
                 return artefacts.built(self.kernel, setting, note)
             except (ImportError, OSError) as error:
@@ -140,75 +140,75 @@ class Battery:
 
         return play
 
-    def _load(self, trial: Trial) -> Outcome:
+    def _load(self, trial: Trial) -> Finding:
         """Load the library: one that does not is a reason against all its kernels and no mistake of this one."""
         try:
             trial.plan()
         except (ImportError, OSError) as error:
             return self._unloadable(error)
         except Exception as error:  # noqa: BLE001  # whatever loading raises is a finding
-            return Outcome("wrong", raised(error))
-        return Outcome("passed", "loaded")
+            return Finding("wrong", raised(error))
+        return Finding("passed", "loaded")
 
-    def _unloadable(self, error: ImportError | OSError) -> Outcome:
+    def _unloadable(self, error: ImportError | OSError) -> Finding:
         self._broken = True
-        return Outcome("refused", str(mark_broken(self.kernel.backend, error)))
+        return Finding("refused", str(mark_broken(self.kernel.backend, error)))
 
-    def _of_dtype(self, setting: Setting, base: Case, trial: Trial) -> Iterator[Check]:
+    def _of_dtype(self, setting: CheckSetting, base: Case, trial: Trial) -> Iterator[KernelCheck]:
         dtype, kernel = dtype_name(setting.dtype), self.kernel
         if kernel.build_key is not None:
-            yield Check(f"build key, {dtype}", just(artefacts.build_key, kernel, setting, base), BUILD_SECONDS)
+            yield KernelCheck(f"build key, {dtype}", just(artefacts.build_key, kernel, setting, base), BUILD_SECONDS)
         for case in [base, *(each for each in small_cases(self.operation, self.device) if each.name != base.name)]:
-            yield Check(f"case {case.name}, {dtype}", self._calls(functools.partial(one, setting, case)))
+            yield KernelCheck(f"case {case.name}, {dtype}", self._calls(functools.partial(one, setting, case)))
         for layout in self.operation.layouts[1:]:
             other = self._setting(setting.dtype, layout)
-            yield Check(f"layout {layout}, {dtype}", self._calls(functools.partial(one, other, base)))
+            yield KernelCheck(f"layout {layout}, {dtype}", self._calls(functools.partial(one, other, base)))
         for form in FORMS:
-            yield Check(f"{form}, {dtype}", self._calls(functools.partial(reshaped, trial.call, form)))
+            yield KernelCheck(f"{form}, {dtype}", self._calls(functools.partial(reshaped, trial.call, form)))
         yield from self._axes(setting, base)
         if execution.by_value(self.operation):
-            yield Check(f"NaN, {dtype}", self._calls(functools.partial(with_value, trial, math.nan, 5)))
-            yield Check(f"infinity, {dtype}", self._infinity(trial))
-        yield Check(f"random calls, {dtype}", self._random(setting.dtype))
+            yield KernelCheck(f"NaN, {dtype}", self._calls(functools.partial(with_value, trial, math.nan, 5)))
+            yield KernelCheck(f"infinity, {dtype}", self._infinity(trial))
+        yield KernelCheck(f"random calls, {dtype}", self._random(setting.dtype))
         yield from self._arguments(setting, base, trial)
-        yield Check(f"a class of sizes, {dtype}", just(plan_reuse.serves_its_class, kernel, setting, base))
-        yield Check(f"two threads, {dtype}", just(execution.threads, trial))
-        yield Check(f"results of their own, {dtype}", just(execution.results_of_their_own, trial))
+        yield KernelCheck(f"a class of sizes, {dtype}", just(plan_reuse.serves_its_class, kernel, setting, base))
+        yield KernelCheck(f"two threads, {dtype}", just(execution.threads, trial))
+        yield KernelCheck(f"results of their own, {dtype}", just(execution.results_of_their_own, trial))
         schema = self.operation.schema
         if schema.promises.intersection(schema.handles, kernel.accepts):
-            yield Check(f"a step that advances, {dtype}", just(execution.advanced, trial))
+            yield KernelCheck(f"a step that advances, {dtype}", just(execution.advanced, trial))
         if kernel.deterministic:
-            yield Check(f"same bits, {dtype}", just(execution.repeats, trial))
+            yield KernelCheck(f"same bits, {dtype}", just(execution.repeats, trial))
         if kernel.grad and gradients.has_gradients(self.operation, setting.dtype):
-            yield Check(f"gradients, {dtype}", just(gradients.gradients, trial))
+            yield KernelCheck(f"gradients, {dtype}", just(gradients.gradients, trial))
             for form in FORMS:
-                yield Check(f"gradients of {form}, {dtype}", just(gradients.gradients, trial, form))
-            yield Check(f"gradients of random calls, {dtype}", self._random_gradients(setting.dtype, trial))
+                yield KernelCheck(f"gradients of {form}, {dtype}", just(gradients.gradients, trial, form))
+            yield KernelCheck(f"gradients of random calls, {dtype}", self._random_gradients(setting.dtype, trial))
         if trial.facts.device.torch_type == "cuda":
-            yield Check(f"other stream, {dtype}", just(execution.other_stream, trial))
-            yield Check(f"other device, {dtype}", just(execution.other_device, trial))
+            yield KernelCheck(f"other stream, {dtype}", just(execution.other_stream, trial))
+            yield KernelCheck(f"other device, {dtype}", just(execution.other_device, trial))
             if kernel.graph_safe:
-                yield Check(f"graph capture, {dtype}", just(execution.captured, trial))
+                yield KernelCheck(f"graph capture, {dtype}", just(execution.captured, trial))
 
-    def _arguments(self, setting: Setting, base: Case, trial: Trial) -> Iterator[Check]:
+    def _arguments(self, setting: CheckSetting, base: Case, trial: Trial) -> Iterator[KernelCheck]:
         """Each argument that the kernel accepts where it matters, and what chance decides."""
         dtype = dtype_name(setting.dtype)
         few = functools.cache(lambda: randomness.few_rows(self.kernel, setting, base))
         drawn = bool(draws(self.operation))
         if drawn:
-            yield Check(f"distribution, {dtype}", lambda _: fairly(few()))
+            yield KernelCheck(f"distribution, {dtype}", lambda _: fairly(few()))
         for claim in self.operation.properties:
             if randomness.accepted(claim, self.kernel):
-                yield Check(f"property {claim.name}, {dtype}", just(randomness.holds, trial, claim))
+                yield KernelCheck(f"property {claim.name}, {dtype}", just(randomness.holds, trial, claim))
 
-        def exercised(name: str) -> Outcome:
+        def exercised(name: str) -> Finding:
             start = few() if drawn else trial
             return accepted_arguments.exercised(
                 trial if start is None else start, name, lambda: self._drawn(setting.dtype)
             )
 
         for name in accepted_arguments.checked(self.kernel, self.operation):
-            yield Check(f"argument {name}, {dtype}", just(exercised, name))
+            yield KernelCheck(f"argument {name}, {dtype}", just(exercised, name))
 
     def _drawn(self, dtype: torch.dtype) -> Iterator[RandomCall]:
         """The random calls of the operation."""
@@ -216,7 +216,7 @@ class Battery:
             yield draw(self.operation, dtype, self.seed, number, self.device)
 
     def _infinity(self, base: Trial) -> Play:
-        def play(note: Note) -> Outcome | None:
+        def play(note: Note) -> Finding | None:
             for text, call in with_value(base, math.inf, -1):
                 trial = attempt(self.kernel, self.operation, call)
                 if trial is not None and not trial.reasons:
@@ -226,34 +226,34 @@ class Battery:
 
         return play
 
-    def _axes(self, setting: Setting, base: Case) -> Iterator[Check]:
+    def _axes(self, setting: CheckSetting, base: Case) -> Iterator[KernelCheck]:
         """Each axis empty, of one element, and beyond 2048 where the others are small."""
         dtype = dtype_name(setting.dtype)
         first = self._first_taken()[0] == setting  # a square of 2304 takes a second of float64
         cheap = functools.cache(lambda: cheap_case(self.kernel, setting, base))
         for axis in base.sizes:
             for size in (0, 1):
-                yield Check(
+                yield KernelCheck(
                     f"{axis} = {size}, {dtype}",
                     self._first(functools.partial(with_axis, self.operation, base, axis, size), setting),
                 )
             for size in LARGE:
-                yield Check(
+                yield KernelCheck(
                     f"{axis} = {size}, {dtype}",
                     self._first(functools.partial(with_sizes, self.operation, cheap, {axis: size}), setting),
                 )
             group = tied(self.operation, axis)
             if group[0] == axis and len(group) > 1 and first:
                 sizes = dict.fromkeys(group, LARGE[0])
-                yield Check(
+                yield KernelCheck(
                     f"{' = '.join(group)} = {LARGE[0]}, {dtype}",
                     self._first(functools.partial(with_sizes, self.operation, cheap, sizes), setting),
                 )
 
-    def _first(self, cases: Callable[[], Iterable[Case]], setting: Setting) -> Play:
+    def _first(self, cases: Callable[[], Iterable[Case]], setting: CheckSetting) -> Play:
         """Run the first of these cases that the kernel takes; refused if it takes none, nothing if none is a call."""
 
-        def play(note: Note) -> Outcome | None:
+        def play(note: Note) -> Finding | None:
             refused = None
             for case in cases():
                 trial = setting.attempt(self.kernel, case)
@@ -268,7 +268,7 @@ class Battery:
     def _calls(self, calls: Callable[[], Iterable[tuple[str, RandomCall]]]) -> Play:
         """Run each of these calls that the kernel takes."""
 
-        def play(note: Note) -> Outcome | None:
+        def play(note: Note) -> Finding | None:
             wrong, refused, passed = [], [], 0
             for text, call in calls():
                 trial = attempt(self.kernel, self.operation, call)
@@ -284,13 +284,13 @@ class Battery:
                     wrong.append(f"{text}: {outcome.message}" if text else outcome.message)
             if wrong:
                 more = [f"and in {len(wrong) - 1} more ways"] if len(wrong) > 1 else []
-                return Outcome("wrong", "; ".join([wrong[0], *more]))
-            return Outcome("passed") if passed else refusal(refused[0]) if refused else None
+                return Finding("wrong", "; ".join([wrong[0], *more]))
+            return Finding("passed") if passed else refusal(refused[0]) if refused else None
 
         return play
 
     def _random(self, dtype: torch.dtype) -> Play:
-        def play(note: Note) -> Outcome:
+        def play(note: Note) -> Finding:
             passed, refused = 0, Counter[str]()
             for number in drawn_numbers(self.operation, dtype, self.seed, self.calls * DRAWS_A_CALL):
                 if passed == self.calls:
@@ -308,19 +308,19 @@ class Battery:
                     with all_threads():
                         outcome = trial.outcome()
                 if outcome.status == "wrong":
-                    return Outcome("wrong", f"{call.name}: {call.text}: {outcome.message}")
+                    return Finding("wrong", f"{call.name}: {call.text}: {outcome.message}")
                 passed += 1
             if passed:
-                return Outcome("passed", f"{passed} calls")
+                return Finding("passed", f"{passed} calls")
             ((codes, _),) = refused.most_common(1) or [("no call of this operation was drawn", 0)]
-            return Outcome("refused" if refused else "not tried", codes)
+            return Finding("refused" if refused else "not tried", codes)
 
         return play
 
     def _random_gradients(self, dtype: torch.dtype, base: Trial) -> Play:
         """Gradients at drawn shapes, with the arguments that the base call has, too."""
 
-        def play(_: Note) -> Outcome:
+        def play(_: Note) -> Finding:
             schema = self.operation.schema
             extra = {*(each.name for each in schema.optional), *schema.passed} - base.call.arguments.keys()
             dropped = extra | {each.name for each in schema.params if each.random}
@@ -332,22 +332,22 @@ class Battery:
 
         return play
 
-    def _limits(self) -> Iterator[Check]:
+    def _limits(self) -> Iterator[KernelCheck]:
         setting, _, trial = self._first_taken()
         if setting is None or trial is None:
             return
         for text, device, limit in boundaries.device_bounds(self.kernel, trial):
-            yield Check(
+            yield KernelCheck(
                 f"limit {text}",
                 just(boundaries.device_outcome, self.kernel, trial, device, limit),
             )
         for bound in self._bounds():
-            yield Check(
+            yield KernelCheck(
                 f"limit {bound.text}",
                 just(boundaries.bound_outcome, self.kernel, setting, bound),
             )
 
-    def _first_taken(self) -> tuple[Setting | None, Case, Trial | None]:
+    def _first_taken(self) -> tuple[CheckSetting | None, Case, Trial | None]:
         """The first dtype that the kernel takes a case in."""
         for setting in [] if self._untried() else self._settings():
             case, trial = base_case(self.kernel, setting)
@@ -355,12 +355,12 @@ class Battery:
                 return setting, case, trial
         return None, self.operation.cases[0], None
 
-    def _bounds(self) -> list[Bound]:
+    def _bounds(self) -> list[LimitBreak]:
         if self._found is None:
             self._found = self._look_for_bounds()
         return self._found
 
-    def _look_for_bounds(self) -> list[Bound]:
+    def _look_for_bounds(self) -> list[LimitBreak]:
         setting, case, trial = self._first_taken()
         if setting is None or trial is None:
             return []

@@ -20,15 +20,15 @@ from layerzero.engine import legality
 from layerzero.testing.compare import call_dtype
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.memory import FORMS, reshaped
-from layerzero.testing.single_run import Outcome, Trial, attempt, judged
-from layerzero.testing.sizes import BOUNDARY_ELEMENTS, Setting, elements, tied, with_axis
+from layerzero.testing.single_run import Finding, Trial, attempt, judged
+from layerzero.testing.sizes import BOUNDARY_ELEMENTS, CheckSetting, elements, tied, with_axis
 
 PROBES = 3
 """Calls on which the library runs beyond a limit: one may be right by chance."""
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class LimitBreak:
     """One way in which a limit can be broken.
 
     Attributes:
@@ -72,7 +72,7 @@ def size_bounds(kernel: Kernel, limit: Dim) -> Iterator[tuple[str, int, int, Ker
         yield f"{name} % {step} == 0", least, odd, without(kernel, limit, replace(limit, multiple=None))
 
 
-def sized_bounds(kernel: Kernel, setting: Setting, case: Case) -> Iterator[Bound]:
+def sized_bounds(kernel: Kernel, setting: CheckSetting, case: Case) -> Iterator[LimitBreak]:
     """The bounds of a kernel's sizes."""
     for limit in kernel.limits:
         if not isinstance(limit, Dim):
@@ -82,7 +82,7 @@ def sized_bounds(kernel: Kernel, setting: Setting, case: Case) -> Iterator[Bound
             beyond = _first(lifted, setting, case, limit.name, illegal)
             untried = "" if taken else f"no legal call has {limit.name} {legal}"
             untried = untried or ("" if beyond else f"no call that it alone refuses has {limit.name} {illegal}")
-            yield Bound(
+            yield LimitBreak(
                 text,
                 lifted,
                 ((f"{legal}", taken),) if taken else (),
@@ -91,7 +91,7 @@ def sized_bounds(kernel: Kernel, setting: Setting, case: Case) -> Iterator[Bound
             )
 
 
-def _first(kernel: Kernel, setting: Setting, case: Case, fact: str, size: int) -> Trial | None:
+def _first(kernel: Kernel, setting: CheckSetting, case: Case, fact: str, size: int) -> Trial | None:
     """The first call with this size that the kernel takes: the axis alone, then with those that go with it."""
     if size < 0:
         return None
@@ -103,7 +103,7 @@ def _first(kernel: Kernel, setting: Setting, case: Case, fact: str, size: int) -
     return None
 
 
-def _cases_with(setting: Setting, case: Case, fact: str, size: int) -> Iterator[Case]:
+def _cases_with(setting: CheckSetting, case: Case, fact: str, size: int) -> Iterator[Case]:
     if fact in case.sizes:
         yield from with_axis(setting.operation, case, fact, size)
         return
@@ -112,11 +112,11 @@ def _cases_with(setting: Setting, case: Case, fact: str, size: int) -> Iterator[
             yield from with_axis(setting.operation, case, axis, other)
 
 
-def dtype_bounds(kernel: Kernel, limit: Dtype, settings: list[Setting], case: Case) -> Iterator[Bound]:
+def dtype_bounds(kernel: Kernel, limit: Dtype, settings: list[CheckSetting], case: Case) -> Iterator[LimitBreak]:
     """The dtypes that a kernel takes, then each of its operation that it does not."""
     lifted = without(kernel, limit)
     legal: list[tuple[str, Trial]] = []
-    refused: list[Bound] = []
+    refused: list[LimitBreak] = []
     for setting in settings:
         name = dtype_name(setting.dtype)
         trial = setting.attempt(kernel if name in limit.names else lifted, case)
@@ -125,15 +125,15 @@ def dtype_bounds(kernel: Kernel, limit: Dtype, settings: list[Setting], case: Ca
         if name in limit.names:
             legal.append((name, trial))
         else:
-            refused.append(Bound(f"dtype {name}", lifted, (), ((name, trial),)))
+            refused.append(LimitBreak(f"dtype {name}", lifted, (), ((name, trial),)))
     untried = "" if refused else "it takes every dtype of the operation"
-    yield Bound(f"dtype in {limit.describe()}", lifted, tuple(legal), (), untried)
+    yield LimitBreak(f"dtype in {limit.describe()}", lifted, tuple(legal), (), untried)
     yield from refused
 
 
 def other_bounds(
-    kernel: Kernel, setting: Setting, base: Trial, drawn: Callable[[], list[RandomCall]]
-) -> Iterator[Bound]:
+    kernel: Kernel, setting: CheckSetting, base: Trial, drawn: Callable[[], list[RandomCall]]
+) -> Iterator[LimitBreak]:
     """The limits on arguments and memory; calls that break them are looked for among forms and random calls."""
     limits = [each for each in kernel.limits if not isinstance(each, (Dim, Dtype, Platform, Arch, Instruction))]
     if not limits:
@@ -153,10 +153,10 @@ def other_bounds(
                 if alone is not None and not alone.reasons:
                     illegal.append((found[0].reason.message, alone))
         untried = "" if illegal else f"none of {len(trials)} calls is refused by it alone"
-        yield Bound(limit.describe(), lifted, tuple(_legal(limit, base, trials)), tuple(illegal), untried)
+        yield LimitBreak(limit.describe(), lifted, tuple(_legal(limit, base, trials)), tuple(illegal), untried)
 
 
-def _unequal(setting: Setting, base: Trial) -> Iterator[RandomCall]:
+def _unequal(setting: CheckSetting, base: Trial) -> Iterator[RandomCall]:
     """Calls in which axes that go together have different sizes."""
     sizes = {axis: base.facts.size(axis) for axis in setting.operation.cases[0].sizes if axis in base.facts}
     case = Case("unequal", sizes, setting.operation.cases[0].params)
@@ -195,30 +195,30 @@ def device_bounds(kernel: Kernel, base: Trial) -> Iterator[tuple[str, Device, Li
             yield limit.describe(), replace(here, instruction_sets=here.instruction_sets - {limit.name}), limit
 
 
-def device_outcome(kernel: Kernel, base: Trial, device: Device, limit: Limit) -> Outcome:
+def device_outcome(kernel: Kernel, base: Trial, device: Device, limit: Limit) -> Finding:
     """The kernel is refused on a device that the limit excludes, with the limit's own code."""
     facts = base.facts.on(device, capturing=False)
     codes = {str(finding.reason.code) for finding in legality.checked(limit, facts.seen_in(kernel.layout))}
     got = {str(reason.code) for reason in judged(kernel, facts).reasons}
     if not codes:
-        return Outcome("not tried", f"it says nothing about {dtype_name(call_dtype(base.routed))} there")
+        return Finding("not tried", f"it says nothing about {dtype_name(call_dtype(base.routed))} there")
     if not codes <= got:
         wanted = ", ".join(sorted(codes))
-        return Outcome(
+        return Finding(
             "wrong", f"on {device.platform} {device.sm or ''}: wanted {wanted}, got {', '.join(got) or 'legal'}"
         )
-    return Outcome(
+    return Finding(
         "passed", f"refused elsewhere with {', '.join(sorted(codes))}; the library there: not tried: needs that device"
     )
 
 
-def bound_outcome(kernel: Kernel, setting: Setting, bound: Bound) -> Outcome:
+def bound_outcome(kernel: Kernel, setting: CheckSetting, bound: LimitBreak) -> Finding:
     """The legal side is right; the illegal side is refused, or adapted and then right."""
     said = []
     for shown, trial in bound.legal:
         outcome = trial.outcome()
         if outcome.status == "wrong":
-            return Outcome("wrong", f"{shown} is legal by {bound.text!r}, but the result is wrong: {outcome.message}")
+            return Finding("wrong", f"{shown} is legal by {bound.text!r}, but the result is wrong: {outcome.message}")
     if bound.legal:
         said.append(f"{', '.join(dict.fromkeys(shown for shown, _ in bound.legal))} right")
     for shown, lifted in bound.illegal:
@@ -229,26 +229,26 @@ def bound_outcome(kernel: Kernel, setting: Setting, bound: Bound) -> Outcome:
             continue
         adapting = [each.text for each in refused.candidate.adaptations if each.moves_data]
         if not adapting:
-            return Outcome("wrong", f"{shown} lies beyond {bound.text!r} and is not refused")
+            return Finding("wrong", f"{shown} lies beyond {bound.text!r} and is not refused")
         outcome = refused.outcome()
         if outcome.status == "wrong":
-            return Outcome("wrong", f"{shown}, adapted ({'; '.join(adapting)}), is wrong: {outcome.message}")
+            return Finding("wrong", f"{shown}, adapted ({'; '.join(adapting)}), is wrong: {outcome.message}")
         said.append(f"{shown} adapted: {'; '.join(adapting)}")
     if bound.untried:
         said.append(f"not tried: {bound.untried}")
     status = "passed" if bound.legal or bound.illegal else "not tried"
-    return Outcome(status, "; ".join(dict.fromkeys(said)))
+    return Finding(status, "; ".join(dict.fromkeys(said)))
 
 
-def probe_outcome(shown: str, lifted: Trial) -> Outcome:
+def probe_outcome(shown: str, lifted: Trial) -> Finding:
     """What the library does on a call that only the lifted limit refuses."""
     outcome = lifted.outcome()
     if outcome.status == "passed":
-        return Outcome("too strict", f"{shown}: right")
+        return Finding("too strict", f"{shown}: right")
     if outcome.status == "wrong":
         kind = "" if outcome.message.startswith("raised") else "wrong: "
-        return Outcome(
+        return Finding(
             "needed",
             f"{shown}: {kind}{outcome.message.replace('raised', 'raises', 1) if not kind else outcome.message}",
         )
-    return Outcome("not tried", f"{shown}: {outcome.message}")
+    return Finding("not tried", f"{shown}: {outcome.message}")

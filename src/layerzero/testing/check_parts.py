@@ -11,29 +11,29 @@ from layerzero.core.reasons import ReasonCode
 from layerzero.testing import randomness
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.memory import poisoned
-from layerzero.testing.single_run import Outcome, Trial, tensors
-from layerzero.testing.sizes import Setting, resized
+from layerzero.testing.single_run import Finding, Trial, tensors
+from layerzero.testing.sizes import CheckSetting, resized
 
 Note = Callable[[str], None]
 """Called with what is about to run."""
 
-Play = Callable[[Note], Outcome | None]
+Play = Callable[[Note], Finding | None]
 """What a check does; None where there is nothing to check."""
 
 
-def just(function: Callable[..., Outcome], *arguments: Any) -> Play:
+def just(function: Callable[..., Finding], *arguments: Any) -> Play:
     """A check of one step, which needs no telling what it is at."""
     return lambda _: function(*arguments)
 
 
-def fairly(few: Trial | None) -> Outcome:
+def fairly(few: Trial | None) -> Finding:
     """Draws of a few rows against their probabilities."""
     if few is None:
-        return Outcome("not tried", "no axis of the operation is worked on apart, along which rows could be repeated")
+        return Finding("not tried", "no axis of the operation is worked on apart, along which rows could be repeated")
     return randomness.drawn_fairly(few)
 
 
-def one(setting: Setting, case: Case) -> list[tuple[str, RandomCall]]:
+def one(setting: CheckSetting, case: Case) -> list[tuple[str, RandomCall]]:
     """The call of a case."""
     return [("", setting.call(case))]
 
@@ -50,10 +50,10 @@ def with_value(trial: Trial, value: float, place: int) -> list[tuple[str, Random
     return [(f"{value} in {name}", poisoned(trial.call, name, place, value)) for name in itertools.islice(floating, 1)]
 
 
-def refusal(trial: Trial | None) -> Outcome:
+def refusal(trial: Trial | None) -> Finding:
     """Why a kernel takes none of some calls, given the first that it refused."""
     if trial is None:
-        return Outcome("not tried", "no case is a call of this operation")
+        return Finding("not tried", "no case is a call of this operation")
     if {reason.code for reason in trial.reasons} == {ReasonCode.JIT_DISABLED}:
-        return Outcome("not tried", "not built")
-    return Outcome("refused", "; ".join(dict.fromkeys(str(reason) for reason in trial.reasons)))
+        return Finding("not tried", "not built")
+    return Finding("refused", "; ".join(dict.fromkeys(str(reason) for reason in trial.reasons)))

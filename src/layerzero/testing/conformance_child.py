@@ -21,7 +21,7 @@ from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.probe import this_machine
 from layerzero.engine.registry import REGISTRY
-from layerzero.testing.battery import Battery, Check
+from layerzero.testing.battery import Battery, KernelCheck
 from layerzero.testing.child_main import Tell
 from layerzero.testing.report import KernelReport, Result
 from layerzero.testing.single_run import lost_context, raised
@@ -100,7 +100,7 @@ def play(job: Play, tell: Tell) -> None:
             _run(check, job, tell)
 
 
-def _run(check: Check, job: Play, tell: Tell) -> None:
+def _run(check: KernelCheck, job: Play, tell: Tell) -> None:
     tell.begins(check.name, check.seconds)
     started = time.perf_counter()
     try:

@@ -21,7 +21,7 @@ from layerzero.testing import compare
 from layerzero.testing.compare import is_random, seeded
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.memory import other_values
-from layerzero.testing.single_run import Outcome, Trial, all_threads, attempt, duplicate, raised, tensors
+from layerzero.testing.single_run import Finding, Trial, all_threads, attempt, duplicate, raised, tensors
 
 REPEATS = 4
 SEED = 0
@@ -33,7 +33,7 @@ def by_value(operation: Operation) -> bool:
     return all(isinstance(judge, (Elementwise, Exact)) for judge in operation.judges.values())
 
 
-def threads(trial: Trial) -> Outcome:
+def threads(trial: Trial) -> Finding:
     """Two threads run the same plan at once, each on values of its own."""
     calls = [trial.call, other_values(trial.call)]
     truths = [compare.for_kernel(compare.expected(call), trial.kernel) for call in calls]
@@ -51,11 +51,11 @@ def threads(trial: Trial) -> Outcome:
     with keeping, ThreadPoolExecutor(THREADS) as pool:
         found = [problem for problems in pool.map(work, range(THREADS)) for problem in problems]
     if found:
-        return Outcome("wrong", f"with {THREADS} threads at once: {'; '.join(found)}")
-    return Outcome("passed", f"{THREADS} threads, {CALLS_A_THREAD} calls each")
+        return Finding("wrong", f"with {THREADS} threads at once: {'; '.join(found)}")
+    return Finding("passed", f"{THREADS} threads, {CALLS_A_THREAD} calls each")
 
 
-def infinity(trial: Trial) -> Outcome:
+def infinity(trial: Trial) -> Finding:
     """An infinity reaches what it should and nothing else.
 
     Where float64 gives NaN, infinities met (inf - inf, 0 * inf), and what comes of that depends on the order of the
@@ -76,11 +76,11 @@ def infinity(trial: Trial) -> Outcome:
 
     problems = trial.problems(duplicate(trial.call), truth, run)
     if problems:
-        return Outcome("wrong", f"with an infinity: {'; '.join(problems)}")
-    return Outcome("passed", f"{numbers} numbers where infinities meet, float64 gives NaN" if numbers else "")
+        return Finding("wrong", f"with an infinity: {'; '.join(problems)}")
+    return Finding("passed", f"{numbers} numbers where infinities meet, float64 gives NaN" if numbers else "")
 
 
-def repeats(trial: Trial) -> Outcome:
+def repeats(trial: Trial) -> Finding:
     """The same call gives the same bits: in results and in what it writes into. What draws does so from one state."""
     mutated = trial.facts.operation.schema.mutated
     chance = is_random(trial.facts.operation, trial.routed.arguments)
@@ -92,16 +92,16 @@ def repeats(trial: Trial) -> Outcome:
                 with seeded(SEED, trial.facts.device.torch_type) if chance else nullcontext():
                     result = trial.run(**call.arguments)
             except Exception as error:  # noqa: BLE001  # whatever a kernel raises is a finding
-                return Outcome("wrong", raised(error))
+                return Finding("wrong", raised(error))
             values = [
                 *as_tuple(result),
                 *(call.arguments[each] for each in mutated),
             ]
             bits = [_bits(value).clone() for value in values]
             if number and not all(torch.equal(one, other) for one, other in zip(first, bits, strict=True)):
-                return Outcome("wrong", f"declared deterministic, but run {number + 1} gave other bits than run 1")
+                return Finding("wrong", f"declared deterministic, but run {number + 1} gave other bits than run 1")
             first = first or bits
-    return Outcome("passed", f"{REPEATS} runs, the same bits")
+    return Finding("passed", f"{REPEATS} runs, the same bits")
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -109,10 +109,10 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
-def results_of_their_own(trial: Trial) -> Outcome:
+def results_of_their_own(trial: Trial) -> Finding:
     """A result stays what it was when its plan runs again, and the plan sees values that changed in place."""
     if not trial.facts.operation.schema.outputs:
-        return Outcome("not tried", "it returns nothing")
+        return Finding("not tried", "it returns nothing")
     call, second = duplicate(trial.call), other_values(trial.call)
     plan = trial.plan()
     bound = trial.function.bind((), call.arguments)
@@ -124,10 +124,10 @@ def results_of_their_own(trial: Trial) -> Outcome:
     truth = compare.for_kernel(compare.expected(call), trial.kernel)
     problems = compare.problems(plan.run(**bound), call.arguments, truth)
     if problems:
-        return Outcome("wrong", f"with other values in the same tensors: {'; '.join(problems)}")
+        return Finding("wrong", f"with other values in the same tensors: {'; '.join(problems)}")
     if not all(torch.equal(_bits(result), _bits(old)) for result, old in zip(first, kept, strict=True)):
-        return Outcome("wrong", "a second call of the same plan changed the result of the first")
-    return Outcome("passed")
+        return Finding("wrong", "a second call of the same plan changed the result of the first")
+    return Finding("passed")
 
 
 def _refresh(trial: Trial, call: RandomCall) -> None:
@@ -138,7 +138,7 @@ def _refresh(trial: Trial, call: RandomCall) -> None:
             handle.refresh()
 
 
-def advanced(trial: Trial) -> Outcome:
+def advanced(trial: Trial) -> Finding:
     """A handle is brought up to date after what it was made of changed: lower counts, the rest turned round.
 
     Counts that divide a tensor of the handle go on dividing it: its parts come in the opposite order. Those that divide
@@ -147,7 +147,7 @@ def advanced(trial: Trial) -> Outcome:
     call = _with_handles(trial)
     watched = attempt(trial.kernel, trial.facts.operation, call)
     if watched is None or watched.reasons:
-        return Outcome("refused", watched.codes if watched else "no call with fixed buffers")
+        return Finding("refused", watched.codes if watched else "no call with fixed buffers")
     plan = watched.plan()
     bound = trial.function.bind((), call.arguments)
     plan.run(**bound)
@@ -169,15 +169,15 @@ def advanced(trial: Trial) -> Outcome:
     _refresh(trial, call)
     truth = compare.for_kernel(compare.expected(call), trial.kernel)
     problems = compare.problems(plan.run(**bound), call.arguments, truth)
-    return Outcome("wrong", f"after advance(): {'; '.join(problems)}") if problems else Outcome("passed")
+    return Finding("wrong", f"after advance(): {'; '.join(problems)}") if problems else Finding("passed")
 
 
-def other_stream(trial: Trial) -> Outcome:
+def other_stream(trial: Trial) -> Finding:
     """The kernel waits for the stream that is current, on which its input is only just being written."""
     call, mutated = duplicate(trial.call), trial.facts.operation.schema.mutated
     late = _data(trial, mutated)
     if not late:
-        return Outcome("not tried", "it reads nothing but places and what it writes into")
+        return Finding("not tried", "it reads nothing but places and what it writes into")
     values = call.arguments[late]
     written = torch.zeros_like(values)
     arguments = {**call.arguments, late: written}
@@ -204,11 +204,11 @@ def _data(trial: Trial, mutated: Sequence[str]) -> str:
     return next((name for name, each in able.items() if each.is_floating_point()), next(iter(able), ""))
 
 
-def other_device(trial: Trial) -> Outcome:
+def other_device(trial: Trial) -> Finding:
     """Another device is the current one."""
     count = torch.cuda.device_count()
     if count < 2:
-        return Outcome("not tried", "one device")
+        return Finding("not tried", "one device")
     here = trial.facts.device.index
 
     def run(**given: Any) -> Any:
@@ -218,13 +218,13 @@ def other_device(trial: Trial) -> Outcome:
     return _compared(run, duplicate(trial.call), trial.truth(), set(), "with another device current")
 
 
-def captured(trial: Trial) -> Outcome:
+def captured(trial: Trial) -> Finding:
     """A captured call gives the right result when it is replayed with other values in the same memory."""
     call, second = _with_handles(trial), other_values(trial.call)
     truth = compare.for_kernel(compare.expected(second), trial.kernel)
     watched = attempt(trial.kernel, trial.facts.operation, call)
     if watched is None or watched.reasons:
-        return Outcome("refused", watched.codes if watched else "no call with fixed buffers")
+        return Finding("refused", watched.codes if watched else "no call with fixed buffers")
     plan = watched.plan()
     bound = trial.function.bind((), call.arguments)
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -239,7 +239,7 @@ def captured(trial: Trial) -> Outcome:
             with capturing(graph, capture_error_mode="global"):  # the strictest: nothing else runs
                 result = _run_in_capture(watched, call, bound)
         except Exception as error:  # noqa: BLE001  # whatever a kernel raises is a finding
-            return Outcome("wrong", f"under graph capture it {raised(error)}")
+            return Finding("wrong", f"under graph capture it {raised(error)}")
 
         def replay(**_: Any) -> Any:
             for name, tensor in tensors(second).items():
@@ -250,7 +250,7 @@ def captured(trial: Trial) -> Outcome:
             return result
 
         problems = compare.problems(replay(), call.arguments, truth)
-    return Outcome("wrong", f"replayed: {'; '.join(problems)}") if problems else Outcome("passed")
+    return Finding("wrong", f"replayed: {'; '.join(problems)}") if problems else Finding("passed")
 
 
 def _run_in_capture(trial: Trial, call: RandomCall, bound: Mapping[str, Any]) -> Any:
@@ -283,10 +283,10 @@ def _made_of_tensors(trial: Trial) -> list[Param]:
 
 def _compared(
     run: Callable[..., Any], call: RandomCall, truth: compare.Expected, written: set[str], where: str
-) -> Outcome:
+) -> Finding:
     try:
         problems = compare.check(call, run, truth)
     except Exception as error:  # noqa: BLE001  # whatever a kernel raises is a finding
         problems = [raised(error)]
     problems = [each for each in problems if each.partition(":")[0] not in written]
-    return Outcome("wrong", f"{where}: {'; '.join(problems)}") if problems else Outcome("passed")
+    return Finding("wrong", f"{where}: {'; '.join(problems)}") if problems else Finding("passed")

@@ -16,7 +16,7 @@ from layerzero.engine.reference import as_tuple, reference_call
 from layerzero.testing import compare
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.memory import FORMS
-from layerzero.testing.single_run import Outcome, Trial, attempt, duplicate, raised, tensors
+from layerzero.testing.single_run import Finding, Trial, attempt, duplicate, raised, tensors
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 REASON = (
@@ -33,7 +33,7 @@ def has_gradients(operation: Operation, dtype: torch.dtype) -> bool:
     return dtype in TOLERANCE and any(isinstance(judge, Elementwise) for judge in results)
 
 
-def gradients_of(kernel: Kernel, operation: Operation, calls: Iterable[RandomCall], most: int) -> Outcome:
+def gradients_of(kernel: Kernel, operation: Operation, calls: Iterable[RandomCall], most: int) -> Finding:
     """Gradients of the first of these calls that the kernel takes, and whose numbers are finite."""
     taken, refused = 0, ""
     for call in calls:
@@ -43,20 +43,20 @@ def gradients_of(kernel: Kernel, operation: Operation, calls: Iterable[RandomCal
             continue
         outcome = gradients(trial)
         if outcome.status == "wrong":
-            return Outcome("wrong", f"{call.name}: {call.text}: {outcome.message}")
+            return Finding("wrong", f"{call.name}: {call.text}: {outcome.message}")
         taken += outcome.status == "passed"
         if taken == most:
             break
-    return Outcome("passed", f"{taken} calls") if taken else Outcome("refused", refused or "no call")
+    return Finding("passed", f"{taken} calls") if taken else Finding("refused", refused or "no call")
 
 
-def gradients(trial: Trial, form: str = "") -> Outcome:
+def gradients(trial: Trial, form: str = "") -> Finding:
     """Gradients of a weighted sum of the results are those of the reference in float64.
 
     With a form of :data:`layerzero.testing.memory.FORMS` the tensors lie in memory like that.
     """
     if not trial.facts.operation.schema.outputs:
-        return Outcome("not tried", "it returns nothing that has a gradient")
+        return Finding("not tried", "it returns nothing that has a gradient")
     tolerance = TOLERANCE[compare.call_dtype(trial.routed)]
     call = duplicate(trial.call)
     leaves, given = _leaves(call.arguments)
@@ -65,14 +65,14 @@ def gradients(trial: Trial, form: str = "") -> Outcome:
         given |= {name: FORMS[form](given[name]) for name in able}
     watched = attempt(trial.kernel, trial.facts.operation, replace(call, arguments=given))
     if watched is None or watched.reasons:
-        return Outcome("refused", watched.codes if watched else "no call once gradients are recorded")
+        return Finding("refused", watched.codes if watched else "no call once gradients are recorded")
     routed = compare.route(call)  # in its own dtype: an argument may name a dtype that fits no other
     exact, exact_given = _leaves({name: compare.widened(value) for name, value in routed.arguments.items()})
     _backward(reference_call(replace(routed, arguments=exact_given)))
     try:
         _backward(watched.run(**given))
     except Exception as error:  # noqa: BLE001  # whatever a kernel raises is a finding
-        return Outcome("wrong", f"the backward pass {raised(error)}")
+        return Finding("wrong", f"the backward pass {raised(error)}")
     wanted = [leaf.grad for leaf in exact.values() if leaf.grad is not None and leaf.grad.numel()]
     largest = max((each.abs().max().item() for each in wanted), default=0.0)
     for name, leaf in leaves.items():
@@ -80,14 +80,14 @@ def gradients(trial: Trial, form: str = "") -> Outcome:
         if want is None or not want.numel():
             continue
         if leaf.grad is None:
-            return Outcome("wrong", f"the gradient of {name}: wanted one, got None")
+            return Finding("wrong", f"the gradient of {name}: wanted one, got None")
         scale = max(want.abs().max().item(), largest / 8)  # a gradient of exactly 0, as of a softmax over one key
         least = 0.0 if leaf.dtype is torch.float64 else _LEAST
         allowed = Tolerance(tolerance, max(tolerance * scale, least))
         problem = compare.difference(leaf.grad, want, leaf.dtype, allowed)
         if problem:
-            return Outcome("wrong", f"the gradient of {name}: {problem}; {REASON}")
-    return Outcome("passed", f"within {tolerance} of the largest gradient")
+            return Finding("wrong", f"the gradient of {name}: {problem}; {REASON}")
+    return Finding("passed", f"within {tolerance} of the largest gradient")
 
 
 def _leaves(arguments: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -15,25 +15,25 @@ from layerzero.engine.call_source import coarse_key
 from layerzero.engine.config import current_policy
 from layerzero.engine.functions import CALLS
 from layerzero.engine.reuse import conditions_of
-from layerzero.testing.single_run import Outcome, Trial, duplicate
-from layerzero.testing.sizes import Setting, resized, tied
+from layerzero.testing.single_run import Finding, Trial, duplicate
+from layerzero.testing.sizes import CheckSetting, resized, tied
 
 CALLS_OF_A_CLASS = 6
 """Calls of other sizes that one plan is tried on."""
 
 
-def serves_its_class(kernel: Kernel, setting: Setting, base: Case) -> Outcome:
+def serves_its_class(kernel: Kernel, setting: CheckSetting, base: Case) -> Finding:
     """The plan of one call, run on others that would find it."""
     start = next(_taken(kernel, setting, [_above(setting, base), base]), None)
     if start is None:
-        return Outcome("not tried", "no case leaves room in the class of its sizes")
+        return Finding("not tried", "no case leaves room in the class of its sizes")
     first, case = start
     dispatcher = CALLS[first.call.function].dispatcher
     plan = first.plan()
     plan.run(**first.function.bind((), duplicate(first.call).arguments))  # what it remembers is remembered now
     conditions = conditions_of(plan, current_policy(), dispatcher.order)
     if conditions is None:
-        return Outcome("not tried", "a plan serves its very call only")
+        return Finding("not tried", "a plan serves its very call only")
     tried = 0
     for other, _ in _taken(kernel, setting, _of_the_class(setting, case)):
         if not _found(first, other, conditions):
@@ -41,26 +41,26 @@ def serves_its_class(kernel: Kernel, setting: Setting, base: Case) -> Outcome:
         problems = other.problems(duplicate(other.call), other.truth(), first.run)
         if problems:
             text = f"the plan of {first.call.text} serves {other.call.text}, too, and there: {'; '.join(problems)}"
-            return Outcome("wrong", f"{text}. Read in load what the callable depends on, or facts.only_this_call()")
+            return Finding("wrong", f"{text}. Read in load what the callable depends on, or facts.only_this_call()")
         tried += 1
         if tried == CALLS_OF_A_CLASS:
             break
-    return Outcome("passed", f"{tried} other sizes") if tried else Outcome("not tried", "no other case finds its plan")
+    return Finding("passed", f"{tried} other sizes") if tried else Finding("not tried", "no other case finds its plan")
 
 
-def _above(setting: Setting, base: Case) -> Case:
+def _above(setting: CheckSetting, base: Case) -> Case:
     """The case with sizes that have neighbours in their class: 2 is the smallest."""
     return resized(setting.operation, base, {axis: max(size, 2) for axis, size in base.sizes.items()})
 
 
-def _taken(kernel: Kernel, setting: Setting, cases: Iterator[Case] | list[Case]) -> Iterator[tuple[Trial, Case]]:
+def _taken(kernel: Kernel, setting: CheckSetting, cases: Iterator[Case] | list[Case]) -> Iterator[tuple[Trial, Case]]:
     for case in cases:
         trial = setting.attempt(kernel, case)
         if trial is not None and not trial.reasons and 0 not in case.sizes.values():
             yield trial, case
 
 
-def _of_the_class(setting: Setting, base: Case) -> Iterator[Case]:
+def _of_the_class(setting: CheckSetting, base: Case) -> Iterator[Case]:
     """The case with one size changed within its class, alone and with those that go with it: a little, and far."""
     for axis, size in base.sizes.items():
         together = tied(setting.operation, axis)

@@ -21,8 +21,8 @@ from layerzero.testing import execution, gradients, randomness
 from layerzero.testing.compare import call_dtype, check, draws
 from layerzero.testing.generate import RandomCall, drawn_numbers, function_of, random_call
 from layerzero.testing.memory import FORMS, reshaped
-from layerzero.testing.single_run import Outcome, Trial, attempt, build, duplicate, raised
-from layerzero.testing.sizes import Setting, cuts, fits, with_axis, within
+from layerzero.testing.single_run import Finding, Trial, attempt, build, duplicate, raised
+from layerzero.testing.sizes import CheckSetting, cuts, fits, with_axis, within
 
 __all__ = ["PASSED", "RAISED", "REFUSED", "WRONG", "Found", "case_of", "fits", "look"]
 
@@ -49,7 +49,7 @@ def look(
     kernel: Kernel,
     operation: Operation,
     call: RandomCall | None,
-    setting: Setting,
+    setting: CheckSetting,
     case: Case | None,
     note: Note = lambda _: None,
 ) -> Found:
@@ -86,7 +86,7 @@ def _base(
     kernel: Kernel,
     operation: Operation,
     call: RandomCall | None,
-    setting: Setting,
+    setting: CheckSetting,
     case: Case | None,
     note: Note,
 ) -> tuple[Trial | None, str]:
@@ -130,7 +130,7 @@ class _Tally:
         return None
 
 
-def _ways(kernel: Kernel, base: Trial) -> Iterator[tuple[str, Callable[[Trial], Outcome]]]:
+def _ways(kernel: Kernel, base: Trial) -> Iterator[tuple[str, Callable[[Trial], Finding]]]:
     operation, dtype = base.facts.operation, call_dtype(base.routed)
     yield "results of their own", execution.results_of_their_own
     if draws(operation):
@@ -169,7 +169,7 @@ def _forms(kernel: Kernel, operation: Operation, base: Trial) -> Iterator[tuple[
                 yield text, trial
 
 
-def _drawn(kernel: Kernel, setting: Setting) -> Iterator[tuple[str, Trial]]:
+def _drawn(kernel: Kernel, setting: CheckSetting) -> Iterator[tuple[str, Trial]]:
     """The first random calls of conformance that the kernel takes, of any size: large values, masks, odd strides."""
     taken = 0
     for number in drawn_numbers(setting.operation, setting.dtype, 0, DRAWS):
@@ -184,7 +184,7 @@ def _drawn(kernel: Kernel, setting: Setting) -> Iterator[tuple[str, Trial]]:
             return
 
 
-def _ends(kernel: Kernel, setting: Setting, case: Case) -> Iterator[tuple[str, Trial]]:
+def _ends(kernel: Kernel, setting: CheckSetting, case: Case) -> Iterator[tuple[str, Trial]]:
     """Calls with one axis at either end of its power of two."""
     for axis, size in case.sizes.items():
         if size < 1:
@@ -196,7 +196,7 @@ def _ends(kernel: Kernel, setting: Setting, case: Case) -> Iterator[tuple[str, T
                 yield trial
 
 
-def _first(kernel: Kernel, setting: Setting, case: Case, axis: str, sizes: list[int]) -> tuple[str, Trial] | None:
+def _first(kernel: Kernel, setting: CheckSetting, case: Case, axis: str, sizes: list[int]) -> tuple[str, Trial] | None:
     for size in sizes:
         for changed in with_axis(setting.operation, case, axis, size):
             trial = _trial(kernel, setting, within(setting.operation, changed, setting.device, keep=axis))
@@ -205,7 +205,7 @@ def _first(kernel: Kernel, setting: Setting, case: Case, axis: str, sizes: list[
     return None
 
 
-def _trial(kernel: Kernel, setting: Setting, case: Case | None) -> Trial | None:
+def _trial(kernel: Kernel, setting: CheckSetting, case: Case | None) -> Trial | None:
     return None if case is None else setting.attempt(kernel, case)
 
 

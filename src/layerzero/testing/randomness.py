@@ -20,8 +20,8 @@ from layerzero.engine.reference import as_tuple, moved
 from layerzero.testing import compare
 from layerzero.testing.compare import draws, seeded
 from layerzero.testing.generate import RandomCall
-from layerzero.testing.single_run import Outcome, Trial, attempt, duplicate, raised
-from layerzero.testing.sizes import Setting, cheap_case, resized
+from layerzero.testing.single_run import Finding, Trial, attempt, duplicate, raised
+from layerzero.testing.sizes import CheckSetting, cheap_case, resized
 
 DRAWS = 100_000
 """Draws of a chi-square test, all rows together: 2 % of a row's draws that go astray then show beyond any doubt."""
@@ -43,7 +43,7 @@ def row_axis(operation: Operation) -> str:
     return next((axis.name for axis in operation.schema.axes if axis.apart), "")
 
 
-def few_rows(kernel: Kernel, setting: Setting, base: Case) -> Trial | None:
+def few_rows(kernel: Kernel, setting: CheckSetting, base: Case) -> Trial | None:
     """A call with few rows of few places: every place is drawn often then. None where rows cannot be repeated."""
     operation, axis = setting.operation, row_axis(setting.operation)
     if axis not in base.sizes:
@@ -55,16 +55,16 @@ def few_rows(kernel: Kernel, setting: Setting, base: Case) -> Trial | None:
     return setting.attempt(kernel, base)
 
 
-def drawn_fairly(trial: Trial) -> Outcome:
+def drawn_fairly(trial: Trial) -> Finding:
     """Draws of the same rows come as often as their probabilities say, for every result that is drawn."""
     rows = _with_rows(trial)
     if rows is None or rows.reasons:
-        return Outcome("refused", rows.codes if rows else "no call with an axis of rows")
+        return Finding("refused", rows.codes if rows else "no call with an axis of rows")
     for name in draws(rows.facts.operation):
         outcome = _one_result(rows, name)
         if outcome.status != "passed":
             return outcome
-    return Outcome("passed", f"{DRAWS} draws")
+    return Finding("passed", f"{DRAWS} draws")
 
 
 def _with_rows(trial: Trial) -> Trial | None:
@@ -80,10 +80,10 @@ def _with_rows(trial: Trial) -> Trial | None:
     return attempt(trial.kernel, operation, call)
 
 
-def _one_result(trial: Trial, name: str) -> Outcome:
+def _one_result(trial: Trial, name: str) -> Finding:
     operation, axis = trial.facts.operation, row_axis(trial.facts.operation)
     if not axis:
-        return Outcome("not tried", "no axis of the operation is worked on apart, along which rows could be repeated")
+        return Finding("not tried", "no axis of the operation is worked on apart, along which rows could be repeated")
     output = next(each for each in operation.schema.outputs if each.name == name)
     place = output.shape_vars.index(axis) if axis in output.shape_vars else 0
     judge, given = trial.truth().judges[name]
@@ -91,17 +91,17 @@ def _one_result(trial: Trial, name: str) -> Outcome:
     probabilities, support = (each.movedim(place, 0) for each in given.basis)
     said = ((probabilities > 0) == support).all(-1).flatten() & ~probabilities.isnan().any(-1).flatten()
     if not said.any():
-        return Outcome("not tried", "its probabilities say nothing of any row")
+        return Finding("not tried", "its probabilities say nothing of any row")
     rows, count = probabilities.shape[0], probabilities.shape[-1]
     flat = probabilities.reshape(-1, count)
     counts = torch.zeros_like(flat, dtype=torch.int64)
     many = _repeated_as_often_as_it_takes(trial, axis, rows, probabilities.numel())
-    if isinstance(many, Outcome):
+    if isinstance(many, Finding):
         return many
     repeated, copies = many
     calls = math.ceil(DRAWS / (copies * len(flat)))
     if calls > CALLS:
-        return Outcome("not tried", f"{copies * len(flat)} rows at once: {DRAWS} draws would take {calls} calls")
+        return Finding("not tried", f"{copies * len(flat)} rows at once: {DRAWS} draws would take {calls} calls")
     at = [each.name for each in operation.schema.results(repeated.routed.arguments)].index(name)
     wanted = compare.fakes(repeated.routed)[at]
     with seeded(SEED, trial.facts.device.torch_type):
@@ -109,25 +109,25 @@ def _one_result(trial: Trial, name: str) -> Outcome:
             try:
                 result = as_tuple(repeated.run(**arguments))
             except Exception as error:  # noqa: BLE001  # whatever a kernel raises is a finding
-                return Outcome("wrong", raised(error))
+                return Finding("wrong", raised(error))
             got = result[at] if at < len(result) else None
             problem = compare.kind_problem(got, wanted, wanted.dtype, flat.device)
             if problem or got is None:
-                return Outcome("wrong", f"{name}: {problem}; {repeated.call.text}")
+                return Finding("wrong", f"{name}: {problem}; {repeated.call.text}")
             ids = judge.places(given.canonical(got)).movedim(place, 0)
             ids = ids.reshape(rows, copies, *ids.shape[1:]).movedim(1, -1).reshape(len(flat), -1)
             if bool(((ids < 0) | (ids >= count)).any()):
-                return Outcome("wrong", f"{name}: wanted {count} places, got {int(ids.min())} and up")
+                return Finding("wrong", f"{name}: wanted {count} places, got {int(ids.min())} and up")
             offset = torch.arange(len(flat), device=ids.device).unsqueeze(1) * count
             counts += torch.bincount((ids + offset).flatten(), minlength=counts.numel()).view_as(counts)
     never = counts[said] * (flat[said] == 0)
     if never.any():
-        return Outcome("wrong", f"{name}: {int(never.sum())} of {int(counts[said].sum())} draws cannot come")
+        return Finding("wrong", f"{name}: {int(never.sum())} of {int(counts[said].sum())} draws cannot come")
     problem = judge.unlikely(counts[said], flat[said])
-    return Outcome("wrong", f"{name}: {problem}; {repeated.call.text}") if problem else Outcome("passed")
+    return Finding("wrong", f"{name}: {problem}; {repeated.call.text}") if problem else Finding("passed")
 
 
-def _repeated_as_often_as_it_takes(trial: Trial, axis: str, rows: int, elements: int) -> tuple[Trial, int] | Outcome:
+def _repeated_as_often_as_it_takes(trial: Trial, axis: str, rows: int, elements: int) -> tuple[Trial, int] | Finding:
     """The call with every row repeated, as often as the kernel takes at once; and how often that is."""
     copies = max(min(math.ceil(DRAWS / rows), ELEMENTS // max(elements, 1)), 1)
     while True:
@@ -136,7 +136,7 @@ def _repeated_as_often_as_it_takes(trial: Trial, axis: str, rows: int, elements:
         if many is not None and not many.reasons:
             return many, copies
         if copies == 1:
-            return Outcome("refused", many.codes if many else "no call")
+            return Finding("refused", many.codes if many else "no call")
         copies //= 2
 
 
@@ -177,7 +177,7 @@ def _seeded_calls(call: RandomCall, operation: Operation, calls: int) -> Iterato
         yield {**call.arguments, **generators, **dict.fromkeys(numbers, SEED + number)}
 
 
-def holds(trial: Trial, claim: Property) -> Outcome:
+def holds(trial: Trial, claim: Property) -> Finding:
     """Run a call as often as a property asks, and check what it says of the results."""
     truth = compare.for_kernel(compare.expected(trial.call), trial.kernel)
     routed = trial.routed
@@ -194,20 +194,20 @@ def holds(trial: Trial, claim: Property) -> Outcome:
             if chosen != before:
                 other = attempt(trial.kernel, trial.facts.operation, call)
                 if other is None or other.reasons:
-                    return Outcome("refused", other.codes if other else "no call with what it adds")
+                    return Finding("refused", other.codes if other else "no call with what it adds")
                 running, before = other, chosen
             try:
                 result = as_tuple(running.run(**call.arguments))
             except Exception as error:  # noqa: BLE001  # whatever a kernel raises is a finding
-                return Outcome("wrong", f"{raised(error)}; {call.text}")
+                return Finding("wrong", f"{raised(error)}; {call.text}")
             problem = _unlike(result, truth)
             if problem:
-                return Outcome("wrong", problem)
+                return Finding("wrong", problem)
             results.append(_canonical(result, trial))
     problem = claim.check(results, _canonical(truth.results, trial), given)
     if problem:
-        return Outcome("wrong", f"{problem}; {claim.reason}" if claim.reason else problem)
-    return Outcome("passed", f"{len(claim.runs)} runs")
+        return Finding("wrong", f"{problem}; {claim.reason}" if claim.reason else problem)
+    return Finding("passed", f"{len(claim.runs)} runs")
 
 
 def _unlike(result: tuple[Any, ...], truth: compare.Expected) -> str:

@@ -37,7 +37,7 @@ _ALL_THREADS = torch.get_num_threads()
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Finding:
     """What came of a check: a status of :mod:`layerzero.testing.report`, and what there is to say about it."""
 
     status: str
@@ -88,13 +88,13 @@ class Trial:
         """What the call should give, with the kernel's own tolerance where that is wider."""
         return for_kernel(expected(self.call), self.kernel)
 
-    def outcome(self, truth: Expected | None = None) -> Outcome:
+    def outcome(self, truth: Expected | None = None) -> Finding:
         """Run it on a copy of the arguments and compare with float64; refused if it may not run."""
         if self.reasons:
-            return Outcome("refused", self.codes)
+            return Finding("refused", self.codes)
         truth = truth or self.truth()
         problems = self.problems(duplicate(self.call), truth)
-        return Outcome("wrong", "; ".join(problems)) if problems else Outcome("passed")
+        return Finding("wrong", "; ".join(problems)) if problems else Finding("passed")
 
     def problems(self, call: RandomCall, truth: Expected, run: Callable[..., Any] | None = None) -> list[str]:
         """What is wrong when the plan, or ``run``, runs a call of the same shapes; what it raises is a problem, too."""

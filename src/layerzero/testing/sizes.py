@@ -35,7 +35,7 @@ _SMALL_LAST = (16, 32, 64)
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class CheckSetting:
     """What every call of a check has in common."""
 
     operation: Operation
@@ -130,7 +130,7 @@ def with_axis(operation: Operation, case: Case, axis: str, size: int) -> Iterato
         yield resized(operation, case, dict.fromkeys(group, size))
 
 
-def base_case(kernel: Kernel, setting: Setting) -> tuple[Case, Trial | None]:
+def base_case(kernel: Kernel, setting: CheckSetting) -> tuple[Case, Trial | None]:
     """The smallest case that a kernel may run, cut to the limits of its sizes where none fits as it is.
 
     The trial has reasons where the kernel takes none of them.
@@ -165,7 +165,7 @@ def nearest_legal(limit: Dim, size: int) -> int:
     return max(size, least + -least % step)
 
 
-def cheap_case(kernel: Kernel, setting: Setting, case: Case) -> Case:
+def cheap_case(kernel: Kernel, setting: CheckSetting, case: Case) -> Case:
     """The case with every axis cut down as far as it stays a call that the kernel takes without more adapting."""
     required = setting.operation.schema.required
     named = {axis for tensor in required for axis in tensor.shape_vars[:-1]}  # all but the axis of a row's elements
@@ -191,7 +191,7 @@ def cheap_case(kernel: Kernel, setting: Setting, case: Case) -> Case:
     return case
 
 
-def _taken(kernel: Kernel, setting: Setting, case: Case, adaptations: int) -> bool:
+def _taken(kernel: Kernel, setting: CheckSetting, case: Case, adaptations: int) -> bool:
     trial = setting.attempt(kernel, case)
     return trial is not None and not trial.reasons and len(trial.candidate.adaptations) <= adaptations
 

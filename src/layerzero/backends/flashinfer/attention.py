@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.flashinfer.modules import Variant, build_key, compiled_for, planned, prebuilt
-from layerzero.backends.flashinfer.plan import PLANS, Plan, plan_before_capture, plan_key
+from layerzero.backends.flashinfer.plan import PLANS, FlashInferPlan, plan_before_capture, plan_key
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts, TensorFacts
 from layerzero.core.kernel import Backend, Kernel
@@ -125,7 +125,7 @@ def _load_single(backend: str, facts: Facts) -> Callable[..., Any]:
 
 
 def _load_batch(backend: str, facts: Facts) -> Callable[..., Any]:
-    plan: Plan = PLANS.get(*plan_key(backend)(facts), capturing=bool(facts["capturing"]))
+    plan: FlashInferPlan = PLANS.get(*plan_key(backend)(facts), capturing=bool(facts["capturing"]))
     variant = Variant.of(facts)
     batch, seq_q, seq_k, heads, value_dim = (
         facts.size(name) for name in ("batch", "seq_q", "seq_k", "heads", "value_dim")

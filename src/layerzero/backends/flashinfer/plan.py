@@ -28,7 +28,7 @@ from layerzero.core.limit import Limit
 from layerzero.core.system import forking
 
 
-class Plan(NamedTuple):
+class FlashInferPlan(NamedTuple):
     """A planned module and the constants of its shape."""
 
     module: Any
@@ -42,7 +42,7 @@ class Plan(NamedTuple):
 
 def _plan(
     backend: str, arguments: tuple[Any, ...], index: int, sizes: tuple[int, int, int, int, int], causal: bool, left: int
-) -> Plan:
+) -> FlashInferPlan:
     """Plan for equal lengths; waits for the device, since the plan is copied there from memory that is then freed."""
     from flashinfer.prefill import get_batch_prefill_module
 
@@ -69,7 +69,7 @@ def _plan(
         info = module.plan(scratch, integers, staging, queries, keys, lengths, *shape, *splitting)
         masks = torch.arange(batch + 1, dtype=torch.int32) * -(-seq_q * seq_k // 8)
         constants = queries.to(device), keys.to(device), masks.to(device)
-        plan = Plan(module, info, integers, *constants, max(scratch_bytes, 1))
+        plan = FlashInferPlan(module, info, integers, *constants, max(scratch_bytes, 1))
         torch.cuda.current_stream().synchronize()
     return plan
 

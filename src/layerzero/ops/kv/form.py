@@ -95,7 +95,7 @@ SCALES = ("tensor", "head", "token")
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class CacheForm:
     """The sizes of a cache, and how it was decided where its tokens lie."""
 
     planes: tuple[Plane, ...]
@@ -123,7 +123,7 @@ def form_of(
     strategy: KVCacheStrategy | str | None,
     captured: bool,
     scales: str | None,
-) -> Form:
+) -> CacheForm:
     """Check the form of a cache, and choose its strategy.
 
     Raises: InvalidCallError for sizes that mean nothing; KVCacheError for a strategy that cannot be had.
@@ -206,7 +206,7 @@ def form_of(
                 problem = "scales: wanted 'tensor' or 'head' for a virtual cache, all of one dtype, got 'token'"
                 raise InvalidCallError("KVCache", [problem])
             planes += scale_planes(page_size, kv_heads)
-    return Form(planes, layers, pages, page_size, layout, where, choice)
+    return CacheForm(planes, layers, pages, page_size, layout, where, choice)
 
 
 def _absence_problems(device: torch.device) -> list[str]:

@@ -19,7 +19,7 @@ from layerzero.ops.kv.strategy import KVCacheError
 
 
 @dataclass(slots=True)
-class Entry:
+class CachedSequence:
     """One sequence: its pages in order, its tokens, and what was swapped to the host where it is not on the device.
 
     Pages are an array of int32, as a row of a block table is: a step copies it, whatever its length.
@@ -37,7 +37,7 @@ class Entry:
 class Growth:
     """What a step adds to one sequence, so that it can be taken back."""
 
-    entry: Entry
+    entry: CachedSequence
     before: int
     added: list[int]
     replaced: int | None = None
@@ -59,7 +59,7 @@ class Book:
     def __init__(self, pages: int, page_size: int) -> None:
         self.pages, self.page_size = pages, page_size
         self.users = [0] * pages
-        self.entries: dict[Hashable, Entry] = {}
+        self.entries: dict[Hashable, CachedSequence] = {}
         self._free = list(range(pages))
         self._names = 0
         self.returned = 0
@@ -86,17 +86,17 @@ class Book:
             raise KVCacheError(f"wanted a name with a hash, such as a number or a string, got {told(name)}")
         if name in self.entries:
             raise KVCacheError(f"wanted a name that no sequence has, got {told(name)}; free that one first")
-        self.entries[name] = Entry()
+        self.entries[name] = CachedSequence()
         return name
 
-    def entry(self, name: Hashable) -> Entry:
+    def entry(self, name: Hashable) -> CachedSequence:
         """A sequence that is on the device. Raises: KVCacheError for one that is unknown or swapped to the host."""
         found = self.known(name)
         if found.swapped is not None:
             raise KVCacheError(f"wanted a sequence on the device, got {told(name)} on the host; swap_in() first")
         return found
 
-    def known(self, name: Hashable) -> Entry:
+    def known(self, name: Hashable) -> CachedSequence:
         """A sequence, wherever it is. Raises: KVCacheError for one that is unknown."""
         try:
             return self.entries[name]
@@ -104,7 +104,7 @@ class Book:
             names = ", ".join(map(told, list(self.entries)[:6])) or "none"
             raise KVCacheError(f"wanted a sequence that was allocated ({names}), got {told(name)}") from None
 
-    def grow(self, entries: Sequence[Entry], counts: Sequence[int]) -> list[Growth]:
+    def grow(self, entries: Sequence[CachedSequence], counts: Sequence[int]) -> list[Growth]:
         """Make room for new tokens of several sequences, for all or for none.
 
         Raises: KVCacheError with KV_CACHE_EXHAUSTED where there are too few pages; nothing is changed then.
@@ -188,7 +188,7 @@ class Book:
             self.users[page] += 1
         return made
 
-    def shrink(self, entry: Entry, tokens: int) -> list[int]:
+    def shrink(self, entry: CachedSequence, tokens: int) -> list[int]:
         """Forget the tokens behind the first so many; the pages that are free now."""
         keep = self._blocks(tokens)
         gone, entry.pages = entry.pages[keep:], entry.pages[:keep]

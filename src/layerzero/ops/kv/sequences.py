@@ -16,7 +16,7 @@ from layerzero.core.reasons import ReasonCode
 from layerzero.core.system import forking
 from layerzero.ops.kv.form import form_of
 from layerzero.ops.kv.layer import CacheLayer, LatentLayer, SplitLayer
-from layerzero.ops.kv.page_table import Book, Entry, Growth, has_hash
+from layerzero.ops.kv.page_table import Book, CachedSequence, Growth, has_hash
 from layerzero.ops.kv.step import CacheStep
 from layerzero.ops.kv.storage import Fixed, Virtual, copy_pages
 from layerzero.ops.kv.strategy import GONE, KVCacheError, KVCacheStrategy
@@ -246,7 +246,7 @@ class CachedSequences(Bundle):
 
     def _asked(
         self, names: tuple[Hashable, ...], counts: tuple[int, ...], blocks: int | None, reuse: CacheStep | None
-    ) -> list[Entry]:
+    ) -> list[CachedSequence]:
         """The sequences of a step, once it is sure that it can be one."""
         problems = [
             f"counts: wanted numbers of at least 0, got {told(each)}"
@@ -284,7 +284,7 @@ class CachedSequences(Bundle):
             raise InvalidCallError("KVCache.writing", problems)
         return entries
 
-    def _grown(self, entries: Sequence[Entry], counts: Sequence[int]) -> list[Growth]:
+    def _grown(self, entries: Sequence[CachedSequence], counts: Sequence[int]) -> list[Growth]:
         """Pages and memory for new tokens; what others share is copied."""
         growths = self._book.grow(entries, counts)
         try:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
-from layerzero.ops.kv.page_table import Entry, Growth
+from layerzero.ops.kv.page_table import CachedSequence, Growth
 from layerzero.ops.kv.strategy import KVCacheError
 from layerzero.ops.paged.slots import numpy_here, slots_of_rows
 from layerzero.ops.paged.step import StepMetadata
@@ -44,7 +44,7 @@ class CacheStep(StepMetadata):
         cache: CachedSequences,
         sequences: Sequence[Hashable],
         counts: Sequence[int],
-        entries: Sequence[Entry],
+        entries: Sequence[CachedSequence],
         growths: list[Growth],
         *,
         blocks: int | None,
@@ -71,7 +71,7 @@ class CacheStep(StepMetadata):
             pages=cache.pages,
         )
 
-    def _fill(self, entries: Sequence[Entry], counts: Sequence[int]) -> tuple[Tensor, ...]:
+    def _fill(self, entries: Sequence[CachedSequence], counts: Sequence[int]) -> tuple[Tensor, ...]:
         """Send tables, lengths, starts and slots, and note whose they are."""
         host = self._packed.fill([entry.pages for entry in entries], [entry.length for entry in entries], counts)
         self.returned, self.known = self.cache.returned, [(entry, entry.returned) for entry in entries]
@@ -98,7 +98,7 @@ class CacheStep(StepMetadata):
         first = torch.repeat_interleave(lens.long() - starts[1:], counts)
         return (first + torch.arange(int(starts[-1]))).to(self.cache.device)
 
-    def begin(self, counts: Sequence[int], entries: Sequence[Entry], growths: list[Growth]) -> None:
+    def begin(self, counts: Sequence[int], entries: Sequence[CachedSequence], growths: list[Growth]) -> None:
         """Take the next tokens of the same sequences, in the same buffers."""
         host = self._fill(entries, counts)
         self.counts, self._growths, self.moves, self.is_open = tuple(counts), growths, self.cache.moves, True

@@ -31,7 +31,7 @@ class _Argument(NamedTuple):
     text: str = ""
 
 
-class _Kept(NamedTuple):
+class _KeptArguments(NamedTuple):
     """What a function keeps of a row: the end of its first sentence, more of it, its arguments, and where from."""
 
     summary: str
@@ -60,22 +60,22 @@ def _share(name: str, of_what: str, ends: str) -> _Argument:
 _LIKELIEST = "the likeliest place, 1 and more all"
 
 _KEPT = {
-    "categorical": _Kept("a place of each row by its probability"),
-    "topk": _Kept("a place of each row among the top_k likeliest", _TIES, (_TOP_K,), "arXiv:1805.04833"),
-    "topp": _Kept(
+    "categorical": _KeptArguments("a place of each row by its probability"),
+    "topk": _KeptArguments("a place of each row among the top_k likeliest", _TIES, (_TOP_K,), "arXiv:1805.04833"),
+    "topp": _KeptArguments(
         "a place of each row among the likeliest that have the share top_p together",
         "A place is kept if those that are likelier have less than top_p together: at least one, and all equals of "
         "the last.",
         (_share("top_p", "", _LIKELIEST),),
         "arXiv:1904.09751",
     ),
-    "minp": _Kept(
+    "minp": _KeptArguments(
         "a place of each row among those at least min_p times as likely as the likeliest",
         "",
         (_share("min_p", " of the likeliest place's probability", "all, 1 and more the likeliest place"),),
         "arXiv:2407.01082",
     ),
-    "topk_topp": _Kept(
+    "topk_topp": _KeptArguments(
         "a place among the top_k likeliest, and of these among those that have the share top_p",
         "A place is kept if fewer than top_k are likelier, and if those that are likelier have less than the share\n"
         "    top_p of what such places have together: top-k first, then top-p of the rest, as engines do.",

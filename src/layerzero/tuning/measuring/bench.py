@@ -26,8 +26,8 @@ from layerzero.engine.functions import CALLS
 from layerzero.engine.policy import names_kernel
 from layerzero.testing.generate import RandomCall
 from layerzero.tuning.measuring.admission import Ceiling, ceiling
-from layerzero.tuning.measuring.clocks import Clock, Device, Run, cache_bytes, copies_needed, device_times
-from layerzero.tuning.measuring.contest import Contest, Entry, contest, plan_in_a_capture, torch_default, window
+from layerzero.tuning.measuring.clocks import Clock, DeviceClock, Run, cache_bytes, copies_needed, device_times
+from layerzero.tuning.measuring.contest import Contest, ContestEntry, contest, plan_in_a_capture, torch_default, window
 from layerzero.tuning.measuring.jobs import Job
 from layerzero.tuning.measuring.timing import Effort, carried, measurement
 
@@ -37,7 +37,7 @@ MOST_BYTES = 4 * 2**30
 UNSAFE = "its kernel is not graph-safe"
 
 
-class Timed(StrEnum):
+class TimedBy(StrEnum):
     """What a call's time is."""
 
     CALL = "call"
@@ -69,7 +69,7 @@ def on_device(
     *,
     beside: str = "",
     samples: int = 10,
-    graphs: Device | None = None,
+    graphs: DeviceClock | None = None,
     cache: int | None = None,
 ) -> dict[str, OnDevice]:
     """Time what the device needs for a call, by kernels that ran it and were right.
@@ -164,7 +164,7 @@ class Line:
 
     Attributes:
         name: the kernel's id, or :data:`TORCH`.
-        status: what became of it, a :class:`layerzero.tuning.measuring.contest.Status`.
+        status: what became of it, a :class:`layerzero.tuning.measuring.contest.ContestStatus`.
         chosen: whether LayerZero chose it before anything was measured here.
         median_us, p95_us, noise, samples, first_call_us: its times, None where it has none.
         gb_s, tflop_s: by the operation's declared work.
@@ -199,16 +199,16 @@ class Line:
     device_detail: str = ""
     events_us: float | None = None
 
-    def by(self, timed: Timed) -> float | None:
+    def by(self, timed: TimedBy) -> float | None:
         """The time that lines are compared by."""
-        return self.device_us if timed is Timed.DEVICE else self.median_us
+        return self.device_us if timed is TimedBy.DEVICE else self.median_us
 
-    def gain_over(self, other: Line, timed: Timed) -> float | None:
+    def gain_over(self, other: Line, timed: TimedBy) -> float | None:
         """How many times as long the other takes, as far as samples say so; 1 within the noise, None without times."""
         own_us, other_us = self.by(timed), other.by(timed)
         if not own_us or not other_us:
             return None
-        if timed is Timed.DEVICE:  # a device's time is no part of what the noise of calls tells
+        if timed is TimedBy.DEVICE:  # a device's time is no part of what the noise of calls tells
             return other_us / own_us
         return carried(own_us, other_us, self.noise, other.noise) or 1.0
 
@@ -237,7 +237,7 @@ class Benched:
     refused: dict[str, tuple[Reason, ...]]
     chosen: str | None
     condition: str = ""
-    timed: Timed = Timed.CALL
+    timed: TimedBy = TimedBy.CALL
 
     @property
     def rough(self) -> str:
@@ -270,7 +270,7 @@ def bench(
     clock: Clock,
     leave_out: Sequence[str] = (),
     only: Sequence[str] = (),
-    timed: Timed = Timed.CALL,
+    timed: TimedBy = TimedBy.CALL,
     passed: Callable[[], bool] = lambda: False,
 ) -> Benched:
     """Measure one call; its times are not remembered, and the choice shown is the one before.
@@ -298,7 +298,7 @@ def bench(
     lines = [_line(entry, before.kernel_id) for entry in found.entries]
     if default is not None:
         lines.append(_of_torch(found))
-    if timed is not Timed.CALL:
+    if timed is not TimedBy.CALL:
         ran = {line.name for line in lines if line.median_us is not None}
         beside_name = TORCH if default is not None else ""
         alone = on_device(call, found.report, ran, beside=beside_name, samples=effort.samples)
@@ -321,7 +321,7 @@ def _named(patterns: Sequence[str], kernel: Kernel) -> bool:
     return any(names_kernel(pattern, kernel) for pattern in patterns)
 
 
-def _line(entry: Entry, chosen: str | None) -> Line:
+def _line(entry: ContestEntry, chosen: str | None) -> Line:
     kernel, measured = entry.kernel.id, entry.measurement
     if measured is None:
         return Line(kernel, str(entry.status), kernel == chosen, error=entry.error, detail=entry.detail)

@@ -215,7 +215,7 @@ LEAD = 2
 """Replays before the first event: the queue is full by then."""
 
 
-class Device(Protocol):
+class DeviceClock(Protocol):
     """What captures and times; a test brings its own."""
 
     def captured(self, calls: Sequence[Run]) -> Run:
@@ -302,7 +302,7 @@ def device_times(
     *,
     about_us: Mapping[str, float] | None = None,
     samples: int = 10,
-    device: Device | None = None,
+    device: DeviceClock | None = None,
     seed: int = 0,
 ) -> dict[str, DeviceTime]:
     """Time what the device needs for calls, side by side: a sample of each in turn, in an order drawn anew.
@@ -353,7 +353,7 @@ def device_time_us(
     others: Sequence[Run] = (),
     about_us: float | None = None,
     samples: int = 10,
-    device: Device | None = None,
+    device: DeviceClock | None = None,
 ) -> float | None:
     """Microseconds that the device needs for a call; None where it cannot be captured into a CUDA graph.
 

@@ -21,7 +21,7 @@ from layerzero.core.plan import Report
 from layerzero.engine.failures import out_of_memory
 from layerzero.engine.jit import BUILT
 from layerzero.tuning.keeping.machine_state import needed_bytes, too_large
-from layerzero.tuning.measuring.bench import Benched, Timed, bench
+from layerzero.tuning.measuring.bench import Benched, TimedBy, bench
 from layerzero.tuning.measuring.clocks import Clock, CpuClock
 from layerzero.tuning.measuring.jobs import Job, long_last
 from layerzero.tuning.measuring.loop import NO_TIME, Children, Pairs, TensorParty, run_loop
@@ -49,7 +49,7 @@ TIME_OVER = "the time was over"
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class ComparisonStep:
     """Called before and after each call.
 
     Attributes:
@@ -114,9 +114,9 @@ class Compared:
 class _Comparison(TensorParty):
     """One comparison as it goes on."""
 
-    timed: Timed
+    timed: TimedBy
     is_long: Callable[[Job], bool]
-    told: Callable[[Looked], None]
+    told: Callable[[ComparisonStep], None]
     time_to_build: Callable[[], bool]
     found: dict[int, Benched] = field(default_factory=dict)
     waits: dict[int, set[str]] = field(default_factory=dict)
@@ -144,15 +144,15 @@ class _Comparison(TensorParty):
         """On a CPU the measuring waits for builds."""
         if children.parallel:
             return False
-        self.told(Looked(job, number, len(self.jobs), self.deadline.left_s, builds=children.open))
+        self.told(ComparisonStep(job, number, len(self.jobs), self.deadline.left_s, builds=children.open))
         return True
 
     def look(self, number: int, job: Job, todo: int, *, again: bool = False) -> str:
         """Measure a call, and tell of it before and after."""
         place = job, number, len(self.jobs)
-        self.told(Looked(*place, self.deadline.left_s, again=again))
+        self.told(ComparisonStep(*place, self.deadline.left_s, again=again))
         why = self._measure(number, job, todo)
-        self.told(Looked(*place, self.deadline.left_s, None if why else self.found[number], why, again=again))
+        self.told(ComparisonStep(*place, self.deadline.left_s, None if why else self.found[number], why, again=again))
         if why not in ("", NO_TIME) and not again:
             self.skipped[job.name] = why
         self.rest()
@@ -222,10 +222,10 @@ def compare(
     deadline: Deadline,
     leave_out: Sequence[str] = (),
     only: Sequence[str] = (),
-    timed: Timed = Timed.CALL,
+    timed: TimedBy = TimedBy.CALL,
     modules: Sequence[str] = (),
     is_long: Callable[[Job], bool] = lambda _: False,
-    told: Callable[[Looked], None] = lambda _: None,
+    told: Callable[[ComparisonStep], None] = lambda _: None,
 ) -> Compared:
     """Measure calls in their order until the time is over; the arguments are those of ``bench``.
 

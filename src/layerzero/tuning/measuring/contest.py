@@ -63,7 +63,7 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ContestEntry:
     """One kernel in a contest.
 
     Attributes:
@@ -116,7 +116,7 @@ class Contest:
 
     name: str
     report: Report
-    entries: tuple[Entry, ...]
+    entries: tuple[ContestEntry, ...]
     others: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     @property
@@ -139,12 +139,12 @@ class Contest:
         }
 
     @property
-    def best(self) -> Entry | None:
+    def best(self) -> ContestEntry | None:
         """The fastest, None if none has a time."""
         return self.entries[0] if self.entries and self.entries[0].measurement is not None else None
 
     @property
-    def contenders(self) -> tuple[Entry, ...]:
+    def contenders(self) -> tuple[ContestEntry, ...]:
         """Those that may be the best one, however slow the host was: kernels that come later are timed against them.
 
         A time replaces the one before it. Where the fastest alone was timed again, while the host took twice as long,
@@ -225,7 +225,7 @@ def contest(
         entrants = taking_part(report, leave_out, only, graph=graph)
         guilty = banned or {}
         out = [
-            Entry(each.kernel, guilty[each.kernel.id][0], None, guilty[each.kernel.id][1])
+            ContestEntry(each.kernel, guilty[each.kernel.id][0], None, guilty[each.kernel.id][1])
             for each in report.candidates
             if each.kernel.id in guilty
         ]
@@ -242,10 +242,10 @@ def contest(
             least = least_us(candidate, report.facts, device)
             if least > quickest_us:
                 text = f"its copies alone take {least:.0f} us, another took {quickest_us:.0f}"
-                out.append(Entry(candidate.kernel, Status.HOPELESS, None, text))
+                out.append(ContestEntry(candidate.kernel, Status.HOPELESS, None, text))
                 continue
             made = _made_ready(candidate, report, call, truth, clock, graph)
-            if isinstance(made, Entry):
+            if isinstance(made, ContestEntry):
                 out.append(made)
             else:
                 ready[candidate.kernel.id] = made
@@ -264,7 +264,7 @@ def contest(
             first_call_us=each.first_call_us, graph=graph, condition=state, origin=origin,
         )  # fmt: skip
         status = Status.STOPPED if runner.stopped else Status.TIMED
-        timed.append(Entry(each.kernel, status, kept, "", each.error, tuple(runner.samples)))
+        timed.append(ContestEntry(each.kernel, status, kept, "", each.error, tuple(runner.samples)))
     timed.sort(key=lambda entry: entry.measurement.median_us if entry.measurement else 0.0)
     others = {name: tuple(raced[name].samples) for name in beside or {}}
     return Contest(call.name, report, (*timed, *out), others)
@@ -327,7 +327,7 @@ def plan_in_a_capture(kernel: Kernel, report: Report, call: RandomCall) -> tuple
 
 def _made_ready(
     candidate: Candidate, report: Report, call: RandomCall, truth: Truth, clock: Clock, graph: bool
-) -> _Ready | Entry:
+) -> _Ready | ContestEntry:
     """Load a kernel, run it for the first time, and compare it with the truth."""
     kernel, facts = candidate.kernel, report.facts
     started = time.perf_counter()
@@ -341,7 +341,7 @@ def _made_ready(
         if problems:
             ENGINE.ledger.record_verdict(kernel, facts, Verdict.WRONG)
             ENGINE.bump()
-            return Entry(kernel, Status.WRONG, None, "; ".join(problems), error)
+            return ContestEntry(kernel, Status.WRONG, None, "; ".join(problems), error)
         if kernel.jit:
             BUILT.add(kernel, facts)
         if not graph:
@@ -349,15 +349,15 @@ def _made_ready(
         inside = plan_in_a_capture(kernel, report, call)
         if isinstance(inside, str):  # it has done no wrong
             ENGINE.ledger.record_uncaptured(kernel, facts, inside)
-            return Entry(kernel, Status.UNCAPTURED, None, inside, error)
+            return ContestEntry(kernel, Status.UNCAPTURED, None, inside, error)
         return _Ready(kernel, Graphs().captured([inside[1]], before=run), first_call_us, error)
     except Exception as failure:  # whatever a kernel raises is a finding, and the others go on
         if lost_context(facts.device):
             raise
         if failures.out_of_memory(failure):
-            return Entry(kernel, Status.MEMORY, None, raised(failure))
+            return ContestEntry(kernel, Status.MEMORY, None, raised(failure))
         ENGINE.ledger.record_failure(kernel, facts, raised(failure))
-        return Entry(kernel, Status.FAILED, None, raised(failure))
+        return ContestEntry(kernel, Status.FAILED, None, raised(failure))
 
 
 def _first_result(plan: Plan, call: RandomCall) -> Any:

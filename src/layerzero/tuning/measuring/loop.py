@@ -24,7 +24,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.plan import Report
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.failures import out_of_memory
-from layerzero.engine.jit import BuildIdentity, Outcome, build_of
+from layerzero.engine.jit import BuildIdentity, BuildOutcome, build_of
 from layerzero.testing.single_run import lost_context, raised
 from layerzero.tuning.keeping.machine_state import needed_bytes
 from layerzero.tuning.measuring.clocks import Clock
@@ -210,7 +210,7 @@ class Children:
         else:
             self._futures.append(self._pool.submit(work, lambda: self._over or party.deadline.passed()))
 
-    def _built(self, kernel: Kernel, facts: Facts, outcome: Outcome) -> None:
+    def _built(self, kernel: Kernel, facts: Facts, outcome: BuildOutcome) -> None:
         build = build_of(kernel, facts)
         if outcome.log:
             self.party.unbuilt_why[build] = outcome.log.strip().splitlines()[-1]

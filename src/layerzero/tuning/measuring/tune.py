@@ -29,7 +29,7 @@ from layerzero.tuning.measuring.contest import Contest
 from layerzero.tuning.measuring.jobs import Job, Shape, default_grid, jobs_of_cases, jobs_of_shape, operations_named
 from layerzero.tuning.measuring.loop import run_loop
 from layerzero.tuning.measuring.timing import MIN_SAMPLES, Deadline, Effort
-from layerzero.tuning.measuring.tune_run import Choice, Progress, TuningRun
+from layerzero.tuning.measuring.tune_run import Progress, TunedChoice, TuningRun
 from layerzero.tuning.measuring.workload import (
     FORMAT,
     Manifest,
@@ -156,7 +156,7 @@ class Tuned:
     """
 
     contests: tuple[Contest, ...]
-    choices: tuple[Choice, ...]
+    choices: tuple[TunedChoice, ...]
     known: int
     skipped: Mapping[str, str]
     needs_bytes: Mapping[str, int]

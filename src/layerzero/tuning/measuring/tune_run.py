@@ -71,7 +71,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TunedChoice:
     """What a call gets after it was measured.
 
     Attributes:
@@ -298,7 +298,7 @@ class TuningRun(TensorParty):
             passed=self.deadline.passed,
         )
 
-    def choices(self) -> list[Choice]:
+    def choices(self) -> list[TunedChoice]:
         """What the measured calls get now that everything is recorded: what came later may have changed it.
 
         Plans that were kept because their kernel is about as good as another one go, so that calls get what is
@@ -309,14 +309,14 @@ class TuningRun(TensorParty):
             ENGINE.new_winner()
         return found
 
-    def _choice(self, found: Contest, before: str | None) -> Choice:
+    def _choice(self, found: Contest, before: str | None) -> TunedChoice:
         facts = self.served_facts(found.facts)
         evidence = costs(ENGINE.ledger.evidence(list(found.times), facts), found.times)
         confidence = min((each.confidence for each in evidence.values()), default=0.0)
         chosen = explain(facts).chosen
         builds = chosen is not None and chosen.kernel.jit and not is_kept(chosen.kernel, facts)
         too_noisy = bool(found.times) and confidence < self.usable
-        return Choice(None if chosen is None else chosen.kernel.id, confidence, too_noisy, builds, before)
+        return TunedChoice(None if chosen is None else chosen.kernel.id, confidence, too_noisy, builds, before)
 
 
 def times_the_chosen(kernel: Kernel, report: Report) -> float:

@@ -10,13 +10,13 @@ import msgspec
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.recipe import CallRecipe
-from layerzero.engine.jit import BUILT, BuildIdentity, Outcome, build_of
+from layerzero.engine.jit import BUILT, BuildIdentity, BuildOutcome, build_of
 from layerzero.testing.children import BUILD_S, End, Task, run_apart
 from layerzero.testing.process import apart_on, by_device
 from layerzero.tuning.proving.build_child import AT_ONCE, Build
 from layerzero.tuning.proving.child import homes
 
-Told = Callable[[Kernel, Facts, Outcome], None]
+Told = Callable[[Kernel, Facts, BuildOutcome], None]
 """Called with what became of a build."""
 
 
@@ -70,12 +70,12 @@ def _build(
         if end.kind != "stopped":
             kernel, facts = task.about
             hangs = end.kind == "hung" and end.started  # wherever it is stuck, the next process would wait as long
-            told(kernel, facts, Outcome(str(end), lasting=hangs or end.verdict is not None))
+            told(kernel, facts, BuildOutcome(str(end), lasting=hangs or end.verdict is not None))
 
     run_apart(
         "layerzero.tuning.proving.build_child",
         tasks,
-        found=lambda task, value: told(task.about[0], task.about[1], msgspec.convert(value, Outcome)),
+        found=lambda task, value: told(task.about[0], task.about[1], msgspec.convert(value, BuildOutcome)),
         ended=ended,
         begins=lambda task: begins(*task.about),
         at_once=at_once,

@@ -30,7 +30,7 @@ from layerzero.core.system.threads import usable_cpus
 from layerzero.engine import jit
 from layerzero.engine.config import SCOPES
 from layerzero.engine.failures import out_of_memory
-from layerzero.engine.jit import Outcome
+from layerzero.engine.jit import BuildOutcome
 from layerzero.engine.registry import REGISTRY
 from layerzero.testing.child_main import Tell
 from layerzero.testing.single_run import attempt, duplicate
@@ -75,7 +75,7 @@ def work(build: Build, tell: Tell) -> None:
             importlib.import_module(module)
         kernel = REGISTRY.kernel(build.kernel)
     except (ImportError, KeyError) as error:
-        tell.found(Outcome(f"a child process does not know {build.kernel}: {error}", lasting=False))
+        tell.found(BuildOutcome(f"a child process does not know {build.kernel}: {error}", lasting=False))
         return
     tell.begins()
     tell.found(built(kernel, build.call))
@@ -95,17 +95,17 @@ def compilers(free: float) -> int:
     return int(max(1, min(share, free / AT_ONCE / COMPILER_BYTES)))
 
 
-def built(kernel: Kernel, recipe: CallRecipe) -> Outcome:
+def built(kernel: Kernel, recipe: CallRecipe) -> BuildOutcome:
     """Run a kernel on a call like the one that is waited for; the first time compiles, the second shows it is done."""
     try:
         short = short_of_memory(recipe)
         if short:
-            return Outcome(short, lasting=False)
+            return BuildOutcome(short, lasting=False)
         with SCOPES.scope({"allow_jit_compile": True}), torch.no_grad(), jit.opened_files() as opened:
             call = rebuilt(recipe)
             trial = attempt(kernel, REGISTRY.operation(recipe.operation), call)
             if trial is None or trial.reasons:
-                return Outcome(
+                return BuildOutcome(
                     f"a child process may not run it: {trial.reasons if trial else 'no call'}", lasting=False
                 )
             trial.plan()
@@ -116,18 +116,18 @@ def built(kernel: Kernel, recipe: CallRecipe) -> Outcome:
         jit.note(kernel, trial.facts, opened)
     except Exception as error:  # noqa: BLE001  # whatever a compiler raises is what became of it
         return failed(error, lasting=not out_of_memory(error) and not isinstance(error, OSError))
-    return Outcome()
+    return BuildOutcome()
 
 
-def failed(error: BaseException, *, lasting: bool) -> Outcome:
+def failed(error: BaseException, *, lasting: bool) -> BuildOutcome:
     """What became of a build that raised: the program that it lacked, in one line, or the last lines of the error."""
     error = of_compiler(error)
     program = lacking(error)
     if program is not None:
-        return Outcome(f"{program.name} was not found: {program.remedy}", lasting=True, lacks=program.name)
+        return BuildOutcome(f"{program.name} was not found: {program.remedy}", lasting=True, lacks=program.name)
     if ended := interrupted(error):
-        return Outcome(f"{last_lines(error)}\nerror: {ended}", lasting=False)
-    return Outcome(last_lines(error), lasting=lasting)
+        return BuildOutcome(f"{last_lines(error)}\nerror: {ended}", lasting=False)
+    return BuildOutcome(last_lines(error), lasting=lasting)
 
 
 def last_lines(error: BaseException) -> str:
@@ -160,7 +160,7 @@ MOST_CAUSES = 20
 """Causes of an error that are looked at."""
 
 
-class Program(NamedTuple):
+class BuildProgram(NamedTuple):
     """A program that builds need, the words in which libraries say that it is not there, and what to do."""
 
     name: str
@@ -171,22 +171,22 @@ class Program(NamedTuple):
 _ABSENT = r"No such file or directory: '(?:[^']*/)?"
 
 PROGRAMS = (
-    Program(
+    BuildProgram(
         "a C++ compiler that works",
         re.compile(rf"InvalidCxxCompiler|No working C\+\+ compiler|{_ABSENT}(?:g\+\+|c\+\+|clang\+\+)[\w.-]*'"),
         "install one (g++), or name it in CXX",
     ),
-    Program(
+    BuildProgram(
         "a C compiler",
         re.compile(rf"Failed to find C compiler|{_ABSENT}(?:gcc|cc|clang)[\w.-]*'"),
         "install one (gcc), or name it in CC",
     ),
-    Program(
+    BuildProgram(
         "ninja",
         re.compile(rf"Ninja is required|ninja: (?:command )?not found|{_ABSENT}ninja'"),
         "pip install ninja",
     ),
-    Program(
+    BuildProgram(
         "nvcc",
         re.compile(rf"CUDA_HOME environment variable is not set|[Cc]ould not find nvcc|nvcc: not found|{_ABSENT}nvcc'"),
         "install the CUDA toolkit of torch's CUDA version, and name its folder in CUDA_HOME",
@@ -216,7 +216,7 @@ _ENDED = (
 _FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
 
-def lacking(error: BaseException) -> Program | None:
+def lacking(error: BaseException) -> BuildProgram | None:
     """The program that an error, or one that caused it, says is absent."""
     for at in _causes(error):
         text = f"{type(at).__name__}: {at}"

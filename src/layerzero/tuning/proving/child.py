@@ -30,7 +30,7 @@ from layerzero.testing import quick_checks
 from layerzero.testing.child_main import Tell
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.single_run import duplicate, lost_context
-from layerzero.testing.sizes import Setting
+from layerzero.testing.sizes import CheckSetting
 from layerzero.tuning.proving.correctness import truth_of
 
 _VERDICTS = {
@@ -40,7 +40,7 @@ _VERDICTS = {
 }
 
 
-class Question(msgspec.Struct, frozen=True):
+class ChildTask(msgspec.Struct, frozen=True):
     """The task for a kernel, once modules are imported that register it.
 
     Attributes:
@@ -67,7 +67,7 @@ class Reply(msgspec.Struct, frozen=True):
     unsafe: bool = False
 
 
-Job = Question
+Job = ChildTask
 
 
 def homes(kernels: Iterable[Kernel]) -> list[str]:
@@ -76,7 +76,7 @@ def homes(kernels: Iterable[Kernel]) -> list[str]:
     return [home for home in found if home and home != "__main__" and not home.startswith("layerzero.")]
 
 
-def work(question: Question, tell: Tell) -> None:
+def work(question: ChildTask, tell: Tell) -> None:
     """Run a kernel on a call, or vet it for a class, and tell what was found."""
     try:
         for module in question.modules:
@@ -99,7 +99,7 @@ def work(question: Question, tell: Tell) -> None:
     tell.found(reply)
 
 
-def _kernel(question: Question) -> Kernel:
+def _kernel(question: ChildTask) -> Kernel:
     try:
         return REGISTRY.kernel(question.kernel)
     except KeyError:
@@ -109,7 +109,7 @@ def _kernel(question: Question) -> Kernel:
         ) from None
 
 
-def _ran(question: Question, tell: Tell) -> Reply:
+def _ran(question: ChildTask, tell: Tell) -> Reply:
     kernel, call = _kernel(question), rebuilt(question.call)
     locks = {question.call.operation: kernel.id}
     with SCOPES.scope({"locks": locks, "fallback_enabled": False, "allow_jit_compile": True}):
@@ -117,7 +117,7 @@ def _ran(question: Question, tell: Tell) -> Reply:
         return _found(call, question, kernel)
 
 
-def _vetted(question: Question, sizes: dict[str, int], tell: Tell) -> Reply:
+def _vetted(question: ChildTask, sizes: dict[str, int], tell: Tell) -> Reply:
     torch.set_num_threads(1)  # small tensors gain nothing from more
     tell.begins()
     kernel, operation = _kernel(question), REGISTRY.operation(question.call.operation)
@@ -129,7 +129,7 @@ def _vetted(question: Question, sizes: dict[str, int], tell: Tell) -> Reply:
     dtype = dtype_named(question.call.tensors[operation.schema.inputs[0].name].dtype)
     accepted = {parameter.name for parameter in function.parameters}
     case = quick_checks.case_of(operation, sizes, question.call.params, accepted)
-    setting = Setting(operation, dtype, question.call.device, question.call.layout or "")
+    setting = CheckSetting(operation, dtype, question.call.device, question.call.layout or "")
     small = case is None or quick_checks.fits(operation, case, question.call.device)
     call = rebuilt(question.call) if small else None
     found = quick_checks.look(kernel, operation, call, setting, case, tell.runs)
@@ -156,7 +156,7 @@ def _proved(kernel: Kernel, operation: Operation, plain: Plain, call: CallRecipe
     return Reply(Verdict.PASSED, "the same as the reference on the whole corpus")
 
 
-def _found(call: RandomCall, question: Question, kernel: Kernel) -> Reply:
+def _found(call: RandomCall, question: ChildTask, kernel: Kernel) -> Reply:
     """Run the call, with its backward pass where it had one, then compare with the reference."""
     recipe = question.call
     arguments = duplicate(call).arguments  # a handle belongs to the tensors that it was made of

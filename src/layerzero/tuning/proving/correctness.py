@@ -24,7 +24,7 @@ MAX_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class CallPiece:
     """A call that is a piece of a larger one, its truth, and where its result lies in the whole one."""
 
     call: RandomCall
@@ -43,7 +43,7 @@ class Truth:
 
     call: RandomCall
     whole: Expected | None
-    parts: tuple[Piece, ...] = ()
+    parts: tuple[CallPiece, ...] = ()
 
     def problems(self, kernel: Kernel, run: Callable[..., Any]) -> list[str]:
         """What is wrong with a kernel that runs the call's arguments."""
@@ -81,6 +81,6 @@ def _truth_of(call: RandomCall, facts: Facts) -> Truth:
     return Truth(call, expected(call))
 
 
-def _piece(call: RandomCall, text: str, arguments: Any, place: Callable[[Tensor], Tensor]) -> Piece:
+def _piece(call: RandomCall, text: str, arguments: Any, place: Callable[[Tensor], Tensor]) -> CallPiece:
     piece = RandomCall(call.function, arguments, f"{call.name}, {text}")
-    return Piece(piece, expected(piece), place)
+    return CallPiece(piece, expected(piece), place)

@@ -23,7 +23,7 @@ from layerzero.engine.first_run import marked
 from layerzero.engine.registry import REGISTRY
 from layerzero.testing.children import START_S, End, Task, run_apart
 from layerzero.testing.process import APART, apart_on, by_device
-from layerzero.tuning.proving.child import Question, Reply, homes
+from layerzero.tuning.proving.child import ChildTask, Reply, homes
 
 TIMEOUT_S = START_S
 """How long a kernel may run before it counts as hanging; compiling is part of it."""
@@ -80,7 +80,7 @@ def confirm_suspects(
     for suspect in ENGINE.ledger.suspects():
         if suspect.verdict is None or again:
             own = homes([known[suspect.kernel_id]] if suspect.kernel_id in known else [])
-            question = Question(suspect.kernel_id, suspect.call, list(dict.fromkeys([*modules, *own])))
+            question = ChildTask(suspect.kernel_id, suspect.call, list(dict.fromkeys([*modules, *own])))
             tasks.append(Task(question, suspect.kernel_id, timeout_s, f"child {len(tasks)}", suspect))
     ask(tasks, told)
     if found:
@@ -180,7 +180,7 @@ def rehearse(
         for lane, share in enumerate(shares):
             for kernel, facts in share:
                 named = list(dict.fromkeys([*modules, *homes([kernel])]))
-                question = Question(kernel.id, CallRecipe.of(facts), named, compare=False)
+                question = ChildTask(kernel.id, CallRecipe.of(facts), named, compare=False)
                 tasks.append(Task(question, kernel.id, timeout_s, f"child {lane}", (kernel, facts)))
         ask(tasks, told, len(shares), stop, apart_on(of_one[0][1].device))
     if any(each.guilty for each in found):

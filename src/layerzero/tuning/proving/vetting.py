@@ -47,7 +47,7 @@ from layerzero.ops import function_of
 from layerzero.ops.calls import as_shapes, case_of_shapes
 from layerzero.testing.children import BUILD_S, START_S, End, Task, run_apart
 from layerzero.testing.process import apart_on, by_device
-from layerzero.tuning.proving.child import Question, Reply, homes
+from layerzero.tuning.proving.child import ChildTask, Reply, homes
 
 Pair = tuple[Kernel, Facts]
 
@@ -301,7 +301,7 @@ def vet_calls(
 def _task(name: tuple[str, str], kernel: Kernel, facts: Facts, modules: list[str], timeout_s: float) -> Task:
     axes = facts.operation.cases[0].sizes if facts.operation.cases else {}
     sizes = {axis: size for axis, size in facts.sizes().items() if axis in axes}
-    question = Question(kernel.id, CallRecipe.of(facts), modules, sizes=sizes)
+    question = ChildTask(kernel.id, CallRecipe.of(facts), modules, sizes=sizes)
     return Task(question, kernel.id, max(timeout_s, BUILD_S) if kernel.jit else timeout_s, about=name)
 
 
