@@ -271,7 +271,7 @@ def own(input, weight, *, eps=1e-6):
     assert "mine.own" in shown.stdout
     assert answer("perfdb prune --stale") == {"rows": 0, "forgotten": True, "kept_unknown": 1}
     assert answer("perfdb prune --stale --unknown --dry-run")["rows"] == 1
-    assert "wanted --stale beside it" in run("perfdb prune --imported --unknown").stderr
+    assert "wanted --stale with it" in run("perfdb prune --imported --unknown").stderr
     assert "wanted a module that imports" in run("perfdb show --module there_is_none").stderr
     assert answer("perfdb show --here")["rows"] == 3
     assert answer("perfdb show --here --module own_kernels")["rows"] == 4

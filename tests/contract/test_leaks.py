@@ -87,6 +87,7 @@ _REPLACED = "a model's modules, whose parameters have these names, and what is c
 _LAYER = "a decoder layer of Transformers: its modules and arguments are named so, and so is what is called instead"
 _DRAWN = "the next tokens of a model, which its functions draw"
 _CACHE = "a cache of Transformers as tensors that a captured step reads, and what that step is told by"
+_PADDED = "encoders with padding taken out: what a batch of texts has, and what attends within a packed row"
 _MEMORY = "how a tensor lies in memory: dense in its rows"
 
 ALLOWED: dict[str, dict[str, str]] = {
@@ -116,6 +117,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "cli/flags.py": dict.fromkeys(("causal", "kv"), _OPTION),
     "core/capability.py": dict.fromkeys(("head_dim", "seq_k", "seq_q"), _DESCRIBED),
     "core/eager_state.py": {"attention": "torch's own switches of its kernels, told to people"},
+    "core/emulation.py": {"linear": "torch's own function, which is timed"},
     "core/evidence.py": {"n": "any size, where the number of axes is told", "rows": _MEMORY},
     "core/operation.py": {"tensor": "a kind of operation: one that works on tensors"},
     "core/reasons.py": dict.fromkeys(("heads", "kv", "query"), _CATALOGUE),
@@ -163,6 +165,11 @@ ALLOWED: dict[str, dict[str, str]] = {
             ),
             ("layer_timing", _LAYER, "activation heads kv tokens"),
             ("layers", _LAYER, "add_residual_rms_norm_ attention eps heads linear mlp norm positions rope_"),
+            ("codes", _REPLACED, "activations bias quantize quantized_linear weight"),
+            ("entrance", _REPLACED, "activations padding"),
+            ("int8", _REPLACED, "activations bias norm packed quantized quantized_linear weight"),
+            ("padding", _PADDED, "groups packed tokens"),
+            ("stacks", _PADDED, "is_causal packed padding positions ragged_attention rows tokens"),
             ("convolutions", _REPLACED, "bias conv1d conv2d dilation packed weight"),
             ("orientation", _REPLACED, "bias linear weight"),
             ("norms", _REPLACED, "add_residual_rms_norm_ add_rms_norm_ bias eps layer_norm norm rms_norm weight"),
@@ -174,8 +181,8 @@ ALLOWED: dict[str, dict[str, str]] = {
                     "up_bias weight"
                 ),
             ),
-            ("report", _LAYER, "tokens"),
-            ("selection", _REPLACED, "attention step"),
+            ("report", _LAYER, "padding positions tokens"),
+            ("selection", _REPLACED, "attention padding positions step"),
             (
                 "step_cache",
                 _CACHE,
@@ -231,11 +238,13 @@ ALLOWED: dict[str, dict[str, str]] = {
     "integrations/transformers.py": dict.fromkeys(
         (
             *("attention", "attn_mask", "block_indices", "dropout_p", "heads", "is_causal", "query", "sinks"),
-            *("softcap", "window"),
+            *("causal", "softcap", "window"),
         ),
         _TRANSFORMERS,
     ),
-    "integrations/transformers_patches.py": {"attention": _TRANSFORMERS, "sinks": _TRANSFORMERS},
+    "integrations/transformers_patches.py": dict.fromkeys(
+        ("attention", "cu_seqlens_k", "cu_seqlens_q", "query", "ragged_attention", "sinks"), _TRANSFORMERS
+    ),
     "tuning/keeping/rows.py": {"n": "any size, where the number of axes is told", "rows": _MEMORY},
     "tuning/measuring/online.py": {"query": "a method of torch's events"},
     "tuning/measuring/tune.py": {"head_dim": _SPECIFIED},

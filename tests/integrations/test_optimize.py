@@ -60,7 +60,7 @@ COUNTS = {
     "gemma2": {"attention": 1, "layer": 2, "norm": 1, "linear": 1},
     "mistral": {"attention": 1, "layer": 2, "norm": 1, "linear": 1},
     "phi3": {"attention": 1, "layer": 2, "norm": 1, "linear": 1},
-    "gpt2": {"attention": 1, "linear": 1},
+    "gpt2": {"attention": 1, "block": 2, "linear": 5},
     "bert": {"attention": 1, "layer": 2, "linear": 2, "padding": 1},
     "t5": {"attention": 1, "block": 2, "norm": 5, "linear": 8, "padding": 1},
     "t5 gated": {"attention": 1, "block": 2, "norm": 5, "linear": 8, "padding": 1},

@@ -165,6 +165,7 @@ def test_without_inputs_what_was_not_timed_is_not_kept(monkeypatch):
     timing.forget()
     clock = Clock()
     monkeypatch.setattr(workloads, "CLOCK", clock)
+    monkeypatch.setattr(timing, "CLOCK", clock)
 
     def over(found, around, passed):
         clock.now += 100.0

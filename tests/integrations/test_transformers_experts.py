@@ -177,7 +177,7 @@ REFUSED = {
     _cut: "its gate is none of silu",
     _quick: "its gate is none of silu",
     _own_gate: "its gate is none of silu",
-    _failing_gate: r"its gate cannot be asked for values \(TypeError: only of my rows\)",
+    _failing_gate: r"its gate cannot be evaluated \(TypeError: only of my rows\)",
     _normed: "a norm follows each",
     _gateless: "have no gate",
 }

@@ -19,7 +19,7 @@ import layerzero as lz
 from layerzero.core.recipe import CallRecipe
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
-from layerzero.engine.jit import BUILT
+from layerzero.engine.jit import BUILT, BuildOutcome
 from layerzero.engine.registry import REGISTRY
 from layerzero.serving import background_builds, jit_status, own_builds
 from layerzero.serving.background_builds import BUILDS
@@ -293,7 +293,7 @@ def test_builds_beside_each_other_have_seconds_of_their_own(apart, monkeypatch):
         time.sleep(0.2)
         for kernel, facts in pairs:
             (apart / f"{facts.size('hidden')}.so").touch()
-            told(kernel, facts, background_builds.Outcome())
+            told(kernel, facts, BuildOutcome())
 
     monkeypatch.setattr(build_apart, "build_apart", both_at_once)
     monkeypatch.setattr(background_builds, "GATHER_S", 0.5)

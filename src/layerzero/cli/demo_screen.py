@@ -15,7 +15,7 @@ from layerzero.cli.tables import some
 NEXT = (
     ("layerzero doctor", "what is here, and what others need"),
     ("layerzero tune attention --budget-s 60", "measure here: times decide then"),
-    ("python examples/generate.py", "a model that writes; more in that folder"),
+    ("python examples/generate.py", "a model that writes; there are more"),
 )
 
 _WIDE = 120

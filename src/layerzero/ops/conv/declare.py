@@ -280,7 +280,6 @@ def _operation(reference: Callable[..., Tensor], spatial: tuple[str, ...], rows:
         examples=weight,
         work=work,
         expression=torchs(getattr(functional, name)),
-        fuses=True,
     )
 
 

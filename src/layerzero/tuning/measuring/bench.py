@@ -164,7 +164,7 @@ class Line:
 
     Attributes:
         name: the kernel's id, or :data:`TORCH`.
-        status: what became of it, a :class:`layerzero.tuning.measuring.contest.ContestStatus`.
+        status: what became of it, a :class:`layerzero.tuning.measuring.contest.Status`.
         chosen: whether LayerZero chose it before anything was measured here.
         median_us, p95_us, noise, samples, first_call_us: its times, None where it has none.
         gb_s, tflop_s: by the operation's declared work.
