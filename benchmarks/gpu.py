@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compiled import artefacts, compile_all
+from build_kernels import artefacts, compile_all
 from host import host_times
 from judge import Verdict, judge, summary
 from judge_report import line, page

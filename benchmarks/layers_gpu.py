@@ -24,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 import torch
-from compiled import artefacts, compile_all
+from build_kernels import artefacts, compile_all
 
 import layerzero as lz
 from layerzero.core.device import KNOWN_DEVICES

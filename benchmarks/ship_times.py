@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from compiled import artefacts, compile_all
+from build_kernels import artefacts, compile_all
 from judged import PUBLISHED
 
 import layerzero as lz

@@ -19,7 +19,7 @@ from drawing import examples
 transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
 
 from layerzero.integrations.optimize import stacks  # noqa: E402
-from layerzero.integrations.optimize.padding import GROUPS, PACKED, Costs, Unpadded, cheapest, noted  # noqa: E402
+from layerzero.integrations.optimize.padding import GROUPS, ONE_ROW, Costs, Unpadded, cheapest, noted  # noqa: E402
 
 SIZES = {
     "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -27,7 +27,7 @@ SIZES = {
 }  # fmt: skip
 T5 = {"vocab_size": 101, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "pad_token_id": 0}
 DISTIL = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "vocab_size": 101, "pad_token_id": 0}
-BOTH = {PACKED, GROUPS}
+BOTH = {ONE_ROW, GROUPS}
 
 MODELS: dict[str, tuple[Callable[[], Any], set[str]]] = {
     "bert": (lambda: transformers.BertModel(transformers.BertConfig(**SIZES)), BOTH),

@@ -1,7 +1,7 @@
 """Which half-precision products a CPU emulates: it has no instructions for them, and torch takes several times as long.
 
-Two things tell. The features of the CPU come first. A product of about 2 ms, in half precision and in float32,
-confirms them, once a process and dtype, at its first call. A CPU that is not here has only its features.
+Two things tell. The features of the CPU come first. Small products in half precision and in float32, about 2 ms
+together, confirm them, once a process and dtype, at its first call. A CPU that is not here has only its features.
 AVX2 with ``avx_ne_convert`` converts bfloat16 and multiplies none, so it does not count.
 """
 

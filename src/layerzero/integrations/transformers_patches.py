@@ -37,7 +37,7 @@ def is_of_a_batch(named: dict[str, Any]) -> bool:
     return named["cache"] is not None and any(named.get(each) is not None for each in places)
 
 
-PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+ROW_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Names by which Transformers tells flash attention where sequences of a packed row begin, and how long they are."""
 
 

@@ -6,7 +6,7 @@ Weights are widened at each call, a block of rows after another, so that they ta
 host's caches. In units of ``F.linear``'s time, 1024 / 2816, 8, 64 and 1024 rows: bfloat16 0.84, 0.48 and 0.42 with
 AVX-512, 0.65, 0.30 and 0.24 with AVX2; float16 0.62, 0.27 and 0.24 (AMD EPYC Zen 4 without its bfloat16 instructions,
 CPU time of one thread, torch 2.13.0, 2026-11-26). Blocks of 0.5 and 8 MB took up to 1.3 and 1.15 of that
-of 2 MB; oneDNN's float32 product took 0.87 of MKL's there with AVX-512, and as long with AVX2.
+of 2.6 MB; oneDNN's float32 product took 0.87 of MKL's there with AVX-512, and as long with AVX2.
 
 Calls that record gradients are refused: autograd would keep the wide weights until the backward pass.
 Library: torch >= 2.10, BSD-3-Clause.

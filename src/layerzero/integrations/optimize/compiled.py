@@ -1,8 +1,8 @@
 """A whole model by a library that compiles it, for the shapes of the caller's inputs and where it is faster there.
 
-Compilers win where Python between kernels costs most: a MiniLM on 16 tokens takes half of stock's time by ONNX Runtime,
-and the same on 8 x 128 as long as stock's. So each shape is decided by itself, and all others run the model's own code,
-with whatever LayerZero computes in it.
+Compilers win where Python between kernels costs most: a MiniLM in float32 on 1 x 16 tokens takes 0.46 of stock's time
+by ONNX Runtime, and on 8 x 128 as long as stock's (one thread of an AMD EPYC Zen 4, 2026-11-26). So each shape is
+decided by itself, and all others run the model's own code, with whatever LayerZero computes in it.
 """
 
 from __future__ import annotations

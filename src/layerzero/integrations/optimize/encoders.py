@@ -28,7 +28,7 @@ from layerzero.integrations.optimize.swap import MARK, as_forward, serves, weigh
 from layerzero.integrations.optimize.timing import size_of
 from layerzero.integrations.optimize.weights import wants_packed
 from layerzero.integrations.optimize.workload import example_run
-from layerzero.integrations.transformers_patches import PACKED
+from layerzero.integrations.transformers_patches import ROW_ARGUMENTS
 
 CALLS = "lz.qkv_linear, lz.attention, lz.linear, lz.mlp, lz.layer_norm"
 """What a layer calls, in short."""
@@ -102,7 +102,7 @@ class Encoder(Layer):
         for name, value in named.items():
             if value is None or value is False or (name == "attention_mask" and value.ndim == 4):
                 continue
-            if name in PACKED and self.heads.setting == NAME:  # other functions know no packed row
+            if name in ROW_ARGUMENTS and self.heads.setting == NAME:  # other functions know no packed row
                 continue
             if name not in self.given or type(value) not in _PLAIN or value != self.given[name]:
                 return False

@@ -24,7 +24,7 @@ from layerzero.integrations.optimize.swap import MARK, State, as_forward, serves
 from layerzero.integrations.optimize.timing import Way, size_of
 from layerzero.integrations.optimize.weights import Joined, Packs, why_apart
 from layerzero.integrations.transformers import ALONE, ONE_TOKEN, attend_one, attention_forward, theirs_of
-from layerzero.integrations.transformers_patches import PACKED
+from layerzero.integrations.transformers_patches import ROW_ARGUMENTS
 
 _TOLD = frozenset({"position_ids", "use_cache", "cache_position", "return_dict", "output_hidden_states"})
 """Arguments of a layer that change nothing of what it computes, beside those that it reads."""
@@ -193,7 +193,9 @@ class Heads(Packs):
         if mask is None and rows.shape[1] == 1 and self._is_alone(rows, key):
             attended = attend_one(query, key.transpose(1, 2), value.transpose(1, 2), **self.told)
         else:
-            told = {**self.told, **{name: named[name] for name in PACKED}} if PACKED[0] in named else self.told
+            told = self.told
+            if ROW_ARGUMENTS[0] in named:
+                told = {**told, **{name: named[name] for name in ROW_ARGUMENTS}}
             attended = self._function()(module, query.transpose(1, 2), key, value, mask, **told)[0]
         last = self.products[-1]
         return lz.linear(

@@ -26,7 +26,7 @@ from layerzero.engine.transforms import in_transform
 from layerzero.integrations.optimize.attention import NAME
 from layerzero.integrations.optimize.stamp import Stamp, recorded
 from layerzero.integrations.optimize.swap import MARK, State, as_forward, stock_forward
-from layerzero.integrations.transformers_patches import PACKED as ROW
+from layerzero.integrations.transformers_patches import ROW_ARGUMENTS
 
 MASK = "attention_mask"
 
@@ -39,9 +39,9 @@ BY_TOKEN = frozenset({*TOKENS, "position_ids", "token_type_ids"})
 FLAGS = frozenset({"return_dict", "output_hidden_states"})
 """Arguments that may be set and change only the form of what is returned."""
 
-PACKED, GROUPS = "packed", "groups"
+ONE_ROW, GROUPS = "one row", "groups"
 
-LEAST_GAIN = 0.9
+MOST_SHARE = 0.9
 """The share of the model's own time that another way is expected to take at most: what was measured is no promise."""
 
 LEVELS = 16
@@ -94,7 +94,7 @@ class Unpadded(State):
     def is_packing(self) -> bool:
         """Whether sequences in one row are told apart: by LayerZero's attention alone."""
         ours = all(each._attn_implementation == NAME for each in self._configs)
-        return PACKED in self.forms and ours
+        return ONE_ROW in self.forms and ours
 
     def planned(self, stack: Module, given: Sequence[Any], named: Mapping[str, Any]) -> Plan | None:
         """How to compute a call; None for one that the stack's own code computes."""
@@ -106,12 +106,12 @@ class Unpadded(State):
         if tokens is None or torch._C._is_any_autocast_enabled():
             return None
         costs, by_token, count = self.costs, self.costs.by_tokens(), tokens.shape[0] * tokens.shape[1]
-        if by_token * count * (1 - LEAST_GAIN) < costs.check_s or not _is_cut(call, tokens):
+        if by_token * count * (1 - MOST_SHARE) < costs.check_s or not _is_cut(call, tokens):
             return None
         rows = Rows.of(mask, tokens)
         if rows is None:
             return None
-        limit = LEAST_GAIN * (costs.call_s + by_token * count)
+        limit = MOST_SHARE * (costs.call_s + by_token * count)
         packs = rows.is_prefix and self.is_packing and (self.ignores_positions or call.get("position_ids") is None)
         plan = self._least(rows, by_token, limit, packs=packs)
         if plan is None or not self._serves(stack):
@@ -294,7 +294,7 @@ class Plan:
                 call[name] = each.flatten(0, 1).index_select(0, places).unsqueeze(0)
         starts = torch.tensor([0, *itertools.accumulate(self.rows.lengths)], dtype=torch.int32)
         length = max(self.rows.lengths)
-        call |= dict(zip(ROW, (starts, starts, length, length), strict=True))
+        call |= dict(zip(ROW_ARGUMENTS, (starts, starts, length, length), strict=True))
 
         def spread(each: Tensor) -> Tensor:
             if each.ndim != 3 or each.shape[:2] != (1, len(places)):

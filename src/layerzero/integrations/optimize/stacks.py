@@ -23,7 +23,7 @@ from layerzero.integrations.optimize.candidate import TOLERANCE, distance, outer
 from layerzero.integrations.optimize.padding import (
     GROUPS,
     MASK,
-    PACKED,
+    ONE_ROW,
     TOKENS,
     Costs,
     Plan,
@@ -48,7 +48,7 @@ ALONE = frozenset({"MPNetEncoder"})
 """Stacks that compute attention by themselves, and alike at every length (transformers 5.24). Others of that kind may
 change their formula with the length, as block-sparse attention does, which a short example does not show."""
 
-CALLS = {PACKED: "real tokens in one row, lz.ragged_attention", GROUPS: "groups of rows of like lengths"}
+CALLS = {ONE_ROW: "real tokens in one row, lz.ragged_attention", GROUPS: "groups of rows of like lengths"}
 
 RUNS = 12
 """Of the example: four are compared, and eight timed."""
@@ -117,7 +117,7 @@ def _of_model(model: Any, stacks: Mapping[str, Module], time: TimeLeft) -> Itera
             found.append(Left(path, type(stack).__name__, f"padding: {made}"))
             continue
         state, error = made
-        ways = CALLS[PACKED if state.is_packing else GROUPS]
+        ways = CALLS[ONE_ROW if state.is_packing else GROUPS]
         swap = Swap(stack, forward_of(stack), state)
         found.append(Replaced(path, type(stack).__name__, "padding", ways, BY_CALL, error, swap))
     swaps = [each.swap for each in found if isinstance(each, Replaced)]
@@ -193,15 +193,15 @@ def _proved(stack: Module, call: dict[str, Any] | None) -> tuple[Unpadded, float
         expected = list(tensors_in(stock_forward(stack)(**call)))
     errors: dict[str, float] = {}
     why = ""
-    for form in (PACKED, GROUPS):
+    for form in (ONE_ROW, GROUPS):
         state.forms = frozenset({form})
-        if form == PACKED and (tokens.ndim != 3 or not state.is_packing):
+        if form == ONE_ROW and (tokens.ndim != 3 or not state.is_packing):
             continue
         error, why = _error(stack, state, call, expected)
         if not why:
             errors[form] = error
     state.forms = frozenset(errors)
-    if PACKED in errors and "position_ids" in call:
+    if ONE_ROW in errors and "position_ids" in call:
         backwards = torch.arange(tokens.shape[1]).flip(0).unsqueeze(0)
         with torch.no_grad():
             other = tensors_in(stock_forward(stack)(**{**call, "position_ids": backwards}))
