@@ -137,6 +137,51 @@ def test_shapes_of_one_run_are_decided_each_by_itself(monkeypatch: pytest.Monkey
     assert "times as fast" in str(report)
 
 
+class Block(nn.Module):
+    """A model that is a block by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)
+        self.register_buffer("unused", torch.zeros(1000))
+
+    def forward(self, x: Tensor) -> Tensor:
+        CLOCK.now += 1.0
+        return self.down(self.act(self.up(x)))
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.499])
+def test_other_shapes_run_what_the_module_ran_before(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    library, blocks, mlp = Library(seconds), [], lz.mlp
+
+    def counted(*given: Any, **named: Any) -> Any:
+        CLOCK.now += 0.5
+        blocks.append(given[0].shape)
+        return mlp(*given, **named)
+
+    monkeypatch.setattr(lz, "mlp", counted)
+    monkeypatch.setattr(compiled_calls, "COMPILERS", (library.compiler,))
+    model, x, other = Block().eval(), torch.randn(2, 8), torch.randn(3, 8)
+    with torch.no_grad():
+        wanted = model(x), model(other)
+        report = lz.optimize(model, x, isolate=False)
+        assert kinds(report) == ({"block", "compiled"} if seconds == 0.1 else {"block"})
+        compiled = [each.swap.state for each in report.replaced if each.kind == "compiled"]
+        assert [each.bytes for each in compiled] == [4 * (2 * 8 * 16 + 24 + 1000)] * len(compiled)
+        library.calls, blocks[:] = 0, []
+        torch.testing.assert_close(model(x), wanted[0])
+        assert (library.calls, len(blocks)) == ((1, 0) if seconds == 0.1 else (0, 1))
+        library.calls, blocks[:] = 0, []
+        torch.testing.assert_close(model(other), wanted[1])
+        torch.testing.assert_close(copy.deepcopy(model)(x), wanted[0])
+        assert blocks == [other.shape, x.shape]
+        assert library.calls == 0
+        report.undo()
+        torch.testing.assert_close(model(x), wanted[0])
+    assert len(blocks) == 2
+    assert not {"forward", "_layerzero", "__deepcopy__"} & vars(model).keys()
+
+
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [

@@ -2,7 +2,7 @@
 
 Compilers win where Python between kernels costs most: a MiniLM in float32 on 1 x 16 tokens takes 0.46 of stock's time
 by ONNX Runtime, and on 8 x 128 as long as stock's (one thread of an AMD EPYC Zen 4, 2026-11-26). So each shape is
-decided by itself, and all others run the model's own code, with whatever LayerZero computes in it.
+decided by itself, and all others run what they ran before.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from torch.utils import _pytree as pytree
 
 from layerzero.core.errors import LayerZeroWarning
 from layerzero.integrations.optimize.compilers import Run
-from layerzero.integrations.optimize.swap import MARK, State, as_forward, serves
+from layerzero.integrations.optimize.stamp import Stamp
+from layerzero.integrations.optimize.swap import MARK, State, Swap, as_forward, serves
 from layerzero.ops.linear.packed import Glance
 
 PLAIN: tuple[type, ...] = (bool, int, float, str, type(None), torch.dtype)
@@ -60,6 +62,7 @@ class Compiled(State):
 
     Attributes:
         engines: by what a call looks like.
+        copy_bytes: about what a library's own copy of the weights takes.
     """
 
     def __init__(self, module: Module) -> None:
@@ -68,6 +71,7 @@ class Compiled(State):
         self._holders = [(each._parameters, name) for each in module.modules() for name in each._parameters]
         self._settings = [(vars(each), _told(each)) for each in _configs_of(module)]
         self._host = os.getpid(), torch.get_num_threads()  # threads of a library do not outlive a fork
+        self.copy_bytes = sum(each.nbytes for each in (*module.parameters(), *module.buffers()))
         self._weights = self.weights
         self._stood = _standing(self._weights)
         self._glances = [Glance(each) for each in self._weights if each is not None]
@@ -87,7 +91,7 @@ class Compiled(State):
     @property
     def bytes(self) -> int:
         """About what each library's copy of the weights takes."""
-        return sum(each.nbytes for each in self._weights if each is not None) * len(self.engines)
+        return self.copy_bytes * len(self.engines)
 
     def serves(self, tensors: Sequence[Tensor]) -> bool:
         """Whether weights, settings and modules are what they were, and nobody wants the module's own code."""
@@ -143,7 +147,8 @@ def described(others: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Key, l
 @as_forward
 def forward(self: Module, *others: Any, **named: Any) -> Any:
     """The forward of a module of which some calls are compiled."""
-    state = self.__dict__.get(MARK)  # None once another thread has undone it
+    beneath = self.__dict__.get(MARK)  # None once another thread has undone it
+    state, other = getattr(beneath, "over", None) or (beneath, type(self).forward)
     if isinstance(state, Compiled) and not torch.compiler.is_compiling():
         told = described(others, named)
         engine = None if told is None else state.engines.get(told[0])
@@ -154,4 +159,43 @@ def forward(self: Module, *others: Any, **named: Any) -> Any:
                 state.engines.pop(told[0], None)
                 said = f"{engine.name} raised {type(error).__name__}: {' '.join(str(error).split())[:120]}"
                 warnings.warn(f"lz.optimize: {said}; the model's own code runs", LayerZeroWarning, stacklevel=2)
-    return type(self).forward(self, *others, **named)
+    return other(self, *others, **named)
+
+
+@dataclass
+class Over(Swap):
+    """Compiled calls of one module, over another forward of ours if it has one, which runs all other calls.
+
+    It comes off before that one does.
+    """
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the module has it now."""
+        beneath = self._beneath
+        return super().is_on if beneath is None else beneath.over is not None and beneath.over[0] is self.state
+
+    @property
+    def _beneath(self) -> State | None:
+        state: State | None = self.module.__dict__.get(MARK)
+        return None if state is self.state else state
+
+    def on(self) -> None:
+        """Put it on the module."""
+        attributes, beneath = self.module.__dict__, self._beneath
+        if beneath is None:
+            super().on()
+        elif not self.is_on:
+            self.state.stamp = self.state.stamp or Stamp(self.module)
+            beneath.over = self.state, attributes["forward"].__func__
+            attributes["forward"] = MethodType(self.forward, self.module)
+
+    def off(self) -> None:
+        """Take it off the module, which has the forward beneath again; so has one that somebody put around it since."""
+        attributes, beneath = self.module.__dict__, self._beneath
+        if beneath is None or beneath.over is None:
+            super().off()
+        elif self.is_on:
+            beneath.over = State(), beneath.over[1]
+            if getattr(attributes["forward"], "__func__", None) is self.forward:
+                attributes["forward"] = MethodType(beneath.over[1], self.module)

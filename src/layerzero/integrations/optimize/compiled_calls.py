@@ -8,7 +8,7 @@ import functools
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,11 +20,10 @@ from layerzero.engine.config import current_policy
 from layerzero.integrations.optimize import timing
 from layerzero.integrations.optimize.attention import Search
 from layerzero.integrations.optimize.candidate import TOLERANCE, distance, outermost, quiet, refusal
-from layerzero.integrations.optimize.compiled import PLAIN, TENSOR, Compiled, Engine, Key, described, forward
+from layerzero.integrations.optimize.compiled import PLAIN, TENSOR, Compiled, Engine, Key, Over, described, forward
 from layerzero.integrations.optimize.compilers import COMPILERS, Compiler, Flat
 from layerzero.integrations.optimize.report import Left, Optimized, Replaced, Timed
 from layerzero.integrations.optimize.selection import gain
-from layerzero.integrations.optimize.swap import Swap
 from layerzero.integrations.optimize.timing import LEAST, agree, race
 from layerzero.integrations.optimize.workload import RUN, SHORTEST_S, TimeLeft, Workload
 
@@ -67,7 +66,7 @@ class Target:
 
 def bytes_of(target: Target) -> int:
     """Memory of all that was compiled for a model."""
-    return size_of_copy(target.module) * sum(len(each.engines) for each in target.calls.values())
+    return target.state.copy_bytes * sum(len(each.engines) for each in target.calls.values())
 
 
 def compile_calls(search: Search, report: Optimized, watched: Watched) -> list[Target]:
@@ -88,7 +87,7 @@ def compile_calls(search: Search, report: Optimized, watched: Watched) -> list[T
         for compiler in compilers:
             for call in calls.values():
                 search.tell(_step(compiler), 0, 1)
-                why = _added(call, module, compiler, report, until_s, sum(map(bytes_of, (*found, target))))
+                why = _added(call, target, compiler, report, until_s, sum(map(bytes_of, (*found, target))))
                 if why:
                     report.left.append(Left(path, cls, f"compiled by {compiler.name}: {why}"))
                     break
@@ -152,9 +151,9 @@ class Watched:
         return {key: calls[key] for key in often}
 
 
-def _added(call: Call, module: Module, compiler: Compiler, report: Optimized, until_s: float, taken: int) -> str:
+def _added(call: Call, target: Target, compiler: Compiler, report: Optimized, until_s: float, taken: int) -> str:
     """Compile a call, compare it, and keep it there; or say why not."""
-    time, size = report.time, size_of_copy(module)
+    time, module, size = report.time, target.module, target.state.copy_bytes
     if report.memory_limit is not None and taken + size > report.memory_limit:
         return f"its copy of the weights takes {size / 1e6:.0f} MB, for which memory_limit leaves no room"
     needed = time.expected_s(_step(compiler)) or _guess_s(compiler, module, time)
@@ -184,11 +183,6 @@ def _guess_s(compiler: Compiler, module: Module, time: TimeLeft) -> float:
         took / (each.least_s + each.each_s * count) for each in COMPILERS if (took := time.expected_s(_step(each)))
     ]
     return (compiler.least_s + compiler.each_s * count) * min(known, default=1.0)
-
-
-def size_of_copy(module: Module) -> int:
-    """Bytes that a compiler's own copy of a module's weights takes, about."""
-    return sum(each.nbytes for each in (*module.parameters(), *module.buffers()))
 
 
 def _engine(call: Call, module: Module, compiler: Compiler) -> Engine | str:
@@ -257,7 +251,7 @@ def keep_faster(targets: Sequence[Target], report: Optimized, workload: Workload
     put: list[Replaced] = []
     for target in targets:
         state, cls = target.state, type(target.module).__name__
-        swap = Swap(target.module, forward, state)
+        swap = Over(target.module, forward, state)
         for key, call in target.calls.items():
             best = _best(call, target.module, report, rounds)
             if isinstance(best, Engine):
@@ -274,14 +268,17 @@ def keep_faster(targets: Sequence[Target], report: Optimized, workload: Workload
             put.append(found)
     if not put:
         return
-    everything = [each for each in report.replaced if each.exchange is not None]
+    everything = [each.exchange for each in report.replaced if each.exchange is not None]
+    for each in put:
+        report.put_on(each)
 
     def timed_as(way: str) -> float:
-        for each in everything:
-            if each.exchange is not None:
-                each.exchange.off() if way == "stock" else each.exchange.on()
-        for each in put:
-            each.swap.on() if way == "compiled" else each.swap.off()
+        for each in put:  # what lies over another comes off first
+            each.swap.off()
+        for exchange in everything:
+            exchange.off() if way == "stock" else exchange.on()
+        for each in put if way == "compiled" else ():
+            each.swap.on()
         return workload.sample()
 
     ways = ("stock", "as it is", "compiled")
@@ -291,25 +288,23 @@ def keep_faster(targets: Sequence[Target], report: Optimized, workload: Workload
     timed_as("as it is")
     if not times["stock"]:
         report.time.leave("timing what was compiled, without which it does not stay", RUN, workload.samples(len(ways)))
+        report.take_out(put, f"{KIND}: no time was left to time it (budget_s)")
         return
     more = gain(list(zip(times["as it is"], times["compiled"], strict=True)))
     if more < LEAST:
-        for each in put:
-            why = f"{KIND}: end to end it gained {more:+.1%}, less than 1 %"
-            report.left.append(Left(each.path, each.module, why))
+        report.take_out(put, f"{KIND}: end to end it gained {more:+.1%}, less than 1 %")
         return
     for each in put:
-        report.put_on(each)
+        each.swap.on()
     pairs = list(zip(times["stock"], times["compiled"], strict=True))
     before = report.timed or Timed(0.0, 0.0)
-    report.timed = Timed(
-        statistics.median(times["stock"]),
-        statistics.median(times["compiled"]),
-        {**before.gains, KIND: more},
-        before.dropped,
-        len(pairs),
-        1 + gain(pairs),
-        before.together,
+    report.timed = replace(
+        before,
+        stock_s=statistics.median(times["stock"]),
+        after_s=statistics.median(times["compiled"]),
+        rounds=len(pairs),
+        speedup=1 + gain(pairs),
+        gains={**before.gains, KIND: more},
     )
 
 

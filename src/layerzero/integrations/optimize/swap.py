@@ -49,10 +49,12 @@ class State:
         stamp: what the proof of the new forward rests on; None before that is put on first.
         own_at: of each size of :data:`~layerzero.integrations.optimize.timing.SIZES`, whether the module's own code is
             faster; empty where it nowhere is.
+        over: what lies over it (:class:`~layerzero.integrations.optimize.compiled.Over`), and the forward beneath.
     """
 
     stamp: Stamp | None = None
     own_at: tuple[bool, ...] = ()
+    over: tuple[State, Forward] | None = None
 
     def __init__(self, covers: Iterable[tuple[str, Module]] = ()) -> None:
         self.covers = tuple(covers)
