@@ -231,6 +231,7 @@ def exported(library: str, model: Any) -> Callable[..., Any]:
 
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # it would beside the others' runs
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
         def run(**inputs: Tensor) -> Any:

@@ -180,6 +180,22 @@ def test_products_with_turned_weights_are_quantised() -> None:
         assert off(got, model(ids).last_hidden_state) < 0.05
 
 
+@pytest.mark.parametrize("kind", ["Conv1D", "FalconLinear"])
+def test_products_are_told_by_what_they_compute(kind: str) -> None:
+    from transformers.models.falcon.modeling_falcon import FalconLinear
+
+    product = transformers.pytorch_utils.Conv1D(32, 48) if kind == "Conv1D" else FalconLinear(48, 32)
+    hooked = copy.deepcopy(product)
+    hooked.register_forward_hook(lambda *_: None)
+    model, rows = nn.ModuleList([product, hooked]).eval(), torch.randn(5, 48)
+    with torch.no_grad():
+        own = product(rows)
+        report = lz.optimize(model, weights="int8")
+        assert set(taken(report)) == {"0"}
+        assert "it has hooks" in why(report, "1")
+        assert 0 < off(product(rows), own) < 0.02
+
+
 def test_a_model_without_products_says_so() -> None:
     report = lz.optimize(nn.Sequential(nn.ReLU(), nn.LayerNorm(4)).eval(), weights="int8")
     assert why(report, "") == "weights='int8': it has no Linear with a floating weight of its own"

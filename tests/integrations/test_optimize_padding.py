@@ -18,7 +18,7 @@ from drawing import examples
 
 transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
 
-from layerzero.integrations.optimize import stacks  # noqa: E402
+from layerzero.integrations.optimize import stacks, timing  # noqa: E402
 from layerzero.integrations.optimize.padding import GROUPS, ONE_ROW, Costs, Unpadded, cheapest, noted  # noqa: E402
 
 SIZES = {
@@ -392,7 +392,7 @@ def test_a_packed_row_is_attended_by_sequences() -> None:
 
 def test_what_a_stack_takes_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    stacks._MEASURED.clear()
+    timing.forget()
     model = made("bert")
     lz.optimize(model)
     costs = state_of(model).costs

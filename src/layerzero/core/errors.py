@@ -37,6 +37,11 @@ def _restored(kind: type[LayerZeroError], args: tuple[Any, ...], state: dict[str
     return error
 
 
+def in_short(error: BaseException) -> str:
+    """The class of an error and the beginning of what it says, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+
+
 class InvalidCallError(LayerZeroError, ValueError):
     """The caller's arguments are wrong; no kernel could make them right, so none is tried.
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.core.errors import LayerZeroWarning
+from layerzero.core.errors import LayerZeroWarning, in_short
 from layerzero.core.graph_capture import capture_of
 from layerzero.integrations.optimize.candidate import TOLERANCE, distance
 from layerzero.integrations.optimize.layer import Table
@@ -171,7 +171,7 @@ def proved(original: Rotation, heads: int, size: int, dtype: torch.dtype, device
                     same = isinstance(got, Tensor) and isinstance(wanted, Tensor) and got.dtype == wanted.dtype
                     error = max(error, distance(got, wanted) if same else float("inf"))
             except Exception as raised:  # noqa: BLE001  # a function of another form raises whatever it does on these arguments
-                reasons.append(f"{type(raised).__name__}: {str(raised)[:60]}")
+                reasons.append(in_short(raised))
                 continue
             if error <= TOLERANCE.get(dtype, 0.0):
                 half = heads // 2

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 import layerzero as lz
-from layerzero.core.errors import LayerZeroWarning
+from layerzero.core.errors import LayerZeroWarning, in_short
 from layerzero.engine.transforms import in_transform
 from layerzero.ops.moe.experts import ALPHA, GATES, LIMIT, gated
 
@@ -147,7 +147,7 @@ def _learned(module: Any) -> Gate | str:
         try:
             expected = [module._apply_gate(each.clone()) for each in rows]
         except Exception as error:  # noqa: BLE001  # whatever a class of somebody else's raises
-            return f"its gate cannot be evaluated ({type(error).__name__}: {str(error)[:80]})"
+            return f"its gate cannot be evaluated ({in_short(error)})"
         alpha, limit = numbers_of(module)
         for activation in GATES:
             numbers = (alpha, limit) if activation == "swiglu_oai" else (ALPHA, LIMIT)

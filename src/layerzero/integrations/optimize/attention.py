@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from layerzero.core.errors import in_short
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
 from layerzero.engine.dispatch import ENGINE
@@ -189,7 +190,7 @@ def find(search: Search) -> Iterator[Replaced | Left]:
             except Exception as raised:  # what a model raises on an example that was made for another
                 if workload is not None:
                     raise
-                why = f"it could not be compared without inputs= ({type(raised).__name__}: {str(raised)[:80]})"
+                why = f"it could not be compared without inputs= ({in_short(raised)})"
         if exchange is not None and exchange.chosen:
             said = "it is LayerZero's already, as attn_implementation says"
             yield Left(path, name, f"attention: {said}{why and f', but {why}'}")

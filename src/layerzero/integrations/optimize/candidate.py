@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -167,6 +167,20 @@ def quiet(module: Module) -> Iterator[None]:
     finally:
         for each, training in modes:
             each.training = training
+
+
+@contextmanager
+def watching(
+    modules: Iterable[Module], before: Callable[..., None] | None = None, after: Callable[..., None] | None = None
+) -> Iterator[None]:
+    """Tell of each call of the modules meanwhile: module, arguments by place and by name; module, arguments, output."""
+    with ExitStack() as hooks:
+        for each in modules:
+            if before is not None:
+                hooks.callback(each.register_forward_pre_hook(before, with_kwargs=True).remove)
+            if after is not None:
+                hooks.callback(each.register_forward_hook(after).remove)
+        yield
 
 
 _HOOKS = (*("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),)

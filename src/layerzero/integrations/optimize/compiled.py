@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils import _pytree as pytree
 
-from layerzero.core.errors import LayerZeroWarning
+from layerzero.core.errors import LayerZeroWarning, in_short
 from layerzero.integrations.optimize.compilers import Run
 from layerzero.integrations.optimize.stamp import Stamp
 from layerzero.integrations.optimize.swap import MARK, State, Swap, as_forward, serves
@@ -157,7 +157,7 @@ def forward(self: Module, *others: Any, **named: Any) -> Any:
                 return engine(told[1])
             except Exception as error:  # noqa: BLE001  # whatever a library raises: the model computes it
                 state.engines.pop(told[0], None)
-                said = f"{engine.name} raised {type(error).__name__}: {' '.join(str(error).split())[:120]}"
+                said = f"{engine.name} raised {in_short(error)}"
                 warnings.warn(f"lz.optimize: {said}; the model's own code runs", LayerZeroWarning, stacklevel=2)
     return other(self, *others, **named)
 

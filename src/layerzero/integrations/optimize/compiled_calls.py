@@ -6,8 +6,7 @@ import copy
 import fnmatch
 import functools
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils import _pytree as pytree
 
+from layerzero.core.errors import in_short
 from layerzero.engine.config import current_policy
 from layerzero.integrations.optimize import timing
 from layerzero.integrations.optimize.attention import Search
@@ -119,17 +119,8 @@ class Watched:
         self._calls: dict[int, dict[Key, Call]] = {}
         self._strange: dict[int, str] = {}
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Note the calls."""
-        hooks = [each.register_forward_pre_hook(self._keep, with_kwargs=True) for _, each in self.models]
-        try:
-            yield
-        finally:
-            for each in hooks:
-                each.remove()
-
-    def _keep(self, module: Module, others: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def keep(self, module: Module, others: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Note a call."""
         told, calls = described(others, named), self._calls.setdefault(id(module), {})
         if told is None:
             known = (*PLAIN, Tensor)
@@ -165,7 +156,7 @@ def _added(call: Call, target: Target, compiler: Compiler, report: Optimized, un
         with time.taking(_step(compiler)):
             engine = _engine(call, module, compiler)
     except Exception as error:  # noqa: BLE001  # whatever a compiler raises on a model that it does not know
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+        return in_short(error)
     if isinstance(engine, str):
         return engine
     call.engines.append(engine)

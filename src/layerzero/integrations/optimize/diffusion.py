@@ -13,6 +13,7 @@ from torch.nn import LayerNorm, Module
 from torch.nn.functional import scaled_dot_product_attention
 
 import layerzero as lz
+from layerzero.core.errors import in_short
 from layerzero.integrations.exchange import Together
 from layerzero.integrations.optimize.attention import Search
 from layerzero.integrations.optimize.candidate import distance, outermost, verdict
@@ -158,7 +159,7 @@ def _compared(found: AttentionOf, run: Callable[[], Any] | None) -> tuple[float 
                     ours = lz.scaled_dot_product_attention(query, key, value, mask)
                     compare(ours, scaled_dot_product_attention(query, key, value, mask))
         except (RuntimeError, TypeError) as raised:  # weights in a dtype that nothing computes in, as float8
-            return None, f"it could not be compared without inputs= ({type(raised).__name__}: {str(raised)[:80]})"
+            return None, f"it could not be compared without inputs= ({in_short(raised)})"
     else:
         keeping = COMPARED.set(compare)
         found.on()

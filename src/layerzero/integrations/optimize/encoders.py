@@ -19,6 +19,7 @@ from torch.nn import Dropout, Identity, Linear, Module
 
 import layerzero as lz
 from layerzero.integrations.optimize.attention import NAME, AttentionSwap, Seen, seeing
+from layerzero.integrations.optimize.candidate import watching
 from layerzero.integrations.optimize.layer import Heads, Layer
 from layerzero.integrations.optimize.norms import Normed, normed
 from layerzero.integrations.optimize.orientation import is_plain
@@ -315,11 +316,6 @@ def calls_of(
             told["attention_mask"] = mask[:2, ..., :TOKENS, :TOKENS] if mask.ndim == 4 else mask
         calls.setdefault(id(module), []).append((hidden[:2, :TOKENS], told))
 
-    hooks = [each.module.register_forward_pre_hook(keep, with_kwargs=True) for each in parts]
-    try:
-        with seeing(exchange) as seen:
-            example_run(model)()
-    finally:
-        for each in hooks:
-            each.remove()
+    with watching([each.module for each in parts], keep), seeing(exchange) as seen:
+        example_run(model)()
     return calls, seen

@@ -15,6 +15,7 @@ from layerzero.core.device import Device
 from layerzero.core.errors import InvalidCallError
 from layerzero.integrations.optimize import attention, compiled_calls, diffusion, int8, layers, modules, stacks
 from layerzero.integrations.optimize.attention import Search
+from layerzero.integrations.optimize.candidate import watching
 from layerzero.integrations.optimize.report import NO_TIME, Left, Optimized, Replaced
 from layerzero.integrations.optimize.selection import time_inputs, time_random_rows
 from layerzero.integrations.optimize.steps import find_steps
@@ -204,7 +205,7 @@ def _optimized(
         report.left.append(Left("", type(root).__name__, NO_TIME))
         return
     watched = compiled_calls.Watched(root)
-    with watched.watching():
+    with watching([each for _, each in watched.models], watched.keep):
         before = [] if workload is None else workload.run()
     dtypes = dict.fromkeys(each.dtype for each in root.parameters() if each.device.type == "cpu")
     report.emulated = emulation.told(Device.detect("cpu"), dtypes)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 import layerzero as lz
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import InvalidCallError, in_short
 from layerzero.integrations.optimize.candidate import TOLERANCE, Candidate, candidate, distance, quiet
 from layerzero.integrations.optimize.products import activations_of
 from layerzero.integrations.optimize.swap import MARK, as_forward, is_dense, serves
@@ -232,7 +232,7 @@ def _learned(module: Module, parameters: dict[str, Parameter], forms: list[Form]
             with quiet(alone):
                 expected = [alone(each.clone(), ids, shares) for each in inputs]
         except Exception as error:  # noqa: BLE001  # it takes something else: whatever it raises
-            return f"it does not compute on rows, ids and shares: {type(error).__name__}: {str(error)[:80]}"
+            return f"it does not compute on rows, ids and shares: {in_short(error)}"
         for form in _gates(module, base):
             told = form.told(seen)
             with torch.no_grad():

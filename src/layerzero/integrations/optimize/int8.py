@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch.nn import Embedding, Module
 from torch.nn.functional import linear
 
 from layerzero.core.arguments import told
+from layerzero.core.errors import in_short
 from layerzero.integrations.optimize.attention import Search
 from layerzero.integrations.optimize.candidate import (
     TOLERANCE,
@@ -29,12 +29,13 @@ from layerzero.integrations.optimize.candidate import (
     quiet,
     random_rows,
     refusal,
+    watching,
 )
 from layerzero.integrations.optimize.codes import Codes, Found, Made, Place, at, bias_of, call, product
-from layerzero.integrations.optimize.orientation import is_plain
+from layerzero.integrations.optimize.orientation import is_plain, may_be_product, turns
 from layerzero.integrations.optimize.report import NO_TIME, Left, Replaced
 from layerzero.integrations.optimize.selection import TIMED
-from layerzero.integrations.optimize.swap import is_dense, stock_forward, weight_of
+from layerzero.integrations.optimize.swap import stock_forward, weight_of
 from layerzero.integrations.optimize.workload import RUN
 
 KIND = "int8"
@@ -146,7 +147,7 @@ def _by_value(module: Module, pairs: list[tuple[Place, Place]]) -> Candidate | s
                 with quiet(module):
                     got = stock_forward(module)(rows.clone())
             except Exception as error:  # noqa: BLE001  # it takes something else than rows of this dtype
-                raised = f"it does not compute on one tensor of rows: {type(error).__name__}: {str(error)[:80]}"
+                raised = f"it does not compute on one tensor of rows: {in_short(error)}"
                 continue
             why = "its output is no product of its int8 weight, by itself or with rows rounded by a scale for each"
             if not isinstance(got, Tensor) or got.dtype != dtype or got.shape != (*rows.shape[:-1], codes.shape[0]):
@@ -241,11 +242,11 @@ class Request:
         heads = _heads(search.root)
         any_linear = False
         for path, module in search.root.named_modules():
-            turned = _is_turned(module)
-            if not turned and not is_plain(module):
+            why = refusal(module, parents.get(id(module)))  # first, for what is no torch's Linear is run
+            turned = False if is_plain(module) else None if why else turns(module)
+            if turned is None and not (why and may_be_product(module)):
                 continue
             any_linear = True
-            why = refusal(module, parents.get(id(module)))
             step = f"quantising {type(module).__name__}"
             if not why and not search.time.allows(step, step):
                 why = NO_TIME
@@ -257,7 +258,7 @@ class Request:
                 continue
             weight = weight_of(module)
             with search.time.taking(step):
-                state = Made(weight, self.activations, turned=turned)
+                state = Made(weight, self.activations, turned=bool(turned))
                 rows = random_rows(module, state.pair[0].shape[1], dtype=weight.dtype, device=weight.device)
                 made[path] = _candidate(module, state, rows)
         if not any_linear:
@@ -294,15 +295,6 @@ def request(weights: Any, activations: Any, accuracy: Any) -> tuple[Request | No
     return Request(weights, activations, float(accuracy)), problems
 
 
-def _is_turned(module: Module) -> bool:
-    """Whether a module is Transformers' Conv1D, a product with a weight (K, N)."""
-    cls = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
-    if cls is None or not isinstance(module, cls) or type(module).forward is not cls.forward:
-        return False
-    weight = module._parameters.get("weight")
-    return is_dense(weight) and 0 not in weight.shape
-
-
 def hints(asked: Request) -> Iterator[str]:
     """What to try where nothing stayed."""
     if asked.activations is None:
@@ -323,18 +315,14 @@ def _losses(made: Iterable[Candidate], search: Search) -> dict[int, float]:
     """How far each product is from the module's own, relative to its size: on the inputs' rows, else on random ones."""
     sums: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
 
-    def note(found: Candidate) -> Callable[..., None]:
-        def hook(module: Module, given: tuple[Any, ...], output: Any) -> None:
-            if len(given) == 1 and isinstance(given[0], Tensor) and isinstance(output, Tensor) and given[0].numel():
-                _add(sums[id(module)], found, given[0].detach(), output.detach())
-
-        return hook
+    def note(module: Module, given: tuple[Any, ...], output: Any) -> None:
+        if len(given) == 1 and isinstance(given[0], Tensor) and isinstance(output, Tensor) and given[0].numel():
+            _add(sums[id(module)], of[module], given[0].detach(), output.detach())
 
     made = list(made)
+    of = {each.swap.module: each for each in made}
     if search.workload is not None and made and search.time.allows("what int8 loses on the inputs", RUN, 2):
-        with ExitStack() as stack:
-            for each in made:
-                stack.callback(each.swap.module.register_forward_hook(note(each)).remove)
+        with watching(of, after=note):
             search.workload.run()
     with torch.no_grad():
         for number, each in enumerate(made):

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 from torch.nn import Dropout, Identity, Module
 
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import InvalidCallError, in_short
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
 from layerzero.engine.dispatch import ENGINE
 from layerzero.integrations.optimize import encoders
 from layerzero.integrations.optimize.attention import NAME, AttentionSwap, Search, Seen, seeing, seen_rows
-from layerzero.integrations.optimize.candidate import TOLERANCE, Candidate, distance, quiet, refusal
+from layerzero.integrations.optimize.candidate import TOLERANCE, Candidate, distance, quiet, refusal, watching
 from layerzero.integrations.optimize.dynamic_cache import name_in, name_of
 from layerzero.integrations.optimize.layer import Heads, Layer, forward
 from layerzero.integrations.optimize.norms import Normed, normed
@@ -120,7 +120,7 @@ def _checked(
     try:
         calls, seen = calls_of(model, exchange, list(parts.values()))
     except Exception as error:  # noqa: BLE001  # what a model raises on an example that was made for another
-        why = f"its layers could not be run on an example: {type(error).__name__}: {str(error)[:80]}"
+        why = f"its layers could not be run on an example: {in_short(error)}"
         yield Left(prefix, type(model).__name__, why)
         return
     found: list[Replaced | Left] = []
@@ -197,16 +197,11 @@ def _calls_of(
         if len(given) == 1:
             calls.setdefault(id(module), []).append((given[0], dict(named)))
 
-    hooks = [each.module.register_forward_pre_hook(keep, with_kwargs=True) for each in parts]
-    try:
-        with quiet(model), seeing(exchange) as seen:
-            for mask in (torch.ones_like(ids), hidden):
-                given = model(input_ids=ids[:, :PROMPT], attention_mask=mask[:, :PROMPT], use_cache=True)
-                name = name_of(model)
-                model(input_ids=ids[:, PROMPT:], attention_mask=mask, **{name: getattr(given, name)})
-    finally:
-        for each in hooks:
-            each.remove()
+    with watching([each.module for each in parts], keep), quiet(model), seeing(exchange) as seen:
+        for mask in (torch.ones_like(ids), hidden):
+            given = model(input_ids=ids[:, :PROMPT], attention_mask=mask[:, :PROMPT], use_cache=True)
+            name = name_of(model)
+            model(input_ids=ids[:, PROMPT:], attention_mask=mask, **{name: getattr(given, name)})
     return calls, seen
 
 
@@ -230,7 +225,7 @@ def _tried(
     try:
         hidden, expected = _expected(made, calls, exchange)
     except Exception as raised:  # noqa: BLE001  # what a layer raises that names its cache otherwise (GPT-NeoX)
-        why = f"it could not be run by itself: {type(raised).__name__}: {str(raised)[:80]}"
+        why = f"it could not be run by itself: {in_short(raised)}"
         return Left(path, cls, f"as a whole: {why}"), liked
     least = float("inf")
     ran: dict[str, None] = {}
@@ -350,7 +345,7 @@ def _error(
             swap.on()
             got = _run(swap.module.forward, swap.module, hidden, calls, cached)
     except (InvalidCallError, RuntimeError, IndexError) as raised:  # this form does not fit its sizes
-        return f"a form raised {type(raised).__name__}: {' '.join(str(raised).split())[:160]}"
+        return f"a form raised {in_short(raised)}"
     finally:
         swap.off()
     errors = []

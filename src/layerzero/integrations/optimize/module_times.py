@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch.nn import Module
 
 from layerzero.integrations.optimize import timing
+from layerzero.integrations.optimize.candidate import watching
 
 ROUNDS = 3
 """Runs of each, in turn."""
@@ -138,7 +138,7 @@ def _timed(kinds: Mapping[Module, str], run: Callable[[], Any], device: Any) -> 
         host[kinds[module]] += timing.WALL() - started
         events[kinds[module]].append((event, mark()))
 
-    with _hooked(kinds, enter, leave), torch.no_grad():
+    with watching(kinds, enter, leave), torch.no_grad():
         _wait(device)
         first, started = mark(), timing.WALL()
         run()
@@ -150,19 +150,6 @@ def _timed(kinds: Mapping[Module, str], run: Callable[[], Any], device: Any) -> 
     of_device = {kind: sum(a.elapsed_time(b) for a, b in pairs) / 1e3 for kind, pairs in events.items()}
     of_device[OUTSIDE] = first.elapsed_time(last) / 1e3 - sum(of_device.values())
     return {kind: Share(seconds, of_device[kind]) for kind, seconds in host.items()}
-
-
-@contextmanager
-def _hooked(kinds: Mapping[Module, str], enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
-    hooks = []
-    try:
-        for module in kinds:
-            hooks.append(module.register_forward_pre_hook(enter))
-            hooks.append(module.register_forward_hook(leave))
-        yield
-    finally:
-        for each in hooks:
-            each.remove()
 
 
 def _wait(device: Any) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import LayerNorm, Module, Parameter, RMSNorm, functional
 
 import layerzero as lz
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import InvalidCallError, in_short
 from layerzero.core.graph_capture import capture_of
 from layerzero.integrations.optimize.candidate import STRUCTURE, Candidate, candidate, distance, quiet, random_rows
 from layerzero.integrations.optimize.dynamic_cache import runs_a_library
@@ -177,7 +177,7 @@ def _form_of(module: Module, *, has_bias: bool) -> tuple[str | None, float | Non
         with quiet(twin):
             expected = twin(rows.clone())
     except Exception as error:  # noqa: BLE001  # it takes something else than one tensor: whatever it raises
-        return None, None, f"it does not compute on one tensor of rows: {type(error).__name__}: {str(error)[:80]}"
+        return None, None, f"it does not compute on one tensor of rows: {in_short(error)}"
     if not isinstance(expected, Tensor) or expected.shape != rows.shape:
         return None, None, ""
     weight, bias = weight_of(twin), twin._parameters.get("bias")

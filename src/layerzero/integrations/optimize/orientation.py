@@ -67,7 +67,7 @@ def turns(module: Module) -> bool | None:
     if is_plain(module):
         return False
     weight = module._parameters.get("weight")
-    if type(module).__module__.startswith("torch.nn.") or not _may_be(module, weight):
+    if type(module).__module__.startswith("torch.nn.") or not may_be_product(module):
         return None
     assert weight is not None
     code = type(module).forward, weight.data_ptr(), weight.dtype, 0 if weight.is_inference() else weight._version
@@ -77,7 +77,9 @@ def turns(module: Module) -> bool | None:
     return known[1]
 
 
-def _may_be(module: Module, weight: Any) -> bool:
+def may_be_product(module: Module) -> bool:
+    """Whether a module has what a product with one weight has, and nothing else."""
+    weight: Any = module._parameters.get("weight")
     bias = module._parameters.get("bias")
     return (
         set(module._parameters) == {"weight", "bias"}

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Dropout, Identity, Linear, Module
 
 import layerzero as lz
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import InvalidCallError, in_short
 from layerzero.integrations.optimize.candidate import TOLERANCE, Candidate, candidate, distance, quiet, random_rows
 from layerzero.integrations.optimize.orientation import View, is_plain, turns
 from layerzero.integrations.optimize.swap import MARK, as_forward, serves, weight_of
@@ -298,7 +298,7 @@ def block(module: Module) -> Candidate | str | None:
                 expected = module(example.clone())
         except Exception as error:  # noqa: BLE001  # it takes something else than such rows: whatever it raises
             if found:  # without an activation it is something else
-                why = why or f"it does not compute on one tensor of rows: {type(error).__name__}: {str(error)[:80]}"
+                why = why or f"it does not compute on one tensor of rows: {in_short(error)}"
             continue
         if not isinstance(expected, Tensor):
             continue

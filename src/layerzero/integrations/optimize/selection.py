@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from layerzero.asking.trace import traced
+from layerzero.core.errors import in_short
 from layerzero.integrations.optimize import layer_timing, modules
 from layerzero.integrations.optimize.attention import AttentionSwap, Search
 from layerzero.integrations.optimize.candidate import TOLERANCE, distance, quiet
@@ -315,7 +316,7 @@ def time_random_rows(search: Search, report: Optimized, *, graph: bool) -> None:
         try:
             beside = beside or around(layers, exchange)
         except Exception as error:  # noqa: BLE001  # what a model raises on arguments that were made for another
-            said = f"{type(error).__name__}: {str(error)[:80]}"
+            said = in_short(error)
             report.tune.append(f"modules were timed alone, not behind a layer of the model ({said})")
     alike: dict[Hashable, list[Replaced]] = defaultdict(list)
     for one in report.replaced:

@@ -7,8 +7,9 @@ reads padded positions is found so.
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
+from layerzero.core.errors import in_short
 from layerzero.engine.config import current_policy
 from layerzero.integrations.optimize import timing
 from layerzero.integrations.optimize.attention import Search
-from layerzero.integrations.optimize.candidate import TOLERANCE, distance, outermost, quiet
+from layerzero.integrations.optimize.candidate import TOLERANCE, distance, outermost, quiet, watching
 from layerzero.integrations.optimize.padding import (
     GROUPS,
     MASK,
@@ -108,7 +110,7 @@ def _of_model(model: Any, stacks: Mapping[str, Module], time: TimeLeft) -> Itera
         yield from (Left(path, type(each).__name__, f"padding: {NO_TIME}") for path, each in stacks.items())
         return
     except Exception as raised:  # noqa: BLE001  # what a model raises on an example that was made for another
-        why = f"padding: no example runs ({type(raised).__name__}: {' '.join(str(raised).split())[:80]})"
+        why = f"padding: no example runs ({in_short(raised)})"
         yield from (Left(path, type(each).__name__, why) for path, each in stacks.items())
         return
     for path, stack in stacks.items():
@@ -158,19 +160,13 @@ def _calls_of(
 ) -> tuple[dict[str, dict[str, Any]], Any]:
     """What the model hands to each stack, by names; and what it gives."""
     calls: dict[str, dict[str, Any]] = {}
+    paths = {each: path for path, each in stacks.items()}
 
-    def keep(path: str) -> Callable[..., None]:
-        def kept(module: Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-            calls[path] = bound(_names_of(module), given, named)
+    def keep(module: Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        calls[paths[module]] = bound(_names_of(module), given, named)
 
-        return kept
-
-    hooks = [each.register_forward_pre_hook(keep(path), with_kwargs=True) for path, each in stacks.items()]
-    try:
+    with watching(paths, keep):
         return calls, model(**example)
-    finally:
-        for each in hooks:
-            each.remove()
 
 
 def _names_of(stack: Module) -> list[str]:
@@ -217,7 +213,7 @@ def _error(stack: Module, state: Unpadded, call: dict[str, Any], expected: list[
             swap.on()
             got = list(tensors_in(stack.forward(**call)))
     except Exception as raised:  # noqa: BLE001  # a stack that takes no packed row
-        return 0.0, f"{type(raised).__name__}: {' '.join(str(raised).split())[:80]}"
+        return 0.0, in_short(raised)
     finally:
         swap.off()
     if not padded:
@@ -255,18 +251,12 @@ def _reads_padding(model: Any, swaps: list[Swap], example: Mapping[str, Any], ex
     return ""
 
 
-_MEASURED: dict[Hashable, Costs] = {}
-"""By shape, for as long as the process lives."""
-
-
 def _costs(stack: Module, state: Unpadded, call: dict[str, Any]) -> Costs:
     """Time a stack on one row, on several and on several in one row, and the check by itself."""
     ours = tuple(type(each.__dict__.get(MARK)) for each in stack.modules())
     shapes = tuple((name, tuple(each.shape), each.dtype) for name, each in stack.named_parameters())
     about = type(stack), ours, shapes, state.is_packing, torch.get_num_threads(), current_policy()
-    if about not in _MEASURED:
-        _MEASURED[about] = _measured(stack, state, call)
-    return _MEASURED[about]
+    return timing.measured_once(about, functools.partial(_measured, stack, state, call))
 
 
 def _measured(stack: Module, state: Unpadded, call: dict[str, Any]) -> Costs:

@@ -24,6 +24,7 @@ from layerzero.core.errors import (
     InvalidCallError,
     LayerZeroWarning,
     NoKernelFoundError,
+    in_short,
 )
 from layerzero.core.graph_capture import capturing
 from layerzero.integrations.optimize.attention import NAME, Search
@@ -193,7 +194,7 @@ class Steps(State):
 
     def _failed(self, error: Exception, *, captured: bool = True) -> None:
         """Note why a step ran as it is, tell it once, and capture no more where that has no sense."""
-        text = f"{type(error).__name__}: {str(error)[:160]}"
+        text = in_short(error)
         if any(isinstance(each, torch.OutOfMemoryError) for each in _chain(error)):
             why = f"the device had no memory for it: {text}"
             for batch, memory in tuple(self._memories.items()):

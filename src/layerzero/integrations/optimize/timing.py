@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from layerzero.core.errors import LayerZeroError
+from layerzero.core.errors import LayerZeroError, in_short
 from layerzero.tuning.measuring.timing import TimeOverError
 
 LEAST = 0.01
@@ -54,6 +54,7 @@ CLOCK: Callable[[], float] = _seconds
 """The clock for modules on random rows; tests set another one."""
 
 _Name = TypeVar("_Name", bound=Hashable)
+_Found = TypeVar("_Found")
 
 
 def race(
@@ -210,8 +211,16 @@ class Untimed:
     late: bool = False
 
 
-_DECIDED: dict[Hashable, Sizes] = {}
-"""By shape, for as long as the process lives."""
+_KNOWN: dict[Hashable, Any] = {}
+"""What was measured by shape, for as long as the process lives."""
+
+
+def measured_once(about: Hashable, measure: Callable[[], _Found]) -> _Found:
+    """What was measured about the same before, or is now."""
+    if about not in _KNOWN:
+        _KNOWN[about] = measure()
+    found: _Found = _KNOWN[about]
+    return found
 
 
 def decided(
@@ -227,7 +236,7 @@ def decided(
         about: all that their time hangs on; what was measured about the same holds.
         passed: whether the time is over.
     """
-    found = _DECIDED.get(about)
+    found: Sizes | None = _KNOWN.get(about)
     known = found is not None
     try:
         if found is None and passed():
@@ -236,11 +245,11 @@ def decided(
     except TimeOverError:
         return Untimed(module, "no time was left to time it beside the model's own code (budget_s)", late=True)
     except Exception as error:  # noqa: BLE001  # what a model raises on arguments that were made for another
-        said = f"{type(error).__name__}: {str(error)[:80]}"
+        said = in_short(error)
         return Untimed(module, f"it could not be timed beside the model's own code ({said})")
     if found is None:
         return Untimed(module, "the clock stood still, or locks leave no kernel", stays=True)
-    _DECIDED.setdefault(about, found)
+    _KNOWN.setdefault(about, found)
     ways = found.best(among=(Way.OWN, Way.PLAIN, Way.PACKED))
     kept = found.gains(ways) and any(way is not Way.OWN for way in ways)
     return Paced(module, ways, found, kept, known, paths)
@@ -248,7 +257,7 @@ def decided(
 
 def forget() -> None:
     """Time every shape again."""
-    _DECIDED.clear()
+    _KNOWN.clear()
 
 
 def timed(
