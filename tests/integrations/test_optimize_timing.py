@@ -80,7 +80,7 @@ def costing(clock, monkeypatch, *, own, ours):
 
     monkeypatch.setattr(kind, "forward", forward)
     monkeypatch.setattr(
-        layer, "_compute", clock.costs(layer._compute, lambda state, hidden, named: ours(hidden.shape[1]))
+        layer.Layer, "compute", clock.costs(layer.Layer.compute, lambda state, hidden, named: ours(hidden.shape[1]))
     )
 
 
@@ -113,9 +113,11 @@ def test_a_size_that_loses_runs_the_layers_own_code(clock, monkeypatch):
     report = lz.optimize(model)
     assert len(layers(report)) == 2
     ran = []
-    computing = layer._compute
+    computing = layer.Layer.compute
     monkeypatch.setattr(
-        layer, "_compute", lambda state, hidden, named: ran.append(hidden.shape[1]) or computing(state, hidden, named)
+        layer.Layer,
+        "compute",
+        lambda state, hidden, named: ran.append(hidden.shape[1]) or computing(state, hidden, named),
     )
     with torch.no_grad():
         for tokens in SIZES:

@@ -218,9 +218,9 @@ def test_layers_serve_whatever_the_order_of_their_parameters(monkeypatch: pytest
         if type(each) is nn.Linear:
             prune.remove(prune.identity(each, "weight"), "weight")
     assert [*model.model.layers[0].self_attn.q_proj._parameters] == ["bias", "weight"]
-    expected, computed, compute = model(ids).logits, [], layer._compute
+    expected, computed, compute = model(ids).logits, [], layer.Layer.compute
     lz.optimize(model)
-    monkeypatch.setattr(layer, "_compute", lambda *given: (computed.append(1), compute(*given))[1])
+    monkeypatch.setattr(layer.Layer, "compute", lambda *given: (computed.append(1), compute(*given))[1])
     torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
     assert len(computed) == len(model.model.layers)
 

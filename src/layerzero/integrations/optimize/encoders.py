@@ -20,13 +20,12 @@ from torch.nn import Dropout, Identity, Linear, Module
 import layerzero as lz
 from layerzero.integrations.optimize.attention import NAME, AttentionSwap, Seen, seeing
 from layerzero.integrations.optimize.candidate import watching
-from layerzero.integrations.optimize.layer import Heads, Layer
+from layerzero.integrations.optimize.layer import Heads, Layer, forward
 from layerzero.integrations.optimize.norms import Normed, normed
 from layerzero.integrations.optimize.orientation import is_plain
 from layerzero.integrations.optimize.products import Block, activations_of, compute, orders
 from layerzero.integrations.optimize.stamp import code_of
-from layerzero.integrations.optimize.swap import MARK, as_forward, serves, weight_of
-from layerzero.integrations.optimize.timing import size_of
+from layerzero.integrations.optimize.swap import weight_of
 from layerzero.integrations.optimize.weights import wants_packed
 from layerzero.integrations.optimize.workload import example_run
 from layerzero.integrations.transformers_patches import ROW_ARGUMENTS
@@ -70,7 +69,6 @@ class Encoder(Layer):
         block: its feed-forward block.
         after: whether a norm follows the sum of a part's input and output, as in BERT; else it comes before a part.
         scales: modules whose vector multiplies what attention and block give, or none.
-        order: names of the arguments behind the hidden states.
         given: what a layer is told beside hidden states and mask, in every call.
     """
 
@@ -91,15 +89,7 @@ class Encoder(Layer):
         super().__init__(heads, block, (None, first, None, second) if after else (first, None, second, None), scales)
         self.after, self.pair, self.scales, self.order, self.given = after, norms, scales, order, dict(given)
 
-    def serves(self, hidden: Tensor, named: Mapping[str, Any]) -> bool:
-        """Whether a call is one that was proved to be the same, and of somebody who does not want the module's code."""
-        try:
-            learned = self.learned
-        except KeyError:  # pruned or parametrised since: the modules compute them
-            return False
-        weight = self.heads.products[0]._parameters["weight"]
-        if weight is None or hidden.ndim != 3 or not serves(self, hidden, *learned):
-            return False
+    def takes(self, named: Mapping[str, Any]) -> bool:
         for name, value in named.items():
             if value is None or value is False or (name == "attention_mask" and value.ndim == 4):
                 continue
@@ -107,41 +97,24 @@ class Encoder(Layer):
                 continue
             if name not in self.given or type(value) not in _PLAIN or value != self.given[name]:
                 return False
-        if hidden.dtype != weight.dtype or hidden.device != weight.device:
-            return False
-        return self.heads.setting in self.heads.settings
+        return True
 
-
-@as_forward
-def forward(self: Module, hidden_states: Tensor, *others: Any, **named: Any) -> Any:
-    """The forward of an encoder layer; arguments of Transformers' layers."""
-    state: Encoder | None = self.__dict__.get(MARK)  # None once another thread has undone it
-    if state is None or (state.own_at and state.own_at[size_of(hidden_states)]) or len(others) > len(state.order):
-        return type(self).forward(self, hidden_states, *others, **named)
-    told = {**dict(zip(state.order, others, strict=False)), **named} if others else named
-    if not state.serves(hidden_states, told):
-        return type(self).forward(self, hidden_states, *others, **named)
-    if state.packs and not (state.block.plain and state.block.plain[size_of(hidden_states)]):
-        state.renew()
-    return _encoded(state, hidden_states, told)
-
-
-def _encoded(state: Encoder, hidden: Tensor, named: Mapping[str, Any]) -> Tensor:
-    one, two = state.pair
-    scales = state.scales
-    rows = hidden if state.after else one.alone(hidden)
-    added = state.heads.attend(rows, named)
-    if state.after:
-        rows = total = one.of_sum(hidden, added)
-    elif scales:
-        total = torch.addcmul(hidden, added, _scale(scales[0]))
-        rows = two.alone(total)
-    else:
-        rows, total = two.of_sum(hidden, added), added
-    output: Tensor = state.block.compute(rows)
-    if state.after:
-        return two.of_sum(total, output)
-    return torch.addcmul(total, output, _scale(scales[1])) if scales else output.add_(total)
+    def compute(self, hidden: Tensor, named: Mapping[str, Any]) -> Tensor:
+        one, two = self.pair
+        scales = self.scales
+        rows = hidden if self.after else one.alone(hidden)
+        added = self.heads.attend(rows, named)
+        if self.after:
+            rows = total = one.of_sum(hidden, added)
+        elif scales:
+            total = torch.addcmul(hidden, added, _scale(scales[0]))
+            rows = two.alone(total)
+        else:
+            rows, total = two.of_sum(hidden, added), added
+        output: Tensor = self.block.compute(rows)
+        if self.after:
+            return two.of_sum(total, output)
+        return torch.addcmul(total, output, _scale(scales[1])) if scales else output.add_(total)
 
 
 def _scale(module: Module) -> Tensor:

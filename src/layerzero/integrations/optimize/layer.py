@@ -216,7 +216,10 @@ class Layer(State):
         others: further modules with weights.
         following: the norm with which the next layer begins.
         packs: whether weights are packed at any size.
+        order: names of the arguments behind the hidden states that may come by place.
     """
+
+    order: tuple[str, ...] = ()
 
     def __init__(
         self, heads: Heads, block: Block, norms: tuple[Normed | None, ...], others: tuple[Module, ...] = ()
@@ -263,62 +266,66 @@ class Layer(State):
         self.block.renew(*self.block.weights)
         self.heads.renew(*self.heads.weights)
 
+    def is_proved(self, hidden: Tensor) -> bool:
+        """Whether rows, weights and settings are those of the proof, and nobody wants the module's own code."""
+        try:
+            learned = self.learned
+        except KeyError:  # pruned or parametrised since: the modules compute them
+            return False
+        weight = self.heads.products[0]._parameters["weight"]
+        if weight is None or not serves(self, hidden, *learned) or hidden.ndim != 3:
+            return False
+        return (
+            hidden.dtype == weight.dtype
+            and hidden.device == weight.device
+            and self.heads.setting in self.heads.settings
+        )
+
+    def takes(self, named: Mapping[str, Any]) -> bool:
+        """Whether a call with these arguments was proved."""
+        for name, value in named.items():
+            if name not in _READ and name not in _TOLD and value is not None and value is not False:
+                return False
+        return isinstance(named.get("position_embeddings"), tuple)
+
+    def compute(self, hidden: Tensor, named: Mapping[str, Any]) -> Tensor:
+        """What the layer gives."""
+        before, behind, before_block, behind_block = self.norms
+        ours = ONE_TOKEN.get() is not None and _NORMED in hidden.__dict__  # the layer before made it, and nobody looks
+        rows = hidden if before is None else _begun(hidden, before)
+        attended = self.heads.attend(rows, named)
+        if behind is not None:
+            attended = behind.alone(attended)
+        if before_block is None:
+            rows = total = attended.add_(hidden)
+        elif ours:
+            rows, total = before_block.over_both(hidden, attended)
+        else:
+            rows, total = before_block.of_sum(hidden, attended), attended
+        output: Tensor = compute(self.block, rows)
+        if behind_block is not None:
+            output = behind_block.alone(output)
+        following = self.following
+        # in inference mode nobody would see a write in between
+        if following is None or following.is_computed or output.is_inference():
+            return output.add_(total)
+        normed, output = following.over_both(total, output)  # both are this layer's own
+        setattr(output, _NORMED, (normed, following.weight, output._version))
+        return output
+
 
 @as_forward
 def forward(self: Module, hidden_states: Tensor, *others: Any, **named: Any) -> Any:
     """The forward of a layer; arguments of Transformers' layers."""
     state: Layer | None = self.__dict__.get(MARK)  # None once another thread has undone it
-    if others or state is None or (state.own_at and state.own_at[size_of(hidden_states)]):
+    if state is None or (state.own_at and state.own_at[size_of(hidden_states)]) or len(others) > len(state.order):
         return type(self).forward(self, hidden_states, *others, **named)
-    if not _serves(state, hidden_states, named):
+    told = {**dict(zip(state.order, others, strict=False)), **named} if others else named
+    if not state.is_proved(hidden_states) or not state.takes(told):
         return type(self).forward(self, hidden_states, *others, **named)
     if state.packs and not (state.block.plain and state.block.plain[size_of(hidden_states)]):
         state.renew()
-    return _compute(state, hidden_states, named)
-
-
-def _serves(state: Layer, hidden_states: Tensor, named: Mapping[str, Any]) -> bool:
-    """Whether a call is one that was proved to be the same, and of somebody who does not want the module's own code."""
-    try:
-        learned = state.learned
-    except KeyError:  # pruned or parametrised since: the modules compute them
-        return False
-    weight = state.heads.products[0]._parameters["weight"]
-    if weight is None or not serves(state, hidden_states, *learned):
-        return False
-    for name, value in named.items():
-        if name not in _READ and name not in _TOLD and value is not None and value is not False:
-            return False
-    if not isinstance(named.get("position_embeddings"), tuple) or hidden_states.ndim != 3:
-        return False
-    if hidden_states.dtype != weight.dtype or hidden_states.device != weight.device:
-        return False
-    return state.heads.setting in state.heads.settings
-
-
-def _compute(state: Layer, hidden: Tensor, named: Mapping[str, Any]) -> Tensor:
-    before, behind, before_block, behind_block = state.norms
-    ours = ONE_TOKEN.get() is not None and _NORMED in hidden.__dict__  # the layer before made it, and nobody looks
-    rows = hidden if before is None else _begun(hidden, before)
-    attended = state.heads.attend(rows, named)
-    if behind is not None:
-        attended = behind.alone(attended)
-    if before_block is None:
-        rows = total = attended.add_(hidden)
-    elif ours:
-        rows, total = before_block.over_both(hidden, attended)
-    else:
-        rows, total = before_block.of_sum(hidden, attended), attended
-    output: Tensor = compute(state.block, rows)
-    if behind_block is not None:
-        output = behind_block.alone(output)
-    following = state.following
-    # in inference mode nobody would see a write in between
-    if following is None or following.is_computed or output.is_inference():
-        return output.add_(total)
-    normed, output = following.over_both(total, output)  # both are this layer's own
-    setattr(output, _NORMED, (normed, following.weight, output._version))
-    return output
+    return state.compute(hidden_states, told)
 
 
 def _begun(hidden: Tensor, norm: Normed) -> Tensor:
