@@ -106,12 +106,12 @@ def standing_still():
 DECIDED = selection.decided
 
 
-def decided(about, module, paths, measure, passed):
+def decided(about, module, paths, measure, passed, **told):
     """Run nothing for a clock that stands still, of which no time can come: a third of ``lz.optimize``."""
     quick = settings().max_examples < settings.get_profile("whole").max_examples
     if quick and timing.CLOCK is standing_still:
         measure = type(None)
-    return DECIDED(about, module, paths, measure, passed)
+    return DECIDED(about, module, paths, measure, passed, **told)
 
 
 selection.decided = decided

@@ -11,7 +11,7 @@ from torch import nn
 
 import layerzero as lz
 from clock import Clock, Ticking
-from layerzero.integrations.optimize import layer, layer_timing, norms, selection, timing
+from layerzero.integrations.optimize import candidate, layer, layer_timing, modules, norms, selection, timing
 from layerzero.integrations.optimize.layer_timing import attention_costs
 from layerzero.integrations.optimize.timing import SIZES, Paced, Sizes, Untimed, Way, size_of, timed
 
@@ -192,6 +192,29 @@ def test_a_clock_that_stands_still_decides_nothing(clock):
 @pytest.mark.parametrize(("tokens", "size"), [(1, 0), (2, 1), (15, 1), (16, 2), (900, 2)])
 def test_every_number_of_tokens_has_a_size(tokens, size):
     assert size_of(torch.empty(1, tokens, 8)) == size_of(torch.empty(tokens, 8)) == size
+
+
+@pytest.mark.parametrize(
+    ("one", "many", "native", "emulated"),
+    [(1.05, 0.45, True, True), (1.16, 0.3, False, True), (1.15, 0.67, False, True), (1.25, 0.1, False, False)],
+)
+def test_much_gained_at_one_size_outweighs_python_at_another(one, many, native, emulated):
+    ratios = tuple({Way.STOCK: 1.0, Way.PLAIN: each} for each in (one, 1.0, many))
+    found, ways = Sizes(ratios, ({Way.PLAIN: 0.01},) * 3, (9,) * 3, 1.0), (Way.PLAIN,) * 3
+    assert found.gains(ways) is native
+    assert found.gains(ways, emulated=True) is emulated
+
+
+@pytest.mark.parametrize("emulated", [False, True])
+def test_what_a_cpu_emulates_stays_though_one_token_loses(clock, monkeypatch, emulated):
+    monkeypatch.setattr(selection, "emulation", SimpleNamespace(emulates=lambda *_: emulated))
+    monkeypatch.setattr(candidate.Candidate, "is_torchs", False)
+    model = nn.Sequential(nn.Linear(8, 8)).eval()
+    sizes = tuple({Way.STOCK: 1.0, Way.OWN: each + 0.1, Way.PLAIN: each} for each in (1.15, 1.0, 0.6))
+    found = Sizes(sizes, (dict.fromkeys(Way, 0.0),) * 3, (9,) * 3, 1.0)
+    monkeypatch.setattr(modules, "measured", lambda *_: found)
+    report = lz.optimize(model)
+    assert bool(report.replaced) is emulated
 
 
 def test_a_gain_within_the_noise_is_none():

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from layerzero.asking.trace import traced
+from layerzero.core import emulation
+from layerzero.core.device import Device
 from layerzero.core.errors import in_short
 from layerzero.integrations.optimize import layer_timing, modules
 from layerzero.integrations.optimize.attention import AttentionSwap, Search
@@ -361,7 +363,15 @@ def _settled(
     found = []
     for about, group in alike.items():
         paths, kind = [each.path for each in group], group[0].kind
-        each = decided(about, group[0].module, paths, functools.partial(measure, group), report.time.deadline.passed)
+        weights = group[0].swap.module.parameters()
+        each = decided(
+            about,
+            group[0].module,
+            paths,
+            functools.partial(measure, group),
+            report.time.deadline.passed,
+            emulated=any(emulation.emulates(Device.detect(each.device), each.dtype) for each in weights),
+        )
         if isinstance(each, Paced):
             for one in group:
                 one.swap.state.take(each.ways)

@@ -26,9 +26,11 @@ from layerzero.tuning.measuring.timing import TimeOverError
 LEAST = 0.01
 """A gain below this is noise, and so is a loss: stock stays, which users know."""
 
-HALF, OUTWEIGHED = 0.5, 0.1
-"""What takes at most the first part of the time at one size may lose the second part at another. A float16 product of
-384 x 384, which a CPU emulates, takes 0.22 of its time for 64 rows, and with Python around it 1.06 for one."""
+OUTWEIGHED: Mapping[bool, tuple[float, float]] = {False: (0.5, 0.1), True: (0.7, 0.2)}
+"""What takes at most the first part of the time at one size may lose the second part at another; by whether the CPU
+emulates its dtype. Products of 64 to 512 features then take for 64 rows 0.15 to 0.33 of their time in float16 and 0.50
+to 0.67 in bfloat16, and with Python around them 1.04 to 1.16 for one, a few us (AMD EPYC Zen 4, bfloat16 as on AVX-512
+without it, one thread, 2026-11-26)."""
 
 FINE_S = 1e-6
 """A norm takes 10 us. Windows counts a thread's time in steps of 15.6 ms, in which it would take none."""
@@ -149,13 +151,14 @@ class Sizes:
             found.append([way for way in known if ratios[way] <= least + LEAST / 2][-1])
         return tuple(found)
 
-    def gains(self, ways: Sequence[Way]) -> bool:
+    def gains(self, ways: Sequence[Way], *, emulated: bool = False) -> bool:
         """Whether these ways are faster than stock at one size by more than the noise, and slower at none.
 
-        Where one size takes at most :data:`HALF` of the time, another may be slower by :data:`OUTWEIGHED`.
+        Where one size gains much, another may be slower by :data:`OUTWEIGHED`.
         """
         taken = [(ratios[way], noise[way]) for ratios, noise, way in zip(self.ratios, self.noise, ways, strict=True)]
-        loss = OUTWEIGHED if any(each + noise <= HALF for each, noise in taken) else LEAST
+        much, outweighed = OUTWEIGHED[emulated]
+        loss = outweighed if any(each + noise <= much for each, noise in taken) else LEAST
         slower = any(each > 1 + max(loss, noise) for each, noise in taken)
         return not slower and any(each <= 1 - max(LEAST, noise) for each, noise in taken)
 
@@ -229,12 +232,15 @@ def decided(
     paths: list[str],
     measure: Callable[[], Sizes | None],
     passed: Callable[[], bool],
+    *,
+    emulated: bool = False,
 ) -> Paced | Untimed:
     """Which way modules of one shape compute at which size, and whether they gain; or why not, whatever one raises.
 
     Args:
         about: all that their time hangs on; what was measured about the same holds.
         passed: whether the time is over.
+        emulated: whether the CPU emulates products of their dtype.
     """
     found: Sizes | None = _KNOWN.get(about)
     known = found is not None
@@ -251,7 +257,7 @@ def decided(
         return Untimed(module, "the clock stood still, or locks leave no kernel", stays=True)
     _KNOWN.setdefault(about, found)
     ways = found.best(among=(Way.OWN, Way.PLAIN, Way.PACKED))
-    kept = found.gains(ways) and any(way is not Way.OWN for way in ways)
+    kept = found.gains(ways, emulated=emulated) and any(way is not Way.OWN for way in ways)
     return Paced(module, ways, found, kept, known, paths)
 
 
