@@ -9,7 +9,7 @@ processes disturb least; several threads count wall time. A row gives the median
 dtype, the ratio of the fastest fifths, and the relative distance of the output from the float32 model's.
 
 Variants: ``stock``; ``lz`` after ``lz.optimize(model)``; ``inputs`` after ``lz.optimize(model, inputs)``; ``attention``
-alone; ``int8`` after ``lz.optimize(model, weights="int8", activations="int8")``; ``compile`` after ``torch.compile``;
+alone; ``float32``: stock in float32; ``int8`` after ``lz.optimize(model, weights="int8", activations="int8")``; ``compile`` after ``torch.compile``;
 ``onnxruntime`` and ``openvino`` (encoders alone): an exported graph with dynamic sizes.
 """
 
@@ -204,6 +204,8 @@ def variant(name: str, stock: Any, run: Run, budget_s: float) -> Any:
         lz.optimize(model, lambda: run.call(run.prepare(model)), budget_s=budget_s)
     elif name == "int8":
         lz.optimize(model, weights="int8", activations="int8")
+    elif name == "float32":
+        model.float()
     elif name == "compile":
         return torch.compile(model)
     elif name in ("onnxruntime", "openvino"):
