@@ -8,9 +8,10 @@ Random weights. Each round runs every variant once, stock first. One thread coun
 processes disturb least; several threads count wall time. A row gives the median of the ratios to stock of the same
 dtype, the ratio of the fastest fifths, and the relative distance of the output from the float32 model's.
 
-Variants: ``stock``; ``lz`` after ``lz.optimize(model)``; ``inputs`` after ``lz.optimize(model, inputs)``; ``attention``
-alone; ``float32``: stock in float32; ``int8`` after ``lz.optimize(model, weights="int8", activations="int8")``; ``compile`` after ``torch.compile``;
-``onnxruntime`` and ``openvino`` (encoders alone): an exported graph with dynamic sizes.
+Variants: ``stock``; ``lz`` after ``lz.optimize(model)``; ``inputs`` after ``lz.optimize(model, inputs)``;
+``attention`` alone; ``float32``: stock in float32; ``int8`` after ``lz.optimize(model, weights="int8",
+activations="int8")``; ``compile`` after ``torch.compile``; ``onnxruntime`` and ``openvino`` (encoders alone): an
+exported graph with dynamic sizes.
 """
 
 from __future__ import annotations

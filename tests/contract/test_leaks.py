@@ -168,7 +168,7 @@ ALLOWED: dict[str, dict[str, str]] = {
             ("codes", _REPLACED, "activations bias quantize quantized_linear weight"),
             ("entrance", _REPLACED, "activations padding"),
             ("int8", _REPLACED, "activations bias norm packed quantized quantized_linear weight"),
-            ("padding", _PADDED, "groups packed tokens"),
+            ("padding", _PADDED, "groups tokens"),
             ("stacks", _PADDED, "is_causal packed padding positions ragged_attention rows tokens"),
             ("convolutions", _REPLACED, "bias conv1d conv2d dilation packed weight"),
             ("orientation", _REPLACED, "bias linear weight"),

@@ -124,6 +124,19 @@ def test_a_call_that_asks_for_attention_weights_gets_what_stock_gives(name: str)
         assert_same(mine(**call), stock(**call), call["attention_mask"] if "decoder_input_ids" not in call else None)
 
 
+def test_what_a_tokenizer_adds_is_passed_over_as_by_stock():
+    config = transformers.BertConfig(
+        vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
+    )
+    stock = transformers.BertModel(config).eval()
+    mine = copy.deepcopy(stock)
+    lz.optimize(mine)
+    ids = torch.randint(1, 99, (2, 8))
+    added = {"special_tokens_mask": torch.zeros_like(ids), "length": torch.tensor([8, 8])}
+    with torch.no_grad():
+        torch.testing.assert_close(mine(ids, **added)[0], stock(ids, **added)[0], rtol=1e-5, atol=1e-5)
+
+
 def test_attention_weights_of_a_model_that_was_set_to_layerzero_are_refused() -> None:
     model = random_model("Llama", "ForCausalLM", GQA)
     lz.register_with_transformers()

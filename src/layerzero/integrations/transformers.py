@@ -61,12 +61,7 @@ not know to their attention. All others are errors: one that a later version giv
 _SERVED = HARMLESS - set(_UNSERVED)
 """What a call may have besides its tensors."""
 
-_PACKED = ("cu_seq_lens_q", "cu_seqlens")
-
-_UNKNOWN = (
-    "no argument whose effect on attention is not known; leave it out if it is not meant for the model, or use "
-    "attn_implementation='sdpa'"
-)
+_UNKNOWN = "no argument whose effect on attention is not known; leave it out, or use attn_implementation='sdpa'"
 
 ONE_TOKEN: ContextVar[Callable[..., Tensor] | None] = ContextVar("layerzero_one_token", default=None)
 """What attends while a model computes one token whose keys and values lie in memory of ours: no mask is made then."""
@@ -199,12 +194,12 @@ def attention_forward(
         position_bias: added to the scores.
         indices: of the keys that each query selects (B, S_q, count), besides what the mask hides: DeepSeek-V3.2's.
     Returns: the output, and None for the attention weights. Where ``lz.optimize`` exchanged the attention and a call
-        asks for weights, it is Transformers' own function that gives both.
+        asks for weights, or has arguments that are not served, Transformers' own function computes it.
     Raises: InvalidCallError for what cannot be honoured, with wanted and got.
     """
     if "cache" in kwargs and is_of_a_batch(kwargs):
         key, value = keys_of(module, key, value, attention_mask, kwargs)
-    if "output_attentions" in kwargs and kwargs["output_attentions"] and EXCHANGED in vars(module):
+    if kwargs and EXCHANGED in vars(module) and _strange(kwargs):
         if indices is not None:
             attention_mask = selected(attention_mask, indices, key.shape[2])
         given = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}
@@ -324,15 +319,19 @@ def selected(mask: Tensor | None, indices: Tensor, kv_length: int) -> Tensor:
     return mask & ~hidden if mask.dtype is torch.bool else mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
 
 
+def _strange(kwargs: dict[str, Any]) -> list[str]:
+    """Arguments that are not served: weights are wanted, or a tokenizer's that Transformers passes over."""
+    return [name for name, got in kwargs.items() if name not in _SERVED and got is not None and got is not False]
+
+
 def _check_served(kwargs: dict[str, Any], mask: Tensor | None) -> None:
-    for name, got in kwargs.items():
-        if got is None or got is False:
-            continue
-        if name not in _SERVED:
-            text = f"shape {tuple(got.shape)}" if isinstance(got, Tensor) else repr(got)[:80]
-            wanted = _UNSERVED.get(name, _UNKNOWN)
-            raise InvalidCallError("attn_implementation='layerzero'", [f"{name}: wanted {wanted}; got {text}"])
-        if name in _PACKED and mask is None and got.numel() > 2:
+    for name in _strange(kwargs):
+        got, wanted = kwargs[name], _UNSERVED.get(name, _UNKNOWN)
+        text = f"shape {tuple(got.shape)}" if isinstance(got, Tensor) else repr(got)[:80]
+        raise InvalidCallError("attn_implementation='layerzero'", [f"{name}: wanted {wanted}; got {text}"])
+    for name in ("cu_seq_lens_q", "cu_seqlens") if mask is None else ():
+        got = kwargs.get(name)
+        if got is not None and got.numel() > 2:
             problem = (
                 f"{name}: wanted packed sequences to be separated by position_ids (which make a mask), "
                 f"got {got.numel() - 1} sequences and no mask; pass position_ids that start at 0 for each of them"

@@ -7,6 +7,7 @@ decided by itself, and all others run what they ran before.
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from torch.nn import Module
 from torch.utils import _pytree as pytree
 
 from layerzero.core.errors import LayerZeroWarning, in_short
+from layerzero.engine.config import current_policy
 from layerzero.integrations.optimize.compilers import Run
 from layerzero.integrations.optimize.stamp import Stamp
 from layerzero.integrations.optimize.swap import MARK, State, Swap, as_forward, serves
@@ -31,6 +33,44 @@ Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
+class Bound:
+    """What whole numbers of a tensor may be: a library reads an index beyond a table, where torch raises.
+
+    Attributes:
+        least, most: the numbers; None for a tensor of floating ones, of which any may come.
+        full_rows: whether each row has a number other than 0: of a mask that hides all, OpenVINO makes NaN.
+    """
+
+    least: int | None = None
+    most: int | None = None
+    full_rows: bool = False
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor keeps to it."""
+        if self.least is None or self.most is None or not tensor.numel():
+            return True
+        least, most = torch.aminmax(tensor.to(torch.uint8) if tensor.dtype is torch.bool else tensor)
+        if int(least) < self.least or int(most) > self.most:
+            return False
+        return not self.full_rows or bool(tensor.any(-1).all())
+
+
+def is_denied(name: str) -> bool:
+    """Whether settings leave a compiler out, as they do libraries."""
+    policy = current_policy()
+    if not policy.enabled:
+        return True
+    lists = policy["deny"], policy["avoid_sources"], policy["allow"]
+    if not any(lists):
+        return False
+
+    def named(patterns: Sequence[str]) -> bool:
+        return any(fnmatch.fnmatchcase(name, each.removesuffix(".*")) for each in patterns)
+
+    return named((*lists[0], *lists[1])) or (bool(lists[2]) and not named(lists[2]))
+
+
+@dataclass(frozen=True)
 class Engine:
     """A compiled call.
 
@@ -39,6 +79,8 @@ class Engine:
         leaves, spec: of a result, whose tensors are in the places that hold none.
         name: the compiler's, with its version.
         error: how far it is from stock, in units of the largest value.
+        compiler: what settings call it.
+        bounds: of its tensors: the numbers that may stand in each.
     """
 
     run: Run
@@ -46,6 +88,12 @@ class Engine:
     spec: Any
     name: str
     error: float
+    compiler: str
+    bounds: tuple[Bound, ...]
+
+    def serves(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether settings allow it, and the numbers are such as it was compared on."""
+        return not is_denied(self.compiler) and all(map(Bound.holds, self.bounds, tensors))
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         """The result as the module gives it."""
@@ -152,7 +200,7 @@ def forward(self: Module, *others: Any, **named: Any) -> Any:
     if isinstance(state, Compiled) and not torch.compiler.is_compiling():
         told = described(others, named)
         engine = None if told is None else state.engines.get(told[0])
-        if engine is not None and told is not None and state.serves(told[1]):
+        if engine is not None and told is not None and state.serves(told[1]) and engine.serves(told[1]):
             try:
                 return engine(told[1])
             except Exception as error:  # noqa: BLE001  # whatever a library raises: the model computes it

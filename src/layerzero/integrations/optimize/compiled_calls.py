@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import copy
-import fnmatch
 import functools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Embedding, Module
 from torch.utils import _pytree as pytree
 
 from layerzero.core.errors import in_short
-from layerzero.engine.config import current_policy
 from layerzero.integrations.optimize import timing
 from layerzero.integrations.optimize.attention import Search
-from layerzero.integrations.optimize.candidate import TOLERANCE, distance, outermost, quiet, refusal
-from layerzero.integrations.optimize.compiled import PLAIN, TENSOR, Compiled, Engine, Key, Over, described, forward
+from layerzero.integrations.optimize.candidate import TOLERANCE, distance, outermost, quiet, refusal, watching
+from layerzero.integrations.optimize.compiled import (
+    PLAIN,
+    TENSOR,
+    Bound,
+    Compiled,
+    Engine,
+    Key,
+    Over,
+    described,
+    forward,
+    is_denied,
+)
 from layerzero.integrations.optimize.compilers import COMPILERS, Compiler, Flat
 from layerzero.integrations.optimize.report import Left, Optimized, Replaced, Timed
 from layerzero.integrations.optimize.selection import gain
@@ -71,7 +80,7 @@ def bytes_of(target: Target) -> int:
 
 def compile_calls(search: Search, report: Optimized, watched: Watched) -> list[Target]:
     """Compile the calls of a run, while the model is stock, and compare what they give with it."""
-    compilers = [each for each in COMPILERS if not _denied(each.name) and not each.missing]
+    compilers = [each for each in COMPILERS if not is_denied(each.name) and not each.missing]
     found: list[Target] = []
     for path, module in watched.models if compilers else ():
         cls = type(module).__name__
@@ -94,17 +103,6 @@ def compile_calls(search: Search, report: Optimized, watched: Watched) -> list[T
         if any(each.engines for each in calls.values()):
             found.append(target)
     return found
-
-
-def _denied(name: str) -> bool:
-    """Whether settings leave a compiler out, as they do libraries."""
-    policy = current_policy()
-
-    def named(patterns: Sequence[str]) -> bool:
-        return any(fnmatch.fnmatchcase(name, each.removesuffix(".*")) for each in patterns)
-
-    denied = named((*policy["deny"], *policy["avoid_sources"])) or not policy["enabled"]
-    return denied or (bool(policy["allow"]) and not named(policy["allow"]))
 
 
 class Watched:
@@ -191,17 +189,33 @@ def _engine(call: Call, module: Module, compiler: Compiler) -> Engine | str:
         count = len(call.others)
         return given[:count], dict(zip(names[count:], given[count:], strict=True))
 
+    tables: dict[int, int] = {}
+
+    def keep(table: Module, given: tuple[Any, ...], _: dict[str, Any]) -> None:
+        if given and isinstance(table, Embedding):
+            tables[given[0].data_ptr()] = table.num_embeddings
+
     tensors = [values[place] for place in places]
     with quiet(twin), torch.inference_mode(call.inference):
         flat = Flat(twin, rebuild, _tensors_of).eval()
         run = compiler.compile(flat, tensors)
         if isinstance(run, str):
             return run
-        leaves, spec = pytree.tree_flatten(twin(*call.others, **call.named))
+        with watching([each for each in twin.modules() if isinstance(each, Embedding)], before=keep):
+            leaves, spec = pytree.tree_flatten(twin(*call.others, **call.named))
         kept = tuple(TENSOR if isinstance(each, Tensor) else each for each in leaves)
         worst = 0.0
-        for given in (tensors, [_shifted(each) for each in tensors]):
-            expected = flat(*given)
+        for given in (tensors, *_others(tensors)):
+            others, named = rebuild(given)
+            try:
+                found = pytree.tree_flatten(twin(*others, **named))[0]
+            except Exception:  # noqa: BLE001, S112  # numbers that the model itself refuses say nothing
+                continue
+            if tuple(TENSOR if isinstance(each, Tensor) else each for each in found) != kept:
+                return "it gives numbers that are no tensors and follow from the input's"
+            expected = [each for each in found if isinstance(each, Tensor)]
+            if given is not tensors and not all(each.isfinite().all() for each in expected):
+                continue
             got = run(given)
             if len(got) != len(expected):
                 return f"it gave {len(got)} tensors, the model {len(expected)}"
@@ -210,24 +224,46 @@ def _engine(call: Call, module: Module, compiler: Compiler) -> Engine | str:
                 if one.dtype != two.dtype or not error <= TOLERANCE.get(two.dtype, 0.0):
                     return f"it was off by {error:.2g} of the largest value"
                 worst = max(worst, error)
-    return Engine(run, kept, spec, compiler.text, worst)
+    bounds = tuple(_bound(each, tables.get(each.data_ptr())) for each in tensors)
+    return Engine(run, kept, spec, compiler.text, worst, compiler.name, bounds)
+
+
+def _bound(tensor: Tensor, entries: int | None) -> Bound:
+    """What a tensor's whole numbers may be: those of the table that they index, or those of the caller's, 0 and 1."""
+    if tensor.is_floating_point() or tensor.is_complex() or not tensor.numel():
+        return Bound()
+    if entries is not None:
+        return Bound(0, entries - 1)
+    full = tensor.ndim > 1 and bool(tensor.any(-1).all())
+    return Bound(min(0, int(tensor.min())), max(1, int(tensor.max())), full)
 
 
 def _tensors_of(result: Any) -> list[Tensor]:
     return [each for each in pytree.tree_flatten(result)[0] if isinstance(each, Tensor)]
 
 
-def _shifted(tensor: Tensor) -> Tensor:
-    """Another tensor of its kind: other numbers, another order of words, and a mask that hides the last token."""
+def _others(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Other tensors of their kinds, since a trace holds what one input decided: its branches, how many were chosen.
+
+    Other numbers, larger and smaller ones, another order of words, and masks that hide the last token, none, all but
+    the first, and every second one.
+    """
+    for scale, shift, mask in ((0.7, 0.1, "end"), (8.0, 0.0, "none"), (0.1, -0.5, "most"), (-1.0, 0.0, "second")):
+        yield [_other(each, scale, shift, mask) for each in tensors]
+
+
+def _other(tensor: Tensor, scale: float, shift: float, mask: str) -> Tensor:
     if tensor.is_floating_point():
-        return tensor * 0.7 + 0.1
+        return tensor * scale + shift
     if tensor.ndim == 0 or tensor.numel() < 2:
         return tensor
-    if tensor.dtype is torch.bool or tensor.max() <= 1:
-        other = tensor.clone()
-        other[..., -1] = 0
-        return other
-    return tensor.roll(1, -1)
+    if tensor.dtype is not torch.bool and tensor.max() > 1:
+        return tensor.roll(1, -1)
+    other = torch.ones_like(tensor) if mask != "end" else tensor.clone()
+    other[
+        ..., {"end": slice(-1, None), "none": slice(0), "most": slice(1, None), "second": slice(1, None, 2)}[mask]
+    ] = 0
+    return other
 
 
 def timing_s(targets: Sequence[Target], workload: Workload, rounds: int) -> float:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from layerzero.engine.config import current_policy
 from layerzero.engine.transforms import in_transform
 from layerzero.integrations.optimize.attention import NAME
 from layerzero.integrations.optimize.stamp import Stamp, recorded
@@ -132,7 +133,7 @@ class Unpadded(State):
     def _serves(self, stack: Module) -> bool:
         """Whether all is as it was when this was proved, nobody waits for inner calls, and no gradient is recorded."""
         assert self.stamp is not None
-        if not self.stamp.holds() or recorded():
+        if not self.stamp.holds() or recorded() or not current_policy().enabled:
             return False
         if any(getattr(each, "output_attentions", False) for each in self._configs):
             return False
