@@ -221,6 +221,7 @@ def exported(library: str, model: Any) -> Callable[..., Any]:
         def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
             return model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
 
+    model.requires_grad_(False)  # the export takes no parameter with a gradient as a constant
     names = ["input_ids", "attention_mask"]
     axes = {each: {0: "batch", 1: "length"} for each in (*names, "output")}
     path = Path(tempfile.mkdtemp()) / "model.onnx"
