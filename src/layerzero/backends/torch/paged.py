@@ -56,9 +56,8 @@ def load_gather(facts: Facts) -> Callable[..., Any]:
         positions = torch.arange(blocks * page_size, device=query.device)
         lengths = context_lens.unsqueeze(1)
         pages, absent = block_tables[:, :blocks], positions[::page_size] >= lengths
-        if (
-            on_gpu
-        ):  # a virtual cache may have no memory behind page 0: a page that the longest sequence has takes its place
+        # a virtual cache may have no memory behind page 0; behind the first page of the longest sequence it has
+        if on_gpu:
             there = block_tables[context_lens.argmax(), 0].clamp(0, len(key_cache) - 1)
             pages = torch.where(absent, there, pages)
         else:
