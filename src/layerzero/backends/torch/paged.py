@@ -58,7 +58,8 @@ def load_gather(facts: Facts) -> Callable[..., Any]:
         pages, absent = block_tables[:, :blocks], positions[::page_size] >= lengths
         # a virtual cache may have no memory behind page 0; behind the first page of the longest sequence it has
         if on_gpu:
-            there = block_tables[context_lens.argmax(), 0].clamp(0, len(key_cache) - 1)
+            longest = context_lens.argmax(0, keepdim=True)
+            there = block_tables[:, 0].index_select(0, longest).clamp(0, len(key_cache) - 1)
             pages = torch.where(absent, there, pages)
         else:
             pages = pages.masked_fill(absent, 0)
