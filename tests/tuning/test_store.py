@@ -31,7 +31,7 @@ from layerzero.engine import order
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.testing import random_call
-from layerzero.tuning.keeping import archive, connections, environment, migrations
+from layerzero.tuning.keeping import archive, connections, environment, migrations, prior
 from layerzero.tuning.keeping import rows as rows_module
 from layerzero.tuning.keeping.database import Database
 from layerzero.tuning.keeping.rows import work_of
@@ -302,6 +302,14 @@ def test_the_engine_chooses_by_what_an_earlier_process_measured(folder, kernels)
 # work
 
 
+@pytest.fixture
+def no_priors(tmp_path, monkeypatch):
+    """No times ship, of which some are for CPUs like this one."""
+    monkeypatch.setattr(prior, "FOLDER", tmp_path)
+    monkeypatch.setattr(prior, "_LOADED", {})
+
+
+@pytest.mark.usefixtures("no_priors")
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(first=st.integers(0, 10**6), second=st.integers(0, 10**6), same=st.booleans())
 def test_a_time_is_read_under_the_same_work_and_never_under_another(tmp_path_factory, first, second, same):

@@ -199,17 +199,21 @@ def attention_forward(
     """
     if "cache" in kwargs and is_of_a_batch(kwargs):
         key, value = keys_of(module, key, value, attention_mask, kwargs)
-    if kwargs and EXCHANGED in vars(module) and _strange(kwargs):
+    strange = () if _SERVED.issuperset(kwargs) else _strange(kwargs)
+    if strange and EXCHANGED in vars(module):
         if indices is not None:
             attention_mask = selected(attention_mask, indices, key.shape[2])
         given = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}
         given |= {"is_causal": is_causal, "dropout": dropout, "scaling": scaling}
         kwargs |= {name: each for name, each in given.items() if each is not None}
-        weighed: tuple[Tensor, Tensor | None] = theirs_of(module)(module, query, key, value, attention_mask, **kwargs)
-        return weighed
+        return theirs_of(module)(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
     beside = attention_mask, position_bias, dropout or None
     packed = packed_by(query, key, kwargs, *beside) if "cu_seq_lens_k" in kwargs else None
-    _check_served(kwargs, attention_mask)
+    if strange:
+        got = kwargs[strange[0]]
+        raise _refused(strange[0], f"shape {tuple(got.shape)}" if isinstance(got, Tensor) else repr(got)[:80])
+    if attention_mask is None and ("cu_seq_lens_q" in kwargs or "cu_seqlens" in kwargs):
+        _check_unpacked(kwargs)
     if indices is not None:
         attention_mask = selected(attention_mask, indices, key.shape[2])
     q_length = query.shape[2]
@@ -311,9 +315,7 @@ def selected(mask: Tensor | None, indices: Tensor, kv_length: int) -> Tensor:
     """The mask that hides what no query selects as well: what models do themselves for ``eager`` and ``sdpa``."""
     if mask is None or indices.ndim != 3 or mask.ndim != 4 or mask.shape[-1] != kv_length:
         text = f"shape {tuple(indices.shape)} and " + ("no mask" if mask is None else f"a mask {tuple(mask.shape)}")
-        raise InvalidCallError(
-            "attn_implementation='layerzero'", [f"indices: wanted {_UNSERVED['indices']}; got {text}"]
-        )
+        raise _refused("indices", text)
     hidden = torch.ones((*indices.shape[:2], kv_length), dtype=torch.bool, device=indices.device)
     hidden = hidden.scatter(-1, indices.long(), False).unsqueeze(1)
     return mask & ~hidden if mask.dtype is torch.bool else mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
@@ -324,18 +326,17 @@ def _strange(kwargs: dict[str, Any]) -> list[str]:
     return [name for name, got in kwargs.items() if name not in _SERVED and got is not None and got is not False]
 
 
-def _check_served(kwargs: dict[str, Any], mask: Tensor | None) -> None:
-    for name in _strange(kwargs):
-        got, wanted = kwargs[name], _UNSERVED.get(name, _UNKNOWN)
-        text = f"shape {tuple(got.shape)}" if isinstance(got, Tensor) else repr(got)[:80]
-        raise InvalidCallError("attn_implementation='layerzero'", [f"{name}: wanted {wanted}; got {text}"])
-    for name in ("cu_seq_lens_q", "cu_seqlens") if mask is None else ():
-        got = kwargs.get(name)
-        if got is not None and got.numel() > 2:
-            problem = (
-                f"{name}: wanted packed sequences to be separated by position_ids (which make a mask), "
-                f"got {got.numel() - 1} sequences and no mask; pass position_ids that start at 0 for each of them"
-            )
+def _refused(name: str, got: str) -> InvalidCallError:
+    problem = f"{name}: wanted {_UNSERVED.get(name, _UNKNOWN)}; got {got}"
+    return InvalidCallError("attn_implementation='layerzero'", [problem])
+
+
+def _check_unpacked(kwargs: dict[str, Any]) -> None:
+    for name in ("cu_seq_lens_q", "cu_seqlens"):
+        if (got := kwargs.get(name)) is not None and got.numel() > 2:
+            wanted = f"{name}: wanted packed sequences to be separated by position_ids (which make a mask)"
+            step = "pass position_ids that start at 0 for each of them"
+            problem = f"{wanted}, got {got.numel() - 1} sequences and no mask; {step}"
             raise InvalidCallError("attn_implementation='layerzero'", [problem])
 
 

@@ -55,14 +55,7 @@ def load_gather(facts: Facts) -> Callable[..., Any]:
         blocks = blocks_of(block_tables, context_lens, page_size, max_context_len)
         positions = torch.arange(blocks * page_size, device=query.device)
         lengths = context_lens.unsqueeze(1)
-        pages, absent = block_tables[:, :blocks], positions[::page_size] >= lengths
-        # a virtual cache may have no memory behind page 0; behind the first page of the longest sequence it has
-        if on_gpu:
-            longest = context_lens.argmax(0, keepdim=True)
-            there = block_tables[:, 0].index_select(0, longest).clamp(0, len(key_cache) - 1)
-            pages = torch.where(absent, there, pages)
-        else:
-            pages = pages.masked_fill(absent, 0)
+        pages = block_tables[:, :blocks].masked_fill(positions[::page_size] >= lengths, 0)
         beyond = (positions >= lengths)[:, None, :, None]  # what lies there may be NaN, which no mask hides
         keys, values = (
             cache[pages].flatten(1, 2).transpose(1, 2).masked_fill(beyond, 0.0) for cache in (key_cache, value_cache)
