@@ -245,6 +245,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "integrations/transformers_patches.py": dict.fromkeys(
         ("attention", "cu_seqlens_k", "cu_seqlens_q", "query", "ragged_attention", "sinks"), _TRANSFORMERS
     ),
+    "testing/compare.py": {"conv": "torch's name of what a precision is for"},
     "tuning/keeping/rows.py": {"n": "any size, where the number of axes is told", "rows": _MEMORY},
     "tuning/measuring/online.py": {"query": "a method of torch's events"},
     "tuning/measuring/tune.py": {"head_dim": _SPECIFIED},

@@ -128,8 +128,9 @@ def test_the_stride_of_a_single_row_means_nothing(kernel):
 def test_shares_are_added_up_in_float32():
     rows, gate_up, down, _, _ = mixture(1, dtype=torch.bfloat16)
     ids, shares = torch.zeros(1, 64, dtype=torch.int32), torch.full((1, 64), 1 / 64)
-    one = lz.moe_experts(rows, gate_up, down, ids[:, :1], torch.ones(1, 1))
-    torch.testing.assert_close(lz.moe_experts(rows, gate_up, down, ids, shares), one)
+    with lz.scope(locks={"moe.experts": "torch.experts_each"}):  # where bfloat16 is emulated, many rows get float32
+        one = lz.moe_experts(rows, gate_up, down, ids[:, :1], torch.ones(1, 1))
+        torch.testing.assert_close(lz.moe_experts(rows, gate_up, down, ids, shares), one)
 
 
 def test_few_choices_serve_every_number_of_tokens():

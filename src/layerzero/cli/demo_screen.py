@@ -41,7 +41,7 @@ def show(console: Console, result: Mapping[str, Any]) -> None:
     measured = f"medians of {runs} turns, of their ratios, and (where those lie)"
     _say(console, f"[bold]{result['device']}[/]{threads}, torch {result['torch']}; {measured}")
     for line in dict.fromkeys(filter(None, [row.get("emulated") for row in result["results"]])):
-        _say(console, line)
+        console.print(line, highlight=False)
     for row in result["results"]:
         _say(console, f"{'' if small else chr(10)}[bold]{row['what']}[/], {row['dtype']}")
         for bar in _bars(row, console.width):

@@ -146,13 +146,14 @@ def _added(call: Call, target: Target, compiler: Compiler, report: Optimized, un
     if report.memory_limit is not None and taken + size > report.memory_limit:
         return f"its copy of the weights takes {size / 1e6:.0f} MB, for which memory_limit leaves no room"
     needed = time.expected_s(_step(compiler)) or _guess_s(compiler, module, time)
+    needed += 2 * (len(OTHERS) + 1) * time.expected_s(RUN)  # it is compared with the model on as many inputs
     if time.budget_s is not None and needed > time.deadline.left_s - until_s:
         time.leave(f"{_step(compiler)}, which may take half of the time", "", 0.0)
         time.left_out[-1].needed_s = needed
         return "no time was left for it (budget_s)"
     try:
         with time.taking(_step(compiler)):
-            engine = _engine(call, module, compiler)
+            engine = _engine(call, module, compiler, time.deadline.passed)
     except Exception as error:  # noqa: BLE001  # whatever a compiler raises on a model that it does not know
         return in_short(error)
     if isinstance(engine, str):
@@ -174,8 +175,8 @@ def _guess_s(compiler: Compiler, module: Module, time: TimeLeft) -> float:
     return (compiler.least_s + compiler.each_s * count) * min(known, default=1.0)
 
 
-def _engine(call: Call, module: Module, compiler: Compiler) -> Engine | str:
-    """A compiled call that gives stock's values, on its own tensors and on others of their kinds."""
+def _engine(call: Call, module: Module, compiler: Compiler, passed: Callable[[], bool] = lambda: False) -> Engine | str:
+    """A compiled call that gives stock's values, on its own tensors and on others of their kinds; or why not."""
     shared = {id(each): each for each in (*module.parameters(), *module.buffers())}
     twin = copy.deepcopy(module, dict(shared)).eval()
     names = [*range(len(call.others)), *call.named]
@@ -206,6 +207,8 @@ def _engine(call: Call, module: Module, compiler: Compiler) -> Engine | str:
         kept = tuple(TENSOR if isinstance(each, Tensor) else each for each in leaves)
         worst = 0.0
         for given in (tensors, *_others(tensors)):
+            if passed():
+                return "no time was left to compare it (budget_s)"
             others, named = rebuild(given)
             try:
                 found = pytree.tree_flatten(twin(*others, **named))[0]
@@ -242,13 +245,17 @@ def _tensors_of(result: Any) -> list[Tensor]:
     return [each for each in pytree.tree_flatten(result)[0] if isinstance(each, Tensor)]
 
 
+OTHERS = ((0.7, 0.1, "end"), (8.0, 0.0, "none"), (0.1, -0.5, "most"), (-1.0, 0.0, "second"))
+"""What floating numbers are multiplied with and moved by, and what masks hide."""
+
+
 def _others(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Other tensors of their kinds, since a trace holds what one input decided: its branches, how many were chosen.
 
     Other numbers, larger and smaller ones, another order of words, and masks that hide the last token, none, all but
     the first, and every second one.
     """
-    for scale, shift, mask in ((0.7, 0.1, "end"), (8.0, 0.0, "none"), (0.1, -0.5, "most"), (-1.0, 0.0, "second")):
+    for scale, shift, mask in OTHERS:
         yield [_other(each, scale, shift, mask) for each in tensors]
 
 
