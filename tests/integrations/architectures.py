@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+import layerzero as lz
+
 transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
 
 SIZES = {
@@ -54,7 +56,8 @@ class Architecture:
     model: str = "ForCausalLM"
 
     def pair(self) -> tuple[Any, Any]:
-        """The same random weights with eager attention and with LayerZero's."""
+        """The same random weights with eager attention and with LayerZero's, whichever test runs first."""
+        lz.register_with_transformers()
         torch.manual_seed(0)
         config = getattr(transformers, f"{self.name}Config")(**copy.deepcopy(self.sizes))
         kind = getattr(transformers, self.model, None) or getattr(transformers, self.name + self.model)
