@@ -205,15 +205,16 @@ def _engine(call: Call, module: Module, compiler: Compiler, passed: Callable[[],
         with watching([each for each in twin.modules() if isinstance(each, Embedding)], before=keep):
             leaves, spec = pytree.tree_flatten(twin(*call.others, **call.named))
         kept = tuple(TENSOR if isinstance(each, Tensor) else each for each in leaves)
-        worst = 0.0
+        worst, found = 0.0, leaves
         for given in (tensors, *_others(tensors)):
             if passed():
                 return "no time was left to compare it (budget_s)"
-            others, named = rebuild(given)
-            try:
-                found = pytree.tree_flatten(twin(*others, **named))[0]
-            except Exception:  # noqa: BLE001, S112  # numbers that the model itself refuses say nothing
-                continue
+            if given is not tensors:
+                others, named = rebuild(given)
+                try:
+                    found = pytree.tree_flatten(twin(*others, **named))[0]
+                except Exception:  # noqa: BLE001, S112  # numbers that the model itself refuses say nothing
+                    continue
             if tuple(TENSOR if isinstance(each, Tensor) else each for each in found) != kept:
                 return "it gives numbers that are no tensors and follow from the input's"
             expected = [each for each in found if isinstance(each, Tensor)]
