@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -286,12 +286,15 @@ def _fastest(runs: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
     """The least time of each, in turn."""
     for run in runs.values():
         run()
-    began, times = timing.CLOCK(), dict.fromkeys(runs, float("inf"))
-    for turn in range(ROUNDS):
-        if turn > 1 and timing.CLOCK() - began > SECONDS:
-            break
-        for name, run in runs.items():
-            started = timing.CLOCK()
-            run()
-            times[name] = min(times[name], timing.CLOCK() - started)
-    return times
+    began = timing.CLOCK()
+
+    def sample(name: str) -> float:
+        started = timing.CLOCK()
+        runs[name]()
+        return timing.CLOCK() - started
+
+    def undecided(_: Mapping[str, Sequence[float]], turn: int) -> Sequence[str]:
+        over = turn == ROUNDS or (turn > 1 and timing.CLOCK() - began > SECONDS)
+        return () if over else list(runs)
+
+    return {name: min(times) for name, times in timing.race(list(runs), sample, undecided).items()}
