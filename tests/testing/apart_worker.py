@@ -24,7 +24,7 @@ class Job(msgspec.Struct):
     done: list[str] = []
 
 
-def work(job, tell):
+def work(job: Job, tell):
     if job.act == "dies unbegun":
         os._exit(4)
     if job.act == "refused":

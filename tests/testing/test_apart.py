@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import apart_worker
+import msgspec
 import pytest
 
 from layerzero.core.ledger import Verdict
@@ -19,6 +21,7 @@ from layerzero.core.system import process_waits, resources
 from layerzero.core.system.process_waits import Waits
 from layerzero.core.system.resources import Kills
 from layerzero.testing import children, process
+from layerzero.testing.child_main import jobs_of
 from layerzero.testing.children import DEATHS, Task, run_apart
 
 HANGS_S = 0.01
@@ -61,6 +64,20 @@ def asked():
     """Ways to end, one after another, with what answers between; each takes a child, and there are more below."""
     acts = ["segfault", "answer", "hang", "SIGKILL", "bad_alloc", "dies unbegun", "dies between two", "steps"]
     return Asker(*(task(act) for act in (*acts, "garbage", "reads", "answer"))).run()
+
+
+@pytest.mark.parametrize(("worker", "document"), [
+    ("layerzero.cli.doctor", {"plugin": "good"}),
+    ("layerzero.tuning.proving.build_child", None),
+    ("layerzero.tuning.proving.child", None),
+    ("layerzero.testing.conformance_child", None),
+])  # fmt: skip
+def test_every_worker_says_what_it_takes(worker, document):
+    decoder = jobs_of(importlib.import_module(worker))
+    with pytest.raises(msgspec.ValidationError):
+        decoder.decode(b'{"nothing": 1}')
+    if document is not None:
+        assert decoder.decode(msgspec.json.encode(document)).plugin == "good"
 
 
 @pytest.mark.slow

@@ -40,15 +40,14 @@ class PluginImport(msgspec.Struct, frozen=True):
 
 
 def ask_a_child() -> None:
-    """Leave out, in this process, the plugins that end a child; forgive those that an earlier process accused."""
+    """Leave out, here, the plugins that end a child or that none could try; forgive those that a child imported."""
     admitted = [each for each in installed() if not refused(each, CONFIGURATION.policy)]
     if not admitted or REGISTRY.plugins is None:
         return
     harmful: dict[str, str] = {}
 
     def ended(task: Task, end: End) -> None:
-        if end.step is not None:
-            harmful[task.owner] = f"{end.reason} in a child process"
+        harmful[task.owner] = f"{end.reason} in a child process" if end.step is not None else str(end)
 
     tasks = deque(Task(PluginImport(each.name), each.name, TIMEOUT_S) for each in admitted)
     run_apart(__name__, tasks, found=lambda task, value: None, ended=ended)  # noqa: ARG005  # that it came back is all

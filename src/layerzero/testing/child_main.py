@@ -1,19 +1,21 @@
 """``python -P -m layerzero.testing.child_main WORKER PARENT``: a process that may die of the jobs that it does.
 
-``WORKER`` is a module with ``Job``, a msgspec type, and ``work(job, tell)``; ``PARENT`` is the process that asks. Jobs
-come on stdin and messages leave on what was stdout, one JSON document a line; :mod:`layerzero.testing.children` has the
-other end. The last message before the process ended says what it died of.
+``WORKER`` is a module with ``work(job: T, tell: Tell)``, where ``T`` is a msgspec type; ``PARENT`` is the process that
+asks. Jobs come on stdin and messages leave on what was stdout, one JSON document a line;
+:mod:`layerzero.testing.children` has the other end. The last message before the process ended says what it died of.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib
+import inspect
 import os
 import signal
 import sys
 import warnings
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, Literal, NoReturn
 
 import msgspec
@@ -80,6 +82,12 @@ def end_with(parent: int) -> None:
         os._exit(0)
 
 
+def jobs_of(worker: ModuleType) -> msgspec.json.Decoder[Any]:
+    """A decoder of the jobs that a worker does, by the annotation of what ``work`` takes first."""
+    job, _ = inspect.signature(worker.work, eval_str=True).parameters.values()
+    return msgspec.json.Decoder(job.annotation)
+
+
 def main(worker: str, parent: int) -> None:
     """Do jobs until there are none."""
     end_with(parent)
@@ -96,7 +104,7 @@ def main(worker: str, parent: int) -> None:
             os._exit(0)
 
     module = importlib.import_module(worker)
-    decoder = msgspec.json.Decoder(module.Job)
+    decoder = jobs_of(module)
     say(Message("wants"))
     for line in jobs:
         module.work(decoder.decode(line), Tell(say))

@@ -7,6 +7,7 @@ truth, and what the call does not write into stays as it was, byte by byte.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -39,15 +40,23 @@ def seeded(seed: int, device: torch.device | str) -> Iterator[None]:
         yield
 
 
+_CONVOLVING = threading.RLock()
+
+
 @contextmanager
 def exact_convolutions() -> Iterator[None]:
-    """Convolve float32 in float32 on a GPU; torch takes TF32 by default, which is 1e-3 off (H200, 2026-11-26)."""
-    before = torch._C._get_fp32_precision_getter("cuda", "conv")
-    torch._C._set_fp32_precision_setter("cuda", "conv", "ieee")
-    try:
-        yield
-    finally:
-        torch._C._set_fp32_precision_setter("cuda", "conv", before)
+    """Convolve float32 in float32 on a GPU; torch takes TF32 by default, which is 1e-3 off (H200, 2026-11-26).
+
+    The setting is the process's own. Two threads that set and restored it in turn would leave it set, and torch exports
+    no program from then on: one of them compares at a time.
+    """
+    with _CONVOLVING:
+        before = torch._C._get_fp32_precision_getter("cuda", "conv")
+        torch._C._set_fp32_precision_setter("cuda", "conv", "ieee")
+        try:
+            yield
+        finally:
+            torch._C._set_fp32_precision_setter("cuda", "conv", before)
 
 
 def random_arguments(operation: Operation, arguments: Mapping[str, object]) -> list[str]:
@@ -247,8 +256,9 @@ def check(call: RandomCall, run: Callable[..., Any] | None = None, truth: Expect
     truth = truth or expected(call)
     arguments = {name: _guarded(value) if name in truth.mutated else value for name, value in call.arguments.items()}
     before = {name: _memory(value).clone() for name, value in _tensors(arguments)}
-    drawing = seeded(1, next(value.device for _, value in _tensors(arguments))) if truth.random else nullcontext()
-    with drawing, exact_convolutions():
+    device = next((value.device for _, value in _tensors(arguments)), torch.device("cpu"))
+    drawing = seeded(1, device) if truth.random else nullcontext()
+    with drawing, exact_convolutions() if device.type == "cuda" else nullcontext():
         result = (run or CALLS[call.function].fast)(**arguments)
     found = problems(result, arguments, truth)
     for name, memory in before.items():

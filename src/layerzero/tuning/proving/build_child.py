@@ -64,9 +64,6 @@ class Build(msgspec.Struct, frozen=True):
     modules: list[str]
 
 
-Job = Build
-
-
 def work(build: Build, tell: Tell) -> None:
     """Build, and tell what became of it."""
     _step_back()

@@ -67,9 +67,6 @@ class Reply(msgspec.Struct, frozen=True):
     unsafe: bool = False
 
 
-Job = ChildTask
-
-
 def homes(kernels: Iterable[Kernel]) -> list[str]:
     """Modules that a child has to import to know kernels; built-in ones and entry points it finds by itself."""
     found = dict.fromkeys(home_of(each) for each in kernels if each.backend.origin != "entry_point")
