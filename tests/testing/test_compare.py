@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import signal
+import subprocess
+import sys
 
+import pytest
 import torch
 
 from layerzero.core.operation import Tolerance
@@ -34,3 +38,22 @@ def test_a_zero_among_numbers_says_nothing_more():
     assert "wanted 0, got 7" in told(got, want)
     assert HIDDEN not in told(got, want)
     assert HIDDEN not in told(torch.tensor(2.0), torch.tensor(1.0))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no mprotect")
+def test_a_read_behind_a_fenced_copy_ends_the_process():
+    script = """
+import ctypes, torch
+from layerzero.testing.generate import RandomCall
+from layerzero.testing.single_run import duplicate
+given = torch.arange(21.0).view(3, 7)
+copy = duplicate(RandomCall("rms_norm", {"input": given[:, 1:], "weight": given[0, 1:]}), fenced=True).arguments
+assert torch.equal(copy["input"], given[:, 1:]) and copy["weight"].data_ptr() == copy["input"].data_ptr()
+start, size = copy["input"].data_ptr() - 4, given.nbytes
+ctypes.string_at(start, size + 12)  # up to the next multiple of 16
+print("no further", flush=True)
+ctypes.string_at(start, size + 13)
+print("further")
+"""
+    child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (child.stdout, child.returncode) == ("no further\n", -signal.SIGSEGV), child.stderr
