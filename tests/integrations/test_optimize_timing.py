@@ -13,7 +13,8 @@ import layerzero as lz
 from clock import Clock, Ticking
 from layerzero.integrations.optimize import candidate, layer, layer_timing, modules, norms, selection, timing
 from layerzero.integrations.optimize.layer_timing import attention_costs
-from layerzero.integrations.optimize.timing import SIZES, Paced, Sizes, Untimed, Way, size_of, timed
+from layerzero.integrations.optimize.swap import SIZES, Way, size_of
+from layerzero.integrations.optimize.timing import Paced, Sizes, Untimed, timed
 
 transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
 

@@ -12,8 +12,7 @@ from torch.nn import Module
 
 import layerzero as lz
 from layerzero.core.errors import InvalidCallError
-from layerzero.integrations.optimize.swap import MARK, State, as_forward, serves
-from layerzero.integrations.optimize.timing import size_of
+from layerzero.integrations.optimize.swap import MARK, State, as_forward, serves, size_of
 from layerzero.integrations.optimize.weights import Packs, wants_packed
 from layerzero.ops.linear.packed import PACKED, PackedWeight
 

@@ -32,8 +32,7 @@ from layerzero.integrations.optimize.compiled import (
 )
 from layerzero.integrations.optimize.compilers import COMPILERS, Compiler, Flat
 from layerzero.integrations.optimize.report import Left, Optimized, Replaced, Timed
-from layerzero.integrations.optimize.selection import gain
-from layerzero.integrations.optimize.timing import LEAST, agree, race
+from layerzero.integrations.optimize.timing import LEAST, agree, gain, race
 from layerzero.integrations.optimize.workload import RUN, SHORTEST_S, TimeLeft, Workload
 
 KIND = "compiled"

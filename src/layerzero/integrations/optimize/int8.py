@@ -34,8 +34,8 @@ from layerzero.integrations.optimize.candidate import (
 from layerzero.integrations.optimize.codes import Codes, Found, Made, Place, at, bias_of, call, product
 from layerzero.integrations.optimize.orientation import is_plain, may_be_product, turns
 from layerzero.integrations.optimize.report import NO_TIME, Left, Replaced
-from layerzero.integrations.optimize.selection import TIMED
 from layerzero.integrations.optimize.swap import stock_forward, weight_of
+from layerzero.integrations.optimize.timing import TIMED
 from layerzero.integrations.optimize.workload import RUN
 
 KIND = "int8"

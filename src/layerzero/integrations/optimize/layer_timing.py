@@ -7,7 +7,6 @@ import inspect
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,8 +20,8 @@ from layerzero.integrations.optimize.dynamic_cache import name_in, name_of
 from layerzero.integrations.optimize.encoders import Encoder
 from layerzero.integrations.optimize.layer import Layer, forget_table
 from layerzero.integrations.optimize.report import Replaced
-from layerzero.integrations.optimize.swap import weight_of
-from layerzero.integrations.optimize.timing import LEAST, SIZES, Paced, Prepare, Sizes, Untimed, Way, timed
+from layerzero.integrations.optimize.swap import SIZES, Way, weight_of
+from layerzero.integrations.optimize.timing import LEAST, Around, Paced, Prepare, Sizes, Untimed, timed
 
 PAST = 64
 """Tokens in the cache of a step."""
@@ -150,25 +149,6 @@ def measured(
             each.swap.on()
         if exchanged:
             exchange.on()
-
-
-@dataclass(frozen=True)
-class Around:
-    """A layer of a model as it now is, on one token: what the host's caches hold when a module after it is called.
-
-    Attributes:
-        model: whose layer it is.
-        run: it, where the model is quiet.
-        about: what of it changes the time of other modules.
-    """
-
-    model: Module
-    run: Callable[[], object]
-    about: Hashable
-
-    def __call__(self) -> None:
-        """Run it."""
-        self.run()
 
 
 def around(whole: Sequence[Replaced], exchange: AttentionSwap) -> Around:

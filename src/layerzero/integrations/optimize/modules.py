@@ -18,11 +18,11 @@ from layerzero.integrations.optimize.attention import Search
 from layerzero.integrations.optimize.candidate import Candidate, compared, quiet, refusal
 from layerzero.integrations.optimize.convolutions import convolution
 from layerzero.integrations.optimize.experts import experts
-from layerzero.integrations.optimize.layer_timing import Around
 from layerzero.integrations.optimize.norms import norm
 from layerzero.integrations.optimize.products import block, linear, linear_then
 from layerzero.integrations.optimize.report import NO_TIME, Left, Replaced
-from layerzero.integrations.optimize.timing import SIZES, Prepare, Sizes, Way, timed
+from layerzero.integrations.optimize.swap import SIZES, Way
+from layerzero.integrations.optimize.timing import Around, Prepare, Sizes, timed
 from layerzero.integrations.optimize.weights import Packs
 
 KINDS: tuple[Callable[[Module], Candidate | str | None], ...] = (block, experts, linear_then, norm, linear, convolution)

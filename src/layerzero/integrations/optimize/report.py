@@ -13,8 +13,8 @@ from layerzero.integrations.exchange import Exchange
 from layerzero.integrations.optimize.candidate import Candidate
 from layerzero.integrations.optimize.codes import Made
 from layerzero.integrations.optimize.module_times import Spent
-from layerzero.integrations.optimize.swap import State, Swap
-from layerzero.integrations.optimize.timing import SIZES, Paced
+from layerzero.integrations.optimize.swap import SIZES, State, Swap
+from layerzero.integrations.optimize.timing import Paced
 from layerzero.integrations.optimize.weights import Joined, Packs
 from layerzero.integrations.optimize.workload import TimeLeft
 from layerzero.tuning.measuring.tune import Tuned

@@ -21,11 +21,23 @@ from layerzero.integrations.optimize import layer_timing, modules
 from layerzero.integrations.optimize.attention import AttentionSwap, Search
 from layerzero.integrations.optimize.candidate import TOLERANCE, distance, quiet
 from layerzero.integrations.optimize.codes import compared
-from layerzero.integrations.optimize.layer_timing import Around, around, attention_costs, cut, shapes_of
+from layerzero.integrations.optimize.layer_timing import around, attention_costs, cut, shapes_of
 from layerzero.integrations.optimize.module_times import ROUNDS, Spent, spent
 from layerzero.integrations.optimize.padding import noted, without_padding
 from layerzero.integrations.optimize.report import BY_CALL, Optimized, Replaced, Timed
-from layerzero.integrations.optimize.timing import LEAST, Paced, Sizes, Untimed, agree, decided, race
+from layerzero.integrations.optimize.timing import (
+    LEAST,
+    TIMED,
+    Around,
+    Paced,
+    Pair,
+    Sizes,
+    Untimed,
+    agree,
+    decided,
+    gain,
+    race,
+)
 from layerzero.integrations.optimize.workload import RUN, Workload
 from layerzero.serving.warmup import Progress
 from layerzero.tuning.keeping.archive import refused
@@ -191,9 +203,6 @@ def _name_kernels(root: Module, report: Optimized, workload: Workload) -> None:
 MOST_ROUNDS = 4
 """Rounds at most, in those that were asked for, where ratios lie on both sides of :data:`LEAST`."""
 
-Pair = tuple[float, float]
-"""Seconds of one round: without something, and with it."""
-
 
 def time_kinds(
     switches: Mapping[str, Callable[[bool], None]],
@@ -269,22 +278,10 @@ def time_kinds(
     return Timed(stock_s, after_s, gains, dropped, len(whole), 1 + gain(whole), together)
 
 
-def gain(pairs: Sequence[Pair]) -> float:
-    """How much longer runs took before, in parts of those after: the median of the rounds' ratios.
-
-    Of an even number it is the lower one of the middle: the mean of two would let one slow run count as ten.
-    """
-    return statistics.median_low([before / after for before, after in pairs]) - 1
-
-
 def _is_on_one_side(before: Sequence[float], after: Sequence[float]) -> bool:
     """Whether ratios lie on one side of :data:`LEAST` more often than a coin does, by two standard deviations."""
     above = [one / other - 1 >= LEAST for one, other in zip(before, after, strict=False)]
     return agree(above, 2.0) or agree([not each for each in above], 2.0)
-
-
-TIMED = frozenset({"cpu"})
-"""Devices on which this is done: on others a first run may build kernels for minutes."""
 
 
 def time_random_rows(search: Search, report: Optimized, *, graph: bool) -> None:

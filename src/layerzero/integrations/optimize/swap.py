@@ -12,6 +12,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from types import MethodType
 from typing import Any
 
@@ -21,7 +22,6 @@ from torch.nn import Module, Parameter
 
 from layerzero.engine.transforms import in_transform
 from layerzero.integrations.optimize.stamp import OURS, SWAPPED, Stamp
-from layerzero.integrations.optimize.timing import Way, size_of
 
 MARK = "_layerzero"
 """Where a module keeps what its new forward needs; None after a pickle."""
@@ -41,13 +41,37 @@ _OURS: weakref.WeakSet[Forward] = weakref.WeakSet()
 """Every forward that is put on a module."""
 
 
+SIZES = (1, 4, 64)
+"""Tokens of the calls that are timed: a step of generation, what speculation verifies, and a prompt."""
+
+FROM_MANY = 16
+"""Tokens from which a call counts as a prompt: half-way between the second size and the third, as factors."""
+
+
+class Way(StrEnum):
+    """What a call of one size runs."""
+
+    STOCK = "stock"
+    """The model as it was: what all others are compared with."""
+    OWN = "own code"
+    """The module's own code, with LayerZero's attention in it."""
+    PLAIN = "weights as they lie"
+    PACKED = "packed weights"
+
+
+def size_of(rows: Tensor) -> int:
+    """Which of :data:`SIZES` stands for rows (..., width)."""
+    count = rows.numel() // (rows.shape[-1] or 1)
+    return 0 if count <= 1 else 1 if count < FROM_MANY else 2
+
+
 class State:
     """What a new forward needs beside its module's parameters.
 
     Attributes:
         covers: submodules that the new forward computes for, by name: it computes without calling them.
         stamp: what the proof of the new forward rests on; None before that is put on first.
-        own_at: of each size of :data:`~layerzero.integrations.optimize.timing.SIZES`, whether the module's own code is
+        own_at: of each size of :data:`SIZES`, whether the module's own code is
             faster; empty where it nowhere is.
         over: what lies over it (:class:`~layerzero.integrations.optimize.compiled.Over`), and the forward beneath.
     """

@@ -14,13 +14,13 @@ import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch.nn import Module
 
 from layerzero.core.errors import LayerZeroError, in_short
+from layerzero.integrations.optimize.swap import SIZES, Way
 from layerzero.tuning.measuring.timing import TimeOverError
 
 LEAST = 0.01
@@ -88,11 +88,20 @@ def agree(said: Sequence[bool], deviations: float) -> bool:
     return 2 * sum(said) - len(said) >= deviations * math.sqrt(len(said))
 
 
-SIZES = (1, 4, 64)
-"""Tokens of the calls that are timed: a step of generation, what speculation verifies, and a prompt."""
+Pair = tuple[float, float]
+"""Seconds of one round: without something, and with it."""
 
-FROM_MANY = 16
-"""Tokens from which a call counts as a prompt: half-way between the second size and the third, as factors."""
+
+def gain(pairs: Sequence[Pair]) -> float:
+    """How much longer runs took before, in parts of those after: the median of the rounds' ratios.
+
+    Of an even number it is the lower one of the middle: the mean of two would let one slow run count as ten.
+    """
+    return statistics.median_low([before / after for before, after in pairs]) - 1
+
+
+TIMED = frozenset({"cpu"})
+"""Devices on which modules are timed on random rows: on others a first run may build kernels for minutes."""
 
 FEWEST, MOST, SECONDS = 4, 60, 0.4
 """Rounds of one size, and the time after which there are no more; a round runs every way once."""
@@ -103,23 +112,6 @@ That is asked after every one of up to 60 rounds, and so more strictly than of t
 
 LOWEST = 5
 """Of so many runs the fastest counts: a neighbour on the same cores makes runs slower, and none faster."""
-
-
-class Way(StrEnum):
-    """What a call of one size runs."""
-
-    STOCK = "stock"
-    """The model as it was: what all others are compared with."""
-    OWN = "own code"
-    """The module's own code, with LayerZero's attention in it."""
-    PLAIN = "weights as they lie"
-    PACKED = "packed weights"
-
-
-def size_of(rows: Tensor) -> int:
-    """Which of :data:`SIZES` stands for rows (..., width)."""
-    count = rows.numel() // (rows.shape[-1] or 1)
-    return 0 if count <= 1 else 1 if count < FROM_MANY else 2
 
 
 Prepare = Callable[[], Callable[[], Any]]
@@ -212,6 +204,25 @@ class Untimed:
     why: str
     stays: bool = False
     late: bool = False
+
+
+@dataclass(frozen=True)
+class Around:
+    """A layer of a model as it now is, on one token: what the host's caches hold when a module after it is called.
+
+    Attributes:
+        model: whose layer it is.
+        run: it, where the model is quiet.
+        about: what of it changes the time of other modules.
+    """
+
+    model: Module
+    run: Callable[[], object]
+    about: Hashable
+
+    def __call__(self) -> None:
+        """Run it."""
+        self.run()
 
 
 _KNOWN: dict[Hashable, Any] = {}
