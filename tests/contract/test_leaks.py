@@ -165,7 +165,7 @@ ALLOWED: dict[str, dict[str, str]] = {
             ),
             ("layer_timing", _LAYER, "activation heads kv tokens"),
             ("layers", _LAYER, "add_residual_rms_norm_ attention eps heads linear mlp norm positions rope_"),
-            ("codes", _REPLACED, "activations bias quantize quantized_linear weight"),
+            ("swaps/codes", _REPLACED, "activations bias quantize quantized_linear weight"),
             ("entrance", _REPLACED, "activations padding"),
             ("int8", _REPLACED, "activations bias norm packed quantized quantized_linear weight"),
             ("padding", _PADDED, "groups tokens"),
@@ -192,7 +192,7 @@ ALLOWED: dict[str, dict[str, str]] = {
                 ),
             ),
             ("steps", _CACHE, "attention logits max_context_len positions step tokens"),
-            ("swap", _REPLACED, "weight"),
+            ("swaps/swap", _REPLACED, "weight"),
         )
     },
     "integrations/paged.py": dict.fromkeys(

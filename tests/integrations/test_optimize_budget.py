@@ -12,7 +12,7 @@ from layerzero.integrations.optimize import modules, selection, timing
 from layerzero.integrations.optimize import report as reports
 from layerzero.integrations.optimize import workload as workloads
 from layerzero.integrations.optimize.selection import time_kinds
-from layerzero.integrations.optimize.swap import Way
+from layerzero.integrations.optimize.swaps.swap import Way
 from layerzero.integrations.optimize.timing import timed
 from layerzero.integrations.optimize.workload import RUN, TimeLeft, Workload
 from layerzero.tuning.measuring import tune_run

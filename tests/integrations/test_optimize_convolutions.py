@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import layerzero as lz
-from layerzero.integrations.optimize.candidate import Candidate, compared
 from layerzero.integrations.optimize.convolutions import convolution
-from layerzero.integrations.optimize.swap import MARK
+from layerzero.integrations.optimize.swaps.candidate import Candidate, compared
+from layerzero.integrations.optimize.swaps.swap import MARK
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="a torch without oneDNN")
 

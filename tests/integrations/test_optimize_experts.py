@@ -15,8 +15,8 @@ from torch import nn
 
 import layerzero as lz
 from drawing import examples
-from layerzero.integrations.optimize.candidate import Candidate
 from layerzero.integrations.optimize.experts import experts
+from layerzero.integrations.optimize.swaps.candidate import Candidate
 from layerzero.ops.moe.experts import GATES, gated
 
 transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")

@@ -12,9 +12,9 @@ import torch
 import layerzero as lz
 from layerzero.engine.dispatch import ENGINE
 from layerzero.integrations.optimize import layers as whole
-from layerzero.integrations.optimize import weights as packing
 from layerzero.integrations.optimize.attention import AttentionSwap
 from layerzero.integrations.optimize.layer import Layer
+from layerzero.integrations.optimize.swaps import weights as packing
 
 transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
 

@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn import functional
 
 import layerzero as lz
-from layerzero.integrations.optimize.candidate import Candidate, compared
 from layerzero.integrations.optimize.orientation import turns
 from layerzero.integrations.optimize.products import Block, block, linear
-from layerzero.integrations.optimize.swap import MARK
+from layerzero.integrations.optimize.swaps.candidate import Candidate, compared
+from layerzero.integrations.optimize.swaps.swap import MARK
 
 PACKED = "packed" in str(lz.which("linear", torch.ones(1, 8), w := torch.ones(8, 8), packed=lz.PackedWeight(w)))
 

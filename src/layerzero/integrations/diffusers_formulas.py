@@ -16,8 +16,8 @@ from torch import Tensor
 import layerzero as lz
 from layerzero.core.errors import LayerZeroWarning, in_short
 from layerzero.core.graph_capture import capture_of
-from layerzero.integrations.optimize.candidate import TOLERANCE, distance
 from layerzero.integrations.optimize.layer import Table
+from layerzero.integrations.optimize.swaps.candidate import TOLERANCE, distance
 
 Rotation = Callable[..., Any]
 

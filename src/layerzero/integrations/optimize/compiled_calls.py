@@ -17,7 +17,6 @@ from torch.utils import _pytree as pytree
 from layerzero.core.errors import in_short
 from layerzero.integrations.optimize import timing
 from layerzero.integrations.optimize.attention import Search
-from layerzero.integrations.optimize.candidate import TOLERANCE, distance, outermost, quiet, refusal, watching
 from layerzero.integrations.optimize.compiled import (
     PLAIN,
     TENSOR,
@@ -32,6 +31,7 @@ from layerzero.integrations.optimize.compiled import (
 )
 from layerzero.integrations.optimize.compilers import COMPILERS, Compiler, Flat
 from layerzero.integrations.optimize.report import Left, Optimized, Replaced, Timed
+from layerzero.integrations.optimize.swaps.candidate import TOLERANCE, distance, outermost, quiet, refusal, watching
 from layerzero.integrations.optimize.timing import LEAST, agree, gain, race
 from layerzero.integrations.optimize.workload import RUN, SHORTEST_S, TimeLeft, Workload
 

@@ -16,9 +16,9 @@ import layerzero as lz
 from layerzero.core import emulation
 from layerzero.core.device import Device
 from layerzero.core.errors import InvalidCallError
-from layerzero.integrations.optimize.candidate import Candidate, candidate
-from layerzero.integrations.optimize.swap import MARK, as_forward, is_dense, serves
-from layerzero.integrations.optimize.weights import Packs, wants_packed
+from layerzero.integrations.optimize.swaps.candidate import Candidate, candidate
+from layerzero.integrations.optimize.swaps.swap import MARK, as_forward, is_dense, serves
+from layerzero.integrations.optimize.swaps.weights import Packs, wants_packed
 from layerzero.ops.conv.declare import LEAST_SHARE, each
 
 _KINDS: dict[type[Module], str] = {Conv1d: "conv1d", Conv2d: "conv2d"}

@@ -20,10 +20,10 @@ from torch.nn import Module, Parameter
 
 import layerzero as lz
 from layerzero.core.errors import InvalidCallError, in_short
-from layerzero.integrations.optimize.candidate import TOLERANCE, Candidate, candidate, distance, quiet
 from layerzero.integrations.optimize.products import activations_of
-from layerzero.integrations.optimize.swap import MARK, as_forward, is_dense, serves
-from layerzero.integrations.optimize.weights import Packs, wants_packed
+from layerzero.integrations.optimize.swaps.candidate import TOLERANCE, Candidate, candidate, distance, quiet
+from layerzero.integrations.optimize.swaps.swap import MARK, as_forward, is_dense, serves
+from layerzero.integrations.optimize.swaps.weights import Packs, wants_packed
 from layerzero.integrations.transformers_experts import SIZES, numbers_of
 from layerzero.ops.linear import PackedWeight
 from layerzero.ops.moe.experts import ALPHA, GATES, LIMIT, moe_experts

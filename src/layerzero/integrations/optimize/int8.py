@@ -21,7 +21,9 @@ from torch.nn.functional import linear
 from layerzero.core.arguments import told
 from layerzero.core.errors import in_short
 from layerzero.integrations.optimize.attention import Search
-from layerzero.integrations.optimize.candidate import (
+from layerzero.integrations.optimize.orientation import is_plain, may_be_product, turns
+from layerzero.integrations.optimize.report import NO_TIME, Left, Replaced
+from layerzero.integrations.optimize.swaps.candidate import (
     TOLERANCE,
     Candidate,
     candidate,
@@ -31,10 +33,8 @@ from layerzero.integrations.optimize.candidate import (
     refusal,
     watching,
 )
-from layerzero.integrations.optimize.codes import Codes, Found, Made, Place, at, bias_of, call, product
-from layerzero.integrations.optimize.orientation import is_plain, may_be_product, turns
-from layerzero.integrations.optimize.report import NO_TIME, Left, Replaced
-from layerzero.integrations.optimize.swap import stock_forward, weight_of
+from layerzero.integrations.optimize.swaps.codes import Codes, Found, Made, Place, at, bias_of, call, product
+from layerzero.integrations.optimize.swaps.swap import stock_forward, weight_of
 from layerzero.integrations.optimize.timing import TIMED
 from layerzero.integrations.optimize.workload import RUN
 

@@ -20,8 +20,8 @@ from layerzero.integrations.optimize.attention import COMPARED, NAME, comparing
 from layerzero.integrations.optimize.dynamic_cache import NAMES, appended, cache_in
 from layerzero.integrations.optimize.norms import Normed
 from layerzero.integrations.optimize.products import Block, compute
-from layerzero.integrations.optimize.swap import MARK, State, Way, as_forward, serves, size_of, weight_of
-from layerzero.integrations.optimize.weights import Joined, Packs, why_apart
+from layerzero.integrations.optimize.swaps.swap import MARK, State, Way, as_forward, serves, size_of, weight_of
+from layerzero.integrations.optimize.swaps.weights import Joined, Packs, why_apart
 from layerzero.integrations.transformers import ALONE, ONE_TOKEN, attend_one, attention_forward, theirs_of
 from layerzero.integrations.transformers_patches import ROW_ARGUMENTS
 

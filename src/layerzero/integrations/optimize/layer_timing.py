@@ -15,12 +15,12 @@ from torch.nn import Module
 
 from layerzero.engine.config import current_policy
 from layerzero.integrations.optimize.attention import AttentionSwap
-from layerzero.integrations.optimize.candidate import quiet
 from layerzero.integrations.optimize.dynamic_cache import name_in, name_of
 from layerzero.integrations.optimize.encoders import Encoder
 from layerzero.integrations.optimize.layer import Layer, forget_table
 from layerzero.integrations.optimize.report import Replaced
-from layerzero.integrations.optimize.swap import SIZES, Way, weight_of
+from layerzero.integrations.optimize.swaps.candidate import quiet
+from layerzero.integrations.optimize.swaps.swap import SIZES, Way, weight_of
 from layerzero.integrations.optimize.timing import LEAST, Around, Paced, Prepare, Sizes, Untimed, timed
 
 PAST = 64

@@ -25,15 +25,15 @@ from layerzero.core.plan import Plan
 from layerzero.engine.dispatch import ENGINE
 from layerzero.integrations.optimize import encoders
 from layerzero.integrations.optimize.attention import NAME, AttentionSwap, Search, Seen, seeing, seen_rows
-from layerzero.integrations.optimize.candidate import TOLERANCE, Candidate, distance, quiet, refusal, watching
 from layerzero.integrations.optimize.dynamic_cache import name_in, name_of
 from layerzero.integrations.optimize.layer import Heads, Layer, forward
 from layerzero.integrations.optimize.norms import Normed, normed
 from layerzero.integrations.optimize.orientation import is_plain
 from layerzero.integrations.optimize.products import Block, block
 from layerzero.integrations.optimize.report import NO_TIME, Left, Replaced
-from layerzero.integrations.optimize.swap import Swap, stock_forward, weight_of
-from layerzero.integrations.optimize.weights import wants_packed
+from layerzero.integrations.optimize.swaps.candidate import TOLERANCE, Candidate, distance, quiet, refusal, watching
+from layerzero.integrations.optimize.swaps.swap import Swap, stock_forward, weight_of
+from layerzero.integrations.optimize.swaps.weights import wants_packed
 from layerzero.integrations.optimize.workload import TimeLeft
 
 CALLS = "lz.add_residual_rms_norm_, lz.rope_, lz.attention, lz.linear, lz.mlp"

@@ -11,7 +11,7 @@ import torch
 from torch.nn import Module
 
 from layerzero.integrations.optimize import timing
-from layerzero.integrations.optimize.candidate import watching
+from layerzero.integrations.optimize.swaps.candidate import watching
 
 ROUNDS = 3
 """Runs of each, in turn."""

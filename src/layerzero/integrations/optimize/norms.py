@@ -13,9 +13,16 @@ from torch.nn import LayerNorm, Module, Parameter, RMSNorm, functional
 import layerzero as lz
 from layerzero.core.errors import InvalidCallError, in_short
 from layerzero.core.graph_capture import capture_of
-from layerzero.integrations.optimize.candidate import STRUCTURE, Candidate, candidate, distance, quiet, random_rows
 from layerzero.integrations.optimize.dynamic_cache import runs_a_library
-from layerzero.integrations.optimize.swap import MARK, State, as_forward, is_dense, serves, weight_of
+from layerzero.integrations.optimize.swaps.candidate import (
+    STRUCTURE,
+    Candidate,
+    candidate,
+    distance,
+    quiet,
+    random_rows,
+)
+from layerzero.integrations.optimize.swaps.swap import MARK, State, as_forward, is_dense, serves, weight_of
 from layerzero.ops.linear.packed import Glance
 
 _LARGEST_EPS = 0.01

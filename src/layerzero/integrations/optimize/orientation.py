@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Linear, Module, functional
 
-from layerzero.integrations.optimize.candidate import STRUCTURE, distance, quiet, random_rows
-from layerzero.integrations.optimize.swap import is_dense, weight_of
+from layerzero.integrations.optimize.swaps.candidate import STRUCTURE, distance, quiet, random_rows
+from layerzero.integrations.optimize.swaps.swap import is_dense, weight_of
 
 _SIZES = (1.0, 1e-3, 1e3)
 """Of the rows that a module is tried on."""

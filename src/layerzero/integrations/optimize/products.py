@@ -14,10 +14,17 @@ from torch.nn import Dropout, Identity, Linear, Module
 
 import layerzero as lz
 from layerzero.core.errors import InvalidCallError, in_short
-from layerzero.integrations.optimize.candidate import TOLERANCE, Candidate, candidate, distance, quiet, random_rows
 from layerzero.integrations.optimize.orientation import View, is_plain, turns
-from layerzero.integrations.optimize.swap import MARK, as_forward, serves, weight_of
-from layerzero.integrations.optimize.weights import Joined, Packs, wants_packed, why_apart
+from layerzero.integrations.optimize.swaps.candidate import (
+    TOLERANCE,
+    Candidate,
+    candidate,
+    distance,
+    quiet,
+    random_rows,
+)
+from layerzero.integrations.optimize.swaps.swap import MARK, as_forward, serves, weight_of
+from layerzero.integrations.optimize.swaps.weights import Joined, Packs, wants_packed, why_apart
 from layerzero.ops.activation.formulas import FORMULAS, FUNCTIONS, GATED
 
 _GRID = torch.cat(

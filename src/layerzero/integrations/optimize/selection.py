@@ -19,12 +19,12 @@ from layerzero.core.device import Device
 from layerzero.core.errors import in_short
 from layerzero.integrations.optimize import layer_timing, modules
 from layerzero.integrations.optimize.attention import AttentionSwap, Search
-from layerzero.integrations.optimize.candidate import TOLERANCE, distance, quiet
-from layerzero.integrations.optimize.codes import compared
 from layerzero.integrations.optimize.layer_timing import around, attention_costs, cut, shapes_of
 from layerzero.integrations.optimize.module_times import ROUNDS, Spent, spent
 from layerzero.integrations.optimize.padding import noted, without_padding
 from layerzero.integrations.optimize.report import BY_CALL, Optimized, Replaced, Timed
+from layerzero.integrations.optimize.swaps.candidate import TOLERANCE, distance, quiet
+from layerzero.integrations.optimize.swaps.codes import compared
 from layerzero.integrations.optimize.timing import (
     LEAST,
     TIMED,

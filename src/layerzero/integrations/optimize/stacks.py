@@ -21,7 +21,6 @@ from layerzero.core.errors import in_short
 from layerzero.engine.config import current_policy
 from layerzero.integrations.optimize import timing
 from layerzero.integrations.optimize.attention import Search
-from layerzero.integrations.optimize.candidate import TOLERANCE, distance, outermost, quiet, watching
 from layerzero.integrations.optimize.padding import (
     GROUPS,
     MASK,
@@ -39,7 +38,8 @@ from layerzero.integrations.optimize.padding import (
     without_padding,
 )
 from layerzero.integrations.optimize.report import BY_CALL, NO_TIME, Left, Replaced
-from layerzero.integrations.optimize.swap import MARK, Swap, has_own_forward, is_swapped, stock_forward
+from layerzero.integrations.optimize.swaps.candidate import TOLERANCE, distance, outermost, quiet, watching
+from layerzero.integrations.optimize.swaps.swap import MARK, Swap, has_own_forward, is_swapped, stock_forward
 from layerzero.integrations.optimize.workload import TimeLeft, tensors_in
 from layerzero.tuning.measuring.timing import TimeOverError
 

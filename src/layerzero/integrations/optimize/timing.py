@@ -20,7 +20,7 @@ import torch
 from torch.nn import Module
 
 from layerzero.core.errors import LayerZeroError, in_short
-from layerzero.integrations.optimize.swap import SIZES, Way
+from layerzero.integrations.optimize.swaps.swap import SIZES, Way
 from layerzero.tuning.measuring.timing import TimeOverError
 
 LEAST = 0.01

@@ -19,7 +19,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.engine.config import current_policy
 from layerzero.engine.registry import REGISTRY
 from layerzero.integrations.optimize import timing
-from layerzero.integrations.optimize.candidate import quiet
+from layerzero.integrations.optimize.swaps.candidate import quiet
 from layerzero.tuning.measuring.clocks import current
 from layerzero.tuning.measuring.timing import Deadline, Effort
 from layerzero.tuning.measuring.tune import Tuned, run_jobs

@@ -12,8 +12,8 @@ from torch.nn import Module
 
 import layerzero as lz
 from layerzero.core.errors import InvalidCallError
-from layerzero.integrations.optimize.swap import MARK, State, as_forward, serves, size_of
-from layerzero.integrations.optimize.weights import Packs, wants_packed
+from layerzero.integrations.optimize.swaps.swap import MARK, State, as_forward, serves, size_of
+from layerzero.integrations.optimize.swaps.weights import Packs, wants_packed
 from layerzero.ops.linear.packed import PACKED, PackedWeight
 
 Place = tuple[str, str, str]

@@ -17,8 +17,8 @@ from layerzero.core import emulation
 from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.plan import Report
-from layerzero.integrations.optimize.stamp import is_recorder
-from layerzero.integrations.optimize.swap import Forward, State, Swap, has_own_forward, is_swapped, stock_forward
+from layerzero.integrations.optimize.swaps.stamp import is_recorder
+from layerzero.integrations.optimize.swaps.swap import Forward, State, Swap, has_own_forward, is_swapped, stock_forward
 
 TOLERANCE: Mapping[torch.dtype, float] = {
     torch.float64: 1e-6,

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from layerzero.engine.transforms import in_transform
-from layerzero.integrations.optimize.stamp import OURS, SWAPPED, Stamp
+from layerzero.integrations.optimize.swaps.stamp import OURS, SWAPPED, Stamp
 
 MARK = "_layerzero"
 """Where a module keeps what its new forward needs; None after a pickle."""

@@ -15,7 +15,7 @@ from torch.nn import Module, Parameter
 from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.handle import FOREIGN, STALE
 from layerzero.core.system import forking
-from layerzero.integrations.optimize.swap import State, Way, size_of
+from layerzero.integrations.optimize.swaps.swap import State, Way, size_of
 from layerzero.ops.linear.packed import LOOKS, Pack, PackedWeight, Packing
 
 
@@ -26,8 +26,8 @@ class Packs(State):
         packed: of each weight, in the order in which the forward asks for them; all None where no kernel wants them.
         budget: what their forms may take together with those of others; None without a bound.
         late: how often a write was seen that calls before may have missed.
-        plain: of each size of :data:`~layerzero.integrations.optimize.swap.SIZES`, whether weights are read as they
-            lie; empty where they nowhere are.
+        plain: of each size of :data:`~layerzero.integrations.optimize.swaps.swap.SIZES`, whether weights are read as
+            they lie; empty where they nowhere are.
     """
 
     def __init__(self, weights: Iterable[Tensor], covers: Iterable[tuple[str, Module]] = (), *, pack: bool) -> None:
