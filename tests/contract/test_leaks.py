@@ -181,7 +181,7 @@ ALLOWED: dict[str, dict[str, str]] = {
                     "up_bias weight"
                 ),
             ),
-            ("report", _LAYER, "padding positions tokens"),
+            ("times/report", _LAYER, "padding positions tokens"),
             ("selection", _REPLACED, "attention padding positions step"),
             (
                 "step_cache",

@@ -20,7 +20,7 @@ def packs() -> None:
 @pytest.fixture
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """No kernels are timed on the inputs' calls, which takes seconds: what is kept there is decided by the whole."""
-    from layerzero.integrations.optimize.workload import Workload
+    from layerzero.integrations.optimize.times.workload import Workload
     from layerzero.tuning.measuring.timing import Deadline
 
     tune = Workload.tune

@@ -18,7 +18,7 @@ from rich.console import Console
 import layerzero as lz
 from layerzero.cli import demo as demonstration
 from layerzero.cli.demo_screen import show
-from layerzero.integrations.optimize import timing
+from layerzero.integrations.optimize.times import timing
 
 ROOT = Path(__file__).parents[2]
 

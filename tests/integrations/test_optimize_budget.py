@@ -8,13 +8,14 @@ from torch import nn
 
 import layerzero as lz
 from clock import Clock, Ticking
-from layerzero.integrations.optimize import modules, selection, timing
-from layerzero.integrations.optimize import report as reports
-from layerzero.integrations.optimize import workload as workloads
+from layerzero.integrations.optimize import modules, selection
 from layerzero.integrations.optimize.selection import time_kinds
 from layerzero.integrations.optimize.swaps.swap import Way
-from layerzero.integrations.optimize.timing import timed
-from layerzero.integrations.optimize.workload import RUN, TimeLeft, Workload
+from layerzero.integrations.optimize.times import report as reports
+from layerzero.integrations.optimize.times import timing
+from layerzero.integrations.optimize.times import workload as workloads
+from layerzero.integrations.optimize.times.timing import timed
+from layerzero.integrations.optimize.times.workload import RUN, TimeLeft, Workload
 from layerzero.tuning.measuring import tune_run
 from layerzero.tuning.measuring.timing import Deadline, TimeOverError
 from layerzero.tuning.measuring.tune import run_jobs

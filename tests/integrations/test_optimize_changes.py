@@ -21,10 +21,10 @@ import layerzero as lz
 from layerzero.core.indices import IN_C
 from layerzero.integrations.optimize.norms import norm
 from layerzero.integrations.optimize.products import linear, linear_then
-from layerzero.integrations.optimize.report import Optimized, Replaced
 from layerzero.integrations.optimize.swaps import stamp
 from layerzero.integrations.optimize.swaps.candidate import Candidate, compared
 from layerzero.integrations.optimize.swaps.stamp import Stamp
+from layerzero.integrations.optimize.times.report import Optimized, Replaced
 from layerzero.ops.linear.packed import LOOKS
 
 Change = Callable[[nn.Module, ExitStack], Any]

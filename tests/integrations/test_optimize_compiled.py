@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 import layerzero as lz
 from clock import Clock
-from layerzero.integrations.optimize import compiled_calls, timing, workload
+from layerzero.integrations.optimize import compiled_calls
 from layerzero.integrations.optimize.compiled import Compiled
 from layerzero.integrations.optimize.compilers import COMPILERS, Compiler, Flat
+from layerzero.integrations.optimize.times import timing, workload
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning"),

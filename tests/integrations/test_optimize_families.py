@@ -10,7 +10,7 @@ import torch
 
 import layerzero as lz
 from clock import Ticking
-from layerzero.integrations.optimize import timing
+from layerzero.integrations.optimize.times import timing
 
 transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
 

@@ -18,8 +18,8 @@ from drawing import examples
 from layerzero.integrations.optimize import selection
 from layerzero.integrations.optimize.norms import norm
 from layerzero.integrations.optimize.products import Block, activation_named, block
-from layerzero.integrations.optimize.report import Optimized, Replaced, Timed
 from layerzero.integrations.optimize.selection import time_kinds
+from layerzero.integrations.optimize.times.report import Optimized, Replaced, Timed
 
 PACKED = "packed" in str(lz.which("linear", torch.ones(1, 8), w := torch.ones(8, 8), packed=lz.PackedWeight(w)))
 
@@ -360,7 +360,7 @@ def test_forms_of_kernels_that_were_only_tried_are_let_go() -> None:
 
 
 def test_a_slow_moment_of_the_machine_is_no_gain() -> None:
-    from layerzero.integrations.optimize.timing import gain
+    from layerzero.integrations.optimize.times.timing import gain
 
     assert gain([(1.0, 0.5), (1.0, 0.5), (1.0, 0.5)]) == 1.0
     assert gain([(0.028, 0.18), (0.1, 0.025)]) < 0  # the mean of the pairs says 1.08

@@ -18,8 +18,9 @@ from drawing import examples
 
 transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
 
-from layerzero.integrations.optimize import stacks, timing  # noqa: E402
+from layerzero.integrations.optimize import stacks  # noqa: E402
 from layerzero.integrations.optimize.padding import GROUPS, ONE_ROW, Costs, Unpadded, cheapest, noted  # noqa: E402
+from layerzero.integrations.optimize.times import timing  # noqa: E402
 
 SIZES = {
     "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

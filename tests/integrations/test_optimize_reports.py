@@ -21,10 +21,10 @@ import layerzero as lz
 from decoders import greedy, made, tokens, transformers
 from layerzero.core.device import Device
 from layerzero.engine.registry import REGISTRY
-from layerzero.integrations.optimize.module_times import OUTSIDE
-from layerzero.integrations.optimize.report import Optimized, Replaced
 from layerzero.integrations.optimize.swaps.weights import wants_packed
-from layerzero.integrations.optimize.workload import stock_of
+from layerzero.integrations.optimize.times.module_times import OUTSIDE
+from layerzero.integrations.optimize.times.report import Optimized, Replaced
+from layerzero.integrations.optimize.times.workload import stock_of
 from layerzero.tuning.keeping.archive import differs
 from layerzero.tuning.keeping.environment import surroundings
 

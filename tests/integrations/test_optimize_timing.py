@@ -11,11 +11,12 @@ from torch import nn
 
 import layerzero as lz
 from clock import Clock, Ticking
-from layerzero.integrations.optimize import layer, layer_timing, modules, norms, selection, timing
+from layerzero.integrations.optimize import layer, layer_timing, modules, norms, selection
 from layerzero.integrations.optimize.layer_timing import attention_costs
 from layerzero.integrations.optimize.swaps import candidate
 from layerzero.integrations.optimize.swaps.swap import SIZES, Way, size_of
-from layerzero.integrations.optimize.timing import Paced, Sizes, Untimed, timed
+from layerzero.integrations.optimize.times import timing
+from layerzero.integrations.optimize.times.timing import Paced, Sizes, Untimed, timed
 
 transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
 

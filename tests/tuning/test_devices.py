@@ -13,7 +13,7 @@ import torch
 import layerzero as lz
 from layerzero.core.device import Device
 from layerzero.engine.registry import REGISTRY
-from layerzero.integrations.optimize import workload
+from layerzero.integrations.optimize.times import workload
 from layerzero.testing.process import APART, apart_on, by_device
 from layerzero.tuning.measuring import online
 from layerzero.tuning.measuring import tune as tuning

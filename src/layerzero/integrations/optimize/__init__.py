@@ -9,6 +9,6 @@ from __future__ import annotations
 
 from layerzero.integrations.optimize.entrance import optimize
 from layerzero.integrations.optimize.generation import generate_step
-from layerzero.integrations.optimize.report import Optimized
+from layerzero.integrations.optimize.times.report import Optimized
 
 __all__ = ["Optimized", "generate_step", "optimize"]

@@ -19,9 +19,9 @@ from layerzero.core.errors import in_short
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
 from layerzero.engine.dispatch import ENGINE
-from layerzero.integrations.optimize.report import BY_CALL, NO_TIME, Left, Replaced
 from layerzero.integrations.optimize.swaps.candidate import distance, outermost, verdict
-from layerzero.integrations.optimize.workload import RUN, TimeLeft, Workload, example_run
+from layerzero.integrations.optimize.times.report import BY_CALL, NO_TIME, Left, Replaced
+from layerzero.integrations.optimize.times.workload import RUN, TimeLeft, Workload, example_run
 from layerzero.integrations.transformers import EXCHANGED
 from layerzero.serving.warmup import Progress
 

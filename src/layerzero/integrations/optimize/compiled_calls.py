@@ -15,7 +15,6 @@ from torch.nn import Embedding, Module
 from torch.utils import _pytree as pytree
 
 from layerzero.core.errors import in_short
-from layerzero.integrations.optimize import timing
 from layerzero.integrations.optimize.attention import Search
 from layerzero.integrations.optimize.compiled import (
     PLAIN,
@@ -30,10 +29,11 @@ from layerzero.integrations.optimize.compiled import (
     is_denied,
 )
 from layerzero.integrations.optimize.compilers import COMPILERS, Compiler, Flat
-from layerzero.integrations.optimize.report import Left, Optimized, Replaced, Timed
 from layerzero.integrations.optimize.swaps.candidate import TOLERANCE, distance, outermost, quiet, refusal, watching
-from layerzero.integrations.optimize.timing import LEAST, agree, gain, race
-from layerzero.integrations.optimize.workload import RUN, SHORTEST_S, TimeLeft, Workload
+from layerzero.integrations.optimize.times import timing
+from layerzero.integrations.optimize.times.report import Left, Optimized, Replaced, Timed
+from layerzero.integrations.optimize.times.timing import LEAST, agree, gain, race
+from layerzero.integrations.optimize.times.workload import RUN, SHORTEST_S, TimeLeft, Workload
 
 KIND = "compiled"
 

@@ -16,9 +16,9 @@ import layerzero as lz
 from layerzero.core.errors import in_short
 from layerzero.integrations.exchange import Together
 from layerzero.integrations.optimize.attention import Search
-from layerzero.integrations.optimize.report import BY_CALL, NO_TIME, Left, Replaced
 from layerzero.integrations.optimize.swaps.candidate import distance, outermost, verdict
-from layerzero.integrations.optimize.workload import RUN
+from layerzero.integrations.optimize.times.report import BY_CALL, NO_TIME, Left, Replaced
+from layerzero.integrations.optimize.times.workload import RUN
 
 
 class Pipeline:

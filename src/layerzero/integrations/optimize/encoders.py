@@ -27,7 +27,7 @@ from layerzero.integrations.optimize.swaps.candidate import watching
 from layerzero.integrations.optimize.swaps.stamp import code_of
 from layerzero.integrations.optimize.swaps.swap import weight_of
 from layerzero.integrations.optimize.swaps.weights import wants_packed
-from layerzero.integrations.optimize.workload import example_run
+from layerzero.integrations.optimize.times.workload import example_run
 from layerzero.integrations.transformers_patches import ROW_ARGUMENTS
 
 CALLS = "lz.qkv_linear, lz.attention, lz.linear, lz.mlp, lz.layer_norm"

@@ -15,13 +15,13 @@ from layerzero.core.device import Device
 from layerzero.core.errors import InvalidCallError
 from layerzero.integrations.optimize import attention, compiled_calls, diffusion, int8, layers, modules, stacks
 from layerzero.integrations.optimize.attention import Search
-from layerzero.integrations.optimize.report import NO_TIME, Left, Optimized, Replaced
 from layerzero.integrations.optimize.selection import time_inputs, time_random_rows
 from layerzero.integrations.optimize.steps import find_steps
 from layerzero.integrations.optimize.swaps.candidate import watching
 from layerzero.integrations.optimize.swaps.swap import Swap, is_dense, is_swapped
 from layerzero.integrations.optimize.swaps.weights import Budget, Packs
-from layerzero.integrations.optimize.workload import RUN, TimeLeft, is_function, stock_of, workload_of
+from layerzero.integrations.optimize.times.report import NO_TIME, Left, Optimized, Replaced
+from layerzero.integrations.optimize.times.workload import RUN, TimeLeft, is_function, stock_of, workload_of
 from layerzero.integrations.tokenizers import is_tokenizer, optimize_tokenizer
 from layerzero.serving.warmup import Progress, bar_or
 

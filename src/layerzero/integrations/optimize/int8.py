@@ -22,7 +22,6 @@ from layerzero.core.arguments import told
 from layerzero.core.errors import in_short
 from layerzero.integrations.optimize.attention import Search
 from layerzero.integrations.optimize.orientation import is_plain, may_be_product, turns
-from layerzero.integrations.optimize.report import NO_TIME, Left, Replaced
 from layerzero.integrations.optimize.swaps.candidate import (
     TOLERANCE,
     Candidate,
@@ -35,8 +34,9 @@ from layerzero.integrations.optimize.swaps.candidate import (
 )
 from layerzero.integrations.optimize.swaps.codes import Codes, Found, Made, Place, at, bias_of, call, product
 from layerzero.integrations.optimize.swaps.swap import stock_forward, weight_of
-from layerzero.integrations.optimize.timing import TIMED
-from layerzero.integrations.optimize.workload import RUN
+from layerzero.integrations.optimize.times.report import NO_TIME, Left, Replaced
+from layerzero.integrations.optimize.times.timing import TIMED
+from layerzero.integrations.optimize.times.workload import RUN
 
 KIND = "int8"
 """Of what is replaced."""

@@ -18,10 +18,10 @@ from layerzero.integrations.optimize.attention import AttentionSwap
 from layerzero.integrations.optimize.dynamic_cache import name_in, name_of
 from layerzero.integrations.optimize.encoders import Encoder
 from layerzero.integrations.optimize.layer import Layer, forget_table
-from layerzero.integrations.optimize.report import Replaced
 from layerzero.integrations.optimize.swaps.candidate import quiet
 from layerzero.integrations.optimize.swaps.swap import SIZES, Way, weight_of
-from layerzero.integrations.optimize.timing import LEAST, Around, Paced, Prepare, Sizes, Untimed, timed
+from layerzero.integrations.optimize.times.report import Replaced
+from layerzero.integrations.optimize.times.timing import LEAST, Around, Paced, Prepare, Sizes, Untimed, timed
 
 PAST = 64
 """Tokens in the cache of a step."""

@@ -30,11 +30,11 @@ from layerzero.integrations.optimize.layer import Heads, Layer, forward
 from layerzero.integrations.optimize.norms import Normed, normed
 from layerzero.integrations.optimize.orientation import is_plain
 from layerzero.integrations.optimize.products import Block, block
-from layerzero.integrations.optimize.report import NO_TIME, Left, Replaced
 from layerzero.integrations.optimize.swaps.candidate import TOLERANCE, Candidate, distance, quiet, refusal, watching
 from layerzero.integrations.optimize.swaps.swap import Swap, stock_forward, weight_of
 from layerzero.integrations.optimize.swaps.weights import wants_packed
-from layerzero.integrations.optimize.workload import TimeLeft
+from layerzero.integrations.optimize.times.report import NO_TIME, Left, Replaced
+from layerzero.integrations.optimize.times.workload import TimeLeft
 
 CALLS = "lz.add_residual_rms_norm_, lz.rope_, lz.attention, lz.linear, lz.mlp"
 """What a layer calls, in short."""

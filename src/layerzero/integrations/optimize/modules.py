@@ -13,17 +13,17 @@ from torch.nn import Linear, Module
 
 from layerzero.core.errors import InvalidCallError
 from layerzero.engine.config import current_policy
-from layerzero.integrations.optimize import timing
 from layerzero.integrations.optimize.attention import Search
 from layerzero.integrations.optimize.convolutions import convolution
 from layerzero.integrations.optimize.experts import experts
 from layerzero.integrations.optimize.norms import norm
 from layerzero.integrations.optimize.products import block, linear, linear_then
-from layerzero.integrations.optimize.report import NO_TIME, Left, Replaced
 from layerzero.integrations.optimize.swaps.candidate import Candidate, compared, quiet, refusal
 from layerzero.integrations.optimize.swaps.swap import SIZES, Way
 from layerzero.integrations.optimize.swaps.weights import Packs
-from layerzero.integrations.optimize.timing import Around, Prepare, Sizes, timed
+from layerzero.integrations.optimize.times import timing
+from layerzero.integrations.optimize.times.report import NO_TIME, Left, Replaced
+from layerzero.integrations.optimize.times.timing import Around, Prepare, Sizes, timed
 
 KINDS: tuple[Callable[[Module], Candidate | str | None], ...] = (block, experts, linear_then, norm, linear, convolution)
 """Asked in this order: what covers others comes first."""

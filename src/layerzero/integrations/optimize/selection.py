@@ -20,12 +20,12 @@ from layerzero.core.errors import in_short
 from layerzero.integrations.optimize import layer_timing, modules
 from layerzero.integrations.optimize.attention import AttentionSwap, Search
 from layerzero.integrations.optimize.layer_timing import around, attention_costs, cut, shapes_of
-from layerzero.integrations.optimize.module_times import ROUNDS, Spent, spent
 from layerzero.integrations.optimize.padding import noted, without_padding
-from layerzero.integrations.optimize.report import BY_CALL, Optimized, Replaced, Timed
 from layerzero.integrations.optimize.swaps.candidate import TOLERANCE, distance, quiet
 from layerzero.integrations.optimize.swaps.codes import compared
-from layerzero.integrations.optimize.timing import (
+from layerzero.integrations.optimize.times.module_times import ROUNDS, Spent, spent
+from layerzero.integrations.optimize.times.report import BY_CALL, Optimized, Replaced, Timed
+from layerzero.integrations.optimize.times.timing import (
     LEAST,
     TIMED,
     Around,
@@ -38,7 +38,7 @@ from layerzero.integrations.optimize.timing import (
     gain,
     race,
 )
-from layerzero.integrations.optimize.workload import RUN, Workload
+from layerzero.integrations.optimize.times.workload import RUN, Workload
 from layerzero.serving.warmup import Progress
 from layerzero.tuning.keeping.archive import refused
 from layerzero.tuning.measuring.tune_run import Step

@@ -19,7 +19,6 @@ from torch.nn import Module, ModuleList
 
 from layerzero.core.errors import in_short
 from layerzero.engine.config import current_policy
-from layerzero.integrations.optimize import timing
 from layerzero.integrations.optimize.attention import Search
 from layerzero.integrations.optimize.padding import (
     GROUPS,
@@ -37,10 +36,11 @@ from layerzero.integrations.optimize.padding import (
     tokens_of,
     without_padding,
 )
-from layerzero.integrations.optimize.report import BY_CALL, NO_TIME, Left, Replaced
 from layerzero.integrations.optimize.swaps.candidate import TOLERANCE, distance, outermost, quiet, watching
 from layerzero.integrations.optimize.swaps.swap import MARK, Swap, has_own_forward, is_swapped, stock_forward
-from layerzero.integrations.optimize.workload import TimeLeft, tensors_in
+from layerzero.integrations.optimize.times import timing
+from layerzero.integrations.optimize.times.report import BY_CALL, NO_TIME, Left, Replaced
+from layerzero.integrations.optimize.times.workload import TimeLeft, tensors_in
 from layerzero.tuning.measuring.timing import TimeOverError
 
 LENGTHS = (16, 9, 3, 12, 1, 7, 14, 5)

@@ -39,7 +39,6 @@ from layerzero.integrations.optimize.dynamic_cache import (
     windows_of,
 )
 from layerzero.integrations.optimize.generation import DRAWING, Drawing, Numbers
-from layerzero.integrations.optimize.report import BY_CALL, Left, Replaced
 from layerzero.integrations.optimize.step_cache import (
     PAGE,
     Held,
@@ -53,6 +52,7 @@ from layerzero.integrations.optimize.step_cache import (
 )
 from layerzero.integrations.optimize.swaps.stamp import Stamp
 from layerzero.integrations.optimize.swaps.swap import MARK, State, Swap, as_forward, has_own_forward, stock_forward
+from layerzero.integrations.optimize.times.report import BY_CALL, Left, Replaced
 from layerzero.integrations.transformers import ONE_TOKEN
 
 ON_HOST = frozenset({"cpu"})

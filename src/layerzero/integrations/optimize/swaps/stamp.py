@@ -33,7 +33,7 @@ _RECORDER = "transformers.utils.output_capturing"
 _TRACE = "layerzero.asking.trace"
 """Its hooks only note which module calls."""
 
-_TIMES = "layerzero.integrations.optimize.module_times"
+_TIMES = "layerzero.integrations.optimize.times.module_times"
 """Its hooks only read the clock, where submodules are called."""
 
 _TORCHS = frozenset(vars(Module())) | {"_compiled_call_impl"}

@@ -18,8 +18,8 @@ from layerzero.core.device import Device
 from layerzero.core.kernel import Kernel
 from layerzero.engine.config import current_policy
 from layerzero.engine.registry import REGISTRY
-from layerzero.integrations.optimize import timing
 from layerzero.integrations.optimize.swaps.candidate import quiet
+from layerzero.integrations.optimize.times import timing
 from layerzero.tuning.measuring.clocks import current
 from layerzero.tuning.measuring.timing import Deadline, Effort
 from layerzero.tuning.measuring.tune import Tuned, run_jobs

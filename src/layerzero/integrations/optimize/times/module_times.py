@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from layerzero.integrations.optimize import timing
 from layerzero.integrations.optimize.swaps.candidate import watching
+from layerzero.integrations.optimize.times import timing
 
 ROUNDS = 3
 """Runs of each, in turn."""

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 
 from layerzero.asking.trace import numbered, ranges
 from layerzero.integrations.exchange import Exchange
-from layerzero.integrations.optimize.module_times import Spent
 from layerzero.integrations.optimize.swaps.candidate import Candidate
 from layerzero.integrations.optimize.swaps.codes import Made
 from layerzero.integrations.optimize.swaps.swap import SIZES, State, Swap
 from layerzero.integrations.optimize.swaps.weights import Joined, Packs
-from layerzero.integrations.optimize.timing import Paced
-from layerzero.integrations.optimize.workload import TimeLeft
+from layerzero.integrations.optimize.times.module_times import Spent
+from layerzero.integrations.optimize.times.timing import Paced
+from layerzero.integrations.optimize.times.workload import TimeLeft
 from layerzero.tuning.measuring.tune import Tuned
 
 NO_TIME = "no time was left to check it (budget_s)"
