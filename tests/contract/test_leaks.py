@@ -137,14 +137,14 @@ ALLOWED: dict[str, dict[str, str]] = {
     **{
         f"integrations/optimize/{file}.py": dict.fromkeys(names.split(), reason)
         for file, reason, names in (
-            ("attention", _REPLACED, "attention query"),
-            ("diffusion", _REPLACED, "attention heads out_features rope_"),
+            ("attention/transformers", _REPLACED, "attention query"),
+            ("attention/diffusers", _REPLACED, "attention heads out_features rope_"),
             (
                 "encoders",
                 _REPLACED,
                 "activation attention bias heads layer_norm linear mlp qkv qkv_linear weight",
             ),
-            ("dynamic_cache", _CACHE, "append_paged_kv_ tokens"),
+            ("attention/dynamic_cache", _CACHE, "append_paged_kv_ tokens"),
             (
                 "experts",
                 _REPLACED,

@@ -16,7 +16,7 @@ import layerzero as lz
 
 transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
 
-from layerzero.integrations.optimize.attention import AttentionSwap  # noqa: E402
+from layerzero.integrations.optimize.attention.transformers import AttentionSwap  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning"),

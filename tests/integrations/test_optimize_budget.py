@@ -224,7 +224,7 @@ def test_a_timing_ends_once_it_is_clear_and_goes_on_while_it_is_not(monkeypatch)
 def test_layers_are_switched_without_walking_the_model(monkeypatch):
     """One walk over all modules puts attention on; timing and proofs flip the setting alone."""
     transformers = pytest.importorskip("transformers")
-    from layerzero.integrations.optimize.attention import AttentionSwap
+    from layerzero.integrations.optimize.attention.transformers import AttentionSwap
 
     timing.forget()
     monkeypatch.setattr(timing, "CLOCK", Ticking())

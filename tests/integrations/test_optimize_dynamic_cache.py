@@ -18,8 +18,8 @@ import layerzero as lz
 from decoders import made, stepped, tokens, transformers
 from drawing import examples
 from launches import Counted
-from layerzero.integrations.optimize import dynamic_cache
-from layerzero.integrations.optimize.dynamic_cache import NAMES, appended, cache_in, name_in, name_of
+from layerzero.integrations.optimize.attention import dynamic_cache
+from layerzero.integrations.optimize.attention.dynamic_cache import NAMES, appended, cache_in, name_in, name_of
 from layerzero.integrations.transformers import attention_forward
 
 HEADS, WIDTH = 2, 3

@@ -12,7 +12,7 @@ import torch
 import layerzero as lz
 from layerzero.engine.dispatch import ENGINE
 from layerzero.integrations.optimize import layers as whole
-from layerzero.integrations.optimize.attention import AttentionSwap
+from layerzero.integrations.optimize.attention.transformers import AttentionSwap
 from layerzero.integrations.optimize.layer import Layer
 from layerzero.integrations.optimize.swaps import weights as packing
 

@@ -13,7 +13,8 @@ import torch
 
 import layerzero as lz
 from decoders import greedy, made, state_of, stepped, tokens, transformers
-from layerzero.integrations.optimize import dynamic_cache, steps
+from layerzero.integrations.optimize import steps
+from layerzero.integrations.optimize.attention import dynamic_cache
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning"),

@@ -15,7 +15,7 @@ from torch.nn import Embedding, Module
 from torch.utils import _pytree as pytree
 
 from layerzero.core.errors import in_short
-from layerzero.integrations.optimize.attention import Search
+from layerzero.integrations.optimize.attention.transformers import Search
 from layerzero.integrations.optimize.compiled import (
     PLAIN,
     TENSOR,

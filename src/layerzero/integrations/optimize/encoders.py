@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Dropout, Identity, Linear, Module
 
 import layerzero as lz
-from layerzero.integrations.optimize.attention import NAME, AttentionSwap, Seen, seeing
+from layerzero.integrations.optimize.attention.transformers import NAME, AttentionSwap, Seen, seeing
 from layerzero.integrations.optimize.layer import Heads, Layer, forward
 from layerzero.integrations.optimize.norms import Normed, normed
 from layerzero.integrations.optimize.orientation import is_plain

@@ -13,8 +13,9 @@ from layerzero.core import emulation
 from layerzero.core.arguments import told
 from layerzero.core.device import Device
 from layerzero.core.errors import InvalidCallError
-from layerzero.integrations.optimize import attention, compiled_calls, diffusion, int8, layers, modules, stacks
-from layerzero.integrations.optimize.attention import Search
+from layerzero.integrations.optimize import compiled_calls, int8, layers, modules, stacks
+from layerzero.integrations.optimize.attention import diffusers, transformers
+from layerzero.integrations.optimize.attention.transformers import Search
 from layerzero.integrations.optimize.selection import time_inputs, time_random_rows
 from layerzero.integrations.optimize.steps import find_steps
 from layerzero.integrations.optimize.swaps.candidate import watching
@@ -26,12 +27,12 @@ from layerzero.integrations.tokenizers import is_tokenizer, optimize_tokenizer
 from layerzero.serving.warmup import Progress, bar_or
 
 FINDERS: tuple[Callable[[Search], Iterator[Replaced | Left]], ...] = (
-    attention.find,
+    transformers.find,
     layers.find,
     int8.find,
     modules.find,
-    diffusion.find_attention,
-    diffusion.find_rotations,
+    diffusers.find_attention,
+    diffusers.find_rotations,
 )
 """Each looks for one kind, checks it against the original, and gives what may be put on, or is left and why.
 
@@ -143,7 +144,7 @@ def optimize(
     if is_tokenizer(model):
         return optimize_tokenizer(model, budget_s=budget_s)
     time = TimeLeft(budget_s)
-    model = diffusion.whole(model)
+    model = diffusers.whole(model)
     root = module_of(model)
     report = Optimized(weight_bytes=weight_bytes(root), memory_limit=memory_limit, time=time)
     if root.training and not (_evaluates_itself(root) and (inputs is None or is_function(inputs))):

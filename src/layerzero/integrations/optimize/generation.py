@@ -14,7 +14,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.core.errors import InvalidCallError
-from layerzero.integrations.optimize.dynamic_cache import name_of
+from layerzero.integrations.optimize.attention.dynamic_cache import name_of
 from layerzero.ops.sampling.declare import LEAST, MOST_SEED
 from layerzero.ops.sampling.formulas import TEMPERATURES
 

@@ -16,8 +16,8 @@ from torch.nn import Module
 
 import layerzero as lz
 from layerzero.core.graph_capture import capture_of
-from layerzero.integrations.optimize.attention import COMPARED, NAME, comparing
-from layerzero.integrations.optimize.dynamic_cache import NAMES, appended, cache_in
+from layerzero.integrations.optimize.attention.dynamic_cache import NAMES, appended, cache_in
+from layerzero.integrations.optimize.attention.transformers import COMPARED, NAME, comparing
 from layerzero.integrations.optimize.norms import Normed
 from layerzero.integrations.optimize.products import Block, compute
 from layerzero.integrations.optimize.swaps.swap import MARK, State, Way, as_forward, serves, size_of, weight_of

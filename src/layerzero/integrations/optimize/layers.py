@@ -24,8 +24,8 @@ from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
 from layerzero.engine.dispatch import ENGINE
 from layerzero.integrations.optimize import encoders
-from layerzero.integrations.optimize.attention import NAME, AttentionSwap, Search, Seen, seeing, seen_rows
-from layerzero.integrations.optimize.dynamic_cache import name_in, name_of
+from layerzero.integrations.optimize.attention.dynamic_cache import name_in, name_of
+from layerzero.integrations.optimize.attention.transformers import NAME, AttentionSwap, Search, Seen, seeing, seen_rows
 from layerzero.integrations.optimize.layer import Heads, Layer, forward
 from layerzero.integrations.optimize.norms import Normed, normed
 from layerzero.integrations.optimize.orientation import is_plain

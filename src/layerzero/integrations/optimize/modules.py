@@ -13,7 +13,7 @@ from torch.nn import Linear, Module
 
 from layerzero.core.errors import InvalidCallError
 from layerzero.engine.config import current_policy
-from layerzero.integrations.optimize.attention import Search
+from layerzero.integrations.optimize.attention.transformers import Search
 from layerzero.integrations.optimize.convolutions import convolution
 from layerzero.integrations.optimize.experts import experts
 from layerzero.integrations.optimize.norms import norm

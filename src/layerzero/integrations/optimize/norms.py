@@ -13,7 +13,7 @@ from torch.nn import LayerNorm, Module, Parameter, RMSNorm, functional
 import layerzero as lz
 from layerzero.core.errors import InvalidCallError, in_short
 from layerzero.core.graph_capture import capture_of
-from layerzero.integrations.optimize.dynamic_cache import runs_a_library
+from layerzero.integrations.optimize.attention.dynamic_cache import runs_a_library
 from layerzero.integrations.optimize.swaps.candidate import (
     STRUCTURE,
     Candidate,

@@ -24,7 +24,7 @@ from torch.nn import Module
 
 from layerzero.engine.config import current_policy
 from layerzero.engine.transforms import in_transform
-from layerzero.integrations.optimize.attention import NAME
+from layerzero.integrations.optimize.attention.transformers import NAME
 from layerzero.integrations.optimize.swaps.stamp import Stamp, recorded
 from layerzero.integrations.optimize.swaps.swap import MARK, State, as_forward, stock_forward
 from layerzero.integrations.transformers_patches import ROW_ARGUMENTS

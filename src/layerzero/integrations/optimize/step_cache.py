@@ -19,7 +19,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.core.errors import InvalidCallError
-from layerzero.integrations.optimize.dynamic_cache import (
+from layerzero.integrations.optimize.attention.dynamic_cache import (
     Turns,
     known_layers,
     longest_of,

@@ -27,8 +27,7 @@ from layerzero.core.errors import (
     in_short,
 )
 from layerzero.core.graph_capture import capturing
-from layerzero.integrations.optimize.attention import NAME, Search
-from layerzero.integrations.optimize.dynamic_cache import (
+from layerzero.integrations.optimize.attention.dynamic_cache import (
     NAMES,
     Turns,
     cache_in,
@@ -38,6 +37,7 @@ from layerzero.integrations.optimize.dynamic_cache import (
     used_here,
     windows_of,
 )
+from layerzero.integrations.optimize.attention.transformers import NAME, Search
 from layerzero.integrations.optimize.generation import DRAWING, Drawing, Numbers
 from layerzero.integrations.optimize.step_cache import (
     PAGE,
