@@ -146,7 +146,7 @@ ALLOWED: dict[str, dict[str, str]] = {
             ),
             ("attention/dynamic_cache", _CACHE, "append_paged_kv_ tokens"),
             (
-                "experts",
+                "modules/experts",
                 _REPLACED,
                 (
                     "activation alpha down_bias experts gate_up_bias limit moe_experts packed_down "
@@ -167,14 +167,18 @@ ALLOWED: dict[str, dict[str, str]] = {
             ("layers", _LAYER, "add_residual_rms_norm_ attention eps heads linear mlp norm positions rope_"),
             ("swaps/codes", _REPLACED, "activations bias quantize quantized_linear weight"),
             ("entrance", _REPLACED, "activations padding"),
-            ("int8", _REPLACED, "activations bias norm packed quantized quantized_linear weight"),
+            ("modules/int8", _REPLACED, "activations bias norm packed quantized quantized_linear weight"),
             ("padding", _PADDED, "groups tokens"),
             ("stacks", _PADDED, "is_causal packed padding positions ragged_attention rows tokens"),
-            ("convolutions", _REPLACED, "bias conv1d conv2d dilation packed weight"),
-            ("orientation", _REPLACED, "bias linear weight"),
-            ("norms", _REPLACED, "add_residual_rms_norm_ add_rms_norm_ bias eps layer_norm norm rms_norm weight"),
+            ("modules/convolutions", _REPLACED, "bias conv1d conv2d dilation packed weight"),
+            ("modules/orientation", _REPLACED, "bias linear weight"),
             (
-                "products",
+                "modules/norms",
+                _REPLACED,
+                "add_residual_rms_norm_ add_rms_norm_ bias eps layer_norm norm rms_norm weight",
+            ),
+            (
+                "modules/products",
                 _REPLACED,
                 (
                     "activation bias down_bias gate_bias linear mlp packed packed_down packed_gate packed_up "

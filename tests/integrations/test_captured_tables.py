@@ -13,7 +13,7 @@ import torch
 from layerzero.core import graph_capture
 from layerzero.integrations.diffusers_formulas import _table
 from layerzero.integrations.optimize.layer import table_for
-from layerzero.integrations.optimize.norms import Normed, OnePlus
+from layerzero.integrations.optimize.modules.norms import Normed, OnePlus
 
 
 class OnDevice(torch.Tensor):

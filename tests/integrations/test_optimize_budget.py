@@ -8,7 +8,8 @@ from torch import nn
 
 import layerzero as lz
 from clock import Clock, Ticking
-from layerzero.integrations.optimize import modules, selection
+from layerzero.integrations.optimize import selection
+from layerzero.integrations.optimize.modules import find as modules
 from layerzero.integrations.optimize.selection import time_kinds
 from layerzero.integrations.optimize.swaps.swap import Way
 from layerzero.integrations.optimize.times import report as reports
@@ -174,7 +175,7 @@ def test_without_inputs_what_was_not_timed_is_not_kept(monkeypatch):
         assert passed()
         raise TimeOverError
 
-    monkeypatch.setattr("layerzero.integrations.optimize.modules.measured", over)
+    monkeypatch.setattr("layerzero.integrations.optimize.modules.find.measured", over)
     report = lz.optimize(nn.Sequential(Scaled()).eval(), budget_s=50.0)
     assert report.replaced == []
     assert "no time was left to time it beside the model's own code" in report.left[0].why

@@ -19,8 +19,8 @@ from torch.nn.utils import parametrize
 
 import layerzero as lz
 from layerzero.core.indices import IN_C
-from layerzero.integrations.optimize.norms import norm
-from layerzero.integrations.optimize.products import linear, linear_then
+from layerzero.integrations.optimize.modules.norms import norm
+from layerzero.integrations.optimize.modules.products import linear, linear_then
 from layerzero.integrations.optimize.swaps import stamp
 from layerzero.integrations.optimize.swaps.candidate import Candidate, compared
 from layerzero.integrations.optimize.swaps.stamp import Stamp

@@ -15,7 +15,7 @@ from torch import nn
 
 import layerzero as lz
 from drawing import examples
-from layerzero.integrations.optimize.experts import experts
+from layerzero.integrations.optimize.modules.experts import experts
 from layerzero.integrations.optimize.swaps.candidate import Candidate
 from layerzero.ops.moe.experts import GATES, gated
 

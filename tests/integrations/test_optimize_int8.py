@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import layerzero as lz
 from decoders import made, tokens, transformers
-from layerzero.integrations.optimize import int8
+from layerzero.integrations.optimize.modules import int8
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 

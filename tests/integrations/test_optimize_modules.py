@@ -16,8 +16,8 @@ from torch.nn import functional
 import layerzero as lz
 from drawing import examples
 from layerzero.integrations.optimize import selection
-from layerzero.integrations.optimize.norms import norm
-from layerzero.integrations.optimize.products import Block, activation_named, block
+from layerzero.integrations.optimize.modules.norms import norm
+from layerzero.integrations.optimize.modules.products import Block, activation_named, block
 from layerzero.integrations.optimize.selection import time_kinds
 from layerzero.integrations.optimize.times.report import Optimized, Replaced, Timed
 

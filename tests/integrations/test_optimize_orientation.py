@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional
 
 import layerzero as lz
-from layerzero.integrations.optimize.orientation import turns
-from layerzero.integrations.optimize.products import Block, block, linear
+from layerzero.integrations.optimize.modules.orientation import turns
+from layerzero.integrations.optimize.modules.products import Block, block, linear
 from layerzero.integrations.optimize.swaps.candidate import Candidate, compared
 from layerzero.integrations.optimize.swaps.swap import MARK
 

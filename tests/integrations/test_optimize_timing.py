@@ -11,8 +11,10 @@ from torch import nn
 
 import layerzero as lz
 from clock import Clock, Ticking
-from layerzero.integrations.optimize import layer, layer_timing, modules, norms, selection
+from layerzero.integrations.optimize import layer, layer_timing, selection
 from layerzero.integrations.optimize.layer_timing import attention_costs
+from layerzero.integrations.optimize.modules import find as modules
+from layerzero.integrations.optimize.modules import norms
 from layerzero.integrations.optimize.swaps import candidate
 from layerzero.integrations.optimize.swaps.swap import SIZES, Way, size_of
 from layerzero.integrations.optimize.times import timing

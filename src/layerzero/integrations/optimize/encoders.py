@@ -20,9 +20,9 @@ from torch.nn import Dropout, Identity, Linear, Module
 import layerzero as lz
 from layerzero.integrations.optimize.attention.transformers import NAME, AttentionSwap, Seen, seeing
 from layerzero.integrations.optimize.layer import Heads, Layer, forward
-from layerzero.integrations.optimize.norms import Normed, normed
-from layerzero.integrations.optimize.orientation import is_plain
-from layerzero.integrations.optimize.products import Block, activations_of, compute, orders
+from layerzero.integrations.optimize.modules.norms import Normed, normed
+from layerzero.integrations.optimize.modules.orientation import is_plain
+from layerzero.integrations.optimize.modules.products import Block, activations_of, compute, orders
 from layerzero.integrations.optimize.swaps.candidate import watching
 from layerzero.integrations.optimize.swaps.stamp import code_of
 from layerzero.integrations.optimize.swaps.swap import weight_of

@@ -13,9 +13,11 @@ from layerzero.core import emulation
 from layerzero.core.arguments import told
 from layerzero.core.device import Device
 from layerzero.core.errors import InvalidCallError
-from layerzero.integrations.optimize import compiled_calls, int8, layers, modules, stacks
+from layerzero.integrations.optimize import compiled_calls, layers, stacks
 from layerzero.integrations.optimize.attention import diffusers, transformers
 from layerzero.integrations.optimize.attention.transformers import Search
+from layerzero.integrations.optimize.modules import find as modules
+from layerzero.integrations.optimize.modules import int8
 from layerzero.integrations.optimize.selection import time_inputs, time_random_rows
 from layerzero.integrations.optimize.steps import find_steps
 from layerzero.integrations.optimize.swaps.candidate import watching

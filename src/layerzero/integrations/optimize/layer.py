@@ -18,8 +18,8 @@ import layerzero as lz
 from layerzero.core.graph_capture import capture_of
 from layerzero.integrations.optimize.attention.dynamic_cache import NAMES, appended, cache_in
 from layerzero.integrations.optimize.attention.transformers import COMPARED, NAME, comparing
-from layerzero.integrations.optimize.norms import Normed
-from layerzero.integrations.optimize.products import Block, compute
+from layerzero.integrations.optimize.modules.norms import Normed
+from layerzero.integrations.optimize.modules.products import Block, compute
 from layerzero.integrations.optimize.swaps.swap import MARK, State, Way, as_forward, serves, size_of, weight_of
 from layerzero.integrations.optimize.swaps.weights import Joined, Packs, why_apart
 from layerzero.integrations.transformers import ALONE, ONE_TOKEN, attend_one, attention_forward, theirs_of

@@ -27,9 +27,9 @@ from layerzero.integrations.optimize import encoders
 from layerzero.integrations.optimize.attention.dynamic_cache import name_in, name_of
 from layerzero.integrations.optimize.attention.transformers import NAME, AttentionSwap, Search, Seen, seeing, seen_rows
 from layerzero.integrations.optimize.layer import Heads, Layer, forward
-from layerzero.integrations.optimize.norms import Normed, normed
-from layerzero.integrations.optimize.orientation import is_plain
-from layerzero.integrations.optimize.products import Block, block
+from layerzero.integrations.optimize.modules.norms import Normed, normed
+from layerzero.integrations.optimize.modules.orientation import is_plain
+from layerzero.integrations.optimize.modules.products import Block, block
 from layerzero.integrations.optimize.swaps.candidate import TOLERANCE, Candidate, distance, quiet, refusal, watching
 from layerzero.integrations.optimize.swaps.swap import Swap, stock_forward, weight_of
 from layerzero.integrations.optimize.swaps.weights import wants_packed

@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 from layerzero.core.arguments import told
 from layerzero.core.errors import in_short
 from layerzero.integrations.optimize.attention.transformers import Search
-from layerzero.integrations.optimize.orientation import is_plain, may_be_product, turns
+from layerzero.integrations.optimize.modules.orientation import is_plain, may_be_product, turns
 from layerzero.integrations.optimize.swaps.candidate import (
     TOLERANCE,
     Candidate,

@@ -14,10 +14,10 @@ from torch.nn import Linear, Module
 from layerzero.core.errors import InvalidCallError
 from layerzero.engine.config import current_policy
 from layerzero.integrations.optimize.attention.transformers import Search
-from layerzero.integrations.optimize.convolutions import convolution
-from layerzero.integrations.optimize.experts import experts
-from layerzero.integrations.optimize.norms import norm
-from layerzero.integrations.optimize.products import block, linear, linear_then
+from layerzero.integrations.optimize.modules.convolutions import convolution
+from layerzero.integrations.optimize.modules.experts import experts
+from layerzero.integrations.optimize.modules.norms import norm
+from layerzero.integrations.optimize.modules.products import block, linear, linear_then
 from layerzero.integrations.optimize.swaps.candidate import Candidate, compared, quiet, refusal
 from layerzero.integrations.optimize.swaps.swap import SIZES, Way
 from layerzero.integrations.optimize.swaps.weights import Packs

@@ -20,7 +20,7 @@ from torch.nn import Module, Parameter
 
 import layerzero as lz
 from layerzero.core.errors import InvalidCallError, in_short
-from layerzero.integrations.optimize.products import activations_of
+from layerzero.integrations.optimize.modules.products import activations_of
 from layerzero.integrations.optimize.swaps.candidate import TOLERANCE, Candidate, candidate, distance, quiet
 from layerzero.integrations.optimize.swaps.swap import MARK, as_forward, is_dense, serves
 from layerzero.integrations.optimize.swaps.weights import Packs, wants_packed

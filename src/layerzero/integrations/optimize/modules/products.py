@@ -14,7 +14,7 @@ from torch.nn import Dropout, Identity, Linear, Module
 
 import layerzero as lz
 from layerzero.core.errors import InvalidCallError, in_short
-from layerzero.integrations.optimize.orientation import View, is_plain, turns
+from layerzero.integrations.optimize.modules.orientation import View, is_plain, turns
 from layerzero.integrations.optimize.swaps.candidate import (
     TOLERANCE,
     Candidate,
