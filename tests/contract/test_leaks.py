@@ -140,7 +140,7 @@ ALLOWED: dict[str, dict[str, str]] = {
             ("attention/transformers", _REPLACED, "attention query"),
             ("attention/diffusers", _REPLACED, "attention heads out_features rope_"),
             (
-                "encoders",
+                "layers/encoders",
                 _REPLACED,
                 "activation attention bias heads layer_norm linear mlp qkv qkv_linear weight",
             ),
@@ -155,7 +155,7 @@ ALLOWED: dict[str, dict[str, str]] = {
             ),
             ("generation", _DRAWN, "greedy k logits min_p sample_topk sample_topk_topp sample_topp tokens top_k top_p"),
             (
-                "layer",
+                "layers/layer",
                 _LAYER,
                 (
                     "bias cos eps heads k_bias k_weight linear norm packed_k packed_q packed_v plus_one "
@@ -163,8 +163,8 @@ ALLOWED: dict[str, dict[str, str]] = {
                     "weight"
                 ),
             ),
-            ("layer_timing", _LAYER, "activation heads kv tokens"),
-            ("layers", _LAYER, "add_residual_rms_norm_ attention eps heads linear mlp norm positions rope_"),
+            ("layers/layer_timing", _LAYER, "activation heads kv tokens"),
+            ("layers/find", _LAYER, "add_residual_rms_norm_ attention eps heads linear mlp norm positions rope_"),
             ("swaps/codes", _REPLACED, "activations bias quantize quantized_linear weight"),
             ("entrance", _REPLACED, "activations padding"),
             ("modules/int8", _REPLACED, "activations bias norm packed quantized quantized_linear weight"),

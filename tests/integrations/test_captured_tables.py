@@ -12,7 +12,7 @@ import torch
 
 from layerzero.core import graph_capture
 from layerzero.integrations.diffusers_formulas import _table
-from layerzero.integrations.optimize.layer import table_for
+from layerzero.integrations.optimize.layers.layer import table_for
 from layerzero.integrations.optimize.modules.norms import Normed, OnePlus
 
 

@@ -12,8 +12,8 @@ from torch.nn import Module
 
 import layerzero as lz
 from layerzero.engine.dispatch import ENGINE
-from layerzero.integrations.optimize import encoders
-from layerzero.integrations.optimize.encoders import Encoder
+from layerzero.integrations.optimize.layers import encoders
+from layerzero.integrations.optimize.layers.encoders import Encoder
 from layerzero.integrations.optimize.swaps import weights as packing
 
 transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")

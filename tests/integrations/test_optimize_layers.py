@@ -11,9 +11,9 @@ import torch
 
 import layerzero as lz
 from layerzero.engine.dispatch import ENGINE
-from layerzero.integrations.optimize import layers as whole
 from layerzero.integrations.optimize.attention.transformers import AttentionSwap
-from layerzero.integrations.optimize.layer import Layer
+from layerzero.integrations.optimize.layers import find as whole
+from layerzero.integrations.optimize.layers.layer import Layer
 from layerzero.integrations.optimize.swaps import weights as packing
 
 transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")

@@ -11,8 +11,9 @@ from torch import nn
 
 import layerzero as lz
 from clock import Clock, Ticking
-from layerzero.integrations.optimize import layer, layer_timing, selection
-from layerzero.integrations.optimize.layer_timing import attention_costs
+from layerzero.integrations.optimize import selection
+from layerzero.integrations.optimize.layers import layer, layer_timing
+from layerzero.integrations.optimize.layers.layer_timing import attention_costs
 from layerzero.integrations.optimize.modules import find as modules
 from layerzero.integrations.optimize.modules import norms
 from layerzero.integrations.optimize.swaps import candidate

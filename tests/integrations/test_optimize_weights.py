@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import layerzero as lz
 from decoders import made, tokens, transformers
-from layerzero.integrations.optimize import layer
+from layerzero.integrations.optimize.layers import layer
 from layerzero.integrations.optimize.modules.experts import experts
 from layerzero.integrations.optimize.modules.norms import norm
 from layerzero.integrations.optimize.modules.products import block, linear, linear_then

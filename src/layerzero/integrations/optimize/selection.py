@@ -17,9 +17,9 @@ from layerzero.asking.trace import traced
 from layerzero.core import emulation
 from layerzero.core.device import Device
 from layerzero.core.errors import in_short
-from layerzero.integrations.optimize import layer_timing
 from layerzero.integrations.optimize.attention.transformers import AttentionSwap, Search
-from layerzero.integrations.optimize.layer_timing import around, attention_costs, cut, shapes_of
+from layerzero.integrations.optimize.layers import layer_timing
+from layerzero.integrations.optimize.layers.layer_timing import around, attention_costs, cut, shapes_of
 from layerzero.integrations.optimize.modules import find as modules
 from layerzero.integrations.optimize.padding import noted, without_padding
 from layerzero.integrations.optimize.swaps.candidate import TOLERANCE, distance, quiet

@@ -19,7 +19,7 @@ from torch.nn import Dropout, Identity, Linear, Module
 
 import layerzero as lz
 from layerzero.integrations.optimize.attention.transformers import NAME, AttentionSwap, Seen, seeing
-from layerzero.integrations.optimize.layer import Heads, Layer, forward
+from layerzero.integrations.optimize.layers.layer import Heads, Layer, forward
 from layerzero.integrations.optimize.modules.norms import Normed, normed
 from layerzero.integrations.optimize.modules.orientation import is_plain
 from layerzero.integrations.optimize.modules.products import Block, activations_of, compute, orders

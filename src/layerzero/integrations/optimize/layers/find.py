@@ -3,7 +3,7 @@
 A decoder layer is a candidate if it has one attention that keeps a cache, one feed-forward block, and norms. Which
 product is that of queries, where norms stand, and what is added to what is tried out, on the arguments that the model
 itself hands to the layer: a prompt and a token after it, with a row's first tokens hidden and without. An encoder's
-layers are in :mod:`layerzero.integrations.optimize.encoders`.
+layers are in :mod:`layerzero.integrations.optimize.layers.find.encoders`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from layerzero.core.errors import InvalidCallError, in_short
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
 from layerzero.engine.dispatch import ENGINE
-from layerzero.integrations.optimize import encoders
 from layerzero.integrations.optimize.attention.dynamic_cache import name_in, name_of
 from layerzero.integrations.optimize.attention.transformers import NAME, AttentionSwap, Search, Seen, seeing, seen_rows
-from layerzero.integrations.optimize.layer import Heads, Layer, forward
+from layerzero.integrations.optimize.layers import encoders
+from layerzero.integrations.optimize.layers.layer import Heads, Layer, forward
 from layerzero.integrations.optimize.modules.norms import Normed, normed
 from layerzero.integrations.optimize.modules.orientation import is_plain
 from layerzero.integrations.optimize.modules.products import Block, block
