@@ -24,7 +24,8 @@ from layerzero.engine import accelerator, config, failures, probe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import BUILT
 from layerzero.engine.registry import REGISTRY
-from layerzero.integrations.optimize import compiled_calls, selection
+from layerzero.integrations.optimize import selection
+from layerzero.integrations.optimize.models import compiled_calls
 from layerzero.integrations.optimize.times import timing, workload
 from layerzero.serving.background_builds import BUILDS
 from layerzero.tuning.measuring import admission

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from layerzero.integrations.optimize import steps
+from layerzero.integrations.optimize.models import steps
 
 transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
 

@@ -20,8 +20,11 @@ ROOT = Path(layerzero.__file__).parent
 ORDER = (
     *("_native", "core", "ops", "backends", "engine", "asking", "testing", "tuning", "serving", "integrations", "cli"),
 )
-ROOMS = ("predicting", "keeping", "proving", "measuring")
-"""The same within ``tuning``."""
+ROOMS = {
+    "tuning": ("predicting", "keeping", "proving", "measuring"),
+    "integrations.optimize": ("swaps", "times", "attention", "modules", "layers", "models", "selection", "entrance"),
+}
+"""The same within a folder: its folders, and files to their right."""
 
 ASSEMBLY = "layerzero._assembly"
 """The one file that the order does not bind; only the package's own ``__init__`` imports it."""
@@ -158,13 +161,16 @@ def test_circles_of_imports_are_small():
     assert not large, f"{max(map(len, large))} modules import each other:\n" + "\n".join(lines)
 
 
-def test_rooms_of_tuning_import_leftwards():
-    assert {path.parent.name for path in ROOT.glob("tuning/*/__init__.py")} == set(ROOMS)
+@pytest.mark.parametrize("house", ROOMS)
+def test_rooms_import_leftwards(house):
+    inside, rooms = f"layerzero.{house}.", ROOMS[house]
+    assert {path.parent.name for path in ROOT.glob(f"{house.replace('.', '/')}/*/__init__.py")} <= set(rooms)
     for module, names in arrows().items():
-        for place, room in enumerate(ROOMS):
-            if module.startswith(f"layerzero.tuning.{room}."):
-                right = tuple(f"layerzero.tuning.{each}" for each in ROOMS[place + 1 :])
-                assert not [name for name in names if name.startswith(right)], f"{module}: the order is {ROOMS}"
+        room = module.removeprefix(inside).split(".")[0]
+        if module.startswith(inside):
+            assert room in rooms, f"{module}: the rooms are {rooms}"
+            right = {f"{inside}{each}" for each in rooms[rooms.index(room) + 1 :]}
+            assert not [name for name in names if ".".join(name.split(".")[: inside.count(".") + 1]) in right], module
 
 
 OF_FRAMEWORKS = {"integrations/sglang.py": {"sglang"}, "integrations/vllm.py": {"vllm"}}

@@ -153,7 +153,11 @@ ALLOWED: dict[str, dict[str, str]] = {
                     "packed_gate_up silu swiglu_oai"
                 ),
             ),
-            ("generation", _DRAWN, "greedy k logits min_p sample_topk sample_topk_topp sample_topp tokens top_k top_p"),
+            (
+                "models/generation",
+                _DRAWN,
+                "greedy k logits min_p sample_topk sample_topk_topp sample_topp tokens top_k top_p",
+            ),
             (
                 "layers/layer",
                 _LAYER,
@@ -168,8 +172,8 @@ ALLOWED: dict[str, dict[str, str]] = {
             ("swaps/codes", _REPLACED, "activations bias quantize quantized_linear weight"),
             ("entrance", _REPLACED, "activations padding"),
             ("modules/int8", _REPLACED, "activations bias norm packed quantized quantized_linear weight"),
-            ("padding", _PADDED, "groups tokens"),
-            ("stacks", _PADDED, "is_causal packed padding positions ragged_attention rows tokens"),
+            ("models/padding", _PADDED, "groups tokens"),
+            ("models/stacks", _PADDED, "is_causal packed padding positions ragged_attention rows tokens"),
             ("modules/convolutions", _REPLACED, "bias conv1d conv2d dilation packed weight"),
             ("modules/orientation", _REPLACED, "bias linear weight"),
             (
@@ -188,14 +192,14 @@ ALLOWED: dict[str, dict[str, str]] = {
             ("times/report", _LAYER, "padding positions tokens"),
             ("selection", _REPLACED, "attention padding positions step"),
             (
-                "step_cache",
+                "models/step_cache",
                 _CACHE,
                 (
                     "append_paged_kv_ attention block_tables context_lens paged_attention pages positions query "
                     "sinks softcap tokens window"
                 ),
             ),
-            ("steps", _CACHE, "attention logits max_context_len positions step tokens"),
+            ("models/steps", _CACHE, "attention logits max_context_len positions step tokens"),
             ("swaps/swap", _REPLACED, "weight"),
         )
     },

@@ -156,7 +156,7 @@ def test_a_graph_draws_the_same_for_the_same_seed(numbers):
 
 
 def test_no_memory_for_a_step_ends_nothing(monkeypatch):
-    from layerzero.integrations.optimize import steps
+    from layerzero.integrations.optimize.models import steps
 
     model = made()
     expected = logits_of(model, tokens())

@@ -32,7 +32,7 @@ def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     """As on a CPU; or by lengths that only the device knows, with graphs."""
     if request.param == "device":
         from decoders import Recorded
-        from layerzero.integrations.optimize import steps
+        from layerzero.integrations.optimize.models import steps
 
         monkeypatch.setattr(steps, "ON_HOST", frozenset())
 

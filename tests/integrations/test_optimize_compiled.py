@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import layerzero as lz
 from clock import Clock
-from layerzero.integrations.optimize import compiled_calls
-from layerzero.integrations.optimize.compiled import Compiled
-from layerzero.integrations.optimize.compilers import COMPILERS, Compiler, Flat
+from layerzero.integrations.optimize.models import compiled_calls
+from layerzero.integrations.optimize.models.compiled import Compiled
+from layerzero.integrations.optimize.models.compilers import COMPILERS, Compiler, Flat
 from layerzero.integrations.optimize.times import timing, workload
 
 pytestmark = [

@@ -18,8 +18,8 @@ from drawing import examples
 
 transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
 
-from layerzero.integrations.optimize import stacks  # noqa: E402
-from layerzero.integrations.optimize.padding import GROUPS, ONE_ROW, Costs, Unpadded, cheapest, noted  # noqa: E402
+from layerzero.integrations.optimize.models import stacks  # noqa: E402
+from layerzero.integrations.optimize.models.padding import GROUPS, ONE_ROW, Costs, Unpadded, cheapest, noted  # noqa: E402
 from layerzero.integrations.optimize.times import timing  # noqa: E402
 
 SIZES = {

@@ -13,8 +13,8 @@ import torch
 
 import layerzero as lz
 from decoders import greedy, made, state_of, stepped, tokens, transformers
-from layerzero.integrations.optimize import steps
 from layerzero.integrations.optimize.attention import dynamic_cache
+from layerzero.integrations.optimize.models import steps
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning"),
@@ -90,7 +90,7 @@ def test_sizes_are_asked_without_taking_tokens_out(where: str, monkeypatch: pyte
         stepped(model, cache, tokens(1, 1))
     cache = used(model)
     taken: list[Any] = []
-    monkeypatch.setattr("layerzero.integrations.optimize.step_cache.release", lambda *given: taken.append(given))
+    monkeypatch.setattr("layerzero.integrations.optimize.models.step_cache.release", lambda *given: taken.append(given))
     with torch.no_grad():
         assert not state_of_model(model)._why_not({"past_key_values": cache})
     assert not state_of_model(model)._other_batch(tokens(2, 1), cache)

@@ -13,8 +13,8 @@ from architectures import decoders, padded
 
 import layerzero as lz
 from decoders import KINDS, SIZES, greedy, made, state_of, stepped, tokens, transformers
-from layerzero.integrations.optimize import steps
-from layerzero.integrations.optimize.step_cache import PAGE, bucket
+from layerzero.integrations.optimize.models import steps
+from layerzero.integrations.optimize.models.step_cache import PAGE, bucket
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning"),

@@ -13,14 +13,14 @@ from layerzero.core import emulation
 from layerzero.core.arguments import told
 from layerzero.core.device import Device
 from layerzero.core.errors import InvalidCallError
-from layerzero.integrations.optimize import compiled_calls, stacks
 from layerzero.integrations.optimize.attention import diffusers, transformers
 from layerzero.integrations.optimize.attention.transformers import Search
 from layerzero.integrations.optimize.layers import find as layers
+from layerzero.integrations.optimize.models import compiled_calls, stacks
+from layerzero.integrations.optimize.models.steps import find_steps
 from layerzero.integrations.optimize.modules import find as modules
 from layerzero.integrations.optimize.modules import int8
 from layerzero.integrations.optimize.selection import time_inputs, time_random_rows
-from layerzero.integrations.optimize.steps import find_steps
 from layerzero.integrations.optimize.swaps.candidate import watching
 from layerzero.integrations.optimize.swaps.swap import Swap, is_dense, is_swapped
 from layerzero.integrations.optimize.swaps.weights import Budget, Packs

@@ -20,8 +20,8 @@ from layerzero.core.errors import in_short
 from layerzero.integrations.optimize.attention.transformers import AttentionSwap, Search
 from layerzero.integrations.optimize.layers import layer_timing
 from layerzero.integrations.optimize.layers.layer_timing import around, attention_costs, cut, shapes_of
+from layerzero.integrations.optimize.models.padding import noted, without_padding
 from layerzero.integrations.optimize.modules import find as modules
-from layerzero.integrations.optimize.padding import noted, without_padding
 from layerzero.integrations.optimize.swaps.candidate import TOLERANCE, distance, quiet
 from layerzero.integrations.optimize.swaps.codes import compared
 from layerzero.integrations.optimize.times.module_times import ROUNDS, Spent, spent

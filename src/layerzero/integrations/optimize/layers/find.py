@@ -3,7 +3,7 @@
 A decoder layer is a candidate if it has one attention that keeps a cache, one feed-forward block, and norms. Which
 product is that of queries, where norms stand, and what is added to what is tried out, on the arguments that the model
 itself hands to the layer: a prompt and a token after it, with a row's first tokens hidden and without. An encoder's
-layers are in :mod:`layerzero.integrations.optimize.layers.find.encoders`.
+layers are in :mod:`layerzero.integrations.optimize.layers.encoders`.
 """
 
 from __future__ import annotations

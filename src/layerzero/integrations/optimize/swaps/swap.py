@@ -73,7 +73,8 @@ class State:
         stamp: what the proof of the new forward rests on; None before that is put on first.
         own_at: of each size of :data:`SIZES`, whether the module's own code is
             faster; empty where it nowhere is.
-        over: what lies over it (:class:`~layerzero.integrations.optimize.compiled.Over`), and the forward beneath.
+        over: what lies over it (:class:`~layerzero.integrations.optimize.models.compiled.Over`), and the forward
+            beneath.
     """
 
     stamp: Stamp | None = None

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from layerzero.core.errors import LayerZeroWarning, in_short
 from layerzero.engine.config import current_policy
-from layerzero.integrations.optimize.compilers import Run
+from layerzero.integrations.optimize.models.compilers import Run
 from layerzero.integrations.optimize.swaps.stamp import Stamp
 from layerzero.integrations.optimize.swaps.swap import MARK, State, Swap, as_forward, serves
 from layerzero.ops.linear.packed import Glance

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from layerzero.core.errors import in_short
 from layerzero.integrations.optimize.attention.transformers import Search
-from layerzero.integrations.optimize.compiled import (
+from layerzero.integrations.optimize.models.compiled import (
     PLAIN,
     TENSOR,
     Bound,
@@ -28,7 +28,7 @@ from layerzero.integrations.optimize.compiled import (
     forward,
     is_denied,
 )
-from layerzero.integrations.optimize.compilers import COMPILERS, Compiler, Flat
+from layerzero.integrations.optimize.models.compilers import COMPILERS, Compiler, Flat
 from layerzero.integrations.optimize.swaps.candidate import TOLERANCE, distance, outermost, quiet, refusal, watching
 from layerzero.integrations.optimize.times import timing
 from layerzero.integrations.optimize.times.report import Left, Optimized, Replaced, Timed

@@ -20,7 +20,7 @@ from torch.nn import Module, ModuleList
 from layerzero.core.errors import in_short
 from layerzero.engine.config import current_policy
 from layerzero.integrations.optimize.attention.transformers import Search
-from layerzero.integrations.optimize.padding import (
+from layerzero.integrations.optimize.models.padding import (
     GROUPS,
     MASK,
     ONE_ROW,

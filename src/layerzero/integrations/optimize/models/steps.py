@@ -38,8 +38,8 @@ from layerzero.integrations.optimize.attention.dynamic_cache import (
     windows_of,
 )
 from layerzero.integrations.optimize.attention.transformers import NAME, Search
-from layerzero.integrations.optimize.generation import DRAWING, Drawing, Numbers
-from layerzero.integrations.optimize.step_cache import (
+from layerzero.integrations.optimize.models.generation import DRAWING, Drawing, Numbers
+from layerzero.integrations.optimize.models.step_cache import (
     PAGE,
     Held,
     Memory,
