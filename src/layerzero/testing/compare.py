@@ -7,7 +7,6 @@ truth, and what the call does not write into stays as it was, byte by byte.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from layerzero.core.dtypes import dtype_name
 from layerzero.core.judge import Elementwise, Given, Judge, Property, apart
 from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Operation, OpKind, Routed, Tolerance
+from layerzero.core.system import forking
 from layerzero.engine.config import current_policy
 from layerzero.engine.functions import CALLS
 from layerzero.engine.reference import as_tuple, fake_call, moved, reference_call
@@ -40,7 +40,7 @@ def seeded(seed: int, device: torch.device | str) -> Iterator[None]:
         yield
 
 
-_CONVOLVING = threading.RLock()
+_CONVOLVING = forking.rlock()
 
 
 @contextmanager
