@@ -66,6 +66,7 @@ from layerzero.ops.alibi import alibi_slopes
 from layerzero.ops.kv import CacheStep, KVCache, KVCacheError, KVCacheStrategy, StrategyChoice, kv_cache_strategy
 from layerzero.ops.linear import PackedWeight
 from layerzero.ops.paged import PagedCache, StepMetadata
+from layerzero.ops.quantize import QuantizedWeight, WeightFormat
 from layerzero.ops.ragged import RaggedMetadata
 from layerzero.ops.rope import rope_frequencies, rope_table
 from layerzero.ops.sparse import BlockPattern
@@ -119,6 +120,7 @@ __all__ = [
     "Param",
     "Plan",
     "PolicyError",
+    "QuantizedWeight",
     "RaggedMetadata",
     "Readiness",
     "Reason",
@@ -139,6 +141,7 @@ __all__ = [
     "TokenizerCacheConfig",
     "Tolerance",
     "UnknownOperationError",
+    "WeightFormat",
     "__version__",
     "add_bias",
     "add_logit_bias",
@@ -1272,18 +1275,24 @@ def quantize(
 def quantized_linear(
     input: Tensor,
     weight: Tensor,
-    weight_scale: Tensor,
+    weight_scale: Tensor | None = None,
     bias: Tensor | None = None,
     *,
     activations: str | None = None,
     out_dtype: torch.dtype | None = None,
     packed: PackedWeight | None = None,
+    weight_format: str | None = None,
+    weight_zero: Tensor | None = None,
+    group_index: Tensor | None = None,
+    second_scale: Tensor | None = None,
 ) -> Tensor:
-    """Multiply with a weight of int8 or float8: ``input @ (weight * weight_scale)^T + bias``.
+    """Multiply with a quantised weight: ``input @ (weight * weight_scale)^T + bias``.
 
-    ``weight, weight_scale = lz.quantize(linear.weight, "int8", per="row")`` makes both.
+    ``weight, weight_scale = lz.quantize(linear.weight, "int8", per="row")`` makes both. A weight as a file holds it is
+    a :class:`layerzero.QuantizedWeight`: ``lz.quantized_linear(x, weight)``, or its tensors with ``weight_format``.
 
-    Shapes: input (*, K), weight (N, K), weight_scale (), (1,), (N,) or (N, 1), bias (N,) → (*, N)
+    Shapes: input (*, K), weight (N, K), weight_scale (), (1,), (N,) or (N, 1), bias (N,) → (*, N); with a format, the
+        tensors of the weight have the shapes of that
     Dtype: input and bias floating, the same; weight int8, float8_e4m3fn or float8_e5m2; weight_scale float32; sums are
         in float32, or of whole numbers; returns out_dtype or input.dtype.
     Args:
@@ -1293,6 +1302,8 @@ def quantized_linear(
         out_dtype: dtype of the result: the input's, or float32 for float16 and bfloat16.
         packed: the :class:`layerzero.PackedWeight` of this weight, so that kernels that want it in another order make
             that once. It changes no result, and has no effect in compiled code.
+        weight_format: of a weight as a file holds it, such as ``"gptq:bits=4,group=128,zeros=minus_one"``.
+        weight_zero, group_index, second_scale: with a format, the tensors that it has besides.
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit, and for a packed weight of another tensor or
         of one that was written into since.
     """

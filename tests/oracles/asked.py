@@ -35,6 +35,7 @@ from oracles import (
     sparse,
     tensor,
     verify,
+    weights,
 )
 
 Oracle = Callable[[Mapping[str, Any]], Any]
@@ -61,6 +62,7 @@ FAMILIES = (
     sparse,
     tensor,
     verify,
+    weights,
 )
 
 ORACLES: dict[str, Oracle] = {name: oracle for family in FAMILIES for name, oracle in family.ORACLES.items()}

@@ -63,7 +63,7 @@ class Handle:
         """Whether its tensors were written into since it was made or brought up to date."""
         return self._versions != self._current_versions()
 
-    def kind_for(self, *tensors: Tensor) -> str:
+    def kind_for(self, *tensors: Tensor | None) -> str:
         """Its kind; ``foreign`` for other tensors than it was made of, ``stale`` once these changed."""
         for mine, theirs in zip(self._tensors, tensors, strict=True):  # each call asks: a generator costs as much again
             if mine is not theirs:

@@ -29,5 +29,6 @@ MODULES = (
     "softcap",
     "sparse",
     "varlen",
+    "weight_formats",
 )
 """The files that declare kernels, a family each."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import math
 import weakref
 import zlib
@@ -29,6 +30,8 @@ from layerzero.core.facts import Facts
 from layerzero.core.handle import FOREIGN, STALE, Handle
 from layerzero.core.indices import IN_C
 from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.ops.quantize.weight import QuantizedWeight
+from layerzero.ops.quantize.weight_format import ARGUMENTS, Fields, WeightFormat
 
 WORDS = 8
 """Of eight bytes each: 32 elements of bfloat16."""
@@ -138,8 +141,8 @@ PACKED = "packed"
 ONE: Mapping[str, str] = {"packed": "weight"}
 """The packed weight of a product alone, and what it is made of."""
 
-Pack = Callable[[Tensor], tuple[Any, int]]
-"""Makes of a dense weight the form that a kernel wants, and tells how many bytes it takes."""
+Pack = Callable[[Any], tuple[Any, int]]
+"""Makes of a dense weight, or of a QuantizedWeight, the form that a kernel wants, and tells how many bytes it takes."""
 
 
 class Packing:
@@ -160,8 +163,12 @@ class Packing:
 
     def update(self, handle: Handle) -> None:
         """Pack the weight as it is now."""
-        weight = cast(PackedWeight, handle).weight
+        packed = cast(PackedWeight, handle)
+        weight = packed.weight
         with torch.no_grad():
+            if packed.quantized is not None:
+                self.form, self.bytes = self._pack(packed.quantized)
+                return
             dense = weight.detach().resolve_neg().contiguous()
             # of an axis with one element any stride counts as contiguous, and zentorch reads it
             strides = [math.prod(dense.shape[axis:]) for axis in range(1, dense.ndim + 1)]
@@ -190,15 +197,20 @@ class PackedWeight(Handle):
     Args:
         weight: (N, K), dense, floating as for :func:`layerzero.linear`, or int8 as for
             :func:`layerzero.quantized_linear`; or (E, N, K), floating, one for each expert, as for
-            :func:`layerzero.moe_experts`.
+            :func:`layerzero.moe_experts`; or a :class:`layerzero.QuantizedWeight`, which has one already.
     Raises: InvalidCallError for anything else.
     """
 
     _weight: Callable[[], Tensor | None]
 
-    def __init__(self, weight: Tensor) -> None:
-        problem = _problem(weight)
-        if problem:
+    def __init__(self, weight: Tensor | QuantizedWeight) -> None:
+        self._others: tuple[Callable[[], Tensor | None], ...] = ()
+        self._of: tuple[WeightFormat, tuple[int, int]] | None = None
+        if isinstance(weight, QuantizedWeight):
+            self._of = weight.format, weight.shape
+            self._others = tuple([_nothing if each is None else weakref.ref(each) for each in weight.fields[1:]])
+            weight = weight.fields.data
+        elif problem := _problem(weight):
             raise InvalidCallError("PackedWeight", [problem])
         super().__init__((weight,), PACKED)
         slots = self._slots
@@ -216,16 +228,28 @@ class PackedWeight(Handle):
 
     def _current_versions(self) -> tuple[int, ...]:
         weight = self._weight()
-        return () if weight is None else _state_of(weight)
+        if weight is None:
+            return ()
+        if not self._others:
+            return _state_of(weight)
+        others = [_state_of(each) for other in self._others if (each := other()) is not None]
+        return tuple(itertools.chain(_state_of(weight), *others))
 
     def __repr__(self) -> str:
         weight = self._weight()
         of = "a weight that is gone" if weight is None else f"{tuple(weight.shape)}"
         return f"PackedWeight({of}, {len(self._slots)} packed, {self.bytes} bytes)"
 
-    def __reduce__(self) -> tuple[type[PackedWeight], tuple[Tensor]]:
+    def __reduce__(self) -> tuple[type[PackedWeight], tuple[Tensor | QuantizedWeight]]:
         """Pickle and copy the weight; what was packed is made anew, where it is used."""
-        return PackedWeight, (self.weight,)
+        return PackedWeight, (self.quantized or self.weight,)
+
+    @property
+    def quantized(self) -> QuantizedWeight | None:
+        """The quantised weight that it was made of; None of a dense one. Raises: as :attr:`weight`."""
+        if self._of is None:
+            return None
+        return QuantizedWeight.unchecked(*self._of, Fields(self.weight, *[each() for each in self._others]))
 
     @property
     def weight(self) -> Tensor:
@@ -262,11 +286,14 @@ class PackedWeight(Handle):
         """How many packed forms there are now."""
         return len(self._slots)
 
-    def kind_for(self, *tensors: Tensor) -> str:
+    def kind_for(self, *tensors: Tensor | None) -> str:
         """``packed`` for its weight; ``foreign`` for another, ``stale`` once it was written into."""
         weight = tensors[0]
         if weight is not self._weight():
             return FOREIGN
+        for mine, theirs in zip(self._others, tensors[1:], strict=False):
+            if mine() is not theirs:
+                return FOREIGN
         return STALE if self.is_stale else PACKED
 
     def form(self, owner: Hashable, pack: Pack) -> Any:
@@ -285,6 +312,10 @@ class PackedWeight(Handle):
             self._versions = self._current_versions()
             weight = self._weight()
             self._glance = None if weight is None else Glance(weight)
+
+
+def _nothing() -> None:
+    """Stands for a tensor that a format has not."""
 
 
 def _state_of(weight: Tensor) -> tuple[int, ...]:
@@ -307,6 +338,10 @@ def _problem(weight: object) -> str:
     return ""
 
 
+_BESIDE = tuple(ARGUMENTS.values())[1:]
+"""The other tensors of a quantised weight, by their names in a call."""
+
+
 def packed_problems(arguments: Mapping[str, Any], made_of: Mapping[str, str] = ONE) -> list[str]:
     """List what is wrong with the packed weights of a call; those of a wrong type are the schema's business.
 
@@ -317,8 +352,8 @@ def packed_problems(arguments: Mapping[str, Any], made_of: Mapping[str, str] = O
         packed, weight = arguments.get(name), arguments.get(source)
         if not isinstance(packed, PackedWeight) or not isinstance(weight, Tensor):
             continue
-        kind = packed.kind_for(weight)
-        if kind == FOREIGN:
+        kind = packed.kind_for(weight, *[arguments.get(each) for each in _BESIDE])
+        if kind == FOREIGN or (packed.quantized is None and arguments.get("weight_format") is not None):
             wanted, step = f"the PackedWeight of this very {source} tensor, got that of another", "make one of this"
             problems.append(f"{name}: wanted {wanted}; {step}")
         if kind == STALE:

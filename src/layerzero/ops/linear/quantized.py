@@ -42,6 +42,7 @@ from layerzero.ops.linear.declare import (
 from layerzero.ops.linear.packed import PackedWeight, packed_param, packed_problems
 from layerzero.ops.linear.route import as_default, out_dtype_problems
 from layerzero.ops.linear.stock import quantized_linear as stock_linear
+from layerzero.ops.linear.weight_formats import FORMATTED, draw_formatted, routed_operation
 from layerzero.ops.quantize.formats import FORMATS, Format, computed_scale, divided, quantize_scaled, rounded, widened
 from layerzero.ops.quantize.judge import NEAR
 
@@ -64,18 +65,24 @@ def of_outputs(weight_scale: Tensor) -> Tensor:
 def quantized_linear(
     input: Tensor,
     weight: Tensor,
-    weight_scale: Tensor,
+    weight_scale: Tensor | None = None,
     bias: Tensor | None = None,
     *,
     activations: str | None = None,
     out_dtype: torch.dtype | None = None,
     packed: PackedWeight | None = None,
+    weight_format: str | None = None,
+    weight_zero: Tensor | None = None,
+    group_index: Tensor | None = None,
+    second_scale: Tensor | None = None,
 ) -> Tensor:
-    """Multiply with a weight of int8 or float8: ``input @ (weight * weight_scale)^T + bias``.
+    """Multiply with a quantised weight: ``input @ (weight * weight_scale)^T + bias``.
 
-    ``weight, weight_scale = lz.quantize(linear.weight, "int8", per="row")`` makes both.
+    ``weight, weight_scale = lz.quantize(linear.weight, "int8", per="row")`` makes both. A weight as a file holds it is
+    a :class:`layerzero.QuantizedWeight`: ``lz.quantized_linear(x, weight)``, or its tensors with ``weight_format``.
 
-    Shapes: input (*, K), weight (N, K), weight_scale (), (1,), (N,) or (N, 1), bias (N,) → (*, N)
+    Shapes: input (*, K), weight (N, K), weight_scale (), (1,), (N,) or (N, 1), bias (N,) → (*, N); with a format, the
+        tensors of the weight have the shapes of that
     Dtype: input and bias floating, the same; weight int8, float8_e4m3fn or float8_e5m2; weight_scale float32; sums are
         in float32, or of whole numbers; returns out_dtype or input.dtype.
     Args:
@@ -85,9 +92,12 @@ def quantized_linear(
         out_dtype: dtype of the result: the input's, or float32 for float16 and bfloat16.
         packed: the :class:`layerzero.PackedWeight` of this weight, so that kernels that want it in another order make
             that once. It changes no result, and has no effect in compiled code.
+        weight_format: of a weight as a file holds it, such as ``"gptq:bits=4,group=128,zeros=minus_one"``.
+        weight_zero, group_index, second_scale: with a format, the tensors that it has besides.
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit, and for a packed weight of another tensor or
         of one that was written into since.
     """
+    assert weight_scale is not None
     dtype, scales = wide(input.dtype), of_outputs(weight_scale)
     if activations is None:
         rows, scales = input.to(dtype), scales.to(dtype)
@@ -225,11 +235,19 @@ def _operation(activations: str | None) -> Operation:
 QUANTIZED: dict[str | None, Operation] = {each: _operation(each) for each in ACTIVATIONS}
 """By what rows are quantized to."""
 
-OPERATIONS = tuple(QUANTIZED.values())
+OPERATIONS = (*QUANTIZED.values(), *FORMATTED.values())
 
 
 def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     check_dense("quantized_linear", arguments)
+    if arguments["weight_format"] is not None:
+        operation = routed_operation(arguments)
+        return _finished(operation, arguments, [])
+    formatted = ("weight_format", "weight_zero", "group_index", "second_scale")
+    alone = [name for name in formatted if arguments.pop(name) is not None]
+    if alone:
+        wanted = "wanted None without weight_format, got one; pass weight_format= or a QuantizedWeight"
+        raise InvalidCallError("quantized_linear", [f"{name}: {wanted}" for name in alone])
     activations = arguments.pop("activations")
     if not (activations is None or isinstance(activations, str)) or activations not in ACTIVATIONS:
         wanted = " or ".join(map(repr, ACTIVATIONS))
@@ -243,6 +261,10 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
             problems.append(f"weight_scale: wanted shape {wanted}, got {tuple(scale.shape)}")
         if activations is not None and arguments["weight"].shape[1] == 0:
             problems.append(f"input: wanted numbers in its rows, got {tuple(arguments['input'].shape)}")
+    return _finished(operation, arguments, problems)
+
+
+def _finished(operation: Operation, arguments: dict[str, Any], problems: list[str]) -> Routed:
     problems += packed_problems(arguments)
     problems += out_dtype_problems(arguments)
     if problems:
@@ -252,7 +274,9 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
 
 
 def _draw(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
-    """Draw a call: every weight, scales of every shape, with and without quantized rows."""
+    """Draw a call: every weight, scales of every shape, with and without quantized rows; or one of every format."""
+    if draw.chance(0.7):
+        return draw_formatted(draw, dtype)
     inputs, outputs = (draw.of((1, 2, 7, 16, 31, 32, 48, 64, 96, 128, 160)) for _ in range(2))
     activations = draw.of(tuple(ACTIVATIONS))
     format_name = activations or draw.of(("int8", "fp8_e4m3", "fp8_e5m2"))

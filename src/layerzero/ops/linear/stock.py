@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.ops.activation.formulas import FUNCTIONS
+from layerzero.ops.quantize.schemes import scheme_of
+from layerzero.ops.quantize.weight_format import WeightFormat, fields_of
 
 
 def linear(
@@ -32,16 +34,24 @@ def linear(
 def quantized_linear(
     input: Tensor,
     weight: Tensor,
-    weight_scale: Tensor,
+    weight_scale: Tensor | None = None,
     bias: Tensor | None = None,
     *,
     activations: str | None = None,
     out_dtype: torch.dtype | None = None,
-    packed: object = None,  # it changes no result
+    weight_format: str | None = None,
+    **others: Tensor | None,
 ) -> Callable[[], Tensor] | None:
     """The weight as floating numbers and ``torch.nn.functional.linear``; None where rows are quantized, too."""
     if activations is not None or out_dtype not in (None, input.dtype):
         return None
+    if weight_format is not None:
+        of, given = WeightFormat.of(weight_format), {**others, "weight": weight, "weight_scale": weight_scale}
+        fields, scheme, columns = fields_of(given), scheme_of(of), input.shape[-1]
+        return lambda: functional.linear(
+            input, scheme.dequantized(of, fields, columns, torch.float32).to(input.dtype), bias
+        )
+    assert weight_scale is not None
     scale = weight_scale.reshape(-1, 1)
     return lambda: functional.linear(input, (weight.to(torch.float32) * scale).to(input.dtype), bias)
 

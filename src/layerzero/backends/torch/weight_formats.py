@@ -1,0 +1,105 @@
+"""Products with weights as files hold them: rows of the weight dequantised block by block, and ``F.linear`` of each.
+
+A block stays in the host's caches, so that the wide weight is never written to memory. On a CPU the product is in
+float32, but in bfloat16 where there are instructions for it and rows to pay for the conversion.
+Library: torch >= 2.10, BSD-3-Clause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from layerzero.backends.torch.attention import TORCH
+from layerzero.backends.torch.widened import FEW_BITS
+from layerzero.core import limits as limit
+from layerzero.core.emulation import lacks
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.ops.linear.weight_formats import FORMATTED
+from layerzero.ops.quantize.schemes import scheme_of
+from layerzero.ops.quantize.weight_format import Fields, WeightFormat
+
+BLOCK = {"cpu": 2**17, "cuda": 2**25}
+"""Numbers of a block: half a megabyte of float32 on a CPU; on a GPU, where each block is a dozen launches, as many as a
+layer has, in 64 MB of bfloat16."""
+
+
+def _dtypes(facts: Facts) -> tuple[torch.dtype, torch.dtype]:
+    """The dtype that numbers are dequantised in, and that of the product."""
+    dtype = facts["dtype"]
+    assert isinstance(dtype, torch.dtype)
+    exact = torch.promote_types(dtype, torch.float32)
+    if facts["out_dtype"] is not None or dtype is exact:
+        return exact, exact
+    on_cpu = facts["platform"] == "cpu"
+    if on_cpu and (dtype is torch.float16 or lacks(facts.device, dtype) or facts.size_bits("rows") < FEW_BITS):
+        return exact, exact
+    return exact, dtype
+
+
+def _load(facts: Facts) -> Callable[..., Any]:
+    of, inputs = WeightFormat.of(str(facts["weight_format"])), facts.size("in_features")
+    outputs, scheme = facts.size("out_features"), scheme_of(of)
+    step = scheme.step(of, inputs)
+    rows = max(BLOCK.get(str(facts["platform"]), BLOCK["cuda"]) // max(inputs, 1) // step, 1) * step
+    if facts["requires_grad"]:  # autograd keeps what each product read
+        rows = outputs
+    wide, narrow = _dtypes(facts)
+
+    def run(
+        input: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor | None = None,
+        *,
+        bias: Tensor | None = None,
+        weight_format: str,
+        weight_zero: Tensor | None = None,
+        group_index: Tensor | None = None,
+        second_scale: Tensor | None = None,
+        out_dtype: torch.dtype | None,
+    ) -> Tensor:
+        given = Fields(weight, weight_scale, weight_zero, group_index, second_scale)
+        left = input.to(narrow)
+        if rows >= outputs:
+            output = functional.linear(left, scheme.dequantized(of, given, inputs, wide).to(narrow))
+        else:
+            output = torch.cat(
+                [
+                    functional.linear(
+                        left,
+                        scheme.dequantized(
+                            of, scheme.cut(of, given, start, min(start + rows, outputs)), inputs, wide
+                        ).to(narrow),
+                    )
+                    for start in range(0, outputs, rows)
+                ],
+                -1,
+            )
+        return (output if bias is None else output + bias).to(out_dtype or input.dtype)
+
+    return run
+
+
+KERNELS = tuple(
+    Kernel(
+        id=f"torch.dequantized_{name}",
+        operations=(operation.name,),
+        backend=TORCH,
+        load=_load,
+        accepts=(
+            "weight_format",
+            *(each.name for each in operation.schema.optional),
+            "out_dtype",
+        ),
+        limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
+        grad=True,
+        handles_negated=True,
+        priority=20,
+    )
+    for name, operation in FORMATTED.items()
+)

@@ -1,0 +1,327 @@
+"""Matrix products with a weight as a file holds it, one operation for each kind of number.
+
+    mlp.linear.quant.group       whole numbers with a scale, and maybe a zero point, for each group of a row
+
+The reference dequantises the weight in the dtype that the product is in, float32 or wider, and multiplies.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from layerzero.core.arguments import Param, Role, TensorSchema
+from layerzero.core.dtypes import dtype_name
+from layerzero.core.errors import InvalidCallError
+from layerzero.core.facts import Facts
+from layerzero.core.judge import Elementwise
+from layerzero.core.operation import Case, Operation, Part, Work
+from layerzero.core.values import Check
+from layerzero.ops.declaration import operation, tensor, wide
+from layerzero.ops.draw import Draw
+from layerzero.ops.linear.declare import (
+    ALIASES,
+    AXES,
+    OUT_DTYPE,
+    OUTPUTS,
+    ROWS,
+    TOLERANCE,
+    TOLERANCE_REASON,
+    linear_scratch,
+    sized_case,
+    sweep,
+)
+from layerzero.ops.linear.packed import PackedWeight
+from layerzero.ops.linear.route import leading
+from layerzero.ops.linear.stock import quantized_linear
+from layerzero.ops.quantize.schemes import SCHEMES, format_problems, scheme_of
+from layerzero.ops.quantize.weight import QuantizedWeight
+from layerzero.ops.quantize.weight_format import ARGUMENTS, Fields, WeightFormat, fields_of
+
+_TENSORS = tuple(ARGUMENTS.values())
+
+
+def formatted_linear(
+    input: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    weight_format: str,
+    weight_zero: Tensor | None = None,
+    group_index: Tensor | None = None,
+    second_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    packed: PackedWeight | None = None,
+) -> Tensor:
+    """The weight's numbers in float32 or wider, and the product with them."""
+    of, dtype = WeightFormat.of(weight_format), wide(input.dtype)
+    given = Fields(weight, weight_scale, weight_zero, group_index, second_scale)
+    numbers = scheme_of(of).dequantized(of, given, input.shape[-1], dtype)
+    output = functional.linear(input.to(dtype), numbers, None if bias is None else bias.to(dtype))
+    return output.to(out_dtype or input.dtype)
+
+
+def _terms(arguments: Mapping[str, Any]) -> Tensor:
+    """The root of the sum of squares of what is added up: the size of an error whose parts are independent."""
+    of, rows = WeightFormat.of(arguments["weight_format"]), arguments["input"].double()
+    numbers = scheme_of(of).dequantized(of, fields_of(arguments), rows.shape[-1], torch.float64)
+    bias = arguments.get("bias")
+    squares = None if bias is None else bias.double().square()
+    return functional.linear(rows.square(), numbers.square(), squares).sqrt()
+
+
+def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
+    of, scale = WeightFormat.of(arguments["weight_format"]), arguments.get("weight_scale")
+    shape = tuple(arguments["weight"].shape)
+    return {
+        "out_features": scheme_of(of).outputs(of, shape, arguments["input"].shape[-1]),
+        "weight_scheme": of.scheme,
+        "weight_kind": of.kind,
+        "weight_bits": of.bits,
+        "weight_group": of.group,
+        "weight_zeros": of.zeros,
+        "weight_permuted": of.permuted,
+        "weight_dtype": dtype_name(arguments["weight"].dtype),
+        "scale_dtype": "none" if scale is None else dtype_name(scale.dtype),
+    }
+
+
+_FACTS = (
+    *("weight_scheme", "weight_kind", "weight_bits", "weight_group", "weight_zeros", "weight_permuted"),
+    *("weight_dtype", "scale_dtype", "out_features"),
+)
+
+
+def _work(facts: Mapping[str, Any]) -> Work:
+    """A multiplication and an addition for each row, input and output; the weight's bits once."""
+    rows, inputs, outputs = facts["rows"], facts["in_features"], facts["out_features"]
+    bits = _BITS.get(facts["weight_scheme"], facts["weight_bits"] or 4.5)
+    moved = rows * inputs * facts["dtype"].itemsize + outputs * inputs * bits / 8
+    written = rows * outputs * (facts["out_dtype"] or facts["dtype"]).itemsize
+    return Work(2.0 * rows * inputs * outputs, float(moved + written))
+
+
+_BITS: dict[str, float] = {"fp8": 8, "int8": 8, "mxfp8": 8.25, "mxfp4": 4.25, "nvfp4": 4.5}
+
+
+def _check_values(
+    weight: Tensor,
+    weight_scale: Tensor | None = None,
+    second_scale: Tensor | None = None,
+    group_index: Tensor | None = None,
+) -> Sequence[str | Check]:
+    """Scales that are finite, and places of groups that exist; a QuantizedWeight has looked at more."""
+    checks: list[str | Check] = []
+    for name, scale in (("weight_scale", weight_scale), ("second_scale", second_scale)):
+        if scale is not None and scale.is_floating_point():
+            wrong = ~scale.to(torch.float32).isfinite().all()
+            checks.append(_found(wrong, f"{name}: wanted finite numbers, got one that is not"))
+    if group_index is not None and weight_scale is not None:
+        wrong = ((group_index < 0) | (group_index >= max(weight_scale.shape))).any()
+        checks.append(_found(wrong, "group_index: wanted groups that have a scale, got one that has none"))
+    return checks
+
+
+def _found(wrong: Tensor, text: str) -> Check:
+    return Check(wrong, None, lambda _, __: text)
+
+
+def _random(of: WeightFormat, outputs: int, inputs: int, device: Any, generator: Any) -> dict[str, Tensor]:
+    """A weight of a format as arguments; of shapes alone on the meta device."""
+    scheme = scheme_of(of)
+    if torch.device(device).type == "meta":
+        shapes = scheme.wanted(of, outputs, inputs)
+        made = {
+            name: torch.empty(shape, dtype=min(kinds, key=dtype_name), device="meta")
+            for name, (shape, kinds) in shapes.items()
+        }
+        return {ARGUMENTS[name]: each for name, each in made.items()}
+    on_host = generator if generator is not None and generator.device.type == "cpu" else None
+    drawn = scheme.random(of, outputs, inputs, on_host)
+    return {ARGUMENTS[name]: each.to(device) for name, each in drawn._asdict().items() if each is not None}
+
+
+def _examples(
+    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
+) -> dict[str, Any]:
+    """The weight of a case; of sizes that its format does not have none, which is no call."""
+    of, outputs, inputs = (
+        WeightFormat.of(str(case.params["weight_format"])),
+        case.sizes["out_features"],
+        case.sizes["in_features"],
+    )
+    if format_problems(of) or scheme_of(of).size_problems(of, outputs, inputs):
+        return {"weight": torch.empty(0, 0, dtype=torch.uint8, device=device)}
+    return _random(of, outputs, inputs, device, generator)
+
+
+def _parts(arguments: Mapping[str, Any], facts: Facts) -> Sequence[Part]:
+    """The first rows and outputs, and the last."""
+    rows, outputs, inputs = facts.size("rows"), facts.size("out_features"), facts.size("in_features")
+    of, given, bias, found = (
+        WeightFormat.of(arguments["weight_format"]),
+        fields_of(arguments),
+        arguments.get("bias"),
+        [],
+    )
+    step = scheme_of(of).step(of, inputs)
+    for row, output in ((0, 0), (max(rows - ROWS, 0), max(outputs - OUTPUTS, 0) // step * step)):
+        stop = outputs if output else min(-(-OUTPUTS // step) * step, outputs)
+        cut = scheme_of(of).cut(of, given, output, stop)
+        of_rows, of_outputs = slice(row, row + ROWS), slice(output, stop)
+        changed = {ARGUMENTS[name]: each for name, each in cut._asdict().items()}
+        changed |= {"bias": None if bias is None else bias[of_outputs], "packed": None}
+        lone = facts["input_ndim"] == 1
+        changed["input"] = arguments["input"] if lone else arguments["input"].flatten(0, -2)[of_rows]
+        text = f"rows from {row}, outputs from {output}"
+        found.append(Part(text, {**arguments, **changed}, _place(of_rows, of_outputs)))
+    return found
+
+
+def _sweep(text: str, device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
+    """The products of a kind of device, with weights of one format."""
+    return (replace(each, params={"weight_format": text}) for each in sweep(device, narrow))
+
+
+def _place(rows: slice, outputs: slice) -> Callable[[Tensor], Tensor]:
+    return lambda result: result[outputs] if result.ndim == 1 else result.flatten(0, -2)[rows, outputs]
+
+
+def _packed(arguments: Mapping[str, Any], _capturable: bool = False) -> PackedWeight:
+    if arguments.get("weight_format") is None:  # of a call of another operation of the same function
+        return PackedWeight(arguments["weight"])
+    of, inputs = WeightFormat.of(arguments["weight_format"]), arguments["input"].shape[-1]
+    outputs = scheme_of(of).outputs(of, tuple(arguments["weight"].shape), inputs)
+    return PackedWeight(QuantizedWeight.unchecked(of, (outputs, inputs), fields_of(arguments)))
+
+
+_PACKED = Param("packed", PackedWeight, None, Role.HANDLE, made_of=_TENSORS, make=_packed, works=False)
+
+
+def _operation(name: str, summary: str, texts: Mapping[str, tuple[str, int, int, int]]) -> Operation:
+    """One operation for the schemes of this name; ``texts`` are its cases: a format, and rows, inputs and outputs."""
+    schemes = [each for each in SCHEMES.values() if each.operation == name]
+    has_scale = all("scale" in each.wanted(WeightFormat.of(each.example), 1024, 1024) for each in schemes)
+    optional = ("weight_zero", "group_index", "second_scale")
+    inputs: tuple[str | TensorSchema, ...] = (
+        "input: ... in_features",
+        tensor("weight", None, same_dtype=False, resident=True),
+        tensor("weight_scale", None, same_dtype=False, required=has_scale, resident=True),
+        tensor("bias: out_features", required=False),
+        *(tensor(each, None, same_dtype=False, required=False, resident=True) for each in optional),
+    )
+    return operation(
+        f"mlp.linear.quant.{name}",
+        summary,
+        formatted_linear,
+        inputs=inputs,
+        outputs=(tensor("output: ... out_features", dtype_from="out_dtype"),),
+        params=(Param("weight_format", str, example=schemes[0].example), OUT_DTYPE, _PACKED),
+        axes=AXES,
+        cases=tuple(
+            sized_case(case, *sizes, bias=case == "small", weight_format=text) for case, (text, *sizes) in texts.items()
+        ),
+        tolerance=TOLERANCE,
+        tolerance_reason=TOLERANCE_REASON,
+        judge=Elementwise(TOLERANCE, TOLERANCE_REASON, _terms),
+        fixed={"activations": None},
+        derive=_derive,
+        derived_from=dict.fromkeys(_FACTS, ()),
+        aliases=ALIASES,
+        examples=_examples,
+        check_values=_check_values,
+        work=_work,
+        scratch=linear_scratch,
+        parts=_parts,
+        sweep=functools.partial(_sweep, schemes[0].example),
+        stock=quantized_linear,
+    )
+
+
+_INT4 = "gptq:bits=4,group=128,zeros=minus_one"
+FORMATTED: dict[str, Operation] = {
+    "group": _operation(
+        "group",
+        "Matrix product with a weight of whole numbers that have a scale for each group",
+        {
+            "small": ("compressed-tensors:bits=4,group=32", 33, 96, 64),
+            "small_permuted": ("gptq:bits=3,group=32,zeros=stored,permuted=True", 5, 96, 64),
+            "small_row": ("compressed-tensors:bits=8", 5, 96, 64),
+            "decode": (_INT4, 1, 2048, 2048),
+            "decode_awq": ("awq:bits=4,group=128,zeros=stored", 1, 2048, 2048),
+            "batch_decode": (_INT4, 16, 2048, 2048),
+            "prefill": (_INT4, 512, 1024, 4096),
+        },
+    ),
+}
+"""By the last word of their names."""
+
+
+def routed_operation(arguments: dict[str, Any]) -> Operation:
+    """The operation of a call with a format, whose arguments fit it. Raises: InvalidCallError for any other call."""
+    try:
+        of = WeightFormat.of(arguments["weight_format"])
+    except InvalidCallError as error:
+        raise InvalidCallError("quantized_linear", error.problems) from None
+    problems = format_problems(of)
+    if arguments["activations"] is not None:
+        problems.append(
+            f"activations: wanted None with weight_format={str(of)!r}, whose products take rows as they are, got one"
+        )
+    if problems:
+        raise InvalidCallError("quantized_linear", problems)
+    found = FORMATTED[scheme_of(of).operation]
+    del arguments["activations"]
+    problems = found.schema.validate(**arguments)
+    if not problems:
+        given, inputs = fields_of(arguments), arguments["input"].shape[-1]
+        wrong = scheme_of(of).field_problems(of, given, inputs)
+        problems = [_as_argument(each) for each in wrong]
+        outputs, bias = scheme_of(of).outputs(of, tuple(given.data.shape), inputs), arguments["bias"]
+        if not wrong and bias is not None and bias.shape != (outputs,):
+            problems.append(f"bias: wanted shape {(outputs,)}, got {tuple(bias.shape)}")
+    if problems:
+        raise InvalidCallError("quantized_linear", problems)
+    arguments["weight_format"] = str(of)
+    return found
+
+
+def _as_argument(problem: str) -> str:
+    """A field's problem by the name of its argument."""
+    name, colon, rest = problem.partition(":")
+    return f"{ARGUMENTS.get(name, name)}{colon}{rest}"
+
+
+def draw_formatted(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw a call with a format of every scheme."""
+    of, outputs, inputs = draw_format(draw)
+    arguments: dict[str, Any] = {
+        "input": draw.laid_out(draw.normal((*leading(draw), inputs), dtype)),
+        "weight_format": str(of),
+        **_random(of, outputs, inputs, draw.device, draw.data),
+    }
+    for name in ("weight", "weight_scale", "weight_zero"):
+        given = arguments.get(name)
+        if given is not None and not (given.is_floating_point() and given.itemsize == 1):  # torch flips no float8
+            arguments[name] = draw.laid_out(given, expand=False)
+    if draw.chance(0.4):
+        arguments["bias"] = draw.laid_out(draw.normal((outputs,), dtype))
+    draw.poison(arguments, ("input",))
+    if draw.chance(0.1):
+        arguments["out_dtype"] = torch.promote_types(dtype, torch.float32)
+    if draw.chance(0.3):
+        arguments["packed"] = _packed(arguments)
+    return arguments
+
+
+def draw_format(draw: Draw) -> tuple[WeightFormat, int, int]:
+    """A format with every option that its scheme has, and sizes that it has, N and K."""
+    scheme = SCHEMES[draw.of(tuple(SCHEMES))]
+    return scheme.drawn(draw)

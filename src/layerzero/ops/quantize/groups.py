@@ -1,0 +1,183 @@
+"""Whole numbers by group, as GPTQ, AWQ and compressed-tensors lay them out: gptqmodel 7.7, autoawq 0.2.9, 0.20."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from layerzero.ops.draw import Draw
+from layerzero.ops.quantize.scheme import Scheme, Wanted
+from layerzero.ops.quantize.weight_format import Codes, Fields, WeightFormat, packed, unpacked
+
+_HALVES = frozenset({torch.float16, torch.bfloat16, torch.float32})
+_INT32 = frozenset({torch.int32})
+
+
+def grouped_problems(of: WeightFormat, bits: tuple[int, ...], zeros: tuple[str, ...], *, permuted: bool) -> list[str]:
+    """What is wrong with the options of whole numbers by group."""
+    problems = []
+    if of.bits not in bits:
+        problems.append(f"bits: wanted {', '.join(map(str, bits))} with {of.scheme}, got {of.bits}")
+    if of.zeros not in zeros:
+        problems.append(f"zeros: wanted {', '.join(zeros)} with {of.scheme}, got {of.zeros!r}")
+    if of.permuted and not permuted:
+        problems.append(f"permuted: wanted False with {of.scheme}, which has no group index, got True")
+    if of.kind or of.rows != 1:
+        problems.append(f"kind, rows: wanted none with {of.scheme}, got {of}")
+    return problems
+
+
+class Grouped(Scheme):
+    """Whole numbers with a scale for each group of a row.
+
+    gptq has data int32 (K * bits / 32, N), scale (G, N), zero int32 (G, N * bits / 32), group_index (K,); awq has data
+    int32 (K, N * bits / 32), whose eight numbers in a word come in the order 0, 2, 4, 6, 1, 3, 5, 7, scale (G, N) and
+    zero as data; compressed-tensors has data int32 (N, ceil(K * bits / 32)), scale (N, G) and zero int32
+    (ceil(N * bits / 32), G), or int8 (N, G) where they are ``signed``.
+    """
+
+    operation = "group"
+
+    def __init__(self, name: str, bits: tuple[int, ...], zeros: tuple[str, ...], *, permuted: bool) -> None:
+        self.name, self.bits, self.zeros, self.permuted = name, bits, zeros, permuted
+        self.example = str(WeightFormat(name, bits=4, group=128, zeros=zeros[0]))
+
+    def problems(self, of: WeightFormat) -> list[str]:
+        return grouped_problems(of, self.bits, self.zeros, permuted=self.permuted)
+
+    def size_problems(self, of: WeightFormat, outputs: int, inputs: int) -> list[str]:
+        problems = []
+        if outputs < 1 or inputs < 1:
+            problems.append(f"data: wanted at least one row and column, got {outputs} x {inputs} numbers of {of}")
+        elif of.group and inputs % of.group:
+            problems.append(f"group: wanted a divisor of the {inputs} columns, got {of.group} in {of}")
+        whole = 32 // math.gcd(32, of.bits)
+        if of.scheme == "gptq" and (inputs % whole or outputs % whole):
+            problems.append(f"data: wanted multiples of {whole} rows and columns in {of}, got {outputs} x {inputs}")
+        return problems
+
+    def outputs(self, of: WeightFormat, data: tuple[int, ...], inputs: int) -> int:
+        if len(data) != 2:
+            return 0
+        return {"gptq": data[1], "awq": data[1] * 32 // of.bits}.get(of.scheme, data[0])
+
+    def wanted(self, of: WeightFormat, outputs: int, inputs: int) -> Wanted:
+        groups = inputs // of.group if of.group else 1
+        words, zeros = -(-inputs * of.bits // 32), -(-outputs * of.bits // 32)
+        if of.scheme == "compressed-tensors":
+            data, scale, zero = (outputs, words), (outputs, groups), (zeros, groups)
+        else:
+            data = (words, outputs) if of.scheme == "gptq" else (inputs, zeros)
+            scale, zero = (groups, outputs), (groups, zeros)
+        found: dict[str, tuple[tuple[int, ...], frozenset[torch.dtype]]] = {}
+        found |= {"data": (data, _INT32), "scale": (scale, _HALVES)}
+        if of.zeros == "signed":
+            found["zero"] = (outputs, groups), frozenset({torch.int8})
+        elif of.zeros != "none":
+            found["zero"] = zero, _INT32
+        if of.permuted:
+            found["group_index"] = (inputs,), _INT32
+        return found
+
+    def step(self, of: WeightFormat, inputs: int) -> int:
+        return 32
+
+    def cut(self, of: WeightFormat, given: Fields, start: int, stop: int) -> Fields:
+        rows, words = slice(start, stop), slice(start * of.bits // 32, -(-stop * of.bits // 32))
+        assert given.scale is not None
+        if of.scheme == "compressed-tensors":
+            zero = None if given.zero is None else given.zero[rows if of.zeros == "signed" else words]
+            return given._replace(data=given.data[rows], scale=given.scale[rows], zero=zero)
+        assert given.zero is not None
+        data = given.data[:, rows if of.scheme == "gptq" else words]
+        return given._replace(data=data, scale=given.scale[:, rows], zero=given.zero[:, words])
+
+    def codes(self, of: WeightFormat, given: Fields, inputs: int) -> Codes:
+        """Whole numbers, scales and zero points, (N, K) and (N, G)."""
+        scale, zero, bits = given.scale, given.zero, of.bits
+        outputs = self.outputs(of, tuple(given.data.shape), inputs)
+        assert scale is not None
+        if of.scheme == "compressed-tensors":
+            numbers = unpacked(given.data, bits, inputs)
+            if zero is not None and of.zeros == "signed":
+                zero = (zero.to(torch.int16) + (1 << (bits - 1))).to(torch.uint8)
+            elif zero is not None:
+                zero = unpacked(zero.t(), bits, outputs).t()
+        else:
+            assert zero is not None
+            scale, zero = scale.t(), unpacked(zero, bits, outputs)
+            if of.scheme == "gptq":
+                numbers = unpacked(given.data.t(), bits, inputs)
+            else:
+                numbers, zero = _in_order(unpacked(given.data, bits, outputs), _AWQ).t(), _in_order(zero, _AWQ)
+            zero = zero.t()
+            if of.zeros == "minus_one":
+                zero = zero + 1 & ((1 << bits) - 1)
+        return Codes(numbers.contiguous(), scale, zero, bits, of.group or inputs, given.group_index)
+
+    def encoded(self, of: WeightFormat, codes: Codes) -> Fields:
+        """The tensors of a weight with these numbers; the format has the codes' bits, group and index."""
+        zero, bits = codes.zero, of.bits
+        if of.zeros != "none" and zero is None:
+            zero = torch.full(codes.scale.shape, codes.middle, dtype=torch.uint8, device=codes.scale.device)
+        if of.scheme == "compressed-tensors":
+            if zero is not None and of.zeros == "signed":
+                zero = (zero.to(torch.int16) - (1 << (bits - 1))).to(torch.int8)
+            elif zero is not None:
+                zero = packed(zero.t(), bits).t().contiguous()
+            return Fields(packed(codes.numbers, bits), codes.scale.contiguous(), zero, codes.group_index)
+        assert zero is not None
+        if of.zeros == "minus_one":
+            zero = zero - 1 & ((1 << bits) - 1)
+        scale, zero = codes.scale.t().contiguous(), zero.t()
+        if of.scheme == "gptq":
+            return Fields(packed(codes.numbers, bits).t().contiguous(), scale, packed(zero, bits), codes.group_index)
+        return Fields(
+            packed(_in_order(codes.numbers.t(), _OF_AWQ), bits), scale, packed(_in_order(zero, _OF_AWQ), bits)
+        )
+
+    def dequantized(self, of: WeightFormat, given: Fields, inputs: int, dtype: torch.dtype) -> Tensor:
+        return self.codes(of, given, inputs).dequantized(dtype)
+
+    def own_dtype(self, given: Fields) -> torch.dtype:
+        assert given.scale is not None
+        return given.scale.dtype
+
+    def random(self, of: WeightFormat, outputs: int, inputs: int, generator: torch.Generator | None) -> Fields:
+        groups, most = inputs // of.group if of.group else 1, 1 << of.bits
+        zero = torch.randint(most // 4, most - most // 4, (outputs, groups), generator=generator, dtype=torch.uint8)
+        group_index = None
+        if of.permuted:
+            group_index = (torch.randperm(inputs, generator=generator) // (of.group or inputs)).to(torch.int32)
+        numbers = torch.randint(0, most, (outputs, inputs), generator=generator, dtype=torch.uint8)
+        scale = (torch.rand(outputs, groups, generator=generator) + 0.5) * 2.0 / (most * math.sqrt(inputs))
+        middle = None if of.zeros == "none" else zero
+        return self.encoded(of, Codes(numbers, scale.to(torch.float16), middle, of.bits, of.group, group_index))
+
+    def drawn(self, draw: Draw) -> tuple[WeightFormat, int, int]:
+        group, bits, permuted = draw.of((0, 8, 16, 32, 64, 128)), draw.of(self.bits), self.permuted and draw.chance(0.3)
+        of = WeightFormat(self.name, bits=bits, group=group, zeros=draw.of(self.zeros), permuted=permuted)
+        unit = 1 if self.name == "compressed-tensors" else 32
+        outputs = draw.of((1, 2, 3, 7, 33, 64, 100)) * unit if unit == 1 else draw.of((32, 64, 96, 160))
+        return of, outputs, draw.of((1, 2, 3, 4, 5)) * math.lcm(group or draw.of((1, 8, 31)), unit)
+
+
+_AWQ, _OF_AWQ = (0, 4, 1, 5, 2, 6, 3, 7), (0, 2, 4, 6, 1, 3, 5, 7)
+"""Where each of eight numbers lies in a word of awq, and which number lies at each place."""
+
+
+def _in_order(codes: Tensor, order: tuple[int, ...]) -> Tensor:
+    """Every eight codes of a row in another order."""
+    return codes.view(*codes.shape[:-1], codes.shape[-1] // 8, 8)[..., list(order)].flatten(-2)
+
+
+GROUPED = {
+    "gptq": Grouped("gptq", (2, 3, 4, 8), ("minus_one", "stored"), permuted=True),
+    "awq": Grouped("awq", (4,), ("stored",), permuted=False),
+    "compressed-tensors": Grouped(
+        "compressed-tensors", (2, 3, 4, 5, 6, 7, 8), ("none", "stored", "signed"), permuted=True
+    ),
+}
+"""By name."""

@@ -1,0 +1,100 @@
+"""What every scheme says of its formats: shapes, dtypes, what the tensors stand for, where they can be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from layerzero.core.dtypes import names_of
+from layerzero.ops.draw import Draw
+from layerzero.ops.quantize.weight_format import Fields, WeightFormat
+
+Wanted = Mapping[str, tuple[tuple[int, ...], frozenset[torch.dtype]]]
+"""By the field's name, its shape and the dtypes that it may have."""
+
+
+class Scheme:
+    """One way of laying out a weight.
+
+    Attributes:
+        operation: the last word of the operation that multiplies with it.
+        example: a format of it, as text.
+        least_scale: whether its scales must be above 0: of formats that hold blocks of zeros they may be 0.
+    """
+
+    operation = ""
+    example = ""
+    positive = True
+
+    def problems(self, of: WeightFormat) -> list[str]:
+        """What is wrong with the options of a format."""
+        raise NotImplementedError
+
+    def size_problems(self, of: WeightFormat, outputs: int, inputs: int) -> list[str]:
+        """Why no weight of this size has this format."""
+        raise NotImplementedError
+
+    def outputs(self, of: WeightFormat, data: tuple[int, ...], inputs: int) -> int:
+        """The rows N of a weight whose data has this shape; of what fits no shape any number."""
+        return data[0] if data else 0
+
+    def wanted(self, of: WeightFormat, outputs: int, inputs: int) -> Wanted:
+        """The shapes and dtypes of the tensors of a weight (N, K)."""
+        raise NotImplementedError
+
+    def step(self, of: WeightFormat, inputs: int) -> int:
+        """A multiple of so many rows can be cut off."""
+        return 1
+
+    def cut(self, of: WeightFormat, given: Fields, start: int, stop: int) -> Fields:
+        """The tensors of some rows, from a multiple of :meth:`step` on; views."""
+        return given._replace(
+            data=given.data[start:stop], scale=None if given.scale is None else given.scale[start:stop]
+        )
+
+    def dequantized(self, of: WeightFormat, given: Fields, inputs: int, dtype: torch.dtype) -> Tensor:
+        """The numbers (N, K), in this dtype all along."""
+        raise NotImplementedError
+
+    def own_dtype(self, given: Fields) -> torch.dtype:
+        """The dtype of the numbers where nothing else is asked for: what the library that defines it gives."""
+        return torch.float32
+
+    def random(self, of: WeightFormat, outputs: int, inputs: int, generator: torch.Generator | None) -> Fields:
+        """A weight whose products are of order 1, on the CPU."""
+        raise NotImplementedError
+
+    def drawn(self, draw: Draw) -> tuple[WeightFormat, int, int]:
+        """A format of this scheme, and sizes N and K that it has."""
+        raise NotImplementedError
+
+    def field_problems(self, of: WeightFormat, given: Fields, inputs: int) -> list[str]:
+        """What is wrong with the tensors of a weight with so many columns, by the names of fields; no value is read."""
+        outputs = self.outputs(of, tuple(given.data.shape), inputs)
+        problems = self.size_problems(of, outputs, inputs)
+        if problems:
+            return problems
+        wanted = self.wanted(of, outputs, inputs)
+        for name, tensor in given._asdict().items():
+            if name not in wanted:
+                if tensor is not None:
+                    problems.append(f"{name}: wanted None with {of}, which has none, got {_told(tensor)}")
+                continue
+            shape, dtypes = wanted[name]
+            if not isinstance(tensor, Tensor):
+                problems.append(f"{name}: wanted a tensor {shape} with {of}, got {type(tensor).__name__}")
+            elif tuple(tensor.shape) not in _alike(shape) or tensor.dtype not in dtypes:
+                wish = f"{names_of(dtypes)} {shape} for {outputs} x {inputs} numbers of {of}"
+                problems.append(f"{name}: wanted {wish}, got {_told(tensor)}")
+        return problems
+
+
+def _alike(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """One number is one number, with an axis or without."""
+    return (shape, (1,)) if shape == () else (shape,)
+
+
+def _told(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"

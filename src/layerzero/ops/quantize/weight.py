@@ -1,0 +1,261 @@
+"""``lz.QuantizedWeight``: the tensors of one quantised weight, checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from layerzero.core.arguments import told
+from layerzero.core.bundle import MISSING, Bundle
+from layerzero.core.errors import InvalidCallError
+from layerzero.ops.quantize.groups import GROUPED
+from layerzero.ops.quantize.schemes import format_problems, scheme_of
+from layerzero.ops.quantize.weight_format import ARGUMENTS, Codes, Fields, WeightFormat
+
+if TYPE_CHECKING:
+    from layerzero.ops.linear.packed import PackedWeight
+
+
+class QuantizedWeight(Bundle):
+    """A weight (N, K) as a file holds it: its format, and the tensors that this format has.
+
+        weight = lz.QuantizedWeight.from_gptq(qweight, qzeros, scales, g_idx, bits=4, group_size=128)
+        y = lz.quantized_linear(x, weight)
+
+    Calls take it in place of ``weight``, or its tensors and ``weight_format=str(weight.format)``, which costs less. It
+    makes one :class:`layerzero.PackedWeight` of itself, which its calls bring: a kernel that wants another order makes
+    that once.
+
+    Attributes:
+        format: how the tensors hold the numbers.
+        shape: (N, K), the rows and columns of the numbers.
+        fields: the tensors, by name.
+    Args:
+        format: a :class:`layerzero.WeightFormat`, or its text.
+        data, scale, zero, group_index, second_scale: see :mod:`layerzero.ops.quantize.schemes` for the shapes.
+    Raises: InvalidCallError for a tensor of another shape or dtype than the format and the size say, for groups that do
+        not divide, for scales that are not finite or, where no block of zeros has one, not above 0, and for an index
+        that is none. This reads the values once, which waits for the device.
+    """
+
+    __slots__ = ("_packed", "fields", "format", "shape")
+
+    def __init__(
+        self,
+        format: WeightFormat | str,  # noqa: A002  # what it is everywhere
+        shape: tuple[int, int],
+        data: Tensor,
+        scale: Tensor | None = None,
+        zero: Tensor | None = None,
+        group_index: Tensor | None = None,
+        second_scale: Tensor | None = None,
+    ) -> None:
+        of = format if isinstance(format, WeightFormat) else WeightFormat.of(format)
+        given = Fields(data, scale, zero, group_index, second_scale)
+        problems = format_problems(of) or _shape_problems(of, shape, given) or value_problems(of, given)
+        if problems:
+            raise InvalidCallError("QuantizedWeight", problems)
+        self.format, self.shape, self.fields = of, (int(shape[0]), int(shape[1])), given
+        self._packed: PackedWeight | None = None
+
+    @classmethod
+    def unchecked(cls, format: WeightFormat, shape: tuple[int, int], fields: Fields) -> QuantizedWeight:  # noqa: A002
+        """One of tensors that were checked before."""
+        made = cls.__new__(cls)
+        made.format, made.shape, made.fields, made._packed = format, shape, fields, None
+        return made
+
+    @classmethod
+    def from_gptq(
+        cls,
+        qweight: Tensor,
+        qzeros: Tensor,
+        scales: Tensor,
+        g_idx: Tensor | None = None,
+        *,
+        bits: int = 4,
+        group_size: int = 128,
+        version: int = 1,
+    ) -> QuantizedWeight:
+        """Of GPTQ's tensors; version 1 stores zero points less one (``checkpoint_format: gptq``), 2 as they are.
+
+        Shapes: qweight (K * bits / 32, N), qzeros (G, N * bits / 32), scales (G, N), g_idx (K,). A ``group_size`` of -1
+        is a whole column. An index in order is left out, so that kernels without act-order take the weight.
+        """
+        problems = [] if bits in (2, 3, 4, 8) else [f"bits: wanted 2, 3, 4 or 8, got {told(bits)}"]
+        problems += [] if version in (1, 2) else [f"version: wanted 1 or 2, got {told(version)}"]
+        problems += _tensors_missing({"qweight": qweight, "qzeros": qzeros, "scales": scales}, 2)
+        if problems:
+            raise InvalidCallError("QuantizedWeight.from_gptq", problems)
+        columns, group = qweight.shape[0] * 32 // bits, max(group_size, 0)
+        if g_idx is not None and g_idx.shape == (columns,):
+            in_order = torch.arange(columns, device=g_idx.device) // (group or columns)
+            g_idx = None if torch.equal(g_idx.to(in_order.dtype), in_order) else g_idx.to(torch.int32)
+        zeros = "minus_one" if version == 1 else "stored"
+        of = WeightFormat("gptq", bits=bits, group=group, zeros=zeros, permuted=g_idx is not None)
+        return cls(of, (qweight.shape[1], columns), qweight, scales, qzeros, g_idx)
+
+    @classmethod
+    def from_awq(cls, qweight: Tensor, qzeros: Tensor, scales: Tensor, *, group_size: int = 128) -> QuantizedWeight:
+        """Of AWQ's tensors (``version: gemm``). Shapes: qweight (K, N / 8), qzeros (G, N / 8), scales (G, N)."""
+        problems = _tensors_missing({"qweight": qweight, "qzeros": qzeros, "scales": scales}, 2)
+        if problems:
+            raise InvalidCallError("QuantizedWeight.from_awq", problems)
+        of = WeightFormat("awq", bits=4, group=max(group_size, 0), zeros="stored")
+        return cls(of, (qweight.shape[1] * 8, qweight.shape[0]), qweight, scales, qzeros)
+
+    @classmethod
+    def from_compressed_tensors(
+        cls,
+        weight_packed: Tensor,
+        weight_scale: Tensor,
+        weight_shape: Tensor | tuple[int, int],
+        weight_zero_point: Tensor | None = None,
+        weight_g_idx: Tensor | None = None,
+        *,
+        bits: int = 4,
+        group_size: int = -1,
+    ) -> QuantizedWeight:
+        """Of compressed-tensors' ``pack-quantized``: weight_packed (N, ceil(K * bits / 32)), weight_scale (N, G).
+
+        Args:
+            weight_shape: N and K.
+            weight_zero_point: packed along N, int32 (ceil(N * bits / 32), G), or int8 (N, G).
+            weight_g_idx: (K,) the group of each column; one of -1 is none.
+            group_size: -1 where a row has one scale.
+        """
+        rows, columns = (int(each) for each in weight_shape)
+        zeros = "none"
+        if weight_zero_point is not None:
+            zeros = "signed" if weight_zero_point.dtype is torch.int8 else "stored"
+        if weight_g_idx is not None and weight_g_idx.numel() and int(weight_g_idx.flatten()[0]) == -1:
+            weight_g_idx = None
+        group_index = None if weight_g_idx is None else weight_g_idx.to(torch.int32)
+        group = max(group_size, 0)
+        of = WeightFormat("compressed-tensors", bits=bits, group=group, zeros=zeros, permuted=group_index is not None)
+        return cls(of, (rows, columns), weight_packed, weight_scale, weight_zero_point, group_index)
+
+    @property
+    def codes(self) -> Codes:
+        """Whole numbers by group; of a format of such. Raises: InvalidCallError for any other."""
+        scheme = GROUPED.get(self.format.scheme)
+        if scheme is None:
+            wanted = f"codes: wanted a format of whole numbers by group ({', '.join(GROUPED)}), got {self.format}"
+            raise InvalidCallError("QuantizedWeight", [f"{wanted}; dequantize it and quantize that"])
+        return scheme.codes(self.format, self.fields, self.shape[1])
+
+    @property
+    def packed(self) -> PackedWeight:
+        """What kernels keep their own forms of this weight on, made at the first call."""
+        from layerzero.ops.linear.packed import PackedWeight  # which knows this class
+
+        made = self._packed
+        if made is None:
+            made = self._packed = PackedWeight(self)
+        return made
+
+    @property
+    def bytes(self) -> int:
+        """Memory that its tensors take."""
+        return sum(each.nbytes for each in self.fields if each is not None)
+
+    def dequantized(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The numbers (N, K), as the library gives them that defines the format; in its dtype if None."""
+        scheme, own = scheme_of(self.format), scheme_of(self.format).own_dtype(self.fields)
+        wide = torch.float64 if dtype is torch.float64 else torch.float32
+        return scheme.dequantized(self.format, self.fields, self.shape[1], wide).to(dtype or own)
+
+    def arguments_of(self, function: str, parameter: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Its tensors and its format. Raises: InvalidCallError where it stands for anything but a weight."""
+        mine: dict[str, Any] = {ARGUMENTS[name]: each for name, each in self.fields._asdict().items()}
+        if not (function == "quantized_linear" and parameter == "weight"):
+            raise InvalidCallError(function, [f"{parameter}: wanted a tensor, got a QuantizedWeight"])
+        others = [name for name in mine if name != "weight" and given.get(name) not in (None, MISSING)]
+        if others or given.get("weight_format") is not None:
+            named = ", ".join(others or ["weight_format"])
+            raise InvalidCallError(function, [f"{named}: wanted None with a QuantizedWeight, which brings it, got one"])
+        return mine | {"weight_format": str(self.format), "packed": given.get("packed") or self.packed}
+
+    def __repr__(self) -> str:
+        return f"QuantizedWeight({self.format}, {self.shape[0]} x {self.shape[1]}, {self.bytes} bytes)"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return QuantizedWeight.unchecked, (self.format, self.shape, self.fields)
+
+
+def _tensors_missing(tensors: Mapping[str, object], ndim: int) -> list[str]:
+    """What is no tensor of so many axes, by the names that the file has."""
+    return [
+        f"{name}: wanted a tensor of {ndim} axes, got {told(each)}"
+        for name, each in tensors.items()
+        if not isinstance(each, Tensor) or each.ndim != ndim
+    ]
+
+
+def _shape_problems(of: WeightFormat, shape: object, given: Fields) -> list[str]:
+    if not isinstance(shape, (tuple, list)) or len(shape) != 2 or not all(type(each) is int for each in shape):
+        return [f"shape: wanted rows and columns as two integers, got {told(shape)}"]
+    strangers = [
+        f"{name}: wanted a tensor or None, got {told(each)}"
+        for name, each in given._asdict().items()
+        if not isinstance(each, Tensor) and (each is not None or name == "data")
+    ]
+    if strangers:
+        return strangers
+    tensors = {name: each for name, each in given._asdict().items() if each is not None}
+    dense = [
+        f"{name}: wanted a dense tensor, got {told(each)}"
+        for name, each in tensors.items()
+        if each.is_nested or each.layout is not torch.strided
+    ]
+    if dense:
+        return dense
+    problems = scheme_of(of).field_problems(of, given, shape[1])
+    found = scheme_of(of).outputs(of, tuple(given.data.shape), shape[1])
+    if not problems and found != shape[0]:
+        problems.append(f"shape: wanted {found} rows, which data {tuple(given.data.shape)} holds, got {shape[0]}")
+    elsewhere = [name for name, each in tensors.items() if each.device != given.data.device]
+    return problems + [
+        f"{name}: wanted {given.data.device} like data, got {tensors[name].device}" for name in elsewhere
+    ]
+
+
+def value_problems(of: WeightFormat, given: Fields) -> list[str]:
+    """What is wrong with the values of a weight's tensors, whose shapes are right."""
+    problems = []
+    for name in ("scale", "second_scale"):
+        tensor: Tensor | None = getattr(given, name)
+        if tensor is None or tensor.is_meta or tensor.dtype is torch.uint8:
+            continue
+        numbers = tensor.to(torch.float32)
+        wrong = ~numbers.isfinite()
+        if scheme_of(of).positive or name == "second_scale":
+            wrong |= numbers == 0.0
+        if bool(wrong.any()):
+            place = tuple(int(each) for each in wrong.nonzero()[0])
+            problems.append(f"{name}: wanted finite numbers other than 0 with {of}, got {numbers[place]:g} at {place}")
+    if given.group_index is not None and not given.group_index.is_meta:
+        problems += _index_problems(of, given.group_index)
+    if of.zeros == "signed" and given.zero is not None and not given.zero.is_meta:
+        half = 1 << (of.bits - 1)
+        low, high = int(given.zero.min()), int(given.zero.max())
+        if low < -half or high >= half:
+            problems.append(f"zero: wanted numbers from {-half} to {half - 1} with {of}, got {low} to {high}")
+    return problems
+
+
+def _index_problems(of: WeightFormat, group_index: Tensor) -> list[str]:
+    """An act-order index puts each group's number of columns into it, whatever their order."""
+    columns = group_index.numel()
+    group = of.group or columns
+    low, high = int(group_index.min()), int(group_index.max())
+    if low < 0 or high >= columns // group:
+        return [f"group_index: wanted groups from 0 to {columns // group - 1}, got {low} to {high}"]
+    counts = torch.bincount(group_index, minlength=columns // group)
+    if bool((counts == group).all()):
+        return []
+    place = int((counts != group).nonzero()[0])
+    return [f"group_index: wanted {group} columns in each group, got {int(counts[place])} in group {place}"]

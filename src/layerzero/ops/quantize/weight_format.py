@@ -1,0 +1,188 @@
+"""What a file's quantised weight is made of: a format by its text, the tensors of one weight, whole numbers by group.
+
+    WeightFormat("gptq", bits=4, group=128, zeros="minus_one")     str() is "gptq:bits=4,group=128,zeros=minus_one"
+
+The text is what calls, torch's operators and reports hold; :meth:`WeightFormat.of` reads it back. What the tensors of a
+format look like and stand for is said by its scheme, in :mod:`layerzero.ops.quantize.schemes`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from layerzero.core.arguments import told
+from layerzero.core.errors import InvalidCallError
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """How a file holds the numbers of a weight (N, K).
+
+    Attributes:
+        scheme: the way of laying it out: ``gptq``, ``awq``, ``compressed-tensors``, ``fp8``, ``mxfp4``, ``mxfp8``,
+            ``nvfp4``, ``nf4``, ``fp4`` or ``gguf``.
+        kind: what else a scheme tells apart: GGUF's type, ``Q4_K``; of nvfp4 ``over`` where the second scale divides.
+        bits: of a whole number; 0 where the scheme says it.
+        group: numbers of a row (of nf4 and fp4, of the whole weight) that share a scale; 0 for a row.
+        rows: rows that share a scale, too: 128 of fp8's blocks of 128 x 128.
+        zeros: where the code that stands for 0 is: ``none`` (in the middle), ``stored``, ``minus_one`` (stored as one
+            less, GPTQ's first version), ``signed`` (in int8, from the middle on).
+        permuted: whether a group index says the group of each column (act-order).
+    """
+
+    scheme: str
+    kind: str = ""
+    bits: int = 0
+    group: int = 0
+    rows: int = 1
+    zeros: str = "none"
+    permuted: bool = False
+
+    def __str__(self) -> str:
+        options = [
+            str(value) if each.name == "kind" else f"{each.name}={value}"
+            for each in fields(self)[1:]
+            if (value := getattr(self, each.name)) != each.default
+        ]
+        return ":".join([self.scheme, ",".join(options)]) if options else self.scheme
+
+    @staticmethod
+    def of(text: str) -> WeightFormat:
+        """The format of a text such as ``gguf:Q4_K``. Raises: InvalidCallError for what is none."""
+        if not isinstance(text, str):
+            raise InvalidCallError("WeightFormat", [f"format: wanted a text such as 'gguf:Q4_K', got {told(text)}"])
+        return _read(text)
+
+
+@functools.lru_cache(512)
+def _read(text: str) -> WeightFormat:
+    scheme, _, rest = text.partition(":")
+    types: dict[str, type] = {"kind": str, "bits": int, "group": int, "rows": int, "zeros": str, "permuted": bool}
+    found: dict[str, object] = {}
+    for option in filter(None, rest.split(",")):
+        name, known, value = option.partition("=")
+        if not known:
+            name, value = "kind", option
+        kind = types.get(name, type(None))
+        if not {str: True, int: value.isdigit(), bool: value in ("True", "False")}.get(kind, False):
+            wanted = ", ".join(f"{each}={known.__name__}" for each, known in types.items())
+            raise InvalidCallError("WeightFormat", [f"format: wanted {wanted}, got {option!r} in {text!r}"])
+        found[name] = value == "True" if kind is bool else kind(value)
+    return WeightFormat(scheme, **found)  # type: ignore[arg-type]  # of the types that the fields have
+
+
+class Fields(NamedTuple):
+    """The tensors of one weight; those that its format has not are None.
+
+    Attributes:
+        data: the numbers, packed as the scheme says.
+        scale: what they are multiples of.
+        zero: the codes that stand for 0.
+        group_index: (K,) int32, the group of each column.
+        second_scale: what the scales are multiples of.
+    """
+
+    data: Tensor
+    scale: Tensor | None = None
+    zero: Tensor | None = None
+    group_index: Tensor | None = None
+    second_scale: Tensor | None = None
+
+
+ARGUMENTS = dict(
+    zip(Fields._fields, ("weight", "weight_scale", "weight_zero", "group_index", "second_scale"), strict=True)
+)
+"""By the name of a field, the argument of a call that it is."""
+
+
+def fields_of(arguments: Mapping[str, Any]) -> Fields:
+    """The tensors of the weight of a call."""
+    return Fields(*[arguments.get(name) for name in ARGUMENTS.values()])  # type: ignore[arg-type]  # the first is there
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """Whole numbers with a scale for each group: what every kernel for integer codes makes its own form of.
+
+    The number in row n and column k is ``(numbers[n, k] - zero[n, g]) * scale[n, g]``, where g is ``group_index[k]``,
+    or ``k // group`` without one.
+
+    Attributes:
+        numbers: (N, K) uint8, from 0 below ``2**bits``.
+        scale: (N, G), floating.
+        zero: (N, G) uint8; None where it is ``2**(bits - 1)`` everywhere.
+        bits: of a number.
+        group: columns that share a scale; K where a row has one.
+        group_index: (K,) the group of each column; None where columns lie in order.
+    """
+
+    numbers: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    bits: int
+    group: int
+    group_index: Tensor | None = None
+
+    @property
+    def middle(self) -> int:
+        """The code of 0 where there are no zero points."""
+        return int(1 << (self.bits - 1))
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """The numbers, in this dtype all along. Shapes: → (N, K)."""
+        scale, zero = self.scale.to(dtype), self.middle if self.zero is None else self.zero.to(dtype)
+        if self.group_index is not None:
+            place = self.group_index.long()
+            zero = zero if isinstance(zero, int) else zero[:, place]
+            return (self.numbers.to(dtype) - zero) * scale[:, place]
+        rows, groups = scale.shape
+        numbers = self.numbers.to(dtype).view(rows, groups, self.group)
+        return ((numbers - (zero if isinstance(zero, int) else zero.unsqueeze(-1))) * scale.unsqueeze(-1)).flatten(1)
+
+
+def unpacked(words: Tensor, bits: int, count: int) -> Tensor:
+    """The codes of a stream of bits, the lowest first. Shapes: words (*, W) → (*, count). Dtype: → uint8."""
+    data = _as(words, torch.uint8)
+    if bits == 8:
+        return data[..., :count]
+    if bits == 4:
+        return torch.stack((data & 15, data >> 4), -1).flatten(-2)[..., :count]
+    data = functional.pad(data, (0, -data.shape[-1] % bits))
+    groups = data.view(*data.shape[:-1], data.shape[-1] // bits, bits).to(torch.int16)  # of 8 codes each
+    found = []
+    for start in range(0, 8 * bits, bits):
+        byte, shift = divmod(start, 8)
+        code = groups[..., byte] >> shift
+        if shift + bits > 8:
+            code = code | groups[..., byte + 1] << (8 - shift)
+        found.append((code & ((1 << bits) - 1)).to(torch.uint8))
+    return torch.stack(found, -1).flatten(-2)[..., :count]
+
+
+def packed(codes: Tensor, bits: int) -> Tensor:
+    """Codes as a stream of bits in int32, the lowest first. Shapes: (*, count) → (*, ceil(count * bits / 32))."""
+    count = codes.shape[-1]
+    codes = functional.pad(codes, (0, -count % 32))
+    if bits != 8:
+        eights = codes.view(*codes.shape[:-1], codes.shape[-1] // 8, 8).to(torch.int64)
+        joined = sum(eights[..., place] << place * bits for place in range(8))
+        assert isinstance(joined, Tensor)
+        codes = torch.stack([(joined >> 8 * byte & 255).to(torch.uint8) for byte in range(bits)], -1).flatten(-2)
+    words = -(-count * bits // 32)
+    return _as(codes[..., : 4 * words], torch.int32)
+
+
+def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same bytes of rows as numbers of another size; a copy where axes of one element have strides of their own."""
+    dense = [math.prod(tensor.shape[axis:]) for axis in range(1, tensor.ndim + 1)]
+    if list(tensor.stride()) != dense:
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.view(dtype)

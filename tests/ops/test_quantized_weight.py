@@ -1,0 +1,235 @@
+"""Weights as files hold them: what their tensors stand for, what is refused, and products with them."""
+
+import copy
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.ops.quantize.groups import GROUPED
+from layerzero.ops.quantize.schemes import SCHEMES, scheme_of
+from layerzero.ops.quantize.weight_format import Fields, packed, unpacked
+from layerzero.testing import compare
+from layerzero.testing.generate import random_call
+
+X = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
+
+
+def weight(text, outputs=64, inputs=128, seed=1):
+    of = lz.WeightFormat.of(text)
+    fields = scheme_of(of).random(of, outputs, inputs, torch.Generator().manual_seed(seed))
+    return lz.QuantizedWeight(of, (outputs, inputs), *fields)
+
+
+GPTQ, AWQ = "gptq:bits=4,group=32,zeros=minus_one", "awq:bits=4,group=32,zeros=stored"
+PERMUTED = "gptq:bits=4,group=32,zeros=stored,permuted=True"
+PACKED = "compressed-tensors:bits=4,group=32"
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("count", [1, 7, 32, 33, 96])
+def test_a_stream_of_bits_is_read_back(bits, count):
+    codes = torch.randint(0, 1 << bits, (3, count), dtype=torch.uint8)
+    words = packed(codes, bits)
+    assert words.shape == (3, -(-count * bits // 32))
+    assert torch.equal(unpacked(words, bits, count), codes)
+
+
+@pytest.mark.parametrize("text", [scheme.example for scheme in SCHEMES.values()])
+def test_the_text_of_a_format_reads_back(text):
+    of = lz.WeightFormat.of(text)
+    assert lz.WeightFormat.of(str(of)) == of
+    assert str(of) == text
+
+
+@pytest.mark.parametrize("text", [GPTQ, AWQ, PERMUTED, PACKED, "compressed-tensors:bits=3,zeros=signed,permuted=True"])
+def test_codes_become_the_very_tensors_again(text):
+    known = weight(text)
+    made = GROUPED[known.format.scheme].encoded(known.format, known.codes)
+    for name, mine, theirs in zip(made._fields, made, known.fields, strict=True):
+        assert (mine is None) == (theirs is None), name
+        assert mine is None or torch.equal(mine, theirs), name
+
+
+def test_numbers_are_what_numpy_reads_from_the_bits():
+    pytest.importorskip("numpy")
+    from oracles import truth
+
+    for number in range(60):
+        call = random_call(11, number, function="quantized_linear")
+        if "weight_format" in call.arguments:
+            assert compare.check(call, truth=truth(call)) == [], call.text
+
+
+def test_a_call_takes_the_weight_or_its_tensors():
+    known = weight(GPTQ)
+    whole = lz.quantized_linear(X, known)
+    fields = known.fields
+    apart = lz.quantized_linear(X, fields.data, fields.scale, weight_zero=fields.zero, weight_format=str(known.format))
+    assert torch.equal(whole, apart)
+    torch.testing.assert_close(whole, X @ known.dequantized(torch.float32).t())
+
+
+def test_an_index_in_order_is_no_act_order():
+    fields = weight(GPTQ).fields
+    order = torch.arange(128) // 32
+    known = lz.QuantizedWeight.from_gptq(fields.data, fields.zero, fields.scale, order, group_size=32)
+    assert not known.format.permuted
+    assert str(known.format) == GPTQ
+
+
+def test_a_packed_form_is_made_once_of_the_weight_as_it_is():
+    known, made = weight(PACKED), []
+
+    def pack(given):
+        made.append(given)
+        return given.codes.numbers, 1
+
+    first = known.packed.form("a kernel", pack)
+    assert known.packed.form("a kernel", pack) is first
+    assert torch.equal(first, known.codes.numbers)
+    assert len(made) == 1
+    arguments = [known.fields.data, known.fields.scale, None, None, None]
+    assert known.packed.kind_for(*arguments) == "packed"
+    assert known.packed.kind_for(arguments[0], arguments[1].clone(), None, None, None) == "foreign"
+    known.fields.scale.mul_(2.0)
+    assert known.packed.kind_for(*arguments) == "stale"
+    with pytest.raises(lz.InvalidCallError, match="written into"):
+        lz.quantized_linear(X, known)
+    known.packed.refresh()
+    torch.testing.assert_close(lz.quantized_linear(X, known), X @ known.dequantized(torch.float32).t())
+
+
+def test_a_packed_weight_of_other_tensors_is_refused():
+    known, other = weight(GPTQ), weight(GPTQ, seed=2)
+    mixed = lz.QuantizedWeight(known.format, known.shape, known.fields.data, other.fields.scale, known.fields.zero)
+    with pytest.raises(lz.InvalidCallError, match="packed: wanted the PackedWeight of this very weight"):
+        lz.quantized_linear(X, mixed, packed=known.packed)
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_a_weight_is_copied_with_its_tensors(again):
+    known = weight(PERMUTED)
+    made = again(known)
+    assert made.format == known.format
+    assert torch.equal(made.dequantized(), known.dequantized())
+    assert torch.equal(lz.quantized_linear(X, made), lz.quantized_linear(X, known))
+
+
+def changed(text, **fields):
+    known = weight(text)
+    found = {name: change(each) for name, each in known.fields._asdict().items() if (change := fields.get(name))}
+    return lambda: lz.QuantizedWeight(known.format, known.shape, **{**known.fields._asdict(), **found})
+
+
+def nan_at(place):
+    def change(tensor):
+        made = tensor.clone()
+        made[place] = float("nan")
+        return made
+
+    return change
+
+
+WRONG = {
+    "data: wanted int32 (16, 64) for 64 x 128 numbers of gptq": changed(GPTQ, data=lambda each: each[:15]),
+    "scale: wanted bfloat16 or float16 or float32 (4, 64)": changed(GPTQ, scale=torch.t),
+    "data: wanted int32 (16, 64) for": changed(GPTQ, data=torch.Tensor.float),
+    "zero: wanted a tensor (4, 8) with gptq": changed(GPTQ, zero=lambda _: None),
+    "scale: wanted finite numbers other than 0 with gptq:bits=4,group=32,zeros=minus_one, got nan at (1, 2)": changed(
+        GPTQ, scale=nan_at((1, 2))
+    ),
+    "got 0 at (0, 0)": changed(PACKED, scale=torch.zeros_like),
+    "group_index: wanted groups from 0 to 3, got 1 to 4": changed(PERMUTED, group_index=lambda each: each + 1),
+    "group_index: wanted 32 columns in each group, got 128 in group 0": changed(PERMUTED, group_index=torch.zeros_like),
+    "zero: wanted numbers from -8 to 7": changed(
+        "compressed-tensors:bits=4,group=32,zeros=signed", zero=lambda each: each + 20
+    ),
+    "group: wanted a divisor of the 128 columns, got 96": lambda: weight("awq:bits=4,group=96,zeros=stored"),
+    "bits: wanted 4 with awq, got 3": lambda: weight("awq:bits=3,group=32,zeros=stored"),
+    "zeros: wanted stored with awq, got 'none'": lambda: lz.QuantizedWeight(
+        "awq:bits=4,group=32", (64, 128), *weight(AWQ).fields
+    ),
+    "format: wanted one of gptq, awq": lambda: lz.QuantizedWeight("marlin", (64, 128), torch.zeros(2, 2)),
+    "format: wanted kind=str, bits=int": lambda: lz.WeightFormat.of("gptq:bits=four"),
+    "shape: wanted 64 rows, which data (16, 64) holds, got 32": lambda: lz.QuantizedWeight(
+        lz.WeightFormat.of(GPTQ), (32, 128), *weight(GPTQ).fields
+    ),
+    "qzeros: wanted a tensor of 2 axes, got None": lambda: lz.QuantizedWeight.from_gptq(
+        weight(GPTQ).fields.data, None, weight(GPTQ).fields.scale
+    ),
+}
+
+
+@pytest.mark.parametrize("problem", WRONG)
+def test_a_weight_that_is_none_says_what_was_wanted(problem):
+    with pytest.raises(lz.InvalidCallError) as raised:
+        WRONG[problem]()
+    assert problem in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("problem", "arguments"),
+    [
+        ("weight: wanted int32 (8, 64) for 64 x 64 numbers of gptq", {"input": X[:, :64]}),
+        ("bias: wanted shape (64,), got (63,)", {"bias": torch.ones(63)}),
+        ("activations: wanted None with weight_format=", {"activations": "int8"}),
+        ("weight_zero: wanted a tensor (4, 8)", {"weight_zero": None}),
+        ("second_scale: wanted None with gptq", {"second_scale": torch.ones(())}),
+        ("weight_zero: wanted None without weight_format", {"weight_format": None}),
+        ("format: wanted one of gptq, awq", {"weight_format": "exl2"}),
+    ],
+)
+def test_a_call_whose_tensors_do_not_fit_says_so(problem, arguments):
+    fields = weight(GPTQ).fields
+    given = {"input": X, "weight": fields.data, "weight_scale": fields.scale, "weight_zero": fields.zero}
+    with pytest.raises(lz.InvalidCallError) as raised:
+        lz.quantized_linear(**{**given, "weight_format": GPTQ, **arguments})
+    assert problem in str(raised.value)
+
+
+def test_a_weight_stands_for_nothing_else():
+    with pytest.raises(lz.InvalidCallError, match="weight_scale: wanted None with a QuantizedWeight"):
+        lz.quantized_linear(X, weight(GPTQ), torch.ones(4, 64))
+    with pytest.raises(lz.InvalidCallError, match="weight: wanted a tensor, got a QuantizedWeight"):
+        lz.linear(X, weight(GPTQ))
+
+
+FAULTS = {
+    "swapped nibbles": lambda codes: replace(
+        codes, numbers=codes.numbers.view(len(codes.numbers), -1, 2).flip(-1).flatten(1)
+    ),
+    "the next group": lambda codes: replace(codes, scale=codes.scale.roll(1, 1)),
+    "the next row's scale": lambda codes: replace(codes, scale=codes.scale.roll(1, 0)),
+    "a zero point off by one": lambda codes: replace(codes, numbers=codes.numbers + 1),
+    "no act-order": lambda codes: replace(codes, group_index=None),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_kernel_with_a_mistake_in_its_codes_is_found(fault):
+    found = 0
+    for number in range(400):
+        call = random_call(5, number, function="quantized_linear", dtype=torch.bfloat16)
+        of = call.arguments.get("weight_format") and lz.WeightFormat.of(call.arguments["weight_format"])
+        if not of or of.scheme not in GROUPED or call.arguments["input"].shape[-1] % 2 or not of.group:
+            continue
+        if fault == "no act-order" and not of.permuted:
+            continue
+
+        def run(of=of, **arguments):
+            names = ("weight", "weight_scale", "weight_zero", "group_index")
+            fields = Fields(*[arguments.get(name) for name in names])
+            codes = GROUPED[of.scheme].codes(of, fields, arguments["input"].shape[-1])
+            result = torch.nn.functional.linear(
+                arguments["input"].float(), FAULTS[fault](codes).dequantized(torch.float32)
+            )
+            result = result if arguments.get("bias") is None else result + arguments["bias"]
+            return result.to(arguments.get("out_dtype") or arguments["input"].dtype)
+
+        found += bool(compare.check(call, run=run))
+        if found == 3:
+            return
+    raise AssertionError(f"{fault}: {found} calls found it")
