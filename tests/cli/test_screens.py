@@ -329,6 +329,10 @@ def test_no_share_of_a_ceiling_is_above_it_without_a_word(flops, why):
 
 
 def test_tune_takes_parameters_and_says_what_its_brackets_are():
+    @lz.register_kernel("norm.rms", "mine.rms_norm")
+    def mine(input, weight, *, eps=1e-6):
+        return rms_norm(input, weight.shape, weight, eps)
+
     result = run("tune rms_norm --param eps=0.1 --shapes 4x64 --dtype float32 --no-isolation --samples 3 --again")
     assert "rms_norm" in result.output
     assert "in brackets: how many times as long the next one takes; noise: no longer than times" in result.output

@@ -63,4 +63,4 @@ def kind(type_: object) -> str:
     """Name a type as Python writes it in an annotation."""
     if isinstance(type_, tuple):
         return " | ".join(kind(each) for each in type_)
-    return type_.__name__ if type(type_) is type else str(type_).replace("typing.", "")
+    return type_.__name__ if isinstance(type_, type) else str(type_).replace("typing.", "")
