@@ -186,3 +186,38 @@ def test_every_family_of_products_widens_from_enough_rows_for_each_weight(functi
 
     assert "widened" not in chosen(1)
     assert chosen(8) == widened
+
+
+@pytest.mark.parametrize(("dtype", "queries", "kv_heads", "widens"), [
+    (torch.float16, 16, 4, True),
+    (torch.float16, 1, 4, True),
+    (torch.float16, 1, 2, True),
+    (torch.bfloat16, 16, 4, False),  # torch's operator adds up in float32 there
+    (torch.bfloat16, 1, 4, True),
+    (torch.bfloat16, 1, 2, False),
+])  # fmt: skip
+def test_attention_widens_where_torchs_operator_is_slower(dtype, queries, kv_heads, widens):
+    query, key = (torch.ones(1, heads, rows, 16, dtype=dtype) for heads, rows in ((4, queries), (kv_heads, 32)))
+    assert (
+        lz.explain("attention", query, key, key, layout="BHSD", device=AVX2).kernel_id == "torch.sdpa.cpu_flash_widened"
+    ) == widens
+    starts = torch.tensor([0, queries], dtype=torch.int32), torch.tensor([0, 32], dtype=torch.int32)
+    rows = [each[0].transpose(0, 1) for each in (query, key, key)]
+    report = lz.explain("ragged_attention", *rows, *starts, device=AVX2)
+    assert (report.kernel_id == "torch.ragged_sdpa_widened") == (dtype is torch.float16)
+
+
+@pytest.mark.parametrize("more", [{"sinks": torch.zeros(4)}, {"kv_lens": torch.tensor([20], dtype=torch.int32)}])
+def test_attention_that_torch_has_not_is_widened_by_itself(here, monkeypatch, more):
+    here("avx2")
+    kinds = []
+    operator = torch._scaled_dot_product_flash_attention_for_cpu
+
+    def seen(query, *given, **named):
+        kinds.append(query.dtype)
+        return operator(query, *given, **named)
+
+    monkeypatch.setattr(torch, "_scaled_dot_product_flash_attention_for_cpu", seen)
+    query, key = (torch.randn(1, heads, 32, 16).half() for heads in (4, 4))
+    lz.attention(query, key, key, layout="BHSD", causal=False, **more)
+    assert set(kinds) == {torch.float32}

@@ -40,3 +40,74 @@ def test_a_product_has_the_dtype_that_was_asked_for_and_is_as_near_as_torchs(dty
         lz.unlock("mlp.linear")
     theirs, ours = (error(each, exact) for each in found.values())
     assert ours <= 1.01 * theirs + 1e-7
+
+
+def attention_call(dtype, queries, keys, heads=4, kv_heads=2, batch=3, size=16):
+    torch.manual_seed(0)
+    query = torch.randn(batch, heads, queries, size).to(dtype)
+    return query, *(torch.randn(batch, kv_heads, keys, size).to(dtype) for _ in range(2))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("heads_at_once", [1, 2, 3, 6, 100])
+@pytest.mark.parametrize("mask", [None, (5, 20), (3, 1, 5, 20), (1, 4, 5, 20), (3, 4, 1, 20)], ids=str)
+def test_attention_takes_heads_in_blocks(monkeypatch, dtype, heads_at_once, mask):
+    head_bytes = 8 * (20 + 2 * 5) * 16
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(widened, "BLOCK_BYTES", heads_at_once * head_bytes)
+    query, key, value = attention_call(dtype, 5, 20)
+    bias = None if mask is None else torch.randn(mask).to(dtype)
+    sizes = []
+
+    def operator(query, *given, **named):
+        sizes.append(query.shape[0] * query.shape[1] // 2)
+        assert query.dtype is torch.float32
+        return torch._scaled_dot_product_flash_attention_for_cpu(query, *given, **named)
+
+    output, lse = widened.attended(operator)(query, key, value, 0.0, False, attn_mask=bias, scale=0.3)
+    wide = [each.float() for each in (query, key, value)]
+    expected = torch._scaled_dot_product_flash_attention_for_cpu(
+        *wide, 0.0, False, attn_mask=None if bias is None else bias.float(), scale=0.3
+    )
+    assert output.dtype is dtype
+    assert lse.dtype is torch.float32
+    assert torch.equal(output, expected[0].to(dtype))
+    torch.testing.assert_close(lse, expected[1])
+    assert max(sizes) <= heads_at_once
+    assert sum(sizes) == 6
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("more", [{}, {"causal": True}, {"return_lse": True}, {"scale": 0.5}], ids=str)
+@pytest.mark.parametrize(("queries", "keys"), [(1, 40), (9, 9), (33, 33)])
+def test_attention_is_as_near_as_torchs(dtype, more, queries, keys):
+    more = more if queries == keys else {**more, "causal": False}
+    call = attention_call(dtype, queries, keys)
+    exact = lz.attention(*[each.double() for each in call], layout="BHSD", **more)
+    found = {}
+    for kernel in ("torch.sdpa.cpu_flash", "torch.sdpa.cpu_flash_widened"):
+        lz.lock(lz.explain("attention", *call, layout="BHSD", **more).operation, kernel)
+        found[kernel] = lz.attention(*call, layout="BHSD", **more)
+    if more.get("return_lse"):
+        assert all(lse.dtype is torch.float32 for _, lse in found.values())
+        found, exact = {name: each for name, (each, _) in found.items()}, exact[0]
+    theirs, ours = (error(each, exact) for each in found.values())
+    assert found["torch.sdpa.cpu_flash_widened"].dtype is dtype
+    assert ours <= 1.01 * theirs + 1e-7
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("lengths", [((3, 0, 5), (7, 2, 5)), ((1, 1), (40, 9))], ids=str)
+def test_attention_of_unlike_lengths_is_as_near_as_torchs(dtype, lengths):
+    torch.manual_seed(0)
+    (rows, keys), starts = lengths, [torch.tensor(each).cumsum(0).int() for each in lengths]
+    starts = [torch.nn.functional.pad(each, (1, 0)) for each in starts]
+    tokens = [torch.randn(sum(count), 4, 16).to(dtype) for count in (rows, keys, keys)]
+    exact = lz.ragged_attention(*[each.double() for each in tokens], *starts, causal=False)
+    found = {}
+    for kernel in ("torch.ragged_sdpa", "torch.ragged_sdpa_widened"):
+        lz.lock("attention.standard.prefill.ragged", kernel)
+        found[kernel] = lz.ragged_attention(*tokens, *starts, causal=False)
+    theirs, ours = (error(each, exact) for each in found.values())
+    assert found["torch.ragged_sdpa_widened"].dtype is dtype
+    assert ours <= 1.01 * theirs + 1e-7

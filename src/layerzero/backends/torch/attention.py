@@ -29,6 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.backends.torch.widened import Attend, attended, attends, in_float32
+from layerzero.core import emulation
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
@@ -91,9 +93,9 @@ def sdpa_operator(name: str) -> Callable[..., Any]:
     return generated or getattr(torch.ops.aten, full).default
 
 
-def load_cpu_flash(facts: Facts) -> Callable[..., Any]:
+def load_cpu_flash(facts: Facts, attend: Attend | None = None) -> Callable[..., Any]:
     """Load torch's fused kernel on a CPU, BHSD, which also gives the log-sum-exp; short rows get a mask."""
-    operator = sdpa_operator("flash_attention_for_cpu")
+    operator = attend or sdpa_operator("flash_attention_for_cpu")
     causal_here, dtype = facts.get("causal") is True, facts.tensors["query"].dtype
     recording, math = bool(facts["requires_grad"]), sdpa_operator("attention_math")
 
@@ -218,35 +220,49 @@ def _load(facts: Facts) -> Callable[..., Any]:
     return run
 
 
-KERNELS = (
-    Kernel(
-        id="torch.sdpa.cpu_flash",
-        operations=attention.ALL,
-        backend=TORCH,
-        load=load_cpu_flash,
-        layout="BHSD",
-        accepts=(*SDPA_ARGUMENTS, "attn_mask", "return_lse"),
-        folds=FOLDED,
-        limits=(
-            limit.platform("cpu"),
-            limit.dtype(*_FLOATS),
-            limit.equal("value_dim", "head_dim"),
-            limit.one_of("bias_grad", False),  # it refuses to differentiate a mask
-            SquareCausal(),
-            limit.one_of("attn_mask", "none", "float", foldable=True),
-            limit.Custom("float64: a float64 mask", _readable_mask),
-            limit.Custom("causal: scale > 0", positive_beside_causal),
-            LseWithoutGradient(),
-            SdpaEnabled("flash"),
-            limit.last_stride_one("query", "key", "value"),
-        ),
-        grad=True,
-        handles_negated=True,
-        graph_safe=False,
-        priority=50,
-        stock=gives_no_lse,
-        aliases=("torch.sdpa.causal", "torch.sdpa"),
+def cpu_attend(facts: Facts) -> Attend:
+    """The operator that kernels run of which torch has none: in float32 where the CPU emulates the call's float16."""
+    operator = sdpa_operator("flash_attention_for_cpu")
+    pays = facts["dtype"] is torch.float16 and emulation.emulates(facts.device, torch.float16)
+    return attended(operator) if pays else operator
+
+
+def _load_widened(facts: Facts) -> Callable[..., Any]:
+    return load_cpu_flash(facts, attended(sdpa_operator("flash_attention_for_cpu")))
+
+
+_CPU_FLASH = Kernel(
+    id="torch.sdpa.cpu_flash",
+    operations=attention.ALL,
+    backend=TORCH,
+    load=load_cpu_flash,
+    layout="BHSD",
+    accepts=(*SDPA_ARGUMENTS, "attn_mask", "return_lse"),
+    folds=FOLDED,
+    limits=(
+        limit.platform("cpu"),
+        limit.dtype(*_FLOATS),
+        limit.equal("value_dim", "head_dim"),
+        limit.one_of("bias_grad", False),  # it refuses to differentiate a mask
+        SquareCausal(),
+        limit.one_of("attn_mask", "none", "float", foldable=True),
+        limit.Custom("float64: a float64 mask", _readable_mask),
+        limit.Custom("causal: scale > 0", positive_beside_causal),
+        LseWithoutGradient(),
+        SdpaEnabled("flash"),
+        limit.last_stride_one("query", "key", "value"),
     ),
+    grad=True,
+    handles_negated=True,
+    graph_safe=False,
+    priority=50,
+    stock=gives_no_lse,
+    aliases=("torch.sdpa.causal", "torch.sdpa"),
+)
+
+KERNELS = (
+    _CPU_FLASH,
+    in_float32(_CPU_FLASH, attends, _load_widened, id="torch.sdpa.cpu_flash_widened"),
     Kernel(
         id="torch.sdpa.math",
         operations=attention.ALL,

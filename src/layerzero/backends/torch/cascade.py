@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import TORCH
+from layerzero.backends.torch.attention import TORCH, cpu_attend
 from layerzero.backends.torch.varlen import Slice, attend_each
 from layerzero.core import limits as limit
 from layerzero.core.errors import InvalidCallError
@@ -50,6 +50,7 @@ def as_decode(output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 def _load_cascade(facts: Facts) -> Callable[..., Any]:
     page_size = facts.size("page_size")
+    attend = cpu_attend(facts)
 
     def run(
         query: Tensor,
@@ -78,7 +79,7 @@ def _load_cascade(facts: Facts) -> Callable[..., Any]:
                 yield tokens[row : row + 1], keys, values, None
 
         parts = [
-            attend_each(each, tokens, causal=False, scale=scale, window=None, return_lse=True)
+            attend_each(each, tokens, causal=False, scale=scale, window=None, return_lse=True, attend=attend)
             for each in (prefix(), rest())
         ]
         output, lse = as_decode(*merge(*parts[0], *parts[1]))

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.backends.latent import joined
-from layerzero.backends.torch.attention import TORCH, positive_beside_causal
+from layerzero.backends.torch.attention import TORCH, cpu_attend, positive_beside_causal
 from layerzero.backends.torch.varlen import Slice, attend_each
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -81,6 +81,7 @@ def _load_expression(facts: Facts) -> Callable[..., Any]:
 
 def _load_cpu(facts: Facts) -> Callable[..., Any]:
     page_size, latent = facts.size("page_size"), facts.size("latent_dim")
+    attend = cpu_attend(facts)
 
     def run(
         q_nope: Tensor,
@@ -103,7 +104,13 @@ def _load_cpu(facts: Facts) -> Callable[..., Any]:
                 yield query[row], keys, keys, None
 
         found = attend_each(
-            sequences(), query.flatten(0, 1), causal=True, scale=scale, window=None, return_lse=return_lse
+            sequences(),
+            query.flatten(0, 1),
+            causal=True,
+            scale=scale,
+            window=None,
+            return_lse=return_lse,
+            attend=attend,
         )
         output = (found[0] if return_lse else found)[..., :latent].unflatten(0, (batch, queries)).contiguous()
         return (output, found[1].unflatten(1, (batch, queries)).transpose(0, 1).contiguous()) if return_lse else output
@@ -141,6 +148,7 @@ def _load_cuda(facts: Facts) -> Callable[..., Any]:
 def _load_narrow_values(facts: Facts) -> Callable[..., Any]:
     value_dim = facts.size("value_dim")
     lacking = facts.size("head_dim") - value_dim
+    attend = cpu_attend(facts)
 
     def run(
         query: Tensor,
@@ -156,7 +164,9 @@ def _load_narrow_values(facts: Facts) -> Callable[..., Any]:
         wide = functional.pad(value, (0, lacking))
         pairs = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
         sequences = ((query[a:b], key[c:d], wide[c:d], None) for (a, b), (c, d) in pairs)
-        found = attend_each(sequences, query, causal=causal, scale=scale, window=None, return_lse=return_lse)
+        found = attend_each(
+            sequences, query, causal=causal, scale=scale, window=None, return_lse=return_lse, attend=attend
+        )
         if not return_lse:
             return found[..., :value_dim].contiguous()
         return found[0][..., :value_dim].contiguous(), found[1]

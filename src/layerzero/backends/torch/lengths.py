@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import TORCH, positive_beside_causal
+from layerzero.backends.torch.attention import TORCH, cpu_attend, positive_beside_causal
 from layerzero.backends.torch.varlen import FLASH, Slice, attend_each, lse_of_tokens
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -32,6 +32,8 @@ def _by_sequence(found: Any, batch: int, *, return_lse: bool) -> Any:
 
 
 def _load_cpu(facts: Facts) -> Callable[..., Any]:
+    attend = cpu_attend(facts)
+
     def run(
         query: Tensor,
         key: Tensor,
@@ -48,7 +50,13 @@ def _load_cpu(facts: Facts) -> Callable[..., Any]:
                 yield query[row], key[row, :length], value[row, :length], None
 
         found = attend_each(
-            sequences(), query.flatten(0, 1), causal=causal, scale=scale, window=window, return_lse=return_lse
+            sequences(),
+            query.flatten(0, 1),
+            causal=causal,
+            scale=scale,
+            window=window,
+            return_lse=return_lse,
+            attend=attend,
         )
         return _by_sequence(found, len(query), return_lse=return_lse)
 

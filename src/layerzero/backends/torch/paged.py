@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import TORCH, positive_beside_causal
+from layerzero.backends.torch.attention import TORCH, cpu_attend, positive_beside_causal
 from layerzero.backends.torch.softcap import with_sinks
 from layerzero.backends.torch.varlen import EACH, FLASH, Slice, attend_each, longest_queries, lse_of_tokens
 from layerzero.core import limits as limit
@@ -106,6 +106,7 @@ def load_each(facts: Facts) -> Callable[..., Any]:
     """Sequence by sequence, each with its own pages."""
     page_size, slopes = facts.size("page_size"), facts.tensors.get("alibi_slopes")
     by_sequence = slopes is not None and len(slopes.shape) == 2
+    attend = cpu_attend(facts)
 
     def run(
         query: Tensor,
@@ -135,7 +136,7 @@ def load_each(facts: Facts) -> Callable[..., Any]:
         masks = (of_sequence(tree_mask, first, last, length) for (first, last), length in lengths)
         needed = return_lse or sinks is not None
         found: Any = attend_each(
-            sequences(), query, causal=causal, scale=scale, window=window, return_lse=needed, masks=masks
+            sequences(), query, causal=causal, scale=scale, window=window, return_lse=needed, masks=masks, attend=attend
         )
         if sinks is None:
             return found

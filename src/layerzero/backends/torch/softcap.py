@@ -36,7 +36,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import FOLDED, TORCH, UNLISTED, load_cpu_flash, positive_beside_causal
+from layerzero.backends.torch.attention import (
+    FOLDED,
+    TORCH,
+    UNLISTED,
+    cpu_attend,
+    load_cpu_flash,
+    positive_beside_causal,
+)
+from layerzero.core import emulation
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -53,7 +61,7 @@ LEAST_CAP, MOST_CAP = 1e-6, 1e30
 
 
 def _load_sinks(facts: Facts) -> Callable[..., Any]:
-    flash = load_cpu_flash(facts)
+    flash = load_cpu_flash(facts, cpu_attend(facts))
 
     def run(
         query: Tensor,
@@ -74,6 +82,7 @@ def _load_sinks(facts: Facts) -> Callable[..., Any]:
 
 def _load_softcap(facts: Facts) -> Callable[..., Any]:
     batch_axes = facts.size("kv_heads"), facts.size("heads") // facts.size("kv_heads")
+    emulated = emulation.emulates(facts.device, facts["dtype"])
 
     def softcapped(
         query: Tensor,
@@ -91,7 +100,7 @@ def _load_softcap(facts: Facts) -> Callable[..., Any]:
         tangent = query.dtype == torch.float32 or softcap >= WIDE_CAP
         factor = (size**-0.5 if scale is None else scale) / softcap * (1 if tangent else 2)
         keys = key.to(torch.float32).reshape(batch * kv_heads, seq_k, size).transpose(1, 2)
-        values = value.reshape(batch * kv_heads, seq_k, value_dim)
+        values = (value.float() if emulated else value).reshape(batch * kv_heads, seq_k, value_dim)
         queries = query.to(torch.float32).mul(factor).reshape(batch * kv_heads, group, seq_q, size)
         output = query.new_empty((batch, seq_q, heads, value_dim)).transpose(1, 2)
         for first in range(0, seq_q, ROWS):
@@ -110,7 +119,7 @@ def _load_softcap(facts: Facts) -> Callable[..., Any]:
             weights = torch.softmax(scores, -1)
             if empty is not None:
                 weights.view(batch, heads, rows, seen).masked_fill_(empty, 0.0)
-            found = torch.bmm(weights.to(value.dtype), values[:, :seen])
+            found = torch.bmm(weights.to(values.dtype), values[:, :seen])
             output[:, :, first:last] = found.view(batch, heads, rows, value_dim)
         return output
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.torch.attention import TORCH
+from layerzero.backends.torch.attention import TORCH, cpu_attend
 from layerzero.backends.torch.cuda_attention import aligned_rows, own_heads
 from layerzero.backends.torch.varlen import FLASH, Slice, attend_each, lse_of_tokens
 from layerzero.core import limits as limit
@@ -56,6 +56,8 @@ def _load_masked(facts: Facts) -> Callable[..., Any]:
 
 
 def _load_rows(facts: Facts) -> Callable[..., Any]:
+    attend = cpu_attend(facts)
+
     def run(
         query: Tensor,
         key: Tensor,
@@ -76,7 +78,7 @@ def _load_rows(facts: Facts) -> Callable[..., Any]:
                 key, value = (each[blocks].flatten(0, 1) for each in (keys, values))
                 yield query[row * block_rows : (row + 1) * block_rows], key, value, None
 
-        return attend_each(rows(), query, causal=False, scale=scale, window=None, return_lse=return_lse)
+        return attend_each(rows(), query, causal=False, scale=scale, window=None, return_lse=return_lse, attend=attend)
 
     return run
 

@@ -35,6 +35,7 @@ from layerzero.backends.torch.attention import (
 )
 from layerzero.backends.torch.cuda_attention import aligned_rows
 from layerzero.backends.torch.softcap import with_sinks
+from layerzero.backends.torch.widened import Attend, attended, attends, in_float32
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -100,12 +101,14 @@ def attend_each(
     window: tuple[int, int] | None,
     return_lse: bool,
     masks: Iterable[Tensor | None] = repeat(None),
+    attend: Attend | None = None,
 ) -> Any:
     """Attention of one sequence after the other: (T, H, D), and (H, T) of the log-sum-exp; ``like`` is all queries.
 
     ``masks`` (S, S_k), True where a key is seen, come one with each sequence. There is a log-sum-exp on a CPU alone.
+    ``attend`` is what runs there, torch's operator by default.
     """
-    operator = sdpa_operator("flash_attention_for_cpu") if like.device.type == "cpu" else _function
+    operator = (attend or sdpa_operator("flash_attention_for_cpu")) if like.device.type == "cpu" else _function
     outputs: list[Tensor] = []
     sums: list[Any] = []
     for (query, key, value, slopes), mask in zip(sequences, masks, strict=False):
@@ -183,7 +186,7 @@ def _seen(lse: Tensor, mask: Tensor | None) -> Tensor:
     return lse.float()
 
 
-def _load_ragged(facts: Facts) -> Callable[..., Any]:
+def _load_ragged(facts: Facts, attend: Attend | None = None) -> Callable[..., Any]:
     by_sequence = facts["alibi_slopes"] != "none" and len(facts.tensors["alibi_slopes"].shape) == 2
 
     def run(
@@ -211,7 +214,9 @@ def _load_ragged(facts: Facts) -> Callable[..., Any]:
             for number, ((first, last), (first_k, last_k)) in enumerate(pairs)
         )
         needed = return_lse or sinks is not None
-        found: Any = attend_each(sequences, query, causal=causal, scale=scale, window=window, return_lse=needed)
+        found: Any = attend_each(
+            sequences, query, causal=causal, scale=scale, window=window, return_lse=needed, attend=attend
+        )
         if sinks is None:
             return found
         output, lse = found
@@ -219,6 +224,10 @@ def _load_ragged(facts: Facts) -> Callable[..., Any]:
         return (output, summed[1]) if return_lse else output
 
     return run
+
+
+def _load_widened(facts: Facts) -> Callable[..., Any]:
+    return _load_ragged(facts, attended(sdpa_operator("flash_attention_for_cpu")))
 
 
 def _no_gradient_of_sinks(facts: Facts) -> Reason | None:
@@ -314,29 +323,32 @@ EACH = (
 """What torch's function takes of one sequence after the other; it has a kernel for each while math may run."""
 
 
-KERNELS = (
-    Kernel(
-        id="torch.ragged_sdpa",
-        operations=ragged.RAGGED,
-        backend=TORCH,
-        load=_load_ragged,
-        accepts=("causal", "scale", "window", "sinks", "alibi_slopes", "return_lse"),
-        limits=(
-            limit.platform("cpu"),
-            limit.dtype(*_FLOATS),
-            limit.equal("value_dim", "head_dim"),
-            limit.one_of("bias_grad", False),
-            limit.Custom("causal: scale > 0", positive_beside_causal),
-            LseWithoutGradient(),
-            limit.Custom("sinks: no gradients", _no_gradient_of_sinks),
-            SdpaEnabled("flash"),
-            limit.last_stride_one("query", "key", "value"),
-        ),
-        grad=True,
-        graph_safe=False,
-        priority=50,
-        stock=_square,
+_RAGGED = Kernel(
+    id="torch.ragged_sdpa",
+    operations=ragged.RAGGED,
+    backend=TORCH,
+    load=_load_ragged,
+    accepts=("causal", "scale", "window", "sinks", "alibi_slopes", "return_lse"),
+    limits=(
+        limit.platform("cpu"),
+        limit.dtype(*_FLOATS),
+        limit.equal("value_dim", "head_dim"),
+        limit.one_of("bias_grad", False),
+        limit.Custom("causal: scale > 0", positive_beside_causal),
+        LseWithoutGradient(),
+        limit.Custom("sinks: no gradients", _no_gradient_of_sinks),
+        SdpaEnabled("flash"),
+        limit.last_stride_one("query", "key", "value"),
     ),
+    grad=True,
+    graph_safe=False,
+    priority=50,
+    stock=_square,
+)
+
+KERNELS = (
+    _RAGGED,
+    in_float32(_RAGGED, attends, _load_widened),
     Kernel(
         id="torch.ragged_each",
         operations=ragged.RAGGED,
