@@ -13,10 +13,13 @@ from torch import Tensor, nn
 
 import layerzero as lz
 from clock import Clock
+from counting import events
 from layerzero.integrations.optimize.models import compiled_calls
-from layerzero.integrations.optimize.models.compiled import Compiled
+from layerzero.integrations.optimize.models.compiled import Bound, Compiled
 from layerzero.integrations.optimize.models.compilers import COMPILERS, Compiler, Flat
+from layerzero.integrations.optimize.swaps.stamp import Stamp
 from layerzero.integrations.optimize.times import timing, workload
+from layerzero.ops.linear import packed
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning"),
@@ -259,6 +262,50 @@ def test_a_change_gives_the_call_to_the_models_own_code(monkeypatch: pytest.Monk
         torch.set_num_threads(threads)
     assert library.calls == before
     report.undo()
+
+
+def watched(module: nn.Module) -> Compiled:
+    state = Compiled(module)
+    state.stamp = Stamp(module)
+    return state
+
+
+def test_a_call_asks_little_of_each_weight() -> None:
+    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(40)]).eval()
+    state, rows = watched(model), [torch.ones(1, 16)]
+    with torch.no_grad():
+        assert state.serves(rows)
+        assert len(events(lambda: state.serves(rows))) < 4 * 80
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_one_number_written_past_torchs_count_is_seen_in_time_and_stays_seen(
+    monkeypatch: pytest.MonkeyPatch, native: bool
+) -> None:
+    if not native:
+        monkeypatch.setattr(packed, "IN_C", {})
+    model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100)).eval()
+    state, rows = watched(model), [torch.ones(1, 100)]
+    with torch.no_grad():
+        for _ in range(packed.LOOKS + 5):
+            assert state.serves(rows)
+        model[1].weight.data[61, 7] += 1.0
+        served = [state.serves(rows) for _ in range(packed.LOOKS + 5)]
+    assert served.index(False) <= packed.LOOKS
+    assert not any(served[packed.LOOKS :])
+
+
+@pytest.mark.parametrize("rows", [[[1, 2], [0, 3]], [[1] * 300, [0] * 299 + [3]]], ids=["few", "many"])
+def test_numbers_beyond_what_was_compared_are_not_served(rows: list[list[int]]) -> None:
+    ids = torch.tensor(rows)
+    assert Bound(0, 3, full_rows=True).holds(ids)
+    assert not Bound(0, 2).holds(ids)
+    assert not Bound(1, 3).holds(ids)
+    ids[1] = 0
+    assert Bound(0, 3).holds(ids)
+    assert not Bound(0, 3, full_rows=True).holds(ids)
+    assert Bound(0, 1, full_rows=True).holds(ids[:1].bool())
+    assert not Bound(0, 1, full_rows=True).holds(ids.bool())
 
 
 @pytest.mark.parametrize("what", ["gradients", "weights", "autocast", "copy", "positional"])

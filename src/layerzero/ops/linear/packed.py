@@ -15,7 +15,7 @@ import math
 import weakref
 import zlib
 from array import array
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from operator import itemgetter
 from typing import Any, cast
 
@@ -62,7 +62,7 @@ class Glance:
         late: whether a part differed, where the words that each look compares did not: calls before may have missed it.
     """
 
-    __slots__ = ("_at", "_bytes", "_left", "_memory", "_part", "_stands", "_storage", "_sums", "late")
+    __slots__ = ("_at", "_bytes", "_left", "_memory", "_part", "_places", "_stands", "_storage", "_sums", "late")
 
     def __init__(self, weight: Tensor) -> None:
         self.late = False
@@ -77,8 +77,8 @@ class Glance:
         if offset + words * _WORD > self._bytes:  # it was exchanged in between
             return
         self._memory = (ctypes.c_uint64 * words).from_address(self._at + offset)
-        places = [int(words * (number * _GOLDEN % 1.0)) for number in range(1, WORDS + 1)]
-        self._stands = _stands(self._memory, places)
+        self._places = [int(words * (number * _GOLDEN % 1.0)) for number in range(1, WORDS + 1)]
+        self._stands = _stands(self._memory, self._places)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy's weight lies elsewhere: its glance is taken anew."""
@@ -117,6 +117,44 @@ class Glance:
             number = left // EVERY
             self.late = self._sum(number * self._part) != self._sums[number]
         return self.late
+
+
+class Glances:
+    """What stood in the memory of all weights of a model, compared in one go: in C in a quarter of the time.
+
+    The caller sees first that each weight is where it was. So many parts are compared at each look that any write is
+    seen within :data:`LOOKS`.
+    """
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        self._each = [each for each in map(Glance, weights) if each._is_there()]
+        for each in self._each:
+            each.sum_up()
+        self._parts = [
+            (each, start, total)
+            for each in self._each
+            for start, total in zip(range(0, ctypes.sizeof(each._memory), each._part), each._sums, strict=True)
+        ]
+        self._some, self._next, self._late = -(-len(self._parts) // LOOKS), 0, False
+        words = {
+            ctypes.addressof(each._memory) + _WORD * at: each._memory[at] for each in self._each for at in each._places
+        }
+        in_c, self._stands = IN_C.get("stands"), None
+        if in_c is not None and not any(each % _WORD for each in words):
+            places = array("q", [each // _WORD for each in words])
+            self._stands = functools.partial(in_c, 0, places.tobytes(), array("Q", words.values()).tobytes())
+
+    @property
+    def differ(self) -> bool:
+        """Whether something else stands anywhere now."""
+        if self._late or not (self._stands() if self._stands else all(each._stands() for each in self._each)):
+            return True
+        first, self._next = self._next, self._next + self._some
+        looked_at = self._parts[first : self._next]
+        if self._next >= len(self._parts):
+            self._next = 0
+        self._late = any(each._sum(start) != total for each, start, total in looked_at)
+        return self._late
 
 
 def _stands(memory: Any, places: list[int]) -> Callable[[], bool]:

@@ -24,8 +24,11 @@ from layerzero.core.errors import LayerZeroWarning, in_short
 from layerzero.engine.config import current_policy
 from layerzero.integrations.optimize.models.compilers import Run
 from layerzero.integrations.optimize.swaps.stamp import Stamp
-from layerzero.integrations.optimize.swaps.swap import MARK, State, Swap, as_forward, serves
-from layerzero.ops.linear.packed import Glance
+from layerzero.integrations.optimize.swaps.swap import MARK, State, Swap, as_forward, is_dense, serves
+from layerzero.ops.linear.packed import Glances
+
+_FEW = 256
+"""Numbers that Python compares sooner than torch does."""
 
 PLAIN: tuple[type, ...] = (bool, int, float, str, type(None), torch.dtype)
 
@@ -49,6 +52,12 @@ class Bound:
         """Whether a tensor keeps to it."""
         if self.least is None or self.most is None or not tensor.numel():
             return True
+        if tensor.numel() <= _FEW:
+            values = tensor.flatten().tolist()
+            if min(values) < self.least or max(values) > self.most:
+                return False
+            length = tensor.shape[-1] if tensor.ndim else 1
+            return not self.full_rows or all(any(values[at : at + length]) for at in range(0, len(values), length))
         least, most = torch.aminmax(tensor.to(torch.uint8) if tensor.dtype is torch.bool else tensor)
         if int(least) < self.least or int(most) > self.most:
             return False
@@ -116,25 +125,22 @@ class Compiled(State):
     def __init__(self, module: Module) -> None:
         super().__init__()
         self.engines: dict[Key, Engine] = {}
-        self._holders = [(each._parameters, name) for each in module.modules() for name in each._parameters]
+        self._holders = [
+            (each._parameters, name, weight, *_standing(weight))
+            for each in module.modules()
+            for name, weight in each._parameters.items()
+        ]
         self._settings = [(vars(each), _told(each)) for each in _configs_of(module)]
         self._host = os.getpid(), torch.get_num_threads()  # threads of a library do not outlive a fork
         self.copy_bytes = sum(each.nbytes for each in (*module.parameters(), *module.buffers()))
-        self._weights = self.weights
-        self._stood = _standing(self._weights)
-        self._glances = [Glance(each) for each in self._weights if each is not None]
-        for each in self._glances:
-            each.sum_up()
+        weights = [weight for _, _, weight, *_ in self._holders if weight is not None]
+        self._others = [each for each in weights if not is_dense(each)]
+        self._glances = Glances(weights)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
         """A copy has weights of its own, for which nothing was compiled."""
         twin = memo[id(self)] = State()
         return twin
-
-    @property
-    def weights(self) -> list[Tensor | None]:
-        """All, as they are now. Raises: KeyError where some are computed."""
-        return [parameters[name] for parameters, name in self._holders]
 
     @property
     def bytes(self) -> int:
@@ -143,25 +149,29 @@ class Compiled(State):
 
     def serves(self, tensors: Sequence[Tensor]) -> bool:
         """Whether weights, settings and modules are what they were, and nobody wants the module's own code."""
-        try:
-            weights = self.weights
-        except KeyError:
-            return False
-        if not all(one is other for one, other in zip(weights, self._weights, strict=True)):
-            return False
+        for parameters, name, weight, version, address in self._holders:  # a loop: it is asked at every call
+            if parameters.get(name, self) is not weight:
+                return False
+            if weight is not None and (
+                weight.data_ptr() != address or (version is not None and weight._version != version)
+            ):
+                return False
+        recording = torch.is_grad_enabled()
+        weights = [each[2] for each in self._holders] if recording else self._others
         if not serves(self, tensors[0], *weights) or (os.getpid(), torch.get_num_threads()) != self._host:
             return False
-        if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+        if recording and any(each.requires_grad for each in tensors):
             return False
-        if _standing(weights) != self._stood or any(each.differs for each in self._glances):
+        if self._glances.differ:
             return False
         return all(_same(now, before) for now, before in self._settings)
 
 
-def _standing(weights: Sequence[Tensor | None]) -> list[tuple[int, int]]:
-    return [
-        (0, 0) if each is None else (0 if each.is_inference() else each._version, each.data_ptr()) for each in weights
-    ]
+def _standing(weight: Tensor | None) -> tuple[int | None, int]:
+    """How often torch wrote into it, None where that is not counted, and where it lies."""
+    if weight is None:
+        return None, 0
+    return None if weight.is_inference() else weight._version, weight.data_ptr()
 
 
 def _configs_of(module: Module) -> list[Any]:
