@@ -19,7 +19,7 @@ from layerzero.integrations.optimize.layers import find as layers
 from layerzero.integrations.optimize.models import compiled_calls, stacks
 from layerzero.integrations.optimize.models.steps import find_steps
 from layerzero.integrations.optimize.modules import find as modules
-from layerzero.integrations.optimize.modules import int8
+from layerzero.integrations.optimize.modules import int8, quantised
 from layerzero.integrations.optimize.selection import time_inputs, time_random_rows
 from layerzero.integrations.optimize.swaps.candidate import watching
 from layerzero.integrations.optimize.swaps.swap import Swap, is_dense, is_swapped
@@ -32,6 +32,7 @@ from layerzero.serving.warmup import Progress, bar_or
 FINDERS: tuple[Callable[[Search], Iterator[Replaced | Left]], ...] = (
     transformers.find,
     layers.find,
+    quantised.find,
     int8.find,
     modules.find,
     diffusers.find_attention,
@@ -55,7 +56,7 @@ def optimize(
     memory_limit: int | None = None,
     weights: str | None = None,
     activations: str | None = None,
-    accuracy: float = int8.ACCURACY,
+    accuracy: float | None = None,
     progress: Progress | None = None,
 ) -> Any:
     """Let LayerZero compute what a model's modules compute, where that is checked to be the same.
@@ -95,14 +96,16 @@ def optimize(
         memory_limit: bytes that packed forms of weights may take together, beside the weights, which stay for state
             dicts; None for no limit, 0 for none at all. A kernel for prompts and one for tokens may keep a form each.
             What has no room is read as it lies, by whichever kernel is fastest then.
-        weights: ``"int8"`` quantises the weights of linear layers, by a scale for each output; nothing is quantised
-            unasked. Each layer is compared with its own code, on the inputs' rows or, without inputs, on random ones;
-            the report says what each loses, and how far the model's output is from its own. Weights stay as they are,
-            for ``undo()``, state dicts and gradients, and int8 follows what is written into them. The layer that gives
-            a model's output, or shares an embedding's weight, is looked at with inputs only. Nothing is compiled then.
+        weights: ``"int8"`` quantises the weights of linear layers, by a scale for each output, ``"int4"`` by one for
+            each 128 columns, ``"int4:32"`` for each 32; nothing is quantised unasked. Each layer is compared with its
+            own code, on the inputs' rows or, without inputs, on random ones; the report says what each loses, and how
+            far the model's output is from its own. Weights stay as they are, for ``undo()``, state dicts, gradients and
+            calls that they serve faster, and codes follow what is written into them. The layer that gives a model's
+            output, or shares an embedding's weight, is looked at with inputs only. Nothing is compiled then.
         activations: ``"int8"`` quantises rows, too, by a scale for each; None multiplies them as they are, which gains
-            at one token of bfloat16 at most. Only with ``weights``.
+            at one token of bfloat16 at most. Only with ``weights="int8"``.
         accuracy: how far a layer's output may be from its own, as a share of its norm; what loses more stays as it was.
+            None is 0.03 for int8 and 0.15 for int4.
         progress: told what is done, how much of it, and of how much; a bar on a terminal if None. Not of tokenizers.
 
     With inputs, on a CPU, each model of Transformers, or the module itself, is also compiled as a whole by ONNX
@@ -240,7 +243,7 @@ def _optimized(
         compiled_calls.keep_faster(targets, report, workload, rounds)
     elif report.replaced:
         report.tune.append("pass inputs= so that the calls which they make are measured and the gain is shown")
-    if asked is not None and not any(each.kind == int8.KIND for each in report.replaced):
+    if asked is not None and not report.made:
         report.tune += int8.hints(asked)
 
 

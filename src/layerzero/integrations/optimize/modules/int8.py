@@ -41,14 +41,18 @@ from layerzero.integrations.optimize.times.workload import RUN
 KIND = "int8"
 """Of what is replaced."""
 
-WEIGHTS = ("int8",)
-"""What weights may be quantised to when asked for."""
+WEIGHTS = {"int8": None, "int4": 128, "int4:32": 32}
+"""What weights may be quantised to when asked for, and in codes of four bits how many columns share a scale."""
+
+LEAST_GROUP = 32
+"""Columns that share a scale, where no more divide a row."""
 
 ACTIVATIONS = (None, "int8")
 
-ACCURACY = 0.03
-"""How far a layer's output may be from its own, relative to its size. Normal rows lose 0.011 in int8, rows that are
-products of two such numbers, as in gated blocks, 0.026 (1024 inputs, 2816 of them)."""
+ACCURACY = {None: 0.03, 128: 0.15, 32: 0.15}
+"""How far a layer's output may be from its own, relative to its size, by columns that share a scale. Normal rows lose
+0.011 in int8, rows that are products of two such numbers, as in gated blocks, 0.026 (1024 inputs, 2816 of them). Normal
+weights lose 0.10 in four bits in groups of 128, 0.09 in groups of 32."""
 
 ROWS = 256
 """Rows of one call at most whose loss is computed."""
@@ -84,7 +88,7 @@ def find(search: Search) -> Iterator[Replaced | Left]:
             found: Candidate | str = NO_TIME
         else:
             with search.time.taking(step):
-                found = _why_not(module) or _untimed(search, at(module, pairs[0][0])) or _by_value(module, pairs)
+                found = why_not(module) or untimed(search, at(module, pairs[0][0])) or _by_value(module, pairs)
         search.taken.add(id(module))
         if isinstance(found, str):
             yield Left(path, name, found)
@@ -120,13 +124,13 @@ def _places(module: Module) -> Iterator[tuple[Place, Tensor]]:
                     yield (held, name, attribute), part
 
 
-def _why_not(module: Module) -> str:
+def why_not(module: Module) -> str:
     """What speaks against another forward, beside the weight."""
     why = refusal(module)
     return "" if "quantised" in why else why
 
 
-def _untimed(search: Search, weight: Tensor | None) -> str:
+def untimed(search: Search, weight: Tensor | None) -> str:
     """Why nothing is known of a product's time; empty where it will be taken."""
     if weight is None or search.workload is not None or weight.device.type in TIMED:
         return ""
@@ -197,7 +201,7 @@ def _checked(
     module: Module, places: tuple[Place, Place], activations: str | None, rows: Tensor, got: Tensor
 ) -> Candidate | str:
     state = Found(module, places, activations)
-    found = _candidate(module, state, rows)
+    found = product_of(module, state, rows)
     with quiet(module), torch.no_grad():
         ours = call(state, rows, bias_of(module))
     found.error = distance(ours, got)
@@ -209,12 +213,12 @@ def _checked(
     return found if same else f"{found.calls} by {found.kernel} was off by {found.error:.2g} of the largest value"
 
 
-def _candidate(module: Module, state: Codes, rows: Tensor) -> Candidate:
+def product_of(module: Module, state: Codes, rows: Tensor) -> Candidate:
+    """What computes a module's product from codes, and how it is asked for."""
     how = "rows as they are" if state.activations is None else f"rows {state.activations}"
-    calls = f"lz.quantized_linear with int8 weights and {how}"
-    named = {"activations": state.activations, "packed": state.packed[0]}
-    asked = "quantized_linear", (rows, *state.pair, bias_of(module)), named
-    return candidate(module, product, state, kind=KIND, calls=calls, example=rows, asked=asked)
+    calls = f"lz.quantized_linear with {state.kind} weights and {how}"
+    asked = "quantized_linear", (rows, *state.pair, bias_of(module)), {**state.named, "packed": state.packed[0]}
+    return candidate(module, product, state, kind=state.kind, calls=calls, example=rows, asked=asked)
 
 
 @dataclass(frozen=True)
@@ -250,17 +254,24 @@ class Request:
             step = f"quantising {type(module).__name__}"
             if not why and not search.time.allows(step, step):
                 why = NO_TIME
-            why = why or _untimed(search, weight_of(module))
+            why = why or untimed(search, weight_of(module))
             if not why and id(module) in heads and search.workload is None:
-                why = "it gives the model's output; pass inputs= to see what int8 loses there"
+                why = f"it gives the model's output; pass inputs= to see what {self.weights} loses there"
             if why:
                 yield Left(path, type(module).__name__, f"{self}: {why}")
                 continue
             weight = weight_of(module)
             with search.time.taking(step):
-                state = Made(weight, self.activations, turned=bool(turned))
-                rows = random_rows(module, state.pair[0].shape[1], dtype=weight.dtype, device=weight.device)
-                made[path] = _candidate(module, state, rows)
+                group, columns = WEIGHTS[self.weights], weight.shape[0 if turned else 1]
+                if group is not None and columns % group:
+                    group = math.gcd(columns, group)
+                if group is not None and group < LEAST_GROUP:
+                    why = f"no group of {LEAST_GROUP} divides its {columns} columns"
+                    yield Left(path, type(module).__name__, f"{self}: {why}")
+                    continue
+                state = Made(weight, group, self.activations, turned=bool(turned))
+                rows = random_rows(module, columns, dtype=weight.dtype, device=weight.device)
+                made[path] = product_of(module, state, rows)
         if not any_linear:
             yield Left("", type(search.root).__name__, f"{self}: it has no Linear with a floating weight of its own")
         losses = _losses(made.values(), search)
@@ -286,18 +297,20 @@ def request(weights: Any, activations: Any, accuracy: Any) -> tuple[Request | No
         problems.append(f"weights: wanted None or {' or '.join(map(repr, WEIGHTS))}, got {told(weights)}")
     if not (activations is None or isinstance(activations, str)) or activations not in ACTIVATIONS:
         problems.append(f"activations: wanted {' or '.join(map(repr, ACTIVATIONS))}, got {told(activations)}")
-    elif activations is not None and weights is None:
-        problems.append(f"activations: wanted None without weights, got {told(activations)}; pass weights='int8', too")
-    if isinstance(accuracy, bool) or not isinstance(accuracy, (int, float)) or not accuracy >= 0:
-        problems.append(f"accuracy: wanted a number from 0, got {told(accuracy)}")
+    elif activations is not None and weights != "int8":
+        problems.append(f"activations: wanted None, or weights='int8' with it, got {told(activations)}")
+    if accuracy is not None and (
+        isinstance(accuracy, bool) or not isinstance(accuracy, (int, float)) or not accuracy >= 0
+    ):
+        problems.append(f"accuracy: wanted a number from 0 or None, got {told(accuracy)}")
     if problems or weights is None:
         return None, problems
-    return Request(weights, activations, float(accuracy)), problems
+    return Request(weights, activations, float(ACCURACY[WEIGHTS[weights]] if accuracy is None else accuracy)), problems
 
 
 def hints(asked: Request) -> Iterator[str]:
     """What to try where nothing stayed."""
-    if asked.activations is None:
+    if asked.activations is None and asked.weights == KIND:
         yield "weights alone gain where a kernel reads int8; pass activations='int8' for products of int8 by int8"
 
 
@@ -321,7 +334,7 @@ def _losses(made: Iterable[Candidate], search: Search) -> dict[int, float]:
 
     made = list(made)
     of = {each.swap.module: each for each in made}
-    if search.workload is not None and made and search.time.allows("what int8 loses on the inputs", RUN, 2):
+    if search.workload is not None and made and search.time.allows("what quantised weights lose on the inputs", RUN, 2):
         with watching(of, after=note):
             search.workload.run()
     with torch.no_grad():

@@ -1,9 +1,10 @@
-"""A product whose weight is int8 codes and scales: what its new forward keeps, and how it follows the module."""
+"""A product whose weight is codes and scales: what its new forward keeps, and how it follows the module."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,22 +16,100 @@ from layerzero.core.errors import InvalidCallError
 from layerzero.integrations.optimize.swaps.swap import MARK, State, as_forward, serves, size_of
 from layerzero.integrations.optimize.swaps.weights import Packs, wants_packed
 from layerzero.ops.linear.packed import PACKED, PackedWeight
+from layerzero.ops.quantize.weight_format import ARGUMENTS, packed
+
+Weight = tuple[Tensor, Tensor] | lz.QuantizedWeight
+"""Codes of int8 and their scales, one number or one for each output; or a weight as a file has it."""
+
+_BESIDE = ("weight_format", *tuple(ARGUMENTS.values())[2:])
+
+CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8)
+"""Shares of a group's largest number that become the largest code: that with the least squared error is taken. With the
+first alone normal numbers lose 0.114 in groups of 128, with all of them 0.102."""
+
+
+BLOCK = 2**17
+"""Numbers of rows that are rounded together, so that they stay in the host's caches."""
+
+
+def in_four_bits(weight: Tensor, group: int) -> lz.QuantizedWeight:
+    """The nearest codes from -8 to 7 of a weight (N, K), with a scale for each group of columns."""
+    rows = max(BLOCK // weight.shape[1], 1)
+    codes, scales = zip(*[_in_four_bits(each, group) for each in weight.split(rows)], strict=True)
+    of = lz.WeightFormat("compressed-tensors", bits=4, group=group)
+    shape = weight.shape[0], weight.shape[1]
+    return lz.QuantizedWeight(of, shape, packed(torch.cat(codes), 4), torch.cat(scales))
+
+
+def _in_four_bits(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    numbers = rows.to(torch.float32).unflatten(1, (-1, group))
+    largest = numbers.abs().amax(-1, keepdim=True)
+    best, found = torch.full_like(largest, math.inf), torch.ones_like(largest)
+    for clip in CLIPS:
+        scale = _positive((largest * (clip / 7.5)).to(torch.bfloat16)).to(torch.float32)
+        error = _rounded(numbers, scale).mul_(scale).sub_(numbers).square_().sum(-1, keepdim=True)
+        found, best = torch.where(error < best, scale, found), torch.minimum(error, best)
+    codes = _rounded(numbers, found).add_(8.0).to(torch.uint8).flatten(1)
+    return codes, found[..., 0].to(torch.bfloat16)
+
+
+def _positive(scale: Tensor) -> Tensor:
+    """Scales of groups of zeros are 1."""
+    return scale.masked_fill(scale == 0.0, 1.0)
+
+
+def _rounded(numbers: Tensor, scale: Tensor) -> Tensor:
+    return (numbers / scale).round_().clamp_(-8, 7)
+
 
 Place = tuple[str, str, str]
 """Where a module keeps a tensor: the dict of its own, the name there, and the attribute within a tensor subclass."""
 
 
 class Codes(Packs):
-    """Codes and scales, and how rows are quantised before the product.
+    """A quantised weight, and how rows are quantised before the product.
 
     Attributes:
-        pair: codes, int8 (N, K), and scales, float32, one number or one for each output; exchanged together.
+        weight: int8 codes (N, K), or a weight as a file has it; exchanged together with the rest.
+        pair: the first two tensors of a call behind the rows; of int8 the codes and float32 scales.
+        named: what a call brings by name.
         activations: None for rows as they are, ``"int8"`` for a scale of its own for each row.
     """
 
-    def __init__(self, codes: Tensor, scale: Tensor, activations: str | None) -> None:
-        super().__init__((codes,), pack=wants_packed(codes))
-        self.pair, self.activations = (codes, scale.detach().to(torch.float32)), activations
+    def __init__(self, of: Weight, activations: str | None = None) -> None:
+        self.activations = activations
+        self._set(of)
+        super().__init__((self.weight,), pack=wants_packed(self.pair[0]))
+
+    def _set(self, of: Weight) -> None:
+        self.weight: Tensor | lz.QuantizedWeight
+        if isinstance(of, lz.QuantizedWeight):
+            data, scale, *others = of.fields
+            self.weight, self.pair = of, (data, scale)
+            self.named: dict[str, Any] = dict(zip(_BESIDE, (str(of.format), *others), strict=True))
+        else:
+            codes, scale = of
+            self.weight, self.pair = codes, (codes, scale.detach().to(torch.float32))
+            self.named = {"activations": self.activations}
+
+    def exchange(self, of: Weight) -> None:
+        """Compute with another weight from now on."""
+        self._set(of)
+        self.renew(self.weight)
+
+    @property
+    def kind(self) -> str:
+        """What the weight is made of, for people."""
+        if isinstance(self.weight, Tensor):
+            return "int8"
+        of = self.weight.format
+        return f"int{of.bits}" if of.bits else of.scheme
+
+    @property
+    def code_bytes(self) -> int:
+        """What the codes, scales and zero points take."""
+        held = (*self.pair, *self.named.values())
+        return sum(each.nbytes for each in held if isinstance(each, Tensor))
 
     def read(self, module: Module) -> tuple[Tensor, ...] | None:
         """The tensors that a call is computed from; None where they are gone."""
@@ -53,7 +132,7 @@ class Found(Codes):
         codes, scale = (at(module, place) for place in places)
         assert codes is not None
         assert scale is not None
-        super().__init__(codes, scale, activations)
+        super().__init__((codes, scale), activations)
         self._read, self._version = scale, version(scale)
 
     def read(self, module: Module) -> tuple[Tensor, ...] | None:
@@ -71,9 +150,48 @@ class Found(Codes):
             return True
         if codes.dtype is not torch.int8 or codes.ndim != 2 or scale.numel() not in {1, codes.shape[0]}:
             return False
-        self.pair = codes, scale.detach().to(torch.float32)
+        self.exchange((codes, scale))
         self._version, self._read = version(scale), scale
-        self.renew(codes)
+        return True
+
+
+class Held(Codes):
+    """Those by group that a module of another library has.
+
+    Attributes:
+        columns: of the weight.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        tensors: Callable[[Module], tuple[Tensor | None, ...]],
+        make: Callable[..., lz.QuantizedWeight],
+    ) -> None:
+        self._tensors, self._make = tensors, functools.partial(make, module)
+        self._note(tensors(module))
+        made = make(module, *self._read)
+        self.columns = made.shape[1]
+        super().__init__(made)
+
+    def _note(self, read: tuple[Tensor | None, ...]) -> None:
+        self._read, self._versions = read, [0 if each is None else version(each) for each in read]
+
+    def read(self, module: Module) -> tuple[Tensor, ...] | None:
+        read = self._tensors(module)
+        return None if read[0] is None else read  # type: ignore[return-value]  # what it has not is None
+
+    def follow(self, read: tuple[Tensor, ...]) -> bool:
+        for now, was, count in zip(read, self._read, self._versions, strict=True):
+            if now is not was or (now is not None and version(now) != count):
+                break
+        else:
+            return True
+        try:
+            self.exchange(self._make(*read))
+        except InvalidCallError:  # no such weight any more: the module's own code says what is wrong
+            return False
+        self._note(read)
         return True
 
 
@@ -96,24 +214,22 @@ class Made(Codes):
         loss: how far the product was from the module's own, relative to its size.
         own_bytes: what the weight takes that they were made of.
         turned: whether that is (K, N), as Conv1D of Transformers has it.
+        group: columns of a row that share a scale, in codes of four bits; None for int8 with a scale for each row.
     """
 
     loss = 0.0
 
-    def __init__(self, weight: Tensor, activations: str | None, *, turned: bool = False) -> None:
-        self.turned = turned
-        super().__init__(*self._quantised(weight), activations)
+    def __init__(
+        self, weight: Tensor, group: int | None = None, activations: str | None = None, *, turned: bool = False
+    ) -> None:
+        self.turned, self.group = turned, group
+        super().__init__(self._quantised(weight), activations)
         self._source: PackedWeight | None = PackedWeight(weight)
         self.own_bytes = weight.nbytes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
         memo[id(self._source)] = None  # a copy has a weight of its own, which its first call looks at
         return super().__deepcopy__(memo)
-
-    @property
-    def code_bytes(self) -> int:
-        """What the codes and scales take."""
-        return sum(each.nbytes for each in self.pair)
 
     @property
     def bytes(self) -> int:
@@ -128,16 +244,16 @@ class Made(Codes):
         if source is None or source.kind_for(weight) != PACKED:
             if source is not None and source.is_late:
                 self._tell(weight)
-            self.pair = self._quantised(weight)
             self._source = PackedWeight(weight)
-            self.renew(self.pair[0])
+            self.exchange(self._quantised(weight))
         return True
 
-    def _quantised(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes of a weight, and a scale for each output."""
+    def _quantised(self, weight: Tensor) -> Weight:
         with torch.no_grad():
-            rows = weight.detach().t() if self.turned else weight.detach()
-            codes, scale = lz.quantize(rows.contiguous(), "int8", per="row")
+            rows = (weight.detach().t() if self.turned else weight.detach()).contiguous()
+            if self.group is not None:
+                return in_four_bits(rows, self.group)
+            codes, scale = lz.quantize(rows, "int8", per="row")
         return codes, scale.reshape(-1)
 
 
@@ -151,7 +267,7 @@ def product(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:
             try:
                 return call(state, input, bias)
             except InvalidCallError:
-                if state.renew(state.pair[0]):
+                if state.renew(state.weight):
                     return product(self, input)
     return type(self).forward(self, input, *others, **named)
 
@@ -159,7 +275,7 @@ def product(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:
 def call(state: Codes, input: Tensor, bias: Tensor | None) -> Tensor:
     """What a state computes."""
     (codes, scale), packed = state.pair, state.forms_for(input)[0]
-    return lz.quantized_linear(input, codes, scale, bias, activations=state.activations, packed=packed)
+    return lz.quantized_linear(input, codes, scale, bias, packed=packed, **state.named)
 
 
 def bias_of(module: Module) -> Tensor | None:

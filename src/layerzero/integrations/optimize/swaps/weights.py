@@ -17,6 +17,9 @@ from layerzero.core.handle import FOREIGN, STALE
 from layerzero.core.system import forking
 from layerzero.integrations.optimize.swaps.swap import State, Way, size_of
 from layerzero.ops.linear.packed import LOOKS, Pack, PackedWeight, Packing
+from layerzero.ops.quantize.weight import QuantizedWeight
+
+Weight = Tensor | QuantizedWeight
 
 
 class Packs(State):
@@ -30,7 +33,7 @@ class Packs(State):
             they lie; empty where they nowhere are.
     """
 
-    def __init__(self, weights: Iterable[Tensor], covers: Iterable[tuple[str, Module]] = (), *, pack: bool) -> None:
+    def __init__(self, weights: Iterable[Weight], covers: Iterable[tuple[str, Module]] = (), *, pack: bool) -> None:
         super().__init__(covers)
         self.packed: list[PackedWeight | None] = [PackedWeight(each) if pack else None for each in weights]
         self.budget: Budget | None = None
@@ -69,9 +72,9 @@ class Packs(State):
         self.budget = budget
         for number, each in enumerate(self.packed):
             if each is not None and not each.is_gone:
-                self.packed[number] = self._made(number, each.weight)
+                self.packed[number] = self._made(number, each.quantized or each.weight)
 
-    def _made(self, number: int, weight: Tensor) -> PackedWeight:
+    def _made(self, number: int, weight: Weight) -> PackedWeight:
         if self.budget is None:
             return PackedWeight(weight)
         return self.budget.packed(weight, functools.partial(self._bar, number))
@@ -116,16 +119,17 @@ class Packs(State):
                 each.refresh()
         self._barred = frozenset()
 
-    def renew(self, *weights: Tensor) -> bool:
+    def renew(self, *weights: Weight) -> bool:
         """Follow the weights after they were written into, moved or exchanged; whether there was anything to follow."""
         found = False
         for number, (packed, weight) in enumerate(zip(self.packed, weights, strict=True)):
-            kind = "" if packed is None else packed.kind_for(weight)
+            tensors = (weight,) if isinstance(weight, Tensor) else weight.fields
+            kind = "" if packed is None else packed.kind_for(*tensors)
             if kind == FOREIGN:
                 self.packed[number], found = self._made(number, weight), True
             elif kind == STALE and packed is not None:
                 if packed.is_late:
-                    self._tell(weight)
+                    self._tell(tensors[0])
                 packed.refresh()
                 found = True
         return found
@@ -163,7 +167,7 @@ class Budget:
         """Bytes of the forms that are kept now."""
         return sum(each.bytes for each in self._weights)
 
-    def packed(self, weight: Tensor, full: Callable[[], None]) -> PackedWeight:
+    def packed(self, weight: Weight, full: Callable[[], None]) -> PackedWeight:
         """A packed weight within the bound; ``full`` is called where a form had no room."""
         made = Bounded(weight)
         made.budget, made.full = self, full

@@ -202,7 +202,10 @@ class Optimized:
         if not made:
             return []
         codes, own = sum(each.code_bytes for each in made), sum(each.own_bytes for each in made)
-        lines = [f"{len(made)} weights in int8: {codes / 1e6:.1f} MB beside {own / 1e6:.1f} MB of theirs, which stay"]
+        kinds = ", ".join(dict.fromkeys(each.kind for each in made))
+        lines = [
+            f"{len(made)} weights in {kinds}: {codes / 1e6:.1f} MB beside {own / 1e6:.1f} MB of theirs, which stay"
+        ]
         losses: dict[str, list[float]] = defaultdict(list)
         for each in self.replaced:
             if isinstance(state := getattr(each.exchange, "state", None), Made):

@@ -1,0 +1,202 @@
+"""Products with codes by group: those of other libraries' modules, and four bits on request."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Self
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import layerzero as lz
+from layerzero.integrations.optimize.swaps.codes import in_four_bits
+from layerzero.ops.quantize.weight_format import Codes
+
+OUTPUTS, INPUTS, GROUP = 64, 128, 32
+
+
+def weight(text: str) -> lz.QuantizedWeight:
+    """A weight of a format whose products are of order 1."""
+    torch.manual_seed(0)
+    numbers = torch.randn(OUTPUTS, INPUTS) / INPUTS**0.5
+    made = in_four_bits(numbers, GROUP)
+    if text.startswith("compressed-tensors"):
+        return made
+    codes = made.codes
+    zero = torch.randint(6, 11, codes.scale.shape, dtype=torch.uint8)
+    from layerzero.ops.quantize.schemes import scheme_of
+
+    of = lz.WeightFormat.of(text)
+    index = (torch.randperm(INPUTS) // GROUP).to(torch.int32) if of.permuted else None
+    codes = Codes(codes.numbers, codes.scale.to(torch.float16), zero, 4, GROUP, index)
+    return lz.QuantizedWeight(of, (OUTPUTS, INPUTS), *scheme_of(of).encoded(of, codes))
+
+
+class Product(nn.Module):
+    """As a library keeps a weight: its tensors are buffers, and each call dequantises."""
+
+    def __init__(self, of: lz.QuantizedWeight, dtype: torch.dtype, **names: Tensor | None) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.of = of.shape[1], of.shape[0], of
+        for name, each in names.items():
+            self.register_buffer(name, each)
+        self.register_buffer("bias", torch.randn(OUTPUTS).to(dtype))
+        self.times = 1.0
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.linear(input, self.of.dequantized(input.dtype), self.bias) * self.times
+
+
+def module(text: str, dtype: torch.dtype) -> Product:
+    of = weight(text)
+    data, scale, zero, index, _ = of.fields
+    if of.format.scheme == "compressed-tensors":
+        shape = torch.tensor(of.shape)
+        return Product(of, dtype, weight_packed=data, weight_scale=scale, weight_shape=shape)
+    index = torch.arange(INPUTS, dtype=torch.int32) // GROUP if index is None else index
+    return Product(of, dtype, qweight=data, qzeros=zero, scales=scale, g_idx=index)
+
+
+TEXTS = (
+    f"gptq:bits=4,group={GROUP},zeros=minus_one",
+    f"gptq:bits=4,group={GROUP},zeros=stored",
+    f"gptq:bits=4,group={GROUP},zeros=minus_one,permuted=True",
+    f"awq:bits=4,group={GROUP},zeros=stored",
+    f"compressed-tensors:bits=4,group={GROUP}",
+)
+
+
+def off(got: Tensor, wanted: Tensor) -> float:
+    return ((got.double() - wanted.double()).norm() / wanted.double().norm()).item()
+
+
+def taken(report: Any) -> dict[str, str]:
+    return {each.path: each.calls for each in report.replaced if each.kind == "int4"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("text", TEXTS)
+def test_codes_by_group_of_other_libraries_are_served(text: str, dtype: torch.dtype, unmeasured: None) -> None:
+    model, rows = nn.Sequential(module(text, dtype)).eval(), torch.randn(5, INPUTS).to(dtype)
+    exact = 1e-5 if dtype is torch.float32 else 6e-3
+    with torch.no_grad():
+        own = model(rows)
+        report = lz.optimize(model)
+        assert taken(report) == {"0": "lz.quantized_linear with int4 weights and rows as they are"}
+        assert model[0].__dict__["_layerzero"].weight.format == lz.WeightFormat.of(text)
+        assert off(model(rows), own) < exact
+        assert off(copy.deepcopy(model)(rows), own) < exact
+        scales = model[0].of.fields.scale
+        scales.mul_(2.0)
+        assert off(model(rows), 2 * own - model[0].bias) < exact
+        report.undo()
+        scales.div_(2.0)
+        assert torch.equal(model(rows), own)
+
+
+def test_a_module_that_gives_something_else_stays(unmeasured: None) -> None:
+    model = nn.Sequential(module(TEXTS[0], torch.float32)).eval()
+    model[0].times = 1.01
+    report = lz.optimize(model)
+    assert not taken(report)
+    assert "was off by" in next(each.why for each in report.left if each.path == "0")
+
+
+class Unpacked(Tensor):
+    """As torchao's IntxUnpackedToInt8Tensor: codes of four bits in int8 within a tensor's own class."""
+
+    activation_quantization, target_dtype = None, torch.int4
+
+    @staticmethod
+    def __new__(cls, qdata: Tensor, scale: Tensor, zero_point: Tensor) -> Self:
+        return torch.Tensor._make_wrapper_subclass(cls, qdata.shape, dtype=scale.dtype)  # type: ignore[attr-defined]
+
+    def __init__(self, qdata: Tensor, scale: Tensor, zero_point: Tensor) -> None:
+        self.qdata, self.scale, self.zero_point = qdata, scale, zero_point
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is functional.linear:
+            rows, of, *bias = args
+            numbers = (of.qdata - of.zero_point.repeat_interleave(GROUP, 1)) * of.scale.repeat_interleave(GROUP, 1)
+            return functional.linear(rows, numbers.to(rows.dtype), *bias)
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].qdata, args[0].scale, args[0].zero_point)
+        raise NotImplementedError(f"{function} of a quantised weight")
+
+
+def test_codes_of_four_bits_within_a_tensors_own_class_are_served(unmeasured: None) -> None:
+    model, rows = nn.Sequential(nn.Linear(INPUTS, OUTPUTS)).eval(), torch.randn(5, INPUTS)
+    groups = OUTPUTS, INPUTS // GROUP
+    qdata, zero = torch.randint(-8, 8, (OUTPUTS, INPUTS), dtype=torch.int8), torch.randint(-3, 4, groups).to(torch.int8)
+    model[0].weight = nn.Parameter(Unpacked(qdata, torch.rand(groups) + 0.1, zero), requires_grad=False)
+    with torch.no_grad():
+        own = model(rows)
+        report = lz.optimize(model)
+        assert taken(report) == {"0": "lz.quantized_linear with int4 weights and rows as they are"}
+        assert off(model(rows), own) < 1e-5
+
+
+def test_torchaos_codes_of_four_bits_are_served(unmeasured: None) -> None:
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    granularity = pytest.importorskip("torchao.quantization.granularity")
+    model, rows = nn.Sequential(nn.Linear(INPUTS, OUTPUTS)).eval(), torch.randn(5, INPUTS)
+    config = quantization.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=granularity.PerGroup(GROUP))
+    with torch.no_grad():
+        quantization.quantize_(model, config)
+        own = model(rows)
+        report = lz.optimize(model)
+        assert taken(report) == {"0": "lz.quantized_linear with int4 weights and rows as they are"}
+        assert off(model(rows), own) < 1e-5
+
+
+@pytest.mark.parametrize(("asked", "group"), [("int4", 128), ("int4:32", 32)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_are_quantised_to_four_bits_when_asked_for(
+    asked: str, group: int, dtype: torch.dtype, unmeasured: None
+) -> None:
+    torch.manual_seed(0)
+    model, rows = nn.Sequential(nn.Linear(256, 96), nn.Linear(96, 40)).eval().to(dtype), torch.randn(7, 256).to(dtype)
+    with torch.no_grad():
+        own = model(rows)
+        report = lz.optimize(model, weights=asked)
+        assert set(taken(report)) == {"0", "1"}
+        assert [each.weight.format.group for each in report.made] == [group, 32]
+        assert all(0.05 < each.loss < 0.12 for each in report.made)
+        assert 0.05 < off(model(rows), own) < 0.2
+        assert "2 weights in int4: " in str(report)
+        model[0].weight.data.zero_()
+        assert torch.allclose(model[0](rows), model[0].bias.expand(7, 96))
+        report.undo()
+        assert torch.allclose(model[0](rows), model[0].bias.expand(7, 96))
+
+
+def test_layers_that_lose_too_much_and_rows_that_no_group_divides_stay(unmeasured: None) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 96), nn.Linear(96, 40), nn.Linear(40, 24)).eval()
+    both = lz.optimize(model, weights="int4", accuracy=1.0)
+    losses = {each.path: each.error for each in both.replaced if each.kind == "int4"}
+    both.undo()
+    more, less = sorted(losses, key=lambda path: -losses[path])
+    bound = (losses[more] + losses[less]) / 2
+    report = lz.optimize(model, weights="int4", accuracy=bound)
+    said = {each.path: each.why for each in report.left if "int4" in each.why}
+    assert set(taken(report)) == {less}
+    assert f"of its output, accuracy={bound:g} allows less" in said[more]
+    assert "no group of 32 divides its 40 columns" in said["2"]
+
+
+def test_codes_of_four_bits_are_near_and_zeros_stay() -> None:
+    torch.manual_seed(0)
+    numbers = torch.randn(33, 256)
+    numbers[3, 128:] = 0.0
+    made = in_four_bits(numbers, 128)
+    assert 0.08 < off(made.dequantized(torch.float32), numbers) < 0.105
+    assert not made.dequantized(torch.float32)[3, 128:].any()
