@@ -68,7 +68,7 @@ def test_a_call_takes_the_weight_or_its_tensors():
     whole = lz.quantized_linear(X, known)
     fields = known.fields
     apart = lz.quantized_linear(X, fields.data, fields.scale, weight_zero=fields.zero, weight_format=str(known.format))
-    assert torch.equal(whole, apart)
+    torch.testing.assert_close(whole, apart)  # a packed weight may get another kernel
     torch.testing.assert_close(whole, X @ known.dequantized(torch.float32).t())
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from layerzero.core import limits as limit
@@ -38,9 +37,9 @@ def _load(facts: Facts, owner: str, parts: Parts) -> Callable[..., Any]:
 
     def made(weight: QuantizedWeight) -> tuple[tuple[Any, Tensor | None], int]:
         codes, order = weight.codes, None
-        if codes.index is not None:
-            order = codes.index.argsort(stable=True)
-            codes = replace(codes, numbers=codes.numbers[:, order], index=None)
+        if codes.group_index is not None:
+            order = codes.group_index.argsort(stable=True)
+            codes = replace(codes, numbers=codes.numbers[:, order], group_index=None)
         form, size = pack(codes)
         return (form, order), size + (0 if order is None else order.nbytes)
 
@@ -81,17 +80,6 @@ def grouped(kernel_id: str, backend: Backend, parts: Parts, priority: int, *limi
         "limits": (limit.platform("cpu"), *limits, BELONGS),
     }
     return Kernel(id=kernel_id, backend=backend, priority=priority, **fields | changes)
-
-
-def of_eight(codes: Tensor) -> Tensor:
-    """Codes of four bits, eight in an int32, the first lowest. Shapes: (*, 8 n) → (*, n)."""
-    eights = codes.to(torch.int32).unflatten(-1, (-1, 8)) << torch.arange(0, 32, 4, dtype=torch.int32)
-    return eights.sum(-1, dtype=torch.int32)
-
-
-def of_two(codes: Tensor) -> Tensor:
-    """Codes of four bits, two in a byte, the first lower. Shapes: (*, 2 n) → (*, n)."""
-    return codes[..., ::2] | codes[..., 1::2] << 4
 
 
 def has_zeros(codes: Codes) -> bool:

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.grouped_weights import Pack, Product, grouped, has_zeros, of_two, regrouped
+from layerzero.backends.grouped_weights import Pack, Product, grouped, has_zeros, regrouped
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.ops.attention import declare as attention
 from layerzero.ops.attention.limits import SquareCausal
-from layerzero.ops.quantize.weight_format import Codes
+from layerzero.ops.quantize.weight_format import Codes, in_bytes
 
 ONNXRUNTIME = Backend(
     name="onnxruntime",
@@ -173,12 +173,12 @@ def _codes(facts: Facts) -> tuple[Pack, Product]:
         from onnx import helper
 
         codes = regrouped(codes, _GROUPS)
-        numbers = of_two(codes.numbers).view(outputs, -1, codes.group // 2)
+        numbers = in_bytes(codes.numbers).view(outputs, -1, codes.group // 2)
         constants = {"numbers": numbers, "scale": codes.scale.to(dtype)}
         if has_zeros(codes):
             assert codes.zero is not None
             even = torch.nn.functional.pad(codes.zero, (0, codes.zero.shape[1] % 2))
-            constants["zero"] = of_two(even)
+            constants["zero"] = in_bytes(even)
         tensors = [
             helper.make_tensor(name, _KINDS[each.dtype], each.shape, each.contiguous().numpy().tobytes(), raw=True)
             for name, each in constants.items()
@@ -254,8 +254,8 @@ KERNELS = (
         _codes,
         45,
         limit.dtype("float32", "float16"),
-        limit.one_of("bits", 4),
-        limit.dim("group_size", multiple=16),
+        limit.one_of("weight_bits", 4),
+        limit.dim("weight_group", multiple=16),
         limit.dim("in_features", multiple=16),
     ),
 )

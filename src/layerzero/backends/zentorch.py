@@ -368,7 +368,15 @@ KERNELS = (
         ),
         priority=52,
     ),
-    grouped("zentorch.codes_linear", ZENTORCH, _codes, 42, BFLOAT16, limit.dtype("bfloat16"), limit.one_of("bits", 4)),
+    grouped(
+        "zentorch.codes_linear",
+        ZENTORCH,
+        _codes,
+        42,
+        limit.cpu_feature("avx512_bf16"),
+        limit.dtype("bfloat16"),
+        limit.one_of("weight_bits", 4),
+    ),
     Kernel(
         id="zentorch.rms_norm",
         operations=("norm.rms",),

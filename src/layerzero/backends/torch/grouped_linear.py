@@ -43,7 +43,7 @@ def _int4(facts: Facts) -> tuple[Pack, Product]:
     def product(rows: Tensor, form: tuple[Tensor, int, Tensor, Tensor | None]) -> Tensor:
         numbers, group, pairs, rest = form
         output: Tensor = operator(rows, numbers, group, pairs)
-        return output if rest is None else output.addmm_(rows.unflatten(1, (-1, group)).sum(-1), rest)
+        return output if rest is None else output.addmm_(rows.view(rows.shape[0], -1, group).sum(-1), rest)
 
     return pack, product
 
@@ -66,9 +66,9 @@ KERNELS = (
         45,
         limit.cpu_feature("avx2"),
         limit.dtype("bfloat16"),
-        limit.one_of("bits", 4),
+        limit.one_of("weight_bits", 4),
         limit.dim("rows", max=128),
-        limit.dim("group_size", multiple=32),
+        limit.dim("weight_group", multiple=32),
         limit.dim("in_features", multiple=32),
         limit.dim("out_features", multiple=16),
         graph_safe=False,
@@ -79,9 +79,9 @@ KERNELS = (
         _int8,
         45,
         limit.dtype("bfloat16"),
-        limit.one_of("bits", 8),
-        limit.one_of("zeros", "none"),
-        limit.one_of("group_size", 0),
+        limit.one_of("weight_bits", 8),
+        limit.one_of("weight_zeros", "none"),
+        limit.one_of("weight_group", 0),
         limit.dim("rows", max=64),
         limit.dim("in_features", multiple=16),
         limit.aligned(16, "input"),

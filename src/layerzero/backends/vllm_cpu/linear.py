@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.grouped_weights import Pack, Product, grouped, has_zeros, of_eight
+from layerzero.backends.grouped_weights import Pack, Product, grouped, has_zeros
 from layerzero.backends.shape_cache import small_alone
 from layerzero.backends.vllm_cpu.norm import VLLM_CPU, build_for, operators
 from layerzero.core import limits as limit
@@ -44,7 +44,7 @@ from layerzero.ops.activation.formulas import IN_PLACE
 from layerzero.ops.linear import packed_blocks
 from layerzero.ops.linear.packed import BELONGS, PackedWeight
 from layerzero.ops.linear.quantized import QUANTIZED
-from layerzero.ops.quantize.weight_format import Codes
+from layerzero.ops.quantize.weight_format import Codes, packed
 
 
 def _product(facts: Facts, activation: str | None) -> packed_blocks.Product:
@@ -171,13 +171,14 @@ def _load(facts: Facts) -> Callable[..., Any]:
 
 
 def _wna16(facts: Facts) -> tuple[Pack, Product]:
-    operator, dtype = operators(build_for(facts)).cpu_gemm_wna16.default, facts["dtype"]
+    operator, dtype = operators(build_for(facts)).cpu_gemm_wna16.default, facts.tensors["input"].dtype
 
     def pack(codes: Codes) -> tuple[tuple[Tensor, Tensor, Tensor | None], int]:
         """Blocks of 16 outputs, each with its eight codes of one input in an int32 after the other."""
-        words = of_eight(codes.numbers.t()).unflatten(1, (-1, 2)).transpose(0, 1).flatten(1).contiguous()
-        scale = codes.scale.t().to(dtype).contiguous()  # type: ignore[arg-type]  # the dtype of the call
-        zero = of_eight(codes.zero.t()) if has_zeros(codes) else None  # type: ignore[union-attr]
+        inputs, outputs = codes.numbers.shape[1], codes.numbers.shape[0]
+        words = packed(codes.numbers.t(), 4).view(inputs, outputs // 16, 2).transpose(0, 1).flatten(1).contiguous()
+        scale = codes.scale.t().to(dtype).contiguous()
+        zero = packed(codes.zero.t(), 4) if has_zeros(codes) else None  # type: ignore[union-attr]
         return (words, scale, zero), words.nbytes + scale.nbytes + (0 if zero is None else zero.nbytes)
 
     def product(rows: Tensor, form: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:
@@ -264,8 +265,8 @@ KERNELS = (
         40,
         limit.cpu_feature("avx512"),
         limit.dtype("float16", "bfloat16"),
-        limit.one_of("bits", 4),
-        limit.dim("group_size", multiple=2),
+        limit.one_of("weight_bits", 4),
+        limit.dim("weight_group", multiple=2),
         limit.dim("in_features", multiple=32),
         limit.dim("out_features", multiple=32),
     ),

@@ -171,13 +171,20 @@ def packed(codes: Tensor, bits: int) -> Tensor:
     """Codes as a stream of bits in int32, the lowest first. Shapes: (*, count) → (*, ceil(count * bits / 32))."""
     count = codes.shape[-1]
     codes = functional.pad(codes, (0, -count % 32))
-    if bits != 8:
+    if bits == 4:
+        codes = in_bytes(codes)
+    elif bits != 8:
         eights = codes.view(*codes.shape[:-1], codes.shape[-1] // 8, 8).to(torch.int64)
         joined = sum(eights[..., place] << place * bits for place in range(8))
         assert isinstance(joined, Tensor)
         codes = torch.stack([(joined >> 8 * byte & 255).to(torch.uint8) for byte in range(bits)], -1).flatten(-2)
     words = -(-count * bits // 32)
     return _as(codes[..., : 4 * words], torch.int32)
+
+
+def in_bytes(codes: Tensor) -> Tensor:
+    """Codes of four bits, two in a byte, the first lower. Shapes: (*, 2 n) → (*, n)."""
+    return codes[..., ::2] | codes[..., 1::2] << 4
 
 
 def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:

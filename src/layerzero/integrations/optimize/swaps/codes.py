@@ -35,14 +35,14 @@ BLOCK = 2**17
 def in_four_bits(weight: Tensor, group: int) -> lz.QuantizedWeight:
     """The nearest codes from -8 to 7 of a weight (N, K), with a scale for each group of columns."""
     rows = max(BLOCK // weight.shape[1], 1)
-    codes, scales = zip(*[_in_four_bits(each, group) for each in weight.split(rows)], strict=True)
+    codes, scales = zip(*[_in_four_bits(each, group) for each in torch.split(weight, rows)], strict=True)
     of = lz.WeightFormat("compressed-tensors", bits=4, group=group)
     shape = weight.shape[0], weight.shape[1]
     return lz.QuantizedWeight(of, shape, packed(torch.cat(codes), 4), torch.cat(scales))
 
 
 def _in_four_bits(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    numbers = rows.to(torch.float32).unflatten(1, (-1, group))
+    numbers = rows.to(torch.float32).view(rows.shape[0], -1, group)
     largest = numbers.abs().amax(-1, keepdim=True)
     best, found = torch.full_like(largest, math.inf), torch.ones_like(largest)
     for clip in CLIPS:
@@ -85,6 +85,7 @@ class Codes(Packs):
         self.weight: Tensor | lz.QuantizedWeight
         if isinstance(of, lz.QuantizedWeight):
             data, scale, *others = of.fields
+            assert scale is not None  # of a format of whole numbers
             self.weight, self.pair = of, (data, scale)
             self.named: dict[str, Any] = dict(zip(_BESIDE, (str(of.format), *others), strict=True))
         else:
