@@ -97,16 +97,63 @@ def test_without_a_budget_nothing_is_left_out(clock, began, monkeypatch):
     assert "left out" not in str(report)
 
 
-def test_what_was_not_compared_and_timed_is_not_kept_and_the_report_says_what_it_would_take(clock, began):
+@pytest.mark.parametrize(("gains", "kept"), [(True, 2), (False, 0), (None, 0)])
+def test_a_model_too_slow_to_be_timed_is_decided_as_without_inputs(clock, began, monkeypatch, gains, kept):
+    def measured(*_):
+        if gains is None:
+            raise TimeOverError
+        ratios = {Way.STOCK: 1.0, Way.OWN: 1.0, Way.PLAIN: 0.5 if gains else 2.0}
+        return timing.Sizes((ratios,) * 3, (dict.fromkeys(ratios, 0.0),) * 3, (7,) * 3, 0.0)
+
+    timing.forget()
+    monkeypatch.setattr(modules, "measured", measured)
     model, call = slow(clock, began, 4.0)
     report = lz.optimize(model, call, rounds=1, budget_s=5.0, isolate=False)
-    assert report.replaced == []
-    assert not report.is_on
-    assert all("forward" not in vars(each) for each in model.modules())
+    timing.forget()
+    assert len(report.replaced) == kept
+    assert sum("forward" in vars(each) for each in model.modules()) == kept
     text = str(report)
     assert "left out for want of time, of which budget_s gave 5 s:" in text
-    assert "comparing and timing the whole, without which nothing stays: about 20 s, 1 s were left" in text
+    assert "comparing and timing the whole, instead of which random rows decide, as without inputs: about 20 s" in text
     assert len([at for what, at in began if what == RUN]) == 1
+
+
+def test_a_run_that_is_faster_now_leaves_time_to_be_timed(clock, began):
+    model, x = nn.Sequential(Scaled(), Scaled()).eval(), torch.randn(3, 16)
+
+    def call():
+        clock.now += 0.1 if "forward" in vars(model[0]) else 4.0
+        return model(x)
+
+    report = lz.optimize(model, call, rounds=2, budget_s=15.0, isolate=False)
+    assert report.timed is not None
+    assert report.timed.speedup == pytest.approx(40.0)
+    assert len(report.replaced) == 2
+    assert clock.now <= 15.0
+
+
+@pytest.mark.parametrize("emulated", [True, False])
+def test_without_time_stays_what_is_known_to_gain(emulated):
+    timing.forget()
+    found = timing.decided("a shape", "Linear", [""], lambda: None, lambda: True, emulated=emulated)
+    assert found.late
+    assert found.stays == emulated
+
+
+def test_rounds_count_what_stock_takes():
+    """Where stock takes ten times as long, a round takes as long as ten runs, and without one kind it does as well."""
+    on, spent = {}, [0.0]
+
+    def sample():
+        seconds = 1.0 if on["a"] else 10.0
+        spent[0] += seconds
+        return seconds
+
+    switches = {kind: (lambda state, kind=kind: on.__setitem__(kind, state)) for kind in ("a", "b", "c")}
+    found = time_kinds(switches, sample, 3, fits=lambda count: spent[0] + count <= 40)
+    assert found.speedup == pytest.approx(10.0)
+    assert found.together
+    assert spent[0] <= 40
 
 
 def test_a_budget_of_nothing_runs_nothing(clock, began):

@@ -91,7 +91,8 @@ def optimize(
         rounds: times that each variant is timed, interleaved; up to four times as often while their ratios scatter
             around the 1 %.
         budget_s: seconds for all that is done here; None for no limit. No step begins that is likely to end later. The
-            report says what was left out, and what was not compared and timed stays as it was.
+            report says what was left out. Where the model is too slow to be timed in it, random rows decide, as without
+            inputs; what was not timed at all stays as it was, but for products that the CPU is known to emulate.
         isolate: whether kernels that are new on this machine run in a child process first.
         memory_limit: bytes that packed forms of weights may take together, beside the weights, which stay for state
             dicts; None for no limit, 0 for none at all. A kernel for prompts and one for tokens may keep a form each.
@@ -239,7 +240,7 @@ def _optimized(
     report._forget()
     if workload is not None:
         with time.holding_back(compiled_calls.timing_s(targets, workload, rounds)):
-            time_inputs(root, report, workload, before, rounds=rounds, isolate=isolate, tell=tell)
+            time_inputs(search, report, before, rounds=rounds, isolate=isolate, graph=graph)
         compiled_calls.keep_faster(targets, report, workload, rounds)
     elif report.replaced:
         report.tune.append("pass inputs= so that the calls which they make are measured and the gain is shown")

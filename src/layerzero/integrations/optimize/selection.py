@@ -37,6 +37,7 @@ from layerzero.integrations.optimize.times.timing import (
     agree,
     decided,
     gain,
+    in_fastest,
     race,
 )
 from layerzero.integrations.optimize.times.workload import RUN, Workload
@@ -44,47 +45,39 @@ from layerzero.serving.warmup import Progress
 from layerzero.tuning.keeping.archive import refused
 from layerzero.tuning.measuring.tune_run import Step
 
-WHOLE = 5
-"""Runs of the model without which nothing stays: one compared, and of both ways one that warms up and one timed."""
-
-STAYS = "without which nothing stays"
-
-NO_TIME_FOR_WHOLE = "no time was left to compare and time the whole (budget_s)"
+WHOLE = 5  # runs at least: one compared, and of both ways one that warms up and one timed
+INSTEAD = "instead of which random rows decide, as without inputs"
 
 
 def time_inputs(
-    root: Module,
-    report: Optimized,
-    workload: Workload,
-    before: list[Tensor],
-    *,
-    rounds: int,
-    isolate: bool,
-    tell: Progress = lambda *_: None,
+    search: Search, report: Optimized, before: list[Tensor], *, rounds: int, isolate: bool, graph: bool
 ) -> None:
     """Measure the calls that the inputs make, compare the outputs, and take out what does not pay.
 
-    Kernels are measured in the time that runs of the model leave, or half of what there is: what was neither compared
-    nor timed as a whole does not stay.
+    Kernels are measured in the time that runs of the model leave, or half of what there is. Where there is no time to
+    time the whole, what is known without inputs decides: modules are timed on random rows.
     """
-    time = report.time
+    time, workload, tell = report.time, search.workload, search.tell
+    assert workload is not None
+    stock_s = time.expected_s(RUN)
     by_kind: dict[str, list[Replaced]] = defaultdict(list)
     for each in report.replaced:
         by_kind[each.kind].append(each)
-    if _has_time(report) and time.allows("measuring kernels on the inputs' calls", RUN, WHOLE + 1):
+    if not _has_time(report, stock_s) and time.fits(RUN):
+        workload.run()  # it may take a part of stock's time now: products that the CPU emulated
+    if _has_time(report, stock_s) and time.allows("measuring kernels on the inputs' calls", RUN, WHOLE + 1):
         reserved_s = min(time.expected_s(RUN, _runs(len(by_kind), rounds)), time.deadline.left_s / 2)
-        deadline = time.deadline.sooner(max(reserved_s, time.expected_s(RUN, WHOLE)))
-        tuned = report.tuned = workload.tune(
-            deadline=deadline, isolate=isolate, progress=lambda each: _told(each, tell)
-        )
+        deadline = time.deadline.sooner(max(reserved_s, _whole_s(report, stock_s)))
+        told = functools.partial(_told, tell=tell)
+        tuned = report.tuned = workload.tune(deadline=deadline, isolate=isolate, progress=told)
         report.refused = refused({each.report.operation for each in tuned.contests}, workload.device)
         if tuned.left:
-            report.tune.append(
-                f"{tuned.left} calls were not measured within the budget; call again with more, or lz.tune"
-            )
-    if not _has_time(report):
-        report.time.leave(f"comparing and timing the whole, {STAYS}", RUN, WHOLE)
-        report.take_out(report.replaced, lambda told: f"{told.kind}: {NO_TIME_FOR_WHOLE}")
+            said = "calls were not measured within the budget; call again with more, or lz.tune"
+            report.tune.append(f"{tuned.left} {said}")
+    if not _has_time(report, stock_s):
+        runs = _whole_s(report, stock_s) / (time.expected_s(RUN) or 1.0)
+        time.leave(f"comparing and timing the whole, {INSTEAD}", RUN, runs)
+        time_random_rows(search, report, graph=graph)
         return
     pairs = _outputs(workload, before)
     if "padding" in by_kind and _largest(pairs) > 1:
@@ -99,14 +92,15 @@ def time_inputs(
     report.error = max(errors, key=lambda each: math.inf if math.isnan(each) else each, default=None)
     if any(each.loss for each in report.made):
         report.distance = compared(*zip(*pairs, strict=True)) if pairs else None
-    if by_kind:
-        _keep_what_gains(report, workload, by_kind, rounds, tell)
+    if by_kind and not _keep_what_gains(report, workload, by_kind, rounds, tell):
+        time_random_rows(search, report, graph=graph)
     report._forget()
     if time.allows("naming the kernels of each module", RUN, 2):
         workload.run()  # packs what these inputs' kernels want, and nothing that was only tried
-        _name_kernels(root, report, workload)
-    if time.allows("the time of each kind of modules", RUN, 2 * ROUNDS if report.replaced else ROUNDS):
-        report.spent = _spent(root, report, workload)
+        _name_kernels(search.root, report, workload)
+    slower = max(stock_s / (time.expected_s(RUN) or stock_s or 1.0), 1.0)
+    if time.allows("the time of each kind of modules", RUN, ROUNDS * (slower + bool(report.replaced))):
+        report.spent = _spent(search.root, report, workload)
 
 
 def _outputs(workload: Workload, before: list[Tensor]) -> list[tuple[Tensor, ...]]:
@@ -121,9 +115,13 @@ def _largest(pairs: list[tuple[Tensor, ...]]) -> float:
     return max((distance(*pair) / TOLERANCE.get(pair[0].dtype, math.inf) for pair in pairs), default=0.0)
 
 
-def _has_time(report: Optimized) -> bool:
-    """Whether what is put on can be compared and timed, without which it does not stay."""
-    return report.time.fits(RUN, WHOLE)
+def _has_time(report: Optimized, stock_s: float) -> bool:
+    """Whether what is put on can be compared and timed beside stock, a run of which takes so long."""
+    return max(_whole_s(report, stock_s), 1e-9) <= report.time.deadline.left_s
+
+
+def _whole_s(report: Optimized, stock_s: float) -> float:
+    return report.time.expected_s(RUN, WHOLE - 2) + 2 * stock_s  # a run that warms up, and one that is timed
 
 
 def _runs(kinds: int, rounds: int) -> int:
@@ -133,8 +131,8 @@ def _runs(kinds: int, rounds: int) -> int:
 
 def _keep_what_gains(
     report: Optimized, workload: Workload, by_kind: Mapping[str, list[Replaced]], rounds: int, tell: Progress
-) -> None:
-    """Time the model as a whole, and take out what does not pay, or could not be timed."""
+) -> bool:
+    """Time the model as a whole, and take out what does not pay; whether there was time for it."""
     switches = {kind: functools.partial(_switch, found) for kind, found in by_kind.items()}
     left_s = report.time.deadline.left_s
     timed = report.timed = time_kinds(
@@ -146,9 +144,9 @@ def _keep_what_gains(
     )
     each = workload.samples(rounds + 1)
     if timed is None:
-        report.time.leave(f"timing the whole, {STAYS}", RUN, workload.samples(WHOLE - 1), left_s)
-        report.take_out(report.replaced, lambda told: f"{told.kind}: {NO_TIME_FOR_WHOLE}")
-        return
+        report.time.leave(f"timing the whole, {INSTEAD}", RUN, workload.samples(WHOLE - 1), left_s)
+        _switch(report.replaced, on=True)
+        return False
     if timed.together:
         report.time.leave("timing kinds of modules apart", RUN, (len(switches) + 2) * each, left_s)
 
@@ -159,6 +157,7 @@ def _keep_what_gains(
         return f"{told.kind}: end to end it gained {gain:+.1%}, less than 1 %"
 
     report.take_out([each for kind in timed.dropped for each in by_kind[kind]], why)
+    return True
 
 
 def _told(step: Step, tell: Progress) -> None:
@@ -212,18 +211,16 @@ def time_kinds(
     tell: Callable[[int, int], None] = lambda *_: None,
     fits: Callable[[int], bool] = lambda _: True,
 ) -> Timed | None:
-    """Time stock, everything, and everything without each kind, in turn; leave on what gains.
+    """Time stock, everything, and everything without each kind, in turn; leave on what gains, if anything.
 
-    Rounds go on, to :data:`MOST_ROUNDS` times ``rounds``, for variants whose ratios do not say yet on which side of
-    :data:`LEAST` they lie. Where nothing gains, everything is off afterwards.
+    Rounds go on, to :data:`MOST_ROUNDS` times ``rounds``, while ratios lie on both sides of :data:`LEAST`.
 
     Args:
         switches: put the modules of one kind on or off.
         sample: runs the model once, as it is now, and returns the seconds.
         tell: gets the number of each round, and of how many at least.
-        fits: whether there is time for so many samples. No round begins without. Kinds are timed together, and no gain
-            of each is told, where there is none for ``rounds`` of each. None, and everything off, where there is no
-            time for one round.
+        fits: whether there is time for so many samples of the fastest variant. No round begins without. Where there is
+            none for ``rounds`` of each kind, kinds are timed together. None, and everything off, without one round.
     """
 
     def set_on(kinds: Sequence[str]) -> None:
@@ -239,23 +236,32 @@ def time_kinds(
 
         def undecided(times: Mapping[str | None, Sequence[float]], turn: int) -> list[str | None]:
             names = [name for name in variants if turn < rounds or not _is_on_one_side(times[name], times[None])]
-            if turn == rounds * MOST_ROUNDS or not names or not fits(len(names) + 1):
+            running: list[str | None] = [*names, None]
+            if turn == rounds * MOST_ROUNDS or not names or not fits(in_fastest([costs[each] for each in running])):
                 return []
             tell(turn, max(rounds, turn + 1))
-            return [*names, None]
+            return running
 
-        names: list[str | None] = [*variants, None]
-        if not fits(2 * len(names)):
-            return {name: [] for name in variants}
-        for name in names:
-            timed_as(name)
-        times = race(names, timed_as, undecided)
+        costs = dict(known)
+        for name in [each for each in (*variants, None) if each not in costs]:
+            if not fits(1):
+                return {name: [] for name in variants}
+            costs[name] = timed_as(name)
+        times = race([*variants, None], timed_as, undecided)
         return {name: list(zip(times[name], times[None], strict=False)) for name in variants}
 
     everything = list(switches)
+    if not fits(4):
+        set_on([])
+        return None
+    known: dict[str | None, float] = {}
+    for name, on in (("", []), (None, everything)):
+        set_on(on)
+        known[name] = sample()
     variants: dict[str, list[str]] = {"": []}
     several = len(everything) > 1
-    together = several and not fits((len(everything) + 2) * (rounds + 1))
+    slowest = in_fastest([max(known.values()), min(known.values())]) - 1
+    together = several and not fits((len(everything) + 2) * (rounds + 1) * slowest)
     if several and not together:
         variants |= {kind: [each for each in everything if each != kind] for kind in everything}
     pairs = pairs_of(variants, everything)
@@ -266,6 +272,7 @@ def time_kinds(
     gains = {kind: gain(pairs.get(kind, whole)) for kind in everything}
     kept = [kind for kind in everything if gains[kind] >= LEAST]
     if kept and len(kept) < len(everything):
+        del known[None]
         whole = pairs_of({"": []}, kept)[""]
         if not whole:  # nothing is kept that was not timed as a whole
             whole, kept = pairs[""], everything
@@ -331,9 +338,10 @@ def time_random_rows(search: Search, report: Optimized, *, graph: bool) -> None:
     with nullcontext() if beside is None else quiet(beside.model):
         for each, _ in _settled(alike, measure, report):
             _tell(each, report, untimed)
+    step = "pass inputs= to measure" if search.workload is None else "a larger budget_s gives time for it"
     for why, names in untimed.items():
         told = ", ".join(dict.fromkeys(names))
-        report.tune.append(f"{told}: not timed beside the model's own code ({why}); pass inputs= to measure")
+        report.tune.append(f"{told}: not timed beside the model's own code ({why}); {step}")
 
 
 _Found = list[tuple[Paced | Untimed, list[Replaced]]]
@@ -361,7 +369,7 @@ def _settled(
     found = []
     for about, group in alike.items():
         paths, kind = [each.path for each in group], group[0].kind
-        weights = group[0].swap.module.parameters()
+        weights = [each for each in group[0].swap.module.parameters() if each.ndim > 1]  # of products
         each = decided(
             about,
             group[0].module,

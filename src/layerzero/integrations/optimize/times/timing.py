@@ -100,6 +100,12 @@ def gain(pairs: Sequence[Pair]) -> float:
     return statistics.median_low([before / after for before, after in pairs]) - 1
 
 
+def in_fastest(seconds: Sequence[float]) -> int:
+    """How many samples of the fastest variant take as long as one of each."""
+    least = min(seconds)
+    return math.ceil(sum(seconds) / least - LEAST) if least > 0.0 else len(seconds)
+
+
 TIMED = frozenset({"cpu"})
 """Devices on which modules are timed on random rows: on others a first run may build kernels for minutes."""
 
@@ -251,7 +257,7 @@ def decided(
     Args:
         about: all that their time hangs on; what was measured about the same holds.
         passed: whether the time is over.
-        emulated: whether the CPU emulates products of their dtype.
+        emulated: whether the CPU emulates their products: these are known to gain, so they stay where there is no time.
     """
     found: Sizes | None = _KNOWN.get(about)
     known = found is not None
@@ -260,7 +266,8 @@ def decided(
             raise TimeOverError  # noqa: TRY301
         found = measure() if found is None else replace(found, seconds=0.0)
     except TimeOverError:
-        return Untimed(module, "no time was left to time it beside the model's own code (budget_s)", late=True)
+        why = "no time was left to time it beside the model's own code (budget_s)"
+        return Untimed(module, why, stays=emulated, late=True)
     except Exception as error:  # noqa: BLE001  # what a model raises on arguments that were made for another
         said = in_short(error)
         return Untimed(module, f"it could not be timed beside the model's own code ({said})")
