@@ -1303,7 +1303,8 @@ def quantized_linear(
         packed: the :class:`layerzero.PackedWeight` of this weight, so that kernels that want it in another order make
             that once. It changes no result, and has no effect in compiled code.
         weight_format: of a weight as a file holds it, such as ``"gptq:bits=4,group=128,zeros=minus_one"``.
-        weight_zero, group_index, second_scale: with a format, the tensors that it has besides.
+        weight_zero, group_index, second_scale: with a format, the tensors that it has besides. Nothing flows back to
+            these, nor to weight and weight_scale then.
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit, and for a packed weight of another tensor or
         of one that was written into since.
     """

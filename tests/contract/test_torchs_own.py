@@ -26,7 +26,10 @@ COMPOSED = {
     "mlp.gelu_mul.joined": "F.gelu and a product",
     "mlp.linear.quant": "numbers widened, then F.linear",
     "mlp.linear.quant.fp8_e4m3": "rows quantized, numbers widened, then F.linear",
-    "mlp.linear.quant.group": "numbers dequantised, then F.linear",
+    **{
+        f"mlp.linear.quant.{name}": "numbers dequantised, then F.linear"
+        for name in ("group", "block", "mx", "codebook", "gguf")
+    },
     "mlp.linear.quant.int8": "rows quantized, numbers widened, then F.linear",
     "mlp.silu_mul": "F.silu and a product",
     "mlp.silu_mul.joined": "F.silu and a product",

@@ -1,6 +1,7 @@
 """Weights as files hold them, number by number, from the bits of Python integers."""
 
 import numpy as np
+import torch
 
 AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -57,7 +58,58 @@ def numbers(c):
     return READERS[scheme](c, scheme, of, columns)
 
 
-READERS = dict.fromkeys(("gptq", "awq", "compressed-tensors"), grouped)
+def blocks(c, scheme, of, columns):
+    numbers, scale = np.float64(c["weight"]), np.float64(c["weight_scale"])
+    if scale.ndim == 0:
+        return numbers * scale
+    rows, places = np.arange(len(numbers)) // of["rows"], np.arange(columns) // (of["group"] or columns)
+    return numbers * scale[rows][:, places]
+
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FP4 = tuple(each / 12 for each in (0, 0.0625, 8, 12, 4, 6, 2, 3))
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
+    *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+TABLES = {"nf4": NF4, "fp4": (*FP4, *(-each for each in FP4))}
+
+
+def halves(data, low_first):
+    parts = (data & 15, data >> 4) if low_first else (data >> 4, data & 15)
+    return np.stack(parts, -1).reshape(*data.shape[:-1], -1)
+
+
+def micro(c, scheme, of, columns):
+    data, scale = c["weight"], c["weight_scale"]
+    if scale.dtype == np.uint8:
+        scale = 2.0 ** (np.float64(scale) - 127)
+    numbers = data if scheme == "mxfp8" else np.array((*E2M1, *(-each for each in E2M1)))[halves(data, True)]
+    if scheme == "nvfp4":
+        scale = scale / c["second_scale"] if of["kind"] == "over" else scale * c["second_scale"]
+    return numbers * np.repeat(scale, columns // scale.shape[1], 1)
+
+
+def codebook(c, scheme, of, columns):
+    numbers = np.array(TABLES[scheme])[halves(c["weight"].reshape(-1), False)]
+    return (numbers * np.repeat(c["weight_scale"], of["group"])[: len(numbers)]).reshape(-1, columns)
+
+
+def gguf(c, scheme, of, columns):
+    """The bytes are proved against the digests of gguf's own numbers; see tests/ops/test_weight_libraries.py."""
+    from layerzero.ops.quantize.gguf import dequantized
+
+    return dequantized(torch.from_numpy(c["weight"]), of["kind"], torch.float64).numpy()
+
+
+READERS = {
+    **dict.fromkeys(("gptq", "awq", "compressed-tensors"), grouped),
+    **dict.fromkeys(("fp8", "int8"), blocks),
+    **dict.fromkeys(("mxfp4", "mxfp8", "nvfp4"), micro),
+    **dict.fromkeys(("nf4", "fp4"), codebook),
+    "gguf": gguf,
+}
 
 
 def product(c):
@@ -65,4 +117,4 @@ def product(c):
     return (output if c.get("bias") is None else output + c["bias"],)
 
 
-ORACLES = {f"mlp.linear.quant.{name}": product for name in ("group",)}
+ORACLES = {f"mlp.linear.quant.{name}": product for name in ("group", "block", "mx", "codebook", "gguf")}

@@ -69,11 +69,14 @@ def poisoned(call: RandomCall, name: str, place: int, value: float) -> RandomCal
 
 
 def other_values(call: RandomCall) -> RandomCall:
-    """The same call with other numbers: every tensor's axes run backwards; places, counts and masks stay."""
+    """The same call with other numbers: every tensor's axes run backwards; places, counts and masks stay.
+
+    Of bytes, in a row of which scales may lie among codes, the rows alone change places.
+    """
     schemas = [operation.schema for operation in FUNCTIONS[call.function].operations]
     places = {tensor.name for schema in schemas for tensor in schema.inputs if tensor.is_index}
     changed = {
-        name: compare.flipped(tensor, tuple(range(tensor.ndim)))
+        name: compare.flipped(tensor, tuple(range(tensor.ndim)[: 1 if tensor.dtype is torch.uint8 else None]))
         for name, tensor in tensors(call).items()
         if name not in places and tensor.dtype is not torch.bool
     }

@@ -51,6 +51,10 @@ def _load(facts: Facts) -> Callable[..., Any]:
         rows = outputs
     wide, narrow = _dtypes(facts)
 
+    def numbers(given: Fields) -> Tensor:
+        with torch.no_grad():
+            return scheme.dequantized(of, given, inputs, wide).to(narrow)
+
     def run(
         input: Tensor,
         weight: Tensor,
@@ -65,21 +69,13 @@ def _load(facts: Facts) -> Callable[..., Any]:
     ) -> Tensor:
         given = Fields(weight, weight_scale, weight_zero, group_index, second_scale)
         left = input.to(narrow)
-        if rows >= outputs:
-            output = functional.linear(left, scheme.dequantized(of, given, inputs, wide).to(narrow))
-        else:
-            output = torch.cat(
-                [
-                    functional.linear(
-                        left,
-                        scheme.dequantized(
-                            of, scheme.cut(of, given, start, min(start + rows, outputs)), inputs, wide
-                        ).to(narrow),
-                    )
-                    for start in range(0, outputs, rows)
-                ],
-                -1,
-            )
+        parts = (
+            [given]
+            if rows >= outputs
+            else [scheme.cut(of, given, inputs, start, min(start + rows, outputs)) for start in range(0, outputs, rows)]
+        )
+        products = [functional.linear(left, numbers(each)) for each in parts]
+        output = products[0] if len(products) == 1 else torch.cat(products, -1)
         return (output if bias is None else output + bias).to(out_dtype or input.dtype)
 
     return run

@@ -48,9 +48,13 @@ def quantized_linear(
     if weight_format is not None:
         of, given = WeightFormat.of(weight_format), {**others, "weight": weight, "weight_scale": weight_scale}
         fields, scheme, columns = fields_of(given), scheme_of(of), input.shape[-1]
-        return lambda: functional.linear(
-            input, scheme.dequantized(of, fields, columns, torch.float32).to(input.dtype), bias
-        )
+
+        def run() -> Tensor:
+            with torch.no_grad():
+                numbers = scheme.dequantized(of, fields, columns, torch.float32).to(input.dtype)
+            return functional.linear(input, numbers, bias)
+
+        return run
     assert weight_scale is not None
     scale = weight_scale.reshape(-1, 1)
     return lambda: functional.linear(input, (weight.to(torch.float32) * scale).to(input.dtype), bias)

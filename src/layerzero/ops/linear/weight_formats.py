@@ -1,8 +1,13 @@
 """Matrix products with a weight as a file holds it, one operation for each kind of number.
 
     mlp.linear.quant.group       whole numbers with a scale, and maybe a zero point, for each group of a row
+    mlp.linear.quant.block       float8 or int8 with a scale for each block of rows and columns
+    mlp.linear.quant.mx          MX numbers and NVFP4
+    mlp.linear.quant.codebook    bitsandbytes' nf4 and fp4
+    mlp.linear.quant.gguf        GGUF's blocks, whose scales are two-level
 
-The reference dequantises the weight in the dtype that the product is in, float32 or wider, and multiplies.
+The reference dequantises the weight in the dtype that the product is in, float32 or wider, and multiplies. Nothing
+flows back to the weight's tensors: their dtypes hold no gradient of any use.
 """
 
 from __future__ import annotations
@@ -40,6 +45,7 @@ from layerzero.ops.linear.declare import (
 from layerzero.ops.linear.packed import PackedWeight
 from layerzero.ops.linear.route import leading
 from layerzero.ops.linear.stock import quantized_linear
+from layerzero.ops.quantize.gguf import KINDS
 from layerzero.ops.quantize.schemes import SCHEMES, format_problems, scheme_of
 from layerzero.ops.quantize.weight import QuantizedWeight
 from layerzero.ops.quantize.weight_format import ARGUMENTS, Fields, WeightFormat, fields_of
@@ -63,7 +69,8 @@ def formatted_linear(
     """The weight's numbers in float32 or wider, and the product with them."""
     of, dtype = WeightFormat.of(weight_format), wide(input.dtype)
     given = Fields(weight, weight_scale, weight_zero, group_index, second_scale)
-    numbers = scheme_of(of).dequantized(of, given, input.shape[-1], dtype)
+    with torch.no_grad():
+        numbers = scheme_of(of).dequantized(of, given, input.shape[-1], dtype)
     output = functional.linear(input.to(dtype), numbers, None if bias is None else bias.to(dtype))
     return output.to(out_dtype or input.dtype)
 
@@ -102,13 +109,11 @@ _FACTS = (
 def _work(facts: Mapping[str, Any]) -> Work:
     """A multiplication and an addition for each row, input and output; the weight's bits once."""
     rows, inputs, outputs = facts["rows"], facts["in_features"], facts["out_features"]
-    bits = _BITS.get(facts["weight_scheme"], facts["weight_bits"] or 4.5)
+    of = WeightFormat.of(facts["weight_format"])
+    bits = scheme_of(of).bits(of)
     moved = rows * inputs * facts["dtype"].itemsize + outputs * inputs * bits / 8
     written = rows * outputs * (facts["out_dtype"] or facts["dtype"]).itemsize
     return Work(2.0 * rows * inputs * outputs, float(moved + written))
-
-
-_BITS: dict[str, float] = {"fp8": 8, "int8": 8, "mxfp8": 8.25, "mxfp4": 4.25, "nvfp4": 4.5}
 
 
 def _check_values(
@@ -174,7 +179,7 @@ def _parts(arguments: Mapping[str, Any], facts: Facts) -> Sequence[Part]:
     step = scheme_of(of).step(of, inputs)
     for row, output in ((0, 0), (max(rows - ROWS, 0), max(outputs - OUTPUTS, 0) // step * step)):
         stop = outputs if output else min(-(-OUTPUTS // step) * step, outputs)
-        cut = scheme_of(of).cut(of, given, output, stop)
+        cut = scheme_of(of).cut(of, given, inputs, output, stop)
         of_rows, of_outputs = slice(row, row + ROWS), slice(output, stop)
         changed = {ARGUMENTS[name]: each for name, each in cut._asdict().items()}
         changed |= {"bias": None if bias is None else bias[of_outputs], "packed": None}
@@ -258,6 +263,53 @@ FORMATTED: dict[str, Operation] = {
             "decode_awq": ("awq:bits=4,group=128,zeros=stored", 1, 2048, 2048),
             "batch_decode": (_INT4, 16, 2048, 2048),
             "prefill": (_INT4, 512, 1024, 4096),
+        },
+    ),
+    "block": _operation(
+        "block",
+        "Matrix product with a weight of float8 or int8 that has a scale for each block",
+        {
+            "small": ("fp8:group=32,rows=16", 33, 96, 64),
+            "small_row": ("int8:group=32", 5, 96, 64),
+            "decode": ("fp8:group=128,rows=128", 1, 2048, 2048),
+            "batch_decode": ("fp8:group=128,rows=128", 16, 2048, 2048),
+            "prefill": ("fp8:group=128,rows=128", 512, 1024, 4096),
+        },
+    ),
+    "mx": _operation(
+        "mx",
+        "Matrix product with a weight of MX or NVFP4 numbers",
+        {
+            "small": ("mxfp4", 33, 96, 64),
+            "small_8": ("mxfp8", 5, 96, 64),
+            "small_nv": ("nvfp4", 5, 96, 64),
+            "decode": ("mxfp4", 1, 2048, 2048),
+            "decode_nv": ("nvfp4", 1, 2048, 2048),
+            "batch_decode": ("mxfp4", 16, 2048, 2048),
+            "prefill": ("mxfp4", 512, 1024, 4096),
+        },
+    ),
+    "codebook": _operation(
+        "codebook",
+        "Matrix product with a weight of nf4 or fp4 codes",
+        {
+            "small": ("nf4:group=64", 33, 96, 64),
+            "small_fp4": ("fp4:group=64", 5, 96, 64),
+            "decode": ("nf4:group=64", 1, 2048, 2048),
+            "batch_decode": ("nf4:group=64", 16, 2048, 2048),
+            "prefill": ("nf4:group=64", 512, 1024, 4096),
+        },
+    ),
+    "gguf": _operation(
+        "gguf",
+        "Matrix product with a weight of GGUF's blocks",
+        {
+            "small": ("gguf:Q8_0", 33, 96, 64),
+            **{f"small_{kind.lower()}": (f"gguf:{kind}", 5, 256, 64) for kind in KINDS},
+            "decode": ("gguf:Q4_K", 1, 2048, 2048),
+            "decode_q8_0": ("gguf:Q8_0", 1, 2048, 2048),
+            "batch_decode": ("gguf:Q4_K", 16, 2048, 2048),
+            "prefill": ("gguf:Q4_K", 512, 1024, 4096),
         },
     ),
 }

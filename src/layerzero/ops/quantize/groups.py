@@ -8,25 +8,11 @@ import torch
 from torch import Tensor
 
 from layerzero.ops.draw import Draw
-from layerzero.ops.quantize.scheme import Scheme, Wanted
+from layerzero.ops.quantize.scheme import Scheme, Wanted, strange_options
 from layerzero.ops.quantize.weight_format import Codes, Fields, WeightFormat, packed, unpacked
 
-_HALVES = frozenset({torch.float16, torch.bfloat16, torch.float32})
+HALVES = frozenset({torch.float16, torch.bfloat16, torch.float32})
 _INT32 = frozenset({torch.int32})
-
-
-def grouped_problems(of: WeightFormat, bits: tuple[int, ...], zeros: tuple[str, ...], *, permuted: bool) -> list[str]:
-    """What is wrong with the options of whole numbers by group."""
-    problems = []
-    if of.bits not in bits:
-        problems.append(f"bits: wanted {', '.join(map(str, bits))} with {of.scheme}, got {of.bits}")
-    if of.zeros not in zeros:
-        problems.append(f"zeros: wanted {', '.join(zeros)} with {of.scheme}, got {of.zeros!r}")
-    if of.permuted and not permuted:
-        problems.append(f"permuted: wanted False with {of.scheme}, which has no group index, got True")
-    if of.kind or of.rows != 1:
-        problems.append(f"kind, rows: wanted none with {of.scheme}, got {of}")
-    return problems
 
 
 class Grouped(Scheme):
@@ -41,11 +27,16 @@ class Grouped(Scheme):
     operation = "group"
 
     def __init__(self, name: str, bits: tuple[int, ...], zeros: tuple[str, ...], *, permuted: bool) -> None:
-        self.name, self.bits, self.zeros, self.permuted = name, bits, zeros, permuted
+        self.name, self.widths, self.zeros, self.permuted = name, bits, zeros, permuted
         self.example = str(WeightFormat(name, bits=4, group=128, zeros=zeros[0]))
 
     def problems(self, of: WeightFormat) -> list[str]:
-        return grouped_problems(of, self.bits, self.zeros, permuted=self.permuted)
+        problems = strange_options(of, "bits", "group", "zeros", *(["permuted"] if self.permuted else []))
+        if of.bits not in self.widths:
+            problems.append(f"bits: wanted {', '.join(map(str, self.widths))} with {of.scheme}, got {of.bits}")
+        if of.zeros not in self.zeros:
+            problems.append(f"zeros: wanted {', '.join(self.zeros)} with {of.scheme}, got {of.zeros!r}")
+        return problems
 
     def size_problems(self, of: WeightFormat, outputs: int, inputs: int) -> list[str]:
         problems = []
@@ -57,6 +48,9 @@ class Grouped(Scheme):
         if of.scheme == "gptq" and (inputs % whole or outputs % whole):
             problems.append(f"data: wanted multiples of {whole} rows and columns in {of}, got {outputs} x {inputs}")
         return problems
+
+    def bits(self, of: WeightFormat) -> float:
+        return of.bits + (16.0 / of.group if of.group else 0.0)
 
     def outputs(self, of: WeightFormat, data: tuple[int, ...], inputs: int) -> int:
         if len(data) != 2:
@@ -72,7 +66,7 @@ class Grouped(Scheme):
             data = (words, outputs) if of.scheme == "gptq" else (inputs, zeros)
             scale, zero = (groups, outputs), (groups, zeros)
         found: dict[str, tuple[tuple[int, ...], frozenset[torch.dtype]]] = {}
-        found |= {"data": (data, _INT32), "scale": (scale, _HALVES)}
+        found |= {"data": (data, _INT32), "scale": (scale, HALVES)}
         if of.zeros == "signed":
             found["zero"] = (outputs, groups), frozenset({torch.int8})
         elif of.zeros != "none":
@@ -84,7 +78,7 @@ class Grouped(Scheme):
     def step(self, of: WeightFormat, inputs: int) -> int:
         return 32
 
-    def cut(self, of: WeightFormat, given: Fields, start: int, stop: int) -> Fields:
+    def cut(self, of: WeightFormat, given: Fields, inputs: int, start: int, stop: int) -> Fields:
         rows, words = slice(start, stop), slice(start * of.bits // 32, -(-stop * of.bits // 32))
         assert given.scale is not None
         if of.scheme == "compressed-tensors":
@@ -145,6 +139,16 @@ class Grouped(Scheme):
         assert given.scale is not None
         return given.scale.dtype
 
+    def value_problems(self, of: WeightFormat, given: Fields) -> list[str]:
+        problems, half = [], 1 << (of.bits - 1)
+        if given.group_index is not None:
+            problems += _index_problems(of, given.group_index)
+        if of.zeros == "signed" and given.zero is not None:
+            low, high = int(given.zero.min()), int(given.zero.max())
+            if low < -half or high >= half:
+                problems.append(f"zero: wanted numbers from {-half} to {half - 1} with {of}, got {low} to {high}")
+        return problems
+
     def random(self, of: WeightFormat, outputs: int, inputs: int, generator: torch.Generator | None) -> Fields:
         groups, most = inputs // of.group if of.group else 1, 1 << of.bits
         zero = torch.randint(most // 4, most - most // 4, (outputs, groups), generator=generator, dtype=torch.uint8)
@@ -157,11 +161,29 @@ class Grouped(Scheme):
         return self.encoded(of, Codes(numbers, scale.to(torch.float16), middle, of.bits, of.group, group_index))
 
     def drawn(self, draw: Draw) -> tuple[WeightFormat, int, int]:
-        group, bits, permuted = draw.of((0, 8, 16, 32, 64, 128)), draw.of(self.bits), self.permuted and draw.chance(0.3)
+        group, bits, permuted = (
+            draw.of((0, 8, 16, 32, 64, 128)),
+            draw.of(self.widths),
+            self.permuted and draw.chance(0.3),
+        )
         of = WeightFormat(self.name, bits=bits, group=group, zeros=draw.of(self.zeros), permuted=permuted)
         unit = 1 if self.name == "compressed-tensors" else 32
         outputs = draw.of((1, 2, 3, 7, 33, 64, 100)) * unit if unit == 1 else draw.of((32, 64, 96, 160))
         return of, outputs, draw.of((1, 2, 3, 4, 5)) * math.lcm(group or draw.of((1, 8, 31)), unit)
+
+
+def _index_problems(of: WeightFormat, group_index: Tensor) -> list[str]:
+    """An act-order index puts each group's number of columns into it, whatever their order."""
+    columns = group_index.numel()
+    group = of.group or columns
+    low, high = int(group_index.min()), int(group_index.max())
+    if low < 0 or high >= columns // group:
+        return [f"group_index: wanted groups from 0 to {columns // group - 1}, got {low} to {high}"]
+    counts = torch.bincount(group_index, minlength=columns // group)
+    if bool((counts == group).all()):
+        return []
+    place = int((counts != group).nonzero()[0])
+    return [f"group_index: wanted {group} columns in each group, got {int(counts[place])} in group {place}"]
 
 
 _AWQ, _OF_AWQ = (0, 4, 1, 5, 2, 6, 3, 7), (0, 2, 4, 6, 1, 3, 5, 7)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ class Scheme:
     Attributes:
         operation: the last word of the operation that multiplies with it.
         example: a format of it, as text.
-        least_scale: whether its scales must be above 0: of formats that hold blocks of zeros they may be 0.
+        positive: whether its scales must be above 0: of formats that hold blocks of zeros they may be 0.
     """
 
     operation = ""
@@ -36,6 +37,14 @@ class Scheme:
         """Why no weight of this size has this format."""
         raise NotImplementedError
 
+    def value_problems(self, of: WeightFormat, given: Fields) -> list[str]:
+        """What is wrong with values, apart from scales that are not finite; the shapes are right."""
+        return []
+
+    def bits(self, of: WeightFormat) -> float:
+        """Of a number, with its part of the scales."""
+        raise NotImplementedError
+
     def outputs(self, of: WeightFormat, data: tuple[int, ...], inputs: int) -> int:
         """The rows N of a weight whose data has this shape; of what fits no shape any number."""
         return data[0] if data else 0
@@ -48,7 +57,7 @@ class Scheme:
         """A multiple of so many rows can be cut off."""
         return 1
 
-    def cut(self, of: WeightFormat, given: Fields, start: int, stop: int) -> Fields:
+    def cut(self, of: WeightFormat, given: Fields, inputs: int, start: int, stop: int) -> Fields:
         """The tensors of some rows, from a multiple of :meth:`step` on; views."""
         return given._replace(
             data=given.data[start:stop], scale=None if given.scale is None else given.scale[start:stop]
@@ -89,6 +98,15 @@ class Scheme:
                 wish = f"{names_of(dtypes)} {shape} for {outputs} x {inputs} numbers of {of}"
                 problems.append(f"{name}: wanted {wish}, got {_told(tensor)}")
         return problems
+
+
+def strange_options(of: WeightFormat, *known: str) -> list[str]:
+    """The options of a format that its scheme has not."""
+    return [
+        f"{each.name}: wanted nothing with {of.scheme}, which has none, got {value!r} in {of}"
+        for each in fields(of)[1:]
+        if each.name not in known and (value := getattr(of, each.name)) != each.default
+    ]
 
 
 def _alike(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:

@@ -6,11 +6,293 @@ gptqmodel 7.7, autoawq 0.2.9, compressed-tensors 0.20, bitsandbytes 0.50, gguf 0
 
 from __future__ import annotations
 
-from layerzero.ops.quantize.groups import GROUPED
-from layerzero.ops.quantize.scheme import Scheme
-from layerzero.ops.quantize.weight_format import WeightFormat
+import math
 
-SCHEMES: dict[str, Scheme] = {**GROUPED}
+import torch
+from torch import Tensor
+
+from layerzero.ops.draw import Draw
+from layerzero.ops.quantize import gguf
+from layerzero.ops.quantize.formats import (
+    FORMATS,
+    computed_scale,
+    multiplied,
+    quantize_mx,
+    quantize_nv,
+    rounded,
+    widened,
+)
+from layerzero.ops.quantize.groups import GROUPED, HALVES
+from layerzero.ops.quantize.scheme import Scheme, Wanted, strange_options
+from layerzero.ops.quantize.weight_format import Fields, WeightFormat
+
+_BYTES, _FLOAT32 = frozenset({torch.uint8}), frozenset({torch.float32})
+_FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
+_POWERS = frozenset({torch.float8_e8m0fnu, torch.uint8})
+
+
+def _normal(outputs: int, inputs: int, generator: torch.Generator | None) -> Tensor:
+    """Numbers whose products with a row of normal ones are of order 1."""
+    return torch.randn(outputs, inputs, generator=generator) / math.sqrt(inputs)
+
+
+class Blocks(Scheme):
+    """Narrow numbers with a scale for each block: data float8 or int8 (N, K), scale (ceil(N / rows), ceil(K / group)).
+
+    DeepSeek's and Transformers' ``finegrained_fp8`` has blocks of 128 x 128, ``fp8:group=128,rows=128``. A row has one
+    scale, (N, 1), with ``group=0``; all numbers have one, (), with ``rows=0`` as well.
+    """
+
+    operation = "block"
+
+    def __init__(self, name: str, dtypes: frozenset[torch.dtype]) -> None:
+        self.name, self.dtypes = name, dtypes
+        self.example = str(WeightFormat(name, group=128, rows=128))
+
+    def problems(self, of: WeightFormat) -> list[str]:
+        problems = strange_options(of, "group", "rows")
+        if of.rows == 0 and of.group:
+            problems.append(f"rows: wanted at least 1 with a group, got {of}")
+        return problems
+
+    def size_problems(self, of: WeightFormat, outputs: int, inputs: int) -> list[str]:
+        return []
+
+    def bits(self, of: WeightFormat) -> float:
+        return 8.0
+
+    def wanted(self, of: WeightFormat, outputs: int, inputs: int) -> Wanted:
+        columns = -(-inputs // of.group) if of.group else 1
+        shape = (-(-outputs // of.rows), columns) if of.rows else ()
+        return {"data": ((outputs, inputs), self.dtypes), "scale": (shape, HALVES)}
+
+    def step(self, of: WeightFormat, inputs: int) -> int:
+        return max(of.rows, 1)
+
+    def cut(self, of: WeightFormat, given: Fields, inputs: int, start: int, stop: int) -> Fields:
+        scale = given.scale
+        if of.rows and scale is not None:
+            scale = scale[start // of.rows : -(-stop // of.rows)]
+        return given._replace(data=given.data[start:stop], scale=scale)
+
+    def dequantized(self, of: WeightFormat, given: Fields, inputs: int, dtype: torch.dtype) -> Tensor:
+        assert given.scale is not None
+        numbers, scale = given.data.to(dtype), given.scale.to(dtype)
+        if not of.rows:
+            return numbers * scale
+        if of.rows > 1:
+            scale = scale.repeat_interleave(of.rows, 0)[: len(numbers)]
+        if of.group and inputs % of.group:
+            scale = scale.repeat_interleave(of.group, 1)[:, :inputs]
+        return multiplied(numbers, scale)
+
+    def random(self, of: WeightFormat, outputs: int, inputs: int, generator: torch.Generator | None) -> Fields:
+        numbers = _normal(outputs, inputs, generator)
+        shape = self.wanted(of, outputs, inputs)["scale"][0]
+        narrow = FORMATS["int8" if self.name == "int8" else "fp8_e4m3"]
+        scale = (torch.rand(shape, generator=generator) + 0.5) * float(computed_scale(numbers, narrow, "tensor", None))
+        return Fields(rounded(numbers / scale.mean(), narrow), scale)
+
+    def drawn(self, draw: Draw) -> tuple[WeightFormat, int, int]:
+        rows, group = draw.of(((128, 128), (1, 128), (4, 32), (1, 0), (0, 0), (16, 0)))
+        return (
+            WeightFormat(self.name, group=group, rows=rows),
+            draw.of((1, 3, 16, 130, 256)),
+            draw.of((1, 32, 200, 256)),
+        )
+
+
+class Micro(Scheme):
+    """MX and NVFP4: data uint8 (N, K / 2), the first number in a byte's low bits, or float8 (N, K).
+
+    The scales of MX are powers of two for each 32 numbers, (N, K / 32), as float8_e8m0fnu or their bytes; those of
+    nvfp4 float8_e4m3fn for each 16, (N, K / 16), and multiples of ``second_scale`` (), or with ``nvfp4:over``, as
+    compressed-tensors has it, quotients by it.
+    """
+
+    operation = "mx"
+    positive = False
+
+    def __init__(self, name: str) -> None:
+        self.name = self.example = name
+        self.narrow = FORMATS["mxfp8_e4m3" if name == "mxfp8" else name]
+
+    def problems(self, of: WeightFormat) -> list[str]:
+        kinds = ("", "over") if self.name == "nvfp4" else ("",)
+        return strange_options(of, *(["kind"] if of.kind in kinds else []))
+
+    def size_problems(self, of: WeightFormat, outputs: int, inputs: int) -> list[str]:
+        if inputs % self.narrow.block == 0:
+            return []
+        return [f"data: wanted a multiple of {self.narrow.block} columns, the block of {of}, got {inputs}"]
+
+    def bits(self, of: WeightFormat) -> float:
+        return (4.0 if self.narrow.is_packed else 8.0) + 8.0 / self.narrow.block
+
+    def wanted(self, of: WeightFormat, outputs: int, inputs: int) -> Wanted:
+        data = ((outputs, inputs), _FLOAT8) if self.name == "mxfp8" else ((outputs, inputs // 2), _BYTES)
+        dtypes = frozenset({torch.float8_e4m3fn}) if self.name == "nvfp4" else _POWERS
+        found = {"data": data, "scale": ((outputs, inputs // self.narrow.block), dtypes)}
+        return {**found, "second_scale": ((), _FLOAT32)} if self.name == "nvfp4" else found
+
+    def dequantized(self, of: WeightFormat, given: Fields, inputs: int, dtype: torch.dtype) -> Tensor:
+        scale = given.scale
+        assert scale is not None
+        factor = (scale.view(torch.float8_e8m0fnu) if scale.dtype is torch.uint8 else scale).to(dtype)
+        if given.second_scale is not None:
+            second = given.second_scale.to(dtype).reshape(())
+            factor = factor / second if of.kind == "over" else factor * second
+        return multiplied(widened(given.data, self.narrow, dtype), factor)
+
+    def random(self, of: WeightFormat, outputs: int, inputs: int, generator: torch.Generator | None) -> Fields:
+        numbers = _normal(outputs, inputs, generator)
+        if self.name != "nvfp4":
+            return Fields(*quantize_mx(numbers, self.narrow))
+        second = numbers.abs().amax() / 2688.0
+        found = quantize_nv(numbers, self.narrow, tensor_scale=second)
+        return Fields(*found, second_scale=1.0 / second if of.kind == "over" else second)
+
+    def drawn(self, draw: Draw) -> tuple[WeightFormat, int, int]:
+        kind = draw.of(("", "over")) if self.name == "nvfp4" else ""
+        inputs = self.narrow.block * draw.of((1, 2, 3, 8))
+        return WeightFormat(self.name, kind), draw.of((1, 2, 7, 33, 64)), inputs
+
+
+_NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
+    *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+_FP4 = (0.0, 0.0625 / 12, 8 / 12, 1.0, 4 / 12, 6 / 12, 2 / 12, 3 / 12)
+
+
+class Codebook(Scheme):
+    """bitsandbytes' nf4 and fp4: codes of 16 numbers, and the largest absolute value of each block of the whole weight.
+
+    data uint8 (N * K / 2, 1), the first number in a byte's high bits; scale float32 (ceil(N * K / group),), as
+    ``absmax`` is once double quantisation is undone.
+    """
+
+    operation = "codebook"
+    positive = False
+
+    def __init__(self, name: str, numbers: tuple[float, ...]) -> None:
+        self.name, self.numbers = name, numbers
+        self.example = str(WeightFormat(name, group=64))
+
+    def problems(self, of: WeightFormat) -> list[str]:
+        wanted = (
+            [] if of.group >= 2 and of.group % 2 == 0 else [f"group: wanted an even number, got {of.group} in {of}"]
+        )
+        return strange_options(of, "group") + wanted
+
+    def size_problems(self, of: WeightFormat, outputs: int, inputs: int) -> list[str]:
+        if outputs * inputs > 0 and outputs * inputs % 2 == 0:
+            return []
+        return [f"data: wanted an even number of numbers in {of}, got {outputs} x {inputs}"]
+
+    def bits(self, of: WeightFormat) -> float:
+        return 4.0 + 32.0 / of.group
+
+    def outputs(self, of: WeightFormat, data: tuple[int, ...], inputs: int) -> int:
+        return 2 * math.prod(data) // max(inputs, 1)
+
+    def wanted(self, of: WeightFormat, outputs: int, inputs: int) -> Wanted:
+        numbers = outputs * inputs
+        return {"data": ((numbers // 2, 1), _BYTES), "scale": ((-(-numbers // of.group),), _FLOAT32)}
+
+    def step(self, of: WeightFormat, inputs: int) -> int:
+        return of.group // math.gcd(of.group, inputs)
+
+    def cut(self, of: WeightFormat, given: Fields, inputs: int, start: int, stop: int) -> Fields:
+        assert given.scale is not None
+        first, last = start * inputs, stop * inputs
+        scale = given.scale[first // of.group : -(-last // of.group)]
+        return given._replace(data=given.data[first // 2 : last // 2], scale=scale)
+
+    def dequantized(self, of: WeightFormat, given: Fields, inputs: int, dtype: torch.dtype) -> Tensor:
+        assert given.scale is not None
+        codes = torch.cat([given.data >> 4, given.data & 15], 1).flatten()
+        numbers, scale = gguf.looked_up(codes, self.numbers, dtype), given.scale.to(dtype)
+        if len(numbers) % of.group:
+            scale = scale.repeat_interleave(of.group)[: len(numbers)]
+        return multiplied(numbers, scale).view(-1, inputs)
+
+    def random(self, of: WeightFormat, outputs: int, inputs: int, generator: torch.Generator | None) -> Fields:
+        shapes = self.wanted(of, outputs, inputs)
+        data = torch.randint(0, 256, shapes["data"][0], generator=generator, dtype=torch.uint8)
+        return Fields(data, (torch.rand(shapes["scale"][0], generator=generator) + 0.5) * 2.0 / math.sqrt(inputs))
+
+    def drawn(self, draw: Draw) -> tuple[WeightFormat, int, int]:
+        return WeightFormat(self.name, group=draw.of((32, 64, 256))), draw.of((2, 6, 32, 66)), draw.of((1, 7, 32, 96))
+
+
+class Gguf(Scheme):
+    """Rows of GGUF's blocks: data uint8 (N, K / block * bytes of a block), and no other tensor."""
+
+    operation = "gguf"
+    example = "gguf:Q4_K"
+
+    def problems(self, of: WeightFormat) -> list[str]:
+        if of.kind in gguf.KINDS:
+            return strange_options(of, "kind")
+        known = ", ".join(gguf.KINDS)
+        return [f"kind: wanted one of {known} with gguf, got {of.kind!r}; gguf.dequantize may know it, on the host"]
+
+    def size_problems(self, of: WeightFormat, outputs: int, inputs: int) -> list[str]:
+        block = gguf.KINDS[of.kind].block
+        if inputs and inputs % block == 0:
+            return []
+        return [f"data: wanted a multiple of {block} columns, the block of {of}, got {inputs}"]
+
+    def bits(self, of: WeightFormat) -> float:
+        return 8.0 * gguf.KINDS[of.kind].size / gguf.KINDS[of.kind].block
+
+    def wanted(self, of: WeightFormat, outputs: int, inputs: int) -> Wanted:
+        kind = gguf.KINDS[of.kind]
+        return {"data": ((outputs, inputs // kind.block * kind.size), _BYTES)}
+
+    def dequantized(self, of: WeightFormat, given: Fields, inputs: int, dtype: torch.dtype) -> Tensor:
+        return gguf.dequantized(given.data, of.kind, dtype)
+
+    def value_problems(self, of: WeightFormat, given: Fields) -> list[str]:
+        kind = gguf.KINDS[of.kind]
+        blocks = given.data.reshape(given.data.numel() // kind.size, kind.size)
+        for place in kind.halves:
+            wrong = ~gguf.half(blocks, place, torch.float32).isfinite()
+            if bool(wrong.any()):
+                where = int(wrong.nonzero()[0, 0])
+                return [f"data: wanted finite scales in blocks of {of}, got one that is not in block {where}"]
+        return []
+
+    def random(self, of: WeightFormat, outputs: int, inputs: int, generator: torch.Generator | None) -> Fields:
+        kind, shape = gguf.KINDS[of.kind], self.wanted(of, outputs, inputs)["data"][0]
+        made = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).view(-1, kind.size)
+        if not kind.halves:  # MXFP4: a power of two
+            made[:, 0] = made[:, 0] % 4 + 123
+        for place in kind.halves:
+            made[:, place : place + 2] = torch.ones(1, dtype=torch.float16).view(torch.uint8)
+        size = kind.read(made, torch.float32).std().clamp(min=1e-3) * math.sqrt(inputs)
+        for place in kind.halves:
+            half = ((torch.rand(len(made), 1, generator=generator) + 0.5) / size).to(torch.float16)
+            made[:, place : place + 2] = half.view(torch.uint8)
+        return Fields(made.view(shape))
+
+    def drawn(self, draw: Draw) -> tuple[WeightFormat, int, int]:
+        kind = draw.of(tuple(gguf.KINDS))
+        inputs = gguf.KINDS[kind].block * draw.of((1, 2, 3))
+        return WeightFormat("gguf", kind), draw.of((1, 2, 7, 33)), inputs
+
+
+SCHEMES: dict[str, Scheme] = {
+    **GROUPED,
+    "fp8": Blocks("fp8", _FLOAT8),
+    "int8": Blocks("int8", frozenset({torch.int8})),
+    **{name: Micro(name) for name in ("mxfp4", "mxfp8", "nvfp4")},
+    "nf4": Codebook("nf4", _NF4),
+    "fp4": Codebook("fp4", (*_FP4, *(-each for each in _FP4))),
+    "gguf": Gguf(),
+}
 """By name."""
 
 

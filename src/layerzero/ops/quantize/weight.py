@@ -225,37 +225,19 @@ def _shape_problems(of: WeightFormat, shape: object, given: Fields) -> list[str]
 
 def value_problems(of: WeightFormat, given: Fields) -> list[str]:
     """What is wrong with the values of a weight's tensors, whose shapes are right."""
+    if given.data.is_meta:
+        return []
     problems = []
     for name in ("scale", "second_scale"):
         tensor: Tensor | None = getattr(given, name)
-        if tensor is None or tensor.is_meta or tensor.dtype is torch.uint8:
+        if tensor is None:
             continue
-        numbers = tensor.to(torch.float32)
+        numbers = (tensor.view(torch.float8_e8m0fnu) if tensor.dtype is torch.uint8 else tensor).to(torch.float32)
         wrong = ~numbers.isfinite()
         if scheme_of(of).positive or name == "second_scale":
             wrong |= numbers == 0.0
         if bool(wrong.any()):
-            place = tuple(int(each) for each in wrong.nonzero()[0])
-            problems.append(f"{name}: wanted finite numbers other than 0 with {of}, got {numbers[place]:g} at {place}")
-    if given.group_index is not None and not given.group_index.is_meta:
-        problems += _index_problems(of, given.group_index)
-    if of.zeros == "signed" and given.zero is not None and not given.zero.is_meta:
-        half = 1 << (of.bits - 1)
-        low, high = int(given.zero.min()), int(given.zero.max())
-        if low < -half or high >= half:
-            problems.append(f"zero: wanted numbers from {-half} to {half - 1} with {of}, got {low} to {high}")
-    return problems
-
-
-def _index_problems(of: WeightFormat, group_index: Tensor) -> list[str]:
-    """An act-order index puts each group's number of columns into it, whatever their order."""
-    columns = group_index.numel()
-    group = of.group or columns
-    low, high = int(group_index.min()), int(group_index.max())
-    if low < 0 or high >= columns // group:
-        return [f"group_index: wanted groups from 0 to {columns // group - 1}, got {low} to {high}"]
-    counts = torch.bincount(group_index, minlength=columns // group)
-    if bool((counts == group).all()):
-        return []
-    place = int((counts != group).nonzero()[0])
-    return [f"group_index: wanted {group} columns in each group, got {int(counts[place])} in group {place}"]
+            place, wanted = tuple(int(each) for each in wrong.nonzero()[0]), "finite numbers"
+            wanted += " other than 0" if scheme_of(of).positive or name == "second_scale" else ""
+            problems.append(f"{name}: wanted {wanted} with {of}, got {numbers[place]:g} at {place}")
+    return problems + scheme_of(of).value_problems(of, given)
