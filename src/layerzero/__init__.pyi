@@ -66,7 +66,7 @@ from layerzero.ops.alibi import alibi_slopes
 from layerzero.ops.kv import CacheStep, KVCache, KVCacheError, KVCacheStrategy, StrategyChoice, kv_cache_strategy
 from layerzero.ops.linear import PackedWeight
 from layerzero.ops.paged import PagedCache, StepMetadata
-from layerzero.ops.quantize import QuantizedWeight, WeightFormat
+from layerzero.ops.quantize import QuantizedWeight, WeightFormat, quantize_weight, read_gguf, repack
 from layerzero.ops.ragged import RaggedMetadata
 from layerzero.ops.rope import rope_frequencies, rope_table
 from layerzero.ops.sparse import BlockPattern
@@ -210,8 +210,10 @@ __all__ = [
     "qk_norm_rope",
     "qkv_linear",
     "quantize",
+    "quantize_weight",
     "quantized_linear",
     "ragged_attention",
+    "read_gguf",
     "readiness_check",
     "record",
     "register_backend",
@@ -221,6 +223,7 @@ __all__ = [
     "register_with_diffusers",
     "register_with_transformers",
     "relu2",
+    "repack",
     "rms_norm",
     "rope",
     "rope_",

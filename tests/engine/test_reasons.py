@@ -235,6 +235,14 @@ def cache_full(**sizes):
     return {caught.value.code}
 
 
+def weight_codes(format, again):
+    """What a weight of another format is refused with, or laying one out anew."""
+    known = lz.quantize_weight(torch.ones(4, 32), "int4", group_size=32)
+    with pytest.raises(lz.InvalidCallError) as caught:
+        lz.repack(lz.QuantizedWeight(format or known.format, known.shape, *known.fields), again)
+    return {caught.value.code}
+
+
 PRODUCERS = {
     C.PLATFORM_MISMATCH: lambda: refusals("torch.sdpa.flash", *qkv(), device="CPU"),
     C.SM_TOO_OLD: lambda: refusals("flash_attn.v3", *qkv(), device="A100", libraries=FA3),
@@ -256,6 +264,8 @@ PRODUCERS = {
     C.GQA_HEADS_MISMATCH: lambda: valid("torch.sdpa.math", *qkv(kv_heads=3)),
     C.STRIDE_LAST_DIM: lambda: in_strict_mode(strided),
     C.NOT_CONTIGUOUS: lambda: in_strict_mode(not_contiguous),
+    C.QUANT_FORMAT_UNSUPPORTED: lambda: weight_codes("exl2", "awq"),
+    C.REQUANTIZATION_REQUIRED: lambda: weight_codes(None, "mxfp4"),
     C.KV_CACHE_LAYOUT_MISMATCH: read_in_another_layout,
     C.KV_CACHE_EXHAUSTED: lambda: cache_full(pages=2),
     C.VIRTUAL_MEMORY_EXHAUSTED: lambda: cache_full(

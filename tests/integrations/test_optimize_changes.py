@@ -25,7 +25,7 @@ from layerzero.integrations.optimize.swaps import stamp
 from layerzero.integrations.optimize.swaps.candidate import Candidate, compared
 from layerzero.integrations.optimize.swaps.stamp import Stamp
 from layerzero.integrations.optimize.times.report import Optimized, Replaced
-from layerzero.ops.linear.packed import LOOKS
+from layerzero.ops.linear.glance import LOOKS
 
 Change = Callable[[nn.Module, ExitStack], Any]
 

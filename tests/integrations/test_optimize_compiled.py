@@ -19,7 +19,7 @@ from layerzero.integrations.optimize.models.compiled import Bound, Compiled
 from layerzero.integrations.optimize.models.compilers import COMPILERS, Compiler, Flat
 from layerzero.integrations.optimize.swaps.stamp import Stamp
 from layerzero.integrations.optimize.times import timing, workload
-from layerzero.ops.linear import packed
+from layerzero.ops.linear import glance
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning"),
@@ -283,16 +283,16 @@ def test_one_number_written_past_torchs_count_is_seen_in_time_and_stays_seen(
     monkeypatch: pytest.MonkeyPatch, native: bool
 ) -> None:
     if not native:
-        monkeypatch.setattr(packed, "IN_C", {})
+        monkeypatch.setattr(glance, "IN_C", {})
     model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100)).eval()
     state, rows = watched(model), [torch.ones(1, 100)]
     with torch.no_grad():
-        for _ in range(packed.LOOKS + 5):
+        for _ in range(glance.LOOKS + 5):
             assert state.serves(rows)
         model[1].weight.data[61, 7] += 1.0
-        served = [state.serves(rows) for _ in range(packed.LOOKS + 5)]
-    assert served.index(False) <= packed.LOOKS
-    assert not any(served[packed.LOOKS :])
+        served = [state.serves(rows) for _ in range(glance.LOOKS + 5)]
+    assert served.index(False) <= glance.LOOKS
+    assert not any(served[glance.LOOKS :])
 
 
 @pytest.mark.parametrize("rows", [[[1, 2], [0, 3]], [[1] * 300, [0] * 299 + [3]]], ids=["few", "many"])

@@ -147,7 +147,9 @@ WRONG = {
     "zero: wanted numbers from -8 to 7": changed(
         "compressed-tensors:bits=4,group=32,zeros=signed", zero=lambda each: each + 20
     ),
-    "group: wanted a divisor of the 128 columns, got 96": lambda: weight("awq:bits=4,group=96,zeros=stored"),
+    "group: wanted a divisor of the 128 columns, got 96": lambda: lz.QuantizedWeight(
+        "awq:bits=4,group=96,zeros=stored", (64, 128), *weight(AWQ).fields
+    ),
     "bits: wanted 4 with awq, got 3": lambda: weight("awq:bits=3,group=32,zeros=stored"),
     "zeros: wanted stored with awq, got 'none'": lambda: lz.QuantizedWeight(
         "awq:bits=4,group=32", (64, 128), *weight(AWQ).fields

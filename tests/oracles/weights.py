@@ -105,7 +105,7 @@ def gguf(c, scheme, of, columns):
 
 READERS = {
     **dict.fromkeys(("gptq", "awq", "compressed-tensors"), grouped),
-    **dict.fromkeys(("fp8", "int8"), blocks),
+    "fp8": blocks,
     **dict.fromkeys(("mxfp4", "mxfp8", "nvfp4"), micro),
     **dict.fromkeys(("nf4", "fp4"), codebook),
     "gguf": gguf,

@@ -33,6 +33,9 @@ class ReasonCode(StrEnum):
     SEQ_TOO_LONG = "SEQ_TOO_LONG"
     GQA_UNSUPPORTED = "GQA_UNSUPPORTED"
     GQA_HEADS_MISMATCH = "GQA_HEADS_MISMATCH"
+    # numbers of a weight
+    QUANT_FORMAT_UNSUPPORTED = "QUANT_FORMAT_UNSUPPORTED"
+    REQUANTIZATION_REQUIRED = "REQUANTIZATION_REQUIRED"
     # memory layout
     STRIDE_LAST_DIM = "STRIDE_LAST_DIM"
     NOT_CONTIGUOUS = "NOT_CONTIGUOUS"
@@ -92,6 +95,8 @@ _TEXT: dict[ReasonCode, str] = {
     ReasonCode.SEQ_TOO_LONG: "{fact} must be {wanted}, is {got}",
     ReasonCode.GQA_UNSUPPORTED: "needs as many kv heads as query heads ({wanted}), got {got}",
     ReasonCode.GQA_HEADS_MISMATCH: "query heads must be a multiple of kv heads: wanted {wanted}, got {got}",
+    ReasonCode.QUANT_FORMAT_UNSUPPORTED: "{fact} must be {wanted}, is {got}",
+    ReasonCode.REQUANTIZATION_REQUIRED: "{fact}: wanted {wanted}, got {got}",
     ReasonCode.STRIDE_LAST_DIM: "stride(-1) of {fact} must be {wanted}, is {got}",
     ReasonCode.NOT_CONTIGUOUS: "{fact} must be {wanted}, has {got}",
     ReasonCode.KV_CACHE_LAYOUT_MISMATCH: "{fact} is written in layout {wanted}, the call names {got}",

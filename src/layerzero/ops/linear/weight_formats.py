@@ -1,7 +1,7 @@
 """Matrix products with a weight as a file holds it, one operation for each kind of number.
 
     mlp.linear.quant.group       whole numbers with a scale, and maybe a zero point, for each group of a row
-    mlp.linear.quant.block       float8 or int8 with a scale for each block of rows and columns
+    mlp.linear.quant.block       float8 with a scale for each block of rows and columns
     mlp.linear.quant.mx          MX numbers and NVFP4
     mlp.linear.quant.codebook    bitsandbytes' nf4 and fp4
     mlp.linear.quant.gguf        GGUF's blocks, whose scales are two-level
@@ -27,6 +27,7 @@ from layerzero.core.errors import InvalidCallError
 from layerzero.core.facts import Facts
 from layerzero.core.judge import Elementwise
 from layerzero.core.operation import Case, Operation, Part, Work
+from layerzero.core.reasons import ReasonCode
 from layerzero.core.values import Check
 from layerzero.ops.declaration import operation, tensor, wide
 from layerzero.ops.draw import Draw
@@ -228,7 +229,11 @@ def _operation(name: str, summary: str, texts: Mapping[str, tuple[str, int, int,
         formatted_linear,
         inputs=inputs,
         outputs=(tensor("output: ... out_features", dtype_from="out_dtype"),),
-        params=(Param("weight_format", str, example=schemes[0].example), OUT_DTYPE, _PACKED),
+        params=(
+            Param("weight_format", str, example=schemes[0].example, code=ReasonCode.QUANT_FORMAT_UNSUPPORTED),
+            OUT_DTYPE,
+            _PACKED,
+        ),
         axes=AXES,
         cases=tuple(
             sized_case(case, *sizes, bias=case == "small", weight_format=text) for case, (text, *sizes) in texts.items()
@@ -267,10 +272,10 @@ FORMATTED: dict[str, Operation] = {
     ),
     "block": _operation(
         "block",
-        "Matrix product with a weight of float8 or int8 that has a scale for each block",
+        "Matrix product with a weight of float8 that has a scale for each block",
         {
             "small": ("fp8:group=32,rows=16", 33, 96, 64),
-            "small_row": ("int8:group=32", 5, 96, 64),
+            "small_row": ("fp8:group=32", 5, 96, 64),
             "decode": ("fp8:group=128,rows=128", 1, 2048, 2048),
             "batch_decode": ("fp8:group=128,rows=128", 16, 2048, 2048),
             "prefill": ("fp8:group=128,rows=128", 512, 1024, 4096),
@@ -322,7 +327,8 @@ def routed_operation(arguments: dict[str, Any]) -> Operation:
         of = WeightFormat.of(arguments["weight_format"])
     except InvalidCallError as error:
         raise InvalidCallError("quantized_linear", error.problems) from None
-    problems = format_problems(of)
+    if problems := format_problems(of):
+        raise InvalidCallError("quantized_linear", problems, ReasonCode.QUANT_FORMAT_UNSUPPORTED)
     if arguments["activations"] is not None:
         problems.append(
             f"activations: wanted None with weight_format={str(of)!r}, whose products take rows as they are, got one"

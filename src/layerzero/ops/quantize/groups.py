@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -149,16 +150,18 @@ class Grouped(Scheme):
                 problems.append(f"zero: wanted numbers from {-half} to {half - 1} with {of}, got {low} to {high}")
         return problems
 
+    def quantized(self, of: WeightFormat, numbers: Tensor) -> Fields:
+        """Each to the nearest code: of -1 to 1 times the largest value, or with zero points from the least to it."""
+        return self.encoded(of, codes_of(numbers, of.bits, of.group, zeros=of.zeros != "none"))
+
     def random(self, of: WeightFormat, outputs: int, inputs: int, generator: torch.Generator | None) -> Fields:
-        groups, most = inputs // of.group if of.group else 1, 1 << of.bits
-        zero = torch.randint(most // 4, most - most // 4, (outputs, groups), generator=generator, dtype=torch.uint8)
-        group_index = None
+        numbers = torch.randn(outputs, inputs, generator=generator) / math.sqrt(inputs)
+        codes = codes_of(numbers.to(torch.float16), of.bits, of.group, zeros=of.zeros != "none")
         if of.permuted:
-            group_index = (torch.randperm(inputs, generator=generator) // (of.group or inputs)).to(torch.int32)
-        numbers = torch.randint(0, most, (outputs, inputs), generator=generator, dtype=torch.uint8)
-        scale = (torch.rand(outputs, groups, generator=generator) + 0.5) * 2.0 / (most * math.sqrt(inputs))
-        middle = None if of.zeros == "none" else zero
-        return self.encoded(of, Codes(numbers, scale.to(torch.float16), middle, of.bits, of.group, group_index))
+            order = torch.randperm(inputs, generator=generator)
+            index = (order // (of.group or inputs)).to(torch.int32)
+            codes = replace(codes, numbers=codes.numbers[:, order], group_index=index)
+        return self.encoded(of, codes)
 
     def drawn(self, draw: Draw) -> tuple[WeightFormat, int, int]:
         group, bits, permuted = (
@@ -170,6 +173,23 @@ class Grouped(Scheme):
         unit = 1 if self.name == "compressed-tensors" else 32
         outputs = draw.of((1, 2, 3, 7, 33, 64, 100)) * unit if unit == 1 else draw.of((32, 64, 96, 160))
         return of, outputs, draw.of((1, 2, 3, 4, 5)) * math.lcm(group or draw.of((1, 8, 31)), unit)
+
+
+def codes_of(numbers: Tensor, bits: int, group: int, *, zeros: bool) -> Codes:
+    """Numbers as their nearest codes, by scales in their dtype, as compressed-tensors' minmax observer makes them."""
+    rows, columns = numbers.shape
+    parts, most = numbers.float().view(rows, columns // (group or columns), group or columns), (1 << bits) - 1
+    if zeros:
+        low, high = parts.amin(-1).clamp(max=0.0), parts.amax(-1).clamp(min=0.0)
+    else:
+        high = parts.abs().amax(-1)
+        low = -high
+    scale = ((high - low) / most).to(numbers.dtype)
+    scale = scale.masked_fill(scale == 0.0, 1.0)  # of a group of zeros
+    wide = scale.float()
+    zero = (-low / wide).round().clamp(0, most) if zeros else torch.full_like(wide, 1 << (bits - 1))
+    codes = (parts / wide.unsqueeze(-1)).round_().add_(zero.unsqueeze(-1)).clamp_(0, most).to(torch.uint8)
+    return Codes(codes.flatten(1), scale, zero.to(torch.uint8) if zeros else None, bits, group or columns)
 
 
 def _index_problems(of: WeightFormat, group_index: Tensor) -> list[str]:

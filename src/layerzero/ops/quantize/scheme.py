@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import fields
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core.dtypes import names_of
+from layerzero.core.errors import InvalidCallError
 from layerzero.ops.draw import Draw
 from layerzero.ops.quantize.weight_format import Fields, WeightFormat
 
@@ -71,9 +73,17 @@ class Scheme:
         """The dtype of the numbers where nothing else is asked for: what the library that defines it gives."""
         return torch.float32
 
+    def quantized(self, of: WeightFormat, numbers: Tensor) -> Fields:
+        """The tensors of a weight that is near these numbers (N, K), which are floating and finite.
+
+        Raises: InvalidCallError where this format is read and not made.
+        """
+        step = "the library that defines it makes such weights"
+        raise InvalidCallError("quantize_weight", [f"format: wanted one that is made here, got {of}; {step}"])
+
     def random(self, of: WeightFormat, outputs: int, inputs: int, generator: torch.Generator | None) -> Fields:
         """A weight whose products are of order 1, on the CPU."""
-        raise NotImplementedError
+        return self.quantized(of, torch.randn(outputs, inputs, generator=generator) / math.sqrt(inputs))
 
     def drawn(self, draw: Draw) -> tuple[WeightFormat, int, int]:
         """A format of this scheme, and sizes N and K that it has."""

@@ -10,12 +10,14 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from layerzero.ops.draw import Draw
 from layerzero.ops.quantize import gguf
 from layerzero.ops.quantize.formats import (
+    E2M1_LARGEST,
+    E4M3_LARGEST,
     FORMATS,
-    computed_scale,
     multiplied,
     quantize_mx,
     quantize_nv,
@@ -31,23 +33,15 @@ _FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 _POWERS = frozenset({torch.float8_e8m0fnu, torch.uint8})
 
 
-def _normal(outputs: int, inputs: int, generator: torch.Generator | None) -> Tensor:
-    """Numbers whose products with a row of normal ones are of order 1."""
-    return torch.randn(outputs, inputs, generator=generator) / math.sqrt(inputs)
-
-
 class Blocks(Scheme):
-    """Narrow numbers with a scale for each block: data float8 or int8 (N, K), scale (ceil(N / rows), ceil(K / group)).
+    """float8 with a scale for each block: data (N, K), scale (ceil(N / rows), ceil(K / group)).
 
     DeepSeek's and Transformers' ``finegrained_fp8`` has blocks of 128 x 128, ``fp8:group=128,rows=128``. A row has one
     scale, (N, 1), with ``group=0``; all numbers have one, (), with ``rows=0`` as well.
     """
 
     operation = "block"
-
-    def __init__(self, name: str, dtypes: frozenset[torch.dtype]) -> None:
-        self.name, self.dtypes = name, dtypes
-        self.example = str(WeightFormat(name, group=128, rows=128))
+    example = "fp8:group=128,rows=128"
 
     def problems(self, of: WeightFormat) -> list[str]:
         problems = strange_options(of, "group", "rows")
@@ -64,7 +58,7 @@ class Blocks(Scheme):
     def wanted(self, of: WeightFormat, outputs: int, inputs: int) -> Wanted:
         columns = -(-inputs // of.group) if of.group else 1
         shape = (-(-outputs // of.rows), columns) if of.rows else ()
-        return {"data": ((outputs, inputs), self.dtypes), "scale": (shape, HALVES)}
+        return {"data": ((outputs, inputs), _FLOAT8), "scale": (shape, HALVES)}
 
     def step(self, of: WeightFormat, inputs: int) -> int:
         return max(of.rows, 1)
@@ -86,17 +80,20 @@ class Blocks(Scheme):
             scale = scale.repeat_interleave(of.group, 1)[:, :inputs]
         return multiplied(numbers, scale)
 
-    def random(self, of: WeightFormat, outputs: int, inputs: int, generator: torch.Generator | None) -> Fields:
-        numbers = _normal(outputs, inputs, generator)
-        shape = self.wanted(of, outputs, inputs)["scale"][0]
-        narrow = FORMATS["int8" if self.name == "int8" else "fp8_e4m3"]
-        scale = (torch.rand(shape, generator=generator) + 0.5) * float(computed_scale(numbers, narrow, "tensor", None))
-        return Fields(rounded(numbers / scale.mean(), narrow), scale)
+    def quantized(self, of: WeightFormat, numbers: Tensor) -> Fields:
+        (outputs, inputs), rows = numbers.shape, of.rows or len(numbers)
+        columns = of.group or inputs
+        whole = functional.pad(numbers.float().abs(), (0, -inputs % columns, 0, -outputs % rows))
+        most = whole.view(len(whole) // rows, rows, whole.shape[1] // columns, columns).amax((1, 3))
+        scale = (most / E4M3_LARGEST).masked_fill(most == 0.0, 1.0)
+        each = scale.repeat_interleave(rows, 0)[:outputs].repeat_interleave(columns, 1)[:, :inputs]
+        codes = rounded(numbers.float() / each, FORMATS["fp8_e4m3"])
+        return Fields(codes, scale if of.rows else scale.reshape(()))
 
     def drawn(self, draw: Draw) -> tuple[WeightFormat, int, int]:
         rows, group = draw.of(((128, 128), (1, 128), (4, 32), (1, 0), (0, 0), (16, 0)))
         return (
-            WeightFormat(self.name, group=group, rows=rows),
+            WeightFormat("fp8", group=group, rows=rows),
             draw.of((1, 3, 16, 130, 256)),
             draw.of((1, 32, 200, 256)),
         )
@@ -144,11 +141,11 @@ class Micro(Scheme):
             factor = factor / second if of.kind == "over" else factor * second
         return multiplied(widened(given.data, self.narrow, dtype), factor)
 
-    def random(self, of: WeightFormat, outputs: int, inputs: int, generator: torch.Generator | None) -> Fields:
-        numbers = _normal(outputs, inputs, generator)
+    def quantized(self, of: WeightFormat, numbers: Tensor) -> Fields:
         if self.name != "nvfp4":
             return Fields(*quantize_mx(numbers, self.narrow))
-        second = numbers.abs().amax() / 2688.0
+        most = numbers.float().abs().amax()
+        second = (most / (E2M1_LARGEST * E4M3_LARGEST)).masked_fill(most == 0.0, 1.0)
         found = quantize_nv(numbers, self.narrow, tensor_scale=second)
         return Fields(*found, second_scale=1.0 / second if of.kind == "over" else second)
 
@@ -218,10 +215,15 @@ class Codebook(Scheme):
             scale = scale.repeat_interleave(of.group)[: len(numbers)]
         return multiplied(numbers, scale).view(-1, inputs)
 
-    def random(self, of: WeightFormat, outputs: int, inputs: int, generator: torch.Generator | None) -> Fields:
-        shapes = self.wanted(of, outputs, inputs)
-        data = torch.randint(0, 256, shapes["data"][0], generator=generator, dtype=torch.uint8)
-        return Fields(data, (torch.rand(shapes["scale"][0], generator=generator) + 0.5) * 2.0 / math.sqrt(inputs))
+    def quantized(self, of: WeightFormat, numbers: Tensor) -> Fields:
+        flat = numbers.float().flatten()
+        blocks = functional.pad(flat, (0, -len(flat) % of.group)).view(-1, of.group)
+        scale = blocks.abs().amax(1)
+        table = torch.tensor(self.numbers, device=flat.device)
+        sorted_, order = table.sort(stable=True)
+        shares = (blocks / scale.masked_fill(scale == 0.0, 1.0).unsqueeze(1)).flatten()[: len(flat)]
+        codes = order[torch.bucketize(shares, (sorted_[1:] + sorted_[:-1]) / 2)].to(torch.uint8)
+        return Fields((codes[::2] << 4 | codes[1::2]).unsqueeze(1), scale)
 
     def drawn(self, draw: Draw) -> tuple[WeightFormat, int, int]:
         return WeightFormat(self.name, group=draw.of((32, 64, 256))), draw.of((2, 6, 32, 66)), draw.of((1, 7, 32, 96))
@@ -286,8 +288,7 @@ class Gguf(Scheme):
 
 SCHEMES: dict[str, Scheme] = {
     **GROUPED,
-    "fp8": Blocks("fp8", _FLOAT8),
-    "int8": Blocks("int8", frozenset({torch.int8})),
+    "fp8": Blocks(),
     **{name: Micro(name) for name in ("mxfp4", "mxfp8", "nvfp4")},
     "nf4": Codebook("nf4", _NF4),
     "fp4": Codebook("fp4", (*_FP4, *(-each for each in _FP4))),

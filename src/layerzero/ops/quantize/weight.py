@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from layerzero.core.arguments import told
 from layerzero.core.bundle import MISSING, Bundle
 from layerzero.core.errors import InvalidCallError
+from layerzero.core.reasons import ReasonCode
 from layerzero.ops.quantize.groups import GROUPED
 from layerzero.ops.quantize.schemes import format_problems, scheme_of
 from layerzero.ops.quantize.weight_format import ARGUMENTS, Codes, Fields, WeightFormat
@@ -46,7 +47,7 @@ class QuantizedWeight(Bundle):
     def __init__(
         self,
         format: WeightFormat | str,  # noqa: A002  # what it is everywhere
-        shape: tuple[int, int],
+        shape: Sequence[int],
         data: Tensor,
         scale: Tensor | None = None,
         zero: Tensor | None = None,
@@ -55,8 +56,9 @@ class QuantizedWeight(Bundle):
     ) -> None:
         of = format if isinstance(format, WeightFormat) else WeightFormat.of(format)
         given = Fields(data, scale, zero, group_index, second_scale)
-        problems = format_problems(of) or _shape_problems(of, shape, given) or value_problems(of, given)
-        if problems:
+        if problems := format_problems(of):
+            raise InvalidCallError("QuantizedWeight", problems, ReasonCode.QUANT_FORMAT_UNSUPPORTED)
+        if problems := _shape_problems(of, shape, given) or value_problems(of, given):
             raise InvalidCallError("QuantizedWeight", problems)
         self.format, self.shape, self.fields = of, (int(shape[0]), int(shape[1])), given
         self._packed: PackedWeight | None = None
@@ -138,13 +140,52 @@ class QuantizedWeight(Bundle):
         of = WeightFormat("compressed-tensors", bits=bits, group=group, zeros=zeros, permuted=group_index is not None)
         return cls(of, (rows, columns), weight_packed, weight_scale, weight_zero_point, group_index)
 
+    @classmethod
+    def from_fp8(cls, weight: Tensor, scale: Tensor, block: tuple[int, int] = (128, 128)) -> QuantizedWeight:
+        """Of float8 (N, K) with a scale for each block (``weight_scale_inv``), row (N, 1) or (N,), or for all: ()."""
+        if not isinstance(scale, Tensor) or (scale.ndim == 2 and scale.shape[1:] != (1,)):
+            return cls(WeightFormat("fp8", rows=block[0], group=block[1]), tuple(weight.shape), weight, scale)
+        of = WeightFormat("fp8", rows=1 if scale.numel() > 1 else 0)
+        return cls(of, tuple(weight.shape), weight, scale.reshape(-1, 1) if of.rows else scale.reshape(()))
+
+    @classmethod
+    def from_mx(cls, weight: Tensor, scale: Tensor) -> QuantizedWeight:
+        """Of MX: uint8 (N, K / 2) or, as gpt-oss has it, (N, K / 32, 16), or float8 (N, K); scale (N, K / 32)."""
+        weight = weight.flatten(1)
+        columns = weight.shape[1] * (2 if weight.dtype is torch.uint8 else 1)
+        return cls("mxfp4" if weight.dtype is torch.uint8 else "mxfp8", (len(weight), columns), weight, scale)
+
+    @classmethod
+    def from_nvfp4(
+        cls, weight: Tensor, scale: Tensor, second_scale: Tensor, *, divides: bool = False
+    ) -> QuantizedWeight:
+        """Of NVFP4: weight (N, K / 2), scale (N, K / 16), second_scale one number.
+
+        ``divides`` where scales are quotients by it (compressed-tensors' ``weight_global_scale``), not multiples
+        (ModelOpt's ``weight_scale_2``).
+        """
+        of = WeightFormat("nvfp4", "over" if divides else "")
+        return cls(of, (len(weight), 2 * weight.shape[1]), weight, scale, second_scale=second_scale)
+
+    @classmethod
+    def from_bitsandbytes(cls, data: Tensor, state: Any) -> QuantizedWeight:
+        """Of ``Params4bit.data`` and its ``quant_state``; double quantisation is undone, once, into float32."""
+        absmax = state.absmax
+        if state.nested:
+            inner, codes = state.state2, absmax.to(torch.int64)
+            each = inner.absmax.repeat_interleave(inner.blocksize)[: codes.numel()]
+            absmax = inner.code[codes] * each + state.offset
+        of = WeightFormat(state.quant_type, group=state.blocksize)
+        return cls(of, tuple(int(each) for each in state.shape), data.view(torch.uint8).reshape(-1, 1), absmax.float())
+
     @property
     def codes(self) -> Codes:
         """Whole numbers by group; of a format of such. Raises: InvalidCallError for any other."""
         scheme = GROUPED.get(self.format.scheme)
         if scheme is None:
             wanted = f"codes: wanted a format of whole numbers by group ({', '.join(GROUPED)}), got {self.format}"
-            raise InvalidCallError("QuantizedWeight", [f"{wanted}; dequantize it and quantize that"])
+            step = "lz.quantize_weight(weight.dequantized(), ...) makes one"
+            raise InvalidCallError("QuantizedWeight", [f"{wanted}; {step}"], ReasonCode.REQUANTIZATION_REQUIRED)
         return scheme.codes(self.format, self.fields, self.shape[1])
 
     @property
@@ -172,12 +213,19 @@ class QuantizedWeight(Bundle):
         """Its tensors and its format. Raises: InvalidCallError where it stands for anything but a weight."""
         mine: dict[str, Any] = {ARGUMENTS[name]: each for name, each in self.fields._asdict().items()}
         if not (function == "quantized_linear" and parameter == "weight"):
-            raise InvalidCallError(function, [f"{parameter}: wanted a tensor, got a QuantizedWeight"])
+            step = "weight.dequantized() gives its numbers"
+            raise InvalidCallError(function, [f"{parameter}: wanted a tensor, got a QuantizedWeight; {step}"])
         others = [name for name in mine if name != "weight" and given.get(name) not in (None, MISSING)]
         if others or given.get("weight_format") is not None:
             named = ", ".join(others or ["weight_format"])
             raise InvalidCallError(function, [f"{named}: wanted None with a QuantizedWeight, which brings it, got one"])
-        return mine | {"weight_format": str(self.format), "packed": given.get("packed") or self.packed}
+        of, scale = self.format, self.fields.scale
+        dense = of.scheme == "fp8" and not of.group and of.rows < 2
+        if (
+            dense and scale is not None and scale.dtype is torch.float32
+        ):  # an operation of its own, which more kernels have
+            return {"weight": self.fields.data, "weight_scale": scale}
+        return mine | {"weight_format": str(of), "packed": given.get("packed") or self.packed}
 
     def __repr__(self) -> str:
         return f"QuantizedWeight({self.format}, {self.shape[0]} x {self.shape[1]}, {self.bytes} bytes)"

@@ -25,7 +25,7 @@ from layerzero.engine.config import current_policy
 from layerzero.integrations.optimize.models.compilers import Run
 from layerzero.integrations.optimize.swaps.stamp import Stamp
 from layerzero.integrations.optimize.swaps.swap import MARK, State, Swap, as_forward, is_dense, serves
-from layerzero.ops.linear.packed import Glances
+from layerzero.ops.linear.glance import Glances
 
 _FEW = 256
 """Numbers that Python compares sooner than torch does."""

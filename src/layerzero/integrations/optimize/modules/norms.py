@@ -23,7 +23,7 @@ from layerzero.integrations.optimize.swaps.candidate import (
     random_rows,
 )
 from layerzero.integrations.optimize.swaps.swap import MARK, State, as_forward, is_dense, serves, weight_of
-from layerzero.ops.linear.packed import Glance
+from layerzero.ops.linear.glance import Glance
 
 _LARGEST_EPS = 0.01
 

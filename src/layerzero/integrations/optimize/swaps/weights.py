@@ -16,7 +16,8 @@ from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.handle import FOREIGN, STALE
 from layerzero.core.system import forking
 from layerzero.integrations.optimize.swaps.swap import State, Way, size_of
-from layerzero.ops.linear.packed import LOOKS, Pack, PackedWeight, Packing
+from layerzero.ops.linear.glance import LOOKS
+from layerzero.ops.linear.packed import Pack, PackedWeight, Packing
 from layerzero.ops.quantize.weight import QuantizedWeight
 
 Weight = Tensor | QuantizedWeight

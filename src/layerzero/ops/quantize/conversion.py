@@ -1,0 +1,154 @@
+"""Weights made, laid out anew and read from files: functions of their own, so that none of it is done in silence."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.core.arguments import told
+from layerzero.core.errors import InvalidCallError
+from layerzero.core.reasons import ReasonCode
+from layerzero.ops.quantize.gguf import KINDS
+from layerzero.ops.quantize.groups import GROUPED
+from layerzero.ops.quantize.schemes import format_problems, scheme_of
+from layerzero.ops.quantize.weight import QuantizedWeight
+from layerzero.ops.quantize.weight_format import Fields, WeightFormat
+
+_WHOLE = re.compile(r"int([2-8])")
+
+
+def quantize_weight(
+    weight: Tensor,
+    format: WeightFormat | str = "int4",  # noqa: A002  # what it is everywhere
+    *,
+    group_size: int = 128,
+    zero_points: bool = False,
+) -> QuantizedWeight:
+    """Quantise a weight, each number to the nearest that the format holds.
+
+        weight = lz.quantize_weight(linear.weight, "int4", group_size=128)
+
+    Args:
+        weight: (N, K), floating and finite.
+        format: ``"int2"`` to ``"int8"``, as compressed-tensors lays them out; or a format or its text, such as
+            ``"awq:bits=4,group=128,zeros=stored"``, ``"fp8:group=128,rows=128"``, ``"mxfp4"``, ``"nvfp4"`` or
+            ``"nf4:group=64"``.
+        group_size: of ``"int2"`` to ``"int8"``, the columns that share a scale; 0 for a row.
+        zero_points: of these, whether codes go from each group's least number to its largest.
+    Scales of whole numbers have the weight's dtype. Nothing flows back.
+    Raises: InvalidCallError for a weight or a format that does not fit, and for formats that are read and not made
+        (GGUF, act-order).
+    """
+    whole = _WHOLE.fullmatch(format) if isinstance(format, str) else None
+    if whole is not None:
+        zeros = "stored" if zero_points else "none"
+        of = WeightFormat("compressed-tensors", bits=int(whole[1]), group=group_size, zeros=zeros)
+    else:
+        of = format if isinstance(format, WeightFormat) else WeightFormat.of(format)
+    problems = format_problems(of)
+    if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
+        problems.append(f"weight: wanted a floating tensor (N, K), got {told(weight)}")
+    elif not problems:
+        problems += scheme_of(of).size_problems(of, *weight.shape)
+        if not bool(weight.isfinite().all()):
+            problems.append("weight: wanted finite numbers, got one that is not")
+    if of.permuted:
+        problems.append(f"permuted: wanted False, since no act-order is made here, got {of}")
+    if problems:
+        raise InvalidCallError("quantize_weight", problems)
+    with torch.no_grad():
+        numbers = weight.detach().float() if weight.dtype is torch.float64 else weight.detach()
+        return QuantizedWeight(of, tuple(weight.shape), *scheme_of(of).quantized(of, numbers))
+
+
+def repack(weight: QuantizedWeight, format: WeightFormat | str) -> QuantizedWeight:  # noqa: A002
+    """Lay whole numbers by group out as another format has them: the same numbers, bit for bit.
+
+        lz.repack(weight, "awq")
+
+    Args:
+        format: a format or its text; a scheme alone keeps bits, group and order of the weight.
+    Raises: InvalidCallError (REQUANTIZATION_REQUIRED) where the format cannot hold these very numbers.
+    """
+    if not isinstance(weight, QuantizedWeight):
+        raise InvalidCallError("repack", [f"weight: wanted a QuantizedWeight, got {told(weight)}"])
+    codes, of = weight.codes, format if isinstance(format, WeightFormat) else WeightFormat.of(format)
+    scheme = GROUPED.get(of.scheme)
+    step = f"lz.quantize_weight(weight.dequantized(), {str(of)!r}) quantises anew: a pass over the numbers, less exact"
+    if scheme is None:
+        problem = f"format: wanted one of {', '.join(GROUPED)}, got {of}; {step}"
+        raise InvalidCallError("repack", [problem], ReasonCode.REQUANTIZATION_REQUIRED)
+    if of == WeightFormat(of.scheme):
+        zeros = "none" if codes.zero is None and "none" in scheme.zeros else "stored"
+        group = 0 if codes.group == weight.shape[1] else codes.group
+        of = WeightFormat(of.scheme, bits=codes.bits, group=group, zeros=zeros, permuted=codes.group_index is not None)
+    problems = format_problems(of) or scheme.size_problems(of, *weight.shape)
+    held = {"bits": (codes.bits, of.bits), "group": (codes.group, of.group or weight.shape[1])}
+    held["permuted"] = codes.group_index is not None, of.permuted
+    problems += [
+        f"{name}: wanted {mine}, which the weight has, got {its}" for name, (mine, its) in held.items() if mine != its
+    ]
+    if of.zeros == "none" and codes.zero is not None and bool((codes.zero != codes.middle).any()):
+        problems.append(f"zeros: wanted a format with zero points, which the weight has, got {of}")
+    if problems:
+        problems[-1] += f"; {step}"
+        raise InvalidCallError("repack", problems, ReasonCode.REQUANTIZATION_REQUIRED)
+    return QuantizedWeight.unchecked(of, weight.shape, scheme.encoded(of, codes))
+
+
+def read_gguf(path: str | Path, names: Iterable[str] | None = None) -> dict[str, QuantizedWeight | Tensor | list[Any]]:
+    """Read the tensors of a GGUF file, by name: those of F32, F16 and BF16 as they are, others as QuantizedWeight.
+
+        weights = lz.read_gguf("model-Q4_K_M.gguf", ["blk.0.attn_q.weight"])
+
+    Tensors of three axes (experts) are lists of weights. They are copied, on the CPU. It needs the package ``gguf``.
+
+    Args:
+        names: those that are wanted; all if None.
+    Raises: InvalidCallError for a file that is none or is cut, for names that it has not, and for types that are
+        unknown here; ImportError without ``gguf``.
+    """
+    import gguf
+
+    try:
+        found = {each.name: each for each in gguf.GGUFReader(str(path)).tensors}
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        problem = f"path: wanted a whole GGUF file, got {path}, which gguf does not read: {error}"
+        raise InvalidCallError("read_gguf", [problem]) from error
+    wanted = list(found) if names is None else list(names)
+    problems = [
+        f"names: wanted some of the {len(found)} tensors of {path}, got {name!r}"
+        for name in wanted
+        if name not in found
+    ]
+    types = {name: found[name].tensor_type.name for name in wanted if name in found}
+    problems += [
+        f"{name}: wanted F32, F16, BF16, {', '.join(KINDS)}, got {kind}; gguf.dequantize may know it"
+        for name, kind in types.items()
+        if kind not in (*_PLAIN, *KINDS)
+    ]
+    if problems:
+        raise InvalidCallError("read_gguf", problems)
+    return {name: _read(found[name], types[name]) for name in wanted}
+
+
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def _read(tensor: Any, kind: str) -> QuantizedWeight | Tensor | list[Any]:
+    shape = tuple(int(each) for each in reversed(tensor.shape))
+    data = torch.from_numpy(tensor.data.copy())
+    if kind in _PLAIN:
+        return data.contiguous().view(torch.uint8).flatten().view(_PLAIN[kind]).view(shape)
+    of, columns = WeightFormat("gguf", kind), shape[-1]
+    rows = data.view(*shape[:-1], columns // KINDS[kind].block * KINDS[kind].size)
+    if len(shape) == 2:
+        return QuantizedWeight(of, shape, *Fields(rows))
+    return [QuantizedWeight(of, shape[-2:], *Fields(each)) for each in rows.view(-1, *rows.shape[-2:])]

@@ -1,0 +1,192 @@
+"""Weights that are quantised, laid out anew, and read from files and other libraries' tensors."""
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.ops.quantize.schemes import scheme_of
+
+X = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
+GPTQ, AWQ = "gptq:bits=4,group=32,zeros=minus_one", "awq:bits=4,group=32,zeros=stored"
+PERMUTED = "gptq:bits=4,group=32,zeros=stored,permuted=True"
+PACKED = "compressed-tensors:bits=4,group=32"
+
+
+def weight(text, outputs=64, inputs=128, seed=1):
+    of = lz.WeightFormat.of(text)
+    fields = scheme_of(of).random(of, outputs, inputs, torch.Generator().manual_seed(seed))
+    return lz.QuantizedWeight(of, (outputs, inputs), *fields)
+
+
+N = torch.randn(64, 128, generator=torch.Generator().manual_seed(4))
+LOSSES = {
+    "int8": 0.01,
+    "int4": 0.12,
+    "int3": 0.3,
+    "awq:bits=4,group=32,zeros=stored": 0.12,
+    "gptq:bits=4,group=32,zeros=minus_one": 0.12,
+    "compressed-tensors:bits=5,group=32,zeros=signed": 0.06,
+    "fp8:group=128,rows=128": 0.04,
+    "fp8:group=48,rows=40": 0.04,
+    "fp8": 0.04,
+    "fp8:rows=0": 0.04,
+    "mxfp4": 0.2,
+    "mxfp8": 0.05,
+    "nvfp4": 0.15,
+    "nvfp4:over": 0.15,
+    "nf4:group=64": 0.12,
+    "fp4:group=64": 0.25,
+}
+
+
+@pytest.mark.parametrize("text", LOSSES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_is_near_what_it_was_made_of(text, dtype):
+    known = lz.quantize_weight(N.to(dtype), text)
+    lost = (known.dequantized(torch.float32) - N.to(dtype).float()).norm() / N.norm()
+    assert 0.0 < lost < LOSSES[text]
+    torch.testing.assert_close(lz.quantized_linear(X, known), X @ known.dequantized(torch.float32).t())
+
+
+def test_a_weight_of_zeros_is_kept():
+    for text in LOSSES:
+        known = lz.quantize_weight(torch.zeros(64, 128), text)
+        assert not known.dequantized().any(), text
+
+
+@pytest.mark.parametrize("text", [GPTQ, AWQ, PACKED, "compressed-tensors:bits=4,group=32,zeros=signed"])
+@pytest.mark.parametrize("other", ["gptq", "awq", "compressed-tensors", GPTQ])
+def test_numbers_stay_as_they_are_in_another_order(text, other):
+    known = weight(text)
+    made = lz.repack(known, other)
+    assert torch.equal(made.dequantized(), known.dequantized())
+    assert made.format.scheme == other.split(":")[0]
+
+
+@pytest.mark.parametrize(
+    ("problem", "code", "again"),
+    [
+        ("zeros: wanted a format with zero points", "REQUANTIZATION_REQUIRED", lambda: lz.repack(weight(AWQ), PACKED)),
+        (
+            "permuted: wanted True, which the weight has",
+            "REQUANTIZATION_REQUIRED",
+            lambda: lz.repack(weight(PERMUTED), AWQ),
+        ),
+        (
+            "bits: wanted 4, which the weight has, got 8",
+            "REQUANTIZATION_REQUIRED",
+            lambda: lz.repack(weight(PACKED), "compressed-tensors:bits=8,group=32"),
+        ),
+        (
+            "lz.quantize_weight(weight.dequantized(), 'mxfp4')",
+            "REQUANTIZATION_REQUIRED",
+            lambda: lz.repack(weight(AWQ), "mxfp4"),
+        ),
+        (
+            "codes: wanted a format of whole numbers",
+            "REQUANTIZATION_REQUIRED",
+            lambda: lz.repack(weight("mxfp4"), "awq"),
+        ),
+        ("permuted: wanted False", None, lambda: lz.quantize_weight(N, PERMUTED)),
+        ("weight: wanted finite numbers", None, lambda: lz.quantize_weight(N / 0.0, "int4")),
+        ("weight: wanted a floating tensor (N, K)", None, lambda: lz.quantize_weight(N[0], "int4")),
+        (
+            "format: wanted one that is made here, got gguf:Q4_K",
+            None,
+            lambda: lz.quantize_weight(N.repeat(1, 2), "gguf:Q4_K"),
+        ),
+        (
+            "group: wanted a divisor of the 128 columns, got 100",
+            None,
+            lambda: lz.quantize_weight(N, "int4", group_size=100),
+        ),
+        ("kind: wanted one of Q4_0", "QUANT_FORMAT_UNSUPPORTED", lambda: lz.QuantizedWeight("gguf:IQ1_S", (1, 256), N)),
+        (
+            "data: wanted uint8 (64, 144)",
+            None,
+            lambda: lz.QuantizedWeight("gguf:Q4_K", (64, 256), weight("gguf:Q4_K", inputs=256).fields.data[:, :100]),
+        ),
+        (
+            "data: wanted finite scales in blocks of gguf:Q8_0, got one that is not in block 3",
+            None,
+            lambda: cut_scale(),
+        ),
+        ("group: wanted an even number", None, lambda: lz.quantize_weight(N, "nf4")),
+        ("rows: wanted at least 1 with a group", None, lambda: lz.quantize_weight(N, "fp8:rows=0,group=128")),
+        ("kind: wanted nothing with mxfp4", None, lambda: lz.quantize_weight(N, "mxfp4:over")),
+    ],
+)
+def test_what_cannot_be_made_says_why(problem, code, again):
+    with pytest.raises(lz.InvalidCallError) as raised:
+        again()
+    assert problem in str(raised.value)
+    if code is not None:
+        assert raised.value.code == code
+
+
+def cut_scale():
+    data = weight("gguf:Q8_0").fields.data.clone()
+    data.view(-1, 34)[3, :2] = torch.tensor([float("nan")], dtype=torch.float16).view(torch.uint8)
+    return lz.QuantizedWeight("gguf:Q8_0", (64, 128), data)
+
+
+def test_a_row_of_float8_takes_the_kernels_of_its_own_operation():
+    for scale in (torch.rand(64, 1) + 0.5, torch.rand(64) + 0.5, torch.tensor(2.0)):
+        known = lz.QuantizedWeight.from_fp8(N.to(torch.float8_e4m3fn), scale)
+        assert lz.explain("quantized_linear", X, known).operation == "mlp.linear.quant"
+        result = lz.quantized_linear(X, known)
+        torch.testing.assert_close(result, X @ known.dequantized(torch.float32).t())
+
+
+def test_mx_weights_are_taken_as_gpt_oss_has_them():
+    known = weight("mxfp4")
+    blocks = known.fields.data.view(64, 4, 16)
+    made = lz.QuantizedWeight.from_mx(blocks, known.fields.scale.view(torch.uint8))
+    assert torch.equal(made.dequantized(), known.dequantized())
+
+
+def test_nvfp4_of_both_conventions():
+    known = weight("nvfp4")
+    data, scale, _, _, second = known.fields
+    made = lz.QuantizedWeight.from_nvfp4(data, scale, 1.0 / second, divides=True)
+    torch.testing.assert_close(made.dequantized(), known.dequantized(), rtol=1e-6, atol=0.0)
+    assert torch.equal(lz.QuantizedWeight.from_nvfp4(data, scale, second).dequantized(), known.dequantized())
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_bitsandbytes_weights_are_what_it_dequantizes(kind, nested):
+    functional = pytest.importorskip("bitsandbytes.functional")
+    data, state = functional.quantize_4bit(N, blocksize=64, quant_type=kind, compress_statistics=nested)
+    made = lz.QuantizedWeight.from_bitsandbytes(data, state)
+    torch.testing.assert_close(made.dequantized(), functional.dequantize_4bit(data, state), rtol=3e-3, atol=0.0)
+
+
+def test_a_gguf_file_is_read(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(str(path), "llama")
+    q4 = weight("gguf:Q4_K", inputs=512)
+    experts = weight("gguf:Q8_0", outputs=32)
+    writer.add_tensor("q4", q4.fields.data.numpy(), raw_dtype=gguf.GGMLQuantizationType.Q4_K)
+    writer.add_tensor("experts", experts.fields.data.view(2, 16, -1).numpy(), raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.add_tensor("norm", N[0].numpy())
+    writer.add_tensor("half", N.half().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = lz.read_gguf(path)
+    assert sorted(found) == ["experts", "half", "norm", "q4"]
+    assert found["q4"].shape == (64, 512)
+    assert torch.equal(found["q4"].dequantized(), q4.dequantized())
+    assert torch.equal(torch.cat([each.dequantized() for each in found["experts"]]), experts.dequantized())
+    assert torch.equal(found["norm"], N[0])
+    assert torch.equal(found["half"], N.half())
+    with pytest.raises(lz.InvalidCallError, match="names: wanted some of the 4 tensors"):
+        lz.read_gguf(path, ["q5"])
+    whole = path.read_bytes()
+    for length in (3, 100, len(whole) // 2, len(whole) - 40):
+        path.write_bytes(whole[:length])
+        with pytest.raises(lz.InvalidCallError, match="path: wanted a whole GGUF file"):
+            lz.read_gguf(path)
