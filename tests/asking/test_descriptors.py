@@ -112,8 +112,8 @@ WRONG = {
     "R230 no backend": (lambda data: data.pop("backend"), "backend: wanted a value, got nothing"),
     "R230 no operations": (top(ops={}), "ops: wanted operations with lists of kernels, got {}"),
     "R230 no kernels": (top(ops={"norm.rms": []}), "ops.norm.rms: wanted a list of kernels, got []"),
-    "R230 an unknown field": (top(bakend="torch"), "bakend: wanted a known field such as 'backend', got 'bakend'"),
-    "R231 an unknown field": (having(max_headdim=3), "max_headdim: wanted a known field such as 'max_head_dim'"),
+    "R230 an unknown field": (top(bakend="torch"), "wanted a known field, got 'bakend'; did you mean"),
+    "R231 an unknown field": (having(max_headdim=3), "got 'max_headdim'; did you mean 'max_head_dim'"),
     "R231 a text for a number": (having(max_head_dim="32"), "max_head_dim: wanted `int | null`, got '32'"),
     "R231 a number for a flag": (having(deterministic=1), "deterministic: wanted `bool`, got 1"),
     "R233 one kernel twice": (twice_in_one, f"wanted the entry of every kernel once, got '{CPU_FLASH}' twice"),
@@ -153,7 +153,7 @@ WRONG = {
         further({"kind": "code", "text": "scale != 3"}),
         "wanted code that torch.sdpa.cpu_flash has (float64: a float64 mask; causal: scale > 0), got 'scale != 3'",
     ),
-    "R236 an unknown argument": (having(accepts=["scal"]), "such as 'scale', got 'scal'"),
+    "R236 an unknown argument": (having(accepts=["scal"]), "got 'scal'; did you mean 'scale'"),
     "R236 an unknown operation": (renamed_operation, "'attention.gqa.prefil'; did you mean 'attention.gqa.prefill'"),
     "R236 an unknown platform": (top(platforms=["cpu", "tpu"]), "wanted cpu, cuda, rocm, hpu, xpu, got 'tpu'"),
     "R236 no common platform": (top(platforms=["rocm"]), "platforms: wanted some of cpu, got ['rocm']"),
@@ -539,7 +539,7 @@ def test_version_1_narrows():
 
 
 @pytest.mark.parametrize(("data", "message"), [
-    (version_1(supports_gqas=True), "supports_gqas: wanted a known field such as 'supports_gqa'"),
+    (version_1(supports_gqas=True), "got 'supports_gqas'; did you mean 'supports_gqa'"),
     (version_1(max_head_dim="all"), "max_head_dim: wanted `int | null`, got 'all'"),
     ({key: value for key, value in version_1().items() if key != "backend_version"}, "backend_version: wanted a value"),
     (version_1() | {"ops": {"attention.gqa.prefill": version_1(supports_gqa=False)["ops"]["attention.causal"]}},

@@ -5,11 +5,11 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 from msgspec import UNSET
 
+from layerzero.core.argument_errors import did_you_mean
 from layerzero.core.descriptor import Entry
 from layerzero.core.device import GENERATIONS
 from layerzero.core.dtypes import DTYPES, dtype_name, dtype_named
@@ -134,9 +134,7 @@ def problems_of(entry: Entry, operations: Sequence[Operation], platforms: Sequen
     for field in ("accepts", "folds"):
         for name in getattr(entry, field):
             if name not in known:
-                close = get_close_matches(name, known, n=1)
-                near = f" such as {close[0]!r}" if close else ""
-                yield f"{field}: wanted an argument of {owners}{near}, got {name!r}"
+                yield f"{field}: wanted an argument of {owners}, got {name!r}{did_you_mean(name, known)}"
 
 
 def _name_problems(entry: Entry) -> Iterator[str]:

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from difflib import get_close_matches
 
+from layerzero.core.argument_errors import did_you_mean
 from layerzero.core.errors import PolicyError
 
 VARIABLE = "LAYERZERO_CPU_FEATURES"
@@ -54,8 +54,7 @@ def wanted(text: str) -> frozenset[str]:
     names = [name for name in (part.strip().lower() for part in text.split(",")) if name]
     known = [*FLAGS.values(), _NONE]
     if unknown := [name for name in names if name not in known]:
-        close = get_close_matches(unknown[0], known, n=1, cutoff=0.5)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = did_you_mean(unknown[0], known)
         raise PolicyError(f"wanted features of a CPU ({', '.join(known)}), got {unknown[0]!r}{hint}")
     kept: set[str] = set()
     for name in names:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
+
+from layerzero.core.argument_errors import did_you_mean
 
 VERSION: Final = "2.0"
 """The schema version that is written."""
@@ -163,8 +164,7 @@ def _problems(kind: type[_Struct], data: object, where: str) -> Iterator[str]:
             if kind is Entry and str(name).startswith("supports_"):
                 yield f"{where}{name}: belongs to schema_version {VERSION_1!r}; name operations and `accepts` instead"
                 continue
-            close = get_close_matches(str(name), fields, n=1)
-            yield f"{where}{name}: wanted a known field{f' such as {close[0]!r}' if close else ''}, got {name!r}"
+            yield f"{where}{name}: wanted a known field, got {name!r}{did_you_mean(str(name), fields)}"
     for name, field in fields.items():
         if name not in data:
             if field.required:

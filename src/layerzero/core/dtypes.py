@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from difflib import get_close_matches
 
 import torch
+
+from layerzero.core.argument_errors import did_you_mean
 
 DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,
@@ -55,9 +56,9 @@ def dtype_named(name: str | torch.dtype) -> torch.dtype:
     plain = name.removeprefix("torch.")
     plain = _SHORT.get(plain, plain)
     if plain not in DTYPES:
-        close = get_close_matches(plain, [*DTYPES, *_SHORT], n=1)
-        hint = f"; did you mean {close[0]!r}? Known" if close else "; known"
-        raise ValueError(f"unknown dtype {name!r}{hint}: {', '.join([*DTYPES, *_SHORT])}")
+        known = [*DTYPES, *_SHORT]
+        near = did_you_mean(plain, known)
+        raise ValueError(f"unknown dtype {name!r}{f'{near} Known' if near else '; known'}: {', '.join(known)}")
     return DTYPES[plain]
 
 

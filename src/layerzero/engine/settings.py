@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import msgspec
 
 from layerzero.core import cpu_features
+from layerzero.core.argument_errors import did_you_mean
 from layerzero.core.arguments import told
 from layerzero.core.device import cpu_of_this_machine
 from layerzero.core.errors import PolicyError
@@ -152,21 +152,12 @@ ALIASES = {
 """Other spellings that are accepted for a key."""
 
 
-_SHORT = 4
-"""Letters of a word of which a misspelt one has few left: ``epz`` has two thirds in common with ``eps``."""
-
-
 def nearest(word: str, known: Iterable[str]) -> str:
     """Name the closest known word, as the end of an error message; empty if nothing is close."""
     known = list(known)
     if FORMER_NAMES.get(word) in known:
         return f"; it is {FORMER_NAMES[word]!r} now"
-    cutoff = 0.5 if len(word) <= _SHORT else 0.7  # at a half, mine.own would be mlp.linear.quant
-    for each in difflib.get_close_matches(word, known, n=3, cutoff=cutoff):
-        # many short words share three letters: rope is no misspelt nope
-        if each[:1].lower() == word[:1].lower() or difflib.SequenceMatcher(None, each, word).ratio() >= 0.8:
-            return f"; did you mean {each!r}?"
-    return ""
+    return did_you_mean(word, known)
 
 
 def flatten(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
