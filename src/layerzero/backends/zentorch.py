@@ -185,7 +185,7 @@ def _pack(weight: Tensor) -> tuple[Tensor, int]:
     return packed, packed.nbytes
 
 
-def _product(activation: str | None) -> packed_blocks.Product:
+def _product(_: Facts, activation: str | None) -> packed_blocks.Product:
     operator = operators().zentorch_linear_unary.default
     fused, after = _FUSED.get(activation, "none"), None if activation in _FUSED else IN_PLACE[str(activation)]
 
@@ -197,23 +197,7 @@ def _product(activation: str | None) -> packed_blocks.Product:
     return run
 
 
-def _load_linear(facts: Facts) -> Callable[..., Any]:
-    product = _product(facts["activation"])  # type: ignore[arg-type]  # a name or None
-
-    def run(
-        input: Tensor,
-        weight: Tensor,
-        *,
-        bias: Tensor | None = None,
-        activation: str | None,
-        packed: PackedWeight,
-    ) -> Tensor:
-        return product(input, packed, bias)
-
-    return run
-
-
-def _load_mlp(facts: Facts) -> Callable[..., Any]:
+def _times(_: Facts) -> packed_blocks.Times:
     operator = operators().zentorch_linear_unary_binary.default
 
     def times(rows: Tensor, packed: PackedWeight, bias: Tensor | None, other: Tensor) -> Tensor:
@@ -221,11 +205,7 @@ def _load_mlp(facts: Facts) -> Callable[..., Any]:
         output: Tensor = operator(rows, form, other, bias, is_weight_prepacked=True, post_op_1="none", post_op_2="mul")
         return output
 
-    return packed_blocks.block(facts, _product, times)
-
-
-def _load_qkv(facts: Facts) -> Callable[..., Any]:
-    return packed_blocks.projections(facts, _product(None))
+    return times
 
 
 def _pack_int8(weight: Tensor) -> tuple[Tensor, int]:
@@ -320,39 +300,7 @@ KERNELS = (
         ),
         priority=45,
     ),
-    Kernel(
-        id="zentorch.linear_packed",
-        operations=("mlp.linear",),
-        backend=ZENTORCH,
-        load=_load_linear,
-        accepts=("bias", "activation", "packed"),
-        limits=(VECTORS, BFLOAT16, DTYPES, limit.contiguous("bias"), BELONGS),
-        priority=60,
-    ),
-    *(
-        Kernel(
-            id=f"zentorch.mlp_packed{ending}",
-            operations=operations,
-            backend=ZENTORCH,
-            load=_load_mlp,
-            accepts=accepts,
-            limits=(VECTORS, BFLOAT16, DTYPES, *limits),
-            priority=60,
-        )
-        for ending, operations, accepts, limits in packed_blocks.variants()
-    ),
-    *(
-        Kernel(
-            id=f"zentorch.qkv_packed{ending}",
-            operations=(operation,),
-            backend=ZENTORCH,
-            load=_load_qkv,
-            accepts=accepts,
-            limits=(VECTORS, BFLOAT16, DTYPES, *limits),
-            priority=60,
-        )
-        for ending, operation, accepts, limits in packed_blocks.qkv_variants()
-    ),
+    *packed_blocks.kernels("zentorch.", _product, _times, (VECTORS, BFLOAT16, DTYPES), backend=ZENTORCH, priority=60),
     Kernel(
         id="zentorch.int8_linear_packed",
         operations=(QUANTIZED["int8"].name,),

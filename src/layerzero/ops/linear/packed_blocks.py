@@ -1,17 +1,20 @@
-"""Blocks and projections out of the packed products that a library has: it brings two functions, and no block."""
+"""Products, blocks and projections out of the packed products that a library has: it brings two functions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
 from layerzero.ops.activation.formulas import FUNCTIONS
 from layerzero.ops.linear.fused import PACKED_OF
-from layerzero.ops.linear.packed import PackedWeight, belongs
+from layerzero.ops.linear.packed import BELONGS, PackedWeight, belongs
 from layerzero.ops.linear.qkv import BIASES as QKV_BIASES
 from layerzero.ops.linear.qkv import QKV_PACKED_OF, Three, pieces
 
@@ -25,19 +28,14 @@ BIASES = ("up_bias", "down_bias", "gate_bias")
 ACCEPTS = ("activation", *BIASES[:2], "packed_up", "packed_down")
 GATED_ACCEPTS = (*ACCEPTS, "gate_bias", "packed_gate")
 _BELONG = tuple(belongs(name, PACKED_OF[name]) for name in ("packed_up", "packed_down"))
-LIMITS = (limit.contiguous(*BIASES[:2]), *_BELONG)  # libraries ignore the strides of a bias
+LIMITS = (limit.contiguous(*BIASES[:2]), *_BELONG)
 GATED_LIMITS = (limit.contiguous(*BIASES), *_BELONG, belongs("packed_gate", "gate_weight"))
 
 PLAIN, GATED = ("mlp.fused", "mlp.fused.joined"), ("mlp.fused.gated",)
+QKV = ("mlp.qkv", "mlp.qkv.joined")
 
 
-def block(facts: Facts, product: Callable[[str | None], Product], times: Times) -> Callable[..., Any]:
-    """What a kernel of these operations calls.
-
-    Args:
-        product: the library's product with an activation after it.
-        times: its product, times another tensor.
-    """
+def _block(facts: Facts, product: Callable[[str | None], Product], times: Times) -> Callable[..., Any]:
     activation = str(facts["activation"])
     alone, activated, after = product(None), product(activation), FUNCTIONS[activation]
 
@@ -90,9 +88,7 @@ QKV_ACCEPTS = (*QKV_BIASES, *QKV_PACKED_OF)
 QKV_JOINED_ACCEPTS = ("kv_features", "q_bias", "packed_q")
 
 
-def projections(facts: Facts, product: Product) -> Callable[..., Three]:
-    """What a kernel of mlp.qkv and mlp.qkv.joined calls, whose library has a product with a packed weight."""
-
+def _projections(facts: Facts, product: Product) -> Callable[..., Three]:
     def apart(
         input: Tensor,
         *_: Tensor,
@@ -117,15 +113,67 @@ def projections(facts: Facts, product: Product) -> Callable[..., Three]:
     return joined if facts["operation"] == "mlp.qkv.joined" else apart
 
 
-def qkv_variants() -> tuple[tuple[str, str, tuple[str, ...], tuple[limit.Limit, ...]], ...]:
-    """Of such a kernel: an ending of its id, its operation, what it accepts and demands."""
-    each = tuple(belongs(name, of) for name, of in QKV_PACKED_OF.items())
-    return (
-        ("", "mlp.qkv", QKV_ACCEPTS, (limit.contiguous(*QKV_BIASES), *each)),
-        (".joined", "mlp.qkv.joined", QKV_JOINED_ACCEPTS, (limit.contiguous("q_bias"), each[0])),
+def _linear(product: Product) -> Callable[..., Tensor]:
+    def run(
+        input: Tensor,
+        weight: Tensor,
+        *,
+        bias: Tensor | None = None,
+        activation: str | None,
+        packed: PackedWeight,
+    ) -> Tensor:
+        return product(input, packed, bias)
+
+    return run
+
+
+def _load(
+    product: Callable[[Facts, str | None], Product], times: Callable[[Facts], Times], facts: Facts
+) -> Callable[..., Any]:
+    if facts["operation"] == "mlp.linear":
+        return _linear(product(facts, facts["activation"]))  # type: ignore[arg-type]  # a name or None
+    if facts["operation"] in QKV:
+        return _projections(facts, product(facts, None))
+    return _block(facts, functools.partial(product, facts), times(facts))
+
+
+_OF_QKV = tuple(belongs(name, of) for name, of in QKV_PACKED_OF.items())
+_KERNELS: tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[limit.Limit, ...]], ...] = (
+    ("linear_packed", ("mlp.linear",), ("bias", "activation", "packed"), (limit.contiguous("bias"), BELONGS)),
+    ("mlp_packed", PLAIN, ACCEPTS, LIMITS),
+    ("mlp_packed.gated", GATED, GATED_ACCEPTS, GATED_LIMITS),
+    ("qkv_packed", QKV[:1], QKV_ACCEPTS, (limit.contiguous(*QKV_BIASES), *_OF_QKV)),
+    ("qkv_packed.joined", QKV[1:], QKV_JOINED_ACCEPTS, (limit.contiguous("q_bias"), _OF_QKV[0])),
+)
+"""An ending of the id, operations, what such a kernel accepts and demands: libraries ignore the strides of a bias."""
+
+
+def kernels(
+    beginning: str,
+    product: Callable[[Facts, str | None], Product],
+    times: Callable[[Facts], Times],
+    limits: tuple[limit.Limit, ...],
+    more: Mapping[str, tuple[limit.Limit, ...]] = MappingProxyType({}),
+    **fields: Any,
+) -> tuple[Kernel, ...]:
+    """A product with a packed weight, and blocks and projections out of it.
+
+    Args:
+        beginning: of the ids.
+        product: the library's product for a call, with an activation after it.
+        times: its product for a call, times another tensor.
+        limits: what all of them demand; ``more`` by the operation.
+        fields: of each kernel.
+    """
+    load = functools.partial(_load, product, times)
+    return tuple(
+        Kernel(
+            id=f"{beginning}{ending}",
+            operations=operations,
+            load=load,
+            accepts=accepts,
+            limits=(*limits, *more.get(operations[0], ()), *own),
+            **fields,
+        )
+        for ending, operations, accepts, own in _KERNELS
     )
-
-
-def variants() -> tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[limit.Limit, ...]], ...]:
-    """Of a block's kernel: an ending of its id, its operations, what it accepts and demands."""
-    return (("", PLAIN, ACCEPTS, LIMITS), (".gated", GATED, GATED_ACCEPTS, GATED_LIMITS))
