@@ -32,6 +32,7 @@ from layerzero.backends.norm_limits import specialised
 from layerzero.core import limits as limit
 from layerzero.core.facts import MAX_ALIGNMENT_BYTES, Facts
 from layerzero.core.kernel import Backend, Kernel
+from layerzero.ops.rope.split import rope
 
 LIGER = Backend(
     name="liger",
@@ -107,14 +108,14 @@ def _load_layer_norm(facts: Facts) -> Callable[..., Any]:
     return run
 
 
-def _load_rope_inplace(facts: Facts) -> Callable[..., Any]:
+def _rotating(facts: Facts) -> Callable[..., None]:
     """One program for each token. The batch is a constant of the kernel, so all tokens are given as one sequence."""
     from liger_kernel.ops.rope import rope_forward
 
     heads, kv_heads, head_dim = (facts.size(name) for name in ("heads", "kv_heads", "head_dim"))
     width = facts.size("rotary_dim")
 
-    def run(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | None = None) -> None:
+    def run(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool) -> None:
         seq = query.shape[-3]
         batch = query.shape[0] if query.ndim == 4 else 1
         if positions is None:
@@ -126,22 +127,16 @@ def _load_rope_inplace(facts: Facts) -> Callable[..., Any]:
         rows = [each.float() for each in rows]  # it computes in their dtype
         flat = query.view(1, batch * seq, heads, head_dim), key.view(1, batch * seq, kv_heads, head_dim)
         rope_forward(*(each.transpose(1, 2) for each in flat), *rows, rotary_dim=width)
-        increment_version((query, key))
 
     return run
+
+
+def _load_rope_inplace(facts: Facts) -> Callable[..., Any]:
+    return rope(_rotating(facts), in_place=True)
 
 
 def _load_rope(facts: Facts) -> Callable[..., Any]:
-    rotate, dense = _load_rope_inplace(facts), torch.contiguous_format
-
-    def run(
-        query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        query, key = query.clone(memory_format=dense), key.clone(memory_format=dense)
-        rotate(query, key, cos, sin, positions=positions)
-        return query, key
-
-    return run
+    return rope(_rotating(facts), in_place=False)
 
 
 def _rope_specialised(facts: Facts) -> Hashable:

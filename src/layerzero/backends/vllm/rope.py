@@ -31,7 +31,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from layerzero.backends.flashinfer.paged import same_strides
 from layerzero.backends.norm_limits import ElementsBelow
@@ -43,51 +42,25 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.limit import Limit
-from layerzero.ops.rope.split import ACCEPTS, SPLIT_ACCEPTS, Norm, Rotate, norm_then_rope, parts, split_then_norm_rope
+from layerzero.ops.rope.split import (
+    ACCEPTS,
+    SPLIT_ACCEPTS,
+    Norm,
+    Rotate,
+    norm_then_rope,
+    parts,
+    rope,
+    split_then_norm_rope,
+)
 from layerzero.ops.rope_append.packed_steps import rotate_then_append
 
 
 def _load_inplace(facts: Facts) -> Callable[..., Any]:
-    rotate = operators("_C.abi3.so", "_C").rotary_embedding.default
-    heads, kv_heads, head_dim = (facts.size(name) for name in ("heads", "kv_heads", "head_dim"))
-
-    def run(
-        query: Tensor,
-        key: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        *,
-        positions: Tensor | None = None,
-        interleaved: bool = False,
-    ) -> None:
-        seq = query.shape[-3]
-        batch = query.shape[0] if query.ndim == 4 else 1
-        table, places = table_and_places(cos, sin, positions, batch, seq, torch.int64)
-        tokens = batch * seq
-        pair = query.view(tokens, heads, head_dim), key.view(tokens, kv_heads, head_dim)
-        rotate(places, *pair, head_dim, table, not interleaved)
-        increment_version((query, key))
-
-    return run
+    return rope(rotating(facts), in_place=True)
 
 
 def _load(facts: Facts) -> Callable[..., Any]:
-    rotate, dense = _load_inplace(facts), torch.contiguous_format
-
-    def run(
-        query: Tensor,
-        key: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        *,
-        positions: Tensor | None = None,
-        interleaved: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        query, key = query.clone(memory_format=dense), key.clone(memory_format=dense)
-        rotate(query, key, cos, sin, positions=positions, interleaved=interleaved)
-        return query, key
-
-    return run
+    return rope(rotating(facts), in_place=False)
 
 
 LIMITS = (limit.platform("cuda"), limit.arch(min=(8, 0)))

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from layerzero.backends.rotary import HeadsDense, TokensInLine, table_and_places
 from layerzero.backends.torch.kv import appending
@@ -30,7 +29,7 @@ from layerzero.core.dtypes import dtype_name
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.ops.rope.split import ACCEPTS, SPLIT_ACCEPTS, Norm, Rotate, norm_then_rope, split_then_norm_rope
+from layerzero.ops.rope.split import ACCEPTS, SPLIT_ACCEPTS, Norm, Rotate, norm_then_rope, rope, split_then_norm_rope
 from layerzero.ops.rope_append.packed_steps import rotate_then_append, split_then_append
 
 InPlace = Callable[..., None]
@@ -127,18 +126,6 @@ def _load_inplace(facts: Facts) -> Callable[..., Any]:
     rotate, dtype, wide = _rotating(facts), facts.tensors["query"].dtype, facts.tensors["cos"].dtype
     dense = torch.contiguous_format
 
-    def run(
-        query: Tensor,
-        key: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        *,
-        positions: Tensor | None = None,
-        interleaved: bool = False,
-    ) -> None:
-        rotate(query, key, cos, sin, positions, interleaved)
-        increment_version((query, key))  # as the operator should
-
     def converted(
         query: Tensor,
         key: Tensor,
@@ -153,7 +140,7 @@ def _load_inplace(facts: Facts) -> Callable[..., Any]:
         for tensor, result in zip((query, key), pair, strict=True):
             tensor.copy_(result)
 
-    return run if dtype == wide else converted
+    return rope(rotate, in_place=True) if dtype == wide else converted
 
 
 def _vectors(facts: Facts) -> Reason | None:

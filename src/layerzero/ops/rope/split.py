@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from layerzero.core.arguments import Axis, Param, told
 from layerzero.core.errors import InvalidCallError
@@ -272,6 +273,30 @@ ACCEPTS = ("positions", "interleaved", "eps")
 
 SPLIT_ACCEPTS = ("heads", "kv_heads", "positions", "q_weight", "k_weight", "interleaved", "eps")
 """The same of one that takes a joined product apart first."""
+
+
+def rope(rotate: Callable[..., object], *, in_place: bool) -> Callable[..., tuple[Tensor, Tensor] | None]:
+    """What a kernel of posenc.rope calls, or of posenc.rope.inplace, whose rotation writes over query and key."""
+    dense = torch.contiguous_format
+
+    def run(
+        query: Tensor,
+        key: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        positions: Tensor | None = None,
+        interleaved: bool = False,
+    ) -> tuple[Tensor, Tensor] | None:
+        if in_place:
+            rotate(query, key, cos, sin, positions, interleaved)
+            increment_version((query, key))  # as libraries' operators should
+            return None
+        query, key = query.clone(memory_format=dense), key.clone(memory_format=dense)
+        rotate(query, key, cos, sin, positions, interleaved)
+        return query, key
+
+    return run
 
 
 def norm_then_rope(norm: Norm, rotate: Rotate) -> Callable[..., tuple[Tensor, Tensor]]:
