@@ -204,10 +204,6 @@ def _canonical(axes: int) -> Callable[[dict[str, Any]], None]:
     return write
 
 
-LEAST_SHARE = 8
-"""So many numbers of the weight for each one of input and result, from which on packing it pays."""
-
-
 def lies_channels_last(tensor: Tensor) -> bool:
     """Whether a picture lies with its channels last, and not in the usual order as well."""
     return tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()

@@ -78,7 +78,7 @@ class AttentionSwap:
         self.of = FROM if _has_torchs(model) else OWN
         self._before = [
             (config, config._attn_implementation)
-            for config in _configs_of(model)
+            for config in configs_of(model)
             if config._attn_implementation in {self.of, NAME}
         ]
         self.chosen = all(before == NAME for _, before in self._before)
@@ -209,7 +209,7 @@ def why_not(model: Any) -> str:
     """Say why a model's attention is left to it; empty where it may be exchanged."""
     setting = model.config._attn_implementation
     wanted = FROM if _has_torchs(model) else OWN
-    if not any(each._attn_implementation in {wanted, NAME} for each in (model.config, *_configs_of(model))):
+    if not any(each._attn_implementation in {wanted, NAME} for each in (model.config, *configs_of(model))):
         return f"attn_implementation={setting!r} was chosen for it, or the model has no other"
     for each in model.modules():
         if not hasattr(each, "_can_set_attn_implementation"):
@@ -237,13 +237,9 @@ def _has_torchs(model: Any) -> bool:
     return any(each._supports_sdpa for each in model.modules() if hasattr(each, "_supports_sdpa"))
 
 
-def _configs_of(model: Any) -> list[Any]:
-    """Every configuration that a module of the model reads, each once."""
-    found: dict[int, Any] = {}
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if hasattr(config, "_attn_implementation_internal"):
-            found[id(config)] = config
+def configs_of(module: Module, attribute: str = "_attn_implementation_internal") -> list[Any]:
+    """Every configuration with an attribute that a module within this one reads, each once."""
+    found = {id(each): each for one in module.modules() if hasattr(each := getattr(one, "config", None), attribute)}
     return list(found.values())
 
 

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from layerzero.core.errors import LayerZeroWarning, in_short
 from layerzero.engine.config import current_policy
+from layerzero.integrations.optimize.attention.transformers import configs_of
 from layerzero.integrations.optimize.models.compilers import Run
 from layerzero.integrations.optimize.swaps.stamp import Stamp
 from layerzero.integrations.optimize.swaps.swap import MARK, State, Swap, as_forward, is_dense, serves
@@ -130,7 +131,7 @@ class Compiled(State):
             for each in module.modules()
             for name, weight in each._parameters.items()
         ]
-        self._settings = [(vars(each), _told(each)) for each in _configs_of(module)]
+        self._settings = [(vars(each), _told(each)) for each in configs_of(module, "__dict__")]
         self._host = os.getpid(), torch.get_num_threads()  # threads of a library do not outlive a fork
         self.copy_bytes = sum(each.nbytes for each in (*module.parameters(), *module.buffers()))
         weights = [weight for _, _, weight, *_ in self._holders if weight is not None]
@@ -172,11 +173,6 @@ def _standing(weight: Tensor | None) -> tuple[int | None, int]:
     if weight is None:
         return None, 0
     return None if weight.is_inference() else weight._version, weight.data_ptr()
-
-
-def _configs_of(module: Module) -> list[Any]:
-    configs = {id(each): each for one in module.modules() if (each := vars(one).get("config")) is not None}
-    return [each for each in configs.values() if hasattr(each, "__dict__")]
 
 
 def _told(config: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torch.nn import Module
 
 from layerzero.engine.config import current_policy
 from layerzero.engine.transforms import in_transform
-from layerzero.integrations.optimize.attention.transformers import NAME
+from layerzero.integrations.optimize.attention.transformers import NAME, configs_of
 from layerzero.integrations.optimize.swaps.stamp import Stamp, recorded
 from layerzero.integrations.optimize.swaps.swap import MARK, State, as_forward, stock_forward
 from layerzero.integrations.transformers_patches import ROW_ARGUMENTS
@@ -88,8 +88,7 @@ class Unpadded(State):
         self.forms: frozenset[str] = frozenset()
         self.costs = Costs(0.0, 0.0, 0.0, 0.0, 1)
         self.ignores_positions = False
-        configs = {id(each): each for part in stack.modules() if (each := getattr(part, "config", None)) is not None}
-        self._configs = [each for each in configs.values() if hasattr(each, "_attn_implementation")]
+        self._configs = configs_of(stack, "_attn_implementation")
 
     @property
     def is_packing(self) -> bool:

@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.nn import Conv1d, Conv2d, Module
 
 import layerzero as lz
+from layerzero.backends.torch.conv import LEAST_SHARE
 from layerzero.core import emulation
 from layerzero.core.device import Device
 from layerzero.core.errors import InvalidCallError
 from layerzero.integrations.optimize.swaps.candidate import Candidate, candidate
 from layerzero.integrations.optimize.swaps.swap import MARK, as_forward, is_dense, serves
 from layerzero.integrations.optimize.swaps.weights import Packs, wants_packed
-from layerzero.ops.conv.declare import LEAST_SHARE, each
+from layerzero.ops.conv.declare import each
 
 _KINDS: dict[type[Module], str] = {Conv1d: "conv1d", Conv2d: "conv2d"}
 
