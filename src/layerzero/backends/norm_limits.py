@@ -1,10 +1,12 @@
-"""What CUDA kernels over rows share in limits, norms first: vector loads at a row's start, and offsets in 32 bits."""
+"""What kernels over rows share, norms first: vector loads at a row's start, offsets in 32 bits, a sum before a norm."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from layerzero.core import limits as limit
 from layerzero.core.facts import MAX_ALIGNMENT_BYTES, Facts
@@ -81,3 +83,12 @@ def specialised(facts: Facts) -> Hashable:
     rows = facts.size("rows")
     aligned = tuple(tensor.alignment_bytes == MAX_ALIGNMENT_BYTES for tensor in facts.tensors.values())
     return row_length(facts), rows == 1, rows % 16 == 0, aligned
+
+
+def sum_then(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """What a kernel of norm.add_rms calls whose library has the norm alone."""
+
+    def run(input: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+        return norm(residual.add_(input), weight, eps=eps)
+
+    return run

@@ -124,6 +124,11 @@ def _load_single(backend: str, facts: Facts) -> Callable[..., Any]:
     return single
 
 
+def overlaps(facts: Facts) -> bool:
+    """Whether a kernel may start before the one ahead of it ends: it waits by itself."""
+    return facts.device.sm is not None and facts.device.sm >= (9, 0)
+
+
 def _load_batch(backend: str, facts: Facts) -> Callable[..., Any]:
     plan: FlashInferPlan = PLANS.get(*plan_key(backend)(facts), capturing=bool(facts["capturing"]))
     variant = Variant.of(facts)
@@ -131,7 +136,7 @@ def _load_batch(backend: str, facts: Facts) -> Callable[..., Any]:
         facts.size(name) for name in ("batch", "seq_q", "seq_k", "heads", "value_dim")
     )
     mode = _CAUSAL if variant.causal else _FULL
-    dependent_launch = facts.device.sm is not None and facts.device.sm >= (9, 0)
+    dependent_launch = overlaps(facts)
 
     def ragged(
         query: Tensor,

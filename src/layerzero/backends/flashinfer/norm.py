@@ -34,9 +34,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.flashinfer.attention import FLASHINFER
+from layerzero.backends.flashinfer.attention import FLASHINFER, overlaps
 from layerzero.backends.flashinfer.modules import is_built
-from layerzero.backends.norm_limits import ElementsBelow, RowsAligned
+from layerzero.backends.norm_limits import ElementsBelow, RowsAligned, sum_then
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -51,16 +51,10 @@ def _prebuilt(facts: Facts) -> bool:
     return is_built("norm", facts)
 
 
-def _rmsnorm(facts: Facts) -> tuple[Callable[..., None], bool]:
-    """The compiled function, and whether it may start before the kernel ahead of it ends (it waits by itself)."""
+def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
     from flashinfer.norm import get_norm_module
 
-    sm = facts.device.sm
-    return get_norm_module().rmsnorm, sm is not None and sm >= (9, 0)
-
-
-def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
-    operator, overlap = _rmsnorm(facts)
+    operator, overlap = get_norm_module().rmsnorm, overlaps(facts)
     empty_like, hidden, is_matrix = torch.empty_like, facts.size("hidden"), facts["input_ndim"] == 2
 
     def matrix(input: Tensor, weight: Tensor, *, eps: float) -> Tensor:
@@ -78,20 +72,13 @@ def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
 
 
 def _load_add_rms_norm(facts: Facts) -> Callable[..., Any]:
-    norm = _load_rms_norm(facts)
-
-    def run(input: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-        output: Tensor = norm(residual.add_(input), weight, eps=eps)
-        return output
-
-    return run
+    return sum_then(_load_rms_norm(facts))
 
 
 def _load_add_rms_norm_inplace(facts: Facts) -> Callable[..., Any]:
     from flashinfer.norm import get_norm_module
 
-    operator, hidden, sm = get_norm_module().fused_add_rmsnorm, facts.size("hidden"), facts.device.sm
-    overlap = sm is not None and sm >= (9, 0)
+    operator, hidden, overlap = get_norm_module().fused_add_rmsnorm, facts.size("hidden"), overlaps(facts)
 
     def run(input: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> None:
         operator(input.view(-1, hidden), residual.view(-1, hidden), weight, eps, overlap)
@@ -133,8 +120,7 @@ def _function(activation: str) -> Callable[..., None]:
 
 
 def _load(facts: Facts) -> Callable[..., Any]:
-    operator, sm = _function(_activation(facts)), facts.device.sm
-    overlap = sm is not None and sm >= (9, 0)  # it may start before the kernel ahead of it ends: it waits by itself
+    operator, overlap = _function(_activation(facts)), overlaps(facts)
 
     def run(input: Tensor, **_: Any) -> Tensor:
         output = input.new_empty((*input.shape[:-1], input.shape[-1] // 2))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from layerzero.backends.flashinfer.attention import FLASHINFER
+from layerzero.backends.flashinfer.attention import FLASHINFER, overlaps
 from layerzero.backends.flashinfer.modules import is_built
 from layerzero.backends.norm_limits import ElementsBelow
 from layerzero.backends.rotary import TABLE_IN_FLOAT32, TokensInLine, table_and_places
@@ -84,8 +84,7 @@ def _pair_of(facts: Facts) -> tuple[Norm, Rotate]:
 
     module, rotate, width = get_norm_module(), _rotating(facts), facts.size("head_dim")
     operator = module.gemma_rmsnorm if facts["plus_one"] else module.rmsnorm
-    sm = facts.device.sm
-    overlap = sm is not None and sm >= (9, 0)
+    overlap = overlaps(facts)
 
     def normed(tensor: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows = tensor.view(-1, width)

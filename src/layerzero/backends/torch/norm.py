@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.backends.norm_limits import sum_then
 from layerzero.backends.torch.attention import TORCH
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -74,13 +75,7 @@ def _load_layer_norm(facts: Facts) -> Callable[..., Any]:
 
 
 def _load_add_rms_norm(facts: Facts) -> Callable[..., Any]:
-    rms_norm = _load_rms_norm(facts)
-
-    def run(input: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-        residual.add_(input)
-        return rms_norm(residual, weight, eps=eps)  # type: ignore[no-any-return]
-
-    return run
+    return sum_then(_load_rms_norm(facts))
 
 
 def _load_add_rms_norm_inplace(facts: Facts) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.norm_limits import ElementsBelow, RowsAligned
+from layerzero.backends.norm_limits import ElementsBelow, RowsAligned, sum_then
 from layerzero.backends.vllm.library import VLLM, operators
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -52,13 +52,7 @@ def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
 
 
 def _load_add_rms_norm(facts: Facts) -> Callable[..., Any]:
-    norm = _load_rms_norm(facts)
-
-    def run(input: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-        output: Tensor = norm(residual.add_(input), weight, eps=eps)
-        return output
-
-    return run
+    return sum_then(_load_rms_norm(facts))
 
 
 def _load_add_rms_norm_inplace(facts: Facts) -> Callable[..., Any]:
@@ -79,22 +73,26 @@ _LIMITS = (
 )
 
 
-def _load_silu_mul(facts: Facts) -> Callable[..., Any]:
-    return _joined(operators("_C.abi3.so", "_C").silu_and_mul.default)
+def gate_of(facts: Facts, library: Any) -> Callable[..., None]:
+    """The operator of vLLM's that gates as a call asks for."""
+    if facts["operation"] == "mlp.silu_mul.joined":
+        return library.silu_and_mul.default  # type: ignore[no-any-return]
+    return (library.gelu_tanh_and_mul if facts["approximate"] == "tanh" else library.gelu_and_mul).default  # type: ignore[no-any-return]
 
 
-def _load_gelu_mul(facts: Facts) -> Callable[..., Any]:
-    library = operators("_C.abi3.so", "_C")
-    return _joined((library.gelu_tanh_and_mul if facts["approximate"] == "tanh" else library.gelu_and_mul).default)
+def gated(operator: Callable[..., None]) -> Callable[..., Tensor]:
+    """What a kernel calls whose operator writes rows of half the input's width."""
 
-
-def _joined(operator: Callable[..., None]) -> Callable[..., Any]:
     def run(input: Tensor, **_: Any) -> Tensor:
         output = input.new_empty((*input.shape[:-1], input.shape[-1] // 2))
         operator(output, input)
         return output
 
     return run
+
+
+def _load_gated(facts: Facts) -> Callable[..., Any]:
+    return gated(gate_of(facts, operators("_C.abi3.so", "_C")))
 
 
 KERNELS = (
@@ -146,7 +144,7 @@ KERNELS = (
             id=f"vllm.{name}",
             operations=(f"mlp.{name}.joined",),
             backend=VLLM,
-            load=load,
+            load=_load_gated,
             accepts=accepts,
             limits=(
                 limit.platform("cuda"),
@@ -158,6 +156,6 @@ KERNELS = (
             ),
             priority=85,
         )
-        for name, load, accepts in (("silu_mul", _load_silu_mul, ()), ("gelu_mul", _load_gelu_mul, ("approximate",)))
+        for name, accepts in (("silu_mul", ()), ("gelu_mul", ("approximate",)))
     ),
 )
