@@ -9,34 +9,27 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from layerzero.core import limits as limit
-from layerzero.core.facts import MAX_ALIGNMENT_BYTES, Facts
+from layerzero.core.facts import MAX_ALIGNMENT_BYTES, Facts, TensorFacts
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.reuse_conditions import Condition, SizedCall, conditions
 
 
 @dataclass(frozen=True, slots=True)
-class RowsAligned(limit.Limit):
+class RowsAligned(limit.OfTensors):
     """Rows start where the kernel's vector load may: it moves as many of 16 bytes as divide a row. A copy repairs it.
 
     A row of 100 float16 values is read 8 bytes at a time, so its rows need 8 bytes of alignment and not 16. ``size`` is
     what a row has of elements.
     """
 
-    tensors: tuple[str, ...]
     size: str = "hidden"
 
-    def check(self, facts: Facts) -> limit.Findings:
-        found = []
-        for name in self.tensors:
-            tensor = facts.tensors.get(name)
-            if tensor is None:
-                continue
-            wanted = math.gcd(MAX_ALIGNMENT_BYTES, facts.size(self.size) * tensor.dtype.itemsize)
-            got = tensor.row_alignment_bytes
-            if got < wanted:
-                reason = Reason(ReasonCode.MISALIGNED, name, f"{wanted} bytes", f"{got} bytes")
-                found.append(limit.Finding(reason, limit.Repair("copy", name)))
-        return tuple(found)
+    def problem(self, name: str, tensor: TensorFacts, facts: Facts, /) -> Reason | None:
+        wanted, got = (
+            math.gcd(MAX_ALIGNMENT_BYTES, facts.size(self.size) * tensor.dtype.itemsize),
+            tensor.row_alignment_bytes,
+        )
+        return Reason(ReasonCode.MISALIGNED, name, f"{wanted} bytes", f"{got} bytes") if got < wanted else None
 
     def facts_named(self) -> tuple[str, ...]:
         return (self.size, *self.tensors)

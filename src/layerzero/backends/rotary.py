@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core import limits as limit
-from layerzero.core.facts import Facts
+from layerzero.core.facts import Facts, TensorFacts
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.reuse_conditions import DENSE, Condition, SizedCall, conditions
 
@@ -108,24 +108,15 @@ _last = _Last()
 
 
 @dataclass(frozen=True, slots=True)
-class TokensInLine(limit.Limit):
+class TokensInLine(limit.OfTensors):
     """Batch and sequence of these tensors are one axis of tokens, whatever lies between two of them."""
 
-    tensors: tuple[str, ...]
-
-    def check(self, facts: Facts) -> limit.Findings:
-        found = []
-        for name in self.tensors:
-            tensor = facts.tensors[name]
-            shape, strides = tensor.shape, tensor.strides
-            if len(shape) == 4 and shape[0] > 1 and shape[1] > 1 and strides[0] != shape[1] * strides[1]:
-                wanted = f"strides ({shape[1] * strides[1]}, {strides[1]}, ...)"
-                reason = Reason(ReasonCode.NOT_CONTIGUOUS, name, wanted, f"strides {strides}")
-                found.append(limit.Finding(reason, limit.Repair("copy", name)))
-        return tuple(found)
-
-    def facts_named(self) -> tuple[str, ...]:
-        return self.tensors
+    def problem(self, name: str, tensor: TensorFacts, _: Facts, /) -> Reason | None:
+        shape, strides = tensor.shape, tensor.strides
+        if len(shape) != 4 or shape[0] == 1 or shape[1] == 1 or strides[0] == shape[1] * strides[1]:
+            return None
+        wanted = f"strides ({shape[1] * strides[1]}, {strides[1]}, ...)"
+        return Reason(ReasonCode.NOT_CONTIGUOUS, name, wanted, f"strides {strides}")
 
     def describe(self) -> str:
         return f"one axis of tokens: {', '.join(self.tensors)}"
@@ -148,23 +139,14 @@ def _in_line(wanted: TokensInLine, call: SizedCall) -> Iterable[Condition] | Non
 
 
 @dataclass(frozen=True, slots=True)
-class HeadsDense(limit.Limit):
+class HeadsDense(limit.OfTensors):
     """The heads of a token lie one after the other, without gaps."""
 
-    tensors: tuple[str, ...]
-
-    def check(self, facts: Facts) -> limit.Findings:
-        found = []
-        for name in self.tensors:
-            tensor = facts.tensors[name]
-            heads, head_dim = tensor.shape[-2:]
-            if heads > 1 and tensor.strides[-2] != head_dim:
-                reason = Reason(ReasonCode.NOT_CONTIGUOUS, name, f"head stride {head_dim}", tensor.strides[-2])
-                found.append(limit.Finding(reason, limit.Repair("copy", name)))
-        return tuple(found)
-
-    def facts_named(self) -> tuple[str, ...]:
-        return self.tensors
+    def problem(self, name: str, tensor: TensorFacts, _: Facts, /) -> Reason | None:
+        heads, head_dim = tensor.shape[-2:]
+        if heads <= 1 or tensor.strides[-2] == head_dim:
+            return None
+        return Reason(ReasonCode.NOT_CONTIGUOUS, name, f"head stride {head_dim}", tensor.strides[-2])
 
     def describe(self) -> str:
         return f"heads without gaps: {', '.join(self.tensors)}"

@@ -49,7 +49,7 @@ from torch.autograd.graph import increment_version
 from layerzero.backends.grouped_weights import Pack, Product, grouped, has_zeros
 from layerzero.backends.shape_cache import small_alone
 from layerzero.core import limits as limit
-from layerzero.core.facts import Facts
+from layerzero.core.facts import Facts, TensorFacts
 from layerzero.core.kernel import Backend, Kernel, Release
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.reuse_conditions import WITHIN, Condition, SizedCall, conditions
@@ -139,24 +139,20 @@ def _reference(*tensors: Tensor, **arguments: Any) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class RowsApart(limit.Limit):
+class RowsApart(limit.OfTensors):
     """Queries, keys and values have dense rows that do not overlap; repairable by a copy.
 
     Rows closer than head_dim (sliding windows) give arbitrary numbers, a stride of 0 raises, even that of a single row.
     """
 
-    def check(self, facts: Facts) -> limit.Findings:
-        found = []
-        for name in ("query", "key", "value"):
-            tensor = facts.tensors[name]
-            heads = tensor.strides[1] if name == "query" else tensor.shape[3]  # a group's heads become its rows
-            if tensor.strides[3] != 1 or min(tensor.strides[2], heads) < tensor.shape[3]:
-                reason = Reason(ReasonCode.NOT_CONTIGUOUS, name, "rows one after another", f"strides {tensor.strides}")
-                found.append(limit.Finding(reason, limit.Repair("copy", name)))
-        return tuple(found)
+    def problem(self, name: str, tensor: TensorFacts, _: Facts, /) -> Reason | None:
+        heads = tensor.strides[1] if name == "query" else tensor.shape[3]  # a group's heads become its rows
+        if tensor.strides[3] == 1 and min(tensor.strides[2], heads) >= tensor.shape[3]:
+            return None
+        return Reason(ReasonCode.NOT_CONTIGUOUS, name, "rows one after another", f"strides {tensor.strides}")
 
     def describe(self) -> str:
-        return "dense rows: query, key, value"
+        return f"dense rows: {', '.join(self.tensors)}"
 
 
 @conditions.register
@@ -296,7 +292,7 @@ KERNELS = (
             SquareCausal(),
             limit.one_of("attn_mask", "none", "float", foldable=True),
             limit.Custom("scale: not 0, above 0 with causal", _scale),
-            RowsApart(),
+            RowsApart(("query", "key", "value")),
         ),
         priority=45,
     ),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from layerzero.core.facts import Facts
+from layerzero.core.facts import Facts, TensorFacts
 from layerzero.core.reasons import Reason, ReasonCode
 
 
@@ -55,6 +56,28 @@ class Limit(ABC):
     @abstractmethod
     def describe(self) -> str:
         """Write the limit for a table."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfTensors(Limit):
+    """A demand on how some tensors lie, which a copy meets."""
+
+    tensors: tuple[str, ...]
+
+    def problem(self, name: str, tensor: TensorFacts, facts: Facts, /) -> Reason | None:
+        """What is wrong with one of them."""
+        raise NotImplementedError
+
+    def check(self, facts: Facts) -> Findings:
+        given = [(name, facts.tensors[name]) for name in self.tensors if name in facts.tensors]
+        found = [(name, self.problem(name, tensor, facts)) for name, tensor in given]
+        return tuple([Finding(reason, Repair("copy", name)) for name, reason in found if reason is not None])
+
+    def gives_way(self, _: Collection[str], /) -> bool:
+        return True
+
+    def facts_named(self) -> tuple[str, ...]:
+        return self.tensors
 
 
 def violated(code: ReasonCode, fact: str, wanted: object, got: object, repair: Repair | None = None) -> Findings:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.facts import MAX_ALIGNMENT_BYTES, Facts
-from layerzero.core.limit import NOTHING, Finding, Findings, Limit, Repair, violated
+from layerzero.core.limit import NOTHING, Finding, Findings, Limit, OfTensors, Repair, violated
 from layerzero.core.reasons import Reason, ReasonCode
 
 
@@ -200,10 +200,8 @@ class Equal(Limit):
 
 
 @dataclass(frozen=True, slots=True)
-class LastStrideOne(Limit):
+class LastStrideOne(OfTensors):
     """The last axis of these tensors is dense; repairable by a copy."""
-
-    tensors: tuple[str, ...]
 
     def check(self, facts: Facts) -> Findings:
         return tuple(
@@ -214,21 +212,13 @@ class LastStrideOne(Limit):
             ]
         )
 
-    def gives_way(self, _: Collection[str], /) -> bool:
-        return True
-
-    def facts_named(self) -> tuple[str, ...]:
-        return self.tensors
-
     def describe(self) -> str:
         return f"dense last axis: {', '.join(self.tensors)}"
 
 
 @dataclass(frozen=True, slots=True)
-class Contiguous(Limit):
+class Contiguous(OfTensors):
     """These tensors are contiguous in the kernel's layout; repairable by a copy."""
-
-    tensors: tuple[str, ...]
 
     def check(self, facts: Facts) -> Findings:
         return tuple(
@@ -242,25 +232,18 @@ class Contiguous(Limit):
             ]
         )
 
-    def gives_way(self, _: Collection[str], /) -> bool:
-        return True
-
-    def facts_named(self) -> tuple[str, ...]:
-        return self.tensors
-
     def describe(self) -> str:
         return f"contiguous: {', '.join(self.tensors)}"
 
 
 @dataclass(frozen=True, slots=True)
-class Aligned(Limit):
+class Aligned(OfTensors):
     """Every row of these tensors starts at a multiple of so many bytes; repairable by a copy.
 
     Rows of int64, which holds places and counts, are distinguished by elements alone: a limit may demand at most 8
     bytes. Vector loads of a GPU kernel end in a misaligned address otherwise, and with it the process's CUDA context.
     """
 
-    tensors: tuple[str, ...]
     bytes: int
 
     def __post_init__(self) -> None:
@@ -278,12 +261,6 @@ class Aligned(Limit):
                 if (tensor := facts.tensors.get(name)) is not None and tensor.row_alignment_bytes < self.bytes
             ]
         )
-
-    def gives_way(self, _: Collection[str], /) -> bool:
-        return True
-
-    def facts_named(self) -> tuple[str, ...]:
-        return self.tensors
 
     def describe(self) -> str:
         return f"rows aligned to {self.bytes} bytes: {', '.join(self.tensors)}"

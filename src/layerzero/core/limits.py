@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from layerzero.core.dtypes import dtype_name, dtype_named
-from layerzero.core.limit import Finding, Findings, Limit, Repair
+from layerzero.core.limit import Finding, Findings, Limit, OfTensors, Repair
 from layerzero.core.limit_data import KINDS
 from layerzero.core.limit_kinds import (
     Aligned,
@@ -33,6 +33,7 @@ __all__ = [
     "Finding",
     "Findings",
     "Limit",
+    "OfTensors",
     "Repair",
     "absent",
     "aligned",

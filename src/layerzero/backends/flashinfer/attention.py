@@ -29,7 +29,7 @@ from layerzero.backends.flashinfer.plan import PLANS, FlashInferPlan, plan_befor
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts, TensorFacts
 from layerzero.core.kernel import Backend, Kernel
-from layerzero.core.limit import Finding, Findings, Limit, Repair
+from layerzero.core.limit import Limit, OfTensors
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention import declare as attention
 
@@ -211,32 +211,19 @@ def _load_decode(facts: Facts) -> Callable[..., Any]:
     return decode
 
 
-class _OneStep(Limit):
+class _OneStep(OfTensors):
     """Batch and sequence of these tensors step as one axis, so that (B, S, H, D) is (B * S, H, D)."""
 
     __slots__ = ()
-    tensors = ("query", "key", "value")
 
-    def check(self, facts: Facts) -> Findings:
-        return tuple(
-            Finding(
-                Reason(ReasonCode.NOT_CONTIGUOUS, name, "one step for batch and sequence", f"strides {tensor.strides}"),
-                Repair("copy", name),
-            )
-            for name in self.tensors
-            if not _steps_as_one(tensor := facts.tensors[name])
-        )
-
-    def facts_named(self) -> tuple[str, ...]:
-        return self.tensors
+    def problem(self, name: str, tensor: TensorFacts, _: Facts, /) -> Reason | None:
+        batch, seq = tensor.shape[:2]
+        if batch == 1 or seq == 1 or tensor.strides[0] == seq * tensor.strides[1]:
+            return None
+        return Reason(ReasonCode.NOT_CONTIGUOUS, name, "one step for batch and sequence", f"strides {tensor.strides}")
 
     def describe(self) -> str:
         return "batch and sequence step as one"
-
-
-def _steps_as_one(tensor: TensorFacts) -> bool:
-    batch, seq = tensor.shape[:2]
-    return batch == 1 or seq == 1 or tensor.strides[0] == seq * tensor.strides[1]
 
 
 def _window(facts: Facts) -> Reason | None:
@@ -279,7 +266,7 @@ _TEMPLATES = (
     *_SHARED,
     TEMPLATE_DIMS,
     limit.last_stride_one(*_TENSORS),
-    _OneStep(),
+    _OneStep(("query", "key", "value")),
 )
 
 

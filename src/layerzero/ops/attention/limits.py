@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from layerzero.core.arguments import Adapter, moving
-from layerzero.core.facts import Facts
-from layerzero.core.limit import NOTHING, Finding, Findings, Limit, Repair, violated
+from layerzero.core.facts import Facts, TensorFacts
+from layerzero.core.limit import NOTHING, Finding, Findings, Limit, OfTensors, Repair, violated
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.reuse_conditions import WITHIN, Condition, SizedCall, conditions, same_sizes
 from layerzero.ops.attention.layout import CANONICAL, heads_axis, sequence_axis
@@ -45,33 +45,19 @@ class SameHeads(Limit):
 
 
 @dataclass(frozen=True, slots=True)
-class AlignedOnCuda(Limit):
+class AlignedOnCuda(OfTensors):
     """On NVIDIA dense rows that start at a multiple of 16 bytes, where a copy can make them: elsewhere none are copied.
 
     For kernels that run on every device and are torch's memory-efficient one there. Rows whose width is no multiple of
     16 bytes stay as they are: a copy of them starts no better.
     """
 
-    tensors: tuple[str, ...]
-
-    def check(self, facts: Facts) -> Findings:
-        if facts.device.platform != "cuda":
-            return NOTHING
-        found = []
-        for name in self.tensors:
-            tensor = facts.tensors[name]
-            copied = tensor.shape[-1] * tensor.dtype.itemsize % _ROW_BYTES == 0
-            if copied and (tensor.row_alignment_bytes < _ROW_BYTES or tensor.last_stride != 1):
-                got = f"{tensor.row_alignment_bytes} bytes, the last stride {tensor.last_stride}"
-                reason = Reason(ReasonCode.MISALIGNED, name, f"dense rows at {_ROW_BYTES} bytes", got)
-                found.append(Finding(reason, Repair("copy", name)))
-        return tuple(found)
-
-    def gives_way(self, _: Collection[str], /) -> bool:
-        return True
-
-    def facts_named(self) -> tuple[str, ...]:
-        return self.tensors
+    def problem(self, name: str, tensor: TensorFacts, facts: Facts, /) -> Reason | None:
+        copied = facts.device.platform == "cuda" and tensor.shape[-1] * tensor.dtype.itemsize % _ROW_BYTES == 0
+        if not copied or (tensor.row_alignment_bytes >= _ROW_BYTES and tensor.last_stride == 1):
+            return None
+        got = f"{tensor.row_alignment_bytes} bytes, the last stride {tensor.last_stride}"
+        return Reason(ReasonCode.MISALIGNED, name, f"dense rows at {_ROW_BYTES} bytes", got)
 
     def describe(self) -> str:
         return f"on NVIDIA: dense rows aligned to {_ROW_BYTES} bytes: {', '.join(self.tensors)}"
@@ -158,32 +144,19 @@ class SdpaEnabled(Limit):
 
 
 @dataclass(frozen=True, slots=True)
-class DenseTokens(Limit):
+class DenseTokens(OfTensors):
     """What one token brings is dense in these tensors, however far tokens lie apart; repairable by a copy.
 
     Keys and values that are parts of one product of queries, keys and values are read where they lie.
     """
 
-    tensors: tuple[str, ...]
-
-    def check(self, facts: Facts) -> Findings:
-        found = []
-        for name in self.tensors:
-            tensor = facts.tensors[name]
-            wanted = 1
-            for size, stride in zip(reversed(tensor.shape[1:]), reversed(tensor.strides[1:]), strict=True):
-                if size > 1 and stride != wanted:
-                    reason = Reason(ReasonCode.NOT_CONTIGUOUS, name, "dense tokens", f"strides {tensor.strides}")
-                    found.append(Finding(reason, Repair("copy", name)))
-                    break
-                wanted *= size
-        return tuple(found)
-
-    def gives_way(self, _: Collection[str], /) -> bool:
-        return True
-
-    def facts_named(self) -> tuple[str, ...]:
-        return self.tensors
+    def problem(self, name: str, tensor: TensorFacts, _: Facts, /) -> Reason | None:
+        wanted = 1
+        for size, stride in zip(reversed(tensor.shape[1:]), reversed(tensor.strides[1:]), strict=True):
+            if size > 1 and stride != wanted:
+                return Reason(ReasonCode.NOT_CONTIGUOUS, name, "dense tokens", f"strides {tensor.strides}")
+            wanted *= size
+        return None
 
     def describe(self) -> str:
         return f"dense tokens: {', '.join(self.tensors)}"
