@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import TORCH
-from layerzero.core import limits as limit
+from layerzero.backends.torch.attention import FLOATS, TORCH
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.activation.declare import ALONE, GATED, halves, turns
@@ -95,7 +94,7 @@ KERNELS = tuple(
         *operations,
         id=f"torch.{name}",
         backend=TORCH,
-        limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
+        limits=(FLOATS,),
         load=_LOADS.get(name),
         handles_empty=True,
         handles_negated=True,

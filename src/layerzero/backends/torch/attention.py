@@ -80,7 +80,8 @@ TORCH = Backend(
     flags=("deterministic", "graph_safe", "device_guard"),
 )
 
-_FLOATS = ("float32", "float64", "float16", "bfloat16")
+
+FLOATS = limit.dtype("float32", "float64", "float16", "bfloat16")
 
 UNLISTED = ("rocm", "xpu", "hpu")
 """Platforms whose kernels of torch are not declared one by one."""
@@ -241,7 +242,7 @@ _CPU_FLASH = Kernel(
     folds=FOLDED,
     limits=(
         limit.platform("cpu"),
-        limit.dtype(*_FLOATS),
+        FLOATS,
         limit.equal("value_dim", "head_dim"),
         limit.one_of("bias_grad", False),  # it refuses to differentiate a mask
         SquareCausal(),
@@ -272,7 +273,7 @@ KERNELS = (
         accepts=(*SDPA_ARGUMENTS, "attn_mask", "dropout_p"),
         folds=FOLDED,
         limits=(
-            limit.dtype(*_FLOATS),
+            FLOATS,
             SquareCausal(),
             limit.one_of("attn_mask", "none", "float", foldable=True),
             SdpaEnabled("math"),
@@ -293,7 +294,7 @@ KERNELS = (
         folds=tuple(name for name in FOLDED if name != "alibi_slopes"),  # a mask in 16 bits is too coarse for it
         limits=(
             limit.platform(*UNLISTED),
-            limit.dtype(*_FLOATS),
+            FLOATS,
             SquareCausal(),
             limit.one_of("attn_mask", "none", "float", foldable=True),
             limit.one_of("mask_dtype", "none", "bool", "query"),
@@ -312,7 +313,7 @@ KERNELS = (
         backend=TORCH,
         load=_load,
         accepts=("q_len", "kv_len", "causal", "out_dtype"),
-        limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
+        limits=(FLOATS,),
         grad=True,
         handles_negated=True,
         priority=50,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import TORCH, cpu_attend
+from layerzero.backends.torch.attention import FLOATS, TORCH, cpu_attend
 from layerzero.backends.torch.varlen import Slice, attend_each
 from layerzero.core import limits as limit
 from layerzero.core.errors import InvalidCallError
@@ -20,8 +20,6 @@ from layerzero.core.kernel import Kernel
 from layerzero.ops.attention.limits import SdpaEnabled
 from layerzero.ops.cascade.declare import CASCADE, shared_problems
 from layerzero.ops.cascade.merge import MERGE_STATES
-
-_FLOATS = ("float32", "float64", "float16", "bfloat16")
 
 
 def merge(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,7 +92,7 @@ KERNELS = (
         operations=(MERGE_STATES.name,),
         backend=TORCH,
         load=_load_merge,
-        limits=(limit.dtype(*_FLOATS),),
+        limits=(FLOATS,),
         priority=40,
     ),
     Kernel(
@@ -106,7 +104,7 @@ KERNELS = (
         accepts=("scale", "return_lse", "shared_blocks"),
         limits=(
             limit.platform("cpu"),
-            limit.dtype(*_FLOATS),
+            FLOATS,
             limit.equal("value_dim", "head_dim"),
             SdpaEnabled("flash"),
             limit.last_stride_one("query", "key_cache", "value_cache"),

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.torch.attention import TORCH
+from layerzero.backends.torch.attention import FLOATS, TORCH
 from layerzero.backends.torch.linear import HAS_ONEDNN, ONEDNN
 from layerzero.backends.torch.widened import CPU, wide, widened
 from layerzero.core import limits as limit
@@ -132,7 +132,7 @@ _CONV = Kernel(
     backend=TORCH,
     load=_load,
     accepts=("bias", *_STEPS),
-    limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
+    limits=(FLOATS,),
     grad=True,
     handles_empty=True,
     handles_negated=True,

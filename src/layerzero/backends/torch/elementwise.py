@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import TORCH
-from layerzero.core import limits as limit
+from layerzero.backends.torch.attention import FLOATS, TORCH
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.elementwise.declare import OPERATIONS
@@ -70,9 +69,6 @@ def _load_softmax(facts: Facts) -> Callable[..., Any]:
 
 
 _LOADS = {"add_bias": _load_add_bias, "add": _load_add, "scaled_add": _load_scaled_add, "softmax": _load_softmax}
-
-
-_FLOATS = limit.dtype("float32", "float64", "float16", "bfloat16")
 
 
 Rows = Callable[[Tensor, Tensor, int | None], Tensor]
@@ -129,7 +125,7 @@ KERNELS = (
             operation,
             id=f"torch.{name}",
             backend=TORCH,
-            limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
+            limits=(FLOATS,),
             load=_LOADS.get(name),
             handles_negated=True,
             priority=40,
@@ -139,7 +135,7 @@ KERNELS = (
         for name in (operation.name.partition(".")[2],)
     ),
     *(
-        Kernel.of_expression(*operations, id=f"torch.{name}", backend=TORCH, limits=(_FLOATS,), priority=40, stock=True)
+        Kernel.of_expression(*operations, id=f"torch.{name}", backend=TORCH, limits=(FLOATS,), priority=40, stock=True)
         for name, operations in (
             ("transpose_copy", (TRANSPOSE_HEAD_TOKEN, TRANSPOSE_TOKEN_HEAD)),
             ("split_qkv", (SPLIT_QKV,)),
@@ -153,7 +149,7 @@ KERNELS = (
             backend=TORCH,
             load=_load(rows_of),
             accepts=("scale", "padding_idx", *accepts),
-            limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
+            limits=(FLOATS,),
             grad=True,
             handles_negated=True,
             priority=priority,

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from layerzero.backends.torch.attention import FLOATS
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
@@ -294,7 +295,7 @@ def _load_add_rms_norm(facts: Facts) -> Callable[..., Any]:
 
 
 _LIMITS = (
-    limit.dtype("float32", "float64", "float16", "bfloat16"),
+    FLOATS,
     limit.contiguous("input", "residual", "weight", "bias"),
 )
 

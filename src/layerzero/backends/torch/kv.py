@@ -15,18 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import TORCH
+from layerzero.backends.torch.attention import FLOATS, TORCH
 from layerzero.backends.torch.norm import FINITE
 from layerzero.backends.torch.paged import load_append
-from layerzero.backends.torch.rope import FLOATS, load_split, rows_for, turning
-from layerzero.core import limits as limit
+from layerzero.backends.torch.rope import load_split, rows_for, turning
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.paged.quantized import quantized
 from layerzero.ops.rope_append.declare import write_rows
 from layerzero.ops.rope_append.packed_steps import Append, split_then_append
-
-_FLOATS = ("float32", "float64", "float16", "bfloat16")
 
 
 def _load_append(facts: Facts) -> Callable[..., None]:
@@ -93,7 +90,7 @@ def _kernel(
         backend=TORCH,
         load=load,
         layout="NHD",
-        limits=(limit.dtype(*_FLOATS),),
+        limits=(FLOATS,),
         graph_safe=graph_safe,
         priority=20,
     )
@@ -148,7 +145,7 @@ KERNELS = (
         load=_load,
         layout="NHD",
         accepts=("interleaved",),
-        limits=(limit.dtype(*FLOATS),),
+        limits=(FLOATS,),
         grad=True,
         priority=20,
     ),
@@ -159,7 +156,7 @@ KERNELS = (
         load=_load,
         layout="NHD",
         accepts=("interleaved",),
-        limits=(limit.dtype(*FLOATS),),
+        limits=(FLOATS,),
         graph_safe=False,
         priority=20,
     ),
@@ -170,7 +167,7 @@ KERNELS = (
         load=_load_split,
         layout="NHD",
         accepts=("q_weight", "k_weight", "interleaved", "eps", "plus_one"),
-        limits=(limit.dtype(*FLOATS), FINITE),
+        limits=(FLOATS, FINITE),
         grad=True,
         priority=20,
     ),

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.backends.latent import joined
-from layerzero.backends.torch.attention import TORCH, cpu_attend, positive_beside_causal
+from layerzero.backends.torch.attention import FLOATS, TORCH, cpu_attend, positive_beside_causal
 from layerzero.backends.torch.varlen import Slice, attend_each
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -198,7 +198,7 @@ KERNELS = (
         accepts=("causal", "scale", "return_lse"),
         limits=(
             limit.platform("cpu"),
-            limit.dtype("float32", "float64", "float16", "bfloat16"),
+            FLOATS,
             limit.Custom("value_dim: below head_dim", _narrow_values),
             limit.Custom("causal: scale > 0", positive_beside_causal),
             SdpaEnabled("flash"),
@@ -213,7 +213,7 @@ KERNELS = (
         backend=TORCH,
         load=_load_expression,
         accepts=("scale", "return_lse", "max_context_len"),
-        limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
+        limits=(FLOATS,),
         workspace_bytes=_gathered_bytes,
         priority=20,
     ),
@@ -225,7 +225,7 @@ KERNELS = (
         accepts=("scale", "return_lse"),
         limits=(
             limit.platform("cpu"),
-            limit.dtype("float32", "float64", "float16", "bfloat16"),
+            FLOATS,
             limit.positive("scale"),
             SdpaEnabled("flash"),
         ),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import TORCH, cpu_attend, positive_beside_causal
+from layerzero.backends.torch.attention import FLOATS, TORCH, cpu_attend, positive_beside_causal
 from layerzero.backends.torch.varlen import FLASH, Slice, attend_each, lse_of_tokens
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -116,7 +116,7 @@ def _kernels(name: str, operations: tuple[str, ...], accepts: tuple[str, ...]) -
             accepts=accepts,
             limits=(
                 limit.platform("cpu"),
-                limit.dtype("float32", "float64", "float16", "bfloat16"),
+                FLOATS,
                 limit.equal("value_dim", "head_dim"),
                 _LENGTHS,
                 limit.Custom("causal: scale > 0", positive_beside_causal),

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import TORCH
+from layerzero.backends.torch.attention import FLOATS, TORCH
 from layerzero.backends.torch.varlen import ROWS_APART, linear_for
 from layerzero.backends.torch.widened import CPU, many, widened
 from layerzero.core import limits as limit
@@ -35,7 +35,6 @@ from layerzero.ops.activation.formulas import FUNCTIONS, IN_PLACE
 from layerzero.ops.linear import packed_blocks
 from layerzero.ops.linear.packed import PackedWeight
 
-_FLOATS = ("float32", "float64", "float16", "bfloat16")
 _OPERATIONS = ("mlp.linear",)
 
 
@@ -247,7 +246,7 @@ _THEN = Kernel(
     load=_load_then,
     accepts=("bias", "activation", "out_dtype"),
     limits=(
-        limit.dtype(*_FLOATS),
+        FLOATS,
         limit.Custom("an activation or another dtype of the result", _asks_for_more),
     ),
     grad=True,
@@ -264,7 +263,7 @@ _MLPS = [
         backend=TORCH,
         load=_load,
         accepts=("activation", *biases),
-        limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
+        limits=(FLOATS,),
         grad=True,
         handles_empty=True,
         handles_negated=True,
@@ -284,7 +283,7 @@ KERNELS = (
         backend=TORCH,
         load=_load_linear,
         accepts=("bias",),
-        limits=(limit.dtype(*_FLOATS),),
+        limits=(FLOATS,),
         grad=True,
         handles_empty=True,
         handles_negated=True,

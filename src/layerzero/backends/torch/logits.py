@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import TORCH
-from layerzero.core import limits as limit
+from layerzero.backends.torch.attention import FLOATS, TORCH
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.sampling.formulas import (
@@ -42,7 +41,6 @@ from layerzero.ops.sampling.verify import check_draft, check_target
 
 _NUMBERS = tuple(each.name for each in PENALTIES_BY)
 _BY = (*_NUMBERS, *(f"{name}_by_row" for name in _NUMBERS))
-_FLOATS = limit.dtype("float32", "float64", "float16", "bfloat16")
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -96,7 +94,7 @@ _MADE = tuple(
         backend=TORCH,
         load=load,
         accepts=accepts,
-        limits=(_FLOATS,),
+        limits=(FLOATS,),
         grad=name != "torch.penalties",  # torch adds up the gradient of a place once for each time it is named
         handles_negated=True,
         priority=30 if name == "torch.penalties_whole" else 40,
@@ -107,7 +105,7 @@ _MADE = tuple(
         ("torch.logprobs", "sampling.logprobs", _load_logprobs, ("temperature", "temperature_by_row")),
     )
 )
-_EXPRESSED: dict[str, Any] = {"backend": TORCH, "limits": (_FLOATS,), "handles_negated": True, "priority": 40}
+_EXPRESSED: dict[str, Any] = {"backend": TORCH, "limits": (FLOATS,), "handles_negated": True, "priority": 40}
 
 
 def ended(draft_ids: Tensor, stood: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
@@ -198,7 +196,7 @@ KERNELS = (
             backend=TORCH,
             load=load,
             accepts=accepts,
-            limits=(_FLOATS,),
+            limits=(FLOATS,),
             grad=True,
             graph_safe=name == "torch.verify_greedy",  # a captured draw of a seed would draw the same on each replay
             handles_negated=True,

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.torch.attention import TORCH
+from layerzero.backends.torch.attention import FLOATS, TORCH
 from layerzero.backends.torch.varlen import ROWS_APART, has_tiles, linear_for
 from layerzero.backends.torch.widened import many, widened
 from layerzero.core import limits as limit
@@ -229,7 +229,6 @@ _EXPERTS: dict[str, Any] = {
     "accepts": ("gate_up_bias", "down_bias", "activation", "alpha", "limit"),
     "handles_negated": True,
 }
-_FLOATS = limit.dtype("float32", "float64", "float16", "bfloat16")
 
 _GROUPED = (
     limit.dim("hidden", multiple=8),
@@ -275,20 +274,20 @@ _PRODUCTS: dict[str, Any] = {
 _EACH = Kernel(
     id="torch.experts_each",
     load=_load_each,
-    limits=(_FLOATS,),
+    limits=(FLOATS,),
     grad=True,
     graph_safe=False,
     priority=50,
     stock=_own,
     **_EXPERTS,
 )
-_BATCHED = Kernel.of_expression(BATCHED, id="torch.bmm", limits=(_FLOATS,), priority=50, stock=True, **_PRODUCTS)
+_BATCHED = Kernel.of_expression(BATCHED, id="torch.bmm", limits=(FLOATS,), priority=50, stock=True, **_PRODUCTS)
 _GROUPS = Kernel(
     id="torch.linear_each",
     operations=("mlp.grouped",),
     load=_load_loop,
     accepts=("bias",),
-    limits=(_FLOATS,),
+    limits=(FLOATS,),
     graph_safe=False,
     priority=30,
     stock=True,
@@ -300,7 +299,7 @@ KERNELS = (
         id="torch.moe_route",
         load=_load_route,
         accepts=("bias", "top_k", "scoring", "renormalize", "expert_groups", "top_groups", "scale"),
-        limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
+        limits=(FLOATS,),
         priority=50,
         stock=True,
         **_COMMON,
@@ -309,7 +308,7 @@ KERNELS = (
         id="torch.moe_route.chosen",
         load=_load_chosen,
         accepts=("top_k", "renormalize", "scale"),
-        limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
+        limits=(FLOATS,),
         priority=30,
         **_COMMON,
     ),

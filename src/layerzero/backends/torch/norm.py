@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.norm_limits import sum_then
-from layerzero.backends.torch.attention import TORCH
+from layerzero.backends.torch.attention import FLOATS, TORCH
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -28,7 +28,6 @@ def _infinite_float64(facts: Facts) -> Reason | None:
 
 
 FINITE = limit.Custom("on a GPU: no float64", _infinite_float64)
-_FLOATS = ("float32", "float64", "float16", "bfloat16")
 
 
 _CHANNELS_LAST = (4, 5)
@@ -95,7 +94,7 @@ KERNELS = (
         backend=TORCH,
         load=_load_rms_norm,
         accepts=("eps",),
-        limits=(limit.dtype(*_FLOATS), FINITE),
+        limits=(FLOATS, FINITE),
         grad=True,
         handles_negated=True,
         priority=10,
@@ -107,7 +106,7 @@ KERNELS = (
         backend=TORCH,
         load=_load_layer_norm,
         accepts=("normalized_shape", "weight", "bias", "eps"),
-        limits=(limit.dtype(*_FLOATS), limit.dim("hidden", min=2)),  # of one element it returns rounding noise
+        limits=(FLOATS, limit.dim("hidden", min=2)),  # of one element it returns rounding noise
         grad=True,
         handles_negated=True,
         priority=40,
@@ -119,7 +118,7 @@ KERNELS = (
         backend=TORCH,
         load=_load_add_rms_norm,
         accepts=("eps",),
-        limits=(limit.dtype(*_FLOATS), FINITE),
+        limits=(FLOATS, FINITE),
         grad=True,
         handles_negated=True,
         priority=10,
@@ -130,7 +129,7 @@ KERNELS = (
         backend=TORCH,
         load=_load_add_rms_norm_inplace,
         accepts=("eps",),
-        limits=(limit.dtype(*_FLOATS), FINITE),
+        limits=(FLOATS, FINITE),
         grad=True,
         handles_negated=True,
         priority=10,

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import TORCH, cpu_attend, positive_beside_causal
+from layerzero.backends.torch.attention import FLOATS, TORCH, cpu_attend, positive_beside_causal
 from layerzero.backends.torch.softcap import with_sinks
 from layerzero.backends.torch.varlen import EACH, FLASH, Slice, attend_each, longest_queries, lse_of_tokens
 from layerzero.core import limits as limit
@@ -31,8 +31,6 @@ from layerzero.ops.cascade.declare import FLAT
 from layerzero.ops.paged import mixed
 from layerzero.ops.paged.pages import blocks_of, gathered
 from layerzero.ops.paged.tree import of_sequence
-
-_FLOATS = ("float32", "float64", "float16", "bfloat16")
 
 
 def load_gather(facts: Facts) -> Callable[..., Any]:
@@ -198,7 +196,7 @@ KERNELS = (
         layout="NHD",
         accepts=("scale", "window", "max_context_len"),
         # torch's own dispatch obeys the caller's sdpa_kernel context; it has a kernel for this while math may run
-        limits=(limit.dtype(*_FLOATS), limit.positive("scale"), SdpaEnabled("math")),
+        limits=(FLOATS, limit.positive("scale"), SdpaEnabled("math")),
         workspace_bytes=_gathered_bytes,
         deterministic=False,
         priority=20,
@@ -209,7 +207,7 @@ KERNELS = (
         backend=TORCH,
         load=load_append,
         layout="NHD",
-        limits=(limit.dtype(*_FLOATS),),
+        limits=(FLOATS,),
         priority=20,
     ),
     Kernel(
@@ -221,7 +219,7 @@ KERNELS = (
         accepts=("causal", "scale", "window", "return_lse", "sinks", "alibi_slopes", "tree_mask"),
         limits=(
             limit.platform("cpu"),
-            limit.dtype("float32", "float64", "float16", "bfloat16"),
+            FLOATS,
             limit.equal("value_dim", "head_dim"),
             limit.Custom("causal: scale > 0", positive_beside_causal),
             SdpaEnabled("flash"),

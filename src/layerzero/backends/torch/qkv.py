@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import TORCH
+from layerzero.backends.torch.attention import FLOATS, TORCH
 from layerzero.backends.torch.linear import own
 from layerzero.backends.torch.varlen import linear_for
 from layerzero.backends.torch.widened import many, widened
-from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.linear.qkv import BIASES, Three, pieces
@@ -97,7 +96,7 @@ _OWN = [
         backend=TORCH,
         load=load,
         accepts=accepts,
-        limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
+        limits=(FLOATS,),
         grad=True,
         handles_negated=True,
         priority=priority,

@@ -15,15 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import TORCH
+from layerzero.backends.torch.attention import FLOATS, TORCH
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.quantize import formats
 from layerzero.ops.quantize.declare import DEQUANTIZE
 from layerzero.ops.quantize.formats import E2M1_LARGEST, FORMATS, MX, NV, SCALED, Format, in_blocks, packed, rounded
-
-_FLOATS = ("float32", "float64", "float16", "bfloat16")
 
 
 def _format(facts: Facts) -> Format:
@@ -112,14 +110,14 @@ KERNELS = (
         operations=tuple(f"quantize.{each.name}" for each in SCALED),
         load=_load_scaled,
         accepts=("scale", "per", "block_size"),
-        limits=(limit.dtype(*_FLOATS),),
+        limits=(FLOATS,),
         **_COMMON,
     ),
     Kernel(
         id="torch.quantize_mx",
         operations=tuple(f"quantize.{each.name}" for each in MX),
         load=_load_blocks(formats.mx_quotients),
-        limits=(limit.dtype(*_FLOATS),),
+        limits=(FLOATS,),
         **_COMMON,
     ),
     Kernel(
@@ -127,7 +125,7 @@ KERNELS = (
         operations=tuple(f"quantize.{each.name}" for each in NV),
         load=_load_blocks(formats.nv_quotients),
         accepts=("tensor_scale",),
-        limits=(limit.dtype(*_FLOATS),),
+        limits=(FLOATS,),
         **_COMMON,
     ),
     Kernel.of_expression(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import TORCH, positive_beside_causal
+from layerzero.backends.torch.attention import FLOATS, TORCH, positive_beside_causal
 from layerzero.backends.torch.paged import load_cuda, load_each, load_gather
 from layerzero.backends.torch.varlen import EACH, FLASH
 from layerzero.core import limits as limit
@@ -23,8 +23,6 @@ from layerzero.core.operation import Tolerance
 from layerzero.ops.attention.declare import TOLERANCE
 from layerzero.ops.attention.limits import SdpaEnabled
 from layerzero.ops.paged.quantized import DECODE, PREFILL, dequantized
-
-_FLOATS = ("float32", "float64", "float16", "bfloat16")
 
 
 def _load(facts: Facts) -> Callable[..., Any]:
@@ -94,7 +92,7 @@ KERNELS = (
         operations=(DECODE.name,),
         load=_load,
         accepts=("scale", "window", "narrow_query"),
-        limits=(limit.dtype(*_FLOATS), limit.positive("scale"), SdpaEnabled("math"), _CODES),
+        limits=(FLOATS, limit.positive("scale"), SdpaEnabled("math"), _CODES),
         **_COMMON,
     ),
     Kernel(
@@ -105,7 +103,7 @@ KERNELS = (
         accepts=_ACCEPTS,
         limits=(
             limit.platform("cpu"),
-            limit.dtype(*_FLOATS),
+            FLOATS,
             limit.equal("value_dim", "head_dim"),
             limit.Custom("causal: scale > 0", positive_beside_causal),
             SdpaEnabled("flash"),

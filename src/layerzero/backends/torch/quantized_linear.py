@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.norm_limits import RowsAligned
-from layerzero.backends.torch.attention import TORCH
+from layerzero.backends.torch.attention import FLOATS, TORCH
 from layerzero.backends.torch.linear import HAS_ONEDNN
 from layerzero.backends.torch.quantize import scales
 from layerzero.backends.torch.varlen import linear_for
@@ -39,7 +39,6 @@ from layerzero.ops.linear.packed import BELONGS, PackedWeight
 from layerzero.ops.linear.quantized import ACTIVATIONS, QUANTIZED, of_outputs
 from layerzero.ops.quantize.formats import FORMATS, Format
 
-_FLOATS = ("float32", "float64", "float16", "bfloat16")
 _PLAIN, _WHOLE, _FLOAT8 = (QUANTIZED[each].name for each in ACTIVATIONS)
 
 
@@ -231,7 +230,7 @@ KERNELS = (
         operations=(_PLAIN,),
         load=_load_widened,
         accepts=("bias", "out_dtype"),
-        limits=(limit.dtype(*_FLOATS),),
+        limits=(FLOATS,),
         grad=True,
         handles_negated=True,
         priority=20,
@@ -260,7 +259,7 @@ KERNELS = (
         operations=(_WHOLE, _FLOAT8),
         load=_load_rows,
         accepts=("bias", "out_dtype"),
-        limits=(limit.dtype(*_FLOATS),),
+        limits=(FLOATS,),
         grad=True,
         priority=20,
         backend=TORCH,

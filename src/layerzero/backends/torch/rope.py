@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import TORCH
+from layerzero.backends.torch.attention import FLOATS, TORCH
 from layerzero.backends.torch.norm import FINITE
-from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.rope.declare import wide_dtype
@@ -27,8 +26,6 @@ from layerzero.ops.rope.split import SPLIT_ACCEPTS, parts
 _PIECE = 2**18
 """Elements that a CPU rotates at once: what lies between is in its cache then, and not in new memory of the system. 1 x
 512 tokens of 32 heads of 128 take 1.6 ms in bfloat16 so, 14.3 as a whole (AMD EPYC, one thread, 2026-11-22)."""
-
-FLOATS = ("float32", "float64", "float16", "bfloat16")
 
 
 def rows_for(facts: Facts, first: str = "query") -> Callable[..., tuple[Tensor, Tensor]]:
@@ -281,7 +278,7 @@ KERNELS = (
             backend=TORCH,
             load=load,
             accepts=("positions", "interleaved"),
-            limits=(limit.dtype(*FLOATS),),
+            limits=(FLOATS,),
             grad=True,
             handles_negated=load
             is not _load_inplace,  # torch 2.13 loses the sign where float32 is copied into a negated float16 view
@@ -299,7 +296,7 @@ KERNELS = (
         backend=TORCH,
         load=_load_normed_rope,
         accepts=("positions", "interleaved", "eps", "plus_one"),
-        limits=(limit.dtype(*FLOATS), FINITE),
+        limits=(FLOATS, FINITE),
         grad=True,
         handles_negated=True,
         priority=20,
@@ -310,7 +307,7 @@ KERNELS = (
         backend=TORCH,
         load=load_split,
         accepts=(*SPLIT_ACCEPTS, "plus_one"),
-        limits=(limit.dtype(*FLOATS), FINITE),
+        limits=(FLOATS, FINITE),
         grad=True,
         handles_negated=True,
         priority=20,

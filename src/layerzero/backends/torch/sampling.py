@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import TORCH
+from layerzero.backends.torch.attention import FLOATS, TORCH
 from layerzero.backends.torch.sampling_few import by_sums, few_of
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -227,7 +227,6 @@ def _of(*kinds: str) -> tuple[str, ...]:
     return tuple(f"sampling.{kind}{ending}" for kind in kinds for ending in ("", ".probs"))
 
 
-_FLOATS = limit.dtype("float32", "float64", "float16", "bfloat16")
 _RANDOM = ("temperature", "temperature_by_row", "seed", "generator")
 _CAPTURE = limit.Custom("no seed and no generator inside a capture", _random_in_capture)
 
@@ -246,7 +245,7 @@ def _sampler(
         backend=TORCH,
         load=load,
         accepts=(*accepts, *_RANDOM),
-        limits=(_FLOATS, *limits),
+        limits=(FLOATS, *limits),
         grad=True,
         handles_negated=True,
         priority=priority,
@@ -313,7 +312,7 @@ KERNELS = (
             operations=("sampling.greedy",),
             backend=TORCH,
             load=load,
-            limits=(limit.dtype("float32", "float64", "float16", "bfloat16"), *limits),
+            limits=(FLOATS, *limits),
             grad=True,
             handles_negated=True,
             priority=priority,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.torch.attention import TORCH, cpu_attend
+from layerzero.backends.torch.attention import FLOATS, TORCH, cpu_attend
 from layerzero.backends.torch.cuda_attention import aligned_rows, own_heads
 from layerzero.backends.torch.varlen import FLASH, Slice, attend_each, lse_of_tokens
 from layerzero.core import limits as limit
@@ -124,7 +124,6 @@ def _gathered_bytes(facts: Facts) -> int:
 
 
 _BLOCKS = ("block_rows", "block_cols", "scale")
-_FLOATS = ("float32", "float64", "float16", "bfloat16")
 
 
 def _load(facts: Facts) -> Callable[..., Any]:
@@ -167,7 +166,7 @@ KERNELS = (
         backend=TORCH,
         load=_load_masked,
         accepts=_BLOCKS,
-        limits=(limit.dtype(*_FLOATS), limit.positive("scale"), AlignedOnCuda(("query", "key", "value"))),
+        limits=(FLOATS, limit.positive("scale"), AlignedOnCuda(("query", "key", "value"))),
         workspace_bytes=_mask_bytes,
         deterministic=False,
         graph_safe=False,
@@ -181,7 +180,7 @@ KERNELS = (
         accepts=(*_BLOCKS, "return_lse"),
         limits=(
             limit.platform("cpu"),
-            limit.dtype(*_FLOATS),
+            FLOATS,
             limit.equal("value_dim", "head_dim"),
             limit.positive("scale"),
             SdpaEnabled("flash"),
@@ -213,7 +212,7 @@ KERNELS = (
         load=_load,
         accepts=("scale",),
         limits=(
-            limit.dtype("float32", "float64", "float16", "bfloat16"),
+            FLOATS,
             limit.positive("scale"),
             AlignedOnCuda(("query", "key", "value")),
         ),

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.backends.torch.attention import (
+    FLOATS,
     TORCH,
     UNLISTED,
     blanked,
@@ -84,7 +85,6 @@ def _filled_up(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     return functional.linear(input, weight, bias)
 
 
-_FLOATS = ("float32", "float64", "float16", "bfloat16")
 _LANES = 16
 """Keys that a vector of the CPU's operator holds; see :func:`layerzero.backends.torch.attention.short_mask`."""
 
@@ -316,7 +316,7 @@ FLASH = (
 
 EACH = (
     limit.platform("cuda", *UNLISTED),
-    limit.dtype(*_FLOATS),
+    FLOATS,
     limit.positive("scale"),
     SdpaEnabled("math"),
 )
@@ -331,7 +331,7 @@ _RAGGED = Kernel(
     accepts=("causal", "scale", "window", "sinks", "alibi_slopes", "return_lse"),
     limits=(
         limit.platform("cpu"),
-        limit.dtype(*_FLOATS),
+        FLOATS,
         limit.equal("value_dim", "head_dim"),
         limit.one_of("bias_grad", False),
         limit.Custom("causal: scale > 0", positive_beside_causal),

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.torch.attention import TORCH
+from layerzero.backends.torch.attention import FLOATS, TORCH
 from layerzero.backends.torch.widened import FEW_BITS
-from layerzero.core import limits as limit
 from layerzero.core.emulation import lacks
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -92,7 +91,7 @@ KERNELS = tuple(
             *(each.name for each in operation.schema.optional),
             "out_dtype",
         ),
-        limits=(limit.dtype("float32", "float64", "float16", "bfloat16"),),
+        limits=(FLOATS,),
         grad=True,
         handles_negated=True,
         priority=20,
