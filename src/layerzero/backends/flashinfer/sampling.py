@@ -34,10 +34,10 @@ from torch import Tensor
 
 from layerzero.backends.flashinfer.attention import FLASHINFER
 from layerzero.backends.flashinfer.modules import is_built
+from layerzero.backends.norm_limits import ElementsBelow
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.sampling.declare import LEAST
 from layerzero.ops.sampling.formulas import probabilities
 
@@ -154,13 +154,6 @@ def _loader(draw: Draw, numbers: int, *, logits: bool) -> Callable[[Facts], Call
     return load
 
 
-def _elements(facts: Facts) -> Reason | None:
-    got = facts.size("rows") * facts.size("vocab")
-    if got < 2**32:
-        return None
-    return Reason(ReasonCode.CONSTRAINT_FAILED, "rows * vocab", "below 2^32", got)
-
-
 def _kernel(kind: str, source: str, draw: Draw, accepts: tuple[str, ...], numbers: int, priority: int) -> Kernel:
     logits = source == "logits"
     ending = "" if kind == "categorical" else f"_{kind}"
@@ -176,7 +169,7 @@ def _kernel(kind: str, source: str, draw: Draw, accepts: tuple[str, ...], number
             limit.platform("cuda"),
             limit.arch(min=(8, 0)),
             *(dense if logits else given),
-            limit.Custom("rows * vocab < 2^32", _elements),
+            ElementsBelow(2**32, ("rows", "vocab")),
         ),
         grad=True,
         deterministic=True,
@@ -218,13 +211,6 @@ def _load(facts: Facts) -> Callable[..., Any]:
     return run
 
 
-def _elements_verify(facts: Facts) -> Reason | None:
-    got = facts.size("batch") * facts.size("verified") * facts.size("vocab")
-    if got < 2**32:
-        return None
-    return Reason(ReasonCode.CONSTRAINT_FAILED, "batch * verified * vocab", "below 2^32", got)
-
-
 KERNELS = (
     *(
         _kernel(kind, source, draw, accepts, numbers, priority)
@@ -249,7 +235,7 @@ KERNELS = (
             limit.dtype("float32"),
             limit.contiguous("target_probs", "draft_probs"),
             limit.aligned(16, "target_probs", "draft_probs"),
-            limit.Custom("batch * verified * vocab < 2^32", _elements_verify),
+            ElementsBelow(2**32, ("batch", "verified", "vocab")),
         ),
         grad=True,
         deterministic=True,
