@@ -108,6 +108,14 @@ def is_built(module: str, facts: Facts) -> bool:
     return any(_is_whole(folder / module / f"{module}.so") for folder in _folders(facts.device.sm))
 
 
+def of_modules(*names: str) -> dict[str, Any]:
+    """Fields of a kernel whose modules hold every dtype and size."""
+    return {
+        "build_key": lambda facts: (facts.device.sm, *names),
+        "prebuilt": lambda facts: all(is_built(each, facts) for each in names),
+    }
+
+
 def _is_whole(library: Path) -> bool:
     """Whether a module was once linked to its end: ninja writes down what it made, after it made it.
 

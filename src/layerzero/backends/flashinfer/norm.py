@@ -35,20 +35,11 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.flashinfer.attention import FLASHINFER, overlaps
-from layerzero.backends.flashinfer.modules import is_built
+from layerzero.backends.flashinfer.modules import is_built, of_modules
 from layerzero.backends.norm_limits import ElementsBelow, RowsAligned, sum_then
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-
-
-def _module(facts: Facts) -> Hashable:
-    """One module holds the norms of every dtype and size."""
-    return "norm"
-
-
-def _prebuilt(facts: Facts) -> bool:
-    return is_built("norm", facts)
 
 
 def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
@@ -137,15 +128,6 @@ def _module_linear() -> Any:
     return gen_tinygemm2_module().build_and_load()
 
 
-def _key(facts: Facts) -> Hashable:
-    """One module for every size."""
-    return "tinygemm2", facts.device.sm
-
-
-def _prebuilt_linear(facts: Facts) -> bool:
-    return is_built("tinygemm2", facts)
-
-
 def _load_linear(facts: Facts) -> Callable[..., Any]:
     module = _module_linear()
     with_bias, without = module.tinygemm2_op, module.tinygemm2_nobias_op
@@ -172,8 +154,7 @@ KERNELS = (
         accepts=("eps",),
         limits=(*_LIMITS, limit.contiguous("input", "weight"), RowsAligned(("input", "weight"))),
         deterministic=True,
-        build_key=_module,
-        prebuilt=_prebuilt,
+        **of_modules("norm"),
         priority=95,
     ),
     Kernel(
@@ -184,8 +165,7 @@ KERNELS = (
         accepts=("eps",),
         limits=(*_LIMITS, limit.contiguous("residual", "weight"), RowsAligned(("residual", "weight"))),
         deterministic=True,
-        build_key=_module,
-        prebuilt=_prebuilt,
+        **of_modules("norm"),
         priority=85,
     ),
     Kernel(
@@ -202,8 +182,7 @@ KERNELS = (
             RowsAligned(("input", "residual", "weight")),
         ),
         deterministic=True,
-        build_key=_module,
-        prebuilt=_prebuilt,
+        **of_modules("norm"),
         priority=85,
     ),
     *(
@@ -246,8 +225,7 @@ KERNELS = (
             limit.aligned(16, "input", "weight"),
         ),
         deterministic=True,
-        build_key=_key,
-        prebuilt=_prebuilt_linear,
+        **of_modules("tinygemm2"),
         device_guard=False,
         priority=40,
     ),

@@ -11,7 +11,7 @@ Library: flashinfer-python 0.7.2, Apache-2.0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,22 +19,13 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from layerzero.backends.flashinfer.attention import FLASHINFER, overlaps
-from layerzero.backends.flashinfer.modules import is_built
+from layerzero.backends.flashinfer.modules import of_modules
 from layerzero.backends.norm_limits import ElementsBelow
 from layerzero.backends.rotary import TABLE_IN_FLOAT32, TokensInLine, table_and_places
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.rope.split import SPLIT_ACCEPTS, Norm, Rotate, norm_then_rope, split_then_norm_rope
-
-
-def _module(facts: Facts) -> Hashable:
-    """One module holds the rotations of every dtype and size."""
-    return "rope"
-
-
-def _prebuilt(facts: Facts) -> bool:
-    return is_built("rope", facts)
 
 
 def _rotating(facts: Facts) -> Callable[..., None]:
@@ -118,14 +109,6 @@ def _load_split(facts: Facts) -> Callable[..., Any]:
     return _without_flag(split_then_norm_rope(*_pair_of(facts)))
 
 
-def _both_modules(facts: Facts) -> Hashable:
-    return "rope and norm"
-
-
-def _both_prebuilt(facts: Facts) -> bool:
-    return is_built("rope", facts) and is_built("norm", facts)
-
-
 _SHAPES = (
     limit.platform("cuda"),
     limit.arch(min=(8, 0)),
@@ -150,8 +133,7 @@ _ROTATIONS = tuple(
             limit.aligned(16, "query", "key", "cos"),
         ),
         deterministic=True,
-        build_key=_module,
-        prebuilt=_prebuilt,
+        **of_modules("rope"),
         priority=90,
     )
     for name, operation, load in (
@@ -175,8 +157,7 @@ _NORMED = tuple(
             ElementsBelow(2**31, sizes),  # where a row starts is computed in 32 bits
         ),
         deterministic=True,
-        build_key=_both_modules,
-        prebuilt=_both_prebuilt,
+        **of_modules("rope", "norm"),
         priority=70,
     )
     for name, operation, load, layout, accepts, tensors, sizes in (

@@ -26,14 +26,14 @@ Library: flashinfer-python 0.7.2, Apache-2.0.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from layerzero.backends.flashinfer.attention import FLASHINFER
-from layerzero.backends.flashinfer.modules import is_built
+from layerzero.backends.flashinfer.modules import of_modules
 from layerzero.backends.norm_limits import ElementsBelow
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -49,16 +49,6 @@ _DETERMINISTIC = True
 
 Draw = Callable[..., None]
 """Calls one of the module's functions on probabilities, ids, a flag for each row, and where to draw from."""
-
-
-def module_of(facts: Facts) -> Hashable:
-    """One module holds every draw."""
-    return facts.device.sm, "sampling"
-
-
-def prebuilt(facts: Facts) -> bool:
-    """Whether it is compiled."""
-    return is_built("sampling", facts)
 
 
 @functools.cache
@@ -174,8 +164,7 @@ def _kernel(kind: str, source: str, draw: Draw, accepts: tuple[str, ...], number
         grad=True,
         deterministic=True,
         graph_safe=False,
-        build_key=module_of,
-        prebuilt=prebuilt,
+        **of_modules("sampling"),
         priority=priority,
     )
 
@@ -239,8 +228,7 @@ KERNELS = (
         ),
         grad=True,
         deterministic=True,
-        build_key=module_of,
-        prebuilt=prebuilt,
+        **of_modules("sampling"),
         graph_safe=False,
         priority=80,
     ),
