@@ -60,6 +60,12 @@ class InvalidCallError(LayerZeroError, ValueError):
         super().__init__(f"{prefix}{function}:{' ' if len(problems) == 1 else ''}{body}")
 
 
+def refuse(function: str, problems: Sequence[str]) -> None:
+    """Raise InvalidCallError if anything is wrong with a call."""
+    if problems:
+        raise InvalidCallError(function, problems)
+
+
 class PolicyError(LayerZeroError, ValueError):
     """A configuration key is unknown or its value does not fit; the message names the origin and the nearest key.
 

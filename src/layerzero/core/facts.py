@@ -12,7 +12,7 @@ from layerzero.core.arguments import permutation
 from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.eager_state import state_values
-from layerzero.core.errors import InvalidCallError, RegistrationError
+from layerzero.core.errors import RegistrationError, refuse
 from layerzero.core.operation import Operation
 
 FACT_ALIASES = {
@@ -312,9 +312,7 @@ class FactsBuilder:
         Raises: InvalidCallError with every problem of the call.
         """
         schema = self.operation.schema
-        problems = schema.validate(*args, layout=layout, **kwargs)
-        if problems:
-            raise InvalidCallError(schema.operation, problems)
+        refuse(schema.operation, schema.validate(*args, layout=layout, **kwargs))
         names = [tensor.name for tensor in schema.inputs]
         arguments = dict(schema.neutral) | dict(zip(names, args, strict=False)) | kwargs
         return self.of_valid(arguments, device=device, layout=layout, state=state)

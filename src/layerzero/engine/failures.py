@@ -20,6 +20,7 @@ from layerzero.core.errors import (
     LayerZeroFallbackWarning,
     LayerZeroPerformanceWarning,
     LayerZeroWarning,
+    refuse,
 )
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -138,9 +139,7 @@ def check_values(plan: Plan, arguments: Mapping[str, Any]) -> None:
     named = {name: arguments[name] for name in (*facts.tensors, *operation.schema.passed) if name in arguments}
     named |= {name: facts[name] for name in operation.looked_at}
     named |= {"layout": facts.layout} if facts.layout else {}
-    problems = indices.problems(rules, named, operation)
-    if problems:
-        raise InvalidCallError(operation.name, problems)
+    refuse(operation.name, indices.problems(rules, named, operation))
 
 
 def check_retry(

@@ -15,7 +15,7 @@ import torch
 
 from layerzero.core import indices
 from layerzero.core.arguments import TensorSchema, moving
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import refuse
 from layerzero.core.fact_reads import EVERYTHING, Reads, Watched, watch
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -130,9 +130,7 @@ def _never() -> bool:
 
 
 def _check_values(function: str, rules: list[indices.IndexRule], operation: Operation | None, **arguments: Any) -> None:
-    problems = indices.problems(rules, arguments, operation)
-    if problems:
-        raise InvalidCallError(function, problems)
+    refuse(function, indices.problems(rules, arguments, operation))
 
 
 @functools.lru_cache(maxsize=1024)

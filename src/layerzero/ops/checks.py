@@ -9,7 +9,7 @@ import torch
 
 from layerzero.core.arguments import out_of_range, told
 from layerzero.core.dtypes import dtype_name
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import refuse
 
 
 def check_dense(function: str, arguments: Mapping[str, object]) -> None:
@@ -25,8 +25,7 @@ def check_dense(function: str, arguments: Mapping[str, object]) -> None:
             problems.append(f"{name}: wanted a dense tensor, got a {kind} one")
         elif type(value) is int and out_of_range(value, floating=True):
             problems.append(f"{name}: wanted a number that a float can hold, got {told(value)}")
-    if problems:
-        raise InvalidCallError(function, problems)
+    refuse(function, problems)
 
 
 def shape_problems(arguments: Mapping[str, Any], names: tuple[str, ...], ndim: int) -> list[str]:

@@ -36,7 +36,7 @@ import torch
 
 from layerzero.core.arguments import Axis, Param, TensorSchema
 from layerzero.core.dtypes import FLOATING
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import refuse
 from layerzero.core.operation import Case, Function, Operation, Routed, Tolerance, Work
 from layerzero.core.schema import OperationSchema
 from layerzero.ops.calls import dtype_for
@@ -246,8 +246,7 @@ def function(
             if schema.mutated:
                 read = tuple(each.name for each in schema.inputs if not each.mutated)
                 problems += write_problems(arguments, schema.mutated, read)
-        if problems:
-            raise InvalidCallError(name, problems)
+        refuse(name, problems)
         if canonical is not None:
             canonical(arguments)
         return Routed(operation, arguments, varies=varies)

@@ -14,7 +14,7 @@ from torch import Tensor
 from layerzero.backends.torch.attention import FLOATS, TORCH, cpu_attend
 from layerzero.backends.torch.varlen import Slice, attend_each
 from layerzero.core import limits as limit
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import refuse
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.attention.limits import SdpaEnabled
@@ -61,9 +61,7 @@ def _load_cascade(facts: Facts) -> Callable[..., Any]:
         scale: float | None = None,
         return_lse: bool = False,
     ) -> Any:
-        problems = shared_problems(block_tables, context_lens, shared_blocks, page_size)
-        if problems:
-            raise InvalidCallError("cascade_attention", problems)
+        refuse("cascade_attention", shared_problems(block_tables, context_lens, shared_blocks, page_size))
         tokens, caches, shared = query.squeeze(1), (key_cache, value_cache), shared_blocks * page_size
 
         def prefix() -> Iterator[Slice]:

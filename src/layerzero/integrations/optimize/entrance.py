@@ -12,7 +12,7 @@ from torch.nn import Module
 from layerzero.core import emulation
 from layerzero.core.arguments import told
 from layerzero.core.device import Device
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import refuse
 from layerzero.integrations.optimize.attention import diffusers, transformers
 from layerzero.integrations.optimize.attention.transformers import Search
 from layerzero.integrations.optimize.layers import find as layers
@@ -146,8 +146,7 @@ def optimize(
     ]
     asked, wrong = int8.request(weights, activations, accuracy)
     problems += wrong
-    if problems:
-        raise InvalidCallError("optimize", problems)
+    refuse("optimize", problems)
     if is_tokenizer(model):
         return optimize_tokenizer(model, budget_s=budget_s)
     time = TimeLeft(budget_s)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from layerzero.core.arguments import told
 from layerzero.core.dtypes import dtype_name
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.operation import Function, Operation, Routed
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.attention import layout as layouts
@@ -157,9 +157,7 @@ def route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     canonical = without_defaults(operation, arguments, query[-1])
     if seq_q != 1:  # of one query nothing is in its future: aligned bottom-right, it is the last
         canonical["causal"] = causal
-    problems = operation.schema.validate(layout=layout, **canonical)
-    if problems:
-        raise InvalidCallError(NAME, problems)
+    refuse(NAME, operation.schema.validate(layout=layout, **canonical))
     shapes_decide = arguments["layout"] is None and default_layout is None  # which axis is which
     slopes = canonical["alibi_slopes"]
     by_batch = slopes is not None and slopes.ndim == 2  # no condition says that they are as many as the batch
@@ -185,8 +183,7 @@ def _shapes(arguments: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]
             problems.append(f"{name}: wanted a tensor, got {type(tensor).__name__}")
         elif tensor.ndim != 4:
             problems.append(f"{name}: Expected 4D tensor (BSHD or BHSD), got {tensor.ndim}D {tuple(tensor.shape)}")
-    if problems:
-        raise InvalidCallError(NAME, problems)
+    refuse(NAME, problems)
     return tuple(arguments["query"].shape), tuple(arguments["key"].shape), tuple(arguments["value"].shape)
 
 
@@ -232,16 +229,14 @@ def _check_mask(arguments: dict[str, Any], causal: object, seq_q: int, seq_k: in
 
 def _check_values(arguments: dict[str, Any], causal: object, batch: int, heads: int) -> None:
     problems = score_problems(arguments)
-    if problems:
-        raise InvalidCallError(NAME, problems)
+    refuse(NAME, problems)
     dropout_p = arguments["dropout_p"]
     if isinstance(dropout_p, (int, float)) and not 0.0 <= dropout_p < 1.0:
         raise _invalid(f"dropout_p: wanted 0 <= p < 1, got {dropout_p}")
     if not isinstance(causal, bool):  # decode, which has no such argument, would let it pass
         raise _invalid(f"causal: wanted bool, got {told(causal)}")
     problems = slope_problems(arguments["alibi_slopes"], heads, batch)
-    if problems:
-        raise InvalidCallError(NAME, problems)
+    refuse(NAME, problems)
 
 
 ATTENTION = Function(

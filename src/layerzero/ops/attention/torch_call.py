@@ -17,7 +17,7 @@ from torch.overrides import has_torch_function
 from layerzero.core.argument_errors import DropIn, Made
 from layerzero.core.arguments import told
 from layerzero.core.dtypes import dtype_name
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.ops.attention.layout import CANONICAL, sequence_axis
 
 FUNCTION, NAME = "attention", "scaled_dot_product_attention"
@@ -100,8 +100,7 @@ def _call(given: Mapping[str, Any], kind: str) -> Made:
     problems = [
         f"{name}: wanted a tensor, got {told(each)}" for name, each in asked.items() if not isinstance(each, Tensor)
     ]
-    if problems:
-        raise InvalidCallError(NAME, problems)
+    refuse(NAME, problems)
     made = as_attention(query, key, value, mask, is_causal=is_causal, enable_gqa=enable_gqa, kind=kind)
     if isinstance(made, str):  # nested tensors of the newer kind are a class with torch functions of its own, too
         why = NESTED if query.is_nested or key.is_nested or value.is_nested else made

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from layerzero.core import values
 from layerzero.core.arguments import REQUIRED, Axis, Param, Role, told
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import refuse
 from layerzero.core.operation import Case, Function, Routed, Work
 from layerzero.core.values import Check
 from layerzero.ops.attention import declare as attn
@@ -200,8 +200,7 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
         arguments["shared_blocks"],
     )
     problems = table_problems(*tables) + shape_problems(arguments, ("query",), 4) + cache_problems(arguments)
-    if problems:
-        raise InvalidCallError(name, problems)
+    refuse(name, problems)
     check_queries(name, arguments, one_token="")
     problems, most = score_problems(arguments), tables[0].shape[1]
     if type(shared) is not int or not 1 <= shared <= most:
@@ -209,8 +208,7 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     problems += step_problems(arguments["step"], *tables)
     canonical = without_defaults(CASCADE, arguments, arguments["query"].shape[3], newest=True)
     problems += CASCADE.schema.validate(layout=layout, **canonical)
-    if problems:
-        raise InvalidCallError(name, problems)
+    refuse(name, problems)
     return Routed(CASCADE, canonical, layout, varies=("batch", "pages"))
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from layerzero.core.arguments import out_of_range, told
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.ops.kv.strategy import KVCacheStrategy, StrategyChoice, kv_cache_strategy
 from layerzero.ops.paged.quantized import QUANTIZED
 
@@ -163,8 +163,7 @@ def form_of(
         problems.append(f"device: wanted one that torch knows, such as 'cuda:0', or None, got {told(device)}")
     else:
         problems += _absence_problems(where)
-    if problems:
-        raise InvalidCallError("KVCache", problems)
+    refuse("KVCache", problems)
     paged = pages is not None
     choice = kv_cache_strategy(
         where, strategy=strategy, max_sequences=max_sequences, captured=captured, paged=paged, layout=layout
@@ -191,8 +190,7 @@ def form_of(
         assert head_dim is not None
         if head_dim % (16 // dtype.itemsize):
             problems.append(f"head_dim: wanted a multiple of {16 // dtype.itemsize} in VLLM, got {head_dim}")
-    if problems:
-        raise InvalidCallError("KVCache", problems)
+    refuse("KVCache", problems)
     assert pages is not None
     if latent is not None:
         planes = latent_planes(page_size, (latent[0], latent[1]), dtype)

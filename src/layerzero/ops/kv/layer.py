@@ -13,7 +13,7 @@ from layerzero.core import indices
 from layerzero.core.arguments import told
 from layerzero.core.bundle import MISSING, Bundle
 from layerzero.core.dtypes import dtype_name
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.kv.step import CacheStep
 from layerzero.ops.kv.strategy import GONE, KVCacheError, KVCacheStrategy
@@ -40,8 +40,7 @@ def _write(kind: str, slot_mapping: Tensor, **pairs: tuple[Tensor, Tensor]) -> N
         if tuple(new.shape) != wanted or new.dtype is not cache.dtype:
             got = f"{dtype_name(new.dtype)} {tuple(new.shape)}"
             problems.append(f"{name}: wanted {dtype_name(cache.dtype)} {wanted}, got {got}")
-    if problems:
-        raise InvalidCallError(kind, problems)
+    refuse(kind, problems)
     (first, key_cache), (second, value_cache) = pairs.values()
     lazy_cache.look(kind, key_cache, slot_mapping=slot_mapping)
     append_paged_kv_(first, second, key_cache, value_cache, slot_mapping)
@@ -58,8 +57,7 @@ def _check_slots(kind: str, slots: object, cache: Tensor, *, written: bool) -> N
             problems.append(f"slot_mapping[{place}]: wanted -1 to {count - 1}, got {slot}")
         elif written and not indices.distinct(slots):
             problems.append("slot_mapping: wanted each place once, got one for two tokens")
-    if problems:
-        raise InvalidCallError(kind, problems)
+    refuse(kind, problems)
 
 
 def _check_step(owner: CachedSequences | None, step: object) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import refuse
 from layerzero.core.operation import Function, Operation, Routed
 from layerzero.ops.checks import check_dense, overlaps, shape_problems, write_problems
 from layerzero.ops.draw import Draw
@@ -31,8 +31,7 @@ def _checked(name: str, arguments: dict[str, Any], operation: Operation, new: in
     check_dense(name, arguments)
     problems = shape_problems(arguments, ("key", "value"), new) if new else []
     problems += cache_problems(arguments)
-    if problems:
-        raise InvalidCallError(name, problems)
+    refuse(name, problems)
     check_written(name, arguments)
     layout = arguments["layout"]
     canonical = {each: value for each, value in arguments.items() if each != "layout"}
@@ -43,8 +42,7 @@ def _checked(name: str, arguments: dict[str, Any], operation: Operation, new: in
         keys, values = (arguments[each] for each in _CACHES)
         if keys is values or (not keys.is_meta and overlaps(keys, values) and not apart(keys, values)):
             problems.append("value_cache: wanted elements of its own, got memory that it shares with key_cache")
-    if problems:
-        raise InvalidCallError(name, problems)
+    refuse(name, problems)
     return Routed(operation, canonical, layout, varies=varies)
 
 
@@ -59,8 +57,7 @@ def _route_append(arguments: dict[str, Any], default_layout: str | None) -> Rout
         )
     if seq > length:
         problems.append(f"key_cache: wanted a place for each of {seq} tokens, got {length}")
-    if problems:
-        raise InvalidCallError("append_kv_", problems)
+    refuse("append_kv_", problems)
     shared = positions.ndim == 1 or positions.shape[0] == 1  # else each sequence has its row, and their number stays
     long_enough = (1 << int(seq).bit_length()) - 1 <= length
     return replace(routed, varies=(*(("batch",) if shared else ()), *(("seq",) if long_enough else ())))
@@ -77,9 +74,7 @@ def _route_copy(arguments: dict[str, Any], default_layout: str | None) -> Routed
 def _route_quantized(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     name = "append_quantized_kv_"
     routed = _checked(name, arguments, declare.APPEND_QUANTIZED, 3, ("tokens",))
-    problems = scale_problems(arguments, arguments["layout"])
-    if problems:
-        raise InvalidCallError(name, problems)
+    refuse(name, scale_problems(arguments, arguments["layout"]))
     return routed
 
 

@@ -11,7 +11,7 @@ import torch
 from layerzero.core.argument_errors import public
 from layerzero.core.arguments import told
 from layerzero.core.bundle import Bundle
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.reasons import ReasonCode
 from layerzero.core.system import forking
 from layerzero.ops.kv.form import form_of
@@ -259,8 +259,7 @@ class CachedSequences(Bundle):
             self._book.known(name)  # one without a hash is none of them
         if len(set(names)) != len(names):
             problems.append("sequences: wanted each once, got one twice")
-        if problems:
-            raise InvalidCallError("KVCache.writing", problems)
+        refuse("KVCache.writing", problems)
         entries = [self._book.entry(name) for name in names]
         longest = max([entry.length + count for entry, count in zip(entries, counts, strict=True)], default=0)
         if self.strategy is not KVCacheStrategy.PAGED and longest > self.page_size:
@@ -280,8 +279,7 @@ class CachedSequences(Bundle):
         if blocks is not None and (type(blocks) is not int or blocks < needed):
             whose = "" if reuse is None else ", as the step to reuse has; make one with more blocks="
             problems.append(f"blocks: wanted at least {needed} columns for these lengths, got {told(blocks)}{whose}")
-        if problems:
-            raise InvalidCallError("KVCache.writing", problems)
+        refuse("KVCache.writing", problems)
         return entries
 
     def _grown(self, entries: Sequence[CachedSequence], counts: Sequence[int]) -> list[Growth]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from layerzero.core.arguments import REQUIRED, Axis, Param, TensorSchema
 from layerzero.core.dtypes import FLOATING
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.operation import Case, Function, Routed, Work
 from layerzero.core.values import Check
 from layerzero.ops.attention import declare as attn
@@ -213,16 +213,14 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     tables = arguments["block_tables"], arguments["context_lens"]
     problems = table_problems(*tables)
     problems += shape_problems(arguments, ("q_nope", "q_pe"), 4) + shape_problems(arguments, _PLANES, 3)
-    if problems:
-        raise InvalidCallError(_FUNCTION, problems)
+    refuse(_FUNCTION, problems)
     q_nope, planes = arguments["q_nope"], [arguments[name] for name in _PLANES]
     if not q_nope.shape[2] or not planes[0].shape[1] or not all(each.shape[2] for each in planes):
         shapes = f"q_nope {tuple(q_nope.shape)}, caches {tuple(planes[0].shape)} and {tuple(planes[1].shape)}"
         raise InvalidCallError(_FUNCTION, [f"wanted heads, widths and page size above 0, got {shapes}"])
     problems = score_problems(arguments) + step_problems(arguments["step"], *tables)
     problems += MLA_DECODE_PAGED.schema.validate(**arguments)
-    if problems:
-        raise InvalidCallError(_FUNCTION, problems)
+    refuse(_FUNCTION, problems)
     return Routed(MLA_DECODE_PAGED, arguments, varies=("batch", "max_blocks", "pages"))
 
 

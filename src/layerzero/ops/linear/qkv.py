@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.core.arguments import Axis, Param, told
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import refuse
 from layerzero.core.operation import Case, Function, Operation, Routed, Work
 from layerzero.ops.checks import check_dense
 from layerzero.ops.declaration import operation, tensor, wide
@@ -207,8 +207,7 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
         problems += _joined_problems(arguments)
     given = {name: value for name, value in arguments.items() if name not in without}
     problems = problems or operation.schema.validate(**given) + packed_problems(given, QKV_PACKED_OF)
-    if problems:
-        raise InvalidCallError("qkv_linear", problems)
+    refuse("qkv_linear", problems)
     return Routed(operation, given, varies=("...",))
 
 

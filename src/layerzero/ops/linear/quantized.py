@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from layerzero.core.arguments import TensorSchema, told
 from layerzero.core.dtypes import dtype_name
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.judge import Elementwise, Given, apart
 from layerzero.core.operation import Case, Function, Operation, Routed, Work
 from layerzero.ops.calls import drawn
@@ -268,8 +268,7 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
 def _finished(operation: Operation, arguments: dict[str, Any], problems: list[str]) -> Routed:
     problems += packed_problems(arguments)
     problems += out_dtype_problems(arguments)
-    if problems:
-        raise InvalidCallError("quantized_linear", problems)
+    refuse("quantized_linear", problems)
     as_default(arguments)
     return Routed(operation, arguments, varies=("...",))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from layerzero.core.arguments import told
 from layerzero.core.dtypes import dtype_name
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import refuse
 from layerzero.core.operation import Function, Operation, Routed
 from layerzero.ops.activation.formulas import FORMULAS
 from layerzero.ops.checks import check_dense
@@ -117,8 +117,7 @@ def _route_mlp(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     given = {name: value for name, value in arguments.items() if name not in gate}
     problems += operation.schema.validate(**given) + activation_problems(given["activation"])
     problems += packed_problems(given, PACKED_OF)
-    if problems:
-        raise InvalidCallError("mlp", problems)
+    refuse("mlp", problems)
     return Routed(operation, given, varies=("...",))
 
 

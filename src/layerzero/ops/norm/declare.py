@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.core.arguments import Axis, Param, TensorSchema, told
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.operation import Case, Function, Operation, Routed
 from layerzero.ops.calls import drawn
 from layerzero.ops.checks import check_dense, overlaps, write_problems
@@ -306,8 +306,7 @@ def _route_sum(
         problems += write_problems(arguments, written, read)
         if residual is input_ or overlaps(residual, input_):
             problems.append("residual: wanted memory of its own, got memory that it shares with input")
-        if problems:
-            raise InvalidCallError(function, problems)
+        refuse(function, problems)
     return _routed(function, operation, arguments)
 
 
@@ -321,8 +320,7 @@ def _routed(
         problems.append(f"eps: wanted a finite number of at least 0, got {eps}")
     if not problems and arguments["input"].ndim and arguments["input"].shape[-1] == 0:
         problems.append(f"input: wanted a last axis above 0, got shape {tuple(arguments['input'].shape)}")
-    if problems:
-        raise InvalidCallError(function, problems)
+    refuse(function, problems)
     return Routed(operation, arguments, varies=varies)
 
 

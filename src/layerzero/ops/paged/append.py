@@ -14,7 +14,7 @@ from torch import Tensor
 
 from layerzero.core.arguments import Axis, TensorSchema
 from layerzero.core.dtypes import FLOATING
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import refuse
 from layerzero.core.operation import Case, Function, Routed, Tolerance, Work
 from layerzero.ops import declaration
 from layerzero.ops.attention.declare import HEAD_DIMS, TOLERANCE
@@ -171,8 +171,7 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     name = "append_paged_kv_"
     check_dense(name, arguments)
     problems = shape_problems(arguments, ("key", "value"), 3) + cache_problems(arguments)
-    if problems:
-        raise InvalidCallError(name, problems)
+    refuse(name, problems)
     check_written(name, arguments)
     layout = arguments["layout"]
     canonical = {each: value for each, value in arguments.items() if each != "layout"}
@@ -187,8 +186,7 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
                 problems.append(f"{cache}: wanted memory of its own, got memory that it shares with {new}")
     if keys.device.type != "meta" and overlaps(keys, values) and not apart(keys, values):
         problems.append("value_cache: wanted memory of its own, got that of key_cache")
-    if problems:
-        raise InvalidCallError(name, problems)
+    refuse(name, problems)
     return Routed(APPEND_PAGED, canonical, layout, varies=("tokens", "pages"))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from layerzero.core.arguments import out_of_range, told
 from layerzero.core.bundle import MISSING, Bundle
 from layerzero.core.dtypes import dtype_name
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.paged import layout_record
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
@@ -61,13 +61,11 @@ class PagedCache(Bundle):
         if not problems and (keys.shape[:3] != values.shape[:3] or keys.device != values.device):
             wanted = f"{tuple(keys.shape[:3])} on {keys.device} as keys"
             problems.append(f"values: wanted {wanted}, got {tuple(values.shape[:3])} on {values.device}")
-        if problems:
-            raise InvalidCallError("PagedCache", problems)
+        refuse("PagedCache", problems)
         if not problems and (keys.dtype in QUANTIZED or key_scale is not None or value_scale is not None):
             given = {"key_cache": keys, "value_cache": values, "key_scale": key_scale, "value_scale": value_scale}
             problems += scale_problems(given, layout)
-        if problems:
-            raise InvalidCallError("PagedCache", problems)
+        refuse("PagedCache", problems)
         self.keys, self.values, self.layout = keys, values, layout
         self.key_scale, self.value_scale = key_scale, value_scale
         layout_record.declare(self, {"keys": keys, "values": values}, layout)
@@ -93,8 +91,7 @@ class PagedCache(Bundle):
             for name, size in sizes.items()
             if type(size) is not int or size < 0 or out_of_range(size)
         ]
-        if problems:
-            raise InvalidCallError("PagedCache.allocate", problems)
+        refuse("PagedCache.allocate", problems)
         inner = (kv_heads, page_size) if layout == "HND" else (page_size, kv_heads)
         keys = torch.zeros(pages, *inner, head_dim, dtype=dtype, device=device)
         values = torch.zeros(pages, *inner, head_dim if value_dim is None else value_dim, dtype=dtype, device=device)
@@ -129,8 +126,7 @@ class PagedCache(Bundle):
                 if given[name] is not None and given[name] is not MISSING and given[name] is not scale:
                     problems.append(f"{name}: wanted that of the cache, or nothing with it, got another")
                 mine[name] = scale
-        if problems:
-            raise InvalidCallError(function, problems)
+        refuse(function, problems)
         named = given.get("layout")
         if named not in (CACHE_LAYOUTS[0], self.layout):  # the first is what a call has that names none
             problem = f"layout: wanted {self.layout!r}, which the cache is written in, got {told(named)}"

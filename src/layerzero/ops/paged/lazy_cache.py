@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core import values
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.plan import outdate
 from layerzero.core.system import forking
 from layerzero.core.values import Check, Say
@@ -82,8 +82,7 @@ def look(function: str, key_cache: Tensor, **tensors: Tensor) -> None:
         problem = "key_cache: wanted a cache whose memory grows as it is, or some of its pages one after the other"
         raise InvalidCallError(function, [f"{problem}, got another view, whose places may lack memory; {_ROOM}"])
     problems = values.problems_on_host(checks(key_cache, **{name: tensors[name] for name in _PLACES & tensors.keys()}))
-    if problems:
-        raise InvalidCallError(function, problems)
+    refuse(function, problems)
 
 
 def checks(

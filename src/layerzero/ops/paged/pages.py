@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import told
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import refuse
 from layerzero.ops.checks import number_problems
 from layerzero.ops.ragged.starts import lengths_of, shape_problems, value_problems
 
@@ -38,8 +38,7 @@ def padded_tables(
         on_host = kv_indptr.cpu(), kv_last_page_len.cpu()
         problems += _value_problems(*on_host, len(kv_indices), page_size, max_blocks)
         max_blocks = max_blocks or max(int(lengths_of(on_host[0]).max()) if len(on_host[1]) else 0, 1)
-    if problems:
-        raise InvalidCallError(_FUNCTION, problems)
+    refuse(_FUNCTION, problems)
     assert max_blocks is not None
     counts, columns = lengths_of(kv_indptr), torch.arange(max_blocks, dtype=torch.int32, device=kv_indptr.device)
     there = columns < counts.unsqueeze(1)

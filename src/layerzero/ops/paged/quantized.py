@@ -19,7 +19,7 @@ from torch import Tensor
 
 from layerzero.core.arguments import Param, TensorSchema
 from layerzero.core.dtypes import dtype_name
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import refuse
 from layerzero.core.facts import Facts
 from layerzero.core.judge import Elementwise
 from layerzero.core.operation import Case, Operation, Tolerance, Work
@@ -222,9 +222,7 @@ def guard(function: str, layout: str | None) -> Callable[..., None]:
         if caches is not None:
             caches(slot_mapping=slot_mapping, **tensors)
         if key_scale.is_cpu and type(key_scale) is Tensor:
-            problems = problems_on_host(check_scales(slot_mapping, key_scale, value_scale))
-            if problems:
-                raise InvalidCallError(function, problems)
+            refuse(function, problems_on_host(check_scales(slot_mapping, key_scale, value_scale)))
 
     return look
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from layerzero.core.arguments import told
 from layerzero.core.dtypes import dtype_name
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.operation import Function, Operation, Routed
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.attention.route import score_problems, slope_problems, without_defaults
@@ -257,8 +257,7 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     problems += _query_problems(arguments) + cache_problems(arguments)
     if coded:
         problems = problems or _of_codes_alone(arguments) or quantized.scale_problems(arguments, layout)
-    if problems:
-        raise InvalidCallError(NAME, problems)
+    refuse(NAME, problems)
     check_queries(NAME, arguments, " without cu_seqlens_q" if one else None)
     problems = score_problems(arguments)
     if one:
@@ -269,8 +268,7 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     operation = _operation(arguments, coded=coded)
     canonical = without_defaults(operation, arguments, arguments["query"].shape[-1], newest=one)
     problems += operation.schema.validate(layout=layout, **canonical)
-    if problems:
-        raise InvalidCallError(NAME, problems)
+    refuse(NAME, problems)
     return Routed(operation, canonical, layout, varies=_varies(arguments, coded=coded))
 
 

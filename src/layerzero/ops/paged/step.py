@@ -10,7 +10,7 @@ from torch import Tensor
 
 from layerzero.core.argument_errors import public
 from layerzero.core.arguments import out_of_range, told
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import refuse
 from layerzero.core.handle import CAPTURABLE, FOREIGN, STALE, Handle
 from layerzero.core.values import Check
 from layerzero.ops.checks import number_problems
@@ -75,8 +75,7 @@ class StepMetadata(Handle):
         problems += (
             [] if problems else self._length_problems(max_context_len, context_lens if host is None else host[0])
         )
-        if problems:
-            raise InvalidCallError("StepMetadata", problems)
+        refuse("StepMetadata", problems)
         super().__init__((block_tables, *lengths), CAPTURABLE if capturable else "eager")
         self._max_context_len = max_context_len
         self._beyond = LateCount()
@@ -221,8 +220,7 @@ class StepMetadata(Handle):
         if host is not None and not problems and made:
             problems = [text for each in made[:1] if (text := each.other_total(int(host[1][-1])))]
         problems += [] if problems else self._bound_problems(max_context_len, host)
-        if problems:
-            raise InvalidCallError("StepMetadata.advance", problems)
+        refuse("StepMetadata.advance", problems)
         with self._lock:
             self._given, self._host_tables = host, host_tables
             if not self._is_captured:
@@ -280,8 +278,7 @@ class StepMetadata(Handle):
         written = zip(self._uncounted, self._tensors, strict=True)
         if self.is_stale or any(old is not None and not torch.equal(old, now) for old, now in written):
             problems.append("step: wanted advance() after tables or lengths changed, got a question about the old ones")
-        if problems:
-            raise InvalidCallError("StepMetadata.slot_mapping", problems)
+        refuse("StepMetadata.slot_mapping", problems)
         return self.slot(("slot_mapping", page_size, tokens), lambda step: SlotMapping(step, page_size, tokens)).slots
 
 

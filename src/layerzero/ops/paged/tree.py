@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core import values
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import refuse
 from layerzero.core.values import Check
 from layerzero.ops.ragged.starts import lengths_of, to_the_right
 
@@ -98,9 +98,7 @@ def check(function: str, mask: Tensor, starts: Tensor) -> None:
     seen = _TREES.get(id(mask))
     if seen is not None and seen.mask() is mask and seen.starts() is starts and seen.holds(mask, starts):
         return
-    problems = value_problems(mask, starts)
-    if problems:
-        raise InvalidCallError(function, problems)
+    refuse(function, value_problems(mask, starts))
     key = id(mask)
     known = weakref.ref(mask, lambda _: _TREES.pop(key, None))
     _TREES[key] = _Seen(known, weakref.ref(starts), (_state_of(mask), _state_of(starts)))

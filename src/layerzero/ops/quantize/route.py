@@ -9,7 +9,7 @@ from torch import Tensor
 
 from layerzero.core.arguments import told
 from layerzero.core.dtypes import FLOATING, dtype_name, names_of
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.operation import Function, Routed
 from layerzero.ops.checks import check_dense
 from layerzero.ops.draw import Draw
@@ -156,8 +156,7 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     problems += operation.schema.validate(**arguments)
     if not problems:
         problems += _size_problems(arguments, of)
-    if problems:
-        raise InvalidCallError("quantize", problems)
+    refuse("quantize", problems)
     whole = arguments.get("scale") is None or arguments["scale"].ndim < 2
     return Routed(operation, arguments, varies=("...",) if whole else ())
 
@@ -225,8 +224,7 @@ def _route_back(arguments: dict[str, Any], default_layout: str | None) -> Routed
                 told_shape = f"{wanted}, one for each {of.block} numbers"
                 problems.append(f"scale: wanted shape {told_shape}, got {tuple(scale.shape)} for {width} a row")
             problems += _one_number("tensor_scale", arguments.get("tensor_scale"))
-    if problems:
-        raise InvalidCallError("dequantize", problems)
+    refuse("dequantize", problems)
     return Routed(operation, arguments, varies=("...",) if of not in SCALED or arguments["scale"].ndim < 2 else ())
 
 

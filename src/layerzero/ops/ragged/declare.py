@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import Axis, Param, Role, TensorSchema, told
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import refuse
 from layerzero.core.operation import Case, Function, Operation, Routed, Work
 from layerzero.core.values import Check
 from layerzero.ops.attention import declare as attn
@@ -200,8 +200,7 @@ def route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     """Check a call and choose the operation by head counts."""
     check_dense(NAME, arguments)
     problems = rank_problems(arguments, ("query", "key", "value"), 3)
-    if problems:
-        raise InvalidCallError(NAME, problems)
+    refuse(NAME, problems)
     query, key, slopes = arguments["query"].shape, arguments["key"].shape, arguments["alibi_slopes"]
     check_heads(NAME, query, key)
     problems = score_problems(arguments) + _start_problems(arguments)
@@ -211,8 +210,7 @@ def route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     operation = STANDARD_RAGGED if query[1] == key[1] else GQA_RAGGED
     canonical = without_defaults(operation, arguments, query[2])
     problems += operation.schema.validate(**canonical)
-    if problems:
-        raise InvalidCallError(NAME, problems)
+    refuse(NAME, problems)
     by_sequence = slopes is not None and slopes.ndim == 2
     return Routed(operation, canonical, varies=("tokens", "kv_tokens") if by_sequence else _VARIES)
 

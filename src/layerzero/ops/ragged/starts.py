@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import refuse
 from layerzero.core.values import Check
 from layerzero.ops.checks import number_problems
 
@@ -99,8 +99,7 @@ def guard(*pairs: tuple[str, str], rows: str = "") -> Callable[[str, str | None]
                 problems = shape_problems(name, starts, count, len(tensors[of]))
                 if not problems and starts.is_cpu:
                     problems = value_problems(name, starts, len(tensors[of]))
-                if problems:
-                    raise InvalidCallError(function, problems)
+                refuse(function, problems)
 
         return look
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core.argument_errors import public
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import refuse
 from layerzero.core.handle import CAPTURABLE, FOREIGN, STALE, Handle
 from layerzero.ops.ragged.starts import shape_problems
 
@@ -45,8 +45,7 @@ class RaggedMetadata(Handle):
         others = None if problems else len(cu_seqlens_q)
         problems += shape_problems("cu_seqlens_k", cu_seqlens_k, others)
         problems += host_problems(host, (cu_seqlens_q, cu_seqlens_k)) if not problems else []
-        if problems:
-            raise InvalidCallError("RaggedMetadata", problems)
+        refuse("RaggedMetadata", problems)
         super().__init__((cu_seqlens_q, cu_seqlens_k), CAPTURABLE if capturable else "eager")
         self._given = host
 
@@ -79,9 +78,7 @@ class RaggedMetadata(Handle):
 
     def advance(self, host: tuple[Tensor, Tensor] | None = None) -> None:
         """Tell that the numbers changed; every slot reads them again, outside of any capture."""
-        problems = host_problems(host, self._tensors)
-        if problems:
-            raise InvalidCallError("RaggedMetadata.advance", problems)
+        refuse("RaggedMetadata.advance", host_problems(host, self._tensors))
         self._given = host
         self.refresh()
 

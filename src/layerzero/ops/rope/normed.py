@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import Param
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import refuse
 from layerzero.core.judge import Elementwise
 from layerzero.core.operation import Case, Function, Routed, Tolerance, Work
 from layerzero.ops.declaration import operation
@@ -216,9 +216,7 @@ def qk_norm_rope(
 
 def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     found = routed("qk_norm_rope", QK_NORM_ROPE, arguments, default_layout)
-    problems = norm_problems(arguments)
-    if problems:
-        raise InvalidCallError("qk_norm_rope", problems)
+    refuse("qk_norm_rope", norm_problems(arguments))
     return found
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from layerzero.core.arguments import told
 from layerzero.core.dtypes import dtype_name
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.operation import Function, Operation, Routed
 from layerzero.ops.attention.layout import MAX_PLAUSIBLE_HEADS, both_fit
 from layerzero.ops.checks import check_dense, overlaps, write_problems
@@ -111,8 +111,7 @@ def _route_rope_(arguments: dict[str, Any], default_layout: str | None) -> Route
     query, key = arguments["query"], arguments["key"]
     if query is key or (not query.is_meta and overlaps(query, key) and not apart(query, key)):
         problems.append("key: wanted elements of its own, got memory that it shares with query")
-    if problems:
-        raise InvalidCallError("rope_", problems)
+    refuse("rope_", problems)
     return found
 
 
@@ -120,8 +119,7 @@ def routed(function: str, operation: Operation, arguments: dict[str, Any], defau
     """Check a call and say its layout, for any operation on query, key, cos, sin and positions."""
     check_dense(function, arguments)
     problems = shape_problems(arguments)
-    if problems:
-        raise InvalidCallError(function, problems)
+    refuse(function, problems)
     query, key, positions = (arguments[name] for name in ("query", "key", "positions"))
     fixed, layout = True, "BSHD"
     named = arguments["layout"] if arguments["layout"] is not None else default_layout if query.ndim == 4 else None
@@ -134,8 +132,7 @@ def routed(function: str, operation: Operation, arguments: dict[str, Any], defau
     canonical = {name: value for name, value in arguments.items() if name != "layout"}
     problems = operation.schema.validate(layout=layout, **canonical)
     problems = problems or size_problems(arguments, layout)
-    if problems:
-        raise InvalidCallError(function, problems)
+    refuse(function, problems)
     return Routed(operation, canonical, layout, varying(arguments, layout) if fixed else ())
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import Axis
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.operation import Case, Function, Routed, Work
 from layerzero.ops.attention.declare import HEAD_DIM
 from layerzero.ops.attention.layout import both_fit
@@ -144,8 +144,7 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     check_dense(_NAME, arguments)
     views = {"query": arguments["input"], "key": arguments["input"], **arguments}
     problems = [each.replace("query:", "input:", 1) for each in shape_problems(views) if not each.startswith("key:")]
-    if problems:
-        raise InvalidCallError(_NAME, problems)
+    refuse(_NAME, problems)
     tensor, layout = arguments["input"], "BSHD"
     named = arguments["layout"] if arguments["layout"] is not None else default_layout if tensor.ndim == 4 else None
     if named is not None:
@@ -159,8 +158,7 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     if not problems and not tensor.shape[-2 if layout == "BSHD" else -3]:
         problems = [f"input: wanted heads above 0, got {tuple(tensor.shape)} in {layout}"]
     problems = problems or size_problems(views, layout)
-    if problems:
-        raise InvalidCallError(_NAME, problems)
+    refuse(_NAME, problems)
     fixed = named is not None or tensor.ndim == 3
     return Routed(ROPE_ONE, canonical, layout, varying(views, layout) if fixed else ())
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from layerzero.core.arguments import Axis, Param, told
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import refuse
 from layerzero.core.operation import Case, Function, Routed, Work
 from layerzero.ops.attention.declare import HEAD_DIM
 from layerzero.ops.checks import check_dense
@@ -223,16 +223,14 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     check_dense(_NAME, arguments)
     problems = _qkv_problems(arguments)
     problems = problems or SPLIT_QKV_NORM_ROPE.schema.validate(**arguments)
-    if problems:
-        raise InvalidCallError(_NAME, problems)
+    refuse(_NAME, problems)
     query, key, _ = parts(*(arguments[name] for name in ("qkv", "heads", "kv_heads")))
     views = {"query": query, "key": key, **{name: arguments[name] for name in ("cos", "sin", "positions")}}
     problems = size_problems(views, "BSHD") + norm_problems(arguments)
     weight, width = arguments["q_weight"], query.shape[-1]
     if weight is not None and weight.shape[0] != width:
         problems.append(f"q_weight: wanted head_dim {width}, of which qkv has as many heads, got {weight.shape[0]}")
-    if problems:
-        raise InvalidCallError(_NAME, problems)
+    refuse(_NAME, problems)
     return Routed(SPLIT_QKV_NORM_ROPE, arguments, varies=varying(views, "BSHD"))
 
 

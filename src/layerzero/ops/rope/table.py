@@ -14,7 +14,7 @@ from torch import Tensor
 
 from layerzero.core.arguments import told
 from layerzero.core.dtypes import FLOATING
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import InvalidCallError, refuse
 
 _COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 _KEYS: dict[str, frozenset[str]] = {
@@ -114,14 +114,12 @@ def rope_frequencies(
     config: Any = {} if scaling is None else scaling
     if not isinstance(config, Mapping):
         problems.append(f"scaling: wanted a mapping as a config has it, got {told(scaling)}")
-    if problems:
-        raise InvalidCallError("rope_frequencies", problems)
+    refuse("rope_frequencies", problems)
     given = dict(config)
     kind = given.get("rope_type") or given.get("type") or "default"
     kind = _ALIASES.get(kind, kind) if isinstance(kind, str) else kind
     problems = _problems(kind, given)
-    if problems:
-        raise InvalidCallError("rope_frequencies", problems)
+    refuse("rope_frequencies", problems)
     wanted_base = given.get("rope_theta") or DEFAULT_BASE if base is None else base
     try:
         theta = float(wanted_base)

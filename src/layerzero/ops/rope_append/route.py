@@ -9,7 +9,7 @@ from torch import Tensor
 
 from layerzero.core.arguments import told
 from layerzero.core.dtypes import dtype_name
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import refuse
 from layerzero.core.operation import Function, Routed
 from layerzero.ops.checks import check_dense, overlaps, write_problems
 from layerzero.ops.draw import Draw
@@ -172,16 +172,14 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     if narrow and not problems:
         problems = scale_problems(arguments, layout)
         problems += [] if paged else ["slot_mapping: wanted a tensor with a cache of float8 or int8, got None"]
-    if problems:
-        raise InvalidCallError(_NAME, problems)
+    refuse(_NAME, problems)
     layout_record.check(_NAME, {each: arguments[each] for each in CACHES}, layout)
     left_out = ("layout", *(() if paged else ("slot_mapping",)), *(() if narrow else _SCALES))
     canonical = {name: value for name, value in arguments.items() if name not in left_out}
     problems = operation.schema.validate(layout=layout, **canonical)
     problems = problems or size_problems(arguments, layout)
     problems = problems or memory_problems(arguments, _READ)
-    if problems:
-        raise InvalidCallError(_NAME, problems)
+    refuse(_NAME, problems)
     # scales may be one a place of the cache, whose number of pages stays
     varies = tuple(each for each in varying(arguments, layout) if not narrow or each != "pages")
     return Routed(operation, canonical, layout, varies=varies)

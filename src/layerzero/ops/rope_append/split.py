@@ -17,7 +17,7 @@ from torch import Tensor
 
 from layerzero.core.arguments import Axis, TensorSchema, told
 from layerzero.core.dtypes import dtype_name
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import refuse
 from layerzero.core.judge import Elementwise
 from layerzero.core.operation import Case, Function, Routed, Work
 from layerzero.ops.attention.declare import HEAD_DIM
@@ -298,22 +298,19 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     if not isinstance(layout, str) or layout not in CACHE_LAYOUTS:
         problems.append(f"layout: wanted {' or '.join(CACHE_LAYOUTS)}, got {told(layout)}")
     problems = problems or _part_problems(arguments, layout)
-    if problems:
-        raise InvalidCallError(_NAME, problems)
+    refuse(_NAME, problems)
     layout_record.check(_NAME, {each: arguments[each] for each in CACHES}, layout)
     canonical = {
         name: value for name, value in arguments.items() if name != "layout" and (paged or name != "slot_mapping")
     }
     problems = operation.schema.validate(layout=layout, **canonical)
-    if problems:
-        raise InvalidCallError(_NAME, problems)
+    refuse(_NAME, problems)
     kv_heads = arguments["key_cache"].shape[1 + layout.index("H")]
     heads = arguments["qkv"].shape[-1] // arguments["key_cache"].shape[-1] - 2 * kv_heads
     views = dict(zip(("query", "key", "value"), parts(arguments["qkv"], heads, kv_heads), strict=True))
     problems = size_problems(arguments | views, layout) + norm_problems(arguments)
     problems = problems or memory_problems(arguments, _READ)
-    if problems:
-        raise InvalidCallError(_NAME, problems)
+    refuse(_NAME, problems)
     return Routed(operation, canonical, layout, varies=varying(arguments | views, layout))
 
 

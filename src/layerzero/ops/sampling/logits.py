@@ -16,7 +16,7 @@ from torch import Tensor
 
 from layerzero.core.arguments import Axis, Param, Role, TensorSchema
 from layerzero.core.dtypes import FLOATING
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import refuse
 from layerzero.core.operation import Case, Function, Operation, Routed, Tolerance, Work
 from layerzero.ops.checks import check_dense
 from layerzero.ops.declaration import function, operation, tensor
@@ -263,13 +263,11 @@ def _route_penalties(arguments: dict[str, Any], default_layout: str | None) -> R
         for each in PENALTIES_BY
         if arguments[each.name] is not None and arguments[f"{each.name}_by_row"] is not None
     ]
-    if problems:
-        raise InvalidCallError("apply_penalties", problems)
+    refuse("apply_penalties", problems)
     operation = PENALTIES if by_ids else COUNTED
     given = {each: arguments[each] for each in operation.schema.arguments}
     problems = operation.schema.validate(**given) or _row_problems(operation)(given)
-    if problems:
-        raise InvalidCallError("apply_penalties", problems)
+    refuse("apply_penalties", problems)
     return Routed(operation, given, varies=_varying(operation))
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import told
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import refuse
 from layerzero.core.operation import Function, Operation, Routed
 from layerzero.ops.checks import check_dense
 from layerzero.ops.sampling import declare, draw
@@ -183,8 +183,7 @@ def _route(name: str, operation: Operation) -> Callable[..., Routed]:
         problems += [each for each in operation.schema.validate(**arguments) if each.partition(":")[0] not in told]
         if not problems:
             problems = _shape_problems(arguments, source)
-        if problems:
-            raise InvalidCallError(name, problems)
+        refuse(name, problems)
         return Routed(operation, arguments, varies=("...", "vocab"))
 
     return route

@@ -17,7 +17,7 @@ from layerzero.core import values
 from layerzero.core.arguments import Axis, Param, Role, TensorSchema, told
 from layerzero.core.distribution import Distribution
 from layerzero.core.dtypes import FLOATING
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.judge import Exact, reproducible
 from layerzero.core.operation import Case, Function, Operation, OpKind, Routed, Work
 from layerzero.core.schema import OperationSchema
@@ -316,8 +316,7 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
         problems.append("seed: wanted a seed or a generator, got both")
     given = {name: arguments[name] for name in operation.schema.arguments}
     problems = problems or operation.schema.validate(**given) or _size_problems(given)
-    if problems:
-        raise InvalidCallError("verify_speculative", problems)
+    refuse("verify_speculative", problems)
     return Routed(operation, given, varies=("batch", "vocab"))
 
 

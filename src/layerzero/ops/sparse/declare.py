@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import REQUIRED, Axis, Param, Role, TensorSchema, told
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import refuse
 from layerzero.core.operation import Case, Function, Routed, Work
 from layerzero.core.values import Check
 from layerzero.ops.attention import declare as attn
@@ -185,8 +185,7 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
         for each, size in zip(("block_rows", "block_cols"), sizes, strict=True)
         if type(size) is not int or not 1 <= size < 2**31
     ]
-    if problems:
-        raise InvalidCallError(name, problems)
+    refuse(name, problems)
     query, key = arguments["query"], arguments["key"]
     check_heads(name, query.shape, key.shape)
     rows = len(indptr) - 1
@@ -203,8 +202,7 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
         problems.append(f"block_pattern: wanted {wanted}, got a {belongs} one")
     canonical = without_defaults(BLOCK_SPARSE, arguments, query.shape[2])
     problems += BLOCK_SPARSE.schema.validate(**canonical)
-    if problems:
-        raise InvalidCallError(name, problems)
+    refuse(name, problems)
     return Routed(BLOCK_SPARSE, canonical, varies=("nonzero_blocks",))
 
 

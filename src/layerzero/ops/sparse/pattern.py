@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core import values
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import refuse
 from layerzero.core.handle import Handle
 from layerzero.core.values import Check
 from layerzero.ops.checks import number_problems
@@ -83,9 +83,7 @@ def guard(function: str, _: str | None) -> Callable[..., None]:
 
     def look(block_indptr: Tensor, block_indices: Tensor, **__: Tensor) -> None:
         if block_indptr.is_cpu:
-            problems = entry_problems(block_indptr, block_indices, None)
-            if problems:
-                raise InvalidCallError(function, problems)
+            refuse(function, entry_problems(block_indptr, block_indices, None))
 
     return look
 
@@ -104,9 +102,7 @@ class BlockPattern(Handle):
     """
 
     def __init__(self, block_indptr: Tensor, block_indices: Tensor) -> None:
-        problems = pattern_problems(block_indptr, block_indices)
-        if problems:
-            raise InvalidCallError("BlockPattern", problems)
+        refuse("BlockPattern", pattern_problems(block_indptr, block_indices))
         super().__init__((block_indptr, block_indices), "eager")
 
     def __repr__(self) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import Axis, TensorSchema
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import refuse
 from layerzero.core.operation import Case, Function, Routed, Work
 from layerzero.core.values import Check
 from layerzero.ops.attention import declare as attn
@@ -99,9 +99,7 @@ def _checks(name: str, sizes: Tensor, count: int) -> list[Check]:
 
 def _guard(function: str, _: str | None) -> Callable[..., None]:
     def look(query: Tensor, key: Tensor, row_sizes: Tensor, col_sizes: Tensor, **__: Tensor) -> None:
-        problems = size_problems(query, key, row_sizes, col_sizes) if row_sizes.is_cpu else []
-        if problems:
-            raise InvalidCallError(function, problems)
+        refuse(function, size_problems(query, key, row_sizes, col_sizes) if row_sizes.is_cpu else [])
 
     return look
 
@@ -170,8 +168,7 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     check_dense(FUNCTION_NAME, arguments)
     problems = shape_problems(arguments, ("query", "key", "value", "seen_blocks"), 3)
     problems += shape_problems(arguments, ("row_sizes", "col_sizes"), 2)
-    if problems:
-        raise InvalidCallError(FUNCTION_NAME, problems)
+    refuse(FUNCTION_NAME, problems)
     query, key = arguments["query"], arguments["key"]
     check_heads(FUNCTION_NAME, query.shape, key.shape)
     problems = score_problems(arguments)
@@ -180,8 +177,7 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     sizes = arguments["row_sizes"]
     if not problems and sizes.is_cpu and type(sizes) is Tensor:
         problems += size_problems(query, key, sizes, arguments["col_sizes"])
-    if problems:
-        raise InvalidCallError(FUNCTION_NAME, problems)
+    refuse(FUNCTION_NAME, problems)
     return Routed(VARIABLE_SPARSE, canonical, varies=("tokens", "kv_tokens", "row_blocks", "col_blocks"))
 
 

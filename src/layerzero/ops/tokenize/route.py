@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.operation import Routed
 from layerzero.core.plain import PlainBinding, PlainFunction, Ways
 from layerzero.ops.tokenize.declare import DECODE, ENCODE
@@ -117,9 +117,7 @@ def _encode_route(arguments: Mapping[str, Any]) -> Routed:
     items, batched = _texts(given.pop("texts"))
     tokenizer = resolve(given.pop("tokenizer_id"))
     asked = Asked(**given)
-    problems = asked.problems()
-    if problems:
-        raise InvalidCallError("tokenize", problems)
+    refuse("tokenize", asked.problems())
     return Routed(ENCODE, _encode_arguments(items, batched, tokenizer, asked)[0])
 
 
@@ -183,9 +181,7 @@ def make_tokenize(ways: Ways) -> Callable[..., dict[str, list[Any]]]:
         followed = follow(tokenizer_id)
         tokenizer = followed.tokenizer
         asked = Asked(bool(return_offsets), **options)
-        problems = asked.problems()
-        if problems:
-            raise InvalidCallError("tokenize", problems)
+        refuse("tokenize", asked.problems())
         arguments, surrounds = _encode_arguments(items, batched, tokenizer, asked)
         if batched and not items:
             return finish([], tokenizer, asked, surrounds)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import refuse
 from layerzero.integrations.optimize.attention.dynamic_cache import name_of
 from layerzero.ops.sampling.declare import LEAST, MOST_SEED
 from layerzero.ops.sampling.formulas import TEMPERATURES
@@ -102,8 +102,7 @@ def _check(cache: Any, tokens: Tensor, more: Mapping[str, Any], **given: float |
     number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
     if temperature is not None and not (number and (temperature == 0 or coldest <= temperature <= hottest)):
         problems.append(f"temperature: wanted 0, {coldest:g} to {hottest:g} or None, got {temperature!r}")
-    if problems:
-        raise InvalidCallError("generate_step", problems)
+    refuse("generate_step", problems)
 
 
 _STEP = 0x9E3779B97F4A7C15
