@@ -17,7 +17,7 @@ import layerzero as lz
 from layerzero.core.errors import LayerZeroWarning, in_short
 from layerzero.core.graph_capture import capture_of
 from layerzero.integrations.optimize.layers.layer import Table
-from layerzero.integrations.optimize.swaps.candidate import TOLERANCE, distance
+from layerzero.integrations.optimize.swaps.candidate import agrees, distance
 
 Rotation = Callable[..., Any]
 
@@ -173,7 +173,7 @@ def proved(original: Rotation, heads: int, size: int, dtype: torch.dtype, device
             except Exception as raised:  # noqa: BLE001  # a function of another form raises whatever it does on these arguments
                 reasons.append(in_short(raised))
                 continue
-            if error <= TOLERANCE.get(dtype, 0.0):
+            if agrees(error, dtype):
                 half = heads // 2
                 cos, sin = (each.contiguous() for each in (angles.cos(), angles.sin()))
                 halves = (x.float().narrow(2, 0, half), x.float().narrow(2, half, heads - half))

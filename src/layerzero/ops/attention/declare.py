@@ -16,7 +16,7 @@ import torch
 
 from layerzero.core.arguments import Axis, Param, SizeCodes, TensorSchema
 from layerzero.core.dtypes import FLOATING, INDEX, dtype_name
-from layerzero.core.operation import Case, Operation, Tolerance, Work
+from layerzero.core.operation import Case, Operation, Work
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops import declaration
 from layerzero.ops.attention import torch_call
@@ -30,13 +30,9 @@ from layerzero.ops.attention.reference import (
     scratch,
 )
 from layerzero.ops.attention.sweep import Heads, sizes_of, sweep_of
+from layerzero.ops.declaration import ROUNDED_TWICE
 
-TOLERANCE = {
-    torch.float64: Tolerance(1e-5, 1e-5),
-    torch.float32: Tolerance(1e-5, 1e-5),
-    torch.float16: Tolerance(1e-3, 1e-3),
-    torch.bfloat16: Tolerance(1e-2, 1e-2),
-}
+TOLERANCE = ROUNDED_TWICE
 TOLERANCE_REASON = "the attention contract; twice the rounding of the output plus that of the probabilities"
 
 SCALE = Param("scale", float, None, example=0.3, works=False)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from layerzero.core.arguments import Axis, Param, TensorSchema
 from layerzero.core.dtypes import FLOATING, INDEX, dtype_name
-from layerzero.core.operation import Case, Tolerance, Work
+from layerzero.core.operation import Case, Work
 from layerzero.ops.attention.declare import HEAD_DIM
-from layerzero.ops.declaration import operation, tensor
+from layerzero.ops.declaration import ROUNDED_TWICE, operation, tensor
 from layerzero.ops.rope import stock
 
 
@@ -159,12 +159,7 @@ def sweep(device: str, narrow: Mapping[str, Any]) -> list[Case]:
 LAYOUTS = ("BSHD", "BHSD")
 """Attention's; the batch is any number of leading axes, and only tokens first may do without it."""
 
-TOLERANCE = {
-    torch.float64: Tolerance(1e-5, 1e-5),
-    torch.float32: Tolerance(1e-5, 1e-5),
-    torch.float16: Tolerance(1e-3, 1e-3),
-    torch.bfloat16: Tolerance(1e-2, 1e-2),
-}
+TOLERANCE = ROUNDED_TWICE
 TOLERANCE_REASON = "twice the rounding of the output; both products and their sum are in float32"
 
 INTERLEAVED = Param("interleaved", bool, False, example=True)

@@ -30,7 +30,7 @@ from layerzero.integrations.optimize.layers.layer import Heads, Layer, forward
 from layerzero.integrations.optimize.modules.norms import Normed, normed
 from layerzero.integrations.optimize.modules.orientation import is_plain
 from layerzero.integrations.optimize.modules.products import Block, block
-from layerzero.integrations.optimize.swaps.candidate import TOLERANCE, Candidate, distance, quiet, refusal, watching
+from layerzero.integrations.optimize.swaps.candidate import Candidate, agrees, distance, quiet, refusal, watching
 from layerzero.integrations.optimize.swaps.swap import Swap, stock_forward, weight_of
 from layerzero.integrations.optimize.swaps.weights import wants_packed
 from layerzero.integrations.optimize.times.report import NO_TIME, Left, Replaced
@@ -246,7 +246,7 @@ def _tried(
                 failed[error] = None
                 continue
             least = min(least, error)
-            if error <= TOLERANCE.get(hidden[0].dtype, 0.0):
+            if agrees(error, hidden[0].dtype):
                 return Replaced(path, cls, "layer", made.calls, ", ".join(ran), error, swap), name
     finally:
         ENGINE.unwatch(saw)

@@ -29,7 +29,7 @@ from layerzero.integrations.optimize.models.compiled import (
     is_denied,
 )
 from layerzero.integrations.optimize.models.compilers import COMPILERS, Compiler, Flat
-from layerzero.integrations.optimize.swaps.candidate import TOLERANCE, distance, outermost, quiet, refusal, watching
+from layerzero.integrations.optimize.swaps.candidate import agrees, distance, outermost, quiet, refusal, watching
 from layerzero.integrations.optimize.times import timing
 from layerzero.integrations.optimize.times.report import Left, Optimized, Replaced, Timed
 from layerzero.integrations.optimize.times.timing import LEAST, agree, gain, in_fastest, race
@@ -224,7 +224,7 @@ def _engine(call: Call, module: Module, compiler: Compiler, passed: Callable[[],
                 return f"it gave {len(got)} tensors, the model {len(expected)}"
             for one, two in zip(got, expected, strict=True):
                 error = distance(one, two)
-                if one.dtype != two.dtype or not error <= TOLERANCE.get(two.dtype, 0.0):
+                if one.dtype != two.dtype or not agrees(error, two.dtype):
                     return f"it was off by {error:.2g} of the largest value"
                 worst = max(worst, error)
     bounds = tuple(_bound(each, tables.get(each.data_ptr())) for each in tensors)

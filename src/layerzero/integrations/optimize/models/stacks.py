@@ -36,7 +36,7 @@ from layerzero.integrations.optimize.models.padding import (
     tokens_of,
     without_padding,
 )
-from layerzero.integrations.optimize.swaps.candidate import TOLERANCE, distance, outermost, quiet, watching
+from layerzero.integrations.optimize.swaps.candidate import agrees, distance, outermost, quiet, watching
 from layerzero.integrations.optimize.swaps.swap import MARK, Swap, has_own_forward, is_swapped, stock_forward
 from layerzero.integrations.optimize.times import timing
 from layerzero.integrations.optimize.times.report import BY_CALL, NO_TIME, Left, Replaced
@@ -219,7 +219,7 @@ def _error(stack: Module, state: Unpadded, call: dict[str, Any], expected: list[
     if not padded:
         return 0.0, "such a call is one for its own code"
     errors = [distance(*without_padding(padded, *pair)) for pair in zip(got, expected, strict=True)]
-    wrong = [each for each, of in zip(errors, expected, strict=True) if not each <= TOLERANCE.get(of.dtype, 0.0)]
+    wrong = [each for each, of in zip(errors, expected, strict=True) if not agrees(each, of.dtype)]
     why = f"it gives other values without padding, off by {max(wrong):.2g} of the largest" if wrong else ""
     return max(errors), why
 
@@ -246,7 +246,7 @@ def _reads_padding(model: Any, swaps: list[Swap], example: Mapping[str, Any], ex
             each.on()
         got = model(**example)
     for one, two in zip(tensors_in(got), tensors_in(expected), strict=True):
-        if not distance(*without_padding(padded, one, two)) <= TOLERANCE.get(two.dtype, 0.0):
+        if not agrees(distance(*without_padding(padded, one, two)), two.dtype):
             return "its model's output depends on padded positions"
     return ""
 

@@ -21,7 +21,7 @@ from torch.nn import Module, Parameter
 import layerzero as lz
 from layerzero.core.errors import InvalidCallError, in_short
 from layerzero.integrations.optimize.modules.products import activations_of
-from layerzero.integrations.optimize.swaps.candidate import TOLERANCE, Candidate, candidate, distance, quiet
+from layerzero.integrations.optimize.swaps.candidate import Candidate, agrees, candidate, distance, quiet
 from layerzero.integrations.optimize.swaps.swap import MARK, as_forward, is_dense, serves
 from layerzero.integrations.optimize.swaps.weights import Packs, wants_packed
 from layerzero.integrations.transformers_experts import SIZES, numbers_of
@@ -239,7 +239,7 @@ def _learned(module: Module, parameters: dict[str, Parameter], forms: list[Form]
                 got = [moe_experts(each, gate_up, down, ids, shares, **told) for each in inputs]
             off[form] = max(map(distance, got, expected))
     form = min(off, key=lambda each: off[each])
-    if off[form] > TOLERANCE[dtype]:
+    if not agrees(off[form], dtype):
         return f"its output is none of lz.moe_experts' formulas: the nearest is off by {off[form]:.2g} of the largest"
     return form
 

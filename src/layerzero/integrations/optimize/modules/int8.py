@@ -23,8 +23,8 @@ from layerzero.core.errors import in_short
 from layerzero.integrations.optimize.attention.transformers import Search
 from layerzero.integrations.optimize.modules.orientation import is_plain, may_be_product, turns
 from layerzero.integrations.optimize.swaps.candidate import (
-    TOLERANCE,
     Candidate,
+    agrees,
     candidate,
     distance,
     quiet,
@@ -207,7 +207,7 @@ def _checked(
     found.error = distance(ours, got)
     codes, scale = state.pair
     weight = codes.double() * scale.double().reshape(-1, 1)
-    same = found.error <= TOLERANCE.get(rows.dtype, 0.0)
+    same = agrees(found.error, rows.dtype)
     if activations is not None:
         same = _rounding(rows, weight, ours, bias_of(module)) == activations
     return found if same else f"{found.calls} by {found.kernel} was off by {found.error:.2g} of the largest value"

@@ -16,8 +16,8 @@ import layerzero as lz
 from layerzero.core.errors import InvalidCallError, in_short
 from layerzero.integrations.optimize.modules.orientation import View, is_plain, turns
 from layerzero.integrations.optimize.swaps.candidate import (
-    TOLERANCE,
     Candidate,
+    agrees,
     candidate,
     distance,
     quiet,
@@ -317,7 +317,7 @@ def block(module: Module) -> Candidate | str | None:
     if not tried:
         return why or None
     off, names, activation, example = min(tried, key=lambda each: each[0])
-    if off > TOLERANCE.get(up.dtype, 0.0):
+    if not agrees(off, up.dtype):
         return f"its output is none of the blocks' formulas: the nearest is off by {off:.2g} of the largest value"
     state = Block(names, children, activation, pack=wants_packed(up))
     state.covers += tuple((name, each) for _, name, each in found if each is not None)

@@ -109,20 +109,24 @@ def compared(found: Candidate) -> str:
         finally:
             found.swap.off()
     found.error = distance(got, expected)
-    tolerance = TOLERANCE.get(dtype, 0.0)
-    if got.dtype != expected.dtype or not found.error <= tolerance:
-        wanted = f"at most {tolerance:.2g} of the largest value in {dtype_name(dtype)}"
+    if got.dtype != expected.dtype or not agrees(found.error, dtype):
+        wanted = f"at most {TOLERANCE.get(dtype, 0.0):.2g} of the largest value in {dtype_name(dtype)}"
         return f"{found.calls} by {found.kernel} was off by {found.error:.2g} on random input, wanted {wanted}"
     return ""
 
 
 def verdict(errors: Sequence[tuple[float, torch.dtype, str]]) -> tuple[float | None, str]:
     """The largest of several differences of a dtype and a kernel, and what is wrong with it; empty where nothing."""
-    wrong = [each for each in errors if not each[0] <= TOLERANCE.get(each[1], 0.0)]
+    wrong = [each for each in errors if not agrees(*each[:2])]
     if wrong:
         worst, _, kernel = max(wrong, key=lambda each: each[0])
         return worst, f"{kernel} was off by {worst:.2g} of the largest value"
     return max((each[0] for each in errors), default=None), ""
+
+
+def agrees(error: float, dtype: torch.dtype) -> bool:
+    """Whether a difference is within what the dtype's rounding explains; NaN and other dtypes are not."""
+    return error <= TOLERANCE.get(dtype, 0.0)
 
 
 def distance(got: Any, expected: Any) -> float:
