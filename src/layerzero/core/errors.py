@@ -42,6 +42,11 @@ def in_short(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
 
 
+def _listed(name: str, problems: Sequence[str]) -> str:
+    """A problem behind a name, or several, each on a line of its own."""
+    return f"{name}: {problems[0]}" if len(problems) == 1 else "\n  - ".join([f"{name}:", *problems])
+
+
 class InvalidCallError(LayerZeroError, ValueError):
     """The caller's arguments are wrong; no kernel could make them right, so none is tried.
 
@@ -55,9 +60,7 @@ class InvalidCallError(LayerZeroError, ValueError):
         self.function = function
         self.problems = tuple(problems)
         self.code = code
-        prefix = f"[{code}] " if code is not None else ""
-        body = problems[0] if len(problems) == 1 else "".join(f"\n  - {problem}" for problem in problems)
-        super().__init__(f"{prefix}{function}:{' ' if len(problems) == 1 else ''}{body}")
+        super().__init__(f"{f'[{code}] ' if code is not None else ''}{_listed(function, problems)}")
 
 
 def refuse(function: str, problems: Sequence[str]) -> None:
@@ -102,8 +105,7 @@ class DescriptorError(RegistrationError):
     def __init__(self, name: str, problems: Sequence[str]) -> None:
         self.name = name
         self.problems = tuple(problems)
-        body = problems[0] if len(problems) == 1 else "".join(f"\n  - {problem}" for problem in problems)
-        super().__init__(f"{name}:{' ' if len(problems) == 1 else ''}{body}")
+        super().__init__(_listed(name, problems))
 
 
 _MOST_LISTED = 12
@@ -207,8 +209,7 @@ class FrozenChoiceError(LayerZeroError):
     def __init__(self, name: str, problems: Sequence[str]) -> None:
         self.name = name
         self.problems = tuple(problems)
-        body = problems[0] if len(problems) == 1 else "".join(f"\n  - {problem}" for problem in problems)
-        super().__init__(f"{name}:{' ' if len(problems) == 1 else ''}{body}")
+        super().__init__(_listed(name, problems))
 
 
 class LayerZeroWarning(UserWarning):

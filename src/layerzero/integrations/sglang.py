@@ -127,21 +127,13 @@ class LayerZeroAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang ma
         save_kv_cache: bool = True,  # SGLang's signature
         **others: Any,
     ) -> Tensor:
-        """Prefills, chunks behind a cached prefix, and decodes among them. Shapes: q (T, H * D) → (T, H * D_v)."""
+        """Prefills, chunks behind a cached prefix, and decodes, alone or among them.
+
+        Shapes: q (T, H * D) → (T, H * D_v).
+        """
         return self._forward(q, k, v, layer, forward_batch, save_kv_cache, others)
 
-    def forward_decode(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **others: Any,
-    ) -> Tensor:
-        """One token a request. Shapes: q (B, H * D) → (B, H * D_v)."""
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, others)
+    forward_decode = forward_extend
 
     def _forward(
         self,

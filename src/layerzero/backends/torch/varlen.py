@@ -30,6 +30,7 @@ from layerzero.backends.torch.attention import (
     TORCH,
     UNLISTED,
     blanked,
+    gives_no_lse,
     positive_beside_causal,
     sdpa_operator,
     short_mask,
@@ -289,11 +290,6 @@ def lse_of_tokens(output: Tensor, lse: Tensor) -> Tensor:
     return torch.where(output[..., 0].t().isnan(), torch.nan, seen)
 
 
-def _gives_no_lse(facts: Facts) -> bool:
-    """Whether torch's public way gives the wanted results."""
-    return not facts["return_lse"]
-
-
 def _square(facts: Facts) -> bool:
     """Whether a loop over ``F.scaled_dot_product_attention`` gives it: it aligns a causal mask top-left."""
     alike = facts["tokens"] == facts["kv_tokens"] or facts["causal"] is not True
@@ -376,6 +372,6 @@ KERNELS = (
         ),
         deterministic=False,
         priority=60,
-        stock=_gives_no_lse,
+        stock=gives_no_lse,
     ),
 )
