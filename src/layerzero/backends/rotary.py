@@ -113,7 +113,7 @@ class TokensInLine(limit.OfTensors):
 
     def problem(self, name: str, tensor: TensorFacts, _: Facts, /) -> Reason | None:
         shape, strides = tensor.shape, tensor.strides
-        if len(shape) != 4 or shape[0] == 1 or shape[1] == 1 or strides[0] == shape[1] * strides[1]:
+        if len(shape) != 4 or shape[0] <= 1 or shape[1] <= 1 or strides[0] == shape[1] * strides[1]:
             return None
         wanted = f"strides ({shape[1] * strides[1]}, {strides[1]}, ...)"
         return Reason(ReasonCode.NOT_CONTIGUOUS, name, wanted, f"strides {strides}")
