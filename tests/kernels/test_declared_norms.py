@@ -232,9 +232,9 @@ def test_the_callables_give_what_the_library_is_asked_for(monkeypatch, shape):
         assert (input.ndim == 2) if overlap is True else input.ndim <= 4
         output.copy_(torch.nn.functional.rms_norm(input, weight.shape, weight, eps))
 
-    module = types.SimpleNamespace(rmsnorm=operator)
+    library = types.SimpleNamespace(rmsnorm=operator)
     monkeypatch.setitem(sys.modules, "flashinfer", types.ModuleType("flashinfer"))
-    monkeypatch.setitem(sys.modules, "flashinfer.norm", types.SimpleNamespace(get_norm_module=lambda: module))
+    monkeypatch.setitem(sys.modules, "flashinfer.norm", types.SimpleNamespace(get_norm_module=lambda: library))
     rms_norm = types.SimpleNamespace(default=lambda *arguments: operator(*arguments, None))
     monkeypatch.setattr(vllm_norm, "operators", lambda *_: types.SimpleNamespace(rms_norm=rms_norm))
     input_, residual, weight = torch.randn(shape), torch.randn(shape), torch.randn(64)
