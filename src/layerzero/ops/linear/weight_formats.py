@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from layerzero.core.arguments import Param, Role, TensorSchema
 from layerzero.core.dtypes import dtype_name
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.facts import Facts
 from layerzero.core.judge import Elementwise
 from layerzero.core.operation import Case, Operation, Part, Work
@@ -333,8 +333,7 @@ def routed_operation(arguments: dict[str, Any]) -> Operation:
         problems.append(
             f"activations: wanted None with weight_format={str(of)!r}, whose products take rows as they are, got one"
         )
-    if problems:
-        raise InvalidCallError("quantized_linear", problems)
+    refuse("quantized_linear", problems)
     found = FORMATTED[scheme_of(of).operation]
     del arguments["activations"]
     problems = found.schema.validate(**arguments)
@@ -345,8 +344,7 @@ def routed_operation(arguments: dict[str, Any]) -> Operation:
         outputs, bias = scheme_of(of).outputs(of, tuple(given.data.shape), inputs), arguments["bias"]
         if not wrong and bias is not None and bias.shape != (outputs,):
             problems.append(f"bias: wanted shape {(outputs,)}, got {tuple(bias.shape)}")
-    if problems:
-        raise InvalidCallError("quantized_linear", problems)
+    refuse("quantized_linear", problems)
     arguments["weight_format"] = str(of)
     return found
 
