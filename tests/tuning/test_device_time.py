@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from layerzero.tuning.measuring.clocks import MOST_CALLS, copies_needed, device_time_us, device_times
+from layerzero.tuning.measuring.clocks import MOST_CALLS, copies_needed, device_times
 
 
 class Fake:
@@ -43,7 +43,7 @@ class Uncapturable(Fake):
 
 def test_a_time_is_that_of_one_call():
     fake = Fake()
-    assert device_time_us(fake.call("one", 3.5), device=fake) == pytest.approx(3.5)
+    assert device_times({"": (fake.call("one", 3.5),)}, device=fake)[""].time_us == pytest.approx(3.5)
 
 
 def test_calls_take_turns_through_copies_evenly():
@@ -66,7 +66,7 @@ def test_a_graph_holds_as_many_calls_as_fill_its_time(time_us, calls):
 
 def test_what_cannot_be_captured_says_so_and_others_go_on():
     fake, never = Fake(), Uncapturable()
-    assert device_time_us(never.call("", 1.0), device=never) is None
+    assert device_times({"": (never.call("", 1.0),)}, device=never)[""].time_us is None
 
     class Half(Fake):
         def captured(self, calls):

@@ -255,12 +255,6 @@ class CacheUsage:
         """The part of the free pages that does not lie in their longest row, 0 to 1."""
         return 1.0 - self.largest_free_run / self.free_pages if self.free_pages else 0.0
 
-    @property
-    def waste(self) -> float:
-        """The part of the pages in use that holds no token, 0 to 1."""
-        room = self.used_pages * self.page_size
-        return 1.0 - self.tokens / room if room else 0.0
-
 
 def longest_run(numbers: list[int]) -> int:
     """The most numbers of a sorted list that follow each other."""

@@ -347,27 +347,6 @@ def device_times(
     return found
 
 
-def device_time_us(
-    run: Run,
-    *,
-    others: Sequence[Run] = (),
-    about_us: float | None = None,
-    samples: int = 10,
-    device: DeviceClock | None = None,
-) -> float | None:
-    """Microseconds that the device needs for a call; None where it cannot be captured into a CUDA graph.
-
-    Args:
-        run: the call; it has run before.
-        others: the same call on copies of its inputs, of which the graph's calls take turns.
-        about_us: how long a call takes, roughly.
-        samples: of the median.
-        device: CUDA graphs if None.
-    """
-    known = None if about_us is None else {"": about_us}
-    return device_times({"": (run, *others)}, about_us=known, samples=samples, device=device)[""].time_us
-
-
 def _calls(about_us: float, copies: int) -> int:
     """Calls of a graph: as many as fill its time, every copy as often as the others."""
     wanted = min(max(FEWEST_CALLS, round(TARGET_US / max(about_us, 0.1))), MOST_CALLS)
