@@ -14,12 +14,14 @@ from layerzero.core.arguments import REQUIRED, Axis, Param, TensorSchema
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.judge import Elementwise
 from layerzero.core.kernel import Backend, Kernel, Release
-from layerzero.core.limit_kinds import Dtype, Platform
+from layerzero.core.limit import Limit, OfTensors
+from layerzero.core.limit_kinds import Dtype, OneOf, Platform
 from layerzero.core.operation import Case, Function, Operation
 from layerzero.core.plain import PlainFunction
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.schema import OperationSchema
 from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, OPERATIONS, PLAIN_FUNCTIONS, PLAIN_OPERATIONS
+from layerzero.ops.attention.limits import SameHeads, SdpaEnabled, SquareCausal
 
 HEADER = "<!-- Written by `python -m tools docs` from the declarations; edit those. -->"
 
@@ -110,8 +112,10 @@ def support() -> str:
 
 def _hard_limits(kernel: Kernel) -> list[str]:
     """Limits that no adaptation satisfies, nor the caller's own context."""
-    hard = [limit for limit in kernel.limits if not isinstance(limit, (Platform, Dtype))]
-    return [limit.describe() for limit in hard if not limit.gives_way(kernel.folds)]
+    adapted: tuple[type[Limit], ...] = (Platform, Dtype, OfTensors, SameHeads, SdpaEnabled)
+    adapted += (SquareCausal,) if "causal" in kernel.folds else ()
+    hard = [limit for limit in kernel.limits if not isinstance(limit, adapted)]
+    return [each.describe() for each in hard if not (isinstance(each, OneOf) and each.foldable and kernel.folds)]
 
 
 def operations() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,13 +41,6 @@ class Limit(ABC):
         look at what earlier calls made, too.
         """
 
-    def gives_way(self, folds: Collection[str], /) -> bool:  # noqa: ARG002  # for those that read it
-        """Whether something satisfies it where a call does not: an adaptation, or the caller's own context.
-
-        ``folds`` are the arguments of the kernel that a plan may fold into another one.
-        """
-        return False
-
     def facts_named(self) -> tuple[str, ...]:
         """Names of facts and tensors in its declaration; registering refuses a kernel whose operations lack one."""
         return ()
@@ -72,9 +64,6 @@ class OfTensors(Limit):
         given = [(name, facts.tensors[name]) for name in self.tensors if name in facts.tensors]
         found = [(name, self.problem(name, tensor, facts)) for name, tensor in given]
         return tuple([Finding(reason, Repair("copy", name)) for name, reason in found if reason is not None])
-
-    def gives_way(self, _: Collection[str], /) -> bool:
-        return True
 
     def facts_named(self) -> tuple[str, ...]:
         return self.tensors

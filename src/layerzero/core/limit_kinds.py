@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from layerzero.core.dtypes import dtype_name, dtype_named
@@ -148,9 +148,6 @@ class OneOf(Limit):
         code = facts.operation.schema.code(self.fact)
         repair = Repair("fold", self.fact) if self.foldable else None
         return violated(code, self.fact, " or ".join(str(value) for value in self.values), got, repair)
-
-    def gives_way(self, folds: Collection[str], /) -> bool:
-        return self.foldable and bool(folds)
 
     def facts_named(self) -> tuple[str, ...]:
         return (self.fact,)

@@ -7,7 +7,7 @@ what hides keys into one mask, repeat kv heads.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,9 +33,6 @@ class SameHeads(Limit):
     def check(self, facts: Facts) -> Findings:
         heads, kv_heads = facts.size("heads"), facts.size("kv_heads")
         return NOTHING if heads == kv_heads else (Finding(grouped(facts), Repair("expand", "key")),)
-
-    def gives_way(self, _: Collection[str], /) -> bool:
-        return True
 
     def facts_named(self) -> tuple[str, ...]:
         return ("heads", "kv_heads")
@@ -75,9 +72,6 @@ class SquareCausal(Limit):
             return NOTHING
         wanted = f"{facts['seq_q']} like seq_q (its causal mask is aligned top-left)"
         return violated(ReasonCode.CONSTRAINT_FAILED, "seq_k", wanted, facts["seq_k"], Repair("fold", "causal"))
-
-    def gives_way(self, folds: Collection[str], /) -> bool:
-        return "causal" in folds
 
     def facts_named(self) -> tuple[str, ...]:
         return ("seq_q", "seq_k")
@@ -135,9 +129,6 @@ class SdpaEnabled(Limit):
         return violated(
             ReasonCode.POLICY_DENIED, "the caller's sdpa_kernel context", f"{self.name} enabled", "disabled"
         )
-
-    def gives_way(self, _: Collection[str], /) -> bool:
-        return True
 
     def describe(self) -> str:
         return f"sdpa_kernel allows {self.name}"
