@@ -300,37 +300,28 @@ def cache_bytes(device: torch.device) -> int:
 def device_times(
     runs: Mapping[str, Sequence[Run]],
     *,
-    about_us: Mapping[str, float] | None = None,
     samples: int = 10,
     device: DeviceClock | None = None,
-    seed: int = 0,
 ) -> dict[str, DeviceTime]:
     """Time what the device needs for calls, side by side: a sample of each in turn, in an order drawn anew.
 
     Args:
         runs: of each name the same call, once for each copy of its inputs; they have run before.
-        about_us: how long a call takes, roughly; measured by a graph of a few calls where nothing is said.
         samples: replays' samples of each.
         device: CUDA graphs if None.
-        seed: draws the order.
     """
     graphs = device or Graphs()
     ready: dict[str, tuple[Run, int]] = {}
     problems: dict[str, str] = {}
     for name, copies in runs.items():
         try:
-            known = (about_us or {}).get(name)
-            few = (
-                graphs.elapsed_us(graphs.captured([copies[0]] * FEWEST_CALLS), 1) / FEWEST_CALLS
-                if known is None
-                else known
-            )
+            few = graphs.elapsed_us(graphs.captured([copies[0]] * FEWEST_CALLS), 1) / FEWEST_CALLS
             calls = _calls(few, len(copies))
             ready[name] = graphs.captured([copies[number % len(copies)] for number in range(calls)]), calls
         except Exception as error:  # noqa: BLE001  # what cannot be captured is a finding, and is reported
             problems[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
     taken: dict[str, list[float]] = {name: [] for name in ready}
-    order = random.Random(seed)  # noqa: S311  # an order, no secret
+    order = random.Random(0)  # noqa: S311  # an order, no secret
     for _ in range(samples):
         names = list(ready)
         order.shuffle(names)

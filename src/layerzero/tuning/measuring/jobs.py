@@ -10,7 +10,6 @@ that measures a call anew.
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -188,24 +187,19 @@ def _shapes_wanted(names: Sequence[str]) -> str:
 
 
 def default_grid(
-    device: str,
-    dtypes: Sequence[str] = (),
-    operation: str = "*",
-    *,
-    narrow: Mapping[str, Sequence[int]] | None = None,
+    device: str, dtypes: Sequence[str] = (), *, narrow: Mapping[str, Sequence[int]] | None = None
 ) -> list[Job]:
     """The grid of a kind of device, in an order in which every beginning covers the whole as evenly as it can.
 
     Args:
         device: ``cpu`` or ``cuda``.
         dtypes: by name; float32 and bfloat16 on a CPU, bfloat16 elsewhere.
-        operation: a glob of operation names.
         narrow: other sizes than the sweeps have, by the names that operations know.
     """
     dtypes = dtypes or (("bfloat16",) if device == "cuda" else ("float32", "bfloat16"))
     jobs = []
     for name, each in REGISTRY.operations().items():
-        if fnmatch.fnmatchcase(name, operation) and function_of(name) is not None:
+        if function_of(name) is not None:
             cases = (
                 each.cases
                 if each.sweep is None and not narrow

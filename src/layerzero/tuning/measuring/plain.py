@@ -288,7 +288,6 @@ def tune_plain(
     budget_s: float | None = None,
     again: bool = False,
     leave_out: Sequence[str] = (),
-    modules: Sequence[str] = (),
     cases: Sequence[Case] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> PlainTuned:
@@ -305,7 +304,7 @@ def tune_plain(
 
     proofs = [pair for pair in plain_pairs(pattern, params, again=again) if not names_any(leave_out, pair[0])]
     party = _PlainParty(
-        jobs=_jobs(pattern, params, cases), device=CPU, deadline=deadline, modules=modules, leave_out=leave_out,
+        jobs=_jobs(pattern, params, cases), device=CPU, deadline=deadline, leave_out=leave_out,
         samples=samples or current_policy()["tune_samples"], remembers=True, again=again, proofs=proofs,
         vet_told=progress, told=told,
     )  # fmt: skip

@@ -137,14 +137,17 @@ class HeldOut(msgspec.Struct, frozen=True):
     within_claim: float
 
 
-def held_out_error(groups: Sequence[Sequence[Point]], folds: int = 5) -> HeldOut:
-    """Predict every ``folds``-th point of each group from the others, in turn; groups are of one kernel and family."""
+_FOLDS = 5
+
+
+def held_out_error(groups: Sequence[Sequence[Point]]) -> HeldOut:
+    """Predict every fifth point of each group from the others, in turn; groups are of one kernel and family."""
     errors: list[float] = []
     count = within = 0
     for points in groups:
-        for fold in range(folds):
-            held = points[fold::folds]
-            model = fit([each for number, each in enumerate(points) if number % folds != fold])
+        for fold in range(_FOLDS):
+            held = points[fold::_FOLDS]
+            model = fit([each for number, each in enumerate(points) if number % _FOLDS != fold])
             count += len(held)
             for each in held:
                 found = None if model is None else predict(model, each.sizes)

@@ -155,14 +155,12 @@ def rehearse(
     pairs: Sequence[tuple[Kernel, Facts]],
     *,
     modules: Sequence[str] = (),
-    timeout_s: float = TIMEOUT_S,
     stop: Callable[[], bool] = lambda: False,
 ) -> list[Rehearsed]:
     """Run each kernel on a call like its own in child processes; remember which were wrong, crashed or hung.
 
     Args:
         modules: modules that register kernels, imported in the child.
-        timeout_s: seconds that one kernel may be silent, compiling included.
         stop: called all the while; once it is true, children are killed, and what is left counts as unsafe.
     """
     classes = {(kernel.id, class_text(facts)): (kernel, facts) for kernel, facts in pairs}
@@ -181,7 +179,7 @@ def rehearse(
             for kernel, facts in share:
                 named = list(dict.fromkeys([*modules, *homes([kernel])]))
                 question = ChildTask(kernel.id, CallRecipe.of(facts), named, compare=False)
-                tasks.append(Task(question, kernel.id, timeout_s, f"child {lane}", (kernel, facts)))
+                tasks.append(Task(question, kernel.id, TIMEOUT_S, f"child {lane}", (kernel, facts)))
         ask(tasks, told, len(shares), stop, apart_on(of_one[0][1].device))
     if any(each.guilty for each in found):
         ENGINE.bump()
