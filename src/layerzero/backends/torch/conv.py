@@ -58,8 +58,8 @@ def _even(facts: Facts) -> Reason | None:
     )
 
 
-def _load_packed(facts: Facts, product: object = None) -> Callable[..., Any]:
-    """Of a weight in half precision, its float32 form where ``product`` says that all else is wide."""
+def _load_packed(facts: Facts, wider: Callable[[Any], Any] = lambda tensor: tensor) -> Callable[..., Any]:
+    """``wider`` is what the weight goes through before it is packed, and the bias."""
     operator, reorder = torch.ops.mkldnn._convolution_pointwise.default, torch.ops.mkldnn._reorder_convolution_weight
     size = torch.ops.mkldnn._nbytes.default
     axes = len(AXES[facts.operation.name][0])
@@ -69,8 +69,7 @@ def _load_packed(facts: Facts, product: object = None) -> Callable[..., Any]:
     alone = len(shape) == axes + 1
     shape = [1, *shape] if alone else shape
     shape = [*shape[:2], 1, shape[2]] if flat else shape
-    wider: Callable[[Any], Any] = (lambda tensor: tensor) if product is None else wide
-    owner = "torch.onednn_conv", product is None, *stride, *padding, *dilation, groups
+    owner = "torch.onednn_conv", wider is wide, *stride, *padding, *dilation, groups
 
     def pack(weight: Tensor) -> tuple[Tensor, int]:
         whole = wider(weight.unsqueeze(2) if flat else weight).contiguous()
@@ -88,6 +87,11 @@ def _load_packed(facts: Facts, product: object = None) -> Callable[..., Any]:
         return output.squeeze(0) if alone else output
 
     return run
+
+
+def _load_packed_wide(facts: Facts, **_: object) -> Callable[..., Any]:
+    """A weight in half precision packed in float32, for an input that is wide."""
+    return _load_packed(facts, wide)
 
 
 def _steps(facts: Facts, axes: int) -> list[list[int]]:
@@ -161,5 +165,5 @@ KERNELS = (
     _CONV,
     _PACKED,
     widened(_CONV, _widening_pays),
-    widened(_PACKED, lambda _: True, _load_packed, limits=(*CPU, HAS_ONEDNN, *_LARGE), priority=31),
+    widened(_PACKED, lambda _: True, _load_packed_wide, limits=(*CPU, HAS_ONEDNN, *_LARGE), priority=31),
 )
