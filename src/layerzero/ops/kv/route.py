@@ -150,43 +150,21 @@ def _draw_quantized(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     return made | {"slot_mapping": draw.laid_out(slots.to(draw.device), expand=False)}
 
 
-FUNCTIONS = (
+FUNCTIONS = tuple(
     Function(
-        name="append_kv_",
-        signature=declare.append_kv_,
-        route=_route_append,
-        operations=(declare.APPEND,),
-        draw=_draw_append,
+        name=each.__name__,
+        signature=each,
+        route=route,
+        operations=(operation,),
+        draw=draw,
         weight=1,
-        renamed={"append_kv": "append_kv_"},
-        may_share_storage=SHARED,
-    ),
-    Function(
-        name="gather_paged_kv",
-        signature=declare.gather_paged_kv,
-        route=_route_gather,
-        operations=(declare.GATHER,),
-        draw=_draw_gather,
-        weight=1,
-    ),
-    Function(
-        name="copy_kv_blocks_",
-        signature=declare.copy_kv_blocks_,
-        route=_route_copy,
-        operations=(declare.COPY_BLOCKS,),
-        draw=_draw_copy,
-        weight=1,
-        renamed={"copy_kv_blocks": "copy_kv_blocks_"},
-        may_share_storage=SHARED,
-    ),
-    Function(
-        name="append_quantized_kv_",
-        signature=declare.append_quantized_kv_,
-        route=_route_quantized,
-        operations=(declare.APPEND_QUANTIZED,),
-        draw=_draw_quantized,
-        weight=1,
-        renamed={"append_quantized_kv": "append_quantized_kv_"},
-        may_share_storage=SHARED,
-    ),
+        renamed={each.__name__.removesuffix("_"): each.__name__} if each.__name__.endswith("_") else {},
+        may_share_storage=SHARED if each.__name__.endswith("_") else frozenset(),
+    )
+    for each, route, operation, draw in (
+        (declare.append_kv_, _route_append, declare.APPEND, _draw_append),
+        (declare.gather_paged_kv, _route_gather, declare.GATHER, _draw_gather),
+        (declare.copy_kv_blocks_, _route_copy, declare.COPY_BLOCKS, _draw_copy),
+        (declare.append_quantized_kv_, _route_quantized, declare.APPEND_QUANTIZED, _draw_quantized),
+    )
 )
