@@ -88,17 +88,24 @@ def _load_add_rms_norm_inplace(facts: Facts) -> Callable[..., Any]:
 
 
 KERNELS = (
-    Kernel(
-        id="torch.rms_norm",
-        operations=("norm.rms",),
-        backend=TORCH,
-        load=_load_rms_norm,
-        accepts=("eps",),
-        limits=(FLOATS, FINITE),
-        grad=True,
-        handles_negated=True,
-        priority=10,
-        stock=True,
+    *(
+        Kernel(
+            id=f"torch.{name}",
+            operations=(operation,),
+            backend=TORCH,
+            load=load,
+            accepts=("eps",),
+            limits=(FLOATS, FINITE),
+            grad=True,
+            handles_negated=True,
+            priority=10,
+            stock=operation == "norm.rms",
+        )
+        for name, operation, load in (
+            ("rms_norm", "norm.rms", _load_rms_norm),
+            ("add_rms_norm", "norm.add_rms", _load_add_rms_norm),
+            ("add_rms_norm_inplace", "norm.add_rms.inplace", _load_add_rms_norm_inplace),
+        )
     ),
     Kernel(
         id="torch.layer_norm",
@@ -111,27 +118,5 @@ KERNELS = (
         handles_negated=True,
         priority=40,
         stock=True,
-    ),
-    Kernel(
-        id="torch.add_rms_norm",
-        operations=("norm.add_rms",),
-        backend=TORCH,
-        load=_load_add_rms_norm,
-        accepts=("eps",),
-        limits=(FLOATS, FINITE),
-        grad=True,
-        handles_negated=True,
-        priority=10,
-    ),
-    Kernel(
-        id="torch.add_rms_norm_inplace",
-        operations=("norm.add_rms.inplace",),
-        backend=TORCH,
-        load=_load_add_rms_norm_inplace,
-        accepts=("eps",),
-        limits=(FLOATS, FINITE),
-        grad=True,
-        handles_negated=True,
-        priority=10,
     ),
 )
