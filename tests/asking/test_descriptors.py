@@ -24,7 +24,7 @@ from drawing import examples
 from layerzero.asking.descriptors import DESCRIPTORS, by_backend, exported
 from layerzero.core import capability, limit_kinds
 from layerzero.core.descriptor import decode, sha256
-from layerzero.core.limit import Limit
+from layerzero.core.limit import Limit, OfTensors
 from layerzero.core.limit_data import KINDS, is_data, limit_data, limit_of
 from layerzero.engine import legality
 from layerzero.engine.dispatch import ENGINE
@@ -727,7 +727,7 @@ def test_every_kind_of_limit_of_the_core_has_a_line_in_the_table():
     homes = [f"layerzero.core.{name}" for name in names]
     values = [value for home in homes for value in vars(importlib.import_module(home)).values()]
     own = {value for value in values if isinstance(value, type) and issubclass(value, Limit)}
-    assert own - {Limit, limit_kinds.Custom} == {each for each in KINDS.values() if each.__module__ in homes}
+    assert own - {Limit, OfTensors, limit_kinds.Custom} == {each for each in KINDS.values() if each.__module__ in homes}
 
 
 def test_a_familys_own_kinds_of_limits_are_data_and_public():

@@ -94,7 +94,7 @@ def test_joined_gates_are_called_as_their_libraries_want_them(monkeypatch, name,
     given = torch.randn(shape)
     params = {"approximate": approximate} if name == "gelu_mul" else {}
     facts = facts_of(f"mlp.{name}.joined", {"input": given, **params})
-    for load in (flashinfer._load, vllm._load_silu_mul if name == "silu_mul" else vllm._load_gelu_mul):
+    for load in (flashinfer._load, vllm._load_gated):
         torch.testing.assert_close(load(facts)(given, **params), GATES[name, approximate](*given.chunk(2, -1)))
     assert set(asked) == {"silu" if name == "silu_mul" else "gelu_tanh" if approximate == "tanh" else "gelu"}
 
