@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import told
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.quantize.gguf import KINDS
 from layerzero.ops.quantize.groups import GROUPED
@@ -59,8 +59,7 @@ def quantize_weight(
             problems.append("weight: wanted finite numbers, got one that is not")
     if of.permuted:
         problems.append(f"permuted: wanted False, since no act-order is made here, got {of}")
-    if problems:
-        raise InvalidCallError("quantize_weight", problems)
+    refuse("quantize_weight", problems)
     with torch.no_grad():
         numbers = weight.detach().float() if weight.dtype is torch.float64 else weight.detach()
         return QuantizedWeight(of, tuple(weight.shape), *scheme_of(of).quantized(of, numbers))
@@ -134,8 +133,7 @@ def read_gguf(path: str | Path, names: Iterable[str] | None = None) -> dict[str,
         for name, kind in types.items()
         if kind not in (*_PLAIN, *KINDS)
     ]
-    if problems:
-        raise InvalidCallError("read_gguf", problems)
+    refuse("read_gguf", problems)
     return {name: _read(found[name], types[name]) for name in wanted}
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from layerzero.core.arguments import told
 from layerzero.core.bundle import MISSING, Bundle
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.quantize.groups import GROUPED
 from layerzero.ops.quantize.schemes import format_problems, scheme_of
@@ -90,8 +90,7 @@ class QuantizedWeight(Bundle):
         problems = [] if bits in (2, 3, 4, 8) else [f"bits: wanted 2, 3, 4 or 8, got {told(bits)}"]
         problems += [] if version in (1, 2) else [f"version: wanted 1 or 2, got {told(version)}"]
         problems += _tensors_missing({"qweight": qweight, "qzeros": qzeros, "scales": scales}, 2)
-        if problems:
-            raise InvalidCallError("QuantizedWeight.from_gptq", problems)
+        refuse("QuantizedWeight.from_gptq", problems)
         columns, group = qweight.shape[0] * 32 // bits, max(group_size, 0)
         if g_idx is not None and g_idx.shape == (columns,):
             in_order = torch.arange(columns, device=g_idx.device) // (group or columns)
@@ -104,8 +103,7 @@ class QuantizedWeight(Bundle):
     def from_awq(cls, qweight: Tensor, qzeros: Tensor, scales: Tensor, *, group_size: int = 128) -> QuantizedWeight:
         """Of AWQ's tensors (``version: gemm``). Shapes: qweight (K, N / 8), qzeros (G, N / 8), scales (G, N)."""
         problems = _tensors_missing({"qweight": qweight, "qzeros": qzeros, "scales": scales}, 2)
-        if problems:
-            raise InvalidCallError("QuantizedWeight.from_awq", problems)
+        refuse("QuantizedWeight.from_awq", problems)
         of = WeightFormat("awq", bits=4, group=max(group_size, 0), zeros="stored")
         return cls(of, (qweight.shape[1] * 8, qweight.shape[0]), qweight, scales, qzeros)
 
