@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from layerzero.core import limits as limit
@@ -21,6 +22,9 @@ from layerzero.ops.linear.packed import BELONGS, PackedWeight
 from layerzero.ops.linear.weight_formats import FORMATTED
 from layerzero.ops.quantize.weight import QuantizedWeight
 from layerzero.ops.quantize.weight_format import Codes
+
+ROUNDING = (FORMATTED["group.int8"].name,)
+"""Of kernels that round rows; those that do not take both operations."""
 
 Pack = Callable[[Codes], tuple[Any, int]]
 """Makes the library's form of codes whose columns lie in order, and tells its bytes."""
@@ -40,6 +44,9 @@ def _load(facts: Facts, owner: str, parts: Parts) -> Callable[..., Any]:
         if codes.group_index is not None:
             order = codes.group_index.argsort(stable=True)
             codes = replace(codes, numbers=codes.numbers[:, order], group_index=None)
+        if codes.bits < 4:  # in four bits, with their middle as a zero point
+            zero = torch.full_like(codes.scale, codes.middle, dtype=torch.uint8) if codes.zero is None else codes.zero
+            codes = replace(codes, bits=4, zero=zero)
         form, size = pack(codes)
         return (form, order), size + (0 if order is None else order.nbytes)
 
@@ -65,6 +72,10 @@ def _load(facts: Facts, owner: str, parts: Parts) -> Callable[..., Any]:
     return run
 
 
+IN_FOUR_BITS = limit.one_of("weight_bits", 2, 3, 4)
+"""What fits kernels of codes of four bits."""
+
+
 def grouped(kernel_id: str, backend: Backend, parts: Parts, priority: int, *limits: Limit, **changes: Any) -> Kernel:
     """A kernel for weights by group.
 
@@ -74,7 +85,7 @@ def grouped(kernel_id: str, backend: Backend, parts: Parts, priority: int, *limi
         limits: what the library demands, besides the form.
     """
     fields: dict[str, Any] = {
-        "operations": (FORMATTED["group"].name,),
+        "operations": (FORMATTED["group"].name, FORMATTED["group.int8"].name),
         "load": functools.partial(_load, owner=kernel_id, parts=parts),
         "accepts": ("weight_format", "bias", "weight_zero", "group_index", "packed"),
         "limits": (limit.platform("cpu"), *limits, BELONGS),

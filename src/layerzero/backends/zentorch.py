@@ -46,7 +46,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from layerzero.backends.grouped_weights import Pack, Product, grouped, has_zeros
+from layerzero.backends.grouped_weights import IN_FOUR_BITS, Pack, Product, grouped, has_zeros
 from layerzero.backends.shape_cache import small_alone
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts, TensorFacts
@@ -319,7 +319,8 @@ KERNELS = (
         42,
         limit.cpu_feature("avx512_bf16"),
         limit.dtype("bfloat16"),
-        limit.one_of("weight_bits", 4),
+        IN_FOUR_BITS,
+        limit.dim("in_features", multiple=8),
     ),
     Kernel(
         id="zentorch.rms_norm",

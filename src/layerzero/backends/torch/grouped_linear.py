@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from layerzero.backends.grouped_weights import Pack, Product, grouped, has_zeros, regrouped
+from layerzero.backends.grouped_weights import IN_FOUR_BITS, Pack, Product, grouped, has_zeros, regrouped
 from layerzero.backends.torch.attention import TORCH
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -33,7 +33,7 @@ def _int4(facts: Facts) -> tuple[Pack, Product]:
         scale, rest = codes.scale.to(torch.bfloat16), None
         zero = torch.zeros_like(scale)
         if has_zeros(codes):
-            exact = (codes.middle - codes.zero.float()) * codes.scale.float()  # type: ignore[union-attr]
+            exact = (codes.middle - codes.zero.float()) * scale.float()  # type: ignore[union-attr]
             zero = exact.to(torch.bfloat16)
             rest = (exact - zero.float()).t().contiguous().to(torch.bfloat16)
         pairs = torch.stack((scale, zero), -1).transpose(0, 1).contiguous()
@@ -43,9 +43,14 @@ def _int4(facts: Facts) -> tuple[Pack, Product]:
     def product(rows: Tensor, form: tuple[Tensor, int, Tensor, Tensor | None]) -> Tensor:
         numbers, group, pairs, rest = form
         output: Tensor = operator(rows, numbers, group, pairs)
-        return output if rest is None else output.addmm_(rows.view(rows.shape[0], -1, group).sum(-1), rest)
+        return output if rest is None else output.addmm_(_sums(rows, group), rest)
 
     return pack, product
+
+
+def _sums(rows: Tensor, group: int) -> Tensor:
+    """Of each group of a row; 0 where one is not finite, which the product itself shows."""
+    return rows.view(rows.shape[0], -1, group).sum(-1).nan_to_num_(0.0, 0.0, 0.0)
 
 
 def _int8(facts: Facts) -> tuple[Pack, Product]:
@@ -66,7 +71,7 @@ KERNELS = (
         45,
         limit.cpu_feature("avx2"),
         limit.dtype("bfloat16"),
-        limit.one_of("weight_bits", 4),
+        IN_FOUR_BITS,
         limit.dim("rows", max=128),
         limit.dim("weight_group", multiple=32),
         limit.dim("in_features", multiple=32),

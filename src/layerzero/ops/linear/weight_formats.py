@@ -1,6 +1,7 @@
 """Matrix products with a weight as a file holds it, one operation for each kind of number.
 
     mlp.linear.quant.group       whole numbers with a scale, and maybe a zero point, for each group of a row
+    mlp.linear.quant.group.int8  the same with rows that a kernel may round to eight bits
     mlp.linear.quant.block       float8 with a scale for each block of rows and columns
     mlp.linear.quant.mx          MX numbers and NVFP4
     mlp.linear.quant.codebook    bitsandbytes' nf4 and fp4
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.core.arguments import Param, Role, TensorSchema
+from layerzero.core.arguments import Param, Role, TensorSchema, told
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.facts import Facts
@@ -43,6 +44,7 @@ from layerzero.ops.linear.declare import (
     sized_case,
     sweep,
 )
+from layerzero.ops.linear.narrow_rows import OfNarrowRows
 from layerzero.ops.linear.packed import PackedWeight
 from layerzero.ops.linear.route import leading
 from layerzero.ops.linear.stock import quantized_linear
@@ -78,11 +80,15 @@ def formatted_linear(
 
 def _terms(arguments: Mapping[str, Any]) -> Tensor:
     """The root of the sum of squares of what is added up: the size of an error whose parts are independent."""
-    of, rows = WeightFormat.of(arguments["weight_format"]), arguments["input"].double()
-    numbers = scheme_of(of).dequantized(of, fields_of(arguments), rows.shape[-1], torch.float64)
-    bias = arguments.get("bias")
+    rows, bias = arguments["input"].double(), arguments.get("bias")
     squares = None if bias is None else bias.double().square()
-    return functional.linear(rows.square(), numbers.square(), squares).sqrt()
+    return functional.linear(rows.square(), _numbers(arguments).square(), squares).sqrt()
+
+
+def _numbers(arguments: Mapping[str, Any]) -> Tensor:
+    """The weight in float64."""
+    of, inputs = WeightFormat.of(arguments["weight_format"]), arguments["input"].shape[-1]
+    return scheme_of(of).dequantized(of, fields_of(arguments), inputs, torch.float64)
 
 
 def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
@@ -320,6 +326,14 @@ FORMATTED: dict[str, Operation] = {
 }
 """By the last word of their names."""
 
+FORMATTED["group.int8"] = replace(
+    FORMATTED["group"],
+    schema=replace(FORMATTED["group"].schema, operation="mlp.linear.quant.group.int8"),
+    summary=f"{FORMATTED['group'].summary}, and rows that may be rounded to eight bits",
+    judge=OfNarrowRows(Elementwise(TOLERANCE, TOLERANCE_REASON, _terms), _terms, _numbers),
+    fixed={"activations": "int8"},
+)
+
 
 def routed_operation(arguments: dict[str, Any]) -> Operation:
     """The operation of a call with a format, whose arguments fit it. Raises: InvalidCallError for any other call."""
@@ -329,13 +343,12 @@ def routed_operation(arguments: dict[str, Any]) -> Operation:
         raise InvalidCallError("quantized_linear", error.problems) from None
     if problems := format_problems(of):
         raise InvalidCallError("quantized_linear", problems, ReasonCode.QUANT_FORMAT_UNSUPPORTED)
-    if arguments["activations"] is not None:
-        problems.append(
-            f"activations: wanted None with weight_format={str(of)!r}, whose products take rows as they are, got one"
-        )
+    activations, name = arguments.pop("activations"), scheme_of(of).operation
+    if activations is not None and (activations != "int8" or f"{name}.int8" not in FORMATTED):
+        wanted = "None or 'int8'" if f"{name}.int8" in FORMATTED else "None"
+        problems.append(f"activations: wanted {wanted} with weight_format={str(of)!r}, got {told(activations)}")
     refuse("quantized_linear", problems)
-    found = FORMATTED[scheme_of(of).operation]
-    del arguments["activations"]
+    found = FORMATTED[name if activations is None else f"{name}.int8"]
     problems = found.schema.validate(**arguments)
     if not problems:
         given, inputs = fields_of(arguments), arguments["input"].shape[-1]
@@ -367,6 +380,8 @@ def draw_formatted(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         given = arguments.get(name)
         if given is not None and not (given.is_floating_point() and given.itemsize == 1):  # torch flips no float8
             arguments[name] = draw.laid_out(given, expand=False)
+    if f"{scheme_of(of).operation}.int8" in FORMATTED and draw.chance(0.3):
+        arguments["activations"] = "int8"
     if draw.chance(0.4):
         arguments["bias"] = draw.laid_out(draw.normal((outputs,), dtype))
     draw.poison(arguments, ("input",))
