@@ -157,16 +157,17 @@ def test_torchaos_codes_of_four_bits_are_served(unmeasured: None) -> None:
         assert off(model(rows), own) < 1e-5
 
 
+@pytest.mark.parametrize("activations", [None, "int8"], ids=str)
 @pytest.mark.parametrize(("asked", "group"), [("int4", 128), ("int4:32", 32)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_weights_are_quantised_to_four_bits_when_asked_for(
-    asked: str, group: int, dtype: torch.dtype, unmeasured: None
+    asked: str, group: int, activations: str | None, dtype: torch.dtype, unmeasured: None
 ) -> None:
     torch.manual_seed(0)
     model, rows = nn.Sequential(nn.Linear(256, 96), nn.Linear(96, 40)).eval().to(dtype), torch.randn(7, 256).to(dtype)
     with torch.no_grad():
         own = model(rows)
-        report = lz.optimize(model, weights=asked)
+        report = lz.optimize(model, weights=asked, activations=activations)
         assert set(taken(report)) == {"0", "1"}
         assert [each.weight.format.group for each in report.made] == [group, 32]
         assert all(0.05 < each.loss < 0.12 for each in report.made)

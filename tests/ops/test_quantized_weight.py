@@ -8,9 +8,11 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero.core.judge import Given
+from layerzero.ops.linear.weight_formats import FORMATTED
 from layerzero.ops.quantize.groups import GROUPED
 from layerzero.ops.quantize.schemes import SCHEMES, scheme_of
-from layerzero.ops.quantize.weight_format import Fields, packed, unpacked
+from layerzero.ops.quantize.weight_format import ARGUMENTS, Fields, packed, unpacked
 from layerzero.testing import compare
 from layerzero.testing.generate import random_call
 
@@ -177,7 +179,7 @@ def test_a_weight_that_is_none_says_what_was_wanted(problem):
     [
         ("weight: wanted int32 (8, 64) for 64 x 64 numbers of gptq", {"input": X[:, :64]}),
         ("bias: wanted shape (64,), got (63,)", {"bias": torch.ones(63)}),
-        ("activations: wanted None with weight_format=", {"activations": "int8"}),
+        ("activations: wanted None or 'int8' with weight_format=", {"activations": "int4"}),
         ("weight_zero: wanted a tensor (4, 8)", {"weight_zero": None}),
         ("second_scale: wanted None with gptq", {"second_scale": torch.ones(())}),
         ("weight_zero: wanted None without weight_format", {"weight_format": None}),
@@ -235,3 +237,29 @@ def test_a_kernel_with_a_mistake_in_its_codes_is_found(fault):
         if found == 3:
             return
     raise AssertionError(f"{fault}: {found} calls found it")
+
+
+def rounded_in_groups(x, group):
+    """Rows as a library may round them: by a scale for each group."""
+    parts = x.view(*x.shape[:-1], -1, group)
+    scale = parts.abs().amax(-1, keepdim=True) / 127
+    return ((parts / scale).round() * scale).flatten(-2)
+
+
+@pytest.mark.parametrize(("fault", "found"), [("none", False), ("neighbour", True), ("zero", True), ("rows", True)])
+def test_rows_may_be_rounded_in_any_way_and_nothing_else_may_differ(fault, found):
+    operation = FORMATTED["group.int8"]
+    of = weight(AWQ)
+    fields = of.fields
+    arguments = {"input": X, "weight_format": str(of.format), **dict(zip(ARGUMENTS.values(), fields, strict=True))}
+    want = operation.reference(**{**arguments, "input": X.double()})
+    numbers, rows = of.dequantized(torch.float32), rounded_in_groups(X, 32)
+    if fault == "neighbour":
+        numbers = numbers.roll(1, 0)
+    if fault == "zero":
+        scale = of.codes.scale.float().repeat_interleave(32, 1)
+        numbers = numbers + scale
+    if fault == "rows":
+        rows = (X / X.abs().amax() * 7).round() * X.abs().amax() / 7
+    given = Given(torch.float32, operation.judge.basis(arguments))
+    assert bool(operation.judge.problem(rows @ numbers.t(), want, given)) is found

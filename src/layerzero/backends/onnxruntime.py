@@ -168,7 +168,7 @@ _GROUPS = (256, 128, 64, 32, 16)
 
 
 def _codes(facts: Facts, accuracy: int = 1) -> tuple[Pack, Product]:
-    """Accuracy 1 computes in float32; 4 rounds each group of a row to int8, and may be asked for in bfloat16."""
+    """Accuracy 1 computes in float32; 4 rounds each group of a row to int8, and takes bfloat16, too."""
     given, inputs, outputs = facts.tensors["input"].dtype, facts.size("in_features"), facts.size("out_features")
     dtype = torch.float32 if given is torch.bfloat16 else given
 

@@ -103,8 +103,8 @@ def optimize(
             far the model's output is from its own. Weights stay as they are, for ``undo()``, state dicts, gradients and
             calls that they serve faster, and codes follow what is written into them. The layer that gives a model's
             output, or shares an embedding's weight, is looked at with inputs only. Nothing is compiled then.
-        activations: ``"int8"`` quantises rows, too, by a scale for each; None multiplies them as they are, which gains
-            at one token of bfloat16 at most. Only with ``weights="int8"``.
+        activations: ``"int8"`` quantises rows, too, by a scale for each or, with four bits, for a group; None
+            multiplies them as they are, which gains at a few tokens at most. Only with ``weights``.
         accuracy: how far a layer's output may be from its own, as a share of its norm; what loses more stays as it was.
             None is 0.03 for int8 and 0.15 for int4.
         progress: told what is done, how much of it, and of how much; a bar on a terminal if None. Not of tokenizers.

@@ -297,8 +297,8 @@ def request(weights: Any, activations: Any, accuracy: Any) -> tuple[Request | No
         problems.append(f"weights: wanted None or {' or '.join(map(repr, WEIGHTS))}, got {told(weights)}")
     if not (activations is None or isinstance(activations, str)) or activations not in ACTIVATIONS:
         problems.append(f"activations: wanted {' or '.join(map(repr, ACTIVATIONS))}, got {told(activations)}")
-    elif activations is not None and weights != "int8":
-        problems.append(f"activations: wanted None, or weights='int8' with it, got {told(activations)}")
+    elif activations is not None and weights is None:
+        problems.append(f"activations: wanted None without weights, got {told(activations)}; pass weights='int8', too")
     if accuracy is not None and (
         isinstance(accuracy, bool) or not isinstance(accuracy, (int, float)) or not accuracy >= 0
     ):

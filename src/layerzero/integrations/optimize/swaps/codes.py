@@ -54,8 +54,8 @@ def _in_four_bits(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def _positive(scale: Tensor) -> Tensor:
-    """Scales of groups of zeros are 1."""
-    return scale.masked_fill(scale == 0.0, 1.0)
+    """Scales of groups of zeros are small: kernels take an offset times the scale off their sums, which they round."""
+    return scale.masked_fill(scale == 0.0, 2.0**-14)
 
 
 def _rounded(numbers: Tensor, scale: Tensor) -> Tensor:
@@ -91,7 +91,8 @@ class Codes(Packs):
         else:
             codes, scale = of
             self.weight, self.pair = codes, (codes, scale.detach().to(torch.float32))
-            self.named = {"activations": self.activations}
+            self.named = {}
+        self.named["activations"] = self.activations
 
     def exchange(self, of: Weight) -> None:
         """Compute with another weight from now on."""
