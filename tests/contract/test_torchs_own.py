@@ -215,7 +215,7 @@ EXPECTED = {
     "A100": ("torch.sdpa.flash", "torch.varlen", "torch.linear", "torch.rms_norm", "torch.experts_grouped"),
     "T4": ("torch.sdpa.math", "torch.ragged_each", "torch.linear", "torch.rms_norm", "torch.experts_each"),
     "CPU": (
-        *("torch.sdpa.cpu_flash", "torch.ragged_sdpa", "torch.linear_widened", "torch.rms_norm"),
+        *("torch.sdpa.cpu_flash", "torch.ragged_sdpa", "torch.onednn_linear_packed_widened", "torch.rms_norm"),
         "torch.experts_each",
     ),
 }

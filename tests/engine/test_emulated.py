@@ -221,3 +221,14 @@ def test_attention_that_torch_has_not_is_widened_by_itself(here, monkeypatch, mo
     query, key = (torch.randn(1, heads, 32, 16).half() for heads in (4, 4))
     lz.attention(query, key, key, layout="BHSD", causal=False, **more)
     assert set(kinds) == {torch.float32}
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "kernel"), [(3, None), (4, "_packed_widened"), (8, "_packed_widened")])
+def test_a_weight_may_be_kept_in_float32_from_fewer_rows(dtype, rows, kernel):
+    weight = WEIGHT.to(dtype)
+    packed = lz.PackedWeight(weight)
+    found = lz.explain("linear", torch.ones(rows, 64, dtype=dtype), weight, packed=packed, device=AVX2)
+    assert (found.kernel_id == "torch.onednn_linear_packed_widened") == (kernel is not None)
+    assert packed.bytes == 0

@@ -111,3 +111,50 @@ def test_attention_of_unlike_lengths_is_as_near_as_torchs(dtype, lengths):
     theirs, ours = (error(each, exact) for each in found.values())
     assert found["torch.ragged_sdpa_widened"].dtype is dtype
     assert ours <= 1.01 * theirs + 1e-7
+
+
+def kept_calls(dtype):
+    torch.manual_seed(0)
+    rows, up, gate, down, bias = (
+        torch.randn(size).to(dtype) / 8 for size in ((2, 5, 64), (96, 64), (96, 64), (64, 96), (96,))
+    )
+
+    def packed(**weights):
+        return {name: lz.PackedWeight(weight) for name, weight in weights.items()}
+
+    return {
+        "mlp.linear": (lz.linear, (rows, up, bias), {"activation": "gelu"}, packed(packed=up)),
+        "mlp.fused.gated": (
+            lz.mlp,
+            (rows, up, down, gate),
+            {"up_bias": bias, "activation": "silu"},
+            packed(packed_up=up, packed_down=down, packed_gate=gate),
+        ),
+        "mlp.qkv": (lz.qkv_linear, (rows, up, gate, gate), {}, packed(packed_q=up, packed_k=gate, packed_v=gate)),
+    }
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("operation", "kernel"), [
+    ("mlp.linear", "torch.onednn_linear_packed_widened"),
+    ("mlp.fused.gated", "torch.onednn_mlp_packed_widened.gated"),
+    ("mlp.qkv", "torch.onednn_qkv_packed_widened"),
+])  # fmt: skip
+def test_weights_kept_in_float32_are_as_near_as_torchs(dtype, operation, kernel):
+    function, call, more, packed = kept_calls(dtype)[operation]
+
+    def of(given):
+        return torch.cat([each.double() for each in (given if isinstance(given, tuple) else (given,))], -1)
+
+    wide = (
+        [each.double() for each in call],
+        {name: each.double() if isinstance(each, torch.Tensor) else each for name, each in more.items()},
+    )
+    exact, theirs = of(function(*wide[0], **wide[1])), of(function(*call, **more))
+    lz.lock(operation, kernel)
+    ours = function(*call, **more, **packed)
+    assert {each.dtype for each in (ours if isinstance(ours, tuple) else (ours,))} == {dtype}
+    assert error(of(ours), exact) <= 1.01 * error(theirs, exact) + 1e-7
+    for each in packed.values():
+        assert each.bytes >= 4 * each.weight.numel()

@@ -18,6 +18,7 @@ Library: torch >= 2.10, BSD-3-Clause; oneDNN 3, Apache-2.0.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,14 +27,14 @@ from torch import Tensor
 
 from layerzero.backends.torch.attention import FLOATS, TORCH
 from layerzero.backends.torch.varlen import ROWS_APART, linear_for
-from layerzero.backends.torch.widened import CPU, many, widened
+from layerzero.backends.torch.widened import CPU, KEPT_BITS, many, wide, widened
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.activation.formulas import FUNCTIONS, IN_PLACE
 from layerzero.ops.linear import packed_blocks
-from layerzero.ops.linear.packed import PackedWeight
+from layerzero.ops.linear.packed import Pack, PackedWeight
 
 _OPERATIONS = ("mlp.linear",)
 
@@ -148,21 +149,28 @@ def pack(weight: Tensor) -> tuple[Tensor, int]:
     return packed, torch.ops.mkldnn._nbytes.default(packed)
 
 
-def _product(_: Facts, activation: str | None) -> packed_blocks.Product:
+_OWN, _WIDE = ("torch.onednn", pack), ("torch.onednn_wide", lambda weight: pack(weight.float()))
+"""Forms: who keeps it, and what makes it. The second one is for rows that are wide."""
+
+_Form = tuple[str, Pack]
+
+
+def _product(_: Facts, activation: str | None, form: _Form = _OWN) -> packed_blocks.Product:
     operator, attribute, algorithm, after = onednn(activation)
 
     def run(rows: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
-        output = operator(rows, packed.form("torch.onednn", pack), bias, attribute, [], algorithm)
+        bias = bias if form is _OWN else wide(bias)
+        output = operator(rows, packed.form(*form), bias, attribute, [], algorithm)
         return output if after is None else after(output)
 
     return run
 
 
-def _times(_: Facts) -> packed_blocks.Times:
+def _times(_: Facts, form: _Form = _OWN) -> packed_blocks.Times:
     binary = torch.ops.mkldnn._linear_pointwise.binary
 
     def run(rows: Tensor, packed: PackedWeight, bias: Tensor | None, other: Tensor) -> Tensor:
-        output: Tensor = binary(rows, other, packed.form("torch.onednn", pack), bias, "mul")
+        output: Tensor = binary(rows, other, packed.form(*form), bias if form is _OWN else wide(bias), "mul")
         return output
 
     return run
@@ -276,6 +284,19 @@ _MLPS = [
     )
 ]
 
+
+def _load_kept(kernel: Kernel) -> Callable[..., Any]:
+    return lambda facts, product: kernel.load(facts)  # noqa: ARG005  # its products are its own
+
+
+_KEPT = packed_blocks.kernels(
+    "torch.onednn_",
+    functools.partial(_product, form=_WIDE),
+    functools.partial(_times, form=_WIDE),
+    (*CPU, HAS_ONEDNN),
+    backend=TORCH,
+)
+
 KERNELS = (
     Kernel(
         id="torch.linear",
@@ -343,5 +364,9 @@ KERNELS = (
         graph_safe=False,
         priority=55,
         stock=packed_as_stock,
+    ),
+    *(
+        widened(each, many("rows", least=KEPT_BITS), _load_kept(each), limits=each.limits, priority=31)
+        for each in _KEPT
     ),
 )

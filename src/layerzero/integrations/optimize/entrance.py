@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from layerzero.core import emulation
 from layerzero.core.arguments import told
 from layerzero.core.device import Device
 from layerzero.core.errors import refuse
+from layerzero.core.system.resources import available_bytes
 from layerzero.integrations.optimize.attention import diffusers, transformers
 from layerzero.integrations.optimize.attention.transformers import Search
 from layerzero.integrations.optimize.layers import find as layers
@@ -96,6 +98,7 @@ def optimize(
         isolate: whether kernels that are new on this machine run in a child process first.
         memory_limit: bytes that packed forms of weights may take together, beside the weights, which stay for state
             dicts; None for no limit, 0 for none at all. A kernel for prompts and one for tokens may keep a form each.
+            Where the CPU emulates half precision, one of them is in float32, and None means half of the free memory.
             What has no room is read as it lies, by whichever kernel is fastest then.
         weights: ``"int8"`` quantises the weights of linear layers, by a scale for each output, ``"int4"`` by one for
             each 128 columns, ``"int4:32"`` for each 32; nothing is quantised unasked. Each layer is compared with its
@@ -224,8 +227,11 @@ def _optimized(
     _join(found, root, report)
     for each in found:
         report.put_on(each)
-    if report.memory_limit is not None:
-        budget = Budget(max(report.memory_limit - sum(map(compiled_calls.bytes_of, targets)), 0))
+    room = report.memory_limit
+    if room is None and report.emulated:  # forms in float32 take twice what the weights do
+        room = int(min(available_bytes() / 2, sys.maxsize))
+    if room is not None:
+        budget = Budget(max(room - sum(map(compiled_calls.bytes_of, targets)), 0))
         for packs in report.packs:
             packs.bound(budget)
     if workload is None:

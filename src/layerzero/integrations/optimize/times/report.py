@@ -231,9 +231,11 @@ class Optimized:
         counts = Counter(count for each in packs for count in each.forms if count)
         kept = [f"{weights} weights in {forms} form{'s' * (forms > 1)}" for forms, weights in sorted(counts.items())]
         text += f" ({', '.join(kept)}, beside the weights)" if kept else ""
+        barred = sum(each.barred for each in packs)
         if self.memory_limit is not None:
-            barred = sum(each.barred for each in packs)
             text += f"; at most {self.memory_limit / 1e6:.1f} MB of forms, {barred} more had no room"
+        elif barred:
+            text += f"; {barred} more had no room in half of the memory that was free"
         return text
 
     @property
