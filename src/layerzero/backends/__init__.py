@@ -24,6 +24,7 @@ BUILTIN: tuple[str, ...] = (
     "flashinfer",
     "gigatoken",
     "habana",
+    "humming",
     "kitoken",
     "liger",
     "onnxruntime",

@@ -1,7 +1,8 @@
-"""What every kernel for weights of whole numbers by group does around its library's operator.
+"""What every kernel for weights as files hold them does around its library's operator.
 
-The library's own form is made of :class:`Codes`, so that a kernel takes every file format within its limits. Columns
-that an act-order index scatters are put in order in that form once, those of the rows in each call.
+Of whole numbers by group the library's own form is made of :class:`Codes`, so that a kernel takes every file format
+within its limits. Columns that an act-order index scatters are put in order in that form once, those of the rows in
+each call. Of other formats it is made of the weight itself.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from layerzero.ops.quantize.weight_format import Codes
 ROUNDING = (FORMATTED["group.int8"].name,)
 """Of kernels that round rows; those that do not take both operations."""
 
-Pack = Callable[[Codes], tuple[Any, int]]
-"""Makes the library's form of codes whose columns lie in order, and tells its bytes."""
+Pack = Callable[[Any], tuple[Any, int]]
+"""Makes the library's form of codes whose columns lie in order, or of a QuantizedWeight, and tells its bytes."""
 
 Product = Callable[[Tensor, Any], Tensor]
 """Multiplies dense rows (M, K) with the form."""
@@ -35,11 +36,15 @@ Product = Callable[[Tensor, Any], Tensor]
 Parts = Callable[[Facts], tuple[Pack, Product]]
 
 
-def _load(facts: Facts, owner: str, parts: Parts) -> Callable[..., Any]:
+def _load(facts: Facts, owner: str, parts: Parts, *, of_codes: bool) -> Callable[..., Any]:
     pack, product = parts(facts)
     ndim, features = facts["input_ndim"], facts.size("in_features")
+    key = owner, facts["dtype"]  # scales are in that of the rows
 
     def made(weight: QuantizedWeight) -> tuple[tuple[Any, Tensor | None], int]:
+        if not of_codes:
+            form, size = pack(weight)
+            return (form, None), size
         codes, order = weight.codes, None
         if codes.group_index is not None:
             order = codes.group_index.argsort(stable=True)
@@ -59,9 +64,10 @@ def _load(facts: Facts, owner: str, parts: Parts) -> Callable[..., Any]:
         bias: Tensor | None = None,
         weight_zero: Tensor | None = None,
         group_index: Tensor | None = None,
+        second_scale: Tensor | None = None,
         packed: PackedWeight,
     ) -> Tensor:
-        form, order = packed.form(owner, made)
+        form, order = packed.form(key, made)
         rows = input if ndim == 2 else input.reshape(-1, features)
         rows = rows.contiguous() if order is None else rows.index_select(1, order)
         output = product(rows, form)
@@ -76,19 +82,31 @@ IN_FOUR_BITS = limit.one_of("weight_bits", 2, 3, 4)
 """What fits kernels of codes of four bits."""
 
 
-def grouped(kernel_id: str, backend: Backend, parts: Parts, priority: int, *limits: Limit, **changes: Any) -> Kernel:
-    """A kernel for weights by group.
+def grouped(
+    kernel_id: str,
+    backend: Backend,
+    parts: Parts,
+    priority: int,
+    *limits: Limit,
+    platform: str = "cpu",
+    operation: str = "group",
+    **changes: Any,
+) -> Kernel:
+    """A kernel for weights by group, or of another operation of :data:`FORMATTED`.
 
     Args:
         kernel_id, backend, priority, changes: see :class:`layerzero.core.kernel.Kernel`.
         parts: of the facts of a call, what makes the library's form and what multiplies with it.
         limits: what the library demands, besides the form.
+        platform: what it runs on.
+        operation: the last word of its name.
     """
+    optional = {"group": ("weight_zero", "group_index"), "mx": ("second_scale",)}
     fields: dict[str, Any] = {
-        "operations": (FORMATTED["group"].name, FORMATTED["group.int8"].name),
-        "load": functools.partial(_load, owner=kernel_id, parts=parts),
-        "accepts": ("weight_format", "bias", "weight_zero", "group_index", "packed"),
-        "limits": (limit.platform("cpu"), *limits, BELONGS),
+        "operations": (FORMATTED[operation].name, *(ROUNDING if operation == "group" else ())),
+        "load": functools.partial(_load, owner=kernel_id, parts=parts, of_codes=operation == "group"),
+        "accepts": ("weight_format", "bias", *optional.get(operation, ()), "packed"),
+        "limits": (limit.platform(platform), *limits, BELONGS),
     }
     return Kernel(id=kernel_id, backend=backend, priority=priority, **fields | changes)
 
@@ -106,3 +124,53 @@ def regrouped(codes: Codes, sizes: tuple[int, ...]) -> Codes:
     times = codes.group // size
     zero = None if codes.zero is None else codes.zero.repeat_interleave(times, 1)
     return replace(codes, scale=codes.scale.repeat_interleave(times, 1), zero=zero, group=size)
+
+
+def by_rows(weight: QuantizedWeight) -> Tensor:
+    """The scales of blocks for each row. Shapes: → (N, G), float32."""
+    of, scale = weight.format, weight.fields.scale
+    assert scale is not None
+    scale = scale.to(torch.float32)
+    if not of.rows:
+        return scale.expand(weight.shape[0], 1)
+    return scale.repeat_interleave(of.rows, 0)[: weight.shape[0]]
+
+
+def as_powers(scale: Tensor) -> Tensor:
+    """Powers of two in their own dtype, where a file has their bytes."""
+    return scale.view(torch.float8_e8m0fnu) if scale.dtype is torch.uint8 else scale
+
+
+def second_factor(weight: QuantizedWeight) -> Tensor:
+    """What nvfp4's scales are multiples of. Shapes: → (1,), float32."""
+    second = weight.fields.second_scale
+    assert second is not None
+    second = second.to(torch.float32).reshape(1)
+    return second.reciprocal() if weight.format.kind == "over" else second
+
+
+class Locks:
+    """Counters of 0 through which blocks of a launch wait for each other, and which they leave at 0.
+
+    Launches on two streams would mix them up, so that each stream has its own. Those of captured graphs share one:
+    what a capture allocated is 0 only after a replay.
+    """
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._captured, self._device = torch.zeros(count, dtype=torch.int32, device=device), device
+        self._of: dict[int, Tensor] = {}
+
+    def now(self) -> Tensor:
+        """Those of the current stream."""
+        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+        found = self._of.get(stream)
+        if found is None:
+            if torch.cuda.is_current_stream_capturing():
+                return self._captured
+            found = self._of[stream] = torch.zeros_like(self._captured)
+        return found
+
+
+def bytes_of(*tensors: Tensor | None) -> int:
+    """Memory that a form takes."""
+    return sum(each.nbytes for each in tensors if each is not None)

@@ -6,10 +6,17 @@ bfloat16, and takes no rows with steps. A weight of 4096 x 4096 in groups of 128
 in units of ``F.linear`` with one of bfloat16: 0.27, 0.51, 1.3 and 2.3; 2048 x 2048 with AVX-512 alone 0.36, 0.16, 0.30
 and 0.43, with AVX2 0.94, 0.33, 0.39 and 0.59. ``_dyn_quant_matmul_4bit`` is made for ARM: 7 to 59 (one thread, torch
 2.13.0, AMD EPYC Zen 4, 2026-11-26).
+
+On CUDA ``_weight_int4pack_mm`` is tinygemm's: bfloat16 from sm_80 on, 8 outputs by 128 inputs a tile, two codes of a
+byte with the first one higher (aten/src/ATen/native/cuda/int4mm.cu; torchao 0.18 calls it so). Each 16 rows read the
+weight again: 4096 x 28672 took 43, 261 and 1036 us for 1, 32 and 128 rows, where bfloat16 took 96 to 100 (H100, torch
+2.11). It never ran through this adapter.
 Library: torch >= 2.10, BSD-3-Clause.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,18 +25,27 @@ from layerzero.backends.grouped_weights import IN_FOUR_BITS, Pack, Product, grou
 from layerzero.backends.torch.attention import TORCH
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
+from layerzero.core.kernel import Trust
 from layerzero.ops.quantize.weight_format import Codes
 
 _GROUPS = (256, 128, 64, 32)
+_TILES = 8
+"""Of 16 inputs that tinygemm keeps together: the most, and what torchao takes."""
 
 
 def _int4(facts: Facts) -> tuple[Pack, Product]:
     """Numbers are ``(code - 8) * scale + zero``; what rounding to bfloat16 takes off a zero point is added behind."""
-    operator = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+    on_cpu, library = facts["platform"] == "cpu", torch.ops.aten
+    operator = library._weight_int4pack_mm_for_cpu.default if on_cpu else library._weight_int4pack_mm.default
+
+    def converted(numbers: Tensor) -> Any:
+        if on_cpu:
+            return library._convert_weight_to_int4pack_for_cpu.default(numbers.to(torch.int32), 1)
+        return library._convert_weight_to_int4pack.default(numbers[:, ::2] << 4 | numbers[:, 1::2], _TILES)
 
     def pack(codes: Codes) -> tuple[tuple[Tensor, int, Tensor, Tensor | None], int]:
         codes = regrouped(codes, _GROUPS)
-        numbers = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default(codes.numbers.to(torch.int32), 1)
+        numbers = converted(codes.numbers)
         scale, rest = codes.scale.to(torch.bfloat16), None
         zero = torch.zeros_like(scale)
         if has_zeros(codes):
@@ -77,6 +93,22 @@ KERNELS = (
         limit.dim("in_features", multiple=32),
         limit.dim("out_features", multiple=16),
         graph_safe=False,
+    ),
+    grouped(
+        "torch.cuda.int4pack_mm",
+        TORCH,
+        _int4,
+        30,
+        limit.arch(min=(8, 0)),
+        limit.dtype("bfloat16"),
+        IN_FOUR_BITS,
+        limit.dim("rows", max=64),
+        limit.dim("weight_group", multiple=32),
+        limit.dim("in_features", multiple=128),
+        limit.dim("out_features", multiple=8),
+        limit.aligned(16, "input"),
+        platform="cuda",
+        trust=Trust.UNTRIED,
     ),
     grouped(
         "torch.int8pack_mm_rows",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 MODULES = (
     "flash_attn",
+    "grouped_linear",
     "latent",
     "logits",
+    "marlin",
     "norm",
     "paged",
     "quantize",

@@ -3,9 +3,10 @@
 Argument orders are those of csrc/torch_bindings.cpp and csrc/libtorch_stable/torch_bindings.cpp: vLLM 0.20 ships
 ``cutlass_scaled_mm`` in a second library, which adds to the first one's name space. All three conform on an H200 (torch
 2.11, 2026-11-23). Before Hopper, where none of them ran, the product reads a scale for each output and the bias by
-vectors of up to 16 bytes. Rows of zeros get a scale of 0, which is made 1 here. Its float8
-operators are left out: they clamp by fminf, which makes the largest number of NaN
-(csrc/quantization/w8a8/fp8/common.cuh), and what computes NaN should say so.
+vectors of up to 16 bytes. Rows of zeros get a scale of 0, which is made 1 here. Its operators that
+quantize to float8 are left out: they clamp by fminf, which makes the largest number of NaN
+(csrc/quantization/w8a8/fp8/common.cuh), and what computes NaN should say so. CUTLASS' product of float8 takes what
+torch quantized, from Ada on, with results in float16, too, where torch's has bfloat16 alone; it never ran here.
 Library: vllm 0.20, Apache-2.0; CUTLASS, BSD-3-Clause.
 """
 
@@ -17,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.quantized_linear import on_boundary
+from layerzero.backends.torch.quantized_linear import on_boundary, quantized_rows
 from layerzero.backends.vllm.library import STABLE, VLLM, operators
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
+from layerzero.core.kernel import Kernel, Trust
 from layerzero.ops.linear.quantized import QUANTIZED
+from layerzero.ops.quantize.formats import FORMATS
 
 
 def _library() -> Any:
@@ -64,8 +66,13 @@ def _load_given(facts: Facts) -> Callable[..., Any]:
     return run
 
 
+def _float8_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    return quantized_rows(rows.to(torch.float32), FORMATS["fp8_e4m3"])
+
+
 def _load_linear(facts: Facts) -> Callable[..., Any]:
-    quantized = _rows()  # first: it finds out whose the name space is
+    of_int8 = _rows()  # first: it finds out whose the name space is
+    quantized = of_int8 if facts["operation"] == QUANTIZED["int8"].name else _float8_rows
     operator = operators(f"{STABLE}.abi3.so", "_C", STABLE).cutlass_scaled_mm.default
     features, outputs, ndim = facts.size("in_features"), facts.size("out_features"), facts["input_ndim"]
 
@@ -121,6 +128,24 @@ KERNELS = (
             limit.aligned(16, "input", "weight", "bias"),
         ),
         priority=55,
+        backend=VLLM,
+    ),
+    Kernel(
+        id="vllm.fp8_linear",
+        operations=(QUANTIZED["fp8_e4m3"].name,),
+        load=_load_linear,
+        accepts=("bias",),
+        limits=(
+            limit.platform("cuda"),
+            limit.arch(min=(8, 9)),
+            limit.dtype("float16", "bfloat16"),
+            limit.dim("in_features", multiple=16),
+            limit.dim("out_features", multiple=16),
+            limit.contiguous("input", "weight", "bias"),
+            limit.aligned(16, "input", "weight", "bias"),
+        ),
+        priority=28,
+        trust=Trust.UNTRIED,
         backend=VLLM,
     ),
 )

@@ -1,0 +1,261 @@
+"""vLLM's products with codes by group on CUDA: Marlin, Machete, ExLlama's of GPTQ, and AutoAWQ's.
+
+Operators and their arguments are those that vllm 0.20.0's ``_C.abi3.so`` registers; limits follow
+csrc/quantization/{marlin,machete,gptq,awq} and, of Marlin, the instantiations in that library: codes of 4 and 8 bits
+with a scale for each row or for 32, 64 or 128 numbers, zero points with 4 bits alone. Marlin's order of codes is made
+here by torch: a tile of 16 inputs and 64 outputs becomes a word for each thread of four warps
+(csrc/quantization/marlin/gptq_marlin_repack.cu), scales lie in the order in which a thread needs them
+(``marlin_permute_scales`` and ``marlin_zero_points`` of marlin_utils.py). Machete is Hopper's alone, and adds zero
+points as ``-scale * zero`` in the dtype of the rows. ExLlama's kernel adds up in float16 by atomics, and makes the wide
+weight for more than 50 rows; AutoAWQ's writes eight partial sums. None of them ran here.
+Library: vllm 0.20, Apache-2.0; CUTLASS, BSD-3-Clause.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.grouped_weights import (
+    IN_FOUR_BITS,
+    Locks,
+    Pack,
+    Product,
+    bytes_of,
+    grouped,
+    has_zeros,
+    regrouped,
+)
+from layerzero.backends.vllm.library import VLLM, operators
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Trust
+from layerzero.ops.quantize.groups import GROUPED
+from layerzero.ops.quantize.weight_format import Codes, WeightFormat, packed
+
+UNSIGNED = {4: 1125899906843648, 8: 1125899906844672}
+BIASED = {4: 1125899907892224, 8: 1125899923621888}
+"""Numbers of ``scalar_types.uint4`` and ``uint8``, and of ``uint4b8`` and ``uint8b128`` (vllm/scalar_type.py)."""
+
+_ORDER = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 2, 1, 3, 4, 6, 5, 7)}
+"""In which a thread's eight codes lie, the lowest bits first."""
+
+_GROUPS = tuple(eights + 8 * each for eights in range(8) for each in range(8))
+_ROWS = tuple(2 * pair + each for pair in range(4) for each in (0, 1, 8, 9, 16, 17, 24, 25))
+"""Orders of scales: of 64 outputs where groups have their own, of 32 where rows have."""
+
+
+@functools.cache
+def _places(bits: int) -> Tensor:
+    """Which number of a tile, input by input, each of Marlin's codes is."""
+    inputs = (0, 1, 8, 9)
+    return torch.tensor(
+        [
+            64 * (2 * (thread % 4) + inputs[code % 4]) + 16 * warp + thread // 4 + 8 * (code // 4)
+            for thread in range(32)
+            for warp in range(4)
+            for code in _ORDER[bits]
+        ]
+    )
+
+
+def marlin_codes(numbers: Tensor, bits: int) -> Tensor:
+    """Codes in Marlin's order. Shapes: (N, K) → int32 (K / 16, N * bits / 2)."""
+    outputs, inputs = numbers.shape
+    tiles = numbers.view(outputs // 64, 64, inputs // 16, 16).permute(2, 0, 3, 1).reshape(-1, 1024)
+    return packed(tiles[:, _places(bits).to(tiles.device)], bits).view(inputs // 16, -1)
+
+
+def marlin_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales in Marlin's order. Shapes: (N, G) → (G, N)."""
+    order = _GROUPS if scale.shape[1] > 1 else _ROWS
+    return scale.t().to(dtype).reshape(-1, len(order))[:, list(order)].view(scale.shape[1], -1)
+
+
+def marlin_zero(zero: Tensor) -> Tensor:
+    """Zero points of 4 bits in Marlin's order. Shapes: (N, G) → int32 (G, N / 8)."""
+    ordered = zero.t().reshape(-1, 64)[:, list(_GROUPS)].view(-1, 8)[:, list(_ORDER[4])]
+    return packed(ordered.view(zero.shape[1], -1), 4)
+
+
+def marlin(facts: Facts, kind: int) -> Product:
+    """Marlin's product with (words, scale, zero points or none, second scale or none, locks)."""
+    operator = operators("_C.abi3.so", "_C").marlin_gemm.default
+    inputs, outputs = facts.size("in_features"), facts.size("out_features")
+
+    def run(rows: Tensor, form: tuple[Any, ...]) -> Tensor:
+        words, scale, zero, second, locks = form
+        of_zeros = kind if zero is None else UNSIGNED[4]
+        output: Tensor = operator(
+            *(rows, None, words, None, scale, None, second, zero, None, None, locks.now(), of_zeros),
+            *(len(rows), outputs, inputs, True, False, True, False),  # all of K, no atomics, sums in float32
+        )
+        return output
+
+    return run
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many Marlin has blocks for, a lock each."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _marlin(facts: Facts) -> tuple[Pack, Product]:
+    dtype, bits = facts.tensors["input"].dtype, max(facts.size("weight_bits"), 4)
+
+    def pack(codes: Codes) -> tuple[tuple[Any, ...], int]:
+        if codes.scale.shape[1] > 1:
+            codes = regrouped(codes, (128, 64, 32))
+        words, scale = marlin_codes(codes.numbers, bits), marlin_scale(codes.scale, dtype)
+        zero = marlin_zero(codes.zero) if has_zeros(codes) else None  # type: ignore[arg-type]
+        locks = Locks(multiprocessors(words.device), words.device)
+        return (words, scale, zero, None, locks), bytes_of(words, scale, zero)
+
+    return pack, marlin(facts, BIASED[bits])
+
+
+def _machete(facts: Facts) -> tuple[Pack, Product]:
+    library, bits = operators("_C.abi3.so", "_C"), max(facts.size("weight_bits"), 4)
+    operator, prepack, dtype = library.machete_mm.default, library.machete_prepack_B.default, facts["dtype"]
+
+    def pack(codes: Codes) -> tuple[tuple[Any, ...], int]:
+        whole = codes.scale.shape[1] == 1
+        codes = codes if whole else regrouped(codes, (128, 64))
+        scale, zero, kind = codes.scale.t().to(dtype).contiguous(), None, BIASED[bits]  # type: ignore[call-overload]
+        if has_zeros(codes):
+            zero, kind = (codes.zero.t().to(scale.dtype) * -scale).contiguous(), UNSIGNED[bits]  # type: ignore[union-attr]
+        words = prepack(packed(codes.numbers, bits).t(), dtype, kind, dtype)
+        return (words, kind, scale, zero, -1 if whole else codes.group), bytes_of(words, scale, zero)
+
+    def product(rows: Tensor, form: tuple[Any, ...]) -> Tensor:
+        words, kind, scale, zero, group = form
+        output: Tensor = operator(rows, words, kind, None, scale, zero, group, None, None, None)
+        return output
+
+    return pack, product
+
+
+def _as_file(codes: Codes, scheme: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Words, zero points and float16 scales as a file of a scheme has them."""
+    of = WeightFormat(scheme, bits=codes.bits, group=codes.group, zeros="stored")
+    made = GROUPED[scheme].encoded(of, replace(codes, group_index=None))
+    assert made.scale is not None
+    assert made.zero is not None
+    return made.data, made.zero, made.scale.to(torch.float16)
+
+
+def _exllama(facts: Facts) -> tuple[Pack, Product]:
+    library, bits = operators("_C.abi3.so", "_C"), max(facts.size("weight_bits"), 4)
+    operator, shuffle = library.gptq_gemm.default, library.gptq_shuffle.default
+
+    def pack(codes: Codes) -> tuple[tuple[Tensor, ...], int]:
+        words, zero, scale = _as_file(codes, "gptq")
+        in_order = words.new_empty(0)
+        shuffle(words, in_order, bits)
+        return (words, zero, scale, in_order), bytes_of(words, zero, scale)
+
+    return pack, lambda rows, form: operator(rows, *form, True, True, bits)
+
+
+def _awq(facts: Facts) -> tuple[Pack, Product]:
+    operator = operators("_C.abi3.so", "_C").awq_gemm.default
+
+    def pack(codes: Codes) -> tuple[tuple[Tensor, ...], int]:
+        words, zero, scale = _as_file(codes, "awq")
+        return (words, scale, zero), bytes_of(words, zero, scale)
+
+    return pack, lambda rows, form: operator(rows, *form, 8)
+
+
+def _wide_weight(facts: Facts) -> int:
+    return 2 * facts.size("in_features") * facts.size("out_features")
+
+
+def _partial_sums(facts: Facts) -> int:
+    return 16 * facts.size("rows") * facts.size("out_features")
+
+
+_HALVES = (limit.dtype("float16", "bfloat16"), limit.aligned(16, "input"))
+MARLIN = (
+    limit.arch(min=(8, 0)),
+    *_HALVES,
+    limit.dim("in_features", multiple=128),
+    limit.dim("out_features", multiple=64),
+)
+"""What Marlin demands of every weight."""
+
+_FLOAT16 = (limit.arch(min=(8, 0)), limit.dtype("float16"), limit.aligned(16, "input"))
+
+KERNELS = (
+    grouped(
+        "vllm.marlin",
+        VLLM,
+        _marlin,
+        40,
+        *MARLIN,
+        limit.dim("weight_group", multiple=32),
+        IN_FOUR_BITS,
+        platform="cuda",
+        trust=Trust.UNTRIED,
+    ),
+    grouped(
+        "vllm.marlin_int8",
+        VLLM,
+        _marlin,
+        40,
+        *MARLIN,
+        limit.dim("weight_group", multiple=32),
+        limit.one_of("weight_bits", 8),
+        limit.one_of("weight_zeros", "none"),
+        platform="cuda",
+        accepts=("weight_format", "bias", "group_index", "packed"),
+        trust=Trust.UNTRIED,
+    ),
+    grouped(
+        "vllm.machete",
+        VLLM,
+        _machete,
+        45,
+        limit.arch(min=(9, 0), max=(9, 0)),
+        *_HALVES,
+        limit.one_of("weight_bits", 2, 3, 4, 8),
+        limit.dim("weight_group", multiple=64),
+        limit.dim("in_features", multiple=64),
+        limit.dim("out_features", multiple=128),
+        platform="cuda",
+        trust=Trust.UNTRIED,
+    ),
+    grouped(
+        "vllm.gptq",
+        VLLM,
+        _exllama,
+        22,
+        *_FLOAT16,
+        limit.one_of("weight_bits", 2, 3, 4, 8),
+        limit.dim("weight_group", multiple=32),
+        limit.dim("in_features", multiple=32),
+        limit.dim("out_features", multiple=32),
+        platform="cuda",
+        deterministic=False,
+        workspace_bytes=_wide_weight,
+        trust=Trust.UNTRIED,
+    ),
+    grouped(
+        "vllm.awq",
+        VLLM,
+        _awq,
+        21,
+        *_FLOAT16,
+        IN_FOUR_BITS,
+        limit.dim("weight_group", one_of=(32, 64, 128)),
+        limit.dim("in_features", multiple=32),
+        limit.dim("out_features", multiple=128),  # of 64 it has a kernel, too, but groups must divide the outputs
+        platform="cuda",
+        workspace_bytes=_partial_sums,
+        trust=Trust.UNTRIED,
+    ),
+)

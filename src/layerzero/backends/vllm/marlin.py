@@ -1,0 +1,170 @@
+"""vLLM's Marlin on CUDA with weights of float8, MX and NVFP4, and its kernel that widens GGUF's blocks.
+
+Instantiations are those in vllm 0.20.0's ``_C.abi3.so``: e4m3 with a scale for each row or for 128 numbers, in float16
+and bfloat16; mxfp4 and mxfp8 in bfloat16 alone; nvfp4 in both. Blocks of rows become rows. The kernel widens e4m3
+without its exponent's bias, which scales take over: 2^8 in float16, 2^120 in bfloat16
+(``fp8_fused_exponent_bias_into_scales`` of marlin_utils_fp8.py). Every second and third of four powers of two change
+places, scales of nvfp4, too (marlin_utils_fp4.py), and those are written as five bits of an exponent and three of a
+mantissa without a sign; of bfloat16 the highest bit must be set, so that all are multiplied by a power of two and the
+second scale is divided by it. A weight whose scales do not fit is refused when it is packed.
+
+``ggml_dequantize`` computes in float16 (csrc/quantization/gguf/dequantize.cuh), so that float32 is left out. Its
+products ``ggml_mul_mat_a8`` and ``ggml_mul_mat_vec_a8`` round the rows to int8, which this operation does not do.
+None of these ran here.
+Library: vllm 0.20, Apache-2.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from layerzero.backends.grouped_weights import (
+    Locks,
+    Pack,
+    Product,
+    as_powers,
+    by_rows,
+    bytes_of,
+    grouped,
+    second_factor,
+)
+from layerzero.backends.vllm.grouped_linear import MARLIN, marlin, marlin_codes, marlin_scale, multiprocessors
+from layerzero.backends.vllm.library import VLLM, operators
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel, Trust
+from layerzero.ops.linear.weight_formats import FORMATTED
+from layerzero.ops.quantize.weight import QuantizedWeight
+from layerzero.ops.quantize.weight_format import unpacked
+
+_E4M3, _E2M1 = 2814749767172868, 562949953487106
+"""Numbers of ``scalar_types.float8_e4m3fn`` and ``float4_e2m1f`` (vllm/scalar_type.py)."""
+
+_BIAS = {torch.float16: 8, torch.bfloat16: 120}
+_BIAS_E2M1 = {torch.float16: 14, torch.bfloat16: 126}
+"""Exponents that the kernel leaves to scales of e4m3 and of e2m1."""
+
+
+def _form(words: Tensor, scale: Tensor, second: Tensor | None) -> tuple[tuple[Any, ...], int]:
+    locks = Locks(multiprocessors(words.device), words.device)
+    return (words, scale, None, second, locks), bytes_of(words, scale, second)
+
+
+def _unfit(what: str) -> ValueError:
+    return ValueError(f"weight_scale: wanted {what}, for vllm's Marlin; another kernel takes this weight")
+
+
+def _blocks(facts: Facts) -> tuple[Pack, Product]:
+    dtype = facts.tensors["input"].dtype
+
+    def pack(weight: QuantizedWeight) -> tuple[tuple[Any, ...], int]:
+        numbers = weight.fields.data.contiguous().view(torch.uint8)
+        scale = marlin_scale(by_rows(weight) * 2.0 ** _BIAS[dtype], dtype)
+        if not scale.isfinite().all():
+            raise _unfit(f"scales that stay finite in {dtype} times 2^{_BIAS[dtype]}")
+        return _form(marlin_codes(numbers, 8), scale, None)
+
+    return pack, marlin(facts, _E4M3)
+
+
+def _swapped(scale: Tensor) -> Tensor:
+    return scale.view(-1, 4)[:, [0, 2, 1, 3]].view(scale.shape)
+
+
+def unsigned_scale(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """Scales of nvfp4 in Marlin's order and eight bits, and the power of two that they were multiplied by.
+
+    Shapes: float8_e4m3fn (N, G) → (G, N). Raises: ValueError for scales below 0, or too far apart.
+    """
+    wide, factor = scale.to(torch.float32), 1.0
+    if bool((wide < 0.0).any()):
+        raise _unfit("scales of nvfp4 from 0 on")
+    most, least = float(wide.amax()), float(torch.where(wide > 0.0, wide, torch.inf).amin())
+    while dtype is torch.bfloat16 and least * factor * 128.0 < 2.0:
+        factor *= 2.0
+    if most * factor * 128.0 > torch.finfo(torch.float16).max:
+        raise _unfit("scales of nvfp4 from 2 to 65504 times one power of two")
+    halves = _swapped(marlin_scale(wide * (factor * 128.0), torch.float16)).view(torch.int16) << 1
+    return halves.view(torch.float8_e4m3fn)[:, 1::2].contiguous(), factor
+
+
+def _micro(facts: Facts) -> tuple[Pack, Product]:
+    dtype, of_bytes = facts.tensors["input"].dtype, facts["weight_scheme"] == "mxfp8"
+    nv = facts["weight_scheme"] == "nvfp4"
+
+    def pack(weight: QuantizedWeight) -> tuple[tuple[Any, ...], int]:
+        data, scale = weight.fields.data.contiguous().view(torch.uint8), weight.fields.scale
+        assert scale is not None
+        words = marlin_codes(data, 8) if of_bytes else marlin_codes(unpacked(data, 4, weight.shape[1]), 4)
+        if not nv:
+            powers = marlin_scale(as_powers(scale).view(torch.uint8), torch.uint8)
+            return _form(words, _swapped(powers).view(torch.float8_e8m0fnu), None)
+        eighths, factor = unsigned_scale(scale, dtype)
+        return _form(words, eighths, second_factor(weight) * (2.0 ** (_BIAS_E2M1[dtype] - 7) / factor))
+
+    return pack, marlin(facts, _E4M3 if of_bytes else _E2M1)
+
+
+_KINDS = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "IQ4_NL": 20}
+_KINDS |= {"Q2_K": 10, "Q3_K": 11, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14}
+"""GGML's numbers of types (``GGMLQuantizationType`` of gguf 0.19)."""
+
+
+def _load_gguf(facts: Facts) -> Callable[..., Any]:
+    operator, kind = operators("_C.abi3.so", "_C").ggml_dequantize.default, _KINDS[str(facts["weight_kind"])]
+    outputs, inputs = facts.size("out_features"), facts.size("in_features")
+
+    def run(input: Tensor, weight: Tensor, *, weight_format: str, bias: Tensor | None = None) -> Tensor:
+        return functional.linear(input, operator(weight, kind, outputs, inputs, input.dtype), bias)
+
+    return run
+
+
+def _wide_weight(facts: Facts) -> int:
+    return 2 * facts.size("in_features") * facts.size("out_features")
+
+
+def _kernel(name: str, parts: Any, operation: str, *limits: limit.Limit) -> Kernel:
+    return grouped(name, VLLM, parts, 40, *MARLIN, *limits, platform="cuda", operation=operation, trust=Trust.UNTRIED)
+
+
+KERNELS = (
+    _kernel(
+        "vllm.marlin_fp8",
+        _blocks,
+        "block",
+        limit.one_of("weight_dtype", "float8_e4m3"),
+        limit.dim("weight_group", one_of=(0, 128)),
+    ),
+    _kernel(
+        "vllm.marlin_mx",
+        _micro,
+        "mx",
+        limit.dtype("bfloat16"),
+        limit.one_of("weight_scheme", "mxfp4", "mxfp8"),
+        limit.one_of("weight_dtype", "uint8", "float8_e4m3"),
+    ),
+    _kernel("vllm.marlin_nvfp4", _micro, "mx", limit.one_of("weight_scheme", "nvfp4")),
+    Kernel(
+        id="vllm.gguf",
+        operations=(FORMATTED["gguf"].name,),
+        backend=VLLM,
+        load=_load_gguf,
+        accepts=("weight_format", "bias"),
+        limits=(
+            limit.platform("cuda"),
+            limit.arch(min=(8, 0)),
+            limit.dtype("float16", "bfloat16"),
+            limit.one_of("weight_kind", *_KINDS),
+            limit.contiguous("weight"),
+        ),
+        workspace_bytes=_wide_weight,
+        priority=25,
+        trust=Trust.UNTRIED,
+    ),
+)
