@@ -54,7 +54,7 @@ def told(device: Device, dtypes: Iterable[object]) -> str:
     if not found:
         return ""
     names = " and ".join(found)
-    return f"this CPU has no {names} products: torch emulates them, LayerZero takes float32 from 8 rows on"
+    return f"this CPU has no {names} products: torch emulates them, LayerZero takes float32 where that is faster"
 
 
 def product_ratio(dtype: torch.dtype) -> float:
