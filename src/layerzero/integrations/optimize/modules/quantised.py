@@ -100,7 +100,7 @@ KINDS: tuple[tuple[Read, int, Callable[..., bool], Make], ...] = (
 def find(search: Search) -> Iterator[Replaced | Left]:
     """Modules whose weight is codes by group, and that give what our product gives."""
     for path, module in search.root.named_modules():
-        if id(module) in search.taken or module._modules:
+        if id(module) in search.taken or isinstance(module, torch.jit.ScriptModule) or module._modules:
             continue
         kinds = [(read, make) for read, count, fits, make in KINDS if _fits(read(module), count, fits)]
         if not kinds:
