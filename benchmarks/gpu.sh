@@ -5,7 +5,7 @@
 #     LIBRARIES=.gpu bash benchmarks/gpu.sh     with folders that bring an unpack.sh each, for a host without an index
 #
 #     STEPS="layers hour" bash benchmarks/gpu.sh results    some of the steps: doctor, conformance, tests, build, times
-#                               by default; when named, minutes each: layers, hour, tune, ship, serving, diffusion,
+#                               by default; when named, minutes each: layers, weights, hour, tune, ship, serving, diffusion,
 #                               engine, cache, tokens and models
 #
 # Writes doctor.txt, conformance-<library>.{txt,json}, tests.txt, judge.{json,md} and conformance.md, and of the other
@@ -20,7 +20,7 @@ fi
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
 limit_s=${LIMIT_S:-500}
 steps=${STEPS:-doctor conformance tests build times}
-libraries=${BACKENDS:-torch flash_attn flashinfer vllm cudnn liger quack xformers reference}
+libraries=${BACKENDS:-torch flash_attn flashinfer vllm cudnn liger quack xformers humming reference}
 
 case " $steps " in *" doctor "*) python3 -m layerzero doctor --load > "$out/doctor.txt" 2>&1 ;; esac
 case " $steps " in *" conformance "*)
@@ -49,6 +49,8 @@ for step in $steps; do
   case $step in
     layers) in_shards python3 benchmarks/layers_gpu.py
       measured python3 benchmarks/layers_gpu.py --budget-s "${BUDGET_S:-130}" --out "$out/layers.json" ;;
+    weights) LAYERZERO_REQUIRE_VETTING=0 measured python3 benchmarks/layers_gpu.py --weights --only "${ONLY:-}" \
+        --budget-s "${BUDGET_S:-400}" --out "$out/weights.json" ;;
     hour) for seed in ${SEEDS:-0}; do
         step=hour-$seed
         LAYERZERO_CACHE_DIR=$(mktemp -d) measured python3 benchmarks/first_hour_gpu.py --seed "$seed" --out "$out/hour-$seed.json"

@@ -6,6 +6,11 @@
 Widths of Llama-3-8B, Qwen2.5-7B and Gemma-2-9B in bfloat16, from one token to 16384, and draws of tokens. Calls of
 each kernel are captured in a CUDA graph; where one cannot be captured, all of that call are compared between events.
 *shipped* is what is chosen before anything is measured here, *tuned* afterwards.
+
+    LAYERZERO_REQUIRE_VETTING=0 python benchmarks/layers_gpu.py --weights --only "llama-8b 4096x28672 1 |gptq"
+
+With ``--weights`` the calls are products with quantised weights instead, beside bfloat16's: layers of Llama-3-8B,
+Qwen3-30B-A3B and DeepSeek-V3, from one row to 4096. Kernels that never ran here are timed, too, and compared.
 """
 
 from __future__ import annotations
@@ -29,6 +34,9 @@ from build_kernels import artefacts, compile_all
 import layerzero as lz
 from layerzero.core.device import KNOWN_DEVICES
 from layerzero.core.operation import Case
+from layerzero.ops.linear.weight_formats import FORMATTED
+from layerzero.ops.quantize.schemes import scheme_of
+from layerzero.ops.quantize.weight_format import WeightFormat
 from layerzero.tuning.keeping import archive
 from layerzero.tuning.keeping.rows import work_of
 from layerzero.tuning.keeping.tables import Case as TimedSizes
@@ -68,6 +76,42 @@ WIDTHS = (
     Width("qwen2.5-7b", 3584, 18944, 28, 4, 128),
     Width("gemma-2-9b", 3584, 14336, 16, 8, 256),
 )
+
+
+WEIGHTS = {
+    "llama-8b": ((4096, 28672), (4096, 6144), (14336, 4096), (4096, 4096)),
+    "qwen3-30b-a3b": ((2048, 5120), (4096, 2048), (2048, 1536), (768, 2048)),
+    "deepseek-v3": ((7168, 36864), (16384, 7168), (7168, 2112), (1536, 24576)),
+}
+"""Inputs and outputs of products: gate and up, projections, down; of DeepSeek's attention both halves of each."""
+
+FORMATS = (
+    "gptq:bits=4,group=128,zeros=minus_one",
+    "compressed-tensors:bits=4,group=128",
+    "fp8:group=128,rows=128",
+    "compressed-tensors:bits=8",
+    "mxfp4",
+    "nvfp4",
+)
+BATCHES = (1, 32, 2048, 8, 128, 512, 16, 64, 256, 1024, 4096)
+"""Rows, in an order of which every beginning says most."""
+
+
+def of_weights() -> list[tuple[int, Job]]:
+    """Products of every format, and those in bfloat16, int8 and float8 rows beside them."""
+    found = []
+    for rows in BATCHES:
+        for model, shapes in WEIGHTS.items():
+            for inputs, outputs in shapes:
+                sizes = {"rows": rows, "in_features": inputs, "out_features": outputs}
+                name = f"{model} {inputs}x{outputs} {rows}"
+                plain = ("mlp.linear", "mlp.linear.quant.int8", "mlp.linear.quant.fp8_e4m3")
+                found += [(rows, Job(operation, Case(name, sizes), "bfloat16")) for operation in plain]
+                for text in FORMATS:
+                    named = Case(f"{name} {text}", sizes, {"weight_format": text})
+                    operation = FORMATTED[scheme_of(WeightFormat.of(text)).operation].name
+                    found.append((rows, Job(operation, named, "bfloat16")))
+    return found
 
 
 def cases(width: Width, tokens: int) -> Iterator[tuple[str, Case]]:
@@ -215,7 +259,7 @@ def report(verdicts: Sequence[Verdict]) -> Iterator[str]:
     yield f"farthest above the floor, from {FLOOR_FROM} tokens on:"
     far = [each for each in verdicts if each.over_floor is not None and not math.isnan(each.over_floor)]
     for each in sorted(far, key=lambda each: -(each.over_floor or 0.0))[:10]:
-        yield f"  {each.over_floor:.2f} {line_of(each)}, floor {each.floor_us:.1f}"
+        yield f"  {each.over_floor:.2f} {line_of(each)}"
     for each in verdicts:
         sort = each.times_us.get("torch.sorted_topp", each.torch_us)
         if each.operation == "sampling.topp" and sort:
@@ -227,7 +271,8 @@ def line_of(each: Verdict) -> str:
     """A call with its times."""
     ordered = sorted(each.times_us.items(), key=lambda pair: pair[1])
     times = ", ".join(f"{name} {time_us:.1f}" for name, time_us in ordered[:5])
-    return f"{each.name} [{each.origin}] {each.tuned}: {times}"
+    floor = "" if each.floor_us is None else f", floor {each.floor_us:.1f}"
+    return f"{each.name} [{each.origin}] {each.tuned}: {times}{floor}"
 
 
 def main() -> None:
@@ -236,6 +281,7 @@ def main() -> None:
     parser.add_argument("--build", metavar="I/N", help="only compile, every Nth artefact from the Ith")
     parser.add_argument("--budget-s", type=float, default=150.0)
     parser.add_argument("--only", default="", help="only calls whose name holds this; with | for several")
+    parser.add_argument("--weights", action="store_true", help="products with quantised weights, and nothing else")
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--device", default="cuda", help="on a CPU a call's time stands for the device's")
     parser.add_argument("--out", type=Path, default=Path("layers.json"))
@@ -254,7 +300,8 @@ def main() -> None:
         archive.export_prior(table(verdicts, named, like), given.table)
         return
     device, until = torch.device(given.device), time.monotonic() + given.budget_s
-    asked = [(tokens, job) for tokens, job in jobs() if any(part in job.name for part in given.only.split("|"))]
+    offered = of_weights() if given.weights else jobs()
+    asked = [(tokens, job) for tokens, job in offered if any(part in job.name for part in given.only.split("|"))]
     if given.build:
         first, step = (int(number) for number in given.build.split("/"))
         pairs = artefacts([job for _, job in asked], device, leave_out)
