@@ -126,3 +126,21 @@ def test_several_threads_get_their_own_results(loaded):
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def test_zeros_of_float8_are_zeros(loaded):
+    """Its operator reads e4m3's 0 as 2^-7, which adds up in rows of the weight that are zeros."""
+    if not {"avx512_bf16"} <= CPU.instruction_sets:
+        pytest.skip("the operator is in the build for bfloat16 alone")
+    numbers = torch.randn(256, 256, generator=torch.Generator().manual_seed(0)) * 100.0
+    numbers[5], numbers[130, 1:] = 0.0, 0.0
+    weight = lz.QuantizedWeight(
+        "fp8:group=128,rows=128", (256, 256), numbers.to(torch.float8_e4m3fn), torch.full((2, 2), 0.01)
+    )
+    rows = torch.ones(3, 256, dtype=torch.bfloat16)
+    with lz.scope(prefer=["vllm"]):
+        assert lz.which("quantized_linear", rows, weight)["kernel_id"] == "vllm.cpu.fp8_blocks"
+        got = lz.quantized_linear(rows, weight)
+    assert not got[:, 5].any()
+    wanted = rows.float() @ weight.dequantized(torch.float32).t()
+    torch.testing.assert_close(got.float(), wanted, rtol=1e-2, atol=2e-2)
