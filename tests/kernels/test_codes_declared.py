@@ -6,11 +6,12 @@ import itertools
 
 import pytest
 import torch
-from weight_operators import BF16, F16, marlin_place, marlin_words, product, refused, stand_in, weight
+from weight_operators import BF16, F16, LIBRARIES, marlin_place, marlin_words, product, refused, stand_in, weight
 
 import layerzero as lz
 from layerzero.backends import grouped_weights
 from layerzero.backends.vllm import grouped_linear as of_vllm
+from layerzero.core.device import Device
 from layerzero.core.reasons import ReasonCode
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops.quantize.weight_format import unpacked
@@ -149,6 +150,26 @@ def test_a_form_whose_scales_are_in_the_dtype_of_the_rows_serves_no_other(stood_
     for dtype in (F16, BF16):
         product("group", "vllm.marlin", known, torch.randn(1, 256).to(dtype))
     assert {slot.form[0][1].dtype for slot in known.packed._slots.values()} == {F16, BF16}
+
+
+def test_a_capture_takes_kernels_that_made_a_form_before_it(stood_in, monkeypatch):
+    monkeypatch.setattr(grouped_weights, "_MADE", set())
+    known, input = weight(GPTQ), torch.randn(1, 256).to(BF16)
+    device = Device.named("H100")
+
+    def unsafe(kernel, inputs=256):
+        given = known if inputs == 256 else weight(GPTQ, 128, inputs)
+        found = lz.explain(
+            "quantized_linear", torch.empty(1, inputs, dtype=BF16), given, device="H100", libraries=LIBRARIES
+        )
+        captured = lz.explain(found.facts.on(device, capturing=True))
+        return any(reason.code is ReasonCode.CUDA_GRAPH_UNSAFE for reason in captured.reasons(kernel))
+
+    assert unsafe("vllm.marlin")
+    product("group", "vllm.marlin", known, input)
+    assert not unsafe("vllm.marlin")
+    assert unsafe("vllm.machete")
+    assert unsafe("vllm.marlin", 512)
 
 
 def test_each_stream_has_locks_of_its_own_and_a_capture_takes_what_is_zero_already(monkeypatch):

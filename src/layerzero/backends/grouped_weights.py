@@ -19,6 +19,7 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.limit import Limit
+from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.linear.packed import BELONGS, PackedWeight
 from layerzero.ops.linear.weight_formats import FORMATTED
 from layerzero.ops.quantize.weight import QuantizedWeight
@@ -36,12 +37,34 @@ Product = Callable[[Tensor, Any], Tensor]
 Parts = Callable[[Facts], tuple[Pack, Product]]
 
 
+_MADE: set[tuple[object, ...]] = set()
+"""Which kernels made forms of weights of which format and size."""
+
+
+def _of_call(owner: str, facts: Facts) -> tuple[object, ...]:
+    return owner, *(facts[name] for name in ("dtype", "weight_format", "out_features", "in_features"))
+
+
+def _before_capture(owner: str) -> Limit:
+    """No form can be made in a capture, so that one takes what calls before it made for weights like this."""
+
+    def check(facts: Facts) -> Reason | None:
+        if not facts["capturing"] or _of_call(owner, facts) in _MADE:
+            return None
+        hint = "Call it once with this weight outside of the capture"
+        return Reason(ReasonCode.CUDA_GRAPH_UNSAFE, "packed", "a form made before", "none", hint)
+
+    return limit.Custom("under capture: a form made by an earlier call", check)
+
+
 def _load(facts: Facts, owner: str, parts: Parts, *, of_codes: bool) -> Callable[..., Any]:
     pack, product = parts(facts)
+    of_call = _of_call(owner, facts)
     ndim, features = facts["input_ndim"], facts.size("in_features")
     key = owner, facts["dtype"]  # scales are in that of the rows
 
     def made(weight: QuantizedWeight) -> tuple[tuple[Any, Tensor | None], int]:
+        _MADE.add(of_call)
         if not of_codes:
             form, size = pack(weight)
             return (form, None), size
@@ -106,7 +129,12 @@ def grouped(
         "operations": (FORMATTED[operation].name, *(ROUNDING if operation == "group" else ())),
         "load": functools.partial(_load, owner=kernel_id, parts=parts, of_codes=operation == "group"),
         "accepts": ("weight_format", "bias", *optional.get(operation, ()), "packed"),
-        "limits": (limit.platform(platform), *limits, BELONGS),
+        "limits": (
+            limit.platform(platform),
+            *limits,
+            BELONGS,
+            *([_before_capture(kernel_id)] if platform == "cuda" else []),
+        ),
     }
     return Kernel(id=kernel_id, backend=backend, priority=priority, **fields | changes)
 
