@@ -114,13 +114,14 @@ class Sentences(nn.Sequential):
     """What ``SentenceTransformer.encode`` does: texts by length, in batches, which its modules hand on as a dict."""
 
     def encode(self, texts: list[str], batch_size: int = 32) -> Tensor:
+        tokenizer: Any = self[0].tokenizer
         order = sorted(range(len(texts)), key=lambda place: -len(texts[place]))
         found: list[Tensor] = []
         with torch.inference_mode():
             for first in range(0, len(texts), batch_size):
                 some = [texts[place] for place in order[first : first + batch_size]]
-                features = self[0].tokenizer(some, padding=True, truncation=True, return_tensors="pt")
-                out = self.forward(dict(features))["sentence_embedding"]
+                features = tokenizer(some, padding=True, truncation=True, return_tensors="pt")
+                out = self(dict(features))["sentence_embedding"]
                 found.extend(nn.functional.normalize(out, dim=1))
         return torch.stack([found[order.index(place)] for place in range(len(texts))])
 
