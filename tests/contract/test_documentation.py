@@ -192,6 +192,15 @@ def test_the_code_about_quantizing_runs():
     torch.testing.assert_close(found["again"], found["x"], rtol=0.25, atol=1.0)
 
 
+def test_the_code_about_quantised_weights_runs(capsys):
+    (block,) = re.findall(r"```python\n(.*?)```", page("quantized.md"), re.DOTALL)
+    found: dict[str, torch.Tensor] = {}
+    exec(block, found)
+    assert torch.equal(found["other"].dequantized(), found["numbers"])
+    torch.testing.assert_close(found["y"], found["x"] @ found["numbers"].t(), rtol=1e-3, atol=1e-3)
+    assert capsys.readouterr().out.strip() == block.rstrip().rpartition("# ")[2]
+
+
 def test_the_code_about_mixtures_runs():
     found: dict[str, torch.Tensor] = {}
     block, *_ = re.findall(

@@ -252,3 +252,13 @@ def test_the_documented_examples_work(capsys):
     for example in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "conformance.md").read_text(), re.DOTALL):
         exec(compile(example, "docs/conformance.md", "exec"), {})
     assert "torch.rms_norm: " in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_mistakes_with_the_codes_of_a_weight_are_found():
+    """Swapped nibbles, the next group's and the next row's scale, a zero point off by one, no act-order."""
+    report = conformance.run(["planted.weight_*"], modules=["planted_weights"], calls=6, seconds=60, device="cpu")
+    assert report.kernel("planted.weight_sound").ok
+    for name in ("nibbles", "group", "neighbour", "zero", "order"):
+        found = report.kernel(f"planted.weight_{name}").problems
+        assert any(each.status == "wrong" and "elements too far" in each.message for each in found), name

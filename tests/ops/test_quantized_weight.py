@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -263,3 +264,28 @@ def test_rows_may_be_rounded_in_any_way_and_nothing_else_may_differ(fault, found
         rows = (X / X.abs().amax() * 7).round() * X.abs().amax() / 7
     given = Given(torch.float32, operation.judge.basis(arguments))
     assert bool(operation.judge.problem(rows @ numbers.t(), want, given)) is found
+
+
+def test_compiled_and_bound_calls_take_a_weight():
+    known = weight(PACKED)
+    expected = X @ known.dequantized(torch.float32).t()
+
+    def layer(rows):
+        return lz.quantized_linear(rows, known)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", lz.LayerZeroPerformanceWarning)
+        compiled = torch.compile(layer, fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(X), expected)
+    torch.testing.assert_close(lz.bind("quantized_linear", X, known)(X, known), expected)
+
+
+def test_gradients_reach_the_rows_alone():
+    known = weight(GPTQ)
+    rows = X.clone().requires_grad_()
+    scale = known.fields.scale.clone().requires_grad_()
+    lz.quantized_linear(
+        rows, known.fields.data, scale, weight_zero=known.fields.zero, weight_format=str(known.format)
+    ).sum().backward()
+    torch.testing.assert_close(rows.grad, known.dequantized(torch.float32).sum(0).expand(3, -1))
+    assert scale.grad is None

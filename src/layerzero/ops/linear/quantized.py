@@ -42,7 +42,8 @@ from layerzero.ops.linear.declare import (
 from layerzero.ops.linear.packed import PackedWeight, packed_param, packed_problems
 from layerzero.ops.linear.route import as_default, out_dtype_problems
 from layerzero.ops.linear.stock import quantized_linear as stock_linear
-from layerzero.ops.linear.weight_formats import FORMATTED, draw_formatted, routed_operation
+from layerzero.ops.linear.weight_formats import FORMATTED
+from layerzero.ops.linear.weight_route import draw_formatted, routed_operation
 from layerzero.ops.quantize.formats import FORMATS, Format, computed_scale, divided, quantize_scaled, rounded, widened
 from layerzero.ops.quantize.judge import NEAR
 

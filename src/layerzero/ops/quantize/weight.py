@@ -213,17 +213,19 @@ class QuantizedWeight(Bundle):
         if not (function == "quantized_linear" and parameter == "weight"):
             step = "weight.dequantized() gives its numbers"
             raise InvalidCallError(function, [f"{parameter}: wanted a tensor, got a QuantizedWeight; {step}"])
-        others = [name for name in mine if name != "weight" and given.get(name) not in (None, MISSING)]
-        if others or given.get("weight_format") is not None:
-            named = ", ".join(others or ["weight_format"])
-            raise InvalidCallError(function, [f"{named}: wanted None with a QuantizedWeight, which brings it, got one"])
+        brought = {**mine, "weight_format": str(self.format)}
+        for name in brought.keys() - {"weight"}:
+            named = given.get(name)
+            if named not in (None, MISSING) and named is not brought[name] and named != str(self.format):
+                problem = f"{name}: wanted None with a QuantizedWeight, which brings it, got one"
+                raise InvalidCallError(function, [problem])
         of, scale = self.format, self.fields.scale
-        dense = of.scheme == "fp8" and not of.group and of.rows < 2
-        if (
-            dense and scale is not None and scale.dtype is torch.float32
-        ):  # an operation of its own, which more kernels have
+        by_row = of.scheme == "fp8" and not of.group and of.rows < 2
+        if by_row and scale is not None and scale.dtype is torch.float32:  # more kernels have the operation of these
             return {"weight": self.fields.data, "weight_scale": scale}
-        return mine | {"weight_format": str(of), "packed": given.get("packed") or self.packed}
+        if given.get("packed") in (None, MISSING) and not torch.compiler.is_compiling():  # it has no place for one
+            mine["packed"] = self.packed
+        return mine | {"weight_format": str(of)}
 
     def __repr__(self) -> str:
         return f"QuantizedWeight({self.format}, {self.shape[0]} x {self.shape[1]}, {self.bytes} bytes)"

@@ -136,6 +136,18 @@ class Codes:
         """The code of 0 where there are no zero points."""
         return int(1 << (self.bits - 1))
 
+    @property
+    def groups(self) -> Tensor:
+        """The group of each column. Shapes: → (K,)."""
+        if self.group_index is not None:
+            return self.group_index
+        return torch.arange(self.numbers.shape[1], device=self.numbers.device) // self.group
+
+    def offset(self, dtype: torch.dtype) -> Tensor:
+        """What the middle code stands for: the zero point of kernels that have it as a number. Shapes: → (N, G)."""
+        zero = torch.zeros_like(self.scale) if self.zero is None else self.middle - self.zero.to(dtype)
+        return zero.to(dtype) * self.scale.to(dtype)
+
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The numbers, in this dtype all along. Shapes: → (N, K)."""
         scale, zero = self.scale.to(dtype), self.middle if self.zero is None else self.zero.to(dtype)
