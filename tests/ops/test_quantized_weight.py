@@ -1,5 +1,6 @@
 """Weights as files hold them: what their tensors stand for, what is refused, and products with them."""
 
+import contextlib
 import copy
 import pickle
 import warnings
@@ -289,3 +290,22 @@ def test_gradients_reach_the_rows_alone():
     ).sum().backward()
     torch.testing.assert_close(rows.grad, known.dequantized(torch.float32).sum(0).expand(3, -1))
     assert scale.grad is None
+
+
+@pytest.mark.parametrize(
+    ("problem", "changes"),
+    [
+        ("", {}),
+        (
+            "weight_scale: wanted finite numbers",
+            {"weight_scale": torch.full((4, 64), float("nan"), dtype=torch.float16)},
+        ),
+        ("group_index: wanted groups that have a scale", {"group_index": torch.full((128,), 4, dtype=torch.int32)}),
+    ],
+)
+def test_debug_mode_looks_at_the_values_of_bare_tensors(problem, changes):
+    fields = weight(PERMUTED).fields
+    given = dict(zip(ARGUMENTS.values(), fields, strict=True)) | {"weight_format": PERMUTED}
+    refused = pytest.raises(lz.InvalidCallError, match=problem) if problem else contextlib.nullcontext()
+    with lz.scope(debug=True), refused:
+        lz.quantized_linear(X, **{**given, **changes})

@@ -136,10 +136,12 @@ def _work(facts: Mapping[str, Any]) -> Work:
 
 
 def _check_values(
-    weight: Tensor,
+    *,
+    weight_format: str,
     weight_scale: Tensor | None = None,
     second_scale: Tensor | None = None,
     group_index: Tensor | None = None,
+    **_: object,
 ) -> Sequence[str | Check]:
     """Scales that are finite, and places of groups that exist; a QuantizedWeight has looked at more."""
     checks: list[str | Check] = []
@@ -148,7 +150,8 @@ def _check_values(
             wrong = ~scale.to(torch.float32).isfinite().all()
             checks.append(_found(wrong, f"{name}: wanted finite numbers, got one that is not"))
     if group_index is not None and weight_scale is not None:
-        wrong = ((group_index < 0) | (group_index >= max(weight_scale.shape))).any()
+        groups = weight_scale.shape[WeightFormat.of(weight_format).scheme == "compressed-tensors"]
+        wrong = ((group_index < 0) | (group_index >= groups)).any()
         checks.append(_found(wrong, "group_index: wanted groups that have a scale, got one that has none"))
     return checks
 
