@@ -12,6 +12,7 @@ import torch
 import layerzero as lz
 from layerzero.core.judge import Given
 from layerzero.ops.linear.weight_formats import FORMATTED
+from layerzero.ops.quantize.gguf import AFFINE, affine
 from layerzero.ops.quantize.groups import GROUPED
 from layerzero.ops.quantize.schemes import SCHEMES, scheme_of
 from layerzero.ops.quantize.weight_format import ARGUMENTS, Fields, packed, unpacked
@@ -309,3 +310,19 @@ def test_debug_mode_looks_at_the_values_of_bare_tensors(problem, changes):
     refused = pytest.raises(lz.InvalidCallError, match=problem) if problem else contextlib.nullcontext()
     with lz.scope(debug=True), refused:
         lz.quantized_linear(X, **{**given, **changes})
+
+
+@pytest.mark.parametrize("kind", AFFINE)
+def test_ggufs_codes_of_four_bits_are_codes_scales_and_offsets(kind):
+    known = weight(f"gguf:{kind}", outputs=64, inputs=512)
+    codes, scale, offset = affine(known.fields.data, kind)
+    whole = codes.float() * scale.repeat_interleave(32, 1) + offset.repeat_interleave(32, 1)
+    numbers = known.dequantized(torch.float32)
+    torch.testing.assert_close(whole, numbers)
+    if "avx2" not in lz.Device.detect("cpu").instruction_sets:
+        pytest.skip("torch's kernel for packed codes wants AVX2")
+    rows = torch.rand(3, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert lz.which("quantized_linear", rows, known)["kernel_id"] == "torch.int4pack_mm_gguf"
+    wanted = rows.float() @ numbers.t()
+    terms = (rows.float().square() @ numbers.t().square()).sqrt()
+    assert ((lz.quantized_linear(rows, known).float() - wanted).abs() <= 0.01 * (terms + wanted.abs())).all()

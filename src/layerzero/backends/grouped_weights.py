@@ -81,7 +81,7 @@ def _load(facts: Facts, owner: str, parts: Parts, *, of_codes: bool) -> Callable
     def run(
         input: Tensor,
         weight: Tensor,
-        weight_scale: Tensor,
+        weight_scale: Tensor | None = None,
         *,
         weight_format: str,
         bias: Tensor | None = None,

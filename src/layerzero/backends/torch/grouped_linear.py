@@ -26,6 +26,8 @@ from layerzero.backends.torch.attention import TORCH
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Trust
+from layerzero.ops.quantize.gguf import AFFINE, affine
+from layerzero.ops.quantize.weight import QuantizedWeight
 from layerzero.ops.quantize.weight_format import Codes
 
 _GROUPS = (256, 128, 64, 32)
@@ -45,23 +47,35 @@ def _int4(facts: Facts) -> tuple[Pack, Product]:
 
     def pack(codes: Codes) -> tuple[tuple[Tensor, int, Tensor, Tensor | None], int]:
         codes = regrouped(codes, _GROUPS)
-        numbers = converted(codes.numbers)
-        scale, rest = codes.scale.to(torch.bfloat16), None
-        zero = torch.zeros_like(scale)
+        scale, exact = codes.scale.to(torch.bfloat16), None
         if has_zeros(codes):
             exact = (codes.middle - codes.zero.float()) * scale.float()  # type: ignore[union-attr]
+        return made(codes.numbers, codes.group, scale, exact)
+
+    def made(
+        numbers: Tensor, group: int, scale: Tensor, exact: Tensor | None
+    ) -> tuple[tuple[Tensor, int, Tensor, Tensor | None], int]:
+        numbers, zero, rest = converted(numbers), torch.zeros_like(scale), None
+        if exact is not None:
             zero = exact.to(torch.bfloat16)
             rest = (exact - zero.float()).t().contiguous().to(torch.bfloat16)
         pairs = torch.stack((scale, zero), -1).transpose(0, 1).contiguous()
         size = numbers.nbytes + pairs.nbytes + (0 if rest is None else rest.nbytes)
-        return (numbers, codes.group, pairs, rest), size
+        return (numbers, group, pairs, rest), size
+
+    def pack_gguf(weight: QuantizedWeight) -> tuple[tuple[Tensor, int, Tensor, Tensor | None], int]:
+        """A scale that is rounded takes its offset along, so that numbers near 0 stay there."""
+        numbers, scale, offset = affine(weight.fields.data, weight.format.kind)
+        narrow = scale.to(torch.bfloat16)
+        ratio = torch.where(scale == 0.0, 1.0, narrow.float() / scale)
+        return made(numbers, 32, narrow, 8.0 * narrow.float() + offset * ratio)
 
     def product(rows: Tensor, form: tuple[Tensor, int, Tensor, Tensor | None]) -> Tensor:
         numbers, group, pairs, rest = form
         output: Tensor = operator(rows, numbers, group, pairs)
         return output if rest is None else output.addmm_(_sums(rows, group), rest)
 
-    return pack, product
+    return pack if facts["weight_scheme"] != "gguf" else pack_gguf, product
 
 
 def _sums(rows: Tensor, group: int) -> Tensor:
@@ -109,6 +123,19 @@ KERNELS = (
         limit.aligned(16, "input"),
         platform="cuda",
         trust=Trust.UNTRIED,
+    ),
+    grouped(
+        "torch.int4pack_mm_gguf",
+        TORCH,
+        _int4,
+        45,
+        limit.cpu_feature("avx2"),
+        limit.dtype("bfloat16"),
+        limit.one_of("weight_kind", *AFFINE),
+        limit.dim("rows", max=128),
+        limit.dim("out_features", multiple=16),
+        operation="gguf",
+        graph_safe=False,
     ),
     grouped(
         "torch.int8pack_mm_rows",

@@ -162,3 +162,23 @@ def dequantized(data: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
     of = KINDS[kind]
     blocks = data.shape[1] // of.size
     return of.read(data.reshape(len(data) * blocks, of.size), dtype).view(len(data), blocks * of.block)
+
+
+AFFINE = ("Q4_0", "Q4_1", "Q4_K")
+"""Kinds that are a code of four bits times a scale, and an offset, for each 32 numbers."""
+
+
+def affine(data: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes (N, K) in uint8, and the scale and offset of each 32, (N, K / 32) in float32; of :data:`AFFINE`."""
+    blocks = data.reshape(-1, KINDS[kind].size)
+    scale = half(blocks, 0, torch.float32)
+    if kind == "Q4_0":
+        codes, offset = _nibbles(blocks[:, 2:]), -8.0 * scale
+    elif kind == "Q4_1":
+        codes, offset = _nibbles(blocks[:, 4:]), half(blocks, 2, torch.float32)
+    else:
+        of_parts, least = _six_bits(blocks)
+        codes, offset = _nibbles(blocks[:, 16:], 32), -half(blocks, 2, torch.float32) * least.to(torch.float32)
+        scale = scale * of_parts.to(torch.float32)
+    rows = len(data)
+    return codes.reshape(rows, -1), scale.reshape(rows, -1), offset.reshape(rows, -1)
