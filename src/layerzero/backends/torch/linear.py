@@ -150,7 +150,7 @@ def pack(weight: Tensor) -> tuple[Tensor, int]:
 
 
 _OWN, _WIDE = ("torch.onednn", pack), ("torch.onednn_wide", lambda weight: pack(weight.float()))
-"""Forms: who keeps it, and what makes it. The second one is for rows that are wide."""
+"""Forms: the name that a weight keeps it by, and what makes it. The second one is for rows that are wide."""
 
 _Form = tuple[str, Pack]
 

@@ -47,6 +47,7 @@ from layerzero.ops.linear.packed import PackedWeight
 from layerzero.ops.linear.stock import quantized_linear
 from layerzero.ops.quantize.gguf import KINDS
 from layerzero.ops.quantize.groups import Grouped
+from layerzero.ops.quantize.scheme import Scheme
 from layerzero.ops.quantize.schemes import SCHEMES, format_problems, scheme_of
 from layerzero.ops.quantize.weight import QuantizedWeight
 from layerzero.ops.quantize.weight_format import ARGUMENTS, Fields, WeightFormat, fields_of
@@ -160,13 +161,17 @@ def _found(wrong: Tensor, text: str) -> Check:
     return Check(wrong, None, lambda _, __: text)
 
 
+def _example_dtype(scheme: Scheme, kinds: frozenset[torch.dtype]) -> torch.dtype:
+    return scheme.scale_dtype if scheme.scale_dtype in kinds else min(kinds, key=dtype_name)
+
+
 def random_weight(of: WeightFormat, outputs: int, inputs: int, device: Any, generator: Any) -> dict[str, Tensor]:
     """A weight of a format as arguments; of shapes alone on the meta device."""
     scheme = scheme_of(of)
     if torch.device(device).type == "meta":
         shapes = scheme.wanted(of, outputs, inputs)
         made = {
-            name: torch.empty(shape, dtype=min(kinds, key=dtype_name), device="meta")
+            name: torch.empty(shape, dtype=_example_dtype(scheme, kinds), device="meta")
             for name, (shape, kinds) in shapes.items()
         }
         return {ARGUMENTS[name]: each for name, each in made.items()}

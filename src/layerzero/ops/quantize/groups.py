@@ -26,6 +26,7 @@ class Grouped(Scheme):
     """
 
     operation = "group"
+    scale_dtype = torch.float16
 
     def __init__(self, name: str, bits: tuple[int, ...], zeros: tuple[str, ...], *, permuted: bool) -> None:
         self.name, self.widths, self.zeros, self.permuted = name, bits, zeros, permuted

@@ -25,11 +25,13 @@ class Scheme:
         operation: the last word of the operation that multiplies with it.
         example: a format of it, as text.
         positive: whether its scales must be above 0: of formats that hold blocks of zeros they may be 0.
+        scale_dtype: that of the scales of its examples, where several are allowed.
     """
 
     operation = ""
     example = ""
     positive = True
+    scale_dtype = torch.float32
 
     def problems(self, of: WeightFormat) -> list[str]:
         """What is wrong with the options of a format."""
