@@ -96,6 +96,22 @@ def test_codes_by_group_of_other_libraries_are_served(text: str, dtype: torch.dt
         assert torch.equal(model(rows), own)
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"qweight": torch.zeros(16, 64, dtype=torch.int32), "qzeros": torch.zeros(4, 8), "scales": torch.ones(64)},
+        {"qweight": torch.zeros(16, 64, dtype=torch.int32), "qzeros": torch.zeros(0, 8), "scales": torch.ones(0, 64)},
+        {"weight_packed": torch.zeros(64, 16), "weight_scale": torch.ones(64, 4), "weight_shape": torch.tensor([64])},
+        {"weight_packed": torch.zeros(64, 16), "weight_scale": torch.ones(64, 4), "weight_shape": torch.zeros(2)},
+    ],
+)
+def test_tensors_of_the_same_names_that_hold_something_else_stay(names: dict[str, Tensor]) -> None:
+    stranger = Product(weight("compressed-tensors:bits=4,group=32"), torch.float32, **names)
+    del stranger.in_features
+    report = lz.optimize(nn.Sequential(stranger).eval())
+    assert not report.replaced
+
+
 def test_a_module_that_gives_something_else_stays(unmeasured: None) -> None:
     model = nn.Sequential(module(TEXTS[0], torch.float32)).eval()
     model[0].times = 1.01

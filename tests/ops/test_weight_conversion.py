@@ -54,6 +54,26 @@ def test_a_weight_of_zeros_is_kept():
         assert not known.dequantized().any(), text
 
 
+def test_zero_points_that_are_all_in_the_middle_are_left_out_where_a_format_has_none():
+    known = lz.quantize_weight(N, "int4", group_size=32)
+    back = lz.repack(lz.repack(known, "gptq"), PACKED)
+    assert back.fields.zero is None
+    assert torch.equal(back.dequantized(), known.dequantized())
+    torch.testing.assert_close(lz.quantized_linear(X, back), lz.quantized_linear(X, known))
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_whole_row_is_a_group_by_either_number(size):
+    assert lz.quantize_weight(N, "int4", group_size=size).format.group == 0
+
+
+def test_one_column_of_blocks_of_float8_is_no_scale_for_each_row():
+    known = lz.quantize_weight(N.repeat(4, 1), "fp8:group=128,rows=128")
+    again = lz.QuantizedWeight.from_fp8(known.fields.data, known.fields.scale)
+    assert known.fields.scale.shape == (2, 1)
+    assert again.format == known.format
+
+
 @pytest.mark.parametrize("text", [GPTQ, AWQ, PACKED, "compressed-tensors:bits=4,group=32,zeros=signed"])
 @pytest.mark.parametrize("other", ["gptq", "awq", "compressed-tensors", GPTQ])
 def test_numbers_stay_as_they_are_in_another_order(text, other):
@@ -114,6 +134,13 @@ def test_numbers_stay_as_they_are_in_another_order(text, other):
         ("group: wanted an even number", None, lambda: lz.quantize_weight(N, "nf4")),
         ("rows: wanted at least 1 with a group", None, lambda: lz.quantize_weight(N, "fp8:rows=0,group=128")),
         ("kind: wanted nothing with mxfp4", None, lambda: lz.quantize_weight(N, "mxfp4:over")),
+        (
+            "group: wanted 0 or more",
+            None,
+            lambda: lz.quantize_weight(N, lz.WeightFormat("awq", bits=4, group=-1, zeros="stored")),
+        ),
+        ("group_size: wanted None", None, lambda: lz.quantize_weight(N, "nf4:group=64", group_size=32)),
+        ("zero_points: wanted None", None, lambda: lz.quantize_weight(N, "mxfp4", zero_points=True)),
     ],
 )
 def test_what_cannot_be_made_says_why(problem, code, again):

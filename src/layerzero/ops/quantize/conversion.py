@@ -26,8 +26,8 @@ def quantize_weight(
     weight: Tensor,
     format: WeightFormat | str = "int4",  # noqa: A002  # what it is everywhere
     *,
-    group_size: int = 128,
-    zero_points: bool = False,
+    group_size: int | None = None,
+    zero_points: bool | None = None,
 ) -> QuantizedWeight:
     """Quantise a weight, each number to the nearest that the format holds.
 
@@ -38,19 +38,25 @@ def quantize_weight(
         format: ``"int2"`` to ``"int8"``, as compressed-tensors lays them out; or a format or its text, such as
             ``"awq:bits=4,group=128,zeros=stored"``, ``"fp8:group=128,rows=128"``, ``"mxfp4"``, ``"nvfp4"`` or
             ``"nf4:group=64"``.
-        group_size: of ``"int2"`` to ``"int8"``, the columns that share a scale; 0 for a row.
-        zero_points: of these, whether codes go from each group's least number to its largest.
+        group_size: of ``"int2"`` to ``"int8"``, the columns that share a scale, 128 if None; 0 or -1 for a row.
+        zero_points: of these, whether codes go from each group's least number to its largest; they do not if None.
     Scales of whole numbers have the weight's dtype. Nothing flows back.
     Raises: InvalidCallError for a weight or a format that does not fit, and for formats that are read and not made
         (GGUF, act-order).
     """
     whole = _WHOLE.fullmatch(format) if isinstance(format, str) else None
     if whole is not None:
-        zeros = "stored" if zero_points else "none"
-        of = WeightFormat("compressed-tensors", bits=int(whole[1]), group=group_size, zeros=zeros)
+        zeros, group = "stored" if zero_points else "none", 128 if group_size is None else max(group_size, 0)
+        of = WeightFormat("compressed-tensors", bits=int(whole[1]), group=group, zeros=zeros)
+        problems = format_problems(of)
     else:
         of = format if isinstance(format, WeightFormat) else WeightFormat.of(format)
-    problems = format_problems(of)
+        given = {"group_size": group_size, "zero_points": zero_points}
+        problems = format_problems(of) + [
+            f"{name}: wanted None, since the format {of} says it, got {each!r}"
+            for name, each in given.items()
+            if each is not None
+        ]
     if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
         problems.append(f"weight: wanted a floating tensor (N, K), got {told(weight)}")
     elif not problems:
@@ -105,7 +111,7 @@ def read_gguf(path: str | Path, names: Iterable[str] | None = None) -> dict[str,
 
         weights = lz.read_gguf("model-Q4_K_M.gguf", ["blk.0.attn_q.weight"])
 
-    Tensors of three axes (experts) are lists of weights. They are copied, on the CPU. It needs the package ``gguf``.
+    Quantised tensors of three axes (experts) are lists of weights. They are copied, on the CPU. It needs ``gguf``.
 
     Args:
         names: those that are wanted; all if None.
@@ -116,9 +122,7 @@ def read_gguf(path: str | Path, names: Iterable[str] | None = None) -> dict[str,
 
     try:
         found = {each.name: each for each in gguf.GGUFReader(str(path)).tensors}
-    except FileNotFoundError:
-        raise
-    except Exception as error:
+    except (ValueError, KeyError, IndexError) as error:  # what gguf 0.19 raises of damaged files
         problem = f"path: wanted a whole GGUF file, got {path}, which gguf does not read: {error}"
         raise InvalidCallError("read_gguf", [problem]) from error
     wanted = list(found) if names is None else list(names)

@@ -115,7 +115,7 @@ class Grouped(Scheme):
 
     def encoded(self, of: WeightFormat, codes: Codes) -> Fields:
         """The tensors of a weight with these numbers; the format has the codes' bits, group and index."""
-        zero, bits = codes.zero, of.bits
+        zero, bits = codes.zero if of.zeros != "none" else None, of.bits
         if of.zeros != "none" and zero is None:
             zero = torch.full(codes.scale.shape, codes.middle, dtype=torch.uint8, device=codes.scale.device)
         if of.scheme == "compressed-tensors":

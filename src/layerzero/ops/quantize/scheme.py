@@ -24,7 +24,7 @@ class Scheme:
     Attributes:
         operation: the last word of the operation that multiplies with it.
         example: a format of it, as text.
-        positive: whether its scales must be above 0: of formats that hold blocks of zeros they may be 0.
+        positive: whether no scale may be 0: of formats that hold blocks of zeros they may.
         scale_dtype: that of the scales of its examples, where several are allowed.
     """
 

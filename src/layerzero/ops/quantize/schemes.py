@@ -81,7 +81,7 @@ class Blocks(Scheme):
         return multiplied(numbers, scale)
 
     def quantized(self, of: WeightFormat, numbers: Tensor) -> Fields:
-        (outputs, inputs), rows = numbers.shape, of.rows or len(numbers)
+        (outputs, inputs), rows = numbers.shape, of.rows or max(len(numbers), 1)
         columns = of.group or inputs
         whole = functional.pad(numbers.float().abs(), (0, -inputs % columns, 0, -outputs % rows))
         most = whole.view(len(whole) // rows, rows, whole.shape[1] // columns, columns).amax((1, 3))
@@ -306,4 +306,5 @@ def format_problems(of: WeightFormat) -> list[str]:
     """What is wrong with a format: an unknown scheme, or options that it has not."""
     if of.scheme not in SCHEMES:
         return [f"format: wanted one of {', '.join(SCHEMES)}, got {of.scheme!r}"]
-    return scheme_of(of).problems(of)
+    negative = [name for name in ("group", "rows") if getattr(of, name) < 0]
+    return [f"{name}: wanted 0 or more, got {of}" for name in negative] or scheme_of(of).problems(of)

@@ -38,7 +38,7 @@ class QuantizedWeight(Bundle):
         format: a :class:`layerzero.WeightFormat`, or its text.
         data, scale, zero, group_index, second_scale: see :mod:`layerzero.ops.quantize.schemes` for the shapes.
     Raises: InvalidCallError for a tensor of another shape or dtype than the format and the size say, for groups that do
-        not divide, for scales that are not finite or, where no block of zeros has one, not above 0, and for an index
+        not divide, for scales that are not finite or, where no block of zeros has one, 0, and for an index
         that is none. This reads the values once, which waits for the device.
     """
 
@@ -141,7 +141,7 @@ class QuantizedWeight(Bundle):
     @classmethod
     def from_fp8(cls, weight: Tensor, scale: Tensor, block: tuple[int, int] = (128, 128)) -> QuantizedWeight:
         """Of float8 (N, K) with a scale for each block (``weight_scale_inv``), row (N, 1) or (N,), or for all: ()."""
-        if not isinstance(scale, Tensor) or (scale.ndim == 2 and scale.shape[1:] != (1,)):
+        if not isinstance(scale, Tensor) or (scale.ndim == 2 and scale.shape not in ((len(weight), 1), (1, 1))):
             return cls(WeightFormat("fp8", rows=block[0], group=block[1]), tuple(weight.shape), weight, scale)
         of = WeightFormat("fp8", rows=1 if scale.numel() > 1 else 0)
         return cls(of, tuple(weight.shape), weight, scale.reshape(-1, 1) if of.rows else scale.reshape(()))

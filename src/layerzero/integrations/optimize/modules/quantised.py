@@ -40,6 +40,8 @@ def _named(*names: str) -> Read:
 def _gptq(version: int) -> Make:
     def make(module: Module, words: Tensor, zeros: Tensor, scales: Tensor, index: Tensor | None) -> QuantizedWeight:
         columns = _columns(module, index)
+        if columns < scales.shape[0]:
+            raise InvalidCallError("optimize", [f"in_features: wanted at least a column a group, got {columns}"])
         bits, group = words.shape[0] * 32 // columns, columns // scales.shape[0]
         return QuantizedWeight.from_gptq(words, zeros, scales, index, bits=bits, group_size=group, version=version)
 
@@ -53,7 +55,9 @@ def _awq(module: Module, words: Tensor, zeros: Tensor, scales: Tensor, index: Te
 def _compressed(
     module: Module, words: Tensor, scale: Tensor, shape: Tensor, zero: Tensor | None, index: Tensor | None
 ) -> QuantizedWeight:
-    columns = int(shape[1])
+    columns = int(shape.flatten()[1])
+    if columns < scale.shape[1]:
+        raise InvalidCallError("optimize", [f"weight_shape: wanted at least a column a group, got {columns}"])
     bits, group = words.shape[1] * 32 // columns, columns // scale.shape[1]
     return QuantizedWeight.from_compressed_tensors(words, scale, shape, zero, index, bits=bits, group_size=group)
 
@@ -83,13 +87,13 @@ def _columns(module: Module, index: Tensor | None) -> int:
 
 _GPTQ = _named("qweight", "qzeros", "scales", "g_idx")
 KINDS: tuple[tuple[Read, int, Callable[..., bool], Make], ...] = (
-    (_GPTQ, 3, lambda words, _, scales, *__: words.shape[1] == scales.shape[1], _gptq(2)),
-    (_GPTQ, 3, lambda words, _, scales, *__: words.shape[1] == scales.shape[1], _gptq(1)),
-    (_GPTQ, 3, lambda words, _, scales, *__: words.shape[1] * 8 == scales.shape[1], _awq),
+    (_GPTQ, 3, lambda words, _, scales, *__: words.shape[1:] == scales.shape[1:], _gptq(2)),
+    (_GPTQ, 3, lambda words, _, scales, *__: words.shape[1:] == scales.shape[1:], _gptq(1)),
+    (_GPTQ, 3, lambda words, _, scales, *__: (words.shape[1] * 8,) == scales.shape[1:], _awq),
     (
         _named("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
         3,
-        lambda words, scale, *_: words.shape[0] == scale.shape[0],
+        lambda words, scale, shape, *_: words.shape[0] == scale.shape[0] and shape.numel() == 2,
         _compressed,
     ),
     (_in_tensor, 3, lambda codes, scale, zero: codes.dtype is torch.int8 and scale.shape == zero.shape, _unpacked),
@@ -120,7 +124,7 @@ def find(search: Search) -> Iterator[Replaced | Left]:
 
 def _fits(read: tuple[Tensor | None, ...], count: int, fits: Callable[..., bool]) -> bool:
     needed = read[:count]
-    if any(each is None or each.ndim not in (1, 2) for each in needed):
+    if any(each is None or each.ndim not in (1, 2) or not each.numel() for each in needed):
         return False
     if any(each.ndim != 2 for each in needed[:2]):  # type: ignore[union-attr]
         return False
