@@ -11,6 +11,7 @@ from weight_operators import BF16, F16, LIBRARIES, product, refused, stand_in, w
 import layerzero as lz
 from layerzero.backends.vllm import marlin, quantize
 from layerzero.core.device import Device
+from layerzero.core.errors import NotPreparedError
 from layerzero.core.facts import FactsBuilder
 from layerzero.core.reasons import ReasonCode
 from layerzero.engine.registry import REGISTRY
@@ -93,7 +94,7 @@ def test_scales_without_a_sign_are_what_they_were(dtype):
     [([-1.0, 1.0], F16, "from 0 on"), ([448.0, 0.001953125], BF16, "from 2 to 65504 times one power of two")],
 )
 def test_scales_that_marlin_cannot_hold_are_refused_with_the_reason(scale, dtype, wanted):
-    with pytest.raises(ValueError, match=wanted):
+    with pytest.raises(NotPreparedError, match=wanted):
         marlin.unsigned_scale(torch.tensor(scale).to(torch.float8_e4m3fn).repeat(64, 4), dtype)
 
 
@@ -103,7 +104,7 @@ def test_a_scale_that_marlins_bias_makes_infinite_is_refused(monkeypatch):
     large = lz.QuantizedWeight.unchecked(
         known.format, known.shape, Fields(known.fields.data, known.fields.scale + 300.0)
     )
-    with pytest.raises(ValueError, match=r"stay finite in torch\.bfloat16 times 2\^120"):
+    with pytest.raises(NotPreparedError, match=r"stay finite in torch\.bfloat16 times 2\^120"):
         product("block", "vllm.marlin_fp8", large, torch.randn(1, 256).to(BF16))
 
 

@@ -180,8 +180,8 @@ def second_factor(weight: QuantizedWeight) -> Tensor:
 class Locks:
     """Counters of 0 through which blocks of a launch wait for each other, and which they leave at 0.
 
-    Launches on two streams would mix them up, so that each stream has its own. Those of captured graphs share one:
-    what a capture allocated is 0 only after a replay.
+    Launches on two streams would mix them up, so that each stream has its own. Captured graphs share one, whatever
+    stream captured them: what a capture allocates is 0 only after a replay. So they are replayed one after the other.
     """
 
     def __init__(self, count: int, device: torch.device) -> None:
@@ -189,12 +189,12 @@ class Locks:
         self._of: dict[int, Tensor] = {}
 
     def now(self) -> Tensor:
-        """Those of the current stream."""
+        """Those of the current stream, or of captures where one is open."""
+        if torch.cuda.is_current_stream_capturing():
+            return self._captured
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
         found = self._of.get(stream)
         if found is None:
-            if torch.cuda.is_current_stream_capturing():
-                return self._captured
             found = self._of[stream] = torch.zeros_like(self._captured)
         return found
 

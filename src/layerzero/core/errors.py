@@ -160,7 +160,7 @@ class NoKernelFoundError(LayerZeroError):
 
 
 class NotPreparedError(InvalidCallError):
-    """A kernel keeps something on a handle that it may not make in the CUDA graph capture that is open.
+    """A kernel keeps something on a handle that it cannot make of it, or may not in the CUDA graph capture now open.
 
     Nothing was launched yet: another kernel may run, and where none is left, the caller reads what to do before.
     """

@@ -311,7 +311,7 @@ class Dispatcher:
                 plan, error = another, next_error
 
     def _instead(self, plan: Plan, error: NotPreparedError, arguments: dict[str, Any]) -> Any:
-        """Run the next kernel in a capture whose own was not prepared for it: what ran before was another one.
+        """Run the next kernel where the own one has no form of this call's handle, as in a capture, or can make none.
 
         Nothing is wrong with it, and no failure is noted: the next handle may have what it wants.
         """
@@ -323,7 +323,7 @@ class Dispatcher:
                 raise error from None
             if another.kernel.is_reference:
                 raise error
-            log.info("%s is captured in place of %s: %s", another.kernel.id, plan.kernel.id, error)
+            log.info("%s runs in place of %s: %s", another.kernel.id, plan.kernel.id, error)
             try:
                 return self._checked(another, arguments)
             except NotPreparedError:

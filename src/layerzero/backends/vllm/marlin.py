@@ -36,6 +36,7 @@ from layerzero.backends.grouped_weights import (
 from layerzero.backends.vllm.grouped_linear import MARLIN, marlin, marlin_codes, marlin_scale, multiprocessors
 from layerzero.backends.vllm.library import VLLM, operators
 from layerzero.core import limits as limit
+from layerzero.core.errors import NotPreparedError
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel, Trust
 from layerzero.ops.linear.weight_formats import FORMATTED
@@ -55,8 +56,8 @@ def _form(words: Tensor, scale: Tensor, second: Tensor | None) -> tuple[tuple[An
     return (words, scale, None, second, locks), bytes_of(words, scale, second)
 
 
-def _unfit(what: str) -> ValueError:
-    return ValueError(f"weight_scale: wanted {what}, for vllm's Marlin; another kernel takes this weight")
+def _unfit(what: str) -> NotPreparedError:
+    return NotPreparedError("quantized_linear", [f"weight_scale: wanted {what} for vllm's Marlin, got others"])
 
 
 def _blocks(facts: Facts) -> tuple[Pack, Product]:
@@ -79,7 +80,7 @@ def _swapped(scale: Tensor) -> Tensor:
 def unsigned_scale(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
     """Scales of nvfp4 in Marlin's order and eight bits, and the power of two that they were multiplied by.
 
-    Shapes: float8_e4m3fn (N, G) → (G, N). Raises: ValueError for scales below 0, or too far apart.
+    Shapes: float8_e4m3fn (N, G) → (G, N). Raises: NotPreparedError for scales below 0, or too far apart.
     """
     wide, factor = scale.to(torch.float32), 1.0
     if bool((wide < 0.0).any()):
