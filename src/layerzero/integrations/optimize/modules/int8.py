@@ -32,7 +32,7 @@ from layerzero.integrations.optimize.swaps.candidate import (
     refusal,
     watching,
 )
-from layerzero.integrations.optimize.swaps.codes import Codes, Found, Made, Place, at, bias_of, call, product
+from layerzero.integrations.optimize.swaps.codes import CodedProduct, Found, Made, Place, at, bias_of, call, product
 from layerzero.integrations.optimize.swaps.swap import stock_forward, weight_of
 from layerzero.integrations.optimize.times.report import NO_TIME, Left, Replaced
 from layerzero.integrations.optimize.times.timing import TIMED
@@ -213,7 +213,7 @@ def _checked(
     return found if same else f"{found.calls} by {found.kernel} was off by {found.error:.2g} of the largest value"
 
 
-def product_of(module: Module, state: Codes, rows: Tensor) -> Candidate:
+def product_of(module: Module, state: CodedProduct, rows: Tensor) -> Candidate:
     """What computes a module's product from codes, and how it is asked for."""
     how = "rows as they are" if state.activations is None else f"rows {state.activations}"
     calls = f"lz.quantized_linear with {state.kind} weights and {how}"
@@ -352,7 +352,7 @@ def _add(sums: list[float], found: Candidate, input: Tensor, output: Tensor) -> 
     apart = -(-rows.shape[0] // ROWS)
     rows, wanted = rows[::apart], wanted[::apart].float()
     state = found.swap.state
-    assert isinstance(state, Codes)
+    assert isinstance(state, CodedProduct)
     with torch.no_grad():
         got = call(state, rows.contiguous(), bias_of(found.swap.module)).float()
     sums[0] += (got - wanted).square().sum().item()

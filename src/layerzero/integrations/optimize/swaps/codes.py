@@ -66,7 +66,7 @@ Place = tuple[str, str, str]
 """Where a module keeps a tensor: the dict of its own, the name there, and the attribute within a tensor subclass."""
 
 
-class Codes(Packs):
+class CodedProduct(Packs):
     """A quantised weight, and how rows are quantised before the product.
 
     Attributes:
@@ -122,7 +122,7 @@ class Codes(Packs):
         raise NotImplementedError
 
 
-class Found(Codes):
+class Found(CodedProduct):
     """Those that a module of another library has: read where they lie.
 
     Attributes:
@@ -157,7 +157,7 @@ class Found(Codes):
         return True
 
 
-class Held(Codes):
+class Held(CodedProduct):
     """Those by group that a module of another library has.
 
     Attributes:
@@ -209,7 +209,7 @@ def at(module: Module, place: Place) -> Tensor | None:
     return getattr(found, inner, None) if inner else found
 
 
-class Made(Codes):
+class Made(CodedProduct):
     """Those that were made of a module's weight when asked for, and are made anew after that was written into.
 
     Attributes:
@@ -262,7 +262,7 @@ class Made(Codes):
 @as_forward
 def product(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:
     """The forward of a module whose weight is codes."""
-    state: Codes | None = self.__dict__.get(MARK)
+    state: CodedProduct | None = self.__dict__.get(MARK)
     if state is not None and not others and not named and not (state.own_at and state.own_at[size_of(input)]):
         read, bias = state.read(self), bias_of(self)
         if read is not None and serves(state, input, *read, bias) and state.follow(read):
@@ -274,7 +274,7 @@ def product(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:
     return type(self).forward(self, input, *others, **named)
 
 
-def call(state: Codes, input: Tensor, bias: Tensor | None) -> Tensor:
+def call(state: CodedProduct, input: Tensor, bias: Tensor | None) -> Tensor:
     """What a state computes."""
     (codes, scale), packed = state.pair, state.forms_for(input)[0]
     return lz.quantized_linear(input, codes, scale, bias, packed=packed, **state.named)
