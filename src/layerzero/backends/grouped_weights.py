@@ -20,7 +20,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.limit import Limit
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.ops.linear.packed import BELONGS, PackedWeight
+from layerzero.ops.linear.packed import BELONGS, Pack, PackedWeight
 from layerzero.ops.linear.weight_formats import FORMATTED
 from layerzero.ops.quantize.weight import QuantizedWeight
 from layerzero.ops.quantize.weight_format import Codes
@@ -28,13 +28,11 @@ from layerzero.ops.quantize.weight_format import Codes
 ROUNDING = (FORMATTED["group.int8"].name,)
 """Of kernels that round rows; those that do not take both operations."""
 
-Pack = Callable[[Any], tuple[Any, int]]
-"""Makes the library's form of codes whose columns lie in order, or of a QuantizedWeight, and tells its bytes."""
-
 Product = Callable[[Tensor, Any], Tensor]
 """Multiplies dense rows (M, K) with the form."""
 
 Parts = Callable[[Facts], tuple[Pack, Product]]
+"""What makes the library's form, of codes whose columns lie in order or of a QuantizedWeight, and its product."""
 
 
 _MADE: set[tuple[object, ...]] = set()
@@ -137,11 +135,6 @@ def grouped(
         ),
     }
     return Kernel(id=kernel_id, backend=backend, priority=priority, **fields | changes)
-
-
-def has_zeros(codes: Codes) -> bool:
-    """Whether some code of 0 is not in the middle."""
-    return codes.zero is not None and bool((codes.zero != codes.middle).any())
 
 
 def regrouped(codes: Codes, sizes: tuple[int, ...]) -> Codes:

@@ -24,18 +24,17 @@ from torch import Tensor
 
 from layerzero.backends.grouped_weights import (
     Locks,
-    Pack,
     Product,
     as_powers,
     by_rows,
     bytes_of,
     grouped,
-    has_zeros,
     second_factor,
 )
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
+from layerzero.ops.linear.packed import Pack
 from layerzero.ops.quantize.weight import QuantizedWeight
 from layerzero.ops.quantize.weight_format import Codes, packed
 
@@ -106,8 +105,8 @@ _MICRO: dict[str, tuple[object, ...]] = {
 
 def _of_codes(codes: Codes, dtype: torch.dtype) -> dict[str, Tensor]:
     made = {"weight": packed(codes.numbers, codes.bits), "weight_scale": codes.scale.to(dtype).contiguous()}
-    if has_zeros(codes):
-        made["zero_point"] = packed(codes.zero.t(), codes.bits).t().contiguous()  # type: ignore[union-attr]
+    if (zero := codes.zero_points) is not None:
+        made["zero_point"] = packed(zero.t(), codes.bits).t().contiguous()
     return made
 
 

@@ -23,12 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.grouped_weights import IN_FOUR_BITS, ROUNDING, Pack, Product, grouped, has_zeros, regrouped
+from layerzero.backends.grouped_weights import IN_FOUR_BITS, ROUNDING, Product, grouped, regrouped
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.ops.attention import declare as attention
 from layerzero.ops.attention.limits import SquareCausal
+from layerzero.ops.linear.packed import Pack
 from layerzero.ops.quantize.weight_format import Codes, in_bytes
 
 ONNXRUNTIME = Backend(
@@ -178,9 +179,8 @@ def _codes(facts: Facts, accuracy: int = 1) -> tuple[Pack, Product]:
         codes = regrouped(codes, _GROUPS)
         numbers = in_bytes(codes.numbers).view(outputs, -1, codes.group // 2)
         constants = {"numbers": numbers, "scale": codes.scale.to(dtype)}
-        if has_zeros(codes):
-            assert codes.zero is not None
-            even = torch.nn.functional.pad(codes.zero, (0, codes.zero.shape[1] % 2))
+        if (zero := codes.zero_points) is not None:
+            even = torch.nn.functional.pad(zero, (0, zero.shape[1] % 2))
             constants["zero"] = in_bytes(even)
         tensors = [
             helper.make_tensor(name, _KINDS[each.dtype], each.shape, each.contiguous().numpy().tobytes(), raw=True)

@@ -46,7 +46,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from layerzero.backends.grouped_weights import IN_FOUR_BITS, Pack, Product, grouped, has_zeros
+from layerzero.backends.grouped_weights import IN_FOUR_BITS, Product, grouped
 from layerzero.backends.shape_cache import small_alone
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts, TensorFacts
@@ -60,7 +60,7 @@ from layerzero.ops.attention.layout import by_group
 from layerzero.ops.attention.limits import SquareCausal
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.linear import packed_blocks
-from layerzero.ops.linear.packed import BELONGS, PackedWeight
+from layerzero.ops.linear.packed import BELONGS, Pack, PackedWeight
 from layerzero.ops.linear.quantized import QUANTIZED
 from layerzero.ops.quantize.weight_format import Codes
 
@@ -232,7 +232,7 @@ def _codes(facts: Facts) -> tuple[Pack, Product]:
     operator, repack = operators().zentorch_woq_linear.default, operators().zentorch_woq_repack_weight.default
 
     def pack(codes: Codes) -> tuple[tuple[Tensor, Tensor, Tensor | None], int]:
-        zero = codes.zero.to(torch.int8).t().contiguous() if has_zeros(codes) else None  # type: ignore[union-attr]
+        zero = None if (points := codes.zero_points) is None else points.to(torch.int8).t().contiguous()
         numbers = repack(codes.numbers.to(torch.int8).sub_(codes.middle if zero is None else 0)).t()
         scale = codes.scale.t().to(torch.bfloat16).contiguous()
         return (numbers, scale, zero), numbers.nbytes + scale.nbytes + (0 if zero is None else zero.nbytes)

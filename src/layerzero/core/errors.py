@@ -64,7 +64,10 @@ class InvalidCallError(LayerZeroError, ValueError):
 
 
 def refuse(function: str, problems: Sequence[str]) -> None:
-    """Raise InvalidCallError if anything is wrong with a call."""
+    """Raise InvalidCallError if anything is wrong with a call.
+
+    Routes of functions ask for problems themselves before they call this: each call counts on the way of a miss.
+    """
     if problems:
         raise InvalidCallError(function, problems)
 

@@ -25,7 +25,7 @@ def check_dense(function: str, arguments: Mapping[str, object]) -> None:
             problems.append(f"{name}: wanted a dense tensor, got a {kind} one")
         elif type(value) is int and out_of_range(value, floating=True):
             problems.append(f"{name}: wanted a number that a float can hold, got {told(value)}")
-    if problems:  # a call less on the way of each miss
+    if problems:
         refuse(function, problems)
 
 

@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.grouped_weights import IN_FOUR_BITS, Pack, Product, grouped, has_zeros, regrouped
+from layerzero.backends.grouped_weights import IN_FOUR_BITS, Product, grouped, regrouped
 from layerzero.backends.torch.attention import TORCH
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Trust
+from layerzero.ops.linear.packed import Pack
 from layerzero.ops.quantize.gguf import AFFINE, affine
 from layerzero.ops.quantize.weight import QuantizedWeight
 from layerzero.ops.quantize.weight_format import Codes
@@ -48,8 +49,8 @@ def _int4(facts: Facts) -> tuple[Pack, Product]:
     def pack(codes: Codes) -> tuple[tuple[Tensor, int, Tensor, Tensor | None], int]:
         codes = regrouped(codes, _GROUPS)
         scale, exact = codes.scale.to(torch.bfloat16), None
-        if has_zeros(codes):
-            exact = (codes.middle - codes.zero.float()) * scale.float()  # type: ignore[union-attr]
+        if (zero := codes.zero_points) is not None:
+            exact = (codes.middle - zero.float()) * scale.float()
         return made(codes.numbers, codes.group, scale, exact)
 
     def made(

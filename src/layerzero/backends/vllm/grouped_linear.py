@@ -23,17 +23,16 @@ from torch import Tensor
 from layerzero.backends.grouped_weights import (
     IN_FOUR_BITS,
     Locks,
-    Pack,
     Product,
     bytes_of,
     grouped,
-    has_zeros,
     regrouped,
 )
 from layerzero.backends.vllm.library import VLLM, operators
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Trust
+from layerzero.ops.linear.packed import Pack
 from layerzero.ops.quantize.groups import GROUPED
 from layerzero.ops.quantize.weight_format import Codes, WeightFormat, packed
 
@@ -111,7 +110,7 @@ def _marlin(facts: Facts) -> tuple[Pack, Product]:
         if codes.scale.shape[1] > 1:
             codes = regrouped(codes, (128, 64, 32))
         words, scale = marlin_codes(codes.numbers, bits), marlin_scale(codes.scale, dtype)
-        zero = marlin_zero(codes.zero) if has_zeros(codes) else None  # type: ignore[arg-type]
+        zero = None if (points := codes.zero_points) is None else marlin_zero(points)
         locks = Locks(multiprocessors(words.device), words.device)
         return (words, scale, zero, None, locks), bytes_of(words, scale, zero)
 
@@ -126,8 +125,8 @@ def _machete(facts: Facts) -> tuple[Pack, Product]:
         whole = codes.scale.shape[1] == 1
         codes = codes if whole else regrouped(codes, (128, 64))
         scale, zero, kind = codes.scale.t().to(dtype).contiguous(), None, BIASED[bits]  # type: ignore[call-overload]
-        if has_zeros(codes):
-            zero, kind = (codes.zero.t().to(scale.dtype) * -scale).contiguous(), UNSIGNED[bits]  # type: ignore[union-attr]
+        if (points := codes.zero_points) is not None:
+            zero, kind = (points.t().to(scale.dtype) * -scale).contiguous(), UNSIGNED[bits]
         words = prepack(packed(codes.numbers, bits).t(), dtype, kind, dtype)
         return (words, kind, scale, zero, -1 if whole else codes.group), bytes_of(words, scale, zero)
 
@@ -171,7 +170,8 @@ def _awq(facts: Facts) -> tuple[Pack, Product]:
     return pack, lambda rows, form: operator(rows, *form, 8)
 
 
-def _wide_weight(facts: Facts) -> int:
+def wide_weight(facts: Facts) -> int:
+    """The bytes of the weight in 16 bits, which is made for the time of a call."""
     return 2 * facts.size("in_features") * facts.size("out_features")
 
 
@@ -241,7 +241,7 @@ KERNELS = (
         limit.dim("out_features", multiple=32),
         platform="cuda",
         deterministic=False,
-        workspace_bytes=_wide_weight,
+        workspace_bytes=wide_weight,
         trust=Trust.UNTRIED,
     ),
     grouped(

@@ -25,7 +25,6 @@ from torch.nn import functional
 
 from layerzero.backends.grouped_weights import (
     Locks,
-    Pack,
     Product,
     as_powers,
     by_rows,
@@ -33,12 +32,20 @@ from layerzero.backends.grouped_weights import (
     grouped,
     second_factor,
 )
-from layerzero.backends.vllm.grouped_linear import MARLIN, marlin, marlin_codes, marlin_scale, multiprocessors
+from layerzero.backends.vllm.grouped_linear import (
+    MARLIN,
+    marlin,
+    marlin_codes,
+    marlin_scale,
+    multiprocessors,
+    wide_weight,
+)
 from layerzero.backends.vllm.library import VLLM, operators
 from layerzero.core import limits as limit
 from layerzero.core.errors import NotPreparedError
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel, Trust
+from layerzero.ops.linear.packed import Pack
 from layerzero.ops.linear.weight_formats import FORMATTED
 from layerzero.ops.quantize.weight import QuantizedWeight
 from layerzero.ops.quantize.weight_format import unpacked
@@ -126,10 +133,6 @@ def _load_gguf(facts: Facts) -> Callable[..., Any]:
     return run
 
 
-def _wide_weight(facts: Facts) -> int:
-    return 2 * facts.size("in_features") * facts.size("out_features")
-
-
 def _kernel(name: str, parts: Any, operation: str, *limits: limit.Limit) -> Kernel:
     return grouped(name, VLLM, parts, 40, *MARLIN, *limits, platform="cuda", operation=operation, trust=Trust.UNTRIED)
 
@@ -164,7 +167,7 @@ KERNELS = (
             limit.one_of("weight_kind", *_KINDS),
             limit.contiguous("weight"),
         ),
-        workspace_bytes=_wide_weight,
+        workspace_bytes=wide_weight,
         priority=25,
         trust=Trust.UNTRIED,
     ),

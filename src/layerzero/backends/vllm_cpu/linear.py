@@ -41,7 +41,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.grouped_weights import IN_FOUR_BITS, ROUNDING, Pack, Product, grouped, has_zeros, regrouped
+from layerzero.backends.grouped_weights import IN_FOUR_BITS, ROUNDING, Product, by_rows, grouped, regrouped
 from layerzero.backends.shape_cache import small_alone
 from layerzero.backends.vllm_cpu.norm import VLLM_CPU, build_for, operators
 from layerzero.core import limits as limit
@@ -49,7 +49,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.activation.formulas import IN_PLACE
 from layerzero.ops.linear import packed_blocks
-from layerzero.ops.linear.packed import BELONGS, PackedWeight
+from layerzero.ops.linear.packed import BELONGS, Pack, PackedWeight
 from layerzero.ops.linear.quantized import QUANTIZED
 from layerzero.ops.quantize.groups import GROUPED
 from layerzero.ops.quantize.weight import QuantizedWeight
@@ -170,7 +170,7 @@ def _wna16(facts: Facts) -> tuple[Pack, Product]:
         inputs, outputs = codes.numbers.shape[1], codes.numbers.shape[0]
         words = packed(codes.numbers.t(), 4).view(inputs, outputs // 16, 2).transpose(0, 1).flatten(1).contiguous()
         scale = codes.scale.t().to(dtype).contiguous()
-        zero = packed(codes.zero.t(), 4) if has_zeros(codes) else None  # type: ignore[union-attr]
+        zero = None if (points := codes.zero_points) is None else packed(points.t(), 4)
         return (words, scale, zero), words.nbytes + scale.nbytes + (0 if zero is None else zero.nbytes)
 
     def product(rows: Tensor, form: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:
@@ -215,7 +215,7 @@ def _blocks(facts: Facts) -> tuple[Pack, Product]:
     def pack(weight: QuantizedWeight) -> tuple[tuple[Tensor, Tensor, Tensor | None, Tensor], int]:
         data, numbers = weight.fields.data.contiguous(), weight.dequantized(torch.float32)
         scale = weight.fields.scale.to(torch.float32).contiguous()  # type: ignore[union-attr]  # blocks have one
-        wide = scale.repeat_interleave(128, 0)[: len(data)].repeat_interleave(128, 1)[:, : data.shape[1]]
+        wide = by_rows(weight).repeat_interleave(128, 1)[:, : data.shape[1]]
         misread = (wide.abs() * (_LEAST / 2)).masked_fill_(data.float().abs() >= _LEAST, 0.0).sum(1)
         apart = (~(misread <= _MISREAD * numbers.norm(dim=1))).nonzero().flatten()
         kept, converted = numbers[apart].to(torch.bfloat16), convert(data)

@@ -157,7 +157,7 @@ def route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     canonical = without_defaults(operation, arguments, query[-1])
     if seq_q != 1:  # of one query nothing is in its future: aligned bottom-right, it is the last
         canonical["causal"] = causal
-    if invalid := operation.schema.validate(layout=layout, **canonical):  # a call less on the way of each miss
+    if invalid := operation.schema.validate(layout=layout, **canonical):
         refuse(NAME, invalid)
     shapes_decide = arguments["layout"] is None and default_layout is None  # which axis is which
     slopes = canonical["alibi_slopes"]
@@ -184,7 +184,7 @@ def _shapes(arguments: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]
             problems.append(f"{name}: wanted a tensor, got {type(tensor).__name__}")
         elif tensor.ndim != 4:
             problems.append(f"{name}: Expected 4D tensor (BSHD or BHSD), got {tensor.ndim}D {tuple(tensor.shape)}")
-    if problems:  # a call less on the way of each miss
+    if problems:
         refuse(NAME, problems)
     return tuple(arguments["query"].shape), tuple(arguments["key"].shape), tuple(arguments["value"].shape)
 
@@ -231,7 +231,7 @@ def _check_mask(arguments: dict[str, Any], causal: object, seq_q: int, seq_k: in
 
 def _check_values(arguments: dict[str, Any], causal: object, batch: int, heads: int) -> None:
     problems = score_problems(arguments)
-    if problems:  # a call less on the way of each miss
+    if problems:
         refuse(NAME, problems)
     dropout_p = arguments["dropout_p"]
     if isinstance(dropout_p, (int, float)) and not 0.0 <= dropout_p < 1.0:
@@ -239,7 +239,7 @@ def _check_values(arguments: dict[str, Any], causal: object, batch: int, heads: 
     if not isinstance(causal, bool):  # decode, which has no such argument, would let it pass
         raise _invalid(f"causal: wanted bool, got {told(causal)}")
     problems = slope_problems(arguments["alibi_slopes"], heads, batch)
-    if problems:  # a call less on the way of each miss
+    if problems:
         refuse(NAME, problems)
 
 

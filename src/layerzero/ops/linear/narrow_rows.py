@@ -19,6 +19,16 @@ SIGMAS = 8.0
 """Of 2e9 sums of independent errors none is as far from 0, in units of their deviation."""
 
 
+def farthest(sums: Elementwise, got: Tensor, want: Tensor, given: Given) -> str:
+    """Say which element is farthest off, where rounded rows moved some and of others nothing is said.
+
+    ``given.basis`` has the size of what is added up, what rounding moves, and the rows of which nothing is said.
+    """
+    terms, moved, unsaid = given.basis
+    tolerance = sums.allowed(given)
+    return apart(torch.where(unsaid, want.to(got.dtype), got), want, tolerance, terms + moved / tolerance.rtol)
+
+
 @dataclass(frozen=True, slots=True)
 class OfNarrowRows:
     """Sums of products of rows that a kernel rounds to eight bits in its own way, or does not round.
@@ -54,6 +64,4 @@ class OfNarrowRows:
 
     def problem(self, got: Tensor, want: Tensor, given: Given) -> str:
         """Say which element is farthest off."""
-        terms, moved, unsaid = given.basis
-        tolerance = self.sums.allowed(given)
-        return apart(torch.where(unsaid, want.to(got.dtype), got), want, tolerance, terms + moved / tolerance.rtol)
+        return farthest(self.sums, got, want, given)

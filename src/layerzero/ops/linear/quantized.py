@@ -21,7 +21,7 @@ from torch.nn import functional
 from layerzero.core.arguments import TensorSchema, told
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError, refuse
-from layerzero.core.judge import Elementwise, Given, apart
+from layerzero.core.judge import Elementwise, Given
 from layerzero.core.operation import Case, Function, Operation, Routed, Work
 from layerzero.ops.calls import drawn
 from layerzero.ops.checks import check_dense
@@ -39,6 +39,7 @@ from layerzero.ops.linear.declare import (
     sized_case,
     sweep,
 )
+from layerzero.ops.linear.narrow_rows import farthest
 from layerzero.ops.linear.packed import PackedWeight, packed_param, packed_problems
 from layerzero.ops.linear.route import as_default, out_dtype_problems
 from layerzero.ops.linear.stock import quantized_linear as stock_linear
@@ -158,9 +159,7 @@ class OfRoundedRows:
 
     def problem(self, got: Tensor, want: Tensor, given: Given) -> str:
         """Say which element is farthest off."""
-        terms, moved, unsaid = given.basis
-        tolerance = self.sums.allowed(given)
-        return apart(torch.where(unsaid, want.to(got.dtype), got), want, tolerance, terms + moved / tolerance.rtol)
+        return farthest(self.sums, got, want, given)
 
 
 def _examples(weights: frozenset[torch.dtype]) -> Callable[..., dict[str, Tensor]]:

@@ -282,6 +282,15 @@ def _operation(name: str, summary: str, texts: Mapping[str, tuple[str, int, int,
     )
 
 
+def _timed(text: str, **decodes: str) -> dict[str, tuple[str, int, int, int]]:
+    """The cases whose times say something, of a format; and decodes of other formats by the names of their cases."""
+    return {
+        **{name: (each, 1, 2048, 2048) for name, each in {"decode": text, **decodes}.items()},
+        "batch_decode": (text, 16, 2048, 2048),
+        "prefill": (text, 512, 1024, 4096),
+    }
+
+
 _INT4 = "gptq:bits=4,group=128,zeros=minus_one"
 FORMATTED: dict[str, Operation] = {
     "group": _operation(
@@ -291,10 +300,7 @@ FORMATTED: dict[str, Operation] = {
             "small": ("compressed-tensors:bits=4,group=32", 33, 96, 64),
             "small_permuted": ("gptq:bits=3,group=32,zeros=stored,permuted=True", 5, 96, 64),
             "small_row": ("compressed-tensors:bits=8", 5, 96, 64),
-            "decode": (_INT4, 1, 2048, 2048),
-            "decode_awq": ("awq:bits=4,group=128,zeros=stored", 1, 2048, 2048),
-            "batch_decode": (_INT4, 16, 2048, 2048),
-            "prefill": (_INT4, 512, 1024, 4096),
+            **_timed(_INT4, decode_awq="awq:bits=4,group=128,zeros=stored"),
         },
     ),
     "block": _operation(
@@ -303,9 +309,7 @@ FORMATTED: dict[str, Operation] = {
         {
             "small": ("fp8:group=32,rows=16", 33, 96, 64),
             "small_row": ("fp8:group=32", 5, 96, 64),
-            "decode": ("fp8:group=128,rows=128", 1, 2048, 2048),
-            "batch_decode": ("fp8:group=128,rows=128", 16, 2048, 2048),
-            "prefill": ("fp8:group=128,rows=128", 512, 1024, 4096),
+            **_timed("fp8:group=128,rows=128"),
         },
     ),
     "mx": _operation(
@@ -315,10 +319,7 @@ FORMATTED: dict[str, Operation] = {
             "small": ("mxfp4", 33, 96, 64),
             "small_8": ("mxfp8", 5, 96, 64),
             "small_nv": ("nvfp4", 5, 96, 64),
-            "decode": ("mxfp4", 1, 2048, 2048),
-            "decode_nv": ("nvfp4", 1, 2048, 2048),
-            "batch_decode": ("mxfp4", 16, 2048, 2048),
-            "prefill": ("mxfp4", 512, 1024, 4096),
+            **_timed("mxfp4", decode_nv="nvfp4"),
         },
     ),
     "codebook": _operation(
@@ -327,9 +328,7 @@ FORMATTED: dict[str, Operation] = {
         {
             "small": ("nf4:group=64", 33, 96, 64),
             "small_fp4": ("fp4:group=64", 5, 96, 64),
-            "decode": ("nf4:group=64", 1, 2048, 2048),
-            "batch_decode": ("nf4:group=64", 16, 2048, 2048),
-            "prefill": ("nf4:group=64", 512, 1024, 4096),
+            **_timed("nf4:group=64"),
         },
     ),
     "gguf": _operation(
@@ -338,10 +337,7 @@ FORMATTED: dict[str, Operation] = {
         {
             "small": ("gguf:Q8_0", 33, 96, 64),
             **{f"small_{kind.lower()}": (f"gguf:{kind}", 5, 256, 64) for kind in KINDS},
-            "decode": ("gguf:Q4_K", 1, 2048, 2048),
-            "decode_q8_0": ("gguf:Q8_0", 1, 2048, 2048),
-            "batch_decode": ("gguf:Q4_K", 16, 2048, 2048),
-            "prefill": ("gguf:Q4_K", 512, 1024, 4096),
+            **_timed("gguf:Q4_K", decode_q8_0="gguf:Q8_0"),
         },
     ),
 }

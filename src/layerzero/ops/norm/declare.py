@@ -320,7 +320,7 @@ def _routed(
         problems.append(f"eps: wanted a finite number of at least 0, got {eps}")
     if not problems and arguments["input"].ndim and arguments["input"].shape[-1] == 0:
         problems.append(f"input: wanted a last axis above 0, got shape {tuple(arguments['input'].shape)}")
-    if problems:  # a call less on the way of each miss
+    if problems:
         refuse(function, problems)
     return Routed(operation, arguments, varies=varies)
 

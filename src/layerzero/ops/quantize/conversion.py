@@ -98,7 +98,7 @@ def repack(weight: QuantizedWeight, format: WeightFormat | str) -> QuantizedWeig
     problems += [
         f"{name}: wanted {mine}, which the weight has, got {its}" for name, (mine, its) in held.items() if mine != its
     ]
-    if of.zeros == "none" and codes.zero is not None and bool((codes.zero != codes.middle).any()):
+    if of.zeros == "none" and codes.zero_points is not None:
         problems.append(f"zeros: wanted a format with zero points, which the weight has, got {of}")
     if problems:
         problems[-1] += f"; {step}"

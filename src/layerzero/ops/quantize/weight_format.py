@@ -137,6 +137,11 @@ class Codes:
         return int(1 << (self.bits - 1))
 
     @property
+    def zero_points(self) -> Tensor | None:
+        """The zero points where one of them is not in the middle, else None. Reads values: waits for the device."""
+        return None if self.zero is None or not bool((self.zero != self.middle).any()) else self.zero
+
+    @property
     def groups(self) -> Tensor:
         """The group of each column. Shapes: → (K,)."""
         if self.group_index is not None:

@@ -40,9 +40,8 @@ def _named(*names: str) -> Read:
 def _gptq(version: int) -> Make:
     def make(module: Module, words: Tensor, zeros: Tensor, scales: Tensor, index: Tensor | None) -> QuantizedWeight:
         columns = _columns(module, index)
-        if columns < scales.shape[0]:
-            raise InvalidCallError("optimize", [f"in_features: wanted at least a column a group, got {columns}"])
-        bits, group = words.shape[0] * 32 // columns, columns // scales.shape[0]
+        group = _group("in_features", columns, scales.shape[0])
+        bits = words.shape[0] * 32 // columns
         return QuantizedWeight.from_gptq(words, zeros, scales, index, bits=bits, group_size=group, version=version)
 
     return make
@@ -56,9 +55,8 @@ def _compressed(
     module: Module, words: Tensor, scale: Tensor, shape: Tensor, zero: Tensor | None, index: Tensor | None
 ) -> QuantizedWeight:
     columns = int(shape.flatten()[1])
-    if columns < scale.shape[1]:
-        raise InvalidCallError("optimize", [f"weight_shape: wanted at least a column a group, got {columns}"])
-    bits, group = words.shape[1] * 32 // columns, columns // scale.shape[1]
+    group = _group("weight_shape", columns, scale.shape[1])
+    bits = words.shape[1] * 32 // columns
     return QuantizedWeight.from_compressed_tensors(words, scale, shape, zero, index, bits=bits, group_size=group)
 
 
@@ -78,6 +76,13 @@ def _unpacked(module: Module, codes: Tensor, scale: Tensor, zero: Tensor) -> Qua
     of = WeightFormat("compressed-tensors", bits=bits, group=columns // scale.shape[1], zeros="signed")
     data = packed((codes.to(torch.int16) + half).to(torch.uint8), bits)
     return QuantizedWeight(of, (rows, columns), data, scale, zero.to(torch.int8))
+
+
+def _group(name: str, columns: int, groups: int) -> int:
+    """The columns of a group. Raises: InvalidCallError where there are fewer columns than groups."""
+    if columns < groups:
+        raise InvalidCallError("optimize", [f"{name}: wanted at least a column a group, got {columns}"])
+    return columns // groups
 
 
 def _columns(module: Module, index: Tensor | None) -> int:
