@@ -157,7 +157,7 @@ class Grouped(Scheme):
 
     def random(self, of: WeightFormat, outputs: int, inputs: int, generator: torch.Generator | None) -> Fields:
         numbers = torch.randn(outputs, inputs, generator=generator) / math.sqrt(inputs)
-        codes = codes_of(numbers.to(torch.float16), of.bits, of.group, zeros=of.zeros != "none")
+        codes = codes_of(numbers.to(torch.float16), of.bits, of.group, zeros=of.zeros != "none", clips=(1.0,))
         if of.permuted:
             order = torch.randperm(inputs, generator=generator)
             index = (order // (of.group or inputs)).to(torch.int32)
@@ -176,21 +176,56 @@ class Grouped(Scheme):
         return of, outputs, draw.of((1, 2, 3, 4, 5)) * math.lcm(group or draw.of((1, 8, 31)), unit)
 
 
-def codes_of(numbers: Tensor, bits: int, group: int, *, zeros: bool) -> Codes:
-    """Numbers as their nearest codes, by scales in their dtype, as compressed-tensors' minmax observer makes them."""
-    rows, columns = numbers.shape
-    parts, most = numbers.float().view(rows, columns // (group or columns), group or columns), (1 << bits) - 1
+CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8)
+"""Shares of a group's range that the codes cover: that with the least squared error is taken. With the first alone
+normal numbers lose 0.114 in groups of 128 in four bits, with all of them 0.102."""
+
+BLOCK = 2**17
+"""Numbers of rows that are rounded together, so that they stay in the host's caches."""
+
+
+def codes_of(numbers: Tensor, bits: int, group: int, *, zeros: bool, clips: tuple[float, ...] = CLIPS) -> Codes:
+    """Numbers as their nearest codes, by that scale of five of each group which loses least, in their dtype."""
+    columns = numbers.shape[1]
+    group = group or columns
+    blocks = torch.split(numbers, max(BLOCK // max(columns, 1), 1))
+    found = [_rounded(each, bits, group, zeros, clips) for each in blocks]
+    codes, scale, zero = (torch.cat(each) for each in zip(*found, strict=True))
+    return Codes(codes, scale, zero if zeros else None, bits, group)
+
+
+def _rounded(
+    rows: Tensor, bits: int, group: int, zeros: bool, clips: tuple[float, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes (N, K), scales and zero points (N, G) of some rows."""
+    parts, most = rows.float().reshape(rows.shape[0], -1, group), (1 << bits) - 1
     if zeros:
-        low, high = parts.amin(-1).clamp(max=0.0), parts.amax(-1).clamp(min=0.0)
+        low, high = parts.amin(-1, keepdim=True).clamp(max=0.0), parts.amax(-1, keepdim=True).clamp(min=0.0)
     else:
-        high = parts.abs().amax(-1)
+        high = parts.abs().amax(-1, keepdim=True)
         low = -high
-    scale = ((high - low) / most).to(numbers.dtype)
-    scale = scale.masked_fill(scale == 0.0, 1.0)  # of a group of zeros
-    wide = scale.float()
-    zero = (-low / wide).round().clamp(0, most) if zeros else torch.full_like(wide, 1 << (bits - 1))
-    codes = (parts / wide.unsqueeze(-1)).round_().add_(zero.unsqueeze(-1)).clamp_(0, most).to(torch.uint8)
-    return Codes(codes.flatten(1), scale, zero.to(torch.uint8) if zeros else None, bits, group or columns)
+
+    def scaled(clip: float) -> tuple[Tensor, Tensor]:
+        scale = ((high - low) * (clip / most)).to(rows.dtype)
+        scale = scale.masked_fill(scale == 0.0, SMALL).float()
+        zero = (-low * clip / scale).round_().clamp_(0, most) if zeros else torch.full_like(scale, 1 << (bits - 1))
+        return scale, zero
+
+    def rounded(scale: Tensor, zero: Tensor) -> Tensor:
+        return (parts / scale).round_().add_(zero).clamp_(0, most)
+
+    best, (scale, zero) = torch.full_like(high, math.inf), scaled(clips[0])
+    for clip in clips if len(clips) > 1 else ():
+        one, other = scaled(clip)
+        error = rounded(one, other).sub_(other).mul_(one).sub_(parts).square_().sum(-1, keepdim=True)
+        scale, zero = torch.where(error < best, one, scale), torch.where(error < best, other, zero)
+        best = torch.minimum(best, error)
+    codes = rounded(scale, zero).to(torch.uint8).flatten(1)
+    return codes, scale[..., 0].to(rows.dtype), zero[..., 0].to(torch.uint8)
+
+
+SMALL = 2.0**-14
+"""The scale of a group of zeros: kernels take an offset times the scale off their sums, which they round."""
 
 
 def _index_problems(of: WeightFormat, group_index: Tensor) -> list[str]:

@@ -16,51 +16,12 @@ from layerzero.core.errors import InvalidCallError
 from layerzero.integrations.optimize.swaps.swap import MARK, State, as_forward, serves, size_of
 from layerzero.integrations.optimize.swaps.weights import Packs, wants_packed
 from layerzero.ops.linear.packed import PACKED, PackedWeight
-from layerzero.ops.quantize.weight_format import ARGUMENTS, packed
+from layerzero.ops.quantize.weight_format import ARGUMENTS
 
 Weight = tuple[Tensor, Tensor] | lz.QuantizedWeight
 """Codes of int8 and their scales, one number or one for each output; or a weight as a file has it."""
 
 _BESIDE = ("weight_format", *tuple(ARGUMENTS.values())[2:])
-
-CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8)
-"""Shares of a group's largest number that become the largest code: that with the least squared error is taken. With the
-first alone normal numbers lose 0.114 in groups of 128, with all of them 0.102."""
-
-
-BLOCK = 2**17
-"""Numbers of rows that are rounded together, so that they stay in the host's caches."""
-
-
-def in_four_bits(weight: Tensor, group: int) -> lz.QuantizedWeight:
-    """The nearest codes from -8 to 7 of a weight (N, K), with a scale for each group of columns."""
-    rows = max(BLOCK // weight.shape[1], 1)
-    codes, scales = zip(*[_in_four_bits(each, group) for each in torch.split(weight, rows)], strict=True)
-    of = lz.WeightFormat("compressed-tensors", bits=4, group=group)
-    shape = weight.shape[0], weight.shape[1]
-    return lz.QuantizedWeight(of, shape, packed(torch.cat(codes), 4), torch.cat(scales))
-
-
-def _in_four_bits(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    numbers = rows.to(torch.float32).view(rows.shape[0], -1, group)
-    largest = numbers.abs().amax(-1, keepdim=True)
-    best, found = torch.full_like(largest, math.inf), torch.ones_like(largest)
-    for clip in CLIPS:
-        scale = _positive((largest * (clip / 7.5)).to(torch.bfloat16)).to(torch.float32)
-        error = _rounded(numbers, scale).mul_(scale).sub_(numbers).square_().sum(-1, keepdim=True)
-        found, best = torch.where(error < best, scale, found), torch.minimum(error, best)
-    codes = _rounded(numbers, found).add_(8.0).to(torch.uint8).flatten(1)
-    return codes, found[..., 0].to(torch.bfloat16)
-
-
-def _positive(scale: Tensor) -> Tensor:
-    """Scales of groups of zeros are small: kernels take an offset times the scale off their sums, which they round."""
-    return scale.masked_fill(scale == 0.0, 2.0**-14)
-
-
-def _rounded(numbers: Tensor, scale: Tensor) -> Tensor:
-    return (numbers / scale).round_().clamp_(-8, 7)
-
 
 Place = tuple[str, str, str]
 """Where a module keeps a tensor: the dict of its own, the name there, and the attribute within a tensor subclass."""
@@ -254,7 +215,7 @@ class Made(CodedProduct):
         with torch.no_grad():
             rows = (weight.detach().t() if self.turned else weight.detach()).contiguous()
             if self.group is not None:
-                return in_four_bits(rows, self.group)
+                return lz.quantize_weight(rows.to(torch.bfloat16), "int4", group_size=self.group)
             codes, scale = lz.quantize(rows, "int8", per="row")
         return codes, scale.reshape(-1)
 
