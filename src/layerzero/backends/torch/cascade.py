@@ -20,6 +20,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.ops.attention.limits import SdpaEnabled
 from layerzero.ops.cascade.declare import CASCADE, shared_problems
 from layerzero.ops.cascade.merge import MERGE_STATES
+from layerzero.ops.paged.pages import tokens_of
 
 
 def merge(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,7 +72,7 @@ def _load_cascade(facts: Facts) -> Callable[..., Any]:
         def rest() -> Iterator[Slice]:
             for row, length in enumerate(context_lens.tolist()):
                 pages = block_tables[row, shared_blocks : -(-length // page_size)]
-                keys, values = (cache[pages].flatten(0, 1)[: length - shared] for cache in caches)
+                keys, values = (tokens_of(cache, pages, length - shared) for cache in caches)
                 yield tokens[row : row + 1], keys, values, None
 
         parts = [

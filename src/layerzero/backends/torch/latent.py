@@ -25,7 +25,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention.limits import SdpaEnabled
 from layerzero.ops.latent.declare import NAME
-from layerzero.ops.paged.pages import gathered
+from layerzero.ops.paged.pages import gathered, tokens_of
 from layerzero.ops.ragged import declare as ragged
 
 
@@ -100,7 +100,7 @@ def _load_cpu(facts: Facts) -> Callable[..., Any]:
         def sequences() -> Iterator[Slice]:
             for row, length in enumerate(context_lens.tolist()):
                 pages = block_tables[row, : -(-length // page_size)]
-                keys = torch.cat([plane[pages].flatten(0, 1)[:length] for plane in cache], -1).unsqueeze(1)
+                keys = torch.cat([tokens_of(plane, pages, length) for plane in cache], -1).unsqueeze(1)
                 yield query[row], keys, keys, None
 
         found = attend_each(

@@ -29,14 +29,14 @@ from layerzero.core.kernel import Kernel
 from layerzero.ops.attention.limits import SdpaEnabled
 from layerzero.ops.cascade.declare import FLAT
 from layerzero.ops.paged import mixed
-from layerzero.ops.paged.pages import blocks_of, gathered
+from layerzero.ops.paged.pages import gathered, tokens_of
 from layerzero.ops.paged.tree import of_sequence
 
 
 def load_gather(facts: Facts) -> Callable[..., Any]:
     """What gathers the pages of each sequence and attends with SDPA."""
     sdpa = torch.nn.functional.scaled_dot_product_attention
-    page_size, group = facts.size("page_size"), facts.size("group")
+    group = facts.size("group")
     on_gpu = facts.device.platform != "cpu"
 
     def gather(
@@ -50,14 +50,14 @@ def load_gather(facts: Facts) -> Callable[..., Any]:
         window: tuple[int, int] | None = None,
         max_context_len: int | None = None,
     ) -> Tensor:
-        blocks = blocks_of(block_tables, context_lens, page_size, max_context_len)
-        positions = torch.arange(blocks * page_size, device=query.device)
-        lengths = context_lens.unsqueeze(1)
-        pages = block_tables[:, :blocks].masked_fill(positions[::page_size] >= lengths, 0)
-        beyond = (positions >= lengths)[:, None, :, None]  # what lies there may be NaN, which no mask hides
         keys, values = (
-            cache[pages].flatten(1, 2).transpose(1, 2).masked_fill(beyond, 0.0) for cache in (key_cache, value_cache)
+            each.transpose(1, 2)
+            for each in gathered(key_cache, value_cache, block_tables, context_lens, max_context_len)
         )
+        positions, lengths = torch.arange(keys.shape[2], device=query.device), context_lens.unsqueeze(1)
+        if not on_gpu:
+            beyond = (positions >= lengths)[:, None, :, None]  # what lies there may be NaN, which no mask hides
+            keys, values = keys.masked_fill(beyond, 0.0), values.masked_fill(beyond, 0.0)
         visible = positions < lengths
         if window is not None:
             visible &= positions >= lengths - 1 - window[0]
@@ -127,7 +127,7 @@ def load_each(facts: Facts) -> Callable[..., Any]:
         def sequences() -> Iterator[Slice]:
             for row, ((first, last), length) in enumerate(lengths):
                 pages = block_tables[row, : -(-length // page_size)]
-                keys, values = (cache[pages].flatten(0, 1)[:length] for cache in (key_cache, value_cache))
+                keys, values = (tokens_of(cache, pages, length) for cache in (key_cache, value_cache))
                 slopes = alibi_slopes[row] if by_sequence and alibi_slopes is not None else alibi_slopes
                 yield query[first:last], keys, values, slopes
 

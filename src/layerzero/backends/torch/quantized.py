@@ -22,6 +22,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Tolerance
 from layerzero.ops.attention.declare import TOLERANCE
 from layerzero.ops.attention.limits import SdpaEnabled
+from layerzero.ops.paged.pages import gathered
 from layerzero.ops.paged.quantized import DECODE, PREFILL, dequantized
 
 
@@ -51,14 +52,16 @@ def _over_gathered(facts: Facts, attend: Callable[..., Any]) -> Callable[..., An
         **arguments: Any,
     ) -> Any:
         *starts, key_scale, value_scale = rest
-        first = torch.arange(block_tables.shape[1], device=query.device) * page_size
-        pages = block_tables.masked_fill(first >= context_lens.unsqueeze(1), 0).long()
-        caches = []
-        for cache, scale in ((key_cache, key_scale), (value_cache, value_scale)):
-            held = cache.view(torch.uint8)[pages.flatten()].view(cache.dtype)
-            caches.append(dequantized(held, scale[pages.flatten()] if scale.ndim == 3 else scale, query.dtype))
-        tables = torch.arange(pages.numel(), dtype=torch.int32, device=query.device).view(pages.shape)
-        return attend(query, *caches, tables, context_lens, *starts, **arguments)
+        tables = block_tables, context_lens
+        codes = gathered(key_cache.view(torch.uint8), value_cache.view(torch.uint8), *tables)
+        scales = (key_scale, value_scale) if key_scale.ndim != 3 else gathered(key_scale, value_scale, *tables)
+        blocks = codes[0].shape[1] // page_size
+        caches = [
+            dequantized(each.view(key_cache.dtype), scale, query.dtype).unflatten(1, (blocks, page_size)).flatten(0, 1)
+            for each, scale in zip(codes, scales, strict=True)
+        ]
+        mine = torch.arange(len(context_lens) * blocks, dtype=torch.int32, device=query.device).view(-1, blocks)
+        return attend(query, *caches, mine, context_lens, *starts, **arguments)
 
     return run
 

@@ -99,18 +99,31 @@ def gathered(
 ) -> tuple[Tensor, Tensor]:
     """Keys and values of each sequence, as long as its table or the promised bound, on a CPU as the longest sequence.
 
-    Entries of a table beyond a sequence's last page are not followed: they may hold anything.
+    Entries of a table beyond a sequence's last page are not followed: they may hold anything. Behind the last token
+    of a sequence stands what its page holds there, on a GPU that token again.
     Shapes: caches (P, N, K, D) and (P, N, K, D_v), block_tables (B, max_blocks), context_lens (B,) →
     (B, blocks * N, K, D) and (B, blocks * N, K, D_v)
     """
     page_size = key_cache.shape[1]
     blocks = blocks_of(block_tables, context_lens, page_size, max_context_len)
-    first = torch.arange(blocks, device=block_tables.device) * page_size
-    used = first < context_lens.unsqueeze(1)
-    pages = block_tables[:, :blocks].masked_fill(~used, 0).long()
     caches = [cache if len(cache) else cache.new_zeros((1, *cache.shape[1:])) for cache in (key_cache, value_cache)]
-    keys, values = (cache[pages].flatten(1, 2) for cache in caches)
+    if key_cache.is_cpu:
+        used = torch.arange(blocks) * page_size < context_lens.unsqueeze(1)
+        pages = block_tables[:, :blocks].masked_fill(~used, 0).long()
+        keys, values = (cache[pages].flatten(1, 2) for cache in caches)
+    else:
+        # A virtual cache has no memory behind its last token: a read there ended the context (H200, 2026-11-25)
+        tokens = torch.arange(blocks * page_size, device=block_tables.device)
+        place = torch.minimum(tokens, context_lens.unsqueeze(1) - 1).clamp(min=0)
+        page = block_tables.gather(1, place // page_size).masked_fill(context_lens.unsqueeze(1) == 0, 0)
+        offset = place % page_size
+        keys, values = (cache[page, offset] for cache in caches)
     return keys, values
+
+
+def tokens_of(cache: Tensor, pages: Tensor, length: int) -> Tensor:
+    """The first tokens of a sequence's pages (length, ...); of a single page no token behind them is read."""
+    return cache[:, :length][pages].flatten(0, 1)[:length]
 
 
 def nhd(layout: str, *caches: Tensor) -> tuple[Tensor, ...]:
