@@ -52,12 +52,7 @@ FORMATS = {
 
 @pytest.mark.parametrize(("kernel", "given", "wanted"), CASES)
 def test_each_kernel_says_what_it_is_not_for(kernel, given, wanted):
-    assert refused(kernel, **given) - {ReasonCode.NOT_VETTED} == wanted
-
-
-@pytest.mark.parametrize("kernel", sorted({kernel for kernel, _, _ in CASES} | {"vllm.fp8_linear"}))
-def test_what_never_ran_proves_itself_first(kernel):
-    assert REGISTRY.kernel(kernel).untried
+    assert refused(kernel, **given) == wanted
 
 
 @pytest.mark.parametrize("kernel", sorted({kernel for kernel, _, _ in CASES}))
@@ -134,11 +129,11 @@ def test_float8_products_begin_with_ada(device, wanted):
     numbers, scale = lz.quantize(torch.randn(48, 64) / 8, "fp8_e4m3", per="row")
     report = lz.explain(
         "quantized_linear",
-        torch.randn(4, 64).to(F16),
+        torch.randn(4, 64).to(BF16),
         numbers,
         scale,
         activations="fp8_e4m3",
         device=device,
         libraries=LIBRARIES,
     )
-    assert {reason.code for reason in report.reasons("vllm.fp8_linear")} - {ReasonCode.NOT_VETTED} == wanted
+    assert {reason.code for reason in report.reasons("vllm.fp8_linear")} == wanted

@@ -20,6 +20,7 @@ from launches import Counted
 from layerzero.core.indices import IN_C
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.calls import arguments_of
+from layerzero.ops.paged import pages
 from layerzero.ops.paged import slots as paged_slots
 from layerzero.ops.paged.mixed import GQA_MIXED_PAGED, paged_tokens_reference
 from layerzero.ops.paged.slots import numpy_here, slots_on_host
@@ -487,3 +488,16 @@ def test_a_step_of_other_starts_is_refused_on_a_kept_plan_too():
         lz.paged_attention(*call, **own, step=step)
     decode = lz.paged_attention(query[:2].unsqueeze(1), *call[1:], step=step)  # one token each, whatever the step has
     torch.testing.assert_close(decode, lz.paged_attention(query[:2].unsqueeze(1), *call[1:], step=of_one))
+
+
+@pytest.mark.parametrize("rows_apart", [0, 3], ids=["dense", "gaps between pages"])
+def test_tokens_are_taken_from_dense_caches_and_from_those_with_gaps(rows_apart):
+    cache = torch.randn(5, PAGE + rows_apart, 2, 8)[:, :PAGE]
+    page, offset = torch.randint(5, (3, 7), dtype=torch.int32), torch.randint(PAGE, (3, 7))
+    assert torch.equal(pages.taken(cache, page, offset), cache[page, offset])
+
+
+def test_of_a_single_page_nothing_behind_the_last_token_is_read():
+    cache = torch.randn(2, PAGE, 2, 8)
+    assert torch.equal(pages.tokens_of(cache, torch.tensor([1]), 2), cache[1, :2])
+    assert torch.equal(pages.tokens_of(cache, torch.tensor([1, 0]), PAGE + 1), torch.cat([cache[1], cache[0, :1]]))

@@ -234,3 +234,9 @@ def test_a_gguf_file_is_read(tmp_path):
         path.write_bytes(whole[:length])
         with pytest.raises(lz.InvalidCallError, match="path: wanted a whole GGUF file"):
             lz.read_gguf(path)
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (4, 0)])
+def test_a_weight_without_numbers_is_quantised(shape):
+    made = lz.quantize_weight(torch.empty(shape), "nvfp4")
+    assert made.dequantized().shape == shape

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.backends.torch.quantized_linear import on_boundary
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
@@ -23,7 +24,7 @@ from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.linear.packed import BELONGS, Pack, PackedWeight
 from layerzero.ops.linear.weight_formats import FORMATTED
 from layerzero.ops.quantize.weight import QuantizedWeight
-from layerzero.ops.quantize.weight_format import Codes
+from layerzero.ops.quantize.weight_format import Codes, Fields
 
 ROUNDING = (FORMATTED["group.int8"].name,)
 """Of kernels that round rows; those that do not take both operations."""
@@ -63,6 +64,8 @@ def _load(facts: Facts, owner: str, parts: Parts, *, of_codes: bool) -> Callable
 
     def made(weight: QuantizedWeight) -> tuple[tuple[Any, Tensor | None], int]:
         _MADE.add(of_call)
+        fields = Fields(*[None if each is None else on_boundary(each) for each in weight.fields])
+        weight = QuantizedWeight.unchecked(weight.format, weight.shape, fields)
         if not of_codes:
             form, size = pack(weight)
             return (form, None), size

@@ -8,7 +8,7 @@ the lowest first (include/humming/kernel/pack_weight.cuh); without zero points t
 of 64 (transform.py); of inputs steps of 128 alone are offered, which its tables of tiles take whole. Of a format with
 zero points both tables are compiled, because a weight whose zero points are all in the middle takes none. Scales of
 128 x 128 numbers are repeated for each row (schema/fp8.py); those of nvfp4 are multiples of a second one. Its import
-starts a process that loads its launcher, which is turned off here. It never ran here.
+starts a process that loads its launcher, which is turned off here.
 Library: humming-kernels 0.1.19, Apache-2.0; no function that is called is documented, hence one version only.
 """
 
@@ -44,11 +44,12 @@ HUMMING = Backend(
     import_name="humming",
     distribution="humming-kernels",
     versions="==0.1.19",
+    tested=("0.1.19",),
     requires=("torch>=2.11",),
     platforms=("cuda",),
     install="pip install humming-kernels==0.1.19",
     homepage="https://github.com/vllm-project/humming",
-    flags=("deterministic", "graph_safe", "jit"),
+    flags=("graph_safe", "jit"),
 )
 
 _LOCKS = 2048
@@ -172,6 +173,7 @@ def _kernel(name: str, operation: str, *limits: limit.Limit) -> Kernel:
         platform="cuda",
         operation=operation,
         build_key=_build_key,
+        deterministic=False,  # two runs gave other bits (H200, 2026-11-26)
         cache_folder=_cache_folder,
     )
 

@@ -25,7 +25,6 @@ from layerzero.backends.grouped_weights import IN_FOUR_BITS, Product, grouped, r
 from layerzero.backends.torch.attention import TORCH
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Trust
 from layerzero.ops.linear.packed import Pack
 from layerzero.ops.quantize.gguf import AFFINE, affine
 from layerzero.ops.quantize.weight import QuantizedWeight
@@ -123,7 +122,6 @@ KERNELS = (
         limit.dim("out_features", multiple=8),
         limit.aligned(16, "input"),
         platform="cuda",
-        trust=Trust.UNTRIED,
     ),
     grouped(
         "torch.int4pack_mm_gguf",

@@ -7,7 +7,7 @@ here by torch: a tile of 16 inputs and 64 outputs becomes a word for each thread
 (csrc/quantization/marlin/gptq_marlin_repack.cu), scales lie in the order in which a thread needs them
 (``marlin_permute_scales`` and ``marlin_zero_points`` of marlin_utils.py). Machete is Hopper's alone, and adds zero
 points as ``-scale * zero`` in the dtype of the rows. ExLlama's kernel adds up in float16 by atomics, and makes the wide
-weight for more than 50 rows; AutoAWQ's writes eight partial sums. None of them ran here.
+weight for more than 50 rows; AutoAWQ's writes eight partial sums.
 Library: vllm 0.20, Apache-2.0; CUTLASS, BSD-3-Clause.
 """
 
@@ -31,7 +31,6 @@ from layerzero.backends.grouped_weights import (
 from layerzero.backends.vllm.library import VLLM, operators
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Trust
 from layerzero.ops.linear.packed import Pack
 from layerzero.ops.quantize.groups import GROUPED
 from layerzero.ops.quantize.weight_format import Codes, WeightFormat, packed
@@ -200,7 +199,6 @@ KERNELS = (
         limit.dim("weight_group", multiple=32),
         IN_FOUR_BITS,
         platform="cuda",
-        trust=Trust.UNTRIED,
     ),
     grouped(
         "vllm.marlin_int8",
@@ -213,7 +211,6 @@ KERNELS = (
         limit.one_of("weight_zeros", "none"),
         platform="cuda",
         accepts=("weight_format", "bias", "group_index", "packed"),
-        trust=Trust.UNTRIED,
     ),
     grouped(
         "vllm.machete",
@@ -227,7 +224,6 @@ KERNELS = (
         limit.dim("in_features", multiple=64),
         limit.dim("out_features", multiple=128),
         platform="cuda",
-        trust=Trust.UNTRIED,
     ),
     grouped(
         "vllm.gptq",
@@ -242,7 +238,6 @@ KERNELS = (
         platform="cuda",
         deterministic=False,
         workspace_bytes=wide_weight,
-        trust=Trust.UNTRIED,
     ),
     grouped(
         "vllm.awq",
@@ -256,6 +251,5 @@ KERNELS = (
         limit.dim("out_features", multiple=128),  # of 64 it has a kernel, too, but groups must divide the outputs
         platform="cuda",
         workspace_bytes=_partial_sums,
-        trust=Trust.UNTRIED,
     ),
 )

@@ -10,7 +10,6 @@ second scale is divided by it. A weight whose scales do not fit is refused when 
 
 ``ggml_dequantize`` computes in float16 (csrc/quantization/gguf/dequantize.cuh), so that float32 is left out. Its
 products ``ggml_mul_mat_a8`` and ``ggml_mul_mat_vec_a8`` round the rows to int8, which this operation does not do.
-None of these ran here.
 Library: vllm 0.20, Apache-2.0.
 """
 
@@ -44,7 +43,8 @@ from layerzero.backends.vllm.library import VLLM, operators
 from layerzero.core import limits as limit
 from layerzero.core.errors import NotPreparedError
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel, Trust
+from layerzero.core.kernel import Kernel
+from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.linear.packed import Pack
 from layerzero.ops.linear.weight_formats import FORMATTED
 from layerzero.ops.quantize.weight import QuantizedWeight
@@ -122,6 +122,18 @@ _KINDS = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "IQ4_NL": 20}
 _KINDS |= {"Q2_K": 10, "Q3_K": 11, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14}
 """GGML's numbers of types (``GGMLQuantizationType`` of gguf 0.19)."""
 
+_IN_PAIRS = frozenset({"Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K"})
+"""Types whose scale and offset are one ``half2`` (csrc/quantization/gguf/ggml-common.h)."""
+
+
+def _halves_on_boundary(facts: Facts) -> Reason | None:
+    """Halves, and pairs of them that are loaded at once, off a boundary end the context (H200, 2026-11-26)."""
+    needed, got = 4 if facts["weight_kind"] in _IN_PAIRS else 2, facts.tensors["weight"].alignment_bytes
+    if got >= needed:
+        return None
+    hint = "Copy the weight once: weight.clone()"
+    return Reason(ReasonCode.MISALIGNED, "weight", f"{needed} bytes", f"{got} bytes", hint)
+
 
 def _load_gguf(facts: Facts) -> Callable[..., Any]:
     operator, kind = operators("_C.abi3.so", "_C").ggml_dequantize.default, _KINDS[str(facts["weight_kind"])]
@@ -134,7 +146,7 @@ def _load_gguf(facts: Facts) -> Callable[..., Any]:
 
 
 def _kernel(name: str, parts: Any, operation: str, *limits: limit.Limit) -> Kernel:
-    return grouped(name, VLLM, parts, 40, *MARLIN, *limits, platform="cuda", operation=operation, trust=Trust.UNTRIED)
+    return grouped(name, VLLM, parts, 40, *MARLIN, *limits, platform="cuda", operation=operation)
 
 
 KERNELS = (
@@ -166,9 +178,9 @@ KERNELS = (
             limit.dtype("float16", "bfloat16"),
             limit.one_of("weight_kind", *_KINDS),
             limit.contiguous("weight"),
+            limit.Custom("weight: its halves on a boundary", _halves_on_boundary),
         ),
         workspace_bytes=wide_weight,
         priority=25,
-        trust=Trust.UNTRIED,
     ),
 )

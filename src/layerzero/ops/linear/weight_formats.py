@@ -300,7 +300,11 @@ FORMATTED: dict[str, Operation] = {
             "small": ("compressed-tensors:bits=4,group=32", 33, 96, 64),
             "small_permuted": ("gptq:bits=3,group=32,zeros=stored,permuted=True", 5, 96, 64),
             "small_row": ("compressed-tensors:bits=8", 5, 96, 64),
-            **_timed(_INT4, decode_awq="awq:bits=4,group=128,zeros=stored"),
+            **_timed(
+                _INT4,
+                decode_awq="awq:bits=4,group=128,zeros=stored",
+                decode_int8="compressed-tensors:bits=8,group=128",
+            ),
         },
     ),
     "block": _operation(

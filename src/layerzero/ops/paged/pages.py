@@ -116,9 +116,20 @@ def gathered(
         tokens = torch.arange(blocks * page_size, device=block_tables.device)
         place = torch.minimum(tokens, context_lens.unsqueeze(1) - 1).clamp(min=0)
         page = block_tables.gather(1, place // page_size).masked_fill(context_lens.unsqueeze(1) == 0, 0)
-        offset = place % page_size
-        keys, values = (cache[page, offset] for cache in caches)
+        keys, values = (taken(cache, page, place % page_size) for cache in caches)
     return keys, values
+
+
+def taken(cache: Tensor, page: Tensor, offset: Tensor) -> Tensor:
+    """The tokens at these places. Shapes: (P, N, ...), (B, L), (B, L) → (B, L, ...).
+
+    ``index_select`` copies rows in pieces of 16 bytes where an index of two axes copies numbers: 426 us against 1,628
+    for 64 sequences of 2,048 tokens (H200, torch 2.11, 2026-11-26).
+    """
+    if cache.stride(0) != cache.stride(1) * cache.shape[1]:
+        return cache[page, offset]
+    slots = page.long() * cache.shape[1] + offset
+    return cache.flatten(0, 1).index_select(0, slots.flatten()).view(*page.shape, *cache.shape[2:])
 
 
 def tokens_of(cache: Tensor, pages: Tensor, length: int) -> Tensor:

@@ -144,7 +144,7 @@ class Micro(Scheme):
     def quantized(self, of: WeightFormat, numbers: Tensor) -> Fields:
         if self.name != "nvfp4":
             return Fields(*quantize_mx(numbers, self.narrow))
-        most = numbers.float().abs().amax()
+        most = numbers.float().abs().amax() if numbers.numel() else numbers.new_zeros((), dtype=torch.float32)
         second = (most / (E2M1_LARGEST * E4M3_LARGEST)).masked_fill(most == 0.0, 1.0)
         found = quantize_nv(numbers, self.narrow, tensor_scale=second)
         return Fields(*found, second_scale=1.0 / second if of.kind == "over" else second)
