@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -195,3 +197,68 @@ def test_shapes_of_a_case_are_told_without_arithmetic(name):
             assert told == {
                 each: (value.shape, value.dtype) for each, value in shapes.items() if torch.is_tensor(value)
             }
+
+
+KEPT = {
+    "fp8": "torch.kept_quant",
+    "fp8:rows=0": "torch.kept_quant",
+    "fp8:group=32,rows=16": "torch.kept_block",
+    "compressed-tensors:bits=4,group=32": "torch.kept_group",
+    "mxfp4": "torch.kept_mx",
+    "nf4:group=64": "torch.kept_codebook",
+}
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("text", KEPT)
+def test_numbers_are_kept_where_a_form_may_be_as_large_as_a_floating_weight(text, dtype):
+    known = lz.quantize_weight(torch.randn(64, 96) / 96**0.5, text)
+    x, bias = torch.randn(2, 3, 96).to(dtype), torch.randn(64).to(dtype)
+    wanted = x.double() @ known.dequantized(torch.float64).t() + bias.double()
+    small, packed = lz.PackedWeight(known), lz.PackedWeight(known, dense=True)
+    assert "dense=True" in str(lz.explain("quantized_linear", x, known, packed=small).reasons(KEPT[text]))
+    with lz.scope(allow=[KEPT[text]]):
+        for _ in range(2):
+            got = lz.quantized_linear(x, known, bias=bias, packed=packed)
+            torch.testing.assert_close(got.double(), wanted, rtol=TWO_ROUNDINGS[dtype], atol=TWO_ROUNDINGS[dtype])
+    assert packed.forms == 1
+    assert packed.bytes in {64 * 96 * dtype.itemsize, 64 * 96 * 4}  # of half precision in float32 where it is emulated
+    other, twin = copy.deepcopy((known, packed))
+    assert twin.kind_for(*other.fields) == "dense"
+
+
+def test_a_weight_of_float8_has_a_form_of_its_own_size_where_vllm_takes_it():
+    known = lz.quantize_weight(torch.randn(64, 96) / 96**0.5, "fp8")
+    known.fields.data[5] = 0.0  # which the library reads as 2^-7
+    x, bias = torch.randn(3, 96).bfloat16(), torch.randn(64).bfloat16()
+    report = lz.explain("quantized_linear", x, known)
+    if why := report.reasons("vllm.cpu.fp8"):
+        pytest.skip(str(why[0]))
+    assert report.chosen.kernel.id == "vllm.cpu.fp8"
+    for scale in (known.fields.scale, known.fields.scale.reshape(-1), torch.tensor(0.01)):
+        packed = lz.PackedWeight(known.fields.data)
+        wanted = x.double() @ (known.fields.data.double() * scale.double().reshape(-1, 1)).t() + bias.double()
+        with lz.scope(allow=["vllm.cpu.fp8"]):
+            got = lz.quantized_linear(x, known.fields.data, scale, bias, packed=packed)
+        torch.testing.assert_close(got.double(), wanted, rtol=3e-2, atol=3e-2)
+        assert packed.bytes < 2 * known.fields.data.nbytes
+
+
+@pytest.mark.parametrize("start", [0, 8, 16])
+@pytest.mark.parametrize("text", ["int8", "compressed-tensors:bits=8"])
+def test_rows_of_torchs_int8_product_may_begin_at_any_address(text, start):
+    """It loads 32 bytes from an address that it takes for a multiple of that, and ends the process elsewhere."""
+    numbers = torch.randn(9, 96) / 96**0.5
+    buffer = torch.randn(3 * 96 + 64).bfloat16()
+    x = buffer[-buffer.data_ptr() % 64 // 2 + start :][: 3 * 96].view(3, 96)
+    if text == "int8":
+        narrow, scale = lz.quantize(numbers, "int8", per="row")
+        kernel, whole, given = "torch.int8pack_mm", narrow * scale, (narrow, scale)
+    else:
+        known = lz.quantize_weight(numbers.bfloat16(), text)
+        kernel, whole, given = "torch.int8pack_mm_rows", known.dequantized(torch.float32), (known,)
+    if why := lz.explain("quantized_linear", x, *given).reasons(kernel):
+        pytest.skip(str(why[0]))
+    with lz.scope(allow=[kernel]):
+        got = lz.quantized_linear(x, *given)
+    torch.testing.assert_close(got.float(), x.float() @ whole.t(), rtol=3e-2, atol=3e-2)

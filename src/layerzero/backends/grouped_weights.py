@@ -21,7 +21,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.limit import Limit
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.ops.linear.packed import BELONGS, Pack, PackedWeight
+from layerzero.ops.linear.packed import BELONGS, MAY_BE_DENSE, Pack, PackedWeight
 from layerzero.ops.linear.weight_formats import FORMATTED
 from layerzero.ops.quantize.weight import QuantizedWeight
 from layerzero.ops.quantize.weight_format import Codes, Fields
@@ -114,6 +114,7 @@ def grouped(
     *limits: Limit,
     platform: str = "cpu",
     operation: str = "group",
+    of_codes: bool = True,
     **changes: Any,
 ) -> Kernel:
     """A kernel for weights by group, or of another operation of :data:`FORMATTED`.
@@ -124,16 +125,17 @@ def grouped(
         limits: what the library demands, besides the form.
         platform: what it runs on.
         operation: the last word of its name.
+        of_codes: whether the form of a weight by group is made of its codes.
     """
     optional = {"group": ("weight_zero", "group_index"), "mx": ("second_scale",)}
     fields: dict[str, Any] = {
         "operations": (FORMATTED[operation].name, *(ROUNDING if operation == "group" else ())),
-        "load": functools.partial(_load, owner=kernel_id, parts=parts, of_codes=operation == "group"),
+        "load": functools.partial(_load, owner=kernel_id, parts=parts, of_codes=of_codes and operation == "group"),
         "accepts": ("weight_format", "bias", *optional.get(operation, ()), "packed"),
         "limits": (
             limit.platform(platform),
             *limits,
-            BELONGS,
+            *([] if MAY_BE_DENSE in limits else [BELONGS]),
             *([_before_capture(kernel_id)] if platform == "cuda" else []),
         ),
     }

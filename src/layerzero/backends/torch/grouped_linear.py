@@ -23,6 +23,7 @@ from torch import Tensor
 
 from layerzero.backends.grouped_weights import IN_FOUR_BITS, Product, grouped, regrouped
 from layerzero.backends.torch.attention import TORCH
+from layerzero.backends.torch.quantized_linear import on_boundary
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.ops.linear.packed import Pack
@@ -90,7 +91,7 @@ def _int8(facts: Facts) -> tuple[Pack, Product]:
         numbers = (codes.numbers ^ 128).view(torch.int8)
         return (numbers, codes.scale.to(torch.bfloat16).reshape(-1)), numbers.nbytes
 
-    return pack, lambda rows, form: operator(rows, *form)
+    return pack, lambda rows, form: operator(on_boundary(rows, 32), *form)
 
 
 KERNELS = (
@@ -147,7 +148,6 @@ KERNELS = (
         limit.one_of("weight_group", 0),
         limit.dim("rows", max=64),
         limit.dim("in_features", multiple=16),
-        limit.aligned(16, "input"),
         accepts=("weight_format", "bias", "group_index", "packed"),
         graph_safe=False,
     ),

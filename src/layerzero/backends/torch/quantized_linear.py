@@ -1,20 +1,20 @@
 """torch's products with weights of int8 and float8: the weight widened, int8 packed products, and int8 by int8.
 
 ``aten._weight_int8pack_mm`` is for bfloat16 alone (a float32 input took 1.5 s), and reads over the end of rows that are
-no multiple of 16 numbers: garbage for 24 and 33, then a segmentation fault, as with rows or a weight at no multiple of
-16 bytes. ``_int_mm`` takes a weight with one input for another one, and gives other numbers in silence. On an x86 CPU
-without VNNI oneDNN adds two products of int8 in int16, which ends at 32767: sums of 256 were off by 86105 (the EPYC
-below, held to AVX2 and to AVX512_CORE, torch 2.13.0, 2026-11-25). A weight of 4096 x 4096 and 1, 16, 64 and 256 rows of
-bfloat16, in units of ``F.linear`` with one of bfloat16: int8 packed products 0.53, 1.6, 2.8 and 4.2, the weight widened
-in each call 8.7, 6.5, 3.7 and 2.2, ``_int_mm`` 0.44, 1.3, 1.0 and 0.9 (one thread, torch 2.13.0, AMD EPYC with
-AVX512-VNNI, 2026-11-23); float8 is widened four times as slowly as int8. oneDNN's product with a packed weight wants
-codes from 0 on: with int8 ones of 0.13 ms it took 61. It makes its operation anew in each call, in 60 us: of 1024 x
-2816 in float32, 1, 4, 16 and 256 rows took 0.40, 0.24, 0.19 and 0.27 of ``F.linear``'s time, ``_int_mm`` 0.33, 0.41,
-0.27 and 0.26; of 384 x 1536 it is never faster (one thread, EPYC held to AVX512_CORE_VNNI, 2026-11-26). Whole numbers
-up to 128 and every e4m3 number are bfloat16 numbers, so that quantized rows may be multiplied in that. ``_scaled_mm``
-with a scale for each row gives bfloat16 alone. On an H200 (torch 2.11, 2026-11-23) it and ``_int_mm`` raised for
-columns in place of rows and for what lies off a boundary of 16 bytes, and ``_scaled_mm`` read a bias with steps as one
-without; with what is demanded now both conform there.
+no multiple of 16 numbers: garbage for 24 and 33, then a segmentation fault, as with a weight at no multiple of 16 bytes
+or rows at none of 32, which are copied. ``_int_mm`` takes a weight with one input for another one, and gives other
+numbers in silence. On an x86 CPU without VNNI oneDNN adds two products of int8 in int16, which ends at 32767: sums of
+256 were off by 86105 (the EPYC below, held to AVX2 and to AVX512_CORE, torch 2.13.0, 2026-11-25). A weight of 4096 x
+4096 and 1, 16, 64 and 256 rows of bfloat16, in units of ``F.linear`` with one of bfloat16: int8 packed products 0.53,
+1.6, 2.8 and 4.2, the weight widened in each call 8.7, 6.5, 3.7 and 2.2, ``_int_mm`` 0.44, 1.3, 1.0 and 0.9 (one thread,
+torch 2.13.0, AMD EPYC with AVX512-VNNI, 2026-11-23); float8 is widened four times as slowly as int8. oneDNN's product
+with a packed weight wants codes from 0 on: with int8 ones of 0.13 ms it took 61. It makes its operation anew in each
+call, in 60 us: of 1024 x 2816 in float32, 1, 4, 16 and 256 rows took 0.40, 0.24, 0.19 and 0.27 of ``F.linear``'s time,
+``_int_mm`` 0.33, 0.41, 0.27 and 0.26; of 384 x 1536 it is never faster (one thread, EPYC held to AVX512_CORE_VNNI,
+2026-11-26). Whole numbers up to 128 and every e4m3 number are bfloat16 numbers, so that quantized rows may be
+multiplied in that. ``_scaled_mm`` with a scale for each row gives bfloat16 alone. On an H200 (torch 2.11, 2026-11-23)
+it and ``_int_mm`` raised for columns in place of rows and for what lies off a boundary of 16 bytes, and ``_scaled_mm``
+read a bias with steps as one without; with what is demanded now both conform there.
 Library: torch >= 2.10, BSD-3-Clause.
 """
 
@@ -78,7 +78,7 @@ def _load_int8_packed(facts: Facts) -> Callable[..., Any]:
 
     def run(input: Tensor, weight: Tensor, weight_scale: Tensor, *, bias: Tensor | None = None) -> Tensor:
         scales = weight_scale.to(input.dtype).reshape(-1).expand(outputs).contiguous()
-        output: Tensor = operator(input if ndim == 2 else input.view(-1, features), weight, scales)
+        output: Tensor = operator(on_boundary(input, 32).view(-1, features), weight, scales)
         if bias is not None:
             output = output.add_(bias)
         return output if ndim == 2 else output.view(*input.shape[:-1], -1)
@@ -101,11 +101,11 @@ def _in_rows(codes: Tensor, dtype: torch.dtype) -> Tensor:
     return codes.to(dtype, memory_format=torch.contiguous_format)
 
 
-def on_boundary(vector: Tensor) -> Tensor:
-    """Dense and from a multiple of 16 bytes on, as products on GPUs read scales: the vector itself, or a copy."""
-    if vector.is_contiguous() and vector.data_ptr() % 16 == 0:
-        return vector
-    return vector.clone(memory_format=torch.contiguous_format)
+def on_boundary(tensor: Tensor, size: int = 16) -> Tensor:
+    """Dense and from a multiple of so many bytes on, as products on GPUs read scales: the tensor itself, or a copy."""
+    if tensor.is_contiguous() and tensor.data_ptr() % size == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _behind(
@@ -248,7 +248,7 @@ KERNELS = (
             limit.dim("rows", max=64),  # the widened weight takes half as long from 256 on
             limit.dim("in_features", multiple=16),
             limit.contiguous("input", "weight"),
-            limit.aligned(16, "input", "weight"),
+            limit.aligned(16, "weight"),
         ),
         graph_safe=False,
         priority=45,

@@ -2,6 +2,9 @@
 
 A block stays in the host's caches, so that the wide weight is never written to memory. On a CPU the product is in
 float32, but in bfloat16 where there are instructions for it and rows to pay for the conversion.
+
+With a PackedWeight that may be dense, the numbers are kept in the dtype of the product, and a product takes as long as
+one with a floating weight; where a CPU lacks products of half precision, in float32.
 Library: torch >= 2.10, BSD-3-Clause.
 """
 
@@ -14,13 +17,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from layerzero.backends.grouped_weights import ROUNDING, Product, grouped
 from layerzero.backends.torch.attention import FLOATS, TORCH
 from layerzero.backends.torch.widened import FEW_BITS
+from layerzero.core import limits as limit
 from layerzero.core.emulation import lacks
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
+from layerzero.ops.linear.packed import MAY_BE_DENSE, Pack, PackedWeight
+from layerzero.ops.linear.quantized import QUANTIZED, of_outputs
 from layerzero.ops.linear.weight_formats import FORMATTED
 from layerzero.ops.quantize.schemes import scheme_of
+from layerzero.ops.quantize.weight import QuantizedWeight
 from layerzero.ops.quantize.weight_format import Fields, WeightFormat
 
 BLOCK = {"cpu": 2**17, "cuda": 2**25}
@@ -80,6 +88,46 @@ def _load(facts: Facts) -> Callable[..., Any]:
     return run
 
 
+def _kept_in(facts: Facts) -> torch.dtype:
+    """The dtype of numbers that are kept: of the result, but float32 where a CPU would emulate the product."""
+    dtype = facts["out_dtype"] or facts["dtype"]
+    assert isinstance(dtype, torch.dtype)
+    return torch.float32 if dtype is torch.float16 or lacks(facts.device, dtype) else dtype
+
+
+def _kept(facts: Facts) -> tuple[Pack, Product]:
+    dtype = _kept_in(facts)
+
+    def pack(weight: QuantizedWeight) -> tuple[Tensor, int]:
+        numbers = weight.dequantized(torch.promote_types(dtype, torch.float32)).to(dtype)
+        return numbers, numbers.nbytes
+
+    return pack, lambda rows, form: functional.linear(rows.to(dtype), form).to(rows.dtype)
+
+
+def _load_kept(facts: Facts) -> Callable[..., Any]:
+    """Of the numbers alone, which each dtype holds exactly: scales are behind the product, as each call brings them."""
+    dtype = _kept_in(facts)
+
+    def pack(weight: Tensor | QuantizedWeight) -> tuple[Tensor, int]:
+        numbers = (weight if isinstance(weight, Tensor) else weight.fields.data).to(dtype)
+        return numbers, numbers.nbytes
+
+    def run(
+        input: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        *,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None,
+        packed: PackedWeight,
+    ) -> Tensor:
+        output = functional.linear(input.to(dtype), packed.form(("torch.kept", dtype), pack)) * of_outputs(weight_scale)
+        return (output if bias is None else output + bias).to(out_dtype or input.dtype)
+
+    return run
+
+
 KERNELS = tuple(
     Kernel(
         id=f"torch.dequantized_{name}",
@@ -97,4 +145,21 @@ KERNELS = tuple(
         priority=20,
     )
     for name, operation in FORMATTED.items()
+)
+
+KERNELS += (
+    Kernel(
+        id="torch.kept_quant",
+        operations=(QUANTIZED[None].name,),
+        backend=TORCH,
+        load=_load_kept,
+        accepts=("bias", "out_dtype", "packed"),
+        limits=(limit.platform("cpu"), FLOATS, MAY_BE_DENSE),
+        priority=25,
+    ),
+    *(
+        grouped(f"torch.kept_{name}", TORCH, _kept, 25, FLOATS, MAY_BE_DENSE, operation=name, of_codes=False)
+        for name in FORMATTED
+        if FORMATTED[name].name not in ROUNDING
+    ),
 )

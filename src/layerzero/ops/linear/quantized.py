@@ -163,12 +163,13 @@ class OfRoundedRows:
 
 
 def _examples(weights: frozenset[torch.dtype]) -> Callable[..., dict[str, Tensor]]:
-    """A weight whose products are of order 1, in the narrow dtype that comes first by name, a scale for each output."""
-    name = next(each for each, of in FORMATS.items() if of.dtype in weights)
+    """A weight whose products are of order 1, a scale for each output; mostly in the dtype that is named first."""
+    first = next(each for each, of in FORMATS.items() if of.dtype in weights)
 
     def examples(
         case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
     ) -> dict[str, Tensor]:
+        name = "fp8_e4m3" if case.name in _OF_FLOAT8 else first
         shape = case.sizes["out_features"], case.sizes["in_features"]
         if device.type == "meta":  # the first product of meta tensors imports torch's compiler, for a second or two
             made = torch.empty(shape, dtype=FORMATS[name].dtype, device=device)
@@ -196,6 +197,10 @@ def _work(facts: Mapping[str, Any]) -> Work:
     )
 
 
+_OF_FLOAT8 = ("small_fp8", "decode_fp8")
+"""Cases with a weight of float8 where one of int8 is no less legal."""
+
+
 def _operation(activations: str | None) -> Operation:
     sums = Elementwise(TOLERANCE, TOLERANCE_REASON, _terms)
     weights = ACTIVATIONS[activations]
@@ -211,12 +216,13 @@ def _operation(activations: str | None) -> Operation:
             tensor("bias: out_features", required=False),
         ),
         outputs=(tensor("output: ... out_features", dtype_from="out_dtype"),),
-        params=(OUT_DTYPE, packed_param()),
+        params=(OUT_DTYPE, packed_param(dense=True)),
         axes=AXES,
         cases=(
             sized_case("small", 33, 96, 64, bias=True),
             sized_case("small_wide", 33, 96, 64, out_dtype=torch.float32),
             sized_case("decode", 1, 2048, 2048),
+            *([] if activations else [sized_case("small_fp8", 33, 96, 64), sized_case("decode_fp8", 1, 2048, 2048)]),
             sized_case("batch_decode", 16, 2048, 2048),
             sized_case("prefill", 512, 1024, 4096),
         ),
@@ -297,7 +303,7 @@ def _draw(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     if draw.chance(0.1):
         arguments["out_dtype"] = torch.promote_types(dtype, torch.float32)
     if draw.chance(0.4):
-        arguments["packed"] = PackedWeight(arguments["weight"])
+        arguments["packed"] = PackedWeight(arguments["weight"], dense=draw.chance(0.5))
     return arguments
 
 

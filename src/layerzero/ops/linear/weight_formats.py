@@ -227,12 +227,12 @@ def _place(rows: slice, outputs: slice) -> Callable[[Tensor], Tensor]:
 
 
 def packed_of(arguments: Mapping[str, Any], _capturable: bool = False) -> PackedWeight:
-    """The PackedWeight of the weight of a call."""
+    """The PackedWeight of the weight of a call, which any kernel may take."""
     if arguments.get("weight_format") is None:  # of a call of another operation of the same function
-        return PackedWeight(arguments["weight"])
+        return PackedWeight(arguments["weight"], dense=True)
     of, inputs = WeightFormat.of(arguments["weight_format"]), arguments["input"].shape[-1]
     outputs = scheme_of(of).outputs(of, tuple(arguments["weight"].shape), inputs)
-    return PackedWeight(QuantizedWeight.unchecked(of, (outputs, inputs), fields_of(arguments)))
+    return PackedWeight(QuantizedWeight.unchecked(of, (outputs, inputs), fields_of(arguments)), dense=True)
 
 
 _PACKED = Param("packed", PackedWeight, None, Role.HANDLE, made_of=_TENSORS, make=packed_of, works=False)

@@ -221,10 +221,10 @@ class QuantizedWeight(Bundle):
                 raise InvalidCallError(function, [problem])
         of, scale = self.format, self.fields.scale
         by_row = of.scheme == "fp8" and not of.group and of.rows < 2
-        if by_row and scale is not None and scale.dtype is torch.float32:  # more kernels have the operation of these
-            return {"weight": self.fields.data, "weight_scale": scale}
         if given.get("packed") in (None, MISSING) and not torch.compiler.is_compiling():  # it has no place for one
             mine["packed"] = self.packed
+        if by_row and scale is not None and scale.dtype is torch.float32:  # more kernels have the operation of these
+            return {name: mine[name] for name in ("weight", "weight_scale", "packed") if name in mine}
         return mine | {"weight_format": str(of)}
 
     def __repr__(self) -> str:
