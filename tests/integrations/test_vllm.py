@@ -100,6 +100,7 @@ def metadata_of(vllm, made, **more):
         query_start_loc=made.starts,
         query_start_loc_cpu=made.starts,
         max_seq_len=int(made.lens.max()),
+        max_query_len=max(made.counts),
         slot_mapping=torch.cat(
             [each[len(each) - count :] for each, count in zip(made.slots(), made.counts, strict=True)]
         ),
@@ -111,27 +112,33 @@ def metadata_of(vllm, made, **more):
 
 
 @needs_vllm
+@pytest.mark.parametrize("dim", [16, 32], ids=["no width of vLLM's", "a width of vLLM's"])
 @pytest.mark.parametrize("shape", ["stacked", "heads first", "tokens first"])
 @pytest.mark.parametrize("step", STEPS, ids=["decodes", "mixed", "prefills"])
-def test_a_step_of_vllm_writes_its_tokens_and_attends_over_the_pages(vllm, step, shape):
-    made = Sequences(*step)
+def test_a_step_of_vllm_writes_its_tokens_and_attends_over_the_pages(vllm, step, shape, dim):
+    made = Sequences(*step, dim=dim)
     if shape == "stacked":
-        cache = torch.zeros(vllm.LayerZeroAttentionBackend.get_kv_cache_shape(made.pages, PAGE, 2, 16))
+        cache = torch.zeros(vllm.LayerZeroAttentionBackend.get_kv_cache_shape(made.pages, PAGE, 2, dim))
     elif shape == "heads first":
-        cache = torch.zeros(made.pages, 2, PAGE, 32)
+        cache = torch.zeros(made.pages, 2, PAGE, 2 * dim)
     else:
-        cache = torch.zeros(made.pages, PAGE, 2, 32).transpose(1, 2)
-    impl = vllm.LayerZeroAttentionBackend.get_impl_cls()(4, 16, 0.2, 2, sliding_window=8, logits_soft_cap=30.0)
-    keys, values = impl.caches(cache)
-    flat = [torch.zeros(made.pages * PAGE, 2, 16) for _ in range(2)]
+        cache = torch.zeros(made.pages, PAGE, 2, 2 * dim).transpose(1, 2)
+    impl = vllm.LayerZeroAttentionBackend.get_impl_cls()(4, dim, 0.2, 2, sliding_window=8, logits_soft_cap=30.0)
+    keys, values, layout = impl.caches(cache)
+    assert layout == ("HND" if shape == "heads first" else "NHD")
+    if layout == "HND":
+        assert keys[0, 0].T.is_contiguous(), "a head of a page is transposed keys, then values"
+        assert values.data_ptr() - keys.data_ptr() == PAGE * dim * keys.itemsize
+        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    flat = [torch.zeros(made.pages * PAGE, 2, dim) for _ in range(2)]
     made.fill(*flat)
     for view, filled in zip((keys, values), flat, strict=True):
-        view.copy_(filled.view(made.pages, PAGE, 2, 16))
+        view.copy_(filled.view(made.pages, PAGE, 2, dim))
     padded = [
         torch.cat((each, torch.zeros(3, *each.shape[1:])))
         for each in (made.query, made.new(made.keys), made.new(made.values))
     ]
-    output = torch.full((len(padded[0]), 4 * 16), -7.0)
+    output = torch.full((len(padded[0]), 4 * dim), -7.0)
     result = impl.forward(None, *padded, cache, metadata_of(vllm, made), output)
     assert result is output
     tokens = len(made.query)
@@ -139,8 +146,8 @@ def test_a_step_of_vllm_writes_its_tokens_and_attends_over_the_pages(vllm, step,
     torch.testing.assert_close(output[:tokens], wanted.flatten(1), rtol=1e-5, atol=1e-5)
     assert (output[tokens:] == -7.0).all()
     slots = torch.cat(list(made.slots()))
-    torch.testing.assert_close(keys.reshape(-1, 2, 16)[slots], torch.cat(made.keys))
-    torch.testing.assert_close(values.reshape(-1, 2, 16)[slots], torch.cat(made.values))
+    torch.testing.assert_close(keys.reshape(-1, 2, dim)[slots], torch.cat(made.keys))
+    torch.testing.assert_close(values.reshape(-1, 2, dim)[slots], torch.cat(made.values))
 
 
 @needs_vllm
@@ -151,15 +158,32 @@ def test_encoders_attend_without_a_cache_and_the_rest_is_refused(vllm):
     impl.forward(None, made.query, made.new(made.keys), made.new(made.values), None, metadata_of(vllm, made), output)
     torch.testing.assert_close(output, made.wanted(causal=False, scale=0.25), rtol=1e-5, atol=1e-5)
     windowed = vllm.LayerZeroAttentionImpl(4, 16, 0.25, 2, sliding_window=3, attn_type="encoder_only")
-    assert windowed.window == (2, 2), "to both sides, as vLLM's own backends have it"
+    assert windowed.scores["window"] == (2, 2), "to both sides, as vLLM's own backends have it"
     assert impl.forward(None, *[made.query] * 3, None, None, output).abs().max() == 0
-    for wrong in ({"alibi_slopes": [0.5]}, {"attn_type": "encoder_decoder"}, {"kv_cache_dtype": "fp8"}, {"sinks": 1}):
-        with pytest.raises(NotImplementedError, match=f"{next(iter(wrong))}: wanted"):
-            vllm.LayerZeroAttentionImpl(4, 16, 0.25, 2, **wrong)
+    with pytest.raises(NotImplementedError, match="attn_type: wanted"):
+        vllm.LayerZeroAttentionImpl(4, 16, 0.25, 2, attn_type="encoder_decoder")
+
+
+@needs_vllm
+@pytest.mark.parametrize("step", STEPS, ids=["decodes", "mixed", "prefills"])
+@pytest.mark.parametrize("biased", ["alibi_slopes", "sinks"])
+def test_slopes_and_sinks_of_a_layer_reach_every_call(vllm, step, biased):
+    made, given = Sequences(*step, dim=32), {"alibi_slopes": [0.5, 0.25, 0.125, 0.0], "sinks": torch.randn(4)}
+    impl = vllm.LayerZeroAttentionImpl(4, 32, 0.2, 2, **{biased: given[biased]})
+    cache = torch.zeros(made.pages, 2, PAGE, 64)
+    keys, values, _ = impl.caches(cache)
+    flat = [torch.zeros(made.pages * PAGE, 2, 32) for _ in range(2)]
+    made.fill(*flat)
+    for view, filled in zip((keys, values), flat, strict=True):
+        view.transpose(1, 2).copy_(filled.view(made.pages, PAGE, 2, 32))
+    tokens, output = [made.query, made.new(made.keys), made.new(made.values)], torch.zeros(len(made.query), 4, 32)
+    impl.forward(None, *tokens, cache, metadata_of(vllm, made), output)
+    wanted = made.wanted(scale=0.2, **{biased: torch.as_tensor(given[biased])})
+    torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-5)
 
 
 REFUSED = {
-    "sinks": torch.zeros(4),
+    "kv_cache_dtype": "int8_per_token_head",
     "chunk_lookback": 1,
     "use_alibi_sqrt": True,
     "an_argument_of_a_later_version": False,
@@ -362,7 +386,7 @@ def test_vllms_own_cpu_platform_and_registry_take_it(monkeypatch, vllm):
     assert choose(custom, asked) == BACKEND
     assert resolve(choose(custom, asked)) is vllm.LayerZeroAttentionBackend
     assert choose(None, asked) == choose(registry.AttentionBackendEnum.CPU_ATTN, asked) == stock
-    for wrong in ({"kv_cache_dtype": "fp8"}, {"has_sink": True}, {"use_adaptive_verification": True}):
+    for wrong in ({"kv_cache_dtype": "nvfp4"}, {"use_mla": True}, {"use_adaptive_verification": True}):
         if set(wrong) <= set(names):
             with pytest.raises(ValueError, match="Selected backend CUSTOM is not valid"):
                 choose(custom, asked._replace(**wrong))

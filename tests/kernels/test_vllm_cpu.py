@@ -144,3 +144,66 @@ def test_zeros_of_float8_are_zeros(loaded):
     assert not got[:, 5].any()
     wanted = rows.float() @ weight.dequantized(torch.float32).t()
     torch.testing.assert_close(got.float(), wanted, rtol=1e-2, atol=2e-2)
+
+
+SCORES = {
+    "plain": {},
+    "everything": {"causal": False},
+    "window": {"window": (9, 0), "softcap": 3.0},
+    "window to both sides": {"causal": False, "window": (9, 9)},
+    "slopes": {"alibi_slopes": torch.linspace(0.0, 0.5, 8)},
+    "sinks": {"sinks": torch.linspace(-1.0, 1.0, 8, dtype=torch.float16), "scale": 0.3},
+}
+
+
+def mixed_call(beyond=0.0, page=32):
+    """A decode, a chunk behind a prefix, no query, a prefill, over pages with transposed keys as vLLM has them."""
+    lens, counts, kv_heads, width = (40, 70, 33, 50), (1, 30, 0, 50), 2, 32
+    torch.manual_seed(0)
+    blocks = [-(-each // page) for each in lens]
+    tables = torch.full((4, max(blocks)), -1, dtype=torch.int32)
+    pages = torch.randperm(sum(blocks)).int().split(blocks)
+    for row, own in enumerate(pages):
+        tables[row, : len(own)] = own
+    both = torch.randn(sum(blocks), kv_heads, 2 * page, width)
+    keys, values = both.chunk(2, dim=2)
+    keys = keys.as_strided(keys.shape, (*keys.stride()[:2], 1, page))
+    for own, length in zip(pages, lens, strict=True):
+        keys[own[-1], :, (length - 1) % page + 1 :] = values[own[-1], :, (length - 1) % page + 1 :] = beyond
+    starts = torch.tensor([0, *counts]).cumsum(0, dtype=torch.int32)
+    query = torch.randn(sum(counts), 8, width)
+    return query, keys, values, tables, torch.tensor(lens, dtype=torch.int32), starts
+
+
+@pytest.mark.parametrize("with_step", [False, True])
+@pytest.mark.parametrize("scores", SCORES)
+def test_a_mixed_step_over_vllms_pages_runs_in_vllms_kernel(loaded, scores, with_step):
+    *arguments, starts = mixed_call()
+    step = lz.StepMetadata(*arguments[-2:], cu_seqlens_q=starts) if with_step else None
+    more = {**SCORES[scores], "layout": "HND", "cu_seqlens_q": starts, "step": step}
+    report = lz.explain("paged_attention", *arguments, **more)
+    assert "vllm.cpu.paged_tokens" in [each.kernel.id for each in report.candidates if not each.reasons]
+    with lz.scope(locks={"paged_attention": "vllm.cpu.paged_tokens"}):
+        got = lz.paged_attention(*arguments, **more)
+    with lz.scope(enabled=False):
+        wanted = lz.paged_attention(*arguments, **more | {"step": None})
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("beyond", [float("nan"), float("inf"), 1e30])
+def test_what_lies_beyond_a_sequence_reaches_no_result(loaded, beyond):
+    (*clean, starts), (*dirty, _) = mixed_call(), mixed_call(beyond)
+    with lz.scope(locks={"paged_attention": "vllm.cpu.paged_tokens"}):
+        wanted, got = (lz.paged_attention(*each, layout="HND", cu_seqlens_q=starts) for each in (clean, dirty))
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_masks_that_vllms_kernel_draws_otherwise_are_refused(loaded):
+    *arguments, starts = mixed_call()
+    for more in (
+        {"causal": False, "window": (9, 3)},
+        {"causal": False, "alibi_slopes": torch.ones(8)},
+        {"alibi_slopes": torch.ones(4, 8)},
+    ):
+        report = lz.explain("paged_attention", *arguments, layout="HND", cu_seqlens_q=starts, **more)
+        assert report.reasons("vllm.cpu.paged_tokens")

@@ -9,6 +9,9 @@ from torch import Tensor
 
 import layerzero as lz
 
+_OF_TOKENS = {"sinks", "alibi_slopes"}
+"""What calls of one token a sequence know only by their starts."""
+
 
 class PagedStep(NamedTuple):
     """What all layers of one step share.
@@ -17,17 +20,17 @@ class PagedStep(NamedTuple):
         tables: (B, max_blocks) int32, the pages of each sequence.
         lens: (B,) int32, tokens of each sequence, this step's included.
         starts: (B + 1,) int32, where each sequence's queries begin.
-        decodes: how many sequences, from the first on, have one query.
-        longest_q, longest_k: the most queries and keys that any sequence has.
+        decodes: how many sequences, from the first on, have one query; None where nothing is promised.
+        longest_q, longest_k: the most queries and keys that any sequence has; None where nothing is promised.
         metadata: what kernels plan on.
     """
 
     tables: Tensor
     lens: Tensor
     starts: Tensor
-    decodes: int
-    longest_q: int
-    longest_k: int
+    decodes: int | None
+    longest_q: int | None
+    longest_k: int | None
     metadata: lz.StepMetadata
 
     @staticmethod
@@ -48,18 +51,31 @@ class PagedStep(NamedTuple):
         longest_q = int(counts.max()) if len(counts) else 1
         return PagedStep(tables, lens, starts, decodes, max(longest_q, 1), max(longest_k, 1), metadata)
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, *, causal: bool = True, **scores: Any) -> Tensor:
-        """Attention of this step's queries, (T, H, D), over pages (P, N, K, D): (T, H, D_v).
+    @staticmethod
+    def without_promises(tables: Tensor, lens: Tensor, starts: Tensor) -> PagedStep:
+        """Make it for kernels of a CPU, which read lengths and starts where they lie.
 
-        ``scores`` are ``scale``, ``window`` and ``softcap`` as in ``lz.paged_attention``.
+        Decodes, prefills and mixed steps are calls of one class then: a changing batch seldom misses.
         """
+        tables, lens, starts = (each.to(torch.int32) for each in (tables, lens, starts))
+        return PagedStep(tables, lens, starts, None, None, None, lz.StepMetadata(tables, lens, cu_seqlens_q=starts))
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, *, causal: bool = True, **scores: Any) -> Tensor:
+        """Attention of this step's queries, (T, H, D), over pages of a layout, (P, N, K, D) in NHD: (T, H, D_v).
+
+        ``scores`` are ``scale``, ``window``, ``softcap``, ``sinks``, ``alibi_slopes`` and ``layout`` as in
+        ``lz.paged_attention``.
+        """
+        caches, batch = (keys, values, self.tables, self.lens), len(self.lens)
+        found: Any
+        if self.decodes is None:
+            return lz.paged_attention(  # type: ignore[no-any-return]
+                query, *caches, step=self.metadata, cu_seqlens_q=self.starts, causal=causal, **scores
+            )
         shared = {"step": self.metadata, "max_context_len": self.longest_k, **scores}
-        caches = (keys, values, self.tables, self.lens)
-        batch = len(self.lens)
-        if self.decodes == batch and len(query) == batch:  # the newest token sees every key, causal or not
-            output: Any = lz.paged_attention(query.unsqueeze(1), *caches, **shared)
-            return output.squeeze(1)  # type: ignore[no-any-return]
-        decodes = self.decodes or None
-        shared |= {"cu_seqlens_q": self.starts, "max_seqlen_q": self.longest_q, "decodes": decodes}
-        found: Any = lz.paged_attention(query, *caches, causal=causal, **shared)
+        if self.decodes == batch and len(query) == batch and not scores.keys() & _OF_TOKENS:
+            found = lz.paged_attention(query.unsqueeze(1), *caches, **shared)  # it sees every key, causal or not
+            return found.squeeze(1)  # type: ignore[no-any-return]
+        shared |= {"cu_seqlens_q": self.starts, "max_seqlen_q": self.longest_q, "decodes": self.decodes or None}
+        found = lz.paged_attention(query, *caches, causal=causal, **shared)
         return found  # type: ignore[no-any-return]

