@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 import layerzero as lz
 
 NAMES = st.integers(0, 5)
+SALTS = st.sampled_from(["", "", "another adapter"])
 FORMS = {
     "paged": {"pages": 9, "page_size": 4},
     "heads first": {"pages": 9, "page_size": 4, "layout": "HND"},
@@ -53,7 +54,7 @@ class Histories(RuleBasedStateMachine):
         super().__init__()
         given = {"kv_heads": 2, "head_dim": 2} | FORMS[self.form]
         self.cache = lz.KVCache(2, **given, dtype=torch.float32)
-        self.model, self.host, self.next = {}, set(), 1
+        self.model, self.host, self.next, self.published = {}, set(), 1, set()
 
     def teardown(self):
         self.cache.close()
@@ -99,6 +100,31 @@ class Histories(RuleBasedStateMachine):
         tokens = data.draw(st.none() | st.integers(0, len(self.model[name])))
         self.cache.fork(name, new, tokens)
         self.model[new] = self.model[name][:tokens]
+
+    @rule(name=NAMES, data=st.data(), salt=SALTS)
+    def publish(self, name, data, salt):
+        if name not in self.model or name in self.host:
+            return
+        tokens = self.model[name][: data.draw(st.integers(0, len(self.model[name])))]
+        if self.cache.strategy is not lz.KVCacheStrategy.PAGED:
+            with pytest.raises(lz.KVCacheError, match="wanted a paged cache for tokens="):
+                self.cache.publish(name, tokens, salt=salt)
+            return
+        self.cache.publish(name, tokens, salt=salt)
+        self.published |= {(salt, *tokens[:end]) for end in range(4, len(tokens) + 1, 4)}
+
+    @rule(name=NAMES, other=st.sampled_from([*range(6)]), data=st.data(), salt=SALTS)
+    def begin_with_a_prompt(self, name, other, data, salt):
+        if name in self.model or self.cache.strategy is not lz.KVCacheStrategy.PAGED:
+            return
+        seen = self.model.get(other) or list(data.draw(st.sampled_from(sorted(self.published) or [("",)])))[1:]
+        prompt = seen[: data.draw(st.integers(0, len(seen)))] + data.draw(st.sampled_from([[], [10**9]]))
+        self.cache.allocate(name, prompt=prompt, salt=salt)
+        found = self.cache.length(name)
+        assert found % 4 == 0
+        assert found < max(len(prompt), 1)
+        assert not found or (salt, *prompt[:found]) in self.published, "what nothing made known is not found"
+        self.model[name] = prompt[:found]  # contents are compared with it
 
     @rule(name=NAMES)
     def free(self, name):
@@ -162,6 +188,12 @@ class Histories(RuleBasedStateMachine):
         assert usage.free_pages + len(users) == usage.pages
         assert usage.shared_pages == sum(len(each) > 1 for each in users.values())
         assert all(len(set(each)) == 1 for each in users.values()), "a shared page is that of one prefix"
+        book = self.cache._book
+        assert book.users == [len(users.get(page, ())) + (page in book.prefixes) for page in range(usage.pages)]
+        assert [*book.prefixes.idle] == sorted(
+            (page for page in range(usage.pages) if page in book.prefixes and page not in users),
+            key=[*book.prefixes.idle].index,
+        )
         assert usage.sequences + usage.swapped == len(self.model)
         assert usage.needed_bytes <= usage.committed_bytes <= usage.reserved_bytes
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import told
+from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.ops.kv import storage as memory
 from layerzero.ops.kv.page_table import PrefixGroup, groups_of
 from layerzero.ops.kv.sequences import CachedSequences, alone, several
@@ -62,6 +63,55 @@ class KVCache(CachedSequences):
     Raises: InvalidCallError for sizes that mean nothing; KVCacheError for a strategy that cannot be had here.
     Source: PagedAttention, arXiv:2309.06180; vAttention, arXiv:2405.04437.
     """
+
+    @alone
+    def allocate(
+        self, name: Hashable | None = None, *, prompt: Sequence[int] | None = None, salt: str = ""
+    ) -> Hashable:
+        """Begin a sequence: an empty one, or one that has the pages that :meth:`publish` made known of its prompt.
+
+        What is known is never all of a prompt: its last token is computed, since a model says what follows.
+        Args:
+            name: a number if none is given.
+            prompt: token ids; :meth:`length` says how many of them the sequence has then.
+            salt: what keys and values depend on beside tokens: an adapter, a picture, a tenant.
+        Returns: its name.
+        Raises: KVCacheError for a name that is taken, and with a prompt for a cache without pages; InvalidCallError for
+            a prompt that is no token ids.
+        """
+        if prompt is None:
+            return self._book.add(name)
+        return self._book.find(name, *self._known_by("allocate", "prompt", prompt, salt))
+
+    @alone
+    def publish(self, name: Hashable, tokens: Sequence[int], *, salt: str = "") -> int:
+        """Make the full pages of a sequence known by its first tokens, for :meth:`allocate`; how many became so.
+
+        Known pages have the cache as one more user, so that whoever writes into one gets a copy. Those that no sequence
+        has are free pages still: the one that is idle longest is taken where no other is free.
+        Args:
+            tokens: token ids of its tokens from the first on, at most as many as it has.
+            salt: as of :meth:`allocate`.
+        Raises: InvalidCallError for more tokens than the sequence has; KVCacheError for one that a step writes.
+        """
+        self._not_written(name)
+        entry, known = self._book.entry(name), self._known_by("publish", "tokens", tokens, salt)
+        if len(tokens) > entry.length:
+            problem = f"tokens: wanted at most the {entry.length} that the sequence has, got {len(tokens)}"
+            raise InvalidCallError("KVCache.publish", [problem])
+        return self._book.publish(entry, *known)
+
+    def _known_by(self, method: str, argument: str, tokens: object, salt: object) -> tuple[array[int], bytes]:
+        """Token ids as numbers of 64 bits, and a salt as bytes."""
+        if self.strategy is not KVCacheStrategy.PAGED:
+            raise KVCacheError(f"wanted a paged cache for {argument}=, got a {self.strategy} one; pass pages=")
+        problems = [] if isinstance(salt, str) else [f"salt: wanted a string, got {told(salt)}"]
+        try:
+            ids = array("q", tokens)  # type: ignore[arg-type]  # what is none raises
+        except (TypeError, ValueError, OverflowError):
+            problems.append(f"{argument}: wanted a list of token ids, got {told(tokens)}")
+        refuse(f"KVCache.{method}", problems)
+        return ids, str(salt).encode()
 
     # what kernels read
 
@@ -137,6 +187,7 @@ class KVCache(CachedSequences):
         length = entry.length
         self._book.shrink(entry, 0)
         entry.swapped, entry.length = kept, length
+        self._book.swapped += 1
 
     @alone
     def swap_in(self, name: Hashable) -> None:
@@ -153,7 +204,8 @@ class KVCache(CachedSequences):
                 self._book.give(page)
             raise
         memory.from_host(self._storage.layers, self._planes, pages, entry.swapped)
-        entry.pages, entry.swapped = array("i", pages), None
+        entry.pages, entry.row, entry.swapped = array("i", pages), b"", None
+        self._book.swapped -= 1
 
     @alone
     def compact(self) -> int:
@@ -194,11 +246,14 @@ class KVCache(CachedSequences):
             strategy=self.strategy.value,
             pages=self.pages,
             free_pages=book.free_count,
-            shared_pages=sum(count > 1 for count in book.users),
+            shared_pages=sum(count - (page in book.prefixes) > 1 for page, count in enumerate(book.users)),
+            known_pages=len(book.prefixes),
+            evictions=book.prefixes.evictions,
+            found_tokens=book.prefixes.found,
             page_size=self.page_size,
             tokens=tokens,
             sequences=sum(entry.swapped is None for entry in entries),
-            swapped=sum(entry.swapped is not None for entry in entries),
+            swapped=book.swapped,
             largest_free_run=longest_run(book.free),
             reserved_bytes=storage.reserved_bytes,
             committed_bytes=storage.committed_bytes,
@@ -217,6 +272,9 @@ class CacheUsage:
     Attributes:
         strategy: how its memory is laid out.
         pages, free_pages, shared_pages: all pages, free ones, those that several sequences have.
+        known_pages: those that ``publish`` made known and nothing evicted since, with sequences or without.
+        evictions: known pages that were taken for other tokens since the cache was made.
+        found_tokens: tokens that ``allocate`` found in known pages since then.
         page_size: tokens of a page.
         tokens: tokens of all sequences on the device, a shared one once.
         sequences, swapped: sequences on the device, and on the host.
@@ -232,6 +290,9 @@ class CacheUsage:
     pages: int
     free_pages: int
     shared_pages: int
+    known_pages: int
+    evictions: int
+    found_tokens: int
     page_size: int
     tokens: int
     sequences: int

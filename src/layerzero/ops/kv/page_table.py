@@ -1,8 +1,8 @@
 """Which pages each sequence has: a book on the host, which touches no memory of the cache itself.
 
 A page is shared by as many sequences as its count of users says. A sequence that writes into a page that others use
-gets a page of its own first, so that what others read never changes. Every change is planned as a whole before any of
-it is made. Sequences that begin with the same pages are grouped, for attention that reads these once.
+gets a page of its own first, so that what others read never changes. A page whose tokens are known to the prefixes has
+these as one more user. Sequences that begin with the same pages are grouped, for attention that reads these once.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from layerzero.core.arguments import told
 from layerzero.core.reasons import ReasonCode
+from layerzero.ops.kv.prefixes import Prefixes
 from layerzero.ops.kv.strategy import KVCacheError
 
 
@@ -22,26 +23,43 @@ from layerzero.ops.kv.strategy import KVCacheError
 class CachedSequence:
     """One sequence: its pages in order, its tokens, and what was swapped to the host where it is not on the device.
 
-    Pages are an array of int32, as a row of a block table is: a step copies it, whatever its length.
-
-    ``returned`` counts how often it gave tokens back: older tables name pages that may be another's.
+    ``returned`` is what the book counted when it last gave tokens back: a table from before that may name pages that
+    are another's. ``row`` holds the
+    pages as bytes of a row of a block table, so that a step copies it as it is; empty once pages change. ``offset`` is
+    what the slot of a place in its last page is above that place.
     """
 
     pages: array[int] = field(default_factory=lambda: array("i"))
     length: int = 0
     swapped: Any = None
     returned: int = 0
+    row: bytes = b""
+    offset: int = 0
+
+    def padded(self, width: int, size: int) -> bytes:
+        """The pages as a row of so many bytes, zeros behind them; pages are of ``size`` tokens."""
+        self.offset = (self.pages[-1] - len(self.pages) + 1) * size if self.pages else 0
+        self.row = self.pages.tobytes().ljust(width, b"\0")
+        return self.row
 
 
 @dataclass(slots=True)
 class Growth:
-    """What a step adds to one sequence, so that it can be taken back."""
+    """What a step adds to its sequences, so that it can be taken back.
 
-    entry: CachedSequence
-    before: int
-    added: list[int]
-    replaced: int | None = None
-    """The shared page that the sequence's last one stands for now; None where it had its own."""
+    Attributes:
+        entries: the sequences.
+        before, after: tokens that each had, and has.
+        added: pages that sequences got, in order.
+        replaced: sequences, the shared page that each left, its own in place of it, and whether the step still counts
+            as a user of the former: of a known page, which nothing may evict before the step ends.
+    """
+
+    entries: Sequence[CachedSequence]
+    before: list[int]
+    after: list[int]
+    added: list[tuple[CachedSequence, int]] = field(default_factory=list)
+    replaced: list[tuple[CachedSequence, int, int, bool]] = field(default_factory=list)
 
 
 def has_hash(name: object) -> bool:
@@ -60,20 +78,23 @@ class Book:
         self.pages, self.page_size = pages, page_size
         self.users = [0] * pages
         self.entries: dict[Hashable, CachedSequence] = {}
+        self.prefixes = Prefixes(page_size)
         self._free = list(range(pages))
         self._names = 0
+        self.swapped = 0
+        """Sequences that are on the host."""
         self.returned = 0
         """How often any sequence gave tokens back: as long as that stays, they need no look one by one."""
 
     @property
     def free(self) -> list[int]:
-        """Numbers of the free pages, in order."""
-        return sorted(self._free)
+        """Numbers of the free pages, in order; known ones that no sequence has are free, too."""
+        return sorted([*self._free, *self.prefixes.idle])
 
     @property
     def free_count(self) -> int:
         """How many pages are free."""
-        return len(self._free)
+        return len(self._free) + len(self.prefixes.idle)
 
     def add(self, name: Hashable | None) -> Hashable:
         """Write an empty sequence into the book. Raises: KVCacheError for a name that is taken, or can be none."""
@@ -104,64 +125,82 @@ class Book:
             names = ", ".join(map(told, list(self.entries)[:6])) or "none"
             raise KVCacheError(f"wanted a sequence that was allocated ({names}), got {told(name)}") from None
 
-    def grow(self, entries: Sequence[CachedSequence], counts: Sequence[int]) -> list[Growth]:
-        """Make room for new tokens of several sequences, for all or for none.
+    def grow(self, growth: Growth, counts: Sequence[int]) -> None:
+        """Make room for the new tokens of a step, for all or for none.
 
         Raises: KVCacheError with KV_CACHE_EXHAUSTED where there are too few pages; nothing is changed then.
         """
         size, users = self.page_size, self.users
-        left: dict[int, int] = {}  # users of a shared page without those of this step that leave it
-        plans, needed = [], 0
-        for entry, count in zip(entries, counts, strict=True):
-            length, pages, is_shared = entry.length, entry.pages, False
-            if count and length % size and users[pages[-1]] > 1:
-                last = pages[-1]
-                remaining = left.get(last, users[last])
-                is_shared = remaining > 1
-                left[last] = remaining - is_shared
-            more = -(-(length + count) // size) - len(pages)
-            needed += more + is_shared
-            plans.append((entry, count, more, is_shared))
-        self._demand(needed, sum(counts))
-        made = []
-        for entry, count, more, is_shared in plans:
-            growth = Growth(entry, entry.length, [])
-            if is_shared:
-                growth.replaced = entry.pages[-1]
-                users[growth.replaced] -= 1
-                entry.pages[-1] = self.take()
-            if more:
-                growth.added = [self.take() for _ in range(more)]
-                entry.pages.extend(growth.added)
-            entry.length += count
-            made.append(growth)
-        return made
+        short = [
+            (entry, count)
+            for entry, count, place in zip(growth.entries, counts, growth.before, strict=True)
+            if count != 1 or not place % size or users[entry.pages[-1]] > 1
+        ]
+        if short and sum(self._blocks(count) + 1 for _, count in short) > self.free_count:  # it may not be enough
+            self._demand(self._needed(short), sum(counts))
+        for entry, count in short:
+            self._make_room(entry, count, growth)
+        for entry, length in zip(growth.entries, growth.after, strict=True):
+            entry.length = length
 
-    def undo(self, growths: Iterable[Growth]) -> None:
+    def _needed(self, short: Iterable[tuple[CachedSequence, int]]) -> int:
+        """Pages that sequences need for new tokens, those included that replace shared ones."""
+        left: dict[int, int] = {}  # users of a shared page without those of this step that leave it
+        needed = 0
+        for entry, count in [each for each in short if each[1]]:
+            needed += self._blocks(entry.length + count) - len(entry.pages)
+            if entry.length % self.page_size:
+                last = entry.pages[-1]
+                remaining = left.get(last, self.users[last])
+                needed += remaining > 1
+                left[last] = remaining - (remaining > 1)
+        return needed
+
+    def _make_room(self, entry: CachedSequence, count: int, growth: Growth) -> None:
+        if not count:
+            return
+        pages, entry.row = entry.pages, b""
+        if entry.length % self.page_size and self.users[pages[-1]] > 1:
+            shared, pages[-1] = pages[-1], self.take()
+            held = shared in self.prefixes
+            self.users[shared] -= not held
+            growth.replaced.append((entry, shared, pages[-1], held))
+        for _ in range(self._blocks(entry.length + count) - len(pages)):
+            pages.append(self.take())
+            growth.added.append((entry, pages[-1]))
+
+    def keep(self, growth: Growth) -> None:
+        """Keep what a step added: known pages that it left may be evicted from now on."""
+        for _, shared, _, held in growth.replaced:
+            if held:
+                self.give(shared)
+
+    def undo(self, growth: Growth) -> None:
         """Take back what a step added, the last sequence first."""
-        for growth in reversed(list(growths)):
-            entry = growth.entry
-            for _ in growth.added:
-                self.give(entry.pages.pop())
-            if growth.replaced is not None:
-                self.give(entry.pages[-1])
-                entry.pages[-1] = growth.replaced
-                self.users[growth.replaced] += 1
-            entry.length = growth.before
+        for entry, page in reversed(growth.added):
+            entry.pages.pop()
+            self.give(page)
+            entry.row = b""
+        for entry, shared, page, held in reversed(growth.replaced):
+            self.give(page)
+            entry.pages[-1], entry.row = shared, b""
+            self.users[shared] += not held
+        for entry, before in zip(growth.entries, growth.before, strict=True):
+            entry.length = before
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
     def _demand(self, needed: int, tokens: int) -> None:
-        if needed > len(self._free):
+        if needed > self.free_count:
             swapped = "free or swap_out a sequence, or make the cache larger"
-            got = f"{len(self._free)} of {self.pages}"
+            got = f"{self.free_count} of {self.pages}"
             problem = f"wanted {needed} free pages for {tokens} new tokens, got {got}; nothing was written: {swapped}"
             raise KVCacheError(problem, ReasonCode.KV_CACHE_EXHAUSTED)
 
     def take(self) -> int:
-        """The lowest free page, for one user."""
-        page = heapq.heappop(self._free)
+        """The lowest free page, for one user; where there is none, the known one that lay idle longest."""
+        page = heapq.heappop(self._free) if self._free else self.prefixes.evict()
         self.users[page] = 1
         return page
 
@@ -171,12 +210,30 @@ class Book:
         return [self.take() for _ in range(count)]
 
     def give(self, page: int) -> bool:
-        """One user less; whether the page is free now."""
+        """One user less; whether the page is free now, so that nothing in it counts."""
         self.users[page] -= 1
         if self.users[page]:
+            if self.users[page] == 1:  # the prefixes, if it is known
+                self.prefixes.rest(page)
             return False
         heapq.heappush(self._free, page)
         return True
+
+    def find(self, new: Hashable | None, tokens: Sequence[int], salt: bytes) -> Hashable:
+        """A sequence that begins with the known pages of these tokens, all but the last token at most."""
+        found = self.prefixes.find(tokens[: len(tokens) - 1], salt)
+        made = self.add(new)
+        self.entries[made].pages, self.entries[made].length = array("i", found), len(found) * self.page_size
+        for page in found:
+            self.users[page] += 1
+        return made
+
+    def publish(self, entry: CachedSequence, tokens: Sequence[int], salt: bytes) -> int:
+        """Make the full pages of a sequence known by its first tokens; how many became so."""
+        fresh = self.prefixes.publish(entry.pages, tokens, salt)
+        for page in fresh:
+            self.users[page] += 1
+        return len(fresh)
 
     def fork(self, name: Hashable, new: Hashable | None, tokens: int) -> Hashable:
         """A sequence that begins with the first tokens of another one, on the same pages."""
@@ -191,28 +248,33 @@ class Book:
     def shrink(self, entry: CachedSequence, tokens: int) -> list[int]:
         """Forget the tokens behind the first so many; the pages that are free now."""
         keep = self._blocks(tokens)
-        gone, entry.pages = entry.pages[keep:], entry.pages[:keep]
-        entry.returned += tokens < entry.length
-        self.returned += tokens < entry.length
-        entry.length = tokens
-        return [page for page in gone if self.give(page)]
+        gone, entry.pages, entry.row = entry.pages[keep:], entry.pages[:keep], b""
+        if tokens < entry.length:
+            self.returned += 1
+            entry.length, entry.returned = tokens, self.returned
+        return [page for page in reversed(gone) if self.give(page)]  # of known ones the last is evicted first
 
     def remove(self, name: Hashable) -> list[int]:
         """Take a sequence out of the book; the pages that are free now."""
         entry = self.known(name)
         gone = self.shrink(entry, 0)
+        self.swapped -= entry.swapped is not None
         del self.entries[name]
         return gone
 
     def move(self, places: Mapping[int, int]) -> None:
         """Number pages anew: those that move, by where they go. Each place is free, or left by another one."""
+        for page in self.prefixes.idle.keys() & set(places.values()):  # they hold nothing but what may be evicted
+            self.users[page] = 0
+            self.prefixes.forget(page)
+        self.prefixes.move(places)
         users = [self.users[page] for page in places]
         for page in places:
             self.users[page] = 0
         for page, count in zip(places.values(), users, strict=True):
             self.users[page] = count
         for entry in self.entries.values():
-            entry.pages = array("i", [places.get(page, page) for page in entry.pages])
+            entry.pages, entry.row = array("i", [places.get(page, page) for page in entry.pages]), b""
         self._free = [page for page, count in enumerate(self.users) if not count]
 
     def held(self) -> dict[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from operator import add
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -16,8 +17,8 @@ from layerzero.core.reasons import ReasonCode
 from layerzero.core.system import forking
 from layerzero.ops.kv.form import form_of
 from layerzero.ops.kv.layer import CacheLayer, LatentLayer, SplitLayer
-from layerzero.ops.kv.page_table import Book, CachedSequence, Growth, has_hash
-from layerzero.ops.kv.step import CacheStep
+from layerzero.ops.kv.page_table import Book, Growth, has_hash
+from layerzero.ops.kv.step import CacheStep, columns_for
 from layerzero.ops.kv.storage import Fixed, Virtual, copy_pages
 from layerzero.ops.kv.strategy import GONE, KVCacheError, KVCacheStrategy
 
@@ -162,11 +163,6 @@ class CachedSequences(Bundle):
     # sequences
 
     @alone
-    def allocate(self, name: Hashable | None = None) -> Hashable:
-        """Begin an empty sequence; its name, a number if none is given. Raises: KVCacheError for one that is taken."""
-        return self._book.add(name)
-
-    @alone
     def length(self, name: Hashable) -> int:
         """Tokens of a sequence."""
         return self._book.known(name).length
@@ -221,7 +217,8 @@ class CachedSequences(Bundle):
         Args:
             sequences: their names, each once.
             counts: new tokens of each, or one number for all; one token each makes a decode step.
-            blocks: columns of its block tables; as many as the longest needs if None. More for a step that is reused.
+            blocks: columns of its block tables. If None as many as the longest needs, and on up to 16 or twice as
+                many as a power of two has, so that a sequence that grows by a page makes no new class of calls.
             capturable: keep its buffers where they are, as :class:`layerzero.StepMetadata` does.
             reuse: a step of the same sequences that ended: its buffers are filled anew, for graphs that are replayed.
         Raises: KVCacheError where pages or memory are short, where another step is open, or for an unknown sequence;
@@ -230,38 +227,52 @@ class CachedSequences(Bundle):
         names = several(sequences, "writing")
         if self._step is not None:
             raise KVCacheError("wanted one step at a time, got another while one is open; commit() or abort() that one")
-        numbers = (counts,) * len(names) if isinstance(counts, int) else _numbers(counts)
-        entries = self._asked(names, numbers, blocks, reuse)
-        growths = self._grown(entries, numbers)
+        asked = (counts,) if isinstance(counts, int) else _numbers(counts)
+        numbers = asked * len(names) if isinstance(counts, int) else asked
+        growth, needed = self._asked(names, asked, numbers, blocks, reuse)
+        self._grow(growth, numbers)
         try:
             if reuse is None:
-                reuse = CacheStep(self, names, numbers, entries, growths, blocks=blocks, capturable=capturable)
+                columns = columns_for(needed) if blocks is None and not capturable else max(needed, blocks or 0)
+                bound = needed * self.page_size if blocks is None and not capturable else None
+                reuse = CacheStep(self, names, numbers, growth, columns, bound or None, capturable=capturable)
             else:
-                reuse.begin(numbers, entries, growths)
+                reuse.begin(numbers, growth, needed * self.page_size)
         except BaseException:
-            self._book.undo(growths)
+            self._book.undo(growth)
             raise
         self._step = reuse
         return reuse
 
     def _asked(
-        self, names: tuple[Hashable, ...], counts: tuple[int, ...], blocks: int | None, reuse: CacheStep | None
-    ) -> list[CachedSequence]:
-        """The sequences of a step, once it is sure that it can be one."""
+        self,
+        names: tuple[Hashable, ...],
+        asked: tuple[int, ...],
+        counts: tuple[int, ...],
+        blocks: int | None,
+        reuse: CacheStep | None,
+    ) -> tuple[Growth, int]:
+        """The sequences of a step, once it is sure that it can be one, and the pages that its longest one needs."""
+        known = self._book.entries
         problems = [
             f"counts: wanted numbers of at least 0, got {told(each)}"
-            for each in counts
+            for each in asked
             if type(each) is not int or each < 0
         ][:4]
         if len(counts) != len(names):
             problems.append(f"counts: wanted {len(names)}, one a sequence, got {len(counts)}")
-        for name in names:
-            self._book.known(name)  # one without a hash is none of them
+        try:
+            entries = [known[name] for name in names]
+        except (KeyError, TypeError):
+            entries = [self._book.known(name) for name in names]  # says which one is none
         if len(set(names)) != len(names):
             problems.append("sequences: wanted each once, got one twice")
         refuse("KVCache.writing", problems)
-        entries = [self._book.entry(name) for name in names]
-        longest = max([entry.length + count for entry, count in zip(entries, counts, strict=True)], default=0)
+        if self._book.swapped:
+            entries = [self._book.entry(name) for name in names]  # says which one
+        before = [entry.length for entry in entries]
+        growth = Growth(entries, before, list(map(add, before, counts)))
+        longest = max(growth.after, default=0)
         if self.strategy is not KVCacheStrategy.PAGED and longest > self.page_size:
             problem = f"wanted at most {self.page_size} tokens a sequence (max_length), got {longest}"
             raise KVCacheError(f"{problem}; truncate or free it, or make a cache of longer rows")
@@ -280,29 +291,31 @@ class CachedSequences(Bundle):
             whose = "" if reuse is None else ", as the step to reuse has; make one with more blocks="
             problems.append(f"blocks: wanted at least {needed} columns for these lengths, got {told(blocks)}{whose}")
         refuse("KVCache.writing", problems)
-        return entries
+        return growth, needed
 
-    def _grown(self, entries: Sequence[CachedSequence], counts: Sequence[int]) -> list[Growth]:
-        """Pages and memory for new tokens; what others share is copied."""
-        growths = self._book.grow(entries, counts)
+    def _grow(self, growth: Growth, counts: Sequence[int]) -> None:
+        """Take pages and memory for new tokens; what others share is copied."""
+        self._book.grow(growth, counts)
         try:
-            for growth in growths if self._storage.grows else ():
-                if growth.entry.length > growth.before:
-                    for number in range(growth.before // self.page_size, len(growth.entry.pages)):
-                        used = min(growth.entry.length - number * self.page_size, self.page_size)
-                        self.ensure(growth.entry.pages[number], used)
-            copies: dict[int, list[tuple[int, int]]] = {}
-            for growth in growths:
-                if growth.replaced is not None:
-                    place = growth.before // self.page_size
-                    tokens = self.page_size if self.strategy is KVCacheStrategy.PAGED else growth.before
-                    copies.setdefault(tokens, []).append((growth.replaced, growth.entry.pages[place]))
-            for tokens, pairs in copies.items():
-                copy_pages(self._storage.layers, self._planes, pairs, tokens)
+            for entry, before in zip(growth.entries, growth.before, strict=True) if self._storage.grows else ():
+                if entry.length > before:
+                    for number in range(before // self.page_size, len(entry.pages)):
+                        self.ensure(entry.pages[number], min(entry.length - number * self.page_size, self.page_size))
+            if growth.replaced:
+                self._copy_shared(growth)
         except BaseException:
-            self._book.undo(growths)
+            self._book.undo(growth)
             raise
-        return growths
+
+    def _copy_shared(self, growth: Growth) -> None:
+        """Copy what was written of the pages that sequences no longer share."""
+        lengths = {id(entry): before for entry, before in zip(growth.entries, growth.before, strict=True)}
+        copies: dict[int, list[tuple[int, int]]] = {}
+        for entry, shared, page, _ in growth.replaced:
+            tokens = self.page_size if self.strategy is KVCacheStrategy.PAGED else lengths[id(entry)]
+            copies.setdefault(tokens, []).append((shared, page))
+        for tokens, pairs in copies.items():
+            copy_pages(self._storage.layers, self._planes, pairs, tokens)
 
     def ensure(self, page: int, tokens: int) -> None:
         """Memory for the first tokens of a page; what free rows have is given back where it is short."""
@@ -316,11 +329,12 @@ class CachedSequences(Bundle):
     def commit(self, step: CacheStep) -> None:
         """End a step and keep its tokens."""
         self._mine(step)
-        growths = step.end()
-        for growth in growths if self._storage.grows else ():
-            if growth.entry.pages:
-                last = len(growth.entry.pages) - 1
-                self._storage.soon(growth.entry.pages[-1], growth.entry.length - last * self.page_size)
+        growth = step.end()
+        self._book.keep(growth)
+        for entry in growth.entries if self._storage.grows else ():
+            if entry.pages:
+                last = len(entry.pages) - 1
+                self._storage.soon(entry.pages[-1], entry.length - last * self.page_size)
         self._step = None
 
     @alone
@@ -357,7 +371,7 @@ class CachedSequences(Bundle):
             raise KVCacheError("wanted a step that was not aborted, got one that was; writing() begins another")
         if step.returned == self._book.returned:  # almost always
             return
-        if any(entry.returned != count for entry, count in step.known):
+        if any(entry.returned > step.returned for entry in step.entries):
             got = "got one that was freed, truncated or swapped out"
             raise KVCacheError(f"wanted a step whose sequences are as they were, {got}; writing() begins another")
 

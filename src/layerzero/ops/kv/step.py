@@ -6,8 +6,10 @@ Its tables, lengths, starts and slots lie in one buffer, which one copy brings t
 from __future__ import annotations
 
 import ctypes
+import functools
 from array import array
 from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
 from itertools import accumulate
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -15,9 +17,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
-from layerzero.ops.kv.page_table import CachedSequence, Growth
+from layerzero.ops.kv.page_table import Growth
 from layerzero.ops.kv.strategy import KVCacheError
-from layerzero.ops.paged.slots import numpy_here, slots_of_rows
 from layerzero.ops.paged.step import StepMetadata
 
 if TYPE_CHECKING:
@@ -42,40 +43,34 @@ class CacheStep(StepMetadata):
     def __init__(
         self,
         cache: CachedSequences,
-        sequences: Sequence[Hashable],
-        counts: Sequence[int],
-        entries: Sequence[CachedSequence],
-        growths: list[Growth],
+        sequences: tuple[Hashable, ...],
+        counts: tuple[int, ...],
+        growth: Growth,
+        columns: int,
+        bound: int | None,
         *,
-        blocks: int | None,
         capturable: bool,
     ) -> None:
-        self.cache, self.sequences, self.counts = cache, tuple(sequences), tuple(counts)
-        self._growths, self.is_open, self.is_aborted = growths, True, False
-        self._packed = PackedStep(
-            len(entries),
-            max([len(entry.pages) for entry in entries], default=0) if blocks is None else blocks,
-            sum(counts),
-            by_starts=self.counts.count(1) != len(self.counts),
-            page_size=cache.page_size,
-            device=torch.device(cache.device),
-        )
-        self.moves = cache.moves
-        host = self._fill(entries, counts)
-        super().__init__(
-            self._packed.tables,
-            self._packed.lens,
-            cu_seqlens_q=self._packed.starts,
-            host=host,
-            capturable=capturable,
-            pages=cache.pages,
-        )
+        self.cache, self.sequences, self.counts, self.entries = cache, sequences, counts, growth.entries
+        self._growth, self.is_open, self.is_aborted = growth, True, False
+        by_starts = counts.count(1) != len(counts)
+        self._packed = PackedStep(len(sequences), columns, sum(counts), by_starts, cache.page_size, cache.device)
+        self._fill()
+        tensors = self._packed.tables, self._packed.lens, *([self._packed.starts] if by_starts else [])
+        self._keep(tensors, None, None, bound, cache.pages, capturable=capturable)
 
-    def _fill(self, entries: Sequence[CachedSequence], counts: Sequence[int]) -> tuple[Tensor, ...]:
-        """Send tables, lengths, starts and slots, and note whose they are."""
-        host = self._packed.fill([entry.pages for entry in entries], [entry.length for entry in entries], counts)
-        self.returned, self.known = self.cache.returned, [(entry, entry.returned) for entry in entries]
-        return host
+    def _fill(self) -> None:
+        """Send tables, lengths, starts, slots and positions, and note of when they are."""
+        self._numbers = self._packed.fill(self._growth, self.counts)
+        self.returned, self.moves = self.cache.returned, self.cache.moves
+
+    has_host = True
+
+    def _on_host(self) -> tuple[Tensor, ...]:
+        """Lengths, and starts where there are any: copies, which outlive the steps after."""
+        return tuple(
+            torch.frombuffer(each, dtype=torch.int32) if each else torch.empty(0).int() for each in self._numbers
+        )
 
     @property
     def slots(self) -> Tensor:
@@ -93,25 +88,21 @@ class CacheStep(StepMetadata):
     @property
     def positions(self) -> Tensor:
         """The place of each new token in its sequence, (T,) int64 on the cache's device."""
-        lens, starts = self.host
-        counts = (starts[1:] - starts[:-1]).long()
-        first = torch.repeat_interleave(lens.long() - starts[1:], counts)
-        return (first + torch.arange(int(starts[-1]))).to(self.cache.device)
+        return self._packed.positions
 
-    def begin(self, counts: Sequence[int], entries: Sequence[CachedSequence], growths: list[Growth]) -> None:
+    def begin(self, counts: tuple[int, ...], growth: Growth, bound: int) -> None:
         """Take the next tokens of the same sequences, in the same buffers."""
-        host = self._fill(entries, counts)
-        self.counts, self._growths, self.moves, self.is_open = tuple(counts), growths, self.cache.moves, True
-        self.is_aborted = False
-        self.advance(host=host)
+        self.counts, self._growth, self.entries = counts, growth, growth.entries
+        self._fill()
+        self.is_open, self.is_aborted = True, False
+        self.advance(host=self._on_host(), max_context_len=None if self.max_context_len is None else max(bound, 1))
 
-    def end(self) -> list[Growth]:
+    def end(self) -> Growth:
         """Stop; what it had added. Raises: KVCacheError for one that ended before."""
         if not self.is_open:
             raise KVCacheError("wanted a step that is open, got one that ended; writing() begins another")
         self.is_open = False
-        growths, self._growths = self._growths, []
-        return growths
+        return self._growth
 
     def commit(self) -> None:
         """Keep the new tokens."""
@@ -132,11 +123,11 @@ class CacheStep(StepMetadata):
 
 
 class PackedStep:
-    """Two buffers on the host, filled by plain numbers in turn, and one on the device, with views made once.
+    """The numbers of a step in one buffer, with views made once; on a GPU two more on the host, filled in turn.
 
     A launch or a copy costs 20 to 40 us of host time on a slow host (H200, 2026-11-22), whatever its size: so each step
     makes one. A buffer that the device may still read is not written into: its event is waited for, which by the next
-    step but one is over.
+    step but one is over. On a CPU numbers are written where they are read.
 
     Args:
         rows: sequences.
@@ -149,83 +140,90 @@ class PackedStep:
         tables: (rows, columns) int32 on the device.
         lens: (rows,) int32 on the device.
         starts: (rows + 1,) int32 on the device, or None.
-        slots: (tokens,) int64 on the device.
+        slots, positions: (tokens,) int64 on the device.
     """
 
     def __init__(
-        self, rows: int, columns: int, tokens: int, *, by_starts: bool, page_size: int, device: torch.device
+        self, rows: int, columns: int, tokens: int, by_starts: bool, page_size: int, device: torch.device
     ) -> None:
-        self._page_size, self._turn = page_size, 0
-        pinned = device.type == "cuda"
-        sizes = (2 * tokens, rows, rows + 1 if by_starts else 0, rows * columns)
-        padded = [-(-size // _APART) * _APART for size in sizes]
-        begins = [0, *accumulate(padded)]
-        with torch.inference_mode(mode=False):  # what is made there cannot be written into elsewhere
-            self._hosts = [torch.zeros(begins[-1], dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
-            self._device = torch.empty(begins[-1], dtype=torch.int32, device=device)
-            parts = [self._device.narrow(0, *each) for each in zip(begins, sizes, strict=False)]
-            self.lens, self.tables = parts[1], parts[3].view(rows, columns)
-            self.slots, self.starts = parts[0].view(torch.int64), parts[2] if by_starts else None
-        self._events = [torch.cuda.Event() for _ in range(2)] if pinned else []  # type: ignore[no-untyped-call]
-        self._columns, ends = columns, [begin + size for begin, size in zip(begins, sizes, strict=False)]
-        self._rows, self._tokens = [[0] * rows for _ in range(2)], tokens  # pages of each row that a buffer holds
-        self._views: list[list[memoryview]] = []
-        for host in self._hosts:
-            raw = (ctypes.c_char * host.nbytes).from_address(host.data_ptr()) if host.nbytes else bytearray()
-            whole = memoryview(raw).cast("B")
-            each = [whole[4 * begin : 4 * end] for begin, end in zip(begins, ends, strict=False)]
-            self._views.append([each[0].cast("q"), *(part.cast("i") for part in each[1:])])
+        self._page_size, self._width, self._by_starts = page_size, 4 * columns, by_starts
+        self._places, whole = _places_of(rows, columns, tokens, by_starts=by_starts)
+        self._hosts: list[Tensor] = []
+        # what is made in inference mode cannot be written into elsewhere; leaving it takes 3 us where it is off
+        with torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext():
+            if device.type == "cpu":
+                self._views: list[Any] = [bytearray(whole)]
+            else:
+                pinned = device.type == "cuda"
+                self._hosts = [torch.zeros(whole, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+                self._views = [_memory_of(each) for each in self._hosts]
+                self._device = torch.empty(whole, dtype=torch.uint8, device=device)
+            self.slots, self.positions = self._part(0, torch.int64), self._part(1, torch.int64)
+            self.lens, self.tables = self._part(2, torch.int32), self._part(4, torch.int32).view(rows, columns)
+            self.starts = self._part(3, torch.int32) if by_starts else None
+        self._turn = 0
+        self._events = [torch.cuda.Event() for _ in self._hosts if device.type == "cuda"]  # type: ignore[no-untyped-call]
 
-    def fill(self, pages: Sequence[array[int]], lens: Sequence[int], counts: Sequence[int]) -> tuple[Tensor, ...]:
-        """Write the numbers of a step and send them; lengths, and starts where there are any, as tensors on the host.
+    def _part(self, number: int, dtype: torch.dtype) -> Tensor:
+        """A part of the buffer as numbers."""
+        place = self._places[number]
+        if self._hosts:
+            return self._device[place].view(dtype)
+        if not (count := (place.stop - place.start) // dtype.itemsize):
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._views[0], dtype=dtype, count=count, offset=place.start)
 
-        Those are copies in pageable memory: a copy without waiting is staged before it returns.
+    def fill(self, growth: Growth, counts: Sequence[int]) -> tuple[array[int], ...]:
+        """Write the numbers of a step and send them; lengths, and starts where there are any.
+
+        Those are in pageable memory: a copy of them without waiting is staged before it returns.
         """
-        turn = self._turn = 1 - self._turn
+        turn = self._turn = (self._turn + 1) % len(self._views)
         if self._events:
             self._events[turn].synchronize()
-        views, held, columns = self._views[turn], self._rows[turn], self._columns
-        table, first = views[3], 0
-        for row, mine in enumerate(pages):
-            number = len(mine)
-            table[first : first + number] = mine
-            if number < held[row]:
-                table[first + number : first + held[row]] = array("i", bytes(4 * (held[row] - number)))
-            held[row] = number
-            first += columns
-        said = [array("i", lens)]
-        views[1][:] = said[0]
-        if self.starts is not None:
-            said.append(array("i", [0, *accumulate(counts)]))
-            views[2][:] = said[1]
-        views[0][:] = self._slots(views, pages, lens, counts)
-        self._device.copy_(self._hosts[turn], non_blocking=True)
+        width, size, entries, before = self._width, self._page_size, growth.entries, growth.before
+        rows = [entry.row for entry in entries]
+        if rows and {width} != set(map(len, rows)):
+            rows = [entry.row if len(entry.row) == width else entry.padded(width, size) for entry in entries]
+        lens = array("i", growth.after)
+        starts = array("i", [0, *accumulate(counts)] if self._by_starts else ())
+        if self._by_starts:
+            positions, slots = array("q"), array("q")
+            for entry, first, end in zip(entries, before, growth.after, strict=True):
+                positions.extend(range(first, end))
+                for number in range(first // size, -(-end // size)):
+                    slot = (entry.pages[number] - number) * size  # of the sequence's first token, were all pages alike
+                    slots.extend(range(slot + max(first, number * size), slot + min(end, (number + 1) * size)))
+        else:
+            positions = array("q", before)
+            slots = array("q", [entry.offset + place for entry, place in zip(entries, before, strict=True)])
+        view = self._views[turn]
+        for place, part in zip(self._places, (slots, positions, lens, starts, b"".join(rows)), strict=True):
+            view[place] = part
+        if self._hosts:
+            self._device.copy_(self._hosts[turn], non_blocking=True)
         if self._events:
             self._events[turn].record(torch.cuda.current_stream(self._device.device))
-        return tuple(torch.frombuffer(each, dtype=torch.int32) if each else torch.empty(0).int() for each in said)
-
-    def _slots(
-        self, views: list[memoryview], pages: Sequence[array[int]], lens: Sequence[int], counts: Sequence[int]
-    ) -> Any:
-        """Slots of the new tokens, int64: by numpy where there are so many that it is the quicker way."""
-        size = self._page_size
-        if self._tokens >= _MANY and (np := numpy_here()) is not None:
-            table, ends = np.asarray(views[3]).reshape(len(pages), self._columns), np.array(lens, dtype=np.int64)
-            begins, added = None, 1
-            if self.starts is not None:
-                begins = np.asarray(views[2]).astype(np.int64)
-                added = begins[1:] - begins[:-1]
-            return slots_of_rows(np, table, ends, begins, added, size, _PAGES).view(np.longlong)  # as the view says
-        slots = array("q")
-        for mine, end, count in zip(pages, lens, counts, strict=True):
-            slots.extend([mine[place // size] * size + place % size for place in range(end - count, end)])
-        return slots
+        return (lens, starts) if self._by_starts else (lens,)
 
 
-_MANY = 32
-"""New tokens from which numpy's 10 us are less than what plain Python takes (2 CPU cores, 2026-11-23)."""
+@functools.lru_cache(4096)
+def _places_of(rows: int, columns: int, tokens: int, *, by_starts: bool) -> tuple[tuple[slice, ...], int]:
+    """Where slots, positions, lengths, starts and tables lie in a buffer, in bytes, and how long it is."""
+    sizes = 8 * tokens, 8 * tokens, 4 * rows, 4 * (rows + 1) if by_starts else 0, 4 * rows * columns
+    begins = [0, *accumulate([-(-size // _APART) * _APART for size in sizes])]
+    return tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=False)), begins[-1]
 
-_PAGES = 2**31
 
-_APART = 64
-"""Each part begins where an allocation of its own would, at 256 bytes."""
+def _memory_of(tensor: Tensor) -> memoryview:
+    raw = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else bytearray()
+    return memoryview(raw).cast("B")
+
+
+def columns_for(needed: int) -> int:
+    """Columns of tables for so many pages: 16, or the next power of two."""
+    return max(16, 1 << (needed - 1).bit_length()) if needed else 0
+
+
+_APART = 256
+"""Bytes: each part begins where an allocation of its own would."""

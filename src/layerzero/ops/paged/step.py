@@ -76,7 +76,20 @@ class StepMetadata(Handle):
             [] if problems else self._length_problems(max_context_len, context_lens if host is None else host[0])
         )
         refuse("StepMetadata", problems)
-        super().__init__((block_tables, *lengths), CAPTURABLE if capturable else "eager")
+        self._keep((block_tables, *lengths), host, host_tables, max_context_len, pages, capturable=capturable)
+
+    def _keep(
+        self,
+        tensors: tuple[Tensor, ...],
+        host: tuple[Tensor, ...] | None,
+        host_tables: Tensor | None,
+        max_context_len: int | None,
+        pages: int | None,
+        *,
+        capturable: bool,
+    ) -> None:
+        """Be a step of tensors that are right."""
+        super().__init__(tensors, CAPTURABLE if capturable else "eager")
         self._max_context_len = max_context_len
         self._beyond = LateCount()
         self._given, self._host_tables = host, host_tables
@@ -141,8 +154,11 @@ class StepMetadata(Handle):
     @cached_property
     def host(self) -> tuple[Tensor, Tensor]:
         """Lengths and starts on the CPU: what was given, or one copy a step, which waits for the device."""
-        lens, *starts = self._given or [each.cpu() for each in self._tensors[1:]]
+        lens, *starts = self._given or self._on_host()
         return lens, starts[0] if starts else numbers_on_host(0, len(lens) + 1).int()
+
+    def _on_host(self) -> tuple[Tensor, ...]:
+        return tuple([each.cpu() for each in self._tensors[1:]])
 
     @property
     def host_lens(self) -> Tensor:
