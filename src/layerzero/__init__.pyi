@@ -69,6 +69,7 @@ from layerzero.ops.paged import PagedCache, StepMetadata
 from layerzero.ops.quantize import QuantizedWeight, WeightFormat, quantize_weight, read_gguf, repack
 from layerzero.ops.ragged import RaggedMetadata
 from layerzero.ops.rope import rope_frequencies, rope_table
+from layerzero.ops.sampling import TokenCounts
 from layerzero.ops.sparse import BlockPattern
 from layerzero.ops.tokenize import StreamingDetokenizer, TokenizerCacheConfig, forget_tokenizer, tokenizer_cache
 from layerzero.serving.agreement import agree
@@ -138,6 +139,7 @@ __all__ = [
     "StrategyChoice",
     "StreamingDetokenizer",
     "TensorSchema",
+    "TokenCounts",
     "TokenizerCacheConfig",
     "Tolerance",
     "UnknownOperationError",
@@ -155,6 +157,7 @@ __all__ = [
     "append_paged_kv_",
     "append_quantized_kv_",
     "apply_penalties",
+    "apply_token_bitmask",
     "attention",
     "avoid",
     "batched_linear",
@@ -460,6 +463,19 @@ def apply_penalties(
         Each is a number for all rows, or a float32 tensor (*) with one for each row.
     Raises: InvalidCallError for what does not fit, ids and counts together, and on a CPU for ids beyond the vocabulary.
     Source: arXiv:1909.05858 for repetition, the OpenAI interface for presence and frequency.
+    """
+
+def apply_token_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:
+    """Forbid the places whose bit is 0: their logits become minus infinity. NaN stays NaN.
+
+    Place ``i`` is bit ``i % 32`` of the word ``i // 32``, the lowest bit first, as in xgrammar's
+    ``allocate_token_bitmask`` and in llguidance. A row of -1 allows everything; bits behind the vocabulary are not
+    read.
+
+    Shapes: logits (*, V), bitmask (*, W), W at least V / 32 → (*, V)
+    Dtype: logits floating, bitmask int32; returns logits.dtype.
+    Raises: InvalidCallError for what does not fit.
+    Source: xgrammar, arXiv:2411.15100.
     """
 
 @overload
@@ -1533,18 +1549,29 @@ def rope_one(
 def sample(
     logits: Tensor,
     *,
+    top_k: int | Tensor | None = None,
+    top_p: float | Tensor | None = None,
+    min_p: float | Tensor | None = None,
     temperature: float | Tensor | None = None,
-    seed: int | None = None,
+    seed: int | Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Draw a place of each row by its probability.
+    """Draw a place of each row by its probability, among those that top_k, top_p and min_p keep.
+
+    What is None keeps all. Top-k comes first, then top-p of what the top_k likeliest have, then min-p. A batch
+    of requests is one call: each argument may be a tensor with a number for each row. With a seed for each
+    row a draw depends on its own row alone, wherever that is in whatever batch.
 
     Shapes: logits (*, V) → (*), a place from 0 to V - 1
     Dtype: floating; computes in float32 or wider; returns int64.
     Args:
+        top_k: how many places, from 1; more than there are keep all. A tensor is int32 or int64.
+        top_p: the share that the likeliest have together, above 0 and up to 1. A tensor is float32.
+        min_p: the share of the likeliest place's probability, above 0 and up to 1. Of a float32 tensor 0 keeps all.
         temperature: what logits are divided by, from 1e-6; 1 if None. Or a float32 tensor (*) with one for each row,
             where 0 and less is 1e-6, so that the likeliest place comes.
-        seed: gives the same ids wherever the same kernel runs the same call; from 0.
+        seed: gives the same ids wherever the same kernel runs the same call; from 0. Or an int64 tensor (*) with one
+            for each row: each draw of a request wants another, such as ``request_seed * 2**32 + position``.
         generator: on the same device, which goes on from call to call; torch's own of the device if both are None,
             which ``torch.manual_seed`` seeds.
     Raises: InvalidCallError for what does not fit, and on a CPU for rows that nothing can be drawn of: NaN,
@@ -1598,13 +1625,29 @@ def sample_minp_probs(
     Source: arXiv:2407.01082.
     """
 
-def sample_probs(probs: Tensor, *, seed: int | None = None, generator: torch.Generator | None = None) -> Tensor:
-    """Draw a place of each row by its probability, from probabilities.
+def sample_probs(
+    probs: Tensor,
+    *,
+    top_k: int | Tensor | None = None,
+    top_p: float | Tensor | None = None,
+    min_p: float | Tensor | None = None,
+    seed: int | Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Draw a place of each row by its probability, among those that top_k, top_p and min_p keep, from probabilities.
+
+    What is None keeps all. Top-k comes first, then top-p of what the top_k likeliest have, then min-p. A batch
+    of requests is one call: each argument may be a tensor with a number for each row. With a seed for each
+    row a draw depends on its own row alone, wherever that is in whatever batch.
 
     Shapes: probs (*, V) → (*), a place from 0 to V - 1
     Dtype: floating; each row adds up to 1 but for rounding; returns int64.
     Args:
-        seed: gives the same ids wherever the same kernel runs the same call; from 0.
+        top_k: how many places, from 1; more than there are keep all. A tensor is int32 or int64.
+        top_p: the share that the likeliest have together, above 0 and up to 1. A tensor is float32.
+        min_p: the share of the likeliest place's probability, above 0 and up to 1. Of a float32 tensor 0 keeps all.
+        seed: gives the same ids wherever the same kernel runs the same call; from 0. Or an int64 tensor (*) with one
+            for each row: each draw of a request wants another, such as ``request_seed * 2**32 + position``.
         generator: on the same device, which goes on from call to call; torch's own of the device if both are None,
             which ``torch.manual_seed`` seeds.
     Raises: InvalidCallError for what does not fit, and on a CPU for rows that nothing can be drawn of: NaN,
@@ -2079,8 +2122,9 @@ def verify_speculative(
     draft_probs: Tensor | None = None,
     parents: Tensor | None = None,
     *,
+    draft_lens: Tensor | None = None,
     greedy: bool = False,
-    seed: int | None = None,
+    seed: int | Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Tell which drafted tokens stand, and draw the one behind them, so that tokens come as the target draws them.
@@ -2089,9 +2133,13 @@ def verify_speculative(
     probability ``min(1, p / q)`` of what target and draft gave its token; where it falls, ``max(p - q, 0)`` is left for
     its siblings, and for the next token. A draft that was drawn without putting back has rows of what was left.
 
-    Shapes: draft_ids (B, N), target_probs (B, N + 1, V), draft_probs (B, N, V), parents (B, N) → ids (B, N + 1), the
-        tokens that are said, and nodes (B, N), those that stood in their order; both -1 behind the last.
-    Dtype: probabilities floating, the same for both, rows add up to 1 but for rounding; ids and parents int32 or int64;
+    One call serves chains, trees and rows without a draft: a chain's parents are -1, 0, 1, ..., and ``draft_lens`` says
+    how many nodes each row has.
+
+    Shapes: draft_ids (B, N), target_probs (B, N + 1, V), draft_probs (B, N, V), parents (B, N), draft_lens (B,)
+        → ids (B, N + 1), the tokens that are said, and nodes (B, N), those that stood in their order; both -1 behind
+        the last.
+    Dtype: probabilities floating, the same for both, rows add up to 1 but for rounding; integers int32 or int64;
         computes in float32 or wider; returns int64.
     Args:
         draft_ids: the drafted tokens, from 0 to V - 1.
@@ -2099,8 +2147,11 @@ def verify_speculative(
         draft_probs: what each token was drawn from; None where the draft was certain.
         parents: the node that each one follows, which comes before it, -1 for the root; None for a chain. A node whose
             parent comes later is never tried.
+        draft_lens: how many nodes each row has, from 0 to N; N if None. What is behind them is not read: any token and
+            any probabilities may be there, as rows of another request.
         greedy: a token stands if it is the target's likeliest, the first of equals; logits do as well then.
-        seed: gives the same tokens wherever the same kernel runs the same call; from 0.
+        seed: gives the same tokens wherever the same kernel runs the same call; from 0. Or an int64 tensor (B,) with
+            one for each row, whose tokens then depend on that row alone; see ``lz.sample``.
         generator: on the same device, which goes on from call to call; torch's own of the device if both are None.
     Raises: InvalidCallError for what does not fit, and on a CPU for ids beyond the vocabulary, for rows of the target
         that nothing can be drawn of, and for draft_probs with NaN, infinity or numbers below 0 (rows of zeros may be).

@@ -55,6 +55,15 @@ def sets(kind, weights, k, p):
     return np.ones(len(weights), bool), np.ones(len(weights), bool)
 
 
+def all_three(weights, k, p, share):
+    """Top-k, then top-p of what it leaves, then min-p; what is None keeps all."""
+    kind = {(1, 1): "topk_topp", (1, 0): "topk", (0, 1): "topp", (0, 0): ""}[k is not None, p is not None]
+    sure, may = sets(kind, weights, k, p)
+    if share is not None:
+        sure, may = sure & by_share(weights, share, NEAR), may & by_share(weights, share, -NEAR)
+    return sure, may
+
+
 def _drawn(kind, source):
     def oracle(c):
         shape = c[source].shape
@@ -62,8 +71,11 @@ def _drawn(kind, source):
         for row, values in enumerate(c[source].reshape(-1, shape[-1])):
             warm = min(max(of_row(c, "temperature", row, 1.0), 1e-6), 1e6)
             weights = softmax(values, warm) if source == "logits" else values
-            share = of_row(c, "min_p" if kind == "minp" else "top_p", row)
-            sure, possible = sets(kind, weights, of_row(c, "top_k", row), share)
+            count, share, least = (of_row(c, name, row) for name in ("top_k", "top_p", "min_p"))
+            if kind == "filtered":
+                sure, possible = all_three(weights, count, share, least)
+            else:
+                sure, possible = sets(kind, weights, count, least if kind == "minp" else share)
             kept = weights * sure
             found.append(kept / kept.sum())
             may.append(possible & (weights > 0))
@@ -117,7 +129,17 @@ def _logprobs(c):
     return (np.array(found).reshape(logits.shape[:-1]),)
 
 
-KINDS = ("categorical", "topk", "topp", "minp", "topk_topp")
+def _bitmask(c):
+    logits = c["logits"]
+    out = logits.reshape(-1, logits.shape[-1]).copy()
+    for values, words in zip(out, c["bitmask"].reshape(len(out), -1), strict=True):
+        for place in range(len(values)):
+            if not int(words[place // 32]) >> place % 32 & 1:
+                values[place] = -np.inf
+    return (out.reshape(logits.shape),)
+
+
+KINDS = ("categorical", "topk", "topp", "minp", "topk_topp", "filtered")
 ORACLES = {
     **{f"sampling.{kind}": _drawn(kind, "logits") for kind in KINDS},
     **{f"sampling.{kind}.probs": _drawn(kind, "probs") for kind in KINDS},
@@ -125,5 +147,6 @@ ORACLES = {
     "sampling.penalties": _penalties,
     "sampling.penalties.counted": _penalties,
     "sampling.bias": _bias,
+    "sampling.bitmask": _bitmask,
     "sampling.logprobs": _logprobs,
 }

@@ -38,7 +38,8 @@ def _chances(c, near):
     for b in range(batch):
         parents = np.arange(-1, count - 1) if c.get("parents") is None else c["parents"][b]
         draft = None if c.get("draft_probs") is None else c["draft_probs"][b]
-        row = c["draft_ids"][b], parents, c["target_probs"][b], draft
+        length = count if c.get("draft_lens") is None else int(c["draft_lens"][b])
+        row = c["draft_ids"][b, :length], parents, c["target_probs"][b], draft
         for path, left, chance in _ways(0, -1, c["target_probs"][b, 0], [], 1.0, row, near):
             for place in range(count + 1):
                 if place < len(path):
@@ -64,11 +65,12 @@ def _greedy(c):
     ids, nodes = np.full((batch, count + 1), -1), np.full((batch, count), -1)
     for b in range(batch):
         parents = np.arange(-1, count - 1) if c.get("parents") is None else c["parents"][b]
+        length = count if c.get("draft_lens") is None else int(c["draft_lens"][b])
         last, depth = -1, 0
         while True:
             best = int(c["target_probs"][b, last + 1].argmax())
             ids[b, depth] = best
-            children = [n for n in range(last + 1, count) if parents[n] == last and c["draft_ids"][b, n] == best]
+            children = [n for n in range(last + 1, length) if parents[n] == last and c["draft_ids"][b, n] == best]
             if not children:
                 break
             last = nodes[b, depth] = children[0]

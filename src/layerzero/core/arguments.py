@@ -148,6 +148,7 @@ class TensorSchema:
         dtype_from: of a result, the parameter or tensor whose dtype it has; the call's if empty.
         when: of a result, the flag that asks for it; always there if empty.
         given_as: of an optional tensor, the number that it takes the place of, and whose name callers give it by.
+        seeds: whether its numbers decide which of the random results comes.
         code: of an optional tensor, the reason that a kernel which lacks it is refused with.
         ndim: number of axes; derived from ``shape_vars``, None where it is open.
     """
@@ -170,6 +171,7 @@ class TensorSchema:
     when: str = ""
     code: ReasonCode = ReasonCode.CONSTRAINT_FAILED
     given_as: str = ""
+    seeds: bool = False
 
     def takes(self, dtype: torch.dtype) -> bool:
         """Whether it may have this dtype."""

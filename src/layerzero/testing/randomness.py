@@ -173,8 +173,14 @@ def _seeded_calls(call: RandomCall, operation: Operation, calls: int) -> Iterato
         if each.role is Role.HANDLE and each.make is not None and call.arguments.get(each.name) is not None
     }
     numbers = [each.name for each in params if int in each.kinds and call.arguments.get(each.name) is not None]
+    rows = {each.name: call.arguments.get(each.name) for each in operation.schema.inputs if each.seeds}
     for number in range(calls):
-        yield {**call.arguments, **generators, **dict.fromkeys(numbers, SEED + number)}
+        own = {  # seeds that follow each other are as good as others
+            name: torch.arange(given.numel(), device=given.device).view(given.shape) + number * given.numel()
+            for name, given in rows.items()
+            if isinstance(given, Tensor)
+        }
+        yield {**call.arguments, **generators, **dict.fromkeys(numbers, SEED + number), **own}
 
 
 def holds(trial: Trial, claim: Property) -> Finding:

@@ -24,20 +24,24 @@ from torch import Tensor
 from layerzero.backends.torch.attention import FLOATS, TORCH
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
+from layerzero.ops.sampling.checks import check_draft, check_target
 from layerzero.ops.sampling.formulas import (
+    NEXT,
     counts_of,
     drawn,
     generator_of,
     left_over,
+    marks_of,
     of_row,
     penalised,
     probabilities,
     tempered,
     walked,
     walked_greedily,
+    within,
 )
+from layerzero.ops.sampling.grammar import BITMASK
 from layerzero.ops.sampling.logits import BIAS, COUNTED, PENALTIES_BY
-from layerzero.ops.sampling.verify import check_draft, check_target
 
 _NUMBERS = tuple(each.name for each in PENALTIES_BY)
 _BY = (*_NUMBERS, *(f"{name}_by_row" for name in _NUMBERS))
@@ -126,28 +130,32 @@ def _load_chain(facts: Facts) -> Callable[..., Any]:
         draft_ids: Tensor,
         *,
         draft_probs: Tensor | None = None,
+        draft_lens: Tensor | None = None,
         seed: int | None = None,
+        seed_by_row: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> tuple[Tensor, Tensor]:
         target = target_probs.detach()
         if on_cpu:
-            check_target(target, "sampling.verify")
-            check_draft(draft_probs, "sampling.verify")
+            check_target(target, "sampling.verify", draft_lens)
+            check_draft(draft_probs, "sampling.verify", draft_lens)
         own = generator_of(seed, generator, target.device)
         batch, count = draft_ids.shape
         tokens = draft_ids.long().unsqueeze(-1)
-        marks = torch.rand((batch, count), device=target.device, generator=own)
+        marks = marks_of(draft_ids, torch.float32, own, seed_by_row)
         if draft_probs is not None:
             marks = marks * probabilities(draft_probs.detach().gather(-1, tokens), logits=False).squeeze(-1)
         stand = marks < probabilities(target[:, :-1].gather(-1, tokens), logits=False).squeeze(-1)
+        if draft_lens is not None:
+            stand = stand & within(draft_ids, draft_lens)
         stood = stand.long().cumprod(-1).sum(-1)
         rows, fallen = torch.arange(batch, device=target.device), stood.clamp(max=max(count - 1, 0))
         left = probabilities(target[rows, stood], logits=False)
         if count:
             drafted = None if draft_probs is None else probabilities(draft_probs.detach()[rows, fallen], logits=False)
             rest = left_over(left, drafted, tokens.squeeze(-1)[rows, fallen])
-            left = torch.where((stood < count).unsqueeze(-1), rest, left)
-        return ended(draft_ids, stood, drawn(left, own))
+            left = torch.where((stood < (count if draft_lens is None else draft_lens)).unsqueeze(-1), rest, left)
+        return ended(draft_ids, stood, drawn(left, own, seed_by_row, NEXT))
 
     return run
 
@@ -161,34 +169,43 @@ def _load_tree(facts: Facts) -> Callable[..., Any]:
         parents: Tensor,
         *,
         draft_probs: Tensor | None = None,
+        draft_lens: Tensor | None = None,
         seed: int | None = None,
+        seed_by_row: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> tuple[Tensor, Tensor]:
         target = probabilities(target_probs.detach(), logits=False)
         drafted = None if draft_probs is None else probabilities(draft_probs.detach(), logits=False)
         if on_cpu:
-            check_target(target, "sampling.verify.tree")
-            check_draft(drafted, "sampling.verify.tree")
-        return walked(draft_ids, target, drafted, parents, generator_of(seed, generator, target.device))
+            check_target(target, "sampling.verify.tree", draft_lens)
+            check_draft(drafted, "sampling.verify.tree", draft_lens)
+        own = generator_of(seed, generator, target.device)
+        return walked(draft_ids, target, drafted, parents, own, draft_lens, seed_by_row)
 
     return run
 
 
 def _load_greedy(facts: Facts) -> Callable[..., Any]:
-    def run(target_probs: Tensor, draft_ids: Tensor, *, parents: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def run(
+        target_probs: Tensor, draft_ids: Tensor, *, parents: Tensor | None = None, draft_lens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         best = target_probs.detach().argmax(-1)
         if parents is not None:
-            return walked_greedily(draft_ids, best, parents)
-        stood = (draft_ids == best[:, :-1]).long().cumprod(-1).sum(-1)
+            return walked_greedily(draft_ids, best, parents, draft_lens)
+        stand = draft_ids == best[:, :-1]
+        stood = (stand if draft_lens is None else stand & within(draft_ids, draft_lens)).long().cumprod(-1).sum(-1)
         return ended(draft_ids, stood, best.gather(-1, stood.unsqueeze(-1)).squeeze(-1))
 
     return run
 
 
+_OF_DRAFTS = ("draft_probs", "draft_lens", "seed", "seed_by_row", "generator")
+
 KERNELS = (
     *_MADE,
     Kernel.of_expression(COUNTED, id="torch.penalties_counted", accepts=("prompt_mask", *_BY), **_EXPRESSED),
     Kernel.of_expression(BIAS, id="torch.logit_bias", **_EXPRESSED),
+    Kernel.of_expression(BITMASK, id="torch.token_bitmask", **_EXPRESSED),
     *(
         Kernel(
             id=name,
@@ -203,9 +220,9 @@ KERNELS = (
             priority=40,
         )
         for name, operation, load, accepts in (
-            ("torch.verify", "sampling.verify", _load_chain, ("draft_probs", "seed", "generator")),
-            ("torch.verify_tree", "sampling.verify.tree", _load_tree, ("draft_probs", "seed", "generator")),
-            ("torch.verify_greedy", "sampling.verify.greedy", _load_greedy, ("parents",)),
+            ("torch.verify", "sampling.verify", _load_chain, _OF_DRAFTS),
+            ("torch.verify_tree", "sampling.verify.tree", _load_tree, _OF_DRAFTS),
+            ("torch.verify_greedy", "sampling.verify.greedy", _load_greedy, ("parents", "draft_lens")),
         )
     ),
 )

@@ -31,12 +31,22 @@ from torch import Tensor
 
 from layerzero.backends.torch.attention import FLOATS, TORCH
 from layerzero.backends.torch.sampling_few import by_sums, few_of
+from layerzero.backends.torch.sampling_filtered import by_race, load_filtered
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.sampling.checks import check_drawable, check_signs
-from layerzero.ops.sampling.formulas import count_of, generator_of, nth, of_row, parts, place, probabilities, reach
+from layerzero.ops.sampling.formulas import (
+    count_of,
+    generator_of,
+    nth,
+    of_row,
+    parts,
+    place,
+    probabilities,
+    reach,
+)
 
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -86,12 +96,6 @@ def _threshold(kind: str) -> Callable[..., Tensor | None]:
     return ways[kind]
 
 
-def _by_race(weights: Tensor, generator: torch.Generator | None) -> Tensor:
-    """The place that comes first, each at a rate of its weight. Shapes: (*, V) → (*)."""
-    times = torch.empty_like(weights).exponential_(generator=generator)
-    return torch.div(weights, times, out=times).argmax(-1)
-
-
 def _load_sample(facts: Facts) -> Callable[..., Any]:
     name, kind, logits = _kind(facts)
     threshold, few, on_cpu = _threshold(kind), few_of(facts), facts.device.platform == "cpu"
@@ -125,7 +129,7 @@ def _load_sample(facts: Facts) -> Callable[..., Any]:
         if least is not None:
             weights = torch.where(weights >= least, weights, 0.0)
         if not on_cpu:
-            return _by_race(weights, own)
+            return by_race(weights, own)
         upto = weights.cumsum(-1)
         check_drawable(upto[..., -1], tensor, name)
         return by_sums(upto, own)
@@ -295,6 +299,14 @@ KERNELS = (
         _load_sample,
         ("top_k", "top_k_by_row", "top_p", "top_p_by_row"),
         (_CAPTURE, limit.Custom("top_k_by_row on a CPU only", _counts_on_a_cpu)),
+        45,
+    ),
+    _sampler(
+        "torch.sample_filtered",
+        ("filtered",),
+        load_filtered,
+        ("top_k", "top_k_by_row", "top_p", "top_p_by_row", "min_p", "min_p_by_row", "seed_by_row"),
+        (_CAPTURE,),
         45,
     ),
     _sampler("torch.sample_topp", ("topp",), _load_topp, ("top_p", "top_p_by_row"), (limit.platform("cpu"),), 45),

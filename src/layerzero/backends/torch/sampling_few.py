@@ -21,7 +21,7 @@ from torch import Tensor
 
 from layerzero.core.facts import Facts
 from layerzero.ops.sampling.checks import check_drawable
-from layerzero.ops.sampling.formulas import TEMPERATURES, count_of, generator_of, nth, of_row, probabilities
+from layerzero.ops.sampling.formulas import TEMPERATURES, count_of, generator_of, nth, of_row, probabilities, uniform
 
 Few = Callable[..., Tensor | None]
 """The places that are drawn; None where more than k places have to be looked at."""
@@ -34,13 +34,13 @@ _BY_HAND = 512
 """Numbers of all rows together that Python draws of sooner than torch."""
 
 
-def by_sums(upto: Tensor, generator: torch.Generator | None) -> Tensor:
+def by_sums(upto: Tensor, generator: torch.Generator | None, seeds: Tensor | None = None) -> Tensor:
     """The place where a random number lies among sums up to each place. Shapes: (*, V) → (*).
 
     The number stays below the last sum, so that the place has a weight: the first at which sums are above it.
     """
     total = upto[..., -1:]
-    mark = torch.rand(total.shape, dtype=torch.float64, generator=generator).mul_(total).to(upto.dtype)
+    mark = uniform(total, generator, seeds).mul_(total).to(upto.dtype)
     mark = torch.minimum(mark, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(upto, mark, right=True).squeeze(-1)
 

@@ -87,8 +87,8 @@ class KVCache(CachedSequences):
     def publish(self, name: Hashable, tokens: Sequence[int], *, salt: str = "") -> int:
         """Make the full pages of a sequence known by its first tokens, for :meth:`allocate`; how many became so.
 
-        Known pages have the cache as one more user, so that whoever writes into one gets a copy. Those that no sequence
-        has are free pages still: the one that is idle longest is taken where no other is free.
+        Known pages have the cache as one more user, so that a sequence that writes into one gets a copy. Those that no
+        sequence has are free pages still: the one that is idle longest is taken where no other is free.
         Args:
             tokens: token ids of its tokens from the first on, at most as many as it has.
             salt: as of :meth:`allocate`.

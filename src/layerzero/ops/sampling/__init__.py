@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from layerzero.ops.sampling import declare, logits, route, verify
+from layerzero.ops.sampling import declare, grammar, logits, route, verify
+from layerzero.ops.sampling.counts import TokenCounts
 
-OPERATIONS = (*declare.OPERATIONS, *logits.OPERATIONS, *verify.OPERATIONS)
-FUNCTIONS = (*route.FUNCTIONS, *logits.FUNCTIONS, *verify.FUNCTIONS)
+OPERATIONS = (*declare.OPERATIONS, *logits.OPERATIONS, *grammar.OPERATIONS, *verify.OPERATIONS)
+FUNCTIONS = (*route.FUNCTIONS, *logits.FUNCTIONS, *grammar.FUNCTIONS, *verify.FUNCTIONS)
 
-__all__ = ["ALIASES", "FUNCTIONS", "OPERATIONS"]
+__all__ = ["ALIASES", "EXPORTS", "FUNCTIONS", "OPERATIONS", "TokenCounts"]
+
+EXPORTS = ("TokenCounts",)
 
 ALIASES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
     "sampling.speculative": (tuple(operation.name for operation in verify.OPERATIONS), {}),

@@ -20,7 +20,7 @@ from layerzero.core import values
 from layerzero.core.distribution import Distribution
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.values import Check
-from layerzero.ops.sampling.formulas import keep_min_p, keep_top_k, keep_top_p, probabilities
+from layerzero.ops.sampling.formulas import keep_min_p, keep_top_k, keep_top_p, probabilities, within
 
 _MAX_TOLD = 4
 """Bad rows that an error lists."""
@@ -119,6 +119,60 @@ def check_signs(tensor: Tensor, operation: str) -> None:
         check_drawable((tensor.amin(-1) >= 0).float(), tensor, operation)
 
 
+def check_target(target: Tensor, name: str, lens: Tensor | None = None) -> None:
+    """Raise where nothing can be drawn of a row of the target's that is read. Raises: InvalidCallError."""
+    total = torch.where((target >= 0).all(-1), target.sum(-1), -1.0)
+    if lens is not None:
+        total = torch.where(_read(target, lens + 1), total, 1.0)
+        if not bool((total > 0).all()):
+            target = rows_read(target, lens + 1)
+    check_drawable(total, target, name, "target_probs")
+
+
+def _read(probs: Tensor, lens: Tensor | None) -> Tensor:
+    """Which rows of probabilities are read: the first so many. Shapes: (B, N, V), (B,) → (B, N)."""
+    if lens is None:
+        return torch.ones(probs.shape[:2], dtype=torch.bool, device=probs.device)
+    return within(probs, lens)
+
+
+def rows_read(probs: Tensor, lens: Tensor | None) -> Tensor:
+    """The same probabilities, with others than nothing where they are not read."""
+    return probs if lens is None else torch.where(_read(probs, lens).unsqueeze(-1), probs, 1.0)
+
+
+def check_draft(drafted: Tensor | None, name: str, lens: Tensor | None = None) -> None:
+    """Raise for what no draft was drawn from: NaN, infinity, numbers below 0. Raises: InvalidCallError.
+
+    Rows of zeros may be: of a token that pads, or where the draft left nothing.
+    """
+    if drafted is None or not drafted.numel():
+        return
+    drafted = rows_read(drafted, lens)
+    least, most = drafted.aminmax()  # NaN if there is one
+    if not (least >= 0 and most.isfinite()):
+        raise InvalidCallError(called_by(name), _draft_problems(drafted))
+
+
+def _draft_problems(drafted: Tensor) -> list[str]:
+    return values.problems([drafted_problem(drafted)])
+
+
+def drafted_problem(drafted: Tensor) -> Check:
+    """Of rows, and of the first wrong ones where it is: an index an element took 1 GB of 64 x 8 x 128,256."""
+
+    def say(place: tuple[int, ...], got: tuple[int, ...]) -> str:
+        return f"draft_probs{[*place, got[0]]}: wanted finite numbers from 0 up, got {number_of(got[1]):g}"
+
+    def first(places: Tensor) -> Tensor:
+        rows = drafted.reshape(-1, drafted.shape[-1])[places]
+        at = (~(rows.isfinite() & (rows >= 0))).int().argmax(-1, keepdim=True)
+        return torch.cat((at, bits_of(rows.gather(1, at))), 1)
+
+    right = (drafted.amin(-1) >= 0) & drafted.amax(-1).isfinite()  # NaN if there is one
+    return Check(~right, first, say, _MAX_TOLD)
+
+
 NEAR = 1e-5
 """How near a bound a value, or a sum of a row, is too near to tell: softmax of float32 is off by 4e-6 at exp(-60)."""
 
@@ -155,12 +209,25 @@ def _top_k_top_p(weights: Tensor, given: Mapping[str, Any]) -> tuple[Tensor, Ten
     return sure & first, torch.where(doubtful, widest, may & first)
 
 
+def _filtered(weights: Tensor, given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    def has(name: str) -> bool:
+        return given.get(name) is not None or given.get(f"{name}_by_row") is not None
+
+    by_few = {(True, True): _top_k_top_p, (True, False): _top_k, (False, True): _top_p, (False, False): _all}
+    sure, may = by_few[has("top_k"), has("top_p")](weights, given)
+    if has("min_p"):
+        first, widest = _min_p(weights, given)
+        sure, may = sure & first, may & widest
+    return sure, may
+
+
 SETS: Mapping[str, Sets] = {
     "categorical": _all,
     "topk": _top_k,
     "topp": _top_p,
     "minp": _min_p,
     "topk_topp": _top_k_top_p,
+    "filtered": _filtered,
 }
 
 

@@ -5,13 +5,15 @@ sampling.topk           the k likeliest
 sampling.topp           the likeliest that have the share p together
 sampling.minp           those at least p times as likely as the likeliest
 sampling.topk_topp      the k likeliest, and of their sum those that have the share p
+sampling.filtered       any of top-k, top-p and min-p, in this order, each row by a seed of its own if it has one
 sampling.greedy         the largest logit, the first of equals
 
-Each of the first five draws from logits; with ``.probs`` after its name, from probabilities.
+Each of the first six draws from logits; with ``.probs`` after its name, from probabilities.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +32,7 @@ from layerzero.ops.sampling.formulas import (
     Rule,
     drawn,
     generator_of,
+    keep_all_three,
     keep_min_p,
     keep_top_k,
     keep_top_p,
@@ -146,6 +149,22 @@ def of_rows(param: Param) -> TensorSchema:
 TEMPERATURE_BY_ROW = of_rows(TEMPERATURE)
 
 
+def seeds_of_rows(axis: str = "...") -> TensorSchema:
+    """A seed for each row, in place of one for all."""
+    return TensorSchema("seed_by_row", (axis,), IDS, required=False, same_dtype=False, given_as="seed", seeds=True)
+
+
+def seeds_for(number: int, source: str) -> Callable[..., Tensor]:
+    """Seeds of the rows of a call's tensor."""
+
+    def make(arguments: Mapping[str, Any]) -> Tensor:
+        tensor = arguments[source]
+        rows = tensor.shape[:1] if source == "target_probs" else tensor.shape[:-1]
+        return torch.arange(math.prod(rows), device=tensor.device).view(rows) + number
+
+    return make
+
+
 def _work(facts: Mapping[str, Any]) -> Work:
     """Each number read once, an id a row written; a maximum, a difference, an exponential and a sum of each."""
     elements = facts["rows"] * facts["vocab"]
@@ -178,6 +197,7 @@ def _reference(name: str, rule: Rule, *, logits: bool) -> Callable[..., Tensor]:
         temperature: float | None = None,
         temperature_by_row: Tensor | None = None,
         seed: int | None = None,
+        seed_by_row: Tensor | None = None,
         generator: torch.Generator | None = None,
         **given: Any,
     ) -> Tensor:
@@ -186,7 +206,7 @@ def _reference(name: str, rule: Rule, *, logits: bool) -> Callable[..., Tensor]:
             check_signs(tensor, name)
             check_drawable(weights.sum(-1), tensor, name)
         weights = weights * rule(weights, **given)
-        return drawn(weights, generator_of(seed, generator, tensor.device))
+        return drawn(weights, generator_of(seed, generator, tensor.device), seed_by_row)
 
     reference.__doc__ = "A place of each row. Dtype: computes in float32 or wider, shares in 2^-52; returns int64."
     return reference
@@ -195,6 +215,8 @@ def _reference(name: str, rule: Rule, *, logits: bool) -> Callable[..., Tensor]:
 def _operation(kind: str, summary: str, rule: Rule, *params: Param) -> list[Operation]:
     """One that draws from logits, and one that draws from probabilities."""
     inputs = tuple(of_rows(each) for each in params)
+    if kind == "filtered":
+        inputs += (seeds_of_rows(),)
     small: dict[str, object] = {each.name: each.example for each in params}
     usual: dict[str, object] = {each.name: _USUAL[kind, each.name] for each in params}
     return [_from(kind, each, summary, rule, inputs, params, small, usual) for each in ("logits", "probs")]
@@ -210,7 +232,7 @@ def _from(
     small: Mapping[str, object],
     usual: Mapping[str, object],
 ) -> Operation:
-    logits = source == "logits"
+    logits, seeded = source == "logits", any(each.seeds for each in inputs)
     name = f"sampling.{kind}" if logits else f"sampling.{kind}.probs"
     generator = Param(
         "generator",
@@ -237,6 +259,7 @@ def _from(
         properties=(
             reproducible("seed", 1, 2),
             reproducible("generator", *(generator_for(each, source) for each in (1, 2))),
+            *([reproducible("seed_by_row", *(seeds_for(each, source) for each in (0, 2**40)))] if seeded else []),
         ),
         kind=OpKind.SAMPLING,
         check_values=check_values,
@@ -253,6 +276,9 @@ _USUAL: Mapping[tuple[str, str], object] = {
     ("minp", "min_p"): 0.1,
     ("topk_topp", "top_k"): 50,
     ("topk_topp", "top_p"): 0.9,
+    ("filtered", "top_k"): 50,
+    ("filtered", "top_p"): 0.9,
+    ("filtered", "min_p"): 0.05,
 }
 
 CATEGORICAL = _operation("categorical", "A place by its probability", _every)
@@ -260,6 +286,9 @@ TOPK = _operation("topk", "A place of the k likeliest", keep_top_k, TOP_K)
 TOPP = _operation("topp", "A place of the likeliest that have the share p", keep_top_p, TOP_P)
 MINP = _operation("minp", "A place at least p times as likely as the likeliest", keep_min_p, MIN_P)
 TOPK_TOPP = _operation("topk_topp", "A place of the likeliest p of the k likeliest", _top_k_top_p, TOP_K, TOP_P)
+
+
+FILTERED = _operation("filtered", "A place by top-k, top-p and min-p", keep_all_three, TOP_K, TOP_P, MIN_P)
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -290,4 +319,4 @@ GREEDY = operation(
     stock=stock.greedy,
 )
 
-OPERATIONS = (*CATEGORICAL, *TOPK, *TOPP, *MINP, *TOPK_TOPP, GREEDY)
+OPERATIONS = (*CATEGORICAL, *TOPK, *TOPP, *MINP, *TOPK_TOPP, *FILTERED, GREEDY)

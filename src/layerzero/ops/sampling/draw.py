@@ -83,13 +83,28 @@ def _drawn(name: str, *more: Callable[[Draw, tuple[int, ...]], dict[str, Any]]) 
         rows = tuple(arguments[name].shape[:-1])
         for each in more:
             arguments |= each(draw, rows)
-        return arguments | _randomness(draw, name, rows)
+        random = _randomness(draw, name, rows)
+        if "seed_by_row" in arguments:  # which takes the place of both
+            random = {name: value for name, value in random.items() if name not in ("seed", "generator")}
+        return arguments | random
 
     return draw_call
 
 
+def _any_of_three(draw: Draw, rows: tuple[int, ...]) -> dict[str, Any]:
+    """Often none, and then any of top-k, top-p and min-p."""
+    found: dict[str, Any] = {}
+    for each in (_counts, _shares("top_p"), _shares("min_p")):
+        found |= each(draw, rows) if draw.chance(0.4) else {}
+    if draw.chance(0.3):
+        found["seed_by_row"] = draw.laid_out(draw.integers(rows, 2**40, torch.int64))
+    return found
+
+
 def drawing(kind: str, name: str) -> Callable[..., dict[str, Any]]:
     """What draws calls of a function, by the kind of its operation and the name of its first tensor."""
+    if kind == "categorical":
+        return _drawn(name, _any_of_three)
     counts = (_counts,) if kind.startswith("topk") else ()
     shares = (_shares("min_p" if kind == "minp" else "top_p"),) if kind.endswith("p") else ()
     return _drawn(name, *counts, *shares)

@@ -118,16 +118,57 @@ def generator_of(seed: int | None, generator: torch.Generator | None, device: to
     return generator if seed is None else torch.Generator(device).manual_seed(seed)
 
 
-def drawn(weights: Tensor, generator: torch.Generator | None) -> Tensor:
+def keep_all_three(
+    weights: Tensor,
+    top_k: int | None = None,
+    top_k_by_row: Tensor | None = None,
+    top_p: float | None = None,
+    top_p_by_row: Tensor | None = None,
+    min_p: float | None = None,
+    min_p_by_row: Tensor | None = None,
+) -> Tensor:
+    """The places that top-k keeps, then top-p of these, then min-p; what is None keeps all."""
+    kept = torch.ones_like(weights, dtype=torch.bool)
+    if top_k is not None or top_k_by_row is not None:
+        kept = keep_top_k(weights, top_k, top_k_by_row)
+    if top_p is not None or top_p_by_row is not None:
+        kept = kept & keep_top_p(weights * kept, top_p, top_p_by_row)
+    if min_p is not None or min_p_by_row is not None:
+        kept = kept & keep_min_p(weights, min_p, min_p_by_row)
+    return kept
+
+
+def uniform_of(seeds: Tensor, number: int = 0) -> Tensor:
+    """The random number from 0 to below 1 that a seed stands for, and others by ``number``. (*) int64 → (*) float64.
+
+    SplitMix64 (Steele, Lea, Flood, 2014) in integers that wrap around: the same bits on every device.
+    """
+    mixed = seeds + _wrapped(0x9E3779B97F4A7C15 * (number + 1))
+    for bits, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        mixed = (mixed ^ (mixed >> bits & (1 << 64 - bits) - 1)) * _wrapped(factor)
+    return (mixed >> 11 & (1 << 53) - 1).double() * 2.0**-53
+
+
+def _wrapped(number: int) -> int:
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def uniform(like: Tensor, generator: torch.Generator | None, seeds: Tensor | None = None, number: int = 0) -> Tensor:
+    """A random number in float64 for each entry, or for each row by its seed. Shapes: (*, 1), seeds (*) → (*, 1)."""
+    if seeds is not None:
+        return uniform_of(seeds, number).unsqueeze(-1)
+    return torch.rand(like.shape, dtype=torch.float64, device=like.device, generator=generator)
+
+
+def drawn(weights: Tensor, generator: torch.Generator | None, seeds: Tensor | None = None, number: int = 0) -> Tensor:
     """A place of each row by its weight. Shapes: (*, V) → (*) int64. Some place of rows that add up to nothing."""
-    return place(parts(weights).cumsum(-1), generator)
+    return place(parts(weights).cumsum(-1), generator, seeds, number)
 
 
-def place(upto: Tensor, generator: torch.Generator | None) -> Tensor:
+def place(upto: Tensor, generator: torch.Generator | None, seeds: Tensor | None = None, number: int = 0) -> Tensor:
     """The place where a random part of a row lies, given the parts up to each place. Shapes: (*, V) → (*)."""
     total = upto[..., -1:]
-    part = torch.rand(total.shape, dtype=torch.float64, device=upto.device, generator=generator)
-    part = (part * total.double()).long()
+    part = (uniform(total, generator, seeds, number) * total.double()).long()
     return torch.searchsorted(upto.contiguous(), part, right=True).clamp_(max=upto.shape[-1] - 1).squeeze(-1)
 
 
@@ -183,14 +224,17 @@ def walked(
     draft_probs: Tensor | None,
     parents: Tensor,
     generator: torch.Generator | None,
+    lens: Tensor | None = None,
+    seeds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The tokens that are said, and the nodes that stood; -1 behind them.
 
-    Shapes: (B, N), (B, N + 1, V), (B, N, V), (B, N) → (B, N + 1), (B, N) int64
+    Shapes: (B, N), (B, N + 1, V), (B, N, V), (B, N), lens (B,), seeds (B,) → (B, N + 1), (B, N) int64
     """
     batch, count = draft_ids.shape
     rows = torch.arange(batch, device=draft_ids.device)
-    marks = torch.rand((batch, count), dtype=target_probs.dtype, device=draft_ids.device, generator=generator)
+    marks = marks_of(draft_ids, target_probs.dtype, generator, seeds)
+    parents = parents if lens is None else parents.masked_fill(~within(draft_ids, lens), BEHIND)
     ids = draft_ids.new_full((batch, count + 1), -1, dtype=torch.int64)
     nodes = draft_ids.new_full((batch, count), -1, dtype=torch.int64)
     last, depth = torch.full_like(rows, -1), torch.zeros_like(rows)
@@ -206,8 +250,28 @@ def walked(
         _put(ids, depth, stands, token)
         _put(nodes, depth, stands, torch.full_like(token, node))
         last, depth = torch.where(stands, node, last), depth + stands
-    ids[rows, depth] = drawn(left, generator)
+    ids[rows, depth] = drawn(left, generator, seeds, NEXT)
     return ids, nodes
+
+
+BEHIND = -2
+"""The parent of a node that no draft has: the walk is never there."""
+
+NEXT = -2
+"""The number of the draw behind a draft; those of its nodes are from 0 up, whatever other rows have."""
+
+
+def within(draft_ids: Tensor, lens: Tensor) -> Tensor:
+    """Which nodes are among the first so many of their row. Shapes: (B, N), (B,) → (B, N)."""
+    return torch.arange(draft_ids.shape[1], device=draft_ids.device) < lens.unsqueeze(-1)
+
+
+def marks_of(draft_ids: Tensor, dtype: torch.dtype, generator: torch.Generator | None, seeds: Tensor | None) -> Tensor:
+    """A random number for each node, by its row's seed where there is one. Shapes: (B, N), seeds (B,) → (B, N)."""
+    if seeds is None:
+        return torch.rand(draft_ids.shape, dtype=dtype, device=draft_ids.device, generator=generator)
+    made = [uniform_of(seeds, node) for node in range(draft_ids.shape[1])]
+    return torch.stack(made, -1) if made else draft_ids.double()
 
 
 def _put(lists: Tensor, place: Tensor, where: Tensor, value: Tensor) -> None:
@@ -217,9 +281,12 @@ def _put(lists: Tensor, place: Tensor, where: Tensor, value: Tensor) -> None:
         lists.scatter_(1, at, torch.where(where, value, lists.gather(1, at).squeeze(1)).unsqueeze(-1))
 
 
-def walked_greedily(draft_ids: Tensor, best: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
+def walked_greedily(
+    draft_ids: Tensor, best: Tensor, parents: Tensor, lens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The same where a node stands if its token is the target's likeliest. Shapes: (B, N), (B, N + 1), (B, N)."""
     batch, count = draft_ids.shape
+    parents = parents if lens is None else parents.masked_fill(~within(draft_ids, lens), BEHIND)
     rows = torch.arange(batch, device=draft_ids.device)
     ids = draft_ids.new_full((batch, count + 1), -1, dtype=torch.int64)
     nodes = draft_ids.new_full((batch, count), -1, dtype=torch.int64)
@@ -235,7 +302,12 @@ def walked_greedily(draft_ids: Tensor, best: Tensor, parents: Tensor) -> tuple[T
 
 
 def chances(
-    draft_ids: Tensor, target_probs: Tensor, draft_probs: Tensor | None, parents: Tensor, near: float = 0.0
+    draft_ids: Tensor,
+    target_probs: Tensor,
+    draft_probs: Tensor | None,
+    parents: Tensor,
+    near: float = 0.0,
+    lens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """How often each place of the results is which token, or which node; first how often it is -1.
 
@@ -255,6 +327,8 @@ def chances(
     for node in range(count):
         above, token = parents[:, node].long() + 1, draft_ids[:, node].long()
         known = above <= node  # where its parent comes later, the walk never comes back to it
+        if lens is not None:
+            known = known & (node < lens)
         above = above.clamp(max=node)
         own = None if draft_probs is None else draft_probs[:, node]
         before = left[rows, above]

@@ -266,7 +266,7 @@ def _route_penalties(arguments: dict[str, Any], default_layout: str | None) -> R
     refuse("apply_penalties", problems)
     operation = PENALTIES if by_ids else COUNTED
     given = {each: arguments[each] for each in operation.schema.arguments}
-    problems = operation.schema.validate(**given) or _row_problems(operation)(given)
+    problems = operation.schema.validate(**given) or row_problems(operation)(given)
     refuse("apply_penalties", problems)
     return Routed(operation, given, varies=_varying(operation))
 
@@ -275,7 +275,7 @@ def _varying(operation: Operation) -> tuple[str, ...]:
     return ("...", "vocab", *(axis.name for axis in operation.schema.axes if axis.live and not axis.leading))
 
 
-def _row_problems(operation: Operation) -> Callable[[dict[str, Any]], list[str]]:
+def row_problems(operation: Operation) -> Callable[[dict[str, Any]], list[str]]:
     """What the schema does not ask: that every tensor has the rows of the logits, and that there are places."""
 
     def problems(arguments: dict[str, Any]) -> list[str]:
@@ -313,7 +313,7 @@ FUNCTIONS = (
         "add_logit_bias",
         BIAS,
         varies=_varying(BIAS),
-        fits=_row_problems(BIAS),
+        fits=row_problems(BIAS),
         draw=draw.add_logit_bias,
         weight=1,
     ),
@@ -322,7 +322,7 @@ FUNCTIONS = (
         LOGPROBS,
         varies=_varying(LOGPROBS),
         values=_temperature_problems,
-        fits=_row_problems(LOGPROBS),
+        fits=row_problems(LOGPROBS),
         signature=chosen_logprobs,
         draw=draw.chosen_logprobs,
         weight=1,

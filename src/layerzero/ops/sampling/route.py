@@ -60,7 +60,12 @@ def _share(name: str, of_what: str, ends: str) -> _Argument:
 _LIKELIEST = "the likeliest place, 1 and more all"
 
 _KEPT = {
-    "categorical": _KeptArguments("a place of each row by its probability"),
+    "categorical": _KeptArguments(
+        "a place of each row by its probability, among those that top_k, top_p and min_p keep",
+        "What is None keeps all. Top-k comes first, then top-p of what the top_k likeliest have, then min-p. A batch\n"
+        "    of requests is one call: each argument may be a tensor with a number for each row. With a seed for each\n"
+        "    row a draw depends on its own row alone, wherever that is in whatever batch.",
+    ),
     "topk": _KeptArguments("a place of each row among the top_k likeliest", _TIES, (_TOP_K,), "arXiv:1805.04833"),
     "topp": _KeptArguments(
         "a place of each row among the likeliest that have the share top_p together",
@@ -93,6 +98,33 @@ _TEMPERATURE = (
             where 0 and less is 1e-6, so that the likeliest place comes.""",
     ),
 )
+_OF_ROWS = (
+    _Argument(
+        "top_k",
+        "int | Tensor | None",
+        """\
+        top_k: how many places, from 1; more than there are keep all. A tensor is int32 or int64.""",
+    ),
+    _Argument(
+        "top_p",
+        "float | Tensor | None",
+        """\
+        top_p: the share that the likeliest have together, above 0 and up to 1. A tensor is float32.""",
+    ),
+    _Argument(
+        "min_p",
+        "float | Tensor | None",
+        """\
+        min_p: the share of the likeliest place's probability, above 0 and up to 1. Of a float32 tensor 0 keeps all.""",
+    ),
+)
+_SEEDS = _Argument(
+    "seed",
+    "int | Tensor | None",
+    """\
+        seed: gives the same ids wherever the same kernel runs the same call; from 0. Or an int64 tensor (*) with one
+            for each row: each draw of a request wants another, such as ``request_seed * 2**32 + position``.""",
+)
 _RANDOM = (
     _Argument(
         "seed",
@@ -122,7 +154,8 @@ _UNDRAWABLE = {"logits": "+inf, -inf everywhere", "probs": "infinity, a number b
 def _signature(kind: str, source: str) -> Signature:
     """The signature of the function that draws from ``logits`` or ``probs``, by the kind of its operation."""
     kept = _KEPT[kind]
-    beside = (*_TEMPERATURE, *_RANDOM) if source == "logits" else _RANDOM
+    random = (_SEEDS, *_RANDOM[1:]) if kind == "categorical" else _RANDOM
+    beside = (*(_OF_ROWS if kind == "categorical" else ()), *(_TEMPERATURE if source == "logits" else ()), *random)
     told = "\n".join(each.text for each in (*kept.arguments, *beside) if each.text)
     doc = [f"Draw {kept.summary}{'' if source == 'logits' else ', from probabilities'}.", ""]
     doc += [f"    {kept.more}", ""] if kept.more else []
@@ -173,12 +206,47 @@ _RENAMED = {
 _NUMBERS = ("top_k", "top_p", "min_p", "temperature")
 
 
+_BY_KEPT = {
+    (): declare.CATEGORICAL,
+    ("top_k",): declare.TOPK,
+    ("top_p",): declare.TOPP,
+    ("min_p",): declare.MINP,
+    ("top_k", "top_p"): declare.TOPK_TOPP,
+}
+"""What draws by a few of the three; all else is one operation, which has a seed for each row as well."""
+
+
+def _route_any(name: str, place: int) -> Callable[..., Routed]:
+    """The route of ``lz.sample`` and of ``lz.sample_probs``, which are the numbers 0 and 1 of each pair."""
+
+    def route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
+        kept = [each for each in _NUMBERS[:3] if _is_there(arguments, each)]
+        pair = declare.FILTERED if arguments["seed_by_row"] is not None else _BY_KEPT.get(tuple(kept), declare.FILTERED)
+        operation = pair[place]
+        told = {
+            each: f"{each}: wanted a number or a tensor with one for each row, got both"
+            for each in (*_NUMBERS[:3], "seed")
+            if arguments[each] is not None and arguments[f"{each}_by_row"] is not None
+        }
+        if arguments["seed_by_row"] is not None and arguments["generator"] is not None:
+            told["seed"] = "seed: wanted a seed or a generator, got both"
+        refuse(name, list(told.values()))
+        return _route(name, operation)({each: arguments[each] for each in operation.schema.arguments}, default_layout)
+
+    return route
+
+
+def _is_there(arguments: dict[str, Any], name: str) -> bool:
+    return arguments[name] is not None or arguments[f"{name}_by_row"] is not None
+
+
 def _route(name: str, operation: Operation) -> Callable[..., Routed]:
     source = operation.schema.inputs[0].name
+    optional = ("temperature",) if operation not in declare.FILTERED else _NUMBERS
 
     def route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
         check_dense(name, arguments)
-        told = _value_problems(arguments)
+        told = _value_problems(arguments, optional)
         problems = list(told.values())
         problems += [each for each in operation.schema.validate(**arguments) if each.partition(":")[0] not in told]
         if not problems:
@@ -189,7 +257,7 @@ def _route(name: str, operation: Operation) -> Callable[..., Routed]:
     return route
 
 
-def _value_problems(arguments: dict[str, Any]) -> dict[str, str]:
+def _value_problems(arguments: dict[str, Any], optional: tuple[str, ...]) -> dict[str, str]:
     """What is wrong with numbers, by argument: said better than by bounds."""
     found = {}
     temperature: Any = arguments.get("temperature")
@@ -205,7 +273,7 @@ def _value_problems(arguments: dict[str, Any]) -> dict[str, str]:
         if name not in arguments:
             continue
         value, by_row = arguments[name], arguments[f"{name}_by_row"]
-        if value is None and by_row is None and name == "temperature":  # which divides by 1 where there is none
+        if value is None and by_row is None and name in optional:
             continue
         if by_row is None and not _is_number(value):
             found[name] = f"{name}: wanted a number or a tensor with one for each row, got {told(value)}"
@@ -226,7 +294,7 @@ def _shape_problems(arguments: dict[str, Any], source: str) -> list[str]:
     problems = []
     if shape[-1] == 0:
         problems.append(f"{source}: wanted at least one place in the last axis, got {shape}")
-    for name in _NUMBERS:
+    for name in (*_NUMBERS, "seed"):
         by_row = arguments.get(f"{name}_by_row")
         if by_row is not None and tuple(by_row.shape) != shape[:-1]:
             problems.append(f"{name}: wanted shape {shape[:-1]}, a number for each row, got {tuple(by_row.shape)}")
@@ -242,17 +310,22 @@ def _pair(kind: str, operations: list[Operation]) -> list[Function]:
     for source, operation in zip(("logits", "probs"), operations, strict=True):
         signature, drawing = _signature(kind, source), draw.drawing(kind, source)
         name = signature.__name__
+        operations = (operation,)
         route = _route(name, operation)
+        if kind == "categorical":
+            place = ("logits", "probs").index(source)
+            operations = (operation, *(pair[place] for pair in (*list(_BY_KEPT.values())[1:], declare.FILTERED)))
+            route = _route_any(name, place)
         renamed = {old: new for old, new in _RENAMED[kind].items() if source == "logits" or new != "temperature"}
-        found.append(Function(name, signature, route, (operation,), draw=drawing, weight=1, renamed=renamed))
+        found.append(Function(name, signature, route, operations, draw=drawing, weight=1, renamed=renamed))
     return found
 
 
 FUNCTIONS = (
-    *_pair("categorical", declare.CATEGORICAL),
     *_pair("topk", declare.TOPK),
     *_pair("topp", declare.TOPP),
     *_pair("minp", declare.MINP),
     *_pair("topk_topp", declare.TOPK_TOPP),
+    *_pair("categorical", declare.CATEGORICAL),
     Function("greedy", declare.greedy, _route("greedy", declare.GREEDY), (declare.GREEDY,), draw=draw.greedy, weight=1),
 )

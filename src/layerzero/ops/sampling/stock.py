@@ -33,6 +33,7 @@ def stock(kind: str, *, logits: bool) -> Callable[..., Run]:
     """The expression for an operation's arguments."""
 
     def make(*tensors: Tensor, seed: int | None = None, generator: torch.Generator | None = None, **given: Any) -> Run:
+        given.pop("seed_by_row", None)  # torch has one generator for all rows
         tensor = tensors[0] if tensors else given.pop("logits" if logits else "probs")
         divisors = given.pop("temperature", None), given.pop("temperature_by_row", None)
 
@@ -71,19 +72,22 @@ def _filtered(
     if kind == "minp":
         bound = weights.amax(-1, keepdim=True) * of_row(min_p, min_p_by_row)
         return weights.masked_fill(weights < bound, 0.0), None
+    bound = None
+    if kind == "filtered" and (min_p is not None or min_p_by_row is not None):
+        bound = weights.amax(-1, keepdim=True) * of_row(min_p, min_p_by_row)
     if kind == "topk" and top_k_by_row is None:
         return weights.topk(count_of(top_k, top_k_by_row, weights.shape[-1]))
     values, order = weights.sort(-1, descending=True)
     if kind != "topp":
         places = torch.arange(values.shape[-1], device=values.device)
         values = values.masked_fill(places >= count_of(top_k, top_k_by_row, values.shape[-1]), 0.0)
-    if kind != "topk":
+    if kind != "topk" and (top_p is not None or top_p_by_row is not None):
         values = values / values.sum(-1, keepdim=True)
         before = values.cumsum(-1) - values
         drop = before >= of_row(top_p, top_p_by_row)
         drop[..., 0] = False
         values = values.masked_fill(drop, 0.0)
-    return values, order
+    return values if bound is None else values.masked_fill(weights.gather(-1, order) < bound, 0.0), order
 
 
 def penalties(
@@ -137,8 +141,10 @@ def verify(
     draft_probs: Tensor | None = None,
     parents: Tensor | None = None,
     *,
+    draft_lens: Tensor | None = None,
     greedy: bool = False,
     seed: int | None = None,
+    seed_by_row: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Callable[[], tuple[Tensor, Tensor]]:
     """The walk, node by node, as models' code has it; ``torch.argmax`` before it where it is greedy."""
@@ -146,9 +152,9 @@ def verify(
     def run() -> tuple[Tensor, Tensor]:
         above = chain_of(draft_ids) if parents is None else parents
         if greedy:
-            return walked_greedily(draft_ids, target_probs.argmax(-1), above)
+            return walked_greedily(draft_ids, target_probs.argmax(-1), above, draft_lens)
         own = generator_of(seed, generator, target_probs.device)
         drafted = None if draft_probs is None else draft_probs.float()
-        return walked(draft_ids, target_probs.float(), drafted, above, own)
+        return walked(draft_ids, target_probs.float(), drafted, above, own, draft_lens, seed_by_row)
 
     return run

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.core import values
 from layerzero.core.arguments import Axis, Param, Role, TensorSchema, told
 from layerzero.core.distribution import Distribution
 from layerzero.core.dtypes import FLOATING
@@ -25,12 +24,25 @@ from layerzero.core.values import Check
 from layerzero.ops.checks import check_dense
 from layerzero.ops.draw import Draw
 from layerzero.ops.sampling import stock
-from layerzero.ops.sampling.checks import NEAR, bits_of, called_by, check_drawable, drawable, number_of
-from layerzero.ops.sampling.declare import COUNTS, IDS, SEED, generator_for, kind_of_generator, on_device
-from layerzero.ops.sampling.formulas import chain_of, chances, generator_of, probabilities, walked, walked_greedily
-
-_MAX_TOLD = 4
-"""Rows of a draft whose first wrong number an error lists."""
+from layerzero.ops.sampling.checks import NEAR, check_draft, check_target, drafted_problem, drawable, rows_read
+from layerzero.ops.sampling.declare import (
+    COUNTS,
+    IDS,
+    SEED,
+    generator_for,
+    kind_of_generator,
+    on_device,
+    seeds_for,
+    seeds_of_rows,
+)
+from layerzero.ops.sampling.formulas import (
+    chain_of,
+    chances,
+    generator_of,
+    probabilities,
+    walked,
+    walked_greedily,
+)
 
 AXES = (
     Axis("batch", scales=True, live=True, apart=True),
@@ -42,6 +54,7 @@ REASON = "each place is as often which token as the walk over the draft says, by
 
 _DRAFT_IDS = TensorSchema("draft_ids", ("batch", "drafted"), COUNTS, same_dtype=False, indexes=("vocab",))
 _DRAFT_PROBS = TensorSchema("draft_probs", ("batch", "drafted", "vocab"), FLOATING, required=False)
+_DRAFT_LENS = TensorSchema("draft_lens", ("batch",), COUNTS, required=False, same_dtype=False, counts=("drafted",))
 _OUTPUTS = (
     TensorSchema("ids", ("batch", "verified"), IDS),
     TensorSchema("nodes", ("batch", "drafted"), IDS),
@@ -77,68 +90,36 @@ def _reference(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
         parents: Tensor | None = None,
         *,
         draft_probs: Tensor | None = None,
+        draft_lens: Tensor | None = None,
         seed: int | None = None,
+        seed_by_row: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> tuple[Tensor, Tensor]:
         target = probabilities(target_probs.detach(), logits=False)
         drafted = None if draft_probs is None else probabilities(draft_probs.detach(), logits=False)
         if target.device.type == "cpu":
-            check_target(target, name)
-            check_draft(drafted, name)
-        above = chain_of(draft_ids) if parents is None else parents
-        return walked(draft_ids, target, drafted, above, generator_of(seed, generator, target.device))
+            check_target(target, name, draft_lens)
+            check_draft(drafted, name, draft_lens)
+        above, own = chain_of(draft_ids) if parents is None else parents, generator_of(seed, generator, target.device)
+        return walked(draft_ids, target, drafted, above, own, draft_lens, seed_by_row)
 
     reference.__doc__ = "The walk over the draft, node by node. Dtype: computes in float32 or wider; returns int64."
     return reference
 
 
-def check_target(target: Tensor, name: str) -> None:
-    """Raise where nothing can be drawn of a row of the target's. Raises: InvalidCallError."""
-    total = torch.where((target >= 0).all(-1), target.sum(-1), -1.0)
-    check_drawable(total, target, name, "target_probs")
-
-
-def check_draft(drafted: Tensor | None, name: str) -> None:
-    """Raise for what no draft was drawn from: NaN, infinity, numbers below 0. Raises: InvalidCallError.
-
-    Rows of zeros may be: of a token that pads, or where the draft left nothing.
-    """
-    if drafted is None or not drafted.numel():
-        return
-    least, most = drafted.aminmax()  # NaN if there is one
-    if not (least >= 0 and most.isfinite()):
-        raise InvalidCallError(called_by(name), _draft_problems(drafted))
-
-
-def _draft_problems(drafted: Tensor) -> list[str]:
-    return values.problems([_drafted(drafted)])
-
-
-def _drafted(drafted: Tensor) -> Check:
-    """Of rows, and of the first wrong ones where it is: an index an element took 1 GB of 64 x 8 x 128,256."""
-
-    def say(place: tuple[int, ...], got: tuple[int, ...]) -> str:
-        return f"draft_probs{[*place, got[0]]}: wanted finite numbers from 0 up, got {number_of(got[1]):g}"
-
-    def first(places: Tensor) -> Tensor:
-        rows = drafted.reshape(-1, drafted.shape[-1])[places]
-        at = (~(rows.isfinite() & (rows >= 0))).int().argmax(-1, keepdim=True)
-        return torch.cat((at, bits_of(rows.gather(1, at))), 1)
-
-    right = (drafted.amin(-1) >= 0) & drafted.amax(-1).isfinite()  # NaN if there is one
-    return Check(~right, first, say, _MAX_TOLD)
-
-
 def _check_values(layout: str | None = None, **arguments: Any) -> list[Check]:
-    target, drafted = drawable(arguments["target_probs"], "probs", "target_probs"), arguments.get("draft_probs")
-    return [target] if drafted is None else [target, _drafted(drafted)]
+    drafted, lens = arguments.get("draft_probs"), arguments.get("draft_lens")
+    probs = rows_read(arguments["target_probs"], None if lens is None else lens + 1)
+    target = drawable(probs, "probs", "target_probs")
+    return [target] if drafted is None else [target, drafted_problem(rows_read(drafted, lens))]
 
 
 def _judge(place: int) -> Distribution:
     def basis(arguments: Mapping[str, Any], near: float = 0.0) -> Tensor:
         drafted, parents = arguments.get("draft_probs"), arguments.get("parents")
         above = chain_of(arguments["draft_ids"]) if parents is None else parents
-        return chances(arguments["draft_ids"], arguments["target_probs"], drafted, above, near)[place]
+        lens = arguments.get("draft_lens")
+        return chances(arguments["draft_ids"], arguments["target_probs"], drafted, above, near, lens)[place]
 
     def support(arguments: Mapping[str, Any]) -> Tensor:
         # near is not all: where exactly nothing is left of a row, its own probabilities stand, near it what is left
@@ -176,6 +157,8 @@ def _examples(
         made["draft_probs"] = near.softmax(-1).to(device, dtype)
     if "parents" in case.given:
         made["parents"] = tree_of(batch, drafted, generator, where).to(device, torch.int32)  # as without data
+    if "draft_lens" in case.given:
+        made["draft_lens"] = (torch.arange(batch, device=device) % (drafted + 1)).to(torch.int32)
     return made
 
 
@@ -188,6 +171,8 @@ def _operation(name: str, summary: str, *more: TensorSchema) -> Operation:
                 _DRAFT_IDS,
                 *more,
                 _DRAFT_PROBS,
+                _DRAFT_LENS,
+                seeds_of_rows("batch"),
             ),
             outputs=_OUTPUTS,
             params=(
@@ -214,6 +199,7 @@ def _operation(name: str, summary: str, *more: TensorSchema) -> Operation:
         properties=(
             reproducible("seed", 1, 2),
             reproducible("generator", *(generator_for(each, "target_probs") for each in (1, 2))),
+            reproducible("seed_by_row", *(seeds_for(each, "target_probs") for each in (0, 2**40))),
         ),
         kind=OpKind.SAMPLING,
         fixed={"greedy": False},
@@ -234,11 +220,11 @@ TREE = _operation(
 
 
 def _greedy_reference(
-    target_probs: Tensor, draft_ids: Tensor, *, parents: Tensor | None = None
+    target_probs: Tensor, draft_ids: Tensor, *, parents: Tensor | None = None, draft_lens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The walk where the likeliest token alone stands. Dtype: computes none; returns int64."""
     above = chain_of(draft_ids) if parents is None else parents
-    return walked_greedily(draft_ids, target_probs.detach().argmax(-1), above)
+    return walked_greedily(draft_ids, target_probs.detach().argmax(-1), above, draft_lens)
 
 
 GREEDY = Operation(
@@ -248,6 +234,7 @@ GREEDY = Operation(
             TensorSchema("target_probs", ("batch", "verified", "vocab"), FLOATING),
             _DRAFT_IDS,
             _parents(required=False),
+            _DRAFT_LENS,
         ),
         outputs=_OUTPUTS,
         axes=AXES,
@@ -273,8 +260,9 @@ def verify_speculative(
     draft_probs: Tensor | None = None,
     parents: Tensor | None = None,
     *,
+    draft_lens: Tensor | None = None,
     greedy: bool = False,
-    seed: int | None = None,
+    seed: int | Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Tell which drafted tokens stand, and draw the one behind them, so that tokens come as the target draws them.
@@ -283,9 +271,13 @@ def verify_speculative(
     probability ``min(1, p / q)`` of what target and draft gave its token; where it falls, ``max(p - q, 0)`` is left for
     its siblings, and for the next token. A draft that was drawn without putting back has rows of what was left.
 
-    Shapes: draft_ids (B, N), target_probs (B, N + 1, V), draft_probs (B, N, V), parents (B, N) → ids (B, N + 1), the
-        tokens that are said, and nodes (B, N), those that stood in their order; both -1 behind the last.
-    Dtype: probabilities floating, the same for both, rows add up to 1 but for rounding; ids and parents int32 or int64;
+    One call serves chains, trees and rows without a draft: a chain's parents are -1, 0, 1, ..., and ``draft_lens`` says
+    how many nodes each row has.
+
+    Shapes: draft_ids (B, N), target_probs (B, N + 1, V), draft_probs (B, N, V), parents (B, N), draft_lens (B,)
+        → ids (B, N + 1), the tokens that are said, and nodes (B, N), those that stood in their order; both -1 behind
+        the last.
+    Dtype: probabilities floating, the same for both, rows add up to 1 but for rounding; integers int32 or int64;
         computes in float32 or wider; returns int64.
     Args:
         draft_ids: the drafted tokens, from 0 to V - 1.
@@ -293,8 +285,11 @@ def verify_speculative(
         draft_probs: what each token was drawn from; None where the draft was certain.
         parents: the node that each one follows, which comes before it, -1 for the root; None for a chain. A node whose
             parent comes later is never tried.
+        draft_lens: how many nodes each row has, from 0 to N; N if None. What is behind them is not read: any token and
+            any probabilities may be there, as rows of another request.
         greedy: a token stands if it is the target's likeliest, the first of equals; logits do as well then.
-        seed: gives the same tokens wherever the same kernel runs the same call; from 0.
+        seed: gives the same tokens wherever the same kernel runs the same call; from 0. Or an int64 tensor (B,) with
+            one for each row, whose tokens then depend on that row alone; see ``lz.sample``.
         generator: on the same device, which goes on from call to call; torch's own of the device if both are None.
     Raises: InvalidCallError for what does not fit, and on a CPU for ids beyond the vocabulary, for rows of the target
         that nothing can be drawn of, and for draft_probs with NaN, infinity or numbers below 0 (rows of zeros may be).
@@ -310,9 +305,11 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     if not isinstance(greedy, bool):
         raise InvalidCallError("verify_speculative", [f"greedy: wanted bool, got {told(greedy)}"])
     operation = GREEDY if greedy else VERIFY if arguments["parents"] is None else TREE
-    idle = [] if not greedy else [name for name in ("draft_probs", "seed", "generator") if arguments[name] is not None]
+    seeds = [name for name in ("seed", "seed_by_row", "generator") if arguments[name] is not None]
+    idle = [name for name in ("draft_probs", *seeds) if greedy and arguments[name] is not None]
+    idle = list(dict.fromkeys(name.removesuffix("_by_row") for name in idle))
     problems = [f"{name}: wanted none where the draft is verified greedily, got one" for name in idle]
-    if arguments["seed"] is not None and arguments["generator"] is not None:
+    if len(seeds) > 1 and not greedy:
         problems.append("seed: wanted a seed or a generator, got both")
     given = {name: arguments[name] for name in operation.schema.arguments}
     problems = problems or operation.schema.validate(**given) or _size_problems(given)
@@ -328,6 +325,10 @@ def _size_problems(arguments: dict[str, Any]) -> list[str]:
         problems.append(f"target_probs: wanted a row more than the {drafted} of draft_ids, got shape {shape}")
     if shape[2] == 0:
         problems.append(f"target_probs: wanted at least one place in the last axis, got {shape}")
+    for name, called in (("draft_lens", "draft_lens"), ("seed_by_row", "seed")):
+        of_rows = arguments.get(name)
+        if of_rows is not None and tuple(of_rows.shape) != shape[:1]:
+            problems.append(f"{called}: wanted shape {shape[:1]}, a number for each row, got {tuple(of_rows.shape)}")
     generator = arguments.get("generator")
     if isinstance(generator, torch.Generator) and not on_device(generator, target):
         where = f"{target.device} like target_probs"
@@ -347,12 +348,16 @@ def _drawn(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     if tree:
         parents = tree_of(batch, drafted, draw.data, torch.device("cpu")).to(draw.device, kind)
         arguments["parents"] = draw.laid_out(parents, expand=False)
+    if draw.chance(0.4):
+        arguments["draft_lens"] = draw.laid_out(draw.integers((batch,), drafted, kind))
     if draw.chance(0.3):
         return arguments | {"greedy": True}
     if draw.chance(0.6):
         near = logits[:, :-1] + draw.normal((batch, drafted, vocab), torch.float32)
         arguments["draft_probs"] = draw.laid_out(near.softmax(-1).to(dtype), expand=False)
-    if draw.chance(0.5):
+    if draw.chance(0.3):
+        arguments["seed_by_row"] = draw.laid_out(draw.integers((batch,), 2**40, torch.int64))
+    elif draw.chance(0.5):
         arguments["seed"] = draw.of((0, 1, 2**63 - 1))
     return arguments
 
