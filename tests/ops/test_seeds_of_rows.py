@@ -142,8 +142,8 @@ def test_bad_seeds_and_lengths_are_refused_by_name():
         (lambda: lz.sample(logits, seed=seeds, generator=torch.Generator()), "seed: wanted a seed or a generator"),
         (lambda: lz.sample(logits, min_p=2.0, top_k=3), "min_p: wanted a share above 0 and up to 1, got 2"),
         (lambda: lz.sample(logits, top_k=0), "top_k: wanted"),
-        (lambda: lz.verify_speculative(drafts, probs, seed=torch.arange(3)), "seed: wanted shape"),
-        (lambda: lz.verify_speculative(drafts, probs, draft_lens=torch.arange(3)), "draft_lens: wanted"),
+        (lambda: lz.verify_speculative(drafts, probs, seed=torch.arange(3)), "seed: wanted batch 2 as in"),
+        (lambda: lz.verify_speculative(drafts, probs, draft_lens=torch.arange(3)), "draft_lens: wanted batch 2"),
         (lambda: lz.verify_speculative(drafts, probs, draft_lens=torch.tensor([0, 3])), "draft_lens"),
         (lambda: lz.verify_speculative(drafts, probs, greedy=True, seed=seeds), "seed: wanted none where the draft"),
     ):

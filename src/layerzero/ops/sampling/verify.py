@@ -325,10 +325,6 @@ def _size_problems(arguments: dict[str, Any]) -> list[str]:
         problems.append(f"target_probs: wanted a row more than the {drafted} of draft_ids, got shape {shape}")
     if shape[2] == 0:
         problems.append(f"target_probs: wanted at least one place in the last axis, got {shape}")
-    for name, called in (("draft_lens", "draft_lens"), ("seed_by_row", "seed")):
-        of_rows = arguments.get(name)
-        if of_rows is not None and tuple(of_rows.shape) != shape[:1]:
-            problems.append(f"{called}: wanted shape {shape[:1]}, a number for each row, got {tuple(of_rows.shape)}")
     generator = arguments.get("generator")
     if isinstance(generator, torch.Generator) and not on_device(generator, target):
         where = f"{target.device} like target_probs"
