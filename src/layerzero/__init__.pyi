@@ -42,6 +42,7 @@ from layerzero.core.errors import (
     LayerZeroFallbackWarning,
     LayerZeroPerformanceWarning,
     LayerZeroWarning,
+    NoCompatibleKernelPairError,
     NoKernelFoundError,
     PolicyError,
     RegistrationError,
@@ -75,6 +76,15 @@ from layerzero.ops.tokenize import StreamingDetokenizer, TokenizerCacheConfig, f
 from layerzero.serving.agreement import agree
 from layerzero.serving.jit_status import JitStatus, jit_status
 from layerzero.serving.readiness import Readiness, readiness_check
+from layerzero.serving.speculation import (
+    AdaptiveSpeculation,
+    Eagle3Config,
+    EagleConfig,
+    MedusaConfig,
+    NGramConfig,
+    SpeculativeConfig,
+)
+from layerzero.serving.speculative_pairs import SpeculativePair, SpeculativePairs, speculative_pair
 from layerzero.serving.warmup import warmup
 from layerzero.tuning.measuring.online import sampled
 from layerzero.tuning.measuring.tune import tune
@@ -83,6 +93,7 @@ from layerzero.tuning.proving.rehearsal import confirm_suspects
 from layerzero.tuning.proving.vetting import vet
 
 __all__ = [
+    "AdaptiveSpeculation",
     "Axis",
     "Backend",
     "BlockPattern",
@@ -92,6 +103,8 @@ __all__ = [
     "DescriptorError",
     "Device",
     "DeviceSpec",
+    "Eagle3Config",
+    "EagleConfig",
     "ExecutionPlan",
     "Facts",
     "FactsBuilder",
@@ -111,6 +124,9 @@ __all__ = [
     "LayerZeroPerformanceWarning",
     "LayerZeroWarning",
     "Machine",
+    "MedusaConfig",
+    "NGramConfig",
+    "NoCompatibleKernelPairError",
     "NoKernelFoundError",
     "OpKind",
     "Operation",
@@ -135,6 +151,9 @@ __all__ = [
     "SelectionContextBuilder",
     "SelectionReport",
     "SizeCodes",
+    "SpeculativeConfig",
+    "SpeculativePair",
+    "SpeculativePairs",
     "StepMetadata",
     "StrategyChoice",
     "StreamingDetokenizer",
@@ -251,6 +270,7 @@ __all__ = [
     "silu_mul",
     "softmax",
     "sparse_attention",
+    "speculative_pair",
     "split_qkv",
     "split_qkv_norm_rope",
     "split_qkv_norm_rope_append_",

@@ -243,6 +243,23 @@ def weight_codes(format, again):
     return {caught.value.code}
 
 
+def small_cache(**form):
+    return lz.KVCache(1, 2, 32, pages=2, page_size=16, **{"dtype": torch.float32, **form})
+
+
+def pair_refused(**config):
+    with pytest.raises(lz.NoCompatibleKernelPairError) as raised:
+        lz.speculative_pair(small_cache(layout="HND"), small_cache(), heads=4, config=lz.SpeculativeConfig(**config))
+    return {each.code for each in raised.value.reasons}
+
+
+def tree_over_codes():
+    target = small_cache(dtype=torch.int8, scales="tensor")
+    with pytest.raises(lz.NoCompatibleKernelPairError) as raised:
+        lz.speculative_pair(None, target, heads=4, config=lz.MedusaConfig(choices=((0,), (1,))))
+    return {each.code for each in raised.value.reasons}
+
+
 PRODUCERS = {
     C.PLATFORM_MISMATCH: lambda: refusals("torch.sdpa.flash", *qkv(), device="CPU"),
     C.SM_TOO_OLD: lambda: refusals("flash_attn.v3", *qkv(), device="A100", libraries=FA3),
@@ -273,6 +290,10 @@ PRODUCERS = {
     ),
     C.KV_STRATEGY_UNSUPPORTED: lambda: strategy_refused(layout="HND", cuda=12040),
     C.DRIVER_VERSION_UNSUPPORTED: lambda: strategy_refused(cuda=11080),
+    C.SPEC_DECODE_PP_INCOMPATIBLE: lambda: pair_refused(pipeline_parallel_size=2),
+    C.SPEC_DECODE_DRAFT_TP_CONSTRAINT: lambda: pair_refused(draft_tp_size=4, max_draft_tp_size=2),
+    C.SPEC_DECODE_KV_INCOMPATIBLE: lambda: pair_refused(share_kv_cache=True),
+    C.SPEC_DECODE_ALGORITHM_UNSUPPORTED: tree_over_codes,
     C.MISALIGNED: lambda: in_strict_mode(misaligned),
     C.ATTN_MASK_UNSUPPORTED: lambda: refusals(
         "flash_attn.v2",

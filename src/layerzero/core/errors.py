@@ -8,6 +8,7 @@ LayerZeroError
 +-- UnknownOperationError                  a name of no operation: a PolicyError, RegistrationError and KeyError
 +-- NoKernelFoundError                     nothing legal is left to run
 +-- CudaGraphUnsafeError                   a capture is open and no graph-safe kernel is legal
++-- NoCompatibleKernelPairError            a target and its draft have no kernels that fit together
 +-- KernelExecutionError                   a kernel was called and failed
 +-- FrozenChoiceError                      this process would not make the choices that a document has
 LayerZeroWarning (UserWarning)
@@ -185,6 +186,18 @@ class CudaGraphUnsafeError(LayerZeroError):
             f"{operation}: a CUDA graph is being captured and no graph-safe kernel is ready; "
             f"not graph-safe or not ready: {names}. Call it once with these shapes before the capture."
         )
+
+
+class NoCompatibleKernelPairError(LayerZeroError):
+    """A target and its draft have no kernels that fit together, or break a rule of ranks; the message says each.
+
+    Attributes:
+        reasons: all of them.
+    """
+
+    def __init__(self, reasons: Sequence[Reason]) -> None:
+        self.reasons = tuple(reasons)
+        super().__init__(_listed("speculative_pair", [str(each) for each in reasons]))
 
 
 class KernelExecutionError(LayerZeroError):

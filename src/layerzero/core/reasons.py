@@ -45,6 +45,11 @@ class ReasonCode(StrEnum):
     KV_STRATEGY_UNSUPPORTED = "KV_STRATEGY_UNSUPPORTED"
     VIRTUAL_MEMORY_EXHAUSTED = "VIRTUAL_MEMORY_EXHAUSTED"
     DRIVER_VERSION_UNSUPPORTED = "DRIVER_VERSION_UNSUPPORTED"
+    # drafts and the target that verifies them
+    SPEC_DECODE_PP_INCOMPATIBLE = "SPEC_DECODE_PP_INCOMPATIBLE"
+    SPEC_DECODE_DRAFT_TP_CONSTRAINT = "SPEC_DECODE_DRAFT_TP_CONSTRAINT"
+    SPEC_DECODE_KV_INCOMPATIBLE = "SPEC_DECODE_KV_INCOMPATIBLE"
+    SPEC_DECODE_ALGORITHM_UNSUPPORTED = "SPEC_DECODE_ALGORITHM_UNSUPPORTED"
     # arguments
     ATTN_MASK_UNSUPPORTED = "ATTN_MASK_UNSUPPORTED"
     ATTN_MASK_INVALID = "ATTN_MASK_INVALID"
@@ -104,6 +109,10 @@ _TEXT: dict[ReasonCode, str] = {
     ReasonCode.KV_STRATEGY_UNSUPPORTED: "{fact} must be {wanted}, is {got}",
     ReasonCode.VIRTUAL_MEMORY_EXHAUSTED: "{fact}: wanted {wanted}, got {got}",
     ReasonCode.DRIVER_VERSION_UNSUPPORTED: "{fact} must be {wanted}, is {got}",
+    ReasonCode.SPEC_DECODE_PP_INCOMPATIBLE: "{fact} must be {wanted} where drafts are verified, is {got}",
+    ReasonCode.SPEC_DECODE_DRAFT_TP_CONSTRAINT: "{fact} must be {wanted}, is {got}",
+    ReasonCode.SPEC_DECODE_KV_INCOMPATIBLE: "{fact}: wanted {wanted}, got {got}",
+    ReasonCode.SPEC_DECODE_ALGORITHM_UNSUPPORTED: "{fact}: wanted {wanted}, got {got}",
     ReasonCode.MISALIGNED: "every row of {fact} must start at a multiple of {wanted}, they start at {got}",
     ReasonCode.ATTN_MASK_UNSUPPORTED: "{fact} must be {wanted}, is {got}",
     ReasonCode.ATTN_MASK_INVALID: "{fact} must be {wanted}, is {got}",

@@ -149,6 +149,16 @@ class CachedSequences(Bundle):
         raise InvalidCallError(function, [problem])
 
     @property
+    def head_sizes(self) -> tuple[int, ...]:
+        """Heads of keys and values and the widths of both; of a latent cache the widths of its planes."""
+        if self.layout == "MLA":
+            return tuple(each.inner[-1] for each in self._planes)
+        keys, values = (plane.inner for plane in self._planes[:2])
+        if self.layout == "VLLM":
+            return keys[0], keys[1] * keys[3], values[1]
+        return keys[1 if self.layout == "NHD" else 0], keys[-1], values[-1]
+
+    @property
     def strategy(self) -> KVCacheStrategy:
         """Where the tokens of a sequence lie."""
         return self.choice.strategy
