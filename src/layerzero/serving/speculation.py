@@ -13,8 +13,11 @@ from typing import ClassVar
 from layerzero.core.arguments import told
 from layerzero.core.errors import InvalidCallError, refuse
 
+_Limits = dict[str, tuple[object, int, int]]
+"""By a field's name what it is, the least and the most that it may be."""
 
-def _check(kind: str, numbers: dict[str, tuple[object, int, int]]) -> None:
+
+def _check(kind: str, numbers: _Limits) -> None:
     problems = [
         f"{name}: wanted a number from {least} to {most}, got {told(got)}"
         for name, (got, least, most) in numbers.items()
@@ -96,7 +99,7 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         kind = type(self).__name__
         sizes = ("draft_tp_size", "max_draft_tp_size", "target_tp_size", "pipeline_parallel_size")
-        numbers = {"num_speculative_tokens": (self.num_speculative_tokens, LEAST, MOST)}
+        numbers: _Limits = {"num_speculative_tokens": (self.num_speculative_tokens, LEAST, MOST)}
         _check(kind, numbers | {name: (getattr(self, name), 1, 2**20) for name in sizes})
         problems = [
             f"{name}: wanted True or False, got {told(getattr(self, name))}"
@@ -108,8 +111,9 @@ class SpeculativeConfig:
             for name in ("draft_model", "target_model")
             if not isinstance(getattr(self, name), str)
         ]
-        if not isinstance(self.adaptive, AdaptiveSpeculation):
-            problems.append(f"adaptive: wanted an AdaptiveSpeculation, got {told(self.adaptive)}")
+        lengths: object = self.adaptive
+        if not isinstance(lengths, AdaptiveSpeculation):
+            problems.append(f"adaptive: wanted an AdaptiveSpeculation, got {told(lengths)}")
         refuse(kind, problems)
 
     def tokens_for(self, batch: int) -> int:
@@ -155,8 +159,8 @@ class EagleConfig(SpeculativeConfig):
 
     def __post_init__(self) -> None:
         SpeculativeConfig.__post_init__(self)
-        limits = {"topk": (self.topk, 1, 64)} | ({} if self.nodes is None else {"nodes": (self.nodes, 1, 1024)})
-        _check(type(self).__name__, limits)
+        nodes = 1 if self.nodes is None else self.nodes
+        _check(type(self).__name__, {"topk": (self.topk, 1, 64), "nodes": (nodes, 1, 1024)})
 
     @property
     def branches(self) -> bool:

@@ -35,6 +35,9 @@ _ALIKE = ("layout", "dtype", "page_size", "head_sizes", "device")
 """What two caches have in common whose pages are the same memory."""
 
 
+_OFF = "a full batch leaves no room for drafts"
+
+
 class _Reads(NamedTuple):
     """What a kernel reads a cache in."""
 
@@ -114,9 +117,7 @@ class SpeculativePairs:
     def _matched(self, batch: int, tokens: int) -> SpeculativePair:
         config = self.config
         if not tokens:
-            because = (
-                "speculation is off" if not config.enabled else f"{config.adaptive.off_from} sequences leave no room"
-            )
+            because = "speculation is off" if not config.enabled else _OFF
             return SpeculativePair(0, 0, None, None, {}, because)
         nodes = config.nodes_for(tokens)
         verifying = self._reads_of(self._target, self._heads, batch, nodes + 1, tree=config.branches)
@@ -210,13 +211,16 @@ def speculative_pair(
     Source: arXiv:2211.17192.
     """
     config = SpeculativeConfig() if config is None else config
-    problems = []
-    if not isinstance(config, SpeculativeConfig):
-        problems.append(f"config: wanted a SpeculativeConfig, got {told(config)}")
-    if not isinstance(target, KVCache):
-        problems.append(f"target: wanted a KVCache, got {told(target)}")
-    if draft is not None and not isinstance(draft, KVCache):
-        problems.append(f"draft: wanted a KVCache or None, got {told(draft)}")
+    kinds: tuple[tuple[str, object, type], ...] = (
+        ("config", config, SpeculativeConfig),
+        ("target", target, KVCache),
+        ("draft", target if draft is None else draft, KVCache),
+    )
+    problems = [
+        f"{name}: wanted a {kind.__name__}{' or None' if name == 'draft' else ''}, got {told(given)}"
+        for name, given, kind in kinds
+        if not isinstance(given, kind)
+    ]
     for name, size in (("heads", heads), ("draft_heads", heads if draft_heads is None else draft_heads)):
         if type(size) is not int or size < 1:
             problems.append(f"{name}: wanted a number of at least 1, got {told(size)}")

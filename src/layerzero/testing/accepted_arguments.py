@@ -44,8 +44,8 @@ def exercised(base: Trial, name: str, pool: Callable[[], Iterable[RandomCall]]) 
     param = next((each for each in schema.params if each.name == name), None)
     if param is not None and param.random:
         return _said_by_properties(operation, name)
-    seeds = {each.name for each in (*schema.params, *schema.inputs) if each.seeds}
-    silent = name in schema.promises or name in seeds
+    seeds = any(each.seeds for each in schema.inputs if each.name == name) or (param is not None and param.seeds)
+    silent = name in schema.promises or seeds
     refused, seen, looks = Counter[str](), 0, 0
     for call in itertools.chain(_made(base, name, param), pool()):
         if not _away(call, name, param):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -16,6 +16,8 @@ from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.ops.kv import storage as memory
 from layerzero.ops.kv.page_table import PrefixGroup, groups_of
 from layerzero.ops.kv.sequences import CachedSequences, alone, several
+from layerzero.ops.kv.step import CacheStep
+from layerzero.ops.kv.step_classes import columns_for, counts_of, numbers_to
 from layerzero.ops.kv.strategy import KVCacheError, KVCacheStrategy
 
 
@@ -101,13 +103,13 @@ class KVCache(CachedSequences):
             raise InvalidCallError("KVCache.publish", [problem])
         return self._book.publish(entry, *known)
 
-    def _known_by(self, method: str, argument: str, tokens: object, salt: object) -> tuple[array[int], bytes]:
+    def _known_by(self, method: str, argument: str, tokens: Sequence[int], salt: object) -> tuple[array[int], bytes]:
         """Token ids as numbers of 64 bits, and a salt as bytes."""
         if self.strategy is not KVCacheStrategy.PAGED:
             raise KVCacheError(f"wanted a paged cache for {argument}=, got a {self.strategy} one; pass pages=")
         problems = [] if isinstance(salt, str) else [f"salt: wanted a string, got {told(salt)}"]
         try:
-            ids = array("q", tokens)  # type: ignore[arg-type]  # what is none raises
+            ids = array("q", tokens)  # what is none raises
         except (TypeError, ValueError, OverflowError):
             problems.append(f"{argument}: wanted a list of token ids, got {told(tokens)}")
         refuse(f"KVCache.{method}", problems)
@@ -175,6 +177,47 @@ class KVCache(CachedSequences):
             each[places[0] : places[0] + len(places)].narrow(axis, 0, longest) for each in (found.keys, found.values)
         )
         return keys, values, lens
+
+    # before traffic
+
+    def rehearsal(self, sequences: int, tokens: int, length: int) -> Iterator[CacheStep]:
+        """Open one step of every class of sizes that traffic may bring, so that no call is chosen for while it lasts.
+
+            for step in cache.rehearsal(sequences=32, tokens=256, length=4096):
+                model.forward(step)  # as on any step; what it writes is taken back
+
+        Calls are of one class while sequences, new tokens and columns of tables stay within a power of two, and the
+        step's :attr:`CacheStep.max_seqlen_q` and :attr:`CacheStep.decodes` are the same.
+        Args:
+            sequences, tokens: the most of one step.
+            length: the longest sequence.
+        Raises: InvalidCallError for numbers below 1, and for fewer tokens than sequences; KVCacheError where a step of
+            this size has no room.
+        """
+        given = {"sequences": sequences, "tokens": tokens, "length": length}
+        problems = [
+            f"{name}: wanted a number of at least 1, got {told(number)}"
+            for name, number in given.items()
+            if type(number) is not int or number < 1
+        ]
+        if not problems and tokens < sequences:
+            problems.append(f"tokens: wanted at least one for each of {sequences} sequences, got {tokens}")
+        refuse("KVCache.rehearsal", problems)
+        names = [self.allocate() for _ in range(sequences)]
+        most = -(-length // self.page_size)
+        classes = {columns_for(1 << power) for power in range((most - 1).bit_length() + 1)}
+        try:
+            for wide in sorted(classes) if self.strategy is KVCacheStrategy.PAGED else [1]:
+                columns = min(wide, self.pages)
+                for batch in numbers_to(sequences):
+                    for counts in counts_of(batch, tokens):
+                        if -(-max(counts) // self.page_size) <= columns:
+                            with self.writing(names[:batch], counts, blocks=columns) as step:
+                                yield step
+                                step.abort()
+        finally:
+            for name in names:
+                self.free(name)
 
     # memory
 

@@ -18,7 +18,8 @@ from layerzero.core.system import forking
 from layerzero.ops.kv.form import form_of
 from layerzero.ops.kv.layer import CacheLayer, LatentLayer, SplitLayer
 from layerzero.ops.kv.page_table import Book, Growth, has_hash
-from layerzero.ops.kv.step import CacheStep, columns_for
+from layerzero.ops.kv.step import CacheStep
+from layerzero.ops.kv.step_classes import columns_for
 from layerzero.ops.kv.storage import Fixed, Virtual, copy_pages
 from layerzero.ops.kv.strategy import GONE, KVCacheError, KVCacheStrategy
 
@@ -243,8 +244,9 @@ class CachedSequences(Bundle):
         self._grow(growth, numbers)
         try:
             if reuse is None:
-                columns = columns_for(needed) if blocks is None and not capturable else max(needed, blocks or 0)
-                bound = needed * self.page_size if blocks is None and not capturable else None
+                columns, bound = max(needed, blocks or 0), None
+                if blocks is None and not capturable and self.strategy is KVCacheStrategy.PAGED:
+                    columns, bound = min(columns_for(needed), max(self.pages, needed)), needed * self.page_size
                 reuse = CacheStep(self, names, numbers, growth, columns, bound or None, capturable=capturable)
             else:
                 reuse.begin(numbers, growth, needed * self.page_size)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from layerzero.ops.kv.page_table import Growth
+from layerzero.ops.kv.step_classes import bound_for, promise_for
 from layerzero.ops.kv.strategy import KVCacheError
 from layerzero.ops.paged.step import StepMetadata
 
@@ -56,7 +57,8 @@ class CacheStep(StepMetadata):
         by_starts = counts.count(1) != len(counts)
         self._packed = PackedStep(len(sequences), columns, sum(counts), by_starts, cache.page_size, cache.device)
         self._fill()
-        tensors = self._packed.tables, self._packed.lens, *([self._packed.starts] if by_starts else [])
+        starts = self._packed.starts
+        tensors = self._packed.tables, self._packed.lens, *([] if starts is None else [starts])
         self._keep(tensors, None, None, bound, cache.pages, capturable=capturable)
 
     def _fill(self) -> None:
@@ -84,6 +86,16 @@ class CacheStep(StepMetadata):
         """As of any step. Raises: KVCacheError where its pages may be another sequence's by now."""
         self.cache.check_moved(self)
         return super().kind_for(*tensors)
+
+    @property
+    def max_seqlen_q(self) -> int | None:
+        """A bound of the new tokens of a sequence, of a class: 16 or 4 times as many as another; None for one each."""
+        return None if self.cu_seqlens_q is None else bound_for(max(self.counts))
+
+    @property
+    def decodes(self) -> int | None:
+        """So many sequences from the first on have one new token, of a class: a power of 4; None for none, or all."""
+        return None if self.cu_seqlens_q is None else promise_for(self.counts)
 
     @property
     def positions(self) -> Tensor:
@@ -218,11 +230,6 @@ def _places_of(rows: int, columns: int, tokens: int, *, by_starts: bool) -> tupl
 def _memory_of(tensor: Tensor) -> memoryview:
     raw = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else bytearray()
     return memoryview(raw).cast("B")
-
-
-def columns_for(needed: int) -> int:
-    """Columns of tables for so many pages: 16, or the next power of two."""
-    return max(16, 1 << (needed - 1).bit_length()) if needed else 0
 
 
 _APART = 256

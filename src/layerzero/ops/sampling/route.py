@@ -310,14 +310,14 @@ def _pair(kind: str, operations: list[Operation]) -> list[Function]:
     for source, operation in zip(("logits", "probs"), operations, strict=True):
         signature, drawing = _signature(kind, source), draw.drawing(kind, source)
         name = signature.__name__
-        operations = (operation,)
+        own: tuple[Operation, ...] = (operation,)
         route = _route(name, operation)
         if kind == "categorical":
             place = ("logits", "probs").index(source)
-            operations = (operation, *(pair[place] for pair in (*list(_BY_KEPT.values())[1:], declare.FILTERED)))
+            own = (operation, *(pair[place] for pair in (*list(_BY_KEPT.values())[1:], declare.FILTERED)))
             route = _route_any(name, place)
         renamed = {old: new for old, new in _RENAMED[kind].items() if source == "logits" or new != "temperature"}
-        found.append(Function(name, signature, route, operations, draw=drawing, weight=1, renamed=renamed))
+        found.append(Function(name, signature, route, own, draw=drawing, weight=1, renamed=renamed))
     return found
 
 
