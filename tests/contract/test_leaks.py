@@ -171,7 +171,7 @@ ALLOWED: dict[str, dict[str, str]] = {
             ("layers/find", _LAYER, "add_residual_rms_norm_ attention eps heads linear mlp norm positions rope_"),
             ("swaps/codes", _REPLACED, "activations bias quantize quantized_linear weight weight_format"),
             ("swaps/weights", _REPLACED, "quantized"),
-            ("modules/quantised", _REPLACED, "in_features scale weight weight_scale"),
+            ("modules/quantised", _REPLACED, "block_size in_features scale weight weight_scale"),
             ("entrance", _REPLACED, "activations padding"),
             ("modules/int8", _REPLACED, "activations bias norm packed quantized quantized_linear weight"),
             ("models/padding", _PADDED, "groups tokens"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any, Self
 
 import pytest
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import layerzero as lz
-from layerzero.ops.quantize.weight_format import Codes
+from layerzero.ops.quantize.schemes import scheme_of
+from layerzero.ops.quantize.weight_format import Codes, packed
 
 OUTPUTS, INPUTS, GROUP = 64, 128, 32
 
@@ -25,8 +27,6 @@ def weight(text: str) -> lz.QuantizedWeight:
         return made
     codes = made.codes
     zero = torch.randint(6, 11, codes.scale.shape, dtype=torch.uint8)
-    from layerzero.ops.quantize.schemes import scheme_of
-
     of = lz.WeightFormat.of(text)
     index = (torch.randperm(INPUTS) // GROUP).to(torch.int32) if of.permuted else None
     codes = Codes(codes.numbers, codes.scale.to(torch.float16), zero, 4, GROUP, index)
@@ -170,6 +170,142 @@ def test_torchaos_codes_of_four_bits_are_served(unmeasured: None) -> None:
         report = lz.optimize(model)
         assert taken(report) == {"0": "lz.quantized_linear with int4 weights and rows as they are"}
         assert off(model(rows), own) < 1e-5
+
+
+class Blocks(nn.Module):
+    """A product as other libraries keep float8, codebooks, int8 and GGUF's blocks."""
+
+    def __init__(self, of: lz.QuantizedWeight, weight: Any, *, rounds: bool = False, **attributes: Any) -> None:
+        super().__init__()
+        self.of, self.rounds, self.times, self.weight = of, rounds, 1.0, weight
+        for name, each in attributes.items():
+            setattr(self, name, nn.Parameter(each, requires_grad=False) if isinstance(each, Tensor) else each)
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = (
+            lz.dequantize(*lz.quantize(input, "int8", per="row"), dtype="int8").to(input.dtype)
+            if self.rounds
+            else input
+        )
+        return functional.linear(rows, self.of.dequantized(torch.float32).to(input.dtype)) * self.times
+
+
+class Params4bit(nn.Parameter):
+    """As bitsandbytes': codes with a state, which a copy has, too."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Params4bit:
+        made = Params4bit(self.data.clone(), requires_grad=False)
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+
+def frozen(data: Tensor) -> nn.Parameter:
+    return nn.Parameter(data, requires_grad=False)
+
+
+def numbers() -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(OUTPUTS, 256) / 16
+
+
+def as_float8(text: str = "fp8:group=128,rows=16", **more: Any) -> Blocks:
+    of = lz.quantize_weight(numbers(), text)
+    return Blocks(of, frozen(of.fields.data), weight_scale_inv=of.fields.scale, block_size=(16, 128), **more)
+
+
+def as_codebook(*, converted: bool = False, kind: str = "nf4") -> Blocks:
+    of = lz.quantize_weight(numbers(), f"{kind}:group=64")
+    data, absmax, *_ = of.fields
+    if converted:  # as the first call of bitsandbytes on a CPU lays them out
+        absmax = absmax.to(torch.bfloat16)
+        of = lz.QuantizedWeight(of.format, of.shape, data, absmax.float())
+        codes = torch.cat((data >> 4, data & 15), 1).view(OUTPUTS // 32, 32, 128, 2).transpose(1, 2).reshape(-1, 64)
+        data, absmax = (codes[:, 32:] << 4 | codes[:, :32]).view(OUTPUTS, 128), absmax.view(OUTPUTS, 4).t().contiguous()
+    weight = Params4bit(data, requires_grad=False)
+    weight.quant_state = SimpleNamespace(
+        absmax=absmax, nested=False, blocksize=64, quant_type=kind, shape=of.shape, packing_format_for_cpu=converted
+    )
+    return Blocks(of, weight)
+
+
+def as_int8(*, called: bool) -> Blocks:
+    codes, scale = lz.quantize(numbers(), "int8", per="row")
+    of = lz.QuantizedWeight("compressed-tensors:bits=8", codes.shape, packed((codes.short() + 128).byte(), 8), scale)
+    weight = Params4bit(codes, requires_grad=False)
+    state = SimpleNamespace(SCB=scale.flatten() * 127)
+    if not called:
+        weight.SCB, state.SCB = state.SCB, None
+    return Blocks(of, weight, rounds=True, state=state)
+
+
+def as_gguf(number: int, kind: str) -> Blocks:
+    of = lz.WeightFormat("gguf", kind)
+    known = lz.QuantizedWeight(of, (OUTPUTS, 256), *scheme_of(of).random(of, OUTPUTS, 256, None))
+    return Blocks(known, frozen(known.fields.data), ggml_type=number)
+
+
+OTHERS: dict[str, Any] = {
+    "float8 in blocks": (as_float8, "fp8"),
+    "float8 in blocks, rows rounded": (lambda: as_float8(rounds=True), "fp8"),
+    "float8 by row": (lambda: as_float8("fp8"), "fp8"),
+    "float8 by one": (lambda: as_float8("fp8:rows=0"), "fp8"),
+    "nf4": (as_codebook, "nf4"),
+    "fp4 laid out anew": (lambda: as_codebook(converted=True, kind="fp4"), "fp4"),
+    "int8 before its first call": (lambda: as_int8(called=False), "int8"),
+    "int8": (lambda: as_int8(called=True), "int8"),
+    "gguf Q4_0": (lambda: as_gguf(2, "Q4_0"), "gguf"),
+    "gguf Q6_K": (lambda: as_gguf(14, "Q6_K"), "gguf"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("made", OTHERS)
+def test_other_formats_of_other_libraries_are_served(made: str, dtype: torch.dtype, unmeasured: None) -> None:
+    make, kind = OTHERS[made]
+    model, rows = nn.Sequential(make()).eval(), torch.randn(5, 256).to(dtype)
+    exact = functional.linear(rows.double(), model[0].of.dequantized(torch.float64))
+    with torch.no_grad():
+        own = model(rows)
+        report = lz.optimize(model)
+        assert [(each.path, each.kind) for each in report.replaced] == [("0", kind)]
+        assert off(model(rows), exact) < (1e-5 if dtype is torch.float32 else 6e-3)
+        assert off(copy.deepcopy(model)(rows), exact) < (1e-5 if dtype is torch.float32 else 6e-3)
+        data = model[0].weight
+        data.view(torch.uint8).copy_(data.roll(1, 0).view(torch.uint8))  # of rows, blocks of rows or bytes
+        assert off(model(rows), exact) > 0.1
+        data.view(torch.uint8).copy_(data.roll(-1, 0).view(torch.uint8))
+        report.undo()
+        assert torch.equal(model(rows), own)
+        model[0].times = 1.01
+        assert not lz.optimize(model).replaced
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bitsandbytes_codes_of_four_bits_are_served(kind: str, dtype: torch.dtype, unmeasured: None) -> None:
+    modules = pytest.importorskip("bitsandbytes.nn", reason="bitsandbytes is not installed")
+    made = modules.Linear4bit(256, OUTPUTS, bias=False, compute_dtype=dtype, quant_type=kind)
+    made.weight = modules.Params4bit(numbers().to(dtype), requires_grad=False, quant_type=kind)
+    model, rows = nn.Sequential(made.to("cpu")).eval(), torch.randn(5, 256).to(dtype)
+    with torch.no_grad():
+        report = lz.optimize(model)
+        assert [each.kind for each in report.replaced] == [kind]
+        got = model(rows)
+        report.undo()
+        assert off(got, model(rows)) < 6e-3
+
+
+def test_bitsandbytes_int8_is_served(unmeasured: None) -> None:
+    modules = pytest.importorskip("bitsandbytes.nn", reason="bitsandbytes is not installed")
+    made = modules.Linear8bitLt(256, OUTPUTS, bias=False, has_fp16_weights=False, threshold=6.0)
+    made.load_state_dict({"weight": numbers()})
+    model, rows = nn.Sequential(made.to("cpu")).eval(), torch.randn(5, 256).to(torch.bfloat16)
+    with torch.no_grad():
+        report = lz.optimize(model)
+        assert [each.kind for each in report.replaced] == ["int8"]
+        got = model(rows)
+        report.undo()
+        assert off(got, model(rows)) < 0.02
 
 
 @pytest.mark.parametrize("activations", [None, "int8"], ids=str)

@@ -98,8 +98,9 @@ def optimize(
         isolate: whether kernels that are new on this machine run in a child process first.
         memory_limit: bytes that packed forms of weights may take together, beside the weights, which stay for state
             dicts; None for no limit, 0 for none at all. A kernel for prompts and one for tokens may keep a form each.
-            Where the CPU emulates half precision, one of them is in float32, and None means half of the free memory.
-            What has no room is read as it lies, by whichever kernel is fastest then.
+            Where the CPU emulates half precision, one of them is in float32, and that of a quantised weight may be as
+            large as a floating one: None means half of the free memory then. What has no room is read as it lies, by
+            whichever kernel is fastest then.
         weights: ``"int8"`` quantises the weights of linear layers, by a scale for each output, ``"int4"`` by one for
             each 128 columns, ``"int4:32"`` for each 32; nothing is quantised unasked. Each layer is compared with its
             own code, on the inputs' rows or, without inputs, on random ones; the report says what each loses, and how
@@ -228,7 +229,8 @@ def _optimized(
     for each in found:
         report.put_on(each)
     room = report.memory_limit
-    if room is None and report.emulated:  # forms in float32 take twice what the weights do
+    grow = report.emulated or any(each.dense for each in report.packs)
+    if room is None and grow:  # forms in float32 take twice what the weights do, and those of codes up to eight times
         room = int(min(available_bytes() / 2, sys.maxsize))
     if room is not None:
         budget = Budget(max(room - sum(map(compiled_calls.bytes_of, targets)), 0))

@@ -156,6 +156,9 @@ KINDS = {
 }
 """By GGUF's name."""
 
+NUMBERS = dict(zip((2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 20, 39), KINDS, strict=True))
+"""Names by ggml's numbers."""
+
 
 def dequantized(data: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
     """The numbers of rows of blocks. Shapes: data (N, bytes) uint8 → (N, numbers)."""

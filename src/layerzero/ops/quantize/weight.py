@@ -167,9 +167,17 @@ class QuantizedWeight(Bundle):
 
     @classmethod
     def from_bitsandbytes(cls, data: Tensor, state: Any) -> QuantizedWeight:
-        """Of ``Params4bit.data`` and its ``quant_state``; double quantisation is undone, once, into float32."""
+        """Of ``Params4bit.data`` and its ``quant_state``; double quantisation is undone, once, into float32.
+
+        On a CPU the first call of a layer lays them out anew, for rows in blocks of 32, with scales in bfloat16.
+        """
         absmax = state.absmax
-        if state.nested:
+        if getattr(state, "packing_format_for_cpu", False):
+            rows, columns = state.shape
+            blocks = data.view(torch.uint8).view(rows // 32, columns // 2, 32)
+            pairs = torch.cat((blocks & 15, blocks >> 4), -1).view(rows // 32, columns // 2, 32, 2).transpose(1, 2)
+            data, absmax = (pairs[..., 0] << 4 | pairs[..., 1]).contiguous(), absmax.t().flatten()
+        elif state.nested:
             inner, codes = state.state2, absmax.to(torch.int64)
             each = inner.absmax.repeat_interleave(inner.blocksize)[: codes.numel()]
             absmax = inner.code[codes] * each + state.offset
@@ -197,6 +205,14 @@ class QuantizedWeight(Bundle):
         return made
 
     @property
+    def is_by_row(self) -> bool:
+        """Whether it is float8 with float32 scales, one for each row or for all: what calls take without a format."""
+        of, scale = self.format, self.fields.scale
+        return (
+            of.scheme == "fp8" and not of.group and of.rows < 2 and scale is not None and scale.dtype is torch.float32
+        )
+
+    @property
     def bytes(self) -> int:
         """Memory that its tensors take."""
         return sum(each.nbytes for each in self.fields if each is not None)
@@ -219,13 +235,11 @@ class QuantizedWeight(Bundle):
             if named not in (None, MISSING) and named is not brought[name] and named != str(self.format):
                 problem = f"{name}: wanted None with a QuantizedWeight, which brings it, got one"
                 raise InvalidCallError(function, [problem])
-        of, scale = self.format, self.fields.scale
-        by_row = of.scheme == "fp8" and not of.group and of.rows < 2
         if given.get("packed") in (None, MISSING) and not torch.compiler.is_compiling():  # it has no place for one
             mine["packed"] = self.packed
-        if by_row and scale is not None and scale.dtype is torch.float32:  # more kernels have the operation of these
+        if self.is_by_row:  # more kernels have the operation of these
             return {name: mine[name] for name in ("weight", "weight_scale", "packed") if name in mine}
-        return mine | {"weight_format": str(of)}
+        return mine | {"weight_format": str(self.format)}
 
     def __repr__(self) -> str:
         return f"QuantizedWeight({self.format}, {self.shape[0]} x {self.shape[1]}, {self.bytes} bytes)"

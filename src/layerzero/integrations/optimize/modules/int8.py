@@ -206,6 +206,7 @@ def _checked(
         ours = call(state, rows, bias_of(module))
     found.error = distance(ours, got)
     codes, scale = state.pair
+    assert scale is not None
     weight = codes.double() * scale.double().reshape(-1, 1)
     same = agrees(found.error, rows.dtype)
     if activations is not None:

@@ -1,12 +1,15 @@
-"""Products of other libraries whose weight is codes by group: GPTQ's, AWQ's, compressed-tensors' and torchao's modules.
+"""Products of other libraries whose weight is quantised.
 
+Modules of GPTQ, AWQ, compressed-tensors, torchao and bitsandbytes, and Transformers' own of float8 and of GGUF blocks.
 They are told by the names, shapes and dtypes of what they keep, so that their libraries need not be there, and each is
-compared with the module's own output: GPTQ's two versions of zero points differ in nothing else.
+compared with the module's own output: GPTQ's two versions of zero points differ in nothing else. Some modules round
+their rows to eight bits, or scales to bfloat16. LayerZero's product does not, and is only as near as such roundings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,15 +20,20 @@ from layerzero.core.errors import InvalidCallError, in_short
 from layerzero.integrations.optimize.attention.transformers import Search
 from layerzero.integrations.optimize.modules.int8 import product_of, untimed, why_not
 from layerzero.integrations.optimize.swaps.candidate import TOLERANCE, Candidate, distance, quiet, random_rows
-from layerzero.integrations.optimize.swaps.codes import Held, bias_of, call
+from layerzero.integrations.optimize.swaps.codes import Held, Weight, bias_of, call
 from layerzero.integrations.optimize.swaps.swap import stock_forward
 from layerzero.integrations.optimize.times.report import NO_TIME, Left, Replaced
+from layerzero.ops.quantize.gguf import KINDS as BLOCKS
+from layerzero.ops.quantize.gguf import NUMBERS
 from layerzero.ops.quantize.weight import QuantizedWeight
 from layerzero.ops.quantize.weight_format import WeightFormat, packed
 
 Read = Callable[[Module], tuple[Tensor | None, ...]]
-Make = Callable[..., QuantizedWeight]
+Make = Callable[..., Weight]
 """Makes the weight of what was read."""
+
+SCALED = 0.003
+"""How far the size of a result may be from that of a module that rounds, where that alone shows a wrong scale."""
 
 
 def _named(*names: str) -> Read:
@@ -78,6 +86,59 @@ def _unpacked(module: Module, codes: Tensor, scale: Tensor, zero: Tensor) -> Qua
     return QuantizedWeight(of, (rows, columns), data, scale, zero.to(torch.int8))
 
 
+def _memory(weight: Any) -> Tensor | None:
+    """A parameter of a class of its own as a plain tensor of the same memory, with its count of writes."""
+    if not isinstance(weight, Tensor) or getattr(weight, "__tensor_flatten__", None) is not None:
+        return None
+    with torch._C.DisableTorchFunctionSubclass():
+        return weight.detach().as_subclass(Tensor)
+
+
+def _four_bits(module: Module) -> tuple[Tensor | None, ...]:
+    """The codes of bitsandbytes' Params4bit, and the scales of its blocks."""
+    weight = module._parameters.get("weight")
+    state = getattr(weight, "quant_state", None)
+    absmax = getattr(state, "absmax", None)
+    return (None, None) if absmax is None else (_memory(weight), absmax)
+
+
+def _codebook(module: Module, codes: Tensor, absmax: Tensor) -> QuantizedWeight:
+    return QuantizedWeight.from_bitsandbytes(codes, module._parameters["weight"].quant_state)  # type: ignore[union-attr]
+
+
+def _eight_bits(module: Module) -> tuple[Tensor | None, ...]:
+    """The codes of bitsandbytes' Int8Params, and 127 times the scale of each output; the first call moves these."""
+    weight = module._parameters.get("weight")
+    scale = getattr(weight, "SCB", None)
+    scale = getattr(getattr(module, "state", None), "SCB", None) if scale is None else scale
+    return (None, None) if scale is None else (_memory(weight), scale)
+
+
+def _blocks(module: Module) -> tuple[Tensor | None, ...]:
+    """GGUF's blocks, of a module that knows their type."""
+    weight = module._parameters.get("weight")
+    known = _kind_of(module) is not None and getattr(module, "input_permutation", None) is None
+    return (_memory(weight) if known else None,)
+
+
+def _kind_of(module: Module) -> str | None:
+    number = getattr(module, "ggml_type", getattr(module._parameters.get("weight"), "quant_type", None))
+    return NUMBERS.get(int(number)) if isinstance(number, int) else None
+
+
+def _gguf(module: Module, data: Tensor) -> QuantizedWeight:
+    kind = BLOCKS[str(_kind_of(module))]
+    columns = data.shape[1] // kind.size * kind.block
+    return QuantizedWeight(WeightFormat("gguf", _kind_of(module) or ""), (data.shape[0], columns), data)
+
+
+def _float8(module: Module, data: Tensor, scale: Tensor) -> QuantizedWeight:
+    block = getattr(module, "block_size", None) or (128, 128)
+    if scale.dtype.itemsize == 1:  # powers of two
+        scale = scale.view(torch.float8_e8m0fnu).to(torch.float32)
+    return QuantizedWeight.from_fp8(data, scale, (int(block[0]), int(block[1])))
+
+
 def _group(name: str, columns: int, groups: int) -> int:
     """The columns of a group. Raises: InvalidCallError where there are fewer columns than groups."""
     if columns < groups:
@@ -90,28 +151,64 @@ def _columns(module: Module, index: Tensor | None) -> int:
     return found or (0 if index is None else index.numel())
 
 
+@dataclass(frozen=True)
+class Kind:
+    """One way of keeping a quantised weight.
+
+    Attributes:
+        read: what is read of a module.
+        count: how many of these tensors it must have.
+        fits: whether their shapes and dtypes fit.
+        make: what they are.
+        rounds: whether such modules round more than the format does.
+    """
+
+    read: Read
+    count: int
+    fits: Callable[..., bool]
+    make: Make
+    rounds: bool = False
+
+
 _GPTQ = _named("qweight", "qzeros", "scales", "g_idx")
-KINDS: tuple[tuple[Read, int, Callable[..., bool], Make], ...] = (
-    (_GPTQ, 3, lambda words, _, scales, *__: words.shape[1:] == scales.shape[1:], _gptq(2)),
-    (_GPTQ, 3, lambda words, _, scales, *__: words.shape[1:] == scales.shape[1:], _gptq(1)),
-    (_GPTQ, 3, lambda words, _, scales, *__: (words.shape[1] * 8,) == scales.shape[1:], _awq),
-    (
+
+
+def _of_float8(data: Tensor, scale: Tensor, static: Tensor | None = None) -> bool:
+    return data.dtype in {torch.float8_e4m3fn, torch.float8_e5m2} and static is None
+
+
+KINDS = (
+    Kind(_GPTQ, 3, lambda words, _, scales, *__: words.shape[1:] == scales.shape[1:], _gptq(2)),
+    Kind(_GPTQ, 3, lambda words, _, scales, *__: words.shape[1:] == scales.shape[1:], _gptq(1)),
+    Kind(_GPTQ, 3, lambda words, _, scales, *__: (words.shape[1] * 8,) == scales.shape[1:], _awq),
+    Kind(
         _named("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
         3,
-        lambda words, scale, shape, *_: words.shape[0] == scale.shape[0] and shape.numel() == 2,
+        lambda words, scale, shape, *_: words.shape[0] == scale.shape[0] and scale.ndim == shape.numel() == 2,
         _compressed,
     ),
-    (_in_tensor, 3, lambda codes, scale, zero: codes.dtype is torch.int8 and scale.shape == zero.shape, _unpacked),
+    Kind(_in_tensor, 3, lambda codes, scale, zero: codes.dtype is torch.int8 and scale.shape == zero.shape, _unpacked),
+    Kind(_named("weight", "weight_scale_inv", "activation_scale"), 2, _of_float8, lambda *of: _float8(*of[:3]), True),
+    Kind(_named("weight", "weight_scale", "input_scale"), 2, _of_float8, lambda *of: _float8(*of[:3]), True),
+    Kind(_four_bits, 2, lambda codes, _: codes.dtype is torch.uint8, _codebook, True),
+    Kind(
+        _eight_bits,
+        2,
+        lambda codes, scale: codes.dtype is torch.int8 and scale.numel() == codes.shape[0],
+        lambda _, codes, scale: (codes, scale.flatten() / 127.0),
+        True,
+    ),
+    Kind(_blocks, 1, lambda data: data.dtype is torch.uint8, _gguf),
 )
-"""What is read of a module, how many of these tensors it must have, whether their shapes fit, and what they are."""
+"""Those that are known."""
 
 
 def find(search: Search) -> Iterator[Replaced | Left]:
-    """Modules whose weight is codes by group, and that give what our product gives."""
+    """Modules whose weight is quantised, and that give what our product gives."""
     for path, module in search.root.named_modules():
         if id(module) in search.taken or isinstance(module, torch.jit.ScriptModule) or module._modules:
             continue
-        kinds = [(read, make) for read, count, fits, make in KINDS if _fits(read(module), count, fits)]
+        kinds = [each for each in KINDS if _fits(each.read(module), each)]
         if not kinds:
             continue
         name = type(module).__name__
@@ -119,7 +216,7 @@ def find(search: Search) -> Iterator[Replaced | Left]:
         found: Candidate | str = NO_TIME
         if search.time.allows(step, step):
             with search.time.taking(step):
-                found = why_not(module) or untimed(search, kinds[0][0](module)[0]) or _same(module, kinds)
+                found = why_not(module) or untimed(search, kinds[0].read(module)[0]) or _same(module, kinds)
         search.taken.add(id(module))
         if isinstance(found, str):
             yield Left(path, name, found)
@@ -127,27 +224,26 @@ def find(search: Search) -> Iterator[Replaced | Left]:
             yield Replaced(path, name, found.kind, found.calls, found.kernel, found.error, found.swap, found)
 
 
-def _fits(read: tuple[Tensor | None, ...], count: int, fits: Callable[..., bool]) -> bool:
-    needed = read[:count]
-    if any(each is None or each.ndim not in (1, 2) or not each.numel() for each in needed):
+def _fits(read: tuple[Tensor | None, ...], of: Kind) -> bool:
+    needed = read[: of.count]
+    if any(each is None or each.ndim > 2 or not each.numel() for each in needed):
         return False
-    if any(each.ndim != 2 for each in needed[:2]):  # type: ignore[union-attr]
-        return False
-    return fits(*read)
+    return needed[0].ndim == 2 and of.fits(*read)  # type: ignore[union-attr]
 
 
-def _same(module: Module, kinds: list[tuple[Read, Make]]) -> Candidate | str:
+def _same(module: Module, kinds: list[Kind]) -> Candidate | str:
     """A candidate that gives what the module gives, or why there is none."""
     why = ""
-    for read, make in kinds:
+    for kind in kinds:
         try:
-            state = Held(module, read, make)
+            state = Held(module, kind.read, kind.make)
         except InvalidCallError as error:
             why = why or in_short(error)
             continue
-        scale = state.pair[1]
-        for dtype in dict.fromkeys((scale.dtype, torch.bfloat16, torch.float16, torch.float32)):
-            rows = random_rows(module, state.columns, dtype=dtype, device=scale.device)
+        data, scale = state.pair
+        known = torch.float32 if scale is None else scale.dtype
+        for dtype in dict.fromkeys((known, torch.bfloat16, torch.float16, torch.float32)):
+            rows = random_rows(module, state.columns, dtype=dtype, device=data.device)
             try:
                 with quiet(module):
                     expected = stock_forward(module)(rows.clone())
@@ -156,9 +252,17 @@ def _same(module: Module, kinds: list[tuple[Read, Make]]) -> Candidate | str:
                 continue
             found = product_of(module, state, rows)
             with quiet(module):
-                found.error = distance(call(state, rows, bias_of(module)), expected)
-            if found.error <= TOLERANCE[dtype]:
+                got = call(state, rows, bias_of(module))
+            found.error = distance(got, expected)
+            if found.error <= TOLERANCE[dtype] or (kind.rounds and _rounded(found.error, got, expected)):
                 return found
             why = f"{found.calls} by {found.kernel} was off by {found.error:.2g} of the largest value"
             break
     return why
+
+
+def _rounded(error: float, got: Tensor, expected: Tensor) -> bool:
+    """Whether two results differ by roundings, and not in size."""
+    one, other = got.double(), expected.double()
+    scaled = ((one - other) * other).sum() / other.square().sum()
+    return error <= TOLERANCE[torch.bfloat16] and bool(scaled.abs() <= SCALED)

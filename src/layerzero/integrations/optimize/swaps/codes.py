@@ -32,10 +32,12 @@ class CodedProduct(Packs):
 
     Attributes:
         weight: int8 codes (N, K), or a weight as a file has it; exchanged together with the rest.
-        pair: the first two tensors of a call behind the rows; of int8 the codes and float32 scales.
+        pair: the first two arguments of a call behind the rows; of int8 the codes and float32 scales, of GGUF none.
         named: what a call brings by name.
         activations: None for rows as they are, ``"int8"`` for a scale of its own for each row.
     """
+
+    dense = True
 
     def __init__(self, of: Weight, activations: str | None = None) -> None:
         self.activations = activations
@@ -44,11 +46,12 @@ class CodedProduct(Packs):
 
     def _set(self, of: Weight) -> None:
         self.weight: Tensor | lz.QuantizedWeight
+        self.pair: tuple[Tensor, Tensor | None]
         if isinstance(of, lz.QuantizedWeight):
             data, scale, *others = of.fields
-            assert scale is not None  # of a format of whole numbers
             self.weight, self.pair = of, (data, scale)
-            self.named: dict[str, Any] = dict(zip(_BESIDE, (str(of.format), *others), strict=True))
+            texts: tuple[Any, ...] = () if of.is_by_row else (str(of.format), *others)
+            self.named: dict[str, Any] = dict(zip(_BESIDE, texts, strict=False))
         else:
             codes, scale = of
             self.weight, self.pair = codes, (codes, scale.detach().to(torch.float32))
@@ -119,7 +122,7 @@ class Found(CodedProduct):
 
 
 class Held(CodedProduct):
-    """Those by group that a module of another library has.
+    """Those in a format of its own that a module of another library has.
 
     Attributes:
         columns: of the weight.
@@ -129,12 +132,12 @@ class Held(CodedProduct):
         self,
         module: Module,
         tensors: Callable[[Module], tuple[Tensor | None, ...]],
-        make: Callable[..., lz.QuantizedWeight],
+        make: Callable[..., Weight],
     ) -> None:
         self._tensors, self._make = tensors, functools.partial(make, module)
         self._note(tensors(module))
         made = make(module, *self._read)
-        self.columns = made.shape[1]
+        self.columns = (made if isinstance(made, lz.QuantizedWeight) else made[0]).shape[1]
         super().__init__(made)
 
     def _note(self, read: tuple[Tensor | None, ...]) -> None:
@@ -146,7 +149,7 @@ class Held(CodedProduct):
 
     def follow(self, read: tuple[Tensor, ...]) -> bool:
         for now, was, count in zip(read, self._read, self._versions, strict=True):
-            if now is not was or (now is not None and version(now) != count):
+            if not _lies_as(now, was) or (now is not None and version(now) != count):
                 break
         else:
             return True
@@ -156,6 +159,13 @@ class Held(CodedProduct):
             return False
         self._note(read)
         return True
+
+
+def _lies_as(now: Tensor | None, was: Tensor | None) -> bool:
+    """Whether two tensors are one, or of one memory: a parameter of a class of its own is read through new ones."""
+    if now is was or now is None or was is None:
+        return now is was
+    return now.data_ptr() == was.data_ptr() and now.shape == was.shape and now.stride() == was.stride()
 
 
 def version(tensor: Tensor) -> int:

@@ -17,7 +17,7 @@ from layerzero.core.handle import FOREIGN, STALE
 from layerzero.core.system import forking
 from layerzero.integrations.optimize.swaps.swap import State, Way, size_of
 from layerzero.ops.linear.glance import LOOKS
-from layerzero.ops.linear.packed import Pack, PackedWeight, Packing
+from layerzero.ops.linear.packed import DENSE, Pack, PackedWeight, Packing
 from layerzero.ops.quantize.weight import QuantizedWeight
 
 Weight = Tensor | QuantizedWeight
@@ -30,13 +30,19 @@ class Packs(State):
         packed: of each weight, in the order in which the forward asks for them; all None where no kernel wants them.
         budget: what their forms may take together with those of others; None without a bound.
         late: how often a write was seen that calls before may have missed.
+        dense: whether forms may be as large as a floating weight, where there is room.
         plain: of each size of :data:`~layerzero.integrations.optimize.swaps.swap.SIZES`, whether weights are read as
             they lie; empty where they nowhere are.
     """
 
+    dense = False
+
     def __init__(self, weights: Iterable[Weight], covers: Iterable[tuple[str, Module]] = (), *, pack: bool) -> None:
         super().__init__(covers)
-        self.packed: list[PackedWeight | None] = [PackedWeight(each) if pack else None for each in weights]
+        self.packed: list[PackedWeight | None] = [
+            PackedWeight(each, dense=self.dense) if pack else None for each in weights
+        ]
+        self._small: frozenset[int] = frozenset()
         self.budget: Budget | None = None
         self.late = 0
         self._barred: frozenset[tuple[int, bool]] = frozenset()
@@ -76,12 +82,18 @@ class Packs(State):
                 self.packed[number] = self._made(number, each.quantized or each.weight)
 
     def _made(self, number: int, weight: Weight) -> PackedWeight:
+        dense = self.dense and number not in self._small
         if self.budget is None:
-            return PackedWeight(weight)
-        return self.budget.packed(weight, functools.partial(self._bar, number))
+            return PackedWeight(weight, dense=dense)
+        return self.budget.packed(weight, functools.partial(self._bar, number), dense=dense)
 
     def _bar(self, number: int) -> None:
-        """Read this weight as it lies in calls like the present one, for one row or for many."""
+        """Keep no form as large as a floating weight; else read this as it lies in calls with one row, or with many."""
+        packed = self.packed[number]
+        if packed is not None and packed.kind == DENSE:
+            self._small |= {number}
+            self.packed[number] = self._made(number, packed.quantized or packed.weight)
+            return
         self._barred |= {(number, self._for_one)}
 
     @property
@@ -168,9 +180,9 @@ class Budget:
         """Bytes of the forms that are kept now."""
         return sum(each.bytes for each in self._weights)
 
-    def packed(self, weight: Weight, full: Callable[[], None]) -> PackedWeight:
+    def packed(self, weight: Weight, full: Callable[[], None], *, dense: bool = False) -> PackedWeight:
         """A packed weight within the bound; ``full`` is called where a form had no room."""
-        made = Bounded(weight)
+        made = Bounded(weight, dense=dense)
         made.budget, made.full = self, full
         self._weights.add(made)
         return made
