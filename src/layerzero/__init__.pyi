@@ -1037,6 +1037,16 @@ def moe_experts(
     limit: float = 7.0,
     packed_gate_up: PackedWeight | None = None,
     packed_down: PackedWeight | None = None,
+    gate_up_format: str | None = None,
+    gate_up_scale: Tensor | None = None,
+    gate_up_zero: Tensor | None = None,
+    gate_up_group_index: Tensor | None = None,
+    gate_up_second_scale: Tensor | None = None,
+    down_format: str | None = None,
+    down_scale: Tensor | None = None,
+    down_zero: Tensor | None = None,
+    down_group_index: Tensor | None = None,
+    down_second_scale: Tensor | None = None,
 ) -> Tensor:
     """Send each token through its experts, and add up what they make of it by their weights.
 
@@ -1055,6 +1065,10 @@ def moe_experts(
         alpha, limit: of ``"swiglu_oai"``, as for :func:`layerzero.swiglu_oai`.
         packed_gate_up, packed_down: the :class:`layerzero.PackedWeight` of each weight; kernels that want weights in
             another order want both. They change no result, and have no effect in compiled code.
+        gate_up_format, down_format: of quantised weights, such as ``"mxfp4"``. A :class:`layerzero.QuantizedWeight` of
+            all experts, (E, N, K), in place of a weight brings this and the tensors below.
+        gate_up_scale, ..., down_second_scale: with a format, the tensors that it has besides. Nothing flows back to
+            these, nor to the weights then.
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for a packed weight of another tensor or of
         one that was written into since, and on a CPU, and elsewhere in debug mode, for experts that there are not.
     Source: arXiv:1701.06538; gpt-oss, arXiv:2508.10925.

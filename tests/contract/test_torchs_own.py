@@ -35,6 +35,7 @@ COMPOSED = {
     "mlp.silu_mul.joined": "F.silu and a product",
     "mlp.swiglu_oai": "clamps, a sigmoid and products",
     "mlp.swiglu_oai.interleaved": "clamps, a sigmoid and products",
+    "moe.experts.quant": "numbers of an expert dequantised, then F.linear, for each",
     "norm.add_rms": "a sum and F.rms_norm",
     "norm.add_rms.inplace": "a sum, F.rms_norm and a copy",
     "posenc.alibi": "distances times slopes",

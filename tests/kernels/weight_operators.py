@@ -107,10 +107,10 @@ def marlin_gemm(a, c, words, bias, scale, a_scale, second, zero, index, order, l
     assert locks.count_nonzero() == 0
     groups, bias_of = len(scale), 8 if a.dtype is F16 else 120
     wide = marlin_scales(scale, n, groups, second, a.dtype).repeat_interleave(k // groups, 1)
-    if kind == of_marlin._E4M3:
+    if kind == of_marlin.E4M3:
         numbers = marlin_order(words, 8, n, k).view(torch.float8_e4m3fn).float()
         numbers = numbers if scale.dtype is torch.float8_e8m0fnu else numbers * 2.0**-bias_of
-    elif kind == of_marlin._E2M1:
+    elif kind == of_marlin.E2M1:
         numbers = e2m1(marlin_order(words, 4, n, k))
         if second is not None:
             assert (second.dtype, second.shape) == (torch.float32, (1,))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from oracles import weights
 from oracles.activation import gelu, halves, oai, silu, turns
 
 
@@ -55,4 +56,21 @@ def _experts(c):
     return (out,)
 
 
-ORACLES = {"moe.route": _route, "moe.experts": _experts}
+def _stack(c, part, columns):
+    """The numbers of all experts of a quantised weight."""
+    names = {"weight": "weight", "weight_scale": "scale", "weight_zero": "zero", "group_index": "group_index"}
+    names |= {"second_scale": "second_scale"}
+    found = []
+    for expert in range(len(c[f"{part}_weight"])):
+        own = {of: c.get(f"{part}_{name}") for of, name in names.items()}
+        own = {of: None if each is None else each[expert] for of, each in own.items()}
+        found.append(weights.numbers({**own, "input": np.empty((0, columns)), "weight_format": c[f"{part}_format"]}))
+    return np.array(found)
+
+
+def _quantised(c):
+    gate_up = _stack(c, "gate_up", c["input"].shape[1])
+    return _experts({**c, "gate_up_weight": gate_up, "down_weight": _stack(c, "down", gate_up.shape[1] // 2)})
+
+
+ORACLES = {"moe.route": _route, "moe.experts": _experts, "moe.experts.quant": _quantised}

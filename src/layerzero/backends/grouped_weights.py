@@ -40,15 +40,25 @@ _MADE: set[tuple[object, ...]] = set()
 """Which kernels made forms of weights of which format and size."""
 
 
-def _of_call(owner: str, facts: Facts) -> tuple[object, ...]:
-    return owner, *(facts[name] for name in ("dtype", "weight_format", "out_features", "in_features"))
+OF_PRODUCT = ("dtype", "weight_format", "out_features", "in_features")
+"""Facts that tell one kernel's forms of weights apart."""
 
 
-def _before_capture(owner: str) -> Limit:
+def of_call(owner: str, facts: Facts, names: tuple[str, ...] = OF_PRODUCT) -> tuple[object, ...]:
+    """What a kernel's calls with weights of one kind have in common."""
+    return owner, *(facts.get(name) for name in names)
+
+
+def made_for(call: tuple[object, ...]) -> None:
+    """Note that a form, or what else no capture can make, exists for calls of this kind."""
+    _MADE.add(call)
+
+
+def before_capture(owner: str, names: tuple[str, ...] = OF_PRODUCT) -> Limit:
     """No form can be made in a capture, so that one takes what calls before it made for weights like this."""
 
     def check(facts: Facts) -> Reason | None:
-        if not facts["capturing"] or _of_call(owner, facts) in _MADE:
+        if not facts["capturing"] or of_call(owner, facts, names) in _MADE:
             return None
         hint = "Call it once with this weight outside of the capture"
         return Reason(ReasonCode.CUDA_GRAPH_UNSAFE, "packed", "a form made before", "none", hint)
@@ -56,28 +66,33 @@ def _before_capture(owner: str) -> Limit:
     return limit.Custom("under capture: a form made by an earlier call", check)
 
 
+def formed(pack: Pack, weight: QuantizedWeight, *, of_codes: bool) -> tuple[tuple[Any, Tensor | None], int]:
+    """The library's form of one weight, the order that columns of rows are to be in, and the bytes of both."""
+    fields = Fields(*[None if each is None else on_boundary(each) for each in weight.fields])
+    weight = QuantizedWeight.unchecked(weight.format, weight.shape, fields)
+    if not of_codes:
+        form, size = pack(weight)
+        return (form, None), size
+    codes, order = weight.codes, None
+    if codes.group_index is not None:
+        order = codes.group_index.argsort(stable=True)
+        codes = replace(codes, numbers=codes.numbers[:, order], group_index=None)
+    if codes.bits < 4:  # in four bits, with their middle as a zero point
+        zero = torch.full_like(codes.scale, codes.middle, dtype=torch.uint8) if codes.zero is None else codes.zero
+        codes = replace(codes, bits=4, zero=zero)
+    form, size = pack(codes)
+    return (form, order), size + (0 if order is None else order.nbytes)
+
+
 def _load(facts: Facts, owner: str, parts: Parts, *, of_codes: bool) -> Callable[..., Any]:
     pack, product = parts(facts)
-    of_call = _of_call(owner, facts)
+    call = of_call(owner, facts)
     ndim, features = facts["input_ndim"], facts.size("in_features")
     key = owner, facts["dtype"]  # scales are in that of the rows
 
     def made(weight: QuantizedWeight) -> tuple[tuple[Any, Tensor | None], int]:
-        _MADE.add(of_call)
-        fields = Fields(*[None if each is None else on_boundary(each) for each in weight.fields])
-        weight = QuantizedWeight.unchecked(weight.format, weight.shape, fields)
-        if not of_codes:
-            form, size = pack(weight)
-            return (form, None), size
-        codes, order = weight.codes, None
-        if codes.group_index is not None:
-            order = codes.group_index.argsort(stable=True)
-            codes = replace(codes, numbers=codes.numbers[:, order], group_index=None)
-        if codes.bits < 4:  # in four bits, with their middle as a zero point
-            zero = torch.full_like(codes.scale, codes.middle, dtype=torch.uint8) if codes.zero is None else codes.zero
-            codes = replace(codes, bits=4, zero=zero)
-        form, size = pack(codes)
-        return (form, order), size + (0 if order is None else order.nbytes)
+        made_for(call)
+        return formed(pack, weight, of_codes=of_codes)
 
     def run(
         input: Tensor,
@@ -136,7 +151,7 @@ def grouped(
             limit.platform(platform),
             *limits,
             *([] if MAY_BE_DENSE in limits else [BELONGS]),
-            *([_before_capture(kernel_id)] if platform == "cuda" else []),
+            *([before_capture(kernel_id)] if platform == "cuda" else []),
         ),
     }
     return Kernel(id=kernel_id, backend=backend, priority=priority, **fields | changes)

@@ -19,6 +19,7 @@ MODULES = (
     "linear",
     "logits",
     "moe",
+    "moe_weights",
     "norm",
     "paged",
     "qkv",

@@ -1,4 +1,4 @@
-"""torch's products of bfloat16 rows with packed codes of four and eight bits.
+"""The product of torchs of bfloat16 rows with packed codes of four and eight bits.
 
 ``_weight_int4pack_mm_for_cpu`` has kernels for bfloat16 alone, too: float32 and float16 took 8 to 60 times as long as
 ``F.linear``. It wants a multiple of 16 outputs and groups of 32, 64, 128 or 256, reads scales and zero points in
@@ -36,7 +36,7 @@ _TILES = 8
 """Of 16 inputs that tinygemm keeps together: the most, and what torchao takes."""
 
 
-def _int4(facts: Facts) -> tuple[Pack, Product]:
+def int4(facts: Facts) -> tuple[Pack, Product]:
     """Numbers are ``(code - 8) * scale + zero``; what rounding to bfloat16 takes off a zero point is added behind."""
     on_cpu, library = facts["platform"] == "cpu", torch.ops.aten
     operator = library._weight_int4pack_mm_for_cpu.default if on_cpu else library._weight_int4pack_mm.default
@@ -84,7 +84,8 @@ def _sums(rows: Tensor, group: int) -> Tensor:
     return rows.view(rows.shape[0], -1, group).sum(-1).nan_to_num_(0.0, 0.0, 0.0)
 
 
-def _int8(facts: Facts) -> tuple[Pack, Product]:
+def int8(facts: Facts) -> tuple[Pack, Product]:
+    """The product of torch with codes of eight bits."""
     operator = torch.ops.aten._weight_int8pack_mm.default
 
     def pack(codes: Codes) -> tuple[tuple[Tensor, Tensor], int]:
@@ -98,7 +99,7 @@ KERNELS = (
     grouped(
         "torch.int4pack_mm",
         TORCH,
-        _int4,
+        int4,
         45,
         limit.cpu_feature("avx2"),
         limit.dtype("bfloat16"),
@@ -112,7 +113,7 @@ KERNELS = (
     grouped(
         "torch.cuda.int4pack_mm",
         TORCH,
-        _int4,
+        int4,
         30,
         limit.arch(min=(8, 0)),
         limit.dtype("bfloat16"),
@@ -127,7 +128,7 @@ KERNELS = (
     grouped(
         "torch.int4pack_mm_gguf",
         TORCH,
-        _int4,
+        int4,
         45,
         limit.cpu_feature("avx2"),
         limit.dtype("bfloat16"),
@@ -140,7 +141,7 @@ KERNELS = (
     grouped(
         "torch.int8pack_mm_rows",
         TORCH,
-        _int8,
+        int8,
         45,
         limit.dtype("bfloat16"),
         limit.one_of("weight_bits", 8),

@@ -126,7 +126,8 @@ def _load_one(facts: Facts, product: Callable[..., Tensor] | None = None) -> Cal
     return one
 
 
-def _load_each(facts: Facts, product: Callable[..., Tensor] | None = None) -> Callable[..., Tensor]:
+def load_each(facts: Facts, product: Callable[..., Tensor] | None = None) -> Callable[..., Tensor]:
+    """The experts that have tokens, one after the other; ``product`` stands for ``F.linear``."""
     if facts.size_bits("tokens") == 1:
         return _load_one(facts, product)
     linear, cat = product or linear_for(facts), torch.cat
@@ -162,8 +163,12 @@ def _load_each(facts: Facts, product: Callable[..., Tensor] | None = None) -> Ca
 
 
 def _load_grouped(facts: Facts) -> Callable[..., Tensor]:
+    """Rows sorted by expert; the first expert also multiplies those of -1, which come first and are made 0.
+
+    Shares are multiplied in before the second product, where rows are short; each step is a launch on a GPU.
+    """
     grouped_mm: Any = functional.grouped_mm
-    experts, recording = facts.size("experts"), bool(facts["requires_grad"])
+    experts = facts.size("experts")
 
     def grouped(
         input: Tensor,
@@ -178,29 +183,37 @@ def _load_grouped(facts: Facts) -> Callable[..., Tensor]:
         alpha: float,
         limit: float,
     ) -> Tensor:
-        flat = expert_ids.flatten()
-        last = torch.where(flat < 0, experts, flat)  # behind the last end, where nothing is written
-        ordered, order = last.sort(stable=True)
-        ends = torch.searchsorted(ordered, torch.arange(experts, device=flat.device), right=True).int()
-        rows, elsewhere = input[order // expert_ids.shape[1]], (ordered == experts).unsqueeze(-1)
-        if recording:  # nothing is written behind the last end: not of gradients either
-            rows = rows.masked_fill(elsewhere, 0.0)
+        tokens, top_k = expert_ids.shape
+        ordered, order = expert_ids.flatten().sort(stable=True)
+        ends = torch.searchsorted(ordered, _numbers(experts, ordered), right=True, out_int32=True)
+        rows, elsewhere = input[order // top_k], (ordered < 0).unsqueeze(-1)
+        shares = expert_weights.flatten()[order].to(input.dtype).unsqueeze(-1)
         joined = grouped_mm(rows, gate_up_weight.mT, offs=ends)
-        if recording:
-            joined = joined.masked_fill(elsewhere, 0.0)
-        owner = ordered.clamp(max=experts - 1)
         if gate_up_bias is not None:
-            joined = joined + gate_up_bias[owner]
-        through = gated(joined, activation, alpha, limit, FUNCTIONS)
-        if recording:
-            through = through.masked_fill(elsewhere, 0.0)
-        made = grouped_mm(through, down_weight.mT, offs=ends)
-        if down_bias is not None:
-            made = made + down_bias[owner]
-        made = made.masked_fill(elsewhere, 0.0)
-        return added_up(made[_places(order)], expert_ids, expert_weights, input.dtype)
+            joined = joined + gate_up_bias[ordered]
+        made = gated(joined, activation, alpha, limit, FUNCTIONS)
+        if down_bias is None:
+            made = grouped_mm((made * shares).masked_fill(elsewhere, 0.0), down_weight.mT, offs=ends)
+        else:
+            made = grouped_mm(made, down_weight.mT, offs=ends) + down_bias[ordered]
+            made = (made * shares).masked_fill(elsewhere, 0.0)
+        return made[_places(order)].view(tokens, top_k, input.shape[1]).sum(1)
 
     return grouped
+
+
+_counted: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+
+
+def _numbers(count: int, like: Tensor) -> Tensor:
+    """From 0 on, in the dtype and on the device of another tensor; kept, apart from what a capture would compute."""
+    key = count, like.dtype, like.device
+    found = _counted.get(key)
+    if found is None:
+        found = torch.arange(count, dtype=like.dtype, device=like.device)
+        if not (like.is_cuda and torch.cuda.is_current_stream_capturing()):
+            _counted[key] = found
+    return found
 
 
 def _places(order: Tensor) -> Tensor:
@@ -273,7 +286,7 @@ _PRODUCTS: dict[str, Any] = {
 
 _EACH = Kernel(
     id="torch.experts_each",
-    load=_load_each,
+    load=load_each,
     limits=(FLOATS,),
     grad=True,
     graph_safe=False,
@@ -313,7 +326,7 @@ KERNELS = (
         **_COMMON,
     ),
     _EACH,
-    widened(_EACH, many("tokens", of="top_k", over="experts"), _load_each),
+    widened(_EACH, many("tokens", of="top_k", over="experts"), load_each),
     Kernel(
         id="torch.experts_grouped",
         load=_load_grouped,

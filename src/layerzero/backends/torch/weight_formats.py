@@ -49,18 +49,41 @@ def _dtypes(facts: Facts) -> tuple[torch.dtype, torch.dtype]:
     return exact, dtype
 
 
-def _load(facts: Facts) -> Callable[..., Any]:
-    of, inputs = WeightFormat.of(str(facts["weight_format"])), facts.size("in_features")
-    outputs, scheme = facts.size("out_features"), scheme_of(of)
+def dequantizing(
+    of: WeightFormat,
+    sizes: tuple[int, int],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    platform: str,
+    *,
+    whole: bool = False,
+) -> Callable[[Tensor, Fields], Tensor]:
+    """A product of rows (M, K) with weights of a format and of these sizes N and K, by blocks of the weight's rows.
+
+    ``dtypes`` are those that numbers are dequantised in and multiplied in; the result has the second. Of ``whole``
+    weights there is one block: autograd keeps what each product read.
+    """
+    (outputs, inputs), (wide, narrow), scheme = sizes, dtypes, scheme_of(of)
     step = scheme.step(of, inputs)
-    rows = max(BLOCK.get(str(facts["platform"]), BLOCK["cuda"]) // max(inputs, 1) // step, 1) * step
-    if facts["requires_grad"]:  # autograd keeps what each product read
-        rows = outputs
-    wide, narrow = _dtypes(facts)
+    rows = max(BLOCK.get(platform, BLOCK["cuda"]) // max(inputs, 1) // step, 1) * step
+    starts = range(0, outputs, outputs or 1) if whole or rows >= outputs else range(0, outputs, rows)
 
     def numbers(given: Fields) -> Tensor:
         with torch.no_grad():
             return scheme.dequantized(of, given, inputs, wide).to(narrow)
+
+    def run(left: Tensor, given: Fields) -> Tensor:
+        left = left.to(narrow)
+        if len(starts) == 1:
+            return functional.linear(left, numbers(given))
+        parts = [scheme.cut(of, given, inputs, start, min(start + rows, outputs)) for start in starts]
+        return torch.cat([functional.linear(left, numbers(each)) for each in parts], -1)
+
+    return run
+
+
+def _load(facts: Facts) -> Callable[..., Any]:
+    of, sizes = WeightFormat.of(str(facts["weight_format"])), (facts.size("out_features"), facts.size("in_features"))
+    product = dequantizing(of, sizes, _dtypes(facts), str(facts["platform"]), whole=bool(facts["requires_grad"]))
 
     def run(
         input: Tensor,
@@ -74,15 +97,7 @@ def _load(facts: Facts) -> Callable[..., Any]:
         second_scale: Tensor | None = None,
         out_dtype: torch.dtype | None,
     ) -> Tensor:
-        given = Fields(weight, weight_scale, weight_zero, group_index, second_scale)
-        left = input.to(narrow)
-        parts = (
-            [given]
-            if rows >= outputs
-            else [scheme.cut(of, given, inputs, start, min(start + rows, outputs)) for start in range(0, outputs, rows)]
-        )
-        products = [functional.linear(left, numbers(each)) for each in parts]
-        output = products[0] if len(products) == 1 else torch.cat(products, -1)
+        output = product(input, Fields(weight, weight_scale, weight_zero, group_index, second_scale))
         return (output if bias is None else output + bias).to(out_dtype or input.dtype)
 
     return run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 MODULES = (
+    "experts",
     "flash_attn",
     "grouped_linear",
     "latent",

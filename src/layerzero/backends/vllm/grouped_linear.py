@@ -43,7 +43,7 @@ _ORDER = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 2, 1, 3, 4, 6, 5, 7)}
 """In which a thread's eight codes lie, the lowest bits first."""
 
 _GROUPS = tuple(eights + 8 * each for eights in range(8) for each in range(8))
-_ROWS = tuple(2 * pair + each for pair in range(4) for each in (0, 1, 8, 9, 16, 17, 24, 25))
+ROWS_ORDER = tuple(2 * pair + each for pair in range(4) for each in (0, 1, 8, 9, 16, 17, 24, 25))
 """Orders of scales: of 64 outputs where groups have their own, of 32 where rows have."""
 
 
@@ -70,7 +70,7 @@ def marlin_codes(numbers: Tensor, bits: int) -> Tensor:
 
 def marlin_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Scales in Marlin's order. Shapes: (N, G) → (G, N)."""
-    order = _GROUPS if scale.shape[1] > 1 else _ROWS
+    order = _GROUPS if scale.shape[1] > 1 else ROWS_ORDER
     return scale.t().to(dtype).reshape(-1, len(order))[:, list(order)].view(scale.shape[1], -1)
 
 

@@ -50,34 +50,44 @@ from layerzero.ops.linear.weight_formats import FORMATTED
 from layerzero.ops.quantize.weight import QuantizedWeight
 from layerzero.ops.quantize.weight_format import unpacked
 
-_E4M3, _E2M1 = 2814749767172868, 562949953487106
+E4M3, E2M1 = 2814749767172868, 562949953487106
 """Numbers of ``scalar_types.float8_e4m3fn`` and ``float4_e2m1f`` (vllm/scalar_type.py)."""
 
 _BIAS = {torch.float16: 8, torch.bfloat16: 120}
-_BIAS_E2M1 = {torch.float16: 14, torch.bfloat16: 126}
+_BIAS_OF_E2M1 = {torch.float16: 14, torch.bfloat16: 126}
 """Exponents that the kernel leaves to scales of e4m3 and of e2m1."""
 
 
-def _form(words: Tensor, scale: Tensor, second: Tensor | None) -> tuple[tuple[Any, ...], int]:
-    locks = Locks(multiprocessors(words.device), words.device)
-    return (words, scale, None, second, locks), bytes_of(words, scale, second)
+Tensors = tuple[Tensor, Tensor, Tensor | None]
+"""Words, scales and the second scale of a weight."""
 
 
 def _unfit(what: str) -> NotPreparedError:
     return NotPreparedError("quantized_linear", [f"weight_scale: wanted {what} for vllm's Marlin, got others"])
 
 
-def _blocks(facts: Facts) -> tuple[Pack, Product]:
+def block_tensors(weight: QuantizedWeight, dtype: torch.dtype) -> Tensors:
+    """Those of a weight of float8 in Marlin's order."""
+    numbers = weight.fields.data.contiguous().view(torch.uint8)
+    scale = marlin_scale(by_rows(weight) * 2.0 ** _BIAS[dtype], dtype)
+    if not scale.isfinite().all():
+        raise _unfit(f"scales that stay finite in {dtype} times 2^{_BIAS[dtype]}")
+    return marlin_codes(numbers, 8), scale, None
+
+
+def _parts(facts: Facts, kind: int, tensors: Callable[..., Tensors]) -> tuple[Pack, Product]:
     dtype = facts.tensors["input"].dtype
 
     def pack(weight: QuantizedWeight) -> tuple[tuple[Any, ...], int]:
-        numbers = weight.fields.data.contiguous().view(torch.uint8)
-        scale = marlin_scale(by_rows(weight) * 2.0 ** _BIAS[dtype], dtype)
-        if not scale.isfinite().all():
-            raise _unfit(f"scales that stay finite in {dtype} times 2^{_BIAS[dtype]}")
-        return _form(marlin_codes(numbers, 8), scale, None)
+        words, scale, second = tensors(weight, dtype)
+        locks = Locks(multiprocessors(words.device), words.device)
+        return (words, scale, None, second, locks), bytes_of(words, scale, second)
 
-    return pack, marlin(facts, _E4M3)
+    return pack, marlin(facts, kind)
+
+
+def _blocks(facts: Facts) -> tuple[Pack, Product]:
+    return _parts(facts, E4M3, block_tensors)
 
 
 def _swapped(scale: Tensor) -> Tensor:
@@ -101,21 +111,21 @@ def unsigned_scale(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
     return halves.view(torch.float8_e4m3fn)[:, 1::2].contiguous(), factor
 
 
+def micro_tensors(weight: QuantizedWeight, dtype: torch.dtype) -> Tensors:
+    """Those of a weight of MX or NVFP4 in Marlin's order."""
+    scheme, scale = weight.format.scheme, weight.fields.scale
+    data = weight.fields.data.contiguous().view(torch.uint8)
+    assert scale is not None
+    words = marlin_codes(data, 8) if scheme == "mxfp8" else marlin_codes(unpacked(data, 4, weight.shape[1]), 4)
+    if scheme != "nvfp4":
+        powers = marlin_scale(as_powers(scale).view(torch.uint8), torch.uint8)
+        return words, _swapped(powers).view(torch.float8_e8m0fnu), None
+    eighths, factor = unsigned_scale(scale, dtype)
+    return words, eighths, second_factor(weight) * (2.0 ** (_BIAS_OF_E2M1[dtype] - 7) / factor)
+
+
 def _micro(facts: Facts) -> tuple[Pack, Product]:
-    dtype, of_bytes = facts.tensors["input"].dtype, facts["weight_scheme"] == "mxfp8"
-    nv = facts["weight_scheme"] == "nvfp4"
-
-    def pack(weight: QuantizedWeight) -> tuple[tuple[Any, ...], int]:
-        data, scale = weight.fields.data.contiguous().view(torch.uint8), weight.fields.scale
-        assert scale is not None
-        words = marlin_codes(data, 8) if of_bytes else marlin_codes(unpacked(data, 4, weight.shape[1]), 4)
-        if not nv:
-            powers = marlin_scale(as_powers(scale).view(torch.uint8), torch.uint8)
-            return _form(words, _swapped(powers).view(torch.float8_e8m0fnu), None)
-        eighths, factor = unsigned_scale(scale, dtype)
-        return _form(words, eighths, second_factor(weight) * (2.0 ** (_BIAS_E2M1[dtype] - 7) / factor))
-
-    return pack, marlin(facts, _E4M3 if of_bytes else _E2M1)
+    return _parts(facts, E4M3 if facts["weight_scheme"] == "mxfp8" else E2M1, micro_tensors)
 
 
 _KINDS = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "IQ4_NL": 20}

@@ -210,6 +210,13 @@ _MISREAD = 2.0**-9
 """Share of a row's norm that what is misread in it may add up to: a rounding to bfloat16."""
 
 
+def misread(weight: QuantizedWeight) -> Tensor:
+    """The rows of a weight of blocks in which too much is misread, as rows of zeros. Shapes: → (N,)."""
+    data, wide = weight.fields.data, by_rows(weight).repeat_interleave(128, 1)[:, : weight.shape[1]]
+    lost = (wide.abs() * (_LEAST / 2)).masked_fill_(data.float().abs() >= _LEAST, 0.0).sum(1)
+    return ~(lost <= _MISREAD * weight.dequantized(torch.float32).norm(dim=1))
+
+
 def _blocks(facts: Facts) -> tuple[Pack, Product]:
     """Rows of the weight with too much that is misread, as rows of zeros, are kept in bfloat16 and multiplied apart."""
     library = operators(build_for(facts))
@@ -218,9 +225,7 @@ def _blocks(facts: Facts) -> tuple[Pack, Product]:
     def pack(weight: QuantizedWeight) -> tuple[tuple[Tensor, Tensor, Tensor | None, Tensor], int]:
         data, numbers = weight.fields.data.contiguous(), weight.dequantized(torch.float32)
         scale = weight.fields.scale.to(torch.float32).contiguous()  # type: ignore[union-attr]  # blocks have one
-        wide = by_rows(weight).repeat_interleave(128, 1)[:, : data.shape[1]]
-        misread = (wide.abs() * (_LEAST / 2)).masked_fill_(data.float().abs() >= _LEAST, 0.0).sum(1)
-        apart = (~(misread <= _MISREAD * numbers.norm(dim=1))).nonzero().flatten()
+        apart = misread(weight).nonzero().flatten()
         kept, converted = numbers[apart].to(torch.bfloat16), convert(data)
         form = converted, scale, apart if len(apart) else None, kept
         return form, converted.nbytes + scale.nbytes + kept.nbytes

@@ -20,7 +20,7 @@ from layerzero.core.handle import FOREIGN, STALE, Handle
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.linear.glance import Glance
 from layerzero.ops.quantize.weight import QuantizedWeight
-from layerzero.ops.quantize.weight_format import ARGUMENTS, Fields, WeightFormat
+from layerzero.ops.quantize.weight_format import Fields, WeightFormat, arguments_of, fields_of
 
 PACKED, DENSE = "packed", "dense"
 """Kinds of a packed weight that belongs to its call; the second one's forms may be as large as a floating weight."""
@@ -94,7 +94,7 @@ class PackedWeight(Handle):
 
     def __init__(self, weight: Tensor | QuantizedWeight, *, dense: bool = False) -> None:
         self._others: tuple[Callable[[], Tensor | None], ...] = ()
-        self._of: tuple[WeightFormat, tuple[int, int]] | None = None
+        self._of: tuple[WeightFormat, tuple[int, ...]] | None = None
         if isinstance(weight, QuantizedWeight):
             self._of = weight.format, weight.shape
             self._others = tuple([_nothing if each is None else weakref.ref(each) for each in weight.fields[1:]])
@@ -227,10 +227,6 @@ def _problem(weight: object) -> str:
     return ""
 
 
-_BESIDE = tuple(ARGUMENTS.values())[1:]
-"""The other tensors of a quantised weight, by their names in a call."""
-
-
 def packed_problems(arguments: Mapping[str, Any], made_of: Mapping[str, str] = ONE) -> list[str]:
     """List what is wrong with the packed weights of a call; those of a wrong type are the schema's business.
 
@@ -241,8 +237,9 @@ def packed_problems(arguments: Mapping[str, Any], made_of: Mapping[str, str] = O
         packed, weight = arguments.get(name), arguments.get(source)
         if not isinstance(packed, PackedWeight) or not isinstance(weight, Tensor):
             continue
-        kind = packed.kind_for(weight, *[arguments.get(each) for each in _BESIDE])
-        if kind == FOREIGN or (packed.quantized is None and arguments.get("weight_format") is not None):
+        format_name = arguments_of(source)["format"]
+        kind = packed.kind_for(*fields_of(arguments, source))
+        if kind == FOREIGN or (packed.quantized is None and arguments.get(format_name) is not None):
             wanted, step = f"the PackedWeight of this very {source} tensor, got that of another", "make one of this"
             problems.append(f"{name}: wanted {wanted}; {step}")
         if kind == STALE:

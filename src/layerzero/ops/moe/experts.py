@@ -15,12 +15,14 @@ from layerzero.core.judge import Elementwise
 from layerzero.core.operation import Case, Work
 from layerzero.ops.activation.formulas import FORMULAS, swiglu_oai
 from layerzero.ops.calls import drawn
-from layerzero.ops.declaration import function, operation, tensor, wide
+from layerzero.ops.declaration import operation, tensor, wide
 from layerzero.ops.draw import Draw
 from layerzero.ops.linear.declare import deviation
 from layerzero.ops.linear.fused import FEW, TOLERANCE, TOLERANCE_REASON
 from layerzero.ops.linear.packed import PackedWeight, packed_param, packed_problems
 from layerzero.ops.linear.route import FEATURES
+from layerzero.ops.quantize.schemes import scheme_of
+from layerzero.ops.quantize.weight_format import Fields, WeightFormat, fields_of
 
 ALPHA, LIMIT = 1.702, 7.0
 """Those of gpt-oss."""
@@ -51,10 +53,43 @@ def gated(
     return formulas[activation](gate) * up
 
 
+class Stack:
+    """Quantised weights of experts, whose numbers are made one expert after the other: what indexing gives.
+
+    Attributes:
+        of, given: the format and the tensors of all.
+        shape: (E, N, K).
+        dtype: of the numbers.
+    """
+
+    def __init__(self, of: WeightFormat, given: Fields, inputs: int, dtype: torch.dtype) -> None:
+        self.of, self.given, self.dtype = of, given, dtype
+        data = tuple(given.data.shape)
+        self.shape = data[0], scheme_of(of).outputs(of, data[1:], inputs), inputs
+
+    def __getitem__(self, number: int) -> Tensor:
+        """The numbers of an expert. Shapes: → (N, K)."""
+        wide = torch.promote_types(self.dtype, torch.float32)
+        with torch.no_grad():
+            given = self.given.of_expert(number)
+            return scheme_of(self.of).dequantized(self.of, given, self.shape[2], wide).to(self.dtype)
+
+
+def weights_of(arguments: Mapping[str, Any], dtype: torch.dtype, kind: Callable[..., Any] = Stack) -> tuple[Any, Any]:
+    """Both weights of a call, tensors as they are and quantised ones as stacks."""
+    gate_up, down = arguments["gate_up_weight"], arguments["down_weight"]
+    if arguments.get("gate_up_format") is None:
+        return gate_up, down
+    of, given = WeightFormat.of(arguments["gate_up_format"]), fields_of(arguments, "gate_up_weight")
+    first = kind(of, given, arguments["input"].shape[1], dtype)
+    of, given = WeightFormat.of(arguments["down_format"]), fields_of(arguments, "down_weight")
+    return first, kind(of, given, first.shape[1] // 2, dtype)
+
+
 def each_expert(
     visit: Callable[[Tensor, Tensor, Tensor | None], Tensor],
     like: Tensor,
-    weights: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    weights: tuple[Any, Any, Tensor | None, Tensor | None],
     expert_ids: Tensor,
     shares: Tensor,
 ) -> Tensor:
@@ -88,7 +123,7 @@ def summed(arguments: Mapping[str, Any]) -> Tensor:
         return functional.linear(through.square(), weight.square()) + made.square()
 
     biases = arguments.get("gate_up_bias"), arguments.get("down_bias")
-    weights = arguments["gate_up_weight"], arguments["down_weight"], *biases
+    weights = *weights_of(arguments, torch.float64), *biases
     shares = arguments["expert_weights"].square()
     return each_expert(visit, arguments["input"], weights, arguments["expert_ids"], shares).sqrt()
 
@@ -112,6 +147,16 @@ def moe_experts(
     limit: float = 7.0,
     packed_gate_up: PackedWeight | None = None,
     packed_down: PackedWeight | None = None,
+    gate_up_format: str | None = None,
+    gate_up_scale: Tensor | None = None,
+    gate_up_zero: Tensor | None = None,
+    gate_up_group_index: Tensor | None = None,
+    gate_up_second_scale: Tensor | None = None,
+    down_format: str | None = None,
+    down_scale: Tensor | None = None,
+    down_zero: Tensor | None = None,
+    down_group_index: Tensor | None = None,
+    down_second_scale: Tensor | None = None,
 ) -> Tensor:
     """Send each token through its experts, and add up what they make of it by their weights.
 
@@ -130,6 +175,10 @@ def moe_experts(
         alpha, limit: of ``"swiglu_oai"``, as for :func:`layerzero.swiglu_oai`.
         packed_gate_up, packed_down: the :class:`layerzero.PackedWeight` of each weight; kernels that want weights in
             another order want both. They change no result, and have no effect in compiled code.
+        gate_up_format, down_format: of quantised weights, such as ``"mxfp4"``. A :class:`layerzero.QuantizedWeight` of
+            all experts, (E, N, K), in place of a weight brings this and the tensors below.
+        gate_up_scale, ..., down_second_scale: with a format, the tensors that it has besides. Nothing flows back to
+            these, nor to the weights then.
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for a packed weight of another tensor or of
         one that was written into since, and on a CPU, and elsewhere in debug mode, for experts that there are not.
     Source: arXiv:1701.06538; gpt-oss, arXiv:2508.10925.
@@ -138,12 +187,12 @@ def moe_experts(
     def visit(joined: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return functional.linear(gated(joined, activation, alpha, limit), weight, bias)
 
-    dtype = wide(input.dtype)
-    weights = gate_up_weight, down_weight, gate_up_bias, down_bias
+    given, dtype = locals(), wide(input.dtype)
+    weights = *weights_of(given, dtype), gate_up_bias, down_bias
     return each_expert(visit, input.to(dtype), weights, expert_ids, expert_weights.to(dtype)).to(input.dtype)
 
 
-def _stock(
+def stock(
     input: Tensor,
     gate_up_weight: Tensor,
     down_weight: Tensor,
@@ -155,9 +204,11 @@ def _stock(
     activation: str = "silu",
     alpha: float = ALPHA,
     limit: float = LIMIT,
-    **_: object,
+    **others: Any,
 ) -> Callable[[], Tensor]:
     """A loop over the experts that have tokens, as models' code has it."""
+    named = {**others, "input": input, "gate_up_weight": gate_up_weight, "down_weight": down_weight}
+    gate_up_weight, down_weight = weights_of(named, input.dtype)
 
     def run() -> Tensor:
         total = torch.zeros_like(input)
@@ -214,7 +265,8 @@ def _complete(sizes: Mapping[str, int]) -> Mapping[str, int]:
     return {"inner_features": sizes["joined_features"] // 2}
 
 
-def _case(name: str, tokens: int, model: tuple[int, int, int, int], *given: str, **params: object) -> Case:
+def sized_case(name: str, tokens: int, model: tuple[int, int, int, int], *given: str, **params: object) -> Case:
+    """A case of a model: its experts, hidden and inner features, experts of a token."""
     experts, hidden, inner, top_k = model
     sizes = {"tokens": tokens, "experts": experts, "top_k": top_k, "hidden": hidden, "inner_features": inner}
     return Case(name, sizes | {"joined_features": 2 * inner}, params, given)
@@ -228,11 +280,12 @@ _MODELS = {
 _TOKENS = {"cuda": (1, 8, 64, 512, 4096), "cpu": (1, 4, 16, 128)}
 
 
-def _sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
+def sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
+    """Models that are worth measuring on a kind of device."""
     kind = device if device in _MODELS else "cpu"
     for name, model in _MODELS[kind].items() if narrow.keys() <= {"tokens"} else ():
         for tokens in narrow.get("tokens", _TOKENS[kind]):
-            yield _case(f"{name}_t{tokens}", tokens, model)
+            yield sized_case(f"{name}_t{tokens}", tokens, model)
 
 
 EXPERTS = operation(
@@ -264,11 +317,11 @@ EXPERTS = operation(
         Axis("inner_features", scales=True),
     ),
     cases=(
-        _case("small", 17, (5, 64, 96, 2)),
-        _case("biased", 9, (4, 64, 32, 3), "gate_up_bias", "down_bias", activation="swiglu_oai", limit=2.0),
-        _case("gelu", 9, (4, 64, 32, 2), "gate_up_bias", activation="gelu_tanh"),
-        _case("qwen3_t1", 1, (128, 2048, 768, 8)),
-        _case("mixtral_t16", 16, (8, 4096, 14336, 2)),
+        sized_case("small", 17, (5, 64, 96, 2)),
+        sized_case("biased", 9, (4, 64, 32, 3), "gate_up_bias", "down_bias", activation="swiglu_oai", limit=2.0),
+        sized_case("gelu", 9, (4, 64, 32, 2), "gate_up_bias", activation="gelu_tanh"),
+        sized_case("qwen3_t1", 1, (128, 2048, 768, 8)),
+        sized_case("mixtral_t16", 16, (8, 4096, 14336, 2)),
     ),
     tolerance=TOLERANCE,
     tolerance_reason=TOLERANCE_REASON,
@@ -277,14 +330,13 @@ EXPERTS = operation(
     examples=_examples,
     work=_work,
     scratch=lambda sizes: sizes["hidden"] * sizes["joined_features"] * 2 + sizes["tokens"] * sizes["joined_features"],
-    sweep=_sweep,
-    stock=_stock,
+    sweep=sweep,
+    stock=stock,
 )
 
 
-def _problems(arguments: dict[str, Any]) -> list[str]:
+def problems_of(arguments: dict[str, Any], joined: int, inner: int) -> list[str]:
     """What is wrong with sizes, the gate and packed weights."""
-    joined, inner = arguments["gate_up_weight"].shape[1], arguments["down_weight"].shape[2]
     activation, alpha, limit = (arguments[name] for name in ("activation", "alpha", "limit"))
     problems = []
     if joined != 2 * inner:
@@ -301,24 +353,37 @@ def _problems(arguments: dict[str, Any]) -> list[str]:
     return problems + packed_problems(arguments, PACKED_OF)
 
 
+def _weight(draw: Draw, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    made: Tensor = (draw.normal(shape, torch.float32) * deviation(shape[-1], FEW)).to(dtype)
+    return made.mT.contiguous().mT if draw.chance(0.2) else draw.laid_out(made, expand=False)
+
+
 def draw_experts(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     """Draw a call of ``lz.moe_experts``: experts without tokens, tokens without experts, weights that lie otherwise."""
-    tokens = draw.of((0, 1, 2, 5, 17, 40), (1, 6, 3, 3, 3, 2))
-    experts, top_k = draw.of((1, 2, 3, 5, 8, 16)), draw.of((1, 2, 3, 8), (2, 4, 3, 1))
     hidden, inner = (min(draw.of(FEATURES), 256) for _ in range(2))
+    experts = draw.of((1, 2, 3, 5, 8, 16))
+    weights = {
+        "gate_up_weight": _weight(draw, dtype, (experts, 2 * inner, hidden)),
+        "down_weight": _weight(draw, dtype, (experts, hidden, inner)),
+    }
+    if draw.chance(0.3):
+        weights |= {packed: PackedWeight(weights[of]) for packed, of in PACKED_OF.items()}
+    return draw_around(draw, dtype, (experts, hidden, inner), weights)
 
-    def weight(*shape: int) -> Tensor:
-        made: Tensor = (draw.normal(shape, torch.float32) * deviation(shape[-1], FEW)).to(dtype)
-        return made.mT.contiguous().mT if draw.chance(0.2) else draw.laid_out(made, expand=False)
 
+def draw_around(
+    draw: Draw, dtype: torch.dtype, sizes: tuple[int, int, int], weights: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A call around weights of these experts, hidden and inner features."""
+    tokens = draw.of((0, 1, 2, 5, 17, 40), (1, 6, 3, 3, 3, 2))
+    top_k, (experts, hidden, inner) = draw.of((1, 2, 3, 8), (2, 4, 3, 1)), sizes
     ids = choices(tokens, experts, top_k, draw.data, "cpu").to(draw.device)
     if draw.chance(0.2) and ids.numel():
         ids = ids.masked_fill(draw.uniform(ids.shape, torch.float32) < 0.3, -1)
     shares = draw.normal((tokens, top_k), torch.float32).softmax(-1)
     arguments: dict[str, Any] = {
         "input": draw.laid_out(draw.normal((tokens, hidden), dtype)),
-        "gate_up_weight": weight(experts, 2 * inner, hidden),
-        "down_weight": weight(experts, hidden, inner),
+        **weights,
         "expert_ids": draw.laid_out(ids.to(draw.of((torch.int32, torch.int64))), expand=False),
         "expert_weights": draw.laid_out(shares.to(draw.of((torch.float32, dtype)))),
     }
@@ -329,18 +394,5 @@ def draw_experts(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         arguments["activation"] = draw.of(GATES)
         if arguments["activation"] == "swiglu_oai" and draw.chance(0.5):
             arguments |= {"alpha": draw.of((1.0, 1.702)), "limit": draw.of((7.0, 1.5))}
-    if draw.chance(0.3):
-        arguments |= {packed: PackedWeight(arguments[of]) for packed, of in PACKED_OF.items()}
     draw.poison(arguments, ("input", "expert_weights"))
     return arguments
-
-
-MOE_EXPERTS = function(
-    "moe_experts",
-    EXPERTS,
-    varies=("tokens",),
-    fits=_problems,
-    draw=draw_experts,
-    weight=1,
-    state=frozenset({"matmul"}),
-)

@@ -34,7 +34,7 @@ def quantize_weight(
         weight = lz.quantize_weight(linear.weight, "int4", group_size=128)
 
     Args:
-        weight: (N, K), floating and finite.
+        weight: (N, K), floating and finite; or (E, N, K), each expert by itself.
         format: ``"int2"`` to ``"int8"``, as compressed-tensors lays them out; or a format or its text, such as
             ``"awq:bits=4,group=128,zeros=stored"``, ``"fp8:group=128,rows=128"``, ``"mxfp4"``, ``"nvfp4"`` or
             ``"nf4:group=64"``.
@@ -59,10 +59,10 @@ def quantize_weight(
             for name, each in given.items()
             if each is not None
         ]
-    if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
-        problems.append(f"weight: wanted a floating tensor (N, K), got {told(weight)}")
+    if not isinstance(weight, Tensor) or weight.ndim not in (2, 3) or not weight.is_floating_point():
+        problems.append(f"weight: wanted a floating tensor (N, K) or (E, N, K), got {told(weight)}")
     elif not problems:
-        problems += scheme_of(of).size_problems(of, *weight.shape)
+        problems += scheme_of(of).size_problems(of, *weight.shape[-2:])
         if not bool(weight.isfinite().all()):
             problems.append("weight: wanted finite numbers, got one that is not")
     if of.permuted:
@@ -70,7 +70,11 @@ def quantize_weight(
     refuse("quantize_weight", problems)
     with torch.no_grad():
         numbers = weight.detach().float() if weight.dtype is torch.float64 else weight.detach()
-        return QuantizedWeight(of, tuple(weight.shape), *scheme_of(of).quantized(of, numbers))
+        made = [
+            QuantizedWeight(of, tuple(each.shape), *scheme_of(of).quantized(of, each))
+            for each in (numbers if numbers.ndim == 3 else numbers.unsqueeze(0))
+        ]
+        return made[0] if numbers.ndim == 2 else QuantizedWeight.stack(made)
 
 
 def repack(weight: QuantizedWeight, format: WeightFormat | str) -> QuantizedWeight:  # noqa: A002
@@ -84,6 +88,8 @@ def repack(weight: QuantizedWeight, format: WeightFormat | str) -> QuantizedWeig
     """
     if not isinstance(weight, QuantizedWeight):
         raise InvalidCallError("repack", [f"weight: wanted a QuantizedWeight, got {told(weight)}"])
+    if len(weight.shape) == 3:
+        return QuantizedWeight.stack([repack(each, format) for each in weight])  # type: ignore[attr-defined]
     codes, of = weight.codes, format if isinstance(format, WeightFormat) else WeightFormat.of(format)
     scheme = GROUPED.get(of.scheme)
     step = f"lz.quantize_weight(weight.dequantized(), {str(of)!r}) quantises anew: a pass over the numbers, less exact"
@@ -108,12 +114,12 @@ def repack(weight: QuantizedWeight, format: WeightFormat | str) -> QuantizedWeig
     return QuantizedWeight.unchecked(of, weight.shape, scheme.encoded(of, codes))
 
 
-def read_gguf(path: str | Path, names: Iterable[str] | None = None) -> dict[str, QuantizedWeight | Tensor | list[Any]]:
+def read_gguf(path: str | Path, names: Iterable[str] | None = None) -> dict[str, QuantizedWeight | Tensor]:
     """Read the tensors of a GGUF file, by name: those of F32, F16 and BF16 as they are, others as QuantizedWeight.
 
         weights = lz.read_gguf("model-Q4_K_M.gguf", ["blk.0.attn_q.weight"])
 
-    Quantised tensors of three axes (experts) are lists of weights. They are copied, on the CPU. It needs ``gguf``.
+    Quantised tensors of three axes (experts) are stacks (E, N, K). They are copied, on the CPU. It needs ``gguf``.
 
     Args:
         names: those that are wanted; all if None.
@@ -146,13 +152,11 @@ def read_gguf(path: str | Path, names: Iterable[str] | None = None) -> dict[str,
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def _read(tensor: Any, kind: str) -> QuantizedWeight | Tensor | list[Any]:
+def _read(tensor: Any, kind: str) -> QuantizedWeight | Tensor:
     shape = tuple(int(each) for each in reversed(tensor.shape))
     data = torch.from_numpy(tensor.data.copy())
     if kind in _PLAIN:
         return data.contiguous().view(torch.uint8).flatten().view(_PLAIN[kind]).view(shape)
     of, columns = WeightFormat("gguf", kind), shape[-1]
     rows = data.view(*shape[:-1], columns // KINDS[kind].block * KINDS[kind].size)
-    if len(shape) == 2:
-        return QuantizedWeight(of, shape, *Fields(rows))
-    return [QuantizedWeight(of, shape[-2:], *Fields(each)) for each in rows.view(-1, *rows.shape[-2:])]
+    return QuantizedWeight(of, shape, *Fields(rows))

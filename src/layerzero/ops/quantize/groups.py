@@ -144,7 +144,8 @@ class Grouped(Scheme):
     def value_problems(self, of: WeightFormat, given: Fields) -> list[str]:
         problems, half = [], 1 << (of.bits - 1)
         if given.group_index is not None:
-            problems += _index_problems(of, given.group_index)
+            for each in given.group_index.view(-1, given.group_index.shape[-1]):
+                problems += _index_problems(of, each)
         if of.zeros == "signed" and given.zero is not None:
             low, high = int(given.zero.min()), int(given.zero.max())
             if low < -half or high >= half:

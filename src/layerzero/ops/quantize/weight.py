@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,25 +15,26 @@ from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.quantize.groups import GROUPED
 from layerzero.ops.quantize.schemes import format_problems, scheme_of
-from layerzero.ops.quantize.weight_format import ARGUMENTS, Codes, Fields, WeightFormat
+from layerzero.ops.quantize.weight_format import Codes, Fields, WeightFormat, arguments_of
 
 if TYPE_CHECKING:
     from layerzero.ops.linear.packed import PackedWeight
 
 
 class QuantizedWeight(Bundle):
-    """A weight (N, K) as a file holds it: its format, and the tensors that this format has.
+    """A weight (N, K) as a file holds it, or a stack (E, N, K): its format, and the tensors that this format has.
 
         weight = lz.QuantizedWeight.from_gptq(qweight, qzeros, scales, g_idx, bits=4, group_size=128)
         y = lz.quantized_linear(x, weight)
 
     Calls take it in place of ``weight``, or its tensors and ``weight_format=str(weight.format)``, which costs less. It
     makes one :class:`layerzero.PackedWeight` of itself, which its calls bring: a kernel that wants another order makes
-    that once.
+    that once. Weights of experts are a stack, for :func:`layerzero.moe_experts`: each tensor has an axis more, in
+    front. ``weight[e]`` is that of one, :meth:`stack` joins those of several.
 
     Attributes:
         format: how the tensors hold the numbers.
-        shape: (N, K), the rows and columns of the numbers.
+        shape: (N, K), the rows and columns of the numbers, or (E, N, K).
         fields: the tensors, by name.
     Args:
         format: a :class:`layerzero.WeightFormat`, or its text.
@@ -60,15 +62,39 @@ class QuantizedWeight(Bundle):
             raise InvalidCallError("QuantizedWeight", problems, ReasonCode.QUANT_FORMAT_UNSUPPORTED)
         if problems := _shape_problems(of, shape, given) or value_problems(of, given):
             raise InvalidCallError("QuantizedWeight", problems)
-        self.format, self.shape, self.fields = of, (int(shape[0]), int(shape[1])), given
+        self.format, self.shape, self.fields = of, tuple(int(each) for each in shape), given
         self._packed: PackedWeight | None = None
 
     @classmethod
-    def unchecked(cls, format: WeightFormat, shape: tuple[int, int], fields: Fields) -> QuantizedWeight:  # noqa: A002
+    def unchecked(cls, format: WeightFormat, shape: tuple[int, ...], fields: Fields) -> QuantizedWeight:  # noqa: A002
         """One of tensors that were checked before."""
         made = cls.__new__(cls)
         made.format, made.shape, made.fields, made._packed = format, shape, fields, None
         return made
+
+    @classmethod
+    def stack(cls, weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+        """Those of several experts as one, (E, N, K); their tensors are copied.
+
+        Raises: InvalidCallError for none, and for weights that differ in format, shape or dtypes.
+        """
+        problems = [] if len(weights) else ["weights: wanted at least one, got none"]
+        for number, each in enumerate(weights):
+            if not isinstance(each, QuantizedWeight) or len(each.shape) != 2:
+                problems.append(f"weights[{number}]: wanted a QuantizedWeight (N, K), got {told(each)}")
+            elif _kind(each) != _kind(weights[0]):
+                problems.append(f"weights[{number}]: wanted {weights[0]!r} like the first, got {each!r}")
+        refuse("QuantizedWeight.stack", problems)
+        first = weights[0]
+        columns = zip(*[each.fields for each in weights], strict=True)
+        fields = Fields(*[None if each[0] is None else torch.stack(each) for each in columns])  # type: ignore[arg-type]
+        return cls.unchecked(first.format, (len(weights), *first.shape), fields)
+
+    def __getitem__(self, number: int) -> QuantizedWeight:
+        """The weight of one expert of a stack, views of its tensors."""
+        if len(self.shape) != 3 or not -self.shape[0] <= number < self.shape[0]:  # what ends a loop over it
+            raise IndexError(f"wanted an expert of {self!r}, got {number}")
+        return QuantizedWeight.unchecked(self.format, self.shape[1:], self.fields.of_expert(number))
 
     @classmethod
     def from_gptq(
@@ -140,30 +166,40 @@ class QuantizedWeight(Bundle):
 
     @classmethod
     def from_fp8(cls, weight: Tensor, scale: Tensor, block: tuple[int, int] = (128, 128)) -> QuantizedWeight:
-        """Of float8 (N, K) with a scale for each block (``weight_scale_inv``), row (N, 1) or (N,), or for all: ()."""
-        if not isinstance(scale, Tensor) or (scale.ndim == 2 and scale.shape not in ((len(weight), 1), (1, 1))):
+        """Of float8 (N, K) with a scale for each block (``weight_scale_inv``), row (N, 1) or (N,), or for all: ().
+
+        Of a stack (E, N, K) scales are (E, blocks, blocks), (E, N, 1) or (E,).
+        """
+        lead = tuple(weight.shape[:-2])
+        if not isinstance(scale, Tensor) or (
+            scale.ndim == weight.ndim and tuple(scale.shape[-2:]) not in ((weight.shape[-2], 1), (1, 1))
+        ):
             return cls(WeightFormat("fp8", rows=block[0], group=block[1]), tuple(weight.shape), weight, scale)
-        of = WeightFormat("fp8", rows=1 if scale.numel() > 1 else 0)
-        return cls(of, tuple(weight.shape), weight, scale.reshape(-1, 1) if of.rows else scale.reshape(()))
+        of = WeightFormat("fp8", rows=1 if scale.numel() > math.prod(lead) else 0)
+        return cls(of, tuple(weight.shape), weight, scale.reshape(*lead, -1, 1) if of.rows else scale.reshape(lead))
 
     @classmethod
     def from_mx(cls, weight: Tensor, scale: Tensor) -> QuantizedWeight:
-        """Of MX: uint8 (N, K / 2) or, as gpt-oss has it, (N, K / 32, 16), or float8 (N, K); scale (N, K / 32)."""
-        weight = weight.flatten(1)
-        columns = weight.shape[1] * (2 if weight.dtype is torch.uint8 else 1)
-        return cls("mxfp4" if weight.dtype is torch.uint8 else "mxfp8", (len(weight), columns), weight, scale)
+        """Of MX: uint8 (N, K / 2) or, as gpt-oss has it, (N, K / 32, 16), or float8 (N, K); scale (N, K / 32).
+
+        Of a stack with an axis more in front: gpt-oss's ``gate_up_proj_blocks`` (E, N, K / 32, 16).
+        """
+        weight = weight.flatten(scale.ndim - 1)
+        columns = weight.shape[-1] * (2 if weight.dtype is torch.uint8 else 1)
+        shape = (*weight.shape[:-1], columns)
+        return cls("mxfp4" if weight.dtype is torch.uint8 else "mxfp8", shape, weight, scale)
 
     @classmethod
     def from_nvfp4(
         cls, weight: Tensor, scale: Tensor, second_scale: Tensor, *, divides: bool = False
     ) -> QuantizedWeight:
-        """Of NVFP4: weight (N, K / 2), scale (N, K / 16), second_scale one number.
+        """Of NVFP4: weight (N, K / 2), scale (N, K / 16), second_scale one number; of a stack (E, ...) one for each.
 
         ``divides`` where scales are quotients by it (compressed-tensors' ``weight_global_scale``), not multiples
         (ModelOpt's ``weight_scale_2``).
         """
         of = WeightFormat("nvfp4", "over" if divides else "")
-        return cls(of, (len(weight), 2 * weight.shape[1]), weight, scale, second_scale=second_scale)
+        return cls(of, (*weight.shape[:-1], 2 * weight.shape[-1]), weight, scale, second_scale=second_scale)
 
     @classmethod
     def from_bitsandbytes(cls, data: Tensor, state: Any) -> QuantizedWeight:
@@ -186,12 +222,15 @@ class QuantizedWeight(Bundle):
 
     @property
     def codes(self) -> Codes:
-        """Whole numbers by group; of a format of such. Raises: InvalidCallError for any other."""
+        """Whole numbers by group; of a format of such. Raises: InvalidCallError for any other, and of a stack."""
         scheme = GROUPED.get(self.format.scheme)
         if scheme is None:
             wanted = f"codes: wanted a format of whole numbers by group ({', '.join(GROUPED)}), got {self.format}"
             step = "lz.quantize_weight(weight.dequantized(), ...) makes one"
             raise InvalidCallError("QuantizedWeight", [f"{wanted}; {step}"], ReasonCode.REQUANTIZATION_REQUIRED)
+        if len(self.shape) == 3:
+            step = "weight[e].codes are those of one expert"
+            raise InvalidCallError("QuantizedWeight", [f"codes: wanted one weight, got {self!r}; {step}"])
         return scheme.codes(self.format, self.fields, self.shape[1])
 
     @property
@@ -218,31 +257,39 @@ class QuantizedWeight(Bundle):
         return sum(each.nbytes for each in self.fields if each is not None)
 
     def dequantized(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The numbers (N, K), as the library gives them that defines the format; in its dtype if None."""
+        """The numbers (N, K), or of a stack (E, N, K), as the library gives them that defines the format.
+
+        Dtype: that of this library if None.
+        """
+        if len(self.shape) == 3:
+            return torch.stack([self[number].dequantized(dtype) for number in range(self.shape[0])])
         scheme, own = scheme_of(self.format), scheme_of(self.format).own_dtype(self.fields)
         wide = torch.float64 if dtype is torch.float64 else torch.float32
         return scheme.dequantized(self.format, self.fields, self.shape[1], wide).to(dtype or own)
 
     def arguments_of(self, function: str, parameter: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Its tensors and its format. Raises: InvalidCallError where it stands for anything but a weight."""
-        mine: dict[str, Any] = {ARGUMENTS[name]: each for name, each in self.fields._asdict().items()}
-        if not (function == "quantized_linear" and parameter == "weight"):
+        names, of_experts = arguments_of(parameter), len(self.shape) == 3
+        if not (of_experts if function == "moe_experts" else (function, parameter) == ("quantized_linear", "weight")):
+            wanted = "one of experts (E, N, K)" if function == "moe_experts" else "a tensor"
             step = "weight.dequantized() gives its numbers"
-            raise InvalidCallError(function, [f"{parameter}: wanted a tensor, got a QuantizedWeight; {step}"])
-        brought = {**mine, "weight_format": str(self.format)}
-        for name in brought.keys() - {"weight"}:
+            raise InvalidCallError(function, [f"{parameter}: wanted {wanted}, got a {self!r}; {step}"])
+        mine: dict[str, Any] = {names[name]: each for name, each in self.fields._asdict().items()}
+        brought = {**mine, names["format"]: str(self.format)}
+        for name in brought.keys() - {parameter}:
             named = given.get(name)
             if named not in (None, MISSING) and named is not brought[name] and named != str(self.format):
                 problem = f"{name}: wanted None with a QuantizedWeight, which brings it, got one"
                 raise InvalidCallError(function, [problem])
-        if given.get("packed") in (None, MISSING) and not torch.compiler.is_compiling():  # it has no place for one
-            mine["packed"] = self.packed
-        if self.is_by_row:  # more kernels have the operation of these
+        bring_packed = given.get(names["packed"]) in (None, MISSING)
+        if bring_packed and not torch.compiler.is_compiling():  # it has no place for one
+            mine[names["packed"]] = self.packed
+        if self.is_by_row and not of_experts:  # more kernels have the operation of these
             return {name: mine[name] for name in ("weight", "weight_scale", "packed") if name in mine}
-        return mine | {"weight_format": str(self.format)}
+        return mine | {names["format"]: str(self.format)}
 
     def __repr__(self) -> str:
-        return f"QuantizedWeight({self.format}, {self.shape[0]} x {self.shape[1]}, {self.bytes} bytes)"
+        return f"QuantizedWeight({self.format}, {' x '.join(map(str, self.shape))}, {self.bytes} bytes)"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return QuantizedWeight.unchecked, (self.format, self.shape, self.fields)
@@ -257,9 +304,14 @@ def _tensors_missing(tensors: Mapping[str, object], ndim: int) -> list[str]:
     ]
 
 
+def _kind(weight: QuantizedWeight) -> tuple[object, ...]:
+    """What weights of one stack have in common."""
+    return weight.format, weight.shape, *[None if each is None else (each.dtype, each.device) for each in weight.fields]
+
+
 def _shape_problems(of: WeightFormat, shape: object, given: Fields) -> list[str]:
-    if not isinstance(shape, (tuple, list)) or len(shape) != 2 or not all(type(each) is int for each in shape):
-        return [f"shape: wanted rows and columns as two integers, got {told(shape)}"]
+    if not isinstance(shape, (tuple, list)) or len(shape) not in (2, 3) or not all(type(each) is int for each in shape):
+        return [f"shape: wanted rows and columns as two integers, or experts before them, got {told(shape)}"]
     strangers = [
         f"{name}: wanted a tensor or None, got {told(each)}"
         for name, each in given._asdict().items()
@@ -275,18 +327,40 @@ def _shape_problems(of: WeightFormat, shape: object, given: Fields) -> list[str]
     ]
     if dense:
         return dense
-    problems = scheme_of(of).field_problems(of, given, shape[1])
-    found = scheme_of(of).outputs(of, tuple(given.data.shape), shape[1])
-    if not problems and found != shape[0]:
-        problems.append(f"shape: wanted {found} rows, which data {tuple(given.data.shape)} holds, got {shape[0]}")
+    problems = stack_problems(of, given, shape[-1], shape[0] if len(shape) == 3 else None)
+    if not problems:
+        one = given if len(shape) == 2 else given.of_expert(0)
+        found = scheme_of(of).outputs(of, tuple(one.data.shape), shape[-1])
+        if found != shape[-2]:
+            problems.append(f"shape: wanted {found} rows, which data {tuple(one.data.shape)} holds, got {shape[-2]}")
     elsewhere = [name for name, each in tensors.items() if each.device != given.data.device]
     return problems + [
         f"{name}: wanted {given.data.device} like data, got {tensors[name].device}" for name in elsewhere
     ]
 
 
+def stack_problems(of: WeightFormat, given: Fields, inputs: int, experts: int | None) -> list[str]:
+    """What is wrong with the shapes and dtypes of a weight's tensors, or of a stack of so many, by the names of fields.
+
+    No value is read.
+    """
+    if experts is None:
+        return scheme_of(of).field_problems(of, given, inputs)
+    there = {name: each for name, each in given._asdict().items() if each is not None}
+    problems = [
+        f"{name}: wanted the {experts} experts in front, got {tuple(each.shape)}"
+        for name, each in there.items()
+        if each.ndim == 0 or each.shape[0] != experts
+    ]
+    if experts == 0:
+        problems.append("shape: wanted at least one expert, got none")
+    return problems or [
+        f"{each} for each expert" for each in scheme_of(of).field_problems(of, given.of_expert(0), inputs)
+    ]
+
+
 def value_problems(of: WeightFormat, given: Fields) -> list[str]:
-    """What is wrong with the values of a weight's tensors, whose shapes are right."""
+    """What is wrong with the values of a weight's tensors or of a stack's, whose shapes are right."""
     if given.data.is_meta:
         return []
     problems = []

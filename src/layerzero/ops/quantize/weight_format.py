@@ -96,6 +96,10 @@ class Fields(NamedTuple):
     group_index: Tensor | None = None
     second_scale: Tensor | None = None
 
+    def of_expert(self, number: int) -> Fields:
+        """Those of one weight of a stack, as views."""
+        return Fields(*[None if each is None else each[number] for each in self])  # type: ignore[arg-type]  # data is there
+
 
 ARGUMENTS = dict(
     zip(Fields._fields, ("weight", "weight_scale", "weight_zero", "group_index", "second_scale"), strict=True)
@@ -103,9 +107,22 @@ ARGUMENTS = dict(
 """By the name of a field, the argument of a call that it is."""
 
 
-def fields_of(arguments: Mapping[str, Any]) -> Fields:
-    """The tensors of the weight of a call."""
-    return Fields(*[arguments.get(name) for name in ARGUMENTS.values()])  # type: ignore[arg-type]  # the first is there
+def arguments_of(weight: str) -> Mapping[str, str]:
+    """The arguments that belong to one that is a weight, by field, and its ``format`` and ``packed``.
+
+    Those of ``gate_up_weight`` are ``gate_up_scale``, ``gate_up_zero``, ..., ``gate_up_format``, ``packed_gate_up``.
+    """
+    part = weight.removesuffix("weight")
+    if not part:
+        return {**ARGUMENTS, "format": "weight_format", "packed": "packed"}
+    named = {name: f"{part}{name}" for name in (*Fields._fields, "format")}
+    return {**named, "data": weight, "packed": f"packed_{part.removesuffix('_')}"}
+
+
+def fields_of(arguments: Mapping[str, Any], weight: str = "weight") -> Fields:
+    """The tensors of the weight of a call, or of one of its weights."""
+    names = ARGUMENTS if weight == "weight" else arguments_of(weight)
+    return Fields(*[arguments.get(names[each]) for each in Fields._fields])  # type: ignore[arg-type]  # the first is there
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,111 @@
+"""torch's experts with quantised weights: those that have tokens, one after another, dequantised block by block.
+
+Every format runs on every device; nothing is made of a weight but blocks of it, which stay in a CPU's caches.
+With packed weights torch's products of codes of four and eight bits serve each expert: see ``grouped_linear.py``.
+Library: torch >= 2.10, BSD-3-Clause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.expert_weights import ACCEPTS, TENSORS, Products, experts_of, multiplied
+from layerzero.backends.grouped_weights import IN_FOUR_BITS
+from layerzero.backends.torch.attention import FLOATS, TORCH
+from layerzero.backends.torch.grouped_linear import int4, int8
+from layerzero.backends.torch.moe import load_each
+from layerzero.backends.torch.weight_formats import dequantizing
+from layerzero.backends.torch.widened import many
+from layerzero.core import limits as limit
+from layerzero.core.emulation import lacks
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.ops.moe.experts import Stack, weights_of
+from layerzero.ops.moe.quantized import QUANTIZED
+
+_SPREAD = many("tokens", of="top_k", over="experts")
+
+
+def _dtypes(facts: Facts) -> tuple[torch.dtype, torch.dtype]:
+    """The dtype that numbers are dequantised in, and that of the products: of few rows on a CPU it is the same."""
+    dtype = facts["dtype"]
+    assert isinstance(dtype, torch.dtype)
+    exact = torch.promote_types(dtype, torch.float32)
+    on_cpu = facts["platform"] == "cpu"
+    if on_cpu and (dtype is torch.float16 or lacks(facts.device, dtype) or not _SPREAD(facts)):
+        return exact, exact
+    return exact, dtype
+
+
+def _load(facts: Facts) -> Callable[..., Any]:
+    loop, dtypes = load_each(facts, multiplied), _dtypes(facts)
+    platform, whole = str(facts["platform"]), bool(facts["requires_grad"])
+
+    def products(stack: Stack) -> Products:
+        run = dequantizing(stack.of, (stack.shape[1], stack.shape[2]), dtypes, platform, whole=whole)
+        return Products(stack.shape[0], lambda rows, number: run(rows, stack.given.of_expert(number)))
+
+    def experts(
+        input: Tensor,
+        gate_up_weight: Tensor,
+        down_weight: Tensor,
+        expert_ids: Tensor,
+        expert_weights: Tensor,
+        *,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        activation: str,
+        alpha: float,
+        limit: float,
+        **formats: Any,
+    ) -> Tensor:
+        given = {**formats, "input": input, "gate_up_weight": gate_up_weight, "down_weight": down_weight}
+        stacks = map(products, weights_of(given, input.dtype))
+        named = {"gate_up_bias": gate_up_bias, "down_bias": down_bias, "activation": activation}
+        return loop(input, *stacks, expert_ids, expert_weights, **named, alpha=alpha, limit=limit)
+
+    return experts
+
+
+KERNELS = (
+    Kernel(
+        id="torch.experts_dequantized",
+        operations=(QUANTIZED.name,),
+        backend=TORCH,
+        load=_load,
+        accepts=(*ACCEPTS, *TENSORS),
+        limits=(FLOATS,),
+        grad=True,
+        graph_safe=False,
+        handles_negated=True,
+        priority=20,
+    ),
+    experts_of(
+        "torch.experts_int4",
+        TORCH,
+        int4,
+        45,
+        limit.cpu_feature("avx2"),
+        limit.dtype("bfloat16"),
+        IN_FOUR_BITS,
+        limit.dim("weight_group", multiple=32),
+        limit.dim("hidden", multiple=32),
+        limit.dim("inner_features", multiple=32),
+    ),
+    experts_of(
+        "torch.experts_int8",
+        TORCH,
+        int8,
+        45,
+        limit.dtype("bfloat16"),
+        limit.one_of("weight_bits", 8),
+        limit.one_of("weight_zeros", "none"),
+        limit.one_of("weight_group", 0),
+        limit.dim("hidden", multiple=16),
+        limit.dim("inner_features", multiple=16),
+    ),
+)

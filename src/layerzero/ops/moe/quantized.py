@@ -1,0 +1,312 @@
+"""Experts whose weights are quantised, moe.experts.quant, and the function that both kinds of experts share.
+
+Weights are stacks of what :mod:`layerzero.ops.quantize.schemes` lays out, each tensor with the experts in front. The
+reference makes the numbers of one expert after the other in the dtype that products are in, float32 or wider.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.core.arguments import Axis, Param, Role, TensorSchema
+from layerzero.core.dtypes import dtype_name
+from layerzero.core.errors import InvalidCallError
+from layerzero.core.judge import Elementwise
+from layerzero.core.operation import Case, Operation, Work
+from layerzero.core.reasons import ReasonCode
+from layerzero.ops.declaration import function, operation, tensor
+from layerzero.ops.draw import Draw
+from layerzero.ops.linear.fused import TOLERANCE, TOLERANCE_REASON
+from layerzero.ops.linear.packed import PackedWeight
+from layerzero.ops.linear.weight_formats import random_weight
+from layerzero.ops.moe.experts import (
+    EXPERTS,
+    PACKED_OF,
+    draw_around,
+    draw_experts,
+    moe_experts,
+    problems_of,
+    sized_case,
+    stock,
+    summed,
+    sweep,
+    weights_of,
+)
+from layerzero.ops.quantize.schemes import SCHEMES, format_problems, scheme_of
+from layerzero.ops.quantize.weight import QuantizedWeight, stack_problems
+from layerzero.ops.quantize.weight_format import ARGUMENTS, Fields, WeightFormat, arguments_of, fields_of
+
+WEIGHTS = ("gate_up_weight", "down_weight")
+
+
+def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
+    first, second = weights_of(arguments, torch.float32)
+    of, scale = first.of, arguments.get("gate_up_scale")
+    return {
+        "joined_features": first.shape[1],
+        "inner_features": second.shape[2],
+        "weight_scheme": of.scheme,
+        "weight_kind": of.kind,
+        "weight_bits": of.bits,
+        "weight_group": of.group,
+        "weight_zeros": of.zeros,
+        "weight_permuted": of.permuted,
+        "weight_dtype": dtype_name(arguments["gate_up_weight"].dtype),
+        "scale_dtype": "none" if scale is None else dtype_name(scale.dtype),
+        "formats_alike": of == second.of and first.given.data.dtype == second.given.data.dtype,
+    }
+
+
+_SIZES = ("gate_up_lines", "gate_up_words", "hidden")
+_DERIVED = {"joined_features": _SIZES, "inner_features": _SIZES} | dict.fromkeys(
+    (
+        *("weight_scheme", "weight_kind", "weight_bits", "weight_group", "weight_zeros", "weight_permuted"),
+        *("weight_dtype", "scale_dtype", "formats_alike"),
+    ),
+    (),
+)
+
+
+def _work(facts: Mapping[str, Any]) -> Work:
+    """As of experts that are not quantised, with the bits of their formats."""
+    tokens, chosen, read = (
+        facts["tokens"],
+        facts["tokens"] * facts["top_k"],
+        min(facts["experts"], facts["tokens"] * facts["top_k"]),
+    )
+    sizes = facts["hidden"] * facts["joined_features"], facts["hidden"] * facts["inner_features"]
+    bits = [scheme_of(of).bits(of) for of in map(WeightFormat.of, (facts["gate_up_format"], facts["down_format"]))]
+    weights = read * sum(size * each / 8 for size, each in zip(sizes, bits, strict=True))
+    return Work(2.0 * chosen * sum(sizes), weights + float(2 * tokens * facts["hidden"] * facts["dtype"].itemsize))
+
+
+def _named(weight: str, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a weight under the arguments that it has in a call."""
+    names = arguments_of(weight)
+    return {names[field]: made[name] for field, name in ARGUMENTS.items() if name in made}
+
+
+def random_stack(of: WeightFormat, shape: tuple[int, int, int], device: Any, generator: Any) -> dict[str, Tensor]:
+    """A stack of a format by the fields' arguments of a single weight; of shapes alone on the meta device."""
+    experts, outputs, inputs = shape
+    if torch.device(device).type == "meta" or not experts:
+        one = random_weight(of, outputs, inputs, device, generator)
+        return {name: each.expand(experts, *each.shape).contiguous() for name, each in one.items()}
+    few = [random_weight(of, outputs, inputs, device, generator) for _ in range(min(experts, _DRAWN))]
+    return {name: torch.stack([few[number % len(few)][name] for number in range(experts)]) for name in few[0]}
+
+
+_DRAWN = 8
+"""Experts with numbers of their own in a drawn stack: 128 of a model's take a minute."""
+
+
+def _examples(
+    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
+) -> dict[str, Any]:
+    """Both weights of a case, and experts that differ; of sizes that a format does not have none, which is no call."""
+    experts, joined, inner, hidden = (
+        case.sizes[name] for name in ("experts", "joined_features", "inner_features", "hidden")
+    )
+    made: dict[str, Any] = {}
+    for weight, shape in zip(WEIGHTS, ((experts, joined, hidden), (experts, hidden, inner)), strict=True):
+        of = WeightFormat.of(str(case.params[arguments_of(weight)["format"]]))
+        if format_problems(of) or scheme_of(of).size_problems(of, *shape[1:]):
+            made[weight] = torch.empty(0, 0, 0, dtype=torch.uint8, device=device)
+        else:
+            made |= _named(weight, random_stack(of, shape, device, generator))
+    plain = EXPERTS.examples
+    assert plain is not None
+    small = replace(case, sizes={**case.sizes, "joined_features": 2, "inner_features": 1, "hidden": 1})
+    around = plain(small, dtype, device, generator)
+    return made | {name: around[name] for name in ("expert_ids", "expert_weights")}
+
+
+def _case(
+    name: str, tokens: int, model: tuple[int, int, int, int], *given: str, formats: str, **params: object
+) -> Case:
+    first, _, second = formats.partition(" ")
+    return sized_case(name, tokens, model, *given, gate_up_format=first, down_format=second or first, **params)
+
+
+_SWEPT = ("compressed-tensors:bits=4,group=128", "mxfp4", "fp8:group=128,rows=128")
+
+
+def _sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
+    for each in sweep(device, narrow):
+        for text in _SWEPT:
+            of = WeightFormat.of(text)
+            params = {**each.params, "gate_up_format": text, "down_format": text}
+            yield replace(each, name=f"{each.name}_{of.scheme}", params=params)
+
+
+def packed_of(weight: str) -> Param:
+    """The argument that brings a stack's packed form."""
+    names = arguments_of(weight)
+
+    def make(arguments: Mapping[str, Any], _capturable: bool) -> PackedWeight:
+        if arguments.get(names["format"]) is None:  # of a call of the other operation
+            return PackedWeight(arguments[weight])
+        first, second = weights_of(arguments, torch.float32)
+        mine = first if weight == WEIGHTS[0] else second
+        return PackedWeight(QuantizedWeight.unchecked(mine.of, mine.shape, mine.given))
+
+    made_of = tuple(names[each] for each in Fields._fields)
+    return Param(names["packed"], PackedWeight, None, Role.HANDLE, made_of=made_of, make=make, works=False)
+
+
+def _tensors(weight: str) -> tuple[TensorSchema, ...]:
+    names = arguments_of(weight)
+    return tuple(
+        tensor(names[each], None, same_dtype=False, required=False, resident=True) for each in Fields._fields[1:]
+    )
+
+
+def _format(weight: str) -> Param:
+    name, code = arguments_of(weight)["format"], ReasonCode.QUANT_FORMAT_UNSUPPORTED
+    return Param(name, str, example="mxfp4", code=code)
+
+
+_PLAIN = {each.name: each for each in EXPERTS.schema.inputs}
+_INT4 = "compressed-tensors:bits=4,group=32"
+
+QUANTIZED: Operation = operation(
+    "moe.experts.quant",
+    "What chosen experts with quantised weights make of each token, added up",
+    moe_experts,
+    inputs=(
+        _PLAIN["input"],
+        tensor("gate_up_weight: experts gate_up_lines gate_up_words", None, same_dtype=False, resident=True),
+        tensor("down_weight: experts down_lines down_words", None, same_dtype=False, resident=True),
+        *(_PLAIN[name] for name in ("expert_ids", "expert_weights", "gate_up_bias", "down_bias")),
+        *(each for weight in WEIGHTS for each in _tensors(weight)),
+    ),
+    outputs=("output: tokens hidden",),
+    params=(
+        *(each for each in EXPERTS.schema.params if each.name not in PACKED_OF),
+        *map(_format, WEIGHTS),
+        *map(packed_of, WEIGHTS),
+    ),
+    axes=(
+        *EXPERTS.schema.axes,
+        *(Axis(f"{part}_{of}", scales=True, implied=True) for part in ("gate_up", "down") for of in ("lines", "words")),
+    ),
+    cases=(
+        _case("small", 17, (5, 64, 96, 2), formats=_INT4),
+        _case("small_zeros", 9, (4, 64, 32, 2), formats="awq:bits=4,group=32,zeros=stored"),
+        _case("small_permuted", 5, (3, 64, 32, 2), formats="gptq:bits=4,group=32,zeros=stored,permuted=True"),
+        _case("small_int8", 9, (4, 64, 32, 2), formats="compressed-tensors:bits=8"),
+        _case("small_fp8", 9, (4, 64, 32, 2), "gate_up_bias", formats="fp8"),
+        _case("small_blocks", 9, (4, 64, 32, 2), formats="fp8:group=32,rows=32"),
+        _case(
+            "small_mxfp4",
+            9,
+            (4, 64, 32, 3),
+            "gate_up_bias",
+            "down_bias",
+            formats="mxfp4",
+            activation="swiglu_oai",
+            limit=2.0,
+        ),
+        _case("small_nvfp4", 9, (4, 64, 32, 2), formats="nvfp4"),
+        _case("small_gguf", 5, (3, 256, 32, 2), formats="gguf:Q4_K gguf:Q8_0"),
+        _case("small_nf4", 5, (3, 64, 32, 2), formats="nf4:group=64"),
+        _case("decode", 1, (16, 2048, 768, 8), formats="compressed-tensors:bits=4,group=128"),
+        _case("batch_decode", 16, (8, 1024, 512, 2), formats="compressed-tensors:bits=4,group=128"),
+        _case("batch_decode_fp8", 16, (8, 1024, 512, 2), formats="fp8:group=128,rows=128"),
+    ),
+    tolerance=TOLERANCE,
+    tolerance_reason=TOLERANCE_REASON,
+    judge=Elementwise(TOLERANCE, TOLERANCE_REASON, summed),
+    derive=_derive,
+    derived_from=_DERIVED,
+    examples=_examples,
+    work=_work,
+    scratch=EXPERTS.scratch,
+    sweep=_sweep,
+    stock=stock,
+)
+
+
+def _problems(arguments: dict[str, Any]) -> list[str]:
+    if arguments.get("gate_up_format") is None:
+        return problems_of(arguments, arguments["gate_up_weight"].shape[1], arguments["down_weight"].shape[2])
+    experts, hidden = len(arguments["gate_up_weight"]), arguments["input"].shape[1]
+    first, inputs = _format_problems(arguments, "gate_up_weight", hidden, experts)
+    joined = inputs
+    second, outputs = _format_problems(arguments, "down_weight", joined // 2, experts) if not first else ([], hidden)
+    problems = first + second
+    if problems:
+        return problems
+    if outputs != hidden:
+        problems.append(f"down_weight: wanted {hidden} rows an expert, those of input, got {outputs}")
+    for name, width in (("gate_up_bias", joined), ("down_bias", hidden)):
+        bias = arguments.get(name)
+        if bias is not None and tuple(bias.shape) != (experts, width):
+            problems.append(f"{name}: wanted shape {(experts, width)}, got {tuple(bias.shape)}")
+    return problems or problems_of(arguments, joined, joined // 2)
+
+
+def _format_problems(arguments: dict[str, Any], weight: str, inputs: int, experts: int) -> tuple[list[str], int]:
+    """What is wrong with a weight of so many columns, and its rows."""
+    names = arguments_of(weight)
+    try:
+        of = WeightFormat.of(arguments[names["format"]])
+    except InvalidCallError as error:
+        raise InvalidCallError(
+            "moe_experts", [each.replace("format", names["format"], 1) for each in error.problems]
+        ) from None
+    if problems := format_problems(of):
+        raise InvalidCallError(
+            "moe_experts", [f"{names['format']}: {each}" for each in problems], ReasonCode.QUANT_FORMAT_UNSUPPORTED
+        )
+    arguments[names["format"]] = str(of)
+    given = fields_of(arguments, weight)
+    wrong = [_as_argument(each, names) for each in stack_problems(of, given, inputs, experts)]
+    return wrong, scheme_of(of).outputs(of, tuple(given.data.shape[1:]), inputs)
+
+
+def _as_argument(problem: str, names: Mapping[str, str]) -> str:
+    """A field's problem by the name of its argument."""
+    name, colon, rest = problem.partition(":")
+    return f"{names.get(name, name)}{colon}{rest}"
+
+
+def _draw(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw a call: as many with weights of every format as with plain ones."""
+    if draw.chance(0.5):
+        return draw_experts(draw, dtype)
+    of, outputs, inputs = SCHEMES[draw.of(tuple(SCHEMES))].drawn(draw)
+    unit = 32 if of.scheme in ("gptq", "awq") else 1
+    hidden, inner, experts = inputs, max(outputs // (2 * unit), 1) * unit, draw.of((1, 2, 3, 5))
+    second = of if not scheme_of(of).size_problems(of, hidden, inner) else WeightFormat("fp8", rows=draw.of((0, 1)))
+    weights: dict[str, Any] = {}
+    for weight, each, shape in (
+        ("gate_up_weight", of, (experts, 2 * inner, hidden)),
+        ("down_weight", second, (experts, hidden, inner)),
+    ):
+        made = random_stack(each, shape, draw.device, draw.data)
+        weights |= _named(weight, made) | {arguments_of(weight)["format"]: str(each)}
+    arguments = draw_around(draw, dtype, (experts, hidden, inner), weights)
+    if draw.chance(0.3):
+        for param in map(packed_of, WEIGHTS):
+            assert param.make is not None
+            arguments[param.name] = param.make(arguments, False)
+    return arguments
+
+
+MOE_EXPERTS = function(
+    "moe_experts",
+    EXPERTS,
+    QUANTIZED,
+    varies=("tokens",),
+    choose=lambda given: EXPERTS if given["gate_up_format"] is given["down_format"] is None else QUANTIZED,
+    fits=_problems,
+    draw=_draw,
+    weight=1,
+    state=frozenset({"matmul"}),
+)
