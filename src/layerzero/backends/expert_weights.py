@@ -105,7 +105,10 @@ def experts_of(
     *limits: Limit,
     of_codes: bool = True,
 ) -> Kernel:
-    """A kernel for quantised experts on a CPU, made of a product's: see ``grouped`` of :mod:`layerzero.backends.grouped_weights`."""
+    """A kernel for quantised experts on a CPU, made of a product's.
+
+    See ``grouped`` of :mod:`layerzero.backends.grouped_weights`.
+    """
     return Kernel(
         id=kernel_id,
         operations=(QUANTIZED.name,),
