@@ -243,6 +243,12 @@ def weight_codes(format, again):
     return {caught.value.code}
 
 
+def too_little_accuracy():
+    with pytest.raises(lz.InvalidCallError) as caught:
+        lz.quantize_weight(torch.randn(4, 32), "int4", group_size=32, accuracy=0.01)
+    return {caught.value.code}
+
+
 def small_cache(**form):
     return lz.KVCache(1, 2, 32, pages=2, page_size=16, **{"dtype": torch.float32, **form})
 
@@ -282,6 +288,7 @@ PRODUCERS = {
     C.STRIDE_LAST_DIM: lambda: in_strict_mode(strided),
     C.NOT_CONTIGUOUS: lambda: in_strict_mode(not_contiguous),
     C.QUANT_FORMAT_UNSUPPORTED: lambda: weight_codes("exl2", "awq"),
+    C.QUANT_ACCURACY_THRESHOLD_EXCEEDED: lambda: too_little_accuracy(),
     C.REQUANTIZATION_REQUIRED: lambda: weight_codes(None, "mxfp4"),
     C.KV_CACHE_LAYOUT_MISMATCH: read_in_another_layout,
     C.KV_CACHE_EXHAUSTED: lambda: cache_full(pages=2),

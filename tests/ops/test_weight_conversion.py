@@ -168,6 +168,53 @@ def test_what_cannot_be_made_says_why(problem, code, again):
         assert raised.value.code == code
 
 
+@pytest.mark.parametrize(
+    ("again", "said"),
+    [
+        (
+            lambda: lz.QuantizedWeight("gguf:IQ3_S", (4, 256), N),
+            "bits=3,group=128') quantises anew: 400 bytes for 4 x 256",
+        ),
+        (lambda: lz.QuantizedWeight("exl2", (4, 256), N), "bits=2,group=128') quantises anew"),
+        (lambda: lz.QuantizedWeight("bitsandbytes-nf4", (4, 256), N), "'nf4:group=64') quantises anew: 576 bytes"),
+        (lambda: lz.QuantizedWeight("float8_e4m3fnuz", (4, 256), N), "'fp8') quantises anew: 1024 bytes"),
+        (lambda: lz.QuantizedWeight("gptq:bits=5,zeros=stored,group=64", (4, 256), N), "bits=5,group=64'"),
+        (lambda: lz.quantized_linear(X, N, weight_format="mxfp6"), "compressed-tensors:bits=6,group=128', quantises"),
+        (
+            lambda: lz.repack(weight(AWQ), "gguf:Q4_K"),
+            "compressed-tensors:bits=4,group=128') quantises anew: 4224 bytes",
+        ),
+        (lambda: weight("mxfp4").codes, "bits=8,group=128') quantises anew: 8320 bytes for 64 x 128 numbers, normal"),
+        (
+            lambda: lz.quantize_weight(N, "int4", accuracy=0.03),
+            "wanted a loss of at most 0.03 of the numbers' norm, got",
+        ),
+        (
+            lambda: lz.quantize_weight(N, "int4", accuracy=0.03),
+            "with compressed-tensors:bits=4,group=128; mxfp8 loses 0.029",
+        ),
+        (lambda: lz.quantize_weight(N, "int8", accuracy=1e-6), "no format here loses so little"),
+        (lambda: lz.quantize_weight(N, "int8", accuracy=True), "accuracy: wanted a number from 0 or None, got True"),
+    ],
+)
+def test_a_refusal_names_the_nearest_format_and_what_it_costs(again, said):
+    with pytest.raises(lz.InvalidCallError) as raised:
+        again()
+    assert said.replace("', q", "') q") in str(raised.value)
+
+
+def test_where_no_kernel_takes_a_format_the_nearest_that_one_takes_is_named():
+    known = lz.quantize_weight(torch.randn(64, 256).bfloat16(), "compressed-tensors:bits=6,group=64")
+    with lz.scope(allow=["torch.int4pack_mm"], deny=["reference.*"]), pytest.raises(lz.NoKernelFoundError) as raised:
+        lz.quantized_linear(torch.randn(2, 256).bfloat16(), known)
+    text = "torch.int4pack_mm takes compressed-tensors:bits=4,group=64; lz.quantize_weight(weight.dequantized(), "
+    if "weight_bits" in str(raised.value.failures["torch.int4pack_mm"][0]):
+        assert text in str(raised.value)
+        assert "quantises anew: 8704 bytes for 64 x 256 numbers, normal numbers lose 0.1 of their norm" in str(
+            raised.value
+        )
+
+
 def cut_scale():
     data = weight("gguf:Q8_0").fields.data.clone()
     data.view(-1, 34)[3, :2] = torch.tensor([float("nan")], dtype=torch.float16).view(torch.uint8)

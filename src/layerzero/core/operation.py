@@ -145,6 +145,7 @@ class Operation:
             way for these arguments. It calls the expression if None.
         fuses: whether compiled code computes ``stock`` in place of a kernel: what a compiler does in one loop with the
             operations around it.
+        advice: what to do where no kernel takes a call, from its facts and each kernel's reasons; empty for nothing.
         name: the operation's name, ``attention.gqa.prefill``.
         layouts: layouts that a call may have, that of the schema first; empty where axes have no layout.
         behind: by the name of every fact that its calls have, the axes that it follows from.
@@ -173,6 +174,7 @@ class Operation:
     check_values: Callable[..., Sequence[str | Check]] | None = None
     guard: Callable[[str, str | None], Callable[..., None] | None] | None = None
     note: Callable[[Mapping[str, Any], str | None], None] | None = None
+    advice: Callable[[Any, Mapping[str, Sequence[Reason]]], str] | None = None
     examples: Callable[[Case, torch.dtype, torch.device, torch.Generator | None], dict[str, Any]] | None = None
     complete: Callable[[Mapping[str, int]], Mapping[str, int]] | None = None
     work: Callable[[Mapping[str, Any]], Work] | None = None

@@ -36,6 +36,7 @@ class ReasonCode(StrEnum):
     # numbers of a weight
     QUANT_FORMAT_UNSUPPORTED = "QUANT_FORMAT_UNSUPPORTED"
     REQUANTIZATION_REQUIRED = "REQUANTIZATION_REQUIRED"
+    QUANT_ACCURACY_THRESHOLD_EXCEEDED = "QUANT_ACCURACY_THRESHOLD_EXCEEDED"
     # memory layout
     STRIDE_LAST_DIM = "STRIDE_LAST_DIM"
     NOT_CONTIGUOUS = "NOT_CONTIGUOUS"
@@ -102,6 +103,7 @@ _TEXT: dict[ReasonCode, str] = {
     ReasonCode.GQA_HEADS_MISMATCH: "query heads must be a multiple of kv heads: wanted {wanted}, got {got}",
     ReasonCode.QUANT_FORMAT_UNSUPPORTED: "{fact} must be {wanted}, is {got}",
     ReasonCode.REQUANTIZATION_REQUIRED: "{fact}: wanted {wanted}, got {got}",
+    ReasonCode.QUANT_ACCURACY_THRESHOLD_EXCEEDED: "{fact}: wanted {wanted}, got {got}",
     ReasonCode.STRIDE_LAST_DIM: "stride(-1) of {fact} must be {wanted}, is {got}",
     ReasonCode.NOT_CONTIGUOUS: "{fact} must be {wanted}, has {got}",
     ReasonCode.KV_CACHE_LAYOUT_MISMATCH: "{fact} is written in layout {wanted}, the call names {got}",

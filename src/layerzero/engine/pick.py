@@ -175,7 +175,8 @@ def require(report: Report) -> Candidate:
             if {reason.code for reason in reasons} <= {ReasonCode.CUDA_GRAPH_UNSAFE, ReasonCode.JIT_DISABLED}
         ]
         raise CudaGraphUnsafeError(report.operation, unsafe)
-    hint = ""
+    advice = report.facts.operation.advice
+    hint = "" if advice is None else advice(report.facts, report.failures)
     if report.locked:
         hint = f"the {report.locked} allows nothing else; unlock it or lock with otherwise='select'"
     raise NoKernelFoundError(report.operation, report.failures, hint, _bound(report))

@@ -47,6 +47,7 @@ from layerzero.ops.linear.packed import PackedWeight
 from layerzero.ops.linear.stock import quantized_linear
 from layerzero.ops.quantize.gguf import KINDS
 from layerzero.ops.quantize.groups import Grouped
+from layerzero.ops.quantize.nearest import taken_instead
 from layerzero.ops.quantize.scheme import Scheme
 from layerzero.ops.quantize.schemes import SCHEMES, format_problems, scheme_of
 from layerzero.ops.quantize.weight import QuantizedWeight
@@ -279,6 +280,7 @@ def _operation(name: str, summary: str, texts: Mapping[str, tuple[str, int, int,
         parts=_parts,
         sweep=functools.partial(_sweep, schemes[0].example),
         stock=quantized_linear,
+        advice=taken_instead,
     )
 
 

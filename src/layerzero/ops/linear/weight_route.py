@@ -13,6 +13,7 @@ from layerzero.core.reasons import ReasonCode
 from layerzero.ops.draw import Draw
 from layerzero.ops.linear.route import leading
 from layerzero.ops.linear.weight_formats import FORMATTED, packed_of, random_weight
+from layerzero.ops.quantize.nearest import instead
 from layerzero.ops.quantize.schemes import SCHEMES, format_problems, scheme_of
 from layerzero.ops.quantize.weight_format import ARGUMENTS, WeightFormat, fields_of
 
@@ -24,6 +25,7 @@ def routed_operation(arguments: dict[str, Any]) -> Operation:
     except InvalidCallError as error:
         raise InvalidCallError("quantized_linear", error.problems) from None
     if problems := format_problems(of):
+        problems[-1] += f"; {instead(of)}"
         raise InvalidCallError("quantized_linear", problems, ReasonCode.QUANT_FORMAT_UNSUPPORTED)
     activations, name = arguments.pop("activations"), scheme_of(of).operation
     if activations is not None and (activations != "int8" or f"{name}.int8" not in FORMATTED):

@@ -15,6 +15,7 @@ from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.quantize.gguf import KINDS
 from layerzero.ops.quantize.groups import GROUPED
+from layerzero.ops.quantize.nearest import LOSSES, conversion
 from layerzero.ops.quantize.schemes import format_problems, scheme_of
 from layerzero.ops.quantize.weight import QuantizedWeight
 from layerzero.ops.quantize.weight_format import Fields, WeightFormat
@@ -28,6 +29,7 @@ def quantize_weight(
     *,
     group_size: int | None = None,
     zero_points: bool | None = None,
+    accuracy: float | None = None,
 ) -> QuantizedWeight:
     """Quantise a weight, each number to the nearest that the format holds.
 
@@ -40,11 +42,12 @@ def quantize_weight(
             ``"nf4:group=64"``.
         group_size: of ``"int2"`` to ``"int8"``, the columns that share a scale, 128 if None; 0 or -1 for a row.
         zero_points: of these, whether codes go from each group's least number to its largest; they do not if None.
+        accuracy: how far the numbers may be from the weight's, as a share of their norm; None for however far.
     Scales of whole numbers have the weight's dtype; most kernels for four bits read bfloat16. Each group gets that of
     five scales which loses least: the largest code stands for its largest number, or for 0.95 to 0.8 of it.
     Nothing flows back.
     Raises: InvalidCallError for a weight or a format that does not fit, and for formats that are read and not made
-        (GGUF, act-order).
+        (GGUF, act-order); with QUANT_ACCURACY_THRESHOLD_EXCEEDED where more is lost than ``accuracy`` allows.
     """
     whole = _WHOLE.fullmatch(format) if isinstance(format, str) else None
     if whole is not None:
@@ -65,16 +68,33 @@ def quantize_weight(
         problems += scheme_of(of).size_problems(of, *weight.shape[-2:])
         if not bool(weight.isfinite().all()):
             problems.append("weight: wanted finite numbers, got one that is not")
+    if accuracy is not None and (type(accuracy) not in (int, float) or not accuracy >= 0):
+        problems.append(f"accuracy: wanted a number from 0 or None, got {told(accuracy)}")
     if of.permuted:
         problems.append(f"permuted: wanted False, since no act-order is made here, got {of}")
     refuse("quantize_weight", problems)
     with torch.no_grad():
         numbers = weight.detach().float() if weight.dtype is torch.float64 else weight.detach()
-        made = [
+        parts = [
             QuantizedWeight(of, tuple(each.shape), *scheme_of(of).quantized(of, each))
             for each in (numbers if numbers.ndim == 3 else numbers.unsqueeze(0))
         ]
-        return made[0] if numbers.ndim == 2 else QuantizedWeight.stack(made)
+        made = parts[0] if numbers.ndim == 2 else QuantizedWeight.stack(parts)
+        if accuracy is not None:
+            _near_enough(made, numbers.to(torch.float32), accuracy)
+        return made
+
+
+def _near_enough(made: QuantizedWeight, numbers: Tensor, accuracy: float) -> None:
+    """Raises: InvalidCallError where a weight lost more than is allowed."""
+    lost = float((made.dequantized(torch.float32) - numbers).norm() / numbers.norm().clamp(min=1e-30))
+    if lost <= accuracy:
+        return
+    finer = [f"{name} loses {loss:.2g} of normal numbers" for name, loss in LOSSES.items() if loss <= accuracy]
+    step = finer[-1] if finer else "no format here loses so little"
+    wish = f"wanted a loss of at most {accuracy:g} of the numbers' norm, got {lost:.2g} with {made.format}"
+    code = ReasonCode.QUANT_ACCURACY_THRESHOLD_EXCEEDED
+    raise InvalidCallError("quantize_weight", [f"accuracy: {wish}; {step}"], code)
 
 
 def repack(weight: QuantizedWeight, format: WeightFormat | str) -> QuantizedWeight:  # noqa: A002
@@ -92,9 +112,8 @@ def repack(weight: QuantizedWeight, format: WeightFormat | str) -> QuantizedWeig
         return QuantizedWeight.stack([repack(each, format) for each in weight])  # type: ignore[attr-defined]
     codes, of = weight.codes, format if isinstance(format, WeightFormat) else WeightFormat.of(format)
     scheme = GROUPED.get(of.scheme)
-    step = f"lz.quantize_weight(weight.dequantized(), {str(of)!r}) quantises anew: a pass over the numbers, less exact"
     if scheme is None:
-        problem = f"format: wanted one of {', '.join(GROUPED)}, got {of}; {step}"
+        problem = f"format: wanted one of {', '.join(GROUPED)}, got {of}; {conversion(of, weight.shape)}"
         raise InvalidCallError("repack", [problem], ReasonCode.REQUANTIZATION_REQUIRED)
     if of == WeightFormat(of.scheme):
         zeros = "none" if codes.zero is None and "none" in scheme.zeros else "stored"
@@ -109,7 +128,7 @@ def repack(weight: QuantizedWeight, format: WeightFormat | str) -> QuantizedWeig
     if of.zeros == "none" and codes.zero_points is not None:
         problems.append(f"zeros: wanted a format with zero points, which the weight has, got {of}")
     if problems:
-        problems[-1] += f"; {step}"
+        problems[-1] += f"; {conversion(of, weight.shape)}"
         raise InvalidCallError("repack", problems, ReasonCode.REQUANTIZATION_REQUIRED)
     return QuantizedWeight.unchecked(of, weight.shape, scheme.encoded(of, codes))
 

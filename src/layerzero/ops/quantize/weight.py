@@ -14,6 +14,7 @@ from layerzero.core.bundle import MISSING, Bundle
 from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.quantize.groups import GROUPED
+from layerzero.ops.quantize.nearest import conversion, instead
 from layerzero.ops.quantize.schemes import format_problems, scheme_of
 from layerzero.ops.quantize.weight_format import Codes, Fields, WeightFormat, arguments_of
 
@@ -59,6 +60,7 @@ class QuantizedWeight(Bundle):
         of = format if isinstance(format, WeightFormat) else WeightFormat.of(format)
         given = Fields(data, scale, zero, group_index, second_scale)
         if problems := format_problems(of):
+            problems[-1] += f"; {instead(of, shape)}"
             raise InvalidCallError("QuantizedWeight", problems, ReasonCode.QUANT_FORMAT_UNSUPPORTED)
         if problems := _shape_problems(of, shape, given) or value_problems(of, given):
             raise InvalidCallError("QuantizedWeight", problems)
@@ -226,7 +228,7 @@ class QuantizedWeight(Bundle):
         scheme = GROUPED.get(self.format.scheme)
         if scheme is None:
             wanted = f"codes: wanted a format of whole numbers by group ({', '.join(GROUPED)}), got {self.format}"
-            step = "lz.quantize_weight(weight.dequantized(), ...) makes one"
+            step = conversion(WeightFormat("compressed-tensors", bits=8, group=128), self.shape)
             raise InvalidCallError("QuantizedWeight", [f"{wanted}; {step}"], ReasonCode.REQUANTIZATION_REQUIRED)
         if len(self.shape) == 3:
             step = "weight[e].codes are those of one expert"
