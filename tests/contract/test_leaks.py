@@ -88,6 +88,7 @@ _LAYER = "a decoder layer of Transformers: its modules and arguments are named s
 _DRAWN = "the next tokens of a model, which its functions draw"
 _CACHE = "a cache of Transformers as tensors that a captured step reads, and what that step is told by"
 _PADDED = "encoders with padding taken out: what a batch of texts has, and what attends within a packed row"
+_DRAFTS = "drafts have tokens, trees nodes, and the caches that are matched have heads and pages"
 _MEMORY = "how a tensor lies in memory: dense in its rows"
 
 ALLOWED: dict[str, dict[str, str]] = {
@@ -255,6 +256,8 @@ ALLOWED: dict[str, dict[str, str]] = {
     "integrations/transformers_patches.py": dict.fromkeys(
         ("attention", "cu_seqlens_k", "cu_seqlens_q", "query", "ragged_attention", "sinks"), _TRANSFORMERS
     ),
+    "serving/speculation.py": dict.fromkeys(("nodes", "tokens"), _DRAFTS),
+    "serving/speculative_pairs.py": dict.fromkeys(("heads", "nodes", "page_size", "tokens"), _DRAFTS),
     "testing/compare.py": {"conv": "torch's name of what a precision is for"},
     "tuning/keeping/rows.py": {"n": "any size, where the number of axes is told", "rows": _MEMORY},
     "tuning/measuring/online.py": {"query": "a method of torch's events"},

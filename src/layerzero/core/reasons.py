@@ -111,7 +111,7 @@ _TEXT: dict[ReasonCode, str] = {
     ReasonCode.KV_STRATEGY_UNSUPPORTED: "{fact} must be {wanted}, is {got}",
     ReasonCode.VIRTUAL_MEMORY_EXHAUSTED: "{fact}: wanted {wanted}, got {got}",
     ReasonCode.DRIVER_VERSION_UNSUPPORTED: "{fact} must be {wanted}, is {got}",
-    ReasonCode.SPEC_DECODE_PP_INCOMPATIBLE: "{fact} must be {wanted} where drafts are verified, is {got}",
+    ReasonCode.SPEC_DECODE_PP_INCOMPATIBLE: "{fact} must be {wanted} for drafts to be checked, is {got}",
     ReasonCode.SPEC_DECODE_DRAFT_TP_CONSTRAINT: "{fact} must be {wanted}, is {got}",
     ReasonCode.SPEC_DECODE_KV_INCOMPATIBLE: "{fact}: wanted {wanted}, got {got}",
     ReasonCode.SPEC_DECODE_ALGORITHM_UNSUPPORTED: "{fact}: wanted {wanted}, got {got}",

@@ -47,7 +47,7 @@ def _examples(
     case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
 ) -> dict[str, Any]:
     """Every other place allowed, about."""
-    shape = (case.sizes["rows"], case.sizes["words"])
+    shape = (case.sizes["rows"], case.sizes["mask_words"])
     if device.type == "meta":
         return {}
     where = device if generator is None else generator.device
@@ -63,12 +63,13 @@ BITMASK = operation(
     apply_token_bitmask,
     inputs=(
         "logits: ... vocab",
-        tensor("bitmask: ... words", frozenset({torch.int32}), same_dtype=False),
+        tensor("bitmask: ... mask_words", frozenset({torch.int32}), same_dtype=False),
     ),
     outputs=("output: ... vocab",),
-    axes=(*AXES, Axis("words", scales=True)),
+    axes=(*AXES, Axis("mask_words", scales=True)),
     cases=tuple(
-        Case(name, {"rows": rows, "vocab": vocab, "words": -(-vocab // BITS)}) for name, (rows, vocab) in _SIZES.items()
+        Case(name, {"rows": rows, "vocab": vocab, "mask_words": -(-vocab // BITS)})
+        for name, (rows, vocab) in _SIZES.items()
     ),
     judge=Exact("it picks numbers and computes none"),
     examples=_examples,
