@@ -310,6 +310,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--skip", default="", help="ways to leave out, with commas: graph, compile, 'attention alone'")
     parser.add_argument("--tune", type=float, default=0.0, help="seconds for measuring a step first, its runs included")
+    parser.add_argument("--weights", help="quantise them, as lz.optimize(weights=...) does: int4, int8")
     asked = parser.parse_args()
     device = torch.device(asked.device)
     lz.register_with_transformers()
@@ -326,7 +327,10 @@ def main() -> None:
         if asked.tune:
             cache, token = bench.filled(transformers.DynamicCache(config=model.config), 1), bench.ids(1, 1)
             inputs = lambda: model(token, past_key_values=copy.deepcopy(cache), use_cache=True)  # noqa: E731
-        bench.report = lz.optimize(model, inputs, budget_s=asked.tune or None, rounds=1, graph="graph" not in skip)
+        given: dict[str, Any] = {"budget_s": asked.tune or None, "rounds": 1, "graph": "graph" not in skip}
+        if asked.weights:
+            given |= {"weights": asked.weights}
+        bench.report = lz.optimize(model, inputs, **given)
         wrong = [
             found[1] for each in bench.report.left if (found := re.search(r"attention: (\S+) was off by", each.why))
         ]
@@ -334,7 +338,7 @@ def main() -> None:
             print(bench.report, f"once more without {wrong[0]}", sep="\n", flush=True)
             bench.report.undo()
             without.enter_context(lz.avoid(wrong[0]))
-            bench.report = lz.optimize(model, inputs, budget_s=asked.tune or None, rounds=1, graph="graph" not in skip)
+            bench.report = lz.optimize(model, inputs, **given)
         print(f"lz.optimize: {time.perf_counter() - begun:.1f} s\n{bench.report}", flush=True)
         bench.agree()
         bench.warm()
