@@ -88,9 +88,9 @@ def main() -> None:
     if "experts" in kinds:
         variants["its experts alone"] = shared(stock)
         alone = lz.optimize(variants["its experts alone"])
-        for exchange, told in zip(alone._exchanges, alone.replaced, strict=True):
-            if told.kind != "experts":
-                exchange.off()
+        for each in alone.replaced:
+            if each.kind != "experts" and each.exchange is not None:
+                each.exchange.off()
     with torch.no_grad():
         filled = transformers.DynamicCache(config=stock.config)
         stock(prompt(), past_key_values=filled, logits_to_keep=1)

@@ -88,17 +88,17 @@ class Bench:
     def way(self, name: str) -> None:
         """Put the forwards of a way on, and take all others off."""
         report = self.report
-        pairs = [] if report is None else list(zip(report._exchanges, report.replaced, strict=True))
-        for exchange, _ in pairs:
-            exchange.off()
+        served = [] if report is None else [each for each in report.replaced if each.exchange is not None]
+        for each in served:
+            each.exchange.off()
         self.model.set_attn_implementation("layerzero" if name == "attention alone" else self.setting)
         if not name.startswith("lz"):
             return
-        if name.endswith("graph") and not any(told.kind == "step" for _, told in pairs):
+        if name.endswith("graph") and not any(each.kind == "step" for each in served):
             raise RuntimeError("lz.optimize captures no steps of this model; its report says why")
-        for exchange, told in pairs:
-            if told.kind != "step" or name.endswith("graph"):
-                exchange.on()
+        for each in served:
+            if each.kind != "step" or name.endswith("graph"):
+                each.exchange.on()
 
     @property
     def setting(self) -> str:
@@ -353,8 +353,8 @@ def main() -> None:
     where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(f"\n{asked.shape} on {where}, torch {torch.__version__}, transformers {transformers.__version__}, "
           f"{model.config.num_hidden_layers} layers, {time.perf_counter() - started:.0f} s in all")  # fmt: skip
-    for exchange in bench.report._exchanges:
-        for why, count in getattr(getattr(exchange, "state", None), "left", {}).items():
+    for each in bench.report.replaced:
+        for why, count in getattr(getattr(each.exchange, "state", None), "left", {}).items():
             print(f"{count} steps ran as they are: {why}")
     print("\n".join(rows))
 
