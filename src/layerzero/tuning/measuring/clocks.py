@@ -236,7 +236,8 @@ class Graphs:
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            (before or calls[0])()  # workspaces and tuned choices come into being before the capture
+            for each in (before or calls[0], *calls[1:]):  # workspaces, forms of weights and choices come before it
+                each()
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
