@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 import layerzero as lz
+from layerzero.core.errors import in_short
 from layerzero.core.kernel import Kernel
 from layerzero.engine import jit
 from layerzero.engine.dispatch import ENGINE
@@ -45,7 +46,7 @@ def compile_all(pairs: Sequence[tuple[Kernel, Job]], device: torch.device) -> It
             BUILT.add(kernel, report.facts)
             jit.note(kernel, report.facts, opened)  # other processes find it: shards build, and one measures
         except Exception as error:  # noqa: BLE001  # what does not compile is a line, and is refused later
-            yield f"{kernel.id} for {job.name}: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
+            yield f"{kernel.id} for {job.name}: {in_short(error)}"
             continue
         seconds = time.perf_counter() - started
         if seconds > 1.0:

@@ -4,8 +4,8 @@ A layer's configuration is a text; ``HummingKernel.prepare_kernels`` (humming/ke
 kernels by the number of rows, and one operator launches them. Here the table is made once and the operator is called
 directly: ``humming_gemm`` looks the table up by three texts in each call. Codes and zero points are streams of bits,
 the lowest first (include/humming/kernel/pack_weight.cuh); without zero points the code of 0 is in the middle
-(``dequantize_weight`` of utils/weight.py). Groups have 16 numbers at least (schema/humming.py), outputs come in steps
-of 64 (transform.py); of inputs steps of 128 alone are offered, which its tables of tiles take whole. Of a format with
+(``dequantize_weight`` of utils/weight.py). Groups have 16 numbers at least (schema/humming.py), of inputs and
+outputs steps of 128 alone are offered, which its tables of tiles take whole. Of a format with
 zero points both tables are compiled, because a weight whose zero points are all in the middle takes none. Scales of
 128 x 128 numbers are repeated for each row (schema/fp8.py); those of nvfp4 are multiples of a second one. Its import
 starts a process that loads its launcher, which is turned off here.
@@ -157,7 +157,7 @@ _LIMITS = (
     limit.arch(min=(8, 0)),
     limit.dtype("float16", "bfloat16"),
     limit.dim("in_features", multiple=128),
-    limit.dim("out_features", multiple=64),
+    limit.dim("out_features", multiple=128),  # its tables for Hopper begin there (tune/sm90_policies.py)
     limit.aligned(16, "input"),
 )
 

@@ -271,24 +271,24 @@ class QuantizedWeight(Bundle):
 
     def arguments_of(self, function: str, parameter: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Its tensors and its format. Raises: InvalidCallError where it stands for anything but a weight."""
-        names, of_experts = arguments_of(parameter), len(self.shape) == 3
+        names, of_experts, text = arguments_of(parameter), len(self.shape) == 3, str(self.format)
         if not (of_experts if function == "moe_experts" else (function, parameter) == ("quantized_linear", "weight")):
             wanted = "one of experts (E, N, K)" if function == "moe_experts" else "a tensor"
             step = "weight.dequantized() gives its numbers"
             raise InvalidCallError(function, [f"{parameter}: wanted {wanted}, got a {self!r}; {step}"])
-        mine: dict[str, Any] = {names[name]: each for name, each in self.fields._asdict().items()}
-        brought = {**mine, names["format"]: str(self.format)}
-        for name in brought.keys() - {parameter}:
-            named = given.get(name)
-            if named not in (None, MISSING) and named is not brought[name] and named != str(self.format):
+        brought: dict[str, Any] = {names[name]: each for name, each in zip(Fields._fields, self.fields, strict=True)}
+        brought[names["format"]] = text
+        for name, mine in brought.items():
+            named = None if name == parameter else given.get(name)
+            if not (named is None or named is MISSING or named is mine or named == text):
                 problem = f"{name}: wanted None with a QuantizedWeight, which brings it, got one"
                 raise InvalidCallError(function, [problem])
         bring_packed = given.get(names["packed"]) in (None, MISSING)
         if bring_packed and not torch.compiler.is_compiling():  # it has no place for one
-            mine[names["packed"]] = self.packed
+            brought[names["packed"]] = self.packed
         if self.is_by_row and not of_experts:  # more kernels have the operation of these
-            return {name: mine[name] for name in ("weight", "weight_scale", "packed") if name in mine}
-        return mine | {names["format"]: str(self.format)}
+            return {name: brought[name] for name in ("weight", "weight_scale", "packed") if name in brought}
+        return brought
 
     def __repr__(self) -> str:
         return f"QuantizedWeight({self.format}, {' x '.join(map(str, self.shape))}, {self.bytes} bytes)"

@@ -47,12 +47,7 @@ class WeightFormat:
     permuted: bool = False
 
     def __str__(self) -> str:
-        options = [
-            str(value) if each.name == "kind" else f"{each.name}={value}"
-            for each in fields(self)[1:]
-            if (value := getattr(self, each.name)) != each.default
-        ]
-        return ":".join([self.scheme, ",".join(options)]) if options else self.scheme
+        return _text(self)
 
     @staticmethod
     def of(text: str) -> WeightFormat:
@@ -60,6 +55,16 @@ class WeightFormat:
         if not isinstance(text, str):
             raise InvalidCallError("WeightFormat", [f"format: wanted a text such as 'gguf:Q4_K', got {told(text)}"])
         return _read(text)
+
+
+@functools.lru_cache(512)
+def _text(of: WeightFormat) -> str:
+    options = [
+        str(value) if each.name == "kind" else f"{each.name}={value}"
+        for each in fields(of)[1:]
+        if (value := getattr(of, each.name)) != each.default
+    ]
+    return ":".join([of.scheme, ",".join(options)]) if options else of.scheme
 
 
 @functools.lru_cache(512)
@@ -107,6 +112,7 @@ ARGUMENTS = dict(
 """By the name of a field, the argument of a call that it is."""
 
 
+@functools.lru_cache(16)
 def arguments_of(weight: str) -> Mapping[str, str]:
     """The arguments that belong to one that is a weight, by field, and its ``format`` and ``packed``.
 

@@ -42,7 +42,7 @@ class CodedProduct(Packs):
     def __init__(self, of: Weight, activations: str | None = None) -> None:
         self.activations = activations
         self._set(of)
-        super().__init__((self.weight,), pack=wants_packed(self.pair[0]))
+        super().__init__((self.weight,), pack=isinstance(self.weight, lz.QuantizedWeight) or wants_packed(self.pair[0]))
 
     def _set(self, of: Weight) -> None:
         self.weight: Tensor | lz.QuantizedWeight
