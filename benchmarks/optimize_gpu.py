@@ -309,7 +309,7 @@ def main() -> None:
     parser.add_argument("--prefill", default="16x1024", help="batch x length; empty for none")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--skip", default="", help="ways to leave out, with commas: graph, compile, 'attention alone'")
-    parser.add_argument("--tune", type=float, default=0.0, help="seconds for measuring 32 generated tokens first, their runs included")
+    parser.add_argument("--tune", type=float, default=0.0, help="seconds for measuring 32 tokens first, runs included")
     parser.add_argument("--weights", help="quantise them, as lz.optimize(weights=...) does: int4, int8")
     asked = parser.parse_args()
     device = torch.device(asked.device)
