@@ -45,7 +45,7 @@ class QuantizedWeight(Bundle):
         that is none. This reads the values once, which waits for the device.
     """
 
-    __slots__ = ("_packed", "fields", "format", "shape")
+    __slots__ = ("_packed", "_text", "fields", "format", "shape")
 
     def __init__(
         self,
@@ -66,12 +66,13 @@ class QuantizedWeight(Bundle):
             raise InvalidCallError("QuantizedWeight", problems)
         self.format, self.shape, self.fields = of, tuple(int(each) for each in shape), given
         self._packed: PackedWeight | None = None
+        self._text = str(of)
 
     @classmethod
     def unchecked(cls, format: WeightFormat, shape: tuple[int, ...], fields: Fields) -> QuantizedWeight:  # noqa: A002
         """One of tensors that were checked before."""
         made = cls.__new__(cls)
-        made.format, made.shape, made.fields, made._packed = format, shape, fields, None
+        made.format, made.shape, made.fields, made._packed, made._text = format, shape, fields, None, str(format)
         return made
 
     @classmethod
@@ -271,7 +272,7 @@ class QuantizedWeight(Bundle):
 
     def arguments_of(self, function: str, parameter: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Its tensors and its format. Raises: InvalidCallError where it stands for anything but a weight."""
-        names, of_experts, text = arguments_of(parameter), len(self.shape) == 3, str(self.format)
+        names, of_experts, text = arguments_of(parameter), len(self.shape) == 3, self._text
         if not (of_experts if function == "moe_experts" else (function, parameter) == ("quantized_linear", "weight")):
             wanted = "one of experts (E, N, K)" if function == "moe_experts" else "a tensor"
             step = "weight.dequantized() gives its numbers"

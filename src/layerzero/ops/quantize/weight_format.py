@@ -112,17 +112,24 @@ ARGUMENTS = dict(
 """By the name of a field, the argument of a call that it is."""
 
 
-@functools.lru_cache(16)
 def arguments_of(weight: str) -> Mapping[str, str]:
     """The arguments that belong to one that is a weight, by field, and its ``format`` and ``packed``.
 
     Those of ``gate_up_weight`` are ``gate_up_scale``, ``gate_up_zero``, ..., ``gate_up_format``, ``packed_gate_up``.
     """
+    found = _NAMED.get(weight)
+    return _named(weight) if found is None else found
+
+
+def _named(weight: str) -> Mapping[str, str]:
     part = weight.removesuffix("weight")
     if not part:
         return {**ARGUMENTS, "format": "weight_format", "packed": "packed"}
     named = {name: f"{part}{name}" for name in (*Fields._fields, "format")}
     return {**named, "data": weight, "packed": f"packed_{part.removesuffix('_')}"}
+
+
+_NAMED = {name: _named(name) for name in ("weight", "gate_up_weight", "down_weight")}
 
 
 def fields_of(arguments: Mapping[str, Any], weight: str = "weight") -> Fields:
