@@ -1,130 +1,45 @@
-"""A small serving engine: continuous batching over a paged cache, mixed steps, shared prefixes, graphs of decodes.
+"""A small serving engine on ``lz.KVCache``: mixed steps, known prefixes, drafts, draws by request, graphs of decodes.
 
     python examples/engine.py --dtype bfloat16      16 requests, on the engine and one after the other in plain torch
+    python examples/engine.py --sampled 8 --draft 3      half of them draw, penalise and obey a mask; the others draft
     python examples/engine.py --shape 8b --requests 64 --prompt 1024 --tokens 128      Llama-3-8B's sizes, on a GPU
 
-A step takes one token of each request that writes, and fills up with chunks of prompts; where all write, it is a CUDA
-graph. Full pages of prompts are kept for those that begin with the same tokens. The weights are random ones.
+A step takes one token of each request that writes, with its draft, and fills up with chunks of prompts; where all write
+one, it is a CUDA graph. A draw has a seed of its request and place, so that it is the same alone. Weights are random.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
 import time
 import warnings
 from collections import Counter, deque, namedtuple
 from collections.abc import Callable
-from itertools import accumulate, islice, takewhile
-from types import SimpleNamespace
 from typing import Any
 
 import torch
+from llama import LLAMA_8B, Llama, Shape, one_by_one, requests_of, told_roof  # beside this file
 from torch import Tensor
-from torch.nn import functional
-from torch.utils.benchmark import Timer
 
 import layerzero as lz
 
-PAGE, EPS = 16, 1e-6
-Shape = namedtuple("Shape", "vocabulary width layers heads kv_heads head_dim wide longest")  # noqa: PYI024  # of sizes
-LLAMA_8B = Shape(128256, 4096, 32, 32, 8, 128, 14336, 8192)
-PLAIN = SimpleNamespace(embedding=functional.embedding, linear=functional.linear, greedy=lambda rows: rows.argmax(-1))
-PLAIN.rms_norm = lambda hidden, weight, eps: functional.rms_norm(hidden, weight.shape, weight, eps)  # as lz has it
-PLAIN.silu_mul = lambda both: functional.silu(both.chunk(2, -1)[0]) * both.chunk(2, -1)[1]
+PAGE = 16
+_FIELDS = "temperature top_k top_p min_p seed repetition presence frequency allowed"
+Sampling = namedtuple("Sampling", _FIELDS, defaults=(0.0, 2**31 - 1, 1.0, 0.0, 0, 1.0, 0.0, 0.0, None))  # noqa: PYI024
+GREEDY = Sampling()
 
 
-class Llama:
-    """The weights of a model, made where they stay, and its pass over tokens."""
-
-    def __init__(self, shape: Shape, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
-        def made(*size: int) -> Tensor:
-            tensor = torch.empty(size, device=device, dtype=dtype)
-            return tensor.fill_(1) if len(size) == 1 else tensor.normal_(std=size[1] ** -0.5)
-
-        torch.manual_seed(0)
-        self.shape, width, query = shape, shape.width, shape.heads * shape.head_dim
-        sizes = {"before": (width,), "qkv": (query + 2 * shape.kv_heads * shape.head_dim, width), "out": (width, query)}
-        sizes |= {"after": (width,), "gate_up": (2 * shape.wide, width), "down": (width, shape.wide)}
-        self.layers = [{name: made(*size) for name, size in sizes.items()} for _ in range(shape.layers)]
-        self.embedding, self.head, self.norm = made(shape.vocabulary, width), made(shape.vocabulary, width), made(width)
-        self.cos, self.sin = lz.rope_table(shape.longest, shape.head_dim, base=10000.0, device=device)
-
-    def tokens(self, ids: Tensor, by: Any, attend: Callable[..., Tensor], rows: Any = slice(None)) -> Tensor:
-        """The likeliest token after each of these rows; ``by`` has operations, ``attend`` keys and values."""
-        hidden, counts = by.embedding(ids, self.embedding), (self.shape.heads, *[self.shape.kv_heads] * 2)
-        for number, layer in enumerate(self.layers):
-            qkv = by.linear(by.rms_norm(hidden, layer["before"], EPS), layer["qkv"])
-            seen = attend(number, *qkv.unflatten(-1, (-1, self.shape.head_dim)).split(counts, 1))
-            hidden = hidden + by.linear(seen.reshape(len(ids), -1), layer["out"])
-            both = by.linear(by.rms_norm(hidden, layer["after"], EPS), layer["gate_up"])
-            hidden = hidden + by.linear(by.silu_mul(both), layer["down"])
-        return by.greedy(by.linear(by.rms_norm(hidden[rows], self.norm, EPS), self.head))
-
-
-@torch.inference_mode()
-def one_by_one(model: Llama, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """What somebody without an engine does in plain torch: one request after the other, each to its end."""
-
-    def attend(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        keys, values = past[number]
-        cos, sin = (each[len(keys) : len(keys) + len(query)].unsqueeze(1) for each in (model.cos, model.sin))
-        left, right = torch.cat((query, key), 1).float().chunk(2, -1)
-        rotated = torch.cat((left * cos - right * sin, right * cos + left * sin), -1).to(query.dtype)
-        query, key = rotated.split((query.shape[1], key.shape[1]), 1)
-        past[number] = torch.cat((keys, key)), torch.cat((values, value))
-        q, k, v = (each.transpose(0, 1).unsqueeze(0) for each in (query, *past[number]))
-        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=len(query) > 1, enable_gqa=True)
-        return seen[0].transpose(0, 1)
-
-    written, nothing = [], model.head.new_empty(0, model.shape.kv_heads, model.shape.head_dim)
-    for prompt in prompts:
-        past, ids = [(nothing, nothing)] * len(model.layers), torch.tensor(prompt, device=nothing.device)
-        written.append([int(ids := model.tokens(ids, PLAIN, attend, slice(-1, None))) for _ in range(count)])
-    return written
-
-
-class Request:
-    """A prompt, the tokens written after it, and its place in the cache: pages, and how many tokens they have."""
-
-    def __init__(self, prompt: list[int], count: int) -> None:
-        self.prompt, self.count, self.written, self.pages, self.cached = prompt, count, [], [], 0
-
-
-class Pages:
-    """The pages of a cache: free ones, how often each is used, and those whose tokens are known."""
-
-    def __init__(self, count: int) -> None:
-        self.free, self.users = dict.fromkeys(range(count)), [0] * count  # what lies idle longest comes first
-        self.known, self.tokens = {}, {}  # pages by all tokens up to their ends, and the other way round
-
-    def begin(self, request: Request) -> bool:
-        """Give it pages to its end, with all that is known of its prompt but for the last token; False without room."""
-        ends = (self.known.get(tuple(request.prompt[:end])) for end in range(PAGE, len(request.prompt), PAGE))
-        shared = list(takewhile(lambda page: page is not None, ends))
-        needed = -(-(len(request.prompt) + request.count) // PAGE) - len(shared)
-        fresh = list(islice((page for page in self.free if page not in shared), needed))
-        if len(fresh) < needed:
-            return False
-        for page in fresh:  # what they held is forgotten
-            self.known.pop(self.tokens.pop(page, ()), None)
-        for page in shared + fresh:
-            self.free.pop(page, None)
-            self.users[page] += 1
-        request.pages, request.cached = shared + fresh, len(shared) * PAGE
-        return True
-
-    def publish(self, request: Request) -> None:
-        """Make the full pages of a prompt known."""
-        for number, page in enumerate(request.pages[: len(request.prompt) // PAGE], 1):
-            if self.known.setdefault(key := tuple(request.prompt[: number * PAGE]), page) == page:
-                self.tokens[page] = key
-
-    def end(self, request: Request) -> None:
-        """Take its pages back; those that are known keep what they hold until somebody needs the room."""
-        for page in request.pages:
-            self.users[page] -= 1
-            self.free |= {} if self.users[page] else {page: None}
+def drawn(logits: Tensor, of: list[Sampling], places: list[int], **said: Tensor) -> Tensor:
+    """A token of each row as its request wants it: a mask, penalties of what was said, and a draw of its own seed."""
+    names, columns = Sampling._fields[:-1], zip(*(each[:-1] for each in of), strict=True)
+    given = {name: torch.tensor(each, device=logits.device) for name, each in zip(names, columns, strict=True)}
+    if any(each.allowed is not None for each in of):
+        everything = torch.full((-(-logits.shape[-1] // 32),), -1, dtype=torch.int32)
+        masks = torch.stack([everything if each.allowed is None else each.allowed for each in of])
+        logits = lz.apply_token_bitmask(logits, masks.to(logits.device))
+    seeds = given.pop("seed") * 2**32 + torch.tensor(places, device=logits.device)
+    by_row = {name: given.pop(name) for name in ("repetition", "presence", "frequency")}
+    return lz.sample(lz.apply_penalties(logits, **said, **by_row), seed=seeds, **given)
 
 
 def captured(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -139,117 +54,201 @@ def captured(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return lambda: (graph.replay(), result)[1]
 
 
+class Request:
+    """A prompt, how its tokens are drawn, and those that are written."""
+
+    def __init__(self, prompt: list[int], count: int, sampling: Sampling) -> None:
+        self.prompt, self.count, self.sampling, self.written = prompt, count, sampling, []
+
+
 class Engine:
     """Serves requests that come at any time; ``capture`` makes replays of steps in which all decode."""
 
-    def __init__(self, model: Llama, pages: int = 256, budget: int = 128, most: int = 32, capture: Any = None) -> None:
+    def __init__(
+        self, model: Llama, pages: int = 256, budget: int = 128, most: int = 32, capture: Any = None, draft: int = 0
+    ) -> None:
         self.model, self.budget, self.most, self.capture, self.device = model, budget, most, capture, model.head.device
-        sizes = (pages + most, PAGE, model.shape.kv_heads, model.shape.head_dim)
-        self.caches = [lz.PagedCache.allocate(*sizes, dtype=model.head.dtype, device=self.device) for _ in model.layers]
-        self.padding = [(Request([0], 1), [0]) for _ in range(most)]  # fill graphs up; each has a page aside to write
-        for page, (each, _) in enumerate(self.padding, pages):
-            each.table = torch.full((-(-model.shape.longest // PAGE),), page, dtype=torch.int32)
-        self.waiting, self.running, self.graphs = deque(), [], {}
-        self.pages, self.reused, self.spent = Pages(pages), 0, Counter()
+        shape, form = model.shape, {"page_size": PAGE, "dtype": model.head.dtype, "device": self.device}
+        aside = most if capture else 0  # pages for rows that fill a graph up, each with a token
+        self.cache = lz.KVCache(shape.layers, shape.kv_heads, shape.head_dim, pages=pages + aside, **form)
+        self.padding = [self.cache.allocate(("padding", row)) for row in range(aside)]
+        self.cache.writing(self.padding).commit()
+        self.drafts = lz.NGramConfig(num_speculative_tokens=max(draft, 1), enabled=draft > 0 and not capture)
+        self.pairs = lz.speculative_pair(None, self.cache, heads=shape.heads, config=self.drafts)
+        self.accepted, self.salt = 0, ""  # tokens of drafts that stood, and what known prefixes depend on beside tokens
+        self.counts, self.room = lz.TokenCounts(shape.vocabulary, device=self.device, rows=1), pages
+        self.waiting, self.running, self.graphs, self.spent = deque(), [], {}, Counter()
 
-    def submit(self, prompt: list[int], count: int) -> Request:
+    def submit(self, prompt: list[int], count: int, sampling: Sampling = GREEDY) -> Request:
         """Queue a request. Raises: ValueError for one that no step could ever serve."""
-        room = min(self.model.shape.longest, len(self.pages.users) * PAGE)
+        room = min(self.model.shape.longest, self.room * PAGE)
         if not prompt or count < 1 or len(prompt) + count > room:
             raise ValueError(f"wanted a prompt and at most {room} tokens, got {len(prompt)} and {count} more")
-        self.waiting.append(Request(prompt, count))
+        self.waiting.append(Request(prompt, count, sampling))
         return self.waiting[-1]
 
-    def _schedule(self) -> list[tuple[Request, list[int]]]:
-        """Whose tokens are in the next step: one of each that writes, then chunks of prompts while the budget lasts."""
-        while self.waiting and len(self.running) < self.most and self.pages.begin(self.waiting[0]):
-            self.running.append(first := self.waiting.popleft())
-            first.table = self.padding[0][0].table.clone()
-            first.table[: len(first.pages)] = torch.tensor(first.pages)
-            self.reused += first.cached
-        todo = [(each, each.prompt[each.cached :] or each.written[-1:]) for each in self.running]
-        chosen = [(each, tokens) for each, tokens in todo if len(tokens) == 1]
-        left = self.budget - len(chosen)
-        for each, tokens in todo:
-            if len(tokens) > 1 and left > 0:
-                chosen.append((each, tokens[:left]))
-                left -= len(tokens)
+    def _admit(self) -> None:
+        """Begin requests while there are pages for all that run, to the end of each."""
+        while self.waiting and len(self.running) < self.most:
+            first = self.waiting[0]
+            first.name = self.cache.allocate(prompt=first.prompt, salt=self.salt)
+            pages = [(-(-(len(each.prompt) + each.count) // PAGE), each.name) for each in (*self.running, first)]
+            if sum(end - len(self.cache.table(name)) for end, name in pages) > self.cache.free_pages:
+                self.cache.free(first.name)
+                break
+            first.row = None if first.sampling == GREEDY else self.counts.begin(first.prompt)
+            self.running.append(self.waiting.popleft())
+
+    def _schedule(self) -> list[Request]:
+        """Whose tokens are in the next step: the last of each that writes, with a draft, then chunks of prompts."""
+        length, left = self.pairs.at(max(len(self.running), 1)).tokens, self.budget
+        for each in self.running:
+            have = self.cache.length(each.name)
+            each.tokens = each.prompt[have:] or each.written[-1:]
+            each.drafts = 0
+            if have >= len(each.prompt) and each.row is None:
+                more = min(length, each.count - len(each.written) - 1)
+                each.tokens += self.drafts.propose(each.prompt + each.written, more) if more > 0 else []
+                each.drafts = len(each.tokens) - 1
+        chosen = []
+        for each in sorted(self.running, key=lambda one: (not one.written, len(one.tokens) > 1)):
+            if not each.written:
+                each.tokens = each.tokens[: max(left, 0)]
+            left -= len(each.tokens)
+            chosen += [each] if each.tokens else []
         return chosen
 
     @torch.inference_mode()
     def step(self) -> bool:
         """Run one step; False when there is nothing left to do."""
         started = time.perf_counter()
+        self._admit()
         if not (chosen := self._schedule()):
             return False
-        for (each, tokens), token in zip(chosen, self._launch(chosen).tolist(), strict=False):  # padding comes last
-            each.cached += len(tokens)
-            if each.cached >= len(each.prompt) > each.cached - len(tokens):
-                self.pages.publish(each)
-            if each.cached == len(each.prompt) + len(each.written):
-                each.written.append(token)
-                if len(each.written) == each.count:
-                    self.running.remove(each)
-                    self.pages.end(each)
-        if all(len(tokens) == 1 for _, tokens in chosen):
-            spent = {"seconds": time.perf_counter() - started, "read": sum(each.cached for each, _ in chosen)}
+        found, logits = self._launch(chosen)  # of each request the likeliest tokens, and logits for another choice
+        ends = [self.cache.length(each.name) for each in chosen]
+        done = [row for row, each in enumerate(chosen) if ends[row] >= len(each.prompt)]
+        others = [(row, chosen[row]) for row in done if chosen[row].row is not None]
+        said = found.tolist()
+        if others:
+            rows, of = [each.row for _, each in others], [each.sampling for _, each in others]
+            own = logits[torch.tensor([row for row, _ in others], device=self.device)]
+            tokens = drawn(own, of, [len(each.written) for _, each in others], **self.counts.of(rows))
+            self.counts.add(rows, tokens)
+            for (row, _), token in zip(others, tokens.tolist(), strict=True):
+                said[row] = [token]
+        for row in done:
+            each, new = chosen[row], [token for token in said[row] if token >= 0]
+            if not each.written:
+                self.cache.publish(each.name, each.prompt, salt=self.salt)
+            if len(new) <= each.drafts:
+                self.cache.truncate(each.name, ends[row] - each.drafts + len(new) - 1)
+            self.accepted += len(new) - 1
+            each.written += new
+            if len(each.written) == each.count:
+                self.running.remove(each)
+                self.cache.free(each.name)
+                if each.row is not None:
+                    self.counts.end(each.row)
+        if all(len(each.tokens) == 1 for each in chosen):
+            spent = {"seconds": time.perf_counter() - started, "read": sum(ends)}
             self.spent.update(spent, steps=1, tokens=len(chosen))
         return True
 
-    def _launch(self, chosen: list[tuple[Request, list[int]]]) -> Tensor:
-        """The token after each of these chunks, and after those that fill a graph up to 1, 2, 4, 8, ... rows."""
-        several = any(len(tokens) > 1 for _, tokens in chosen)
-        rows, replayed = 1 << (len(chosen) - 1).bit_length(), self.capture is not None and not several
-        chosen = chosen + self.padding[: rows - len(chosen) if replayed else 0]
-        counts = [len(tokens) for _, tokens in chosen]
-        tables = torch.stack([each.table for each, _ in chosen])
-        lens = torch.tensor([each.cached + len(tokens) for each, tokens in chosen], dtype=torch.int32)
-        host = (lens, torch.tensor([0, *accumulate(counts)], dtype=torch.int32)) if several else (lens,)
-        places = [each.cached + number for each, tokens in chosen for number in range(len(tokens))]
-        given = (torch.tensor([[token for _, tokens in chosen for token in tokens], places]), tables, *host)
-        if not replayed or rows not in self.graphs:
-            inputs, *others = (each.to(self.device, copy=replayed) for each in given)
-            starts, more = others[2] if several else None, {"host": host, "host_tables": tables}
-            step = lz.StepMetadata(*others[:2], cu_seqlens_q=starts, capturable=replayed, **more)
-            if not replayed:
-                return self._tokens(inputs, step, counts)
-            self.graphs[rows] = (inputs, *others), step, self.capture(lambda: self._tokens(inputs, step, counts))
-        buffers, step, replay = self.graphs[rows]
-        for buffer, new in zip(buffers, given, strict=True):
-            buffer.copy_(new)
-        step.advance(host=host, host_tables=tables)  # what is planned on the host is planned here
-        return replay()
+    def _launch(self, chosen: list[Request]) -> tuple[Tensor, Tensor]:
+        """The likeliest tokens after each of these chunks, -1 behind a draft that fell, and the logits of the first."""
+        names, counts = [each.name for each in chosen], [len(each.tokens) for each in chosen]
+        ids = torch.tensor([token for each in chosen for token in each.tokens])
+        if self.capture is not None and max(counts) == 1:
+            return self._replayed(names, ids)
+        with self.cache.writing(names, counts) as step:
+            hidden = self._hidden(ids.to(self.device), step)
+        most, ends = max(each.drafts for each in chosen), torch.tensor(counts).cumsum(0)
+        lens = torch.tensor([each.drafts for each in chosen])
+        rows = torch.minimum((ends - 1 - lens).unsqueeze(1) + torch.arange(most + 1), (ends - 1).unsqueeze(1))
+        logits = self.model.logits(hidden[rows.flatten().to(self.device)], lz)
+        if not most:
+            return lz.greedy(logits).unsqueeze(1), logits
+        drafts = ids[(rows[:, :-1] + 1).clamp(max=len(ids) - 1)].to(self.device)  # behind a row's own any token may be
+        logits = logits.unflatten(0, (-1, most + 1))
+        found, _ = lz.verify_speculative(drafts, logits, draft_lens=lens.to(self.device), greedy=True)
+        return found, logits[:, 0]
 
-    def _tokens(self, inputs: Tensor, step: lz.StepMetadata, counts: list[int]) -> Tensor:
-        """The token after the last of each request's; of all there are tokens and places, (2, T)."""
-        (ids, places), starts, slots = inputs, step.cu_seqlens_q, step.slot_mapping(PAGE)
-        first = next((place for place, count in enumerate(counts) if count > 1), 0)  # those before it decode
-        longest = {} if starts is None else {"max_seqlen_q": max(counts), "decodes": first or None}
+    def _replayed(self, names: list[Any], ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The same of a graph of 1, 2, 4, 8, ... rows, padding last."""
+        rows = 1 << (len(names) - 1).bit_length()
+        pads = self.padding[: rows - len(names)]
+        if rows in self.graphs:
+            buffer, step, replay = self.graphs[rows]
+            self.cache.writing(names + pads, reuse=step)  # what is planned on the host is planned here
+        else:
+            buffer = torch.zeros(rows, dtype=torch.long, device=self.device)
+            blocks = -(-self.model.shape.longest // PAGE)
+            step = self.cache.writing(names + pads, blocks=blocks, capturable=True)
+        buffer[: len(ids)] = ids.to(self.device)
+        if rows not in self.graphs:
+            replay = self.capture(lambda: self._greedy(buffer, step))
+            self.graphs[rows] = buffer, step, replay
+        found = replay()
+        step.commit()
+        for name in pads:
+            self.cache.truncate(name, 1)
+        return found
+
+    def _greedy(self, ids: Tensor, step: lz.CacheStep) -> tuple[Tensor, Tensor]:
+        logits = self.model.logits(self._hidden(ids, step), lz)
+        return lz.greedy(logits).unsqueeze(1), logits
+
+    def _hidden(self, ids: Tensor, step: lz.CacheStep) -> Tensor:
+        """What the layers make of a step's tokens, whose keys and values are written into the cache."""
+        starts, slots, places = step.cu_seqlens_q, step.slots, step.positions
+        promised = {} if starts is None else {"max_seqlen_q": step.max_seqlen_q, "decodes": step.decodes}
 
         def attend(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            keys, values = self.caches[number].keys, self.caches[number].values
+            keys, values = self.cache.layers[number].keys, self.cache.layers[number].values
             query = lz.rope_append_(query, key, value, self.model.cos, self.model.sin, keys, values, places, slots)
             query, read = query.unsqueeze(1) if starts is None else query, (keys, values, step.block_tables)
-            return lz.paged_attention(query, *read, step.context_lens, step=step, cu_seqlens_q=starts, **longest)
+            return lz.paged_attention(query, *read, step.context_lens, step=step, cu_seqlens_q=starts, **promised)
 
-        return self.model.tokens(ids, lz, attend, slice(None) if starts is None else starts[1:] - 1)
+        return self.model.hidden(ids, lz, attend)
+
+    @torch.inference_mode()
+    def warm(self) -> None:
+        """Choose the kernels of every step that may come, so that no request waits for a choice."""
+        for step in self.cache.rehearsal(self.most, self.budget, self.model.shape.longest):
+            hidden = self._hidden(torch.zeros(len(step.slots), dtype=torch.long, device=self.device), step)
+            lz.greedy(self.model.logits(hidden[: len(step.sequences)], lz))
 
 
-def requests_of(count: int, vocabulary: int, length: int = 0, seed: int = 0) -> list[list[int]]:
-    """Prompts of 20 to 120 tokens, or of ``length``; half of them begin with the same 40."""
-    draw = random.Random(seed)  # noqa: S311  # reproducible, not secret
-    lengths = [length] * count if length else draw.choices(range(20, 80), k=count)
-    system, *own = [draw.choices(range(vocabulary), k=each) for each in (40, *lengths)]
-    return [((system if number % 2 else []) + prompt)[: length or None] for number, prompt in enumerate(own)]
+def sampling_of(number: int, vocabulary: int) -> Sampling:
+    """Another way to draw for each request: penalties for every second, and a mask of even tokens for every third."""
+    penalties = {"repetition": 1.2, "presence": 0.5, "frequency": 0.25} if number % 2 else {}
+    even = torch.full((-(-vocabulary // 32),), 0x55555555, dtype=torch.int32) if number % 3 == 0 else None
+    return Sampling(0.8, 50, 0.9, 0.02, seed=number, allowed=even, **penalties)
 
 
-def serve(engine: Engine, prompts: list[list[int]], count: int, at_first: int = 2) -> list[list[int]]:
+def serve(
+    engine: Engine, prompts: list[list[int]], count: int, at_first: int = 2, of: tuple[Sampling, ...] = ()
+) -> list[list[int]]:
     """Requests that come while others run: some at first, another after every other step."""
-    submitted, steps = [engine.submit(prompt, count) for prompt in prompts[:at_first]], 0
-    while engine.step() or len(submitted) < len(prompts):
-        if (steps := steps + 1) % 2 == 0 and len(submitted) < len(prompts):
-            submitted.append(engine.submit(prompts[len(submitted)], count))
+    submitted, steps, of = [], 0, [*of, *[GREEDY] * (len(prompts) - len(of))]
+    while len(submitted) < at_first or engine.step() or len(submitted) < len(prompts):
+        if len(submitted) < len(prompts) and (len(submitted) < at_first or (steps := steps + 1) % 2 == 0):
+            submitted.append(engine.submit(prompts[len(submitted)], count, of[len(submitted)]))
     return [each.written for each in submitted]
+
+
+def draw_alone(of: tuple[Sampling, ...]) -> Callable[..., Tensor]:
+    """How the same requests draw one by one: by whole lists of tokens, a row at a time."""
+
+    def draw(number: int, logits: Tensor, prompt: list[int], written: list[int]) -> Tensor:
+        if number >= len(of):
+            return logits.argmax(-1)
+        ids = {"output_ids": torch.tensor([written], dtype=torch.long), "prompt_ids": torch.tensor([prompt])}
+        said = {name: each.to(logits.device) for name, each in ids.items()}
+        return drawn(logits, [of[number]], [len(written)], **said)
+
+    return draw
 
 
 def main() -> None:
@@ -261,6 +260,7 @@ def main() -> None:
     options |= {"width": (512, "in the small shape, from 64"), "requests": (16, "in all"), "first": (2, "at once")}
     options |= {"tokens": (48, "to write"), "prompt": (0, "its length; 0: 20 to 119"), "budget": (128, "tokens a step")}
     options |= {"compare": (10**6, "so many requests with those one by one; 0: none")}
+    options |= {"sampled": (0, "requests that draw tokens"), "draft": (0, "tokens of an n-gram draft")}
     for name, (default, text) in options.items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{text} (default: {default})")
     if large := parser.parse_args().shape == "8b":
@@ -272,28 +272,26 @@ def main() -> None:
     longest, most = max(map(len, prompts)) + given.tokens, min(given.requests, 64)
     model = Llama(shape._replace(longest=longest), given.device, getattr(torch, given.dtype))
     capture = captured if model.head.is_cuda and not given.no_graphs else None
-    engine, results = Engine(model, pages := max(256, most * -(-longest // PAGE)), given.budget, most, capture), {}
-    runs = {"one by one": (one_by_one, model, prompts[: given.compare])} if given.compare > 0 else {}
-    runs["engine"] = (serve, engine, prompts, given.first)
-    for name, (run, to, asked, *more) in runs.items():
+    pages, of = max(256, most * -(-longest // PAGE)), tuple(sampling_of(each, 2048) for each in range(given.sampled))
+    engine, results = Engine(model, pages, given.budget, most, capture, given.draft), {}
+    runs = {"one by one": prompts[: given.compare]} if given.compare > 0 else {}
+    for name, asked in (runs | {"engine": prompts}).items():
         print(f"{name}: {len(asked)} requests of {given.tokens} tokens, twice", flush=True)
-        for _round in range(2):  # the first one chooses kernels, captures, and warms caches up
-            engine.pages, engine.reused, engine.spent = Pages(pages), 0, Counter()  # no prefix is known any more
+        for engine.salt in ("first", "second"):  # the first one chooses kernels and captures; its prefixes are its own
+            known, engine.spent = engine.cache.usage().found_tokens, Counter()
             started = time.perf_counter()
-            results[name] = run(to, asked, given.tokens, *more)
+            if asked is prompts:
+                results[name] = serve(engine, asked, given.tokens, given.first, of)
+            else:
+                results[name] = one_by_one(model, asked, given.tokens, draw_alone(of))
             spent = time.perf_counter() - started
         print(f"{name}: {len(asked) * given.tokens / spent:.0f} tokens a second")
-    if model.head.is_cuda and (spent := engine.spent):
-        copy = Timer("block.clone()", globals={"block": torch.ones(2**30, dtype=torch.uint8, device=engine.device)})
-        speed = 2**31 / copy.blocked_autorange().median / 1e9  # as many bytes are written as are read
-        read = spent["steps"] * sum(each.nbytes for part in ({0: model.head}, *model.layers) for each in part.values())
-        read += spent["read"] * sum(each.keys[0, 0].nbytes + each.values[0, 0].nbytes for each in engine.caches)
-        share, got = read / speed / 1e9 / spent["seconds"], spent["tokens"] / spent["seconds"]
-        roof = f"{got / share:.0f}, weights, keys and values read at {speed:.0f} GB/s"
-        print(f"decode steps: {got:.0f} tokens a second, {share:.0%} of the roof: {roof}")
+    if model.head.is_cuda and engine.spent:
+        print(told_roof(model, engine.spent, engine.cache.layers))
     pairs = [pair for both in zip(*results.values(), strict=False) for pair in zip(*both, strict=True)]
     same = f"{sum(one == other for one, other in pairs)} of {len(pairs)}" if len(results) > 1 else "none compared"
-    print(f"tokens that are the same: {same}; prompt tokens that were not computed again: {engine.reused}")
+    known = engine.cache.usage().found_tokens - known
+    print(f"tokens that are the same: {same}; prompt tokens that were not computed again: {known}")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,11 @@ def loaded() -> Iterator[ModuleType]:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(FILE.parent))  # what it imports beside it
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(FILE.parent))
     yield module
     del sys.modules[spec.name]
 

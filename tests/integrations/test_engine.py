@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 import layerzero as lz
 from engine_example import FILE, loaded, printed
+from layerzero.engine import dispatch
 
 TOKENS = 6
 
@@ -34,8 +35,8 @@ def test_interleaved_requests_get_the_tokens_that_they_get_alone(example, served
     engine = example.Engine(model, pages=pages, budget=budget)
     assert example.serve(engine, prompts, TOKENS) == wanted
     assert not engine.running
-    assert sorted(engine.pages.free) == list(range(pages))
-    assert not any(engine.pages.users)
+    assert engine.cache.free_pages == pages
+    assert not [*engine.cache]
 
 
 def test_a_known_prefix_is_not_computed_again_and_changes_no_token(example, served):
@@ -47,7 +48,9 @@ def test_a_known_prefix_is_not_computed_again_and_changes_no_token(example, serv
             while engine.step():
                 pass
             assert request.written == tokens
-    assert engine.reused >= sum((len(prompt) - 1) // example.PAGE * example.PAGE for prompt in prompts)
+    assert engine.cache.usage().found_tokens >= sum(
+        (len(prompt) - 1) // example.PAGE * example.PAGE for prompt in prompts
+    )
 
 
 def test_steps_mix_prefills_and_decodes_in_one_call(example, served, monkeypatch):
@@ -106,10 +109,10 @@ class Captures:
         run()
         with Recorder() as recorder:
             result = run()
-        self.rows.append(len(result))
+        self.rows.append(len(result[0]))
 
         def replay():
-            self.replays.append(len(result))
+            self.replays.append(len(result[0]))
             for operator, args, kwargs, output in recorder.calls:
                 again = operator(*args, **kwargs)
                 for kept, new in zip(tree_leaves(output), tree_leaves(again), strict=True):
@@ -132,8 +135,8 @@ def test_captured_decodes_write_the_same_tokens(example, served, captures, pages
     engine = example.Engine(model, pages=pages, budget=budget, capture=captures)
     for _again in range(2):  # the second time prefixes are known, and graphs are there
         assert example.serve(engine, prompts, TOKENS) == wanted
-        assert sorted(engine.pages.free) == list(range(pages))
-    assert engine.reused > 0 or pages == 20  # where nothing known lasts
+        assert engine.cache.free_pages == pages
+    assert engine.cache.usage().found_tokens > 0
     assert captures.replays
     assert len(set(captures.rows)) == len(captures.rows)
 
@@ -155,20 +158,57 @@ def test_batches_shrink_and_grow_through_buckets(example, served, captures):
     assert all(step.capturable for _, step, _ in engine.graphs.values())
 
 
-def test_padding_writes_into_no_page_of_a_request(example, served, captures):
+def test_padding_has_pages_of_its_own(example, served, captures):
     model, prompts, _ = served
-    engines = [example.Engine(model, pages=64, budget=512, capture=each) for each in (None, captures)]
-    for engine in engines:
-        for cache in engine.caches:
-            cache.keys.zero_(), cache.values.zero_()
-        for prompt in prompts[:5]:
-            engine.submit(prompt, 8)
-        while engine.step():
-            pass
-    assert list(engines[1].graphs) == [8]
-    for plain, replayed in zip(*(engine.caches for engine in engines), strict=True):
-        torch.testing.assert_close(replayed.keys[:64], plain.keys[:64])
-        torch.testing.assert_close(replayed.values[:64], plain.values[:64])
+    engine = example.Engine(model, pages=64, budget=512, capture=captures, most=8)
+    before = [engine.cache.table(name) for name in engine.padding]
+    requests = [engine.submit(prompt, 8) for prompt in prompts[:5]]
+    while engine.step():
+        taken = {page for each in engine.running for page in engine.cache.table(each.name)}
+        assert taken.isdisjoint(page for table in before for page in table)
+    assert list(engine.graphs) == [8]
+    assert [engine.cache.table(name) for name in engine.padding] == before
+    assert [each.written for each in requests] == example.one_by_one(model, prompts[:5], 8)
+
+
+@pytest.mark.parametrize("draft", [0, 3])
+@pytest.mark.parametrize("captured", [False, True])
+def test_draws_of_requests_are_those_that_they_draw_alone(example, served, captures, draft, captured):
+    """Half of them draw by top-k, top-p and min-p, with penalties and masks; the others are verified with drafts."""
+    model, prompts, _ = served
+    of = tuple(example.sampling_of(number, 64) for number in range(3))
+    wanted = example.one_by_one(model, prompts, 20, example.draw_alone(of))
+    engine = example.Engine(model, pages=64, budget=40, capture=captures if captured else None, draft=draft)
+    for engine.salt in ("one", "another"):
+        assert example.serve(engine, prompts, 20, of=of) == wanted
+    assert all(token % 2 == 0 for token in wanted[0])
+    assert len(engine.counts) == 0
+
+
+def test_drafts_stand_where_a_text_repeats_itself(example, served):
+    model, _, _ = served
+    prompts = [[1, 2, 3, 4] * 6, [5, 6] * 12]
+    wanted = example.one_by_one(model, prompts, 40)
+    engine = example.Engine(model, draft=4)
+    assert example.serve(engine, prompts, 40) == wanted
+    repeats = any(written[-4:] == written[-8:-4] for written in wanted)
+    assert engine.accepted > 0 or not repeats
+    plain = example.Engine(model)
+    assert example.serve(plain, prompts, 40) == wanted
+    assert plain.accepted == 0
+
+
+def test_a_warm_engine_chooses_for_nothing(example, served, monkeypatch):
+    model, prompts, wanted = served
+    missed, usual = [], dispatch.Dispatcher.miss
+    engine = example.Engine(model, pages=64, budget=32, most=6)
+    engine.warm()
+    monkeypatch.setattr(
+        dispatch.Dispatcher, "miss", lambda self, *call: (missed.append(self.function.name), usual(self, *call))[1]
+    )
+    for engine.salt in ("one", "another"):
+        assert example.serve(engine, prompts, TOKENS) == wanted
+    assert missed == []
 
 
 def test_decodes_are_captured_only_where_somebody_captures(example, served):
@@ -198,7 +238,7 @@ def test_every_option_says_what_it_does(example, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         printed(example, "--help", monkeypatch, capsys)
     told = re.split(r"\n  (?=-)", capsys.readouterr().out)[1:]
-    assert len(told) == 12
+    assert len(told) == 14
     assert all(re.search(r" {2,}[a-zA-Z]", each) for each in told), told
 
 

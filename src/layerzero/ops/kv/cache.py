@@ -221,6 +221,11 @@ class KVCache(CachedSequences):
 
     # memory
 
+    @property
+    def free_pages(self) -> int:
+        """Pages that no sequence has, known ones included."""
+        return self._book.free_count
+
     @alone
     def swap_out(self, name: Hashable) -> None:
         """Move a sequence to the host; its pages are free then, but for those that others share."""

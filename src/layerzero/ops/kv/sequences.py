@@ -231,7 +231,7 @@ class CachedSequences(Bundle):
             blocks: columns of its block tables. If None as many as the longest needs, and on up to 16 or twice as
                 many as a power of two has, so that a sequence that grows by a page makes no new class of calls.
             capturable: keep its buffers where they are, as :class:`layerzero.StepMetadata` does.
-            reuse: a step of the same sequences that ended: its buffers are filled anew, for graphs that are replayed.
+            reuse: a step of as many sequences that ended: its buffers are filled anew, for graphs that are replayed.
         Raises: KVCacheError where pages or memory are short, where another step is open, or for an unknown sequence;
             InvalidCallError for counts that are none.
         """
@@ -249,7 +249,7 @@ class CachedSequences(Bundle):
                     columns, bound = min(columns_for(needed), max(self.pages, needed)), needed * self.page_size
                 reuse = CacheStep(self, names, numbers, growth, columns, bound or None, capturable=capturable)
             else:
-                reuse.begin(numbers, growth, needed * self.page_size)
+                reuse.begin(names, numbers, growth, needed * self.page_size)
         except BaseException:
             self._book.undo(growth)
             raise
@@ -293,8 +293,8 @@ class CachedSequences(Bundle):
             problems.append(f"reuse: wanted a step that writing() gave, or None, got {told(reuse)}")
         elif reuse is not None:
             same_form = (reuse.cu_seqlens_q is None) == (counts.count(1) == len(counts))
-            if reuse.cache is not self or reuse.sequences != names or reuse.is_open or not same_form:
-                problems.append("reuse: wanted a step of these sequences and this kind that ended, got another one")
+            if reuse.cache is not self or len(reuse.sequences) != len(names) or reuse.is_open or not same_form:
+                problems.append("reuse: wanted a step of as many sequences and this kind that ended, got another one")
             elif sum(counts) != sum(reuse.counts):
                 problems.append(f"reuse: wanted {sum(reuse.counts)} new tokens as its slots have, got {sum(counts)}")
             else:

@@ -102,9 +102,9 @@ class CacheStep(StepMetadata):
         """The place of each new token in its sequence, (T,) int64 on the cache's device."""
         return self._packed.positions
 
-    def begin(self, counts: tuple[int, ...], growth: Growth, bound: int) -> None:
-        """Take the next tokens of the same sequences, in the same buffers."""
-        self.counts, self._growth, self.entries = counts, growth, growth.entries
+    def begin(self, names: tuple[Hashable, ...], counts: tuple[int, ...], growth: Growth, bound: int) -> None:
+        """Take the next tokens of as many sequences, in the same buffers."""
+        self.sequences, self.counts, self._growth, self.entries = names, counts, growth, growth.entries
         self._fill()
         self.is_open, self.is_aborted = True, False
         self.advance(host=self._on_host(), max_context_len=None if self.max_context_len is None else max(bound, 1))

@@ -39,7 +39,9 @@ def apply_token_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:
     # (one thread of an AMD EPYC, torch 2.13.0, 2026-11-26)
     octets = torch.arange(256, device=logits.device).unsqueeze(-1) >> torch.arange(8, device=logits.device)
     bounds = torch.where((octets & 1).bool(), torch.inf, -torch.inf).to(logits.dtype)
-    places = bitmask.contiguous().view(torch.uint8).int()
+    places = (
+        bitmask.clone(memory_format=torch.contiguous_format).view(torch.uint8).int()
+    )  # one word may have any stride
     return torch.minimum(logits, torch.nn.functional.embedding(places, bounds).flatten(-2)[..., : logits.shape[-1]])
 
 
