@@ -174,7 +174,8 @@ ALLOWED: dict[str, dict[str, str]] = {
             ("swaps/weights", _REPLACED, "quantized"),
             ("modules/quantised", _REPLACED, "block_size in_features scale weight weight_scale"),
             ("entrance", _REPLACED, "activations padding"),
-            ("modules/int8", _REPLACED, "activations bias norm packed quantized quantized_linear weight"),
+            ("modules/int8", _REPLACED, "activations bias norm packed quantized quantized_linear"),
+            ("modules/weights", _REPLACED, "activations weight"),
             ("models/padding", _PADDED, "groups tokens"),
             ("models/stacks", _PADDED, "is_causal packed padding positions ragged_attention rows tokens"),
             ("modules/convolutions", _REPLACED, "bias conv1d conv2d dilation packed weight"),
@@ -193,6 +194,7 @@ ALLOWED: dict[str, dict[str, str]] = {
                 ),
             ),
             ("times/report", _LAYER, "padding positions tokens"),
+            ("times/workload", _LAYER, "logits tokens"),
             ("selection", _REPLACED, "attention padding positions step"),
             (
                 "models/step_cache",

@@ -46,8 +46,8 @@ def why(report: Any, path: str) -> str:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"weights": "int3"}, "weights: wanted None or 'int8' or 'int4' or 'int4:32', got 'int3'"),
-        ({"weights": 8}, "weights: wanted None or 'int8' or 'int4' or 'int4:32', got 8"),
+        ({"weights": "int3"}, "weights: wanted None or 'int8' or 'int4' or 'int4:32' or 'fp8' or 'auto', got 'int3'"),
+        ({"weights": 8}, "weights: wanted None or 'int8' or 'int4' or 'int4:32' or 'fp8' or 'auto', got 8"),
         ({"activations": "int8"}, "activations: wanted None without weights, got 'int8'; pass weights='int8', too"),
         ({"weights": "int8", "activations": "int4"}, "activations: wanted None or 'int8', got 'int4'"),
         ({"weights": "int8", "accuracy": -0.1}, "accuracy: wanted a number from 0 or None, got -0.1"),
@@ -342,3 +342,27 @@ def test_torchaos_int8_is_found(config: str, how: str, dtype: torch.dtype) -> No
         report.undo()
         assert torch.equal(model(rows), own)
     assert off(got, exact) < 1.5 * off(own, exact)
+
+
+def test_a_report_says_the_perplexity_of_the_inputs_tokens(unmeasured: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from layerzero.integrations.optimize import selection
+
+    monkeypatch.setattr(selection, "_keep_what_gains", lambda *_: None)
+    model, ids = made(), tokens()
+    mask = torch.ones_like(ids)
+    mask[:, :2] = 0
+
+    def wanted() -> float:
+        logits, next_ = model(ids, attention_mask=mask).logits.float()[:, 2:-1], ids[:, 3:]
+        return functional.cross_entropy(logits.flatten(0, 1), next_.flatten()).exp().item()
+
+    with torch.no_grad():
+        before = wanted()
+        report = lz.optimize(model, {"input_ids": ids, "attention_mask": mask}, weights="int4", accuracy=0.5)
+        assert report.perplexity == (pytest.approx(before, rel=1e-4), pytest.approx(wanted(), rel=1e-3))
+        assert report.perplexity[0] != report.perplexity[1]
+    assert "perplexity of the inputs' tokens: " in str(report)
+    report.undo()
+    assert lz.optimize(model, lambda: model(ids), weights="int8").perplexity is None
+    blocks = Blocks().eval()
+    assert lz.optimize(blocks, torch.randn(3, 64), weights="int8").perplexity is None

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import layerzero as lz
+from layerzero.integrations.optimize import selection
+from layerzero.integrations.optimize.modules import weights
+from layerzero.integrations.optimize.times import timing
 from layerzero.ops.quantize.schemes import scheme_of
 from layerzero.ops.quantize.weight_format import Codes, packed
 
@@ -343,3 +346,62 @@ def test_layers_that_lose_too_much_and_rows_that_no_group_divides_stay(unmeasure
     assert set(taken(report)) == {less}
     assert f"of its output, accuracy={bound:g} allows less" in said[more]
     assert "no group of 32 divides its 40 columns" in said["2"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_are_quantised_to_float8_when_asked_for(dtype: torch.dtype, unmeasured: None) -> None:
+    torch.manual_seed(0)
+    model, rows = nn.Sequential(nn.Linear(256, 96), nn.Linear(96, 40)).eval().to(dtype), torch.randn(7, 256).to(dtype)
+    with torch.no_grad():
+        own = model(rows)
+        report = lz.optimize(model, weights="fp8")
+        assert {each.path for each in report.replaced if each.kind == "fp8"} == {"0", "1"}
+        assert all(0.015 < each.loss < 0.04 for each in report.made)
+        assert 0.005 < off(model(rows), own) < 0.06
+        assert "2 weights in fp8: " in str(report)
+        model[0].weight.data.zero_()
+        assert torch.allclose(model[0](rows), model[0].bias.expand(7, 96))
+        report.undo()
+    with pytest.raises(lz.InvalidCallError, match="activations: wanted None with weights='fp8'"):
+        lz.optimize(model, weights="fp8", activations="int8")
+
+
+ORDER = ["int4", "fp8", "int8", "int4:32"]
+
+
+@pytest.mark.parametrize(("accuracy", "kind"), [(0.15, "int4"), (0.05, "fp8"), (None, "fp8"), (0.015, "int8")])
+def test_the_fastest_format_within_the_bound_is_taken(
+    accuracy: float | None, kind: str, unmeasured: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 96)).eval()
+    monkeypatch.setattr(weights.Request, "_fastest", lambda *_, **__: list(ORDER))
+    report = lz.optimize(model, weights="auto", accuracy=accuracy)
+    assert [each.kind for each in report.replaced] == [kind]
+    report.undo()
+    report = lz.optimize(model, weights="auto", accuracy=0.001)
+    said = next(each.why for each in report.left if each.path == "0")
+    assert said.count("[QUANT_ACCURACY_THRESHOLD_EXCEEDED] it loses") == 4
+    assert "of its output in fp8, accuracy=0.001 allows less" in said
+
+
+def test_formats_are_timed_on_the_sizes_of_the_inputs_calls(unmeasured: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four bits are said to be fastest for one row, and int8 for many."""
+    now, few = [0.0], {"int8": 3.0, "int4": 1.0, "fp8": 2.0}
+    monkeypatch.setattr(timing, "CLOCK", lambda: now[0])
+    own = weights.call
+
+    def call(state: Any, rows: Tensor, bias: Tensor | None) -> Tensor:
+        now[0] += few[state.kind] if len(rows) == 1 else 4.0 - few[state.kind]
+        return own(state, rows, bias)
+
+    monkeypatch.setattr(weights, "call", call)
+    monkeypatch.setattr(selection, "_keep_what_gains", lambda *_: True)
+    torch.manual_seed(0)
+    model, rows = nn.Sequential(nn.Linear(512, 96)).eval(), torch.randn(40, 512)
+    kinds = []
+    for inputs in (rows, rows[:1]):
+        report = lz.optimize(model, inputs, weights="auto", accuracy=1.0)
+        kinds += [each.kind for each in report.replaced]
+        report.undo()
+    assert kinds == ["int8", "int4"]

@@ -22,6 +22,7 @@ from layerzero.integrations.optimize.models import compiled_calls, stacks
 from layerzero.integrations.optimize.models.steps import find_steps
 from layerzero.integrations.optimize.modules import find as modules
 from layerzero.integrations.optimize.modules import int8, quantised
+from layerzero.integrations.optimize.modules import weights as requested
 from layerzero.integrations.optimize.selection import time_inputs, time_random_rows
 from layerzero.integrations.optimize.swaps.candidate import watching
 from layerzero.integrations.optimize.swaps.swap import Swap, is_dense, is_swapped
@@ -102,7 +103,9 @@ def optimize(
             large as a floating one: None means half of the free memory then. What has no room is read as it lies, by
             whichever kernel is fastest then.
         weights: ``"int8"`` quantises the weights of linear layers, by a scale for each output, ``"int4"`` by one for
-            each 128 columns, ``"int4:32"`` for each 32; nothing is quantised unasked. Each layer is compared with its
+            each 128 columns, ``"int4:32"`` for each 32, ``"fp8"`` to e4m3 by a scale for each output; ``"auto"`` takes
+            for each layer the one that is fastest on the sizes of the inputs' calls, of those within ``accuracy``.
+            Nothing is quantised unasked. Each layer is compared with its
             own code, on the inputs' rows or, without inputs, on random ones; the report says what each loses, and how
             far the model's output is from its own. Weights stay as they are, for ``undo()``, state dicts, gradients and
             calls that they serve faster, and codes follow what is written into them. The layer that gives a model's
@@ -110,7 +113,7 @@ def optimize(
         activations: ``"int8"`` quantises rows, too, by a scale for each or, with four bits, for a group; None
             multiplies them as they are, which gains at a few tokens at most. Only with ``weights``.
         accuracy: how far a layer's output may be from its own, as a share of its norm; what loses more stays as it was.
-            None is 0.03 for int8 and 0.15 for int4.
+            None is 0.03 for int8 and auto, 0.05 for fp8, and 0.15 for int4.
         progress: told what is done, how much of it, and of how much; a bar on a terminal if None. Not of tokenizers.
 
     With inputs, on a CPU, each model of Transformers, or the module itself, is also compiled as a whole by ONNX
@@ -148,7 +151,7 @@ def optimize(
         for name, each in (("graph", graph), ("padding", padding), ("isolate", isolate))
         if not isinstance(each, bool)
     ]
-    asked, wrong = int8.request(weights, activations, accuracy)
+    asked, wrong = requested.request(weights, activations, accuracy)
     problems += wrong
     refuse("optimize", problems)
     if is_tokenizer(model):
@@ -202,7 +205,7 @@ def _optimized(
     report: Optimized,
     inputs: Any,
     tell: Progress,
-    asked: int8.Request | None,
+    asked: requested.Request | None,
     *,
     graph: bool,
     padding: bool,
@@ -252,7 +255,7 @@ def _optimized(
     elif report.replaced:
         report.tune.append("pass inputs= so that the calls which they make are measured and the gain is shown")
     if asked is not None and not report.made:
-        report.tune += int8.hints(asked)
+        report.tune += requested.hints(asked)
 
 
 def _join(found: Iterable[Replaced], root: Module, report: Optimized) -> None:

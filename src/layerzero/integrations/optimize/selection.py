@@ -23,7 +23,6 @@ from layerzero.integrations.optimize.layers.layer_timing import around, attentio
 from layerzero.integrations.optimize.models.padding import noted, without_padding
 from layerzero.integrations.optimize.modules import find as modules
 from layerzero.integrations.optimize.swaps.candidate import TOLERANCE, distance, quiet
-from layerzero.integrations.optimize.swaps.codes import compared
 from layerzero.integrations.optimize.times.module_times import ROUNDS, Spent, spent
 from layerzero.integrations.optimize.times.report import BY_CALL, Optimized, Replaced, Timed
 from layerzero.integrations.optimize.times.timing import (
@@ -90,8 +89,7 @@ def time_inputs(
             _switch(by_kind["padding"], on=True)
     errors = [distance(*pair) for pair in pairs]
     report.error = max(errors, key=lambda each: math.inf if math.isnan(each) else each, default=None)
-    if any(each.loss for each in report.made):
-        report.distance = compared(*zip(*pairs, strict=True)) if pairs else None
+    report.compare(pairs, workload)
     if by_kind and not _keep_what_gains(report, workload, by_kind, rounds, tell):
         time_random_rows(search, report, graph=graph)
     report._forget()

@@ -1,4 +1,4 @@
-"""Products with weights of int8: those of other libraries, found by value, and those that a caller asks for.
+"""Products of other libraries with weights of int8, found by value.
 
 A module that holds int8 codes and scales is told by what it gives for rows in which one number is 40 times as large as
 the others: their rounding to int8 is coarse there, so that it shows whether rows are rounded, and by how many scales.
@@ -8,20 +8,15 @@ from __future__ import annotations
 
 import math
 import sys
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Embedding, Module
+from torch.nn import Module
 from torch.nn.functional import linear
 
-from layerzero.core.arguments import told
 from layerzero.core.errors import in_short
 from layerzero.integrations.optimize.attention.transformers import Search
-from layerzero.integrations.optimize.modules.orientation import is_plain, may_be_product, turns
 from layerzero.integrations.optimize.swaps.candidate import (
     Candidate,
     agrees,
@@ -30,32 +25,14 @@ from layerzero.integrations.optimize.swaps.candidate import (
     quiet,
     random_rows,
     refusal,
-    watching,
 )
-from layerzero.integrations.optimize.swaps.codes import CodedProduct, Found, Made, Place, at, bias_of, call, product
-from layerzero.integrations.optimize.swaps.swap import stock_forward, weight_of
+from layerzero.integrations.optimize.swaps.codes import CodedProduct, Found, Place, at, bias_of, call, product
+from layerzero.integrations.optimize.swaps.swap import stock_forward
 from layerzero.integrations.optimize.times.report import NO_TIME, Left, Replaced
 from layerzero.integrations.optimize.times.timing import TIMED
-from layerzero.integrations.optimize.times.workload import RUN
 
 KIND = "int8"
 """Of what is replaced."""
-
-WEIGHTS = {"int8": None, "int4": 128, "int4:32": 32}
-"""What weights may be quantised to when asked for, and in codes of four bits how many columns share a scale."""
-
-LEAST_GROUP = 32
-"""Columns that share a scale, where no more divide a row."""
-
-ACTIVATIONS = (None, "int8")
-
-ACCURACY = {None: 0.03, 128: 0.15, 32: 0.15}
-"""How far a layer's output may be from its own, relative to its size, by columns that share a scale. Normal rows lose
-0.011 in int8, rows that are products of two such numbers, as in gated blocks, 0.026 (1024 inputs, 2816 of them). Normal
-weights lose 0.10 in four bits in groups of 128, 0.09 in groups of 32."""
-
-ROWS = 256
-"""Rows of one call at most whose loss is computed."""
 
 LARGE, APART = 40.0, 32.0
 """One number of a row, in units of the others' deviation, and one row in units of another."""
@@ -220,141 +197,3 @@ def product_of(module: Module, state: CodedProduct, rows: Tensor) -> Candidate:
     calls = f"lz.quantized_linear with {state.kind} weights and {how}"
     asked = "quantized_linear", (rows, *state.pair, bias_of(module)), {**state.named, "packed": state.packed[0]}
     return candidate(module, product, state, kind=state.kind, calls=calls, example=rows, asked=asked)
-
-
-@dataclass(frozen=True)
-class Request:
-    """What a caller asks for beside what computes the same.
-
-    Attributes:
-        weights: what they are quantised to.
-        activations: what rows are quantised to; None for as they are.
-        accuracy: how far each layer's output may be from its own, relative to its size.
-    """
-
-    weights: str
-    activations: str | None
-    accuracy: float
-
-    def __str__(self) -> str:
-        rows = "" if self.activations is None else f", activations={self.activations!r}"
-        return f"weights={self.weights!r}{rows}"
-
-    def find(self, search: Search) -> Iterator[Replaced | Left]:
-        """Linear layers whose output stays within the bound; what holds them is no layer and no block any more."""
-        parents = {id(child): parent for parent in search.root.modules() for child in parent.children()}
-        made: dict[str, Candidate] = {}
-        heads = _heads(search.root)
-        any_linear = False
-        for path, module in search.root.named_modules():
-            why = refusal(module, parents.get(id(module)))  # first, for what is no torch's Linear is run
-            turned = False if is_plain(module) else None if why else turns(module)
-            if turned is None and not (why and may_be_product(module)):
-                continue
-            any_linear = True
-            step = f"quantising {type(module).__name__}"
-            if not why and not search.time.allows(step, step):
-                why = NO_TIME
-            why = why or untimed(search, weight_of(module))
-            if not why and id(module) in heads and search.workload is None:
-                why = f"it gives the model's output; pass inputs= to see what {self.weights} loses there"
-            if why:
-                yield Left(path, type(module).__name__, f"{self}: {why}")
-                continue
-            weight = weight_of(module)
-            with search.time.taking(step):
-                group, columns = WEIGHTS[self.weights], weight.shape[0 if turned else 1]
-                if group is not None and columns % group:
-                    group = math.gcd(columns, group)
-                if group is not None and group < LEAST_GROUP:
-                    why = f"no group of {LEAST_GROUP} divides its {columns} columns"
-                    yield Left(path, type(module).__name__, f"{self}: {why}")
-                    continue
-                state = Made(weight, group, self.activations, turned=bool(turned))
-                rows = random_rows(module, columns, dtype=weight.dtype, device=weight.device)
-                made[path] = product_of(module, state, rows)
-        if not any_linear:
-            yield Left("", type(search.root).__name__, f"{self}: it has no Linear with a floating weight of its own")
-        losses = _losses(made.values(), search)
-        taken = set[int]()
-        for path, found in made.items():
-            module, loss = found.swap.module, losses[id(found.swap.module)]
-            if not loss <= self.accuracy:
-                said = f"it loses {loss:.2g} of its output, accuracy={self.accuracy:g} allows less"
-                yield Left(path, type(module).__name__, f"{self}: {said}")
-                continue
-            found.error = found.swap.state.loss = loss  # type: ignore[attr-defined]
-            taken.add(id(module))
-            yield Replaced(path, type(module).__name__, found.kind, found.calls, found.kernel, loss, found.swap, found)
-        for module in search.root.modules():
-            if any(id(each) in taken for each in module.modules()):
-                search.taken.add(id(module))
-
-
-def request(weights: Any, activations: Any, accuracy: Any) -> tuple[Request | None, list[str]]:
-    """What is asked for, and what is wrong with it."""
-    problems = []
-    if weights is not None and (not isinstance(weights, str) or weights not in WEIGHTS):
-        problems.append(f"weights: wanted None or {' or '.join(map(repr, WEIGHTS))}, got {told(weights)}")
-    if not (activations is None or isinstance(activations, str)) or activations not in ACTIVATIONS:
-        problems.append(f"activations: wanted {' or '.join(map(repr, ACTIVATIONS))}, got {told(activations)}")
-    elif activations is not None and weights is None:
-        problems.append(f"activations: wanted None without weights, got {told(activations)}; pass weights='int8', too")
-    if accuracy is not None and (
-        isinstance(accuracy, bool) or not isinstance(accuracy, (int, float)) or not accuracy >= 0
-    ):
-        problems.append(f"accuracy: wanted a number from 0 or None, got {told(accuracy)}")
-    if problems or weights is None:
-        return None, problems
-    return Request(weights, activations, float(ACCURACY[WEIGHTS[weights]] if accuracy is None else accuracy)), problems
-
-
-def hints(asked: Request) -> Iterator[str]:
-    """What to try where nothing stayed."""
-    if asked.activations is None and asked.weights == KIND:
-        yield "weights alone gain where a kernel reads int8; pass activations='int8' for products of int8 by int8"
-
-
-def _heads(root: Module) -> set[int]:
-    """Modules that give a model's output, and those whose weight is an embedding's, too."""
-    tables = {id(each.weight) for each in root.modules() if isinstance(each, Embedding)}
-    found = {id(each) for each in root.modules() if id(each._parameters.get("weight")) in tables}
-    for each in root.modules():
-        output = getattr(each, "get_output_embeddings", None)
-        found |= {id(output())} if callable(output) else set()
-    return found
-
-
-def _losses(made: Iterable[Candidate], search: Search) -> dict[int, float]:
-    """How far each product is from the module's own, relative to its size: on the inputs' rows, else on random ones."""
-    sums: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
-
-    def note(module: Module, given: tuple[Any, ...], output: Any) -> None:
-        if len(given) == 1 and isinstance(given[0], Tensor) and isinstance(output, Tensor) and given[0].numel():
-            _add(sums[id(module)], of[module], given[0].detach(), output.detach())
-
-    made = list(made)
-    of = {each.swap.module: each for each in made}
-    if search.workload is not None and made and search.time.allows("what quantised weights lose on the inputs", RUN, 2):
-        with watching(of, after=note):
-            search.workload.run()
-    with torch.no_grad():
-        for number, each in enumerate(made):
-            search.tell("quantising", number, len(made))
-            module = each.swap.module
-            if id(module) not in sums:  # no input came there
-                with quiet(module):
-                    _add(sums[id(module)], each, each.example, stock_forward(module)(each.example))
-    return {key: math.sqrt(off / whole) if whole else math.sqrt(off) for key, (off, whole) in sums.items()}
-
-
-def _add(sums: list[float], found: Candidate, input: Tensor, output: Tensor) -> None:
-    rows, wanted = input.reshape(-1, input.shape[-1]), output.reshape(-1, output.shape[-1])
-    apart = -(-rows.shape[0] // ROWS)
-    rows, wanted = rows[::apart], wanted[::apart].float()
-    state = found.swap.state
-    assert isinstance(state, CodedProduct)
-    with torch.no_grad():
-        got = call(state, rows.contiguous(), bias_of(found.swap.module)).float()
-    sums[0] += (got - wanted).square().sum().item()
-    sums[1] += wanted.square().sum().item()

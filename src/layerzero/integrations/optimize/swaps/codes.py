@@ -187,15 +187,15 @@ class Made(CodedProduct):
         loss: how far the product was from the module's own, relative to its size.
         own_bytes: what the weight takes that they were made of.
         turned: whether that is (K, N), as Conv1D of Transformers has it.
-        group: columns of a row that share a scale, in codes of four bits; None for int8 with a scale for each row.
+        of: what it is quantised to: ``int8`` or ``fp8`` with a scale for each row, ``int4:32`` with one for 32 columns.
     """
 
     loss = 0.0
 
     def __init__(
-        self, weight: Tensor, group: int | None = None, activations: str | None = None, *, turned: bool = False
+        self, weight: Tensor, of: str = "int8", activations: str | None = None, *, turned: bool = False
     ) -> None:
-        self.turned, self.group = turned, group
+        self.turned, self.of = turned, of
         super().__init__(self._quantised(weight), activations)
         self._source: PackedWeight | None = PackedWeight(weight)
         self.own_bytes = weight.nbytes
@@ -224,8 +224,11 @@ class Made(CodedProduct):
     def _quantised(self, weight: Tensor) -> Weight:
         with torch.no_grad():
             rows = (weight.detach().t() if self.turned else weight.detach()).contiguous()
-            if self.group is not None:
-                return lz.quantize_weight(rows.to(torch.bfloat16), "int4", group_size=self.group)
+            if self.of == "fp8":
+                return lz.quantize_weight(rows, "fp8")
+            if self.of != "int8":
+                bits, _, group = self.of.partition(":")
+                return lz.quantize_weight(rows.to(torch.bfloat16), bits, group_size=int(group))
             codes, scale = lz.quantize(rows, "int8", per="row")
         return codes, scale.reshape(-1)
 

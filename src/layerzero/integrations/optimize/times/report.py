@@ -8,15 +8,17 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from layerzero.asking.trace import numbered, ranges
 from layerzero.integrations.exchange import Exchange
 from layerzero.integrations.optimize.swaps.candidate import Candidate
-from layerzero.integrations.optimize.swaps.codes import Made
+from layerzero.integrations.optimize.swaps.codes import Made, compared
 from layerzero.integrations.optimize.swaps.swap import SIZES, State, Swap
 from layerzero.integrations.optimize.swaps.weights import Joined, Packs
 from layerzero.integrations.optimize.times.module_times import Spent
 from layerzero.integrations.optimize.times.timing import Paced
-from layerzero.integrations.optimize.times.workload import TimeLeft
+from layerzero.integrations.optimize.times.workload import TimeLeft, Workload, perplexity
 from layerzero.tuning.measuring.tune import Tuned
 
 NO_TIME = "no time was left to check it (budget_s)"
@@ -132,6 +134,7 @@ class Optimized:
         error: largest difference of the model's own output, in units of its largest value; None without inputs.
         distance: where weights were quantised, how far the model's output is from its own, relative to its size, and
             the cosine of both; None without inputs.
+        perplexity: there, of the inputs' tokens, before and after; None where inputs have none, or outputs no logits.
         weight_bytes: memory of parameters and buffers, each once.
         memory_limit: what packed forms may take together; None without a bound.
         spent: time by modules before and after; None without inputs.
@@ -150,6 +153,7 @@ class Optimized:
     tune: list[str] = field(default_factory=list)
     error: float | None = None
     distance: tuple[float, float] | None = None
+    perplexity: tuple[float, float] | None = None
     weight_bytes: int = 0
     memory_limit: int | None = None
     spent: Spent | None = None
@@ -196,6 +200,15 @@ class Optimized:
         """What was quantised because the caller asked for it."""
         return [each for each in self._states_on if isinstance(each, Made)]
 
+    def compare(self, pairs: Sequence[tuple[Tensor, ...]], workload: Workload) -> None:
+        """Note how far outputs with quantised weights are from the model's own, pair by pair."""
+        if not pairs or not any(each.loss for each in self.made):
+            return
+        self.distance = compared(*zip(*pairs, strict=True))
+        if workload.tokens is not None:
+            found = [[perplexity(each, workload.tokens) for each in pair] for pair in pairs]
+            self.perplexity = next(((was, now) for now, was in found if now is not None and was is not None), None)
+
     def _quantised(self) -> list[str]:
         """What was quantised, and what it loses."""
         made = self.made
@@ -215,6 +228,11 @@ class Optimized:
         if self.distance is not None:
             relative, cosine = self.distance
             lines.append(f"  the model's output is {relative:.2g} of its size from its own, cosine {cosine:.6f}")
+        if self.perplexity is not None:
+            was, now = self.perplexity
+            lines.append(
+                f"  perplexity of the inputs' tokens: {was:.4g} before, {now:.4g} after ({now / was - 1:+.2%})"
+            )
         return lines
 
     @property

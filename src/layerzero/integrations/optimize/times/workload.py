@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 import time as _time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.functional import cross_entropy
 
 from layerzero.core.device import Device
 from layerzero.core.kernel import Kernel
@@ -134,11 +136,13 @@ class Workload:
         call: runs it once and returns what it gives.
         device: where the model lies.
         time: what is left of the time; it learns of every run.
+        tokens: the ids that it is called with, and which of them are padding; None where the inputs do not say.
     """
 
     call: Callable[[], Any]
     device: torch.device
     time: TimeLeft = field(default_factory=lambda: TimeLeft(None))
+    tokens: tuple[Tensor, Tensor | None] | None = None
     _often: int = 0
 
     def run(self) -> list[Tensor]:
@@ -218,15 +222,39 @@ def workload_of(model: Any, inputs: Any, time: TimeLeft) -> Workload:
     first = next((each for each in tensors_of_model(model)), None)
     device = torch.device("cpu") if first is None else first.device
     if isinstance(inputs, Mapping):
-        return Workload(_noted(lambda: model(**inputs), "model(**inputs)"), device, time)
+        tokens = _tokens(inputs.get("input_ids"), inputs.get("attention_mask"))
+        return Workload(_noted(lambda: model(**inputs), "model(**inputs)"), device, time, tokens)
     if isinstance(inputs, (tuple, list)):
-        return Workload(_noted(lambda: model(*inputs), "model(*inputs)"), device, time)
+        tokens = _tokens(inputs[0] if inputs else None)
+        return Workload(_noted(lambda: model(*inputs), "model(*inputs)"), device, time, tokens)
     if isinstance(inputs, Tensor):
-        return Workload(_noted(lambda: model(inputs), "model(inputs)"), device, time)
+        return Workload(_noted(lambda: model(inputs), "model(inputs)"), device, time, _tokens(inputs))
     if callable(inputs):
         return Workload(inputs, device, time)
     wanted = "a tensor, a tuple, a dict, or a function without arguments"
     raise TypeError(f"optimize: inputs: wanted {wanted}, got {type(inputs).__name__}")
+
+
+def _tokens(ids: Any, mask: Any = None) -> tuple[Tensor, Tensor | None] | None:
+    """Ids (B, S) of at least two tokens, and the mask (B, S) of those that count."""
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or ids.shape[1] < 2:
+        return None
+    return ids, mask if isinstance(mask, Tensor) and mask.shape == ids.shape else None
+
+
+def perplexity(logits: Tensor, tokens: tuple[Tensor, Tensor | None]) -> float | None:
+    """Of each token but the first, given those before it; None where these are no logits (B, S, V) of such tokens."""
+    ids, mask = tokens
+    if logits.ndim != 3 or not logits.is_floating_point() or logits.shape[:2] != ids.shape:
+        return None
+    if int(ids.min()) < 0 or int(ids.max()) >= logits.shape[2]:
+        return None
+    wanted = ids[:, 1:].long()
+    if mask is not None:
+        wanted = wanted.masked_fill((mask[:, 1:] == 0) | (mask[:, :-1] == 0), -100)
+    if not bool((wanted >= 0).any()):
+        return None
+    return math.exp(min(cross_entropy(logits[:, :-1].float().flatten(0, 1), wanted.flatten()).item(), 700.0))
 
 
 def tensors_of_model(model: Any) -> Iterator[Tensor]:

@@ -1,0 +1,282 @@
+"""Linear layers whose weights are quantised because a caller asks for it, within a bound for each."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Embedding, Module
+
+from layerzero.core.arguments import told
+from layerzero.core.reasons import ReasonCode
+from layerzero.integrations.optimize.attention.transformers import Search
+from layerzero.integrations.optimize.modules.int8 import KIND, product_of, untimed
+from layerzero.integrations.optimize.modules.orientation import is_plain, may_be_product, turns
+from layerzero.integrations.optimize.swaps.candidate import Candidate, quiet, random_rows, refusal, watching
+from layerzero.integrations.optimize.swaps.codes import CodedProduct, Made, bias_of, call
+from layerzero.integrations.optimize.swaps.swap import SIZES, stock_forward, weight_of
+from layerzero.integrations.optimize.times import timing
+from layerzero.integrations.optimize.times.report import NO_TIME, Left, Replaced
+from layerzero.integrations.optimize.times.workload import RUN
+
+FORMATS = ("int8", "int4", "int4:32", "fp8")
+"""What weights may be quantised to: int8 and float8 with a scale for each output, four bits with one for each 128 or 32
+columns of it."""
+
+AUTO = "auto"
+"""Of these that which takes the least time, of those within the bound; for each layer."""
+
+LEAST_GROUP = 32
+"""Columns that share a scale, where no more divide a row."""
+
+ACTIVATIONS = (None, "int8")
+
+ACCURACY = {"int8": 0.03, "int4": 0.15, "int4:32": 0.15, "fp8": 0.05, AUTO: 0.03}
+"""How far a layer's output may be from its own, relative to its size. Normal rows lose 0.011 in int8, rows that are
+products of two such numbers, as in gated blocks, 0.026 (1024 inputs, 2816 of them). Normal weights lose 0.10 in four
+bits in groups of 128, 0.09 in groups of 32, and 0.027 in float8."""
+
+TURNS = 5
+"""Rounds in which the formats of a layer are timed, behind the one that packs."""
+
+ROWS = 256
+"""Rows of one call at most whose loss is computed."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a caller asks for beside what computes the same.
+
+    Attributes:
+        weights: what they are quantised to.
+        activations: what rows are quantised to; None for as they are.
+        accuracy: how far each layer's output may be from its own, relative to its size.
+        known: of layers that were timed, the formats, those first that take least.
+    """
+
+    weights: str
+    activations: str | None
+    accuracy: float
+    known: dict[Hashable, list[str]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        rows = "" if self.activations is None else f", activations={self.activations!r}"
+        return f"weights={self.weights!r}{rows}"
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """What comes into question."""
+        return FORMATS if self.weights == AUTO else (self.weights,)
+
+    def find(self, search: Search) -> Iterator[Replaced | Left]:
+        """Linear layers whose output stays within the bound; what holds them is no layer and no block any more."""
+        parents = {id(child): parent for parent in search.root.modules() for child in parent.children()}
+        layers: dict[str, tuple[Module, bool]] = {}
+        heads = _heads(search.root)
+        any_linear = False
+        for path, module in search.root.named_modules():
+            why = refusal(module, parents.get(id(module)))  # first, for what is no torch's Linear is run
+            turned = False if is_plain(module) else None if why else turns(module)
+            if turned is None and not (why and may_be_product(module)):
+                continue
+            any_linear = True
+            why = why or untimed(search, weight_of(module))
+            if not why and id(module) in heads and search.workload is None:
+                why = f"it gives the model's output; pass inputs= to see what {self.weights} loses there"
+            if why:
+                yield Left(path, type(module).__name__, f"{self}: {why}")
+            else:
+                layers[path] = module, bool(turned)
+        if not any_linear:
+            yield Left("", type(search.root).__name__, f"{self}: it has no Linear with a floating weight of its own")
+        sizes = _sizes([module for module, _ in layers.values()], search) if len(self.formats) > 1 else {}
+        orders = {path: self._order(search, *layer, sizes) for path, layer in layers.items()}
+        taken, last = set[int](), dict.fromkeys(layers, "")
+        while layers:
+            made: dict[str, Candidate] = {}
+            for path, (module, turned) in list(layers.items()):
+                found = self._next(search, module, orders[path], turned=turned)
+                if isinstance(found, Candidate):
+                    made[path] = found
+                    continue
+                del layers[path]
+                yield Left(path, type(module).__name__, f"{self}: {last[path] or found}")
+            losses = _losses(made.values(), search)
+            for path, each in made.items():
+                module, loss = each.swap.module, losses[id(each.swap.module)]
+                if not loss <= self.accuracy:
+                    code = ReasonCode.QUANT_ACCURACY_THRESHOLD_EXCEEDED
+                    of = f" in {each.kind}" if len(self.formats) > 1 else ""
+                    said = f"it loses {loss:.2g} of its output{of}, accuracy={self.accuracy:g} allows less"
+                    last[path] = "; ".join(filter(None, [last[path], f"[{code}] {said}"]))
+                    continue
+                del layers[path]
+                each.error = each.swap.state.loss = loss  # type: ignore[attr-defined]
+                taken.add(id(module))
+                yield Replaced(path, type(module).__name__, each.kind, each.calls, each.kernel, loss, each.swap, each)
+        for module in search.root.modules():
+            if any(id(each) in taken for each in module.modules()):
+                search.taken.add(id(module))
+
+    def _next(self, search: Search, module: Module, order: list[str], *, turned: bool) -> Candidate | str:
+        """A layer in the next format of an order that divides its columns, or why there is none."""
+        weight, why = weight_of(module), "no format comes into question"
+        step = f"quantising {type(module).__name__}"
+        columns = weight.shape[0 if turned else 1]
+        while order:
+            of = _for_columns(order.pop(0), columns)
+            if of is None:
+                why = f"no group of {LEAST_GROUP} divides its {columns} columns"
+            elif not search.time.allows(step, step):
+                return NO_TIME
+            else:
+                with search.time.taking(step):
+                    return self._made(module, of, turned=turned)
+        return why
+
+    def _made(self, module: Module, of: str, *, turned: bool) -> Candidate:
+        weight = weight_of(module)
+        state = Made(weight, of, None if of == "fp8" else self.activations, turned=turned)
+        columns = weight.shape[0 if turned else 1]
+        return product_of(module, state, random_rows(module, columns, dtype=weight.dtype, device=weight.device))
+
+    def _order(self, search: Search, module: Module, turned: bool, sizes: Mapping[int, Mapping[int, int]]) -> list[str]:
+        """The formats, those of products that take least first; of layers of one shape and sizes once."""
+        if len(self.formats) == 1:
+            return list(self.formats)
+        weight = weight_of(module)
+        called = sizes.get(id(module)) or dict.fromkeys(SIZES, 1)
+        about = tuple(weight.shape), weight.dtype, weight.device, turned, tuple(called.items())
+        step = f"timing formats of {type(module).__name__}"
+        if about not in self.known and search.time.allows(step, step):
+            with search.time.taking(step):
+                self.known[about] = self._fastest(module, called, turned=turned)
+        return list(self.known.get(about, self.formats))
+
+    def _fastest(self, module: Module, called: Mapping[int, int], *, turned: bool) -> list[str]:
+        """By the time of all calls that are made, each size as often as it comes."""
+        weight, took = weight_of(module), dict.fromkeys(self.formats, math.inf)
+        columns = weight.shape[0 if turned else 1]
+        states = {each: of for each in self.formats if (of := _for_columns(each, columns)) is not None}
+        made = {each: self._made(module, of, turned=turned).swap.state for each, of in states.items()}
+        took |= dict.fromkeys(made, 0.0)
+        for rows, count in called.items():
+            given = random_rows(module, columns, dtype=weight.dtype, device=weight.device)
+            given = given.reshape(-1, columns).repeat(-(-rows // 6), 1)[:rows]
+
+            def sample(name: str, given: Tensor = given) -> float:
+                began = timing.CLOCK()
+                call(made[name], given, bias_of(module))  # type: ignore[arg-type]
+                if given.is_cuda:
+                    torch.cuda.synchronize(given.device)
+                return timing.CLOCK() - began
+
+            with torch.no_grad(), quiet(module):
+                seconds = timing.race(list(made), sample, lambda _, turn: list(made) if turn <= TURNS else ())
+            for name, each in seconds.items():
+                took[name] += count * statistics.median(each[1:])  # the first packs
+        return sorted(took, key=took.__getitem__)
+
+
+def _for_columns(of: str, columns: int) -> str | None:
+    """A format with a group that divides the columns; None where no group does."""
+    if not of.startswith("int4"):
+        return of
+    group = math.gcd(columns, int(of.partition(":")[2] or 128))
+    return None if group < LEAST_GROUP else f"int4:{group}"
+
+
+def _sizes(layers: Sequence[Module], search: Search) -> dict[int, dict[int, int]]:
+    """How many rows the inputs' calls bring to each layer, and how often; those that come to most, with inputs."""
+    found: dict[int, Counter[int]] = defaultdict(Counter)
+
+    def note(module: Module, given: tuple[Any, ...], _: Any) -> None:
+        if given and isinstance(given[0], Tensor) and given[0].numel():
+            found[id(module)][given[0].numel() // given[0].shape[-1]] += 1
+
+    if search.workload is not None and layers and search.time.allows("the sizes of the inputs' calls", RUN, 3):
+        with watching(layers, before=note):
+            search.workload.run()
+    return {
+        key: dict(sorted(counts.items(), key=lambda each: -each[0] * each[1])[: len(SIZES)])
+        for key, counts in found.items()
+    }
+
+
+def request(weights: Any, activations: Any, accuracy: Any) -> tuple[Request | None, list[str]]:
+    """What is asked for, and what is wrong with it."""
+    problems = []
+    if weights is not None and (not isinstance(weights, str) or weights not in (*FORMATS, AUTO)):
+        problems.append(f"weights: wanted None or {' or '.join(map(repr, (*FORMATS, AUTO)))}, got {told(weights)}")
+    if not (activations is None or isinstance(activations, str)) or activations not in ACTIVATIONS:
+        problems.append(f"activations: wanted {' or '.join(map(repr, ACTIVATIONS))}, got {told(activations)}")
+    elif activations is not None and weights is None:
+        problems.append(f"activations: wanted None without weights, got {told(activations)}; pass weights='int8', too")
+    if activations is not None and weights == "fp8":
+        problems.append(
+            f"activations: wanted None with weights='fp8', whose rows stay as they are, got {told(activations)}"
+        )
+    if accuracy is not None and (
+        isinstance(accuracy, bool) or not isinstance(accuracy, (int, float)) or not accuracy >= 0
+    ):
+        problems.append(f"accuracy: wanted a number from 0 or None, got {told(accuracy)}")
+    if problems or weights is None:
+        return None, problems
+    return Request(weights, activations, float(ACCURACY[weights] if accuracy is None else accuracy)), problems
+
+
+def hints(asked: Request) -> Iterator[str]:
+    """What to try where nothing stayed."""
+    if asked.activations is None and asked.weights == KIND:
+        yield "weights alone gain where a kernel reads int8; pass activations='int8' for products of int8 by int8"
+
+
+def _heads(root: Module) -> set[int]:
+    """Modules that give a model's output, and those whose weight is an embedding's, too."""
+    tables = {id(each.weight) for each in root.modules() if isinstance(each, Embedding)}
+    found = {id(each) for each in root.modules() if id(each._parameters.get("weight")) in tables}
+    for each in root.modules():
+        output = getattr(each, "get_output_embeddings", None)
+        found |= {id(output())} if callable(output) else set()
+    return found
+
+
+def _losses(made: Iterable[Candidate], search: Search) -> dict[int, float]:
+    """How far each product is from the module's own, relative to its size: on the inputs' rows, else on random ones."""
+    sums: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+
+    def note(module: Module, given: tuple[Any, ...], output: Any) -> None:
+        if len(given) == 1 and isinstance(given[0], Tensor) and isinstance(output, Tensor) and given[0].numel():
+            _add(sums[id(module)], of[module], given[0].detach(), output.detach())
+
+    made = list(made)
+    of = {each.swap.module: each for each in made}
+    if search.workload is not None and made and search.time.allows("what quantised weights lose on the inputs", RUN, 2):
+        with watching(of, after=note):
+            search.workload.run()
+    with torch.no_grad():
+        for number, each in enumerate(made):
+            search.tell("quantising", number, len(made))
+            module = each.swap.module
+            if id(module) not in sums:  # no input came there
+                with quiet(module):
+                    _add(sums[id(module)], each, each.example, stock_forward(module)(each.example))
+    return {key: math.sqrt(off / whole) if whole else math.sqrt(off) for key, (off, whole) in sums.items()}
+
+
+def _add(sums: list[float], found: Candidate, input: Tensor, output: Tensor) -> None:
+    rows, wanted = input.reshape(-1, input.shape[-1]), output.reshape(-1, output.shape[-1])
+    apart = -(-rows.shape[0] // ROWS)
+    rows, wanted = rows[::apart], wanted[::apart].float()
+    state = found.swap.state
+    assert isinstance(state, CodedProduct)
+    with torch.no_grad():
+        got = call(state, rows.contiguous(), bias_of(found.swap.module)).float()
+    sums[0] += (got - wanted).square().sum().item()
+    sums[1] += wanted.square().sum().item()
