@@ -308,8 +308,25 @@ def test_a_reused_step_keeps_its_buffers():
         assert (step.block_tables.data_ptr(), step.context_lens.tolist()) == (pointer, [length])
         assert step.positions.tolist() == [length - 1]
         step.commit()
-    with pytest.raises(lz.InvalidCallError, match="reuse: wanted a step of these sequences"):
+    with pytest.raises(lz.InvalidCallError, match="reuse: wanted a step of as many sequences"):
         cache.writing(["a"], 2, reuse=first)
+
+
+def test_a_step_is_filled_for_other_sequences():
+    cache = made()
+    for name, tokens in (("a", 3), ("b", 20), ("c", 40)):
+        cache.allocate(name)
+        cache.writing([name], [tokens]).commit()
+    step = cache.writing(["a", "b"], blocks=4, capturable=True)
+    step.commit()
+    slots = step.slots
+    with cache.writing(["c", "a"], reuse=step) as again:
+        assert again is step
+        assert step.sequences == ("c", "a")
+        assert slots.tolist() == [cache.table("c")[2] * 16 + 8, cache.table("a")[0] * 16 + 4]
+        assert step.block_tables[0, :3].tolist() == cache.table("c")
+    with pytest.raises(lz.InvalidCallError, match="reuse: wanted a step of as many sequences"):
+        cache.writing(["a"], reuse=step)
 
 
 @pytest.mark.parametrize(
@@ -353,7 +370,7 @@ def test_mistakes_are_told(call, message):
         ({"captured": "no"}, "captured: wanted True or False, got 'no'"),
         ({"device": 2**70}, "device: wanted one that torch knows"),
         ({"kv_heads": None}, "kv_heads: wanted a number of at least 1, got None"),
-        ({"layout": "DNH"}, "layout: wanted NHD or HND or VLLM, got 'DNH'"),
+        ({"layout": "DNH"}, "layout: wanted NHD or HND or VLLM or VLLM_CPU, got 'DNH'"),
         ({"dtype": torch.bool}, "dtype: wanted float32, .* got torch.bool"),
         ({"latent": (512, 64)}, "latent: wanted no kv_heads, head_dim and value_dim with it"),
         ({"pages": None}, "max_sequences and max_length: wanted both for a contiguous cache"),

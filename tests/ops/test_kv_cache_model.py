@@ -15,6 +15,7 @@ SALTS = st.sampled_from(["", "", "another adapter"])
 FORMS = {
     "paged": {"pages": 9, "page_size": 4},
     "heads first": {"pages": 9, "page_size": 4, "layout": "HND"},
+    "transposed": {"pages": 9, "page_size": 4, "layout": "VLLM_CPU"},
     "split": {"pages": 9, "page_size": 4, "layout": "VLLM", "head_dim": 4},
     "latent": {"pages": 9, "page_size": 4, "kv_heads": None, "head_dim": None, "latent": (3, 2)},
     "contiguous": {"max_sequences": 5, "max_length": 24, "strategy": "contiguous"},

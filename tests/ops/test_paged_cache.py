@@ -228,3 +228,56 @@ def test_operations_go_by_the_names_of_the_specification(alias, operations):
     assert set(OPERATION_ALIASES[alias][0]) == operations
     wanted = {kernel.id for name in operations for kernel in lz.list_kernels(name)}
     assert {kernel.id for kernel in lz.list_kernels(alias)} == wanted
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND", "VLLM_CPU"])
+def test_every_layout_has_a_constructor_and_reads_what_is_written(layout):
+    """Both kinds of caches, in each layout that calls read: the same tokens attend to the same result."""
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn(20, heads, 32, generator=generator) for heads in (4, 2, 2))
+    plain = torch.nn.functional.scaled_dot_product_attention(
+        *(each.transpose(0, 1) for each in (query[-1:], key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)))
+    ).transpose(0, 1)
+    cache = lz.KVCache(1, 2, 32, pages=4, page_size=16, dtype=torch.float32, layout=layout)
+    own = lz.PagedCache.allocate(4, 16, 2, 32, dtype=torch.float32, layout=layout)
+    assert own.keys.stride() == cache.layers[0].keys.stride()
+    name = cache.allocate()
+    cache.writing([name], [19]).commit()
+    with cache.writing([name]) as step:
+        slots = torch.tensor([cache.table(name)[at // 16] * 16 + at % 16 for at in range(20)])
+        for pages in (own, cache.layers[0]):
+            lz.append_paged_kv_(key, value, pages, slot_mapping=slots)
+            found = lz.paged_attention(
+                query[-1:].unsqueeze(1), pages, block_tables=step.block_tables, context_lens=step.context_lens
+            )
+            torch.testing.assert_close(found[0], plain)
+
+
+@pytest.mark.parametrize(("scales", "shape"), [("tensor", ()), ("head", (2,)), ("token", (4, 16, 2))])
+def test_caches_of_codes_have_scales_from_the_beginning(scales, shape):
+    cache = lz.PagedCache.allocate(4, 16, 2, 32, dtype=torch.int8, scales=scales)
+    assert cache.key_scale.shape == cache.value_scale.shape == shape
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_keys_and_values_of_one_tensor_are_a_cache(axis):
+    joined = torch.zeros((2, 4, 16, 2, 32) if axis == 0 else (4, 2, 16, 2, 32))
+    cache = lz.PagedCache.of_joined(joined, axis)
+    cache.values[3, 1] = 5.0
+    assert float(joined.select(axis, 1)[3, 1, 0, 0]) == 5.0
+    assert (cache.page_size, cache.kv_heads) == (16, 2)
+
+
+def test_what_is_no_layout_and_no_scale_is_refused_by_name():
+    for call, said in (
+        (
+            lambda: lz.PagedCache.allocate(4, 16, 2, 32, layout="VLLM"),
+            "layout: wanted NHD, HND or VLLM_CPU, got 'VLLM'",
+        ),
+        (lambda: lz.PagedCache.allocate(4, 16, 2, 32, scales="head"), "scales: wanted None for a cache of bfloat16"),
+        (lambda: lz.PagedCache.allocate(4, 16, 2, 32, dtype=torch.int8), "scales: wanted tensor, head or token"),
+        (lambda: lz.PagedCache.of_joined(torch.zeros(3, 4, 16, 2, 32), 0), "joined: wanted a tensor of 5 axes"),
+        (lambda: lz.KVCache(1, 2, 32, pages=4, layout="NDH"), "layout: wanted NHD or HND or VLLM or VLLM_CPU"),
+    ):
+        with pytest.raises(lz.InvalidCallError, match=said):
+            call()

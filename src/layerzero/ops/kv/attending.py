@@ -52,6 +52,8 @@ def attention_over(
     inner = (cache.page_size, kv_heads) if layout == "NHD" else (kv_heads, cache.page_size)
     for name, width in (("key_cache", head_dim), ("value_cache", value_dim)):
         given[name] = torch.empty((1, *inner, width), dtype=dtype, device=cache.device)
+    if layout == "HND" and cache._planes[0].transposed:
+        given["key_cache"] = given["key_cache"].transpose(2, 3).contiguous().transpose(2, 3)
     if dtype in QUANTIZED:
         given |= {name: torch.ones((), device=cache.device) for name in ("key_scale", "value_scale")}
     given["query"] = torch.empty(batch, 1, heads, head_dim, **like)

@@ -51,7 +51,8 @@ class KVCache(CachedSequences):
         latent: widths of the two planes of latent attention, (512, 64), in place of heads.
         pages, page_size: of a paged cache; the size in tokens.
         max_sequences, max_length: of a cache of rows, or to have the pages counted.
-        layout: ``NHD`` or ``HND``; ``VLLM`` for keys split into 16 bytes, which is written, read and converted.
+        layout: ``NHD`` or ``HND``; ``VLLM`` for keys split into 16 bytes, which is written, read and converted;
+            ``VLLM_CPU`` for what vLLM's kernels for CPUs read: ``HND`` in calls, keys transposed in memory.
         dtype: of the elements.
         device: where it lies; the CPU if None.
         strategy: one of :class:`layerzero.KVCacheStrategy`, whatever the facts say; chosen by them if None.

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from layerzero.core.arguments import out_of_range, told
 from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.ops.kv.strategy import KVCacheStrategy, StrategyChoice, kv_cache_strategy
 from layerzero.ops.paged.quantized import QUANTIZED
 
-LAYOUTS = ("NHD", "HND", "VLLM")
-"""Of a page: tokens first, heads first, or as vLLM's first kernels read it: keys split into 16 bytes, tokens last."""
+LAYOUTS = ("NHD", "HND", "VLLM", "VLLM_CPU")
+"""Of a page: tokens first, heads first, as vLLM's first kernels read it (keys split into 16 bytes, tokens last), or as
+its kernels for CPUs do: heads first for calls, keys transposed in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,7 @@ class Plane:
         token_axis: which of its axes is that of a page's tokens.
         dtype: of its elements.
         empty: what it holds where nothing was written.
+        transposed: whether its last two axes lie the other way round in memory.
     """
 
     name: str
@@ -34,6 +37,14 @@ class Plane:
     token_axis: int
     dtype: torch.dtype
     empty: float = 0.0
+    transposed: bool = False
+
+    def made(self, make: Callable[..., Tensor], pages: int, device: torch.device) -> Tensor:
+        """Its tensor, (pages, *inner)."""
+        *first, last, least = (pages, *self.inner)
+        if self.transposed:
+            return make((*first, least, last), dtype=self.dtype, device=device).transpose(-1, -2)
+        return make((pages, *self.inner), dtype=self.dtype, device=device)
 
     @property
     def bytes_of_token(self) -> int:
@@ -55,11 +66,9 @@ def heads_planes(
             Plane("keys", (kv_heads, head_dim // x, page_size, x), 3, dtype),
             Plane("values", (kv_heads, value_dim, page_size), 3, dtype),
         )
-    if layout == "HND":
-        inner, axis = (kv_heads, page_size), 2
-    else:
-        inner, axis = (page_size, kv_heads), 1
-    return Plane("keys", (*inner, head_dim), axis, dtype), Plane("values", (*inner, value_dim), axis, dtype)
+    inner, axis = ((page_size, kv_heads), 1) if layout == "NHD" else ((kv_heads, page_size), 2)
+    keys = Plane("keys", (*inner, head_dim), axis, dtype, transposed=layout == "VLLM_CPU")
+    return keys, Plane("values", (*inner, value_dim), axis, dtype)
 
 
 def latent_planes(page_size: int, dims: tuple[int, int], dtype: torch.dtype) -> tuple[Plane, ...]:
@@ -144,14 +153,14 @@ def form_of(
             problems.append(f"latent: wanted two widths such as (512, 64) or None, got {told(latent)}")
         else:
             problems += _size_problems({"latent[0]": latent[0], "latent[1]": latent[1]})
-    if layout not in LAYOUTS or (latent is not None and layout != LAYOUTS[0]):
+    if not isinstance(layout, str) or layout not in LAYOUTS or (latent is not None and layout != LAYOUTS[0]):
         wanted = " or ".join(LAYOUTS if latent is None else LAYOUTS[:1])
         problems.append(f"layout: wanted {wanted}, got {told(layout)}")
     narrow = isinstance(dtype, torch.dtype) and dtype in QUANTIZED
     if not isinstance(dtype, torch.dtype) or not (narrow or (dtype.is_floating_point and dtype.itemsize > 1)):
         wanted = "float32, float64, float16, bfloat16, float8_e4m3fn, float8_e5m2 or int8"
         problems.append(f"dtype: wanted {wanted}, got {told(dtype)}")
-    elif narrow and (scales not in SCALES or latent is not None or layout == "VLLM"):
+    elif narrow and (scales not in SCALES or latent is not None or layout not in ("NHD", "HND")):
         wanted = f"{', '.join(SCALES)} with heads in NHD or HND for a cache of {dtype}"
         problems.append(f"scales: wanted {wanted}, got {told(scales)}")
     elif not narrow and scales is not None:
@@ -204,7 +213,7 @@ def form_of(
                 problem = "scales: wanted 'tensor' or 'head' for a virtual cache, all of one dtype, got 'token'"
                 raise InvalidCallError("KVCache", [problem])
             planes += scale_planes(page_size, kv_heads)
-    return CacheForm(planes, layers, pages, page_size, layout, where, choice)
+    return CacheForm(planes, layers, pages, page_size, "HND" if layout == "VLLM_CPU" else layout, where, choice)
 
 
 def _absence_problems(device: torch.device) -> list[str]:

@@ -87,7 +87,7 @@ class CachedSequences(Bundle):
             *(layers, kv_heads, head_dim, value_dim, latent, pages, page_size, max_sequences, max_length),
             *(layout, dtype, device, strategy, captured, scales),
         )
-        self.choice, self.layout, self.dtype = made.choice, "MLA" if latent is not None else layout, dtype
+        self.choice, self.layout, self.dtype = made.choice, "MLA" if latent is not None else made.layout, dtype
         self.pages, self.page_size, self.device = made.pages, made.page_size, made.device
         self._planes, self._scales = made.planes, scales
         sizes = made.planes, made.layers, made.pages, made.device

@@ -47,7 +47,7 @@ class Fixed:
                 shape = pages, planes[0].inner[0], sum(widths)
                 parts = list(torch.split(make(shape, dtype=planes[0].dtype, device=device), widths, -1))
             else:
-                parts = [make((pages, *each.inner), dtype=each.dtype, device=device) for each in planes]
+                parts = [each.made(make, pages, device) for each in planes]
                 for each, part in zip(planes, parts, strict=True):
                     if each.empty:
                         part.fill_(each.empty)

@@ -133,7 +133,7 @@ def _refused(device: torch.device, layout: str, cuda: int | None) -> dict[KVCach
     if layout != "NHD":
         reason = Reason(unsupported, "the layout of rows that grow", "NHD", layout, hint)
         found[KVCacheStrategy.VIRTUAL] = reason
-    if layout == "VLLM":
+    if layout in ("VLLM", "VLLM_CPU"):
         reason = Reason(unsupported, "the layout of rows", "NHD or HND", layout, "Take 'paged'")
         found |= dict.fromkeys((KVCacheStrategy.CONTIGUOUS, KVCacheStrategy.UNIFIED), reason)
     if device.type == "cuda":

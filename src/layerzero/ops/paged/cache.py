@@ -82,8 +82,19 @@ class PagedCache(Bundle):
         layout: str = "NHD",
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
+        scales: str | None = None,
     ) -> PagedCache:
-        """Make one of zeros; ``value_dim`` is ``head_dim`` if None. Raises: InvalidCallError for what is no size."""
+        """Make one of zeros.
+
+        Args:
+            value_dim: ``head_dim`` if None.
+            layout: ``NHD``, ``HND``, or ``VLLM_CPU`` for what vLLM's kernels for CPUs read: ``HND`` in calls, with keys
+                that lie transposed in memory. Caches split as vLLM's first kernels read them, and latent ones, are
+                layers of :class:`layerzero.KVCache`.
+            scales: of a cache of float8 or int8, for the ``tensor`` or for a ``head``: ones, to be filled; or for each
+                ``token`` and head.
+        Raises: InvalidCallError for what is no size, layout or scale.
+        """
         sizes = {"pages": pages, "page_size": page_size, "kv_heads": kv_heads, "head_dim": head_dim}
         sizes |= {} if value_dim is None else {"value_dim": value_dim}
         problems = [
@@ -91,11 +102,42 @@ class PagedCache(Bundle):
             for name, size in sizes.items()
             if type(size) is not int or size < 0 or out_of_range(size)
         ]
+        if not isinstance(layout, str) or layout not in (*CACHE_LAYOUTS, "VLLM_CPU"):
+            problems.append(f"layout: wanted {', '.join(CACHE_LAYOUTS)} or VLLM_CPU, got {told(layout)}")
+        shapes: dict[object, tuple[int, ...]] = {
+            "tensor": (),
+            "head": (kv_heads,),
+            "token": (pages, page_size, kv_heads),
+        }
+        wanted = "tensor, head or token" if dtype in QUANTIZED else "None"
+        if (scales is None) == (dtype in QUANTIZED) or (scales is not None and scales not in shapes):
+            problems.append(f"scales: wanted {wanted} for a cache of {dtype_name(dtype)}, got {told(scales)}")
         refuse("PagedCache.allocate", problems)
-        inner = (kv_heads, page_size) if layout == "HND" else (page_size, kv_heads)
+        inner = (page_size, kv_heads) if layout == "NHD" else (kv_heads, page_size)
         keys = torch.zeros(pages, *inner, head_dim, dtype=dtype, device=device)
+        if layout == "VLLM_CPU":
+            keys = torch.zeros(pages, kv_heads, head_dim, page_size, dtype=dtype, device=device).transpose(2, 3)
         values = torch.zeros(pages, *inner, head_dim if value_dim is None else value_dim, dtype=dtype, device=device)
-        return cls(keys, values, layout)
+        given = (
+            {}
+            if scales is None
+            else {name: torch.ones(shapes[scales], device=device) for name in ("key_scale", "value_scale")}
+        )
+        return cls(keys, values, "NHD" if layout == "NHD" else "HND", **given)
+
+    @classmethod
+    def of_joined(cls, joined: Tensor, axis: int, layout: str = "NHD") -> PagedCache:
+        """Make one of a tensor that holds keys and values side by side; it stays the memory of both.
+
+        Shapes: joined (2, P, N, K, D) with axis 0, as vLLM has it for FlashAttention; (P, 2, N, K, D) with axis 1, as
+            for FlashInfer; in HND with tokens and heads swapped.
+        Raises: InvalidCallError for a tensor that has no two parts there.
+        """
+        if not isinstance(joined, Tensor) or joined.ndim != 5 or axis not in (0, 1) or joined.shape[axis] != 2:
+            got = f"{tuple(joined.shape)} and {told(axis)}" if isinstance(joined, Tensor) else told(joined)
+            wanted = "joined: wanted a tensor of 5 axes with 2 parts along axis 0 or 1"
+            raise InvalidCallError("PagedCache.of_joined", [f"{wanted}, got {got}"])
+        return cls(*joined.unbind(axis), layout)
 
     @property
     def page_size(self) -> int:
