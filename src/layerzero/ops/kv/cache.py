@@ -77,7 +77,7 @@ class KVCache(CachedSequences):
         Args:
             name: a number if none is given.
             prompt: token ids; :meth:`length` says how many of them the sequence has then.
-            salt: what keys and values depend on beside tokens: an adapter, a picture, a tenant.
+            salt: what else keys and values depend on: an adapter, a picture, a tenant.
         Returns: its name.
         Raises: KVCacheError for a name that is taken, and with a prompt for a cache without pages; InvalidCallError for
             a prompt that is no token ids.

@@ -137,7 +137,8 @@ class PagedCache(Bundle):
             got = f"{tuple(joined.shape)} and {told(axis)}" if isinstance(joined, Tensor) else told(joined)
             wanted = "joined: wanted a tensor of 5 axes with 2 parts along axis 0 or 1"
             raise InvalidCallError("PagedCache.of_joined", [f"{wanted}, got {got}"])
-        return cls(*joined.unbind(axis), layout)
+        keys, values = joined.unbind(axis)
+        return cls(keys, values, layout)
 
     @property
     def page_size(self) -> int:
