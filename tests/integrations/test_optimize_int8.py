@@ -219,6 +219,30 @@ def test_the_output_of_a_decoder_is_looked_at_with_inputs_alone(unmeasured: None
         seen.undo()
 
 
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Gemma2"])
+def test_layers_compute_around_weights_that_are_codes(
+    kind: str, unmeasured: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from layerzero.integrations.optimize import selection
+
+    monkeypatch.setattr(selection, "_keep_what_gains", lambda *_: True)
+    model, ids = made(kind), tokens()
+    with torch.no_grad():
+        own = model(ids).logits
+        report = lz.optimize(model, {"input_ids": ids}, weights="int8", graph=False)
+        layers = [each for each in report.replaced if each.kind == "layer"]
+        codes = [each for each in report.replaced if each.kind == "int8"]
+        assert layers
+        assert any(each.path.startswith(f"{layers[0].path}.") for each in codes)
+        together = model(ids).logits
+        for each in layers:
+            each.exchange.off()
+        assert off(together, model(ids).logits) < 1e-3
+        assert 1e-4 < off(together, own) < 0.1
+        report.undo()
+        assert torch.equal(model(ids).logits, own)
+
+
 class Compressed(nn.Linear):
     """As compressed-tensors keeps one: codes and scales are parameters, and the product is its own."""
 

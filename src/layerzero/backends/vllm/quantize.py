@@ -144,7 +144,7 @@ KERNELS = (
             limit.contiguous("input", "weight", "bias"),
             limit.aligned(16, "input", "weight", "bias"),
         ),
-        priority=28,
+        priority=32,  # 1.01 to 1.25 times as fast as torch's in 6 of 7 sizes of Llama-3-8B (H200, 2026-11-26)
         backend=VLLM,
     ),
 )

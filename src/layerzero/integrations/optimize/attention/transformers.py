@@ -160,6 +160,7 @@ class Search:
         models: what :func:`find` found, for layers and steps: of each of Transformers' models the path, the
             exchange, and whether attention is LayerZero's.
         taken: identities of modules that layers compute for.
+        holders: those of what holds modules whose weights are quantised on request, a decoder's layers among them.
     """
 
     root: Module
@@ -168,6 +169,7 @@ class Search:
     tell: Progress = lambda *_: None
     models: list[tuple[str, AttentionSwap, bool]] = field(default_factory=list)
     taken: set[int] = field(default_factory=set)
+    holders: set[int] = field(default_factory=set)
 
 
 def find(search: Search) -> Iterator[Replaced | Left]:

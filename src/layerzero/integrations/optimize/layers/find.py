@@ -29,7 +29,7 @@ from layerzero.integrations.optimize.layers import encoders
 from layerzero.integrations.optimize.layers.layer import Heads, Layer, forward
 from layerzero.integrations.optimize.modules.norms import Normed, normed
 from layerzero.integrations.optimize.modules.orientation import is_plain
-from layerzero.integrations.optimize.modules.products import Block, block
+from layerzero.integrations.optimize.modules.products import Block, block, call_modules
 from layerzero.integrations.optimize.swaps.candidate import Candidate, agrees, distance, quiet, refusal, watching
 from layerzero.integrations.optimize.swaps.swap import Swap, stock_forward, weight_of
 from layerzero.integrations.optimize.swaps.weights import wants_packed
@@ -58,6 +58,7 @@ class Parts:
     heads: Module
     block: Block
     norms: dict[str, Normed]
+    by_module: bool = False
 
     calls = CALLS
     forward = staticmethod(forward)
@@ -88,8 +89,11 @@ def find(search: Search) -> Iterator[Replaced | Left]:
 
 def _layers(prefix: str, exchange: AttentionSwap, search: Search, *, ours: bool) -> Iterator[Replaced | Left]:
     """Try each layer of a model, with LayerZero's attention or with its own; a model without such layers gives none."""
-    known = set(search.taken)
-    for parts_of, calls_of in ((_parts_of, _calls_of), (encoders.parts_of, encoders.calls_of)):
+    finders = (_parts_of, _calls_of), (encoders.parts_of, encoders.calls_of)
+    if search.holders:
+        finders = ((functools.partial(_parts_of, by_module=True), _calls_of),)
+    known = search.taken - search.holders
+    for parts_of, calls_of in finders:
         parts: dict[str, Parts | encoders.Parts] = {}
         for path, module in exchange.model.named_modules():
             if (
@@ -155,8 +159,8 @@ def _follows(first: str, second: str) -> bool:
     return before == after and one.isdigit() and two.isdigit() and int(two) == int(one) + 1
 
 
-def _parts_of(module: Module) -> Parts | None:
-    """The attention, the block and the norms of what may be a layer."""
+def _parts_of(module: Module, *, by_module: bool = False) -> Parts | None:
+    """The attention, the block and the norms of what may be a layer, whose products may be called as modules."""
     children = {name: each for name, each in module._modules.items() if each is not None}
     attending = [name for name, each in children.items() if isinstance(getattr(each, "layer_idx", None), int)]
     if len(attending) != 1 or not hasattr(children[attending[0]], "config"):
@@ -180,7 +184,9 @@ def _parts_of(module: Module) -> Parts | None:
     if len(blocks) != 1 or len(norms) not in {2, 4}:
         return None
     ((name, made_block),) = blocks.items()
-    return Parts(module, heads, made_block, norms)
+    if by_module and not call_modules(made_block):
+        return None
+    return Parts(module, heads, made_block, norms, by_module)
 
 
 def _calls_of(
@@ -278,8 +284,8 @@ def _forms(made: Parts, got: Seen, of: str) -> Iterator[Form]:
             if pair is not None and not _fit(pair, width):
                 continue
             for order, placed in _places(made.norms):
-                pack = wants_packed(weight_of(last))
-                state = functools.partial(Heads, made.heads, tuple(chosen), got.sizes, pair, got.told, of=of, pack=pack)
+                how = {"of": of, "pack": wants_packed(weight_of(last)), "by_module": made.by_module}
+                state = functools.partial(Heads, made.heads, tuple(chosen), got.sizes, pair, got.told, **how)
                 name = names, tuple(name for name, _ in both), order
                 yield name, functools.partial(_layer, state, made.block, placed)
 

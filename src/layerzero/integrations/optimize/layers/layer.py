@@ -46,6 +46,7 @@ class Heads(Packs):
         told: arguments by name that are the same in every call, as scaling.
         settings: of attention, for which the layer was proved.
         joined, biases: weights and biases of the products as one tensor, of which theirs are parts.
+        by_module: whether the products are called as modules, whose weights may be codes.
     """
 
     def __init__(
@@ -58,8 +59,10 @@ class Heads(Packs):
         *,
         of: str,
         pack: bool,
+        by_module: bool = False,
     ) -> None:
-        super().__init__([weight_of(each) for each in products], pack=pack)
+        super().__init__([weight_of(each) for each in products], pack=pack and not by_module)
+        self.by_module = by_module
         self.module, self.products, self.sizes, self.norms, self.told = module, products, sizes, norms, dict(told)
         self.settings = frozenset({NAME, COMPARED, of})
         self.joined: Joined | None = None
@@ -69,7 +72,7 @@ class Heads(Packs):
     def join(self, holders: Mapping[int, int], joined: list[Joined]) -> str:
         """Join the weights of queries, keys and values."""
         first = self.products[:-1]
-        if len(first) == 1:
+        if len(first) == 1 or self.by_module:
             return ""
         given = [each for product in first if (each := product._parameters["bias"]) is not None]
         if len(given) not in {0, len(first)}:
@@ -106,11 +109,10 @@ class Heads(Packs):
     def project(self, rows: Tensor, table: Table | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values (B, S, heads, D), normalised where heads are, and rotated where there is a table."""
         heads, kv_heads, width = self.sizes
-        one = self._one_weight()
-        if one is None:
+        product = self._in_one(rows)
+        if product is None:
             query, key, value = self._three(rows)
         else:
-            product = lz.linear(rows, *one, packed=self.forms_for(rows)[0] if len(self.products) == 2 else None)
             if self.norms is not None and table is not None:
                 first, second = self.norms
                 return lz.split_qkv_norm_rope(
@@ -139,20 +141,33 @@ class Heads(Packs):
         query, key = lz.qk_norm_rope(query, key, *pair, cos, sin, positions, eps=eps, plus_one=plus_one, layout="BSHD")
         return query, key, value
 
+    def _in_one(self, rows: Tensor) -> Tensor | None:
+        """Queries, keys and values of one product, where there is one."""
+        if self.by_module:
+            product: Tensor | None = self.products[0](rows) if len(self.products) == 2 else None
+            return product
+        one = self._one_weight()
+        if one is None:
+            return None
+        return lz.linear(rows, *one, packed=self.forms_for(rows)[0] if len(self.products) == 2 else None)
+
     def _three(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of three weights."""
         heads, kv_heads, width = self.sizes
-        biases, packed = [each._parameters["bias"] for each in self.products], self.forms_for(rows)
-        query, key, value = lz.qkv_linear(
-            rows,
-            *self.weights[:3],
-            q_bias=biases[0],
-            k_bias=biases[1],
-            v_bias=biases[2],
-            packed_q=packed[0],
-            packed_k=packed[1],
-            packed_v=packed[2],
-        )
+        if self.by_module:
+            query, key, value = [each(rows) for each in self.products[:3]]
+        else:
+            biases, packed = [each._parameters["bias"] for each in self.products], self.forms_for(rows)
+            query, key, value = lz.qkv_linear(
+                rows,
+                *self.weights[:3],
+                q_bias=biases[0],
+                k_bias=biases[1],
+                v_bias=biases[2],
+                packed_q=packed[0],
+                packed_k=packed[1],
+                packed_v=packed[2],
+            )
         before = rows.shape[:2]
         return (
             query.reshape(*before, heads, width),
@@ -196,13 +211,11 @@ class Heads(Packs):
             if ROW_ARGUMENTS[0] in named:
                 told = {**told, **{name: named[name] for name in ROW_ARGUMENTS}}
             attended = self._function()(module, query.transpose(1, 2), key, value, mask, **told)[0]
-        last = self.products[-1]
-        return lz.linear(
-            attended.reshape(*rows.shape[:2], -1),
-            weight_of(last),
-            last._parameters["bias"],
-            packed=self.forms_for(rows)[-1],
-        )
+        last, attended = self.products[-1], attended.reshape(*rows.shape[:2], -1)
+        if self.by_module:
+            output: Tensor = last(attended)
+            return output
+        return lz.linear(attended, weight_of(last), last._parameters["bias"], packed=self.forms_for(rows)[-1])
 
 
 class Layer(State):

@@ -176,7 +176,10 @@ class Block(Packs):
 
     Attributes:
         joined: gate's and up's weights as one tensor, of which theirs are parts; None where each lies by itself.
+        by_module: whether a layer has the products called as modules, whose weights may be codes.
     """
+
+    by_module = False
 
     def __init__(self, names: tuple[str, ...], children: dict[str, Module], activation: str, *, pack: bool) -> None:
         self.products = tuple(children[name] for name in names)
@@ -193,7 +196,7 @@ class Block(Packs):
 
     def join(self, holders: Mapping[int, int], joined: list[Joined]) -> str:
         """Join gate's and up's weights."""
-        if len(self.products) != 3:
+        if len(self.products) != 3 or self.by_module:
             return ""
         up, _, gate = self.products
         if self.views is not None:
@@ -228,8 +231,19 @@ def _block(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:
     return type(self).forward(self, input, *others, **named)
 
 
+def call_modules(state: Block) -> bool:
+    """Have the products of a gated block called as modules; whether its activation is one that multiplies."""
+    times = state.activation in _TIMES
+    if times:
+        state.by_module, state.packed = True, [None] * len(state.products)
+    return times
+
+
 def compute(state: Block, input: Tensor) -> Any:
     """What a block gives, with its weights as they are now."""
+    if state.by_module:
+        up, down, *gate = state.products
+        return down(_TIMES[state.activation](*[each(input) for each in (*gate, up)]))
     return _call(state, input, state.weights, [each._parameters["bias"] for each in state.products])
 
 

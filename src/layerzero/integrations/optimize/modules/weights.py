@@ -123,6 +123,8 @@ class Request:
         for module in search.root.modules():
             if any(id(each) in taken for each in module.modules()):
                 search.taken.add(id(module))
+                if id(module) not in taken and search.workload is not None:  # else nothing times both together
+                    search.holders.add(id(module))
 
     def _next(self, search: Search, module: Module, order: list[str], *, turned: bool) -> Candidate | str:
         """A layer in the next format of an order that divides its columns, or why there is none."""

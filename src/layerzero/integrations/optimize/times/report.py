@@ -303,7 +303,11 @@ class Optimized:
         if any(each.kind == "padding" for each in self.replaced):
             lines.append(PADDING)
         if self.error is not None:
-            lines.append(f"the model's output differs by {self.error:.2g} of its largest value")
+            lines.append(
+                "the model's output holds other whole numbers, such as tokens"
+                if self.error == float("inf")
+                else f"the model's output differs by {self.error:.2g} of its largest value"
+            )
         if self.timed is not None:
             lines += ["", *str(self.timed).splitlines()]
             lines += [f"before is {self.stock}"] if self.stock else []
