@@ -75,7 +75,7 @@ class Request:
         return FORMATS if self.weights == AUTO else (self.weights,)
 
     def find(self, search: Search) -> Iterator[Replaced | Left]:
-        """Linear layers whose output stays within the bound; what holds them is no block any more, and a layer with inputs alone."""
+        """Linear layers whose output stays within the bound; what holds them stays as it is, save decoder layers."""
         parents = {id(child): parent for parent in search.root.modules() for child in parent.children()}
         layers: dict[str, tuple[Module, bool]] = {}
         heads = _heads(search.root)
