@@ -175,7 +175,7 @@ ALLOWED: dict[str, dict[str, str]] = {
             ("modules/quantised", _REPLACED, "block_size in_features scale weight weight_scale"),
             ("entrance", _REPLACED, "activations padding"),
             ("modules/int8", _REPLACED, "activations bias norm packed quantized quantized_linear"),
-            ("modules/weights", _REPLACED, "activations weight"),
+            ("modules/weights", _REPLACED, "activations quantized weight"),
             ("models/padding", _PADDED, "groups tokens"),
             ("models/stacks", _PADDED, "is_causal packed padding positions ragged_attention rows tokens"),
             ("modules/convolutions", _REPLACED, "bias conv1d conv2d dilation packed weight"),

@@ -405,3 +405,76 @@ def test_formats_are_timed_on_the_sizes_of_the_inputs_calls(unmeasured: None, mo
         kinds += [each.kind for each in report.replaced]
         report.undo()
     assert kinds == ["int8", "int4"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "slower", "own", "ours"),
+    [
+        (1, (256,), (100, 300), (1, 5, 64)),  # of which one token was called: others were timed
+        (1, (64, 256), (40, 300), (1, 5)),
+        (1, (4,), (5,), (1, 40, 300)),
+        (40, (256,), (100, 300), (1, 5, 40)),
+        (200, (1,), (1,), (5, 40, 300)),  # long rows were called, so that nothing speaks against longer ones
+        (None, (256,), (100, 300), (1, 5, 64)),
+    ],
+)
+def test_sizes_that_no_input_calls_are_left_to_own_code_where_it_is_faster(
+    rows: int | None,
+    slower: tuple[int, ...],
+    own: tuple[int, ...],
+    ours: tuple[int, ...],
+    unmeasured: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(selection, "_keep_what_gains", lambda *_: True)
+    monkeypatch.setattr(weights, "_ratio", lambda _, size: asked.append(size) or (1.7 if size in slower else 0.5))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 96)).eval()
+    stock = copy.deepcopy(model)
+    with torch.no_grad():
+        inputs = None if rows is None else torch.randn(rows, 256)
+        report = lz.optimize(model, inputs, weights="int8")
+        if not report.made:  # random rows were slower
+            pytest.skip(str(report))
+        for count in own:
+            given = torch.randn(count, 256)
+            assert torch.equal(model(given), stock(given)), count
+            assert torch.equal(copy.deepcopy(model)(given), stock(given)), count
+        for count in ours:
+            given = torch.randn(count, 256)
+            assert not torch.equal(model(given), stock(given)), count
+    assert "of the module's own time" in str(report)
+    assert len(asked) == len(set(asked))
+    assert not set(asked) & ({1} if rows == 1 else {64} if rows == 40 else {64, 256} if rows == 200 else {1, 4, 64})
+
+
+def test_a_product_is_timed_beside_the_modules_own_code_on_so_many_rows(
+    unmeasured: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, before = [0.0], weights.call
+    monkeypatch.setattr(selection, "_keep_what_gains", lambda *_: True)
+    model = nn.Sequential(Timed(256, 96, now)).eval()
+    report = lz.optimize(model, torch.randn(1, 256), weights="int8")
+
+    def call(state: Any, given: Tensor, bias: Tensor | None) -> Tensor:
+        now[0] += 6.0 * len(given)
+        return before(state, given, bias)
+
+    monkeypatch.setattr(weights, "call", call)
+    monkeypatch.setattr(timing, "CLOCK", lambda: now[0])
+    forms = report.packs[0].forms
+    assert weights._ratio(report.replaced[0], 64) == pytest.approx(3.0)
+    assert report.packs[0].forms == forms
+
+
+class Timed(nn.Linear):
+    """One that takes two seconds a row, by a clock of its own."""
+
+    def __init__(self, inputs: int, outputs: int, now: list[float]) -> None:
+        super().__init__(inputs, outputs)
+        self.now = now
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.now[0] += 2.0 * len(input)
+        return functional.linear(input, self.weight, self.bias)

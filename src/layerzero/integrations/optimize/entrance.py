@@ -241,6 +241,7 @@ def _optimized(
             packs.bound(budget)
     if workload is None:
         time_random_rows(search, report, graph=graph)
+        requested.keep_sizes(search, report)
     if padding:  # behind the timing of modules, which is at sizes of their own
         for each in list(report.sort(stacks.find(search))):
             report.put_on(each)
@@ -251,6 +252,7 @@ def _optimized(
     if workload is not None:
         with time.holding_back(compiled_calls.timing_s(targets, workload, rounds)):
             time_inputs(search, report, before, rounds=rounds, isolate=isolate, graph=graph)
+        requested.keep_sizes(search, report)
         compiled_calls.keep_faster(targets, report, workload, rounds)
     elif report.replaced:
         report.tune.append("pass inputs= so that the calls which they make are measured and the gain is shown")

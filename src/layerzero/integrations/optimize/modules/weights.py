@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import statistics
 from collections import Counter, defaultdict
@@ -20,10 +21,11 @@ from layerzero.integrations.optimize.modules.int8 import KIND, product_of, untim
 from layerzero.integrations.optimize.modules.orientation import is_plain, may_be_product, turns
 from layerzero.integrations.optimize.swaps.candidate import Candidate, quiet, random_rows, refusal, watching
 from layerzero.integrations.optimize.swaps.codes import CodedProduct, Made, bias_of, call
-from layerzero.integrations.optimize.swaps.swap import SIZES, stock_forward, weight_of
+from layerzero.integrations.optimize.swaps.swap import SIZES, size_of, stock_forward, weight_of
 from layerzero.integrations.optimize.times import timing
-from layerzero.integrations.optimize.times.report import NO_TIME, Left, Replaced
+from layerzero.integrations.optimize.times.report import NO_TIME, Left, Optimized, Replaced
 from layerzero.integrations.optimize.times.workload import RUN
+from layerzero.ops.linear.packed import DENSE, PackedWeight
 
 FORMATS = ("int8", "int4", "int4:32", "fp8")
 """What weights may be quantised to: int8 and float8 with a scale for each output, four bits with one for each 128 or 32
@@ -194,6 +196,87 @@ def _for_columns(of: str, columns: int) -> str | None:
     return None if group < LEAST_GROUP else f"int4:{group}"
 
 
+def keep_sizes(search: Search, report: Optimized) -> None:
+    """Give calls back to a module's own code whose sizes nothing has timed yet and that it computes faster.
+
+    The caller's inputs, or random rows, decided for sizes that they have: a step of one token says nothing of a prompt.
+    """
+    found = [each for each in report.replaced if isinstance(getattr(each.exchange, "state", None), CodedProduct)]
+    found = [
+        each for each in found if each.candidate is not None and each.candidate.example.device.type in timing.TIMED
+    ]
+    timed = dict.fromkeys(SIZES, 1)
+    sizes = _sizes([each.swap.module for each in found], search) if search.workload is not None else {}
+    known: dict[Hashable, dict[int, float]] = {}
+    told: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for each in found:
+        state, module, example = each.swap.state, each.swap.module, each.candidate.example  # type: ignore[union-attr]
+        assert isinstance(state, CodedProduct)
+        called = timed if search.workload is None else sizes.get(id(module), {})
+        about = (
+            each.kind,
+            state.activations,
+            example.shape[-1],
+            example.dtype,
+            each.module,
+            tuple(called),
+            tuple(state.pair[0].shape),
+        )
+        step = f"timing {each.module} on other sizes"
+        if about not in known:
+            if not search.time.allows(step, step):
+                continue
+            with search.time.taking(step):
+                classes = {size_of(torch.empty(rows, 1)) for rows in called}
+                others = [rows for number, rows in enumerate(SIZES) if number not in classes]
+                others += [LONG] if max(called, default=0) < LONG // 2 else []
+                known[about] = {rows: _ratio(each, rows) for rows in others}
+        slower = {rows: ratio for rows, ratio in known[about].items() if ratio > 1 + timing.LEAST}
+        if any(rows in SIZES for rows in slower):
+            was = state.own_at or (False,) * len(SIZES)
+            state.own_at = tuple([one or rows in slower for one, rows in zip(was, SIZES, strict=True)])
+        if LONG in slower:
+            state.most = max(*called, SIZES[-1])
+        if slower:
+            text = ", ".join(f"{rows} rows took {ratio:.2f}" for rows, ratio in slower.items())
+            told[each.kind, text].append(each.path.rpartition(".")[2] or "(model)")
+    for (kind, text), names in told.items():
+        said = ", ".join(dict.fromkeys(names))
+        report.kept_sizes.append(f"{kind}: {said}: of the module's own time {text}; such calls run its own code")
+
+
+LONG = 256
+"""Rows of a long prompt. What is slower there than the module's own code serves no more rows than were timed."""
+
+
+def _ratio(each: Replaced, rows: int) -> float:
+    """The time of a product with so many rows, in units of the module's own."""
+    swap, example = each.swap, each.candidate.example  # type: ignore[union-attr]
+    assert isinstance(swap.state, CodedProduct)
+    state = copy.copy(swap.state)  # with forms of its own, which go with it
+    state.packed = [
+        None if one is None else PackedWeight(one.quantized or one.weight, dense=one.kind == DENSE)
+        for one in swap.state.packed
+    ]
+    given = example.reshape(-1, example.shape[-1]).repeat(-(-rows // 6), 1)[:rows]
+    own, turns = stock_forward(swap.module), TURNS if rows < LONG else 2
+
+    def sample(ours: bool) -> float:
+        began = timing.CLOCK()
+        if ours:
+            call(state, given, bias_of(swap.module))
+        else:
+            own(given)
+        if given.is_cuda:
+            torch.cuda.synchronize(given.device)
+        return timing.CLOCK() - began
+
+    with quiet(swap.module):
+        seconds = timing.race((True, False), sample, lambda _, turn: (True, False) if turn <= turns else ())
+    pairs = list(zip(seconds[True][1:], seconds[False][1:], strict=True))
+    return 1 + timing.gain([(ours, max(own_s, 1e-9)) for ours, own_s in pairs])
+
+
 def _sizes(layers: Sequence[Module], search: Search) -> dict[int, dict[int, int]]:
     """How many rows the inputs' calls bring to each layer, and how often; those that come to most, with inputs."""
     found: dict[int, Counter[int]] = defaultdict(Counter)
@@ -202,7 +285,7 @@ def _sizes(layers: Sequence[Module], search: Search) -> dict[int, dict[int, int]
         if given and isinstance(given[0], Tensor) and given[0].numel():
             found[id(module)][given[0].numel() // given[0].shape[-1]] += 1
 
-    if search.workload is not None and layers and search.time.allows("the sizes of the inputs' calls", RUN, 3):
+    if search.workload is not None and layers and search.time.allows("the sizes of the inputs' calls", RUN, 2):
         with watching(layers, before=note):
             search.workload.run()
     return {

@@ -34,10 +34,12 @@ class CodedProduct(Packs):
         weight: int8 codes (N, K), or a weight as a file has it; exchanged together with the rest.
         pair: the first two arguments of a call behind the rows; of int8 the codes and float32 scales, of GGUF none.
         named: what a call brings by name.
+        most: calls with more rows run the module's own code, which is faster there; None for any number.
         activations: None for rows as they are, ``"int8"`` for a scale of its own for each row.
     """
 
     dense = True
+    most: int | None = None
 
     def __init__(self, of: Weight, activations: str | None = None) -> None:
         self.activations = activations
@@ -62,6 +64,12 @@ class CodedProduct(Packs):
         """Compute with another weight from now on."""
         self._set(of)
         self.renew(self.weight)
+
+    def leaves(self, input: Tensor) -> bool:
+        """Whether the module's own code is faster for so many rows."""
+        if self.own_at and self.own_at[size_of(input)]:
+            return True
+        return self.most is not None and input.numel() > self.most * input.shape[-1]
 
     @property
     def kind(self) -> str:
@@ -237,7 +245,7 @@ class Made(CodedProduct):
 def product(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:
     """The forward of a module whose weight is codes."""
     state: CodedProduct | None = self.__dict__.get(MARK)
-    if state is not None and not others and not named and not (state.own_at and state.own_at[size_of(input)]):
+    if state is not None and not others and not named and not state.leaves(input):
         read, bias = state.read(self), bias_of(self)
         if read is not None and serves(state, input, *read, bias) and state.follow(read):
             try:

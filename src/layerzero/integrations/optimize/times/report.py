@@ -145,6 +145,7 @@ class Optimized:
         stock: what the times before are of: libraries, their versions, and the machine; empty without inputs.
         time: what was left of the time, and what was left out to keep it.
         seconds: what all of it took.
+        kept_sizes: of quantised products, which sizes of calls run the module's own code, and why.
     """
 
     replaced: list[Replaced] = field(default_factory=list)
@@ -164,6 +165,7 @@ class Optimized:
     stock: str = ""
     time: TimeLeft = field(default_factory=lambda: TimeLeft(None))
     seconds: float = 0.0
+    kept_sizes: list[str] = field(default_factory=list)
     _joined: list[Joined] = field(default_factory=list, repr=False)
 
     def sort(self, found: Iterable[Replaced | Left]) -> Iterator[Replaced]:
@@ -294,7 +296,7 @@ class Optimized:
         if self.left:
             reasons = [((each.module, each.why), each.path, None) for each in self.left]
             lines += ["", *_table(("left", "module", "why"), reasons)]
-        lines += ["", self._memory(), *filter(None, [self.emulated]), *self._quantised()]
+        lines += ["", self._memory(), *filter(None, [self.emulated]), *self._quantised(), *self.kept_sizes]
         late = sum(each.late for each in self.packs)
         if late:
             lines.append(f"{late} writes into weights were seen late: some calls computed with what was packed before")
