@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import re
+from array import array
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ import layerzero as lz
 from drawing import examples
 from launches import Counted
 from layerzero.ops.kv import driver, ranges, strategy
+from layerzero.ops.kv.page_table import CachedSequence, Growth
+from layerzero.ops.kv.step import PackedStep
 from layerzero.ops.paged import layout_record
 
 FORMS = {
@@ -310,6 +313,24 @@ def test_a_reused_step_keeps_its_buffers():
         step.commit()
     with pytest.raises(lz.InvalidCallError, match="reuse: wanted a step of as many sequences"):
         cache.writing(["a"], 2, reuse=first)
+
+
+@pytest.mark.parametrize("by_starts", [False, True])
+def test_numbers_that_are_staged_on_the_host_are_those_that_are_written_in_place(by_starts):
+    """What a GPU gets by a copy, with memory of this host in its place."""
+    entries = [CachedSequence(array("i", [3, 5]), 20), CachedSequence(array("i", [7]), 9)]
+    counts = (3, 1) if by_starts else (1, 1)
+    growth = Growth(entries, [20 - counts[0], 8], [20, 9])
+    made_ = [
+        PackedStep(2, 4, sum(counts), 16, torch.device("cpu"), by_starts=by_starts, staged=each) for each in (0, 1)
+    ]
+    for _again in range(3):
+        plain, staged = (each.fill(growth, counts) for each in made_)
+        assert plain == staged
+        for name in ("tables", "lens", "starts", "slots", "positions"):
+            one, other = (getattr(each, name) for each in made_)
+            assert one is other is None or one.tolist() == other.tolist()
+    assert made_[1].slots.tolist() == ([81, 82, 83, 120] if by_starts else [83, 120])
 
 
 def test_a_step_is_filled_for_other_sequences():

@@ -55,7 +55,11 @@ class CacheStep(StepMetadata):
         self.cache, self.sequences, self.counts, self.entries = cache, sequences, counts, growth.entries
         self._growth, self.is_open, self.is_aborted = growth, True, False
         by_starts = counts.count(1) != len(counts)
-        self._packed = PackedStep(len(sequences), columns, sum(counts), by_starts, cache.page_size, cache.device)
+        self._packed = PackedStep(
+            *(len(sequences), columns, sum(counts), cache.page_size, cache.device),
+            by_starts=by_starts,
+            staged=cache.device.type != "cpu",
+        )
         self._fill()
         starts = self._packed.starts
         tensors = self._packed.tables, self._packed.lens, *([] if starts is None else [starts])
@@ -148,6 +152,7 @@ class PackedStep:
         by_starts: whether it says where new tokens begin; without, each sequence has one.
         page_size: tokens of a page.
         device: where the step is used.
+        staged: whether numbers are written into memory of the host and copied.
     Attributes:
         tables: (rows, columns) int32 on the device.
         lens: (rows,) int32 on the device.
@@ -156,14 +161,22 @@ class PackedStep:
     """
 
     def __init__(
-        self, rows: int, columns: int, tokens: int, by_starts: bool, page_size: int, device: torch.device
+        self,
+        rows: int,
+        columns: int,
+        tokens: int,
+        page_size: int,
+        device: torch.device,
+        *,
+        by_starts: bool,
+        staged: bool,
     ) -> None:
         self._page_size, self._width, self._by_starts = page_size, 4 * columns, by_starts
         self._places, whole = _places_of(rows, columns, tokens, by_starts=by_starts)
         self._hosts: list[Tensor] = []
         # what is made in inference mode cannot be written into elsewhere; leaving it takes 3 us where it is off
         with torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext():
-            if device.type == "cpu":
+            if not staged:
                 self._views: list[Any] = [bytearray(whole)]
             else:
                 pinned = device.type == "cuda"
@@ -211,7 +224,7 @@ class PackedStep:
             slots = array("q", [entry.offset + place for entry, place in zip(entries, before, strict=True)])
         view = self._views[turn]
         for place, part in zip(self._places, (slots, positions, lens, starts, b"".join(rows)), strict=True):
-            view[place] = part
+            view[place] = bytes(part) if self._hosts else part
         if self._hosts:
             self._device.copy_(self._hosts[turn], non_blocking=True)
         if self._events:
