@@ -283,6 +283,22 @@ def test_other_formats_of_other_libraries_are_served(made: str, dtype: torch.dty
         assert not lz.optimize(model).replaced
 
 
+@pytest.mark.parametrize(("limit", "kept"), [(None, 1), (10**9, 1), (OUTPUTS * 256 * 2, 0), (0, 0)])
+def test_numbers_of_a_quantised_weight_are_kept_within_the_bound(
+    limit: int | None, kept: int, unmeasured: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selection, "_keep_what_gains", lambda *_: True)
+    model, rows = nn.Sequential(as_codebook()).eval(), torch.randn(5, 256)
+    with torch.no_grad():
+        exact = functional.linear(rows, model[0].of.dequantized(torch.float32))
+        report = lz.optimize(model, rows, memory_limit=limit)
+        for _ in range(3):
+            assert off(model(rows), exact) < 1e-5
+        assert report.extra_bytes == kept * OUTPUTS * 256 * 4
+        kernel = lz.trace(model, rows).rows[0].kernel
+    assert kernel == ("torch.kept_codebook" if kept else "torch.dequantized_codebook")
+
+
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bitsandbytes_codes_of_four_bits_are_served(kind: str, dtype: torch.dtype, unmeasured: None) -> None:
