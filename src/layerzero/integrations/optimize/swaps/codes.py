@@ -199,6 +199,7 @@ class Made(CodedProduct):
     """
 
     loss = 0.0
+    dense = False  # the module's own weight is one
 
     def __init__(
         self, weight: Tensor, of: str = "int8", activations: str | None = None, *, turned: bool = False
