@@ -207,3 +207,20 @@ def test_masks_that_vllms_kernel_draws_otherwise_are_refused(loaded):
     ):
         report = lz.explain("paged_attention", *arguments, layout="HND", cu_seqlens_q=starts, **more)
         assert report.reasons("vllm.cpu.paged_tokens")
+
+
+def test_a_result_lies_where_the_step_wants_it_once(loaded):
+    query, keys, values, tables, lens, starts = mixed_call()
+    step = lz.StepMetadata(tables, lens, cu_seqlens_q=starts, finite_pages=True)
+    more = {"layout": "HND", "cu_seqlens_q": starts, "step": step}
+    with lz.scope(locks={"paged_attention": "vllm.cpu.paged_tokens"}):
+        wanted = lz.paged_attention(query, keys, values, tables, lens, **more)
+        step.destination = there = torch.full_like(query, 7.0)
+        assert lz.paged_attention(query, keys, values, tables, lens, **more) is there
+        again = lz.paged_attention(query, keys, values, tables, lens, **more)
+        step.destination = torch.zeros(len(query), 8 * 32)
+        other = lz.paged_attention(query, keys, values, tables, lens, **more)
+    assert again is not there
+    assert step.destination is None, "one that does not fit is left, and forgotten"
+    for got in (there, again, other):
+        torch.testing.assert_close(got, wanted)

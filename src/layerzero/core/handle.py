@@ -39,18 +39,31 @@ class Slot(Protocol):
         """Read the values again, after they changed. What is captured in a graph keeps its buffers."""
 
 
+class _Forgotten(set[tuple[object, ...]]):
+    """What was looked at of tensors of inference mode: nothing says whether they were written into since."""
+
+    def add(self, _: tuple[object, ...]) -> None:
+        """Keep nothing."""
+
+
 class Handle:
     """One slot for each kernel that keeps something, made on its first call with the handle.
 
     Args:
         tensors: what it is made of.
         kind: what a choice depends on while it belongs to a call.
+    Attributes:
+        looked_at: for which operations and sizes the numbers in its tensors were found to be right; not for tensors of
+            inference mode, in which torch counts no writes.
     """
 
     def __init__(self, tensors: tuple[Tensor, ...], kind: str) -> None:
         self._tensors = tensors
         self._versions = self._current_versions()
         self.kind = kind
+        self.looked_at: set[tuple[object, ...]] = (
+            _Forgotten() if any(each.is_inference() for each in tensors) else set()
+        )
         self._slots: dict[Hashable, Slot] = {}
         self._lock = forking.rlock()
 
@@ -102,6 +115,7 @@ class Handle:
         self.__dict__.pop("host", None)
         with self._lock:
             slots, self._slots = self._slots, {}
+            self.looked_at.clear()
             for owner, slot in slots.items():  # one that raises takes those after it along: all are made anew
                 slot.update(self)
                 self._slots[owner] = slot

@@ -8,7 +8,7 @@ read of what they found. Never in a capture: its replays read other values, and 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -112,6 +112,12 @@ def condition(rule: IndexRule) -> str:
     text = f"within({name}, {rule.low}, {high})"
     bounded = [f"({each} is None or within({name}, {rule.low}, {each} + 1))" for each in rule.bounds]
     return " and ".join([text, *bounded, *([f"distinct({name})"] if rule.tensor.distinct else [])])
+
+
+def sizes_read(rules: Iterable[IndexRule]) -> list[str]:
+    """The sizes and the promises in the expressions of rules, for a plan's text."""
+    sizes = [f"{tensor}.shape[{axis}]" for rule in rules for tensor, axis in (*rule.sizes, *rule.per)]
+    return [*dict.fromkeys([*sizes, *(bound for rule in rules for bound in rule.bounds)])]
 
 
 def _product(sizes: tuple[tuple[str, int], ...]) -> str:

@@ -128,6 +128,8 @@ class Operation:
         guard: for a function's name and a layout, what looks at the tensors of every call, those of kept plans too, and
             raises InvalidCallError; None while there is nothing to look at, which costs a call nothing. What changes
             this answer calls :func:`layerzero.core.plan.outdate`.
+        number_guard: the same for numbers in tensors that a handle may be made of: looked at once for each handle then,
+            and at every call without one.
         note: what remembers of a plan's first call, from its arguments and its layout, what later calls are looked at
             for; hits do not pass here.
         examples: arguments of a case that the schema cannot tell how to draw; they replace what it draws.
@@ -173,6 +175,7 @@ class Operation:
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     check_values: Callable[..., Sequence[str | Check]] | None = None
     guard: Callable[[str, str | None], Callable[..., None] | None] | None = None
+    number_guard: Callable[[str, str | None], Callable[..., None]] | None = None
     note: Callable[[Mapping[str, Any], str | None], None] | None = None
     advice: Callable[[Any, Mapping[str, Sequence[Reason]]], str] | None = None
     examples: Callable[[Case, torch.dtype, torch.device, torch.Generator | None], dict[str, Any]] | None = None

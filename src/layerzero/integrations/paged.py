@@ -53,12 +53,13 @@ class PagedStep(NamedTuple):
 
     @staticmethod
     def without_promises(tables: Tensor, lens: Tensor, starts: Tensor) -> PagedStep:
-        """Make it for kernels of a CPU, which read lengths and starts where they lie.
+        """Make it for kernels of a CPU, which read lengths where they lie, over a cache that began with zeros.
 
         Decodes, prefills and mixed steps are calls of one class then: a changing batch seldom misses.
         """
         tables, lens, starts = (each.to(torch.int32) for each in (tables, lens, starts))
-        return PagedStep(tables, lens, starts, None, None, None, lz.StepMetadata(tables, lens, cu_seqlens_q=starts))
+        metadata = lz.StepMetadata(tables, lens, cu_seqlens_q=starts, finite_pages=True)
+        return PagedStep(tables, lens, starts, None, None, None, metadata)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, *, causal: bool = True, **scores: Any) -> Tensor:
         """Attention of this step's queries, (T, H, D), over pages of a layout, (P, N, K, D) in NHD: (T, H, D_v).

@@ -181,8 +181,10 @@ class LayerZeroAttentionImpl(AttentionImpl):  # type: ignore[misc]
             keys, values, layout = self.caches(kv_cache)
             if self.kv_sharing_target_layer_name is None:
                 lz.append_paged_kv_(key, value, keys, values, attn_metadata.slot_mapping, layout=layout)
+            step.metadata.destination = result
             found = step.attend(query, keys, values, causal=attn_metadata.causal, layout=layout, **self.scores)
-        (result if result.ndim == found.ndim else result.view(found.shape)).copy_(found)
+        if found is not result:
+            result.view(found.shape).copy_(found)
         return output
 
     def caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor, str]:

@@ -118,7 +118,7 @@ def _load_attention(facts: Facts) -> Callable[..., Any]:
             if slot.threads != torch.get_num_threads():  # a plan for other threads raises
                 slot.update(step)
             starts, metadata = slot.starts, slot.metadata
-            output = (torch.empty_like if slot.writes_all else torch.zeros_like)(query, memory_format=_DENSE)
+            output = _output(query, step, writes_all=slot.writes_all)
         rows = (query, output) if several else (query.squeeze(1), output.squeeze(1))
         if sinks is not None and sinks.dtype is not torch.bfloat16:
             sinks = sinks.float()
@@ -128,7 +128,7 @@ def _load_attention(facts: Facts) -> Callable[..., Any]:
                 *(default_scale if scale is None else scale, causal, alibi_slopes, tokens, block_tables),
                 *(softcap or 0.0, metadata, sinks, None),
             )
-        if _is_finite(output):
+        if (step is not None and step.finite_pages) or _is_finite(output):
             return output
         caches = (cache.transpose(1, 2) for cache in (key_cache, value_cache))
         of_tokens = (cu_seqlens_q,) if several else ()
@@ -138,6 +138,14 @@ def _load_attention(facts: Facts) -> Callable[..., Any]:
         return result
 
     return run
+
+
+def _output(query: Tensor, step: StepMetadata, *, writes_all: bool) -> Tensor:
+    """Where the step wants the result if that fits, else new memory: zeros where a sequence's rows stay unwritten."""
+    given, step.destination = step.destination, None
+    if writes_all and given is not None and given.shape == query.shape and given.dtype is query.dtype:
+        return given if given.is_contiguous() else torch.empty_like(query, memory_format=_DENSE)
+    return (torch.empty_like if writes_all else torch.zeros_like)(query, memory_format=_DENSE)
 
 
 def _is_finite(output: Tensor) -> bool:

@@ -179,15 +179,10 @@ def _scratch(sizes: Mapping[str, int]) -> int:
 
 
 def _guard(function: str, layout: str | None) -> Callable[..., None]:
-    """Checks of every call: starts that fit the tables, caches without a record of another layout.
-
-    On a CPU also that a tree mask is one.
-    """
-    starts = guard(("cu_seqlens_q", "query"), rows="block_tables")(function, layout)
+    """Checks of every call: caches without a record of another layout, and on a CPU that a tree mask is one."""
     caches = layout_record.guard(function, layout)
 
     def look(**tensors: Tensor) -> None:
-        starts(**tensors)
         mask = tensors.get("tree_mask")
         if mask is not None and mask.is_cpu:
             tree.check(function, mask, tensors["cu_seqlens_q"])
@@ -288,6 +283,7 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
         work=_work,
         check_values=_check_values,
         guard=_guard,
+        number_guard=guard(("cu_seqlens_q", "query"), rows="block_tables"),
         examples=_examples(mixed),
         scratch=_scratch,
         parts=parts_of_pages,

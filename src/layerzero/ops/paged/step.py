@@ -44,12 +44,18 @@ class StepMetadata(Handle):
             None. A graph keeps the one that it was captured with.
         capturable: keep every buffer where it is, so that a captured CUDA graph can be replayed after ``advance``.
         pages: pages of the caches; where it is given, a table that names another one is reported, too.
+        finite_pages: a promise that pages hold no NaN and no infinity beyond a sequence's tokens, as in a cache that
+            began with zeros: kernels that multiply those by 0 need not look at their result.
         host_tables: ``block_tables`` as a CPU tensor, with ``host`` and compared as that is: slots are made there then,
             and take one copy.
     Raises: InvalidCallError for tensors that are no tables and lengths, for a bound or number of pages below 1, and for
         lengths beyond the bound, where they lie on the CPU or ``host`` brings them.
     """
 
+    destination: Tensor | None = None
+    """Where the next call is to write its result: a kernel that can does so once, and returns this very tensor."""
+
+    finite_pages = False
     _is_captured = False
     """Whether a launch that is sized by the bound was captured."""
 
@@ -65,6 +71,7 @@ class StepMetadata(Handle):
         capturable: bool = False,
         pages: int | None = None,
         host_tables: Tensor | None = None,
+        finite_pages: bool = False,
     ) -> None:
         problems = table_problems(block_tables, context_lens) + _number_problems("max_context_len", max_context_len)
         problems += _number_problems("pages", pages)
@@ -77,6 +84,7 @@ class StepMetadata(Handle):
         )
         refuse("StepMetadata", problems)
         self._keep((block_tables, *lengths), host, host_tables, max_context_len, pages, capturable=capturable)
+        self.finite_pages = finite_pages
 
     def _keep(
         self,
