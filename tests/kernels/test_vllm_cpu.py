@@ -11,6 +11,7 @@ import layerzero as lz
 from layerzero.backends.vllm_cpu import norm as vllm_cpu
 from layerzero.core.device import Device
 from layerzero.engine.probe import this_machine
+from layerzero.ops.paged.mixed import paged_tokens_reference
 
 CPU = Device.detect("cpu")
 MISSING = this_machine().state(vllm_cpu.VLLM_CPU, CPU).reason
@@ -185,8 +186,9 @@ def test_a_mixed_step_over_vllms_pages_runs_in_vllms_kernel(loaded, scores, with
     assert "vllm.cpu.paged_tokens" in [each.kernel.id for each in report.candidates if not each.reasons]
     with lz.scope(locks={"paged_attention": "vllm.cpu.paged_tokens"}):
         got = lz.paged_attention(*arguments, **more)
-    with lz.scope(enabled=False):
-        wanted = lz.paged_attention(*arguments, **more | {"step": None})
+    query, *caches, tables, lens = arguments
+    nhd = (cache.transpose(1, 2) for cache in caches)
+    wanted = paged_tokens_reference(query, *nhd, tables, lens, starts, **{"causal": True, **SCORES[scores]})
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 

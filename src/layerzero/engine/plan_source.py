@@ -44,10 +44,9 @@ def build(function: Function, candidate: Candidate, report: Report, policy: Poli
         target, reads = batch_split.load(kernel, facts, chunk), frozenset({EVERYTHING})
     else:
         target, reads = watch(kernel.load, facts.seen_in(kernel.layout), f"{kernel.id}: load")
-    guard, number_guard = (
-        None if make is None else make(function.name, facts.layout)
-        for make in (facts.operation.guard, facts.operation.number_guard)
-    )
+    made, look = facts.operation.guard, facts.operation.number_guard
+    guard = None if made is None else made(function.name, facts.layout)
+    number_guard = None if look is None else look(function.name, facts.layout)
     text = _text_of(function, candidate, facts, policy, reads, guarded=guard is not None)
     rules = _rules(facts)
     namespace: dict[str, Any] = {

@@ -13,6 +13,7 @@ Library: torch >= 2.10, BSD-3-Clause.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -21,20 +22,79 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.torch.attention import FLOATS, TORCH, cpu_attend, positive_beside_causal
-from layerzero.backends.torch.softcap import with_sinks
+from layerzero.backends.torch.softcap import fitting_cap, load_softcap, needs, with_sinks
 from layerzero.backends.torch.varlen import EACH, FLASH, Slice, attend_each, longest_queries, lse_of_tokens
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.attention.limits import SdpaEnabled
 from layerzero.ops.cascade.declare import FLAT
+from layerzero.ops.paged import declare as paged
 from layerzero.ops.paged import mixed
-from layerzero.ops.paged.pages import gathered, tokens_of
+from layerzero.ops.paged.pages import gathered, has_numbers, tokens_of
 from layerzero.ops.paged.tree import of_sequence
+
+_SMALL = 2**17
+"""Bytes of a sequence's keys up to which all sequences are gathered at once on a CPU.
+
+8 sequences of 8 heads on 2 of 64, one after the other to all at once: 2.2 of its time at 32 tokens in float32, 1.0 at
+256 (which is this), 0.26 at 512 (EPYC Zen 5, torch 2.13.0, one thread, 2026-11-26).
+"""
 
 
 def load_gather(facts: Facts) -> Callable[..., Any]:
-    """What gathers the pages of each sequence and attends with SDPA."""
+    """What gathers the pages of each sequence and attends with SDPA; on a CPU it reads their lengths."""
+    at_once = _load_at_once(facts)
+    if facts.device.platform != "cpu":
+        return at_once
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    page_size, kv_heads, group = (facts.size(name) for name in ("page_size", "kv_heads", "group"))
+
+    def gather(
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_tables: Tensor,
+        context_lens: Tensor,
+        *,
+        scale: float | None = None,
+        window: tuple[int, int] | None = None,
+        max_context_len: int | None = None,
+    ) -> Tensor:
+        caches = key_cache, value_cache
+        if not has_numbers(context_lens) or not len(query):
+            return at_once(query, *caches, block_tables, context_lens, scale=scale, window=window)
+        lengths = context_lens.tolist()
+        heads = query.reshape(len(query), kv_heads, group, -1)  # those that read the same keys are rows of one product
+        blocks = -(-max(lengths) // page_size)
+        if blocks * page_size * kv_heads * key_cache.shape[-1] * key_cache.itemsize <= _SMALL:
+            positions, ends = torch.arange(blocks * page_size), context_lens.unsqueeze(1)
+            pages = block_tables[:, :blocks].masked_fill(positions[::page_size] >= ends, 0)
+            keys, values = (cache[pages].flatten(1, 2).transpose(1, 2) for cache in caches)
+            visible = positions < ends
+            if window is not None:
+                visible &= positions >= ends - 1 - window[0]
+            found = sdpa(heads, keys, values, attn_mask=visible[:, None, None], scale=scale)
+            if math.isfinite(found.sum()):  # what lies beyond a sequence may be NaN, which no mask hides
+                return found.reshape(len(query), 1, kv_heads * group, -1)
+        rows, width = [], value_cache.shape[-1]
+        for row, length in enumerate(lengths):
+            begin = 0 if window is None else max(length - 1 - window[0], 0)
+            first = begin // page_size
+            pages, last = block_tables[row, first : -(-length // page_size)], length - first * page_size
+            keys, values = (
+                tokens_of(cache, pages, last)[begin - first * page_size :].transpose(0, 1).unsqueeze(0)
+                for cache in caches
+            )
+            found = sdpa(heads[row : row + 1], keys, values, scale=scale) if length else query.new_zeros(())
+            rows.append(found.expand(1, kv_heads, group, width))
+        return torch.cat(rows).reshape(len(query), 1, kv_heads * group, width)
+
+    return gather
+
+
+def _load_at_once(facts: Facts) -> Callable[..., Any]:
+    """All sequences together, nothing read on the host."""
     sdpa = torch.nn.functional.scaled_dot_product_attention
     group = facts.size("group")
     on_gpu = facts.device.platform != "cpu"
@@ -100,6 +160,11 @@ def load_append(facts: Facts) -> Callable[..., Any]:
     return append
 
 
+def _dense(tokens: Tensor) -> Tensor:
+    """Tokens whose numbers lie side by side: gathering keeps the order of a cache's axes."""
+    return tokens if tokens.stride(-1) == 1 else tokens.contiguous()
+
+
 def load_each(facts: Facts) -> Callable[..., Any]:
     """Sequence by sequence, each with its own pages."""
     page_size, slopes = facts.size("page_size"), facts.tensors.get("alibi_slopes")
@@ -127,7 +192,7 @@ def load_each(facts: Facts) -> Callable[..., Any]:
         def sequences() -> Iterator[Slice]:
             for row, ((first, last), length) in enumerate(lengths):
                 pages = block_tables[row, : -(-length // page_size)]
-                keys, values = (tokens_of(cache, pages, length) for cache in (key_cache, value_cache))
+                keys, values = (_dense(tokens_of(cache, pages, length)) for cache in (key_cache, value_cache))
                 slopes = alibi_slopes[row] if by_sequence and alibi_slopes is not None else alibi_slopes
                 yield query[first:last], keys, values, slopes
 
@@ -141,6 +206,50 @@ def load_each(facts: Facts) -> Callable[..., Any]:
         output, lse = found
         summed = with_sinks(output.transpose(0, 1), lse, sinks, return_lse=return_lse)
         return (output, summed[1]) if return_lse else output
+
+    return run
+
+
+def load_softcapped(facts: Facts) -> Callable[..., Any]:
+    """Sequence by sequence with a softcap, one query or several each."""
+    attend, page_size, several = load_softcap(facts), facts.size("page_size"), "cu_seqlens_q" in facts.tensors
+
+    def run(
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_tables: Tensor,
+        context_lens: Tensor,
+        cu_seqlens_q: Tensor | None = None,
+        *,
+        softcap: float,
+        causal: bool = True,
+        scale: float | None = None,
+        window: tuple[int, int] | None = None,
+    ) -> Tensor:
+        tokens = query if several else query.squeeze(1)
+        starts = [*range(len(tokens) + 1)] if cu_seqlens_q is None else cu_seqlens_q.tolist()
+        left, right = window or (-1, -1)
+        found = tokens.new_zeros((*tokens.shape[:2], value_cache.shape[-1]))
+        for row, ((first, last), length) in enumerate(zip(pairwise(starts), context_lens.tolist(), strict=True)):
+            if first == last or not length:
+                continue
+            pages, seen = block_tables[row, : -(-length // page_size)], None
+            if window is not None:
+                ahead = torch.arange(length) - torch.arange(length - last + first, length).unsqueeze(1)
+                least, most = -left if left >= 0 else -length, 0 if causal else right if right >= 0 else length
+                hidden = (ahead < least) | (ahead > most)
+                seen = torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf)
+            each = [tokens[first:last], *(tokens_of(cache, pages, length) for cache in (key_cache, value_cache))]
+            output = attend(
+                *(tensor.transpose(0, 1).unsqueeze(0) for tensor in each),
+                softcap=softcap,
+                scale=scale,
+                causal=causal and seen is None,
+                attn_mask=seen,
+            )
+            found[first:last] = output[0].transpose(0, 1)
+        return found if several else found.unsqueeze(1)
 
     return run
 
@@ -223,7 +332,7 @@ KERNELS = (
             limit.equal("value_dim", "head_dim"),
             limit.Custom("causal: scale > 0", positive_beside_causal),
             SdpaEnabled("flash"),
-            limit.last_stride_one("query", "key_cache", "value_cache"),
+            limit.last_stride_one("query"),
         ),
         graph_safe=False,
         priority=50,
@@ -239,6 +348,22 @@ KERNELS = (
         deterministic=False,
         graph_safe=False,
         priority=15,
+    ),
+    Kernel(
+        id="torch.paged_softcap",
+        operations=(*paged.DECODE_PAGED, *mixed.ALL),
+        backend=TORCH,
+        load=load_softcapped,
+        layout="NHD",
+        accepts=("causal", "scale", "window", "softcap"),
+        limits=(
+            limit.platform("cpu"),
+            limit.dtype("float32", "float16", "bfloat16"),
+            limit.Custom("softcap", needs("softcap")),
+            limit.Custom("softcap that leaves queries in range", fitting_cap),
+        ),
+        graph_safe=False,
+        priority=40,
     ),
     Kernel(
         id="torch.paged_varlen",

@@ -80,7 +80,8 @@ def _load_sinks(facts: Facts) -> Callable[..., Any]:
     return run
 
 
-def _load_softcap(facts: Facts) -> Callable[..., Any]:
+def load_softcap(facts: Facts) -> Callable[..., Any]:
+    """What attends with a softcap: queries, keys and values (B, H, S, D), a float mask."""
     batch_axes = facts.size("kv_heads"), facts.size("heads") // facts.size("kv_heads")
     emulated = emulation.emulates(facts.device, facts["dtype"])
 
@@ -156,7 +157,7 @@ def _hide_the_future(scores: Tensor, place: int) -> Tensor | None:
     return (torch.arange(place, place + rows) < 0).unsqueeze(-1)
 
 
-def _needs(name: str) -> Callable[[Facts], Reason | None]:
+def needs(name: str) -> Callable[[Facts], Reason | None]:
     """A limit: an argument must be given; without it, torch's own kernels are there."""
 
     def check(facts: Facts) -> Reason | None:
@@ -335,7 +336,7 @@ KERNELS = (
         limits=(
             limit.platform("cpu"),
             _FLOATS,
-            limit.Custom("sinks", _needs("sinks")),
+            limit.Custom("sinks", needs("sinks")),
             limit.equal("value_dim", "head_dim"),
             SquareCausal(),
             _MASK,
@@ -351,14 +352,14 @@ KERNELS = (
         id="torch.cpu.softcap",
         operations=attention.ALL,
         backend=TORCH,
-        load=_load_softcap,
+        load=load_softcap,
         layout="BHSD",
         accepts=("causal", "scale", "attn_mask", "softcap"),
         folds=FOLDED,
         limits=(
             limit.platform("cpu"),
             _FLOATS,
-            limit.Custom("softcap", _needs("softcap")),
+            limit.Custom("softcap", needs("softcap")),
             limit.Custom(f"softcap: {LEAST_CAP:g} to {MOST_CAP:g}", fitting_cap),
             _MASK,
         ),

@@ -80,12 +80,12 @@ def blocks_of(block_tables: Tensor, context_lens: Tensor, page_size: int, promis
     blocks = block_tables.shape[1]
     if promised is not None:
         blocks = min(blocks, -(-promised // page_size))
-    if _has_numbers(context_lens) and len(context_lens):
+    if has_numbers(context_lens) and len(context_lens):
         blocks = min(blocks, -(-max(int(context_lens.max()), 0) // page_size))
     return blocks
 
 
-def _has_numbers(lengths: Tensor) -> bool:
+def has_numbers(lengths: Tensor) -> bool:
     """Whether numbers may be read of a tensor at no cost, and hold for what is computed with them."""
     return lengths.is_cpu and not (torch._C._is_tracing() or torch._C._functorch.is_functorch_wrapped_tensor(lengths))
 

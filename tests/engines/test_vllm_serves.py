@@ -1,0 +1,96 @@
+"""vLLM itself on the CPU, by its own attention and by LayerZero's: the same tokens.
+
+`make test-engines` runs this in a virtual environment of its own, where vLLM has all that it needs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import serve_vllm
+import tiny_models
+
+MISSING = [name for name in ("vllm", "msgspec", "transformers") if importlib.util.find_spec(name) is None]
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.skipif(
+        bool(MISSING), reason=f"wanted a whole vLLM, got none of {', '.join(MISSING)}: make test-engines"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
+def serve(root, kinds, *, processes=False, **asked):
+    """What a process says that serves these kinds by both backends."""
+    for kind in kinds:
+        if not (root / kind).exists():
+            tiny_models.write(root, kind)
+    environment = os.environ | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes)),
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # a function that asks workers for their classes
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    request = json.dumps({"root": str(root), "kinds": kinds, **asked})
+    command = [sys.executable, serve_vllm.__file__, request]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    found = [line for line in done.stdout.splitlines() if line.startswith(serve_vllm.MARK)]
+    assert found, done.stdout[-2000:] + done.stderr[-6000:]
+    return json.loads(found[0].removeprefix(serve_vllm.MARK))
+
+
+def the_same(found, kind, impl="LayerZeroAttentionImpl"):
+    """Both backends' results, which are of vLLM's own class and of LayerZero's, and no call of which was slow."""
+    own, ours = found[f"{kind} own"], found[f"{kind} layerzero"]
+    assert "error" not in own, own
+    assert "error" not in ours, ours
+    assert {name for each in own["layers"] for name in each} == {"CPUAttentionBackendImpl"}
+    assert {name for each in ours["layers"] for name in each} == {impl}
+    assert not [text for text in ours["log"] if "slow reference" in text]
+    return own["result"], ours["result"]
+
+
+@pytest.fixture(scope="module")
+def decoders(root):
+    return serve(root, [*tiny_models.DECODERS])
+
+
+@pytest.mark.parametrize("kind", tiny_models.DECODERS)
+def test_chunks_and_shared_prefixes_write_the_same_tokens(decoders, kind):
+    own, ours = the_same(decoders, kind)
+    assert ours == own
+    assert len({token for each in own for token in each}) > 10, "tokens that say something"
+
+
+def test_an_encoder_embeds_the_same(root):
+    own, ours = the_same(serve(root, ["Bert"]), "Bert")
+    assert ours == [pytest.approx(each, abs=1e-5) for each in own]
+
+
+def test_drafts_of_n_grams_write_the_same_tokens(root):
+    drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+    own, ours = the_same(serve(root, ["Llama", "Gemma2"], options={"speculative_config": drafts}), "Llama")
+    assert ours == own
+
+
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}], ids=["a worker", "two ranks"])
+def test_processes_that_vllm_starts_know_the_backend(root, options):
+    own, ours = the_same(serve(root, ["Llama"], processes=True, options=options), "Llama")
+    assert ours == own
+
+
+def test_what_layerzero_has_no_argument_for_is_refused_when_the_engine_is_made(root):
+    found = serve(root, ["Llama"], backends=["layerzero"], options={"kv_cache_dtype": "int8_per_token_head"})
+    assert "kv_cache_dtype" in found["Llama layerzero"]["error"]
