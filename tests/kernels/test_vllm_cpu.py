@@ -11,6 +11,7 @@ import layerzero as lz
 from layerzero.backends.vllm_cpu import norm as vllm_cpu
 from layerzero.core.device import Device
 from layerzero.engine.probe import this_machine
+from layerzero.ops.paged import quantized
 from layerzero.ops.paged.mixed import paged_tokens_reference
 
 CPU = Device.detect("cpu")
@@ -226,3 +227,33 @@ def test_a_result_lies_where_the_step_wants_it_once(loaded):
     assert step.destination is None, "one that does not fit is left, and forgotten"
     for got in (there, again, other):
         torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("several", [True, False], ids=["mixed", "decodes"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_float8_pages_are_written_and_read_by_vllms_kernels(loaded, dtype, several):
+    query, keys, values, tables, lens, starts = mixed_call()
+    whole = torch.zeros(len(keys), 2, 64, 32).to(dtype)
+    codes = [whole[:, :, :32].as_strided(keys.shape, keys.stride()), whole[:, :, 32:]]
+    key_scale, value_scale = torch.tensor(0.02), torch.tensor(0.03)
+    slots = torch.cat(
+        [table[torch.arange(n) // 32].long() * 32 + torch.arange(n) % 32 for table, n in zip(tables, lens, strict=True)]
+    )
+    new = [cache.transpose(1, 2).reshape(-1, 2, 32)[slots] for cache in (keys, values)]
+    lz.append_quantized_kv_(*new, *codes, slots, key_scale, value_scale, layout="HND")
+    read = [cache.transpose(1, 2) for cache in codes]
+    for cache, scale, wanted in zip(read, (key_scale, value_scale), new, strict=True):
+        got = cache.float().reshape(-1, 2, 32)[slots] * scale
+        torch.testing.assert_close(got, wanted, rtol=0.26, atol=0.02)
+    more = {"key_scale": key_scale, "value_scale": value_scale, "layout": "HND", "window": (30, 0)}
+    if several:
+        more["cu_seqlens_q"] = starts
+        wanted = quantized.PREFILL.reference(
+            query, *read, tables, lens, starts, key_scale, value_scale, causal=True, window=(30, 0)
+        )
+    else:
+        query = query[:4].unsqueeze(1)
+        wanted = quantized.DECODE.reference(query, *read, tables, lens, key_scale, value_scale, window=(30, 0))
+    report = lz.explain("paged_attention", query, *codes, tables, lens, **more)
+    assert report.chosen.kernel.id == "vllm.cpu.paged_codes" or not report.facts.device.instruction_sets >= {"avx512"}
+    torch.testing.assert_close(lz.paged_attention(query, *codes, tables, lens, **more), wanted, rtol=1e-5, atol=1e-5)

@@ -43,6 +43,9 @@ _OF_OTHER_MASKS = (
 )
 """What vLLM tells builders of steps whose keys or masks are others than a decoder's."""
 
+_CODES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+"""What caches hold by vLLM's names, with one scale of keys and one of values a layer."""
+
 _NEUTRAL = {"chunk_lookback": -1, "use_alibi_sqrt": False}
 """Arguments of layers at values without effect, besides None."""
 
@@ -126,8 +129,15 @@ class LayerZeroAttentionImpl(AttentionImpl):  # type: ignore[misc]
             for name in ("dcp_world_size", "pcp_world_size")  # set before this is called
             if (got := getattr(self, name, 1)) != 1
         ]
-        if kv_cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
-            problems.append(f"kv_cache_dtype: wanted that of the model, got {kv_cache_dtype!r}")
+        self.codes = _CODES.get(kv_cache_dtype)
+        if self.codes is None and kv_cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
+            problems.append(f"kv_cache_dtype: wanted that of the model or {', '.join(_CODES)}, got {kv_cache_dtype!r}")
+        if self.codes is not None:
+            problems += [
+                f"{name}: wanted None over a cache of {kv_cache_dtype}, got some"
+                for name, given in (("alibi_slopes", alibi_slopes), ("sinks", sinks))
+                if given is not None
+            ]
         if attn_type not in ("decoder", *_ENCODERS):
             problems.append(f"attn_type: wanted decoder, encoder or encoder_only, got {attn_type!r}")
         if problems:
@@ -149,7 +159,7 @@ class LayerZeroAttentionImpl(AttentionImpl):  # type: ignore[misc]
 
     def forward(
         self,
-        layer: Any,  # noqa: ARG002
+        layer: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -179,10 +189,17 @@ class LayerZeroAttentionImpl(AttentionImpl):  # type: ignore[misc]
             found = lz.ragged_attention(query, key, value, starts, starts, causal=False, **more)
         else:
             keys, values, layout = self.caches(kv_cache)
-            if self.kv_sharing_target_layer_name is None:
-                lz.append_paged_kv_(key, value, keys, values, attn_metadata.slot_mapping, layout=layout)
+            slots, codes = attn_metadata.slot_mapping, {}
+            if self.codes is not None:
+                codes = {"key_scale": layer._k_scale, "value_scale": layer._v_scale}
+            if self.kv_sharing_target_layer_name is not None:
+                pass
+            elif codes:
+                lz.append_quantized_kv_(key, value, keys, values, slots, **codes, layout=layout)
+            else:
+                lz.append_paged_kv_(key, value, keys, values, slots, layout=layout)
             step.metadata.destination = result
-            found = step.attend(query, keys, values, causal=attn_metadata.causal, layout=layout, **self.scores)
+            found = step.attend(query, keys, values, causal=attn_metadata.causal, layout=layout, **codes, **self.scores)
         if found is not result:
             result.view(found.shape).copy_(found)
         return output
@@ -194,7 +211,9 @@ class LayerZeroAttentionImpl(AttentionImpl):  # type: ignore[misc]
         """
         if self._views is not None and self._views[0] is kv_cache:
             return self._views[1]
-        layout = "NHD"
+        layout, given = "NHD", kv_cache
+        if self.codes is not None and kv_cache.dtype is not self.codes:  # vLLM keeps bytes
+            kv_cache = kv_cache.view(self.codes)
         if kv_cache.ndim == 5:
             keys, values = kv_cache.unbind(0)
         elif kv_cache.is_cpu and kv_cache[0].is_contiguous():
@@ -203,7 +222,7 @@ class LayerZeroAttentionImpl(AttentionImpl):  # type: ignore[misc]
             keys, layout = keys.as_strided(keys.shape, (*keys.stride()[:2], 1, tokens)), "HND"
         else:
             keys, values = torch.split(kv_cache.transpose(1, 2), self.head_size, -1)
-        self._views = kv_cache, (keys, values, layout)
+        self._views = given, (keys, values, layout)
         return self._views[1]
 
 
@@ -211,7 +230,7 @@ class LayerZeroAttentionBackend(AttentionBackend):  # type: ignore[misc]
     """What vLLM's registry knows: the classes above, and what they take."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *_CODES]
     forward_includes_kv_cache_update: bool = True
 
     @staticmethod

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import FLOATS, TORCH, cpu_attend, positive_beside_causal
+from layerzero.backends.torch.attention import FLOATS, TORCH, cpu_attend, positive_beside_causal, short_mask
 from layerzero.backends.torch.softcap import fitting_cap, load_softcap, needs, with_sinks
-from layerzero.backends.torch.varlen import EACH, FLASH, Slice, attend_each, longest_queries, lse_of_tokens
+from layerzero.backends.torch.varlen import EACH, FLASH, LANES, Slice, attend_each, longest_queries, lse_of_tokens
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -78,6 +78,7 @@ def load_gather(facts: Facts) -> Callable[..., Any]:
             if math.isfinite(found.sum()):  # what lies beyond a sequence may be NaN, which no mask hides
                 return found.reshape(len(query), 1, kv_heads * group, -1)
         rows, width = [], value_cache.shape[-1]
+        nothing = query.new_zeros((1, kv_heads, group, width))
         for row, length in enumerate(lengths):
             begin = 0 if window is None else max(length - 1 - window[0], 0)
             first = begin // page_size
@@ -86,8 +87,8 @@ def load_gather(facts: Facts) -> Callable[..., Any]:
                 tokens_of(cache, pages, last)[begin - first * page_size :].transpose(0, 1).unsqueeze(0)
                 for cache in caches
             )
-            found = sdpa(heads[row : row + 1], keys, values, scale=scale) if length else query.new_zeros(())
-            rows.append(found.expand(1, kv_heads, group, width))
+            mask = short_mask(1, keys.shape[2], query.dtype, causal=False) if keys.shape[2] < LANES else None
+            rows.append(sdpa(heads[row : row + 1], keys, values, attn_mask=mask, scale=scale) if length else nothing)
         return torch.cat(rows).reshape(len(query), 1, kv_heads * group, width)
 
     return gather

@@ -86,7 +86,7 @@ def _filled_up(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     return functional.linear(input, weight, bias)
 
 
-_LANES = 16
+LANES = 16
 """Keys that a vector of the CPU's operator holds; see :func:`layerzero.backends.torch.attention.short_mask`."""
 
 Slice = tuple[Tensor, Tensor, Tensor, Tensor | None]
@@ -148,7 +148,7 @@ def _attend(
         dense = query.unsqueeze(0), key.unsqueeze(0)
         mask = attention_bias(*dense, causal=causal, window=window, alibi_slopes=slopes, attn_mask=seen)
         causal = False
-    elif keys < _LANES and query.device.type == "cpu":
+    elif keys < LANES and query.device.type == "cpu":
         mask, causal = short_mask(queries, keys, query.dtype, causal=causal), False
     k, v = (each.transpose(0, 1).unsqueeze(0) for each in (key, value))
     if queries == 1 and heads != kv_heads and (mask is None or mask.ndim == 2 or mask.shape[1] == 1):

@@ -37,12 +37,16 @@ from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.system import forking
 from layerzero.ops.latent.declare import NAME
 from layerzero.ops.paged import declare as paged
-from layerzero.ops.paged import mixed
+from layerzero.ops.paged import mixed, quantized
 from layerzero.ops.paged.step import StepMetadata
 
 _ONE_AT_A_TIME = forking.lock()
 _DENSE = torch.contiguous_format
 _HINT = "Make keys as torch.zeros(pages, kv_heads, head_dim, page_size).transpose(2, 3), values as HND"
+
+
+_CODES = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
+"""How the operators name what a cache holds; they take its bytes."""
 
 
 def _instructions(facts: Facts) -> str:
@@ -71,7 +75,7 @@ def _one_each(lens: Tensor) -> Tensor:
 
 
 def _load_attention(facts: Facts) -> Callable[..., Any]:
-    """One query a sequence, or several by their starts."""
+    """One query a sequence, or several by their starts, over a cache of the queries' dtype or of float8."""
     library = operators(build_for(facts))
     schedule = library.get_scheduler_metadata.default
     attend = library.cpu_attention_with_kv_cache.default
@@ -82,12 +86,13 @@ def _load_attention(facts: Facts) -> Callable[..., Any]:
     tokens = -1 if window_of_plan is None else window_of_plan[0] + 1
     instructions, default_scale = _instructions(facts), head_dim**-0.5
     planned_for = heads, kv_heads, head_dim, dtype, tokens, instructions, causal_of_plan, several
-    owner = f"vllm.cpu.paged_attention {planned_for}"  # a string keeps its hash
+    coded = _CODES.get(facts.tensors["key_cache"].dtype, "auto")
+    owner = f"vllm.cpu.paged_attention {planned_for} {coded}"  # a string keeps its hash
 
     def compute(lens: Tensor, starts: Tensor) -> Tensor:
         plan: Tensor = schedule(
             *(len(lens), heads, kv_heads, head_dim, lens, dtype, starts, causal_of_plan, tokens, instructions),
-            *(True, None),
+            *(True, None, coded),
         )
         return plan
 
@@ -100,8 +105,7 @@ def _load_attention(facts: Facts) -> Callable[..., Any]:
         value_cache: Tensor,
         block_tables: Tensor,
         context_lens: Tensor,
-        cu_seqlens_q: Tensor | None = None,
-        *,
+        *others: Tensor,
         causal: bool = causal_of_plan,
         scale: float | None = None,
         window: tuple[int, int] | None = None,
@@ -111,7 +115,7 @@ def _load_attention(facts: Facts) -> Callable[..., Any]:
         step: StepMetadata | None = None,
     ) -> Tensor:
         if step is None:
-            starts = _one_each(context_lens) if cu_seqlens_q is None else cu_seqlens_q
+            starts = others[0] if several else _one_each(context_lens)
             metadata, output = compute(context_lens, starts), torch.zeros_like(query, memory_format=_DENSE)
         else:
             slot = step.slot(owner, made)
@@ -122,19 +126,23 @@ def _load_attention(facts: Facts) -> Callable[..., Any]:
         rows = (query, output) if several else (query.squeeze(1), output.squeeze(1))
         if sinks is not None and sinks.dtype is not torch.bfloat16:
             sinks = sinks.float()
+        caches, scales = (key_cache, value_cache), ()
+        if coded != "auto":
+            caches = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
+            scales = (float(others[-2]), float(others[-1]), coded)
         with _ONE_AT_A_TIME:
             attend(
-                *(rows[0], key_cache, value_cache, rows[1], starts, context_lens),
+                *(rows[0], *caches, rows[1], starts, context_lens),
                 *(default_scale if scale is None else scale, causal, alibi_slopes, tokens, block_tables),
-                *(softcap or 0.0, metadata, sinks, None),
+                *(softcap or 0.0, metadata, sinks, None, *scales),
             )
         if (step is not None and step.finite_pages) or _is_finite(output):
             return output
-        caches = (cache.transpose(1, 2) for cache in (key_cache, value_cache))
-        of_tokens = (cu_seqlens_q,) if several else ()
-        more = {"causal": causal, "sinks": sinks, "alibi_slopes": alibi_slopes} if several else {}
+        nhd = (cache.transpose(1, 2) for cache in (key_cache, value_cache))
+        more: dict[str, Any] = {"causal": causal} if several else {}
+        more |= {"sinks": sinks, "alibi_slopes": alibi_slopes} if several and coded == "auto" else {}
         scores = {"scale": scale, "window": window, "softcap": softcap, **more}
-        result: Tensor = reference(query, *caches, block_tables, context_lens, *of_tokens, **scores)
+        result: Tensor = reference(query, *nhd, block_tables, context_lens, *others, **scores)
         return result
 
     return run
@@ -160,13 +168,26 @@ def _is_finite(output: Tensor) -> bool:
 def load_append(facts: Facts) -> Callable[..., Any]:
     """What writes new tokens into the slots of such a cache."""
     append = operators(build_for(facts)).cpu_attn_reshape_and_cache.default
-    instructions = _instructions(facts)
+    instructions, coded = _instructions(facts), _CODES.get(facts.tensors["key_cache"].dtype)
 
     def run(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
         append(key, value, key_cache, value_cache, slot_mapping, instructions)
         increment_version((key_cache, value_cache))  # as the operator should
 
-    return run
+    def run_coded(
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+        key_scale: Tensor,
+        value_scale: Tensor,
+    ) -> None:
+        codes, scales = (cache.view(torch.uint8) for cache in (key_cache, value_cache)), (key_scale, value_scale)
+        append(key, value, *codes, slot_mapping, instructions, *map(float, scales), coded)
+        increment_version((key_cache, value_cache))
+
+    return run if coded is None else run_coded
 
 
 def _transposed_keys(facts: Facts) -> Reason | None:
@@ -184,7 +205,7 @@ def _transposed_keys(facts: Facts) -> Reason | None:
 
 def _masks(facts: Facts) -> Reason | None:
     """Windows as far to the right as to the left where nothing is hidden, slopes by head of causal calls alone."""
-    causal, window = bool(facts["causal"]), facts["window"]
+    causal, window = "tokens" not in facts or bool(facts["causal"]), facts["window"]
     slopes = facts.tensors.get("alibi_slopes")
     if not causal and isinstance(window, tuple) and window[0] != window[1]:
         return Reason(ReasonCode.WINDOW_UNSUPPORTED, "window", "(n, n) without causal", str(window))
@@ -204,6 +225,16 @@ LIMITS = (
     limit.equal("value_dim", "head_dim"),
     limit.dim("page_size", multiple=16),
     limit.Custom("keys transposed in each page", _transposed_keys),
+)
+
+
+LIMITS_CODES = (
+    *LIMITS,
+    limit.cpu_feature("avx512"),
+    limit.one_of("cache_dtype", "float8_e4m3", "float8_e5m2"),
+    limit.one_of("scale_axes", 0),
+    limit.dim("head_dim", multiple=32),
+    limit.dim("page_size", multiple=32),
 )
 
 
@@ -253,6 +284,31 @@ KERNELS = (
             limit.contiguous("context_lens", "cu_seqlens_q"),
         ),
         graph_safe=False,
+        priority=60,
+    ),
+    Kernel(
+        id="vllm.cpu.paged_codes",
+        operations=tuple(each.name for each in quantized.OPERATIONS),
+        backend=VLLM_CPU,
+        load=_load_attention,
+        layout="HND",
+        accepts=("causal", "scale", "window", "softcap", "step"),
+        limits=(
+            *LIMITS_CODES,
+            limit.Custom("without causal: windows to both sides", _masks),
+            limit.last_stride_one("query", "block_tables"),
+            limit.contiguous("context_lens"),
+        ),
+        graph_safe=False,
+        priority=60,
+    ),
+    Kernel(
+        id="vllm.cpu.append_codes",
+        operations=("kv.append.quantized",),
+        backend=VLLM_CPU,
+        load=load_append,
+        layout="HND",
+        limits=(*LIMITS_CODES, limit.last_stride_one("key", "value"), limit.contiguous("slot_mapping")),
         priority=60,
     ),
     Kernel(
