@@ -63,7 +63,8 @@ def load_gather(facts: Facts) -> Callable[..., Any]:
     ) -> Tensor:
         caches = key_cache, value_cache
         if not has_numbers(context_lens) or not len(query):
-            return at_once(query, *caches, block_tables, context_lens, scale=scale, window=window)
+            found: Tensor = at_once(query, *caches, block_tables, context_lens, scale=scale, window=window)
+            return found
         lengths = context_lens.tolist()
         heads = query.reshape(len(query), kv_heads, group, -1)  # those that read the same keys are rows of one product
         blocks = -(-max(lengths) // page_size)

@@ -126,7 +126,8 @@ def _load_attention(facts: Facts) -> Callable[..., Any]:
         rows = (query, output) if several else (query.squeeze(1), output.squeeze(1))
         if sinks is not None and sinks.dtype is not torch.bfloat16:
             sinks = sinks.float()
-        caches, scales = (key_cache, value_cache), ()
+        caches: tuple[Tensor, ...] = (key_cache, value_cache)
+        scales: tuple[Any, ...] = ()
         if coded != "auto":
             caches = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
             scales = (float(others[-2]), float(others[-1]), coded)
