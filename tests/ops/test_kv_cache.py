@@ -333,6 +333,18 @@ def test_numbers_that_are_staged_on_the_host_are_those_that_are_written_in_place
     assert made_[1].slots.tolist() == ([81, 82, 83, 120] if by_starts else [83, 120])
 
 
+def test_sequences_that_share_a_page_share_it_again_after_an_abort():
+    """Of two that write into one page in a step, the last one keeps it: until the step is taken back."""
+    cache = made()
+    cache.allocate("a")
+    cache.writing(["a"], [3]).commit()
+    cache.fork("a", "b")
+    cache.writing(["a", "b"]).abort()
+    assert cache.table("a") == cache.table("b")
+    cache.writing(["b"]).commit()
+    assert cache.table("a") != cache.table("b")
+
+
 def test_a_step_is_filled_for_other_sequences():
     cache = made()
     for name, tokens in (("a", 3), ("b", 20), ("c", 40)):

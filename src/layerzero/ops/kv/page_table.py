@@ -26,7 +26,8 @@ class CachedSequence:
     ``returned`` is what the book counted when it last gave tokens back: a table from before that may name pages that
     are another's. ``row`` holds the
     pages as bytes of a row of a block table, so that a step copies it as it is; empty once pages change. ``offset`` is
-    what the slot of a place in its last page is above that place.
+    what the slot of a place in its last page is above that place. Up to ``limit`` tokens its last page is its own and
+    has room; 0 where that has to be looked at.
     """
 
     pages: array[int] = field(default_factory=lambda: array("i"))
@@ -35,6 +36,7 @@ class CachedSequence:
     returned: int = 0
     row: bytes = b""
     offset: int = 0
+    limit: int = 0
 
     def padded(self, width: int, size: int) -> bytes:
         """The pages as a row of so many bytes, zeros behind them; pages are of ``size`` tokens."""
@@ -130,12 +132,8 @@ class Book:
 
         Raises: KVCacheError with KV_CACHE_EXHAUSTED where there are too few pages; nothing is changed then.
         """
-        size, users = self.page_size, self.users
-        short = [
-            (entry, count)
-            for entry, count, place in zip(growth.entries, counts, growth.before, strict=True)
-            if count != 1 or not place % size or users[entry.pages[-1]] > 1
-        ]
+        ends = zip(growth.entries, growth.after, strict=True)
+        short = [(entry, end - entry.length) for entry, end in ends if end > entry.limit]
         if short and sum(self._blocks(count) + 1 for _, count in short) > self.free_count:  # it may not be enough
             self._demand(self._needed(short), sum(counts))
         for entry, count in short:
@@ -168,6 +166,7 @@ class Book:
         for _ in range(self._blocks(entry.length + count) - len(pages)):
             pages.append(self.take())
             growth.added.append((entry, pages[-1]))
+        entry.limit = len(pages) * self.page_size
 
     def keep(self, growth: Growth) -> None:
         """Keep what a step added: known pages that it left may be evicted from now on."""
@@ -180,13 +179,13 @@ class Book:
         for entry, page in reversed(growth.added):
             entry.pages.pop()
             self.give(page)
-            entry.row = b""
+            entry.row, entry.limit = b"", 0
         for entry, shared, page, held in reversed(growth.replaced):
             self.give(page)
-            entry.pages[-1], entry.row = shared, b""
+            entry.pages[-1], entry.row, entry.limit = shared, b"", 0
             self.users[shared] += not held
         for entry, before in zip(growth.entries, growth.before, strict=True):
-            entry.length = before
+            entry.length, entry.limit = before, 0  # a page that it was left alone with is shared again
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -240,6 +239,7 @@ class Book:
         entry = self.entry(name)
         made = self.add(new)
         copy = self.entries[made]
+        entry.limit = 0
         copy.pages, copy.length = entry.pages[: self._blocks(tokens)], tokens
         for page in copy.pages:
             self.users[page] += 1
@@ -248,7 +248,7 @@ class Book:
     def shrink(self, entry: CachedSequence, tokens: int) -> list[int]:
         """Forget the tokens behind the first so many; the pages that are free now."""
         keep = self._blocks(tokens)
-        gone, entry.pages, entry.row = entry.pages[keep:], entry.pages[:keep], b""
+        gone, entry.pages, entry.row, entry.limit = entry.pages[keep:], entry.pages[:keep], b"", 0
         if tokens < entry.length:
             self.returned += 1
             entry.length, entry.returned = tokens, self.returned

@@ -9,8 +9,8 @@ import ctypes
 import functools
 from array import array
 from collections.abc import Hashable, Sequence
-from contextlib import nullcontext
 from itertools import accumulate
+from operator import add
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -71,6 +71,9 @@ class CacheStep(StepMetadata):
         self.returned, self.moves = self.cache.returned, self.cache.moves
 
     has_host = True
+
+    def _copies(self) -> tuple[None, ...]:
+        return (None,) * len(self._tensors)  # which torch counts writes in
 
     def _on_host(self) -> tuple[Tensor, ...]:
         """Lengths, and starts where there are any: copies, which outlive the steps after."""
@@ -174,20 +177,24 @@ class PackedStep:
         self._page_size, self._width, self._by_starts = page_size, 4 * columns, by_starts
         self._places, whole = _places_of(rows, columns, tokens, by_starts=by_starts)
         self._hosts: list[Tensor] = []
-        # what is made in inference mode cannot be written into elsewhere; leaving it takes 3 us where it is off
-        with torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext():
-            if not staged:
-                self._views: list[Any] = [bytearray(whole)]
-            else:
-                pinned = device.type == "cuda"
-                self._hosts = [torch.zeros(whole, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
-                self._views = [_memory_of(each) for each in self._hosts]
-                self._device = torch.empty(whole, dtype=torch.uint8, device=device)
-            self.slots, self.positions = self._part(0, torch.int64), self._part(1, torch.int64)
-            self.lens, self.tables = self._part(2, torch.int32), self._part(4, torch.int32).view(rows, columns)
-            self.starts = self._part(3, torch.int32) if by_starts else None
+        self._views: list[Any] = [] if staged else [bytearray(whole)]
         self._turn = 0
+        if torch.is_inference_mode_enabled():  # what is made there cannot be written into elsewhere
+            with torch.inference_mode(mode=False):
+                self._make(rows, columns, whole, device)
+        else:
+            self._make(rows, columns, whole, device)  # to leave what is off takes 3 us
         self._events = [torch.cuda.Event() for _ in self._hosts if device.type == "cuda"]  # type: ignore[no-untyped-call]
+
+    def _make(self, rows: int, columns: int, whole: int, device: torch.device) -> None:
+        if not self._views:
+            pinned = device.type == "cuda"
+            self._hosts = [torch.zeros(whole, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+            self._views = [_memory_of(each) for each in self._hosts]
+            self._device = torch.empty(whole, dtype=torch.uint8, device=device)
+        self.slots, self.positions = self._part(0, torch.int64), self._part(1, torch.int64)
+        self.lens, self.tables = self._part(2, torch.int32), self._part(4, torch.int32).view(rows, columns)
+        self.starts = self._part(3, torch.int32) if self._by_starts else None
 
     def _part(self, number: int, dtype: torch.dtype) -> Tensor:
         """A part of the buffer as numbers."""
@@ -221,7 +228,7 @@ class PackedStep:
                     slots.extend(range(slot + max(first, number * size), slot + min(end, (number + 1) * size)))
         else:
             positions = array("q", before)
-            slots = array("q", [entry.offset + place for entry, place in zip(entries, before, strict=True)])
+            slots = array("q", list(map(add, [entry.offset for entry in entries], before)))
         view = self._views[turn]
         for place, part in zip(self._places, (slots, positions, lens, starts, b"".join(rows)), strict=True):
             view[place] = bytes(part) if self._hosts else part
