@@ -163,7 +163,10 @@ def _load_marlin(facts: Facts, owner: str, pack: Callable[..., tuple[Form, int]]
     ) -> Tensor:
         first, second = (each.form((owner, dtype), made) for each in (packed_gate_up, packed_down))
         tokens, top_k = expert_ids.shape
-        ids, shares = expert_ids.to(torch.int32).remainder(experts + 1), expert_weights.to(torch.float32).contiguous()
+        ids, shares = (
+            expert_ids.to(torch.int32).contiguous().remainder(experts + 1),
+            expert_weights.to(torch.float32).contiguous(),
+        )
         block = block_size(tokens, top_k, experts)
         blocks = aligned(align, ids, experts, block, of_map)
 
@@ -301,7 +304,7 @@ def _load_grouped(facts: Facts, owner: str) -> Callable[..., Tensor]:
         **_: Any,
     ) -> Tensor:
         (tokens, top_k), hidden = expert_ids.shape, input.shape[1]
-        ids = expert_ids.to(torch.int32).remainder(experts + 1)
+        ids = expert_ids.to(torch.int32).contiguous().remainder(experts + 1)
         numbers = torch.arange(ids.numel(), dtype=torch.int32, device=ids.device).view(tokens, top_k)
         rows, starts = input.new_empty(ids.numel(), hidden), ids.new_empty(experts + 1, dtype=torch.int64)
         places, order = torch.empty_like(ids), ids.new_empty(ids.numel())

@@ -393,6 +393,6 @@ def draw_around(
     if draw.chance(0.6):
         arguments["activation"] = draw.of(GATES)
         if arguments["activation"] == "swiglu_oai" and draw.chance(0.5):
-            arguments |= {"alpha": draw.of((1.0, 1.702)), "limit": draw.of((7.0, 1.5))}
+            arguments |= {"alpha": draw.of((1.0, 1.702)), "limit": draw.of((7.0, 3.0))}
     draw.poison(arguments, ("input", "expert_weights"))
     return arguments

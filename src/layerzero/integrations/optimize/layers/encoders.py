@@ -22,7 +22,7 @@ from layerzero.integrations.optimize.attention.transformers import NAME, Attenti
 from layerzero.integrations.optimize.layers.layer import Heads, Layer, forward
 from layerzero.integrations.optimize.modules.norms import Normed, normed
 from layerzero.integrations.optimize.modules.orientation import is_plain
-from layerzero.integrations.optimize.modules.products import Block, activations_of, compute, orders
+from layerzero.integrations.optimize.modules.products import Block, activations_of, orders
 from layerzero.integrations.optimize.swaps.candidate import watching
 from layerzero.integrations.optimize.swaps.stamp import code_of
 from layerzero.integrations.optimize.swaps.swap import weight_of
@@ -56,7 +56,7 @@ class Between(Block):
     def compute(self, rows: Tensor) -> Any:
         """What the block gives, with its weights as they are now."""
         if self.function is None:
-            return compute(self, rows)
+            return super().compute(rows)
         packed, (up, down) = self.forms_for(rows), self.products
         wide = lz.linear(rows, weight_of(up), up._parameters["bias"], packed=packed[0])
         return lz.linear(self.function(wide), weight_of(down), down._parameters["bias"], packed=packed[1])

@@ -26,8 +26,9 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.integrations.optimize.attention.dynamic_cache import name_in, name_of
 from layerzero.integrations.optimize.attention.transformers import NAME, AttentionSwap, Search, Seen, seeing, seen_rows
 from layerzero.integrations.optimize.layers import encoders
+from layerzero.integrations.optimize.layers.inner import Inner, inner
 from layerzero.integrations.optimize.layers.layer import Heads, Layer, forward
-from layerzero.integrations.optimize.modules.norms import Normed, normed
+from layerzero.integrations.optimize.modules.norms import Normed, fit, normed, places
 from layerzero.integrations.optimize.modules.orientation import is_plain
 from layerzero.integrations.optimize.modules.products import Block, block, call_modules
 from layerzero.integrations.optimize.swaps.candidate import Candidate, agrees, distance, quiet, refusal, watching
@@ -56,7 +57,7 @@ class Parts:
 
     module: Module
     heads: Module
-    block: Block
+    block: Block | Inner
     norms: dict[str, Normed]
     by_module: bool = False
 
@@ -74,7 +75,9 @@ class Parts:
         got = seen.get(id(self.heads))
         if got is None or len(calls) != 4 or not isinstance(calls[0][1].get("position_embeddings"), tuple):
             return "it has no rotary positions or no cache, or its attention is called otherwise"
-        found = list(_forms(self, got, of))  # latent projections have none
+        cos = calls[0][1]["position_embeddings"][0]
+        once = not torch.equal(*cos.chunk(2, -1)) if cos.shape[-1] % 2 == 0 else True
+        found = list(_forms(self, got, of, turned_once=once))  # latent projections have none
         return found or "its products and norms have the sizes of no form of a layer that LayerZero computes"
 
 
@@ -83,7 +86,9 @@ def find(search: Search) -> Iterator[Replaced | Left]:
     for path, exchange, ours in search.models:
         for each in _layers(path, exchange, search, ours=ours):
             if isinstance(each, Replaced):
-                search.taken |= {id(inner) for inner in each.swap.module.modules()}
+                state = each.swap.state
+                open_ = state.called.modules() if state.called is not None else ()
+                search.taken |= set(map(id, each.swap.module.modules())) - set(map(id, open_))
             yield each
 
 
@@ -169,22 +174,27 @@ def _parts_of(module: Module, *, by_module: bool = False) -> Parts | None:
         return None
     heads = children.pop(attending[0])
     norms: dict[str, Normed] = {}
-    blocks: dict[str, Block] = {}
+    blocks: list[Block | Inner] = []
+    rest: list[Module] = []
     for name, each in children.items():
         if isinstance(each, (Dropout, Identity)):
             continue
         is_block = block(each)
         if isinstance(is_block, Candidate) and isinstance(is_block.swap.state, Block):
-            blocks[name] = is_block.swap.state
-            continue
-        made = normed(each)
-        if made is None:
-            return None
-        norms[name] = made
-    if len(blocks) != 1 or len(norms) not in {2, 4}:
+            blocks.append(is_block.swap.state)
+        elif (made := normed(each)) is not None:
+            norms[name] = made
+        else:
+            rest.append(each)
+    if len(blocks) + len(rest) != 1 or len(norms) not in {2, 4}:
         return None
-    ((name, made_block),) = blocks.items()
-    if by_module and not call_modules(made_block):
+    if rest:
+        width = next(iter(norms.values())).weight.shape[0]
+        if by_module or (by_itself := inner(rest[0], width)) is None:
+            return None
+        blocks.append(by_itself)
+    made_block = blocks[0]
+    if by_module and not (isinstance(made_block, Block) and call_modules(made_block)):
         return None
     return Parts(module, heads, made_block, norms, by_module)
 
@@ -222,6 +232,22 @@ def _tried(
     ours: bool,
 ) -> tuple[Replaced | Left, tuple[Any, ...]]:
     """The form of a layer that gives the original's values; that of the layer before is tried first."""
+    if isinstance(made, Parts) and isinstance(made.block, Inner):
+        with made.block.still():
+            return _compared(path, made, calls, seen, exchange, liked, ours=ours)
+    return _compared(path, made, calls, seen, exchange, liked, ours=ours)
+
+
+def _compared(
+    path: str,
+    made: Parts | encoders.Parts,
+    calls: list[Call],
+    seen: Mapping[int, Seen],
+    exchange: AttentionSwap,
+    liked: tuple[Any, ...],
+    *,
+    ours: bool,
+) -> tuple[Replaced | Left, tuple[Any, ...]]:
     module = made.module
     cls = type(module).__name__
     forms = made.forms(calls, seen, exchange.of)
@@ -263,7 +289,7 @@ def _tried(
     return Left(path, cls, f"as a whole: its output is none of the layers' formulas{by}: {nearest}"), liked
 
 
-def _forms(made: Parts, got: Seen, of: str) -> Iterator[Form]:
+def _forms(made: Parts, got: Seen, of: str, *, turned_once: bool) -> Iterator[Form]:
     """Every way in which a layer could compute with these parts, named by its order of parts."""
     children = {name: each for name, each in made.heads._modules.items() if each is not None}
     products = {name: each for name, each in children.items() if is_plain(each)}
@@ -281,35 +307,18 @@ def _forms(made: Parts, got: Seen, of: str) -> Iterator[Form]:
             continue
         for both in itertools.permutations(norms.items()):
             pair: Any = tuple(each for _, each in both) or None
-            if pair is not None and not _fit(pair, width):
+            if pair is not None and not fit(pair, got.sizes):
                 continue
-            for order, placed in _places(made.norms):
+            for order, placed in places(made.norms):
                 how = {"of": of, "pack": wants_packed(weight_of(last)), "by_module": made.by_module}
+                how |= {"turned_once": turned_once}
                 state = functools.partial(Heads, made.heads, tuple(chosen), got.sizes, pair, got.told, **how)
                 name = names, tuple(name for name, _ in both), order
                 yield name, functools.partial(_layer, state, made.block, placed)
 
 
-def _layer(heads: Callable[[], Heads], block: Block, norms: tuple[Normed | None, ...]) -> Layer:
+def _layer(heads: Callable[[], Heads], block: Block | Inner, norms: tuple[Normed | None, ...]) -> Layer:
     return Layer(heads(), block, norms)
-
-
-def _fit(pair: tuple[Normed, Normed], width: int) -> bool:
-    """Whether these are norms of heads that one call computes for both."""
-    first, second = pair
-    same = first.form == second.form and first.norm.eps == second.norm.eps
-    return same and first.form != "layer" and first.weight.shape == second.weight.shape == (width,)
-
-
-def _places(norms: dict[str, Normed]) -> Iterator[tuple[tuple[str, ...], tuple[Normed | None, ...]]]:
-    """Where norms may stand: before or behind attention and block, or around both."""
-    for names in itertools.permutations(norms):
-        chosen = [norms[name] for name in names]
-        if len(chosen) == 4:
-            yield (*names, "around"), tuple(chosen)
-        else:
-            yield (*names, "before"), (chosen[0], None, chosen[1], None)
-            yield (*names, "behind"), (None, chosen[0], None, chosen[1])
 
 
 def _expected(
@@ -349,6 +358,9 @@ def _error(
     try:
         with nullcontext() if exchange is None else exchange.meanwhile(NAME):
             swap.on()
+            with quiet(swap.module):
+                if not swap.state.is_proved(hidden[0]):
+                    return "its own code would run: something that it reads is no longer what it was"
             got = _run(swap.module.forward, swap.module, hidden, calls, cached)
     except (InvalidCallError, RuntimeError, IndexError) as raised:  # this form does not fit its sizes
         return f"a form raised {in_short(raised)}"

@@ -7,19 +7,18 @@ that whoever changes that tensor on its way, or calls layers in another order, g
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 
 import layerzero as lz
-from layerzero.core.graph_capture import capture_of
 from layerzero.integrations.optimize.attention.dynamic_cache import NAMES, appended, cache_in
 from layerzero.integrations.optimize.attention.transformers import COMPARED, NAME, comparing
+from layerzero.integrations.optimize.layers.inner import Inner
+from layerzero.integrations.optimize.layers.tables import Table, table_for
 from layerzero.integrations.optimize.modules.norms import Normed
-from layerzero.integrations.optimize.modules.products import Block, compute
+from layerzero.integrations.optimize.modules.products import Block
 from layerzero.integrations.optimize.swaps.swap import MARK, State, Way, as_forward, serves, size_of, weight_of
 from layerzero.integrations.optimize.swaps.weights import Joined, Packs, why_apart
 from layerzero.integrations.transformers import ALONE, ONE_TOKEN, attend_one, attention_forward, theirs_of
@@ -42,9 +41,10 @@ class Heads(Packs):
         module: the module of Transformers.
         products: of queries, keys, values and what attended; or of a joined product and what attended.
         sizes: heads, heads of keys and values, entries of a head.
-        norms: of queries and keys, or none.
+        norms: of queries and keys, or none; ``wide`` where each spans all heads.
         told: arguments by name that are the same in every call, as scaling.
         settings: of attention, for which the layer was proved.
+        turned_once: whether cosines and sines have one entry for each pair, as gpt-oss's, not the same for both of it.
         joined, biases: weights and biases of the products as one tensor, of which theirs are parts.
         by_module: whether the products are called as modules, whose weights may be codes.
     """
@@ -60,11 +60,13 @@ class Heads(Packs):
         of: str,
         pack: bool,
         by_module: bool = False,
+        turned_once: bool = False,
     ) -> None:
         super().__init__([weight_of(each) for each in products], pack=pack and not by_module)
         self.by_module = by_module
         self.module, self.products, self.sizes, self.norms, self.told = module, products, sizes, norms, dict(told)
-        self.settings = frozenset({NAME, COMPARED, of})
+        self.settings, self.turned_once = frozenset({NAME, COMPARED, of}), turned_once
+        self.wide = norms is not None and norms[0].weight.shape[0] != sizes[2]
         self.joined: Joined | None = None
         self.biases: Joined | None = None
         self._told_little = ALONE.issuperset(self.told)
@@ -113,7 +115,7 @@ class Heads(Packs):
         if product is None:
             query, key, value = self._three(rows)
         else:
-            if self.norms is not None and table is not None:
+            if self.norms is not None and table is not None and not self.wide:
                 first, second = self.norms
                 return lz.split_qkv_norm_rope(
                     product,
@@ -129,10 +131,13 @@ class Heads(Packs):
                 )
             parts = product.view(*rows.shape[:2], heads + 2 * kv_heads, width)
             query, key, value = parts.split_with_sizes([heads, kv_heads, kv_heads], -2)  # torch.split asks 2 us more
+        if self.wide and self.norms is not None:
+            pairs = zip(self.norms, (query, key), strict=True)
+            query, key = (norm.alone(each.flatten(2)).view(each.shape) for norm, each in pairs)
         if table is None:
             return query, key, value
         cos, sin, positions = table.cos, table.sin, table.positions
-        if self.norms is None:
+        if self.norms is None or self.wide:
             lz.rope_(query, key, cos, sin, positions, layout="BSHD")
             return query, key, value
         first, second = self.norms
@@ -195,11 +200,14 @@ class Heads(Packs):
             return False
         return key.shape[0] == rows.shape[0]
 
+    def _table(self, turned: tuple[Tensor, Tensor] | None, rows: Tensor) -> Table | None:
+        return None if turned is None else table_for(*turned, *rows.shape[:2], once=self.turned_once)
+
     def attend(self, rows: Tensor, named: Mapping[str, Any]) -> Tensor:
         """What the module gives for normalised rows, in memory of its own."""
         module: Any = self.module
         turned = named.get("position_embeddings")
-        query, key, value = self.project(rows, None if turned is None else table_for(*turned, *rows.shape[:2]))
+        query, key, value = self.project(rows, self._table(turned, rows))
         key, value = key.transpose(1, 2), value.transpose(1, 2)
         cache, mask = cache_in(named), named.get("attention_mask")
         if cache is not None:
@@ -234,10 +242,11 @@ class Layer(State):
     order: tuple[str, ...] = ()
 
     def __init__(
-        self, heads: Heads, block: Block, norms: tuple[Normed | None, ...], others: tuple[Module, ...] = ()
+        self, heads: Heads, block: Block | Inner, norms: tuple[Normed | None, ...], others: tuple[Module, ...] = ()
     ) -> None:
         super().__init__()
         self.heads, self.block, self.norms = heads, block, norms
+        self.called = block.module if isinstance(block, Inner) else None
         self.following: Normed | None = None
         self.packs = self.may_pack
         normed = [each.module for each in (*norms, *(heads.norms or ())) if each is not None]
@@ -314,7 +323,7 @@ class Layer(State):
             rows, total = before_block.over_both(hidden, attended)
         else:
             rows, total = before_block.of_sum(hidden, attended), attended
-        output: Tensor = compute(self.block, rows)
+        output: Tensor = self.block.compute(rows)
         if behind_block is not None:
             output = behind_block.alone(output)
         following = self.following
@@ -346,51 +355,3 @@ def _begun(hidden: Tensor, norm: Normed) -> Tensor:
     if kept is not None and kept[1] is norm.weight and kept[2] == hidden._version:
         return kept[0]
     return norm.alone(hidden)
-
-
-_MADE = "_layerzero_table"
-"""On the tensor of cosines, which a model hands to each of its layers."""
-
-
-@dataclass(frozen=True)
-class Table:
-    """A row for each token.
-
-    Attributes:
-        cos, sin: float32, the two halves of the rows of one tensor.
-        positions: which row is whose; None where each token of a sequence has its own, in order.
-    """
-
-    cos: Tensor
-    sin: Tensor
-    positions: Tensor | None
-
-
-def table_for(cos: Tensor, sin: Tensor, batch: int, seq: int) -> Table:
-    """The table of (B, S, R) or (1, S, R) cosines and sines, whose second half repeats the first.
-
-    Each capture makes its own: a replay then reads what the cosines hold by then, and no other call, nor another graph,
-    reads memory that only a replay fills.
-    """
-    kept = cos.__dict__.get(_MADE)
-    versions = (0, 0) if cos.is_inference() else (cos._version, sin._version)
-    capture = capture_of(cos)
-    if kept is not None and kept[1] is sin and kept[2:] == (versions, batch, capture):
-        made: Table = kept[0]
-        return made
-    half = cos.shape[-1] // 2
-    rows = torch.cat((cos[..., :half], sin[..., :half]), -1).float().view(-1, 2 * half)
-    count = rows.shape[0]
-    positions = None
-    if count != seq or not cos.is_cpu:  # on a CPU what is not asked for costs most: torch gathers rows in two operators
-        positions = torch.arange(count, device=cos.device)
-        positions = positions.view(batch, seq) if count == batch * seq else positions.expand(batch, seq).contiguous()
-    table = Table(rows[:, :half], rows[:, half:], positions)
-    setattr(cos, _MADE, (table, sin, versions, batch, capture))
-    return table
-
-
-def forget_table(named: Mapping[str, Any]) -> None:
-    """Let the next layer that is called with these arguments make the table again, as a step's first one does."""
-    for each in named.get("position_embeddings") or ():
-        getattr(each, "__dict__", {}).pop(_MADE, None)

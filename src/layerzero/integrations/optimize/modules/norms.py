@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -273,3 +274,22 @@ def normed(module: Module) -> Normed | None:
     if not isinstance(found, Candidate) or not isinstance(found.swap.state, Norm):
         return None
     return Normed(module, found.swap.state)
+
+
+def fit(pair: tuple[Normed, Normed], sizes: tuple[int, int, int]) -> bool:
+    """Whether these are norms of heads that one call computes for both, or each of all heads."""
+    (first, second), (heads, kv_heads, width) = pair, sizes
+    same = first.form == second.form and first.norm.eps == second.norm.eps and first.form != "layer"
+    lengths = first.weight.shape[0], second.weight.shape[0]
+    return same and lengths in {(width, width), (heads * width, kv_heads * width)}
+
+
+def places(norms: dict[str, Normed]) -> Iterator[tuple[tuple[str, ...], tuple[Normed | None, ...]]]:
+    """Where norms may stand: before or behind attention and block, or around both."""
+    for names in itertools.permutations(norms):
+        chosen = [norms[name] for name in names]
+        if len(chosen) == 4:
+            yield (*names, "around"), tuple(chosen)
+        else:
+            yield (*names, "before"), (chosen[0], None, chosen[1], None)
+            yield (*names, "behind"), (None, chosen[0], None, chosen[1])

@@ -194,6 +194,13 @@ class Block(Packs):
         """The weights of its products as they are now, (N, K)."""
         return list(map(_weight, self.products, self.views or itertools.repeat(None)))
 
+    def compute(self, rows: Tensor) -> Any:
+        """What the block gives, with its weights as they are now."""
+        if self.by_module:
+            up, down, *gate = self.products
+            return down(_TIMES[self.activation](*[each(rows) for each in (*gate, up)]))
+        return _call(self, rows, self.weights, [each._parameters["bias"] for each in self.products])
+
     def join(self, holders: Mapping[int, int], joined: list[Joined]) -> str:
         """Join gate's and up's weights."""
         if len(self.products) != 3 or self.by_module:
@@ -237,14 +244,6 @@ def call_modules(state: Block) -> bool:
     if times:
         state.by_module, state.packed = True, [None] * len(state.products)
     return times
-
-
-def compute(state: Block, input: Tensor) -> Any:
-    """What a block gives, with its weights as they are now."""
-    if state.by_module:
-        up, down, *gate = state.products
-        return down(_TIMES[state.activation](*[each(input) for each in (*gate, up)]))
-    return _call(state, input, state.weights, [each._parameters["bias"] for each in state.products])
 
 
 def _call(state: Block, input: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Any:

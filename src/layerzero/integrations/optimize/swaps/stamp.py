@@ -80,11 +80,13 @@ class Stamp:
         whole: whether the new forward passes its submodules over, and asks for their parameters at each call. Then a
             forward of their own on the instance counts as a change, and hooks of the root, which run around whatever
             forward it has, do not. Otherwise their calls are recorded, with parameters and hooks of all.
+        called: a submodule that is called as before: what is in it is its own affair.
     """
 
-    def __init__(self, root: Module, *, whole: bool = True) -> None:
+    def __init__(self, root: Module, *, whole: bool = True, called: Module | None = None) -> None:
         self._whole = whole
-        self._note(list(root.modules()))
+        left = set() if called is None else set(called.modules())
+        self._note([each for each in root.modules() if each not in left])
 
     def _note(self, modules: list[Module]) -> None:
         self._modules = modules

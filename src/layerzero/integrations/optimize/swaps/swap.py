@@ -73,12 +73,14 @@ class State:
         stamp: what the proof of the new forward rests on; None before that is put on first.
         own_at: of each size of :data:`SIZES`, whether the module's own code is
             faster; empty where it nowhere is.
+        called: a submodule that the new forward calls as the module's own does, so that nothing in it was proved.
         over: what lies over it (:class:`~layerzero.integrations.optimize.models.compiled.Over`), and the forward
             beneath.
     """
 
     stamp: Stamp | None = None
     own_at: tuple[bool, ...] = ()
+    called: Module | None = None
     over: tuple[State, Forward] | None = None
 
     def __init__(self, covers: Iterable[tuple[str, Module]] = ()) -> None:
@@ -195,7 +197,7 @@ class Swap:
         to this module would compute with this module's weights in theirs. A deep copy gets one of its own.
         """
         if self.state.stamp is None:
-            self.state.stamp = Stamp(self.module)
+            self.state.stamp = Stamp(self.module, called=self.state.called)
         self.module.__dict__[MARK] = self.state
         self.module.__dict__ |= {name: MethodType(each, self.module) for name, each in _methods(self.forward)}
 
