@@ -250,9 +250,9 @@ def test_bfloat16_is_as_near_to_the_truth_as_stock(name: str, kernel: str) -> No
     truth = mixtures.logits(mixtures.true(stock))
     report = lz.optimize(model)
     assert replaced(report)
-    for exchange, told in zip(report._exchanges, report.replaced, strict=True):
-        if told.kind != "experts":  # a rounding before a router sends rows elsewhere, in stock as here
-            exchange.off()
+    for each in report.replaced:
+        if each.kind != "experts" and each.exchange is not None:  # a rounding before a router sends rows elsewhere
+            each.exchange.off()
     mixtures.assert_as_near(mixtures.logits(model), mixtures.logits(stock), truth)
 
 
