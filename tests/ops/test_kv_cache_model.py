@@ -58,6 +58,11 @@ class Histories(RuleBasedStateMachine):
         self.model, self.host, self.next, self.published = {}, set(), 1, set()
 
     def teardown(self):
+        for name in self.cache:
+            self.cache.free(name)
+        usage, book = self.cache.usage(), self.cache._book
+        assert usage.free_pages == usage.pages, "nothing leaks"
+        assert sum(book.users) == usage.known_pages == len(book.prefixes.idle)
         self.cache.close()
 
     def numbers(self, count):
