@@ -43,7 +43,8 @@ def served(root: str, kind: str, backend: str, options: dict[str, Any]) -> dict[
     import vllm
 
     encodes = kind == "Bert"
-    more = {"runner": "pooling", "max_num_batched_tokens": 512} if encodes else {}
+    pooling = {"runner": "pooling", "max_num_batched_tokens": 512, "skip_tokenizer_init": False}
+    more = pooling if encodes else {}
     engine = vllm.LLM(model=str(Path(root) / kind), **OPTIONS | more | BACKENDS[backend] | options)
     try:
         said = {"layers": engine.collective_rpc(implementations)}

@@ -15,7 +15,7 @@ import pytest
 import serve_vllm
 import tiny_models
 
-MISSING = [name for name in ("vllm", "msgspec", "transformers") if importlib.util.find_spec(name) is None]
+MISSING = [name for name in ("vllm", "transformers", "xgrammar", "zmq") if importlib.util.find_spec(name) is None]
 
 pytestmark = [
     pytest.mark.engines,
@@ -81,7 +81,10 @@ def test_an_encoder_embeds_the_same(root):
 
 def test_drafts_of_n_grams_write_the_same_tokens(root):
     drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
-    own, ours = the_same(serve(root, ["Llama", "Gemma2"], options={"speculative_config": drafts}), "Llama")
+    found = {}
+    for backend in serve_vllm.BACKENDS:  # a second engine with drafts fails in numba, in vLLM itself (0.32.0)
+        found |= serve(root, ["Llama"], backends=[backend], options={"speculative_config": drafts})
+    own, ours = the_same(found, "Llama")
     assert ours == own
 
 

@@ -44,4 +44,10 @@ def write(root: Path, kind: str) -> Path:
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}Model" if encodes else f"{kind}{head}")
     model(getattr(transformers, f"{kind}Config")(**arguments)).save_pretrained(root / kind)
+    if encodes:  # vLLM pools nothing without a tokenizer
+        from tokenizers import Tokenizer, models
+
+        words = Tokenizer(models.WordLevel({"[UNK]": 0, "[PAD]": 1}, unk_token="[UNK]"))  # no password
+        named = {"unk_token": "[UNK]", "pad_token": "[PAD]"}
+        transformers.PreTrainedTokenizerFast(tokenizer_object=words, **named).save_pretrained(root / kind)
     return root / kind
