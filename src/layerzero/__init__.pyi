@@ -1092,7 +1092,7 @@ def moe_route(
     Dtype: logits and bias floating; computes in float32; weights float32, experts int32.
     Args:
         top_k: experts of a token, 1 to E.
-        scoring: ``"softmax"`` over all experts, or ``"sigmoid"`` of each.
+        scoring: ``"softmax"`` over all experts, or of each ``"sigmoid"`` or ``"sqrt_softplus"`` (DeepSeek-V4).
         renormalize: divide the weights of a token by their sum. A softmax over the chosen logits alone, as gpt-oss has
             it, is the softmax over all, renormalised.
         bias: added to the scores for the choice; weights are without it (DeepSeek-V3).

@@ -81,8 +81,40 @@ def test_it_chooses_as_deepseek_v3(normed):
     assert got[1].tolist() == want[1].tolist()
 
 
+def test_it_chooses_as_deepseek_v4():
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, "DeepseekV4Config"):
+        pytest.skip("needs a transformers that has DeepSeek-V4")
+    size = {"num_local_experts": 16, "num_experts_per_tok": 4, "hidden_size": 16, "routed_scaling_factor": 1.5}
+    router = router_of(("deepseek_v4", "DeepseekV4TopKRouter", "DeepseekV4Config"), **size)
+    router.weight.data = torch.eye(16)
+    bias = router.e_score_correction_bias.copy_(torch.linspace(-0.4, 0.3, 16))
+    logits, weights, places = router(spread(9, 16))
+    got = sorted_by_place(*lz.moe_route(logits, 4, scoring="sqrt_softplus", bias=bias, scale=1.5))
+    want = sorted_by_place(weights.detach(), places)
+    torch.testing.assert_close(got[0], want[0])
+    assert got[1].tolist() == want[1].tolist()
+
+
+def test_llama_4_weighs_the_rows_of_its_one_expert():
+    size = {"num_local_experts": 4, "num_experts_per_tok": 1, "hidden_size": 16, "intermediate_size": 8}
+    mixture = router_of(("llama4", "Llama4TextMoe", "Llama4TextConfig"), **size)
+    with torch.no_grad():
+        for each in mixture.parameters():
+            each.copy_(torch.randn(each.shape) / 4)
+        rows = torch.randn(9, 16)
+        weights, places = lz.moe_route(mixture.router(rows)[1], 1, scoring="sigmoid", renormalize=False)
+        of_experts = mixture.experts.gate_up_proj.mT, mixture.experts.down_proj.mT
+        got = lz.moe_experts(rows * weights, *of_experts, places, torch.ones_like(weights))
+        torch.testing.assert_close(got + mixture.shared_expert(rows), mixture(rows)[0].view_as(rows))
+
+
 @settings(max_examples=examples(40), deadline=None)
-@given(tokens=some.integers(1, 9), top_k=some.integers(1, 8), scoring=some.sampled_from(["softmax", "sigmoid"]))
+@given(
+    tokens=some.integers(1, 9),
+    top_k=some.integers(1, 8),
+    scoring=some.sampled_from(["softmax", "sigmoid", "sqrt_softplus"]),
+)
 def test_each_expert_is_named_once_the_best_first_and_weights_add_up(tokens, top_k, scoring):
     weights, places = lz.moe_route(torch.randn(tokens, 8), top_k, scoring=scoring, scale=2.0)
     assert all(len(set(row)) == top_k and set(row) <= set(range(8)) for row in places.tolist())
@@ -143,7 +175,7 @@ def test_gradients_reach_the_logits():
     [
         ({"top_k": 0}, "top_k: wanted 1 to the 8 experts of logits, got 0"),
         ({"top_k": 9}, "top_k: wanted 1 to the 8 experts of logits, got 9"),
-        ({"scoring": "relu"}, "scoring: wanted one of softmax, sigmoid, got 'relu'"),
+        ({"scoring": "relu"}, "scoring: wanted one of softmax, sigmoid, sqrt_softplus, got 'relu'"),
         ({"scale": float("nan")}, "scale: wanted a finite number, got nan"),
         ({"expert_groups": 2}, "top_groups: wanted a number with expert_groups, got None: pass both or neither"),
         ({"top_groups": 2}, "expert_groups: wanted a number with top_groups, got None: pass both or neither"),

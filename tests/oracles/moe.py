@@ -11,6 +11,8 @@ from oracles.activation import gelu, halves, oai, silu, turns
 def _scores(row, scoring):
     if scoring == "sigmoid":
         return 1.0 / (1.0 + np.exp(-row))
+    if scoring == "sqrt_softplus":
+        return np.sqrt(np.logaddexp(row, 0.0))
     powers = np.exp(row - row.max())
     return powers / powers.sum()
 

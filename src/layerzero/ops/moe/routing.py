@@ -6,6 +6,8 @@ two groups do, either group may be searched: of such a row only its own consiste
 softmax, renormalised       Mixtral; gpt-oss, whose softmax over the chosen is the same; Qwen3-MoE with norm_topk_prob
 softmax, as it is           Qwen3-MoE without
 sigmoid, bias, groups       DeepSeek-V3: the bias is for the choice alone, a group counts by its two best
+sqrt_softplus, bias         DeepSeek-V4
+sigmoid, as it is           Llama 4, which multiplies the rows of its one expert with it, and not what comes out
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from layerzero.core.arguments import REQUIRED, Axis, Param, told
 from layerzero.core.judge import Elementwise, Given, Indices, Judge, Property, Tolerance
@@ -29,6 +32,8 @@ NOTHING = 1e-20
 
 def scores_of(logits: Tensor, scoring: str) -> Tensor:
     """The score of each expert, in the dtype of the logits. Shapes: (T, E) → (T, E)."""
+    if scoring == "sqrt_softplus":
+        return functional.softplus(logits).sqrt()
     return logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
 
 
@@ -156,7 +161,7 @@ JUDGES: Mapping[str, Judge] = {
 CONSISTENT = Property("weights are those of their experts", _consistent, "they are read together")
 
 
-SCORINGS = ("softmax", "sigmoid")
+SCORINGS = ("softmax", "sigmoid", "sqrt_softplus")
 
 
 def moe_route(
@@ -177,7 +182,7 @@ def moe_route(
     Dtype: logits and bias floating; computes in float32; weights float32, experts int32.
     Args:
         top_k: experts of a token, 1 to E.
-        scoring: ``"softmax"`` over all experts, or ``"sigmoid"`` of each.
+        scoring: ``"softmax"`` over all experts, or of each ``"sigmoid"`` or ``"sqrt_softplus"`` (DeepSeek-V4).
         renormalize: divide the weights of a token by their sum. A softmax over the chosen logits alone, as gpt-oss has
             it, is the softmax over all, renormalised.
         bias: added to the scores for the choice; weights are without it (DeepSeek-V3).
