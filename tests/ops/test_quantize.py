@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import layerzero as lz
 from drawing import examples
-from layerzero.ops.quantize.formats import FORMATS, e2m1_codes, e2m1_numbers
+from layerzero.ops.quantize.formats import FORMATS, as_floats, e2m1_codes, e2m1_numbers
 from layerzero.testing import compare
 from layerzero.testing.generate import random_call
 
@@ -250,3 +250,17 @@ def test_random_calls_are_what_numpy_says(function):
 def test_formats_are_known_by_their_other_names():
     one, other = (lz.quantize(X, name)[0].view(torch.uint8) for name in ("float8_e4m3", "fp8_e4m3"))
     assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_every_number_of_e4m3_is_widened_by_its_bits(dtype):
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    for each in (codes, codes.view(16, 16).t()):
+        got, wanted = as_floats(each, dtype), each.to(dtype)
+        torch.testing.assert_close(got, wanted, rtol=0.0, atol=0.0, equal_nan=True)
+        assert torch.equal(got.signbit()[wanted == 0], wanted.signbit()[wanted == 0])
+    torch.set_flush_denormal(True)
+    try:
+        assert torch.equal(as_floats(codes[:127], dtype), codes[:127].to(torch.float32).to(dtype))
+    finally:
+        torch.set_flush_denormal(False)

@@ -37,15 +37,24 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.linear.packed import BELONGS, PackedWeight
 from layerzero.ops.linear.quantized import ACTIVATIONS, QUANTIZED, of_outputs
-from layerzero.ops.quantize.formats import FORMATS, Format
+from layerzero.ops.quantize.formats import FORMATS, Format, as_floats
 
 _PLAIN, _WHOLE, _FLOAT8 = (QUANTIZED[each].name for each in ACTIVATIONS)
+
+
+BLOCK = 2**17, 2**20
+"""Numbers that are widened together, for up to 127 rows and for more, where products are larger than caches anyway."""
 
 
 def _load_widened(facts: Facts) -> Callable[..., Any]:
     """The weight in the input's dtype, its scales behind the product; before it in float16, whose sums end at 65504."""
     before, wide = facts["dtype"] is torch.float16, torch.promote_types(facts["dtype"], torch.float32)  # type: ignore[arg-type]
-    linear = linear_for(facts)
+    linear, step = linear_for(facts), BLOCK[facts.size_bits("rows") > 7] // max(facts.size("in_features"), 1)
+    whole = facts["requires_grad"] or facts["platform"] != "cpu" or facts["weight_dtype"] != "float8_e4m3"
+
+    def blocks(weight: Tensor) -> tuple[Tensor, ...]:
+        """Rows whose numbers stay in the host's caches, where e4m3 is widened by its bits."""
+        return (weight,) if whole else torch.split(weight, max(step, 1))
 
     def run(
         input: Tensor,
@@ -59,10 +68,12 @@ def _load_widened(facts: Facts) -> Callable[..., Any]:
         rows = input.to(dtype)
         # a scale's gradient is a sum over the whole weight: from parts in float16 it was 1.3 % off where they cancel
         if before and not (weight_scale.requires_grad and torch.is_grad_enabled()):
-            numbers = weight.to(wide) * weight_scale.reshape(-1, 1)
+            numbers = as_floats(weight, wide) * weight_scale.reshape(-1, 1)
             return linear(rows, numbers.to(dtype), None if bias is None else bias.to(dtype))
         product = wide if before else dtype
-        output = linear(rows.to(product), weight.to(product)) * of_outputs(weight_scale)
+        left = rows.to(product)
+        parts = [linear(left, as_floats(each, product)) for each in blocks(weight)]
+        output = (parts[0] if len(parts) == 1 else torch.cat(parts, -1)) * of_outputs(weight_scale)
         return (output if bias is None else output + bias).to(dtype)
 
     return run

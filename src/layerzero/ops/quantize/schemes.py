@@ -18,6 +18,7 @@ from layerzero.ops.quantize.formats import (
     E2M1_LARGEST,
     E4M3_LARGEST,
     FORMATS,
+    as_floats,
     multiplied,
     quantize_mx,
     quantize_nv,
@@ -71,7 +72,7 @@ class Blocks(Scheme):
 
     def dequantized(self, of: WeightFormat, given: Fields, inputs: int, dtype: torch.dtype) -> Tensor:
         assert given.scale is not None
-        numbers, scale = given.data.to(dtype), given.scale.to(dtype)
+        numbers, scale = as_floats(given.data, dtype), given.scale.to(dtype)
         if not of.rows:
             return numbers * scale
         if of.rows > 1:
