@@ -68,7 +68,7 @@ def before_capture(owner: str, names: tuple[str, ...] = OF_PRODUCT) -> Limit:
 
 def formed(pack: Pack, weight: QuantizedWeight, *, of_codes: bool) -> tuple[tuple[Any, Tensor | None], int]:
     """The library's form of one weight, the order that columns of rows are to be in, and the bytes of both."""
-    fields = Fields(*[None if each is None else on_boundary(each) for each in weight.fields])
+    fields = Fields(*[None if each is None else on_boundary(each) for each in weight.fields])  # type: ignore[arg-type]
     weight = QuantizedWeight.unchecked(weight.format, weight.shape, fields)
     if not of_codes:
         form, size = pack(weight)

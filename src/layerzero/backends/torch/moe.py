@@ -197,7 +197,8 @@ def _load_grouped(facts: Facts) -> Callable[..., Tensor]:
         else:
             made = grouped_mm(made, down_weight.mT, offs=ends) + down_bias[ordered]
             made = (made * shares).masked_fill(elsewhere, 0.0)
-        return made[_places(order)].view(tokens, top_k, input.shape[1]).sum(1)
+        output: Tensor = made[_places(order)].view(tokens, top_k, input.shape[1]).sum(1)
+        return output
 
     return grouped
 

@@ -214,7 +214,8 @@ def misread(weight: QuantizedWeight) -> Tensor:
     """The rows of a weight of blocks in which too much is misread, as rows of zeros. Shapes: → (N,)."""
     data, wide = weight.fields.data, by_rows(weight).repeat_interleave(128, 1)[:, : weight.shape[1]]
     lost = (wide.abs() * (_LEAST / 2)).masked_fill_(data.float().abs() >= _LEAST, 0.0).sum(1)
-    return ~(lost <= _MISREAD * weight.dequantized(torch.float32).norm(dim=1))
+    found: Tensor = ~(lost <= _MISREAD * weight.dequantized(torch.float32).norm(dim=1))
+    return found
 
 
 def _blocks(facts: Facts) -> tuple[Pack, Product]:

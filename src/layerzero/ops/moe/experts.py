@@ -362,7 +362,7 @@ def draw_experts(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     """Draw a call of ``lz.moe_experts``: experts without tokens, tokens without experts, weights that lie otherwise."""
     hidden, inner = (min(draw.of(FEATURES), 256) for _ in range(2))
     experts = draw.of((1, 2, 3, 5, 8, 16))
-    weights = {
+    weights: dict[str, Any] = {
         "gate_up_weight": _weight(draw, dtype, (experts, 2 * inner, hidden)),
         "down_weight": _weight(draw, dtype, (experts, hidden, inner)),
     }

@@ -94,7 +94,7 @@ def find(search: Search) -> Iterator[Replaced | Left]:
 
 def _layers(prefix: str, exchange: AttentionSwap, search: Search, *, ours: bool) -> Iterator[Replaced | Left]:
     """Try each layer of a model, with LayerZero's attention or with its own; a model without such layers gives none."""
-    finders = (_parts_of, _calls_of), (encoders.parts_of, encoders.calls_of)
+    finders: Any = ((_parts_of, _calls_of), (encoders.parts_of, encoders.calls_of))
     if search.holders:
         finders = ((functools.partial(_parts_of, by_module=True), _calls_of),)
     known = search.taken - search.holders
@@ -310,8 +310,8 @@ def _forms(made: Parts, got: Seen, of: str, *, turned_once: bool) -> Iterator[Fo
             if pair is not None and not fit(pair, got.sizes):
                 continue
             for order, placed in places(made.norms):
-                how = {"of": of, "pack": wants_packed(weight_of(last)), "by_module": made.by_module}
-                how |= {"turned_once": turned_once}
+                how: dict[str, Any] = {"of": of, "pack": wants_packed(weight_of(last)), "by_module": made.by_module}
+                how["turned_once"] = turned_once
                 state = functools.partial(Heads, made.heads, tuple(chosen), got.sizes, pair, got.told, **how)
                 name = names, tuple(name for name, _ in both), order
                 yield name, functools.partial(_layer, state, made.block, placed)
@@ -358,8 +358,9 @@ def _error(
     try:
         with nullcontext() if exchange is None else exchange.meanwhile(NAME):
             swap.on()
+            state: Any = swap.state
             with quiet(swap.module):
-                if not swap.state.is_proved(hidden[0]):
+                if not state.is_proved(hidden[0]):
                     return "its own code would run: something that it reads is no longer what it was"
             got = _run(swap.module.forward, swap.module, hidden, calls, cached)
     except (InvalidCallError, RuntimeError, IndexError) as raised:  # this form does not fit its sizes
