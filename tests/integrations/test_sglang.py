@@ -129,7 +129,7 @@ class RadixAttention(torch.nn.Module):
         self.is_cross_attention, self.use_irope = False, False
         self.k_scale = self.v_scale = self.k_scale_float = self.v_scale_float = None
         self.q_scale_float = self.idx_q_scale_float = self.idx_k_scale_float = self.idx_v_scale_float = None
-        self.quant_method = None
+        self.quant_method, self.use_prefill_attention_wrapper = None, True
         self.attn_type = Enum("AttentionType", {"DECODER": "decoder"}).DECODER
         self.pos_encoding_mode, self.logit_capping_method, self.xai_temperature_len = "NONE", "tanh", -1
         for name, value in changes.items():

@@ -51,7 +51,10 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 _OF_NARROW_POOLS = frozenset({"k_scale", "v_scale", "k_scale_float", "v_scale_float", "quant_method"})
 """Attributes that mean something where the pool is narrower than the keys, which is refused as such."""
 
-_KNOWN = _READ | _NEUTRAL.keys() | _OF_NARROW_POOLS | vars(torch.nn.Module()).keys() | {"forward"}
+_OF_CALLS = frozenset({"use_prefill_attention_wrapper"})
+"""Attributes that say how SGLang calls its backend, and change no result."""
+
+_KNOWN = _READ | _NEUTRAL.keys() | _OF_NARROW_POOLS | _OF_CALLS | vars(torch.nn.Module()).keys() | {"forward"}
 
 
 class LayerZeroAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang may be absent where types are checked
