@@ -28,7 +28,7 @@ pytestmark = [
 @pytest.mark.parametrize(
     ("kinds", "options"),
     [
-        (["Llama", "Mistral", "Gemma2"], {"page_size": 1}),
+        (["Llama", "Mistral", "Qwen2"], {"page_size": 1}),
         (["Llama", "Mistral", "Qwen3"], {"page_size": 16, "chunked_prefill_size": 64}),
     ],
     ids=["a token a page", "pages of 16 and chunks"],
