@@ -55,12 +55,12 @@ def _over_gathered(facts: Facts, attend: Callable[..., Any]) -> Callable[..., An
         tables = block_tables, context_lens
         codes = gathered(key_cache.view(torch.uint8), value_cache.view(torch.uint8), *tables)
         scales = (key_scale, value_scale) if key_scale.ndim != 3 else gathered(key_scale, value_scale, *tables)
-        blocks = codes[0].shape[1] // page_size
+        batch, blocks = len(context_lens), codes[0].shape[1] // page_size
         caches = [
-            dequantized(each.view(key_cache.dtype), scale, query.dtype).unflatten(1, (blocks, page_size)).flatten(0, 1)
+            dequantized(each.view(key_cache.dtype), scale, query.dtype).view(batch * blocks, page_size, *each.shape[2:])
             for each, scale in zip(codes, scales, strict=True)
         ]
-        mine = torch.arange(len(context_lens) * blocks, dtype=torch.int32, device=query.device).view(-1, blocks)
+        mine = torch.arange(batch * blocks, dtype=torch.int32, device=query.device).view(batch, blocks)
         return attend(query, *caches, mine, context_lens, *starts, **arguments)
 
     return run
