@@ -465,6 +465,29 @@ def test_sizes_that_no_input_calls_are_left_to_own_code_where_it_is_faster(
     assert not set(asked) & ({1} if rows == 1 else {64} if rows == 40 else {64, 256} if rows == 200 else {1, 4, 64})
 
 
+def test_a_layer_that_no_input_calls_keeps_its_own_code_for_long_prompts(
+    unmeasured: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selection, "_keep_what_gains", lambda *_: True)
+    monkeypatch.setattr(weights, "_ratio", lambda _, size: 1.7 if size == weights.LONG else 0.5)
+    model = OneOfTwo().eval()
+    report = lz.optimize(model, torch.randn(1, 256), weights="int8")
+    most = {each.path: each.swap.state.most for each in report.replaced if each.swap is not None}
+    assert most == {"called": 64, "other": 64}
+
+
+class OneOfTwo(nn.Module):
+    """Two products, one of which every call takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called, self.other = nn.Linear(256, 96), nn.Linear(256, 96)
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = self.called(input)
+        return output
+
+
 def test_a_product_is_timed_beside_the_modules_own_code_on_so_many_rows(
     unmeasured: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

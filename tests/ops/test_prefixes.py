@@ -113,3 +113,12 @@ def test_bad_arguments_are_refused_by_name():
     rows = lz.KVCache(1, 1, 2, max_sequences=2, max_length=8, dtype=torch.float32)
     with pytest.raises(lz.KVCacheError, match="wanted a paged cache for prompt="):
         rows.allocate(prompt=[1])
+
+
+def test_a_name_that_is_taken_leaves_known_pages_free():
+    cache = made()
+    cache.free(written(cache, [*range(8)]))
+    cache.allocate("taken")
+    with pytest.raises(lz.KVCacheError, match="wanted a name that no sequence has"):
+        cache.allocate("taken", prompt=[*range(9)])
+    assert (cache.free_pages, cache.usage().found_tokens) == (8, 0)

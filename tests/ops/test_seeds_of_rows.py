@@ -106,6 +106,18 @@ def test_a_verified_row_depends_on_neither_its_neighbours_nor_their_drafts(data)
         assert best[row].tolist() == greedy[0].tolist() + [-1] * (most - length)
 
 
+def test_a_draft_may_be_drawn_by_the_seeds_that_verify_it():
+    """With one random number for a draw and for its verification a target's 0.03 became 0."""
+    draws, vocab = 50_000, 8
+    generator = torch.Generator().manual_seed(1)
+    draft, target = ((torch.randn(vocab, generator=generator) * 2).softmax(-1) for _ in range(2))
+    seeds, drafted = torch.arange(draws), draft.expand(draws, 1, -1).contiguous()
+    tokens = lz.sample_probs(drafted[:, 0], seed=seeds).unsqueeze(1)
+    ids, _ = lz.verify_speculative(tokens, target.expand(draws, 2, -1).contiguous(), drafted, seed=seeds)
+    counts = torch.bincount(ids[:, 0], minlength=vocab).unsqueeze(0)
+    assert Distribution(lambda _: target, "").unlikely(counts, target.unsqueeze(0).double()) == ""
+
+
 @pytest.mark.parametrize("kernel", ["torch.verify", "torch.verify_tree"])
 def test_ragged_drafts_leave_the_targets_distribution(kernel):
     """Rows without a draft, with one token and with two, in one call, each by a seed of its own."""

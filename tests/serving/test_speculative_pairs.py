@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import layerzero as lz
 from drawing import examples
+from layerzero.ops.kv.attending import attention_over
 
 C = lz.ReasonCode
 
@@ -88,6 +89,15 @@ def test_drafts_without_a_cache_have_no_kernel(config):
         lz.speculative_pair(cache(), cache(), heads=4, config=config)
 
 
+def test_two_kernels_of_one_operation_are_not_locked():
+    """A decode and a verification over latent attention are one operation, which a lock leaves one kernel."""
+    latent = lz.KVCache(1, latent=(512, 64), pages=2, page_size=16)
+    pair = lz.speculative_pair(latent, latent, heads=4).at(1)
+    function, given = attention_over(latent, 4, 1, pair.nodes + 1)
+    with lz.scope(locks=pair.locks):
+        assert lz.which(function, **given)["kernel_id"] == pair.target
+
+
 def test_trees_want_a_cache_whose_kernels_take_masks():
     latent = lz.KVCache(1, latent=(512, 64), pages=2, page_size=16, dtype=torch.float32)
     tree = lz.MedusaConfig(choices=((0,), (1,), (0, 0)))
@@ -164,6 +174,7 @@ def test_bad_fields_are_refused_by_name():
         (lambda: lz.SpeculativeConfig(adaptive=5), "adaptive: wanted an AdaptiveSpeculation, got 5"),
         (lambda: lz.AdaptiveSpeculation(few_from=40), "few_from: wanted at most off_from, 32, got 40"),
         (lambda: lz.EagleConfig(topk=0), "topk: wanted"),
+        (lambda: lz.EagleConfig(nodes=8), "nodes: wanted None with topk=1"),
         (lambda: lz.Eagle3Config(hidden_layers=(1, 1, 2)), "hidden_layers: wanted three layers"),
         (lambda: lz.MedusaConfig(choices=((0, 1),)), r"choices: wanted the path \(0,\) as well"),
         (lambda: lz.NGramConfig(most=1, least=2), "least: wanted"),

@@ -149,7 +149,7 @@ class EagleConfig(SpeculativeConfig):
 
     Attributes:
         topk: children of a node.
-        nodes: nodes of a tree that are verified; ``topk`` times the depth if None.
+        nodes: nodes of a tree that are verified, with ``topk`` above 1; ``topk`` times the depth if None.
     Source: arXiv:2401.15077.
     """
 
@@ -161,6 +161,9 @@ class EagleConfig(SpeculativeConfig):
         SpeculativeConfig.__post_init__(self)
         nodes = 1 if self.nodes is None else self.nodes
         _check(type(self).__name__, {"topk": (self.topk, 1, 64), "nodes": (nodes, 1, 1024)})
+        if self.nodes is not None and not self.branches:
+            wanted = f"nodes: wanted None with topk=1, whose drafts are chains, got {self.nodes}"
+            raise InvalidCallError(type(self).__name__, [wanted])
 
     @property
     def branches(self) -> bool:

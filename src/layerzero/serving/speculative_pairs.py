@@ -58,7 +58,7 @@ class SpeculativePair:
         tokens: tokens that each sequence drafts; 0 where nothing is drafted.
         nodes: nodes of each draft, as many as tokens where it does not branch.
         target, draft: ids of the kernels; None for a draft without a cache, and both where nothing is drafted.
-        locks: operations and their kernels, for ``lz.scope(locks=...)``.
+        locks: operations and their kernels, for ``lz.scope(locks=...)``; none where both kernels serve one operation.
         because: why the draft has this kernel.
     """
 
@@ -137,6 +137,8 @@ class SpeculativePairs:
         if found is None:
             raise NoCompatibleKernelPairError([_incompatible(target, drafting)])
         locks = {target.operation: target.kernel, found.operation: found.kernel}
+        if target.operation == found.operation and target.kernel != found.kernel:
+            locks = {}  # a lock would take one of them from its own call, as of latent attention
         return SpeculativePair(tokens, nodes, target.kernel, found.kernel, locks, because)
 
     def _reads_of(self, cache: KVCache, heads: int, batch: int, tokens: int, *, tree: bool) -> list[_Reads]:

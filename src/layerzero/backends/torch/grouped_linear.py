@@ -1,4 +1,4 @@
-"""The product of torchs of bfloat16 rows with packed codes of four and eight bits.
+"""torch's products of bfloat16 rows with packed codes of four and eight bits.
 
 ``_weight_int4pack_mm_for_cpu`` has kernels for bfloat16 alone, too: float32 and float16 took 8 to 60 times as long as
 ``F.linear``. It wants a multiple of 16 outputs and groups of 32, 64, 128 or 256, reads scales and zero points in

@@ -220,8 +220,8 @@ class Book:
 
     def find(self, new: Hashable | None, tokens: Sequence[int], salt: bytes) -> Hashable:
         """A sequence that begins with the known pages of these tokens, all but the last token at most."""
+        made = self.add(new)  # first, since pages that were found are idle no more
         found = self.prefixes.find(tokens[: len(tokens) - 1], salt)
-        made = self.add(new)
         self.entries[made].pages, self.entries[made].length = array("i", found), len(found) * self.page_size
         for page in found:
             self.users[page] += 1

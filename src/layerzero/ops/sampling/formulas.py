@@ -258,7 +258,7 @@ BEHIND = -2
 """The parent of a node that no draft has: the walk is never there."""
 
 NEXT = -2
-"""The number of the draw behind a draft; those of its nodes are from 0 up, whatever other rows have."""
+"""The number of the draw behind a draft; those of its nodes are from 1 up, whatever other rows have."""
 
 
 def within(draft_ids: Tensor, lens: Tensor) -> Tensor:
@@ -270,7 +270,7 @@ def marks_of(draft_ids: Tensor, dtype: torch.dtype, generator: torch.Generator |
     """A random number for each node, by its row's seed where there is one. Shapes: (B, N), seeds (B,) → (B, N)."""
     if seeds is None:
         return torch.rand(draft_ids.shape, dtype=dtype, device=draft_ids.device, generator=generator)
-    made = [uniform_of(seeds, node) for node in range(draft_ids.shape[1])]
+    made = [uniform_of(seeds, node + 1) for node in range(draft_ids.shape[1])]  # 0 is that of lz.sample: of the draft
     return torch.stack(made, -1) if made else draft_ids.double()
 
 

@@ -289,7 +289,8 @@ def verify_speculative(
             any probabilities may be there, as rows of another request.
         greedy: a token stands if it is the target's likeliest, the first of equals; logits do as well then.
         seed: gives the same tokens wherever the same kernel runs the same call; from 0. Or an int64 tensor (B,) with
-            one for each row, whose tokens then depend on that row alone; see ``lz.sample``.
+            one for each row, whose tokens then depend on that row alone; see ``lz.sample``, which draws by the same
+            seed apart from this, so that a draft may have been drawn by it.
         generator: on the same device, which goes on from call to call; torch's own of the device if both are None.
     Raises: InvalidCallError for what does not fit, and on a CPU for ids beyond the vocabulary, for rows of the target
         that nothing can be drawn of, and for draft_probs with NaN, infinity or numbers below 0 (rows of zeros may be).

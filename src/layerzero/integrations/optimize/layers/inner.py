@@ -23,7 +23,7 @@ class Inner(Packs):
     """A module of rows that a layer calls, and nothing that it would pack.
 
     Attributes:
-        module: it; whoever hooks into it is heard.
+        module: it; hooks of it run.
         products: the modules in it that have plain weights, which may want gradients.
         activation: its class, by which layers of one shape are told apart.
     """

@@ -236,7 +236,7 @@ def keep_sizes(search: Search, report: Optimized) -> None:
             was = state.own_at or (False,) * len(SIZES)
             state.own_at = tuple([one or rows in slower for one, rows in zip(was, SIZES, strict=True)])
         if LONG in slower:
-            state.most = max(*called, SIZES[-1])
+            state.most = max([*called, SIZES[-1]])
         if slower:
             text = ", ".join(f"{rows} rows took {ratio:.2f}" for rows, ratio in slower.items())
             told[each.kind, text].append(each.path.rpartition(".")[2] or "(model)")
