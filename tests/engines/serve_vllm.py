@@ -60,7 +60,7 @@ def served(root: str, kind: str, backend: str, options: dict[str, Any]) -> dict[
 
 
 class Heard(logging.Handler):
-    """What LayerZero logged."""
+    """What LayerZero logged, and what was warned of."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,6 +77,8 @@ def main() -> None:
     log = logging.getLogger("layerzero")
     log.addHandler(heard)
     log.setLevel(logging.INFO)
+    logging.captureWarnings(capture=True)  # that a reference runs is a warning the first time
+    logging.getLogger("py.warnings").addHandler(heard)
     for kind in asked["kinds"]:
         for backend in asked.get("backends", BACKENDS):
             heard.texts.clear()

@@ -201,6 +201,15 @@ def test_a_stack_is_checked_where_it_is_made(change, told):
         lz.QuantizedWeight("mxfp4", GATE_UP.shape, *change(GATE_UP.fields))
 
 
+def test_a_stack_in_any_other_place_is_refused_by_its_name():
+    rows = torch.zeros(2, GATE_UP.shape[2])
+    with pytest.raises(lz.InvalidCallError, match=r"weight: wanted one weight \(N, K\), got a QuantizedWeight"):
+        lz.quantized_linear(rows, GATE_UP)
+    given = {"expert_ids": torch.zeros(2, 1, dtype=torch.int32), "expert_weights": GATE_UP}
+    with pytest.raises(lz.InvalidCallError, match="expert_weights: wanted a tensor, got a QuantizedWeight"):
+        lz.moe_experts(rows, GATE_UP, DOWN, **given)
+
+
 def test_a_stack_of_unlike_weights_is_refused():
     with pytest.raises(lz.InvalidCallError, match=r"weights\[1\]: wanted QuantizedWeight\(mxfp4"):
         lz.QuantizedWeight.stack([GATE_UP[0], DOWN[0]])

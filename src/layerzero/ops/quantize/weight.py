@@ -273,9 +273,18 @@ class QuantizedWeight(Bundle):
     def arguments_of(self, function: str, parameter: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Its tensors and its format. Raises: InvalidCallError where it stands for anything but a weight."""
         names, of_experts, text = arguments_of(parameter), len(self.shape) == 3, self._text
-        if not (of_experts if function == "moe_experts" else (function, parameter) == ("quantized_linear", "weight")):
-            wanted = "one of experts (E, N, K)" if function == "moe_experts" else "a tensor"
-            step = "weight.dequantized() gives its numbers"
+        places: tuple[str, ...] = {
+            "moe_experts": ("gate_up_weight", "down_weight"),
+            "quantized_linear": ("weight",),
+        }.get(function, ())
+        if parameter not in places or of_experts != (function == "moe_experts"):
+            wanted = "one of experts (E, N, K)" if of_experts < (function == "moe_experts") else "one weight (N, K)"
+            wanted = wanted if parameter in places else "a tensor"
+            step = (
+                "weight[e] is that of one expert"
+                if wanted == "one weight (N, K)"
+                else "weight.dequantized() gives its numbers"
+            )
             raise InvalidCallError(function, [f"{parameter}: wanted {wanted}, got a {self!r}; {step}"])
         brought: dict[str, Any] = {names[name]: each for name, each in zip(Fields._fields, self.fields, strict=True)}
         brought[names["format"]] = text
