@@ -1,5 +1,7 @@
 """Weights that are quantised, laid out anew, and read from files and other libraries' tensors."""
 
+import re
+
 import pytest
 import torch
 
@@ -77,6 +79,14 @@ def test_zero_points_that_are_all_in_the_middle_are_left_out_where_a_format_has_
     assert back.fields.zero is None
     assert torch.equal(back.dequantized(), known.dequantized())
     torch.testing.assert_close(lz.quantized_linear(X, back), lz.quantized_linear(X, known))
+
+
+@pytest.mark.parametrize("columns", [96, 100])
+def test_the_call_that_an_error_advises_is_taken(columns):
+    with pytest.raises(lz.InvalidCallError) as refused:
+        lz.QuantizedWeight("exl2:bits=5", (4, columns), N)
+    advised = re.search(r"lz.quantize_weight\(numbers, '([^']+)'\)", str(refused.value))
+    assert lz.quantize_weight(N[:4, :columns], advised[1]).shape == (4, columns)
 
 
 @pytest.mark.parametrize("size", [0, -1])

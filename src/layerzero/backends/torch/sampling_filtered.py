@@ -93,14 +93,15 @@ def _least(weights: Tensor, count: Any, share: Any, *, on_cpu: bool) -> Tensor |
 def _least_of(weights: Tensor, values: Tensor, count: Any, share: Any, *, enough: bool) -> Tensor | None:
     """The same by the largest values, descending; None where these are not ``enough`` to say it of every row."""
     seen, vocab = values.shape[-1], weights.shape[-1]
-    wanted = torch.as_tensor(vocab if count is None else count, device=weights.device)
-    whole = wanted <= seen  # the last value of top-k is among them
-    last = nth(values, wanted.clamp(max=seen).expand(*values.shape[:-1], 1))
+    if not isinstance(count, Tensor):  # filled on the device: a capture takes no copy from the host
+        count = torch.full((), vocab if count is None else count, dtype=torch.int64, device=weights.device)
+    whole = count <= seen  # the last value of top-k is among them
+    last = nth(values, count.clamp(max=seen).expand(*values.shape[:-1], 1))
     if share is None:
         return last if enough or bool(whole.all()) else None
     total = torch.where((weights >= last) | ~whole, weights, 0.0).cumsum(-1)[..., -1:]
     upto = values.cumsum(-1)
-    if not enough and not bool((whole | ((wanted == vocab) & (upto[..., -1:] >= share * total))).all()):
+    if not enough and not bool((whole | ((count == vocab) & (upto[..., -1:] >= share * total))).all()):
         return None
     kept = (upto - values < share * total) & (values >= last)
     return nth(values, kept.sum(-1, keepdim=True).clamp_(min=1))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from layerzero.core.facts import Facts
 from layerzero.core.reasons import Reason
+from layerzero.ops.quantize.groups import GROUPED
 from layerzero.ops.quantize.schemes import SCHEMES, format_problems, scheme_of
 from layerzero.ops.quantize.weight_format import WeightFormat
 
@@ -44,6 +46,8 @@ def conversion(to: WeightFormat, shape: Sequence[int] | None = None, numbers: st
     """The call that converts, the memory of its result, and what it loses."""
     if format_problems(to) or to.permuted or to.scheme == "gguf":  # which are read, not made
         to = nearest(to)
+    if shape is not None and to.scheme in GROUPED and to.group:
+        to = replace(to, group=math.gcd(to.group, shape[-1]))
     bits = scheme_of(to).bits(to)
     memory = f"{bits:.3g} bits a number"
     if shape is not None:
