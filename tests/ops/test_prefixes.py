@@ -122,3 +122,12 @@ def test_a_name_that_is_taken_leaves_known_pages_free():
     with pytest.raises(lz.KVCacheError, match="wanted a name that no sequence has"):
         cache.allocate("taken", prompt=[*range(9)])
     assert (cache.free_pages, cache.usage().found_tokens) == (8, 0)
+
+
+def test_idle_pages_that_others_move_into_count_as_evicted():
+    cache = made()
+    first = written(cache, [*range(8)])
+    written(cache, [9, 9, 9], publish=False)
+    cache.free(first)
+    assert cache.compact() == 1
+    assert (cache.usage().known_pages, cache.usage().evictions) == (1, 1)

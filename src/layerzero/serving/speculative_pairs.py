@@ -24,7 +24,7 @@ from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.ops.kv import KVCache
-from layerzero.ops.kv.attending import attention_over
+from layerzero.ops.kv.attention_call import attention_over
 from layerzero.serving.speculation import SpeculativeConfig
 
 BUCKETS = (1, 4, 8, 16, 32)

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from layerzero.backends.torch.attention import FLOATS, TORCH
 from layerzero.backends.torch.sampling_few import by_sums, few_of
-from layerzero.backends.torch.sampling_filtered import by_race, load_filtered
+from layerzero.backends.torch.sampling_filters import by_race, load_filtered
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel

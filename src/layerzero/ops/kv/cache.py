@@ -258,7 +258,10 @@ class KVCache(CachedSequences):
 
     @alone
     def compact(self) -> int:
-        """Move the last used pages into the first free ones; how many moved. Steps made before are refused."""
+        """Move the last used pages into the first free ones; how many moved. Steps made before are refused.
+
+        Known pages that no sequence has are free ones, and are evicted where a page moves there.
+        """
         return self._move(memory.to_the_front(self._book))
 
     @alone

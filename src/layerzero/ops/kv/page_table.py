@@ -267,6 +267,7 @@ class Book:
         for page in self.prefixes.idle.keys() & set(places.values()):  # they hold nothing but what may be evicted
             self.users[page] = 0
             self.prefixes.forget(page)
+            self.prefixes.evictions += 1
         self.prefixes.move(places)
         users = [self.users[page] for page in places]
         for page in places:
