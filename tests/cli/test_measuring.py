@@ -195,6 +195,7 @@ MOVES_ALONE = {
     *("elementwise.cast", "embedding.lookup", "embedding.lookup.shard", "kv.append.paged", "kv.append.contiguous"),
     *("kv.append.quantized", "kv.copy_blocks", "kv.gather.paged"),
     *("tensor.copy_slice", "tensor.split_qkv", "tensor.transpose_head_token", "tensor.transpose_token_head"),
+    "sampling.bitmask",  # bits, which are no sums
     "sampling.bias",  # a copy, but for the few numbers that it is named for
 }
 UNKNOWN = {"posenc.alibi"}  # its lengths are passed, so that no fact tells them

@@ -169,7 +169,9 @@ ALLOWED: dict[str, dict[str, str]] = {
                 ),
             ),
             ("layers/layer_timing", _LAYER, "activation heads kv tokens"),
-            ("layers/find", _LAYER, "add_residual_rms_norm_ attention eps heads linear mlp norm positions rope_"),
+            ("layers/inner", _LAYER, "activation"),
+            ("layers/tables", _LAYER, "cos positions sin"),
+            ("layers/find", _LAYER, "add_residual_rms_norm_ attention heads linear mlp positions rope_"),
             ("swaps/codes", _REPLACED, "activations bias quantize quantized_linear weight weight_format"),
             ("swaps/weights", _REPLACED, "quantized"),
             ("modules/quantised", _REPLACED, "block_size in_features scale weight weight_scale"),
@@ -211,7 +213,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "integrations/paged.py": dict.fromkeys(
         (
             *("causal", "cu_seqlens_q", "decodes", "longest_k", "longest_q", "max_context_len", "max_seqlen_q"),
-            *("paged_attention", "query", "starts", "step"),
+            *("alibi_slopes", "paged_attention", "query", "sinks", "starts", "step"),
         ),
         _ENGINE,
     ),
@@ -227,7 +229,8 @@ ALLOWED: dict[str, dict[str, str]] = {
     ),
     "integrations/vllm.py": dict.fromkeys(
         (
-            *("alibi_slopes", "append_paged_kv_", "attention", "causal", "longest_q", "max_seqlen_k", "max_seqlen_q"),
+            *("alibi_slopes", "append_paged_kv_", "append_quantized_kv_", "attention", "causal", "destination"),
+            *("key_scale", "max_seqlen_k", "max_seqlen_q", "sinks", "value_scale"),
             *(
                 "kv_cache_dtype",
                 "num_heads",

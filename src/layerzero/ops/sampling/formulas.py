@@ -169,7 +169,9 @@ def place(upto: Tensor, generator: torch.Generator | None, seeds: Tensor | None 
     """The place where a random part of a row lies, given the parts up to each place. Shapes: (*, V) → (*)."""
     total = upto[..., -1:]
     part = (uniform(total, generator, seeds, number) * total.double()).long()
-    return torch.searchsorted(upto.contiguous(), part, right=True).clamp_(max=upto.shape[-1] - 1).squeeze(-1)
+    return (
+        torch.searchsorted(upto.contiguous(), part.contiguous(), right=True).clamp_(max=upto.shape[-1] - 1).squeeze(-1)
+    )
 
 
 def counts_of(ids: Tensor, vocab: int) -> Tensor:
