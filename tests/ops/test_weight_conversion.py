@@ -297,3 +297,23 @@ def test_a_gguf_file_is_read(tmp_path):
 def test_a_weight_without_numbers_is_quantised(shape):
     made = lz.quantize_weight(torch.empty(shape), "nvfp4")
     assert made.dequantized().shape == shape
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: lz.QuantizedWeight.from_mx(torch.zeros(4), None), "weight: wanted a tensor of 2 axes or more"),
+        (
+            lambda: lz.QuantizedWeight.from_fp8(None, torch.ones(())),
+            "weight: wanted a tensor of 2 axes or more, got None",
+        ),
+        (lambda: lz.QuantizedWeight.from_fp8(torch.zeros(4, 8), None), "scale: wanted a tensor of 0 axes or more"),
+        (
+            lambda: lz.QuantizedWeight.from_nvfp4(torch.zeros(4, 8), torch.ones(4, 1), 2.0),
+            "second_scale: wanted a tensor",
+        ),
+    ],
+)
+def test_what_is_no_tensor_of_a_file_is_refused_by_its_name(make, said):
+    with pytest.raises(lz.InvalidCallError, match=said):
+        make()

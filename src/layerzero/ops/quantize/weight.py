@@ -173,10 +173,9 @@ class QuantizedWeight(Bundle):
 
         Of a stack (E, N, K) scales are (E, blocks, blocks), (E, N, 1) or (E,).
         """
+        refuse("QuantizedWeight.from_fp8", _too_few_axes(weight=(weight, 2), scale=(scale, 0)))
         lead = tuple(weight.shape[:-2])
-        if not isinstance(scale, Tensor) or (
-            scale.ndim == weight.ndim and tuple(scale.shape[-2:]) not in ((weight.shape[-2], 1), (1, 1))
-        ):
+        if scale.ndim == weight.ndim and tuple(scale.shape[-2:]) not in ((weight.shape[-2], 1), (1, 1)):
             return cls(WeightFormat("fp8", rows=block[0], group=block[1]), tuple(weight.shape), weight, scale)
         of = WeightFormat("fp8", rows=1 if scale.numel() > math.prod(lead) else 0)
         return cls(of, tuple(weight.shape), weight, scale.reshape(*lead, -1, 1) if of.rows else scale.reshape(lead))
@@ -187,7 +186,8 @@ class QuantizedWeight(Bundle):
 
         Of a stack with an axis more in front: gpt-oss's ``gate_up_proj_blocks`` (E, N, K / 32, 16).
         """
-        weight = weight.flatten(scale.ndim - 1)
+        refuse("QuantizedWeight.from_mx", _too_few_axes(weight=(weight, 2), scale=(scale, 2)))
+        weight = weight.flatten(min(scale.ndim, weight.ndim) - 1)
         columns = weight.shape[-1] * (2 if weight.dtype is torch.uint8 else 1)
         shape = (*weight.shape[:-1], columns)
         return cls("mxfp4" if weight.dtype is torch.uint8 else "mxfp8", shape, weight, scale)
@@ -201,6 +201,8 @@ class QuantizedWeight(Bundle):
         ``divides`` where scales are quotients by it (compressed-tensors' ``weight_global_scale``), not multiples
         (ModelOpt's ``weight_scale_2``).
         """
+        tensors = {"weight": (weight, 2), "scale": (scale, 2), "second_scale": (second_scale, 0)}
+        refuse("QuantizedWeight.from_nvfp4", _too_few_axes(**tensors))
         of = WeightFormat("nvfp4", "over" if divides else "")
         return cls(of, (*weight.shape[:-1], 2 * weight.shape[-1]), weight, scale, second_scale=second_scale)
 
@@ -305,6 +307,15 @@ class QuantizedWeight(Bundle):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return QuantizedWeight.unchecked, (self.format, self.shape, self.fields)
+
+
+def _too_few_axes(**wanted: tuple[object, int]) -> list[str]:
+    """What is no tensor of so many axes or more, by the names that the file has."""
+    return [
+        f"{name}: wanted a tensor of {least} axes or more, got {told(each)}"
+        for name, (each, least) in wanted.items()
+        if not isinstance(each, Tensor) or each.ndim < least
+    ]
 
 
 def _tensors_missing(tensors: Mapping[str, object], ndim: int) -> list[str]:
