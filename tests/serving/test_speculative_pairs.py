@@ -87,6 +87,8 @@ def test_drafts_without_a_cache_have_no_kernel(config):
     assert (pair.tokens, pair.draft) == (5, None)
     with pytest.raises(lz.InvalidCallError, match=f"draft: wanted None with {config.algorithm}"):
         lz.speculative_pair(cache(), cache(), heads=4, config=config)
+    with pytest.raises(lz.InvalidCallError, match="share_kv_cache: wanted False"):
+        type(config)(share_kv_cache=True)
 
 
 def test_two_kernels_of_one_operation_are_not_locked():

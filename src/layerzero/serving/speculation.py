@@ -72,7 +72,7 @@ class SpeculativeConfig:
         share_kv_cache: whether the draft reads and writes the target's cache.
         cache_kernel_pairs: whether a pair is kept for the steps after.
         draft_tp_size, max_draft_tp_size: ranks that share the draft's heads, and the most that there may be.
-        target_tp_size: ranks that share the target's heads.
+        target_tp_size: ranks that share the target's heads: pairs of another number are others.
         pipeline_parallel_size: stages that the target's layers are split into; drafts want 1.
         draft_model, target_model: names, for pairs of several models at once.
     Raises: InvalidCallError for a field that is none.
@@ -111,6 +111,8 @@ class SpeculativeConfig:
             for name in ("draft_model", "target_model")
             if not isinstance(getattr(self, name), str)
         ]
+        if self.share_kv_cache and not self.drafts_with_cache:
+            problems.append("share_kv_cache: wanted False of drafts that attend to nothing, got True")
         lengths: object = self.adaptive
         if not isinstance(lengths, AdaptiveSpeculation):
             problems.append(f"adaptive: wanted an AdaptiveSpeculation, got {told(lengths)}")
@@ -183,22 +185,18 @@ class EagleConfig(SpeculativeConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Config(EagleConfig):
-    """EAGLE over hidden states of three layers, early, middle and late, perhaps with a vocabulary of its own.
+    """EAGLE over hidden states of three layers, early, middle and late.
 
     Attributes:
         hidden_layers: the layers; 2, the middle one and the third last if None.
-        draft_vocab: tokens that the draft knows; all of the target's if None.
     Source: arXiv:2503.01840.
     """
 
     algorithm: ClassVar[str] = "eagle3"
     hidden_layers: tuple[int, int, int] | None = None
-    draft_vocab: int | None = None
 
     def __post_init__(self) -> None:
         EagleConfig.__post_init__(self)
-        if self.draft_vocab is not None:
-            _check("Eagle3Config", {"draft_vocab": (self.draft_vocab, 1, 2**31 - 1)})
         given = self.hidden_layers
         if given is not None and not (
             isinstance(given, tuple)
