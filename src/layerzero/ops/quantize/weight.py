@@ -184,7 +184,7 @@ class QuantizedWeight(Bundle):
     def from_mx(cls, weight: Tensor, scale: Tensor) -> QuantizedWeight:
         """Of MX: uint8 (N, K / 2) or, as gpt-oss has it, (N, K / 32, 16), or float8 (N, K); scale (N, K / 32).
 
-        Of a stack with an axis more in front: gpt-oss's ``gate_up_proj_blocks`` (E, N, K / 32, 16).
+        Of a stack with an axis more: gpt-oss's ``gate_up_proj_blocks`` (E, N, K / 32, 16).
         """
         refuse("QuantizedWeight.from_mx", _too_few_axes(weight=(weight, 2), scale=(scale, 2)))
         weight = weight.flatten(min(scale.ndim, weight.ndim) - 1)
@@ -198,11 +198,10 @@ class QuantizedWeight(Bundle):
     ) -> QuantizedWeight:
         """Of NVFP4: weight (N, K / 2), scale (N, K / 16), second_scale one number; of a stack (E, ...) one for each.
 
-        ``divides`` where scales are quotients by it (compressed-tensors' ``weight_global_scale``), not multiples
-        (ModelOpt's ``weight_scale_2``).
+        ``divides``: scales are quotients by it (``weight_global_scale``), no multiples (ModelOpt's ``weight_scale_2``).
         """
-        tensors = {"weight": (weight, 2), "scale": (scale, 2), "second_scale": (second_scale, 0)}
-        refuse("QuantizedWeight.from_nvfp4", _too_few_axes(**tensors))
+        given = {"weight": (weight, 2), "scale": (scale, 2), "second_scale": (second_scale, 0)}
+        refuse("QuantizedWeight.from_nvfp4", _too_few_axes(**given))
         of = WeightFormat("nvfp4", "over" if divides else "")
         return cls(of, (*weight.shape[:-1], 2 * weight.shape[-1]), weight, scale, second_scale=second_scale)
 
@@ -311,11 +310,10 @@ class QuantizedWeight(Bundle):
 
 def _too_few_axes(**wanted: tuple[object, int]) -> list[str]:
     """What is no tensor of so many axes or more, by the names that the file has."""
-    return [
-        f"{name}: wanted a tensor of {least} axes or more, got {told(each)}"
-        for name, (each, least) in wanted.items()
-        if not isinstance(each, Tensor) or each.ndim < least
+    wrong = [
+        (name, least, got) for name, (got, least) in wanted.items() if not isinstance(got, Tensor) or got.ndim < least
     ]
+    return [f"{name}: wanted a tensor of {least} axes or more, got {told(got)}" for name, least, got in wrong]
 
 
 def _tensors_missing(tensors: Mapping[str, object], ndim: int) -> list[str]:
