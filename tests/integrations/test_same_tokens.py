@@ -18,7 +18,8 @@ from architectures import generating, transformers
 import layerzero as lz
 
 WRITERS = [each.name for each in generating()]
-ROUTED = frozenset({"GptOss", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe"})
+ROUTED = frozenset({"GptOss", "GraniteMoe", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe", "Qwen3Next"})
+ROUTED |= {"DeepseekV2", "DeepseekV3", "DeepseekV32"}
 """Of experts that a router chooses."""
 BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
 
