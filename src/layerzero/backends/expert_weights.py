@@ -6,7 +6,7 @@ weights of others are not read. Sorting, the gate and the sum are those of torch
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -51,11 +51,36 @@ def of_product(facts: Facts, inputs: str, outputs: str) -> Facts:
     return Facts(facts.operation, facts.device, facts.layout, facts.tensors, {**facts, **sizes})
 
 
+def looped(facts: Facts, of: Callable[[Mapping[str, Any]], Iterable[Products]]) -> Callable[..., Tensor]:
+    """A call for quantised experts: torch's loop over the products that are made of its stacks, gate and up first."""
+    loop = load_each(facts, multiplied)
+
+    def experts(
+        input: Tensor,
+        gate_up_weight: Tensor,
+        down_weight: Tensor,
+        expert_ids: Tensor,
+        expert_weights: Tensor,
+        *,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        activation: str,
+        alpha: float,
+        limit: float,
+        **given: Any,
+    ) -> Tensor:
+        stacks = of({**given, "input": input, "gate_up_weight": gate_up_weight, "down_weight": down_weight})
+        named = {"gate_up_bias": gate_up_bias, "down_bias": down_bias, "activation": activation}
+        return loop(input, *stacks, expert_ids, expert_weights, **named, alpha=alpha, limit=limit)
+
+    return experts
+
+
 def _load(facts: Facts, owner: str, parts: Parts, *, of_codes: bool) -> Callable[..., Any]:
     made_of = [
         parts(of_product(facts, *each)) for each in (("hidden", "joined_features"), ("inner_features", "hidden"))
     ]
-    loop, count, key = load_each(facts, multiplied), facts.size("experts"), (owner, facts["dtype"])
+    count, key = facts.size("experts"), (owner, facts["dtype"])
 
     def forms(packed: PackedWeight, pack: Pack, product: Product) -> Products:
         def made(weight: QuantizedWeight) -> tuple[list[Any], int]:
@@ -70,27 +95,7 @@ def _load(facts: Facts, owner: str, parts: Parts, *, of_codes: bool) -> Callable
 
         return Products(count, run)
 
-    def experts(
-        input: Tensor,
-        gate_up_weight: Tensor,
-        down_weight: Tensor,
-        expert_ids: Tensor,
-        expert_weights: Tensor,
-        *,
-        packed_gate_up: PackedWeight,
-        packed_down: PackedWeight,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
-        activation: str,
-        alpha: float,
-        limit: float,
-        **_: Any,
-    ) -> Tensor:
-        first, second = (forms(each, *own) for each, own in zip((packed_gate_up, packed_down), made_of, strict=True))
-        named = {"gate_up_bias": gate_up_bias, "down_bias": down_bias, "activation": activation}
-        return loop(input, first, second, expert_ids, expert_weights, **named, alpha=alpha, limit=limit)
-
-    return experts
+    return looped(facts, lambda given: [forms(given[name], *own) for name, own in zip(PACKED_OF, made_of, strict=True)])
 
 
 ALIKE = limit.one_of("formats_alike", True)

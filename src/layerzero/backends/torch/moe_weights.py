@@ -11,13 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from layerzero.backends.expert_weights import ACCEPTS, TENSORS, Products, experts_of, multiplied
+from layerzero.backends.expert_weights import ACCEPTS, TENSORS, Products, experts_of, looped
 from layerzero.backends.grouped_weights import IN_FOUR_BITS
 from layerzero.backends.torch.attention import FLOATS, TORCH
 from layerzero.backends.torch.grouped_linear import int4, int8
-from layerzero.backends.torch.moe import load_each
 from layerzero.backends.torch.weight_formats import dequantizing
 from layerzero.backends.torch.widened import many
 from layerzero.core import limits as limit
@@ -42,33 +40,13 @@ def _dtypes(facts: Facts) -> tuple[torch.dtype, torch.dtype]:
 
 
 def _load(facts: Facts) -> Callable[..., Any]:
-    loop, dtypes = load_each(facts, multiplied), _dtypes(facts)
-    platform, whole = str(facts["platform"]), bool(facts["requires_grad"])
+    dtypes, platform, whole = _dtypes(facts), str(facts["platform"]), bool(facts["requires_grad"])
 
     def products(stack: Stack) -> Products:
         run = dequantizing(stack.of, (stack.shape[1], stack.shape[2]), dtypes, platform, whole=whole)
         return Products(stack.shape[0], lambda rows, number: run(rows, stack.given.of_expert(number)))
 
-    def experts(
-        input: Tensor,
-        gate_up_weight: Tensor,
-        down_weight: Tensor,
-        expert_ids: Tensor,
-        expert_weights: Tensor,
-        *,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
-        activation: str,
-        alpha: float,
-        limit: float,
-        **formats: Any,
-    ) -> Tensor:
-        given = {**formats, "input": input, "gate_up_weight": gate_up_weight, "down_weight": down_weight}
-        stacks = map(products, weights_of(given, input.dtype))
-        named = {"gate_up_bias": gate_up_bias, "down_bias": down_bias, "activation": activation}
-        return loop(input, *stacks, expert_ids, expert_weights, **named, alpha=alpha, limit=limit)
-
-    return experts
+    return looped(facts, lambda given: map(products, weights_of(given, given["input"].dtype)))
 
 
 KERNELS = (

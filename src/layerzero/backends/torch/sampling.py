@@ -31,7 +31,7 @@ from torch import Tensor
 
 from layerzero.backends.torch.attention import FLOATS, TORCH
 from layerzero.backends.torch.sampling_few import by_sums, few_of
-from layerzero.backends.torch.sampling_filters import by_race, load_filtered
+from layerzero.backends.torch.sampling_filters import load_filtered, taken
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -125,14 +125,7 @@ def _load_sample(facts: Facts) -> Callable[..., Any]:
                 return found
         weights = probabilities(tensor, temperature, temperature_by_row, logits=logits)
         own = generator_of(seed, generator, tensor.device)
-        least = threshold(weights, **given)
-        if least is not None:
-            weights = torch.where(weights >= least, weights, 0.0)
-        if not on_cpu:
-            return by_race(weights, own)
-        upto = weights.cumsum(-1)
-        check_drawable(upto[..., -1], tensor, name)
-        return by_sums(upto, own)
+        return taken(weights, threshold(weights, **given), tensor, name, own, on_cpu=on_cpu)
 
     return run
 

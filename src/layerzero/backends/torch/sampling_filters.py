@@ -25,6 +25,30 @@ def by_race(weights: Tensor, generator: torch.Generator | None) -> Tensor:
     return torch.div(weights, times, out=times).argmax(-1)
 
 
+def taken(
+    weights: Tensor,
+    least: Tensor | None,
+    tensor: Tensor,
+    name: str,
+    own: torch.Generator | None,
+    seeds: Tensor | None = None,
+    *,
+    on_cpu: bool,
+) -> Tensor:
+    """Draw of the weights that are no less than ``least``: by sums on a CPU, elsewhere without waiting for the device.
+
+    Shapes: weights (*, V), least (*, 1), seeds (*) → (*).
+    Raises: InvalidCallError on a CPU for a row of the call's ``tensor`` that nothing can be drawn of.
+    """
+    if least is not None:
+        weights = torch.where(weights >= least, weights, 0.0)
+    if not on_cpu:
+        return by_race(weights, own) if seeds is None else drawn(weights, None, seeds)
+    upto = weights.cumsum(-1)
+    check_drawable(upto[..., -1], tensor, name)
+    return by_sums(upto, own, seeds)
+
+
 _FEW = 1024
 """The likeliest places that are looked at before a row is sorted: 0.5 ms of 128256 places, where a sort takes 11.7."""
 
@@ -61,14 +85,8 @@ def load_filtered(facts: Facts) -> Callable[..., Any]:
             most = weights.amax(-1, keepdim=True)
             bound = torch.minimum(most * of_row(min_p, min_p_by_row), most)
             least = bound if least is None else torch.maximum(least, bound)
-        if least is not None:
-            weights = torch.where(weights >= least, weights, 0.0)
         own = generator_of(seed, generator, tensor.device)
-        if not on_cpu:
-            return by_race(weights, own) if seed_by_row is None else drawn(weights, None, seed_by_row)
-        upto = weights.cumsum(-1)
-        check_drawable(upto[..., -1], tensor, name)
-        return by_sums(upto, own, seed_by_row)
+        return taken(weights, least, tensor, name, own, seed_by_row, on_cpu=on_cpu)
 
     return run
 

@@ -173,7 +173,8 @@ class QuantizedWeight(Bundle):
 
         Of a stack (E, N, K) scales are (E, blocks, blocks), (E, N, 1) or (E,).
         """
-        refuse("QuantizedWeight.from_fp8", _too_few_axes(weight=(weight, 2), scale=(scale, 0)))
+        wrong = _tensors_missing({"weight": weight}, 2, exactly=False)
+        refuse("QuantizedWeight.from_fp8", wrong + _tensors_missing({"scale": scale}, 0, exactly=False))
         lead = tuple(weight.shape[:-2])
         if scale.ndim == weight.ndim and tuple(scale.shape[-2:]) not in ((weight.shape[-2], 1), (1, 1)):
             return cls(WeightFormat("fp8", rows=block[0], group=block[1]), tuple(weight.shape), weight, scale)
@@ -186,7 +187,7 @@ class QuantizedWeight(Bundle):
 
         Of a stack with an axis more: gpt-oss's ``gate_up_proj_blocks`` (E, N, K / 32, 16).
         """
-        refuse("QuantizedWeight.from_mx", _too_few_axes(weight=(weight, 2), scale=(scale, 2)))
+        refuse("QuantizedWeight.from_mx", _tensors_missing({"weight": weight, "scale": scale}, 2, exactly=False))
         weight = weight.flatten(min(scale.ndim, weight.ndim) - 1)
         columns = weight.shape[-1] * (2 if weight.dtype is torch.uint8 else 1)
         shape = (*weight.shape[:-1], columns)
@@ -200,8 +201,8 @@ class QuantizedWeight(Bundle):
 
         ``divides``: scales are quotients by it (``weight_global_scale``), no multiples (ModelOpt's ``weight_scale_2``).
         """
-        given = {"weight": (weight, 2), "scale": (scale, 2), "second_scale": (second_scale, 0)}
-        refuse("QuantizedWeight.from_nvfp4", _too_few_axes(**given))
+        wrong = _tensors_missing({"weight": weight, "scale": scale}, 2, exactly=False)
+        refuse("QuantizedWeight.from_nvfp4", wrong + _tensors_missing({"second_scale": second_scale}, 0, exactly=False))
         of = WeightFormat("nvfp4", "over" if divides else "")
         return cls(of, (*weight.shape[:-1], 2 * weight.shape[-1]), weight, scale, second_scale=second_scale)
 
@@ -308,20 +309,13 @@ class QuantizedWeight(Bundle):
         return QuantizedWeight.unchecked, (self.format, self.shape, self.fields)
 
 
-def _too_few_axes(**wanted: tuple[object, int]) -> list[str]:
-    """What is no tensor of so many axes or more, by the names that the file has."""
-    wrong = [
-        (name, least, got) for name, (got, least) in wanted.items() if not isinstance(got, Tensor) or got.ndim < least
-    ]
-    return [f"{name}: wanted a tensor of {least} axes or more, got {told(got)}" for name, least, got in wrong]
-
-
-def _tensors_missing(tensors: Mapping[str, object], ndim: int) -> list[str]:
-    """What is no tensor of so many axes, by the names that the file has."""
+def _tensors_missing(tensors: Mapping[str, object], ndim: int, *, exactly: bool = True) -> list[str]:
+    """What is no tensor of so many axes, or of so many or more, by the names that the file has."""
+    more = "" if exactly else " or more"
     return [
-        f"{name}: wanted a tensor of {ndim} axes, got {told(each)}"
+        f"{name}: wanted a tensor of {ndim} axes{more}, got {told(each)}"
         for name, each in tensors.items()
-        if not isinstance(each, Tensor) or each.ndim != ndim
+        if not isinstance(each, Tensor) or each.ndim < ndim or (exactly and each.ndim > ndim)
     ]
 
 
