@@ -176,6 +176,7 @@ def test_choices_are_frozen_and_hold_in_another_process(place, tmp_path):
         lz.freeze(tmp_path / "frozen.json")
 
 
+@pytest.mark.slow
 def test_another_process_with_the_same_times_freezes_the_same(place, tmp_path):
     code = (
         "import sys, layerzero as lz\n"

@@ -236,6 +236,7 @@ ASKED = {
 }
 
 
+@pytest.mark.slow
 def test_what_torchs_function_runs_is_the_champion_of_each_device(calls):
     assert {lz.Device.named(name).platform for name in EXPECTED} == set(PLATFORMS)
     for name, expected in EXPECTED.items():

@@ -375,6 +375,7 @@ def readers(draw):
     )
 
 
+@pytest.mark.slow
 @IN_C
 @settings(EXAMPLES, max_examples=examples(800))
 @given(readers())

@@ -236,6 +236,7 @@ def test_saved_models_load_as_stock_and_a_chosen_processor_stays() -> None:
     assert rotations(model, call) == 0
 
 
+@pytest.mark.slow
 def test_backends_are_set_on_both_and_compilers_see_the_original() -> None:
     model, call = flux()
     model.eval()
@@ -253,6 +254,7 @@ def test_backends_are_set_on_both_and_compilers_see_the_original() -> None:
     assert torch.equal(run(model, call), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unmeasured")
 def test_inputs_time_rotations_as_a_kind_of_their_own() -> None:
     model, _ = flux()

@@ -161,6 +161,7 @@ def qwen2_vl() -> tuple[Any, dict[str, Any]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("given", ["inputs", "example"])
 def test_a_vision_tower_that_names_its_mask_is_compared(given: str) -> None:

@@ -201,6 +201,7 @@ def test_a_model_without_products_says_so() -> None:
     assert why(report, "") == "weights='int8': it has no Linear with a floating weight of its own"
 
 
+@pytest.mark.slow
 def test_the_output_of_a_decoder_is_looked_at_with_inputs_alone(unmeasured: None) -> None:
     model, ids = made(), tokens()
     with torch.no_grad():

@@ -317,6 +317,7 @@ def test_generate_hands_the_mask_on_to_an_encoder() -> None:
         assert torch.equal(model.generate(**ask), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unmeasured")
 def test_inputs_show_what_reads_padding() -> None:
     """A model of the caller's own is run on what it gives; without inputs nothing tells how it pools."""

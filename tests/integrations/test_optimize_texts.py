@@ -126,6 +126,7 @@ class Sentences(nn.Sequential):
         return torch.stack([found[order.index(place)] for place in range(len(texts))])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inputs", [False, True])
 def test_embeddings_of_sentences_are_stocks(tokenizer: Any, inputs: bool) -> None:
     stock = Sentences(Transformer(model_of(transformers.BertModel), tokenizer), Pooling()).eval()

@@ -41,6 +41,7 @@ def test_a_compiled_step_on_a_gpu_traces_to_what_stocks_does(way: str, monkeypat
     torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_on_a_cpu_is_one_operator_a_layer_and_no_copy() -> None:
     (llama,) = (each for each in DECODERS if each.name == "Llama")
     stock, ours = llama.pair()

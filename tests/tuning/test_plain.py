@@ -98,6 +98,7 @@ def test_a_proof_finds_nothing_where_nothing_differs(place):
     assert prove_encode(wrong_where(lambda _: False)(tokenizer), given) == []
 
 
+@pytest.mark.slow
 def test_a_proof_finds_a_batch_that_differs(place):
     tokenizer = resolve(place)
     given = {"tokenizer": tokenizer, "add_special_tokens": False, "parse_special": True}
@@ -124,6 +125,7 @@ def test_a_proof_finds_a_second_time_that_differs(place):
     assert prove_encode(forgetful, given)
 
 
+@pytest.mark.slow
 def test_a_proof_of_decoding_finds_halves_of_characters(place):
     tokenizer = resolve(place)
     native = tokenizer.native

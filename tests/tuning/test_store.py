@@ -454,6 +454,7 @@ def open_folder(monkeypatch):
     shutil.rmtree(made)
 
 
+@pytest.mark.slow
 def test_a_file_without_permission_to_write_is_read(open_folder):
     folder = open_folder
     path = folder / "perfdb.sqlite"

@@ -297,6 +297,7 @@ def test_a_child_that_dies_before_it_reads_is_told_by_its_end(plugin, monkeypatc
         lz.vet("norm.rms", shapes=[(4, 64)], dtype="float32", modules=more_than_a_pipe_holds)
 
 
+@pytest.mark.slow
 def test_the_background_vets_once_what_a_miss_would_have_chosen(plugin, monkeypatch):
     from layerzero.tuning.proving import vetting
 
