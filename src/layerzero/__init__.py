@@ -52,6 +52,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     ),
     "layerzero.asking.trace": ("trace",),
     "layerzero.serving.agreement": ("agree",),
+    "layerzero.serving.dry_run": ("dry_run",),
     "layerzero.serving.jit_status": ("JitStatus", "jit_status"),
     "layerzero.serving.readiness": ("Readiness", "readiness_check"),
     "layerzero.serving.speculation": (

@@ -74,6 +74,7 @@ from layerzero.ops.sampling import TokenCounts
 from layerzero.ops.sparse import BlockPattern
 from layerzero.ops.tokenize import StreamingDetokenizer, TokenizerCacheConfig, forget_tokenizer, tokenizer_cache
 from layerzero.serving.agreement import agree
+from layerzero.serving.dry_run import dry_run
 from layerzero.serving.jit_status import JitStatus, jit_status
 from layerzero.serving.readiness import Readiness, readiness_check
 from layerzero.serving.speculation import (
@@ -197,6 +198,7 @@ __all__ = [
     "detokenize",
     "disabled",
     "doctor",
+    "dry_run",
     "embedding",
     "explain",
     "facts",

@@ -65,6 +65,7 @@ WORDS = {
     "scale": "of a plot",
     "scoring": "how kernels are ranked",
     "seq": "of a message",
+    "seq_len": "tokens of a sequence that a whole model gets: what a bucket of a plan is named by",
     "step": "what to do next, an advance",
     "stride": "of a tensor's axis in memory, of a window over text",
     "table": "of text, of kept choices, of priors",

@@ -7,8 +7,10 @@ The reference is made of them, so it runs, where the operator's word allows it: 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,7 +22,7 @@ from layerzero.core.eager_state import declared
 from layerzero.core.errors import InvalidCallError, NoKernelFoundError
 from layerzero.core.facts import CallState, FactsBuilder
 from layerzero.core.operation import Routed
-from layerzero.core.plan import Plan
+from layerzero.core.plan import Plan, Report
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine.legality import policy_reasons
 from layerzero.engine.policy import Policy, names_kernel
@@ -152,6 +154,24 @@ log = logging.getLogger("layerzero")
 NOTE = "shapes only: judged as on "
 
 
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """The machine that calls on tensors without memory are judged for, in place of the one here.
+
+    Attributes:
+        machine: its device and libraries.
+        plans: what each call would get, by its sizes and arguments; a model repeats its layers' calls.
+        refused: reports of calls that no kernel may run there.
+    """
+
+    machine: Machine
+    plans: dict[Hashable, Plan | None] = field(default_factory=dict)
+    refused: list[Report] = field(default_factory=list)
+
+
+ELSEWHERE: ContextVar[Elsewhere | None] = ContextVar("layerzero_elsewhere", default=None)
+
+
 def judged_on(tensors: list[torch.Tensor]) -> Device:
     """The device that such a call is judged for: a fake tensor's own; of meta tensors, where warmup and tune work."""
     real = next((each.device for each in tensors if not each.is_meta), None)
@@ -175,16 +195,55 @@ def tell_shapes(dispatcher: Dispatcher, arguments: dict[str, Any], policy: Polic
         return
     if any(type(size) is not int for each in tensors for size in each.shape):
         return
-    device = judged_on(tensors)
-    report, _ = dispatcher.explain(arguments, policy, machine=Machine(device))
+    elsewhere = ELSEWHERE.get()
+    if elsewhere is None:
+        plan = _shapes_plan(dispatcher, arguments, policy, Machine(judged_on(tensors)))
+    else:
+        key = _alike(dispatcher.function.name, arguments, policy)
+        if key is None or key not in elsewhere.plans:
+            elsewhere.plans[key] = _shapes_plan(dispatcher, arguments, policy, elsewhere.machine, elsewhere)
+        plan = elsewhere.plans[key]
+    if plan is not None:
+        for watcher in dispatcher.engine.watchers:
+            watcher(dispatcher.function, plan)
+
+
+def _alike(function: str, arguments: Mapping[str, Any], policy: Policy) -> Hashable:
+    """What calls have in common that are judged alike; None for arguments that make no key."""
+    parts = [
+        (value.shape, value.stride(), value.dtype, value.requires_grad) if isinstance(value, torch.Tensor) else value
+        for value in arguments.values()
+    ]
+    key = (function, *parts, id(policy))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _shapes_plan(
+    dispatcher: Dispatcher,
+    arguments: dict[str, Any],
+    policy: Policy,
+    machine: Machine,
+    elsewhere: Elsewhere | None = None,
+) -> Plan | None:
+    """The plan of a call that has shapes only; it is never run. None where no kernel is legal."""
+    device, state = machine.device, None
+    assert device is not None
+    if elsewhere is not None:
+        state = call_state(dispatcher.tensors(arguments), policy, dispatcher.function.state, device)
+    report, _ = dispatcher.explain(arguments, policy, machine=machine, call_state=state)
     chosen = report.chosen
     if chosen is None:
+        if elsewhere is not None:
+            elsewhere.refused.append(report)
         log.warning("%s on tensors without memory: no kernel is legal on %s", report.operation, device.name)
-        return
-    report = msgspec.structs.replace(report, notes=(*report.notes, NOTE + device.name))
-    plan = Plan(chosen.kernel, report, "", _nothing, _nothing, chosen.adaptations)
-    for watcher in dispatcher.engine.watchers:
-        watcher(dispatcher.function, plan)
+        return None
+    if elsewhere is None:
+        report = msgspec.structs.replace(report, notes=(*report.notes, NOTE + device.name))
+    return Plan(chosen.kernel, report, "", _nothing, _nothing, chosen.adaptations)
 
 
 def _nothing(**_: Any) -> dict[str, Any]:

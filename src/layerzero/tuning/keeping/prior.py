@@ -89,7 +89,7 @@ class Learnt:
 
 
 class Priors:
-    """The tables of one device, or of its kind, read when it is first asked about."""
+    """The tables of one device, or of its kind, read when it is first asked about: its own first."""
 
     def __init__(self, device: Device, folder: Path) -> None:
         self._threads, capability = _of_cpu(device)
@@ -104,7 +104,8 @@ class Priors:
             akin = self._read(self._nearest_cpu(folder, device, (device.name, self._threads, capability)))
         else:
             akin = iter(_akin(self._read(folder.glob("*.json")), device))
-        for table in (*own, *akin):  # what its own tables lack, its kin's have
+        self.tables = (*own, *akin)
+        for table in self.tables:  # what its own tables lack, its kin's have
             for family in table.families:
                 for graph in (False, True) if family.graph is None else (family.graph,):
                     self._families.setdefault((frozenset(family.facts.items()), graph), (table, family))
