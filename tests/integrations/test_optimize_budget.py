@@ -226,7 +226,7 @@ def test_without_inputs_what_was_not_timed_is_not_kept(monkeypatch):
     monkeypatch.setattr("layerzero.integrations.optimize.modules.find.measured", over)
     report = lz.optimize(nn.Sequential(Scaled()).eval(), budget_s=50.0)
     assert report.replaced == []
-    assert "no time was left to time it beside the model's own code" in report.left[0].why
+    assert "no time was left to time it against the model's own code" in report.left[0].why
     assert "timing Scaled on random rows" in str(report)
 
 

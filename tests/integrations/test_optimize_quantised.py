@@ -401,6 +401,22 @@ def test_the_fastest_format_within_the_bound_is_taken(
     assert "of its output in fp8, accuracy=0.001 allows less" in said
 
 
+def test_formats_that_are_one_for_a_layer_are_tried_once(unmeasured: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of 128 and of 32 divide 96 columns into the same groups of 32."""
+    made: list[str] = []
+    usual = weights.Request._made
+
+    def noted(self: weights.Request, module: nn.Module, of: str, **more: Any) -> Any:
+        made.append(of)
+        return usual(self, module, of, **more)
+
+    monkeypatch.setattr(weights.Request, "_made", noted)
+    report = lz.optimize(nn.Sequential(nn.Linear(96, 64)).eval(), weights="auto", accuracy=0.0001)
+    assert sorted(made) == sorted(2 * ["fp8", "int4:32", "int8"])  # timed, then computed
+    said = next(each.why for each in report.left if each.path == "0")
+    assert said.count("it loses") == 3
+
+
 def test_formats_are_timed_on_the_sizes_of_the_inputs_calls(unmeasured: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four bits are said to be fastest for one row, and int8 for many."""
     now, few = [0.0], {"int8": 3.0, "int4": 1.0, "fp8": 2.0}

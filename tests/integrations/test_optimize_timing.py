@@ -279,7 +279,7 @@ class Scaled(nn.Module):
 def test_a_module_that_raises_while_it_is_timed_is_taken_out_and_the_others_count():
     report = lz.optimize(nn.Sequential(Scaled(16, 64), Scaled(32, 65)).eval())
     why = {each.path: each.why for each in report.left}
-    assert "it could not be timed beside the model's own code (ValueError: too many rows)" in why["0"]
+    assert "it could not be timed against the model's own code (ValueError: too many rows)" in why["0"]
     assert [each.paths for each in report.paced] == [["1"]]
 
 
@@ -406,7 +406,7 @@ def test_a_report_says_that_a_clock_stood_still():
     report = lz.optimize(llama())
     assert report.paced == []
     assert "LlamaDecoderLayer, LlamaRMSNorm" in str(report)
-    assert "not timed beside the model's own code (the clock stood still" in str(report)
+    assert "not timed against the model's own code (the clock stood still" in str(report)
 
 
 @quiet

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -152,7 +153,7 @@ def test_a_capture_takes_kernels_that_made_a_form_before_it(stood_in, monkeypatc
     known, input = weight(GPTQ), torch.randn(1, 256).to(BF16)
     device = Device.named("H100")
 
-    def unsafe(kernel, inputs=256):
+    def unsafe(kernel, inputs=256, device=device):
         given = known if inputs == 256 else weight(GPTQ, 128, inputs)
         found = lz.explain(
             "quantized_linear", torch.empty(1, inputs, dtype=BF16), given, device="H100", libraries=LIBRARIES
@@ -163,6 +164,7 @@ def test_a_capture_takes_kernels_that_made_a_form_before_it(stood_in, monkeypatc
     assert unsafe("vllm.marlin")
     product("group", "vllm.marlin", known, input)
     assert not unsafe("vllm.marlin")
+    assert unsafe("vllm.marlin", device=replace(device, index=1)), "what calls share lies on the first device"
     assert unsafe("vllm.machete")
     assert unsafe("vllm.marlin", 512)
 

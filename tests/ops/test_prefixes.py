@@ -35,6 +35,15 @@ def test_a_prompt_finds_full_pages_and_never_its_last_token():
     assert cache.length(other) == 0
 
 
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+def test_tokens_may_be_bytes(kind):
+    """Eight of them were read as one number of 64 bits."""
+    cache = made()
+    assert cache.publish(written(cache, [*range(16)], publish=False), kind(range(16))) == 4
+    assert cache.length(cache.allocate(prompt=kind(range(10)))) == 8
+    assert cache.length(cache.allocate(prompt=[*range(10)])) == 8
+
+
 def test_the_second_page_is_known_by_the_first_as_well():
     cache = made()
     written(cache, [1, 1, 1, 1, 7, 7, 7, 7])

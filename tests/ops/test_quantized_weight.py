@@ -49,6 +49,20 @@ def test_the_text_of_a_format_reads_back(text):
     assert str(of) == text
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("text", [*(each.example for each in SCHEMES.values()), "fp8:group=64,rows=1"])
+def test_a_size_in_bits_is_that_of_the_tensors(text, dtype):
+    known = weight(text, 64, 512)
+    scale = known.fields.scale
+    if scale is None or scale.itemsize == 1 or known.format.scheme in ("nf4", "fp4"):  # whose scales have one dtype
+        dtype = "float32"
+    else:
+        scale = scale.to(getattr(torch, dtype))
+    size = sum(each.nbytes for each in known.fields._replace(scale=scale, group_index=None) if each is not None)
+    bits = scheme_of(known.format).bits(known.format, dtype)
+    assert bits == pytest.approx(8 * size / (64 * 512), rel=0.01)
+
+
 @pytest.mark.parametrize("text", [GPTQ, AWQ, PERMUTED, PACKED, "compressed-tensors:bits=3,zeros=signed,permuted=True"])
 def test_codes_become_the_very_tensors_again(text):
     known = weight(text)

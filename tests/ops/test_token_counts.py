@@ -61,12 +61,27 @@ def test_rows_that_follow_each_other_are_no_copy():
     assert counts.of(rows)["output_counts"].data_ptr() == counts.output_counts.data_ptr()
 
 
+def test_rows_stay_the_same_memory_while_more_are_made():
+    """An engine keeps what it was given for as long as its batch does not change."""
+    counts = lz.TokenCounts(VOCAB, rows=1)
+    kept = counts.of([counts.begin([3])])
+    rows = [0, *[counts.begin() for _ in range(5)]]
+    counts.add(rows, torch.full((6,), 7))
+    assert kept["output_counts"].tolist() == counts.of([0])["output_counts"].tolist()
+    assert kept["prompt_mask"].nonzero().tolist() == [[0, 3]]
+    assert counts.of(rows)["output_counts"].sum(1).tolist() == [1] * 6
+
+
 def test_bad_rows_and_tokens_are_refused_by_name():
     counts = lz.TokenCounts(VOCAB)
     row = counts.begin([1])
     for call, said in (
         (lambda: lz.TokenCounts(0), "vocab: wanted a number of at least 1, got 0"),
         (lambda: counts.begin([VOCAB]), "prompt: wanted tokens from 0 to 39, got 40"),
+        (lambda: counts.begin([1, 2.5]), "prompt: wanted whole numbers, got float32 1.0"),
+        (lambda: counts.begin(torch.tensor([True])), "prompt: wanted whole numbers, got bool True"),
+        (lambda: counts.begin(["a"]), r"prompt: wanted token ids, got \['a'\]"),
+        (lambda: counts.add([row], torch.tensor([1.5])), "ids: wanted whole numbers, got float32 1.5"),
         (lambda: counts.end(row + 1), "rows: wanted rows that begin"),
         (lambda: counts.add([row, row], torch.tensor([1, 2])), "rows: wanted rows that begin.. gave, each once"),
         (lambda: counts.add([row], torch.tensor([1, 2])), r"ids: wanted \(1,\) or \(1, N\), got \(2,\)"),

@@ -132,6 +132,13 @@ def test_pairs_are_kept_by_bucket_and_dropped_on_change():
     finally:
         lz.unlock("attention.gqa.decode.paged")
     assert pairs.at(5) == kept
+    before = pairs.at(5)
+    for _ in range(2):  # a scope's are its own: steps that take turns choose once each
+        with lz.scope(deny=["torch.paged_gather"]):
+            scoped = pairs.at(5)
+            assert pairs.at(5) is scoped
+        assert pairs.at(5) is before
+    assert len(pairs) == 2
     forgets = lz.speculative_pair(cache(), cache(), heads=4, config=lz.SpeculativeConfig(cache_kernel_pairs=False))
     assert forgets.at(2) is not forgets.at(2)
     assert len(forgets) == 0
@@ -186,6 +193,11 @@ def test_bad_fields_are_refused_by_name():
         ),
         (lambda: lz.speculative_pair(cache(), 3, heads=4), "target: wanted a KVCache, got 3"),
         (lambda: lz.speculative_pair(cache(), cache(), heads=0), "heads: wanted a number of at least 1, got 0"),
+        (lambda: lz.speculative_pair(cache(), cache(), heads=3), "heads: wanted a multiple of the 2 key heads, got 3"),
+        (
+            lambda: lz.speculative_pair(cache(), cache(), heads=4, draft_heads=3),
+            "speculative_pair: draft_heads: wanted a multiple of the 2 key heads, got 3",
+        ),
         (lambda: lz.speculative_pair(cache(), cache(), heads=4, config={}), "config: wanted a SpeculativeConfig"),
         (lambda: lz.speculative_pair(cache(), cache(), heads=4).at(0), "batch: wanted a number of at least 1"),
     ):

@@ -45,8 +45,8 @@ OF_PRODUCT = ("dtype", "weight_format", "out_features", "in_features")
 
 
 def of_call(owner: str, facts: Facts, names: tuple[str, ...] = OF_PRODUCT) -> tuple[object, ...]:
-    """What a kernel's calls with weights of one kind have in common."""
-    return owner, *(facts.get(name) for name in names)
+    """What a kernel's calls with weights of one kind have in common: what they share lies on one device."""
+    return owner, facts.device.index, *(facts.get(name) for name in names)
 
 
 def made_for(call: tuple[object, ...]) -> None:
@@ -55,7 +55,10 @@ def made_for(call: tuple[object, ...]) -> None:
 
 
 def before_capture(owner: str, names: tuple[str, ...] = OF_PRODUCT) -> Limit:
-    """No form can be made in a capture, so that one takes what calls before it made for weights like this."""
+    """No form can be made in a capture, so that one takes what calls before it made for weights like this.
+
+    A weight of the same sizes that has no form of its own yet is refused by its handle, and the next kernel runs.
+    """
 
     def check(facts: Facts) -> Reason | None:
         if not facts["capturing"] or of_call(owner, facts, names) in _MADE:

@@ -72,6 +72,11 @@ class Handle:
         return tuple([0 if tensor.is_inference() else tensor._version for tensor in self._tensors])
 
     @property
+    def versions(self) -> tuple[int, ...]:
+        """What its tensors were when it was made or brought up to date."""
+        return self._versions
+
+    @property
     def is_stale(self) -> bool:
         """Whether its tensors were written into since it was made or brought up to date."""
         return self._versions != self._current_versions()

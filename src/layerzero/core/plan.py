@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -232,6 +232,7 @@ class Plan:
         reads: the facts that ``load`` read; other calls share the plan only where they agree in them.
         adapted: the call as the kernel gets it, where its limits were evaluated on other tensors than the caller's.
         keep: puts it where later calls find it, once its first run was accepted; None where it is not to be kept.
+        instead: what runs where the kernel is not prepared for a call's handle, by the sizes of the call.
         reads_negated: whether the kernel reads tensors with the negative bit rightly; the hit path asks others for it.
     """
 
@@ -246,7 +247,8 @@ class Plan:
     direct: Callable[..., Any] | None = None
     reads: Reads = frozenset({EVERYTHING})
     adapted: Facts | None = None
-    keep: Callable[[], None] | None = None
+    keep: Callable[[Plan], None] | None = None
+    instead: dict[Hashable, Plan] = field(default_factory=dict)
     reads_negated: bool = field(init=False)
 
     def __post_init__(self) -> None:

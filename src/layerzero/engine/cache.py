@@ -195,6 +195,12 @@ class PlanCache:
             table.add(key, plan, conditions)
             return True
 
+    def take_out(self, plan: Plan) -> None:
+        """Forget one plan."""
+        with self._lock:
+            for table in self._tables.values():
+                table.drop([name for name, each in table.items() if each is plan])
+
     def plans(self) -> list[tuple[Policy, Plan]]:
         """The plans of all tables, each with the policy that it was chosen under."""
         with self._lock:

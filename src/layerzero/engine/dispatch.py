@@ -21,7 +21,7 @@ from layerzero.core.ledger import Ledger
 from layerzero.core.operation import Function, Routed
 from layerzero.core.plan import Candidate, Plan, Report, when_outdated
 from layerzero.core.system import forking
-from layerzero.engine import batch_split, failures, legality, plan_source, probe, reuse, transforms
+from layerzero.engine import batch_split, failures, legality, plan_source, probe, reuse, substitutes, transforms
 from layerzero.engine.cache import FLIGHTS, Key, PlanCache
 from layerzero.engine.config import CONFIGURATION, current_policy
 from layerzero.engine.first_run import Recent, first_run
@@ -233,14 +233,14 @@ class Dispatcher:
 
         def chosen() -> Plan:
             plan = self.choose(arguments, policy)
-            plan.keep = functools.partial(self._keep, key, plan, policy, epoch)
+            plan.keep = functools.partial(self._keep, key, policy, epoch)
             return plan
 
         if transforms.capturing(tensors):  # a capture does not wait
             return chosen()
         return FLIGHTS.once((self.function.name, key.exact, id(policy), epoch), chosen)  # which outlives the flight
 
-    def _keep(self, key: Key, plan: Plan, policy: Policy, epoch: int) -> None:
+    def _keep(self, key: Key, policy: Policy, epoch: int, plan: Plan) -> None:
         self.engine.history.add(self.function.name, key.exact, plan.report.facts, policy)
         if plan.report.facts["capturing"]:
             graph_capture.keep(plan)
@@ -261,11 +261,11 @@ class Dispatcher:
     def run(self, plan: Plan, arguments: dict[str, Any]) -> Any:
         """Run a plan; if its kernel fails, do what :mod:`layerzero.engine.failures` allows."""
         try:
-            return self._checked(plan, arguments)
+            return self.checked(plan, arguments)
         except Exception as error:  # noqa: BLE001  # whatever a kernel raises
             return self.failed(plan, error, arguments)
 
-    def _checked(self, plan: Plan, arguments: dict[str, Any]) -> Any:
+    def checked(self, plan: Plan, arguments: dict[str, Any]) -> Any:
         """Run a plan for the first time: its result must be of the kind that the operation defines."""
         self.engine.recent.add(plan)
         with first_run(plan, self.engine.ledger):
@@ -278,7 +278,7 @@ class Dispatcher:
         if note is not None:
             note(arguments, plan.report.facts.layout)
         if keep is not None:
-            keep()
+            keep(plan)
         for watcher in self.engine.watchers:
             watcher(self.function, plan)
         return result
@@ -289,7 +289,7 @@ class Dispatcher:
         if isinstance(error, plan_source.PlanUnusableError):
             return self.once(arguments)
         if isinstance(error, NotPreparedError):
-            return self._instead(plan, error, arguments)
+            return substitutes.run(self, plan, error, arguments)
         tried: set[str] = set()
         failed: list[Kernel] = []
         while True:
@@ -306,30 +306,9 @@ class Dispatcher:
             failures.tell_fallback(plan, another, error)
             self.engine.health.fell_back(plan.kernel, plan.report.operation)
             try:
-                return self._checked(another, arguments)
+                return self.checked(another, arguments)
             except Exception as next_error:  # noqa: BLE001  # whatever a kernel raises
                 plan, error = another, next_error
-
-    def _instead(self, plan: Plan, error: NotPreparedError, arguments: dict[str, Any]) -> Any:
-        """Run the next kernel where the own one has no form of this call's handle, as in a capture, or can make none.
-
-        Nothing is wrong with it, and no failure is noted: the next handle may have what it wants.
-        """
-        tried = {plan.kernel.id}
-        while True:
-            try:
-                another = self.choose(arguments, current_policy(), failed=tried)
-            except (NoKernelFoundError, CudaGraphUnsafeError):
-                raise error from None
-            if another.kernel.is_reference:
-                raise error
-            log.info("%s runs in place of %s: %s", another.kernel.id, plan.kernel.id, error)
-            try:
-                return self._checked(another, arguments)
-            except NotPreparedError:
-                tried.add(another.kernel.id)
-            except Exception as next_error:  # noqa: BLE001  # whatever a kernel raises
-                return self.failed(another, next_error, arguments)
 
     def reference(self, arguments: dict[str, Any]) -> Any:
         """Run the reference, for transforms (vmap, grad, jvp) that only see through torch's own operators."""

@@ -2,8 +2,8 @@
 
 The target comes first: its fastest kernel for the verification. Then comes the draft's fastest kernel that reads a
 layout and a dtype which the target's kernel reads as well, so that keys and values may go from one to the other; else
-the target's kernel serves both. Pairs are kept by bucket of the batch and by context, and dropped once a setting, a
-measurement or a kernel's health changes what would be chosen.
+the target's kernel serves both. Pairs are kept by policy, by bucket of the batch and by context, and dropped once a
+process-wide setting, a measurement or a kernel's health changes what would be chosen.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ _LAYOUTS = ("NHD", "HND")
 _ALIKE = ("layout", "dtype", "page_size", "head_sizes", "device")
 """What two caches have in common whose pages are the same memory."""
 
+_MOST = 1024
+"""Pairs that are kept, of batches and of scopes with other settings."""
 
 _OFF = "a full batch leaves no room for drafts"
 
@@ -79,7 +81,7 @@ class SpeculativePairs:
         self.config = config
         self._draft, self._target, self._heads, self._draft_heads = draft, target, heads, draft_heads
         self._pairs: dict[Hashable, SpeculativePair] = {}
-        self._stamp: tuple[object, int] = (None, -1)
+        self._epoch = -1
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -94,14 +96,14 @@ class SpeculativePairs:
         """
         if type(batch) is not int or batch < 1:
             refuse("SpeculativePairs.at", [f"batch: wanted a number of at least 1, got {told(batch)}"])
-        stamp = current_policy(), ENGINE.epoch
-        if stamp != self._stamp:
-            self._pairs, self._stamp = {}, stamp
+        if self._epoch != ENGINE.epoch or len(self._pairs) >= _MOST:
+            self._pairs, self._epoch = {}, ENGINE.epoch
         bucket = BUCKETS[min(bisect_left(BUCKETS, batch), len(BUCKETS) - 1)]
-        key = bucket, self.config.tokens_for(batch), self._context()
+        tokens = self.config.tokens_for(batch)
+        key = current_policy(), bucket, tokens, self._context()  # scopes take turns, and each has its own
         pair = self._pairs.get(key)
         if pair is None:
-            pair = self._matched(bucket, key[1])
+            pair = self._matched(bucket, tokens)
             if self.config.cache_kernel_pairs:
                 self._pairs[key] = pair
         return pair
@@ -223,10 +225,14 @@ def speculative_pair(
         for name, given, kind in kinds
         if not isinstance(given, kind)
     ]
-    for name, size in (("heads", heads), ("draft_heads", heads if draft_heads is None else draft_heads)):
+    of_draft = heads if draft_heads is None else draft_heads
+    for name, size in (("heads", heads), ("draft_heads", of_draft)):
         if type(size) is not int or size < 1:
             problems.append(f"{name}: wanted a number of at least 1, got {told(size)}")
     refuse("speculative_pair", problems)
+    for name, size, cache in (("heads", heads, target), ("draft_heads", of_draft, draft)):
+        if cache is not None and cache.layout != "MLA" and size % cache.head_sizes[0]:
+            problems.append(f"{name}: wanted a multiple of the {cache.head_sizes[0]} key heads, got {size}")
     if not config.drafts_with_cache and draft is not None:
         problems.append(f"draft: wanted None with {config.algorithm}, which drafts without a cache, got one")
     if config.drafts_with_cache and draft is None and not config.share_kv_cache:
@@ -235,7 +241,7 @@ def speculative_pair(
     broken = _broken(draft, target, config)
     if broken:
         raise NoCompatibleKernelPairError(broken)
-    pairs = SpeculativePairs(draft, target, config, heads, heads if draft_heads is None else draft_heads)
+    pairs = SpeculativePairs(draft, target, config, heads, of_draft)
     pairs.at(1)  # says now what no batch could run
     return pairs
 

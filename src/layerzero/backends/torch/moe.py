@@ -187,16 +187,16 @@ def _load_grouped(facts: Facts) -> Callable[..., Tensor]:
         ordered, order = expert_ids.flatten().sort(stable=True)
         ends = torch.searchsorted(ordered, _numbers(experts, ordered), right=True, out_int32=True)
         rows, elsewhere = input[order // top_k], (ordered < 0).unsqueeze(-1)
-        shares = expert_weights.flatten()[order].to(input.dtype).unsqueeze(-1)
+        shares = expert_weights.flatten()[order].unsqueeze(-1)  # a product with float32 in place is rounded once
         joined = grouped_mm(rows, gate_up_weight.mT, offs=ends)
         if gate_up_bias is not None:
             joined = joined + gate_up_bias[ordered]
         made = gated(joined, activation, alpha, limit, FUNCTIONS)
         if down_bias is None:
-            made = grouped_mm((made * shares).masked_fill(elsewhere, 0.0), down_weight.mT, offs=ends)
+            made = grouped_mm(made.mul_(shares).masked_fill_(elsewhere, 0.0), down_weight.mT, offs=ends)
         else:
             made = grouped_mm(made, down_weight.mT, offs=ends) + down_bias[ordered]
-            made = (made * shares).masked_fill(elsewhere, 0.0)
+            made = made.mul_(shares).masked_fill_(elsewhere, 0.0)
         output: Tensor = made[_places(order)].view(tokens, top_k, input.shape[1]).sum(1)
         return output
 

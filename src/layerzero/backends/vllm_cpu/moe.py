@@ -153,11 +153,8 @@ def _load_fused(facts: Facts, owner: str, method: _Method) -> Callable[..., Tens
     def zeros(place: int) -> Tensor:
         return torch.zeros(count, widths[place])
 
-    def pack(weight: Any) -> tuple[Form | NotPreparedError, int]:
-        try:
-            form = method.pack(library, weight)
-        except NotPreparedError as error:  # kept, since to look at every expert again took 6 ms of each call
-            return error, 0
+    def pack(weight: Any) -> tuple[Form, int]:
+        form = method.pack(library, weight)
         return form, bytes_of(*form)
 
     def experts(
@@ -175,13 +172,7 @@ def _load_fused(facts: Facts, owner: str, method: _Method) -> Callable[..., Tens
         limit: float,
         **_: Any,
     ) -> Tensor:
-        made = []
-        for packed in (packed_gate_up, packed_down):
-            form = packed.form(owner, pack)
-            if isinstance(form, NotPreparedError):
-                raise form.with_traceback(None)
-            made.append(form)
-        (first, of_first), (second, of_second) = made
+        (first, of_first), (second, of_second) = packed_gate_up.form(owner, pack), packed_down.form(owner, pack)
         biases = [None if each is None else each.to(torch.float32).contiguous() for each in (gate_up_bias, down_bias)]
         if any(one is not None for one in biases):  # it looks at the first whether there are both
             biases = [zeros(place) if one is None else one for place, one in enumerate(biases)]

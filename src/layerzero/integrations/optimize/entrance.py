@@ -79,7 +79,7 @@ def optimize(
     submodule, class or forward, or another function of torch that its code names. What is changed back is LayerZero's
     again. Shallow copies and replicas of ``DataParallel`` are stock. A weight that is packed for a CPU is compared with
     its source: a write that torch does not count (``weight.data[3] = 0``, NumPy) is seen at once or within 1024 calls
-    of that weight, told by a warning and in the report, and the weight packed anew.
+    of that weight, named by a warning and in the report, and the weight packed anew.
 
     Args:
         model: a module in evaluation mode, or what has one (a pipeline of Transformers or diffusers); a
@@ -97,7 +97,7 @@ def optimize(
             report says what was left out. Where the model is too slow to be timed in it, random rows decide, as without
             inputs; what was not timed at all stays as it was, but for products that the CPU is known to emulate.
         isolate: whether kernels that are new on this machine run in a child process first.
-        memory_limit: bytes that packed forms of weights may take together, beside the weights, which stay for state
+        memory_limit: bytes that packed forms of weights may take together, besides the weights, which stay for state
             dicts; None for no limit, 0 for none at all. A kernel for prompts and one for tokens may keep a form each.
             Where the CPU emulates half precision, one of them is in float32, and that of a quantised weight may be as
             large as a floating one: None means half of the free memory then. What has no room is read as it lies, by
@@ -114,7 +114,7 @@ def optimize(
             multiplies them as they are, which gains at a few tokens at most. Only with ``weights``.
         accuracy: how far a layer's output may be from its own, as a share of its norm; what loses more stays as it was.
             None is 0.03 for int8 and auto, 0.05 for fp8, and 0.15 for int4.
-        progress: told what is done, how much of it, and of how much; a bar on a terminal if None. Not of tokenizers.
+        progress: hears what is done, how much of it, and of how much; a bar on a terminal if None. Not of tokenizers.
 
     With inputs, on a CPU, each model of Transformers, or the module itself, is also compiled as a whole by ONNX
     Runtime, OpenVINO and Inductor, those that are installed and that settings do not leave out
@@ -123,7 +123,7 @@ def optimize(
     they are; any other call runs the model's own code. Each keeps a copy of the weights, which counts against
     ``memory_limit``, and compiling takes at most half of ``budget_s``.
 
-    Without inputs, on a CPU, whole layers and modules of each shape are timed beside the model's own code on 1,
+    Without inputs, on a CPU, whole layers and modules of each shape are timed against the model's own code on 1,
     4 and 64 random tokens, for a second or two a shape and once a process: the layers of a small model as steps of the
     model itself. What is slower at one of them by more than 1 % or the noise is left as it was, and so is what raises
     while it is timed. Attention that is in no such layer is compared, and not timed. With ``graph=True`` all layers and

@@ -114,7 +114,7 @@ def _largest(pairs: list[tuple[Tensor, ...]]) -> float:
 
 
 def _has_time(report: Optimized, stock_s: float) -> bool:
-    """Whether what is put on can be compared and timed beside stock, a run of which takes so long."""
+    """Whether what is put on can be compared and timed against stock, a run of which takes so long."""
     return max(_whole_s(report, stock_s), 1e-9) <= report.time.deadline.left_s
 
 
@@ -199,7 +199,7 @@ def _name_kernels(root: Module, report: Optimized, workload: Workload) -> None:
 
 
 MOST_ROUNDS = 4
-"""Rounds at most, in those that were asked for, where ratios lie on both sides of :data:`LEAST`."""
+"""Rounds at most, in those that were wanted, where ratios lie on both sides of :data:`LEAST`."""
 
 
 def time_kinds(
@@ -339,7 +339,7 @@ def time_random_rows(search: Search, report: Optimized, *, graph: bool) -> None:
     step = "pass inputs= to measure" if search.workload is None else "a larger budget_s gives time for it"
     for why, names in untimed.items():
         told = ", ".join(dict.fromkeys(names))
-        report.tune.append(f"{told}: not timed beside the model's own code ({why}); {step}")
+        report.tune.append(f"{told}: not timed against the model's own code ({why}); {step}")
 
 
 _Found = list[tuple[Paced | Untimed, list[Replaced]]]

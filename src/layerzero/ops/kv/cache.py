@@ -110,7 +110,8 @@ class KVCache(CachedSequences):
             raise KVCacheError(f"wanted a paged cache for {argument}=, got a {self.strategy} one; pass pages=")
         problems = [] if isinstance(salt, str) else [f"salt: wanted a string, got {told(salt)}"]
         try:
-            ids = array("q", tokens)  # what is none raises
+            whole = isinstance(tokens, bytes | bytearray)  # of which array() would make one number of eight
+            ids = array("q", list(tokens) if whole else tokens)  # what is none raises
         except (TypeError, ValueError, OverflowError):
             problems.append(f"{argument}: wanted a list of token ids, got {told(tokens)}")
         refuse(f"KVCache.{method}", problems)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from layerzero.core import limits as limit
 from layerzero.core.arguments import Param, Role
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import InvalidCallError, NotPreparedError
 from layerzero.core.facts import Facts
 from layerzero.core.handle import FOREIGN, STALE, Handle
 from layerzero.core.reasons import Reason, ReasonCode
@@ -60,6 +60,26 @@ class Packing:
             # of an axis with one element any stride counts as contiguous, and zentorch reads it
             strides = [math.prod(dense.shape[axis:]) for axis in range(1, dense.ndim + 1)]
             self.form, self.bytes = self._pack(dense.as_strided(dense.shape, strides))
+
+
+class _Refused:
+    """Stands for the form that a kernel cannot make: to look at every expert again took 6 ms of each call."""
+
+    bytes = 0
+
+    def __init__(self, error: NotPreparedError) -> None:
+        self._error = error
+
+    @property
+    def form(self) -> Any:
+        raise self._error.with_traceback(None)
+
+
+def _packing(packed: PackedWeight, pack: Pack) -> Packing:
+    try:
+        return Packing(packed, pack)
+    except NotPreparedError as error:
+        return cast(Packing, _Refused(error))
 
 
 class PackedWeight(Handle):
@@ -186,12 +206,15 @@ class PackedWeight(Handle):
         return STALE if self.is_stale else self.kind
 
     def form(self, owner: Hashable, pack: Pack) -> Any:
-        """The weight as a kernel wants it, packed on its first call."""
+        """The weight as a kernel wants it, packed on its first call.
+
+        Raises: NotPreparedError where the kernel can make no form of it.
+        """
         slot = self._slots.get(owner)
         if slot is None:
             if (glance := self._glance) is not None:
                 glance.sum_up()
-            slot = self.slot(owner, lambda packed: Packing(packed, pack))
+            slot = self.slot(owner, lambda packed: _packing(packed, pack))
         return cast(Packing, slot).form
 
     def refresh(self) -> None:

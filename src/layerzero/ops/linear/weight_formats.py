@@ -131,7 +131,7 @@ def _work(facts: Mapping[str, Any]) -> Work:
     """A multiplication and an addition for each row, input and output; the weight's bits once."""
     rows, inputs, outputs = facts["rows"], facts["in_features"], facts["out_features"]
     of = WeightFormat.of(facts["weight_format"])
-    bits = scheme_of(of).bits(of)
+    bits = scheme_of(of).bits(of, facts["scale_dtype"])
     moved = rows * inputs * facts["dtype"].itemsize + outputs * inputs * bits / 8
     written = rows * outputs * (facts["out_dtype"] or facts["dtype"]).itemsize
     return Work(2.0 * rows * inputs * outputs, float(moved + written))

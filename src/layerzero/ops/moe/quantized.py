@@ -80,7 +80,8 @@ def _work(facts: Mapping[str, Any]) -> Work:
         min(facts["experts"], facts["tokens"] * facts["top_k"]),
     )
     sizes = facts["hidden"] * facts["joined_features"], facts["hidden"] * facts["inner_features"]
-    bits = [scheme_of(of).bits(of) for of in map(WeightFormat.of, (facts["gate_up_format"], facts["down_format"]))]
+    formats = map(WeightFormat.of, (facts["gate_up_format"], facts["down_format"]))
+    bits = [scheme_of(of).bits(of, facts["scale_dtype"]) for of in formats]
     weights = read * sum(size * each / 8 for size, each in zip(sizes, bits, strict=True))
     return Work(2.0 * chosen * sum(sizes), weights + float(2 * tokens * facts["hidden"] * facts["dtype"].itemsize))
 

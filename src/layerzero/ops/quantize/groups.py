@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from layerzero.core.dtypes import dtype_named
 from layerzero.ops.draw import Draw
 from layerzero.ops.quantize.scheme import Scheme, Wanted, strange_options
 from layerzero.ops.quantize.weight_format import Codes, Fields, WeightFormat, packed, unpacked
@@ -51,8 +52,9 @@ class Grouped(Scheme):
             problems.append(f"data: wanted multiples of {whole} rows and columns in {of}, got {outputs} x {inputs}")
         return problems
 
-    def bits(self, of: WeightFormat) -> float:
-        return of.bits + (16.0 / of.group if of.group else 0.0)
+    def bits(self, of: WeightFormat, scale: str = "float16") -> float:
+        zero = {"none": 0, "signed": 8}.get(of.zeros, of.bits)
+        return of.bits + ((8.0 * dtype_named(scale).itemsize + zero) / of.group if of.group else 0.0)
 
     def outputs(self, of: WeightFormat, data: tuple[int, ...], inputs: int) -> int:
         if len(data) != 2:

@@ -45,8 +45,8 @@ class Scheme:
         """What is wrong with values, apart from scales that are not finite; the shapes are right."""
         return []
 
-    def bits(self, of: WeightFormat) -> float:
-        """Of a number, with its part of the scales."""
+    def bits(self, of: WeightFormat, scale: str = "float16") -> float:
+        """Of a number, with its part of the scales and zero points; ``scale`` is their dtype where several may be."""
         raise NotImplementedError
 
     def outputs(self, of: WeightFormat, data: tuple[int, ...], inputs: int) -> int:

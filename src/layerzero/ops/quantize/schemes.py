@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from layerzero.core.dtypes import dtype_named
 from layerzero.ops.draw import Draw
 from layerzero.ops.quantize import gguf
 from layerzero.ops.quantize.formats import (
@@ -53,8 +54,8 @@ class Blocks(Scheme):
     def size_problems(self, of: WeightFormat, outputs: int, inputs: int) -> list[str]:
         return []
 
-    def bits(self, of: WeightFormat) -> float:
-        return 8.0
+    def bits(self, of: WeightFormat, scale: str = "float16") -> float:
+        return 8.0 + (8.0 * dtype_named(scale).itemsize / (of.rows * of.group) if of.rows and of.group else 0.0)
 
     def wanted(self, of: WeightFormat, outputs: int, inputs: int) -> Wanted:
         columns = -(-inputs // of.group) if of.group else 1
@@ -124,7 +125,7 @@ class Micro(Scheme):
             return []
         return [f"data: wanted a multiple of {self.narrow.block} columns, the block of {of}, got {inputs}"]
 
-    def bits(self, of: WeightFormat) -> float:
+    def bits(self, of: WeightFormat, scale: str = "float16") -> float:
         return (4.0 if self.narrow.is_packed else 8.0) + 8.0 / self.narrow.block
 
     def wanted(self, of: WeightFormat, outputs: int, inputs: int) -> Wanted:
@@ -189,7 +190,7 @@ class Codebook(Scheme):
             return []
         return [f"data: wanted an even number of numbers in {of}, got {outputs} x {inputs}"]
 
-    def bits(self, of: WeightFormat) -> float:
+    def bits(self, of: WeightFormat, scale: str = "float16") -> float:
         return 4.0 + 32.0 / of.group
 
     def outputs(self, of: WeightFormat, data: tuple[int, ...], inputs: int) -> int:
@@ -248,7 +249,7 @@ class Gguf(Scheme):
             return []
         return [f"data: wanted a multiple of {block} columns, the block of {of}, got {inputs}"]
 
-    def bits(self, of: WeightFormat) -> float:
+    def bits(self, of: WeightFormat, scale: str = "float16") -> float:
         return 8.0 * gguf.KINDS[of.kind].size / gguf.KINDS[of.kind].block
 
     def wanted(self, of: WeightFormat, outputs: int, inputs: int) -> Wanted:

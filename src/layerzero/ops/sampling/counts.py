@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import out_of_range, told
+from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError, refuse
 
 
@@ -51,8 +52,12 @@ class TokenCounts:
 
     def begin(self, prompt: Sequence[int] | Tensor = ()) -> int:
         """Take a row for a request with this prompt; its number, the lowest that is free."""
-        given = torch.as_tensor(prompt, dtype=torch.int64, device=self.prompt_mask.device)
+        try:
+            given = torch.as_tensor(prompt)
+        except (TypeError, ValueError, RuntimeError):  # no numbers, lists of several lengths, numbers past 64 bits
+            raise InvalidCallError("TokenCounts.begin", [f"prompt: wanted token ids, got {told(prompt)}"]) from None
         self._check("begin", "prompt", given, least=0)
+        given = given.to(self.prompt_mask.device, torch.int64)
         if not self._free:
             self._grow()
         row = self._free.pop()
@@ -80,7 +85,10 @@ class TokenCounts:
         self.output_counts.view(-1).index_add_(0, flat.flatten(), (ids >= 0).flatten().int())
 
     def of(self, rows: Sequence[int]) -> dict[str, Tensor]:
-        """The arguments of ``lz.apply_penalties`` for these rows; views where they follow each other, else copies."""
+        """The arguments of ``lz.apply_penalties`` for these rows; views where they follow each other, else copies.
+
+        Views show what later steps count, too, whatever rows are made meanwhile.
+        """
         places = self._rows("of", rows)
         both = {"output_counts": self.output_counts, "prompt_mask": self.prompt_mask}
         first = rows[0] if len(rows) else 0
@@ -90,9 +98,8 @@ class TokenCounts:
 
     def _grow(self) -> None:
         had = len(self.output_counts)
-        with torch.inference_mode(mode=False):
-            self.output_counts = torch.cat((self.output_counts, torch.zeros_like(self.output_counts)))
-            self.prompt_mask = torch.cat((self.prompt_mask, torch.zeros_like(self.prompt_mask)))
+        for each in (self.output_counts, self.prompt_mask):
+            each.resize_(2 * had, self.vocab)  # views share the storage, which moves; begin() clears the rows
         self._free = list(range(2 * had - 1, had - 1, -1))
 
     def _rows(self, method: str, rows: Iterable[int]) -> Tensor:
@@ -105,6 +112,9 @@ class TokenCounts:
         return torch.tensor(given, dtype=torch.int64, device=self.output_counts.device)
 
     def _check(self, method: str, name: str, ids: Tensor, least: int) -> None:
+        if ids.numel() and (ids.dtype is torch.bool or ids.is_floating_point() or ids.is_complex()):
+            got = f"{dtype_name(ids.dtype)} {told(ids.flatten()[0].item())}"
+            raise InvalidCallError(f"TokenCounts.{method}", [f"{name}: wanted whole numbers, got {got}"])
         if ids.is_cpu and ids.numel():
             low, high = (int(each) for each in ids.aminmax())
             if low < least or high >= self.vocab:

@@ -158,7 +158,7 @@ def export(found: Iterable[Row], file: Path) -> None:
 
 
 def export_prior(table: Table, file: Path) -> None:
-    """Write a table of priors, indented for those who read changes to it. Raises: OSError."""
+    """Write a table of priors, indented so that changes to it can be read. Raises: OSError."""
     write_whole(file, msgspec.json.format(msgspec.json.encode(table), indent=1) + b"\n")
 
 
@@ -234,7 +234,7 @@ def read_database(file: Path) -> list[Row]:
 
 
 def _copied(file: Path, copy: Path) -> str:
-    """Copy a database as of one moment, whoever writes it meanwhile; return what prevents that."""
+    """Copy a database as of one moment, whatever writes it meanwhile; return what prevents that."""
     problem = ""
     for mode in ("ro", "ro&immutable=1"):  # the second for a medium on which nothing can be written
         source, target = sqlite3.connect(f"file:{quote(str(file))}?mode={mode}", uri=True), sqlite3.connect(copy)

@@ -1,6 +1,6 @@
-"""A thread that looks once a second what other processes wrote, so that who only makes hits hears of a ban.
+"""A thread that looks once a second what other processes wrote, so that a process of hits alone hears of a ban.
 
-A hit reads no clock and asks nobody; the thread bumps the epoch where something was decided. It does not keep the
+A hit reads no clock and no file; the thread bumps the epoch where something was decided. It does not keep the
 process alive, and waits while the process forks; a child has one of its own.
 """
 
@@ -50,7 +50,7 @@ class Watch:
         self.start()
 
     def running(self) -> bool:
-        """Whether the thread looks; where no thread can be started, who asks has to look."""
+        """Whether the thread looks; where no thread can be started, each question looks itself."""
         return self._thread is not None  # a thread that ends says so itself: asking it costs a miss four calls
 
     def start(self) -> None:
@@ -85,7 +85,7 @@ class Watch:
                         if self._stop is stop and not self._living():
                             self._thread = None
                             return
-        except BaseException:  # whoever looks may end the process, or this thread
+        except BaseException:  # a look may end the process, or this thread
             with self._lock:
                 self._thread = None if self._stop is stop else self._thread
             raise
@@ -102,7 +102,7 @@ class Watch:
 
     def before_fork(self) -> None:
         """Let a look end and none begin: a lock that it holds would stay locked in the child."""
-        self._lock.acquire()  # held across the fork, so that nobody starts one, and nobody else forks
+        self._lock.acquire()  # held across the fork, so that no other thread starts one or forks
         self._still = self._looking.acquire(timeout=_STOP_S)
 
     def after_fork(self) -> None:

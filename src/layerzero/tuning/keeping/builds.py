@@ -184,7 +184,7 @@ class HostLock:
         return self._file is not None
 
     def take(self) -> bool:
-        """Take it unless another process has it; where no file can be opened, nobody can have it."""
+        """Take it unless another process has it; where no file can be opened, none can have it."""
         if self._file is not None:
             return True
         try:
@@ -199,13 +199,13 @@ class HostLock:
         return False
 
     def tell(self, building: list[str], waiting: int) -> None:
-        """Write down how far this process is, for whoever asks."""
+        """Write down how far this process is, for others to read."""
         if self._file is not None:
             text = msgspec.json.encode(Progress(os.getpid(), time.time(), building, waiting))
             try:
                 os.ftruncate(self._file, 0)
                 os.pwrite(self._file, text, 0)
-            except OSError:  # a full disk: nobody reads how far it is
+            except OSError:  # a full disk: how far it is stays unknown
                 return
 
     def leave(self) -> None:
@@ -222,7 +222,7 @@ class HostLock:
 
 
 def progress_of_others() -> Progress | None:
-    """How far another process is that builds on this host; None where nobody does."""
+    """How far another process is that builds on this host; None where none does."""
     lock = HostLock()
     if lock.take():
         lock.leave()

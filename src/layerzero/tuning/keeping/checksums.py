@@ -1,6 +1,6 @@
-"""Checksums of what the database of times holds: what a disk or a hand has changed is told from what was written.
+"""Checksums of what the database of times holds: what a disk or a hand has changed differs from what was written.
 
-A checksum is written beside values that passed :func:`layerzero.tuning.keeping.rows.check` only, so what holds on
+A checksum is written next to values that passed :func:`layerzero.tuning.keeping.rows.check` only, so what holds on
 reading is what was allowed on writing. CRC-32 finds every single bit, and misses one in four billion of other damage. A
 time has two in one number, since a call reads only what decides: the lower 32 bits are of that, the others of all.
 """

@@ -163,7 +163,7 @@ def reading(path: Path, upgrade: Callable[[], None]) -> sqlite3.Connection:
     if plain_identity(path) is None:
         raise FileNotFoundError(path)
     failures: list[sqlite3.OperationalError] = []
-    for mode in ("rw", "ro", "ro&immutable=1"):  # first as one who may recover the log of a process that died
+    for mode in ("rw", "ro", "ro&immutable=1"):  # first so that the log of a process that died can be recovered
         connection = open_file(path, mode, READ_WAIT_S)
         try:
             _check_made(connection, path)
@@ -253,7 +253,7 @@ def check_folder(folder: Path) -> None:
 
 
 TURN_WAIT_S = 1.0
-"""How long a process waits for another one's turn; one that is paused amid its turn must hold up nobody."""
+"""How long a process waits for another one's turn; one that is paused amid its turn must hold up no other."""
 
 _PAUSE_S = 0.005
 
@@ -263,7 +263,7 @@ _HELD: set[int] = set()
 
 @contextmanager
 def turn(path: Path, *, of: str = "lock", wait_s: float = TURN_WAIT_S) -> Iterator[None]:
-    """Hold the lock of those who make, upgrade or replace a file, or of another group that takes turns beside it.
+    """Hold the lock under which a file is made, upgraded or replaced, or another one by which processes take turns.
 
     Raises: TimeoutError where another process keeps it, OSError where there can be no lock file.
     """

@@ -1,8 +1,8 @@
 """One SQLite file that many processes read and write at once, or memory where there can be none.
 
 The file is opened anew after it was replaced and after a fork. A damaged or foreign file is moved aside under a lock;
-one that a newer version wrote is left alone, and this version works in a file beside it. What cannot be read or written
-just now is tried again a few seconds later.
+one that a newer version wrote is left alone, and this version works in a file next to it. What cannot be read or
+written just now is tried again a few seconds later.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Database:
 
     Attributes:
         path: the file, None for memory only.
-        named: the file that was asked for.
+        named: the file that was wanted.
         aside: files that this process moved aside, until somebody has looked what can be saved of them.
     """
 
@@ -68,7 +68,7 @@ class Database:
     # reading and writing
 
     def is_absent(self) -> bool:
-        """Whether nobody has written yet, here or anywhere."""
+        """Whether nothing was written yet, here or anywhere."""
         return self._memory is None and (self.path is None or not os.access(self._name, os.F_OK))
 
     def is_open(self) -> bool:
@@ -91,14 +91,14 @@ class Database:
         assert link is not None
         if not self._rests:
             with link.lock:
-                try:  # nearly always: the rest is for what goes wrong
+                try:  # almost always: the rest is for what goes wrong
                     return link.get().execute(statement, parameters).fetchall()
                 except Exception:  # noqa: BLE001, S110  # it is raised again below
                     pass
         return self._try(lambda link: _ask(link.get(), statement, parameters), writing=False) or []
 
     def change(self, act: Callable[[sqlite3.Connection], Result]) -> Result | None:
-        """Do something with a connection that can write; None, and told, where the file cannot be written."""
+        """Do something with a connection that can write; None, with a warning, where the file cannot be written."""
         if self.path is None or (self._rests and self._resting(writing=True)):
             return None
         return self._try(lambda link: act(link.get()), writing=True)
@@ -146,7 +146,7 @@ class Database:
                 except (FileNotFoundError, NotADirectoryError) as error:
                     if writing:
                         self._rest(error, writing=True)
-                    return None  # to read: nobody has written yet
+                    return None  # to read: nothing was written yet
                 except Exception as error:  # noqa: BLE001  # a damaged file makes SQLite's driver raise anything
                     link.close()
                     if not self._recovered(error, writing=writing):

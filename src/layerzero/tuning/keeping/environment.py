@@ -94,7 +94,7 @@ def surroundings(device: Device) -> Surroundings:
 
 @functools.lru_cache(maxsize=1024)
 def code_version(function: Callable[..., Any]) -> str:
-    """Hash of a function's own code, and of the functions that it closes over: who edits a kernel measures it again."""
+    """Hash of a function's own code, and of the functions that it closes over: an edited kernel is measured again."""
     hashed = hashlib.blake2b(digest_size=8)
     todo: list[object] = [function]
     seen: set[int] = set()

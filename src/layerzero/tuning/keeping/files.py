@@ -3,7 +3,7 @@
 What lies on disk and what this process could not write hold alike, and reading asks for no permission to write.
 
 A marker is locked for as long as its process lives. The operating system gives the lock back however the process ends,
-so a marker that nobody holds was left behind by the dead, in whatever container and after whatever restart.
+so a marker that no process holds was left behind by the dead, in whatever container and after whatever restart.
 Records hold for one version of the library and of torch, and one kind of device. Times are kept in memory only.
 """
 
@@ -285,7 +285,7 @@ class FileLedger(MemoryLedger):
             waiting = f"; {files.waits()} records wait in memory" if files.waits() else ""
             end = f"what is learnt about kernels ends with this process ({files.problem}){waiting}"
             notes.append(f"{files.path} cannot be written: {end}")
-        elif nowhere := disk.no_place(files.path):  # nobody tried yet, as in a command that only looks
+        elif nowhere := disk.no_place(files.path):  # not tried yet, as in a command that only looks
             notes.append(
                 f"{files.path} cannot be written: {nowhere}; mend that or set LAYERZERO_CACHE_DIR to another place"
             )
@@ -390,7 +390,7 @@ def _library(kernel: Kernel, device: Device) -> str:
 
 
 def _holds_here(record: Record) -> bool:
-    """Whether library and torch have the versions of a record; the library of a kernel that nobody registered may."""
+    """Whether library and torch have the versions of a record; the library of a kernel that is not registered may."""
     if record.versions.torch != str(torch.__version__):
         return False
     try:

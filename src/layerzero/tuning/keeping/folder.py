@@ -73,7 +73,7 @@ class RecordFolder(RecordFiles):
         return bool(self._of(kind).get(slug))
 
     def slugs(self) -> set[str]:
-        """Kernels that may have a verdict or a suspicion, or of which nobody can tell any more."""
+        """Kernels that may have a verdict or a suspicion, or of which it is not known any more."""
         with self._lock:
             return {slug for kind in JUDGED for slug, names in self._of(kind).items() if names} | {*self._doubted}
 
@@ -105,7 +105,7 @@ class RecordFolder(RecordFiles):
             except DamagedError as error:
                 self._damaged(name, name.file(), str(error))
                 return None
-            except OSError as error:  # no more files may be opened, say: it is asked again
+            except OSError as error:  # no more files may be opened, say: it is read again
                 self._doubt(name, f"it cannot be read: {error.strerror}")
                 return None
             if self.refused and record.verdict is Verdict.PASSED:  # it would let a kernel run
@@ -247,7 +247,7 @@ class RecordFolder(RecordFiles):
         return any(each in self._of(each.kind).get(name.slug, ()) and each not in self._gone for each in others)
 
     def _doubt_aside(self, files: set[str]) -> None:
-        """Doubt what was set aside because it was damaged, whoever did that; trust what is there no more."""
+        """Doubt what was set aside because it was damaged, whichever process did that; trust what is there no more."""
         aside = {records.name_of(file): file for file in (self.aside() if ASIDE in files else [])}
         for name in [name for name in self.all_doubts() if name not in aside and name.file() not in files]:
             self._trust(name)

@@ -1,7 +1,7 @@
 """Plugins that are being imported, as files: one that ends its process is known by name to the next one.
 
-A marker is locked for as long as its process lives, as those of first runs are; one that nobody holds was left by the
-dead. It stays where it is and keeps its plugin out, until :func:`forgive` takes it away.
+A marker is locked for as long as its process lives, as those of first runs are; one that no process holds was left by
+the dead. It stays where it is and keeps its plugin out, until :func:`forgive` takes it away.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def importing(folder: Path, plugin: str, version: str) -> Iterator[str]:
     Where nothing can be written, nothing is remembered, and the import goes on.
     """
     place = folder / _FOLDER
-    if disk.distrust(folder) or disk.distrust(place):  # whoever keeps records says so
+    if disk.distrust(folder) or disk.distrust(place):  # the keeper of records says so
         yield ""
         return
     before = _left(place, _stem(plugin, version))
@@ -63,7 +63,7 @@ def _marked(place: Path, stem: str) -> tuple[Path, int] | None:
     try:
         disk.make_private(place)
         return path, disk.write_locked(path, said.encode())
-    except OSError:  # whoever keeps records says once that nothing can be written
+    except OSError:  # the keeper of records says once that nothing can be written
         return None
 
 

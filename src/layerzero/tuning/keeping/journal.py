@@ -1,9 +1,9 @@
-"""What processes measured and the database does not hold yet: a journal for each process, beside the database.
+"""What processes measured and the database does not hold yet: a journal for each process, next to the database.
 
-A row is safe as soon as it is in the journal, whoever holds what lock: adding is one append and one fsync. Each line is
-one addition, whole or not at all, with a checksum. Whoever has the turn merges all journals; how far each is merged is
-told by a file beside it. A journal is locked for as long as its process lives; one whose writer is gone, and that is
-merged, is removed.
+A row is safe as soon as it is in the journal, whatever is locked: adding is one append and one fsync. Each line is one
+addition, whole or not at all, with a checksum. The process whose turn it is merges all journals; a file next to each
+says how far. A journal is locked for as long as its process lives; one whose writer is gone, and that is merged, is
+removed.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Journal:
     def _opened(self) -> int:
         if self._file is not None:
             found = os.fstat(self._file)
-            if found.st_size > MAX_OWN or not found.st_nlink:  # somebody removed it: nobody would read what is added
+            if found.st_size > MAX_OWN or not found.st_nlink:  # it was removed: what is added would not be read
                 self.close()
         while self._file is None:
             check_folder(self.folder.parent)
@@ -122,7 +122,7 @@ def merged_until(path: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Additions of one journal that are not merged: rows, where they end, and lines that nobody can read."""
+    """Additions of one journal that are not merged: rows, where they end, and lines that cannot be read."""
 
     rows: list[Row]
     place: Place
@@ -149,7 +149,7 @@ def _journals(folder: Path) -> list[Path]:
         return []
     try:
         return sorted(folder / name for name in os.listdir(folder) if name.endswith(_ROWS))  # noqa: PTH208
-    except OSError:  # nobody has written yet, or nobody may read
+    except OSError:  # nothing was written yet, or nothing may be read
         return []
 
 
@@ -210,7 +210,7 @@ def forget_places(folder: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove journals that are merged and whose writers are gone; only for who has the turn to merge."""
+    """Remove journals that are merged and whose writers are gone; only in a turn to merge."""
     for path in _journals(folder):
         try:
             file = disk.open_plain(path)

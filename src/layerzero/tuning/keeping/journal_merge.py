@@ -27,18 +27,18 @@ from layerzero.tuning.keeping.learning import Kept, Subject
 from layerzero.tuning.keeping.rows import Row, Work, check
 
 MERGE_S = 0.1
-"""How long who writes merges and learns, for others too; what is left is done by the next who writes, or who asks."""
+"""How long a write merges and learns, for others too; what is left is done by the next write or question."""
 
 LEARN_S = 0.2
-"""How long who asks learns, at least one model; what was learnt before serves for the rest."""
+"""How long a question learns, at least one model; what was learnt before serves for the rest."""
 
 MAX_ROWS = 1000
 """Rows of one transaction, unless one addition has more."""
 
 OWN_ROWS, OWN_BYTES = 100, 32 << 10
-"""Rows of one transaction, and bytes of one journal, where who merges writes by the way.
+"""Rows of one transaction, and bytes of one journal, where a process merges by the way.
 
-32 writers beside 4 busy processes on 2 cores (2026-11-22): 1000 rows took 0.1 s of computing, which were 3.4 s.
+32 writers and 4 busy processes on 2 cores (2026-11-22): 1000 rows took 0.1 s of computing, which were 3.4 s.
 """
 
 _MAX_STALE = 256
@@ -51,7 +51,7 @@ def merge(database: Database, *, own: Path | None = None, for_s: float = MERGE_S
 
     Args:
         own: the journal of a process that does this by the way, as it writes: it learns only where it writes alone.
-        for_s: how long; some rows are merged in any case, and the rest is left to the next who writes.
+        for_s: how long; some rows are merged in any case, and the rest is left to the next write.
         wait_s: how long to wait for the turn.
     Raises: TimeoutError where another process has the turn, OSError where there can be none.
     """
@@ -103,7 +103,7 @@ def _some(folder: Path, own: Path | None) -> list[Piece]:
 
 
 def _keep(connection: sqlite3.Connection, rows: Sequence[Row], database: Database) -> Kept:
-    """Insert rows so that a power cut does not undo it, since their journals go; one that is refused is told."""
+    """Insert rows so that a power cut does not undo it, since their journals go; one that is refused is reported."""
     connection.execute("PRAGMA synchronous = FULL")
     try:
         return in_transaction(connection, lambda inside: learning.insert(inside, rows))

@@ -1,7 +1,7 @@
 """Rows into the database, and what is learnt from them: marked as stale in the rows' transaction, learnt after it.
 
-Fitting takes up to a tenth of a second, and nobody may wait for a lock so long. A mark outlives whoever made it, so
-models agree with their rows sooner or later, whatever ends a process: the next who writes, or asks, learns.
+Fitting takes up to a tenth of a second, and nothing may wait for a lock so long. A mark outlives its process, so
+models agree with their rows sooner or later, whatever ends a process: the next write or question learns.
 """
 
 from __future__ import annotations

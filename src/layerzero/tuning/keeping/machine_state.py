@@ -99,7 +99,7 @@ def _power(share: float, *, throttled: bool) -> str:
 
 @functools.cache
 def _nvml() -> Any:
-    """NVML, None where its bindings or the driver's library are missing; asked once."""
+    """NVML, None where its bindings or the driver's library are missing; looked for once."""
     try:
         import pynvml
     except ImportError:

@@ -83,7 +83,7 @@ def migrate(connection: sqlite3.Connection, to: int = LATEST) -> None:
 
 
 def difference(connection: sqlite3.Connection) -> str:
-    """How a database's tables differ from what its version says, or what beside them changes rows; empty if nothing."""
+    """How a database's tables differ from what its version says, or what else changes rows; empty if nothing."""
     got = _statements(connection)
     for name, wanted in _made_by(version(connection)).items():
         if name not in got:

@@ -41,10 +41,10 @@ CONFIDENCE = 0.7
 """What a time of another machine of the same name counts; of another driver and minor version, too."""
 
 ELSEWHERE = 0.7
-"""What a table of another device of the same compute capability counts beside one of this device."""
+"""What a table of another device of the same compute capability counts, in units of one of this device."""
 
 OTHER_THREADS = 0.7
-"""What one counts beside that, which was measured with another number of threads."""
+"""What one counts in addition, which was measured with another number of threads."""
 
 NEIGHBOUR = 0.8
 """What a family counts whose fixed sizes are others."""
@@ -89,7 +89,7 @@ class Learnt:
 
 
 class Priors:
-    """The tables of one device, or of its kind, read when it is first asked about: its own first."""
+    """The tables of one device, or of its kind, read when it is first needed: its own first."""
 
     def __init__(self, device: Device, folder: Path) -> None:
         self._threads, capability = _of_cpu(device)
@@ -172,7 +172,7 @@ class Priors:
                     self.problems.append(problem)
 
     def _neighbours(self, key: frozenset[tuple[str, str]], graph: bool) -> list[tuple[float, Table, Family]]:
-        """The family of a call, or else those beside it, nearest first, with what each counts."""
+        """The family of a call, or else those around it, nearest first, with what each counts."""
         if (key, graph) in self._families:
             table, family = self._families[key, graph]
             return [(self._worth(table), table, family)]
@@ -191,7 +191,7 @@ class Priors:
 
 
 def _of_device(evidence: Evidence) -> Evidence | None:
-    """What a replay takes of an eager time: the device's part, if that was told."""
+    """What a replay takes of an eager time: the device's part, if that is known."""
     if evidence.device_us is None:
         return None
     return msgspec.structs.replace(evidence, cost_us=evidence.device_us, device_us=None)
@@ -256,12 +256,12 @@ def _of_cpu(device: Device) -> tuple[int, str]:
 
 
 def problems() -> list[str]:
-    """What is wrong with the tables that were asked for."""
+    """What is wrong with the tables that were read."""
     return [problem for priors in list(_LOADED.values()) for problem in priors.problems]
 
 
 def _same_major(kernel: Kernel, table: Table, device: Device, libraries: Libraries) -> bool:
-    """Whether a library's version is close enough; one that is asked about without being there counts."""
+    """Whether a library's version is close enough; a call about one that is not there counts it."""
     then = table.versions.get(kernel.id)
     if then is None:
         return False

@@ -1,6 +1,6 @@
 """What lies on disk about one kernel and one class of calls: a JSON document whose name follows from what it says.
 
-Many processes read and write such files at once. One is written beside its place and moved into it, so that nothing
+Many processes read and write such files at once. One is written next to its place and moved into it, so that nothing
 reads half of it. Nothing here waits: not for a pipe, not for a lock that a paused process holds.
 """
 
@@ -54,7 +54,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         format: version of this document.
         kernel, what: the kernel, and the class of calls, or (of failures) the operation, or the very work.
         versions: what it holds for.
-        at_unix_s, process: when and by whom it was written, for people.
+        at_unix_s, process: when and by which process it was written, for people.
         call, module: how a child makes the call again.
         text: why it is a suspect, what a child said, or why a capture refused it.
         verdict: what a child found.
@@ -124,7 +124,7 @@ def key_of(kernel_id: str, what: str, versions: Versions) -> str:
 
 @functools.lru_cache(maxsize=256)
 def source_of(module: str) -> str:
-    """A hash of a module's file, as it was when first asked; empty for a module that has none."""
+    """A hash of a module's file, as it was when first needed; empty for a module that has none."""
     file = getattr(sys.modules.get(module), "__file__", None)
     try:
         return f"source-{hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]}" if file else ""

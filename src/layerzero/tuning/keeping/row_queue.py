@@ -1,8 +1,8 @@
 """How rows of this process get into the database: through its journal, or memory where nothing can be written.
 
 Adding never waits for another process and never loses a row: it is in the journal when adding returns, and merged at
-once where nobody else merges. Until it is merged this process reads it from memory. What could not be written is tried
-again every few seconds, whatever asks next.
+once where no other process merges. Until it is merged this process reads it from memory. What could not be written is
+tried again every few seconds, whatever asks next.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Spool:
         if self.database.path is None:
             return
         self.database.read("SELECT 1")
-        self.database.close()  # who goes on to write may have to change the kind of journal, alone
+        self.database.close()  # a write that follows may have to change the kind of journal, alone
         if any(journal.waiting(self._folder())):
             self._merge()
 
@@ -174,10 +174,10 @@ class Spool:
                 self._save_from(path)
 
     def _forget_places(self) -> None:
-        """Have journals merged anew; who merges just now may still say of the old file that it has their rows."""
+        """Have journals merged anew; one that merges just now may still say that the old file has their rows."""
         assert self.database.path is not None
         with contextlib.ExitStack() as stack:
-            with contextlib.suppress(OSError):  # one who is paused amid a merge holds up nobody
+            with contextlib.suppress(OSError):  # a process that is paused amid a merge holds up no other
                 stack.enter_context(connections.turn(self.database.path, of="turn"))
             journal.forget_places(self._folder())
 

@@ -150,7 +150,7 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         facts: the work, see :class:`Work`.
         environment: under which it was taken.
         median_us, p95_us, variance_us2, samples, noise, first_call_us, graph, condition, origin: the measurement.
-        device_us, host_us: its parts, None where they were not told apart.
+        device_us, host_us: its parts, None where they were not measured apart.
         adapts: what the plan had to adapt, as explain names it.
         device_uuid, layerzero: the very device, and this library's version; for people, they decide nothing.
         written_at: ISO 8601, UTC.

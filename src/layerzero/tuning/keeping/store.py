@@ -116,7 +116,7 @@ class TimeStore:
         *,
         of_alike: bool = False,
     ) -> dict[str, Evidence]:
-        """What this user's database says of the work; or else of works that are nearly alike, where nothing ships."""
+        """What this user's database says of the work; or else of works that are almost alike, where nothing ships."""
         if not database.is_open() and database.is_absent():
             return {}
         work, graph = work_of(facts), bool(facts["capturing"])
@@ -155,7 +155,7 @@ class TimeStore:
             if kernel_id not in adapts:
                 adapts[kernel_id] = adapted(by_id[kernel_id], facts)
             if adapts[kernel_id] == adapted_then:
-                # any kernel of an operation without tensors takes any size, and who is quickest hardly changes
+                # any kernel of an operation without tensors takes any size, and which is quickest hardly changes
                 farthest = MAX_DISTANCE if facts.operation.plain is None else math.inf
                 estimate = predict(learning.decode(model), work.sizes, farthest)
                 cost_us = None if estimate is None else estimate.device_us if of_device else estimate.time_us
@@ -174,7 +174,7 @@ class TimeStore:
         return found
 
     def _times(self, database: Database, key: bytes, graph: bool) -> list[Time]:
-        """What was measured of a work; what is not as it was written counts for nothing, and is told."""
+        """What was measured of a work; what is not as it was written counts for nothing, and is reported."""
         found = database.read(_ASK, (key, graph))
         if not found:
             return []
@@ -217,7 +217,7 @@ class TimeStore:
         self.spool.add(rows)
 
     def is_absent(self) -> bool:
-        """Whether nobody has written a time yet, here or anywhere."""
+        """Whether no time was written yet, here or anywhere."""
         return self.spool.database.is_absent()
 
     def look(self) -> None:
@@ -295,7 +295,7 @@ class StoreLedger:
         return self.times.evidence(kernels, facts, libraries)
 
     def untimed(self, facts: Facts) -> bool:
-        """Whether nobody has written a time, and none ships for this device."""
+        """Whether no time was written, and none ships for this device."""
         return self.times.is_absent() and not priors_of(facts.device)
 
     def record_time(self, kernel: Kernel, facts: Facts, measurement: Measurement) -> None:

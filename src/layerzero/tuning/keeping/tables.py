@@ -25,7 +25,7 @@ FORMAT = 1
 KIND = "layerzero priors"
 
 LOOSE = frozenset({"layout", "memory", "row_alignment", "device_name", "platform", "sm"})
-"""Facts that a table does not tell apart, beside those that sizes imply; of memory, what is dense and what counts."""
+"""Facts that a table does not distinguish, besides those that sizes imply; of memory, what is dense and what counts."""
 
 _MEMORY = "unusual_memory"
 """The fact that says what is unusual about the tensors of a family; absent where nothing is."""
@@ -44,7 +44,7 @@ def told_apart(facts: Mapping[str, str]) -> frozenset[tuple[str, str]]:
 
 
 class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Times of kernels, in microseconds, at some scaling sizes; the device's, too, where it was told apart."""
+    """Times of kernels, in microseconds, at some scaling sizes; the device's, too, where it was measured apart."""
 
     sizes: dict[str, int]
     times_us: dict[str, float]
@@ -124,7 +124,7 @@ def _problems(family: Family, table: Table) -> Iterable[str]:
                 yield f"{kernel_id}: wanted the version of its library in versions, got none"
         for kernel_id, device_us in case.device_us.items():
             if kernel_id not in case.times_us or not (math.isfinite(device_us) and device_us > 0):
-                yield f"{kernel_id}: device_us: wanted a time above 0 beside one in times_us, got {device_us}"
+                yield f"{kernel_id}: device_us: wanted a time above 0 next to one in times_us, got {device_us}"
         if min(case.sizes.values(), default=1) < 1:
             yield f"sizes: wanted numbers above 0, got {case.sizes}"
 

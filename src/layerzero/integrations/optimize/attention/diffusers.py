@@ -97,7 +97,7 @@ def find_attention(search: Search) -> Iterator[Replaced | Left]:
         name = type(model).__name__
         try:
             found = AttentionOf(path, model)
-        except ImportError as untested:  # a version whose private registry nobody tried
+        except ImportError as untested:  # a version whose private registry was not tried
             yield Left(path, name, f"attention: {untested}")
             continue
         yield from (Left(path, name, f"{count} attentions: {why}") for why, count in found.left.items())

@@ -3,8 +3,8 @@
 Transformers' DynamicLayer joins old and new tokens in new memory, in every layer and step: for 16 sequences of 2048
 tokens, 8 heads of 128 in bfloat16, it reads and writes 134 MB a layer for the 64 KB that are new. Here a layer gets
 views of memory with room, and a step writes its own tokens alone. The layer stays Transformers' own, and what it holds
-are plain tensors: whoever puts others in their place (a crop, a reordering, a copy of the cache) has them copied once.
-Tensors that somebody kept of earlier steps lie in the same memory.
+are plain tensors: others that are put in their place (a crop, a reordering, a copy of the cache) are copied once.
+Tensors that a caller kept of earlier steps lie in the same memory.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ SHARE, LEAST = 8, 128
 """New memory has room for an eighth more tokens, and for no fewer than so many: stock has copied them all by then."""
 
 FROM_BYTES = 32 * 2**20
-"""On a GPU, keys of a layer that take less are joined by stock: its two launches cost a host less than what is asked
-here, and the device waits meanwhile. A layer of 8 heads of 128 over 2048 tokens took 494 us a token grown and 455
+"""On a GPU, keys of a layer that take less are joined by stock: its two launches cost a host less than what is looked
+at here, and the device waits meanwhile. A layer of 8 heads of 128 over 2048 tokens took 494 us a token grown and 455
 joined for one sequence, 483 and 437 for 4, 458 and 623 for 16 (67 MB; H200, bfloat16, 2026-11-24)."""
 
 
 class _Room:
     """The memory of a layer's tokens: what it looks like, and which views of it the layer got last.
 
-    It is let go with these views, so that whoever drops them (a reset, another update, a move to the host) has it back.
+    It is let go with these views, so that dropping them (a reset, another update, a move to the host) gives it back.
     They have version counters of their own: what is written behind their ends is no change of them, and autograd may
     keep them or write into them as into any tensor.
     """
@@ -200,7 +200,7 @@ def _grows(cache: Any, keys: Tensor, values: Tensor, number: int) -> Any:
 
 def _fit(held: Tensor, keys: Tensor, others: Tensor, values: Tensor) -> bool:
     """Whether new tokens go behind those that are there: as many sequences and heads, of one dtype and device."""
-    for one, two in ((held, keys), (others, values)):  # asked at every call: no generator
+    for one, two in ((held, keys), (others, values)):  # each call comes here: no generator
         if one.dtype is not two.dtype or one.device != two.device or two.ndim != 4:
             return False
         (batch, heads, _, width), (rows, others_heads, _, others_width) = one.shape, two.shape
@@ -258,7 +258,7 @@ class Turns:
     def turn(self, device: torch.device) -> Iterator[None]:
         """Wait for the turn before, as a thread and on the stream that is current; the next one waits for this.
 
-        Turns within a turn are of the same thread and wait for nothing more. Who captures a graph of his own has
+        Turns within a turn are of the same thread and wait for nothing more. A caller that captures a graph has
         synchronised before: in a capture no event from outside may be waited for.
         """
         with self._lock:
@@ -285,7 +285,7 @@ def stream_of(device: torch.device) -> torch.cuda.Stream | None:
 
 @contextmanager
 def on(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Compute on another stream, for whom it is; the current one goes on behind it."""
+    """Compute on another stream, if one is given; the current one goes on behind it."""
     if stream is None or stream == (current := torch.cuda.current_stream(stream.device)):
         yield
         return

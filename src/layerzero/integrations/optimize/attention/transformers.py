@@ -40,8 +40,8 @@ OWN = "eager"
 class Restored:
     """A configuration's own setting, which lies on every module of that configuration while attention is LayerZero's.
 
-    What ``torch.save`` writes of it is an assignment, so that whoever reads the model, or a part of it, has the stock
-    setting, in places where nobody has registered our name; of the record itself ``None`` is left. A configuration
+    What ``torch.save`` writes of it is an assignment, so that a reader of the model, or of a part of it, has the stock
+    setting, in places where our name is not registered; of the record itself ``None`` is left. A configuration
     that is written alone keeps our name. (A string of a class of its own, written down as another one, is what Dynamo
     of torch 2.10 and 2.11 cannot read where models compare it.)
     """
@@ -102,7 +102,7 @@ class AttentionSwap:
         self._keep()
 
     def _keep(self) -> None:
-        """Let modules say what their settings were, where they are exchanged, for whoever saves them.
+        """Let modules say what their settings were, where they are exchanged, in case they are saved.
 
         What the caller had set to our name himself, or another exchange, is not spoken of.
         """
@@ -156,7 +156,7 @@ class Search:
         root: the model.
         time: what is left of it.
         workload: the caller's inputs; None without any.
-        tell: told what is done, how much of it, and of how much.
+        tell: hears what is done, how much of it, and of how much.
         models: what :func:`find` found, for layers and steps: of each of Transformers' models the path, the
             exchange, and whether attention is LayerZero's.
         taken: identities of modules that layers compute for.
@@ -230,7 +230,7 @@ def attention_swap(model: Any) -> AttentionSwap:
     from layerzero.integrations.transformers import batch, register_with_transformers
 
     register_with_transformers(NAME)
-    batch(model)  # where it was loaded before the name was known, nobody asked
+    batch(model)  # a model that was loaded before the name was known was not batched
     return AttentionSwap(model)
 
 
@@ -314,7 +314,7 @@ def comparing(
 
 
 def seen_rows(mask: Tensor | None, *outputs: Tensor) -> tuple[Tensor, ...]:
-    """Outputs (B, S, ...) with zeros where a token sees no key: there kernels give what they like, and nobody reads it.
+    """Outputs (B, S, ...) with zeros where a token sees no key: there kernels give anything, and nothing reads it.
 
     LayerZero gives zeros; torch's efficient kernel on a GPU does not (H200, torch 2.11, 2026-11-22).
     """

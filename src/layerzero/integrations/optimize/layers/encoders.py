@@ -69,7 +69,7 @@ class Encoder(Layer):
         block: its feed-forward block.
         after: whether a norm follows the sum of a part's input and output, as in BERT; else it comes before a part.
         scales: modules whose vector multiplies what attention and block give, or none.
-        given: what a layer is told beside hidden states and mask, in every call.
+        given: what a layer gets besides hidden states and mask, in every call.
     """
 
     block: Between
@@ -223,7 +223,7 @@ def _unlike(names: tuple[str, ...]) -> int:
 
 
 def _given(calls: Sequence[tuple[Tensor, Mapping[str, Any]]]) -> dict[str, Any] | str:
-    """What calls tell a layer beside the mask; or why a form cannot know it."""
+    """What calls give a layer besides the mask; or why a form cannot know it."""
     found: dict[str, Any] = {}
     for _, named in calls:
         for name, value in named.items():
@@ -270,7 +270,7 @@ def parts_of(module: Module) -> Parts | None:
 
 
 def _is_scale(module: Module) -> bool:
-    """Whether it is a vector that multiplies rows, as far as can be told without a run."""
+    """Whether it is a vector that multiplies rows, as far as can be known without a run."""
     parameters = {name: each for name, each in module._parameters.items() if each is not None}
     return len(parameters) == 1 and "weight" not in parameters and all(each.ndim == 1 for each in parameters.values())
 

@@ -25,7 +25,7 @@ class Inner(Packs):
     Attributes:
         module: it; hooks of it run.
         products: the modules in it that have plain weights, which may want gradients.
-        activation: its class, by which layers of one shape are told apart.
+        activation: its class, which tells layers of one shape apart.
     """
 
     joined = None

@@ -1,7 +1,7 @@
 """One layer in few calls: each residual with its norm, one product for queries, keys and values, attention.
 
 What a layer adds last goes into the norm with which the next one begins: it lies on the tensor that is handed on, so
-that whoever changes that tensor on its way, or calls layers in another order, gets what each computes by itself.
+that code which changes that tensor on its way, or calls layers in another order, gets what each computes by itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from layerzero.integrations.transformers import ALONE, ONE_TOKEN, attend_one, at
 from layerzero.integrations.transformers_patches import ROW_ARGUMENTS
 
 _TOLD = frozenset({"position_ids", "use_cache", "cache_position", "return_dict", "output_hidden_states"})
-"""Arguments of a layer that change nothing of what it computes, beside those that it reads."""
+"""Arguments of a layer that change nothing of what it computes, besides those that it reads."""
 
 _READ = frozenset({"attention_mask", "position_embeddings"}) | NAMES
 
@@ -105,7 +105,7 @@ class Heads(Packs):
                 return joined.weight, None
             if biases.holds(*[each._parameters["bias"] for each in first]):
                 return joined.weight, biases.weight
-        self.joined = self.biases = None  # moved or cast since; what is left of it is nobody's
+        self.joined = self.biases = None  # moved or cast since; what is left of it is not used
         return None
 
     def project(self, rows: Tensor, table: Table | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -195,7 +195,7 @@ class Heads(Packs):
         return comparing if setting == COMPARED else theirs_of(self.module)
 
     def _is_alone(self, rows: Tensor, key: Tensor) -> bool:
-        """Whether one query without a mask is all that there is to attend to: nobody compares, captures or adds."""
+        """Whether one query without a mask is all that there is to attend to: nothing compares, captures or adds."""
         if not self._told_little or self.setting != NAME or ONE_TOKEN.get() is not None:
             return False
         return key.shape[0] == rows.shape[0]
@@ -288,7 +288,7 @@ class Layer(State):
         self.heads.renew(*self.heads.weights)
 
     def is_proved(self, hidden: Tensor) -> bool:
-        """Whether rows, weights and settings are those of the proof, and nobody wants the module's own code."""
+        """Whether rows, weights and settings are those of the proof, and nothing wants the module's own code."""
         try:
             learned = self.learned
         except KeyError:  # pruned or parametrised since: the modules compute them
@@ -312,7 +312,7 @@ class Layer(State):
     def compute(self, hidden: Tensor, named: Mapping[str, Any]) -> Tensor:
         """What the layer gives."""
         before, behind, before_block, behind_block = self.norms
-        ours = ONE_TOKEN.get() is not None and _NORMED in hidden.__dict__  # the layer before made it, and nobody looks
+        ours = ONE_TOKEN.get() is not None and _NORMED in hidden.__dict__  # the layer before made it, and nothing looks
         rows = hidden if before is None else _begun(hidden, before)
         attended = self.heads.attend(rows, named)
         if behind is not None:
@@ -327,7 +327,7 @@ class Layer(State):
         if behind_block is not None:
             output = behind_block.alone(output)
         following = self.following
-        # in inference mode nobody would see a write in between
+        # in inference mode a write in between would show nowhere
         if following is None or following.is_computed or output.is_inference():
             return output.add_(total)
         normed, output = following.over_both(total, output)  # both are this layer's own

@@ -188,7 +188,7 @@ def _filled(whole: Sequence[Replaced], past: int) -> Any:
 
 
 def _called_with(model: Any, count: int) -> dict[str, Any]:
-    """What a model is called with for so many tokens, of which the last one's logits are asked for."""
+    """What a model is called with for so many tokens, of which the last one's logits are wanted."""
     ids = torch.ones(1, count, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
     asked = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     return {"input_ids": ids, "use_cache": True, **asked}
@@ -197,7 +197,7 @@ def _called_with(model: Any, count: int) -> dict[str, Any]:
 def _handed(model: Any, whole: Sequence[Replaced], count: int, past: int) -> dict[int, _Handed]:
     """What a model hands to its layers for so many tokens, all of which pass their input on meanwhile.
 
-    An encoder's layers are told what they were told on the example, without a mask. Only in this thread: another one
+    An encoder's layers get what they got on the example, without a mask. Only in this thread: another one
     that runs the model gets what its layers compute.
     """
     given: dict[int, _Handed] = {}

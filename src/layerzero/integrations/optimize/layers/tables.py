@@ -45,7 +45,7 @@ def table_for(cos: Tensor, sin: Tensor, batch: int, seq: int, *, once: bool = Fa
     rows = torch.cat((cos[..., :half], sin[..., :half]), -1).float().view(-1, 2 * half)
     count = rows.shape[0]
     positions = None
-    if count != seq or not cos.is_cpu:  # on a CPU what is not asked for costs most: torch gathers rows in two operators
+    if count != seq or not cos.is_cpu:  # on a CPU what no call wants costs most: torch gathers rows in two operators
         positions = torch.arange(count, device=cos.device)
         positions = positions.view(batch, seq) if count == batch * seq else positions.expand(batch, seq).contiguous()
     table = Table(rows[:, :half], rows[:, half:], positions)

@@ -149,8 +149,8 @@ class Compiled(State):
         return self.copy_bytes * len(self.engines)
 
     def serves(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether weights, settings and modules are what they were, and nobody wants the module's own code."""
-        for parameters, name, weight, version, address in self._holders:  # a loop: it is asked at every call
+        """Whether weights, settings and modules are what they were, and nothing wants the module's own code."""
+        for parameters, name, weight, version, address in self._holders:  # a loop: each call comes here
             if parameters.get(name, self) is not weight:
                 return False
             if weight is not None and (

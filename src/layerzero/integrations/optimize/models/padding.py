@@ -130,7 +130,7 @@ class Unpadded(State):
         return groups if seconds <= limit else None
 
     def _serves(self, stack: Module) -> bool:
-        """Whether all is as it was when this was proved, nobody waits for inner calls, and no gradient is recorded."""
+        """Whether all is as it was when this was proved, nothing waits for inner calls, and no gradient is recorded."""
         assert self.stamp is not None
         if not self.stamp.holds() or recorded() or not current_policy().enabled:
             return False

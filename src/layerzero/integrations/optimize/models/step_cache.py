@@ -1,7 +1,7 @@
 """A Transformers cache whose keys and values lie in memory that stays where it is, as a CUDA graph needs them.
 
 The caller's cache and its layers stay the objects that they were; the layers' class becomes one that knows of the
-common memory. Whoever reads tokens of a layer, assigns to it, copies or pickles it (a crop, a reordering, a longer
+common memory. Code that reads tokens of a layer, assigns to it, copies or pickles it (a crop, a reordering, a longer
 input) takes them out: the layer is Transformers' own again, with tensors that are the caller's to write into. The next
 step takes them back.
 """
@@ -105,7 +105,7 @@ class Memory:
         return sum(each.nbytes for each in (*self.keys, *self.values))
 
     def turn(self) -> AbstractContextManager[None]:
-        """Wait until nobody else computes with it."""
+        """Wait until no other thread computes with it."""
         return self._turns.turn(self.index.device)
 
     def serves(self, cache: Any) -> bool:
@@ -146,7 +146,7 @@ class Held:
     Attributes:
         memory: where.
         length: its tokens.
-        stream: where its last step ran: who uses this cache works there, and gets his tokens there.
+        stream: where its last step ran: calls with this cache work there, and get their tokens there.
         windows: of each layer, whether it has a window, and which.
     """
 
@@ -165,7 +165,7 @@ class Held:
         return [each for each in living if vars(each).get("_held") is self]
 
     def is_of(self, cache: Any) -> bool:
-        """Whether this is that cache, and nobody took a layer out."""
+        """Whether this is that cache, and no layer was taken out."""
         if cache is None or self._cache() is not cache or len(cache.layers) != len(self._layers):
             return False
         pairs = zip(self._layers, cache.layers, strict=True)
@@ -246,7 +246,7 @@ def release(layer: Any, only: Held | None = None) -> None:
 
 
 def _reading(name: str) -> property:
-    """Tokens, which whoever reads or assigns takes out first: what he has is his, to be written into and kept."""
+    """Tokens, which a read or an assignment takes out first: they are the caller's, to be written into and kept."""
 
     def read(layer: Any) -> Any:
         release(layer)
@@ -260,7 +260,7 @@ def _reading(name: str) -> property:
 
 
 def _counting() -> property:
-    """The count of a layer with a window, which is asked for at every step."""
+    """The count of a layer with a window, which every step reads."""
 
     def read(layer: Any) -> Any:
         held = vars(layer).get("_held")
@@ -332,7 +332,7 @@ def _step_layer() -> Any:
 
 
 def _told(held: Held, key: Tensor, named: Mapping[str, Any]) -> dict[str, Any]:
-    """What attention was told, for LayerZero's functions; whose keys these are says which window is meant."""
+    """What attention was given, for LayerZero's functions; whose keys these are says which window is meant."""
     window, (slides, own) = named["sliding_window"], held.windows[_number(held.memory, key)]
     if slides and own != window:
         wanted = f"wanted attention that is told its window of {own}, got {window}"

@@ -70,7 +70,7 @@ _UNCAPTURABLE = InvalidCallError, NoKernelFoundError, CudaGraphUnsafeError
 
 @dataclass
 class _Graph:
-    """A captured step: it leaves logits, and the tokens that were drawn of them where that was asked for."""
+    """A captured step: it leaves logits, and the tokens that were drawn of them where that was wanted."""
 
     graph: Any
     output: Any
@@ -139,7 +139,7 @@ class Steps(State):
             if name not in _READ and name not in _TOLD and value is not None and value is not False:
                 return f"it got {name}"
         if named.get("return_dict") is False:
-            return "it is asked for a tuple"
+            return "the call wants a tuple"
         if getattr(self._model.config, "_attn_implementation", None) != NAME:
             return "its attention is not LayerZero's"
         if self._tensors[0].is_inference():

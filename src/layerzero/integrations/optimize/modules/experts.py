@@ -1,6 +1,6 @@
 """Experts of a mixture by what they compute: two stacks of weights with a gate between, called with rows, ids, shares.
 
-Nothing is asked of a class but the shapes of its parameters. The gate is learned from one expert in float32, on rows
+Nothing is read of a class but the shapes of its parameters. The gate is learned from one expert in float32, on rows
 that make its values small and large: a gate that cuts values off is another one only where there are such.
 """
 
@@ -58,7 +58,7 @@ class Form:
         return first, second
 
     def told(self, parameters: Any) -> dict[str, Any]:
-        """What a call says beside its rows, weights, ids and shares."""
+        """What a call says besides its rows, weights, ids and shares."""
         biases = self.biases(parameters)
         named = {"gate_up_bias": biases[0], "down_bias": biases[1], "activation": self.activation}
         return named | {"alpha": self.alpha, "limit": self.limit}

@@ -1,4 +1,4 @@
-"""The modules of a model that kernels can compute: each kind is asked, compared with the original, and timed."""
+"""The modules of a model that kernels can compute: each kind is tried, compared with the original, and timed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Products of other libraries with weights of int8, found by value.
 
-A module that holds int8 codes and scales is told by what it gives for rows in which one number is 40 times as large as
+A module that holds int8 codes and scales is known by what it gives for rows in which one number is 40 times as large as
 the others: their rounding to int8 is coarse there, so that it shows whether rows are rounded, and by how many scales.
 """
 
@@ -48,7 +48,7 @@ SCALED = 0.003
 
 
 def find(search: Search) -> Iterator[Replaced | Left]:
-    """Modules of other libraries whose weight is int8 codes and scales, told by value."""
+    """Modules of other libraries whose weight is int8 codes and scales, known by value."""
     dynamic = getattr(sys.modules.get("torch.ao.nn.quantized.dynamic"), "Linear", None)
     for path, module in search.root.named_modules():
         name = type(module).__name__
@@ -102,7 +102,7 @@ def _places(module: Module) -> Iterator[tuple[Place, Tensor]]:
 
 
 def why_not(module: Module) -> str:
-    """What speaks against another forward, beside the weight."""
+    """What speaks against another forward, besides the weight."""
     why = refusal(module)
     return "" if "quantised" in why else why
 
@@ -192,7 +192,7 @@ def _checked(
 
 
 def product_of(module: Module, state: CodedProduct, rows: Tensor) -> Candidate:
-    """What computes a module's product from codes, and how it is asked for."""
+    """What computes a module's product from codes, and how it is called."""
     how = "rows as they are" if state.activations is None else f"rows {state.activations}"
     calls = f"lz.quantized_linear with {state.kind} weights and {how}"
     asked = "quantized_linear", (rows, *state.pair, bias_of(module)), {**state.named, "packed": state.packed[0]}

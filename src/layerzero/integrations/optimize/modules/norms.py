@@ -137,7 +137,7 @@ def _layer(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:
 
 
 def norm(module: Module) -> Candidate | str | None:
-    """A candidate for a module that is a norm, None for one that is none, or why it cannot be told."""
+    """A candidate for a module that is a norm, None for one that is none, or why it cannot be known."""
     parameters = {name: each for name, each in module._parameters.items() if each is not None}
     weight = parameters.get("weight")
     if weight is None or not all(map(is_dense, parameters.values())) or weight.ndim != 1:
@@ -247,7 +247,7 @@ class Normed:
         return lz.rms_norm(rows, self._scale(), self.norm.eps_for(rows))
 
     def of_sum(self, rows: Tensor, fresh: Tensor) -> Tensor:
-        """The norm of a sum, which is left in ``fresh``: a tensor that nobody else has."""
+        """The norm of a sum, which is left in ``fresh``: a tensor that nothing else has."""
         if self.form == "layer":
             return self.alone(fresh.add_(rows))
         return lz.add_residual_rms_norm_(rows, fresh, self._scale(), self.norm.eps_for(rows))

@@ -263,7 +263,7 @@ def _call(state: Block, input: Tensor, weights: list[Tensor], biases: list[Tenso
     if state.joined is not None:
         if state.joined.holds(weights[2], weights[0]):
             return _in_one(input, state.joined.weight, weights[1], biases[1], activation)
-        state.joined = None  # moved or cast since; what is left of it is nobody's
+        state.joined = None  # moved or cast since; what is left of it is not used
     return lz.mlp(
         input,
         *weights,
@@ -292,7 +292,7 @@ def _in_one(input: Tensor, joined: Tensor, down: Tensor, bias: Tensor | None, ac
 
 
 def block(module: Module) -> Candidate | str | None:
-    """A candidate for a feed-forward block, None for what is none, or why it cannot be told."""
+    """A candidate for a feed-forward block, None for what is none, or why it cannot be known."""
     children = {name: each for name, each in module._modules.items() if each is not None}
     products = {name: each for name, each in children.items() if isinstance(each, Linear) or turns(each) is not None}
     if not 2 <= len(products) <= 3 or any(True for _ in module.parameters(recurse=False)):

@@ -1,7 +1,7 @@
 """Products of other libraries whose weight is quantised.
 
 Modules of GPTQ, AWQ, compressed-tensors, torchao and bitsandbytes, and Transformers' own of float8 and of GGUF blocks.
-They are told by the names, shapes and dtypes of what they keep, so that their libraries need not be there, and each is
+They are known by the names, shapes and dtypes of what they keep, so that their libraries need not be there, and each is
 compared with the module's own output: GPTQ's two versions of zero points differ in nothing else. Some modules round
 their rows to eight bits, or scales to bfloat16. LayerZero's product does not, and is only as near as such roundings.
 """

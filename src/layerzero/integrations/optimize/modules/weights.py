@@ -53,7 +53,7 @@ ROWS = 256
 
 @dataclass(frozen=True)
 class Request:
-    """What a caller asks for beside what computes the same.
+    """What a caller asks for besides what computes the same.
 
     Attributes:
         weights: what they are quantised to.
@@ -156,19 +156,21 @@ class Request:
             return list(self.formats)
         weight = weight_of(module)
         called = sizes.get(id(module)) or dict.fromkeys(SIZES, 1)
+        columns = weight.shape[0 if turned else 1]
+        formats = list(dict.fromkeys(_for_columns(each, columns) or each for each in self.formats))
         about = tuple(weight.shape), weight.dtype, weight.device, turned, tuple(called.items())
         step = f"timing formats of {type(module).__name__}"
         if about not in self.known and search.time.allows(step, step):
             with search.time.taking(step):
-                self.known[about] = self._fastest(module, called, turned=turned)
-        return list(self.known.get(about, self.formats))
+                self.known[about] = self._fastest(module, called, formats, turned=turned)
+        return list(self.known.get(about, formats))
 
-    def _fastest(self, module: Module, called: Mapping[int, int], *, turned: bool) -> list[str]:
+    def _fastest(self, module: Module, called: Mapping[int, int], formats: Sequence[str], *, turned: bool) -> list[str]:
         """By the time of all calls that are made, each size as often as it comes."""
-        weight, took = weight_of(module), dict.fromkeys(self.formats, math.inf)
+        weight, took = weight_of(module), dict.fromkeys(formats, math.inf)
         columns = weight.shape[0 if turned else 1]
-        states = {each: of for each in self.formats if (of := _for_columns(each, columns)) is not None}
-        made = {each: self._made(module, of, turned=turned).swap.state for each, of in states.items()}
+        fitting = [each for each in formats if _for_columns(each, columns)]
+        made = {each: self._made(module, each, turned=turned).swap.state for each in fitting}
         took |= dict.fromkeys(made, 0.0)
         for rows, count in called.items():
             given = random_rows(module, columns, dtype=weight.dtype, device=weight.device)
@@ -295,7 +297,7 @@ def _sizes(layers: Sequence[Module], search: Search) -> dict[int, dict[int, int]
 
 
 def request(weights: Any, activations: Any, accuracy: Any) -> tuple[Request | None, list[str]]:
-    """What is asked for, and what is wrong with it."""
+    """What is wanted, and what is wrong with it."""
     problems = []
     if weights is not None and (not isinstance(weights, str) or weights not in (*FORMATS, AUTO)):
         problems.append(f"weights: wanted None or {' or '.join(map(repr, (*FORMATS, AUTO)))}, got {told(weights)}")

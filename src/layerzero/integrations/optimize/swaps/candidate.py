@@ -45,7 +45,7 @@ class Candidate:
         calls: what the new forward calls.
         swap: the new forward.
         example: input to try it on.
-        others: what it is called with beside that, by place.
+        others: what it is called with besides that, by place.
         asked: the call that the new forward makes of the example, to ask which kernel gets it: a function's name, its
             arguments by place and by name.
         stock: whether the module is torch's own function already, so that only another kernel than torch's is a gain.

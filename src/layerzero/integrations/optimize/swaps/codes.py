@@ -189,7 +189,7 @@ def at(module: Module, place: Place) -> Tensor | None:
 
 
 class Made(CodedProduct):
-    """Those that were made of a module's weight when asked for, and are made anew after that was written into.
+    """Those that were made of a module's weight on demand, and are made anew after that was written into.
 
     Attributes:
         loss: how far the product was from the module's own, relative to its size.

@@ -28,7 +28,7 @@ HOOKS, TRAINS = "it has hooks, which wait for calls", "a module is in training m
 """Why the modules' own code runs though everything else is as it was."""
 
 _RECORDER = "transformers.utils.output_capturing"
-"""Its hooks stay on modules once hidden states were asked for, and mostly record nothing."""
+"""Its hooks stay on modules once hidden states were wanted, and mostly record nothing."""
 
 _TRACE = "layerzero.asking.trace"
 """Its hooks only note which module calls."""
@@ -293,7 +293,7 @@ def _names_of(modules: list[Module]) -> Iterator[tuple[Any, str]]:
     for module in modules:
         config = module.__dict__.get("config")
         for name in code_of(type(module))[0] & getattr(config, "__dict__", {}).keys():
-            if not name.startswith("_attn_implementation"):  # which is asked for by itself
+            if not name.startswith("_attn_implementation"):  # which is read by itself
                 found[id(config), name] = config, name
     yield from found.values()
 
@@ -343,7 +343,7 @@ def of_class(cls: Any) -> tuple[Any, ...]:
 
 
 def python_version(cls: Any) -> Any:
-    """Identities; what they belong to is kept by whoever compares them with a class as it was."""
+    """Identities; what they belong to is kept where they are compared with a class as it was."""
     return tuple(map(id, of_class(cls)))
 
 

@@ -66,7 +66,7 @@ def size_of(rows: Tensor) -> int:
 
 
 class State:
-    """What a new forward needs beside its module's parameters.
+    """What a new forward needs besides its module's parameters.
 
     Attributes:
         covers: submodules that the new forward computes for, by name: it computes without calling them.
@@ -94,7 +94,7 @@ class State:
 
     @property
     def bytes(self) -> int:
-        """Memory that it keeps beside the module's own."""
+        """Memory that it keeps besides the module's own."""
         return 0
 
     @property
@@ -132,7 +132,7 @@ def serves(state: State | None, input: Tensor, *weights: Tensor | None) -> bool:
     wanted = torch.is_grad_enabled()
     if wanted and input.requires_grad:
         return False
-    for each in weights:  # a loop: it is asked at every call
+    for each in weights:  # a loop: each call comes here
         if each is None:
             continue
         if type(each) not in _PLAIN:  # quantised or divided among devices since: its own operators know what to do
@@ -163,7 +163,7 @@ def is_swapped(module: Module) -> bool:
 def has_own_forward(module: Module) -> bool:
     """Whether somebody put another forward on this instance; one of ours that outlived its undoing counts for none.
 
-    Who had put another one around it may have put ours back later.
+    Code that had put another one around it may have put ours back later.
     """
     forward = getattr(module.__dict__.get("forward"), "__func__", None) or module.__dict__.get("forward")
     if forward is None or forward is type(module).forward:

@@ -25,10 +25,10 @@ NO_TIME = "no time was left to check it (budget_s)"
 """Why a module stays that was not looked at."""
 
 BY_CALL = "by call"
-"""The kernel of what no few rows can be asked about."""
+"""The kernel of what no few rows can say."""
 
 PADDING = (
-    "padded batches: positions behind a row's last real token give zeros, where they gave what nobody should read; "
+    "padded batches: positions behind a row's last real token give zeros, where they gave what nothing should read; "
     "lz.optimize(model, padding=False) leaves them"
 )
 
@@ -189,7 +189,7 @@ class Optimized:
 
     @property
     def extra_bytes(self) -> int:
-        """Memory that the replaced modules keep now beside the model's weights: packed forms are made when used."""
+        """Memory that the replaced modules keep now besides the model's weights: packed forms are made when used."""
         return sum(each.bytes for each in self._states_on)
 
     @property
@@ -199,7 +199,7 @@ class Optimized:
 
     @property
     def made(self) -> list[Made]:
-        """What was quantised because the caller asked for it."""
+        """What was quantised because the caller wanted it."""
         return [each for each in self._states_on if isinstance(each, Made)]
 
     def compare(self, pairs: Sequence[tuple[Tensor, ...]], workload: Workload) -> None:
@@ -250,7 +250,7 @@ class Optimized:
         text += ", which are made when a kernel first wants one" if packs and not extra else ""
         counts = Counter(count for each in packs for count in each.forms if count)
         kept = [f"{weights} weights in {forms} form{'s' * (forms > 1)}" for forms, weights in sorted(counts.items())]
-        text += f" ({', '.join(kept)}, beside the weights)" if kept else ""
+        text += f" ({', '.join(kept)}, besides the weights)" if kept else ""
         barred = sum(each.barred for each in packs)
         if self.memory_limit is not None:
             text += f"; at most {self.memory_limit / 1e6:.1f} MB of forms, {barred} more had no room"

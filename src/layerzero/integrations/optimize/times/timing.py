@@ -114,7 +114,7 @@ FEWEST, MOST, SECONDS = 4, 60, 0.4
 
 DOUBTS = 2.5
 """Standard deviations of a coin by which rounds lie to one side before it counts as theirs: 7 rounds of 7, 13 of 17.
-That is asked after every one of up to 60 rounds, and so more strictly than of the few of a whole model."""
+That is tested after every one of up to 60 rounds, and so more strictly than of the few of a whole model."""
 
 LOWEST = 5
 """Of so many runs the fastest counts: a neighbour on the same cores makes runs slower, and none faster."""
@@ -266,11 +266,11 @@ def decided(
             raise TimeOverError  # noqa: TRY301
         found = measure() if found is None else replace(found, seconds=0.0)
     except TimeOverError:
-        why = "no time was left to time it beside the model's own code (budget_s)"
+        why = "no time was left to time it against the model's own code (budget_s)"
         return Untimed(module, why, stays=emulated, late=True)
     except Exception as error:  # noqa: BLE001  # what a model raises on arguments that were made for another
         said = in_short(error)
-        return Untimed(module, f"it could not be timed beside the model's own code ({said})")
+        return Untimed(module, f"it could not be timed against the model's own code ({said})")
     if found is None:
         return Untimed(module, "the clock stood still, or locks leave no kernel", stays=True)
     _KNOWN.setdefault(about, found)

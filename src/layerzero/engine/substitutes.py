@@ -1,0 +1,99 @@
+"""What runs where a kernel has no form of a call's handle, as in a capture, or can make none: chosen once, and kept.
+
+Nothing is wrong with the kernel, and no failure is noted: its plan stays where calls find it, since the next handle may
+have what it wants. A plan that never ran notes which handles it refused: to mark its first run anew took 2 ms a call.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from layerzero.core.errors import CudaGraphUnsafeError, NoKernelFoundError, NotPreparedError
+from layerzero.core.handle import Handle
+from layerzero.core.plan import Plan
+from layerzero.engine import transforms
+from layerzero.engine.config import current_policy
+
+if TYPE_CHECKING:
+    from layerzero.engine.dispatch import Dispatcher
+
+log = logging.getLogger("layerzero")
+
+MAX_CALLS = 64
+"""Sizes of calls whose substitutes a plan keeps."""
+
+
+def run(
+    of: Dispatcher, plan: Plan, error: NotPreparedError, arguments: dict[str, Any], tried: frozenset[str] = frozenset()
+) -> Any:
+    """Run the next kernel that is prepared, in place of the plan's own. Raises: the error where only a reference is."""
+    tensors = of.tensors(arguments)
+    capturing = transforms.capturing(tensors)
+    tried |= {plan.kernel.id}
+    if plan.keep is not None and not capturing:
+        _keep_unproved(of, plan)
+    call: Hashable = (capturing, tried, *[(each.shape, each.stride()) for each in tensors])
+    another = plan.instead.get(call)
+    if another is None:
+        another = _chosen(of, plan, error, arguments, tried)
+        another.keep = _keep_nothing  # until its first run was accepted
+        if len(plan.instead) >= MAX_CALLS:
+            plan.instead.clear()
+        plan.instead[call] = another
+    try:
+        return of.checked(another, arguments) if another.keep else another.run(**arguments)
+    except NotPreparedError:
+        return run(of, another, error, arguments, tried)
+    except Exception as next_error:  # noqa: BLE001  # whatever a kernel raises
+        plan.instead.pop(call, None)
+        return of.failed(another, next_error, arguments)
+
+
+def _chosen(
+    of: Dispatcher, plan: Plan, error: NotPreparedError, arguments: dict[str, Any], tried: Iterable[str]
+) -> Plan:
+    try:
+        another = of.choose(arguments, current_policy(), failed=tuple(tried))
+    except (NoKernelFoundError, CudaGraphUnsafeError):
+        raise error from None
+    if another.kernel.is_reference:
+        raise error
+    log.info("%s runs in place of %s: %s", another.kernel.id, plan.kernel.id, error)
+    return another
+
+
+def _keep_nothing(_: Plan) -> None:
+    """What keeps a substitute: the plan whose place it takes has it."""
+
+
+def _keep_unproved(of: Dispatcher, plan: Plan) -> None:
+    """Keep a plan whose first run is still to be accepted; the plan itself takes its place then."""
+    keep, plan.keep = plan.keep, None
+    assert keep is not None
+    unproved = replace(plan, direct=None)
+
+    refused: WeakKeyDictionary[Handle, Hashable] = WeakKeyDictionary()
+
+    def first(*given: Any, **named: Any) -> Any:
+        arguments = {**dict(zip(of.names, given, strict=False)), **named}
+        handles = [each for name in of.function.handles if isinstance(each := arguments[name], Handle)]
+        if handles and all(refused.get(each) == each.versions for each in handles):
+            raise NotPreparedError(of.function.name, [f"{plan.kernel.id}: wanted weights that it has not refused"])
+        plan.keep = proved
+        try:
+            return of.checked(plan, arguments)
+        except NotPreparedError:
+            if not transforms.capturing(of.tensors(arguments)):
+                refused.update({each: each.versions for each in handles})
+            raise
+
+    def proved(plan: Plan) -> None:
+        of.cache.take_out(unproved)
+        keep(plan)
+
+    unproved.run = first
+    keep(unproved)
