@@ -20,8 +20,9 @@ from layerzero.asking.descriptors import DESCRIPTORS
 from layerzero.backends.torch import inductor
 from layerzero.core import cpu_features, emulation
 from layerzero.core.ledger import MemoryLedger
-from layerzero.engine import accelerator, config, failures, probe
+from layerzero.engine import accelerator, config, logging_once, probe
 from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.events import EVENTS
 from layerzero.engine.jit import BUILT
 from layerzero.engine.registry import REGISTRY
 from layerzero.integrations.optimize import selection
@@ -158,7 +159,8 @@ def fresh_process(monkeypatch):
     BUILDS.end()
     BUILDS.begin()
     probe.reset_broken()
-    failures.forget_told()
+    logging_once.forget_told()
+    EVENTS.reset()
 
 
 @pytest.fixture(params=["native", "python"])

@@ -53,6 +53,14 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "layerzero.asking.trace": ("trace",),
     "layerzero.serving.agreement": ("agree",),
     "layerzero.serving.dry_run": ("dry_run",),
+    "layerzero.serving.exporters": (
+        "JsonFormatter",
+        "register_with_logging",
+        "register_with_opentelemetry",
+        "register_with_prometheus",
+    ),
+    "layerzero.serving.metrics": ("Metrics", "metrics"),
+    "layerzero.engine.events": ("Event", "Listener", "on_event"),
     "layerzero.serving.jit_status": ("JitStatus", "jit_status"),
     "layerzero.serving.readiness": ("Readiness", "readiness_check"),
     "layerzero.serving.speculation": (

@@ -56,6 +56,7 @@ from layerzero.core.operation import Case, Function, Operation, OpKind, Routed, 
 from layerzero.core.plan import Plan, Report
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.schema import OperationSchema
+from layerzero.engine.events import Event, Listener, on_event
 from layerzero.engine.functions import register_function
 from layerzero.engine.probe import Machine
 from layerzero.integrations.diffusers import register_with_diffusers
@@ -75,7 +76,14 @@ from layerzero.ops.sparse import BlockPattern
 from layerzero.ops.tokenize import StreamingDetokenizer, TokenizerCacheConfig, forget_tokenizer, tokenizer_cache
 from layerzero.serving.agreement import agree
 from layerzero.serving.dry_run import dry_run
+from layerzero.serving.exporters import (
+    JsonFormatter,
+    register_with_logging,
+    register_with_opentelemetry,
+    register_with_prometheus,
+)
 from layerzero.serving.jit_status import JitStatus, jit_status
+from layerzero.serving.metrics import Metrics, metrics
 from layerzero.serving.readiness import Readiness, readiness_check
 from layerzero.serving.speculation import (
     AdaptiveSpeculation,
@@ -106,6 +114,7 @@ __all__ = [
     "DeviceSpec",
     "Eagle3Config",
     "EagleConfig",
+    "Event",
     "ExecutionPlan",
     "Facts",
     "FactsBuilder",
@@ -114,6 +123,7 @@ __all__ = [
     "Handle",
     "InvalidCallError",
     "JitStatus",
+    "JsonFormatter",
     "KVCache",
     "KVCacheError",
     "KVCacheStrategy",
@@ -124,8 +134,10 @@ __all__ = [
     "LayerZeroFallbackWarning",
     "LayerZeroPerformanceWarning",
     "LayerZeroWarning",
+    "Listener",
     "Machine",
     "MedusaConfig",
+    "Metrics",
     "NGramConfig",
     "NoCompatibleKernelPairError",
     "NoKernelFoundError",
@@ -224,10 +236,12 @@ __all__ = [
     "load_descriptor",
     "lock",
     "merge_attention_states",
+    "metrics",
     "mla_attention",
     "mlp",
     "moe_experts",
     "moe_route",
+    "on_event",
     "optimize",
     "paged_attention",
     "prefer",
@@ -245,6 +259,9 @@ __all__ = [
     "register_kernel",
     "register_operation",
     "register_with_diffusers",
+    "register_with_logging",
+    "register_with_opentelemetry",
+    "register_with_prometheus",
     "register_with_transformers",
     "relu2",
     "repack",

@@ -303,7 +303,13 @@ def test_files_that_a_page_names_exist(name):
 
 @pytest.mark.parametrize(
     "path",
-    [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "docs/choices.md", ROOT / "docs/serving.md"],
+    [
+        ROOT / "README.md",
+        ROOT / "CHANGELOG.md",
+        ROOT / "docs/choices.md",
+        ROOT / "docs/serving.md",
+        ROOT / "docs/operating.md",
+    ],
     ids=lambda each: each.name,
 )
 def test_names_that_a_page_says_are_public_exist(path):

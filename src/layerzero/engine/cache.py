@@ -134,12 +134,12 @@ class PlanCache:
     """The tables of one function.
 
     ``current`` is the table of the process-wide policy. A bump replaces every table by an empty one; a plan chosen
-    under an older epoch is not inserted.
+    under an older epoch is not inserted. ``misses`` counts the calls that no plan was kept for.
     """
 
     def __init__(self) -> None:
         self._lock = forking.lock()
-        self.epoch = 0
+        self.epoch = self.misses = 0
         self.current = PlanTable()
         self._tables: dict[Policy, PlanTable] = {}
         self._new_index: Callable[[], Any] = _no_index

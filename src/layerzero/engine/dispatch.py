@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,9 +22,20 @@ from layerzero.core.ledger import Ledger
 from layerzero.core.operation import Function, Routed
 from layerzero.core.plan import Candidate, Plan, Report, when_outdated
 from layerzero.core.system import forking
-from layerzero.engine import batch_split, failures, legality, plan_source, probe, reuse, substitutes, transforms
+from layerzero.engine import (
+    batch_split,
+    failures,
+    legality,
+    logging_once,
+    plan_source,
+    probe,
+    reuse,
+    substitutes,
+    transforms,
+)
 from layerzero.engine.cache import FLIGHTS, Key, PlanCache
 from layerzero.engine.config import CONFIGURATION, current_policy
+from layerzero.engine.events import EVENTS
 from layerzero.engine.first_run import Recent, first_run
 from layerzero.engine.frozen_choices import Frozen, History
 from layerzero.engine.fusion import FUSING
@@ -190,7 +202,7 @@ class Dispatcher:
         Raises: InvalidCallError for the caller's mistakes, NoKernelFoundError or CudaGraphUnsafeError if nothing legal
         is left.
         """
-        failed = set(failed)
+        failed, began_ns = set(failed), time.perf_counter_ns()
         while True:
             machine = probe.this_machine()  # anew: a library that did not load is out, with all its kernels
             report, judged = self.explain(arguments, policy, machine=machine, failed=failed, complete=False)
@@ -211,6 +223,7 @@ class Dispatcher:
                 if policy.sampling_rate:
                     SERVICES.sample(plan, self.function, policy.sampling_rate)
                 self._tell(plan, policy)
+                EVENTS.selected(plan, began_ns)
                 return plan
             failed.add(chosen.kernel.id)
 
@@ -221,6 +234,7 @@ class Dispatcher:
         for each in tensors:
             if each.is_meta:
                 return shapes_answer(self, arguments, policy)
+        self.cache.misses += 1
         return self.run(self.plan_for(key, arguments, policy, tensors), arguments)
 
     def plan_for(self, key: Key, arguments: dict[str, Any], policy: Policy, tensors: Sequence[torch.Tensor]) -> Plan:
@@ -256,6 +270,7 @@ class Dispatcher:
         policy = current_policy()
         if any(each.is_meta for each in self.tensors(arguments)):
             return shapes_answer(self, arguments, policy)
+        self.cache.misses += 1
         return self.run(self.choose(arguments, policy), arguments)
 
     def run(self, plan: Plan, arguments: dict[str, Any]) -> Any:
@@ -303,7 +318,7 @@ class Dispatcher:
             except CudaGraphUnsafeError as nothing_left:
                 failures.log_failure(plan, error)
                 raise nothing_left from error
-            failures.tell_fallback(plan, another, error)
+            logging_once.tell_fallback(plan, another, error)
             self.engine.health.fell_back(plan.kernel, plan.report.operation)
             try:
                 return self.checked(another, arguments)
@@ -358,15 +373,14 @@ class Dispatcher:
     def _tell(self, plan: Plan, policy: Policy) -> None:
         departed = self.engine.frozen.chose(plan, policy) if self.engine.frozen is not None else None
         if departed is not None:
-            failures.tell_departure(plan, departed)
+            logging_once.tell_departure(plan, departed)
         if policy.log_selections:
             tell_choice(plan)
         if plan.kernel.is_reference and policy.enabled:
             empty = any(0 in tensor.shape for tensor in plan.report.facts.tensors.values())
             if not empty:
-                failures.tell_reference(plan)
-        failures.tell_split(plan)
+                logging_once.tell_reference(plan)
         if plan.adaptations:
-            failures.tell_beyond(plan, policy)
+            logging_once.tell_adaptations(plan, policy)
         if policy.vet_in_background:
             SERVICES.vet_later(legality.awaiting(plan.report.candidates, plan.report.facts), plan.report.facts)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -14,31 +12,21 @@ import torch
 from layerzero.core import indices
 from layerzero.core.arguments import TensorSchema
 from layerzero.core.dtypes import dtype_name
-from layerzero.core.errors import (
-    InvalidCallError,
-    KernelExecutionError,
-    LayerZeroFallbackWarning,
-    LayerZeroPerformanceWarning,
-    LayerZeroWarning,
-    refuse,
-)
+from layerzero.core.errors import InvalidCallError, KernelExecutionError, refuse
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger
 from layerzero.core.operation import Routed
 from layerzero.core.plan import Plan, Report
-from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.core.system import forking, resources
-from layerzero.engine import foreign_errors, headroom, probe
+from layerzero.core.reasons import ReasonCode
+from layerzero.engine import foreign_errors, probe
+from layerzero.engine.events import EVENTS
 from layerzero.engine.first_run import Recent
 from layerzero.engine.health import Health
 from layerzero.engine.policy import Policy
 from layerzero.engine.reference import fake_call
 
 log = logging.getLogger("layerzero")
-
-_told: set[tuple[str, str]] = set()
-_told_lock = forking.lock()
 
 
 class _Engine(Protocol):
@@ -68,10 +56,17 @@ def not_loaded(kernel: Kernel, report: Report, error: Exception, engine: _Engine
     if isinstance(error, (ImportError, OSError)):
         reason = probe.mark_broken(kernel.backend, error)
         log.warning("%s: %s", kernel.id, reason.message)
+        EVENTS.tell("failure", kernel, report.facts, str(reason))
         engine.bump()
     else:
         log.warning("%s did not load for %s: %s: %s", kernel.id, report.operation, type(error).__name__, error)
-        engine.health.failed(kernel, report.operation, error, device=report.facts.device.name)
+        _failed(engine, kernel, report.facts, error)
+
+
+def _failed(engine: _Engine, kernel: Kernel, facts: Facts, error: Exception, **rest: Any) -> None:
+    """Let a kernel rest on this kind of device, and tell those that listen."""
+    engine.health.failed(kernel, facts.operation.name, error, device=facts.device.name, **rest)
+    EVENTS.tell("failure", kernel, facts, f"{type(error).__name__}: {error}")
 
 
 def out_of_memory(error: Exception) -> bool:
@@ -170,7 +165,7 @@ def check_retry(
     lost = _lost_capture(error)
     if lost is not None:
         if lost != _INVALIDATED and not kernel.is_reference:
-            engine.health.failed(kernel, operation, error, device=device)
+            _failed(engine, kernel, plan.report.facts, error)
         why = "the CUDA graph capture is lost, since something in it must not be captured; begin a new one"
         raise KernelExecutionError(kernel.id, operation, why) from error
     sticky = _context_is_dead(error)
@@ -184,17 +179,16 @@ def check_retry(
         log_failure(plan, error)
     if "no kernel image" in str(error):
         hint = f"Install a build of {kernel.source} for {plan.report.facts.device.name}"
-        engine.health.failed(
-            kernel, operation, error, device=device, forever=True, code=ReasonCode.BACKEND_ERROR, hint=hint
-        )
+        _failed(engine, kernel, plan.report.facts, error, forever=True, code=ReasonCode.BACKEND_ERROR, hint=hint)
     else:
-        engine.health.failed(kernel, operation, error, device=device, forever=sticky)
+        _failed(engine, kernel, plan.report.facts, error, forever=sticky)
     if isinstance(error, torch.AcceleratorError):
         engine.health.device_error(kernel.backend, error)
     engine.ledger.record_failure(kernel, plan.report.facts, f"{type(error).__name__}: {error}")
     if sticky:
         suspects = engine.recent.accuse(plan, engine.ledger, error)
-        raise KernelExecutionError(kernel.id, operation, _context_lost(suspects)) from error
+        engine.health.context_lost = _context_lost(suspects)
+        raise KernelExecutionError(kernel.id, operation, engine.health.context_lost) from error
     if mutated:
         why = f"it may have written into {', '.join(mutated)} before it failed"
         raise KernelExecutionError(kernel.id, operation, why) from error
@@ -306,94 +300,3 @@ def alone(plan: Plan, error: BaseException) -> KernelExecutionError:
     locked = plan.report.locked
     why = f"the {locked} allows nothing else" if locked else "no other kernel is legal; lz.explain lists why"
     return KernelExecutionError(plan.kernel.id, plan.report.operation, why)
-
-
-def tell_fallback(plan: Plan, another: Plan, error: Exception) -> None:
-    """Say that a kernel failed and another one ran: the first time by a warning, later in the log."""
-    key = (plan.kernel.id, plan.report.operation)
-    text = (
-        f"{plan.kernel.id} failed in {plan.report.operation} ({type(error).__name__}: {error}); "
-        f"{another.kernel.id} ran in its place. lz.doctor() lists what rests in this process."
-    )
-    if _is_new(key):
-        warnings.warn(text, LayerZeroFallbackWarning, stacklevel=4)
-    else:
-        log.warning("%s", text)
-
-
-def tell_reference(plan: Plan) -> None:
-    """Say once for each operation that the slow reference runs, and what kept the nearest kernel out."""
-    if plan.report.locked or (plan.kernel.id, "reference") in _told:
-        return  # it was requested, or is known
-    nearest = min(plan.report.failures.items(), key=lambda item: _distance(item[1]), default=None)
-    why = f"{nearest[0]}: {nearest[1][0]}" if nearest else "it has no other kernel"
-    _once(
-        (plan.kernel.id, "reference"),
-        f"{plan.report.operation} runs its slow reference because nothing faster is legal ({why}). "
-        "lz.explain lists every reason.",
-    )
-
-
-def tell_departure(plan: Plan, text: str) -> None:
-    """Say once for each kernel and operation that a frozen choice could not be kept."""
-    _once((plan.kernel.id, f"frozen {plan.report.operation}"), f"{text}. lz.frozen() lists it.")
-
-
-def tell_split(plan: Plan) -> None:
-    """Say once for each kernel and operation that a batch runs in chunks."""
-    for adaptation in plan.adaptations:
-        if adaptation.kind == "split":
-            _once(
-                (plan.kernel.id, f"split {plan.report.operation}"),
-                f"{plan.report.operation} has to {adaptation.text} on {plan.kernel.id}: the whole is beyond its launch "
-                "limits and no other kernel is legal. A smaller batch spares the copies.",
-                LayerZeroPerformanceWarning,
-            )
-
-
-def tell_beyond(plan: Plan, policy: Policy) -> None:
-    """Say once for each kernel and operation that a call takes more memory than policy allows, and what that means."""
-    if headroom.BEYOND not in plan.adaptations:
-        return
-    facts = plan.report.facts
-    free = resources.free_bytes(facts.device)
-    there = "" if math.isinf(free) else f" {_mib(free)} are free."
-    _once(
-        (plan.kernel.id, f"beyond {plan.report.operation}"),
-        f"{plan.report.operation} runs {plan.kernel.id}, which takes {_mib(plan.kernel.workspace_for(facts))} besides "
-        f"its results; {headroom.SETTING} allows {policy.memory_headroom_mb} MiB.{there} Every other kernel that "
-        f"may run takes as much or more. A smaller batch takes less; a larger {headroom.SETTING} ends this warning.",
-        LayerZeroPerformanceWarning,
-    )
-
-
-def _mib(count: float) -> str:
-    return f"{count / 2**20:.0f} MiB"
-
-
-def _distance(reasons: tuple[Reason, ...]) -> tuple[bool, bool, int]:
-    """How far a kernel is from being legal: what is not here at all is farthest, what lacks memory alone nearest."""
-    codes = {reason.code for reason in reasons}
-    absent = {ReasonCode.NOT_INSTALLED, ReasonCode.PLATFORM_MISMATCH, ReasonCode.VERSION_UNSUPPORTED}
-    return bool(absent & codes), codes != {ReasonCode.MEMORY_HEADROOM_EXCEEDED}, len(reasons)
-
-
-def _once(key: tuple[str, str], message: str, kind: type[LayerZeroWarning] = LayerZeroFallbackWarning) -> None:
-    if not _is_new(key):
-        return
-    log.warning("%s", message)
-    warnings.warn(message, kind, stacklevel=5)
-
-
-def _is_new(key: tuple[str, str]) -> bool:
-    """Whether this was not reported before; from now on it was."""
-    with _told_lock:
-        new = key not in _told
-        _told.add(key)
-    return new
-
-
-def forget_told() -> None:
-    """Say everything again (for tests)."""
-    with _told_lock:
-        _told.clear()

@@ -67,6 +67,9 @@ class Health:
     has come the epoch is bumped by a timer, since hits read no clock; the kernel is then a candidate again (half open),
     and the next failure rests it twice as long. A breaker says nothing about another operation or kind of device. Only
     a library that repeats errors of the device is disabled as a whole.
+
+    Attributes:
+        context_lost: what an error of the device that stays means for this process; empty where there was none.
     """
 
     def __init__(self, on_change: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
@@ -78,6 +81,7 @@ class Health:
         self._counts: dict[tuple[str, str], Counts] = {}
         self._device_errors: dict[str, int] = {}
         self._disabled: dict[str, str] = {}
+        self.context_lost = ""
 
     def any_rests(self) -> bool:
         """Whether there is anything to ask; a miss asks this once for all kernels."""
@@ -222,4 +226,5 @@ class Health:
             self._counts.clear()
             self._device_errors.clear()
             self._disabled.clear()
+            self.context_lost = ""
         self._on_change()

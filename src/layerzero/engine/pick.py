@@ -206,3 +206,26 @@ def tell_choice(plan: Plan) -> None:
         log.info("%s", text)
     else:
         sys.stderr.write(f"layerzero: {text}\n")
+
+
+SHAPES_ONLY = "shapes only: judged as on "
+"""How the note begins of a call that nothing ran: its tensors have no memory."""
+
+
+def why(report: Report) -> str:
+    """Why the kernel of a report was chosen, in a few words."""
+    chosen = report.chosen
+    assert chosen is not None
+    notes = "".join(f"; {note}" for note in report.notes if note.startswith(("frozen", SHAPES_ONLY)))
+    if report.locked:
+        return report.locked
+    if chosen.kernel.is_reference:
+        refused = [f"{each.kernel.id}: {each.reasons[0]}" for each in report.candidates if each.reasons]
+        more = f"; and {len(refused) - 1} more" if len(refused) > 1 else ""
+        return f"no kernel may run it ({refused[0]}{more})" if refused else "there is no kernel of it"
+    if chosen.time_us is None and chosen.kernel.is_stock(report.facts):
+        return f"what torch runs itself; not measured{notes}"
+    if chosen.time_us is None:
+        return f"{', '.join(f'{term.name} {term.points:+.0f}' for term in chosen.terms)}; not measured{notes}"
+    assert chosen.evidence is not None
+    return f"{chosen.evidence.told}{notes}"

@@ -8,6 +8,7 @@ facts. A limit on a size therefore holds for every call of the bucket.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -18,9 +19,10 @@ from layerzero.core.operation import Routed
 from layerzero.core.plain import PlainFunction
 from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.core.system import forking
-from layerzero.engine import failures, legality, probe
+from layerzero.engine import failures, legality, logging_once, probe
 from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import ENGINE, Engine
+from layerzero.engine.events import EVENTS
 from layerzero.engine.pick import require, tell_choice
 from layerzero.engine.policy import Policy
 from layerzero.engine.probe import Machine
@@ -63,7 +65,7 @@ class PlainDispatcher:
 
     def choose(self, facts: Facts, policy: Policy, failed: Collection[str] = ()) -> Plan:
         """Choose a kernel and load it. Raises: NoKernelFoundError where nothing legal is left."""
-        failed = set(failed)
+        failed, began_ns = set(failed), time.perf_counter_ns()
         while True:
             report, _ = self.explain(facts, policy, failed=failed)
             if self.engine.frozen is not None:
@@ -78,9 +80,10 @@ class PlainDispatcher:
             plan = Plan(chosen.kernel, report, "kernel(items)", _nothing, run, proved=True, direct=run)
             departed = self.engine.frozen.chose(plan, policy) if self.engine.frozen is not None else None
             if departed is not None:
-                failures.tell_departure(plan, departed)
+                logging_once.tell_departure(plan, departed)
             if policy.log_selections:
                 tell_choice(plan)
+            EVENTS.selected(plan, began_ns)
             return plan
 
     def first(self, plan: Plan, items: Any) -> Any:
@@ -102,7 +105,7 @@ class PlainDispatcher:
                 another = self.choose(plan.report.facts, policy, failed={each.id for each in tried})
             except NoKernelFoundError:
                 raise failures.alone(plan, error) from error
-            failures.tell_fallback(plan, another, _plain_error(error))
+            logging_once.tell_fallback(plan, another, _plain_error(error))
             self.engine.health.fell_back(plan.kernel, plan.report.operation)
             tried.append(another.kernel)
             try:
@@ -134,10 +137,15 @@ def _plain_error(error: BaseException) -> Exception:
 
 
 class PlainWays:
-    """What was chosen for a function, by the keys that it makes (:class:`layerzero.core.plain.Ways`)."""
+    """What was chosen for a function, by the keys that it makes (:class:`layerzero.core.plain.Ways`).
+
+    Attributes:
+        misses: calls that were chosen for.
+    """
 
     def __init__(self, dispatcher: PlainDispatcher) -> None:
         self.dispatcher = dispatcher
+        self.misses = 0
         self._lock = forking.lock()
         self._policy: Policy | None = None
         self._base: Table = {}
@@ -194,6 +202,7 @@ class PlainWays:
         operation = self._operation(arguments)
         facts = plain_facts(Routed(operation, arguments))
         policy = current_policy()
+        self.misses += 1
         plan = dispatcher.choose(facts, policy)
         try:
             result = dispatcher.first(plan, arguments["items"])

@@ -25,6 +25,7 @@ from layerzero.core.operation import Routed
 from layerzero.core.plan import Plan, Report
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine.legality import policy_reasons
+from layerzero.engine.pick import SHAPES_ONLY
 from layerzero.engine.policy import Policy, names_kernel
 from layerzero.engine.probe import Machine
 from layerzero.engine.reference import fake_call, reference_call
@@ -151,8 +152,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("layerzero")
 
-NOTE = "shapes only: judged as on "
-
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
@@ -242,7 +241,7 @@ def _shapes_plan(
         log.warning("%s on tensors without memory: no kernel is legal on %s", report.operation, device.name)
         return None
     if elsewhere is None:
-        report = msgspec.structs.replace(report, notes=(*report.notes, NOTE + device.name))
+        report = msgspec.structs.replace(report, notes=(*report.notes, SHAPES_ONLY + device.name))
     return Plan(chosen.kernel, report, "", _nothing, _nothing, chosen.adaptations)
 
 

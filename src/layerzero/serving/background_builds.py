@@ -25,6 +25,7 @@ from layerzero.core.system import forking
 from layerzero.core.system.threads import started
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.events import EVENTS
 from layerzero.engine.jit import BuildIdentity, BuildOutcome, build_of
 from layerzero.engine.policy import Policy
 from layerzero.serving.own_builds import Chosen
@@ -303,6 +304,7 @@ class Builds:
             return True
         if outcome.log:
             failed = self.failures.add(each.kernel, each.facts, outcome.log, lasting=outcome.lasting)
+            EVENTS.built(each.kernel, each.facts, seconds, failed.gist)
             self.failed.append(failed)
             if outcome.lacks:
                 self._tell_lacking(each.kernel, outcome)
@@ -311,6 +313,7 @@ class Builds:
             log.warning("%s\nit is not tried again %s; `lz.warmup` tries again", failed, until)
             return False
         self.failures.forget(each.kernel, each.facts)
+        EVENTS.built(each.kernel, each.facts, seconds)
         self.built.append((each.kernel.id, each.report.operation, seconds))
         log.info("built in the background: %s for %s in %.1f s", each.kernel.id, each.report.operation, seconds)
         ENGINE.new_winner()

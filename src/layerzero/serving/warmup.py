@@ -23,6 +23,7 @@ from layerzero.core.recipe import CallRecipe
 from layerzero.engine import legality, plan_source
 from layerzero.engine.config import CONFIGURATION, SCOPES, current_policy
 from layerzero.engine.dispatch import ENGINE, Dispatcher
+from layerzero.engine.events import EVENTS
 from layerzero.engine.first_run import first_run
 from layerzero.engine.frozen_choices import class_name
 from layerzero.engine.functions import CALLS
@@ -306,7 +307,9 @@ def _warm(job: Job, warmed: Warmed, dispatcher: Dispatcher, bound: dict[str, Any
                 BUILDS.note(kernel, report.facts, outcome)
                 warmed.failed(kernel, report.facts, outcome)
                 log.warning("warmup: %s did not build for %s: %s", kernel.id, operation.name, error)
-            warmed.append(Artefact(kernel.id, operation.name, time.perf_counter() - started, error))
+            seconds = time.perf_counter() - started
+            EVENTS.built(kernel, report.facts, seconds, error)
+            warmed.append(Artefact(kernel.id, operation.name, seconds, error))
 
 
 def _remember(function: str, facts: Facts) -> None:

@@ -220,6 +220,12 @@ class TimeStore:
         """Whether no time was written yet, here or anywhere."""
         return self.spool.database.is_absent()
 
+    def written_at_unix_s(self) -> float | None:
+        """When the file of times was last written, in seconds since 1970; None where there is none."""
+        path = self.database.path
+        found = [] if path is None else [path, path.with_name(f"{path.name}-wal")]
+        return max((each.stat().st_mtime for each in found if each.is_file() and each.stat().st_size), default=None)
+
     def look(self) -> None:
         """Write and merge what waits; for a thread that looks once in a while."""
         self._spool.refresh()

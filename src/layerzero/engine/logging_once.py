@@ -1,0 +1,110 @@
+"""What a call tells once: a fallback, a slow reference, a departure, a split, memory beyond what policy allows."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+
+from layerzero.core.errors import LayerZeroFallbackWarning, LayerZeroPerformanceWarning, LayerZeroWarning
+from layerzero.core.plan import Plan
+from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.core.system import forking, resources
+from layerzero.engine import headroom
+from layerzero.engine.events import EVENTS
+from layerzero.engine.policy import Policy
+
+log = logging.getLogger("layerzero")
+
+_told: set[tuple[str, str]] = set()
+_told_lock = forking.lock()
+
+
+def tell_fallback(plan: Plan, another: Plan, error: Exception) -> None:
+    """Say that a kernel failed and another one ran: the first time by a warning, later in the log."""
+    said = f"{type(error).__name__}: {error}"
+    EVENTS.tell("fallback", plan.kernel, plan.report.facts, said, instead=another.kernel.id)
+    key = (plan.kernel.id, plan.report.operation)
+    text = (
+        f"{plan.kernel.id} failed in {plan.report.operation} ({said}); "
+        f"{another.kernel.id} ran in its place. lz.doctor() lists what rests in this process."
+    )
+    if _is_new(key):
+        warnings.warn(text, LayerZeroFallbackWarning, stacklevel=4)
+    else:
+        log.warning("%s", text)
+
+
+def tell_reference(plan: Plan) -> None:
+    """Say once for each operation that the slow reference runs, and what kept the nearest kernel out."""
+    if plan.report.locked or (plan.kernel.id, "reference") in _told:
+        return  # it was requested, or is known
+    nearest = min(plan.report.failures.items(), key=lambda item: _distance(item[1]), default=None)
+    why = f"{nearest[0]}: {nearest[1][0]}" if nearest else "it has no other kernel"
+    _once(
+        (plan.kernel.id, "reference"),
+        f"{plan.report.operation} runs its slow reference because nothing faster is legal ({why}). "
+        "lz.explain lists every reason.",
+    )
+
+
+def tell_departure(plan: Plan, text: str) -> None:
+    """Say once for each kernel and operation that a frozen choice could not be kept."""
+    EVENTS.tell("departure", plan.kernel, plan.report.facts, reason=text)
+    _once((plan.kernel.id, f"frozen {plan.report.operation}"), f"{text}. lz.frozen() lists it.")
+
+
+def tell_adaptations(plan: Plan, policy: Policy) -> None:
+    """Say once for each kernel and operation that a batch runs in chunks, or takes more memory than policy allows."""
+    operation, facts = plan.report.operation, plan.report.facts
+    for adaptation in plan.adaptations:
+        if adaptation.kind == "split":
+            _once(
+                (plan.kernel.id, f"split {operation}"),
+                f"{operation} has to {adaptation.text} on {plan.kernel.id}: the whole is beyond its launch "
+                "limits and no other kernel is legal. A smaller batch spares the copies.",
+                LayerZeroPerformanceWarning,
+            )
+        elif adaptation == headroom.BEYOND:
+            free = resources.free_bytes(facts.device)
+            there = "" if math.isinf(free) else f" {_mib(free)} are free."
+            _once(
+                (plan.kernel.id, f"beyond {operation}"),
+                f"{operation} runs {plan.kernel.id}, which takes {_mib(plan.kernel.workspace_for(facts))} besides "
+                f"its results; {headroom.SETTING} allows {policy.memory_headroom_mb} MiB.{there} Every other kernel "
+                f"that may run takes as much or more. A smaller batch takes less; a larger {headroom.SETTING} ends "
+                "this warning.",
+                LayerZeroPerformanceWarning,
+            )
+
+
+def _mib(count: float) -> str:
+    return f"{count / 2**20:.0f} MiB"
+
+
+def _distance(reasons: tuple[Reason, ...]) -> tuple[bool, bool, int]:
+    """How far a kernel is from being legal: what is not here at all is farthest, what lacks memory alone nearest."""
+    codes = {reason.code for reason in reasons}
+    absent = {ReasonCode.NOT_INSTALLED, ReasonCode.PLATFORM_MISMATCH, ReasonCode.VERSION_UNSUPPORTED}
+    return bool(absent & codes), codes != {ReasonCode.MEMORY_HEADROOM_EXCEEDED}, len(reasons)
+
+
+def _once(key: tuple[str, str], message: str, kind: type[LayerZeroWarning] = LayerZeroFallbackWarning) -> None:
+    if not _is_new(key):
+        return
+    log.warning("%s", message)
+    warnings.warn(message, kind, stacklevel=5)
+
+
+def _is_new(key: tuple[str, str]) -> bool:
+    """Whether this was not reported before; from now on it was."""
+    with _told_lock:
+        new = key not in _told
+        _told.add(key)
+    return new
+
+
+def forget_told() -> None:
+    """Say everything again (for tests)."""
+    with _told_lock:
+        _told.clear()

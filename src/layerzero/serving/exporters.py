@@ -1,0 +1,165 @@
+"""What carries ``lz.metrics`` and events out of the process: Prometheus, OpenTelemetry, JSON lines of ``logging``.
+
+Prometheus and OpenTelemetry read the counters when they collect; nothing is added to them during calls. Spans and
+lines are made on the thread of a listener (:mod:`layerzero.engine.events`): an exporter that hangs stops itself alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from layerzero.engine.events import Event, Listener, on_event
+from layerzero.serving.metrics import SERIES, Series, metrics
+
+if TYPE_CHECKING:
+    from prometheus_client.registry import CollectorRegistry
+
+
+def _library(name: str, extra: str) -> Any:
+    """An optional library. Raises: ModuleNotFoundError that names the extra which brings it."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"wanted {name}, got {error}; `pip install 'layerzero[{extra}]'` brings it", name=error.name
+        ) from error
+
+
+# Prometheus
+
+
+class PrometheusCollector:
+    """The numbers of ``lz.metrics`` as prometheus-client collects them, read when they are scraped."""
+
+    def collect(self) -> Iterator[Any]:
+        """Every series, with its labels and values."""
+        core = _library("prometheus_client.core", "prometheus")
+        found = metrics()
+        for each in SERIES:
+            kind = core.CounterMetricFamily if each.grows else core.GaugeMetricFamily
+            rows = list(each.rows(found))
+            family = kind(each.name, each.help, labels=list(rows[0][0]) if rows else [])
+            for labels, value in rows:
+                family.add_metric(list(labels.values()), value)
+            yield family
+
+    def describe(self) -> Iterable[Any]:
+        """Nothing: registering does not scrape."""
+        return []
+
+
+def register_with_prometheus(registry: CollectorRegistry | None = None) -> PrometheusCollector:
+    """Add the numbers of ``lz.metrics`` to a registry of prometheus-client; its default one if None.
+
+    Returns: the collector, for ``registry.unregister``.
+    Raises: ModuleNotFoundError without prometheus-client.
+    """
+    collector = PrometheusCollector()
+    (registry or _library("prometheus_client", "prometheus").REGISTRY).register(collector)
+    return collector
+
+
+def prometheus_text() -> bytes:
+    """The numbers of ``lz.metrics`` as text that Prometheus scrapes. Raises: ModuleNotFoundError, see above."""
+    client = _library("prometheus_client", "prometheus")
+    registry = client.CollectorRegistry()
+    registry.register(PrometheusCollector())
+    return bytes(client.generate_latest(registry))
+
+
+# OpenTelemetry
+
+
+def register_with_opentelemetry(*, tracer_provider: Any = None, meter_provider: Any = None) -> Listener:
+    """Give OpenTelemetry a span for each event, and the numbers of ``lz.metrics``, through its API alone.
+
+    A span is named ``layerzero.KIND``, begins and ends when the choice or the build did, and is a child of the span
+    that the call was made in. Its attributes are ``layerzero.kernel``, ``.operation``, ``.call_class``, ``.reason``,
+    ``.instead`` and ``.took_us``. Without a provider, nothing is made.
+
+    Args:
+        tracer_provider, meter_provider: those that the program set globally if None.
+    Returns: the listener, whose ``close`` ends the spans; instruments stay as long as their provider.
+    Raises: ModuleNotFoundError without opentelemetry-api.
+    """
+    from layerzero import __version__
+
+    trace = _library("opentelemetry.trace", "otel")
+    api = _library("opentelemetry.metrics", "otel")
+    tracer = trace.get_tracer("layerzero", __version__, tracer_provider)
+    meter = api.get_meter("layerzero", __version__, meter_provider)
+    for each in SERIES:
+        name = each.name.removesuffix("_total").replace("_", ".", 1)
+        make = meter.create_observable_counter if each.grows else meter.create_observable_gauge
+        make(name, callbacks=[_observed(each, api.Observation)], unit=each.unit, description=each.help)
+    durations = meter.create_histogram("layerzero.selection.duration", "s", "Time that a choice took.")
+
+    def span_of(event: Event) -> None:
+        about = {"layerzero.kernel": event.kernel, "layerzero.operation": event.operation}
+        took_ns = int((event.took_us or 0.0) * 1000)
+        if event.kind == "selection":
+            durations.record(took_ns / 1e9, about)
+        span = tracer.start_span(f"layerzero.{event.kind}", start_time=event.at_ns - took_ns)
+        if span.is_recording():
+            given = {f"layerzero.{name}": value for name, value in event.to_dict().items() if name != "at_ns"}
+            span.set_attributes(given)
+            if event.kind == "failure" or (event.kind == "build" and event.reason):
+                span.set_status(trace.StatusCode.ERROR, event.reason)
+        span.end(event.at_ns)
+
+    return on_event(span_of)
+
+
+def _observed(series: Series, observation: Callable[..., Any]) -> Callable[[Any], list[Any]]:
+    """What an instrument asks when it is collected."""
+    return lambda _: [observation(value, labels) for labels, value in series.rows(metrics())]
+
+
+# JSON lines
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line for any record of ``logging``; a record of an event has the event's fields as well.
+
+    Fields: ``time`` (UTC), ``level``, ``logger``, ``message``, of an event those of :class:`layerzero.Event`, and
+    ``exception`` where there was one.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record in one line."""
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "layerzero", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line, enc_hook=str).decode()
+
+
+def register_with_logging(logger: str = "layerzero.events") -> Listener:
+    """Log every event at INFO, on a thread of its own; :class:`JsonFormatter` writes all of its fields.
+
+        handler = logging.StreamHandler(); handler.setFormatter(lz.JsonFormatter())
+        events = logging.getLogger("layerzero.events"); events.addHandler(handler); events.setLevel(logging.INFO)
+        lz.register_with_logging()
+
+    Returns: the listener, whose ``close`` ends it.
+    """
+    log = logging.getLogger(logger)
+
+    def line_of(event: Event) -> None:
+        instead = f"; {event.instead} ran in its place" if event.instead else ""
+        text = f"{event.kind} of {event.kernel} for {event.call_class}"
+        text += f": {event.reason}" if event.reason else ""
+        log.info("%s%s", text, instead, extra={"layerzero": event.to_dict()})
+
+    return on_event(line_of)
