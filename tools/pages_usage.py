@@ -62,6 +62,10 @@ _ELSEWHERE = {
         "whether plans are found in C, where that was built; `dlpack`: and tensors read by DLPack alone; read once",
         "`0`",
     ),
+    "LAYERZERO_VLLM_OPERATORS": (
+        "layers of vLLM that LayerZero computes in each of its processes: all, or vLLM's names of operators",
+        "`rms_norm,rotary_embedding`",
+    ),
 }
 
 

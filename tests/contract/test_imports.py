@@ -173,7 +173,11 @@ def test_rooms_import_leftwards(house):
             assert not [name for name in names if ".".join(name.split(".")[: inside.count(".") + 1]) in right], module
 
 
-OF_FRAMEWORKS = {"integrations/sglang.py": {"sglang"}, "integrations/vllm.py": {"vllm"}}
+OF_FRAMEWORKS = {
+    "integrations/sglang.py": {"sglang"},
+    "integrations/vllm.py": {"vllm"},
+    "integrations/vllm_operators.py": {"vllm"},
+}
 """Classes that a framework's registry imports by their names derive from its own: nobody else imports these files."""
 
 

@@ -228,6 +228,13 @@ ALLOWED: dict[str, dict[str, str]] = {
         ),
         "Transformers' interface for experts, and what is called in its place",
     ),
+    "integrations/vllm_operators.py": dict.fromkeys(
+        (
+            *("add_residual_rms_norm_", "approximate", "gelu_mul", "interleaved", "positions", "residual", "rms_norm"),
+            *("rope_", "silu_mul"),
+        ),
+        "vLLM's layers, and what is called in their place",
+    ),
     "integrations/vllm.py": dict.fromkeys(
         (
             *("alibi_slopes", "append_paged_kv_", "append_quantized_kv_", "attention", "causal", "destination"),

@@ -38,6 +38,12 @@ def implementations(worker: Any) -> list[str]:
     return sorted({type(each.impl).__name__ for each in layers if hasattr(each, "impl")})
 
 
+def replaced(worker: Any) -> list[str]:
+    """Layers of the model that LayerZero computes, by the names of their classes."""
+    module = "layerzero.integrations.vllm_operators"
+    return sorted({type(each).__name__ for each in worker.get_model().modules() if type(each).__module__ == module})
+
+
 def served(root: str, kind: str, backend: str, options: dict[str, Any]) -> dict[str, Any]:
     """Tokens of two turns, the second of which finds prefixes; of an encoder its embeddings."""
     import vllm
@@ -47,7 +53,7 @@ def served(root: str, kind: str, backend: str, options: dict[str, Any]) -> dict[
     more = pooling if encodes else {}
     engine = vllm.LLM(model=str(Path(root) / kind), **OPTIONS | more | BACKENDS[backend] | options)
     try:
-        said = {"layers": engine.collective_rpc(implementations)}
+        said = {name: engine.collective_rpc(ask) for name, ask in (("layers", implementations), ("replaced", replaced))}
         if encodes:
             found = engine.embed(prompts(0), use_tqdm=False)
             return said | {"result": [list(each.outputs.embedding) for each in found]}

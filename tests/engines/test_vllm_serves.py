@@ -107,6 +107,40 @@ def test_processes_that_vllm_starts_know_the_backend(root, options):
     assert ours == own
 
 
+OPERATORS = "LAYERZERO_VLLM_OPERATORS"
+REPLACED = {
+    "Llama": {"RMSNorm", "SiluAndMul", "RotaryEmbedding"},
+    "Gemma2": {"GemmaRMSNorm", "GeluAndMul", "RotaryEmbedding"},
+    "Qwen3": {"RMSNorm", "SiluAndMul", "RotaryEmbedding"},
+    "GptOss": {"RMSNorm", "YaRNScalingRotaryEmbedding"},
+}
+"""Layers besides attention that LayerZero computes, of kinds that have them."""
+
+
+@pytest.fixture(scope="module")
+def with_operators(root):
+    return serve(root, [*REPLACED], backends=["layerzero"], environment={OPERATORS: "all"})
+
+
+@pytest.mark.parametrize("kind", REPLACED)
+def test_norms_activations_and_rotations_write_the_same_tokens(decoders, with_operators, kind):
+    ours = with_operators[f"{kind} layerzero"]
+    assert [set(each) for each in ours["replaced"]] == [REPLACED[kind]]
+    assert ours["result"] == decoders[f"{kind} own"]["result"]
+
+
+def test_operators_are_replaced_one_by_one_in_every_process(root):
+    found = serve(root, ["Llama"], backends=["own"], processes=True, environment={OPERATORS: "rms_norm"})
+    assert found["Llama own"]["replaced"] == [["RMSNorm"]]
+
+
+def test_an_operator_that_vllm_has_not_is_told_and_vllm_serves(root):
+    found = serve(root, ["Llama"], backends=["own"], environment={OPERATORS: "rms_norms"})["Llama own"]
+    assert found["replaced"] == [[]]
+    assert found["result"]
+    assert any("wanted all, or some of rms_norm" in text for text in found["log"])
+
+
 def test_what_layerzero_has_no_argument_for_is_refused_when_the_engine_is_made(root):
     found = serve(root, ["Llama"], backends=["layerzero"], options={"kv_cache_dtype": "int8_per_token_head"})
     assert "kv_cache_dtype" in found["Llama layerzero"]["error"]

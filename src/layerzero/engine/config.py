@@ -20,8 +20,9 @@ from layerzero.engine.settings import ALIASES, ENVIRONMENT, PREFIX, SETTINGS, ch
 _FLAGS = {"DISABLED": ("enabled", False), "VERBOSE": ("log_selections", True)}
 _LISTS = {"PREFER": "prefer_sources", "AVOID": "avoid_sources", "ALLOW": "allow", "DENY": "deny"}
 _PATHS = {"DESCRIPTORS": "descriptors"}
-_ELSEWHERE = frozenset({"CACHE_DIR", "CONFIG", "NATIVE"})
-"""Variables with a meaning of their own: where files are kept, the configuration file, whether C finds plans."""
+_ELSEWHERE = frozenset({"CACHE_DIR", "CONFIG", "NATIVE", "VLLM_OPERATORS"})
+"""Variables with a meaning of their own: where files are kept, the configuration file, whether C finds plans, and which
+layers of vLLM are replaced before LayerZero is imported there."""
 
 _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off", ""})
 
