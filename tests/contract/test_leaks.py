@@ -231,7 +231,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "integrations/vllm_operators.py": dict.fromkeys(
         (
             *("add_residual_rms_norm_", "approximate", "gelu_mul", "interleaved", "positions", "residual", "rms_norm"),
-            *("rope_", "silu_mul"),
+            *("activation", "query", "rope_", "silu_mul"),
         ),
         "vLLM's layers, and what is called in their place",
     ),
