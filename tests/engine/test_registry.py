@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import layerzero as lz
+from layerzero.core import limits as limit
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.engine.settings import nearest
 from layerzero.ops import FUNCTIONS
@@ -84,6 +87,15 @@ def test_a_backend_sets_flags_for_all_of_its_kernels_but_those_that_say_no():
     assert (other.deterministic, other.jit, other.grad) == (False, True, True)
     with pytest.raises(lz.RegistrationError, match=r"x: flags: wanted names among .*grad.*, got \['priority'\]"):
         Backend(name="x", summary="", flags=("priority",))
+
+
+def test_a_backend_bounds_the_capability_of_all_of_its_kernels_but_those_that_bound_it_themselves():
+    backend = Backend(name="x", summary="", platforms=("cuda",), least_sm=(8, 0))
+    plain = declare(backend=backend, limits=(limit.dtype("float16"),))
+    assert plain.limits == (limit.arch(min=(8, 0)), limit.dtype("float16"))
+    assert replace(plain, priority=7).limits == plain.limits
+    own = (limit.arch(min=(9, 0), max=(9, 9)),)
+    assert declare(backend=backend, limits=own).limits == own
 
 
 def test_the_name_of_a_function_stands_for_all_of_its_operations():

@@ -82,7 +82,6 @@ KERNELS = (
         layout="BSHD",
         accepts=("causal", "scale", "window", "return_lse"),
         limits=(
-            limit.platform("rocm"),
             limit.Custom("gfx942 or gfx950", _instinct),
             limit.dtype("float16", "bfloat16"),
             limit.dim("head_dim", max=256, multiple=8),

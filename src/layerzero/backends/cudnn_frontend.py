@@ -38,6 +38,7 @@ CUDNN = Backend(
     tested=("1.32.0",),
     requires=("cuda>=12.0",),
     platforms=("cuda",),
+    least_sm=(8, 0),
     install="pip install nvidia-cudnn-frontend",
     homepage="https://github.com/NVIDIA/cudnn-frontend",
 )
@@ -228,8 +229,6 @@ KERNELS = (
         layout="BHSD",
         accepts=("causal", "scale", "window", "return_lse"),
         limits=(
-            limit.platform("cuda"),
-            limit.arch(min=(8, 0)),
             limit.dtype("float16", "bfloat16"),
             limit.dim("head_dim", max=256, multiple=8),
             limit.dim("value_dim", max=256, multiple=8),

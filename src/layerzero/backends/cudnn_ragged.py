@@ -167,8 +167,6 @@ KERNELS = (
         load=_load,
         accepts=("causal", "scale", "max_seqlen_q", "max_seqlen_k", "step"),
         limits=(
-            limit.platform("cuda"),
-            limit.arch(min=(8, 0)),
             limit.dtype("float16", "bfloat16"),
             limit.dim("head_dim", max=128, multiple=8),
             limit.equal("value_dim", "head_dim"),

@@ -58,7 +58,6 @@ KERNELS = (
         accepts=("causal", "scale", "attn_mask"),
         folds=("causal", "attn_mask", "window", "alibi_slopes", "kv_lens"),
         limits=(
-            limit.platform("hpu"),
             limit.dtype("float32", "bfloat16"),
             SquareCausal(),
             limit.one_of("attn_mask", "none", "float", foldable=True),

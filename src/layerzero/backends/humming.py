@@ -47,6 +47,7 @@ HUMMING = Backend(
     tested=("0.1.19",),
     requires=("torch>=2.11",),
     platforms=("cuda",),
+    least_sm=(8, 0),
     install="pip install humming-kernels==0.1.19",
     homepage="https://github.com/vllm-project/humming",
     flags=("graph_safe", "jit"),
@@ -154,7 +155,6 @@ def _parts(facts: Facts) -> tuple[Pack, Product]:
 
 
 _LIMITS = (
-    limit.arch(min=(8, 0)),
     limit.dtype("float16", "bfloat16"),
     limit.dim("in_features", multiple=128),
     limit.dim("out_features", multiple=128),  # its tables for Hopper begin there (tune/sm90_policies.py)

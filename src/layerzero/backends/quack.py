@@ -36,6 +36,7 @@ QUACK = Backend(
     tested=("0.6.5",),
     requires=("nvidia-cutlass-dsl>=4.7", "cuda>=12.3"),
     platforms=("cuda",),
+    least_sm=(9, 0),
     install="pip install quack-kernels==0.6.5",
     homepage="https://github.com/Dao-AILab/quack",
     flags=("deterministic", "graph_safe", "jit"),
@@ -128,8 +129,6 @@ def _load_layer_norm(facts: Facts) -> Callable[..., Any]:
 
 _TENSORS = ("input", "residual", "weight", "bias")
 _LIMITS = (
-    limit.platform("cuda"),
-    limit.arch(min=(9, 0)),
     limit.dtype("float32", "float16", "bfloat16"),
     limit.contiguous(*_TENSORS),
     RowsAligned(_TENSORS),

@@ -102,7 +102,6 @@ KERNELS = (
         accepts=("causal", "scale", "attn_mask"),
         folds=("causal", "attn_mask", "window", "kv_lens"),  # a mask in 16 bits is too coarse for ALiBi
         limits=(
-            limit.platform("cuda", "rocm"),
             limit.arch(min=(7, 5), max=(9, 9)),  # its kernel for sm_10 has neither float32 nor a bias
             limit.dtype("float32", "float16", "bfloat16"),
             limit.dim("head_dim", max=256, multiple=8),

@@ -19,6 +19,7 @@ from layerzero.core.dtypes import dtype_named
 from layerzero.core.errors import RegistrationError
 from layerzero.core.facts import Facts
 from layerzero.core.limit import Limit
+from layerzero.core.limit_kinds import Arch
 from layerzero.core.operation import Operation, Tolerance
 
 _ID = re.compile(r"[^\s,=*?\[\]]{1,200}")
@@ -108,7 +109,8 @@ class Backend:
         requires: further demands on the environment: ``torch>=2.10``, ``cuda>=12.3``.
         releases: newest first, where versions differ in what they were built for: the one that an installed version
             belongs to must fit, and the one that fits is what there is to install.
-        platforms: platforms that any of its kernels runs on.
+        platforms: platforms that any of its kernels runs on; the others get none of them.
+        least_sm: the compute capability from which its kernels run, but for those that bound it themselves.
         install: the command that installs it.
         homepage: where the library lives.
         origin: ``builtin``, ``entry_point``, or, where a program itself registers it, ``code`` or ``decorator``.
@@ -126,6 +128,7 @@ class Backend:
     requires: tuple[str, ...] = ()
     releases: tuple[Release, ...] = ()
     platforms: tuple[str, ...] = ("cpu",)
+    least_sm: tuple[int, int] | None = None
     install: str = ""
     homepage: str = ""
     origin: str = "builtin"
@@ -168,9 +171,7 @@ class Backend:
     @property
     def distributions(self) -> tuple[str, ...]:
         """Package names to look for, in order."""
-        if isinstance(self.distribution, tuple):
-            return self.distribution
-        return (self.distribution,)
+        return self.distribution if isinstance(self.distribution, tuple) else (self.distribution,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,13 +301,13 @@ class Kernel:
         for name in FLAGS:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, name in self.backend.flags)
+        if self.backend.least_sm and not any(isinstance(each, Arch) for each in self.limits):
+            object.__setattr__(self, "limits", (Arch(self.backend.least_sm), *self.limits))
         object.__setattr__(self, "renames", MappingProxyType(dict(self.renames)))
         object.__setattr__(self, "tolerance", MappingProxyType(dict(self.tolerance)))
         if bool(self.tolerance) != bool(self.tolerance_reason.strip()):
-            raise RegistrationError(
-                f"{self.id}: tolerance and tolerance_reason belong together, got {dict(self.tolerance)} and "
-                f"{self.tolerance_reason!r}"
-            )
+            got = f"{dict(self.tolerance)} and {self.tolerance_reason!r}"
+            raise RegistrationError(f"{self.id}: tolerance and tolerance_reason belong together, got {got}")
         for name in self.tolerance:
             dtype_named(name)  # a misspelt dtype would widen nothing, in silence
         object.__setattr__(self, "priority_since", MappingProxyType(dict(sorted(self.priority_since.items()))))
@@ -322,8 +323,8 @@ class Kernel:
             if not name.isidentifier() or keyword.iskeyword(name):  # it becomes a word of the plan's text
                 raise RegistrationError(f"{self.id}: renames: wanted the name of an argument, got {name!r}")
         if (self.build_key or self.prebuilt or self.cache_folder) and not self.jit:
-            told = "build_key, prebuilt and cache_folder"
-            raise RegistrationError(f"{self.id}: {told} speak of what compiles, and it does not (jit)")
+            told = "build_key, prebuilt and cache_folder speak of what compiles, and it does not (jit)"
+            raise RegistrationError(f"{self.id}: {told}")
 
     @classmethod
     def of_expression(cls, *operations: Operation, **fields: Any) -> Kernel:

@@ -218,7 +218,6 @@ KERNELS = (
         layout="BSHD",
         accepts=("causal", "scale", "window", "softcap", "return_lse"),
         limits=(
-            limit.platform("cuda"),
             limit.arch(min=(9, 0), max=(9, 9)),
             limit.instruction("wgmma"),
             *_SHAPES,

@@ -206,7 +206,6 @@ def _kernel(kernel_id: str, aliases: tuple[str, ...], priority: int, *limits: Li
         layout="BSHD",
         accepts=("causal", "scale", "window", "softcap", "sinks", "return_lse"),
         limits=(
-            limit.platform("cuda"),
             *limits,
             limit.dtype("float16", "bfloat16"),
             limit.dim("head_dim", min=8, max=256, multiple=8),

@@ -42,6 +42,7 @@ FLASHINFER = Backend(
     tested=("0.7.2.post1",),
     requires=("cuda>=12.0",),
     platforms=("cuda",),
+    least_sm=(8, 0),
     install="pip install flashinfer-python",
     homepage="https://github.com/flashinfer-ai/flashinfer",
     flags=("graph_safe", "jit", "device_guard"),
@@ -279,7 +280,7 @@ def _template(backend: str, operations: tuple[str, ...], kind: str, priority: in
         load=_loader(backend),
         layout="BSHD",
         accepts=tuple(name for name in (*_ARGUMENTS, *masks) if kind == "prefill" or name != "causal"),
-        limits=(limit.platform("cuda"), *limits, *_TEMPLATES, plan_before_capture(backend)),
+        limits=(*limits, *_TEMPLATES, plan_before_capture(backend)),
         build_key=build_key(backend),
         prebuilt=prebuilt(backend),
         workspace_bytes=lambda _: _SCRATCH_BYTES,
@@ -289,7 +290,6 @@ def _template(backend: str, operations: tuple[str, ...], kind: str, priority: in
 
 _HOPPER = (limit.arch(min=(9, 0), max=(9, 9)), limit.instruction("wgmma"))
 _MASKED = (
-    limit.arch(min=(8, 0)),
     limit.one_of("attn_mask", "none", "bool"),
     limit.Custom("attn_mask: the same for all heads", _mask_for_all_heads),
 )
@@ -306,7 +306,6 @@ KERNELS = (
         layout="BSHD",
         accepts=tuple(name for name in _ARGUMENTS if name != "causal"),
         limits=(
-            limit.platform("cuda"),
             limit.arch(min=(7, 5)),
             limit.dim("batch", max=1),  # more sequences only as pages
             *_SHARED,

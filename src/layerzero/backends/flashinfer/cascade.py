@@ -215,7 +215,7 @@ KERNELS = (
         load=_load_cascade,
         layout="NHD",
         accepts=("scale", "softcap", "return_lse", "step", "shared_blocks"),
-        limits=(limit.platform("cuda"), limit.arch(min=(8, 0)), *OF_PAGES, *STEPPED, _MERGED_HEADS),
+        limits=(*OF_PAGES, *STEPPED, _MERGED_HEADS),
         build_key=lambda facts: ("cascade", batches_key("fa2")(facts)),
         prebuilt=lambda facts: batches_prebuilt("fa2")(facts) and _merge_built(facts),
         workspace_bytes=lambda _: WORKSPACE_BYTES,
@@ -227,8 +227,6 @@ KERNELS = (
         backend=FLASHINFER,
         load=_load_merge,
         limits=(
-            limit.platform("cuda"),
-            limit.arch(min=(8, 0)),
             limit.dtype("float16", "bfloat16"),
             limit.dim("value_dim", one_of=(64, 128, 256)),
             _MERGED_HEADS,
@@ -248,8 +246,6 @@ KERNELS = (
         layout="NHD",
         accepts=("causal", "scale", "window", "return_lse", "step", "decodes"),
         limits=(
-            limit.platform("cuda"),
-            limit.arch(min=(8, 0)),
             *OF_PAGES,
             *LEFT_WINDOW,
             *STEPPED,

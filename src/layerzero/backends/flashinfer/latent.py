@@ -145,7 +145,6 @@ def _kernel(backend: str, priority: int) -> Kernel:
         load=functools.partial(_load, backend=backend),
         accepts=("scale", "return_lse", "step"),
         limits=(
-            limit.platform("cuda"),
             *_ARCH[backend],
             limit.dtype("float16", "bfloat16"),
             *WIDTHS,

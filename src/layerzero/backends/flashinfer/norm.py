@@ -78,8 +78,6 @@ def _load_add_rms_norm_inplace(facts: Facts) -> Callable[..., Any]:
 
 
 _LIMITS = (
-    limit.platform("cuda"),
-    limit.arch(min=(8, 0)),
     limit.dtype("float16", "bfloat16"),
     limit.dim("hidden", min=2),
     ElementsBelow(2**32),
@@ -175,9 +173,8 @@ KERNELS = (
         load=_load_add_rms_norm_inplace,
         accepts=("eps",),
         limits=(
-            *_LIMITS[:2],
             limit.dtype("bfloat16"),  # it normalises the sum before that is rounded: of float16 more than its tolerance
-            *_LIMITS[3:],
+            *_LIMITS[1:],
             limit.contiguous("input", "residual", "weight"),
             RowsAligned(("input", "residual", "weight")),
         ),
@@ -193,8 +190,6 @@ KERNELS = (
             load=_load,
             accepts=accepts,
             limits=(
-                limit.platform("cuda"),
-                limit.arch(min=(8, 0)),
                 limit.dtype("float16", "bfloat16"),
                 limit.contiguous("input"),
                 limit.aligned(16, "input"),
@@ -215,7 +210,6 @@ KERNELS = (
         load=_load_linear,
         accepts=("bias",),
         limits=(
-            limit.platform("cuda"),
             limit.arch(min=(9, 0)),
             limit.dtype("bfloat16"),
             limit.dim("rows", max=64),  # beyond, each block of 8 rows reads the weight again

@@ -182,8 +182,6 @@ def same_strides(facts: Facts) -> Reason | None:
 
 
 _LIMITS = (
-    limit.platform("cuda"),
-    limit.arch(min=(8, 0)),
     limit.dtype("float16", "bfloat16"),
     limit.dim("head_dim", one_of=(64, 128, 256)),
     limit.equal("value_dim", "head_dim"),

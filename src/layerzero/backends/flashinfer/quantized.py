@@ -128,7 +128,6 @@ def _load_tokens(facts: Facts) -> Callable[..., Any]:
 
 
 _LIMITS: tuple[Limit, ...] = (
-    limit.arch(min=(8, 0)),
     limit.one_of("cache_dtype", "float8_e4m3", "float8_e5m2"),
     limit.Custom(SCALES_OF_HEADS, scales_of_heads),
     *OF_PAGES,

@@ -110,8 +110,6 @@ def _load_split(facts: Facts) -> Callable[..., Any]:
 
 
 _SHAPES = (
-    limit.platform("cuda"),
-    limit.arch(min=(8, 0)),
     limit.dtype("float16", "bfloat16"),
     TABLE_IN_FLOAT32,
     limit.dim("head_dim", one_of=(64, 128, 256)),

@@ -156,8 +156,6 @@ def _kernel(kind: str, source: str, draw: Draw, accepts: tuple[str, ...], number
         load=_loader(draw, numbers, logits=logits),
         accepts=(*accepts, *(("temperature", "temperature_by_row") if logits else ()), "seed", "generator"),
         limits=(
-            limit.platform("cuda"),
-            limit.arch(min=(8, 0)),
             *(dense if logits else given),
             ElementsBelow(2**32, ("rows", "vocab")),
         ),
@@ -219,8 +217,6 @@ KERNELS = (
         load=_load,
         accepts=("draft_probs", "seed", "generator"),
         limits=(
-            limit.platform("cuda"),
-            limit.arch(min=(8, 0)),
             limit.dtype("float32"),
             limit.contiguous("target_probs", "draft_probs"),
             limit.aligned(16, "target_probs", "draft_probs"),

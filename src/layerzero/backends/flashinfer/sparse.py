@@ -149,8 +149,6 @@ KERNELS = (
         load=_load,
         accepts=("block_rows", "block_cols", "scale", "return_lse", "block_pattern"),
         limits=(
-            limit.platform("cuda"),
-            limit.arch(min=(8, 0)),
             limit.dtype("float16", "bfloat16"),
             limit.dim("head_dim", one_of=(64, 128, 256)),
             limit.equal("value_dim", "head_dim"),
@@ -171,8 +169,6 @@ KERNELS = (
         load=_load_sparse_variable,
         accepts=("scale",),
         limits=(
-            limit.platform("cuda"),
-            limit.arch(min=(8, 0)),
             limit.dtype("float16", "bfloat16"),
             limit.dim("head_dim", one_of=(64, 128, 256)),
             limit.equal("value_dim", "head_dim"),

@@ -288,7 +288,6 @@ def _left_window(facts: Facts) -> Reason | None:
 
 
 _SHARED: tuple[Limit, ...] = (
-    limit.platform("cuda"),
     limit.dtype("float16", "bfloat16"),
     limit.positive("scale"),
     limit.Custom("capture: a capturable step", plannable),

@@ -248,7 +248,7 @@ def _pack_other(weight: QuantizedWeight, dtype: torch.dtype, kind: int, one: Cal
 _OF_CALL = ("dtype", "gate_up_format", "down_format", "experts", "hidden", "joined_features")
 
 _GATES = limit.one_of("activation", "silu", "gelu", "gelu_tanh", "swiglu_oai")
-_CUDA = (limit.platform("cuda"), limit.arch(min=(8, 0)), limit.dim("experts", max=1023))
+_EXPERTS = limit.dim("experts", max=1023)
 
 
 def _kernel(owner: str, pack: Callable[..., tuple[Form, int]], *limits: limit.Limit) -> Kernel:
@@ -263,7 +263,7 @@ def _kernel(owner: str, pack: Callable[..., tuple[Form, int]], *limits: limit.Li
             *(*optional, *PACKED_OF),
         ),
         limits=(
-            *_CUDA,
+            _EXPERTS,
             limit.dtype("float16", "bfloat16"),
             _GATES,
             ALIKE,
@@ -358,7 +358,7 @@ KERNELS = (
         load=functools.partial(_load_grouped, owner=_GROUPED),
         accepts=("activation", "alpha", "limit"),
         limits=(
-            *_CUDA,
+            _EXPERTS,
             limit.dtype("bfloat16"),
             _GATES,
             limit.dim("hidden", multiple=8),

@@ -228,7 +228,6 @@ KERNELS = (
         layout="BSHD",
         accepts=("causal", "scale", "window", "softcap", "sinks", "return_lse"),
         limits=(
-            limit.platform("cuda"),
             limit.arch(min=(9, 0), max=(9, 9)),
             limit.instruction("wgmma"),
             *_SHAPES,
@@ -247,8 +246,6 @@ KERNELS = (
         layout="BSHD",
         accepts=("causal", "scale", "window", "softcap", "alibi_slopes", "kv_lens", "return_lse"),
         limits=(
-            limit.platform("cuda"),
-            limit.arch(min=(8, 0)),
             *_SHAPES,
             limit.equal("value_dim", "head_dim"),
             limit.last_stride_one("alibi_slopes"),

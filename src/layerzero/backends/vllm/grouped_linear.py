@@ -180,14 +180,13 @@ def _partial_sums(facts: Facts) -> int:
 
 _HALVES = (limit.dtype("float16", "bfloat16"), limit.aligned(16, "input"))
 MARLIN = (
-    limit.arch(min=(8, 0)),
     *_HALVES,
     limit.dim("in_features", multiple=128),
     limit.dim("out_features", multiple=64),
 )
 """What Marlin demands of every weight."""
 
-_FLOAT16 = (limit.arch(min=(8, 0)), limit.dtype("float16"), limit.aligned(16, "input"))
+_FLOAT16 = (limit.dtype("float16"), limit.aligned(16, "input"))
 
 KERNELS = (
     grouped(

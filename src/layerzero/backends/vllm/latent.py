@@ -69,7 +69,6 @@ def _load_flash_mla(facts: Facts) -> Callable[..., Any]:
 
 _TENSORS = ("q_nope", "q_pe", "ckv_cache", "kpe_cache")
 _SHARED = (
-    limit.platform("cuda"),
     limit.arch(min=(9, 0), max=(9, 9)),
     limit.instruction("wgmma"),
     limit.dtype("float16", "bfloat16"),

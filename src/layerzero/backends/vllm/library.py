@@ -34,6 +34,7 @@ def _backend(summary: str, *flags: str) -> Backend:
             Release("==0.20.*", ("torch>=2.11,<2.12",), "pip install vllm==0.20.0"),
         ),
         platforms=("cuda",),
+        least_sm=(8, 0),
         homepage="https://github.com/vllm-project/vllm",
         flags=("graph_safe", "device_guard", *flags),
     )

@@ -88,8 +88,6 @@ KERNELS = (
             *(f"{name}{ending}" for ending in ("", "_by_row") for name in ("repetition", "presence", "frequency")),
         ),
         limits=(
-            limit.platform("cuda"),
-            limit.arch(min=(8, 0)),
             limit.dtype("float32"),
             limit.contiguous("logits"),
         ),
@@ -102,8 +100,6 @@ KERNELS = (
         load=_load_moe,
         accepts=("top_k", "renormalize", "scale"),
         limits=(
-            limit.platform("cuda"),
-            limit.arch(min=(8, 0)),
             limit.dtype("float32", "float16", "bfloat16"),
             limit.dim("experts", max=512),
             limit.contiguous("logits"),

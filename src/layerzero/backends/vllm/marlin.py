@@ -183,8 +183,6 @@ KERNELS = (
         load=_load_gguf,
         accepts=("weight_format", "bias"),
         limits=(
-            limit.platform("cuda"),
-            limit.arch(min=(8, 0)),
             limit.dtype("float16", "bfloat16"),
             limit.one_of("weight_kind", *_KINDS),
             limit.contiguous("weight"),

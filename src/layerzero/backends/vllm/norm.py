@@ -65,8 +65,6 @@ def _load_add_rms_norm_inplace(facts: Facts) -> Callable[..., Any]:
 
 
 _LIMITS = (
-    limit.platform("cuda"),
-    limit.arch(min=(8, 0)),
     limit.dim("hidden", min=2),  # the last stride must be 1, which that of a single element need not be
     ElementsBelow(2**32),
     limit.contiguous("weight"),
@@ -147,8 +145,6 @@ KERNELS = (
             load=_load_gated,
             accepts=accepts,
             limits=(
-                limit.platform("cuda"),
-                limit.arch(min=(8, 0)),
                 limit.dtype("float32", "float16", "bfloat16"),
                 limit.contiguous("input"),
                 limit.aligned(16, "input"),

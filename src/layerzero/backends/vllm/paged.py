@@ -176,7 +176,6 @@ def load_append(facts: Facts) -> Callable[..., Any]:
 
 
 _SHAPES = (
-    limit.platform("cuda"),
     limit.dtype("float16", "bfloat16"),
     limit.dim("head_dim", max=256, multiple=8),
     limit.positive("scale"),
@@ -241,7 +240,6 @@ def _load_merge(facts: Facts) -> Callable[..., Any]:
 
 _STATES = ("output_a", "lse_a", "output_b", "lse_b")
 _PAGED = (
-    limit.platform("cuda"),
     limit.dtype("float16", "bfloat16"),
     limit.dim("head_dim", max=256, multiple=8),
     limit.positive("scale"),
@@ -297,7 +295,6 @@ KERNELS = (
         layout="NHD",
         accepts=_ACCEPTS,
         limits=(
-            limit.arch(min=(8, 0)),
             limit.dim("page_size", multiple=16),
             limit.equal("value_dim", "head_dim"),
             *_SHAPES,
@@ -315,8 +312,6 @@ KERNELS = (
         load=load_append,
         layout="NHD",
         limits=(
-            limit.platform("cuda"),
-            limit.arch(min=(8, 0)),
             limit.dtype("float32", "float16", "bfloat16"),
             limit.equal("value_dim", "head_dim"),
             DenseTokens(("key", "value")),  # strides of a token's own axes are ignored in silence
@@ -337,8 +332,6 @@ KERNELS = (
         backend=VLLM,
         load=_load_merge,
         limits=(
-            limit.platform("cuda"),
-            limit.arch(min=(8, 0)),
             limit.dtype("float32", "float16", "bfloat16"),
             limit.dim("value_dim", multiple=8),
             limit.contiguous(*_STATES),

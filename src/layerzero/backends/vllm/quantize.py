@@ -87,8 +87,6 @@ def _load_linear(facts: Facts) -> Callable[..., Any]:
 
 
 _LIMITS = (
-    limit.platform("cuda"),
-    limit.arch(min=(8, 0)),
     limit.dtype("float32", "float16", "bfloat16"),
     limit.contiguous("input"),
     limit.aligned(16, "input"),
@@ -119,7 +117,6 @@ KERNELS = (
         load=_load_linear,
         accepts=("bias",),
         limits=(
-            limit.platform("cuda"),
             limit.arch(min=(8, 0), max=(9, 9)),  # its products of int8 end with Hopper
             limit.dtype("float16", "bfloat16"),
             limit.dim("in_features", multiple=16),
@@ -136,7 +133,6 @@ KERNELS = (
         load=_load_linear,
         accepts=("bias",),
         limits=(
-            limit.platform("cuda"),
             limit.arch(min=(8, 9)),
             limit.dtype("bfloat16"),  # Hopper adds up float8 in 14 bits: float16 was off by 1.6 of its tolerance, H200
             limit.dim("in_features", multiple=16),

@@ -125,7 +125,6 @@ OF_CODES: tuple[Limit, ...] = (
 
 _ROUNDED = Tolerance(0.125, 0.25)
 _LIMITS = (
-    limit.platform("cuda"),
     limit.arch(min=(9, 0), max=(9, 9)),
     limit.instruction("wgmma"),
     limit.dtype("float16", "bfloat16"),
@@ -176,8 +175,6 @@ KERNELS = (
         load=load_append_codes,
         layout="NHD",
         limits=(
-            limit.platform("cuda"),
-            limit.arch(min=(8, 0)),
             limit.dtype("float32", "float16", "bfloat16"),
             *OF_CODES,
             limit.equal("value_dim", "head_dim"),

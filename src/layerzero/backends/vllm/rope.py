@@ -63,9 +63,7 @@ def _load(facts: Facts) -> Callable[..., Any]:
     return rope(rotating(facts), in_place=False)
 
 
-LIMITS = (limit.platform("cuda"), limit.arch(min=(8, 0)))
 _LIMITS = (
-    *LIMITS,
     limit.dtype("float32", "float16", "bfloat16"),
     TABLE_IN_FLOAT32,
     HEADS_DIVIDE,
@@ -81,7 +79,6 @@ def _load_codes(facts: Facts) -> Callable[..., Any]:
 
 
 _TOKENS: tuple[Limit, ...] = (
-    *LIMITS,
     limit.dtype("float32", "float16", "bfloat16"),
     TABLE_IN_FLOAT32,
     HEADS_DIVIDE,
@@ -186,7 +183,6 @@ def _load_fused(facts: Facts) -> Callable[..., Any]:
 
 
 FUSED_LIMITS = (
-    *LIMITS,
     limit.dtype("float16", "bfloat16"),
     limit.dim("head_dim", one_of=(64, 128, 256)),
     limit.equal("rotary_dim", "head_dim"),
@@ -251,7 +247,6 @@ KERNELS = (
         layout="BSHD",
         accepts=ACCEPTS,
         limits=(
-            *LIMITS,
             limit.dtype("float32", "float16", "bfloat16"),
             limit.dim("head_dim", min=2),
             TABLE_IN_FLOAT32,
@@ -286,7 +281,6 @@ KERNELS = (
         load=_load_split,
         accepts=SPLIT_ACCEPTS,
         limits=(
-            *LIMITS,
             limit.dtype("float32", "float16", "bfloat16"),
             limit.dim("head_dim", min=2),
             TABLE_IN_FLOAT32,

@@ -73,7 +73,6 @@ def _kernel(own: Own, version: int, priority: int) -> Kernel:
         accepts=("block_rows", "block_cols", "scale", "return_lse"),
         limits=(
             *(each for each in own.limits if "page_size" not in each.facts_named()),
-            limit.platform("cuda"),
             limit.dtype("float16", "bfloat16"),
             limit.dim("head_dim", max=256, multiple=8),
             limit.positive("scale"),

@@ -154,7 +154,6 @@ def _load_ragged(facts: Facts, library: Callable[[], Forward]) -> Callable[..., 
 def shapes(*tensors: str) -> tuple[Limit, ...]:
     """What both versions demand of queries, keys and values."""
     return (
-        limit.platform("cuda"),
         limit.dtype("float16", "bfloat16"),
         limit.dim("head_dim", max=256, multiple=8),
         limit.positive("scale"),
@@ -170,7 +169,7 @@ _HOPPER = (
     limit.dim("value_dim", max=256, multiple=8),
     limit.Custom(FITTING_VALUES, fitting_values),
 )
-_AMPERE = (limit.arch(min=(8, 0)), limit.equal("value_dim", "head_dim"))
+_AMPERE = limit.equal("value_dim", "head_dim")
 OF_SLOPES: tuple[Limit, ...] = (limit.last_stride_one("alibi_slopes"), ALIBI_WITHOUT_LSE)
 SCORES = ("causal", "scale", "window", "softcap", "return_lse", "max_seqlen_q")
 _PAGES_OF_V2 = limit.dim("page_size", multiple=16)
@@ -188,7 +187,7 @@ class Own(NamedTuple):
 
 
 OF_V3 = Own(VLLM_FLASH_ATTN_3, (*_HOPPER, _NARROWEST))
-OF_V2 = Own(VLLM_FLASH_ATTN_2, (*_AMPERE, _PAGES_OF_V2), variant_of_tokens_v2, has_machine_code_of_v2, driver_cache)
+OF_V2 = Own(VLLM_FLASH_ATTN_2, (_AMPERE, _PAGES_OF_V2), variant_of_tokens_v2, has_machine_code_of_v2, driver_cache)
 """Over pages."""
 
 
@@ -293,7 +292,7 @@ KERNELS = (
         backend=VLLM_FLASH_ATTN_2,
         load=functools.partial(_load_ragged, library=forward_of_v2),
         accepts=(*SCORES, "max_seqlen_k", "alibi_slopes"),
-        limits=(*_AMPERE, *_RAGGED, *OF_SLOPES),
+        limits=(_AMPERE, *_RAGGED, *OF_SLOPES),
         build_key=variant_of_tokens_v2,
         prebuilt=has_machine_code_of_v2,
         cache_folder=driver_cache,

@@ -30,7 +30,7 @@ from layerzero.integrations.optimize.layers.inner import Inner, inner
 from layerzero.integrations.optimize.layers.layer import Heads, Layer, forward
 from layerzero.integrations.optimize.modules.norms import Normed, fit, normed, places
 from layerzero.integrations.optimize.modules.orientation import is_plain
-from layerzero.integrations.optimize.modules.products import Block, block, call_modules
+from layerzero.integrations.optimize.modules.products import Block, block
 from layerzero.integrations.optimize.swaps.candidate import Candidate, agrees, distance, quiet, refusal, watching
 from layerzero.integrations.optimize.swaps.swap import Swap, stock_forward, weight_of
 from layerzero.integrations.optimize.swaps.weights import wants_packed
@@ -59,7 +59,6 @@ class Parts:
     heads: Module
     block: Block | Inner
     norms: dict[str, Normed]
-    by_module: bool = False
 
     calls = CALLS
     forward = staticmethod(forward)
@@ -194,9 +193,11 @@ def _parts_of(module: Module, *, by_module: bool = False) -> Parts | None:
             return None
         blocks.append(by_itself)
     made_block = blocks[0]
-    if by_module and not (isinstance(made_block, Block) and call_modules(made_block)):
-        return None
-    return Parts(module, heads, made_block, norms, by_module)
+    if by_module:
+        if not (isinstance(made_block, Block) and made_block.multiplies):
+            return None
+        made_block.call_modules()
+    return Parts(module, heads, made_block, norms)
 
 
 def _calls_of(
@@ -310,15 +311,17 @@ def _forms(made: Parts, got: Seen, of: str, *, turned_once: bool) -> Iterator[Fo
             if pair is not None and not fit(pair, got.sizes):
                 continue
             for order, placed in places(made.norms):
-                how: dict[str, Any] = {"of": of, "pack": wants_packed(weight_of(last)), "by_module": made.by_module}
-                how["turned_once"] = turned_once
+                how: dict[str, Any] = {"of": of, "pack": wants_packed(weight_of(last)), "turned_once": turned_once}
                 state = functools.partial(Heads, made.heads, tuple(chosen), got.sizes, pair, got.told, **how)
                 name = names, tuple(name for name, _ in both), order
                 yield name, functools.partial(_layer, state, made.block, placed)
 
 
 def _layer(heads: Callable[[], Heads], block: Block | Inner, norms: tuple[Normed | None, ...]) -> Layer:
-    return Layer(heads(), block, norms)
+    made = heads()
+    if block.by_module:
+        made.call_modules()
+    return Layer(made, block, norms)
 
 
 def _expected(

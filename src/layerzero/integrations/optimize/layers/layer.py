@@ -46,7 +46,6 @@ class Heads(Packs):
         settings: of attention, for which the layer was proved.
         turned_once: whether cosines and sines have one entry for each pair, as gpt-oss's, not the same for both of it.
         joined, biases: weights and biases of the products as one tensor, of which theirs are parts.
-        by_module: whether the products are called as modules, whose weights may be codes.
     """
 
     def __init__(
@@ -59,11 +58,9 @@ class Heads(Packs):
         *,
         of: str,
         pack: bool,
-        by_module: bool = False,
         turned_once: bool = False,
     ) -> None:
-        super().__init__([weight_of(each) for each in products], pack=pack and not by_module)
-        self.by_module = by_module
+        super().__init__([weight_of(each) for each in products], pack=pack)
         self.module, self.products, self.sizes, self.norms, self.told = module, products, sizes, norms, dict(told)
         self.settings, self.turned_once = frozenset({NAME, COMPARED, of}), turned_once
         self.wide = norms is not None and norms[0].weight.shape[0] != sizes[2]

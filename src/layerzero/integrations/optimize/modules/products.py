@@ -176,10 +176,7 @@ class Block(Packs):
 
     Attributes:
         joined: gate's and up's weights as one tensor, of which theirs are parts; None where each lies by itself.
-        by_module: whether a layer has the products called as modules, whose weights may be codes.
     """
-
-    by_module = False
 
     def __init__(self, names: tuple[str, ...], children: dict[str, Module], activation: str, *, pack: bool) -> None:
         self.products = tuple(children[name] for name in names)
@@ -193,6 +190,11 @@ class Block(Packs):
     def weights(self) -> list[Tensor]:
         """The weights of its products as they are now, (N, K)."""
         return list(map(_weight, self.products, self.views or itertools.repeat(None)))
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether it is gated by an activation that has a kernel of its own with the multiplication."""
+        return self.activation in _TIMES
 
     def compute(self, rows: Tensor) -> Any:
         """What the block gives, with its weights as they are now."""
@@ -236,14 +238,6 @@ def _block(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:
                 if state.renew(*weights):
                     return _block(self, input)
     return type(self).forward(self, input, *others, **named)
-
-
-def call_modules(state: Block) -> bool:
-    """Have the products of a gated block called as modules; whether its activation is one that multiplies."""
-    times = state.activation in _TIMES
-    if times:
-        state.by_module, state.packed = True, [None] * len(state.products)
-    return times
 
 
 def _call(state: Block, input: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Any:

@@ -33,9 +33,10 @@ class Packs(State):
         dense: whether forms may be as large as a floating weight, where there is room.
         plain: of each size of :data:`~layerzero.integrations.optimize.swaps.swap.SIZES`, whether weights are read as
             they lie; empty where they nowhere are.
+        by_module: whether a layer has the products called as modules, whose weights may be codes.
     """
 
-    dense = False
+    dense = by_module = False
 
     def __init__(self, weights: Iterable[Weight], covers: Iterable[tuple[str, Module]] = (), *, pack: bool) -> None:
         super().__init__(covers)
@@ -73,6 +74,10 @@ class Packs(State):
     def barred(self) -> int:
         """How many forms there was no room for."""
         return len(self._barred)
+
+    def call_modules(self) -> None:
+        """Have the products called as modules; nothing is packed here."""
+        self.by_module, self.packed = True, [None] * len(self.packed)
 
     def bound(self, budget: Budget) -> None:
         """Keep no more forms than there is room for."""
