@@ -28,7 +28,8 @@ def test_every_operation_of_a_set_finds_a_kernel_for_its_named_calls(name):
     for finding in served(name, Device.detect("cpu")):
         assert finding.chosen, finding
         assert finding.served is not OperationSupport.REFERENCE, finding
-        assert str(finding).startswith(f"{finding.operation}: {finding.served} (float32): calls get ")
+        assert str(finding).startswith(f"{finding.operation}: {finding.served} ({finding.dtype}): calls get ")
+        assert finding.dtype == "float32" or name == "quantised"
 
 
 def test_what_is_optimised_has_a_librarys_kernel_for_each_call():
@@ -52,7 +53,10 @@ def test_a_word_that_names_no_set_gets_the_nearest():
         lz.doctor(asked_for="encoders")
     told = CliRunner().invoke(main, ["doctor", "--for", "nothing"])
     assert told.exit_code == 2
-    assert "wanted one of decoder, encoder, diffusion, embedding, got 'nothing'" in told.output
+    assert (
+        "wanted one of decoder, encoder, diffusion, embedding, quantised, experts, serving, got 'nothing'"
+        in told.output
+    )
 
 
 def test_doctor_tells_a_line_for_each_operation():

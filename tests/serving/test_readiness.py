@@ -19,6 +19,8 @@ from layerzero.serving.background_builds import BUILDS
 from layerzero.tuning.keeping.files import FileLedger
 from layerzero.tuning.keeping.store import StoreLedger
 
+PARTS = ("builds", "settings", "descriptors", "tables", "headroom", "database", "health", "frozen", "sets")
+
 
 @pytest.fixture(autouse=True)
 def loads():
@@ -77,14 +79,12 @@ def test_every_call_of_a_manifest_is_looked_at_and_warmup_makes_it_ready(manifes
     lz.warmup("rms_norm", [(3, 32), (3, 40), (3, 48)], device="cpu")
     report = lz.readiness_check(manifest, device="cpu")
     assert report
-    assert json.loads(json.dumps(report.to_dict())) == {
-        "ready": True,
-        "calls": 6,
-        "complete": 6,
-        "lacking": [],
-        "failed": [],
-    }
-    assert str(report) == "ready: 6 of 6 calls have all that they would choose"
+    told = json.loads(json.dumps(report.to_dict()))
+    assert {part.pop("name"): part["state"] for part in told.pop("parts")} == dict.fromkeys(PARTS, "ready")
+    assert told == {"ready": True, "degraded": False, "calls": 6, "complete": 6, "lacking": [], "failed": []}
+    first, *others = str(report).splitlines()
+    assert first == "ready: 6 of 6 calls have all that they would choose"
+    assert [line.partition(": ready: ")[0] for line in others] == list(PARTS[1:])
 
 
 def test_without_a_manifest_it_is_what_was_called(tmp_path):

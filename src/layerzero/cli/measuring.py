@@ -280,22 +280,31 @@ def ready(
     model: Model = "",
     device: Where = None,
     module: Modules = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 where a build failed, too.")] = False,
+    asked_for: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--for", metavar="SET", help="A set of operations that must be served, as serving; again for more."
+        ),
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 where a part is degraded, too.")] = False,
     json: AsJson = False,
 ) -> Answer:
-    """Tell whether what calls would choose is built, before traffic comes.
+    """Tell whether traffic may come.
 
-    Looks at every call of the manifest, or else at what this machine called so far. What libraries keep on disk counts
-    as built; of what only the serving process can build, lz.readiness_check tells in that process. Nothing runs, and
-    nothing is built. A build that failed on this machine is listed with its reason and with the kernel that serves in
-    its place; traffic need not wait for it. Exits with 0 if traffic may come, with 1 if a build is missing that warmup
-    would make, or if a build failed and nothing may serve in its place. With --strict also with 1 where any failed.
+    A line for each part: builds, settings, descriptors, tables (each call finds a kernel), headroom (workspaces fit
+    into what is free), the database of times, health (kernels that rest, suspects, bans), frozen choices, sets. Looks
+    at every call of the manifest, or else at what this machine called so far. What libraries keep on disk counts as
+    built; of what only the serving process can build, and of kernels that rest there, lz.readiness_check tells in that
+    process, as do the probes of serve-health. Nothing runs, and nothing is built. A build that failed on this machine
+    is listed with its reason and with the kernel that serves in its place; traffic need not wait for it. Exits with 0
+    if traffic may come, with 1 if a part is not ready: a build is missing that warmup would make, or calls would raise
+    or run out of memory. With --strict also with 1 where a part is degraded.
     """
     from layerzero.serving.readiness import readiness_check
 
     import_modules(module or ())
-    found = readiness_check(manifest, model=model, device=device)
-    fine = found.ready and not (strict and found.failed)
+    found = readiness_check(manifest, model=model, device=device, sets=asked_for or ())
+    fine = found.ready and not (strict and found.degraded)
     return Answer(found.to_dict(), lambda: str(found).splitlines(), FINE if fine else NO)
 
 
@@ -319,4 +328,6 @@ def add_to(app: typer.Typer) -> None:
             'bench "norm.*" --html norms.html --plot norms.png',
         ),
     )(bench)  # fmt: skip
-    app.command("ready", **examples("ready", "ready --strict", "ready --json"))(ready)
+    app.command("ready", **examples("ready", "ready --strict", "ready --for decoder --for serving", "ready --json"))(
+        ready
+    )

@@ -56,5 +56,37 @@ SETS: Mapping[str, OperationSet] = {
             "mlp.fused.gated",
         ),
     ),
+    "quantised": OperationSet(
+        "models whose weights or caches are codes: GPTQ, AWQ, GGUF, float8, MXFP4",
+        (
+            *("mlp.linear.quant", "mlp.linear.quant.int8", "mlp.linear.quant.fp8_e4m3", "mlp.linear.quant.group"),
+            *("mlp.linear.quant.group.int8", "mlp.linear.quant.block", "mlp.linear.quant.mx"),
+            *("mlp.linear.quant.codebook", "mlp.linear.quant.gguf", "moe.experts.quant"),
+            *("quantize.int8", "quantize.fp8_e4m3", "quantize.mxfp8_e4m3", "quantize.mxfp4", "quantize.nvfp4"),
+            *("dequantize.int8", "dequantize.fp8_e4m3", "dequantize.mxfp8_e4m3", "dequantize.mxfp4"),
+            *("dequantize.nvfp4", "kv.append.quantized", "kv.rope_append.quantized"),
+            *("attention.quantized.prefill.paged", "attention.quantized.decode.paged"),
+        ),
+    ),
+    "experts": OperationSet(
+        "mixtures of experts: Mixtral, Qwen3-MoE, DeepSeek, gpt-oss",
+        (
+            *("moe.route", "moe.experts", "moe.experts.quant", "mlp.grouped", "mlp.batched"),
+            *("mlp.silu_mul.joined", "mlp.swiglu_oai", "mlp.swiglu_oai.interleaved", "norm.add_rms"),
+            "attention.mla.decode.paged",
+        ),
+    ),
+    "serving": OperationSet(
+        "engines: mixed batches over a paged cache, known prefixes, draws of a batch, drafts",
+        (
+            *("attention.standard.mixed.paged", "attention.gqa.mixed.paged", "attention.gqa.prefill.paged"),
+            *("attention.gqa.decode.paged", "attention.gqa.prefill.ragged", "attention.cascade.decode.paged"),
+            *("attention.merge_states", "attention.mla.decode.paged", "attention.sparse.block"),
+            *("kv.append.paged", "kv.append.quantized", "kv.rope_append.paged", "kv.copy_blocks", "kv.gather.paged"),
+            *("sampling.penalties.counted", "sampling.bias", "sampling.bitmask", "sampling.filtered"),
+            *("sampling.categorical", "sampling.greedy", "sampling.logprobs", "sampling.verify"),
+            *("sampling.verify.greedy", "sampling.verify.tree"),
+        ),
+    ),
 }
 """By the word that ``layerzero doctor --for`` takes."""

@@ -1,8 +1,9 @@
-"""``lz.readiness_check``: whether all that a deployment's calls would choose is built, so that traffic may come."""
+"""``lz.readiness_check``: whether traffic may come: what calls would choose is built, and every other part is ready."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,11 +11,13 @@ import torch
 from layerzero.asking.answers import explain
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
+from layerzero.core.plan import Report
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine.jit import BuildIdentity, build_of
 from layerzero.serving.background_builds import BUILDS
 from layerzero.serving.jit_status import jit_status
 from layerzero.serving.own_builds import wanted
+from layerzero.serving.readiness_parts import BEFORE, PARTS, Looked, Part, PartState
 from layerzero.tuning.measuring.tune import every_call
 from layerzero.tuning.measuring.workload import every_call_of_file
 
@@ -79,17 +82,34 @@ class Readiness:
         lacking: the builds that are missing, those first that most calls lack.
         failed: the builds that calls would choose and that failed on this machine: the next kernel serves.
         complete: how many of the calls have all that they would choose.
+        parts: builds, settings, descriptors, tables, headroom, database, health, frozen choices, sets: a line each.
     """
 
     calls: int
     lacking: tuple[LackingBuild, ...] = ()
     failed: tuple[LackingBuild, ...] = ()
     complete: int = 0
+    parts: tuple[Part, ...] = ()
 
     @property
     def ready(self) -> bool:
-        """Whether nothing is missing that could be built, and something serves where a build failed."""
-        return not self.lacking and all(each.instead for each in self.failed)
+        """Whether nothing is missing that could be built, and every call is answered: no part is ``not ready``."""
+        return all(each.state is not PartState.NOT_READY for each in (self.builds, *self.parts))
+
+    @property
+    def degraded(self) -> bool:
+        """Whether traffic may come, and is served slower or otherwise than it could be."""
+        return self.ready and any(each.state is PartState.DEGRADED for each in (self.builds, *self.parts))
+
+    @property
+    def builds(self) -> Part:
+        """Whether what calls would choose is built."""
+        text = f"{self.complete} of {self.calls} calls have all that they would choose"
+        if not self.calls:
+            text = "no call is known that would have to be; lz.record writes a manifest of those that matter"
+        if self.lacking or not all(each.instead for each in self.failed):
+            return Part("builds", PartState.NOT_READY, text)
+        return Part("builds", PartState.DEGRADED if self.failed else PartState.READY, text)
 
     def __bool__(self) -> bool:
         return self.ready
@@ -98,22 +118,21 @@ class Readiness:
         """Plain values for JSON."""
         return {
             "ready": self.ready,
+            "degraded": self.degraded,
             "calls": self.calls,
             "complete": self.complete,
             "lacking": [each.to_dict() for each in self.lacking],
             "failed": [each.to_dict() for each in self.failed],
+            "parts": [each.to_dict() for each in (self.builds, *self.parts)],
         }
 
     def __str__(self) -> str:
-        if not self.calls:
-            return "ready: no call is known that would have to be; lz.record writes a manifest of those that matter"
-        said = "ready" if self.ready else "not ready"
-        lines = [f"{said}: {self.complete} of {self.calls} calls have all that they would choose"]
+        lines = [f"{'ready' if self.ready else 'not ready'}: {self.builds.text}"]
         for builds, kind in ((self.lacking, "builds"), (self.failed, "builds that failed")):
             lines += [f"  {each}" for each in builds[:SHOWN]]
             if len(builds) > SHOWN:
                 lines.append(f"  and {len(builds) - SHOWN} further {kind}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *map(str, self.parts)])
 
 
 def readiness_check(
@@ -121,8 +140,12 @@ def readiness_check(
     *,
     model: str = "",
     device: str | torch.device | None = None,
+    sets: Sequence[str] = (),
 ) -> Readiness:
-    """Tell whether what calls would choose is built, before traffic comes. Nothing runs, and nothing is built.
+    """Tell whether traffic may come. Nothing runs, and nothing is built.
+
+    Every part has a line: builds, settings, descriptors, tables (each call finds a kernel), headroom (workspaces fit
+    into what is free), the database of times, health (kernels that rest, suspects, bans), frozen choices, and sets.
 
     A kernel that compiles is built if this process built it, or if an earlier one left it in its library's cache. What
     failed to build on this machine is listed with its reason and with what serves in its place, and is not waited for,
@@ -133,10 +156,33 @@ def readiness_check(
             far, as misses left it in the cache folder, at most 1,000 calls.
         model: what the manifest must have been recorded of; a manifest of another model is an error.
         device: whose calls; CUDA where there is a device, else the CPU.
+        sets: sets of operations that the deployment needs: ``decoder``, ``quantised``, ``experts``, ``serving``, ...
     Returns: the report, which is true if traffic may come. Calls without tensors compile nothing, and are left out.
-    Raises: ValueError for a file that is no manifest, of another model, or of other devices alone.
+    Raises: ValueError for a file that is no manifest, of another model, or of other devices alone, and for a word that
+        names no set.
     """
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
+    looked = Looked(str(_target(device)), sets=sets)
+    before = tuple(check(looked) for check in BEFORE)
+    if any(each.state is PartState.NOT_READY for each in before):
+        return Readiness(0, parts=before)
+    reports: list[tuple[str, Report]] = []
+    found = _builds(manifest, model, device, reports)
+    looked = replace(looked, calls=reports)
+    return replace(found, parts=(*before, *(check(looked) for check in PARTS)))
+
+
+def _target(device: str | torch.device | None) -> torch.device:
+    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _builds(
+    manifest: str | os.PathLike[str] | None = None,
+    model: str = "",
+    device: str | torch.device | None = None,
+    reports: list[tuple[str, Report]] | None = None,
+) -> Readiness:
+    """What is built of what calls would choose; the report of each call comes into ``reports``."""
+    target = _target(device).type
     if model and manifest is None:
         raise ValueError(f"model: wanted it along with a manifest, which it is compared with, got {model!r} alone")
     jobs = every_call(target) if manifest is None else every_call_of_file(manifest, target, model=model)
@@ -147,10 +193,14 @@ def readiness_check(
         facts = job.facts(target)
         errors: dict[BuildIdentity, str] = {}
         missing = _missing(facts, errors)
+        report = None if reports is None and not missing and not errors else explain(facts)
+        if reports is not None and report is not None:
+            reports.append((job.name, report))
         if not missing and not errors:
             complete += 1
             continue
-        instead = explain(facts).kernel_id or ""
+        assert report is not None
+        instead = report.kernel_id or ""
         for builds, identities in ((lacking, missing), (failed, errors)):
             for identity in identities:
                 new = LackingBuild(identity[0], instead, job.operation, job.name, 0, errors.get(identity, ""))
@@ -181,7 +231,7 @@ def lines_of_builds() -> list[str]:
     status = jit_status()
     lines, setting = status.failures(), status.setting
     way = "the next such call has it built behind it" if setting == "background" else f"jit is {setting}"
-    for each in readiness_check().lacking:
+    for each in _builds().lacking:
         more = f" and {each.calls - 1} more calls" if each.calls > 1 else ""
         now = "it is being built" if each.kernel_id in status.building else f"{way}; lz.warmup builds it now"
         lines.append(

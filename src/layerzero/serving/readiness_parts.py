@@ -1,0 +1,219 @@
+"""The parts of ``lz.readiness_check``, builds aside: each says in a line what it found, and the next step.
+
+A part reads what is known already; nothing runs, is built or is written. :data:`PARTS` lists them: a further one is a
+function from :class:`Looked` to a :class:`Part`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+from layerzero.asking.descriptors import DESCRIPTORS
+from layerzero.asking.model_sets import OperationSupport, served
+from layerzero.core.device import Device
+from layerzero.core.errors import DescriptorError, PolicyError
+from layerzero.core.plan import Report
+from layerzero.core.system import resources
+from layerzero.engine import headroom
+from layerzero.engine.config import CONFIGURATION
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.registry import REGISTRY
+from layerzero.serving.metrics import metrics
+from layerzero.tuning.keeping.prior import problems as problems_of_tables
+from layerzero.tuning.keeping.store import StoreLedger
+
+NAMED = 3
+"""Findings of a part that its line names; it counts the others."""
+
+
+class PartState(StrEnum):
+    """How a part stands."""
+
+    READY = "ready"
+    DEGRADED = "degraded"
+    """Calls are answered, slower or otherwise than they could be; traffic may come."""
+    NOT_READY = "not ready"
+    """Calls would raise or run out of memory; no traffic."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of readiness.
+
+    Attributes:
+        name: of the part.
+        state: how it stands.
+        text: what was found, in a line.
+        step: what to do; empty where nothing has to be done.
+    """
+
+    name: str
+    state: PartState
+    text: str
+    step: str = ""
+
+    def to_dict(self) -> dict[str, str]:
+        """Plain values for JSON."""
+        return {**asdict(self), "state": str(self.state)}
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.state}: {self.text}" + (f"; {self.step}" if self.step else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """What the parts look at.
+
+    Attributes:
+        device: whose calls, as torch names it.
+        calls: each call by name, with the report of what it would choose now.
+        sets: names of the sets of operations that the deployment needs.
+    """
+
+    device: str
+    calls: Sequence[tuple[str, Report]] = ()
+    sets: Sequence[str] = ()
+
+
+def _part(name: str, fine: str, found: Sequence[str], step: str, *, blocks: bool = False) -> Part:
+    """The part of a list of findings; without any it is ready."""
+    if not found:
+        return Part(name, PartState.READY, fine)
+    more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+    text = "; ".join(found[:NAMED]) + more
+    return Part(name, PartState.NOT_READY if blocks else PartState.DEGRADED, text, step)
+
+
+def settings(_: Looked) -> Part:
+    """Whether settings can be read, and name kernels and operations that exist: every call raises otherwise."""
+    try:
+        policy = CONFIGURATION.policy
+        wrong = list(REGISTRY.names.problems(policy))
+    except PolicyError as error:
+        wrong = list(error.problems)
+    if wrong:
+        return _part("settings", "", wrong, "`layerzero config show` tells where each comes from", blocks=True)
+    changed = [key for key, (_, origin) in CONFIGURATION.effective_with_origin().items() if origin != "default"]
+    if not policy.enabled:
+        step = "set enabled: true, unless this is wanted"
+        return _part("settings", "", ["enabled is false: only torch's own kernels run"], step)
+    return _part("settings", f"{', '.join(changed) or 'nothing'} set, and valid", (), "")
+
+
+def descriptors(_: Looked) -> Part:
+    """Whether the files of the setting can be put in force: every call raises otherwise."""
+    wrong: list[str] = []
+    try:
+        count = len(DESCRIPTORS.in_force())
+    except (DescriptorError, PolicyError) as error:
+        wrong.append(str(error).replace("\n", " "))
+    step = "`layerzero descriptor check FILE` lists every problem"
+    return _part("descriptors", f"{0 if wrong else count} in force", wrong, step, blocks=True)
+
+
+def tables(looked: Looked) -> Part:
+    """Whether every call finds a kernel, a faster one than the reference, and the shipped tables can be read."""
+    none = [f"{name} finds no kernel" for name, report in looked.calls if report.chosen is None]
+    if none:
+        return _part("tables", "", none, "`layerzero explain` lists every reason", blocks=True)
+    slow = [
+        f"{name} runs the slow reference"
+        for name, report in looked.calls
+        if report.chosen is not None and report.chosen.kernel.is_reference
+    ]
+    found = [*slow, *problems_of_tables()]
+    return _part("tables", f"{len(looked.calls)} calls find a kernel", found, "`layerzero explain` lists every reason")
+
+
+def memory(looked: Looked) -> Part:
+    """Whether the workspaces of what calls choose fit into what is free."""
+    needs = {
+        name: report.chosen.kernel.workspace_for(report.facts)
+        for name, report in looked.calls
+        if report.chosen is not None
+    }
+    free, policy = resources.free_bytes(Device.detect(looked.device)), CONFIGURATION.policy
+    most = max(needs.values(), default=0)
+    told = "nothing says how much is free" if math.isinf(free) else f"{_mib(free)} free"
+    beyond = [f"{name} takes a workspace of {_mib(need)}, {told}" for name, need in needs.items() if need > free]
+    if beyond:
+        step = "free memory, or make its batch smaller"
+        return _part("headroom", "", beyond, step, blocks=True)
+    short = [f"{told}, {headroom.SETTING} allows a kernel {policy.memory_headroom_mb} MiB"]
+    step = f"free memory, or set {headroom.SETTING} lower"
+    return _part(
+        "headroom",
+        f"{told}, workspaces of these calls take {_mib(most)} at most",
+        short if free < policy.memory_headroom_mb * 2**20 else (),
+        step,
+    )
+
+
+def _mib(count: float) -> str:
+    return f"{count / 2**20:.0f} MiB"
+
+
+def database(_: Looked) -> Part:
+    """Whether measured times and verdicts can be read and written."""
+    ledger = ENGINE.ledger
+    if not isinstance(ledger, StoreLedger) or ledger.times.database.path is None:
+        fine = "times are kept in memory only"
+    else:
+        written = ledger.times.written_at_unix_s()
+        fine = "no times on disk yet" if written is None else f"times last written {_ago(time.time() - written)} ago"
+    return _part("database", fine, ledger.notes(), "`layerzero perfdb check` tells more; calls go on without")
+
+
+def _ago(seconds: float) -> str:
+    return f"{seconds / 3600:.0f} h" if seconds < 86400 else f"{seconds / 86400:.0f} days"
+
+
+def health(_: Looked) -> Part:
+    """Whether kernels rest, are suspected or banned, libraries are out of use, or the device is lost."""
+    health, found = ENGINE.health, metrics()
+    if health.context_lost:
+        return _part("health", "", [health.context_lost], "restart the process", blocks=True)
+    plugins = REGISTRY.plugins.told() if REGISTRY.plugins else {}
+    bad = [
+        *(f"{each} rests" for each in found.resting),
+        *(f"{name} is out of use: {error}" for name, error in health.disabled().items()),
+        *([f"{found.suspects} suspects"] if found.suspects else []),
+        *([f"{found.bans} kernels and classes are banned on this machine"] if found.bans else []),
+        *(f"plugin {name} was not loaded: {error}" for name, error in dict(plugins).items()),
+    ]
+    return _part("health", "no kernel rests, is suspected or banned", bad, "`layerzero doctor` tells why")
+
+
+def frozen(_: Looked) -> Part:
+    """Whether every frozen choice is kept."""
+    held = ENGINE.frozen
+    if held is None:
+        return Part("frozen", PartState.READY, "nothing; choices follow measured times")
+    left = [f"{name}: {each.ran} runs in place of {each.kernel}" for name, each in held.departures.items()]
+    return _part("frozen", f"{len(held.choices)} classes keep their kernel", left, "lz.frozen().departures says why")
+
+
+def sets(looked: Looked) -> Part:
+    """Whether every operation of the requested sets finds a kernel, and a faster one than its reference."""
+    findings = [(name, each) for name in looked.sets for each in served(name, Device.detect(looked.device))]
+    none = [f"{name}: {each.operation} finds no kernel" for name, each in findings if not each.chosen]
+    if none:
+        return _part("sets", "", none, "`layerzero doctor --for SET` says what helps", blocks=True)
+    slow = [
+        f"{name}: {each.operation} has its slow reference alone"
+        for name, each in findings
+        if each.served is OperationSupport.REFERENCE
+    ]
+    fine = f"{len(findings)} operations of {', '.join(looked.sets)} find kernels" if looked.sets else "none was named"
+    return _part("sets", fine, slow, "`layerzero doctor --for SET` says what helps")
+
+
+BEFORE: tuple[Callable[[Looked], Part], ...] = (settings, descriptors)
+"""What every call needs; where one of them is not ready, no call can be looked at."""
+
+PARTS: tuple[Callable[[Looked], Part], ...] = (tables, memory, database, health, frozen, sets)
+"""The others, in the order in which they are shown. What ranks agreed on would be one more."""

@@ -1,0 +1,201 @@
+"""Each part of readiness has a line; what makes calls slower is degraded, what makes them raise is not ready."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import layerzero as lz
+from layerzero.asking.descriptors import DESCRIPTORS, exported
+from layerzero.cli.app import main
+from layerzero.core.ledger import Verdict
+from layerzero.core.system import resources
+from layerzero.engine.config import CONFIGURATION
+from layerzero.engine.dispatch import ENGINE
+from layerzero.ops.sets import SETS
+from layerzero.serving.readiness_parts import PartState
+from layerzero.tuning.keeping import prior
+from layerzero.tuning.keeping.files import FileLedger
+from layerzero.tuning.keeping.store import StoreLedger
+
+pytestmark = pytest.mark.filterwarnings("ignore::layerzero.core.errors.LayerZeroFallbackWarning")
+READY, DEGRADED, NOT_READY = PartState
+
+
+def norm():
+    return lz.rms_norm(torch.ones(3, 32), torch.ones(32))
+
+
+@pytest.fixture
+def manifest(tmp_path):
+    with lz.record(tmp_path / "workload.json"):
+        norm()
+    return tmp_path / "workload.json"
+
+
+def part(name, report):
+    (found,) = (each for each in report.parts if each.name == name)
+    return found
+
+
+def of(name, *given, **more):
+    report = lz.readiness_check(*given, device="cpu", **more)
+    found = part(name, report)
+    assert str(found) in str(report).splitlines()
+    assert found.to_dict() in report.to_dict()["parts"]
+    assert report.ready == (found.state is not NOT_READY)
+    assert report.degraded == (found.state is DEGRADED)
+    return found
+
+
+def misspelt(monkeypatch):
+    """A name that no kernel has, as a process finds it in its environment."""
+    monkeypatch.setenv("LAYERZERO_DENY", "no_such_library")
+    CONFIGURATION.reset()
+
+
+def test_settings_that_no_call_can_use_are_not_ready(monkeypatch):
+    assert of("settings").text == "jit set, and valid"
+    misspelt(monkeypatch)
+    found = of("settings")
+    assert found.state is NOT_READY
+    assert "no_such_library" in found.text
+    assert found.step == "`layerzero config show` tells where each comes from"
+
+
+def test_layerzero_switched_off_is_degraded():
+    lz.configure(enabled=False)
+    assert of("settings").state is DEGRADED
+
+
+def test_a_descriptor_that_cannot_be_in_force_is_not_ready(tmp_path):
+    file = tmp_path / "torch.json"
+    assert of("descriptors").text == "0 in force"
+    kernel = next(each for each in lz.list_kernels("rms_norm") if each.id == "torch.rms_norm").declared
+    file.write_text(json.dumps(exported(kernel.backend, [kernel])))
+    lz.configure(descriptors=[str(file)])
+    assert of("descriptors").text == "1 in force"
+    DESCRIPTORS.clear()  # the next use reads it anew, as the next process would
+    file.write_text("{damaged")
+    found = of("descriptors")
+    assert found.state is NOT_READY
+    assert "wanted a JSON file, got not valid JSON" in found.text
+
+
+def test_a_call_without_a_kernel_is_not_ready_and_a_slow_one_degraded(manifest):
+    assert of("tables", manifest).text == "1 calls find a kernel"
+    lz.configure(deny=[each.source for each in lz.list_kernels("rms_norm") if not each.is_reference])
+    found = of("tables", manifest)
+    assert found.state is DEGRADED
+    assert "norm.rms 3x32 32 float32 runs the slow reference" in found.text
+    lz.configure(fallback_enabled=False)
+    found = of("tables", manifest)
+    assert found.state is NOT_READY
+    assert "finds no kernel" in found.text
+
+
+def test_a_shipped_table_that_cannot_be_read_is_degraded(monkeypatch, manifest):
+    class Damaged:
+        problems = ("epyc.json: families[0]: wanted an operation",)
+
+    monkeypatch.setattr(prior, "_LOADED", {"a CPU": Damaged})
+    monkeypatch.setattr("layerzero.tuning.keeping.store.priors_of", lambda _: None)
+    assert of("tables", manifest).text == "epyc.json: families[0]: wanted an operation"
+
+
+def test_a_workspace_beyond_what_is_free_is_not_ready(monkeypatch, manifest):
+    kernel = next(each for each in lz.list_kernels("rms_norm") if each.id == "torch.rms_norm")
+    big = {"workspace_bytes": lambda facts: 64 * 2**20, "id": "mine.big", "priority": 100}
+    lz.register_backend([dataclasses.replace(kernel, **big)])
+    lz.lock("norm.rms", "mine.big")
+    assert "workspaces of these calls take 64 MiB at most" in of("headroom", manifest).text
+    monkeypatch.setattr(resources, "free_bytes", lambda _: 100 * 2**20)
+    found = of("headroom", manifest)
+    assert (found.state, found.text) == (DEGRADED, "100 MiB free, memory_headroom_mb allows a kernel 1024 MiB")
+    monkeypatch.setattr(resources, "free_bytes", lambda _: 60 * 2**20)
+    found = of("headroom", manifest)
+    assert found.state is NOT_READY
+    assert "takes a workspace of 64 MiB, 60 MiB free" in found.text
+
+
+def test_a_damaged_database_is_degraded_told_once_and_calls_go_on(tmp_path):
+    ENGINE.ledger = StoreLedger(FileLedger(tmp_path / "cache"))
+    file = tmp_path / "perfdb.sqlite"
+    lz.configure(**{"perfdb.path": str(file)})
+    assert (of("database").state, of("database").text) == (READY, "no times on disk yet")
+    file.write_bytes(b"this is no database" * 1000)
+    with pytest.warns(lz.LayerZeroWarning, match="set aside") as warned:
+        found = of("database")
+        assert of("database").state is DEGRADED
+        assert norm().shape == (3, 32)
+    assert len(warned) == 1
+    assert found.state is DEGRADED
+    assert "set aside" in found.text
+
+
+def test_kernels_that_rest_suspects_bans_and_lost_devices(tmp_path):
+    assert of("health").state is READY
+    kernel = next(each for each in lz.list_kernels("rms_norm") if each.id == "torch.rms_norm")
+    ENGINE.health.failed(kernel, "norm.rms", RuntimeError("no such luck"))
+    assert of("health").text == "torch.rms_norm in norm.rms rests"
+    ENGINE.health.reset()
+    ENGINE.ledger = ledger = StoreLedger(FileLedger(tmp_path))
+    facts = lz.facts("rms_norm", torch.ones(2, 8), torch.ones(8))
+    ledger.suspect(kernel, facts, "it was running as a process ended")
+    assert of("health").text == "1 suspects"
+    ledger.settle(ledger.suspects()[0], Verdict.WRONG, "off by one")
+    assert of("health").text == "1 kernels and classes are banned on this machine"
+    ENGINE.health.context_lost = "the device's context is lost"
+    found = of("health")
+    assert (found.state, found.step) == (NOT_READY, "restart the process")
+
+
+def test_a_frozen_choice_that_is_not_kept_is_degraded():
+    norm()
+    assert of("frozen").text.startswith("nothing")
+    lz.freeze()
+    try:
+        assert of("frozen").text == "1 classes keep their kernel"
+        lz.configure(deny=["torch.rms_norm"])
+        norm()
+        found = part("frozen", lz.readiness_check(device="cpu"))
+        assert found.state is DEGRADED
+        assert "runs in place of torch.rms_norm" in found.text
+    finally:
+        lz.thaw()
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_every_set_is_served_here(name):
+    found = of("sets", sets=[name])
+    assert found.text == f"{len(SETS[name].operations)} operations of {name} find kernels"
+
+
+def test_a_set_whose_kernels_are_denied_is_degraded_or_not_ready():
+    others = {each.source for each in lz.list_kernels("activation.silu") if not each.is_reference}
+    lz.configure(deny=sorted(others))
+    assert of("sets", sets=["diffusion"]).state is DEGRADED
+    lz.configure(fallback_enabled=False)
+    assert of("sets", sets=["diffusion"]).state is NOT_READY
+    with pytest.raises(ValueError, match="got 'diffusions'; did you mean 'diffusion'"):
+        lz.readiness_check(device="cpu", sets=["diffusions"])
+
+
+def test_the_command_tells_each_part_and_exits_by_the_worst(manifest, monkeypatch):
+    def run(*line):
+        return CliRunner().invoke(main, ["ready", "--manifest", str(manifest), "--device", "cpu", *line])
+
+    told = run("--json", "--for", "embedding")
+    assert told.exit_code == 0
+    assert len(json.loads(told.stdout)["parts"]) == 9
+    lz.configure(enabled=False)
+    assert (run().exit_code, run("--strict").exit_code) == (0, 1)
+    assert run("--for", "nothing").exit_code == 2
+    misspelt(monkeypatch)
+    told = run()
+    assert told.exit_code == 1
+    assert "settings: not ready: " in told.stdout
