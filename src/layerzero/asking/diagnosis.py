@@ -20,6 +20,7 @@ from layerzero.core.device import Device, cpu_of_this_machine
 from layerzero.core.kernel import Backend, within
 from layerzero.core.ledger import Suspect
 from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.core.system import disk
 from layerzero.core.system.threads import thread_advice
 from layerzero.engine import accelerator, probe
 from layerzero.engine.config import CONFIGURATION
@@ -292,6 +293,8 @@ def _issues(libraries: list[LibraryFinding], devices: list[Device], resting: dic
     threads = torch.get_num_threads()
     if devices[-1].platform == "cpu" and threads > 1 and (advice := thread_advice(threads)):  # one is a choice
         yield advice
+    if not disk.HAS_LOCKS:
+        yield "what is learnt ends with the process: this system has no locks of files as POSIX has them"
     if not CONFIGURATION.policy.enabled:
         yield "LayerZero is disabled (enabled: false); only torch's own kernels run"
 

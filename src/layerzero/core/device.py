@@ -205,16 +205,18 @@ def _detect_cpu() -> Device:
 def cpu_of_this_machine() -> Device:
     """The CPU with all that it has, whatever ``LAYERZERO_CPU_FEATURES`` says."""
     name, vendor, flags = "", "unknown", set[str]()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().split("\n\n")[0].splitlines():
-            key, _, value = (part.strip() for part in line.partition(":"))
-            if key == "model name":
-                name = value
-            elif key == "vendor_id":
-                vendor = {"GenuineIntel": "intel", "AuthenticAMD": "amd"}.get(value, value)
-            elif key in ("flags", "Features"):
-                flags = set(value.split())
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:  # Windows and macOS
+        lines, (name, flags) = [], _cpu_by_torch()
+    for line in lines:
+        key, _, value = (part.strip() for part in line.partition(":"))
+        if key == "model name":
+            name = value
+        elif key == "vendor_id":
+            vendor = {"GenuineIntel": "intel", "AuthenticAMD": "amd"}.get(value, value)
+        elif key in ("flags", "Features"):
+            flags = set(value.split())
     return Device(
         platform="cpu",
         name=name or host.processor() or host.machine(),  # last, because on Linux it starts a process, 5 ms
@@ -223,6 +225,22 @@ def cpu_of_this_machine() -> Device:
         instruction_sets=frozenset(ours for theirs, ours in cpu_features.FLAGS.items() if theirs in flags),
         dtypes=frozenset({"float32", "float64", "bfloat16", "float16"}),
     )
+
+
+def _cpu_by_torch() -> tuple[str, set[str]]:
+    """The CPU's name and flags as torch 2.13 finds them on any system; before, what its own kernels are compiled for.
+
+    Torch writes ``avx512_f`` where Linux has ``avx512f``, and names no ARM flags before 2.13: every arm64 has NEON.
+    """
+    tell = getattr(torch.cpu, "get_capabilities", None)
+    found = {} if tell is None else tell()
+    capability = torch.backends.cpu.get_cpu_capability()
+    flags = {name for name, here in found.items() if here is True} | {"avx2"} & {capability.lower()}
+    if capability == "AVX512" or "avx512_f" in flags:
+        flags |= {"avx2", "avx512f"}
+    if host.machine().lower() in ("arm64", "aarch64"):
+        flags.add("asimd")
+    return str(found.get("cpu_name", "")), flags
 
 
 def _nvidia(name: str, sm: tuple[int, int], gib: int) -> Device:

@@ -57,6 +57,8 @@ class _Endings:
                 self._leave()
 
     def _watch(self, file: int) -> None:
+        if not hasattr(faulthandler, "register"):  # Windows
+            return
         caught = _caught()
         for number in _SIGNALS:
             untouched = signal.getsignal(number) is signal.SIG_DFL

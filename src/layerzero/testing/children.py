@@ -11,7 +11,6 @@ it does. What they do stands in :mod:`layerzero.testing.child_main`. One thread 
 from __future__ import annotations
 
 import logging
-import signal
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -23,7 +22,7 @@ from layerzero.core.ledger import Verdict
 from layerzero.core.system import process_waits, resources
 from layerzero.engine.failures import says_out_of_memory
 from layerzero.testing.child_main import Message
-from layerzero.testing.process import APART, Process, child_environment, how_it_ended
+from layerzero.testing.process import APART, OUTSIDE, Process, child_environment, how_it_ended
 
 log = logging.getLogger("layerzero")
 
@@ -38,9 +37,6 @@ DEATHS = 3
 
 After so many that got to no job at all, no further one is begun while one works, and all is given up where none does.
 """
-
-OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-"""Signals that others send: a system short of memory, an operator, a terminal. What ran is not to blame."""
 
 _KILLED = "its process was killed from outside with"
 _END_S = 10.0  # how long a child may take to end once it has no more jobs

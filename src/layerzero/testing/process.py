@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -108,10 +109,16 @@ def how_it_ended(code: int) -> str:
     return names.get(code, f"exit code {code}" if code >= 0 else f"signal {-code}")
 
 
+OUTSIDE = frozenset(each for each in signal.Signals if each.name in ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP"))
+"""Signals that others send: a system short of memory, an operator, a terminal. What ran is not to blame."""
+
+
 class Process(subprocess.Popen[bytes]):
     """A fresh interpreter that does jobs, in a process group of its own."""
 
     def __init__(self, worker: str, environment: Mapping[str, str]) -> None:
+        if not hasattr(os, "killpg"):
+            raise OSError(errno.ENOTSUP, "wanted process groups, to end a child with what it started; got none")
         self.silent, self._half, self.killed_before = False, b"", resources.kills()
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the process has ended
         super().__init__(

@@ -155,7 +155,7 @@ def _folder_in(named: str | None) -> Path:
         try:
             user = getpass.getuser()
         except (KeyError, ModuleNotFoundError, OSError):
-            user = f"uid_{os.getuid()}"
+            user = f"uid_{os.getuid()}" if hasattr(os, "getuid") else "uid"
         user = re.sub(r'[\\/:*?"<>|]', "_", user)
         named = str(Path(tempfile.gettempdir()) / f"torchinductor_{user}")
     return Path(named).absolute() / "layerzero"

@@ -1,13 +1,13 @@
 """Files that outlive a process: opened only where they are plain files, private, written whole or not at all.
 
 What lies in a folder may be a pipe without a writer, a link to an endless device, or another user's file. None of it
-may hang or mislead the process that opens it.
+may hang or mislead the process that opens it. Windows has neither POSIX's locks nor its owners: there files are read
+and written by name alone, and nothing is kept between processes.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import stat
 import uuid
@@ -18,11 +18,21 @@ from typing import TypeVar
 
 import msgspec
 
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 T = TypeVar("T")
 
 PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
 
-_PLAINLY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+HAS_LOCKS = fcntl is not None
+"""Whether a file can be locked until its process ends; without, processes cannot share one."""
+
+_PLAINLY = 0
+for _flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_NOCTTY", "O_BINARY"):
+    _PLAINLY |= getattr(os, _flag, 0)
 
 
 class NotPlainError(OSError):
@@ -66,12 +76,19 @@ def read_open(file: int, most_bytes: int) -> bytes:
         raise OSError(errno.EFBIG, f"wanted at most {most_bytes} bytes, got {size}")
     parts = []
     at = 0
-    while part := os.pread(file, most_bytes + 1 - at, at):
+    while part := _piece(file, most_bytes + 1 - at, at):
         parts.append(part)
         at += len(part)
         if at > most_bytes:
             raise OSError(errno.EFBIG, f"wanted at most {most_bytes} bytes, got more")
     return b"".join(parts)
+
+
+def _piece(file: int, most_bytes: int, at: int) -> bytes:
+    if hasattr(os, "pread"):
+        return os.pread(file, most_bytes, at)
+    os.lseek(file, at, os.SEEK_SET)
+    return os.read(file, most_bytes)
 
 
 def read_json(path: str | os.PathLike[str], most_bytes: int, kind: type[T]) -> T | None:
@@ -87,11 +104,18 @@ def lock(file: int, *, shared: bool = False) -> bool:
 
     Returns: whether it is this process's. Raises: OSError where there are no locks.
     """
+    if fcntl is None:
+        raise OSError(errno.ENOTSUP, "wanted locks of files as POSIX has them, this system has none")
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
+
+
+def unlock(file: int) -> None:
+    """Give a lock back; closing is not enough where a forked child has the file, too. Raises: OSError."""
+    fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def is_locked(path: str | os.PathLike[str]) -> bool:
@@ -195,7 +219,7 @@ def _write_whole(path: str | os.PathLike[str], data: bytes, *, private: bool) ->
     file, temporary = _temporary(target)
     try:
         try:
-            if private or mode is not None:
+            if (private or mode is not None) and hasattr(os, "fchmod"):
                 os.fchmod(file, PRIVATE_FILE if private or mode is None else mode)
             write_all(file, data)
             os.fsync(file)
@@ -209,7 +233,9 @@ def _write_whole(path: str | os.PathLike[str], data: bytes, *, private: bool) ->
 
 
 def sync_folder(path: Path) -> None:
-    """Make a rename in a folder survive a power cut as well. Raises: OSError."""
+    """Make a rename in a folder survive a power cut as well, where a folder can be opened. Raises: OSError."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(folder)
@@ -261,6 +287,8 @@ def distrust(folder: Path) -> str:
     lift a ban there, or name a module that is imported. A group may write that is this user's own (of the user's
     number) or root's. Links to the folder itself are followed: their owner chose.
     """
+    if not hasattr(os, "geteuid"):  # Windows: a mode says nothing of other users
+        return ""
     try:
         found = os.stat(folder)  # noqa: PTH116  # read on each look: half the time of Path.stat
     except OSError:  # opening it tells

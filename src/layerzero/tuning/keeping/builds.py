@@ -8,7 +8,6 @@ and writes into it how far it is.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import os
 import shutil
@@ -184,8 +183,8 @@ class HostLock:
         return self._file is not None
 
     def take(self) -> bool:
-        """Take it unless another process has it; where no file can be opened, none can have it."""
-        if self._file is not None:
+        """Take it unless another process has it; where no file can be opened or locked, none can have it."""
+        if self._file is not None or not disk.HAS_LOCKS:
             return True
         try:
             file = _opened()
@@ -211,7 +210,7 @@ class HostLock:
     def leave(self) -> None:
         """Let others build."""
         if self._file is not None:
-            fcntl.flock(self._file, fcntl.LOCK_UN)  # closing is not enough where a forked child has the file, too
+            disk.unlock(self._file)
         self.close()
 
     def close(self) -> None:

@@ -61,7 +61,12 @@ LOOK_EVERY_S = 1.0
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Where files go: ``LAYERZERO_CACHE_DIR``, else the user's cache folder; None where the variable is empty."""
+    """Where files go: ``LAYERZERO_CACHE_DIR``, else the user's cache folder.
+
+    None where the variable is empty, and on systems whose files cannot be locked.
+    """
+    if not disk.HAS_LOCKS:
+        return None
     named = environment.get("LAYERZERO_CACHE_DIR")
     try:
         if named is None:

@@ -88,7 +88,7 @@ def _of_cpu() -> dict[str, str]:
         state["load"] = bucket(load, MEDIUM_LOAD, HIGH_LOAD, ("low", "medium", "high"))
         now, most = (float((_CLOCK / name).read_text()) for name in ("scaling_cur_freq", "cpuinfo_max_freq"))
         state["power"] = _power(now / most, throttled=False)
-    except (OSError, ValueError):  # virtual machines hide the clock
+    except (AttributeError, OSError, ValueError):  # Windows has no load, virtual machines hide the clock
         return state
     return state
 

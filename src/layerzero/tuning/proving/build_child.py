@@ -33,6 +33,7 @@ from layerzero.engine.failures import out_of_memory
 from layerzero.engine.jit import BuildOutcome
 from layerzero.engine.registry import REGISTRY
 from layerzero.testing.child_main import Tell
+from layerzero.testing.process import OUTSIDE
 from layerzero.testing.single_run import attempt, duplicate
 from layerzero.tuning.keeping.builds import shortened
 from layerzero.tuning.keeping.machine_state import SHARE
@@ -210,8 +211,6 @@ _ENDED = (
 )
 """What GCC 12, nvcc 12 and shells say of compilers that were ended, or could not go on, for no fault of the source."""
 
-_FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-
 
 def lacking(error: BaseException) -> BuildProgram | None:
     """The program that an error, or one that caused it, says is absent."""
@@ -229,7 +228,7 @@ def interrupted(error: BaseException) -> str:
         code = getattr(at, "returncode", None)  # of a subprocess.CalledProcessError
         if isinstance(code, int):
             number = -code if code < 0 else code - 128  # a shell adds 128
-            if number in _FROM_OUTSIDE:
+            if number in OUTSIDE:
                 return f"a compiler was ended by {signal.Signals(number).name}, most often since memory ran out"
         for said, meaning in _ENDED:
             found = said.search(str(at))
