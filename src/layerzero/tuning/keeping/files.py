@@ -61,13 +61,8 @@ LOOK_EVERY_S = 1.0
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Where files go: ``LAYERZERO_CACHE_DIR``, else the user's cache folder.
-
-    None where the variable is empty, and on systems whose files cannot be locked.
-    """
-    if not disk.HAS_LOCKS:
-        return None
-    named = environment.get("LAYERZERO_CACHE_DIR")
+    """Where files go: ``LAYERZERO_CACHE_DIR``, else the user's cache folder; None if it is empty, and without locks."""
+    named = environment.get("LAYERZERO_CACHE_DIR") if disk.HAS_LOCKS else ""
     try:
         if named is None:
             import platformdirs
