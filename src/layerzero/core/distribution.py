@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.core.judge import Given, first_of, place_of
+from layerzero.core.judge import AnyDtype, Given, first_of, place_of
 
 LEAST_EXPECTED = 5.0
 """Places of which fewer draws are expected are counted together: a chi-square test is not one for less."""
 
 
 @dataclass(frozen=True, slots=True)
-class Distribution:
+class Distribution(AnyDtype):
     """Draws of places along the last axis of probabilities.
 
     A single result is right if each draw is one that may come. Whether they come as often as they should is tested on
@@ -44,10 +44,6 @@ class Distribution:
 
     def __str__(self) -> str:
         return f"draws of the reference's probabilities: those that may come, by a chi-square test at {self.alpha:g}"
-
-    @property
-    def dtypes(self) -> None:
-        """Any."""
 
     def basis(self, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """The probabilities of each row, which add up to 1, and what may come."""

@@ -75,6 +75,19 @@ class Judge(Protocol):
         """What is right, in words."""
 
 
+class AnyDtype:
+    """A judge of calls in any dtype, to which the reference's result says it all."""
+
+    __slots__ = ()
+
+    @property
+    def dtypes(self) -> None:
+        """Any."""
+
+    def basis(self, arguments: Mapping[str, Any]) -> Any:
+        """Nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Elementwise:
     """Numbers near the reference's.
@@ -157,20 +170,13 @@ def first_of(wrong: Tensor) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Exact:
+class Exact(AnyDtype):
     """The reference's very values, rounded to the result's dtype; NaN where it has NaN."""
 
     reason: str
 
     def __str__(self) -> str:
         return "the reference's very values"
-
-    @property
-    def dtypes(self) -> None:
-        """Any."""
-
-    def basis(self, arguments: Mapping[str, Any]) -> None:
-        """Nothing: the reference's result says it all."""
 
     def problem(self, got: Tensor, want: Tensor, given: Given) -> str:  # noqa: ARG002  # the protocol's names
         """Say where the first value differs."""
@@ -184,7 +190,7 @@ class Exact:
 
 
 @dataclass(frozen=True, slots=True)
-class Indices:
+class Indices(AnyDtype):
     """Places along the last axis of scores, best first: the reference's, or others whose scores tie with them.
 
     Attributes:
@@ -201,10 +207,6 @@ class Indices:
 
     def __str__(self) -> str:
         return "the reference's places, or others whose scores tie"
-
-    @property
-    def dtypes(self) -> None:
-        """Any."""
 
     def basis(self, arguments: Mapping[str, Any]) -> Tensor:
         """The scores."""
@@ -255,7 +257,7 @@ canonical layout, and the last two in float64 where they are floating."""
 
 
 @dataclass(frozen=True, slots=True)
-class Property:
+class Property(AnyDtype):
     """Something that holds of the results of a call, whatever they are.
 
     As the judge of a result it judges that result alone. Among :attr:`Operation.properties` it judges the results of
@@ -275,10 +277,6 @@ class Property:
 
     def __str__(self) -> str:
         return self.name
-
-    @property
-    def dtypes(self) -> None:
-        """Any."""
 
     @property
     def arguments(self) -> frozenset[str]:

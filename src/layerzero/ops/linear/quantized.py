@@ -21,7 +21,7 @@ from torch.nn import functional
 from layerzero.core.arguments import TensorSchema, told
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError, refuse
-from layerzero.core.judge import Elementwise, Given
+from layerzero.core.judge import Elementwise
 from layerzero.core.operation import Case, Function, Operation, Routed, Work
 from layerzero.ops.calls import drawn
 from layerzero.ops.checks import check_dense
@@ -39,7 +39,7 @@ from layerzero.ops.linear.declare import (
     sized_case,
     sweep,
 )
-from layerzero.ops.linear.narrow_rows import farthest
+from layerzero.ops.linear.narrow_rows import OfRows
 from layerzero.ops.linear.packed import PackedWeight, packed_param, packed_problems
 from layerzero.ops.linear.route import as_default, out_dtype_problems
 from layerzero.ops.linear.stock import quantized_linear as stock_linear
@@ -121,7 +121,7 @@ def _terms(arguments: Mapping[str, Any]) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class OfRoundedRows:
+class OfRoundedRows(OfRows):
     """Sums of products of rows that were quantized: as of other sums, and what rows that lie between two numbers add.
 
     Attributes:
@@ -137,13 +137,7 @@ class OfRoundedRows:
     def __str__(self) -> str:
         return f"{self.sums}; a number of a row within {NEAR:g} of the middle between two may become either"
 
-    @property
-    def dtypes(self) -> frozenset[torch.dtype]:
-        """Those that there is a tolerance for."""
-        return self.sums.dtypes
-
     def basis(self, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """The size of what is added up, what steps may move, and the rows of which nothing is said."""
         numbers = arguments["input"].double()
         scale = computed_scale(numbers, self.format, "row", None).double()
         quotients = divided(numbers, scale)
@@ -156,10 +150,6 @@ class OfRoundedRows:
         moved = functional.linear((high - low).abs().nan_to_num(0.0) * scale, weight)
         strange = ~numbers.isfinite() if self.format.is_whole else torch.zeros_like(numbers, dtype=torch.bool)
         return _terms({**arguments, "input": numbers.nan_to_num(0.0)}), moved, strange.any(-1, keepdim=True)
-
-    def problem(self, got: Tensor, want: Tensor, given: Given) -> str:
-        """Say which element is farthest off."""
-        return farthest(self.sums, got, want, given)
 
 
 def _examples(weights: frozenset[torch.dtype]) -> Callable[..., dict[str, Tensor]]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.core.judge import Given, first_of
+from layerzero.core.judge import AnyDtype, Given, first_of
 from layerzero.ops.quantize.formats import Format, rounded, widened
 
 NEAR = 2e-6
@@ -17,7 +17,7 @@ NEAR = 2e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Rounded:
+class Rounded(AnyDtype):
     """Numbers of a format that quotients round to.
 
     Attributes:
@@ -35,10 +35,6 @@ class Rounded:
 
     def __str__(self) -> str:
         return f"the nearest {self.format.name} number, either one within {NEAR:g} of the middle between two"
-
-    @property
-    def dtypes(self) -> None:
-        """Any."""
 
     def basis(self, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """The quotients, and where nothing is said."""
@@ -70,7 +66,7 @@ class Rounded:
 
 
 @dataclass(frozen=True, slots=True)
-class Scales:
+class Scales(AnyDtype):
     """Scales near the reference's.
 
     Attributes:
@@ -83,10 +79,6 @@ class Scales:
 
     def __str__(self) -> str:
         return "scales within 1e-6 of the reference's"
-
-    @property
-    def dtypes(self) -> None:
-        """Any."""
 
     def basis(self, arguments: Mapping[str, Any]) -> Tensor:
         """Where nothing is said."""
@@ -104,20 +96,13 @@ class Scales:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundedOnce:
+class RoundedOnce(AnyDtype):
     """Products that are rounded once, to the dtype of the result, or in float32 and then to that."""
 
     reason: str = "a product in float32, rounded to the dtype of the result: one step of it, and 2^-22"
 
     def __str__(self) -> str:
         return "within one step of the result's dtype"
-
-    @property
-    def dtypes(self) -> None:
-        """Any."""
-
-    def basis(self, arguments: Mapping[str, Any]) -> None:
-        """Nothing: the reference's result says it all."""
 
     def problem(self, got: Tensor, want: Tensor, given: Given) -> str:  # noqa: ARG002  # the protocol's names
         """Say where the first product is too far."""
