@@ -51,7 +51,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "unload_descriptor",
     ),
     "layerzero.asking.trace": ("trace",),
-    "layerzero.serving.agreement": ("agree",),
+    "layerzero.asking.agreement": ("agree",),
     "layerzero.serving.dry_run": ("dry_run",),
     "layerzero.serving.exporters": (
         "JsonFormatter",

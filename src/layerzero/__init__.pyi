@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from layerzero import testing
+from layerzero.asking.agreement import agree
 from layerzero.asking.answers import explain, facts, list_kernels, list_operations, validate, which
 from layerzero.asking.bind import bind
 from layerzero.asking.control import (
@@ -74,7 +75,7 @@ from layerzero.ops.rope import rope_frequencies, rope_table
 from layerzero.ops.sampling import TokenCounts
 from layerzero.ops.sparse import BlockPattern
 from layerzero.ops.tokenize import StreamingDetokenizer, TokenizerCacheConfig, forget_tokenizer, tokenizer_cache
-from layerzero.serving.agreement import agree
+from layerzero.asking.agreement import agree
 from layerzero.serving.dry_run import dry_run
 from layerzero.serving.exporters import (
     JsonFormatter,

@@ -181,11 +181,11 @@ def facts(operation: Named, *args: Any, device: Device | str | None = None, **kw
     return explain(name_of(operation, "facts"), *args, device=device, **kwargs).facts
 
 
-def explain_facts(call: Facts, machine: Machine, policy: Policy) -> Report:
-    """Tell which kernel a call gets on a machine under a policy."""
+def explain_facts(call: Facts, machine: Machine, policy: Policy, *, alone: bool = False) -> Report:
+    """Tell which kernel a call gets on a machine under a policy, or would get if nothing were frozen or agreed."""
     kernels = REGISTRY.candidates(call.operation.name)
     judged = legality.judge(kernels, call, policy, machine, ENGINE.health, ENGINE.ledger)
-    return ENGINE.decide(judged, Routed(call.operation, {}, call.layout), call, policy, machine)[0]
+    return ENGINE.decide(judged, Routed(call.operation, {}, call.layout), call, policy, machine, alone=alone)[0]
 
 
 def _state(

@@ -12,21 +12,33 @@ from typing import Any
 import msgspec
 import torch
 
-from layerzero.asking.answers import explain, explain_facts
+from layerzero.asking.answers import explain_facts
 from layerzero.core.dtypes import dtype_named
 from layerzero.core.eager_state import STATE_FACTS
 from layerzero.core.errors import FrozenChoiceError, LayerZeroWarning, PolicyError
 from layerzero.core.facts import CallState, Facts, FactsBuilder, TensorFacts
 from layerzero.core.handle import OfKind
 from layerzero.core.operation import Routed
+from layerzero.core.plan import Report
 from layerzero.core.recipe import CallRecipe
 from layerzero.core.system.disk import write_whole
 from layerzero.engine import frozen_choices, probe
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
-from layerzero.engine.frozen_choices import STATE, Frozen, FrozenChoice, choice_of, class_name, told_of, unlike
+from layerzero.engine.frozen_choices import (
+    STATE,
+    Agreed,
+    Frozen,
+    FrozenChoice,
+    choice_of,
+    class_name,
+    told_of,
+    unlike,
+)
 from layerzero.engine.fusion import FUSING
 from layerzero.engine.plain import plain_facts
+from layerzero.engine.policy import Policy
+from layerzero.engine.probe import Machine
 from layerzero.engine.registry import REGISTRY
 
 FORMAT = 1
@@ -123,20 +135,40 @@ def freeze(manifest: str | os.PathLike[str] | Frost | None = None) -> Frost:
     return _document(ENGINE.frozen)
 
 
-def snapshot() -> Frost:
-    """What :func:`freeze` would write now; nothing is frozen."""
-    held = Frozen({})
-    _keep_plans(held, _choices_now())
-    return _document(held)
+def proposed(*, anew: bool) -> Frost:
+    """What this process would choose by itself for each class that it knows, as if nothing were frozen or agreed.
+
+    ``anew`` chooses for all classes; else what is held stays, and choices are made for classes that were met since.
+    Calls in scopes are left out: no other process has their settings.
+    """
+    kept = {} if ENGINE.frozen is None else ENGINE.frozen.choices
+    found, machine = {} if anew else dict(kept), probe.this_machine()
+    for past in ENGINE.history.calls():
+        name = "" if past.layers else class_name(past.facts, past.policy)
+        if name and name not in found:
+            report = _alone(past.facts, past.policy, machine)
+            if report.chosen is not None:
+                found[name] = choice_of(report.chosen.kernel, past.facts, past.policy)
+    return _document(Frozen({**kept, **found}))
 
 
-def adopt(found: Frost) -> list[str]:
-    """Freeze what somebody else chose, whatever this process would choose; why not, if one of them cannot run here."""
-    problems = _differences(found, may_differ=True)
-    if not problems:
-        ENGINE.frozen = Frozen({name: each for name, each in found.choices.items() if not each.scoped})
+def _alone(call: Facts, policy: Policy, machine: Machine) -> Report:
+    """What this process would choose by itself; judged as a miss is, in a third of the time that every reason takes."""
+    if call.operation.plain is not None:
+        return explain_facts(call, machine, policy, alone=True)
+    kernels = REGISTRY.candidates(call.operation.name)
+    judged, later = ENGINE.standings.judge(
+        kernels, call, policy, machine, ENGINE.health, ENGINE.ledger, by_priority=False
+    )
+    return ENGINE.decide(judged, Routed(call.operation, {}, call.layout), call, policy, machine, later, alone=True)[0]
+
+
+def hold(held: Agreed) -> None:
+    """Let choices be what ranks agreed on; plans are chosen anew only where some may be others."""
+    before = ENGINE.frozen
+    ENGINE.frozen = held
+    if not isinstance(before, Agreed) or before.fallback or held.fallback or before.would_change(held.choices):
         ENGINE.bump()
-    return problems
 
 
 def tell_if_short(asked: str, choices: Mapping[str, FrozenChoice]) -> None:
@@ -233,8 +265,8 @@ def _version(kernel_id: str) -> str:
     return probe.this_machine().state(kernel.backend, Device.detect("cpu")).version or ""
 
 
-def _differences(found: Frost, *, may_differ: bool = False) -> list[str]:
-    """What is not here as it is there, and what this process would choose otherwise, or, if it may, could not run."""
+def _differences(found: Frost) -> list[str]:
+    """What is not here as it is there, and what this process would choose otherwise."""
     problems = [
         f"{name}: wanted {getattr(found, name)}, got {here}"
         for name, here in _here().items()
@@ -244,21 +276,26 @@ def _differences(found: Frost, *, may_differ: bool = False) -> list[str]:
     for name, choice in found.choices.items():
         if choice.scoped:
             continue  # made under the settings of a block, which cannot be repeated
-        version = _version(choice.kernel)
-        if version != choice.version:
-            problems.append(f"{name}: wanted {choice.kernel} of {choice.library} {choice.version}, got {version}")
-            continue
-        try:
-            report = explain(_facts(choice))
-        except Exception as error:  # noqa: BLE001  # whatever torch and schemas say of a call that was never made
-            problems.append(f"{name}: wanted a call that can be made here, got {type(error).__name__}: {error}")
-            continue
-        legal = may_differ and any(each.legal and each.kernel.id == choice.kernel for each in report.candidates)
-        if report.kernel_id != choice.kernel and not legal:
-            reasons = report.failures.get(choice.kernel, ())
-            why = f": {reasons[0]}" if reasons else ""
-            problems.append(f"{name}: wanted {choice.kernel}, this process would choose {report.kernel_id}{why}")
+        if why := difference(choice):
+            problems.append(f"{name}: {why}")
     return problems
+
+
+def difference(choice: FrozenChoice, *, may_differ: bool = False) -> str:
+    """Why this process would choose another kernel, or, if it may, could not run this one; empty where it would."""
+    version = _version(choice.kernel)
+    if version != choice.version:
+        return f"wanted {choice.kernel} of {choice.library} {choice.version}, got {version}"
+    try:
+        report = explain_facts(_facts(choice), probe.this_machine(), CONFIGURATION.policy, alone=may_differ)
+    except Exception as error:  # noqa: BLE001  # whatever torch and schemas say of a call that was never made
+        return f"wanted a call that can be made here, got {type(error).__name__}: {error}"
+    legal = may_differ and any(each.legal and each.kernel.id == choice.kernel for each in report.candidates)
+    if report.kernel_id == choice.kernel or legal:
+        return ""
+    reasons = report.failures.get(choice.kernel, ())
+    why = f": {reasons[0]}" if reasons else ""
+    return f"wanted {choice.kernel}, this process would choose {report.kernel_id}{why}"
 
 
 def _facts(choice: FrozenChoice) -> Facts:

@@ -37,7 +37,7 @@ from layerzero.engine.cache import FLIGHTS, Key, PlanCache
 from layerzero.engine.config import CONFIGURATION, current_policy
 from layerzero.engine.events import EVENTS
 from layerzero.engine.first_run import Recent, first_run
-from layerzero.engine.frozen_choices import Frozen, History
+from layerzero.engine.frozen_choices import Frozen, History, yet_to_agree
 from layerzero.engine.fusion import FUSING
 from layerzero.engine.health import Health
 from layerzero.engine.judgements import Later, Standings
@@ -71,6 +71,7 @@ class Engine:
         self.epoch = 0
         self.watchers: tuple[Watcher, ...] = ()
         self.frozen: Frozen | None = None
+        self.winners = 0  # how often another kernel became the fastest of a class
         self._lock = forking.rlock()
         registry.on_change(self.bump)
         CONFIGURATION.on_change(self.bump)
@@ -108,16 +109,20 @@ class Engine:
         policy: Policy,
         machine: Machine,
         later: Later | None = None,
+        *,
+        alone: bool = False,
     ) -> tuple[Report, list[Candidate]]:
         """Order judged kernels by what is known of them, and pick one; ``later`` judges those that cannot win.
 
-        Times decide nothing where choices are frozen or priority alone decides, whatever a process writes meanwhile.
+        Times decide nothing where choices are frozen or priority alone decides, whatever a process writes meanwhile,
+        nor where ranks have yet to agree. With ``alone`` this process chooses as if nothing were frozen or agreed.
         """
-        times = self.ledger if self.frozen is None and later is None else None
+        frozen = None if alone else self.frozen or yet_to_agree(policy)
+        times = self.ledger if frozen is None and later is None else None
         ordered = ranked(judged, facts, policy, times, machine.asked)
         timed = times is not None and not times.untimed(facts)  # of another order of memory, where not of this one
         report = pick(ordered, routed, facts, policy, self.registry.lock_for(policy, facts), later, timed=timed)
-        return report if self.frozen is None else self.frozen.held(report, policy), ordered
+        return report if frozen is None else frozen.held(report, policy), ordered
 
     def forget(self, function: str, cache: PlanCache) -> None:
         """Forget plans and calls of a function that is taken back."""
@@ -128,6 +133,7 @@ class Engine:
 
     def new_winner(self) -> None:
         """Another kernel became the fastest of a class: a new epoch, unless choices are frozen."""
+        self.winners += 1
         if self.frozen is None:
             self.bump()
 

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+import torch
 
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.eager_state import STATE_FACTS
@@ -17,6 +18,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.core.recipe import CallRecipe
 from layerzero.core.system import forking
+from layerzero.engine import legality
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.policy import Policy
 from layerzero.engine.settings import SETTINGS
@@ -118,7 +120,10 @@ class Frozen:
         added: names of the classes that were first seen while frozen: with the kernel of the same calls of dense
             tensors where that may run, else chosen without times, by priority and id.
         departures: classes whose kernel was refused or failed, by name, the latest of each.
+        agreed: whether ranks agreed on it, see :class:`Agreed`.
     """
+
+    agreed = False
 
     def __init__(self, choices: Mapping[str, FrozenChoice]) -> None:
         self._lock = forking.lock()
@@ -140,7 +145,7 @@ class Frozen:
             found = None if dense is None else _named(report, dense)
             if found is not None and found.legal:
                 return _noted(_with(report, found), f"frozen: {found.kernel.id}, for dense tensors of this class")
-            return _noted(report, "frozen: this class was not seen before; chosen by priority, without times")
+            return self._new(report)
         found = _named(report, choice)
         if found is not None and found.legal:
             return _noted(_with(report, found), f"frozen: {choice.kernel}")
@@ -153,8 +158,7 @@ class Frozen:
         with self._lock:
             choice = self.choices.get(name)
             if choice is None:
-                self.choices[name] = choice_of(plan.kernel, report.facts, policy)
-                self.added = (*self.added, name)
+                self._keep(name, choice_of(plan.kernel, report.facts, policy))
                 return None
             if choice.kernel == plan.kernel.id or report.locked:
                 return None
@@ -167,12 +171,104 @@ class Frozen:
             f"{choice.kernel} is frozen for {name} and cannot run ({_why(found)}); {plan.kernel.id} runs in its place"
         )
 
+    def _new(self, report: Report) -> Report:
+        return _noted(report, "frozen: this class was not seen before; chosen by priority, without times")
+
+    def _keep(self, name: str, choice: FrozenChoice) -> None:
+        self.choices[name] = choice
+        self.added = (*self.added, name)
+
     def refuse(self, report: Report, policy: Policy) -> None:
         """Raise where a frozen kernel cannot run and nothing may run in its place."""
         choice = self.choices.get(class_name(report.facts, policy))
         if choice is not None and report.chosen is None and not policy.fallback_enabled:
             hint = f"{choice.kernel} is frozen for this class; lz.thaw() lets selection go on"
             raise NoKernelFoundError(report.operation, report.failures, hint)
+
+
+class Agreed(Frozen):
+    """What ranks agreed on, until they agree again.
+
+    A class that is not among it is chosen for by each rank from the facts of each call alone (:func:`by_priority`):
+    what was called first, tuned or built on one rank decides nothing.
+
+    Attributes:
+        document: what all ranks of this hardware hold.
+        stamp: of the process when they agreed; while it is the same, this process would choose as it did then.
+        fallback: whether versions differ, so that all ranks run torch's own kernels and the references.
+        mixed: whether calls of one new class got several kernels.
+    """
+
+    agreed = True
+
+    def __init__(self, choices: Mapping[str, FrozenChoice], document: Any = None, *, fallback: bool = False) -> None:
+        super().__init__(choices)
+        self.document, self.fallback, self.mixed = document, fallback, False
+        self.stamp: object = None
+        self._met: dict[str, str] = {}
+
+    def held(self, report: Report, policy: Policy) -> Report:
+        """As of frozen choices; torch's own function, or the reference, where versions differ."""
+        if report.locked:
+            return report
+        if self.fallback:
+            return _own_of_torch(report)
+        return super().held(report, policy) if self.choices else self._new(report)
+
+    def _new(self, report: Report) -> Report:
+        return by_priority(report)
+
+    def _keep(self, name: str, choice: FrozenChoice) -> None:
+        if name not in self._met:
+            self._met[name] = choice.kernel
+            self.added = (*self.added, name)
+        self.mixed |= self._met[name] != choice.kernel
+
+    def would_change(self, choices: Mapping[str, FrozenChoice]) -> bool:
+        """Whether a plan of this process may be another under these choices."""
+        held = {name: each.kernel for name, each in self.choices.items()} | self._met
+        return self.mixed or any(name in choices and choices[name].kernel != each for name, each in held.items())
+
+
+UNAGREED = Agreed({})
+"""What ranks hold before they agree."""
+
+
+def ranks_choose(policy: Policy) -> bool:
+    """Whether choices are those of all ranks: by the setting, where torch.distributed has several."""
+    distributed = torch.distributed
+    return (
+        policy["distributed_selection"] != "independent"
+        and distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    )
+
+
+def yet_to_agree(policy: Policy) -> Frozen | None:
+    """How ranks choose that have not agreed; None where each chooses for itself."""
+    return UNAGREED if ranks_choose(policy) else None
+
+
+def by_priority(report: Report) -> Report:
+    """The choice that every rank makes: by priority and id, of what needs no build and no verdict of this machine."""
+
+    def alike(candidate: Candidate) -> bool:
+        kernel = candidate.kernel
+        return candidate.legal and not kernel.jit and not legality.untrusted(kernel, report.facts.device)
+
+    if report.chosen is not None and not report.locked and not alike(report.chosen):
+        report = _with(report, next(filter(alike, report.candidates), report.chosen))
+    return _noted(report, "ranks have not agreed on this class: chosen by priority, without times, until they do")
+
+
+def _own_of_torch(report: Report) -> Report:
+    legal = [each for each in report.candidates if each.legal and not each.kernel.jit]
+    stock = [each for each in legal if each.kernel.source == "torch" and each.kernel.is_stock(report.facts)]
+    others = [each for kind in ("torch", "reference") for each in legal if each.kernel.source == kind]
+    found = next(iter([*stock, *others]), report.chosen)
+    note = "ranks have other versions: torch's own kernels and the references run (on_version_mismatch: fallback)"
+    return _noted(report if found is None else _with(report, found), note)
 
 
 def _named(report: Report, choice: FrozenChoice) -> Candidate | None:
@@ -229,9 +325,13 @@ def class_name(facts: Facts, policy: Policy, *, dense: bool = False) -> str:
 
 def told_of(policy: Policy) -> str:
     """The hash of effective settings and, as JSON, those that are not at their defaults, locks and rules."""
+    return f"{digest_of(policy)} {msgspec.json.encode(unusual(policy), order='deterministic').decode()}"
+
+
+def unusual(policy: Policy) -> dict[str, str]:
+    """The settings that are not at their defaults, locks and rules, as text."""
     values = {key: repr(value) for key, value in policy.values if not _is_default(key, value)}
-    values |= {name: repr(each) for name, each in (("locks", policy.locks), ("rules", policy.rules)) if each}
-    return f"{digest_of(policy)} {msgspec.json.encode(values, order='deterministic').decode()}"
+    return values | {name: repr(each) for name, each in (("locks", policy.locks), ("rules", policy.rules)) if each}
 
 
 def _is_default(key: str, value: object) -> bool:

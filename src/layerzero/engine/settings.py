@@ -147,8 +147,29 @@ SETTINGS: dict[str, Setting] = {
     ),
     "auto_tune_on_warmup": Setting(bool, False, "lz.warmup also measures what it builds, as lz.tune does"),
     "tune_samples": Setting(int, 20, "samples that lz.tune takes of each kernel"),
-    "distributed_selection": Setting(str, "independent", "how ranks agree: lz.agree() lets them, once", built=False),
+    "distributed_selection": Setting(
+        str,
+        "independent",
+        "whether ranks of torch.distributed run the same kernels: each chooses for itself; they agree where lz.warmup "
+        "and lz.tune end, and the lowest rank's kernel counts; or rank 0's choices alone count",
+        ("independent", "agree", "rank0_broadcast"),
+        scoped=False,
+    ),
+    "on_version_mismatch": Setting(
+        str,
+        "error",
+        "where ranks that agree have other versions or kernels: all raise; all run torch's own kernels and the "
+        "references; or those of one version agree among themselves",
+        ("error", "fallback", "best_effort"),
+        scoped=False,
+    ),
 }
+
+DECIDE_NOTHING = frozenset({
+    *("log_selections", "explain_enabled", "sampling_rate", "vet_in_background", "tune_samples", "auto_tune_on_warmup"),
+    *("cache.enabled", "cache.max_size", "perfdb.enabled", "perfdb.path"),
+})  # fmt: skip
+"""Settings that ranks which agree may have otherwise than the others: what they choose among is the same."""
 
 ALIASES = {
     "isolation_mode": "backend_isolation",

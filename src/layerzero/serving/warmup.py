@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from layerzero.asking.agreement import agreeing
 from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.facts import Facts
@@ -109,6 +110,7 @@ Progress = Callable[[str, int, int], None]
 """Called before each call with what is looked at, how many calls are done, and of how many."""
 
 
+@agreeing
 def warmup(
     operation: str | Callable[..., Any] = "*",
     shapes: Any = None,
@@ -140,7 +142,8 @@ def warmup(
         fails to build stays refused for calls like that one, and is tried for others; where this machine lacks a
         program, such as a compiler, it is tried once. One that may not run before it was vetted is vetted first, in a
         child process, as ``lz.vet`` does. Where ``auto_tune_on_warmup`` is set, every legal kernel is also measured on
-        these calls, as ``lz.tune`` does.
+        these calls, as ``lz.tune`` does. Ranks agree where this ends, if ``distributed_selection`` says so
+        (:func:`layerzero.agree`), and raise as that does.
     """
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     jobs = _asked(operation, shapes, dtype, target.type, manifest, model, params)

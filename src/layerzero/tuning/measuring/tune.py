@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from layerzero.asking.agreement import agreeing
 from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.facts import Facts
 from layerzero.core.operation import Case
@@ -209,6 +210,7 @@ class Tuned:
         return f"{text}; {len(self.skipped)} could not be measured" if self.skipped else text
 
 
+@agreeing
 def tune(
     operation: str | Callable[..., Any] = "*",
     shapes: Any = None,
@@ -260,8 +262,8 @@ def tune(
         modules: modules that register kernels, for those child processes.
         leave_out: libraries or kernel globs that are not measured.
         progress: called before and after each call.
-    Returns: what was measured.
-    Raises: KeyError or ValueError for operations, shapes, dtypes or files that mean nothing.
+    Returns: what was measured. Ranks agree where this ends, if ``distributed_selection`` says so.
+    Raises: KeyError or ValueError for operations, shapes, dtypes or files that mean nothing; what ``lz.agree`` does.
     """
     deadline = Deadline(budget_s)
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -1,0 +1,337 @@
+"""``lz.agree``: all ranks of a job hold the same kernels, so that none computes, or waits, otherwise than the others.
+
+Choices follow from facts, settings and measured times; ranks whose machines measured differently choose differently.
+Sums are then rounded otherwise on one of them, and a kernel that is built on one rank is waited for by all. The ranks
+agree where the program says so, and nowhere else: a call never waits for other ranks. What they say goes through the
+group's store (:mod:`layerzero.asking.board`), which names a rank that does not come, where a collective would hang.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar, overload
+
+import msgspec
+import torch
+
+from layerzero.asking.board import Board
+from layerzero.asking.freeze import Frost, difference, hold, proposed, tell_if_short
+from layerzero.core.arguments import told
+from layerzero.core.device import Device
+from layerzero.core.errors import FrozenChoiceError, LayerZeroWarning, PolicyError
+from layerzero.engine import probe
+from layerzero.engine.config import CONFIGURATION
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.frozen_choices import Agreed, ranks_choose, unusual
+from layerzero.engine.registry import REGISTRY
+from layerzero.engine.settings import DECIDE_NOTHING
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+
+PROTOCOL = 1
+"""Of what ranks tell each other; the highest byte of their words."""
+
+
+class Arrival(msgspec.Struct, frozen=True):
+    """What a rank says of itself when it comes.
+
+    Attributes:
+        word: hash of all that ranks need alike to choose alike, in one int64: equal ones need no further look.
+        versions: of LayerZero, torch and the libraries, and a hash of the kernels that are registered.
+        settings: those that decide something and are not at their defaults.
+        device: hash of its processors and what they can do: ranks of one kind agree among themselves.
+        named: the same for people.
+        choices: hash of what it would choose.
+        held: hash of what it holds by agreement; empty for nothing.
+        failed: why it does not take part.
+    """
+
+    word: int = 0
+    versions: dict[str, str] = {}
+    settings: dict[str, str] = {}
+    device: str = ""
+    named: str = ""
+    choices: str = ""
+    held: str = ""
+    failed: str = ""
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What follows from the arrivals: ``kind``, the groups that agree among themselves, and a warning to all."""
+
+    kind: Literal["same", "choose", "fallback"]
+    groups: list[list[int]]
+    told: list[str] = []
+
+
+_CALLS: dict[str, int] = defaultdict(int)
+"""How often this process called ``agree`` with ``every``, by the name of the group."""
+
+
+@overload
+def agree(group: ProcessGroup | None = None, *, timeout_s: float | None = None) -> Frost: ...
+@overload
+def agree(group: ProcessGroup | None = None, *, every: int, timeout_s: float | None = None) -> Frost | None: ...
+def agree(
+    group: ProcessGroup | None = None, *, every: int | None = None, timeout_s: float | None = None
+) -> Frost | None:
+    """Let all ranks of a group keep the same kernel for each class of calls, until they agree again or thaw.
+
+        lz.warmup(model, inputs)  # or one step: what ranks have called or warmed up is what they agree on
+        lz.agree()  # on every rank, at the same place of the program
+
+        for batch in batches:
+            lz.agree(every=1000)  # the 1000th, 2000th, ... call of each rank is an agreement
+            model(batch)
+
+    Of a class that several ranks have called, the lowest rank's kernel counts, or, where ``distributed_selection`` is
+    ``rank0_broadcast``, its classes alone. From then on new times change nothing until ranks agree again, and a class
+    that is not among them is chosen for by priority and id, among kernels that need no build and no vetting, which is
+    the same on all ranks. Each agreement asks about classes that were met since, and about all where times, settings or
+    kernels changed. Ranks with other processors agree among themselves, and a warning names the groups. The plans of
+    scopes stay what they are; no other rank has their settings.
+
+    No collective runs: ranks write into the group's store, and the last that comes decides. A rank that is missing when
+    the time is up is named on all others, and nothing changes on any. An agreement has at most three questions.
+
+    Args:
+        group: whose ranks agree; the default group if None. Without torch.distributed, or before it was initialised,
+            this process is the only rank.
+        every: agree at each such call alone; calls are counted, never times. Other calls return None.
+        timeout_s: how long each question waits for other ranks; the time that the group was initialised with if None.
+    Returns: the document that all ranks with such processors hold; its hash is the same on them.
+    Raises: PolicyError on a rank that is not in the group, and for a group that was destroyed; FrozenChoiceError on
+        every rank, naming ranks by their numbers in the default group, where one did not come, failed or holds what
+        ``lz.freeze`` froze, where versions, kernels or settings differ (``on_version_mismatch``), and where a kernel
+        cannot run on one of them. What was agreed on before holds then, or nothing.
+    """
+    if timeout_s is not None and not timeout_s > 0:
+        raise PolicyError(f"agree: timeout_s: wanted seconds above 0, got {told(timeout_s)}")
+    if every is not None:
+        if type(every) is not int or every < 1:
+            raise PolicyError(f"agree: every: wanted a number of calls of at least 1, got {told(every)}")
+        name = "" if group is None else str(getattr(group, "group_name", ""))
+        _CALLS[name] += 1
+        if _CALLS[name] % every:
+            return None
+    return _agreed(Board.of(group, timeout_s))
+
+
+def agreeing(run: Callable[Params, Result]) -> Callable[Params, Result]:
+    """Let ranks agree where a function ends, if the setting says so; where it fails, the others get its error."""
+
+    @functools.wraps(run)
+    def running(*args: Params.args, **kwargs: Params.kwargs) -> Result:
+        if not ranks_choose(CONFIGURATION.policy):
+            return run(*args, **kwargs)
+        try:
+            found = run(*args, **kwargs)
+        except BaseException as error:
+            why = Arrival(failed=f"{run.__name__}: {type(error).__name__}: {error}")
+            try:
+                board = Board.of(None, None)
+                board.leave(msgspec.json.encode(why), functools.partial(_arrived, board))
+            except FrozenChoiceError as gone:
+                error.add_note(f"the other ranks could not be told: {gone}")
+            raise
+        _agreed(Board.of(None, None))
+        return found
+
+    return running
+
+
+def _agreed(board: Board) -> Frost:
+    stamp = (ENGINE.epoch, ENGINE.winners)
+    held = ENGINE.frozen
+    own: Frost | None = None
+    try:
+        own = _own(stamp)
+        arrival = _arrival(own)
+    except Exception as error:  # noqa: BLE001  # raised on every rank
+        arrival = Arrival(failed=f"{type(error).__name__}: {error}")
+    said = board.settle("arrive", msgspec.json.encode(arrival), functools.partial(_arrived, board))
+    verdict = msgspec.json.decode(said, type=Verdict)
+    assert own is not None  # else that raised on all
+    if verdict.told:
+        warnings.warn(f"agree: {'; '.join(verdict.told)}", LayerZeroWarning, stacklevel=3)
+    if verdict.kind == "same" and isinstance(held, Agreed):
+        held.stamp = stamp
+        return own
+    shared, unable = own, dict[str, str]()
+    if verdict.kind == "choose":
+        mine = next(place for place, group in enumerate(verdict.groups) if board.rank in group)
+        merge = functools.partial(_merged, verdict.groups, CONFIGURATION.policy["distributed_selection"])
+        said = board.settle("choose", msgspec.json.encode(own), merge)
+        shared = msgspec.json.decode(said, type=list[Frost])[mine]
+        unable = _tried(lambda: _unable(shared, own))
+    able = functools.partial(_able, board, fallback=verdict.kind == "fallback")
+    left_out = msgspec.json.decode(board.settle("able", msgspec.json.encode(unable), able), type=list[str] | None)
+    kept = {} if left_out is None else {name: each for name, each in shared.choices.items() if name not in left_out}
+    shared = msgspec.structs.replace(shared, choices=kept).sealed()
+    found = Agreed(kept, shared, fallback=left_out is None)
+    if not found.fallback:
+        tell_if_short("agree", kept)
+    hold(found)
+    found.stamp = (ENGINE.epoch, stamp[1])
+    return shared
+
+
+def _tried(run: Callable[[], dict[str, str]]) -> dict[str, str]:
+    """What this rank tells; its error as a problem, since the others wait for what it tells."""
+    try:
+        return run()
+    except Exception as error:  # noqa: BLE001  # raised on every rank, with this one's number
+        return {"looking at the choices": f"{type(error).__name__}: {error}"}
+
+
+def _own(stamp: object) -> Frost:
+    """What this rank would choose: what it holds where nothing happened since. Raises: PolicyError after lz.freeze."""
+    held = ENGINE.frozen
+    if held is not None and not held.agreed:
+        raise PolicyError("choices are frozen already; wanted lz.thaw() there first")
+    if isinstance(held, Agreed) and held.stamp == stamp and not held.fallback:
+        document: Frost = held.document
+        return proposed(anew=False) if held.added else document
+    return proposed(anew=True)
+
+
+def _arrival(own: Frost) -> Arrival:
+    REGISTRY.ready()
+    versions, held = _versions(ENGINE.epoch), ENGINE.frozen
+    settings = {name: each for name, each in unusual(CONFIGURATION.policy).items() if name not in DECIDE_NOTHING}
+    devices = _devices()
+    word = PROTOCOL << 56 | int(_digest([versions, settings])[:14], 16)
+    agreed = held.document.hash if isinstance(held, Agreed) and not held.fallback else ""
+    return Arrival(word, versions, settings, _digest(devices), own.device, own.hash, agreed)
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(msgspec.json.encode(value, order="deterministic")).hexdigest()
+
+
+def _devices() -> list[tuple[str, list[str]]]:
+    """The processors of this rank: the CPU, and the current device of those that torch has."""
+    found = [Device.detect("cpu"), *([Device.detect("cuda")] if torch.cuda.is_available() else [])]
+    return [(each.name, sorted(each.instruction_sets)) for each in found]
+
+
+@functools.lru_cache(maxsize=1)
+def _versions(epoch: int) -> dict[str, str]:  # kernels and libraries that change start an epoch
+    """What has to be the same on ranks that choose alike; LayerZero's by the part whose change may break."""
+    from layerzero import __version__
+
+    kernels, machine, cpu = REGISTRY.kernels(), probe.this_machine(), Device.detect("cpu")
+    libraries = {each.backend.name: each.backend for each in kernels if each.backend.distribution}
+    found = {name: machine.version(backend, cpu) for name, backend in libraries.items()}
+    major, minor, *_ = __version__.split(".")
+    declared = sorted(f"{each.id} {each.priority} {dict(each.priority_since)}" for each in kernels)
+    return {
+        "protocol": str(PROTOCOL),
+        "layerzero": f"{major}.{minor}" if major == "0" else major,
+        "torch": str(torch.__version__),
+        **{name: version for name, version in sorted(found.items()) if version},
+        "kernels": _digest(declared)[:12],
+    }
+
+
+def _arrived(board: Board, said: Sequence[bytes]) -> Verdict:
+    """Compare what ranks say of themselves. Raises: FrozenChoiceError for what keeps them from agreeing."""
+    ranks = board.ranks
+    arrivals: list[Arrival] = []
+    problems: list[str] = []
+    for rank, text in zip(ranks, said, strict=True):
+        try:
+            arrivals.append(msgspec.json.decode(text, type=Arrival))
+        except msgspec.MsgspecError as error:
+            problems.append(f"rank {rank}: wanted what this version says of itself, got {error}")
+    problems += [f"rank {rank}: {each.failed}" for rank, each in zip(ranks, arrivals, strict=False) if each.failed]
+    if problems:
+        raise FrozenChoiceError("agree", problems)
+    first = arrivals[0]
+    others: list[str] = []
+    if min(each.word for each in arrivals) != max(each.word for each in arrivals):
+        for rank, each in zip(ranks, arrivals, strict=True):
+            problems += _unlike(f"rank {rank}: settings: ", first.settings, each.settings, "its default")
+            others += _unlike(f"rank {rank}: ", first.versions, each.versions, "none")
+    on_mismatch = CONFIGURATION.policy["on_version_mismatch"]
+    if problems or (others and on_mismatch == "error"):
+        raise FrozenChoiceError("agree", [*problems, *others])
+    if others and on_mismatch == "fallback":
+        return Verdict("fallback", [], [*others, "all ranks run torch's own kernels and the references"])
+    kinds: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for place, each in enumerate(arrivals):
+        kinds[each.device, each.word].append(place)
+    groups = list(kinds.values())
+    same = all(
+        arrivals[each].choices == arrivals[each].held == arrivals[group[0]].held for group in groups for each in group
+    )
+    if len(groups) > 1 and not same:
+        others.append("ranks agree within their kind: " + "; ".join(_kind(board, arrivals, group) for group in groups))
+    return Verdict("same" if same else "choose", groups, others)
+
+
+def _kind(board: Board, arrivals: Sequence[Arrival], group: Sequence[int]) -> str:
+    return f"{', '.join(str(board.ranks[each]) for each in group)} ({arrivals[group[0]].named})"
+
+
+def _unlike(place: str, wanted: Mapping[str, str], here: Mapping[str, str], absent: str) -> list[str]:
+    return [
+        f"{place}{name}: wanted {wanted.get(name, absent)} as on the first rank, got {here.get(name, absent)}"
+        for name in {**wanted, **here}
+        if wanted.get(name) != here.get(name)
+    ]
+
+
+def _merged(groups: Sequence[Sequence[int]], mode: str, said: Sequence[bytes]) -> list[Frost]:
+    """The choices of each group in one document: of each class the lowest rank's."""
+    found = []
+    for group in groups:
+        documents = [msgspec.json.decode(said[each], type=Frost) for each in group]
+        found.append(merged(documents[:1] if mode == "rank0_broadcast" else documents))
+    return found
+
+
+def merged(documents: Sequence[Frost]) -> Frost:
+    """The choices of all ranks in one document: of each class the lowest rank's."""
+    choices = {
+        name: choice for each in reversed(documents) for name, choice in each.choices.items() if not choice.scoped
+    }
+    return msgspec.structs.replace(documents[0], choices=choices).sealed()
+
+
+def _unable(shared: Frost, own: Frost) -> dict[str, str]:
+    """The classes whose kernel cannot run here, and why; a kernel that this rank would choose itself can."""
+    found = {}
+    for name, choice in shared.choices.items():
+        mine = own.choices.get(name)
+        same = mine is not None and (mine.kernel, mine.version) == (choice.kernel, choice.version)
+        if not same and (why := difference(choice, may_differ=True)):
+            found[name] = why
+    return found
+
+
+def _able(board: Board, said: Sequence[bytes], *, fallback: bool) -> list[str] | None:
+    """The classes that are left out because a rank cannot run their kernels, or None: all run the fallback.
+
+    Raises: FrozenChoiceError where neither is wanted.
+    """
+    found = [msgspec.json.decode(each, type=dict[str, str]) for each in said]
+    problems = [
+        f"rank {rank}: {name}: {why}"
+        for rank, each in zip(board.ranks, found, strict=True)
+        for name, why in each.items()
+    ]
+    on_mismatch = CONFIGURATION.policy["on_version_mismatch"]
+    if problems and on_mismatch == "error":
+        raise FrozenChoiceError("agree", problems)
+    if fallback or (problems and on_mismatch == "fallback"):
+        return None
+    return sorted({name for each in found for name in each})
