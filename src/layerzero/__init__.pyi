@@ -75,7 +75,6 @@ from layerzero.ops.rope import rope_frequencies, rope_table
 from layerzero.ops.sampling import TokenCounts
 from layerzero.ops.sparse import BlockPattern
 from layerzero.ops.tokenize import StreamingDetokenizer, TokenizerCacheConfig, forget_tokenizer, tokenizer_cache
-from layerzero.asking.agreement import agree
 from layerzero.serving.dry_run import dry_run
 from layerzero.serving.exporters import (
     JsonFormatter,
