@@ -382,7 +382,6 @@ try:
     found = lz.agree()
     said += [chosen(), found.hash]
     torch.distributed.destroy_process_group()
-    os.remove(store) if not rank else None
     store += "2"
     group(120)
     said.append(lz.agree().hash)
