@@ -6,8 +6,14 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.core.device import KNOWN_DEVICES, Device, generation_of
+from layerzero.asking.answers import explain_facts
+from layerzero.core.device import Device, generation_of
+from layerzero.core.known_devices import KNOWN_DEVICES
 from layerzero.core.reasons import ReasonCode
+from layerzero.engine.config import current_policy
+from layerzero.engine.probe import Machine
+from layerzero.ops import OPERATIONS
+from layerzero.ops.calls import facts_of
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +107,48 @@ def test_other_platforms_never_get_cuda_kernels(device, dtype):
 def test_named_devices_resolve(device, sm, generation):
     described = Device.named(device)
     assert (described.sm, described.generation) == (sm, generation)
+
+
+@pytest.mark.parametrize(("name", "wanted"), [
+    ("RTX 2080 Ti", (7, 5)), ("RTX 3060", (8, 6)), ("L4", (8, 9)), ("RTX 4090", (8, 9)), ("GH200", (9, 0)),
+    ("GB200", (10, 0)), ("GB300", (10, 3)), ("RTX 5080", (12, 0)), ("GB10", (12, 1)),
+    ("MI200", "gfx90a"), ("MI300", "gfx942"), ("MI355X", "gfx950"), ("MI400", "gfx1250"),
+    ("RDNA3", "gfx1100"), ("RDNA4", "gfx1201"), ("EPYC", "x86_64"), ("Xeon", "x86_64"), ("Grace", "aarch64"),
+    ("Gaudi 2", "habana"), ("gaudi-3", "habana"), ("Arc A770", "intel"),
+])  # fmt: skip
+def test_families_and_products_resolve(name, wanted):
+    device = Device.named(name)
+    assert (device.sm or device.architecture or device.vendor) == wanted
+
+
+def test_fp4_and_fp8_follow_the_architecture():
+    having = {name for name, device in KNOWN_DEVICES.items() if "mxfp4" in device.dtypes}
+    assert {"B200", "RTX 5090", "MI355X", "MI455X"} <= having
+    assert not having & {"H100", "L4", "MI300X", "RX 9070 XT", "CPU"}
+    having = {name for name, device in KNOWN_DEVICES.items() if "float8_e4m3" in device.dtypes}
+    assert {"L4", "H100", "B200", "MI355X", "RX 9070 XT"} <= having
+    assert not having & {"A100", "T4", "MI300X"}, "gfx942 has e4m3fnuz, another format"
+
+
+UNLIKE = {
+    (each.platform, each.sm, each.architecture, each.instruction_sets, each.dtypes): name
+    for name, each in KNOWN_DEVICES.items()
+}
+"""A name for each kind of device that limits can tell apart."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", UNLIKE.values())
+def test_every_case_of_every_operation_has_a_legal_kernel_on_every_kind_of_device(name):
+    device, without = KNOWN_DEVICES[name], []
+    machine = Machine(device, {"torch": torch.__version__})
+    for operation in OPERATIONS.values():
+        for case in operation.cases:
+            for dtype in operation.dtypes[:1]:
+                facts = facts_of(operation, case, dtype, device)
+                if explain_facts(facts, machine, current_policy()).kernel_id is None:
+                    without.append(f"{operation.name} {case.name}")
+    assert not without
 
 
 def test_generations_follow_compute_capability():

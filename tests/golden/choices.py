@@ -15,10 +15,11 @@ from unittest import mock
 import torch
 
 import layerzero as lz
-from layerzero.core.device import KNOWN_DEVICES, Device
+from layerzero.core.device import Device
 from layerzero.core.evidence import Evidence, Provenance
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
+from layerzero.core.known_devices import KNOWN_DEVICES
 from layerzero.core.ledger import Libraries, MemoryLedger
 from layerzero.core.plan import Candidate
 from layerzero.engine.dispatch import ENGINE

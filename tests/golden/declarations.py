@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 import layerzero as lz
-from layerzero.core.device import KNOWN_DEVICES
 from layerzero.core.facts import Facts
+from layerzero.core.known_devices import KNOWN_DEVICES
 from layerzero.core.operation import Case, Function, Operation
 from layerzero.core.schema import OperationSchema
 from layerzero.ops import FUNCTIONS, OPERATIONS

@@ -10,9 +10,9 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.core.arguments import Axis, Param, Role
-from layerzero.core.device import KNOWN_DEVICES
 from layerzero.core.facts import FactsBuilder
 from layerzero.core.kernel import Backend, Kernel
+from layerzero.core.known_devices import KNOWN_DEVICES
 from layerzero.core.operation import Tolerance, Work
 from layerzero.engine import failures
 from layerzero.engine.reference import fake_call, reference_call

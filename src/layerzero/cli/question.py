@@ -12,8 +12,9 @@ import yaml
 
 from layerzero.asking.answers import explain, unknown_operation
 from layerzero.core.argument_errors import meant
-from layerzero.core.device import KNOWN_DEVICES, Device
+from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name, dtype_named
+from layerzero.core.known_devices import KNOWN_DEVICES
 from layerzero.core.operation import Case, Function, Operation
 from layerzero.core.plan import Report
 from layerzero.engine.config import SCOPES

@@ -34,7 +34,7 @@ def generation_of(sm: tuple[int, int] | None) -> str | None:
     return next((name for low, high, name in GENERATIONS if sm is not None and low <= sm <= high), None)
 
 
-def _cuda_instruction_sets(sm: tuple[int, int]) -> frozenset[str]:
+def cuda_instruction_sets(sm: tuple[int, int]) -> frozenset[str]:
     """Matrix instructions by compute capability; tcgen05 exists on 10.x and 11.x parts only, 12.x lacks it."""
     sets = set()
     if sm >= (7, 0):
@@ -124,16 +124,12 @@ class Device:
     def named(name: str) -> Device:
         """Describe a well-known device that need not be here (``H100``, ``RTX 5090``, ``MI300X``, ``Gaudi``, ``CPU``).
 
-        Their drivers' names will do, too: ``NVIDIA H200``. Raises: KeyError naming the known devices.
+        Their drivers' names will do, too: ``NVIDIA H200``; so will a family's, ``RDNA4``, of which it is the first.
+        Raises: KeyError naming the known devices.
         """
+        from layerzero.core.known_devices import named
 
-        def told(text: str) -> str:
-            return text.lower().removeprefix("nvidia ").replace(" ", "").replace("-", "")
-
-        for known, device in KNOWN_DEVICES.items():
-            if told(name) in (told(known), told(device.name)):
-                return device
-        raise KeyError(f"unknown device {name!r}; known: {', '.join(KNOWN_DEVICES)}")
+        return named(name)
 
 
 @functools.cache
@@ -158,8 +154,8 @@ def _detect_cuda(index: int) -> Device:
         vendor="amd" if rocm else "nvidia",
         sm=None if rocm else sm,
         architecture=properties.gcnArchName.split(":")[0] if rocm else "",
-        instruction_sets=frozenset() if rocm else _cuda_instruction_sets(sm),
-        dtypes=frozenset({"float32", "float16", "bfloat16"}) if rocm else _cuda_dtypes(sm),
+        instruction_sets=frozenset() if rocm else cuda_instruction_sets(sm),
+        dtypes=rocm_dtypes(properties.gcnArchName) if rocm else cuda_dtypes(sm),
         index=index,
         total_bytes=properties.total_memory,
         max_grid=(2**31 - 1, 65535, 65535),
@@ -173,7 +169,8 @@ def _rocm_version() -> str | None:
     return version
 
 
-def _cuda_dtypes(sm: tuple[int, int]) -> frozenset[str]:
+def cuda_dtypes(sm: tuple[int, int]) -> frozenset[str]:
+    """What tensor cores multiply, by compute capability."""
     names = {"float32", "float16", "int8"}
     if sm >= (8, 0):
         names.add("bfloat16")
@@ -181,6 +178,20 @@ def _cuda_dtypes(sm: tuple[int, int]) -> frozenset[str]:
         names |= {"float8_e4m3", "float8_e5m2"}
     if sm >= (10, 0):
         names |= {"nvfp4", "mxfp4"}
+    return frozenset(names)
+
+
+def rocm_dtypes(architecture: str) -> frozenset[str]:
+    """What matrix units multiply, by AMD's name of the architecture.
+
+    gfx942 has float8 of another kind (``e4m3fnuz``), so it has none of these. Source: AMD's tables of data types by
+    architecture in the documents of ROCm 7 and LLVM 21; none of these devices ran here.
+    """
+    names = {"float32", "float16", "bfloat16"}
+    if architecture.startswith(("gfx950", "gfx12")):
+        names |= {"float8_e4m3", "float8_e5m2"}
+    if architecture.startswith(("gfx950", "gfx1250")):
+        names.add("mxfp4")
     return frozenset(names)
 
 
@@ -241,65 +252,3 @@ def _cpu_by_torch() -> tuple[str, set[str]]:
     if host.machine().lower() in ("arm64", "aarch64"):
         flags.add("asimd")
     return str(found.get("cpu_name", "")), flags
-
-
-def _nvidia(name: str, sm: tuple[int, int], gib: int) -> Device:
-    return Device(
-        platform="cuda",
-        name=name,
-        vendor="nvidia",
-        sm=sm,
-        instruction_sets=_cuda_instruction_sets(sm),
-        dtypes=_cuda_dtypes(sm),
-        total_bytes=gib * 2**30,
-        max_grid=(2**31 - 1, 65535, 65535),
-        runtime="13.0",
-    )
-
-
-def _amd(name: str, architecture: str, gib: int) -> Device:
-    return Device(
-        platform="rocm",
-        name=name,
-        vendor="amd",
-        architecture=architecture,
-        dtypes=frozenset({"float32", "float16", "bfloat16"}),
-        total_bytes=gib * 2**30,
-        max_grid=(2**31 - 1, 65535, 65535),
-        runtime="6.4",
-    )
-
-
-KNOWN_DEVICES: dict[str, Device] = {
-    "T4": _nvidia("Tesla T4", (7, 5), 16),
-    "A100": _nvidia("NVIDIA A100-SXM4-80GB", (8, 0), 80),
-    "RTX 3080": _nvidia("NVIDIA GeForce RTX 3080", (8, 6), 10),
-    "L40S": _nvidia("NVIDIA L40S", (8, 9), 48),
-    "H100": _nvidia("NVIDIA H100 80GB HBM3", (9, 0), 80),
-    "H800": _nvidia("NVIDIA H800", (9, 0), 80),
-    "H200": _nvidia("NVIDIA H200", (9, 0), 141),
-    "B200": _nvidia("NVIDIA B200", (10, 0), 180),
-    "RTX 5060 Ti": _nvidia("NVIDIA GeForce RTX 5060 Ti", (12, 0), 16),
-    "RTX 5090": _nvidia("NVIDIA GeForce RTX 5090", (12, 0), 32),
-    "RTX PRO 6000": _nvidia("NVIDIA RTX PRO 6000 Blackwell", (12, 0), 96),
-    "MI210": _amd("AMD Instinct MI210", "gfx90a", 64),
-    "MI300X": _amd("AMD Instinct MI300X", "gfx942", 192),
-    "RX 7900 XTX": _amd("AMD Radeon RX 7900 XTX", "gfx1100", 24),
-    "Gaudi": Device(platform="hpu", name="Gaudi 3", vendor="habana", dtypes=frozenset({"float32", "bfloat16"})),
-    "Arc": Device(
-        platform="xpu",
-        name="Intel Arc B580",
-        vendor="intel",
-        dtypes=frozenset({"float32", "float16", "bfloat16"}),
-        total_bytes=12 * 2**30,
-    ),
-    "CPU": Device(
-        platform="cpu",
-        name="x86-64 with AVX-512",
-        vendor="intel",
-        architecture="x86_64",
-        instruction_sets=frozenset({"avx2", "avx512"}),
-        dtypes=frozenset({"float32", "float64", "bfloat16", "float16"}),
-    ),
-}
-"""Devices that a selection can be explained for without having one."""

@@ -23,10 +23,11 @@ import torch
 from packaging.version import InvalidVersion, Version
 
 from layerzero.core import cpu_features
-from layerzero.core.device import KNOWN_DEVICES, Device
+from layerzero.core.device import Device
 from layerzero.core.evidence import HOST_MARGIN, Evidence, Provenance
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
+from layerzero.core.known_devices import KNOWN_DEVICES
 from layerzero.core.ledger import Libraries
 from layerzero.engine import probe
 from layerzero.tuning.keeping.environment import capability_hash
