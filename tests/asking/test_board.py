@@ -95,6 +95,25 @@ def test_a_rank_that_was_stopped_decides_nothing(boards, monkeypatch):
     assert told_by(made[:1], total) == [("rank 0 was stopped for 30 s",)]
 
 
+def test_a_rank_that_ends_while_it_decides_is_named(boards):
+    class EndedError(BaseException):
+        """As a signal ends a process: nothing of it is caught."""
+
+    def ending(said):
+        raise EndedError
+
+    made = boards(2, timeout_s=0.5)
+    found: list[object] = []
+    waiting = threading.Thread(target=lambda: found.extend(told_by(made[:1], total)), daemon=True)
+    waiting.start()
+    while made[0].store.add("layerzero/1/arrive/came", 0) < 1 and waiting.is_alive():
+        pass
+    with pytest.raises(EndedError):
+        made[1].settle("arrive", b"1", ending)
+    waiting.join(60)
+    assert found == [("all ranks came within 0.5 s, and rank 1 ended or stopped before it decided",)]
+
+
 def test_an_error_of_the_deciding_rank_is_told_to_all(boards):
     def failing(said):
         raise RuntimeError("planted")
@@ -105,7 +124,7 @@ def test_an_error_of_the_deciding_rank_is_told_to_all(boards):
 def test_the_agreement_before_is_taken_away(boards):
     for number in (1, 2, 3):
         assert told_by(boards(2, number=number), total) == [1, 1]
-    assert boards(1)[0].store.num_keys() == 4
+    assert boards(1)[0].store.num_keys() == 5
 
 
 def test_a_rank_that_was_started_again_alone_is_told_so(boards):

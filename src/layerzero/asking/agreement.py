@@ -12,7 +12,7 @@ import functools
 import hashlib
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar, overload
 
 import msgspec
@@ -135,7 +135,7 @@ def agreeing(run: Callable[Params, Result]) -> Callable[Params, Result]:
         try:
             found = run(*args, **kwargs)
         except BaseException as error:
-            why = Arrival(failed=f"{run.__name__}: {type(error).__name__}: {error}")
+            why = Arrival(failed=f"{run.__name__.lstrip('_')}: {type(error).__name__}: {error}")
             try:
                 board = Board.of(None, None)
                 board.leave(msgspec.json.encode(why), functools.partial(_arrived, board))
@@ -146,6 +146,22 @@ def agreeing(run: Callable[Params, Result]) -> Callable[Params, Result]:
         return found
 
     return running
+
+
+def said_by_all(words: Collection[str]) -> frozenset[str]:
+    """What all ranks of the default group say; a rank that fails instead is named. Raises: FrozenChoiceError."""
+
+    def common(said: Sequence[bytes]) -> list[str]:
+        found = []
+        for rank, text in enumerate(said):
+            each = msgspec.json.decode(text, type=set[str] | Arrival)
+            if isinstance(each, Arrival):
+                raise FrozenChoiceError("agree", [f"rank {rank}: {each.failed or 'it agrees on kernels meanwhile'}"])
+            found.append(each)
+        return sorted(set.intersection(*found))
+
+    said = Board.of(None, None).settle("arrive", msgspec.json.encode(sorted(words)), common)
+    return msgspec.json.decode(said, type=frozenset[str])
 
 
 def _agreed(board: Board) -> Frost:

@@ -150,8 +150,8 @@ SETTINGS: dict[str, Setting] = {
     "distributed_selection": Setting(
         str,
         "independent",
-        "whether ranks of torch.distributed run the same kernels: each chooses for itself; they agree where lz.warmup "
-        "and lz.tune end, and the lowest rank's kernel counts; or rank 0's choices alone count",
+        "whether ranks of torch.distributed run the same kernels: each chooses for itself; they agree where lz.warmup, "
+        "lz.tune and lz.optimize end, and the lowest rank's kernel counts; or rank 0's choices alone count",
         ("independent", "agree", "rank0_broadcast"),
         scoped=False,
     ),

@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from layerzero.asking.agreement import agreeing, said_by_all
 from layerzero.core import emulation
 from layerzero.core.arguments import told
 from layerzero.core.device import Device
 from layerzero.core.errors import refuse
 from layerzero.core.system.resources import available_bytes
+from layerzero.engine.config import CONFIGURATION
+from layerzero.engine.frozen_choices import ranks_choose
 from layerzero.integrations.optimize.attention import diffusers, transformers
 from layerzero.integrations.optimize.attention.transformers import Search
 from layerzero.integrations.optimize.layers import find as layers
@@ -134,8 +137,10 @@ def optimize(
     A tokenizer of Transformers comes back as one with the same interface and the same ids, whose texts the fastest
     exact library encodes (:func:`layerzero.integrations.tokenizers.optimize_tokenizer`).
 
+    Where ``distributed_selection`` is on, what another rank left is left, and ranks agree where this ends.
+
     Returns: the report, which prints what was done and why, and takes it back.
-    Raises: TypeError for what has no modules; whatever the model raises on the inputs.
+    Raises: TypeError for what has no modules; whatever the model raises on the inputs; what ``lz.agree`` does.
     """
     problems = []
     if memory_limit is not None and (type(memory_limit) is not int or memory_limit < 0):
@@ -190,6 +195,19 @@ def optimize(
     return report
 
 
+def _keep_what_all_keep(report: Optimized) -> None:
+    """Take out what another rank left, or computes in another way at some sizes: each timed by itself."""
+
+    def way(found: Replaced) -> str:
+        state = getattr(found.exchange, "state", None)
+        ways = [(each.own_at, getattr(each, "plain", ())) for each in (state, *state.parts)] if state else ()
+        return f"{found.path} {found.kind} {found.kernel if found.kind == compiled_calls.KIND else ''} {ways}"
+
+    kept = said_by_all([way(each) for each in report.replaced])
+    why = "another rank left it, or computes it in another way at some sizes (distributed_selection)"
+    report.take_out([each for each in report.replaced if way(each) not in kept], why)
+
+
 def _evaluates_itself(root: Module) -> bool:
     """Whether a model leaves training mode when it is used, as a new SentenceTransformer does when it encodes.
 
@@ -199,6 +217,7 @@ def _evaluates_itself(root: Module) -> bool:
     return library == "sentence_transformers" and any(hasattr(root, name) for name in ("encode", "predict"))
 
 
+@agreeing
 def _optimized(
     model: Any,
     root: Module,
@@ -258,6 +277,8 @@ def _optimized(
         report.tune.append("pass inputs= so that the calls which they make are measured and the gain is shown")
     if asked is not None and not report.made:
         report.tune += requested.hints(asked)
+    if ranks_choose(CONFIGURATION.policy):
+        _keep_what_all_keep(report)
 
 
 def _join(found: Iterable[Replaced], root: Module, report: Optimized) -> None:
