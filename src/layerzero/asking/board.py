@@ -164,7 +164,7 @@ class Board:
         if came > len(self.ranks):
             why = f"rank {self.ranks[self.rank]} comes to agreement {self.number} of the group, which all had left"
             return msgspec.json.encode(Decided(problems=[f"{why}: it was started again alone"]))
-        store.set(self._key(stage, "last"), str(self.ranks[self.rank]))  # to be named if it ends here
+        store.set(self._key(stage, "decider"), str(self.ranks[self.rank]))  # to be named if it ends here
         decided = _decided(store.multi_get([self._key(stage, each) for each in range(len(self.ranks))]), decide)
         if CLOCK() - began > self.timeout_s:  # stopped in between: the others may have ended with an error
             decided = Decided(problems=[f"rank {self.ranks[self.rank]} was stopped for {self.timeout_s:g} s"])
@@ -180,7 +180,7 @@ class Board:
     def _missing(self, store: Store, stage: str) -> str:
         absent = [each for rank, each in enumerate(self.ranks) if not store.check([self._key(stage, rank)])]
         if not absent:
-            last = self._key(stage, "last")
+            last = self._key(stage, "decider")
             named = f"rank {store.get(last).decode()}" if store.check([last]) else "the last one"
             return f"all ranks came within {self.timeout_s:g} s, and {named} ended or stopped before it decided"
         named = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
@@ -194,7 +194,7 @@ class Board:
         """Take away the agreement before: each rank that came to this one has left it."""
         last = Board(self.ranks, number=self.number - 1)
         for stage in STAGES:
-            for name in ("came", "last", "decided", *range(len(self.ranks))):
+            for name in ("came", "decider", "decided", *range(len(self.ranks))):
                 store.delete_key(last._key(stage, name))
 
     def _key(self, stage: str, name: object) -> str:
