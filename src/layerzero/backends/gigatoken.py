@@ -13,22 +13,25 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from layerzero.backends.tokenizer_kernels import decoder, encoder, formats, one_by_one, ranks_file
+from layerzero.backends.tokenizer_kernels import (
+    decoder,
+    encoder,
+    formats,
+    library,
+    ranks_file,
+    without_specials,
+)
 from layerzero.core import limits as limit
-from layerzero.core.kernel import Backend
 from layerzero.core.system import forking
 from layerzero.ops.tokenize.declare import TokenizerPart, always_added
 from layerzero.ops.tokenize.tokenizer import Tokenizer
 
-GIGATOKEN = Backend(
+GIGATOKEN = library(
     "gigatoken",
     "gigatoken: byte-level and SentencePiece BPE in Rust, with a cache of words",
-    import_name="gigatoken",
-    distribution="gigatoken",
-    versions=">=0.10,<0.11",
-    tested=("0.10.0",),
-    install="pip install gigatoken",
-    homepage="https://pypi.org/project/gigatoken/",
+    ">=0.10,<0.11",
+    ("0.10.0",),
+    "https://pypi.org/project/gigatoken/",
 )
 
 _SCHEMES = {"gpt2": "gpt2", "cl100k": "gpt4", "o200k": "o200k", "qwen2": "qwen2"}
@@ -98,15 +101,8 @@ def _waiting(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _load_decode(tokenizer: Tokenizer, asked: Mapping[str, Any]) -> Callable[..., Any]:
-    decode, left_out = _waiting(_made(tokenizer, parses=True).backend.decode), tokenizer.special_ids
-
-    def one(ids: list[int]) -> str:
-        if asked["skip_special_tokens"]:
-            ids = [each for each in ids if each not in left_out]
-        text: str = decode(ids).decode("utf-8", "replace")
-        return text
-
-    return one_by_one(one) if asked["batched"] else one
+    decode = _waiting(_made(tokenizer, parses=True).backend.decode)
+    return without_specials(tokenizer, asked, lambda ids: decode(ids).decode("utf-8", "replace"))
 
 
 KERNELS = (

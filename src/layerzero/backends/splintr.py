@@ -12,23 +12,21 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from layerzero.backends.tokenizer_kernels import encoder, formats, one_by_one
+from layerzero.backends.tokenizer_kernels import encoder, formats, library, one_by_one
 from layerzero.core import limits as limit
-from layerzero.core.kernel import Backend, Kernel
+from layerzero.core.kernel import Kernel
 from layerzero.ops.tokenize import oracle
 from layerzero.ops.tokenize.declare import TokenizerPart, own_specials
 from layerzero.ops.tokenize.prefixes import cut_of
 from layerzero.ops.tokenize.tokenizer import Tokenizer
 
-SPLINTR = Backend(
+SPLINTR = library(
     "splintr",
     "splintr: BPE in Rust with its own vocabularies, quickest on short texts",
-    import_name="splintr",
+    ">=0.22,<0.23",
+    ("0.22.0",),
+    "https://pypi.org/project/splintr-rs/",
     distribution="splintr-rs",
-    versions=">=0.22,<0.23",
-    tested=("0.22.0",),
-    install="pip install splintr-rs",
-    homepage="https://pypi.org/project/splintr-rs/",
 )
 
 _BROUGHT = {

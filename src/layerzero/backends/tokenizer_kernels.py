@@ -27,6 +27,15 @@ def _loaded(load: Load, facts: Facts) -> Callable[..., Any]:
     return load(by_hash(facts["tokenizer_hash"]), facts)
 
 
+def library(
+    name: str, summary: str, versions: str, tested: tuple[str, ...], homepage: str, *, distribution: str = ""
+) -> Backend:
+    """A library that is installed and imported by its name; ``distribution`` is another name of its package."""
+    package = distribution or name
+    more = {"versions": versions, "tested": tested, "install": f"pip install {package}", "homepage": homepage}
+    return Backend(name, summary, import_name=name, distribution=package, **more)  # type: ignore[arg-type]
+
+
 def formats(*names: str) -> Limit:
     """Take tokenizers that these libraries define only."""
     return TokenizerPart("format", names)
@@ -73,6 +82,18 @@ def ranks_bytes(ranks: Mapping[bytes, int]) -> bytes:
 def one_by_one(run: Callable[[Any], Any]) -> Callable[[list[Any]], list[Any]]:
     """Several, one after the other."""
     return lambda items: [run(each) for each in items]
+
+
+def without_specials(
+    tokenizer: Tokenizer, asked: Mapping[str, Any], decode: Callable[[list[int]], str]
+) -> Callable[..., Any]:
+    """What decodes, for a library that leaves no special token out by itself."""
+    left_out, skip = tokenizer.special_ids, asked["skip_special_tokens"]
+
+    def one(ids: list[int]) -> str:
+        return decode([each for each in ids if each not in left_out] if skip else ids)
+
+    return one_by_one(one) if asked["batched"] else one
 
 
 def encoder(backend: Backend, load: Load, *, native: str = "", offsets: bool = False, **declared: Any) -> Kernel:

@@ -1,31 +1,114 @@
-"""Hugging Face tokenizers: what defines a tokenizer.json. It encodes batches on all cores by itself, and knows offsets.
+"""The libraries that define the formats of tokenizers.
+
+SentencePiece: what defines .model files. Batches go one text after the other: its threads begin anew at each call.
+
+Source: sentencepiece 0.2.0 to 0.2.3.
+
+tiktoken: what defines encodings by ranks, its plugins' too (``tiktoken_ext``), and Mistral's tekken files.
+
+Source: tiktoken 0.14.0. Its Python function mends lone surrogates, which no other library does; the core beneath it
+raises, so that a text has the same fate everywhere. Its batches are eight threads of Python over the core.
+
+Hugging Face tokenizers: what defines a tokenizer.json. It encodes batches on all cores by itself, and knows offsets.
 
 Source: tokenizers 0.23.3. After a fork it stays on one thread by itself where its threads had run before.
+
+Transformers' tokenizers that are written in Python, which nothing else can take the place of.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from layerzero.backends.tokenizer_kernels import decoder, encoder, formats
-from layerzero.core.kernel import Backend
+from layerzero.backends.tokenizer_kernels import decoder, encoder, formats, library, one_by_one, without_specials
+from layerzero.core.system.threads import usable_cpus
 from layerzero.ops.tokenize import oracle
 from layerzero.ops.tokenize.tokenizer import Tokenizer
 
-TOKENIZERS = Backend(
-    "tokenizers",
-    "Hugging Face tokenizers: every tokenizer.json, with offsets",
-    import_name="tokenizers",
-    distribution="tokenizers",
-    versions=">=0.20",
-    tested=("0.23.3",),
-    install="pip install tokenizers",
-    homepage="https://github.com/huggingface/tokenizers",
+SENTENCEPIECE = library(
+    "sentencepiece",
+    "SentencePiece: unigram and BPE models in .model files",
+    ">=0.2",
+    ("0.2.0", "0.2.1", "0.2.2", "0.2.3"),
+    "https://github.com/google/sentencepiece",
 )
 
 
-def _load_encode(tokenizer: Tokenizer, asked: Mapping[str, Any]) -> Callable[..., Any]:
+def _load_encode_pieces(tokenizer: Tokenizer, asked: Mapping[str, Any]) -> Callable[..., Any]:
+    native = tokenizer.native
+    if asked.get("return_offsets"):
+        with_offsets = functools.partial(oracle.with_offsets_of_pieces, native)
+        return one_by_one(with_offsets) if asked["batched"] else with_offsets
+    run: Callable[..., Any] = native.encode
+    return run
+
+
+def _load_decode_pieces(tokenizer: Tokenizer, asked: Mapping[str, Any]) -> Callable[..., Any]:
+    return without_specials(tokenizer, asked, tokenizer.native.decode)
+
+
+TIKTOKEN = library(
+    "tiktoken",
+    "tiktoken: OpenAI's encodings, those of plugins, and tekken files",
+    ">=0.9",
+    ("0.14.0",),
+    "https://github.com/openai/tiktoken",
+)
+
+FEW = 8_000
+"""Characters below which starting threads takes longer than encoding (2 CPU cores, 2026-11-22)."""
+
+
+def _load_encode_ranks(tokenizer: Tokenizer, asked: Mapping[str, Any]) -> Callable[..., Any]:
+    native = tokenizer.native
+    core, special = native._core_bpe, native.special_tokens_set
+    one: Callable[[str], list[int]] = core.encode_ordinary
+    if asked["parse_special"]:
+
+        def one(text: str) -> list[int]:
+            ids: list[int] = core.encode(text, special)
+            return ids
+
+    if asked.get("return_offsets"):
+
+        def with_offsets(text: str) -> tuple[list[int], list[tuple[int, int]]]:
+            ids = one(text)
+            return ids, oracle.offsets_of_bytes(text, native.decode_tokens_bytes(ids))
+
+        return (lambda texts: [with_offsets(text) for text in texts]) if asked["batched"] else with_offsets
+    if not asked["batched"]:
+        return one
+    cores = min(8, usable_cpus())
+
+    def several(texts: list[str]) -> list[list[int]]:
+        if cores == 1 or sum(map(len, texts)) < FEW:
+            return [one(text) for text in texts]
+        step = -(-len(texts) // cores)
+        parts = [texts[start : start + step] for start in range(0, len(texts), step)]
+        with ThreadPoolExecutor(len(parts)) as pool:  # a pool of this call alone: a forked child finds none
+            return [ids for part in pool.map(lambda part: [one(text) for text in part], parts) for ids in part]
+
+    return several
+
+
+def _load_decode_ranks(tokenizer: Tokenizer, asked: Mapping[str, Any]) -> Callable[..., Any]:
+    core = tokenizer.native._core_bpe
+    return without_specials(tokenizer, asked, lambda ids: core.decode_bytes(ids).decode("utf-8", "replace"))
+
+
+TOKENIZERS = library(
+    "tokenizers",
+    "Hugging Face tokenizers: every tokenizer.json, with offsets",
+    ">=0.20",
+    ("0.23.3",),
+    "https://github.com/huggingface/tokenizers",
+)
+
+
+def _load_encode_file(tokenizer: Tokenizer, asked: Mapping[str, Any]) -> Callable[..., Any]:
     native = tokenizer.native if asked["parse_special"] else oracle.ordinary_copy(tokenizer)
     adds, encode = asked["add_special_tokens"], native.encode
     if asked.get("return_offsets"):
@@ -44,20 +127,41 @@ def _load_encode(tokenizer: Tokenizer, asked: Mapping[str, Any]) -> Callable[...
     return lambda text: encode(text, add_special_tokens=adds).ids
 
 
-def _load_decode(tokenizer: Tokenizer, asked: Mapping[str, Any]) -> Callable[..., Any]:
+def _load_decode_file(tokenizer: Tokenizer, asked: Mapping[str, Any]) -> Callable[..., Any]:
     skip = asked["skip_special_tokens"]
     run = tokenizer.native.decode_batch if asked["batched"] else tokenizer.native.decode
     return lambda items: run(items, skip_special_tokens=skip)
 
 
-KERNELS = (
-    encoder(
-        TOKENIZERS,
-        _load_encode,
-        native="tokenizer.json",
-        offsets=True,
-        limits=(formats("tokenizer.json"),),
-        priority=60,
-    ),
-    decoder(TOKENIZERS, _load_decode, native="tokenizer.json", limits=(formats("tokenizer.json"),), priority=60),
+TRANSFORMERS = library(
+    "transformers",
+    "Transformers: tokenizers that are written in Python",
+    ">=5",
+    ("5.23.0", "5.24.0"),
+    "https://github.com/huggingface/transformers",
+)
+
+
+def _load_encode_python(tokenizer: Tokenizer, asked: Mapping[str, Any]) -> Callable[..., Any]:
+    flags = {name: asked[name] for name in ("batched", "add_special_tokens", "parse_special")}
+    return lambda items: oracle.encode(items, tokenizer=tokenizer, **flags)
+
+
+def _load_decode_python(tokenizer: Tokenizer, asked: Mapping[str, Any]) -> Callable[..., Any]:
+    flags = {name: asked[name] for name in ("batched", "skip_special_tokens")}
+    return lambda items: oracle.decode(items, tokenizer=tokenizer, **flags)
+
+
+KERNELS = tuple(
+    kernel
+    for backend, native, encode, decode, priority, offsets in (
+        (SENTENCEPIECE, "sentencepiece", _load_encode_pieces, _load_decode_pieces, 50, True),
+        (TIKTOKEN, "tiktoken", _load_encode_ranks, _load_decode_ranks, 70, True),
+        (TOKENIZERS, "tokenizer.json", _load_encode_file, _load_decode_file, 60, True),
+        (TRANSFORMERS, "transformers", _load_encode_python, _load_decode_python, 40, False),
+    )
+    for kernel in (
+        encoder(backend, encode, native=native, offsets=offsets, limits=(formats(native),), priority=priority),
+        decoder(backend, decode, native=native, limits=(formats(native),), priority=priority),
+    )
 )
