@@ -116,6 +116,14 @@ def test_disabled_runs_torch_only(attention):
     assert chosen(*attention, layout="BSHD") == "torch.sdpa.cpu_flash"
 
 
+def test_disabled_computes_half_precision_as_torch_does_where_it_emulates():
+    call = [torch.empty(size, 256, dtype=torch.bfloat16, device="meta") for size in (64, 512)]
+    laptop = {"device": "Laptop", "libraries": {}}
+    assert lz.explain("linear", *call, **laptop).kernel_id == "torch.linear_widened"
+    with lz.disabled():
+        assert lz.explain("linear", *call, **laptop).kernel_id == "torch.linear"
+
+
 def test_without_fallback_the_reference_is_refused(norm):
     with lz.scope(fallback_enabled=False, allow=["reference"]):
         with pytest.raises(lz.NoKernelFoundError, match="fallback_enabled"):

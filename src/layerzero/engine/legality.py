@@ -93,8 +93,9 @@ def repair(
 def policy_reasons(kernel: Kernel, facts: Facts, policy: Policy) -> list[Reason]:
     """What the operator forbids. A lock names the one kernel that may run; that is not a reason but a choice."""
     reasons: list[Reason] = []
-    if not policy.enabled and kernel.source not in ("torch", "reference"):
-        reasons.append(_denied("enabled: false", "torch's own kernels or the reference", kernel.source))
+    if not policy.enabled and (kernel.source not in ("torch", "reference") or kernel.widens is not None):
+        own = kernel.source if kernel.widens is None else kernel.id  # torch itself emulates half precision
+        reasons.append(_denied("enabled: false", "torch's own kernels or the reference", own))
     if not policy.fallback_enabled and kernel.is_reference:
         reasons.append(_denied("fallback_enabled: false", "a kernel other than the reference", kernel.id))
     denying = [pattern for pattern in policy.deny if names_kernel(pattern, kernel)]
