@@ -287,15 +287,21 @@ def difference(choice: FrozenChoice, *, may_differ: bool = False) -> str:
     if version != choice.version:
         return f"wanted {choice.kernel} of {choice.library} {choice.version}, got {version}"
     try:
-        report = explain_facts(_facts(choice), probe.this_machine(), CONFIGURATION.policy, alone=may_differ)
+        call, machine, policy = _facts(choice), probe.this_machine(), CONFIGURATION.policy
+        if may_differ and _is_legal(choice.kernel, _alone(call, policy, machine)):
+            return ""
+        report = explain_facts(call, machine, policy, alone=may_differ)
     except Exception as error:  # noqa: BLE001  # whatever torch and schemas say of a call that was never made
         return f"wanted a call that can be made here, got {type(error).__name__}: {error}"
-    legal = may_differ and any(each.legal and each.kernel.id == choice.kernel for each in report.candidates)
-    if report.kernel_id == choice.kernel or legal:
+    if report.kernel_id == choice.kernel or (may_differ and _is_legal(choice.kernel, report)):
         return ""
     reasons = report.failures.get(choice.kernel, ())
     why = f": {reasons[0]}" if reasons else ""
     return f"wanted {choice.kernel}, this process would choose {report.kernel_id}{why}"
+
+
+def _is_legal(kernel_id: str, report: Report) -> bool:
+    return any(each.legal and each.kernel.id == kernel_id for each in report.candidates)
 
 
 def _facts(choice: FrozenChoice) -> Facts:
