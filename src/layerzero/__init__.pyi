@@ -84,6 +84,7 @@ from layerzero.serving.exporters import (
 )
 from layerzero.serving.jit_status import JitStatus, jit_status
 from layerzero.serving.metrics import Metrics, metrics
+from layerzero.serving.probes import HealthServer, Probes, serve_health
 from layerzero.serving.readiness import Readiness, readiness_check
 from layerzero.serving.speculation import (
     AdaptiveSpeculation,
@@ -121,6 +122,7 @@ __all__ = [
     "FrozenChoiceError",
     "Function",
     "Handle",
+    "HealthServer",
     "InvalidCallError",
     "JitStatus",
     "JsonFormatter",
@@ -150,6 +152,7 @@ __all__ = [
     "Param",
     "Plan",
     "PolicyError",
+    "Probes",
     "QuantizedWeight",
     "RaggedMetadata",
     "Readiness",
@@ -285,6 +288,7 @@ __all__ = [
     "sampled",
     "scaled_dot_product_attention",
     "scope",
+    "serve_health",
     "silu",
     "silu_mul",
     "softmax",

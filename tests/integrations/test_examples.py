@@ -1,4 +1,4 @@
-"""The examples run, small, and print what they promise; engine.py, llama.py and minilm.py have tests of their own."""
+"""The examples run, small, and print what they promise; engine, llama, minilm and probes have tests of their own."""
 
 from __future__ import annotations
 
@@ -45,7 +45,16 @@ def named(name: str) -> Any:
 
 def test_each_example_is_short_and_tested_here_or_beside() -> None:
     texts = {path.stem: path.read_text() for path in FOLDER.glob("*.py")}
-    assert set(texts) == {"diffusion_step", "embed_batch", "engine", "generate", "llama", "minilm", "own_kernel"}
+    assert set(texts) == {
+        "diffusion_step",
+        "embed_batch",
+        "engine",
+        "generate",
+        "llama",
+        "minilm",
+        "own_kernel",
+        "probes",
+    }
     assert all(len(text.splitlines()) < 90 for name, text in texts.items() if name not in ("engine", "llama"))
 
 

@@ -275,39 +275,6 @@ def bench(
     )
 
 
-def ready(
-    manifest: ManifestFile = None,
-    model: Model = "",
-    device: Where = None,
-    module: Modules = None,
-    asked_for: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--for", metavar="SET", help="A set of operations that must be served, as serving; again for more."
-        ),
-    ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 where a part is degraded, too.")] = False,
-    json: AsJson = False,
-) -> Answer:
-    """Tell whether traffic may come.
-
-    A line for each part: builds, settings, descriptors, tables (each call finds a kernel), headroom (workspaces fit
-    into what is free), the database of times, health (kernels that rest, suspects, bans), frozen choices, sets. Looks
-    at every call of the manifest, or else at what this machine called so far. What libraries keep on disk counts as
-    built; of what only the serving process can build, and of kernels that rest there, lz.readiness_check tells in that
-    process, as do the probes of serve-health. Nothing runs, and nothing is built. A build that failed on this machine
-    is listed with its reason and with the kernel that serves in its place; traffic need not wait for it. Exits with 0
-    if traffic may come, with 1 if a part is not ready: a build is missing that warmup would make, or calls would raise
-    or run out of memory. With --strict also with 1 where a part is degraded.
-    """
-    from layerzero.serving.readiness import readiness_check
-
-    import_modules(module or ())
-    found = readiness_check(manifest, model=model, device=device, sets=asked_for or ())
-    fine = found.ready and not (strict and found.degraded)
-    return Answer(found.to_dict(), lambda: str(found).splitlines(), FINE if fine else NO)
-
-
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
     app.command(
@@ -328,6 +295,3 @@ def add_to(app: typer.Typer) -> None:
             'bench "norm.*" --html norms.html --plot norms.png',
         ),
     )(bench)  # fmt: skip
-    app.command("ready", **examples("ready", "ready --strict", "ready --for decoder --for serving", "ready --json"))(
-        ready
-    )

@@ -1,0 +1,243 @@
+"""Liveness, readiness and metrics over HTTP, for orchestrators and Prometheus.
+
+:meth:`Probes.answer` decides. An ASGI app (``layerzero.serving.probes:app``, to be mounted) and a server of the
+standard library (``lz.serve_health``, ``layerzero serve-health``) hand its answers out. Metrics and kernels that rest
+belong to a process: probes in the serving process see them, those of another process see what lies on disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import torch
+
+from layerzero.core.system import forking
+from layerzero.core.system.threads import started
+from layerzero.engine.dispatch import ENGINE
+from layerzero.serving.exporters import prometheus_text
+from layerzero.serving.readiness import readiness_check
+
+log = logging.getLogger("layerzero")
+
+PORT = 9400
+
+MAX_AGE_S = 10.0
+"""How old an answer of ``/readyz`` may be: to look at 1,000 calls takes seconds, and orchestrators ask as often."""
+
+CLIENT_S = 10.0
+"""How long the server waits for a client that sends or takes nothing."""
+
+_TEXT = "text/plain; charset=utf-8"
+_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+_PATHS = "/livez, /readyz, /metrics"
+
+Message = MutableMapping[str, Any]
+
+
+class Answered(NamedTuple):
+    """What a probe gets."""
+
+    status: int
+    body: bytes
+    kind: str = _TEXT
+
+
+def _said(status: int, text: str) -> Answered:
+    return Answered(status, f"{text}\n".encode())
+
+
+class Probes:
+    """The answers, and an ASGI app of them; mount it as ``app.mount("/layerzero", Probes(manifest="workload.json"))``.
+
+    ``/livez`` is 200 until an error of the device stays, from which only a new process recovers. ``/readyz`` is 200
+    where ``lz.readiness_check`` is true, else 503, with its lines; it is asked at most every 10 s, once at a time.
+    ``/metrics`` has the numbers of ``lz.metrics`` for Prometheus.
+
+    Args:
+        manifest, model, device, sets: as :func:`lz.readiness_check` takes them.
+    """
+
+    def __init__(
+        self,
+        manifest: str | os.PathLike[str] | None = None,
+        *,
+        model: str = "",
+        device: str | torch.device | None = None,
+        sets: Sequence[str] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._asked = {"manifest": manifest, "model": model, "device": device, "sets": sets}
+        self._clock = clock
+        self._lock = forking.lock()
+        self._latest: tuple[float, Answered] | None = None
+        self._failed = ""
+
+    def answer(self, method: str, path: str) -> Answered:
+        """The answer to a request; nothing here raises."""
+        probes = {"/livez": self.livez, "/readyz": self.readyz, "/metrics": self.metrics}
+        probe = probes.get(path)
+        if probe is None:
+            return _said(404, f"wanted one of {_PATHS}, got {path!r}")
+        if method not in ("GET", "HEAD"):
+            return _said(405, f"wanted GET or HEAD, got {method}")
+        try:
+            return probe()
+        except Exception as error:  # noqa: BLE001  # a probe that raises tells so, and harms nothing
+            text = f"{path}: {type(error).__name__}: {error}"
+            if text != self._failed:
+                self._failed = text
+                log.warning("a probe failed: %s", text)
+            return _said(503, text)
+
+    @staticmethod
+    def livez() -> Answered:
+        """Whether the process can work; it looks at nothing that could block."""
+        lost = ENGINE.health.context_lost
+        return _said(503, lost) if lost else _said(200, "alive")
+
+    def readyz(self) -> Answered:
+        """Whether traffic may come. While one caller looks, others get the answer before."""
+        latest = self._latest
+        if latest is not None and self._clock() - latest[0] < MAX_AGE_S:
+            return latest[1]
+        if not self._lock.acquire(blocking=False):
+            return _said(503, "not ready: looking for the first time") if latest is None else latest[1]
+        try:
+            report = readiness_check(**self._asked)  # type: ignore[arg-type]  # the very arguments of it
+            found = _said(200 if report else 503, str(report))
+            self._latest = self._clock(), found
+            return found
+        finally:
+            self._lock.release()
+
+    @staticmethod
+    def metrics() -> Answered:
+        """The numbers of this process."""
+        try:
+            return Answered(200, prometheus_text(), _PROMETHEUS)
+        except ModuleNotFoundError as error:
+            return _said(501, str(error))
+
+    async def __call__(
+        self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
+    ) -> None:
+        """Answer as an ASGI app."""
+        if scope["type"] == "lifespan":
+            while (await receive())["type"] != "lifespan.shutdown":
+                await send({"type": "lifespan.startup.complete"})
+            await send({"type": "lifespan.shutdown.complete"})
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close"})
+            return
+        method, path = scope["method"], scope["path"].removeprefix(scope.get("root_path", ""))
+        if path == "/livez":  # no thread: those of the program may be busy
+            found = self.answer(method, path)
+        else:
+            found = await asyncio.get_running_loop().run_in_executor(None, self.answer, method, path)
+        headers = [(b"content-type", found.kind.encode()), (b"content-length", str(len(found.body)).encode())]
+        await send({"type": "http.response.start", "status": found.status, "headers": headers})
+        await send({"type": "http.response.body", "body": b"" if method == "HEAD" else found.body})
+
+
+app = Probes()
+"""The app of a process, about what this machine called: ``uvicorn layerzero.serving.probes:app``, or to be mounted."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = CLIENT_S
+
+    def do_GET(self) -> None:
+        found = self.server.probes.answer(self.command, urlsplit(self.path).path)
+        self.send_response(found.status)
+        self.send_header("Content-Type", found.kind)
+        self.send_header("Content-Length", str(len(found.body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(found.body)
+
+    do_HEAD = do_POST = do_PUT = do_DELETE = do_GET  # noqa: N815  # the names that http.server calls
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  # the base class's name
+        log.debug(format, *args)
+
+
+class _Server(ThreadingHTTPServer):
+    probes: Probes
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002  # the base class's arguments
+        """Note a client that went away; the base class prints a traceback."""
+        log.debug("a probe of %s ended early", client_address)
+
+
+class HealthServer:
+    """Probes that are served on a thread; :func:`serve_health` makes one.
+
+    Attributes:
+        port: the port; the one that was free where 0 was given.
+        url: where it listens.
+    """
+
+    def __init__(self, server: _Server) -> None:
+        self._server = server
+        host, self.port = str(server.server_address[0]), int(server.server_address[1])
+        self.url = f"http://{host}:{self.port}"
+        self._thread = started("layerzero-probes", server.serve_forever)
+        forking.in_child(self._leave)
+
+    def _leave(self) -> None:
+        """Close the socket in a forked child: the port is the parent's."""
+        self._server.socket.close()
+
+    def wait(self) -> None:
+        """Wait until it ends."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def close(self) -> None:
+        """End it, and give the port back."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def serve_health(
+    port: int = PORT,
+    *,
+    host: str = "127.0.0.1",
+    manifest: str | os.PathLike[str] | None = None,
+    model: str = "",
+    device: str | torch.device | None = None,
+    sets: Sequence[str] = (),
+) -> HealthServer:
+    """Serve ``/livez``, ``/readyz`` and ``/metrics`` from this process, on a thread.
+
+    Args:
+        port: where; 0 takes any free one.
+        host: the address to listen on. Only this machine reaches 127.0.0.1; Kubernetes' ``httpGet`` needs 0.0.0.0.
+            Answers name kernels, versions and errors, and nothing is asked of a client: keep the port inside.
+        manifest, model, device, sets: what must be ready, as :func:`lz.readiness_check` takes them.
+    Returns: the server, with its ``url``; ``close`` ends it, and so does the end of the process.
+    Raises: ValueError for a port that another process has, or an address that this machine has not.
+    """
+    try:
+        server = _Server((host, port), _Handler)
+    except (OSError, OverflowError) as error:
+        if getattr(error, "errno", None) == errno.EADDRINUSE:
+            why = (
+                f"port: wanted a free one on {host}, got {port}, which another process has; name another, or 0 for any"
+            )
+            raise ValueError(f"{why} free one") from error
+        text = getattr(error, "strerror", None) or error
+        raise ValueError(f"wanted to listen on {host}:{port}, got: {text}; name another address or port") from error
+    server.daemon_threads = True
+    server.probes = Probes(manifest, model=model, device=device, sets=sets)
+    return HealthServer(server)
