@@ -58,7 +58,7 @@ class Probes:
     """The answers, and an ASGI app of them; mount it as ``app.mount("/layerzero", Probes(manifest="workload.json"))``.
 
     ``/livez`` is 200 until an error of the device stays, from which only a new process recovers. ``/readyz`` is 200
-    where ``lz.readiness_check`` is true, else 503, with its lines; it is asked at most every 10 s, once at a time.
+    where ``lz.readiness_check`` is true, else 503, with its lines; which looks at most every 10 s, and once at a time.
     ``/metrics`` has the numbers of ``lz.metrics`` for Prometheus.
 
     Args:
