@@ -499,6 +499,10 @@ def test_a_kernel_that_refuses_a_weight_is_not_chosen_for_again_and_takes_the_ne
     for weight, packed in (weights[0], weights[0], weights[0], weights[1], weights[0], weights[1]):
         torch.testing.assert_close(lz.linear(x, weight, packed=packed), x @ weight.mT)
     assert (len(chosen), asked) == (2, [True, False]), "one choice for each kernel, one look at each weight"
+    with lz.scope(locks={"mlp.linear": "user.picky"}):
+        for _ in range(3):
+            with pytest.raises(NotPreparedError, match="wanted one that begins above 0"):
+                lz.linear(x, bad, packed=weights[0][1])
     plans = [each for each in dispatcher.cache.current.values() if each.kernel_id == "user.picky"]
     assert [each.run.__name__ for each in plans] == ["run"], "the plan that was proved took the other's place"
 

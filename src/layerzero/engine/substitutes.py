@@ -6,6 +6,7 @@ have what it wants. A plan that never ran notes which handles it refused: to mar
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Hashable, Iterable
 from dataclasses import replace
@@ -31,10 +32,11 @@ def run(
     of: Dispatcher, plan: Plan, error: NotPreparedError, arguments: dict[str, Any], tried: frozenset[str] = frozenset()
 ) -> Any:
     """Run the next kernel that is prepared, in place of the plan's own. Raises: the error where only a reference is."""
+    error.__traceback__ = None  # a handle may keep it, and its frames hold a call's tensors
     tensors = of.tensors(arguments)
     capturing = transforms.capturing(tensors)
     tried |= {plan.kernel.id}
-    if plan.keep is not None and not capturing:
+    if not capturing:
         _keep_unproved(of, plan)
     call: Hashable = (capturing, tried, *[(each.shape, each.stride()) for each in tensors])
     another = plan.instead.get(call)
@@ -46,7 +48,8 @@ def run(
         plan.instead[call] = another
     try:
         return of.checked(another, arguments) if another.keep else another.run(**arguments)
-    except NotPreparedError:
+    except NotPreparedError as again:
+        again.__traceback__ = None
         return run(of, another, error, arguments, tried)
     except Exception as next_error:  # noqa: BLE001  # whatever a kernel raises
         plan.instead.pop(call, None)
@@ -59,9 +62,9 @@ def _chosen(
     try:
         another = of.choose(arguments, current_policy(), failed=tuple(tried))
     except (NoKernelFoundError, CudaGraphUnsafeError):
-        raise error from None
+        raise copy.copy(error) from None
     if another.kernel.is_reference:
-        raise error
+        raise copy.copy(error)
     log.info("%s runs in place of %s: %s", another.kernel.id, plan.kernel.id, error)
     return another
 
@@ -72,23 +75,26 @@ def _keep_nothing(_: Plan) -> None:
 
 def _keep_unproved(of: Dispatcher, plan: Plan) -> None:
     """Keep a plan whose first run is still to be accepted; the plan itself takes its place then."""
-    keep, plan.keep = plan.keep, None
-    assert keep is not None
+    keep = plan.keep
+    if keep is None or keep is _keep_nothing:  # it is kept already, as where two threads got the same plan
+        return
+    plan.keep = None
     unproved = replace(plan, direct=None)
 
-    refused: WeakKeyDictionary[Handle, Hashable] = WeakKeyDictionary()
+    refused: WeakKeyDictionary[Handle, tuple[Hashable, NotPreparedError]] = WeakKeyDictionary()
 
     def first(*given: Any, **named: Any) -> Any:
         arguments = {**dict(zip(of.names, given, strict=False)), **named}
         handles = [each for name in of.function.handles if isinstance(each := arguments[name], Handle)]
-        if handles and all(refused.get(each) == each.versions for each in handles):
-            raise NotPreparedError(of.function.name, [f"{plan.kernel.id}: wanted weights that it has not refused"])
+        known = [said for each in handles if (said := refused.get(each)) is not None and said[0] == each.versions]
+        if handles and len(known) == len(handles):
+            raise known[0][1]
         plan.keep = proved
         try:
             return of.checked(plan, arguments)
-        except NotPreparedError:
+        except NotPreparedError as error:
             if not transforms.capturing(of.tensors(arguments)):
-                refused.update({each: each.versions for each in handles})
+                refused.update({each: (each.versions, error) for each in handles})
             raise
 
     def proved(plan: Plan) -> None:

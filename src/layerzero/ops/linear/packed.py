@@ -72,7 +72,7 @@ class _Refused:
 
     @property
     def form(self) -> Any:
-        raise self._error.with_traceback(None)
+        raise self._error
 
 
 def _packing(packed: PackedWeight, pack: Pack) -> Packing:
