@@ -64,6 +64,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "layerzero.serving.jit_status": ("JitStatus", "jit_status"),
     "layerzero.serving.probes": ("HealthServer", "Probes", "serve_health"),
     "layerzero.serving.readiness": ("Readiness", "readiness_check"),
+    "layerzero.serving.solve": ("solve",),
     "layerzero.serving.speculation": (
         "AdaptiveSpeculation",
         "Eagle3Config",

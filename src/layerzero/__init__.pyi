@@ -86,6 +86,7 @@ from layerzero.serving.jit_status import JitStatus, jit_status
 from layerzero.serving.metrics import Metrics, metrics
 from layerzero.serving.probes import HealthServer, Probes, serve_health
 from layerzero.serving.readiness import Readiness, readiness_check
+from layerzero.serving.solve import solve
 from layerzero.serving.speculation import (
     AdaptiveSpeculation,
     Eagle3Config,
@@ -292,6 +293,7 @@ __all__ = [
     "silu",
     "silu_mul",
     "softmax",
+    "solve",
     "sparse_attention",
     "speculative_pair",
     "split_qkv",

@@ -252,7 +252,7 @@ def test_damaged_documents_are_refused(norm, tmp_path):
     text = path.read_text()
     for damaged, problem in (
         (text.replace("user.first", "user.second"), "hash: wanted"),
-        (text.replace('"format": 1', '"format": 2'), "format: wanted 1, got 2"),
+        (text.replace('"format": 2', '"format": 1'), "format: wanted 2, got 1"),
         (text[:-20], "wanted frozen choices as JSON"),
         (text.replace('"torch"', '"touch"'), "wanted frozen choices as JSON"),
     ):

@@ -119,6 +119,21 @@ def incomplete():
         return {each.reason.code for each in lz.readiness_check(file.name, device="cpu").lacking}
 
 
+def outside_of_a_plan():
+    def norm(rows):
+        return lz.rms_norm(rows, torch.ones(16))
+
+    model = torch.nn.Identity()
+    model.forward = norm
+    lz.freeze(lz.solve(model, torch.randn(4, 16), budget_s=0), strict=True)
+    try:
+        with pytest.raises(lz.FrozenChoiceError) as caught:
+            norm(torch.randn(5, 16))
+    finally:
+        lz.thaw()
+    return {code for code in ReasonCode if f"[{code}]" in str(caught.value)}
+
+
 def in_strict_mode(produce):
     with lz.scope(strict_mode=True):
         return produce()
@@ -324,6 +339,7 @@ PRODUCERS = {
     C.JIT_DISABLED: jit_disabled,
     C.JIT_CACHE_INCOMPLETE: incomplete,
     C.MEMORY_HEADROOM_EXCEEDED: lambda: refusals("torch.sdpa.math", *qkv(seq_q=16384, seq_k=16384)),
+    C.PLAN_BUCKET_MISS: outside_of_a_plan,
     C.NOT_INSTALLED: lambda: refusals("flash_attn.v2", *qkv(), device="H100", libraries={}),
     C.BACKEND_IMPORT_FAILED: import_failed,
     C.VERSION_UNSUPPORTED: lambda: refusals("flash_attn.v2", *qkv(), device="H100", libraries={"flash-attn": "1.0.9"}),

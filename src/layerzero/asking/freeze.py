@@ -7,12 +7,15 @@ import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
+from torch.nn import Module
 
 from layerzero.asking.answers import explain_facts
+from layerzero.asking.solved import ERROR, Solved
+from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_named
 from layerzero.core.eager_state import STATE_FACTS
 from layerzero.core.errors import FrozenChoiceError, LayerZeroWarning, PolicyError
@@ -23,6 +26,7 @@ from layerzero.core.plan import Report
 from layerzero.core.recipe import CallRecipe
 from layerzero.core.system.disk import write_whole
 from layerzero.engine import frozen_choices, probe
+from layerzero.engine.bucket_table import BucketTable
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.frozen_choices import (
@@ -41,7 +45,7 @@ from layerzero.engine.policy import Policy
 from layerzero.engine.probe import Machine
 from layerzero.engine.registry import REGISTRY
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Frost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -53,6 +57,7 @@ class Frost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         device: name of the device that the choices were made on.
         settings: hash of the effective settings, locks and rules, and as JSON those that are not at their defaults.
         choices: kernel, library, version and an example call of each class, by its name.
+        solved: of a plan that ``lz.solve`` wrote: the model, the machine and the buckets that it was solved for.
         hash: SHA-256 of all the rest; equal hashes mean equal choices, made by any process at any time.
     """
 
@@ -62,12 +67,19 @@ class Frost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: str
     settings: str
     choices: dict[str, FrozenChoice]
+    solved: Solved | None = None
     hash: str = ""
 
     def __repr__(self) -> str:
         """One line; ``choices`` and ``write`` have all of it."""
         count = len(self.choices)
         return f"<Frost of {count} choice{'s' * (count != 1)} on {self.device}, hash {self.hash[:12]}>"
+
+    def __str__(self) -> str:
+        """A plan as its decision table; else one line."""
+        from layerzero.asking.plan_text import table
+
+        return repr(self) if self.solved is None else "\n".join(table(self))
 
     def sealed(self) -> Frost:
         """The same with its hash."""
@@ -95,7 +107,13 @@ class Frost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return found
 
 
-def freeze(manifest: str | os.PathLike[str] | Frost | None = None) -> Frost:
+def freeze(
+    manifest: str | os.PathLike[str] | Frost | None = None,
+    *,
+    model: Module | None = None,
+    strict: bool | None = None,
+    otherwise: Literal["error", "select"] = "error",
+) -> Frost:
     """Let choices stop changing: each class of calls keeps its kernel until :func:`thaw`.
 
     Without a manifest the choices are those of every call that this process has made or warmed up, in scopes as
@@ -109,12 +127,26 @@ def freeze(manifest: str | os.PathLike[str] | Frost | None = None) -> Frost:
     priority and id, without times, keeps that kernel, and is listed in ``frozen().added``. Calls with tensors that are
     not contiguous have classes of their own; one that was not seen gets the kernel of dense tensors, if it may run.
 
+    A plan that :func:`lz.solve` wrote is held as it is, whatever this process would choose itself, where model, device,
+    driver, libraries and settings are those that it was solved for and each of its kernels may run. It says for which
+    sizes its choices hold: a call outside of its buckets is chosen for at run time, with times, and listed with
+    ``PLAN_BUCKET_MISS`` in ``frozen().plan.misses``. Calls of functions that the plan lacks are chosen for as ever.
+
     A warning tells of a document without choices, and of classes that are not in it because there were too many.
 
+    Args:
+        manifest: a document or its file.
+        model: what a plan must have been solved for; None does not look.
+        strict: whether a call outside of a plan's buckets raises FrozenChoiceError; None: as the plan says.
+        otherwise: ``"select"`` tells of a document that is refused in one warning and goes on without it.
     Returns: the document; ``write`` it for another process. Its hash says what is frozen.
     Raises: PolicyError if choices are frozen already; FrozenChoiceError for a manifest that was changed, and where this
         process would choose otherwise, with every difference.
     """
+    if otherwise not in ("error", "select"):
+        raise PolicyError(f"freeze: otherwise: wanted 'error' or 'select', got {otherwise!r}")
+    if manifest is None and (model is not None or strict is not None):
+        raise PolicyError("freeze: model and strict: wanted a plan with them, got none; lz.solve(model, ...) makes one")
     if ENGINE.frozen is not None:
         raise PolicyError("freeze: choices are frozen already; wanted lz.thaw() first")
     if manifest is None:
@@ -125,13 +157,16 @@ def freeze(manifest: str | os.PathLike[str] | Frost | None = None) -> Frost:
         FUSING.look(frozen=True, registered=ENGINE.registry.has_own)
         _keep_plans(held, past)
     else:
-        found = manifest if isinstance(manifest, Frost) else Frost.load(manifest)
-        problems = _differences(found)
-        if problems:
-            raise FrozenChoiceError("freeze" if isinstance(manifest, Frost) else str(manifest), problems)
+        try:
+            found = _accepted(manifest, model, strict)
+        except FrozenChoiceError as error:
+            if otherwise == "error":
+                raise
+            warnings.warn(f"freeze: nothing is frozen, choices go on: {error}", LayerZeroWarning, stacklevel=2)
+            return _document(Frozen({}))
         tell_if_short("freeze", found.choices)
-        ENGINE.frozen = Frozen({name: each for name, each in found.choices.items() if not each.scoped})
-        ENGINE.bump()  # what was chosen for other classes before is chosen as in every process with this manifest
+        _take(found, strict)
+    assert ENGINE.frozen is not None
     return _document(ENGINE.frozen)
 
 
@@ -169,6 +204,28 @@ def hold(held: Agreed) -> None:
     ENGINE.frozen = held
     if not isinstance(before, Agreed) or before.fallback or held.fallback or before.would_change(held.choices):
         ENGINE.bump()
+
+
+def _accepted(manifest: str | os.PathLike[str] | Frost, model: Module | None, strict: bool | None) -> Frost:
+    """The document, if it may be held here. Raises: FrozenChoiceError with every difference."""
+    found = manifest if isinstance(manifest, Frost) else Frost.load(manifest)
+    problems = _differences(found, model)
+    if found.solved is None and (model is not None or strict is not None):
+        problems.append("model and strict: wanted a plan that lz.solve wrote with them, got frozen choices alone")
+    if problems:
+        raise FrozenChoiceError("freeze" if isinstance(manifest, Frost) else str(manifest), problems)
+    return found
+
+
+def _take(found: Frost, strict: bool | None = None) -> None:
+    """Hold a document; what was chosen for other classes before is chosen as in every process with it."""
+    choices, plan = {name: each for name, each in found.choices.items() if not each.scoped}, None
+    if found.solved is not None:
+        strict = found.solved.fallback == ERROR if strict is None else strict
+        policy = CONFIGURATION.policy
+        plan = BucketTable(((_facts(each), policy, name, each) for name, each in choices.items()), strict=strict)
+    ENGINE.frozen = Frozen(choices, plan, found.solved)
+    ENGINE.bump()
 
 
 def tell_if_short(asked: str, choices: Mapping[str, FrozenChoice]) -> None:
@@ -234,7 +291,12 @@ def _document(held: Frozen) -> Frost:
     choices = {
         name: msgspec.structs.replace(each, version=_version(each.kernel)) for name, each in dict(held.choices).items()
     }
-    return Frost(FORMAT, choices=choices, **_here()).sealed()
+    return Frost(FORMAT, choices=choices, solved=held.solved, **_here()).sealed()
+
+
+def planned(choices: Mapping[str, FrozenChoice], solved: Solved) -> Frost:
+    """A plan's document, made here and now."""
+    return _document(Frozen(choices, None, solved))
 
 
 def _here() -> dict[str, Any]:
@@ -249,15 +311,11 @@ def _here() -> dict[str, Any]:
 
 
 def _devices() -> list[str]:
-    from layerzero.core.device import Device
-
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [Device.detect("cpu").name, *sorted({Device.detect(f"cuda:{index}").name for index in range(count)})]
 
 
 def _version(kernel_id: str) -> str:
-    from layerzero.core.device import Device
-
     try:
         kernel = REGISTRY.kernel(kernel_id)
     except KeyError:
@@ -265,18 +323,25 @@ def _version(kernel_id: str) -> str:
     return probe.this_machine().state(kernel.backend, Device.detect("cpu")).version or ""
 
 
-def _differences(found: Frost) -> list[str]:
-    """What is not here as it is there, and what this process would choose otherwise."""
+def _differences(found: Frost, model: Module | None) -> list[str]:
+    """What is not here as it is there, and what this process would choose otherwise, or, of a plan, could not run.
+
+    On another machine than a plan's, what it could not run follows from that, and is left out.
+    """
     problems = [
         f"{name}: wanted {getattr(found, name)}, got {here}"
         for name, here in _here().items()
         if name != "settings" and getattr(found, name) != here
     ]
     problems += unlike(found.settings, _here()["settings"])
+    if found.solved is not None:
+        problems += found.solved.differences({each.call.operation for each in found.choices.values()}, model)
+        if problems:
+            return problems
     for name, choice in found.choices.items():
         if choice.scoped:
             continue  # made under the settings of a block, which cannot be repeated
-        if why := difference(choice):
+        if why := difference(choice, may_differ=found.solved is not None):
             problems.append(f"{name}: {why}")
     return problems
 
@@ -337,6 +402,4 @@ def _facts(choice: FrozenChoice) -> Facts:
 
 
 def _device(name: str) -> Any:
-    from layerzero.core.device import Device
-
     return Device.detect(name)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import platform as host
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import msgspec
 import torch
 
 from layerzero.core import cpu_features
@@ -252,3 +255,34 @@ def _cpu_by_torch() -> tuple[str, set[str]]:
     if host.machine().lower() in ("arm64", "aarch64"):
         flags.add("asimd")
     return str(found.get("cpu_name", "")), flags
+
+
+_DRIVERS = {"cuda": Path("/proc/driver/nvidia/version"), "rocm": Path("/sys/module/amdgpu/version")}
+_NUMBER = re.compile(r"\b\d+(?:\.\d+){1,3}\b")
+
+
+def capability_hash(device: Device) -> str:
+    """Hash of what decides which code runs on a device and how fast; whole GiB, since drivers keep some of them."""
+    parts = (
+        *(device.sm_number, device.architecture, sorted(device.instruction_sets), sorted(device.dtypes)),
+        round(device.total_bytes / 2**30),
+    )
+    return hashlib.blake2b(msgspec.json.encode(parts), digest_size=8).hexdigest()
+
+
+def driver_version(device: Device) -> str:
+    """The device's driver, empty where there is none or where it does not tell."""
+    return device.driver or _driver(device.platform)
+
+
+@functools.cache
+def _driver(platform: str) -> str:
+    path = _DRIVERS.get(platform)
+    try:
+        found = None if path is None else _NUMBER.search(path.read_text())
+    except OSError:  # inside a container that hides it: the runtime's view of the driver is better than nothing
+        found = None
+    if found is not None:
+        return found[0]
+    runtime = getattr(torch._C, "_cuda_getDriverVersion", None) if platform == "cuda" else None
+    return "" if runtime is None else str(runtime())

@@ -162,3 +162,20 @@ def density(tensor: TensorFacts) -> str:
     if any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.strides, strict=True)):
         return "expanded"
     return "rows" if tensor.last_stride == 1 else "strided"
+
+
+def live_sizes(facts: Facts) -> dict[str, int]:
+    """The sizes that differ from call to call, and bounds of them."""
+    schema = facts.operation.schema
+    return {
+        name: value
+        for name, value in facts.items()
+        if type(value) is int and (schema.axis(name).live or name in schema.bounds)
+    }
+
+
+def looseness(facts: Facts) -> list[str]:
+    """How each tensor lies that is not contiguous."""
+    loose = ((name, each) for name, each in facts.tensors.items() if not each.contiguous)
+    one_by_one = facts.operation.schema.one_by_one
+    return [f"{name}:{density(each)}" for name, each in loose if name not in one_by_one]

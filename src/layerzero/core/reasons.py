@@ -73,6 +73,7 @@ class ReasonCode(StrEnum):
     JIT_DISABLED = "JIT_DISABLED"
     JIT_CACHE_INCOMPLETE = "JIT_CACHE_INCOMPLETE"
     MEMORY_HEADROOM_EXCEEDED = "MEMORY_HEADROOM_EXCEEDED"
+    PLAN_BUCKET_MISS = "PLAN_BUCKET_MISS"
     # the library
     NOT_INSTALLED = "NOT_INSTALLED"
     BACKEND_IMPORT_FAILED = "BACKEND_IMPORT_FAILED"
@@ -135,6 +136,7 @@ _TEXT: dict[ReasonCode, str] = {
     ReasonCode.JIT_DISABLED: "its compiled artefact is {got}, it must be {wanted} before it may be chosen",
     ReasonCode.JIT_CACHE_INCOMPLETE: "{fact}: {wanted} would run and is not built, {got} runs in its place",
     ReasonCode.MEMORY_HEADROOM_EXCEEDED: "needs a workspace of {got}, {fact} allows {wanted}",
+    ReasonCode.PLAN_BUCKET_MISS: "outside of the plan's buckets: {fact} must be {wanted}, is {got}",
     ReasonCode.NOT_INSTALLED: "{fact} is {got}, {wanted} is needed",
     ReasonCode.BACKEND_IMPORT_FAILED: "{fact} is installed but does not load: {got}",
     ReasonCode.VERSION_UNSUPPORTED: "{fact} must be {wanted}, is {got}",

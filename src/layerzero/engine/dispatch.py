@@ -118,7 +118,8 @@ class Engine:
         nor where ranks have yet to agree. With ``alone`` this process chooses as if nothing were frozen or agreed.
         """
         frozen = None if alone else self.frozen or yet_to_agree(policy)
-        times = self.ledger if frozen is None and later is None else None
+        open_ = frozen is None or not frozen.decides(judged, facts, policy)
+        times = self.ledger if open_ and later is None else None
         ordered = ranked(judged, facts, policy, times, machine.asked)
         timed = times is not None and not times.untimed(facts)  # of another order of memory, where not of this one
         report = pick(ordered, routed, facts, policy, self.registry.lock_for(policy, facts), later, timed=timed)
@@ -269,6 +270,8 @@ class Dispatcher:
         self.engine.ledger.called(plan.report.facts)
         if not self.engine.watchers:
             conditions = reuse.conditions_of(plan, policy, self.order)
+            if self.engine.frozen is not None and self.engine.frozen.plan is not None:
+                conditions = self.engine.frozen.plan.bounded(conditions, plan.report.facts, policy, self.order)
             self.cache.insert(key, plan, policy, epoch, policy.cache_max_size, conditions)
 
     def once(self, arguments: dict[str, Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
@@ -12,7 +12,7 @@ import torch
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.eager_state import STATE_FACTS
 from layerzero.core.errors import NoKernelFoundError
-from layerzero.core.evidence import density
+from layerzero.core.evidence import live_sizes, looseness
 from layerzero.core.facts import Facts, plain
 from layerzero.core.kernel import Kernel
 from layerzero.core.plan import Candidate, Plan, Report
@@ -22,6 +22,9 @@ from layerzero.engine import legality
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.policy import Policy
 from layerzero.engine.settings import SETTINGS
+
+if TYPE_CHECKING:
+    from layerzero.engine.bucket_table import BucketTable
 
 MAX_CALLS, MAX_CLASSES = 4096, 2048
 """Calls that are remembered. Of more, one of each class stays, and classes that were met longest ago are dropped."""
@@ -121,15 +124,25 @@ class Frozen:
             tensors where that may run, else chosen without times, by priority and id.
         departures: classes whose kernel was refused or failed, by name, the latest of each.
         agreed: whether ranks agreed on it, see :class:`Agreed`.
+        plan: the buckets, where the choices are those of a plan: it says for which calls they hold.
+        solved: what the plan's document says of model, machine and grid.
     """
 
     agreed = False
 
-    def __init__(self, choices: Mapping[str, FrozenChoice]) -> None:
+    def __init__(
+        self, choices: Mapping[str, FrozenChoice], plan: BucketTable | None = None, solved: Any = None
+    ) -> None:
         self._lock = forking.lock()
         self.choices = dict(choices)
+        self.plan, self.solved = plan, solved
         self.added: tuple[str, ...] = ()
         self.departures: dict[str, Departure] = {}
+
+    def decides(self, judged: Sequence[Candidate], facts: Facts, policy: Policy) -> bool:
+        """Whether times decide nothing: always, but for calls that a plan has no kernel for."""
+        legal = {each.kernel.id for each in judged if each.legal}
+        return self.plan is None or any(each.choice.kernel in legal for each in self.plan.rows(facts, policy))
 
     def held(self, report: Report, policy: Policy) -> Report:
         """The report with the frozen kernel as its choice.
@@ -137,19 +150,21 @@ class Frozen:
         A lock stays above it. Where the kernel is refused, the next one by priority is taken, or, without
         ``fallback_enabled``, none.
         """
-        choice = self.choices.get(class_name(report.facts, policy))
         if report.locked:
             return report
+        if self.plan is not None:
+            return self.plan.held(report, policy)
+        choice = self.choices.get(class_name(report.facts, policy))
         if choice is None:
             dense = self.choices.get(class_name(report.facts, policy, dense=True))
-            found = None if dense is None else _named(report, dense)
+            found = None if dense is None else candidate_of(report, dense)
             if found is not None and found.legal:
-                return _noted(_with(report, found), f"frozen: {found.kernel.id}, for dense tensors of this class")
+                return noted(with_choice(report, found), f"frozen: {found.kernel.id}, for dense tensors of this class")
             return self._new(report)
-        found = _named(report, choice)
+        found = candidate_of(report, choice)
         if found is not None and found.legal:
-            return _noted(_with(report, found), f"frozen: {choice.kernel}")
-        report = _noted(report, f"frozen: {choice.kernel} cannot run: {_why(found)}")
+            return noted(with_choice(report, found), f"frozen: {choice.kernel}")
+        report = noted(report, f"frozen: {choice.kernel} cannot run: {why_not(found)}")
         return report if policy.fallback_enabled else msgspec.structs.replace(report, chosen=None)
 
     def chose(self, plan: Plan, policy: Policy) -> str | None:
@@ -157,29 +172,35 @@ class Frozen:
         report, name = plan.report, class_name(plan.report.facts, policy)
         with self._lock:
             choice = self.choices.get(name)
+            if self.plan is not None:
+                rows = self.plan.rows(report.facts, policy)
+                if not rows:
+                    return None if report.locked else self.plan.missed(report.facts, policy)
+                choice = next((each.choice for each in rows if each.choice.kernel == plan.kernel.id), rows[0].choice)
             if choice is None:
                 self._keep(name, choice_of(plan.kernel, report.facts, policy))
                 return None
             if choice.kernel == plan.kernel.id or report.locked:
                 return None
-            found = _named(report, choice)
+            found = candidate_of(report, choice)
             known = self.departures.get(name)
-            self.departures[name] = Departure(choice.kernel, plan.kernel.id, _why(found))
+            self.departures[name] = Departure(choice.kernel, plan.kernel.id, why_not(found))
         if known is not None and known.ran == plan.kernel.id:
             return None
-        return (
-            f"{choice.kernel} is frozen for {name} and cannot run ({_why(found)}); {plan.kernel.id} runs in its place"
-        )
+        why = why_not(found)
+        return f"{choice.kernel} is frozen for {name} and cannot run ({why}); {plan.kernel.id} runs in its place"
 
     def _new(self, report: Report) -> Report:
-        return _noted(report, "frozen: this class was not seen before; chosen by priority, without times")
+        return noted(report, "frozen: this class was not seen before; chosen by priority, without times")
 
     def _keep(self, name: str, choice: FrozenChoice) -> None:
         self.choices[name] = choice
         self.added = (*self.added, name)
 
     def refuse(self, report: Report, policy: Policy) -> None:
-        """Raise where a frozen kernel cannot run and nothing may run in its place."""
+        """Raise for what a strict plan misses, and where a frozen kernel cannot run and nothing may in its place."""
+        if self.plan is not None:
+            self.plan.refuse(report, policy)
         choice = self.choices.get(class_name(report.facts, policy))
         if choice is not None and report.chosen is None and not policy.fallback_enabled:
             hint = f"{choice.kernel} is frozen for this class; lz.thaw() lets selection go on"
@@ -258,8 +279,8 @@ def by_priority(report: Report) -> Report:
         return candidate.legal and not kernel.jit and not legality.untrusted(kernel, report.facts.device)
 
     if report.chosen is not None and not report.locked and not alike(report.chosen):
-        report = _with(report, next(filter(alike, report.candidates), report.chosen))
-    return _noted(report, "ranks have not agreed on this class: chosen by priority, without times, until they do")
+        report = with_choice(report, next(filter(alike, report.candidates), report.chosen))
+    return noted(report, "ranks have not agreed on this class: chosen by priority, without times, until they do")
 
 
 def _own_of_torch(report: Report) -> Report:
@@ -268,23 +289,27 @@ def _own_of_torch(report: Report) -> Report:
     others = [each for kind in ("torch", "reference") for each in legal if each.kernel.source == kind]
     found = next(iter([*stock, *others]), report.chosen)
     note = "ranks have other versions: torch's own kernels and the references run (on_version_mismatch: fallback)"
-    return _noted(report if found is None else _with(report, found), note)
+    return noted(report if found is None else with_choice(report, found), note)
 
 
-def _named(report: Report, choice: FrozenChoice) -> Candidate | None:
+def candidate_of(report: Report, choice: FrozenChoice) -> Candidate | None:
+    """What a report says of a frozen kernel; None where it is not registered."""
     return next((each for each in report.candidates if each.kernel.id == choice.kernel), None)
 
 
-def _with(report: Report, chosen: Candidate) -> Report:
+def with_choice(report: Report, chosen: Candidate) -> Report:
+    """The report with another choice."""
     others = (each for each in report.candidates if each is not chosen)
     return msgspec.structs.replace(report, chosen=chosen, ranked=(chosen, *others))
 
 
-def _noted(report: Report, note: str) -> Report:
+def noted(report: Report, note: str) -> Report:
+    """The report with one note more."""
     return msgspec.structs.replace(report, notes=(*report.notes, note))
 
 
-def _why(candidate: Candidate | None) -> str:
+def why_not(candidate: Candidate | None) -> str:
+    """Why a frozen kernel cannot run."""
     if candidate is None:
         return "it is not registered here"
     return str(candidate.reasons[0]) if candidate.reasons else "it failed"
@@ -297,27 +322,31 @@ def choice_of(kernel: Kernel, facts: Facts, policy: Policy) -> FrozenChoice:
     return FrozenChoice(kernel.id, kernel.source, "", CallRecipe.of(facts), state, scoped)  # type: ignore[arg-type]
 
 
-def class_name(facts: Facts, policy: Policy, *, dense: bool = False) -> str:
+def class_name(facts: Facts, policy: Policy, *, dense: bool = False, sizes: str = "<") -> str:
     """The class of a call as text: every fact by value, but live sizes as powers of two and factors as given or not.
 
     The name says how a tensor lies that is not contiguous, as times do; ``dense`` names the same call without.
+    ``sizes`` is ``"<="`` for the name of a plan's bucket, which ends at the call's own sizes, and empty for the kind of
+    call, without them; a plan holds in captures, too, so that neither says whether there is one.
     """
-    schema = facts.operation.schema
+    live = live_sizes(facts)
     words = [str(facts["operation"]), dtype_name(facts["dtype"])]  # type: ignore[arg-type]
     words += [facts.layout] if facts.layout else []
     for name, value in sorted(facts.items()):
         neutral = STATE_FACTS[name].neutral if name in STATE_FACTS else None
         if name in ("operation", "dtype") or value is False or value in ("none", neutral):
             continue
-        if type(value) is int and (schema.axis(name).live or name in schema.bounds):
-            words.append(f"{name}<{1 << max(value, 1).bit_length()}")
+        if name in live:
+            words += {"<": [f"{name}<{1 << max(live[name], 1).bit_length()}"], "<=": [f"{name}<={value}"]}.get(
+                sizes, []
+            )
+        elif name == "capturing" and sizes != "<":
+            continue
         elif type(value) is float:
             words.append(f"{name}={'0' if value == 0 else 'below 0' if value < 0 else 'given'}")
         elif value != frozenset():
             words.append(f"{name}={plain(value)}")
-    if not dense:
-        loose = ((name, each) for name, each in facts.tensors.items() if not each.contiguous)
-        words += [f"{name}:{density(each)}" for name, each in loose if name not in schema.one_by_one]
+    words += [] if dense else looseness(facts)
     if policy is not CONFIGURATION.policy:
         words.append(f"settings={digest_of(policy)}")
     return " ".join(words)

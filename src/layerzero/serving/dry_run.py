@@ -13,11 +13,11 @@ from torch.nn import Module
 from torch.utils import _pytree as pytree
 
 from layerzero.asking.answers import described
+from layerzero.asking.solved import libraries_of
 from layerzero.asking.trace import Trace, TraceRow, traced
 from layerzero.core.arguments import told
 from layerzero.core.device import Device
 from layerzero.core.plan import Report
-from layerzero.engine import probe
 from layerzero.engine.probe import Machine
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.transforms import ELSEWHERE, Elsewhere
@@ -105,7 +105,7 @@ def dry_run(
         origin = "with which its shipped times were measured; libraries= names others"
         if libraries is None:
             origin = f"as they are installed here, since no times ship for {target.name}; libraries= names others"
-    installed = installed_for(target) if libraries is None else dict(libraries)
+    installed = libraries_of(target, REGISTRY.operations()) if libraries is None else dict(libraries)
     assumes.append(
         f"{', '.join(f'{name} {version}' for name, version in installed.items()) or 'torch alone'}: {origin}"
     )
@@ -115,8 +115,8 @@ def dry_run(
     elsewhere = Elsewhere(Machine(target, libraries))
     following = ELSEWHERE.set(elsewhere)
     try:
-        with run_on_shapes(model, given) as run:
-            trace = traced(model, run)
+        with run_on_shapes(model) as run:
+            trace = traced(model, lambda: run(given))
     finally:
         ELSEWHERE.reset(following)
     if not _is_meta(model):
@@ -156,17 +156,6 @@ def shipped_libraries(device: Device) -> dict[str, str] | None:
     return found or None
 
 
-def installed_for(device: Device) -> dict[str, str]:
-    """Distribution and version of each library here that has kernels for a kind of device, torch among them."""
-    machine = probe.this_machine()
-    found = {"torch": machine.torch}
-    for backend in REGISTRY.backends():
-        version = machine.version(backend, device) if device.platform in backend.platforms else None
-        if version and backend.distributions[0]:
-            found[backend.distributions[0]] = version
-    return dict(sorted(found.items()))
-
-
 def token_ids(model: Module, *, batch: int, seq_len: int) -> dict[str, torch.Tensor]:
     """Token ids (batch, seq_len) for a language model. Raises: TypeError for what has no vocabulary in its config."""
     if not isinstance(getattr(getattr(model, "config", None), "vocab_size", None), int):
@@ -176,15 +165,15 @@ def token_ids(model: Module, *, batch: int, seq_len: int) -> dict[str, torch.Ten
 
 
 @contextmanager
-def run_on_shapes(model: Module, inputs: Any) -> Iterator[Callable[[], Any]]:
-    """Give what calls a model on tensors without memory, be its weights on meta, fake, or in memory.
+def run_on_shapes(model: Module) -> Iterator[Callable[[Any], Any]]:
+    """Give what calls a model with inputs without memory, be its weights on meta, fake, or in memory.
 
     Gradients are not recorded.
     """
     mode = _mode_of(model)
-    shaped = pytree.tree_map_only(torch.Tensor, lambda each: _shape_of(each, mode, model), inputs)
 
-    def run() -> Any:
+    def run(inputs: Any) -> Any:
+        shaped = pytree.tree_map_only(torch.Tensor, lambda each: _shape_of(each, mode, model), inputs)
         with torch.no_grad(), mode or nullcontext():
             return called(model, shaped)
 

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import re
 from collections.abc import Callable
-from pathlib import Path
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import msgspec
 import torch
 
-from layerzero.core.device import Device
+from layerzero.core.device import Device, capability_hash, driver_version
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Libraries
 from layerzero.engine import probe
-
-_DRIVERS = {"cuda": Path("/proc/driver/nvidia/version"), "rocm": Path("/sys/module/amdgpu/version")}
-_NUMBER = re.compile(r"\b\d+(?:\.\d+){1,3}\b")
 
 
 class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -119,30 +114,3 @@ def code_version(function: Callable[..., Any]) -> str:
 
 
 _EMPTY = CellType()
-
-
-def capability_hash(device: Device) -> str:
-    """Hash of what decides which code runs on a device and how fast; whole GiB, since drivers keep some of them."""
-    parts = (
-        *(device.sm_number, device.architecture, sorted(device.instruction_sets), sorted(device.dtypes)),
-        round(device.total_bytes / 2**30),
-    )
-    return hashlib.blake2b(msgspec.json.encode(parts), digest_size=8).hexdigest()
-
-
-def driver_version(device: Device) -> str:
-    """The device's driver, empty where there is none or where it does not tell."""
-    return device.driver or _driver(device.platform)
-
-
-@functools.cache
-def _driver(platform: str) -> str:
-    path = _DRIVERS.get(platform)
-    try:
-        found = None if path is None else _NUMBER.search(path.read_text())
-    except OSError:  # inside a container that hides it: the runtime's view of the driver is better than nothing
-        found = None
-    if found is not None:
-        return found[0]
-    runtime = getattr(torch._C, "_cuda_getDriverVersion", None) if platform == "cuda" else None
-    return "" if runtime is None else str(runtime())

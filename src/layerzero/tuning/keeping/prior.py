@@ -23,14 +23,13 @@ import torch
 from packaging.version import InvalidVersion, Version
 
 from layerzero.core import cpu_features
-from layerzero.core.device import Device
+from layerzero.core.device import Device, capability_hash
 from layerzero.core.evidence import HOST_MARGIN, Evidence, Provenance
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.known_devices import KNOWN_DEVICES
 from layerzero.core.ledger import Libraries
 from layerzero.engine import probe
-from layerzero.tuning.keeping.environment import capability_hash
 from layerzero.tuning.keeping.rows import axes_of, is_plain, work_of
 from layerzero.tuning.keeping.tables import Family, Table, read_table, slug, told_apart
 from layerzero.tuning.predicting.fitting import fit

@@ -15,9 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from layerzero.core.device import Device
+from layerzero.core.device import Device, capability_hash
 from layerzero.core.dtypes import DTYPES
-from layerzero.tuning.keeping.environment import capability_hash
 from layerzero.tuning.keeping.rows import Row, Work, implied_of, is_plain, scaling_of, unusual
 from layerzero.tuning.predicting.evidence import Time, weighed
 

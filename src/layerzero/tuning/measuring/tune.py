@@ -315,14 +315,14 @@ def dtypes_of(dtype: torch.dtype | str | Sequence[torch.dtype | str] | None, dev
     return tuple(dtype_name(dtype_named(each)) for each in several)
 
 
-def tune_calls(calls: Iterable[Facts]) -> Tuned:
-    """Measure calls of which the facts are known: those of ``lz.warmup``, where ``auto_tune_on_warmup`` is on."""
+def tune_calls(calls: Iterable[Facts], *, deadline: Deadline | None = None, leave_out: Sequence[str] = ()) -> Tuned:
+    """Measure calls of which the facts are known: those of ``lz.solve``, and, if ``auto_tune_on_warmup``, of warmup."""
     made = list(calls)
     recipes = [CallRecipe.of(facts) for facts in made]
     jobs = [Job(each.operation, Case(text_of(each), {}), dtype_of(each), recipe=each) for each in recipes]
     device = torch.device(recipes[0].device if recipes else "cpu")
     effort = Effort(current_policy()["tune_samples"], fill=device.type == "cpu")
-    return run_jobs(jobs, device, effort=effort)
+    return run_jobs(jobs, device, effort=effort, deadline=deadline, leave_out=leave_out)
 
 
 def run_jobs(

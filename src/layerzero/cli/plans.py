@@ -1,0 +1,187 @@
+"""The commands of plans: ``solve``, ``plan show`` and ``plan diff``."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from layerzero.cli.calls import AsJson, Modules
+from layerzero.cli.measuring import Threads
+from layerzero.cli.output import FINE, NO, Answer, examples, import_modules
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+plan = typer.Typer(help="Show plans, and what differs between them.", no_args_is_help=True)
+plan.info.epilog = "\b\nExamples:\n  layerzero plan show plan.json\n  layerzero plan diff plan.json other.json"
+
+PlanFile = Annotated[Path, typer.Argument(metavar="FILE", help="A plan that lz.solve or `solve` wrote.")]
+
+
+def solve(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="module:function, which returns a model; or what Transformers reads a config from: its weights are "
+            "not loaded.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where the plan goes.")],
+    bucket: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--bucket", metavar="AXIS=SIZES", help="Ends of buckets, as seq_len=128,512,2048; again for another axis."
+        ),
+    ] = None,
+    inputs: Annotated[
+        str | None,
+        typer.Option(
+            "--inputs",
+            metavar="MODULE:FUNCTION",
+            help="A function of the axes, by name, that returns the model's inputs; token ids by default.",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option("--dtype", metavar="DTYPE", help="Dtype of a model of Transformers' config.")
+    ] = "bfloat16",
+    budget_s: Annotated[
+        float, typer.Option("--budget-s", metavar="SECONDS", help="End after so long; 0 measures nothing.", min=0)
+    ] = 600.0,
+    no_jit: Annotated[bool, typer.Option("--no-jit", help="Build nothing: choose from what is built.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Where the plan is held, a call outside of its buckets is an error.")
+    ] = False,
+    threads: Threads = None,
+    module: Modules = None,
+    json: AsJson = False,
+) -> Answer:
+    """Choose every kernel that a model needs within buckets of sizes, and write that down as one plan.
+
+    The model's calls are recorded at each point of the grid, what they would choose is built, and every legal kernel is
+    measured on them. lz.freeze(FILE) holds the plan in a process. A warning tells what time did not suffice for.
+    """
+    from layerzero.cli.flags import left_of, with_threads
+    from layerzero.core.system.disk import check_place
+    from layerzero.serving.solve import solve as run
+
+    check_place(out)  # before minutes of measuring
+    import_modules(module or ())
+    axes = list(map(_axis, bucket or []))
+    buckets = dict(axes) or None
+    if len(buckets or ()) < len(axes):
+        raise ValueError(
+            f"--bucket: wanted each axis once, with commas between its sizes, got {', '.join(bucket or [])}"
+        )
+    if buckets is None and inputs is None:
+        raise ValueError("--bucket: wanted at least one, as seq_len=128,512, got none")
+    given = None if inputs is None else _named(inputs, "--inputs")
+    if buckets is None and given is not None:
+        given = given()
+    with with_threads(threads):
+        found = run(
+            _model(model, dtype),
+            given,
+            buckets,
+            compile_jit=not no_jit,
+            budget_s=budget_s and left_of(budget_s),
+            strict=strict,
+        )
+    found.write(out)
+    return Answer(_plain(found), lambda: [*str(found).splitlines(), f"written to {out}"])
+
+
+def show(file: PlanFile, json: AsJson = False) -> Answer:
+    """Print a plan as its decision table.
+
+    Exits with 1 for a file that is cut, was edited, or is no plan.
+    """
+    from layerzero.asking.freeze import Frost
+
+    found = Frost.load(file)
+    return Answer(_plain(found), lambda: [*str(found).splitlines()])
+
+
+def diff(
+    first: PlanFile,
+    second: Annotated[Path, typer.Argument(metavar="OTHER", help="Another one.")],
+    json: AsJson = False,
+) -> Answer:
+    """Print what differs between two plans: model, machine, buckets, and the kernel of each call.
+
+    Exits with 1 if anything differs.
+    """
+    from layerzero.asking.freeze import Frost
+    from layerzero.asking.plan_text import differences
+
+    found = differences(Frost.load(first), Frost.load(second))
+    data = {"same": not found, "differences": [{"what": e.what, "first": e.first, "second": e.second} for e in found]}
+    return Answer(data, lambda: [*map(str, found)] or ["nothing differs"], NO if found else FINE)
+
+
+def _plain(document: Any) -> object:
+    import msgspec
+
+    return msgspec.to_builtins(document)
+
+
+def _axis(text: str) -> tuple[str, list[int]]:
+    """Read ``seq_len=128,512``. Raises: ValueError with wanted and got."""
+    name, _, ends = text.partition("=")
+    parts = ends.split(",")
+    if not name or not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(f"--bucket: wanted AXIS=SIZES, as seq_len=128,512, got {text!r}")
+    return name.strip(), [int(part) for part in parts]
+
+
+def _named(text: str, flag: str) -> Any:
+    """What ``module:name`` names. Raises: ValueError with wanted and got."""
+    here = str(Path.cwd())
+    sys.path[:0] = [] if here in sys.path else [here]  # as `python -m` has it
+    home, _, name = text.partition(":")
+    try:
+        return getattr(importlib.import_module(home), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{flag}: wanted module:function, got {text!r}: {error}") from error
+
+
+def _model(text: str, dtype: str) -> Module:
+    """The model that a name stands for; of Transformers on the meta device, with LayerZero's attention."""
+    import torch
+
+    from layerzero.core.dtypes import dtype_named
+
+    if ":" in text:
+        made = _named(text, "MODEL")()
+        if not isinstance(made, torch.nn.Module):
+            raise ValueError(f"MODEL: wanted a function that returns a torch.nn.Module, got {type(made).__name__}")
+        return made
+    from layerzero.integrations.transformers import register_with_transformers
+
+    register_with_transformers()
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(text)
+    with torch.device("meta"):
+        found: Module = AutoModelForCausalLM.from_config(
+            config, dtype=dtype_named(dtype), attn_implementation="layerzero"
+        ).eval()
+    return found
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the commands."""
+    app.command(
+        "solve",
+        **examples(
+            "solve my_model:build --bucket seq_len=128,512 --bucket batch=1,4 --out plan.json",
+            "solve ./llama --bucket seq_len=128,512,2048 --budget-s 300 --out plan.json --json",
+        ),
+    )(solve)
+    plan.command("show", **examples("plan show plan.json", "plan show plan.json --json"))(show)
+    plan.command("diff", **examples("plan diff plan.json other.json", "plan diff plan.json other.json --json"))(diff)
+    app.add_typer(plan, name="plan", rich_help_panel=None)

@@ -1,0 +1,307 @@
+"""``lz.solve``: record a model's calls over a grid of sizes, build, measure, and write one plan for processes to hold."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.utils import _pytree as pytree
+
+from layerzero.asking.answers import explain
+from layerzero.asking.freeze import Frost, planned
+from layerzero.asking.solved import (
+    ERROR,
+    RUNTIME_SELECT,
+    Bucket,
+    Solved,
+    built_for,
+    capabilities_of,
+    hardware_of,
+    libraries_of,
+    model_of,
+)
+from layerzero.core.device import Device
+from layerzero.core.errors import LayerZeroWarning, PolicyError
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.core.operation import Function
+from layerzero.core.plain import PlainFunction
+from layerzero.core.plan import Plan
+from layerzero.engine.config import CONFIGURATION, current_policy
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.frozen_choices import choice_of, class_name
+from layerzero.engine.jit import BuildOutcome, build_of
+from layerzero.engine.registry import REGISTRY
+from layerzero.serving.background_builds import BUILDS
+from layerzero.serving.dry_run import called, run_on_shapes, token_ids
+from layerzero.serving.own_builds import Chosen, built_here, taken_over, wanted
+from layerzero.tuning.measuring.clocks import current
+from layerzero.tuning.measuring.timing import Deadline
+from layerzero.tuning.measuring.tune import tune_calls
+from layerzero.tuning.proving.build_apart import build_apart
+
+BUDGET_S = 600.0
+"""Seconds that it takes by default."""
+
+LAST_S = 0.05
+"""The share of the budget that is left for builds and for writing when measuring ends."""
+
+
+class Seen:
+    """The calls of a model, by the bucket that each is the end of."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, Facts] = {}
+        self.scoped = 0
+        self._names: dict[str, None] = {}
+
+    def saw(self, _: Function | PlainFunction, plan: Plan) -> None:
+        """Remember a call; one of a scope's settings holds for no other process."""
+        facts, policy = plan.report.facts, current_policy()
+        if policy is not CONFIGURATION.policy:
+            self.scoped += 1
+        elif facts.tensors:
+            name = class_name(facts, policy, sizes="<=")
+            self.calls.setdefault(name, facts)
+            self._names[name] = None
+
+    @contextmanager
+    def of_one(self, names: list[str]) -> Iterator[None]:
+        """Collect the names of the calls that are made meanwhile."""
+        self._names = {}
+        ENGINE.watch(self.saw)
+        try:
+            yield
+        finally:
+            ENGINE.unwatch(self.saw)
+        names += sorted({*names, *self._names} - {*names})
+
+
+def solve(
+    model: Module,
+    inputs: Any = None,
+    shape_buckets: Mapping[str, Sequence[int]] | None = None,
+    *,
+    compile_jit: bool = True,
+    budget_s: float | None = BUDGET_S,
+    strict: bool = False,
+) -> Frost:
+    """Choose every kernel that a model needs within buckets of sizes, once, and write that down as one document.
+
+        plan = lz.solve(model, shape_buckets={"seq_len": [128, 512, 2048], "batch": [1, 4, 16]}, budget_s=600)
+        print(plan)  # a decision table
+        plan.write("plan.json")  # lz.freeze("plan.json", model=model) holds it in each serving process
+
+    The model's code runs at each point of the grid, on tensors without memory where that shows the same calls as its
+    weights do, and for real elsewhere; gradients are not recorded. What these calls would choose is built, every legal
+    kernel is measured on them as ``lz.tune`` does, and the fastest is written down. A call lies in a bucket if none of
+    its live sizes is larger.
+
+    Args:
+        model: a module, on the meta device too; its calls are measured on the current CUDA device then, or the CPU.
+        inputs: a tensor, a tuple or a dict that it is called with; with ``shape_buckets`` a function that gives one for
+            each point, called with the axes by name. What it returns may itself be a function without arguments, which
+            runs the model for real. None: token ids, for what has ``config.vocab_size``, then one token behind them
+            where the model returns a cache.
+        shape_buckets: the ends of the buckets, by axis: ``seq_len`` and ``batch``, or those that ``inputs`` takes.
+        compile_jit: whether kernels may be built; else those that are built are chosen from.
+        budget_s: seconds for all of it; a call that is being measured ends. With 0 nothing is built or measured, and
+            choices follow from what is known; None has no end.
+        strict: whether a call outside of all buckets shall be an error where the plan is held.
+    Returns: the document. A warning tells what time did not suffice for.
+    Raises: TypeError or ValueError for buckets and inputs that mean nothing, and for a model that makes no call of
+        LayerZero; PolicyError while choices are frozen; whatever the model raises.
+    """
+    if ENGINE.frozen is not None:
+        raise PolicyError("solve: choices are frozen; wanted lz.thaw() first")
+    if not isinstance(model, Module):
+        raise TypeError(f"solve: wanted a torch.nn.Module, got {type(model).__name__}")
+    deadline = Deadline(budget_s)
+    points = grid_of(shape_buckets, inputs)
+    seen = Seen()
+    plans = list(_recorded(model, inputs, points, seen, deadline))
+    left = len(points) - len(plans)
+    calls = seen.calls
+    if not calls:
+        hint = "lz.optimize(model), or attn_implementation='layerzero' with Transformers, lets its modules make some"
+        raise ValueError(f"solve: wanted a model that calls LayerZero's functions, got none of them; {hint}")
+    device = next(iter(calls.values())).device
+    problems = [f"{left} of {len(points)} points of the grid were not recorded"] if left else []
+    if seen.scoped:
+        problems.append(f"{seen.scoped} calls were made under a scope's settings, which no other process has")
+    if budget_s != 0:
+        problems += _measured(list(calls.values()), device, deadline, compile_jit=compile_jit)
+    choices, artifacts = {}, {}
+    for name, facts in calls.items():
+        chosen = explain(facts).chosen
+        if chosen is None:
+            problems.append(f"no kernel may run {name}")
+            continue
+        choices[name] = choice_of(chosen.kernel, facts, CONFIGURATION.policy)
+        if chosen.kernel.jit:
+            artifacts[name] = built_for(chosen.kernel, facts)
+    if problems:
+        warnings.warn(f"solve: {'; '.join(problems)}", LayerZeroWarning, stacklevel=2)
+    name, configuration, digest = model_of(model)
+    hardware = hardware_of(device)
+    libraries = libraries_of(device, {each.operation.name for each in calls.values()})
+    return planned(
+        choices,
+        Solved(
+            model=name,
+            configuration=configuration,
+            configuration_hash=digest,
+            hardware=hardware,
+            libraries=libraries,
+            capabilities=capabilities_of(hardware, libraries),
+            shape_buckets={axis: sorted({*ends}) for axis, ends in (shape_buckets or {}).items()},
+            plans=[Bucket(point, [each for each in names if each in choices]) for point, names in plans],
+            jit_artifacts=artifacts,
+            fallback=ERROR if strict else RUNTIME_SELECT,
+        ),
+    )
+
+
+def grid_of(shape_buckets: Mapping[str, Sequence[int]] | None, inputs: Any) -> list[dict[str, int]]:
+    """Every point of the grid, small ones first. Raises: ValueError or TypeError with wanted and got."""
+    if shape_buckets is None:
+        return [{}]
+    for axis, ends in shape_buckets.items():
+        good = isinstance(ends, (list, tuple)) and ends and all(type(end) is int and end > 0 for end in ends)
+        if not good:
+            raise ValueError(f"shape_buckets: {axis}: wanted sizes from 1 on, as [128, 512], got {ends!r}")
+    if not shape_buckets:
+        raise ValueError("shape_buckets: wanted at least one axis, as {'seq_len': [128, 512]}, got none")
+    if inputs is None and (strange := sorted({*shape_buckets} - {"seq_len", "batch"})):
+        got = f"{', '.join(strange)} without inputs="
+        raise ValueError(f"shape_buckets: wanted seq_len and batch, got {got}; inputs= is a function of these axes")
+    if inputs is not None and (isinstance(inputs, Module) or not callable(inputs)):
+        wanted_ = "a function of the buckets' axes that returns the model's inputs"
+        raise TypeError(f"inputs: wanted {wanted_}, got {type(inputs).__name__}")
+    points = itertools.product(*(sorted({*ends}) for ends in shape_buckets.values()))
+    made = [dict(zip(shape_buckets, point, strict=True)) for point in points]
+    return sorted(made, key=lambda point: (math.prod(point.values()), *point.values()))
+
+
+def _recorded(
+    model: Module, inputs: Any, points: Sequence[dict[str, int]], seen: Seen, deadline: Deadline
+) -> Iterator[tuple[dict[str, int], list[str]]]:
+    """Each point with the names of its calls, until half of the time is over; the first is always there.
+
+    The first one is made for real, too, where the model has weights: what makes other calls then, as modules that
+    ``lz.optimize`` exchanged do, is made for real at every point.
+    """
+    over = deadline.part(0.5) if deadline.left_s > 0 else lambda: False  # without a budget, all of it is recorded
+    weights = not any(each.is_meta or type(each.data) is not torch.Tensor for each in model.parameters())
+    shapes = True
+    for number, point in enumerate(points):
+        if number and over():
+            return
+        names: list[str] = []
+        for near in _from_one(point, points[0]):
+            given = inputs if inputs is not None and not point else _inputs_at(model, inputs, near)
+            if callable(given):
+                with seen.of_one(names), torch.no_grad():
+                    given()
+            elif not number and weights and near is point:
+                shapes = _shapes_show(model, given, seen, names)
+            else:
+                _run(model, given, seen, names, shapes=shapes or not weights)
+        yield point, names
+
+
+def _from_one(point: dict[str, int], least: Mapping[str, int]) -> list[dict[str, int]]:
+    """A point, and those with 1 for an axis at its smallest bucket: one token, or one row, is often another call."""
+    first = [axis for axis, size in point.items() if size == least[axis] and size > 1]
+    several = [axes for count in range(1, len(first) + 1) for axes in itertools.combinations(first, count)]
+    return [point, *(point | dict.fromkeys(axes, 1) for axes in several)]
+
+
+def _shapes_show(model: Module, given: Any, seen: Seen, names: list[str]) -> bool:
+    """Run the first point for real and without memory; whether both made the same calls. The real ones count."""
+    found: list[str] = []
+    _run(model, given, seen, names, shapes=False)
+    try:
+        _run(model, given, Seen(), found, shapes=True)
+    except Exception:  # noqa: BLE001  # code that reads values runs for real alone
+        return False
+    return sorted(found) == sorted(names)
+
+
+def _inputs_at(model: Module, inputs: Any, point: Mapping[str, int]) -> Any:
+    return token_ids(model, **{"batch": 1, "seq_len": 1, **point}) if inputs is None else inputs(**point)
+
+
+def _run(model: Module, given: Any, seen: Seen, names: list[str], *, shapes: bool) -> None:
+    """Call a model at one point, then with one token behind a cache of this length where it returns one."""
+    with _calling(model, given, shapes=shapes) as call, seen.of_one(names):
+        call(given)
+    if not (isinstance(given, dict) and [*given] == ["input_ids"]) or given["input_ids"].shape[1] < 2:
+        return
+    ids = given["input_ids"]
+    before, one = {"input_ids": ids[:, 1:]}, {"input_ids": ids[:, :1]}
+    with _calling(model, before, shapes=shapes) as call:
+        cache = getattr(call(before), "past_key_values", None)
+        if cache is not None:
+            with seen.of_one(names):
+                call(one | {"past_key_values": cache})
+
+
+@contextmanager
+def _calling(model: Module, given: Any, *, shapes: bool) -> Iterator[Callable[[Any], Any]]:
+    """Give what calls a model, on tensors without memory or for real."""
+    if shapes:
+        with run_on_shapes(model) as run:
+            yield run
+        return
+    device = next((each.device for each in model.parameters()), torch.device("cpu"))
+
+    def real(inputs: Any) -> Any:
+        def filled(each: torch.Tensor) -> torch.Tensor:
+            return torch.ones(each.shape, dtype=each.dtype, device=device) if each.is_meta else each
+
+        with torch.no_grad():
+            return called(model, pytree.tree_map_only(torch.Tensor, filled, inputs))
+
+    yield real
+
+
+def _measured(calls: Sequence[Facts], device: Device, deadline: Deadline, *, compile_jit: bool) -> list[str]:
+    """Measure the calls and build what they would choose; what was left, and why."""
+    out = () if compile_jit else [each.id for each in REGISTRY.kernels() if each.jit]
+    last_s = 0.0 if deadline.left_s == math.inf else LAST_S * max(deadline.left_s, 0.0)
+    with current(torch.device(device.torch_type)):
+        tuned = tune_calls(calls, deadline=deadline.sooner(last_s), leave_out=out)
+    problems = [f"{tuned.left} of {len(calls)} calls were not measured: there was no time"] if tuned.left else []
+    problems += [f"not measured: {name}: {why}" for name, why in tuned.skipped.items()]
+    return problems + (_build(calls, deadline) if compile_jit else [])
+
+
+def _build(calls: Sequence[Facts], deadline: Deadline) -> list[str]:
+    """Build what calls would choose if it were built, and where that fails, what they would choose then."""
+
+    def noted(kernel: Kernel, facts: Facts, outcome: BuildOutcome) -> None:
+        if not outcome.log and kernel.builds_apart:
+            outcome = taken_over(chosen[build_of(kernel, facts)])
+        BUILDS.note(kernel, facts, outcome)
+
+    while True:
+        found = [each for facts in calls if (each := wanted(facts, BUILDS.given_up)) is not None]
+        chosen: dict[Any, Chosen] = {each.identity: each for each in found}
+        endless = deadline.left_s == math.inf
+        here = [each for each in chosen.values() if not each.kernel.builds_apart] if endless else []
+        apart = [(each.kernel, each.facts) for each in chosen.values() if each.kernel.builds_apart]
+        if deadline.passed() or not (apart or here):
+            break
+        build_apart(apart, noted, deadline.passed)
+        for each in here:
+            noted(each.kernel, each.facts, built_here(each))
+        ENGINE.bump()
+    lacking = dict.fromkeys(each.kernel.id for each in chosen.values())
+    return [f"not built in time, lz.warmup builds it: {', '.join(lacking)}"] if lacking else []

@@ -1,0 +1,473 @@
+"""Plans: a model's kernels within buckets of sizes, solved once, written down, and held where all of it is the same."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import warnings
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
+import layerzero as lz
+from layerzero.asking import solved
+from layerzero.asking.freeze import Frost
+from layerzero.asking.plan_text import differences
+from layerzero.core.evidence import Measurement
+from layerzero.engine import probe
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.jit import BUILT
+from layerzero.engine.registry import REGISTRY
+from layerzero.serving import solve as solving
+from layerzero.serving.background_builds import BUILDS
+from layerzero.tuning.measuring.winner import record_times
+
+BUCKETS = {"seq_len": [8, 32], "batch": [1, 4]}
+
+
+@pytest.fixture(autouse=True)
+def thawed():
+    yield
+    ENGINE.frozen = None
+    ENGINE.bump()
+
+
+class Layer(nn.Module):
+    def __init__(self, width=64, heads=2):
+        super().__init__()
+        self.weight, self.heads = nn.Parameter(torch.ones(width)), heads
+
+    def forward(self, rows):
+        heads = lz.rms_norm(rows, self.weight).unflatten(-1, (self.heads, -1))
+        return rows + lz.attention(heads, heads, heads, causal=True, layout="BSHD").flatten(2)
+
+
+def model(width=64, layers=2):
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer(width) for _ in range(layers)))
+
+
+def inputs(seq_len=8, batch=1):
+    return torch.empty(batch, seq_len, 64, device="meta")
+
+
+def solve(asked=None, given=inputs, buckets=BUCKETS, **more):
+    return lz.solve(asked or model(), given, buckets, **{"budget_s": 0, **more})
+
+
+def run(asked, seq_len, batch):
+    with torch.no_grad():
+        return asked(torch.randn(batch, seq_len, 64))
+
+
+def own(name, priority=100, **declared):
+    ran = []
+
+    def kernel(input, weight, *, eps=1e-6):
+        ran.append(input.shape)
+        return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
+
+    lz.register_kernel("norm.rms", f"user.{name}", priority=priority, **declared)(kernel)
+    return ran
+
+
+def timed(seq_len, batch, **times_us):
+    """Times of kernels of our own, as a tuning run writes them."""
+    facts = lz.facts("rms_norm", torch.randn(batch, seq_len, 64), torch.randn(64))
+    record_times(
+        facts,
+        {
+            REGISTRY.kernel(f"user.{name}"): Measurement(median_us=time, p95_us=time, variance_us2=0.0, samples=30)
+            for name, time in times_us.items()
+        },
+    )
+
+
+def test_calls_inside_the_buckets_miss_nothing_and_build_nothing(tmp_path, monkeypatch):
+    asked = model(layers=1)
+    solve(asked).write(tmp_path / "plan.json")
+    lz.freeze(tmp_path / "plan.json", model=asked, strict=True)
+    built = []
+    monkeypatch.setattr(BUILT, "add", lambda *each: built.append(each))
+    monkeypatch.setattr(BUILDS, "add", lambda *each: built.append(each))
+    draw = random.Random(3)
+    for _ in range(200):
+        run(asked, draw.randint(1, 32), draw.randint(1, 4))
+    assert not lz.frozen().plan.misses
+    assert not lz.frozen().departures
+    assert not built
+
+
+def test_a_call_has_the_kernel_of_the_smallest_bucket_that_holds_it():
+    small, large = own("small"), own("large", 99)
+    timed(8, 1, small=1.0, large=50.0)
+    timed(32, 1, small=50.0, large=1.0)
+    asked = model(layers=1)
+    plan = solve(asked, buckets={"seq_len": [8, 32], "batch": [1]})
+    small.clear()
+    large.clear()
+    lz.freeze(plan)
+    timed(32, 1, small=1.0, large=50.0)  # what comes later decides nothing
+    for length in (1, 2, 5, 8):
+        run(asked, length, 1)
+    assert len(small) == 4
+    assert not large
+    for length in (9, 16, 31, 32):
+        run(asked, length, 1)
+    assert len(large) == 4
+
+
+@pytest.mark.parametrize(("seq_len", "batch", "wanted", "got"), [
+    (33, 1, "seq_q and seq_k must be at most 32 and at most 32, is 33 and 33", "prefill"),
+    (8, 5, "batch must be at most 4, is 5", "prefill"),
+])  # fmt: skip
+def test_a_call_outside_is_named_chosen_for_at_run_time_or_an_error(seq_len, batch, wanted, got):
+    asked = model(layers=1)
+    plan = solve(asked)
+    lz.freeze(plan)
+    with pytest.warns(lz.LayerZeroWarning, match="PLAN_BUCKET_MISS"):
+        outside = run(asked, seq_len, batch)
+    assert outside.shape == (batch, seq_len, 64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # once is enough
+        run(asked, seq_len, batch)
+    texts = [str(each) for each in lz.frozen().plan.misses.values()]
+    assert any(wanted in each for each in texts)
+    assert any(got in each for each in lz.frozen().plan.misses)
+    lz.thaw()
+    lz.freeze(plan, strict=True)
+    with pytest.raises(lz.FrozenChoiceError, match="PLAN_BUCKET_MISS"):
+        run(asked, seq_len, batch)
+    run(asked, 8, 4)  # inside all goes on
+    lz.rms_norm(torch.randn(1, 1, 64), torch.randn(64))
+    lz.silu(torch.randn(4))  # no function of the plan
+
+
+def test_outside_of_the_buckets_times_decide_and_inside_they_do_not():
+    first, second = own("first"), own("second", 99)
+    asked = model(layers=1)
+    lz.freeze(solve(asked, buckets={"seq_len": [8], "batch": [1]}))
+    first.clear()
+    timed(64, 1, first=50.0, second=1.0)
+    timed(8, 1, first=50.0, second=1.0)
+    with pytest.warns(lz.LayerZeroWarning, match="PLAN_BUCKET_MISS"):
+        run(asked, 64, 1)
+    run(asked, 8, 1)
+    assert (len(first), len(second)) == (1, 1)
+
+
+def test_strictness_is_the_plans_unless_it_is_named():
+    asked = model(layers=1)
+    plan = solve(asked, strict=True)
+    assert plan.solved.fallback == "error"
+    assert "calls outside of all buckets: error" in str(plan)
+    lz.freeze(plan)
+    with pytest.raises(lz.FrozenChoiceError, match="PLAN_BUCKET_MISS"):
+        run(asked, 64, 1)
+    lz.thaw()
+    lz.freeze(plan, strict=False)
+    with pytest.warns(lz.LayerZeroWarning, match="PLAN_BUCKET_MISS"):
+        run(asked, 64, 1)
+
+
+def test_a_kind_of_call_that_was_not_solved_is_named_by_what_differs():
+    asked = model(layers=1)
+    lz.freeze(solve(asked))
+    mask = torch.ones(1, 1, 8, 8, dtype=torch.bool)
+    query = torch.randn(1, 8, 2, 32)
+    report = lz.explain("attention", query, query, query, causal=False, attn_mask=mask, layout="BSHD")
+    (note,) = [each for each in report.notes if "PLAN_BUCKET_MISS" in each]
+    assert "must be causal=True mask_ndim=0, is attn_mask=" in note
+    with pytest.warns(lz.LayerZeroWarning, match="requires_grad"):
+        asked(torch.randn(1, 8, 64))  # gradients were not solved for
+
+
+def test_a_plan_holds_in_captures():
+    asked = model(layers=1)
+    plan = solve(asked)
+    lz.freeze(plan)
+    weight, rows = torch.randn(64), torch.randn(1, 8, 64)
+    report = lz.explain("rms_norm", rows, weight, capturing=True)
+    assert any(note.startswith("frozen") and "rows<=8" in note for note in report.notes)
+
+
+def test_a_kernel_that_may_not_run_gives_way_and_is_listed():
+    ran = own("first")
+    asked = model(layers=1)
+    plan = solve(asked)
+    ran.clear()
+    lz.freeze(plan)
+    lz.configure(deny=["user.first"])
+    with pytest.warns(lz.LayerZeroWarning, match=r"user\.first is frozen .* cannot run"):
+        run(asked, 8, 1)
+    assert not ran
+    assert {each.kernel for each in lz.frozen().departures.values()} == {"user.first"}
+    assert not lz.frozen().plan.misses
+
+
+def refused(plan, problem, **more):
+    """Loading is refused in these words; or told once, and the process goes on."""
+    with pytest.raises(lz.FrozenChoiceError, match=problem):
+        lz.freeze(plan, **more)
+    assert lz.frozen() is None
+    with pytest.warns(lz.LayerZeroWarning, match=problem) as told:
+        document = lz.freeze(plan, otherwise="select", **more)
+    assert len(told) == 1
+    assert not document.choices
+    assert lz.frozen() is None
+    run(model(), 8, 1)
+
+
+def test_another_model_is_refused_by_what_differs():
+    plan = solve(model())
+    refused(plan, r"model: parameters: wanted 128, got 192", model=model(layers=3))
+    refused(plan, r"model: class: wanted Sequential, got Layer", model=Layer())
+
+    class Renamed(nn.Sequential):
+        pass
+
+    Renamed.__name__ = "Sequential"
+    same = Renamed(nn.ModuleDict({"other": model()}))
+    refused(plan, "model: configuration_hash: wanted", model=same)
+
+
+def test_where_weights_lie_is_no_part_of_the_model():
+    plan = solve(model())
+    lz.freeze(plan, model=model().to("meta"))
+
+
+def test_another_machine_is_refused_by_what_differs(monkeypatch):
+    plan = solve()
+    with monkeypatch.context() as patch:
+        patch.setattr(solved, "driver_version", lambda device: "999.1")
+        refused(plan, r"hardware: driver: wanted , got 999\.1")
+    with monkeypatch.context() as patch:
+        patch.setattr(solved, "capability_hash", lambda device: "other")
+        refused(plan, r"hardware: capability: wanted \w+, got other")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: 77)
+        refused(plan, r"hardware: threads: wanted \d+, got 77")
+    with monkeypatch.context() as patch:
+        machine = probe.Machine(libraries={"torch": "2.10.0", "zentorch": "0.1"})
+        patch.setattr(probe, "this_machine", lambda: machine)
+        refused(plan, r"library: torch: wanted \S+, got 2\.10\.0")
+
+
+def test_a_plan_of_a_gpu_is_refused_where_there_is_none():
+    plan = solve(model(layers=1))
+    hardware = plan.solved.hardware | {"platform": "cuda", "name": "NVIDIA H100 80GB HBM3"}
+    elsewhere = msgspec.structs.replace(plan.solved, hardware=hardware)
+    with pytest.raises(lz.FrozenChoiceError) as caught:
+        lz.freeze(msgspec.structs.replace(plan, solved=elsewhere).sealed())
+    if not torch.cuda.is_available():
+        assert len(caught.value.problems) == 2
+    assert any("hardware: name: wanted NVIDIA H100 80GB HBM3, got" in each for each in caught.value.problems)
+
+
+def test_other_settings_are_refused():
+    plan = solve()
+    lz.configure(avoid_sources=["reference.*"])
+    refused(plan, "settings: avoid_sources")
+
+
+@pytest.mark.parametrize(("damage", "problem"), [
+    (lambda text: text[: len(text) // 2], "wanted frozen choices as JSON"),
+    (lambda text: text.replace('"threads": ', '"threads": 1'), "hash: wanted"),
+    (lambda text: text.replace('"runtime_select"', '"error"'), "hash: wanted"),
+    (lambda text: "", "wanted frozen choices as JSON"),
+    (lambda text: json.dumps(json.loads(text) | {"format": 1}), "format: wanted 2, got 1"),
+])  # fmt: skip
+def test_a_document_that_is_cut_or_was_edited_is_refused(damage, problem, tmp_path):
+    path = tmp_path / "plan.json"
+    solve().write(path)
+    path.write_text(damage(path.read_text()))
+    refused(path, problem)
+
+
+def test_what_makes_no_sense_is_refused_by_name():
+    asked = model()
+    for more, error, problem in (
+        ({"buckets": {}}, ValueError, "wanted at least one axis"),
+        ({"buckets": {"seq_len": []}}, ValueError, r"seq_len: wanted sizes from 1 on, .* got \[\]"),
+        ({"buckets": {"seq_len": [0]}}, ValueError, "wanted sizes from 1 on"),
+        ({"buckets": {"seq_len": [True]}}, ValueError, "wanted sizes from 1 on"),
+        ({"buckets": {"seq_len": 8}}, ValueError, "wanted sizes from 1 on"),
+        ({"given": torch.ones(3)}, TypeError, "wanted a function of the buckets' axes"),
+        ({"given": None, "buckets": {"pages": [1]}}, ValueError, "got pages without inputs="),
+        ({"given": None}, TypeError, "wanted inputs= for a model without config"),
+        ({"asked": nn.Linear(64, 64)}, ValueError, "wanted a model that calls LayerZero's functions"),
+        ({"budget_s": -1}, ValueError, "budget_s: wanted seconds"),
+    ):
+        with pytest.raises(error, match=problem):
+            solve(**{"asked": asked, **more})
+    with pytest.raises(TypeError, match=r"wanted a torch\.nn\.Module"):
+        lz.solve(3, torch.ones(3))
+    lz.freeze(solve(asked))
+    with pytest.raises(lz.PolicyError, match=r"wanted lz\.thaw"):
+        solve(asked)
+    lz.thaw()
+    with pytest.raises(lz.PolicyError, match="wanted a plan with them"):
+        lz.freeze(model=asked)
+    with pytest.raises(lz.PolicyError, match="wanted 'error' or 'select'"):
+        lz.freeze(solve(asked), otherwise="no")
+    run(asked, 8, 1)
+    with pytest.raises(lz.FrozenChoiceError, match=r"wanted a plan that lz\.solve wrote"):
+        lz.freeze(msgspec.structs.replace(solve(asked), solved=None).sealed(), strict=True)
+
+
+def test_inputs_alone_are_one_bucket():
+    asked = model(layers=1)
+    plan = lz.solve(asked, torch.randn(2, 8, 64), budget_s=0)
+    assert [each.sizes for each in plan.solved.plans] == [{}]
+    lz.freeze(plan, strict=True)
+    run(asked, 8, 2)
+    run(asked, 5, 1)
+    with pytest.raises(lz.FrozenChoiceError, match="rows must be at most 16, is 24"):
+        run(asked, 8, 3)
+
+
+def test_code_that_reads_values_or_runs_otherwise_without_memory_is_run_for_real():
+    class Reads(Layer):
+        def forward(self, rows):
+            return super().forward(rows) if rows.sum().item() > 0 else rows
+
+    class Differs(Layer):
+        def forward(self, rows):
+            return super().forward(rows) if type(rows) is torch.Tensor else lz.rms_norm(rows, self.weight)
+
+    with pytest.raises(DataDependentOutputException):
+        lz.dry_run(Reads(), inputs())
+    for asked in (Reads(), Differs()):
+        plan = solve(asked)
+        operations = {each.call.operation for each in plan.choices.values()}
+        assert operations == {"norm.rms", "attention.standard.prefill", "attention.standard.decode"}
+        assert len(plan.choices) == len(solve(Layer()).choices)
+
+
+def test_a_function_without_arguments_runs_the_model_by_itself():
+    asked = model(layers=1)
+    plan = solve(asked, lambda seq_len, batch: lambda: run(asked, seq_len, batch))
+    assert plan.choices.keys() == solve(asked).choices.keys()
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_what_compiles_is_built_and_the_document_names_the_build(compiles, monkeypatch):
+    ran = own("jit", jit=True)
+    measured = solving.tune_calls
+    monkeypatch.setattr(solving, "tune_calls", lambda calls, **more: measured([], **more))
+    asked = Layer()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plan = solve(asked, buckets={"seq_len": [8], "batch": [1]}, budget_s=None, compile_jit=compiles)
+    norms = {each.kernel for each in plan.choices.values() if each.call.operation == "norm.rms"}
+    assert ("user.jit" in norms) <= compiles
+    if not compiles:
+        assert not ran
+        assert not plan.solved.jit_artifacts
+        return
+    assert ran
+    for name, each in plan.solved.jit_artifacts.items():
+        assert plan.choices[name].kernel == each.kernel == "user.jit"
+        assert len(each.build) == 40
+
+
+def test_a_build_that_is_not_here_is_refused_by_name():
+    own("jit", jit=True)
+    asked = Layer()
+    lz.warmup("rms_norm", [(1, 8, 64), (1, 1, 64)], device="cpu")
+    plan = solve(asked, buckets={"seq_len": [8], "batch": [1]})
+    assert {each.kernel for each in plan.solved.jit_artifacts.values()} == {"user.jit"}
+    lz.freeze(plan)
+    lz.thaw()
+    BUILT.clear()
+    ENGINE.bump()
+    refused(plan, r"wanted user\.jit, .*JIT_DISABLED")
+
+
+def test_what_time_did_not_suffice_for_is_told():
+    with pytest.warns(lz.LayerZeroWarning, match=r"solve: .* were not measured: there was no time"):
+        plan = solve(budget_s=1e-9)
+    assert plan.choices
+
+
+def test_measuring_decides_within_the_budget(monkeypatch):
+    given = {}
+
+    def tune_calls(calls, *, deadline, leave_out):
+        given.update(calls=len(calls), left=deadline.left_s)
+        return real([], deadline=deadline, leave_out=leave_out)
+
+    real = solving.tune_calls
+    monkeypatch.setattr(solving, "tune_calls", tune_calls)
+    plan = solve(budget_s=100.0)
+    assert given["calls"] == len(plan.choices)
+    assert 0 < given["left"] < 100 * (1 - solving.LAST_S / 2)
+    assert math.isfinite(given["left"])
+
+
+AXIS = st.lists(st.integers(1, 40), min_size=1, max_size=3, unique=True)
+
+
+@pytest.mark.slow
+@settings(max_examples=8, deadline=None)
+@given(seq_len=AXIS, batch=AXIS, at=st.tuples(st.floats(0, 1), st.floats(0, 1)))
+def test_laws_of_plans(seq_len, batch, at):
+    """Solved twice, a plan is the same; it differs from itself in nothing; a point inside of it lies in a bucket."""
+    asked, buckets = Layer(), {"seq_len": seq_len, "batch": batch}
+    plan, again = (solve(asked, buckets=buckets) for _ in range(2))
+    assert plan.hash == again.hash
+    assert plan == again
+    assert differences(plan, again) == []
+    other = solve(asked, buckets={"seq_len": [41], "batch": batch})
+    there, back = differences(plan, other), differences(other, plan)
+    assert there
+    assert {(each.what, str(each.first)) for each in there} == {(each.what, str(each.second)) for each in back}
+    sizes = [max(1, math.ceil(max(ends) * share)) for ends, share in zip((seq_len, batch), at, strict=True)]
+    lz.freeze(plan, model=asked, strict=True)
+    try:
+        run(asked, *sizes)
+        assert not lz.frozen().plan.misses
+    finally:
+        assert lz.thaw() == plan
+
+
+def test_the_document_goes_around_and_reads_as_a_table(tmp_path):
+    plan = solve()
+    plan.write(tmp_path / "plan.json")
+    assert Frost.load(tmp_path / "plan.json") == plan
+    lines = str(plan).splitlines()
+    assert lines[0].startswith("plan of Sequential on ")
+    assert "  buckets: seq_len 8, 32; batch 1, 4" in lines
+    assert "seq_len<=32 batch<=4" in lines
+    assert any(line.split()[:1] == ["norm.rms"] and "rows<=128" in line for line in lines)
+    assert plan.solved.hardware["signature"].startswith("cpu_")
+    assert plan.solved.libraries["torch"] == str(torch.__version__)
+
+
+@pytest.mark.slow
+def test_a_language_model_is_solved_for_prompts_and_for_one_token_behind_them():
+    transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+    lz.register_with_transformers()
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2
+    )
+    asked = transformers.LlamaForCausalLM._from_config(config, attn_implementation="layerzero").eval()
+    with torch.device("meta"):
+        shapes = transformers.LlamaForCausalLM._from_config(config, attn_implementation="layerzero").eval()
+    plans = [lz.solve(each, shape_buckets={"seq_len": [4, 16], "batch": [2]}, budget_s=0) for each in (asked, shapes)]
+    assert plans[0].choices.keys() == plans[1].choices.keys()
+    assert plans[0].solved.configuration["num_hidden_layers"] == 1
+    lz.freeze(plans[1], model=asked, strict=True)
+    ids = torch.ones(2, 12, dtype=torch.long)
+    asked.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, pad_token_id=0)
+    other = transformers.LlamaForCausalLM._from_config(
+        transformers.LlamaConfig.from_dict(config.to_dict() | {"num_hidden_layers": 2})
+    )
+    lz.thaw()
+    refused(plans[0], "model: num_hidden_layers: wanted 1, got 2", model=other)
