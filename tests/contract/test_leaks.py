@@ -269,6 +269,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "integrations/transformers_patches.py": dict.fromkeys(
         ("attention", "cu_seqlens_k", "cu_seqlens_q", "query", "ragged_attention", "sinks"), _TRANSFORMERS
     ),
+    "serving/solve.py": dict.fromkeys(("batch", "seq_len"), _SPECIFIED),
     "serving/speculation.py": dict.fromkeys(("nodes", "tokens"), _DRAFTS),
     "serving/speculative_pairs.py": dict.fromkeys(("heads", "nodes", "page_size", "tokens"), _DRAFTS),
     "testing/compare.py": {"conv": "torch's name of what a precision is for"},

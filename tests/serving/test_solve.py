@@ -188,6 +188,19 @@ def test_a_kind_of_call_that_was_not_solved_is_named_by_what_differs():
         asked(torch.randn(1, 8, 64))  # gradients were not solved for
 
 
+def test_no_call_outside_slips_into_a_plan_that_was_kept_and_none_inside_is_kept_out():
+    asked = model(layers=1)
+    lz.freeze(solve(asked), strict=True)
+    draw = random.Random(7)
+    drawn = [(32, 1), (33, 1), (32, 4), (25, 5), (32, 4), (63, 1)]
+    for seq_len, batch in [*drawn, *((draw.randint(1, 64), draw.randint(1, 8)) for _ in range(40))]:
+        if seq_len <= 32 and batch <= 4:
+            run(asked, seq_len, batch)
+        else:
+            with pytest.raises(lz.FrozenChoiceError, match="PLAN_BUCKET_MISS"):
+                run(asked, seq_len, batch)
+
+
 def test_a_plan_holds_in_captures():
     asked = model(layers=1)
     plan = solve(asked)

@@ -39,7 +39,7 @@ class BuiltFor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Solved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The part of a document that ``lz.solve`` writes beside the choices.
+    """The part of a document that ``lz.solve`` writes besides the choices.
 
     Attributes:
         model: name of the model's class.

@@ -114,8 +114,9 @@ class BucketTable:
     ) -> Conditions | None:
         """What calls of other sizes must satisfy to share a plan, so that they lie in the same buckets as well.
 
-        They have the same bit length. Where a bucket ends within it, a size stays between two ends; one that is a
-        product of several stays as it is, and only the exact call shares the plan.
+        They have the same bit length. Where a bucket ends within it, a size stays between two ends. No condition says
+        that of a product of several: calls share a plan there if all of them lie in some bucket, which counts for what
+        is fast and not for what is legal; else only the exact call has the plan.
         """
         rows = self._kinds.get(class_name(facts, policy, dense=True, sizes=""), [])
         call, more = SizedCall(facts, None, order, frozenset()), list[Condition]()
@@ -126,10 +127,12 @@ class BucketTable:
             try:
                 where = call.size(name)
             except IndexError:
-                return None
+                if size_above(size) > rows[-1].sizes.get(name, -1):  # the largest, which holds all that others hold
+                    return None
+                continue
             least = max((end + 1 for end in ends if end < size), default=0)
             more.append((WITHIN, (where,), (least, min((end for end in ends if end >= size), default=1 << 62))))
-        return conditions and (*conditions, *more)
+        return None if conditions is None else (*conditions, *more)
 
     def _nearest(self, words: Sequence[str]) -> list[str]:
         """The words of the kind that shares most of them, the operation first of all."""

@@ -1,4 +1,4 @@
-"""``lz.solve``: record a model's calls over a grid of sizes, build, measure, and write one plan for processes to hold."""
+"""``lz.solve``: record a model over a grid of sizes, build, measure, and write one plan for processes to hold."""
 
 from __future__ import annotations
 
