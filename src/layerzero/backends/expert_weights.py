@@ -22,7 +22,10 @@ from layerzero.ops.moe.experts import PACKED_OF
 from layerzero.ops.moe.quantized import QUANTIZED
 from layerzero.ops.quantize.weight import QuantizedWeight
 
-ACCEPTS = ("gate_up_bias", "down_bias", "activation", "alpha", "limit", "gate_up_format", "down_format")
+BY_NAME = ("gate_up_bias", "down_bias", "activation", "alpha", "limit")
+"""What the loop takes by name."""
+
+ACCEPTS = (*BY_NAME, "gate_up_format", "down_format")
 """What every kernel for quantised experts takes; the loop around them does the rest."""
 
 TENSORS = tuple(each.name for each in QUANTIZED.schema.optional if not each.name.endswith("_bias"))
@@ -55,23 +58,10 @@ def looped(facts: Facts, of: Callable[[Mapping[str, Any]], Iterable[Products]]) 
     """A call for quantised experts: torch's loop over the products that are made of its stacks, gate and up first."""
     loop = load_each(facts, multiplied)
 
-    def experts(
-        input: Tensor,
-        gate_up_weight: Tensor,
-        down_weight: Tensor,
-        expert_ids: Tensor,
-        expert_weights: Tensor,
-        *,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
-        activation: str,
-        alpha: float,
-        limit: float,
-        **given: Any,
-    ) -> Tensor:
-        stacks = of({**given, "input": input, "gate_up_weight": gate_up_weight, "down_weight": down_weight})
-        named = {"gate_up_bias": gate_up_bias, "down_bias": down_bias, "activation": activation}
-        return loop(input, *stacks, expert_ids, expert_weights, **named, alpha=alpha, limit=limit)
+    def experts(input: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, shares: Tensor, **given: Any) -> Tensor:
+        named = {name: given[name] for name in BY_NAME if name in given}
+        stacks = of({**given, "input": input, "gate_up_weight": gate_up, "down_weight": down})
+        return loop(input, *stacks, ids, shares, **named)
 
     return experts
 

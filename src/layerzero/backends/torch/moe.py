@@ -89,39 +89,35 @@ def _bias(of_all: Tensor | None, number: int) -> Tensor | None:
     return None if of_all is None else of_all[number]
 
 
+def _by_name(
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str,
+    alpha: float,
+    limit: float,
+) -> tuple[Tensor | None, Tensor | None, tuple[str, float, float]]:
+    """What experts are called with by name: the biases of both products, and what is between them."""
+    return gate_up_bias, down_bias, (activation, alpha, limit)
+
+
 def _load_one(facts: Facts, product: Callable[..., Tensor] | None = None) -> Callable[..., Tensor]:
     """A token's experts, one after the other; their weights are views."""
     linear, cat = product or linear_for(facts), torch.cat
 
-    def one(
-        input: Tensor,
-        gate_up_weight: Tensor,
-        down_weight: Tensor,
-        expert_ids: Tensor,
-        expert_weights: Tensor,
-        *,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
-        activation: str,
-        alpha: float,
-        limit: float,
-    ) -> Tensor:
-        (ids,) = expert_ids.tolist()
-        places = [place for place, number in enumerate(ids) if number >= 0]
-        here = [ids[place] for place in places]
+    def one(input: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, shares: Tensor, **named: Any) -> Tensor:
+        first, second, gate = _by_name(**named)
+        (numbers,) = ids.tolist()
+        places = [place for place, number in enumerate(numbers) if number >= 0]
+        here = [numbers[place] for place in places]
         if not here:
             return torch.zeros_like(input, memory_format=torch.contiguous_format)
-        joined = cat([linear(input, gate_up_weight[number], _bias(gate_up_bias, number)) for number in here])
-        through = gated(joined, activation, alpha, limit, FUNCTIONS)
-        made = cat(
-            [
-                linear(row, down_weight[number], _bias(down_bias, number))
-                for row, number in zip(torch.split(through, 1), here, strict=True)
-            ]
-        )
-        if len(here) < len(ids):  # what is elsewhere adds nothing
-            expert_ids, expert_weights = expert_ids[:, places], expert_weights[:, places]
-        return added_up(made, expert_ids, expert_weights, input.dtype)
+        joined = cat([linear(input, gate_up[number], _bias(first, number)) for number in here])
+        pairs = zip(torch.split(gated(joined, *gate, FUNCTIONS), 1), here, strict=True)
+        made = cat([linear(row, down[number], _bias(second, number)) for row, number in pairs])
+        if len(here) < len(numbers):  # what is elsewhere adds nothing
+            ids, shares = ids[:, places], shares[:, places]
+        return added_up(made, ids, shares, input.dtype)
 
     return one
 
@@ -132,32 +128,19 @@ def load_each(facts: Facts, product: Callable[..., Tensor] | None = None) -> Cal
         return _load_one(facts, product)
     linear, cat = product or linear_for(facts), torch.cat
 
-    def each(
-        input: Tensor,
-        gate_up_weight: Tensor,
-        down_weight: Tensor,
-        expert_ids: Tensor,
-        expert_weights: Tensor,
-        *,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
-        activation: str,
-        alpha: float,
-        limit: float,
-    ) -> Tensor:
-        flat = expert_ids.flatten()
+    def each(input: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, shares: Tensor, **named: Any) -> Tensor:
+        first, second, gate = _by_name(**named)
+        flat = ids.flatten()
         order = flat.argsort(stable=True)  # those that are elsewhere come first
-        counts = torch.bincount(flat + 1, minlength=gate_up_weight.shape[0] + 1).tolist()
-        rows, end = input[order // expert_ids.shape[1]], counts[0]
+        counts = torch.bincount(flat + 1, minlength=gate_up.shape[0] + 1).tolist()
+        rows, end = input[order // ids.shape[1]], counts[0]
         parts = [input.new_zeros(end, input.shape[1])] if end else []
         for number, count in enumerate(counts[1:]):
             if count:
-                own = rows[end : end + count]
-                joined = linear(own, gate_up_weight[number], _bias(gate_up_bias, number))
-                through = gated(joined, activation, alpha, limit, FUNCTIONS)
-                parts.append(linear(through, down_weight[number], _bias(down_bias, number)))
+                joined = linear(rows[end : end + count], gate_up[number], _bias(first, number))
+                parts.append(linear(gated(joined, *gate, FUNCTIONS), down[number], _bias(second, number)))
                 end += count
-        return added_up(cat(parts)[_places(order)], expert_ids, expert_weights, input.dtype)
+        return added_up(cat(parts)[_places(order)], ids, shares, input.dtype)
 
     return each
 
@@ -170,32 +153,21 @@ def _load_grouped(facts: Facts) -> Callable[..., Tensor]:
     grouped_mm: Any = functional.grouped_mm
     experts = facts.size("experts")
 
-    def grouped(
-        input: Tensor,
-        gate_up_weight: Tensor,
-        down_weight: Tensor,
-        expert_ids: Tensor,
-        expert_weights: Tensor,
-        *,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
-        activation: str,
-        alpha: float,
-        limit: float,
-    ) -> Tensor:
-        tokens, top_k = expert_ids.shape
-        ordered, order = expert_ids.flatten().sort(stable=True)
+    def grouped(input: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, shares: Tensor, **named: Any) -> Tensor:
+        first, second, gate = _by_name(**named)
+        tokens, top_k = ids.shape
+        ordered, order = ids.flatten().sort(stable=True)
         ends = torch.searchsorted(ordered, _numbers(experts, ordered), right=True, out_int32=True)
         rows, elsewhere = input[order // top_k], (ordered < 0).unsqueeze(-1)
-        shares = expert_weights.flatten()[order].unsqueeze(-1)  # a product with float32 in place is rounded once
-        joined = grouped_mm(rows, gate_up_weight.mT, offs=ends)
-        if gate_up_bias is not None:
-            joined = joined + gate_up_bias[ordered]
-        made = gated(joined, activation, alpha, limit, FUNCTIONS)
-        if down_bias is None:
-            made = grouped_mm(made.mul_(shares).masked_fill_(elsewhere, 0.0), down_weight.mT, offs=ends)
+        shares = shares.flatten()[order].unsqueeze(-1)  # a product with float32 in place is rounded once
+        joined = grouped_mm(rows, gate_up.mT, offs=ends)
+        if first is not None:
+            joined = joined + first[ordered]
+        made = gated(joined, *gate, FUNCTIONS)
+        if second is None:
+            made = grouped_mm(made.mul_(shares).masked_fill_(elsewhere, 0.0), down.mT, offs=ends)
         else:
-            made = grouped_mm(made, down_weight.mT, offs=ends) + down_bias[ordered]
+            made = grouped_mm(made, down.mT, offs=ends) + second[ordered]
             made = made.mul_(shares).masked_fill_(elsewhere, 0.0)
         output: Tensor = made[_places(order)].view(tokens, top_k, input.shape[1]).sum(1)
         return output
