@@ -33,7 +33,7 @@ from layerzero.core.errors import NotPreparedError
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.ops.linear.packed import PackedWeight, belongs
+from layerzero.ops.linear.packed import belongs
 from layerzero.ops.moe.experts import ALPHA, EXPERTS, LIMIT, PACKED_OF
 from layerzero.ops.moe.quantized import QUANTIZED
 from layerzero.ops.quantize.weight import QuantizedWeight
@@ -56,6 +56,8 @@ def _many_rows(facts: Facts) -> Reason | None:
     return Reason(ReasonCode.CONSTRAINT_FAILED, "rows of an expert", wanted, f"about {2 ** (bits - 1)}")
 
 
+_BIASES = ("gate_up_bias", "down_bias")
+
 _UNITS = "vec"
 """The vector units; those for matrices (amx) want a CPU that has them."""
 
@@ -72,25 +74,14 @@ def _load(facts: Facts) -> Callable[..., Tensor]:
         convert(weight, packed, _UNITS)
         return packed, packed.nbytes
 
-    def experts(
-        input: Tensor,
-        gate_up_weight: Tensor,
-        down_weight: Tensor,
-        expert_ids: Tensor,
-        expert_weights: Tensor,
-        *,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
-        packed_gate_up: PackedWeight,
-        packed_down: PackedWeight,
-        **_: Any,
-    ) -> Tensor:
-        forms = [each.form("vllm.cpu.experts", pack) for each in (packed_gate_up, packed_down)]
+    def experts(input: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, shares: Tensor, **named: Any) -> Tensor:
+        forms = [named[each].form("vllm.cpu.experts", pack) for each in PACKED_OF]
+        biases = [named.get(each) for each in _BIASES]
 
         def run(output: Tensor, rows: Tensor, ids: Tensor, shares: Tensor) -> None:
-            operator(output, rows, *forms, gate_up_bias, down_bias, shares, ids, False, name, _UNITS)
+            operator(output, rows, *forms, *biases, shares, ids, False, name, _UNITS)
 
-        return _around(run, input, expert_ids, expert_weights)
+        return _around(run, input, ids, shares)
 
     return experts
 
@@ -157,26 +148,12 @@ def _load_fused(facts: Facts, owner: str, method: _Method) -> Callable[..., Tens
         form = method.pack(library, weight)
         return form, bytes_of(*form)
 
-    def experts(
-        input: Tensor,
-        gate_up_weight: Tensor,
-        down_weight: Tensor,
-        expert_ids: Tensor,
-        expert_weights: Tensor,
-        *,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
-        packed_gate_up: PackedWeight,
-        packed_down: PackedWeight,
-        alpha: float,
-        limit: float,
-        **_: Any,
-    ) -> Tensor:
-        (first, of_first), (second, of_second) = packed_gate_up.form(owner, pack), packed_down.form(owner, pack)
-        biases = [None if each is None else each.to(torch.float32).contiguous() for each in (gate_up_bias, down_bias)]
+    def experts(input: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, shares: Tensor, **named: Any) -> Tensor:
+        (first, of_first), (second, of_second) = (named[each].form(owner, pack) for each in PACKED_OF)
+        biases = [None if (one := named.get(each)) is None else one.to(torch.float32).contiguous() for each in _BIASES]
         if any(one is not None for one in biases):  # it looks at the first whether there are both
             biases = [zeros(place) if one is None else one for place, one in enumerate(biases)]
-        gate = (alpha, limit) if oai else (None, None)
+        gate = (named["alpha"], named["limit"]) if oai else (None, None)
 
         def run(output: Tensor, rows: Tensor, ids: Tensor, shares: Tensor) -> None:
             scales = of_first, of_second, None, None, None  # no zero points, no scales of rows
@@ -184,7 +161,7 @@ def _load_fused(facts: Facts, owner: str, method: _Method) -> Callable[..., Tens
                 output, rows, first, second, shares, ids, method.number, *scales, method.block, *biases, *gate, True
             )
 
-        return _around(run, input, expert_ids, expert_weights)
+        return _around(run, input, ids, shares)
 
     return experts
 
