@@ -66,7 +66,7 @@ docs: $(VENV)/.dev ## write the generated tables
 	$(BIN)/python -m tools docs
 
 site: $(VENV)/.site ## a site of the documents in build/site; a link that leads nowhere is an error
-	rm -rf build/pages && mkdir -p build/pages && cp -r README.md CHANGELOG.md docs examples build/pages/
+	rm -rf build/pages && mkdir -p build/pages && cp -r README.md CHANGELOG.md docs examples containers build/pages/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
 
 install: $(VENV)/.dev

@@ -6,6 +6,7 @@ import ast
 import importlib.metadata
 import importlib.util
 import json
+import logging
 import os
 import re
 import shlex
@@ -180,6 +181,20 @@ def test_the_code_about_choices_runs(capsys):
         exec(block, namespace)
     assert namespace["output"].shape == (1, 16, 4, 64)
     assert "mine.rms_norm" in capsys.readouterr().out
+
+
+def test_the_code_about_operating_runs(capsys):
+    log, namespace = logging.getLogger("layerzero.events"), {}
+    before = [*log.handlers]
+    try:
+        for block in blocks("python", page("operating.md")):
+            exec(block, namespace)
+    finally:
+        namespace["listener"].close()
+        log.handlers, _ = before, log.setLevel(logging.NOTSET)
+    said = capsys.readouterr().out
+    assert "settings: ready: " in said
+    assert "layerzero_epochs_total " in said
 
 
 def test_the_code_about_quantizing_runs():
