@@ -18,16 +18,9 @@ class Group:
     """Stands for a process group: what a board keeps its connection by."""
 
 
-class Shared(torch.distributed.HashStore):
-    """A store of this process, where another connection is the same one."""
-
-    def clone(self):
-        return self
-
-
 @pytest.fixture
 def boards():
-    store = Shared()
+    store = torch.distributed.HashStore()
     store.set_timeout(dt.timedelta(seconds=30))
 
     def made(ranks, *, number=1, timeout_s=30.0):
@@ -136,7 +129,7 @@ def test_a_rank_that_was_started_again_alone_is_told_so(boards):
 
 def test_a_store_that_does_not_answer_is_named(boards):
     board = boards(2)[0]
-    board.store.clone = lambda: (_ for _ in ()).throw(torch.distributed.DistNetworkError("gone\nmore"))
+    board._connected = lambda **_: (_ for _ in ()).throw(torch.distributed.DistNetworkError("gone\nmore"))
     (found,) = told_by([board], total)
     assert "rank 0: wanted the group's store, which rank 0 or torchrun's agent holds, to answer within 30 s" in found[0]
     assert found[0].endswith("(DistNetworkError: gone)")
@@ -151,6 +144,20 @@ def test_a_rank_that_the_store_answered_late_follows_what_was_decided(boards, mo
     )
     made[0].store.set("layerzero/1/arrive/decided", json.dumps({"answer": 7}))
     assert told_by(made[:1], total) == [7]
+
+
+def test_a_group_keeps_one_connection_of_its_own_to_a_tcp_store():
+    """With a new one each time torch 2.13's store stood still for seconds at every 13th."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    base = torch.distributed.PrefixStore("group", store)
+    board = Board((0, 1), 0, 30.0, base, 1, Group())
+    one, two, anew = board._connected(), board._connected(), board._connected(anew=True)
+    assert one.underlying_store is two.underlying_store
+    assert anew.underlying_store is not one.underlying_store
+    one.set("here", "1")
+    assert base.get("layerzero/here") == b"1"
+    files = torch.distributed.HashStore()
+    assert Board((0, 1), 0, 30.0, files, 1, Group())._connected().underlying_store is files
 
 
 def test_a_process_alone_needs_no_store():

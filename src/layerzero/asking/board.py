@@ -12,11 +12,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import msgspec
-import torch
+import torch.distributed
 
 from layerzero.core.errors import FrozenChoiceError, PolicyError
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     Store = Any  # the stubs of torch lack clone, timeout and multi_get
+
+distributed: Any = torch.distributed
+"""Its stubs lack stores."""
 
 STAGES = ("arrive", "choose", "able")
 """The questions of one agreement, in order."""
@@ -76,12 +79,11 @@ class Board:
 
         Raises: PolicyError on a rank outside of the group, and for one that was destroyed.
         """
-        distributed = torch.distributed
         if not (distributed.is_available() and distributed.is_initialized()):
             if group is not None:
                 raise PolicyError("agree: wanted a group of torch.distributed, got one that was destroyed")
             return Board()
-        if group is cast("ProcessGroup", distributed.GroupMember.NON_GROUP_MEMBER):
+        if group is distributed.GroupMember.NON_GROUP_MEMBER:
             raise PolicyError("agree: wanted a rank of the group, got one outside; call it on those of the group")
         found = distributed.group.WORLD if group is None else group
         assert found is not None
@@ -103,11 +105,18 @@ class Board:
         ``anew`` for one that was late, which would take the answer to its last question for that to the next.
         """
         assert self.store is not None
+        lowest = self.store
+        while isinstance(lowest, distributed.PrefixStore):
+            lowest = lowest.underlying_store
+        if not isinstance(
+            lowest, distributed.TCPStore
+        ):  # no connection; a FileStore counts what is made and ends early
+            return distributed.PrefixStore("layerzero", self.store)
         store = None if anew else _OPEN.get(self.group)
         if store is None:
             store = _OPEN[self.group] = self.store.clone()
         store.set_timeout(dt.timedelta(seconds=self.timeout_s))
-        return torch.distributed.PrefixStore("layerzero", store)  # type: ignore[attr-defined]
+        return distributed.PrefixStore("layerzero", store)
 
     def settle(self, stage: str, said: bytes, decide: Decide) -> bytes:
         """Tell the others, and get what was decided for all: by the last that came, or by one whose time was up.
