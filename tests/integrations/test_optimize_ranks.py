@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -86,3 +90,40 @@ def test_ranks_that_do_not_agree_leave_the_model_as_it_was(monkeypatch):
 
 def test_what_all_ranks_say_is_common_to_them():
     assert agreement.said_by_all(["b", "a"]) == {"a", "b"}
+
+
+SHARDED = """
+import torch, torch.distributed as dist, layerzero as lz
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=128)
+model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+mesh = dist.init_device_mesh("cpu", (2,))
+for each in (*model.model.layers, model):
+    fully_shard(each, mesh=mesh)
+ids = torch.arange(12)[None]
+with torch.no_grad():
+    before = model(ids).logits
+    report = lz.optimize(model)
+    after = model(ids).logits
+torch.testing.assert_close(after, before)
+assert lz.frozen().agreed
+print([each.path for each in report.replaced], lz.agree().hash)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_ranks_of_a_sharded_model_agree_by_an_environment_variable_alone(tmp_path):
+    pytest.importorskip("transformers")
+    script = tmp_path / "script.py"
+    script.write_text(SHARDED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {**os.environ, "LAYERZERO_DISTRIBUTED_SELECTION": "agree"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    one, two = done.stdout.splitlines()
+    assert one == two
+    assert "model.norm" in one
