@@ -240,7 +240,7 @@ def fault_of(ranks: int, number: int) -> tuple[str, list[str]]:
     agreed = {rank: {each[2] for each in told[rank] if each[0] == "agreed"} for rank in told}
     lost = [rank for rank in whole if not victim and any("store" in " ".join(each[2:]) for each in told[rank])]
     for rank in told:
-        if any(agreed[rank] - agreed[each] for each in lost):
+        if any(agreed[rank] - agreed[each] for each in lost) and "answer" not in fault:
             fault = f"{fault} in the last answer"
         wrong += [
             f"rank {rank} agreed, and not rank {each}: {told}"
