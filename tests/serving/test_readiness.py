@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import layerzero as lz
 from layerzero.cli.app import main
 from layerzero.core.ledger import MemoryLedger
+from layerzero.engine import probe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.serving.background_builds import BUILDS
@@ -85,6 +86,21 @@ def test_every_call_of_a_manifest_is_looked_at_and_warmup_makes_it_ready(manifes
     first, *others = str(report).splitlines()
     assert first == "ready: 6 of 6 calls have all that they would choose"
     assert [line.partition(": ready: ")[0] for line in others] == list(PARTS[1:])
+
+
+def test_libraries_are_looked_up_once_for_all_calls(manifest, monkeypatch):
+    """A question on a device had a machine of its own: 200 calls looked 5,000 times, half of the time (2026-11-26)."""
+    looked, look = [], probe.Machine._look
+
+    def counted(machine, backend, device):
+        looked.append((backend, device.runtime))
+        return look(machine, backend, device)
+
+    monkeypatch.setattr(probe.Machine, "_look", counted)
+    probe.forget()
+    assert lz.readiness_check(manifest, device="cpu").calls == 6
+    assert looked
+    assert len(looked) == len(set(looked))
 
 
 def test_without_a_manifest_it_is_what_was_called(tmp_path):

@@ -54,7 +54,8 @@ def explain(
     """
     if isinstance(device, str):
         device = described(device)
-    machine = Machine(device, libraries) if device is not None or libraries is not None else None
+    machine = None if device is None else probe.with_device(device)
+    machine = machine if libraries is None else Machine(device, libraries)
     if isinstance(operation, Facts):
         if args or kwargs:
             raise InvalidCallError("explain", ["facts stand for a whole call: wanted no further arguments, got some"])

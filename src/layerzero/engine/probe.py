@@ -176,6 +176,11 @@ def this_machine() -> Machine:
     return _here
 
 
+def with_device(device: Device) -> Machine:
+    """This machine's libraries, asked about calls on one device; what was looked up is shared with every question."""
+    return Machine(device, _states=_here._states)
+
+
 def mark_broken(backend: Backend, error: BaseException) -> Reason:
     """Remember that a library is installed but does not load; it is tried once a process."""
     root = error.__cause__ or error  # torch says which library did not load; its cause, which system library is missing

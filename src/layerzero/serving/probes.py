@@ -179,6 +179,10 @@ class _Server(ThreadingHTTPServer):
         log.debug("a probe of %s ended early", client_address)
 
 
+_OPEN: set[HealthServer] = set()
+"""Those of this process that serve."""
+
+
 class HealthServer:
     """Probes that are served on a thread; :func:`serve_health` makes one.
 
@@ -192,21 +196,27 @@ class HealthServer:
         host, self.port = str(server.server_address[0]), int(server.server_address[1])
         self.url = f"http://{host}:{self.port}"
         self._thread = started("layerzero-probes", server.serve_forever)
+        if self._thread is None:
+            server.server_close()
+            raise RuntimeError("probes: wanted a thread to serve them on, got none: the system has no more")
+        _OPEN.add(self)  # a program need not keep it, and a forked child must find it
         forking.in_child(self._leave)
 
     def _leave(self) -> None:
         """Close the socket in a forked child: the port is the parent's."""
         self._server.socket.close()
+        _OPEN.discard(self)
 
     def wait(self) -> None:
         """Wait until it ends."""
-        if self._thread is not None:
-            self._thread.join()
+        assert self._thread is not None
+        self._thread.join()
 
     def close(self) -> None:
         """End it, and give the port back."""
         self._server.shutdown()
         self._server.server_close()
+        _OPEN.discard(self)
 
 
 def serve_health(
