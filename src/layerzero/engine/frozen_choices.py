@@ -141,8 +141,10 @@ class Frozen:
 
     def decides(self, judged: Sequence[Candidate], facts: Facts, policy: Policy) -> bool:
         """Whether times decide nothing: always, but for calls that a plan has no kernel for."""
+        if self.plan is None:
+            return True
         legal = {each.kernel.id for each in judged if each.legal}
-        return self.plan is None or any(each.choice.kernel in legal for each in self.plan.rows(facts, policy))
+        return any(each.choice.kernel in legal for each in self.plan.rows(facts, policy))
 
     def held(self, report: Report, policy: Policy) -> Report:
         """The report with the frozen kernel as its choice.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import warnings
@@ -37,7 +38,9 @@ from layerzero.engine.config import CONFIGURATION, current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.frozen_choices import choice_of, class_name
 from layerzero.engine.jit import BuildOutcome, build_of
+from layerzero.engine.probe import Machine
 from layerzero.engine.registry import REGISTRY
+from layerzero.engine.transforms import ELSEWHERE, Elsewhere
 from layerzero.serving.background_builds import BUILDS
 from layerzero.serving.dry_run import called, run_on_shapes, token_ids
 from layerzero.serving.own_builds import Chosen, built_here, taken_over, wanted
@@ -59,6 +62,8 @@ class Seen:
     def __init__(self) -> None:
         self.calls: dict[str, Facts] = {}
         self.scoped = 0
+        self.judged: Elsewhere | None = None
+        """What calls without memory got: layers that are alike are judged once."""
         self._names: dict[str, None] = {}
 
     def saw(self, _: Function | PlainFunction, plan: Plan) -> None:
@@ -240,27 +245,36 @@ def _inputs_at(model: Module, inputs: Any, point: Mapping[str, int]) -> Any:
 
 def _run(model: Module, given: Any, seen: Seen, names: list[str], *, shapes: bool) -> None:
     """Call a model at one point, then with one token behind a cache of this length where it returns one."""
-    with _calling(model, given, shapes=shapes) as call, seen.of_one(names):
+    with _calling(model, seen, shapes=shapes) as call, seen.of_one(names):
         call(given)
     if not (isinstance(given, dict) and [*given] == ["input_ids"]) or given["input_ids"].shape[1] < 2:
         return
     ids = given["input_ids"]
     before, one = {"input_ids": ids[:, 1:]}, {"input_ids": ids[:, :1]}
-    with _calling(model, before, shapes=shapes) as call:
-        cache = getattr(call(before), "past_key_values", None)
+    with _calling(model, seen, shapes=shapes) as call:
+        takes = inspect.signature(model.forward).parameters
+        name = "cache" if "cache" in takes else "past_key_values"  # from Transformers 5.24 on, and before
+        cache = getattr(call(before), name, None)
         if cache is not None:
             with seen.of_one(names):
-                call(one | {"past_key_values": cache})
+                call(one | {name: cache})
 
 
 @contextmanager
-def _calling(model: Module, given: Any, *, shapes: bool) -> Iterator[Callable[[Any], Any]]:
+def _calling(model: Module, seen: Seen, *, shapes: bool) -> Iterator[Callable[[Any], Any]]:
     """Give what calls a model, on tensors without memory or for real."""
-    if shapes:
-        with run_on_shapes(model) as run:
-            yield run
-        return
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
+    if shapes:
+        if seen.judged is None:
+            here = ("cuda" if torch.cuda.is_available() else "cpu") if device.type == "meta" else device
+            seen.judged = Elsewhere(Machine(Device.detect(here)))
+        following = ELSEWHERE.set(seen.judged)
+        try:
+            with run_on_shapes(model) as run:
+                yield run
+        finally:
+            ELSEWHERE.reset(following)
+        return
 
     def real(inputs: Any) -> Any:
         def filled(each: torch.Tensor) -> torch.Tensor:
