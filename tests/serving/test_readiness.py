@@ -20,7 +20,7 @@ from layerzero.serving.background_builds import BUILDS
 from layerzero.tuning.keeping.files import FileLedger
 from layerzero.tuning.keeping.store import StoreLedger
 
-PARTS = ("builds", "settings", "descriptors", "tables", "headroom", "database", "health", "frozen", "sets")
+PARTS = ("builds", "settings", "descriptors", "tables", "headroom", "database", "health", "frozen", "ranks", "sets")
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,9 @@ from layerzero.core.ledger import Verdict
 from layerzero.core.system import resources
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.frozen_choices import Agreed
 from layerzero.ops.sets import SETS
+from layerzero.serving import readiness_parts
 from layerzero.serving.readiness_parts import PartState
 from layerzero.tuning.keeping import prior
 from layerzero.tuning.keeping.files import FileLedger
@@ -169,6 +171,16 @@ def test_a_frozen_choice_that_is_not_kept_is_degraded():
         lz.thaw()
 
 
+def test_ranks_that_did_not_agree_or_differ_are_degraded(monkeypatch):
+    assert of("ranks").text == "each chooses for itself"
+    monkeypatch.setattr(readiness_parts, "ranks_choose", lambda _: True)
+    assert (of("ranks").state, of("ranks").step) == (DEGRADED, "call lz.warmup or lz.agree() on every rank")
+    monkeypatch.setattr(ENGINE, "frozen", Agreed({}))
+    assert of("ranks").text == "they agreed on 0 classes"
+    monkeypatch.setattr(ENGINE, "frozen", Agreed({}, fallback=True))
+    assert (of("ranks").state, of("ranks").step) == (DEGRADED, "install the same versions")
+
+
 @pytest.mark.parametrize("name", SETS)
 def test_every_set_is_served_here(name):
     found = of("sets", sets=[name])
@@ -191,7 +203,7 @@ def test_the_command_tells_each_part_and_exits_by_the_worst(manifest, monkeypatc
 
     told = run("--json", "--for", "embedding")
     assert told.exit_code == 0
-    assert len(json.loads(told.stdout)["parts"]) == 9
+    assert len(json.loads(told.stdout)["parts"]) == 10
     lz.configure(enabled=False)
     assert (run().exit_code, run("--strict").exit_code) == (0, 1)
     assert run("--for", "nothing").exit_code == 2

@@ -21,6 +21,7 @@ from layerzero.core.system import resources
 from layerzero.engine import headroom
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.frozen_choices import Agreed, ranks_choose
 from layerzero.engine.registry import REGISTRY
 from layerzero.serving.metrics import metrics
 from layerzero.tuning.keeping.prior import problems as problems_of_tables
@@ -197,6 +198,16 @@ def frozen(_: Looked) -> Part:
     return _part("frozen", f"{len(held.choices)} classes keep their kernel", left, "lz.frozen().departures says why")
 
 
+def ranks(_: Looked) -> Part:
+    """Whether the ranks of a job agreed, where they are to run the same kernels."""
+    held = ENGINE.frozen
+    if isinstance(held, Agreed):
+        differ = ["versions differ between ranks, so that all of them run torch's own kernels"] if held.fallback else []
+        return _part("ranks", f"they agreed on {len(held.choices)} classes", differ, "install the same versions")
+    alone = [] if not ranks_choose(CONFIGURATION.policy) else ["they have not agreed: priority chooses, without times"]
+    return _part("ranks", "each chooses for itself", alone, "call lz.warmup or lz.agree() on every rank")
+
+
 def sets(looked: Looked) -> Part:
     """Whether every operation of the requested sets finds a kernel, and a faster one than its reference."""
     findings = [(name, each) for name in looked.sets for each in served(name, Device.detect(looked.device))]
@@ -215,5 +226,5 @@ def sets(looked: Looked) -> Part:
 BEFORE: tuple[Callable[[Looked], Part], ...] = (settings, descriptors)
 """What every call needs; where one of them is not ready, no call can be looked at."""
 
-PARTS: tuple[Callable[[Looked], Part], ...] = (tables, memory, database, health, frozen, sets)
-"""The others, in the order in which they are shown. What ranks agreed on would be one more."""
+PARTS: tuple[Callable[[Looked], Part], ...] = (tables, memory, database, health, frozen, ranks, sets)
+"""The others, in the order in which they are shown."""
