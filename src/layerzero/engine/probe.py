@@ -177,7 +177,7 @@ def this_machine() -> Machine:
 
 
 def with_device(device: Device) -> Machine:
-    """This machine's libraries, asked about calls on one device; what was looked up is shared with every question."""
+    """This machine's libraries with another device; what was looked up of them is shared."""
     return Machine(device, _states=_here._states)
 
 
