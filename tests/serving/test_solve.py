@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 import layerzero as lz
-from layerzero.asking import solved
+from layerzero.asking import plan_document
 from layerzero.asking.freeze import Frost
 from layerzero.asking.plan_text import differences
 from layerzero.core.evidence import Measurement
@@ -258,10 +258,10 @@ def test_where_weights_lie_is_no_part_of_the_model():
 def test_another_machine_is_refused_by_what_differs(monkeypatch):
     plan = solve()
     with monkeypatch.context() as patch:
-        patch.setattr(solved, "driver_version", lambda device: "999.1")
+        patch.setattr(plan_document, "driver_version", lambda device: "999.1")
         refused(plan, r"hardware: driver: wanted , got 999\.1")
     with monkeypatch.context() as patch:
-        patch.setattr(solved, "capability_hash", lambda device: "other")
+        patch.setattr(plan_document, "capability_hash", lambda device: "other")
         refused(plan, r"hardware: capability: wanted \w+, got other")
     with monkeypatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: 77)

@@ -14,23 +14,19 @@ import torch
 from torch.nn import Module
 
 from layerzero.asking.answers import explain_facts
-from layerzero.asking.solved import ERROR, Solved
+from layerzero.asking.choice_facts import facts_of
+from layerzero.asking.plan_document import ERROR, Solved
 from layerzero.core.device import Device
-from layerzero.core.dtypes import dtype_named
-from layerzero.core.eager_state import STATE_FACTS
 from layerzero.core.errors import FrozenChoiceError, LayerZeroWarning, PolicyError
-from layerzero.core.facts import CallState, Facts, FactsBuilder, TensorFacts
-from layerzero.core.handle import OfKind
+from layerzero.core.facts import Facts
 from layerzero.core.operation import Routed
 from layerzero.core.plan import Report
-from layerzero.core.recipe import CallRecipe
 from layerzero.core.system.disk import write_whole
 from layerzero.engine import frozen_choices, probe
 from layerzero.engine.bucket_table import BucketTable
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.frozen_choices import (
-    STATE,
     Agreed,
     Frozen,
     FrozenChoice,
@@ -40,7 +36,6 @@ from layerzero.engine.frozen_choices import (
     unlike,
 )
 from layerzero.engine.fusion import FUSING
-from layerzero.engine.plain import plain_facts
 from layerzero.engine.policy import Policy
 from layerzero.engine.probe import Machine
 from layerzero.engine.registry import REGISTRY
@@ -223,7 +218,7 @@ def _take(found: Frost, strict: bool | None = None) -> None:
     if found.solved is not None:
         strict = found.solved.fallback == ERROR if strict is None else strict
         policy = CONFIGURATION.policy
-        plan = BucketTable(((_facts(each), policy, name, each) for name, each in choices.items()), strict=strict)
+        plan = BucketTable(((facts_of(each), policy, name, each) for name, each in choices.items()), strict=strict)
     ENGINE.frozen = Frozen(choices, plan, found.solved)
     ENGINE.bump()
 
@@ -352,7 +347,7 @@ def difference(choice: FrozenChoice, *, may_differ: bool = False) -> str:
     if version != choice.version:
         return f"wanted {choice.kernel} of {choice.library} {choice.version}, got {version}"
     try:
-        call, machine, policy = _facts(choice), probe.this_machine(), CONFIGURATION.policy
+        call, machine, policy = facts_of(choice), probe.this_machine(), CONFIGURATION.policy
         if may_differ and _is_legal(choice.kernel, _alone(call, policy, machine)):
             return ""
         report = explain_facts(call, machine, policy, alone=may_differ)
@@ -367,39 +362,3 @@ def difference(choice: FrozenChoice, *, may_differ: bool = False) -> str:
 
 def _is_legal(kernel_id: str, report: Report) -> bool:
     return any(each.legal and each.kernel.id == kernel_id for each in report.candidates)
-
-
-def _facts(choice: FrozenChoice) -> Facts:
-    """The facts of a written call, without its tensors."""
-    recipe: CallRecipe = choice.call
-    operation = REGISTRY.operation(recipe.operation)
-    if operation.plain is not None:
-        arguments, sizes = operation.plain.described(recipe.params)
-        return plain_facts(Routed(operation, dict(arguments))).of_sizes(sizes, {})
-    params: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in recipe.params.items()
-    }
-    for name in operation.schema.handles:
-        params[name] = None if params[name] == "none" else OfKind(str(params[name]))
-    tensors = {
-        name: torch.empty_strided(each.shape, each.strides, dtype=dtype_named(each.dtype), device="meta")
-        for name, each in recipe.tensors.items()
-    }
-    general = {name: value for name, value in choice.state.items() if name not in STATE_FACTS}
-    if set(general) != set(STATE) - STATE_FACTS.keys():
-        raise TypeError(f"state: wanted {', '.join(STATE)}, got {', '.join(choice.state)}")
-    read = {name: row.restored(choice.state[name]) for name, row in STATE_FACTS.items() if name in choice.state}
-    facts = FactsBuilder(operation).of_valid(
-        {**params, **tensors},
-        device=_device(recipe.device),
-        layout=recipe.layout,
-        state=CallState(requires_grad=recipe.requires_grad, read=read, **general),  # type: ignore[arg-type]
-    )
-    aligned = {name: recipe.tensors[name].alignment_bytes for name in facts.tensors}
-    return facts.with_tensors({
-        name: TensorFacts(each.shape, each.strides, each.dtype, aligned[name]) for name, each in facts.tensors.items()
-    })  # fmt: skip
-
-
-def _device(name: str) -> Any:
-    return Device.detect(name)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from layerzero.asking.solved import Solved
+from layerzero.asking.plan_document import Solved
 from layerzero.engine.frozen_choices import FrozenChoice
 
 if TYPE_CHECKING:

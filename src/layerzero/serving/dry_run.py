@@ -13,7 +13,7 @@ from torch.nn import Module
 from torch.utils import _pytree as pytree
 
 from layerzero.asking.answers import described
-from layerzero.asking.solved import libraries_of
+from layerzero.asking.plan_document import libraries_of
 from layerzero.asking.trace import Trace, TraceRow, traced
 from layerzero.core.arguments import told
 from layerzero.core.device import Device

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from layerzero.asking.answers import explain
 from layerzero.asking.freeze import Frost, planned
-from layerzero.asking.solved import (
+from layerzero.asking.plan_document import (
     ERROR,
     RUNTIME_SELECT,
     Bucket,
