@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pathlib
+
 import pytest
 import torch
 
 import layerzero as lz
 from layerzero.asking.answers import explain_facts
-from layerzero.core.device import Device, generation_of
+from layerzero.core.device import Device, cpu_of_this_machine, generation_of
 from layerzero.core.known_devices import KNOWN_DEVICES
 from layerzero.core.reasons import ReasonCode
 from layerzero.engine.config import current_policy
@@ -128,6 +130,21 @@ def test_fp4_and_fp8_follow_the_architecture():
     having = {name for name, device in KNOWN_DEVICES.items() if "float8_e4m3" in device.dtypes}
     assert {"L4", "H100", "B200", "MI355X", "RX 9070 XT"} <= having
     assert not having & {"A100", "T4", "MI300X"}, "gfx942 has e4m3fnuz, another format"
+
+
+@pytest.mark.parametrize(("told", "wanted"), [
+    ({"cpu_name": "AMD Ryzen 9", "avx512_f": True, "avx512_vnni": True}, ("amd", {"avx512", "avx512_vnni"})),
+    ({"cpu_name": "Apple M2", "asimd": True, "fp16_arith": True, "bf16": True}, ("unknown", {"arm_fp16", "arm_bf16"})),
+])  # fmt: skip
+def test_without_files_of_linux_torch_tells_what_the_cpu_has(told, wanted, monkeypatch):
+    def absent(path):
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(pathlib.Path, "read_text", absent)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: told, raising=False)
+    found = cpu_of_this_machine.__wrapped__()
+    assert (found.name, found.vendor) == (told["cpu_name"], wanted[0])
+    assert found.instruction_sets >= wanted[1]
 
 
 UNLIKE = {

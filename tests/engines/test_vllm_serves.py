@@ -108,6 +108,7 @@ def test_processes_that_vllm_starts_know_the_backend(root, options):
 
 
 OPERATORS = "LAYERZERO_VLLM_OPERATORS"
+EACH = "rms_norm,gemma_rms_norm,silu_and_mul,gelu_and_mul,rotary_embedding"
 REPLACED = {
     "Llama": {"RMSNorm", "SiluAndMul", "RotaryEmbedding"},
     "Gemma2": {"GemmaRMSNorm", "GeluAndMul", "RotaryEmbedding"},
@@ -119,7 +120,7 @@ REPLACED = {
 
 @pytest.fixture(scope="module")
 def with_operators(root):
-    return serve(root, [*REPLACED], backends=["layerzero"], environment={OPERATORS: "all"})
+    return serve(root, [*REPLACED], backends=["layerzero"], environment={OPERATORS: EACH})
 
 
 @pytest.mark.parametrize("kind", REPLACED)
@@ -132,6 +133,11 @@ def test_norms_activations_and_rotations_write_the_same_tokens(decoders, with_op
 def test_operators_are_replaced_one_by_one_in_every_process(root):
     found = serve(root, ["Llama"], backends=["own"], processes=True, environment={OPERATORS: "rms_norm"})
     assert found["Llama own"]["replaced"] == [["RMSNorm"]]
+
+
+def test_all_leaves_out_what_gains_nothing_on_a_cpu(root):
+    found = serve(root, ["Llama"], backends=["own"], environment={OPERATORS: "all"})
+    assert found["Llama own"]["replaced"] == [["RMSNorm", "SiluAndMul"]]
 
 
 def test_an_operator_that_vllm_has_not_is_told_and_vllm_serves(root):

@@ -127,7 +127,7 @@ class Device:
     def named(name: str) -> Device:
         """Describe a well-known device that need not be here (``H100``, ``RTX 5090``, ``MI300X``, ``Gaudi``, ``CPU``).
 
-        Their drivers' names will do, too: ``NVIDIA H200``; so will a family's, ``RDNA4``, of which it is the first.
+        The driver's name of each will do, too: ``NVIDIA H200``; so will a family's, ``RDNA4``, for its best known one.
         Raises: KeyError naming the known devices.
         """
         from layerzero.core.known_devices import named
@@ -223,6 +223,7 @@ def cpu_of_this_machine() -> Device:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:  # Windows and macOS
         lines, (name, flags) = [], _cpu_by_torch()
+        vendor = next((ours for ours in ("amd", "intel") if ours in name.lower()), "unknown")
     for line in lines:
         key, _, value = (part.strip() for part in line.partition(":"))
         if key == "model name":
@@ -250,6 +251,7 @@ def _cpu_by_torch() -> tuple[str, set[str]]:
     found = {} if tell is None else tell()
     capability = torch.backends.cpu.get_cpu_capability()
     flags = {name for name, here in found.items() if here is True} | {"avx2"} & {capability.lower()}
+    flags |= {"asimdhp"} if "fp16_arith" in flags else set()
     if capability == "AVX512" or "avx512_f" in flags:
         flags |= {"avx2", "avx512f"}
     if host.machine().lower() in ("arm64", "aarch64"):

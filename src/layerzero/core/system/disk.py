@@ -104,8 +104,7 @@ def lock(file: int, *, shared: bool = False) -> bool:
 
     Returns: whether it is this process's. Raises: OSError where there are no locks.
     """
-    if fcntl is None:
-        raise OSError(errno.ENOTSUP, "wanted locks of files as POSIX has them, this system has none")
+    _check_locks()
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -113,8 +112,14 @@ def lock(file: int, *, shared: bool = False) -> bool:
     return True
 
 
+def _check_locks() -> None:
+    if not HAS_LOCKS:
+        raise OSError(errno.ENOTSUP, "wanted locks of files as POSIX has them, this system has none")
+
+
 def unlock(file: int) -> None:
     """Give a lock back; closing is not enough where a forked child has the file, too. Raises: OSError."""
+    _check_locks()
     fcntl.flock(file, fcntl.LOCK_UN)
 
 
@@ -135,6 +140,7 @@ def write_locked(path: Path, data: bytes) -> int:
 
     Raises: OSError.
     """
+    _check_locks()  # before there is a file to remove
     while True:
         temporary = path.with_name(f"{uuid.uuid4().hex}.tmp")
         file = open_plain(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
