@@ -204,3 +204,71 @@ def test_a_forked_child_has_a_thread_of_its_own(tmp_path):
         [str(child), "torch.rms_norm"],
     ]
     listener.close()
+
+
+def test_a_closed_listener_is_waited_for_and_its_flush_says_so():
+    entered, gate, had = queue.SimpleQueue(), queue.SimpleQueue(), []
+
+    def receive(event):
+        entered.put(None)
+        gate.get(timeout=60)
+        had.append(event)
+        raise ValueError("no connection")
+
+    listener = lz.on_event(receive)
+    for width in (8, 16, 32):
+        norm(width=width)
+    entered.get(timeout=60)
+    listener.close()
+    norm(width=64)
+    assert not listener.flush(0.0), "three wait still"
+    for _ in range(3):
+        gate.put(None)
+    assert listener.flush(60)
+    assert (len(had), lz.metrics().listener_errors) == (3, 3), "errors behind the end count as well"
+    listener.close()
+    lz.on_event(receive).close()
+    assert (listener.flush(0.0), lz.metrics().listener_errors) == (True, 3)
+
+
+def test_a_listener_that_heard_nothing_ends_with_nothing_to_wait_for():
+    listener = lz.on_event(lambda _: None)
+    listener.close()
+    assert listener.flush(0.0)
+
+
+def test_a_process_ends_behind_what_a_closed_listener_has_to_take():
+    code = """
+import queue, torch, layerzero as lz
+gate = queue.SimpleQueue()
+listener = lz.on_event(lambda event: (gate.get(), print("had", flush=True)))
+for width in (8, 16, 32):
+    lz.rms_norm(torch.ones(2, width), torch.ones(width))
+listener.close()
+flush = listener.flush
+listener.flush = lambda *_: ([gate.put(None) for _ in range(3)], flush(60))  # the end asks the closed one, too
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "had\n" * 3), done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_counts_from_zero():
+    lz.register_kernel("norm.rms", "mine.breaks", priority=100)(breaks)
+    lz.configure(unmeasured="priority", allow=["torch", "mine.breaks"])
+    norm()
+    EVENTS.built(lz.list_kernels("rms_norm")[0], lz.facts("rms_norm", torch.ones(2, 8), torch.ones(8)), 2.5)
+    before = lz.metrics()
+    assert before.kernels
+    assert before.misses
+    told, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        here = lz.metrics()
+        os.write(tell, repr((here.kernels, here.misses, here.selecting_seconds, here.resting)).encode())
+        os._exit(0)
+    os.close(tell)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    with os.fdopen(told) as pipe:
+        assert pipe.read() == "((), {}, 0.0, ('mine.breaks in norm.rms',))", "what rests goes on to rest"
+    assert lz.metrics().kernels == before.kernels

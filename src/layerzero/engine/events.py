@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import logging
 import queue
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -88,13 +89,14 @@ class Listener:
         self._receive = receive
         self._name = getattr(receive, "__qualname__", type(receive).__name__)
         self._lock = forking.lock()
+        self._closed = False
         self._begin()
         forking.in_child(self._begin)
 
     def _begin(self) -> None:
         """Have an empty queue and no thread: at first, and in a process that was forked."""
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._runs = False
+        self._thread: threading.Thread | None = None
         self.dropped = self.errors = 0
 
     def put(self, event: Event, context: Context) -> None:
@@ -108,10 +110,10 @@ class Listener:
                 )  # fmt: skip
             return
         self._queue.put((event, context))
-        if not self._runs:
+        if self._thread is None:
             with self._lock:
-                if not self._runs:
-                    self._runs = started("layerzero-listener", self._work, self._queue) is not None
+                if self._thread is None and not self._closed:
+                    self._thread = started("layerzero-listener", self._work, self._queue)
 
     def _work(self, waiting: queue.SimpleQueue[Any]) -> None:
         while (item := waiting.get()) is not None:
@@ -131,10 +133,16 @@ class Listener:
 
     def flush(self, timeout_s: float = END_S) -> bool:
         """Wait until the listener has had what was there by now; whether it had, in so many seconds."""
-        if not self._runs:
+        if self._thread is None:
             return self._queue.empty()
         done: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._queue.put(done)
+        with self._lock:
+            if not self._closed:  # behind the end nothing is taken
+                self._queue.put(done)
+        if self._closed:
+            if self._thread is not threading.current_thread():
+                self._thread.join(timeout_s)
+            return self.ended
         with contextlib.suppress(queue.Empty):
             done.get(timeout=timeout_s)
             return True
@@ -142,8 +150,17 @@ class Listener:
 
     def close(self) -> None:
         """Get no further events; those that wait are still delivered."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                if self._thread is not None:
+                    self._queue.put(None)
         EVENTS.remove(self)
-        self._queue.put(None)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is closed, and had all of its events."""
+        return self._closed and (self._thread is None or not self._thread.is_alive())
 
 
 class Events:
@@ -153,13 +170,18 @@ class Events:
         self._lock = forking.lock()
         self._listeners: tuple[Listener, ...] = ()
         self._share = 0.0
-        self._lost = (0, 0)
-        self.reset()
+        self._begin()
+        forking.in_child(self._begin)
 
     def reset(self) -> None:
         """Count from zero, without listeners (for tests)."""
         for each in self._listeners:
             each.close()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Count from zero: at first, and in a process that was forked, whose parent tells its own numbers."""
+        self._ending: tuple[Listener, ...] = ()
         self._selections: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._builds: defaultdict[tuple[str, str], BuildCounts] = defaultdict(BuildCounts)
         self._lost = (0, 0)
@@ -214,21 +236,24 @@ class Events:
         atexit.register(self.flush)
 
     def remove(self, listener: Listener) -> None:
-        """Let a listener get no more; what it lost stays counted."""
+        """Let a listener get no more; what it lost stays counted, and what waits for it is still waited for."""
         with self._lock:
             if listener in self._listeners:
-                self._lost = self._lost[0] + listener.dropped, self._lost[1] + listener.errors
                 self._listeners = tuple(each for each in self._listeners if each is not listener)
+                self._ending = (*self._ending, listener)
+            for each in (ended := [each for each in self._ending if each.ended]):
+                self._lost = self._lost[0] + each.dropped, self._lost[1] + each.errors
+            self._ending = tuple(each for each in self._ending if each not in ended)
 
     def flush(self) -> None:
-        """Wait until every listener has had its events, each a second at most."""
-        for each in self._listeners:
+        """Wait until every listener has had its events, each a second at most; closed ones as well."""
+        for each in (*self._listeners, *self._ending):
             each.flush()
 
     def lost(self) -> tuple[int, int]:
         """How many events listeners had no room for, and how often they raised."""
         with self._lock:
-            listeners, (dropped, errors) = self._listeners, self._lost
+            listeners, (dropped, errors) = (*self._listeners, *self._ending), self._lost
         return dropped + sum(each.dropped for each in listeners), errors + sum(each.errors for each in listeners)
 
     def selections(self) -> dict[tuple[str, str], int]:

@@ -45,6 +45,15 @@ CALLS = _Calls()
 graph_capture.KEEPERS.append(lambda: [plan for cache in ENGINE.caches for _, plan in cache.plans()])
 
 
+def _count_anew() -> None:
+    """Count misses from zero in a forked child."""
+    for cache in ENGINE.caches:
+        cache.misses = 0
+
+
+forking.in_child(_count_anew)
+
+
 def _let_plans_go() -> None:
     """End plans before the libraries that they hold things of, which tell what outlives them as leaked."""
     if any(cache.plans() for cache in ENGINE.caches):

@@ -82,6 +82,11 @@ class Health:
         self._device_errors: dict[str, int] = {}
         self._disabled: dict[str, str] = {}
         self.context_lost = ""
+        forking.in_child(self._count_anew)
+
+    def _count_anew(self) -> None:
+        """Count from zero in a forked child: what its parent counted, that one tells. What rests goes on to rest."""
+        self._counts = {}
 
     def any_rests(self) -> bool:
         """Whether there is anything to ask; a miss asks this once for all kernels."""
