@@ -6,6 +6,7 @@ import importlib
 import io
 import json
 import logging
+import math
 import os
 import re
 from pathlib import Path
@@ -17,6 +18,7 @@ import layerzero as lz
 from layerzero.core.ledger import Verdict
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.events import EVENTS
+from layerzero.serving import exporters
 from layerzero.serving.exporters import prometheus_text
 from layerzero.serving.metrics import SERIES
 from layerzero.tuning.keeping.files import FileLedger
@@ -144,6 +146,11 @@ def test_a_registry_of_the_program_scrapes_when_it_is_asked():
     before = registry.get_sample_value("layerzero_misses_total", about) or 0
     norm(3, 16)
     assert registry.get_sample_value("layerzero_misses_total", about) == before + 1
+    with pytest.raises(ValueError, match="Duplicated timeseries"):
+        lz.register_with_prometheus(registry)
+    text = client.generate_latest(registry).decode()
+    for each in SERIES:
+        assert text.count(f"# HELP {each.name} ") == 1
     registry.unregister(collector)
     assert registry.get_sample_value("layerzero_misses_total", about) is None
 
@@ -216,6 +223,19 @@ def test_opentelemetry_collects_the_numbers(collected):
     assert found["layerzero.selection.duration"].data.data_points[0].count == 1
 
 
+def test_opentelemetry_takes_one_snapshot_a_collection(collected, monkeypatch):
+    _, _, reader, _ = collected
+    taken = []
+    monkeypatch.setattr(exporters, "metrics", lambda: taken.append(None) or lz.metrics())
+    monkeypatch.setattr(exporters, "SHARED_S", math.inf)
+    for count in (1, 2, 3):
+        reader.get_metrics_data()
+        assert len(taken) == count
+    monkeypatch.setattr(exporters, "SHARED_S", -1.0)
+    reader.get_metrics_data()
+    assert len(taken) == 3 + len(SERIES), "one that is too old is not shared"
+
+
 def test_without_a_provider_nothing_is_made():
     trace = pytest.importorskip("opentelemetry.trace")
     made = []
@@ -272,3 +292,10 @@ def test_json_lines_hold_the_fields_of_events_and_of_other_records():
     assert event["time"].endswith("+00:00")
     assert (plain["message"], plain["logger"]) == ("a plain line", "layerzero.events")
     assert "ValueError: two\nlines" in failed["exception"]
+
+
+@pytest.mark.parametrize("given", ["a string", 3, None, ["kind"]])
+def test_a_record_of_another_library_may_use_the_name(given):
+    record = logging.makeLogRecord({"name": "other", "msg": "a line", "layerzero": given})
+    line = json.loads(lz.JsonFormatter().format(record))
+    assert set(line) == {"time", "level", "logger", "message"}

@@ -232,6 +232,23 @@ def test_a_forked_child_does_not_hold_the_port():
         assert os.waitpid(child, 0)[1] == 0
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_may_close_what_its_parent_serves():
+    server = lz.serve_health(0)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # ends the child where it hangs
+        server.close()
+        server.wait()
+        os._exit(0)
+    try:
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert asked(server.url + "/livez")[0] == 200, "the parent serves on"
+    finally:
+        server.close()
+    server.close()  # a second time
+
+
 def started(command, line, **options):
     """A process that prints an address, and that address; ended by the caller."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)

@@ -67,6 +67,9 @@ def test_settings_that_no_call_can_use_are_not_ready(monkeypatch):
     assert found.state is NOT_READY
     assert "no_such_library" in found.text
     assert found.step == "`layerzero config show` tells where each comes from"
+    report = lz.readiness_check(device="cpu")
+    assert str(report.builds) == "builds: not ready: not looked at, since settings cannot be used"
+    assert str(report).startswith("not ready: not looked at")
 
 
 def test_layerzero_switched_off_is_degraded():

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from layerzero.core.system import forking
 from layerzero.engine.events import Event, Listener, on_event
-from layerzero.serving.metrics import SERIES, Series, metrics
+from layerzero.serving.metrics import SERIES, Metrics, Series, metrics
 
 if TYPE_CHECKING:
     from prometheus_client.registry import CollectorRegistry
+
+SHARED_S = 1.0
+"""How old a snapshot may be that instruments of OpenTelemetry share."""
 
 
 def _library(name: str, extra: str) -> Any:
@@ -39,26 +44,30 @@ class PrometheusCollector:
 
     def collect(self) -> Iterator[Any]:
         """Every series, with its labels and values."""
-        core = _library("prometheus_client.core", "prometheus")
         found = metrics()
         for each in SERIES:
-            kind = core.CounterMetricFamily if each.grows else core.GaugeMetricFamily
             rows = list(each.rows(found))
-            family = kind(each.name, each.help, labels=list(rows[0][0]) if rows else [])
+            family = self._family(each, list(rows[0][0]) if rows else [])
             for labels, value in rows:
                 family.add_metric(list(labels.values()), value)
             yield family
 
-    def describe(self) -> Iterable[Any]:
-        """Nothing: registering does not scrape."""
-        return []
+    def describe(self) -> Iterator[Any]:
+        """Every series without values: registering does not scrape, and a registry refuses names that it has."""
+        return (self._family(each, []) for each in SERIES)
+
+    @staticmethod
+    def _family(series: Series, labels: list[str]) -> Any:
+        core = _library("prometheus_client.core", "prometheus")
+        kind = core.CounterMetricFamily if series.grows else core.GaugeMetricFamily
+        return kind(series.name, series.help, labels=labels)
 
 
 def register_with_prometheus(registry: CollectorRegistry | None = None) -> PrometheusCollector:
     """Add the numbers of ``lz.metrics`` to a registry of prometheus-client; its default one if None.
 
     Returns: the collector, for ``registry.unregister``.
-    Raises: ModuleNotFoundError without prometheus-client.
+    Raises: ModuleNotFoundError without prometheus-client; ValueError for a registry that has them already.
     """
     collector = PrometheusCollector()
     (registry or _library("prometheus_client", "prometheus").REGISTRY).register(collector)
@@ -94,10 +103,11 @@ def register_with_opentelemetry(*, tracer_provider: Any = None, meter_provider: 
     api = _library("opentelemetry.metrics", "otel")
     tracer = trace.get_tracer("layerzero", __version__, tracer_provider)
     meter = api.get_meter("layerzero", __version__, meter_provider)
+    shared = _Shared()
     for each in SERIES:
         name = each.name.removesuffix("_total").replace("_", ".", 1)
         make = meter.create_observable_counter if each.grows else meter.create_observable_gauge
-        make(name, callbacks=[_observed(each, api.Observation)], unit=each.unit, description=each.help)
+        make(name, callbacks=[_observed(each, shared, api.Observation)], unit=each.unit, description=each.help)
     durations = meter.create_histogram("layerzero.selection.duration", "s", "Time that a choice took.")
 
     def span_of(event: Event) -> None:
@@ -116,9 +126,27 @@ def register_with_opentelemetry(*, tracer_provider: Any = None, meter_provider: 
     return on_event(span_of)
 
 
-def _observed(series: Series, observation: Callable[..., Any]) -> Callable[[Any], list[Any]]:
+class _Shared:
+    """One snapshot for the instruments of a collection: each one's second question begins the next."""
+
+    def __init__(self) -> None:
+        self._lock = forking.lock()
+        self._asked: set[str] = set()
+        self._taken_s = 0.0
+        self._found: Metrics | None = None
+
+    def of(self, series: Series) -> Metrics:
+        with self._lock:
+            if self._found is None or series.name in self._asked or time.monotonic() - self._taken_s > SHARED_S:
+                self._asked.clear()
+                self._found, self._taken_s = metrics(), time.monotonic()
+            self._asked.add(series.name)
+            return self._found
+
+
+def _observed(series: Series, shared: _Shared, observation: Callable[..., Any]) -> Callable[[Any], list[Any]]:
     """What an instrument asks when it is collected."""
-    return lambda _: [observation(value, labels) for labels, value in series.rows(metrics())]
+    return lambda _: [observation(value, labels) for labels, value in series.rows(shared.of(series))]
 
 
 # JSON lines
@@ -133,12 +161,13 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """The record in one line."""
+        event = getattr(record, "layerzero", None)
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds"),
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
-            **getattr(record, "layerzero", {}),
+            **(event if isinstance(event, Mapping) else {}),  # other libraries may use the name as well
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)

@@ -213,10 +213,11 @@ class HealthServer:
         self._thread.join()
 
     def close(self) -> None:
-        """End it, and give the port back."""
-        self._server.shutdown()
-        self._server.server_close()
-        _OPEN.discard(self)
+        """End it, and give the port back; nothing where it has ended, or its thread is a forked child's parent's."""
+        if self in _OPEN:
+            _OPEN.discard(self)
+            self._server.shutdown()
+            self._server.server_close()
 
 
 def serve_health(

@@ -104,6 +104,9 @@ class Readiness:
     @property
     def builds(self) -> Part:
         """Whether what calls would choose is built."""
+        wrong = [each.name for each in self.parts[: len(BEFORE)] if each.state is PartState.NOT_READY]
+        if wrong:  # those of BEFORE come first
+            return Part("builds", PartState.NOT_READY, f"not looked at, since {' and '.join(wrong)} cannot be used")
         text = f"{self.complete} of {self.calls} calls have all that they would choose"
         if not self.calls:
             text = "no call is known that would have to be; lz.record writes a manifest of those that matter"
