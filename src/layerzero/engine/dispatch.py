@@ -117,7 +117,9 @@ class Engine:
         Times decide nothing where choices are frozen or priority alone decides, whatever a process writes meanwhile,
         nor where ranks have yet to agree. With ``alone`` this process chooses as if nothing were frozen or agreed.
         """
-        frozen = None if alone else self.frozen or yet_to_agree(policy)
+        frozen, ranks = None if alone else self.frozen, torch.distributed
+        if frozen is None and not alone and ranks.is_available() and ranks.is_initialized():
+            frozen = yet_to_agree(policy)
         open_ = frozen is None or not frozen.decides(judged, facts, policy)
         times = self.ledger if open_ and later is None else None
         ordered = ranked(judged, facts, policy, times, machine.asked)
