@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import layerzero as lz
 from layerzero.engine.dispatch import ENGINE, Dispatcher
-from layerzero.engine.transforms import ELSEWHERE
+from layerzero.engine.transforms import ELSEWHERE, _alike
 
 
 class Layer(nn.Module):
@@ -89,6 +89,40 @@ def test_nothing_runs_wherever_the_weights_lie(kind):
     assert kernels(report)["0", "norm.rms"] == "user.norm"
     assert not ran
     assert ("lz.optimize exchanged" in str(report)) is (kind != "meta")
+
+
+@pytest.mark.parametrize("kind", ["buffer", "weight", "attribute"])
+def test_what_lies_in_memory_beside_weights_on_meta_is_put_back(kind):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(64, device="meta"))
+            if kind == "buffer":
+                self.register_buffer("scale", torch.ones(64))
+            else:
+                self.scale = nn.Parameter(torch.ones(64)) if kind == "weight" else torch.ones(64)
+
+        def forward(self, rows):
+            return lz.rms_norm(rows * self.scale, self.weight)
+
+    asked = Scaled()
+    scale = asked.scale
+    report = lz.dry_run(asked, torch.ones(2, 64), "H100")
+    assert [row.operation for row in report.rows] == ["norm.rms"]
+    assert asked.scale is scale
+    assert lz.solve(asked, torch.ones(2, 64), budget_s=0).choices
+    assert asked.scale is scale
+
+
+@pytest.mark.parametrize(("one", "other"), [([64], (64,)), (1, True), (1, 1.0), ({"a": 1}, {"a": True})])
+def test_arguments_that_only_look_alike_are_judged_apart(one, other):
+    first, second = (_alike("norm", {"given": each}, ROWS) for each in (one, other))
+    assert first == _alike("norm", {"given": one}, ROWS)
+    assert first != second
+
+
+def test_arguments_that_make_no_key_are_judged_each_time():
+    assert _alike("norm", {"given": {1}}, ROWS) != _alike("norm", {"given": {1}}, ROWS)
 
 
 def test_layers_that_are_alike_are_judged_once(monkeypatch):

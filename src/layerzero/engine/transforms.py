@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
 
 from layerzero.core.device import Device
 from layerzero.core.eager_state import declared
@@ -199,7 +200,7 @@ def tell_shapes(dispatcher: Dispatcher, arguments: dict[str, Any], policy: Polic
         plan = _shapes_plan(dispatcher, arguments, policy, Machine(judged_on(tensors)))
     else:
         key = _alike(dispatcher.function.name, arguments, policy)
-        if key is None or key not in elsewhere.plans:
+        if key not in elsewhere.plans:
             elsewhere.plans[key] = _shapes_plan(dispatcher, arguments, policy, elsewhere.machine, elsewhere)
         plan = elsewhere.plans[key]
     if plan is not None:
@@ -208,16 +209,17 @@ def tell_shapes(dispatcher: Dispatcher, arguments: dict[str, Any], policy: Polic
 
 
 def _alike(function: str, arguments: Mapping[str, Any], policy: Policy) -> Hashable:
-    """What calls have in common that are judged alike; None for arguments that make no key."""
+    """What calls have in common that are judged alike; for arguments that make no key, one that no other call has."""
+    leaves, structure = pytree.tree_flatten([*arguments.values()])
     parts = [
-        (value.shape, value.stride(), value.dtype, value.requires_grad) if isinstance(value, torch.Tensor) else value
-        for value in arguments.values()
+        (each.shape, each.stride(), each.dtype, each.requires_grad) if isinstance(each, torch.Tensor) else each
+        for each in leaves
     ]
-    key = (function, *parts, id(policy))
+    key = (function, *arguments, *parts, *map(type, leaves), structure, id(policy))
     try:
         hash(key)
     except TypeError:
-        return None
+        return object()
     return key
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.utils import _pytree as pytree
 
 from layerzero.asking.answers import described
@@ -76,6 +77,9 @@ def dry_run(
     libraries: Mapping[str, str] | None = None,
 ) -> DryRun:
     """Tell what each layer of a model would run on a device, and why. No kernel runs, and no weight is read.
+
+    The model is afterwards as it was: what its modules assign meanwhile is put back. What its code changes in other
+    objects stays. No other thread may call the model meanwhile.
 
         with torch.device("meta"):
             model = Decoder(...)  # no memory for weights
@@ -168,7 +172,7 @@ def token_ids(model: Module, *, batch: int, seq_len: int) -> dict[str, torch.Ten
 def run_on_shapes(model: Module) -> Iterator[Callable[[Any], Any]]:
     """Give what calls a model with inputs without memory, be its weights on meta, fake, or in memory.
 
-    Gradients are not recorded.
+    Gradients are not recorded. What the modules hold is put back afterwards.
     """
     mode = _mode_of(model)
 
@@ -177,7 +181,55 @@ def run_on_shapes(model: Module) -> Iterator[Callable[[Any], Any]]:
         with torch.no_grad(), mode or nullcontext():
             return called(model, shaped)
 
-    yield run
+    with _put_back(model):
+        if mode is None:
+            _to_meta(model)
+        yield run
+
+
+CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
+"""What a module's state is put back in. Their subclasses are left alone: some refuse to be emptied."""
+
+
+@contextmanager
+def _put_back(model: Module) -> Iterator[None]:
+    """Put back what modules and their containers hold now: a table that grew would have no memory afterwards."""
+    kept: dict[int, tuple[Any, list[Any]]] = {}
+    waiting: list[Any] = [vars(each) for each in model.modules()]
+    while waiting:
+        held = waiting.pop()
+        if id(held) in kept or type(held) not in (*CONTAINERS, tuple):
+            continue
+        kept[id(held)] = held, [*held.items()] if isinstance(held, dict) else [*held]
+        waiting += held.values() if isinstance(held, dict) else held
+    try:
+        yield
+    finally:
+        for held, before in kept.values():
+            if isinstance(held, tuple) or _same(held, before):
+                continue
+            held.clear()
+            (held.update if isinstance(held, (dict, set)) else held.extend)(before)
+
+
+def _same(held: Any, before: list[Any]) -> bool:
+    """Whether a container holds the very objects that it held before."""
+    if len(held) != len(before):
+        return False
+    if not isinstance(held, dict):
+        return all(now is then for now, then in zip(held, before, strict=True))
+    return all(key is name and now is then for (key, now), (name, then) in zip(held.items(), before, strict=True))
+
+
+def _to_meta(model: Module) -> None:
+    """Replace what lies in memory while weights lie on meta, as buffers do that Accelerate leaves there."""
+    for module in model.modules():
+        stores: tuple[dict[str, Any], ...] = vars(module), module._parameters, module._buffers
+        for held in stores:
+            for name, each in held.items():
+                if isinstance(each, torch.Tensor) and not each.is_meta:
+                    moved = each.detach().to("meta")
+                    held[name] = Parameter(moved, each.requires_grad) if isinstance(each, Parameter) else moved
 
 
 def called(model: Callable[..., Any], inputs: Any) -> Any:
