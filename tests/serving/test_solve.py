@@ -184,8 +184,9 @@ def test_a_kind_of_call_that_was_not_solved_is_named_by_what_differs():
     report = lz.explain("attention", query, query, query, causal=False, attn_mask=mask, layout="BSHD")
     (note,) = [each for each in report.notes if "PLAN_BUCKET_MISS" in each]
     assert "must be causal=True mask_ndim=0, is attn_mask=" in note
-    with pytest.warns(lz.LayerZeroWarning, match="requires_grad"):
-        asked(torch.randn(1, 8, 64))  # gradients were not solved for
+    wanted = r"must be without gradients, is requires_grad=True\. Use torch\.no_grad\(\)"
+    with pytest.warns(lz.LayerZeroWarning, match=wanted):
+        asked(torch.randn(1, 8, 64))
 
 
 def test_no_call_outside_slips_into_a_plan_that_was_kept_and_none_inside_is_kept_out():
@@ -248,6 +249,22 @@ def test_another_model_is_refused_by_what_differs():
     Renamed.__name__ = "Sequential"
     same = Renamed(nn.ModuleDict({"other": model()}))
     refused(plan, "model: configuration_hash: wanted", model=same)
+
+
+def test_a_config_with_numbers_that_json_lacks_is_read_back(tmp_path):
+    class Config:
+        limit = math.inf
+
+        def to_dict(self):
+            return {"limit": self.limit, "least": -math.inf, "none": math.nan}
+
+    asked = model()
+    asked.config = Config()
+    solve(asked).write(tmp_path / "plan.json")
+    lz.freeze(tmp_path / "plan.json", model=asked)
+    lz.thaw()
+    asked.config.limit = 3.0
+    refused(tmp_path / "plan.json", r"model: limit: wanted inf, got 3\.0", model=asked)
 
 
 def test_where_weights_lie_is_no_part_of_the_model():
@@ -361,6 +378,32 @@ def test_code_that_reads_values_or_runs_otherwise_without_memory_is_run_for_real
         operations = {each.call.operation for each in plan.choices.values()}
         assert operations == {"norm.rms", "attention.standard.prefill", "attention.standard.decode"}
         assert len(plan.choices) == len(solve(Layer()).choices)
+
+
+def test_a_model_that_grows_tables_has_its_own_afterwards():
+    class Grows(Layer):
+        def __init__(self):
+            super().__init__()
+            self.had, self.kept = 0, {"rows": [], "seen": {0}}
+
+        def forward(self, rows):
+            if rows.shape[1] > self.had:
+                self.had = rows.shape[1]
+                self.register_buffer("table", torch.ones(self.had, 1), persistent=False)
+                self.kept["rows"].append(self.table)
+                self.kept["seen"].add(self.had)
+            return super().forward(rows * self.table[: rows.shape[1]])
+
+    asked = nn.Sequential(Grows())
+    run(asked, 4, 1)
+    table = asked[0].table
+    lz.dry_run(asked, inputs(seq_len=64), "H100")
+    assert (asked[0].had, asked[0].kept) == (4, {"rows": [table], "seen": {0, 4}})
+    assert asked[0].table is table
+    solve(asked)
+    assert type(asked[0].table) is torch.Tensor
+    assert {type(each) for each in asked[0].kept["rows"]} == {torch.Tensor}
+    assert type(run(asked, 16, 1)) is torch.Tensor
 
 
 def test_a_function_without_arguments_runs_the_model_by_itself():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -94,7 +95,7 @@ def model_of(model: Module) -> tuple[str, dict[str, Plain], str]:
     """The class, the readable configuration and the hash of a model; where its weights lie does not count."""
     to_dict = getattr(getattr(model, "config", None), "to_dict", dict)
     found: dict[str, Plain] = {
-        str(key): value
+        str(key): str(value) if isinstance(value, float) and not math.isfinite(value) else value  # JSON has no inf
         for key, value in to_dict().items()
         if isinstance(value, (bool, int, float, str)) and not key.startswith("_") and key != "transformers_version"
     }

@@ -95,8 +95,12 @@ class BucketTable:
         if not rows:
             own = class_name(facts, policy, dense=True, sizes="").split()
             near = self._nearest(own)
-            wanted = " ".join(each for each in near if each not in own) or "without that"
-            got = " ".join(each for each in own if each not in near) or "without that"
+            lacking = " ".join(each for each in near if each not in own)
+            more = " ".join(each for each in own if each not in near)
+            wanted = lacking or f"without {more.replace('requires_grad=True', 'gradients')}"
+            got = more or f"without {lacking}"
+            if "requires_grad=True" in more.split():
+                hint = "Use torch.no_grad(): a plan is solved for calls without gradients"
             return Reason(ReasonCode.PLAN_BUCKET_MISS, "the kind of call", wanted, got, hint)
         sizes = live_sizes(facts)
 
