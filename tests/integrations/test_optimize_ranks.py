@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 
+import msgspec
 import pytest
 import torch
 
 import layerzero as lz
 from layerzero.asking import agreement
+from layerzero.asking.board import Board
 from layerzero.core.errors import FrozenChoiceError
 from layerzero.integrations.optimize import entrance
 
@@ -47,10 +49,21 @@ def _all_gain(monkeypatch):
     monkeypatch.setattr(entrance, "time_random_rows", lambda *rest, **options: None)
 
 
+def heard(monkeypatch, of_all):
+    """Let ``lz.optimize`` hear from all ranks what this makes of its own words."""
+    real = agreement.agreed_where_ends
+
+    def ending(name, run, words):
+        found, kept = real(name, run, words)
+        return found, of_all(kept)
+
+    monkeypatch.setattr(entrance, "agreed_where_ends", ending)
+
+
 @pytest.mark.usefixtures("_several", "_all_gain")
 @pytest.mark.filterwarnings("ignore:agree")
 def test_what_another_rank_left_is_left(monkeypatch):
-    monkeypatch.setattr(entrance, "said_by_all", lambda words: {each for each in words if each.startswith("two ")})
+    heard(monkeypatch, lambda words: {each for each in words if each.startswith("two ")})
     report = lz.optimize(Model().eval())
     assert [each.path for each in report.replaced] == ["two"]
     assert any(each.path == "one" and "another rank left it" in each.why for each in report.left)
@@ -62,7 +75,7 @@ def test_what_another_rank_left_is_left(monkeypatch):
 @pytest.mark.filterwarnings("ignore:agree")
 def test_a_module_that_another_rank_computes_otherwise_at_some_sizes_is_left(monkeypatch):
     said = []
-    monkeypatch.setattr(entrance, "said_by_all", lambda words: said.append(words) or set(words))
+    heard(monkeypatch, lambda words: said.append(words) or words)
     model = Model().eval()
     lz.optimize(model).undo()
 
@@ -77,11 +90,12 @@ def test_a_module_that_another_rank_computes_otherwise_at_some_sizes_is_left(mon
 
 
 @pytest.mark.usefixtures("_several", "_all_gain")
+@pytest.mark.filterwarnings("ignore:agree")
 def test_ranks_that_do_not_agree_leave_the_model_as_it_was(monkeypatch):
     def refusing(words):
         raise FrozenChoiceError("agree", ["rank 1 did not come"])
 
-    monkeypatch.setattr(entrance, "said_by_all", refusing)
+    heard(monkeypatch, refusing)
     model = Model().eval()
     with pytest.raises(FrozenChoiceError, match="rank 1 did not come"):
         lz.optimize(model)
@@ -89,7 +103,14 @@ def test_ranks_that_do_not_agree_leave_the_model_as_it_was(monkeypatch):
 
 
 def test_what_all_ranks_say_is_common_to_them():
-    assert agreement.said_by_all(["b", "a"]) == {"a", "b"}
+    def said(*words):
+        return [msgspec.json.encode(agreement.Arrival(words=each)) for each in words]
+
+    ranks = Board((0, 1, 5))
+    assert agreement._arrived(ranks, said(["a", "b"], ["b", "c"], ["b"])).words == ["b"]
+    assert agreement._arrived(ranks, said(None, None, None)).words == []
+    with pytest.raises(FrozenChoiceError, match=r"wanted all ranks in lz\.optimize, or none, got ranks 0, 5 alone"):
+        agreement._arrived(ranks, said([], None, ["b"]))
 
 
 SHARDED = """

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Of what ranks tell each other; the highest byte of their words."""
 
 
@@ -52,6 +52,7 @@ class Arrival(msgspec.Struct, frozen=True):
         choices: hash of what it would choose.
         held: hash of what it holds by agreement; empty for nothing.
         failed: why it does not take part.
+        words: what else it says, of which those that all say count; None for nothing.
     """
 
     word: int = 0
@@ -62,14 +63,16 @@ class Arrival(msgspec.Struct, frozen=True):
     choices: str = ""
     held: str = ""
     failed: str = ""
+    words: list[str] | None = None
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What follows from the arrivals: ``kind``, the groups that agree among themselves, and a warning to all."""
+    """What follows from the arrivals: ``kind``, groups that agree among themselves, a warning, and common words."""
 
     kind: Literal["same", "choose", "fallback"]
     groups: list[list[int]]
     told: list[str] = []
+    words: list[str] = []
 
 
 _CALLS: dict[str, int] = defaultdict(int)
@@ -122,7 +125,7 @@ def agree(
         _CALLS[name] += 1
         if _CALLS[name] % every:
             return None
-    return _agreed(Board.of(group, timeout_s))
+    return _agreed(Board.of(group, timeout_s))[0]
 
 
 def agreeing(run: Callable[Params, Result]) -> Callable[Params, Result]:
@@ -132,45 +135,45 @@ def agreeing(run: Callable[Params, Result]) -> Callable[Params, Result]:
     def running(*args: Params.args, **kwargs: Params.kwargs) -> Result:
         if not ranks_choose(CONFIGURATION.policy):
             return run(*args, **kwargs)
-        try:
-            found = run(*args, **kwargs)
-        except BaseException as error:
-            why = Arrival(failed=f"{run.__name__.lstrip('_')}: {type(error).__name__}: {error}")
-            try:
-                board = Board.of(None, None)
-                board.leave(msgspec.json.encode(why), functools.partial(_arrived, board))
-            except FrozenChoiceError as gone:
-                error.add_note(f"the other ranks could not be told: {gone}")
-            raise
-        _agreed(Board.of(None, None))
-        return found
+        return agreed_where_ends(run.__name__, functools.partial(run, *args, **kwargs))[0]
 
     return running
 
 
-def said_by_all(words: Collection[str]) -> frozenset[str]:
-    """What all ranks of the default group say; a rank that fails instead is named. Raises: FrozenChoiceError."""
+def agreed_where_ends(
+    name: str, run: Callable[[], Result], words: Callable[[Result], Collection[str]] | None = None
+) -> tuple[Result, frozenset[str]]:
+    """Let ranks agree once where a function ends, or where it raises: then the others get its error.
 
-    def common(said: Sequence[bytes]) -> list[str]:
-        found = []
-        for rank, text in enumerate(said):
-            each = msgspec.json.decode(text, type=set[str] | Arrival)
-            if isinstance(each, Arrival):
-                raise FrozenChoiceError("agree", [f"rank {rank}: {each.failed or 'it agrees on kernels meanwhile'}"])
-            found.append(each)
-        return sorted(set.intersection(*found))
+    One agreement whatever happens, so that ranks count alike.
 
-    said = Board.of(None, None).settle("arrive", msgspec.json.encode(sorted(words)), common)
-    return msgspec.json.decode(said, type=frozenset[str])
+    Args:
+        name: of the function, for the others.
+        words: what this rank says, of what the function returned.
+    Returns: what the function returned, and those words that all ranks say.
+    """
+    try:
+        found = run()
+        said = None if words is None else sorted(words(found))
+    except BaseException as error:
+        why = Arrival(failed=f"{name}: {type(error).__name__}: {error}")
+        try:
+            board = Board.of(None, None)
+            board.leave(msgspec.json.encode(why), functools.partial(_arrived, board))
+        except FrozenChoiceError as gone:
+            error.add_note(f"the other ranks could not be told: {gone}")
+        raise
+    return found, frozenset(_agreed(Board.of(None, None), said)[1])
 
 
-def _agreed(board: Board) -> Frost:
+def _agreed(board: Board, words: list[str] | None = None) -> tuple[Frost, list[str]]:
+    """What all ranks hold from now on, and the words that all say."""
     stamp = (ENGINE.epoch, ENGINE.winners)
     held = ENGINE.frozen
     own: Frost | None = None
     try:
         own = _own(stamp)
-        arrival = _arrival(own)
+        arrival = msgspec.structs.replace(_arrival(own), words=words)
     except Exception as error:  # noqa: BLE001  # raised on every rank
         arrival = Arrival(failed=f"{type(error).__name__}: {error}")
     said = board.settle("arrive", msgspec.json.encode(arrival), functools.partial(_arrived, board))
@@ -180,7 +183,7 @@ def _agreed(board: Board) -> Frost:
         warnings.warn(f"agree: {'; '.join(verdict.told)}", LayerZeroWarning, stacklevel=3)
     if verdict.kind == "same" and isinstance(held, Agreed):
         held.stamp = stamp
-        return own
+        return own, verdict.words
     shared, unable = own, dict[str, str]()
     if verdict.kind == "choose":
         mine = next(place for place, group in enumerate(verdict.groups) if board.rank in group)
@@ -197,7 +200,7 @@ def _agreed(board: Board) -> Frost:
         tell_if_short("agree", kept)
     hold(found)
     found.stamp = (ENGINE.epoch, stamp[1])
-    return shared
+    return shared, verdict.words
 
 
 def _tried(run: Callable[[], dict[str, str]]) -> dict[str, str]:
@@ -269,9 +272,13 @@ def _arrived(board: Board, said: Sequence[bytes]) -> Verdict:
         except msgspec.MsgspecError as error:
             problems.append(f"rank {rank}: wanted what this version says of itself, got {error}")
     problems += [f"rank {rank}: {each.failed}" for rank, each in zip(ranks, arrivals, strict=False) if each.failed]
+    said_too = [set(each.words) for each in arrivals if each.words is not None]
+    if not problems and 0 < len(said_too) < len(ranks):
+        where = ", ".join(str(rank) for rank, each in zip(ranks, arrivals, strict=True) if each.words is not None)
+        problems.append(f"wanted all ranks in lz.optimize, or none, got rank{'s' * (len(said_too) > 1)} {where} alone")
     if problems:
         raise FrozenChoiceError("agree", problems)
-    first = arrivals[0]
+    common, first = sorted(set.intersection(*said_too)) if said_too else [], arrivals[0]
     others: list[str] = []
     if min(each.word for each in arrivals) != max(each.word for each in arrivals):
         for rank, each in zip(ranks, arrivals, strict=True):
@@ -281,7 +288,7 @@ def _arrived(board: Board, said: Sequence[bytes]) -> Verdict:
     if problems or (others and on_mismatch == "error"):
         raise FrozenChoiceError("agree", [*problems, *others])
     if others and on_mismatch == "fallback":
-        return Verdict("fallback", [], [*others, "all ranks run torch's own kernels and the references"])
+        return Verdict("fallback", [], [*others, "all ranks run torch's own kernels and the references"], common)
     kinds: dict[tuple[str, int], list[int]] = defaultdict(list)
     for place, each in enumerate(arrivals):
         kinds[each.device, each.word].append(place)
@@ -291,7 +298,7 @@ def _arrived(board: Board, said: Sequence[bytes]) -> Verdict:
     )
     if len(groups) > 1 and not same:
         others.append("ranks agree within their kind: " + "; ".join(_kind(board, arrivals, group) for group in groups))
-    return Verdict("same" if same else "choose", groups, others)
+    return Verdict("same" if same else "choose", groups, others, common)
 
 
 def _kind(board: Board, arrivals: Sequence[Arrival], group: Sequence[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from layerzero.asking.agreement import agreeing, said_by_all
+from layerzero.asking.agreement import agreed_where_ends
 from layerzero.core import emulation
 from layerzero.core.arguments import told
 from layerzero.core.device import Device
@@ -176,7 +177,8 @@ def optimize(
         return report
     try:
         with bar_or(progress) as tell:
-            _optimized(
+            run = functools.partial(
+                _optimized,
                 model,
                 root,
                 report,
@@ -188,6 +190,10 @@ def optimize(
                 rounds=rounds,
                 isolate=isolate,
             )
+            if ranks_choose(CONFIGURATION.policy):
+                _keep_what_all_keep(report, run)
+            else:
+                run()
     except BaseException:  # all or nothing, whatever failed and however late
         report.undo()
         raise
@@ -195,15 +201,15 @@ def optimize(
     return report
 
 
-def _keep_what_all_keep(report: Optimized) -> None:
-    """Take out what another rank left, or computes in another way at some sizes: each timed by itself."""
+def _keep_what_all_keep(report: Optimized, run: Callable[[], None]) -> None:
+    """Run, agree, and take out what another rank left, or computes otherwise at some sizes: each timed by itself."""
 
     def way(found: Replaced) -> str:
         state = getattr(found.exchange, "state", None)
         ways = [(each.own_at, getattr(each, "plain", ())) for each in (state, *state.parts)] if state else ()
         return f"{found.path} {found.kind} {found.kernel if found.kind == compiled_calls.KIND else ''} {ways}"
 
-    kept = said_by_all([way(each) for each in report.replaced])
+    _, kept = agreed_where_ends("optimize", run, lambda _: [way(each) for each in report.replaced])
     why = "another rank left it, or computes it in another way at some sizes (distributed_selection)"
     report.take_out([each for each in report.replaced if way(each) not in kept], why)
 
@@ -217,7 +223,6 @@ def _evaluates_itself(root: Module) -> bool:
     return library == "sentence_transformers" and any(hasattr(root, name) for name in ("encode", "predict"))
 
 
-@agreeing
 def _optimized(
     model: Any,
     root: Module,
@@ -277,8 +282,6 @@ def _optimized(
         report.tune.append("pass inputs= so that the calls which they make are measured and the gain is shown")
     if asked is not None and not report.made:
         report.tune += requested.hints(asked)
-    if ranks_choose(CONFIGURATION.policy):
-        _keep_what_all_keep(report)
 
 
 def _join(found: Iterable[Replaced], root: Module, report: Optimized) -> None:
