@@ -168,7 +168,7 @@ def test_where_nothing_changed_ranks_tell_a_hash_alone(monkeypatch):
 
 def test_a_kernel_that_another_rank_cannot_run_changes_nothing(monkeypatch):
     lz.rms_norm(X, WEIGHT)
-    ranks(monkeypatch, proposed(anew=True), unable={"norm.rms": "wanted mine.two, got none"}.items())
+    ranks(monkeypatch, proposed(anew=True), unable={"norm.rms": ("mine.two", "wanted mine.two, got none")}.items())
     with pytest.raises(lz.FrozenChoiceError, match=r"rank 0: norm\.rms: wanted mine\.two, got none"):
         lz.agree()
     assert lz.frozen() is None
@@ -233,6 +233,41 @@ def test_ranks_of_one_version_agree_among_themselves(monkeypatch):
     with pytest.warns(lz.LayerZeroWarning, match="ranks agree within their kind: 0 .*; 1 "):
         lz.agree()
     assert chosen() == own
+
+
+@pytest.mark.usefixtures("_stock_settings")
+@pytest.mark.filterwarnings("ignore:agree")  # no class is left
+def test_a_kernel_that_a_rank_cannot_run_runs_on_none_for_classes_without_agreement(monkeypatch):
+    """It is first by priority here, and the plan that calls it goes, too."""
+    mismatch("best_effort")
+    lz.register_kernel("norm.rms", "mine.first", priority=100, supported_dtypes=["float32"])(_norm)
+    try:
+        with lz.scope(unmeasured="priority"):
+            first = chosen()
+        name, told = of_rank("mine.first")
+        ranks(monkeypatch, told)
+        lz.agree()
+        lz.rms_norm(X, WEIGHT)
+        assert chosen() == first == "mine.first"
+        ranks(monkeypatch, told, unable={name: ("mine.first", "it failed")}.items(), held="other")
+        monkeypatch.setattr(agreement, "_unable", lambda shared, own: {})
+        assert name not in lz.agree().choices
+        lz.rms_norm(X, WEIGHT)
+        plans = {plan.kernel.id for cache in dispatch.ENGINE.caches for _, plan in cache.plans()}
+        new, strided = chosen(torch.ones(4, 96), torch.ones(96)), chosen(torch.ones(4, 128)[:, ::2])
+        assert "mine.first" not in {*plans, chosen(), new, strided}
+    finally:
+        lz.unregister_kernel("mine.first")
+
+
+def test_a_class_that_is_held_no_more_changes_plans():
+    _, told = of_rank("mine.two")
+    held, without = Agreed(told.choices), Agreed({})
+    assert held.would_change(without)
+    assert not without.would_change(held)
+    assert not held.would_change(Agreed(told.choices))
+    without.refused = frozenset({"mine.one"})
+    assert Agreed({}).would_change(without)
 
 
 def test_ranks_with_other_processors_agree_within_their_kind(monkeypatch):

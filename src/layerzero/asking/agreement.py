@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
+Unable = dict[str, tuple[str, str]]
+"""Of classes whose kernel a rank cannot run: the kernel, and why."""
+
 PROTOCOL = 2
 """Of what ranks tell each other; the highest byte of their words."""
 
@@ -184,7 +187,7 @@ def _agreed(board: Board, words: list[str] | None = None) -> tuple[Frost, list[s
     if verdict.kind == "same" and isinstance(held, Agreed):
         held.stamp = stamp
         return own, verdict.words
-    shared, unable = own, dict[str, str]()
+    shared, unable = own, Unable()
     if verdict.kind == "choose":
         mine = next(place for place, group in enumerate(verdict.groups) if board.rank in group)
         merge = functools.partial(_merged, verdict.groups, CONFIGURATION.policy["distributed_selection"])
@@ -192,10 +195,14 @@ def _agreed(board: Board, words: list[str] | None = None) -> tuple[Frost, list[s
         shared = msgspec.json.decode(said, type=list[Frost])[mine]
         unable = _tried(lambda: _unable(shared, own))
     able = functools.partial(_able, board, fallback=verdict.kind == "fallback")
-    left_out = msgspec.json.decode(board.settle("able", msgspec.json.encode(unable), able), type=list[str] | None)
-    kept = {} if left_out is None else {name: each for name, each in shared.choices.items() if name not in left_out}
+    said = board.settle("able", msgspec.json.encode(unable), able)
+    left_out = msgspec.json.decode(said, type=dict[str, list[str]] | None)
+    kept = {}
+    if left_out is not None:
+        kept = {name: each for name, each in shared.choices.items() if each.kernel not in left_out.get(name, ())}
     shared = msgspec.structs.replace(shared, choices=kept).sealed()
     found = Agreed(kept, shared, fallback=left_out is None)
+    found.refused = frozenset(kernel for each in (left_out or {}).values() for kernel in each)
     if not found.fallback:
         tell_if_short("agree", kept)
     hold(found)
@@ -203,12 +210,12 @@ def _agreed(board: Board, words: list[str] | None = None) -> tuple[Frost, list[s
     return shared, verdict.words
 
 
-def _tried(run: Callable[[], dict[str, str]]) -> dict[str, str]:
+def _tried(run: Callable[[], Unable]) -> Unable:
     """What this rank tells; its error as a problem, since the others wait for what it tells."""
     try:
         return run()
     except Exception as error:  # noqa: BLE001  # raised on every rank, with this one's number
-        return {"looking at the choices": f"{type(error).__name__}: {error}"}
+        return {"looking at the choices": ("", f"{type(error).__name__}: {error}")}
 
 
 def _own(stamp: object) -> Frost:
@@ -330,31 +337,35 @@ def merged(documents: Sequence[Frost]) -> Frost:
     return msgspec.structs.replace(documents[0], choices=choices).sealed()
 
 
-def _unable(shared: Frost, own: Frost) -> dict[str, str]:
+def _unable(shared: Frost, own: Frost) -> Unable:
     """The classes whose kernel cannot run here, and why; a kernel that this rank would choose itself can."""
     found = {}
     for name, choice in shared.choices.items():
         mine = own.choices.get(name)
         same = mine is not None and (mine.kernel, mine.version) == (choice.kernel, choice.version)
         if not same and (why := difference(choice, may_differ=True)):
-            found[name] = why
+            found[name] = choice.kernel, why
     return found
 
 
-def _able(board: Board, said: Sequence[bytes], *, fallback: bool) -> list[str] | None:
-    """The classes that are left out because a rank cannot run their kernels, or None: all run the fallback.
+def _able(board: Board, said: Sequence[bytes], *, fallback: bool) -> dict[str, list[str]] | None:
+    """The classes that are left out, with their kernels that a rank cannot run, or None: all run the fallback.
 
     Raises: FrozenChoiceError where neither is wanted.
     """
-    found = [msgspec.json.decode(each, type=dict[str, str]) for each in said]
+    found = [msgspec.json.decode(each, type=Unable) for each in said]
     problems = [
         f"rank {rank}: {name}: {why}"
         for rank, each in zip(board.ranks, found, strict=True)
-        for name, why in each.items()
+        for name, (_, why) in each.items()
     ]
     on_mismatch = CONFIGURATION.policy["on_version_mismatch"]
     if problems and on_mismatch == "error":
         raise FrozenChoiceError("agree", problems)
     if fallback or (problems and on_mismatch == "fallback"):
         return None
-    return sorted({name for each in found for name in each})
+    left_out: dict[str, list[str]] = defaultdict(list)
+    for each in found:
+        for name, (kernel, _) in each.items():
+            left_out[name].append(kernel)
+    return left_out

@@ -197,7 +197,7 @@ def hold(held: Agreed) -> None:
     """Let choices be what ranks agreed on; plans are chosen anew only where some may be others."""
     before = ENGINE.frozen
     ENGINE.frozen = held
-    if not isinstance(before, Agreed) or before.fallback or held.fallback or before.would_change(held.choices):
+    if not isinstance(before, Agreed) or before.fallback or held.fallback or before.would_change(held):
         ENGINE.bump()
 
 

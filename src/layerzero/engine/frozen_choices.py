@@ -129,6 +129,7 @@ class Frozen:
     """
 
     agreed = False
+    refused: frozenset[str] = frozenset()
 
     def __init__(
         self, choices: Mapping[str, FrozenChoice], plan: BucketTable | None = None, solved: Any = None
@@ -160,7 +161,7 @@ class Frozen:
         if choice is None:
             dense = self.choices.get(class_name(report.facts, policy, dense=True))
             found = None if dense is None else candidate_of(report, dense)
-            if found is not None and found.legal:
+            if found is not None and found.legal and found.kernel.id not in self.refused:
                 return noted(with_choice(report, found), f"frozen: {found.kernel.id}, for dense tensors of this class")
             return self._new(report)
         found = candidate_of(report, choice)
@@ -219,6 +220,7 @@ class Agreed(Frozen):
         document: what all ranks of this hardware hold.
         stamp: of the process when they agreed; while it is the same, this process would choose as it did then.
         fallback: whether versions differ, so that all ranks run torch's own kernels and the references.
+        refused: kernels that a rank could not run for a class: no rank takes them for a class that was not agreed on.
         mixed: whether calls of one new class got several kernels.
     """
 
@@ -239,7 +241,7 @@ class Agreed(Frozen):
         return super().held(report, policy) if self.choices else self._new(report)
 
     def _new(self, report: Report) -> Report:
-        return by_priority(report)
+        return by_priority(report, self.refused)
 
     def _keep(self, name: str, choice: FrozenChoice) -> None:
         if name not in self._met:
@@ -247,10 +249,12 @@ class Agreed(Frozen):
             self.added = (*self.added, name)
         self.mixed |= self._met[name] != choice.kernel
 
-    def would_change(self, choices: Mapping[str, FrozenChoice]) -> bool:
-        """Whether a plan of this process may be another under these choices."""
+    def would_change(self, other: Agreed) -> bool:
+        """Whether a plan of this process may be another under what is held next."""
+        if self.mixed or self.refused != other.refused or not self.choices.keys() <= other.choices.keys():
+            return True
         held = {name: each.kernel for name, each in self.choices.items()} | self._met
-        return self.mixed or any(name in choices and choices[name].kernel != each for name, each in held.items())
+        return any(name in other.choices and other.choices[name].kernel != each for name, each in held.items())
 
 
 UNAGREED = Agreed({})
@@ -273,12 +277,13 @@ def yet_to_agree(policy: Policy) -> Frozen | None:
     return UNAGREED if ranks_choose(policy) else None
 
 
-def by_priority(report: Report) -> Report:
-    """The choice that every rank makes: by priority and id, of what needs no build and no verdict of this machine."""
+def by_priority(report: Report, refused: frozenset[str] = frozenset()) -> Report:
+    """The choice of every rank: by priority and id, of what no rank refused and needs no build and no verdict here."""
 
     def alike(candidate: Candidate) -> bool:
         kernel = candidate.kernel
-        return candidate.legal and not kernel.jit and not legality.untrusted(kernel, report.facts.device)
+        may = candidate.legal and not kernel.jit and kernel.id not in refused
+        return may and not legality.untrusted(kernel, report.facts.device)
 
     if report.chosen is not None and not report.locked and not alike(report.chosen):
         report = with_choice(report, next(filter(alike, report.candidates), report.chosen))
