@@ -105,6 +105,22 @@ def test_the_file_parses(kind):
     assert of(kind, "USER") != ["root"]
 
 
+def test_the_cache_of_the_kubernetes_example_can_be_written_by_the_images_user():
+    """Volumes hide the image's folder and its owner; ``fsGroup`` reaches claims and emptyDir, but no hostPath."""
+    file = ROOT / "examples" / "kubernetes.yaml"
+    spec = yaml.safe_load(file.read_text())["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    folder = next(each["value"] for each in container["env"] if each["name"] == "LAYERZERO_CACHE_DIR")
+    (mount,) = container["volumeMounts"]
+    assert mount["mountPath"] == folder
+    assert not mount.get("readOnly")
+    (volume,) = (each for each in spec["volumes"] if each["name"] == mount["name"])
+    assert set(volume) - {"name"} <= {"emptyDir", "persistentVolumeClaim"}
+    assert spec["securityContext"]["fsGroup"] > 0
+    for kind in KINDS:
+        assert f"LAYERZERO_CACHE_DIR={folder}" in of(kind, "ENV")
+
+
 @CASES
 def test_the_base_is_pinned(kind):
     (base,) = of(kind, "FROM")

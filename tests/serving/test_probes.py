@@ -169,6 +169,47 @@ def test_readiness_is_looked_at_once_in_ten_seconds_and_by_one_at_a_time(monkeyp
     assert not looked.empty()
 
 
+def test_a_look_that_takes_long_is_repeated_where_something_moved_and_seldom_else(monkeypatch):
+    now, looks, ready = [0.0], [], [True]
+
+    class Report:
+        def __bool__(self):
+            return ready[0]
+
+    def check(**_):
+        now[0] += 3.0
+        looks.append(now[0])
+        return Report()
+
+    def asked_after(seconds):
+        """How many looks there were, once it is asked so long behind the latest."""
+        now[0] = looks[-1] + seconds
+        answers.answer("GET", "/readyz")
+        return len(looks)
+
+    monkeypatch.setattr(probes, "readiness_check", check)
+    answers = Probes(clock=lambda: now[0])
+    answers.answer("GET", "/readyz")
+    most = 3.0 / probes.SHARE
+    assert asked_after(most - 1) == 1, "3 s of 60, and nothing moved"
+    assert asked_after(most) == 2
+    lz.configure(tune_samples=7)
+    assert asked_after(MAX_AGE_S - 1) == 2
+    assert asked_after(MAX_AGE_S) == 3, "settings moved"
+    ENGINE.health.context_lost = "restart the process"
+    assert asked_after(MAX_AGE_S) == 4, "health moved"
+    lz.rms_norm(torch.ones(2, 8), torch.ones(8))
+    assert asked_after(MAX_AGE_S) == 4, "a choice moves nothing"
+    lz.freeze()
+    try:
+        assert asked_after(MAX_AGE_S) == 5, "what is frozen moved"
+    finally:
+        lz.thaw()
+    ready[0] = False
+    assert asked_after(MAX_AGE_S) == 6
+    assert asked_after(MAX_AGE_S) == 7, "what is not ready is looked at as often as may be"
+
+
 def test_a_probe_that_fails_is_told_once(monkeypatch, caplog):
     def broken():
         raise OSError("the disk is gone")

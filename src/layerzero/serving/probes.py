@@ -30,7 +30,11 @@ log = logging.getLogger("layerzero")
 PORT = 9400
 
 MAX_AGE_S = 10.0
-"""How old an answer of ``/readyz`` may be: to look at 1,000 calls takes seconds, and orchestrators ask as often."""
+"""How old any answer of ``/readyz`` may be: to look at 1,000 calls takes seconds, and orchestrators ask as often."""
+
+SHARE = 0.05
+"""The share of the time that looking may take while the process is ready and nothing moved in it. To look at 500 calls
+took 2.9 s of Python, and a step of 100 norms at the same time 25 ms in place of 10 (2 CPU cores, 2026-11-26)."""
 
 CLIENT_S = 10.0
 """How long the server waits for a client that sends or takes nothing."""
@@ -50,6 +54,28 @@ class Answered(NamedTuple):
     kind: str = _TEXT
 
 
+class _Look(NamedTuple):
+    """A look at readiness: when it ended, how long it took, what the process was as it began, and what was found."""
+
+    ended_s: float
+    took_s: float
+    state: object
+    answered: Answered
+
+    def holds(self, now_s: float) -> bool:
+        """Whether it need not be looked again. An answer that is not ready gets no traffic, and is looked at soon."""
+        age_s = now_s - self.ended_s
+        if age_s < MAX_AGE_S:
+            return True
+        return self.answered.status == 200 and age_s < self.took_s / SHARE and self.state == _state()
+
+
+def _state() -> object:
+    """What moves where calls may choose otherwise: settings, times and builds begin an epoch."""
+    health = ENGINE.health
+    return ENGINE.epoch, ENGINE.frozen, health.context_lost, list(health.breakers()), list(health.disabled())
+
+
 def _said(status: int, text: str) -> Answered:
     return Answered(status, f"{text}\n".encode())
 
@@ -58,7 +84,8 @@ class Probes:
     """The answers, and an ASGI app of them; mount it as ``app.mount("/layerzero", Probes(manifest="workload.json"))``.
 
     ``/livez`` is 200 until an error of the device stays, from which only a new process recovers. ``/readyz`` is 200
-    where ``lz.readiness_check`` is true, else 503, with its lines; which looks at most every 10 s, and once at a time.
+    where ``lz.readiness_check`` is true, else 503, with its lines; which looks once at a time, every 10 s at most, and
+    less often where that takes more than 5 % of the time and the process did not change.
     ``/metrics`` has the numbers of ``lz.metrics`` for Prometheus.
 
     Args:
@@ -77,7 +104,7 @@ class Probes:
         self._asked = {"manifest": manifest, "model": model, "device": device, "sets": sets}
         self._clock = clock
         self._lock = forking.lock()
-        self._latest: tuple[float, Answered] | None = None
+        self._latest: _Look | None = None
         self._failed = ""
 
     def answer(self, method: str, path: str) -> Answered:
@@ -106,14 +133,16 @@ class Probes:
     def readyz(self) -> Answered:
         """Whether traffic may come. While one caller looks, others get the answer before."""
         latest = self._latest
-        if latest is not None and self._clock() - latest[0] < MAX_AGE_S:
-            return latest[1]
+        if latest is not None and latest.holds(self._clock()):
+            return latest.answered
         if not self._lock.acquire(blocking=False):
-            return _said(503, "not ready: looking for the first time") if latest is None else latest[1]
+            return _said(503, "not ready: looking for the first time") if latest is None else latest.answered
         try:
+            began_s, state = self._clock(), _state()
             report = readiness_check(**self._asked)  # type: ignore[arg-type]  # the very arguments of it
             found = _said(200 if report else 503, str(report))
-            self._latest = self._clock(), found
+            ended_s = self._clock()
+            self._latest = _Look(ended_s, ended_s - began_s, state, found)
             return found
         finally:
             self._lock.release()
