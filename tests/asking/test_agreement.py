@@ -22,6 +22,7 @@ from layerzero.core.evidence import Measurement
 from layerzero.engine import dispatch
 from layerzero.engine.frozen_choices import Agreed
 from layerzero.engine.registry import REGISTRY
+from layerzero.engine.settings import DECIDE_NOTHING, SETTINGS
 from layerzero.tuning.measuring.winner import record_times
 
 X, WEIGHT = torch.randn(4, 64), torch.ones(64)
@@ -292,6 +293,17 @@ def test_other_settings_are_refused_unless_they_decide_nothing(monkeypatch):
     lz.agree()
 
 
+def test_each_setting_is_one_that_decides_or_one_that_does_not():
+    """A new one is added here or there: ranks may not differ in this one, or may."""
+    decide = {"version", "enabled", "fallback_enabled", "strict_mode", "allow_adaptation", "allow_jit_compile", "jit"}
+    decide |= {"deterministic", "require_vetting", "debug", "layout", "memory_headroom_mb", "prefer_sources", "plugins"}
+    decide |= {"avoid_sources", "allow", "deny", "locks", "unmeasured", "rules", "descriptors", "cpu_features"}
+    decide |= {"plan_mode", "graph_strict_mode", "backend_isolation", "distributed_selection", "on_version_mismatch"}
+    assert not decide & DECIDE_NOTHING
+    assert decide | DECIDE_NOTHING == set(SETTINGS)
+    assert "telemetry_sampling_rate" in DECIDE_NOTHING
+
+
 def test_rank_0s_choices_alone_count_where_the_setting_says_so(monkeypatch):
     _, told = of_rank("mine.two")
     name, _ = of_rank("mine.one", hidden=96)
@@ -339,6 +351,9 @@ def test_every_nth_call_alone_is_an_agreement():
     lz.rms_norm(X, WEIGHT)
     found = [lz.agree(every=3) for _ in range(7)]
     assert [each is not None for each in found] == [False, False, True, False, False, True, False]
+    with pytest.raises(lz.PolicyError, match="got one that was destroyed"):
+        for _ in range(2):
+            lz.agree("a group", every=2)
     for wrong in (0, True, 1.5):
         with pytest.raises(lz.PolicyError, match="agree: every: wanted a number of calls of at least 1, got"):
             lz.agree(every=wrong)
@@ -380,6 +395,7 @@ import os, sys, torch, layerzero as lz
 from datetime import timedelta
 from layerzero.core.evidence import Measurement
 from layerzero.engine.registry import REGISTRY
+from layerzero.engine.settings import DECIDE_NOTHING, SETTINGS
 from layerzero.tuning.measuring.winner import record_times
 rank, store, what = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 def group(seconds):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -158,6 +159,40 @@ def test_a_group_keeps_one_connection_of_its_own_to_a_tcp_store():
     assert base.get("layerzero/here") == b"1"
     files = torch.distributed.HashStore()
     assert Board((0, 1), 0, 30.0, files, 1, Group())._connected().underlying_store is files
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """Opens the next agreement of rank 0 of two, in a group that was made just now with this store."""
+
+    def opening(store):
+        group = Group()
+        group.group_name, group.get_group_store = "0", lambda: store
+        stand_in = SimpleNamespace(
+            **dict.fromkeys(("is_available", "is_initialized"), lambda: True),
+            **{name: getattr(torch.distributed, name) for name in ("GroupMember", "PrefixStore", "TCPStore")},
+            group=SimpleNamespace(WORLD=group),
+            get_process_group_ranks=lambda group: [0, 1],
+            get_rank=lambda: 0,
+        )
+        monkeypatch.setattr(board_module, "distributed", stand_in)
+        return Board.of(None, 3.0)
+
+    return opening
+
+
+def test_the_store_counts_agreements_so_that_groups_that_are_made_anew_begin_alike(opened):
+    one, another = torch.distributed.HashStore(), torch.distributed.HashStore()
+    assert [opened(store).number for store in (one, one, another, one)] == [1, 2, 1, 3]
+
+
+def test_a_store_that_is_gone_when_an_agreement_begins_is_named(opened, monkeypatch):
+    def gone(self, **_):
+        raise torch.distributed.DistNetworkError("gone")
+
+    monkeypatch.setattr(Board, "_connected", gone)
+    with pytest.raises(lz.FrozenChoiceError, match=r"rank 0: wanted the group's store, .* to answer within 3 s"):
+        opened(torch.distributed.HashStore())
 
 
 def test_a_process_alone_needs_no_store():

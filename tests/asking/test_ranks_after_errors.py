@@ -106,3 +106,34 @@ def test_ranks_agree_again_after_one_of_them_failed(tmp_path, case):
         assert two[0].startswith("FrozenChoiceError: agree: rank 0: ")
     assert one[1:] == two[1:]
     assert len(one[1]) == len(one[2]) == 64, one
+
+
+AGAIN = """
+import os, sys, torch, layerzero as lz
+from datetime import timedelta
+rank, store, case = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+def group(life):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}{life}", rank=rank, world_size=2, timeout=timedelta(seconds=120)
+    )
+def agreed():
+    return [each.hash for each in (lz.agree(), *(lz.agree(every=3) for _ in range(4))) if each is not None]
+lz.rms_norm(torch.ones(4, 64), torch.ones(64))
+if rank == 0 or case == "1":
+    group(1)
+    agreed()
+    torch.distributed.destroy_process_group()
+if rank == 1 and case == "1":  # a fresh process in its place
+    os.execv(sys.executable, [sys.executable, "-c", open(store + ".py").read(), "1", store, "2"])
+group(2)
+print("|".join(agreed()))
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_started_anew_agrees_with_one_that_makes_its_group_anew(tmp_path):
+    (tmp_path / "store.py").write_text(AGAIN)
+    one, two = two_ranks(tmp_path, AGAIN, "1")
+    assert one == two
+    assert [len(each) for each in one] == [64, 64]

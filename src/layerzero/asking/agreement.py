@@ -14,11 +14,12 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar, overload
+from weakref import WeakKeyDictionary
 
 import msgspec
 import torch
 
-from layerzero.asking.board import Board
+from layerzero.asking.board import Board, world
 from layerzero.asking.freeze import Frost, difference, hold, proposed, tell_if_short
 from layerzero.core.arguments import told
 from layerzero.core.device import Device
@@ -78,8 +79,8 @@ class Verdict(msgspec.Struct, frozen=True):
     words: list[str] = []
 
 
-_CALLS: dict[str, int] = defaultdict(int)
-"""How often this process called ``agree`` with ``every``, by the name of the group."""
+_CALLS: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+"""How often this process called ``agree`` with ``every``, by group: one that is made anew counts anew on all ranks."""
 
 
 @overload
@@ -112,7 +113,8 @@ def agree(
         group: whose ranks agree; the default group if None. Without torch.distributed, or before it was initialised,
             this process is the only rank.
         every: agree at each such call alone; calls are counted, never times. Other calls return None.
-        timeout_s: how long each question waits for other ranks; the time that the group was initialised with if None.
+        timeout_s: how long each question waits for other ranks; if None, the time that
+            ``init_process_group(timeout=...)`` set, for other groups, too.
     Returns: the document that all ranks with such processors hold; its hash is the same on them.
     Raises: PolicyError on a rank that is not in the group, and for a group that was destroyed; FrozenChoiceError on
         every rank, naming ranks by their numbers in the default group, where one did not come, failed or holds what
@@ -124,9 +126,10 @@ def agree(
     if every is not None:
         if type(every) is not int or every < 1:
             raise PolicyError(f"agree: every: wanted a number of calls of at least 1, got {told(every)}")
-        name = "" if group is None else str(getattr(group, "group_name", ""))
-        _CALLS[name] += 1
-        if _CALLS[name] % every:
+        place = world() if group is None else group
+        place = place if hasattr(place, "group_name") else Board  # alone, or no group, which Board.of refuses
+        _CALLS[place] = _CALLS.get(place, 0) + 1
+        if _CALLS[place] % every:
             return None
     return _agreed(Board.of(group, timeout_s))[0]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime as dt
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -36,11 +35,13 @@ SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.02
 
 CLOCK = time.monotonic
 
-_COUNTS: dict[str, int] = defaultdict(int)
-"""How many agreements this process came to, by the name of the group: all ranks count alike by what they called."""
-
 _OPEN: WeakKeyDictionary[object, Store] = WeakKeyDictionary()
 """A connection for each group: with a new one each time, torch 2.13's TCPStore stood still for 5 s at every 13th."""
+
+
+def world() -> object | None:
+    """The default group; None before it was initialised."""
+    return distributed.group.WORLD if distributed.is_available() and distributed.is_initialized() else None
 
 
 class Decided(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -63,7 +64,8 @@ class Board:
         rank: this one's, in the group.
         timeout_s: seconds that a rank waits for the others at each question, and for the store at each of its answers.
         store: the group's; None for a process that is alone.
-        number: of the agreement, as this process counts them.
+        number: of the agreement, as the store counts those that this rank came to: a rank whose process was started
+            anew, and one that made its group anew, count as the others do.
     """
 
     ranks: Sequence[int] = (0,)
@@ -77,7 +79,8 @@ class Board:
     def of(group: ProcessGroup | None, timeout_s: float | None) -> Board:
         """Open the next agreement of a group; that of a process without torch.distributed needs no store.
 
-        Raises: PolicyError on a rank outside of the group, and for one that was destroyed.
+        Raises: PolicyError on a rank outside of the group, and for one that was destroyed; FrozenChoiceError where
+            the store is gone.
         """
         if not (distributed.is_available() and distributed.is_initialized()):
             if group is not None:
@@ -93,10 +96,14 @@ class Board:
             raise PolicyError("agree: wanted a group of torch.distributed, got one that was destroyed") from error
         if len(ranks) == 1:
             return Board(ranks)
-        _COUNTS[found.group_name] += 1  # whatever happens to this one
-        board = Board(ranks, ranks.index(distributed.get_rank()), number=_COUNTS[found.group_name])
+        board = Board(ranks, ranks.index(distributed.get_rank()))
         store: Store = found.get_group_store()
         board.group, board.store, board.timeout_s = found, store, timeout_s or store.timeout.total_seconds()
+        try:
+            board.number = board._connected().add(f"number/{board.rank}", 1)  # counts, whatever happens to this one
+        except RuntimeError as error:
+            _OPEN.pop(found, None)  # a late answer would be taken for that to the next question
+            raise board._unreachable(error) from error
         return board
 
     def _connected(self, *, anew: bool = False) -> Store:

@@ -167,7 +167,7 @@ SETTINGS: dict[str, Setting] = {
 
 DECIDE_NOTHING = frozenset({
     *("log_selections", "explain_enabled", "sampling_rate", "vet_in_background", "tune_samples", "auto_tune_on_warmup"),
-    *("cache.enabled", "cache.max_size", "perfdb.enabled", "perfdb.path"),
+    *("cache.enabled", "cache.max_size", "perfdb.enabled", "perfdb.path", "telemetry_sampling_rate"),
 })  # fmt: skip
 """Settings that ranks which agree may have otherwise than the others: what they choose among is the same."""
 
