@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+from contextvars import Context
 
 import pytest
 import torch
@@ -55,10 +56,15 @@ def process(*arguments, **environment):
     return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
 
 
+class Norm(torch.nn.Module):
+    def forward(self, rows):
+        return lz.rms_norm(rows, torch.ones_like(rows[0]))
+
+
 def examples():
     for path, command in COMMANDS.items():
         for line in command.epilog.partition("Examples:\n")[2].splitlines():
-            slow = path.split()[1] in ("demo", "fuzz", "conformance", "tune", "bench")
+            slow = path.split()[1] in ("demo", "fuzz", "conformance", "tune", "bench", "solve")
             if not slow and path != "layerzero serve-health":  # which runs until it is ended: test_probes.py does that
                 marks = [pytest.mark.slow] if path.split()[1] == "vet" else []  # it starts a process
                 yield pytest.param(path, line.strip(), id=line.strip(), marks=marks)
@@ -83,6 +89,10 @@ def test_the_examples_in_help_work(path, line, tmp_path, monkeypatch):
     (tmp_path / "tokenizer.json").write_text(vocabularies.byte_level())
     if path.startswith("layerzero perfdb"):
         measured_elsewhere(tmp_path, monkeypatch)
+    if path.startswith("layerzero plan"):
+        for name in ("plan.json", "other.json"):
+            solved = Context().run(lz.solve, Norm(), torch.ones(2, 4), budget_s=0)  # outside the scope of these tests
+            solved.write(tmp_path / name)
     result = run(line.removeprefix("layerzero "))
     found = "--strict" in line and lz.doctor().issues
     found = found or ("tokenizer_id" in line and ": wrong: " in result.output)  # of libraries that read it otherwise

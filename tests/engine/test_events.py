@@ -105,9 +105,10 @@ def test_a_choice_of_what_has_no_tensors_is_told(heard, tmp_path):
     pytest.importorskip("tokenizers")
     file = tmp_path / "tokenizer.json"
     file.write_text(vocabularies.byte_level())
+    before = lz.metrics().misses.get("tokenize", 0)
     lz.tokenize(["a text"], tokenizer_id=str(file))
     assert "tokenize.encode" in {each.operation for each in heard()}
-    assert lz.metrics().misses["tokenize"] == 1
+    assert lz.metrics().misses["tokenize"] == before + 1
 
 
 @pytest.mark.parametrize(("rate", "wanted"), [(0.0, 0), (0.25, 2), (1.0, 8)])
