@@ -114,6 +114,7 @@ def test_what_all_ranks_say_is_common_to_them():
 
 
 SHARDED = """
+import pathlib, sys
 import torch, torch.distributed as dist, layerzero as lz
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -131,7 +132,8 @@ with torch.no_grad():
     after = model(ids).logits
 torch.testing.assert_close(after, before)
 assert lz.frozen().agreed
-print([each.path for each in report.replaced], lz.agree().hash)
+said = f"{[each.path for each in report.replaced]} {lz.agree().hash}"
+pathlib.Path(sys.argv[1], f"rank{dist.get_rank()}").write_text(said)
 dist.destroy_process_group()
 """
 
@@ -141,10 +143,11 @@ def test_ranks_of_a_sharded_model_agree_by_an_environment_variable_alone(tmp_pat
     pytest.importorskip("transformers")
     script = tmp_path / "script.py"
     script.write_text(SHARDED)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(script), str(tmp_path)]
     environment = {**os.environ, "LAYERZERO_DISTRIBUTED_SELECTION": "agree"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
     assert done.returncode == 0, done.stderr
-    one, two = done.stdout.splitlines()
+    one, two = (tmp_path.joinpath(f"rank{rank}").read_text() for rank in (0, 1))  # what both print runs together
     assert one == two
     assert "model.norm" in one
