@@ -105,6 +105,9 @@ OBJECTS = re.compile(r"(all_gather|gather|broadcast|scatter|send|recv)_object(_l
 EXEC = {"engine/call.py", "engine/plan_source.py"}
 CHILDREN = {"testing/process.py", "tuning/proving/build_child.py"}  # the latter asks the compiler that torch uses
 
+SERVER = [("serving/probes.py", "http.server")]
+"""What answers probes where a program or a command asks for it; it connects to nothing."""
+
 
 def written(node):
     return ast.unparse(node.func) if isinstance(node, ast.Call) else ""
@@ -123,7 +126,7 @@ def test_nothing_executes_data_starts_a_shell_or_opens_a_connection():
             bad += [(name, call)] if call in FORBIDDEN_CALLS or OBJECTS.search(call) else []
             bad += [(name, call) for each in getattr(node, "keywords", ()) if call and each.arg == "shell"]
             execs |= {name} if call == "exec" else set()
-    assert (execs, children, bad) == (EXEC, CHILDREN, [])
+    assert (execs, children, bad) == (EXEC, CHILDREN, SERVER)
 
 
 # the page
