@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import os
 import re
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from layerzero.engine.frozen_choices import Agreed
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.settings import DECIDE_NOTHING, SETTINGS
 from layerzero.tuning.measuring.winner import record_times
+from ranks_of_gloo import two_ranks
 
 X, WEIGHT = torch.randn(4, 64), torch.ones(64)
 
@@ -437,31 +437,10 @@ print("|".join(said))
 """
 
 
-def two_processes(folder, what):
-    """What two ranks of gloo say; none outlives this."""
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(folder / "store"), what],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "LAYERZERO_CACHE_DIR": str(folder / f"cache{rank}")},
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [each.communicate(timeout=300) for each in started]
-    finally:
-        for each in started:
-            each.kill()
-    assert [each.returncode for each in started] == [0, 0], said
-    return [out.strip().split("|") for out, _ in said]
-
-
 @pytest.mark.slow
 def test_two_processes_that_tuned_differently_run_the_same_kernels(tmp_path):
     """Before, by priority; after warmup, by the lowest rank's times; then by its new ones; and in a second group."""
-    one, two = two_processes(tmp_path, "tuned")
+    one, two = two_ranks(tmp_path, RANK, "tuned")
     assert one[:4] == two[:4] == ["mine.one", "mine.two", "mine.two", "mine.one"]
     assert one[4:] == two[4:]
     assert one[4] == one[5]
@@ -469,13 +448,13 @@ def test_two_processes_that_tuned_differently_run_the_same_kernels(tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_that_ends_is_named_by_the_other(tmp_path):
-    one, _ = two_processes(tmp_path, "dies")
+    one, _ = two_ranks(tmp_path, RANK, "dies")
     assert "rank 1 did not come within 2 s" in one[-1]
 
 
 @pytest.mark.slow
 def test_two_processes_of_other_versions_are_both_told(tmp_path):
-    one, two = two_processes(tmp_path, "version")
+    one, two = two_ranks(tmp_path, RANK, "version")
     assert one[1] == two[1] == "agree: rank 1: layerzero: wanted 0.1 as on the first rank, got 9"
 
 

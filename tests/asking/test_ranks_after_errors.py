@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from ranks_of_gloo import two_ranks
 
 RANK = """
 import sys, warnings, torch, layerzero as lz
@@ -73,27 +71,6 @@ for _ in range(2):
 torch.distributed.destroy_process_group()
 print("|".join(said))
 """
-
-
-def two_ranks(folder, script, case):
-    """What two ranks of gloo say; none outlives this."""
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, str(rank), str(folder / "store"), case],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "LAYERZERO_CACHE_DIR": str(folder / f"cache{rank}")},
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [each.communicate(timeout=300) for each in started]
-    finally:
-        for each in started:
-            each.kill()
-    assert [each.returncode for each in started] == [0, 0], said
-    return [out.strip().split("|") for out, _ in said]
 
 
 @pytest.mark.slow

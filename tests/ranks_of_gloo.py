@@ -1,0 +1,28 @@
+"""Two processes that run one script as ranks of gloo; several files of tests start them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+
+def two_ranks(folder, script, case):
+    """What two ranks print, split at ``|``; the script gets rank, store and case, and no rank outlives this."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(rank), str(folder / "store"), case],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "LAYERZERO_CACHE_DIR": str(folder / f"cache{rank}")},
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [each.communicate(timeout=300) for each in started]
+    finally:
+        for each in started:
+            each.kill()
+    assert [each.returncode for each in started] == [0, 0], said
+    return [out.strip().split("|") for out, _ in said]
