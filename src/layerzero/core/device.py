@@ -28,6 +28,9 @@ GENERATIONS: tuple[tuple[tuple[int, int], tuple[int, int], str], ...] = (
 PLATFORMS = ("cpu", "cuda", "rocm", "hpu", "xpu")
 """What a device's ``platform`` may be."""
 
+GPU_GRID = (2**31 - 1, 65535, 65535)
+"""The largest launch grid of NVIDIA's and AMD's GPUs."""
+
 TENSOR_CORE_GENERATIONS = {"turing": 2, "ampere": 3, "ada": 3, "hopper": 4, "blackwell": 5}
 """As the specification numbers them. Ada's cores are fourth generation in fact; instruction sets decide, not this."""
 
@@ -161,7 +164,7 @@ def _detect_cuda(index: int) -> Device:
         dtypes=rocm_dtypes(properties.gcnArchName) if rocm else cuda_dtypes(sm),
         index=index,
         total_bytes=properties.total_memory,
-        max_grid=(2**31 - 1, 65535, 65535),
+        max_grid=GPU_GRID,
         uuid=str(getattr(properties, "uuid", "")),
         runtime=rocm or torch.version.cuda or "",
     )

@@ -6,9 +6,7 @@ processors, Intel's and AMD's of the instruction sets of their CPUs. Of several 
 
 from __future__ import annotations
 
-from layerzero.core.device import Device, cuda_dtypes, cuda_instruction_sets, rocm_dtypes
-
-_GRID = (2**31 - 1, 65535, 65535)
+from layerzero.core.device import GPU_GRID, Device, cuda_dtypes, cuda_instruction_sets, rocm_dtypes
 
 
 def _nvidia(name: str, sm: tuple[int, int], gib: int) -> Device:
@@ -20,7 +18,7 @@ def _nvidia(name: str, sm: tuple[int, int], gib: int) -> Device:
         instruction_sets=cuda_instruction_sets(sm),
         dtypes=cuda_dtypes(sm),
         total_bytes=gib * 2**30,
-        max_grid=_GRID,
+        max_grid=GPU_GRID,
         runtime="13.0",
     )
 
@@ -33,7 +31,7 @@ def _amd(name: str, architecture: str, gib: int) -> Device:
         architecture=architecture,
         dtypes=rocm_dtypes(architecture),
         total_bytes=gib * 2**30,
-        max_grid=_GRID,
+        max_grid=GPU_GRID,
         runtime="6.4",
     )
 
