@@ -1,4 +1,4 @@
-"""Two processes that run one script as ranks of gloo; several files of tests start them."""
+"""Processes that run one script as ranks of gloo; several files of tests start them."""
 
 from __future__ import annotations
 
@@ -7,22 +7,25 @@ import subprocess
 import sys
 
 
-def two_ranks(folder, script, case):
-    """What two ranks print, split at ``|``; the script gets rank, store and case, and no rank outlives this."""
+def two_ranks(folder, script, case, ranks=2):
+    """What two ranks, or more, print, split at ``|``; the script gets rank, store, case and their number.
+
+    No rank outlives this.
+    """
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", script, str(rank), str(folder / "store"), case],
+            [sys.executable, "-c", script, str(rank), str(folder / "store"), case, str(ranks)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "LAYERZERO_CACHE_DIR": str(folder / f"cache{rank}")},
         )
-        for rank in range(2)
+        for rank in range(ranks)
     ]
     try:
         said = [each.communicate(timeout=300) for each in started]
     finally:
         for each in started:
             each.kill()
-    assert [each.returncode for each in started] == [0, 0], said
+    assert [each.returncode for each in started] == [0] * ranks, said
     return [out.strip().split("|") for out, _ in said]

@@ -17,6 +17,7 @@ _SOURCES = {
     "Any": "typing",
     "Literal": "typing",
     "Mapping": "collections.abc",
+    "ProcessGroup": "torch.distributed",
     "Sequence": "collections.abc",
     "Tensor": "torch",
     "overload": "typing",
@@ -60,7 +61,7 @@ def _imports(written: str) -> Iterator[str]:
     yield ""
     if "torch.dtype" in written or "torch.Generator" in written:
         yield "import torch"
-    yield _import("torch", used["torch"])
+    yield from (_import(module, used[module]) for module in ("torch", "torch.distributed") if used[module])
     yield ""
     homes: dict[str, list[str]] = defaultdict(list)
     for name, module in {**_PACKAGE["_HOME"], **EXPORTS}.items():

@@ -5,6 +5,7 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from layerzero import testing
 from layerzero.asking.agreement import agree
@@ -66,6 +67,7 @@ from layerzero.integrations.tokenizers import tune_tokenizer
 from layerzero.integrations.torch import scaled_dot_product_attention
 from layerzero.integrations.transformers import register_with_transformers
 from layerzero.ops.alibi import alibi_slopes
+from layerzero.ops.comm import Ranks, tree_sum
 from layerzero.ops.kv import CacheStep, KVCache, KVCacheError, KVCacheStrategy, StrategyChoice, kv_cache_strategy
 from layerzero.ops.linear import PackedWeight
 from layerzero.ops.paged import PagedCache, StepMetadata
@@ -156,6 +158,7 @@ __all__ = [
     "Probes",
     "QuantizedWeight",
     "RaggedMetadata",
+    "Ranks",
     "Readiness",
     "Reason",
     "ReasonCode",
@@ -189,6 +192,10 @@ __all__ = [
     "agree",
     "alibi_bias",
     "alibi_slopes",
+    "all_gather",
+    "all_reduce",
+    "all_reduce_add_rms_norm",
+    "all_to_all",
     "append_kv_",
     "append_paged_kv_",
     "append_quantized_kv_",
@@ -258,6 +265,7 @@ __all__ = [
     "read_gguf",
     "readiness_check",
     "record",
+    "reduce_scatter",
     "register_backend",
     "register_function",
     "register_kernel",
@@ -307,6 +315,7 @@ __all__ = [
     "trace",
     "transpose_head_token",
     "transpose_token_head",
+    "tree_sum",
     "tune",
     "tune_tokenizer",
     "unload_descriptor",
@@ -404,6 +413,69 @@ def alibi_bias(
         out_dtype: a floating dtype.
     Raises: InvalidCallError for other shapes or dtypes, and for lengths below 1 or above 2**24.
     Source: arXiv:2108.12409.
+    """
+
+def all_gather(input: Tensor, gather_dim: int = 0, group: ProcessGroup | Ranks | None = None) -> Tensor:
+    """Put what all ranks have one behind the other, in the order of the ranks, on each of them.
+
+    Shapes: input (*), the same on all ranks → (*) with the axis ``gather_dim`` so many times longer, contiguous
+    Dtype: floating, int32, int64 or uint8, returned.
+    Args:
+        gather_dim: along which axis.
+        group: whose ranks; the default group if None.
+    Raises: InvalidCallError for an axis that is not there, and as :func:`all_reduce` does.
+    """
+
+def all_reduce(input: Tensor, reduce_op: str = "sum", group: ProcessGroup | Ranks | None = None) -> Tensor:
+    """Add up a tensor over all ranks of a group; each gets the sum.
+
+    Every rank of the group calls it, with the same shape, dtype and ``reduce_op``: no rank sees the others' shapes, and
+    ranks that differ hang or get wrong numbers. Calls of one group come one after the other, on one stream at a time.
+
+    Shapes: input (*), the same on all ranks → (*)
+    Dtype: floating, returned; torch's kernels round each sum to it.
+    Args:
+        reduce_op: ``sum``, ``max`` or ``min``.
+        group: whose ranks; the default group if None.
+    Raises: InvalidCallError for a group that is not there, was destroyed, or moves no tensors of this device, for
+        tensors that need gradients, and in a capture whose group cannot.
+    """
+
+def all_reduce_add_rms_norm(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float = 1e-06,
+    group: ProcessGroup | Ranks | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Add up a tensor over all ranks, add the sum to a residual, and normalise that by its root mean square.
+
+    Shapes: input and residual (*, D), the same on all ranks; weight (D,) → output (*, D), the new residual (*, D)
+    Dtype: floating, the same for all; the sum over ranks and the new residual are rounded to it, the norm is computed
+        in float32.
+    Units: eps in x^2.
+    Args:
+        group: whose ranks; the default group if None.
+    Raises: InvalidCallError for shapes that do not fit, and as :func:`all_reduce` does.
+    Source: arXiv:1910.07467; fused as in TensorRT-LLM's and FlashInfer's all-reduce.
+    """
+
+def all_to_all(
+    input: Tensor,
+    send_sizes: Sequence[int] | None = None,
+    receive_sizes: Sequence[int] | None = None,
+    group: ProcessGroup | Ranks | None = None,
+) -> Tensor:
+    """Send rows to each rank of a group, and get the rows that each sends here: tokens to experts, and back.
+
+    Shapes: input (N, *): first the rows for rank 0, then those for rank 1, and so on → (M, *), in the order of the
+        ranks that sent them
+    Dtype: floating, int32, int64 or uint8, returned.
+    Args:
+        send_sizes: rows for each rank, which add up to N; equal numbers if None.
+        receive_sizes: rows from each rank, which add up to M: what each of them has in its ``send_sizes`` for this one.
+        group: whose ranks; the default group if None.
+    Raises: InvalidCallError for sizes that do not add up or divide, or come alone, and as :func:`all_reduce` does.
     """
 
 def append_kv_(
@@ -1470,6 +1542,24 @@ def ragged_attention(
         CPU and in debug mode for starts that do not begin at 0, decrease, or end elsewhere than the tokens.
         NoKernelFoundError if policy leaves no kernel.
     Source: flash_attn_varlen_func of FlashAttention, arXiv:2205.14135.
+    """
+
+def reduce_scatter(
+    input: Tensor,
+    scatter_dim: int = 0,
+    reduce_op: str = "sum",
+    group: ProcessGroup | Ranks | None = None,
+) -> Tensor:
+    """Add up a tensor over all ranks of a group; each gets its piece of the sum, in the order of the ranks.
+
+    Shapes: input (*), the same on all ranks → (*) with the axis ``scatter_dim`` so many times shorter, contiguous
+    Dtype: floating, returned.
+    Args:
+        scatter_dim: along which axis.
+        reduce_op: ``sum``, ``max`` or ``min``.
+        group: whose ranks; the default group if None.
+    Raises: InvalidCallError for an axis that is not there, or that the number of ranks does not divide, and as
+        :func:`all_reduce` does.
     """
 
 def relu2(input: Tensor) -> Tensor:

@@ -17,6 +17,10 @@ from layerzero.tuning.measuring.jobs import jobs_of_cases
 
 COMPOSED = {
     "activation.relu2": "a square of torch.relu",
+    **{
+        f"comm.{name}": "torch.distributed, over NCCL and symmetric memory: ranks take no times of their own"
+        for name in ("all_gather", "all_reduce", "all_reduce_add_rms_norm", "all_to_all", "reduce_scatter")
+    },
     "embedding.lookup.shard": "torch.embedding of shifted ids, and a mask",
     "kv.rope_append": "rotations and writes by index",
     "kv.rope_append.paged": "rotations and writes by index",

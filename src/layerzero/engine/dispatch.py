@@ -19,7 +19,7 @@ from layerzero.core.facts import CallState, Facts, FactsBuilder, TensorFacts
 from layerzero.core.graph_capture import held_off
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger
-from layerzero.core.operation import Function, Routed
+from layerzero.core.operation import Function, OpKind, Routed
 from layerzero.core.plan import Candidate, Plan, Report, when_outdated
 from layerzero.core.system import forking
 from layerzero.engine import (
@@ -115,12 +115,13 @@ class Engine:
         """Order judged kernels by what is known of them, and pick one; ``later`` judges those that cannot win.
 
         Times decide nothing where choices are frozen or priority alone decides, whatever a process writes meanwhile,
-        nor where ranks have yet to agree. With ``alone`` this process chooses as if nothing were frozen or agreed.
+        nor where ranks have yet to agree, nor ever in a collective. With ``alone`` this process chooses as if nothing
+        were frozen or agreed.
         """
-        frozen, ranks = None if alone else self.frozen, torch.distributed
-        if frozen is None and not alone and ranks.is_available() and ranks.is_initialized():
-            frozen = yet_to_agree(policy)
-        open_ = frozen is None or not frozen.decides(judged, facts, policy)
+        frozen, together = None if alone else self.frozen, routed.operation.kind is OpKind.COMMUNICATION
+        if frozen is None and (together or not alone):
+            frozen = yet_to_agree(policy, together=together)
+        open_ = not together and (frozen is None or not frozen.decides(judged, facts, policy))
         times = self.ledger if open_ and later is None else None
         ordered = ranked(judged, facts, policy, times, machine.asked)
         timed = times is not None and not times.untimed(facts)  # of another order of memory, where not of this one
@@ -229,7 +230,7 @@ class Dispatcher:
                 failed.add(chosen.kernel.id)
                 continue
             if self._prove(plan, arguments):
-                if policy.sampling_rate:
+                if policy.sampling_rate and report.facts.operation.kind is not OpKind.COMMUNICATION:
                     SERVICES.sample(plan, self.function, policy.sampling_rate)
                 self._tell(plan, policy)
                 EVENTS.selected(plan, began_ns)

@@ -16,7 +16,7 @@ from layerzero.core.errors import InvalidCallError, KernelExecutionError, refuse
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger
-from layerzero.core.operation import Routed
+from layerzero.core.operation import OpKind, Routed
 from layerzero.core.plan import Plan, Report
 from layerzero.core.reasons import ReasonCode
 from layerzero.engine import foreign_errors, probe
@@ -45,6 +45,10 @@ class WrongResultError(RuntimeError):
     """A kernel returned something of another shape, dtype or device than its operation defines."""
 
 
+TOGETHER = "the other ranks of the group run it, too, so that no other kernel may run here alone"
+"""Why a collective's kernel that failed is replaced by none, and does not rest: the ranks would part for good."""
+
+
 def not_loaded(kernel: Kernel, report: Report, error: Exception, engine: _Engine) -> None:
     """Remember a kernel that could not be made ready; raise what is no kernel's fault.
 
@@ -53,6 +57,8 @@ def not_loaded(kernel: Kernel, report: Report, error: Exception, engine: _Engine
     foreign_errors.let_pass(error)
     if out_of_memory(error):
         raise error
+    if report.facts.operation.kind is OpKind.COMMUNICATION:
+        raise KernelExecutionError(kernel.id, report.operation, TOGETHER) from error
     if isinstance(error, (ImportError, OSError)):
         reason = probe.mark_broken(kernel.backend, error)
         log.warning("%s: %s", kernel.id, reason.message)
@@ -150,10 +156,10 @@ def check_retry(
     What a hook of autograd or a signal handler raised is not the kernel's: it is raised as it is. So is running out of
     memory, since another kernel may need more, and so are a warning that the user turned into an error and values that
     are the caller's mistake. A capture that is lost ends the call: nothing more can be captured, and only the kernel
-    that lost it is at fault. A device error that stays leaves a dead context, and whatever was chosen last becomes a
-    suspect. A library without code for this device will not get any: it is out. A kernel that writes into its arguments
-    may have written already. In all other cases the kernel rests (its breaker opens) and, if policy allows a fallback,
-    the next one runs.
+    that lost it is at fault. What fails in a collective ends the call, and nothing is remembered. A device error that
+    stays leaves a dead context, and whatever was chosen last becomes a suspect. A library without code for this device
+    will not get any: it is out. A kernel that writes into its arguments may have written already. In all other cases
+    the kernel rests (its breaker opens) and, if policy allows a fallback, the next one runs.
     """
     foreign_errors.let_pass(error)
     kernel, operation, device = plan.kernel, plan.report.operation, plan.report.facts.device.name
@@ -162,12 +168,15 @@ def check_retry(
     mutated = plan.report.facts.operation.schema.mutated
     if mutated and any(words in str(error) for words in _NOT_CHANGEABLE):
         raise InvalidCallError(operation, [f"{' or '.join(mutated)}: {error}"]) from error
-    lost = _lost_capture(error)
+    lost, together = _lost_capture(error), plan.report.facts.operation.kind is OpKind.COMMUNICATION
     if lost is not None:
-        if lost != _INVALIDATED and not kernel.is_reference:
+        if lost != _INVALIDATED and not kernel.is_reference and not together:
             _failed(engine, kernel, plan.report.facts, error)
         why = "the CUDA graph capture is lost, since something in it must not be captured; begin a new one"
         raise KernelExecutionError(kernel.id, operation, why) from error
+    if together:
+        log_failure(plan, error)
+        raise KernelExecutionError(kernel.id, operation, TOGETHER) from error
     sticky = _context_is_dead(error)
     if not sticky:
         check_values(plan, arguments)
@@ -283,7 +292,8 @@ def _expected(plan: Plan, given: Mapping[str, Any]) -> list[tuple[tuple[int, ...
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in facts.tensors.items()
     }
     arguments = {name: facts[name] for name in (*schema.chosen, *schema.bounds)} | empty
-    arguments |= {name: given[name] for name in schema.scalars if name in given}  # a size may be among them
+    named = (*schema.scalars, *schema.handles)  # a size may be among them, and the group that it follows from
+    arguments |= {name: given[name] for name in named if name in given}
     results = fake_call(Routed(facts.operation, arguments, facts.layout))
     results = results if isinstance(results, tuple) else () if results is None else (results,)
     return [(tuple(result.shape), result.dtype) for result in results]

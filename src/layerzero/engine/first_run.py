@@ -16,6 +16,7 @@ import torch
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger, class_text
+from layerzero.core.operation import OpKind
 from layerzero.core.plan import Plan
 from layerzero.core.system import forking
 
@@ -35,10 +36,13 @@ def first_run(plan: Plan, ledger: Ledger) -> AbstractContextManager[None]:
     """Mark what runs inside, until it ended in a result or in an exception.
 
     On a GPU the stream is synchronised before the marker goes, so that a fault shows itself here. A CUDA graph capture
-    admits no synchronisation and proves nothing: it is not marked.
+    admits no synchronisation and proves nothing: it is not marked. Nor is a collective: a rank that ended while it
+    waited for another would suspect a kernel that the others run.
     """
     facts = plan.report.facts
-    marker = ledger.begin(plan.kernel, facts) if marked(plan.kernel) and not facts["capturing"] else None
+    together = facts.operation.kind is OpKind.COMMUNICATION
+    marks = marked(plan.kernel) and not facts["capturing"] and not together
+    marker = ledger.begin(plan.kernel, facts) if marks else None
     return _UNMARKED if marker is None else _until_accepted(marker, facts, ledger)
 
 

@@ -272,9 +272,9 @@ def ranks_choose(policy: Policy) -> bool:
     )
 
 
-def yet_to_agree(policy: Policy) -> Frozen | None:
-    """How ranks choose that have not agreed; None where each chooses for itself."""
-    return UNAGREED if ranks_choose(policy) else None
+def yet_to_agree(policy: Policy, *, together: bool = False) -> Frozen | None:
+    """How ranks choose that have not agreed, or run a call ``together``; None where each chooses for itself."""
+    return UNAGREED if together or ranks_choose(policy) else None
 
 
 def by_priority(report: Report, refused: frozenset[str] = frozenset()) -> Report:

@@ -6,6 +6,7 @@ MODULES = (
     "activation",
     "attention",
     "cascade",
+    "collectives",
     "conv",
     "cuda_attention",
     "elementwise",
@@ -30,6 +31,7 @@ MODULES = (
     "sampling",
     "softcap",
     "sparse",
+    "symmetric",
     "varlen",
     "weight_formats",
 )

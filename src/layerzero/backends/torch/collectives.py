@@ -1,0 +1,85 @@
+"""Collectives of torch.distributed, over whatever backend a group has: NCCL, Gloo, and others.
+
+Library: torch >= 2.10, BSD-3-Clause. Results are new tensors, as of every operation here: one copy more than in place.
+A collective is waited for by the stream, never by the host. They have the same priority on all ranks, and no time of
+one rank decides. The tree adds in one order for every number of ranks; no priority chooses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional
+
+from layerzero.backends.torch.attention import FLOATS, TORCH
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Backend, Kernel
+from layerzero.ops.comm import declare
+from layerzero.ops.comm.formulas import gathered, tree_sum
+
+OWN = Backend(
+    name="layerzero",
+    summary="Sums in a canonical order, made of torch's functions",
+    tested=TORCH.tested,
+    requires=TORCH.requires,
+    platforms=TORCH.platforms,
+    homepage=TORCH.homepage,
+    flags=TORCH.flags,
+)
+
+
+def tree_all_reduce(input: Tensor, *, group: Any = None) -> Tensor:
+    """All ranks' tensors, added up by neighbours: the bits are the same on each rank, and do not change with them.
+
+    It moves so many times the tensor as there are ranks, where a ring moves two.
+    """
+    return tree_sum(gathered(input, group).unbind(0))
+
+
+def tree_add_rms_norm(
+    input: Tensor, residual: Tensor, weight: Tensor, *, eps: float, group: Any = None
+) -> tuple[Tensor, Tensor]:
+    """The same, added to a residual, and its norm."""
+    total = residual + tree_all_reduce(input, group=group)
+    return functional.rms_norm(total, weight.shape, weight, eps), total
+
+
+def _always(run: Callable[..., Any]) -> Callable[[Facts], Callable[..., Any]]:
+    return lambda _facts: run
+
+
+KERNELS = (
+    *(
+        Kernel.of_expression(
+            each,
+            id=f"torch.{each.name.removeprefix('comm.')}",
+            backend=TORCH,
+            accepts=each.schema.arguments[len(each.schema.inputs) :],
+            limits=() if each in (declare.ALL_GATHER, declare.ALL_TO_ALL) else (FLOATS,),
+            grad=False,
+            handles_empty=True,
+            handles_negated=True,
+            priority=50,
+        )
+        for each in declare.OPERATIONS
+    ),
+    *(
+        Kernel(
+            id=f"layerzero.tree_{each.name.removeprefix('comm.')}",
+            operations=(each.name,),
+            backend=OWN,
+            load=_always(run),
+            accepts=accepts,
+            limits=(FLOATS,),
+            handles_empty=True,
+            handles_negated=True,
+            priority=5,
+        )
+        for each, run, accepts in (
+            (declare.ALL_REDUCE, tree_all_reduce, ("group",)),
+            (declare.ALL_REDUCE_ADD_RMS_NORM, tree_add_rms_norm, ("eps", "group")),
+        )
+    ),
+)

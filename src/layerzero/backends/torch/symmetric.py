@@ -1,0 +1,110 @@
+"""All-reduce by torch's symmetric memory: GPUs of one host read each other's buffers, in one launch.
+
+Library: torch >= 2.10, BSD-3-Clause; ``torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryOps.cu``. One shot: each
+rank reads all others' numbers; two shots: each adds up its part, then all fetch the parts. Both add in the order of the
+ranks, rounding each sum, so that all ranks have the same bits. Neither uses NVLink's multicast.
+
+A group has one buffer of 16 MiB on each device, made at its first call, where all ranks come together, and kept: a
+capture finds it there. Launches of one group share it, so that they come one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from layerzero.backends.torch.attention import TORCH
+from layerzero.core import limits as limit
+from layerzero.core.errors import InvalidCallError
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.ops.comm.declare import ALL_REDUCE, ALL_REDUCE_ADD_RMS_NORM
+from layerzero.ops.comm.ranks import PEERS, Ranks, ranks_of
+
+BUFFER_BYTES = 2**24
+ONE_SHOT_ELEMENTS = 2**17
+"""256 KiB of bfloat16, the bound of vLLM's custom all-reduce for 8 GPUs of one host; every number of ranks may read so
+much of each other at once."""
+
+TWO_SHOT_ELEMENTS = 2**22
+"""16 MiB of float32, which the buffer holds; beyond a few MiB NCCL's bandwidth is as good."""
+
+_BUFFERS: WeakKeyDictionary[Any, dict[int, Tensor]] = WeakKeyDictionary()
+
+
+def _buffer(ranks: Ranks, like: Tensor) -> Tensor:
+    """The group's buffer, seen as the tensor's dtype and shape. Raises: InvalidCallError in a capture that lacks it."""
+    of_group = _BUFFERS.setdefault(ranks.group, {})
+    found = of_group.get(like.device.index)
+    if found is None:
+        if torch.cuda.is_current_stream_capturing():
+            wanted = "wanted one collective of this group before the capture, which makes its buffer, got none"
+            raise InvalidCallError("all_reduce", [f"group: {wanted}"])
+        from torch.distributed import _symmetric_memory as memory
+
+        found = memory.empty(BUFFER_BYTES, dtype=torch.uint8, device=like.device)
+        memory.rendezvous(found, ranks.group)
+        of_group[like.device.index] = found
+    return found.view(like.dtype)[: like.numel()].view(like.shape)
+
+
+def _dense(input: Tensor) -> Tensor:
+    """A dense tensor that begins at 16 bytes, as the buffer does: launches of all ranks must have one shape."""
+    dense = input.contiguous()
+    return dense.clone() if dense.data_ptr() % 16 else dense
+
+
+def one_shot(input: Tensor, *, group: Any = None) -> Tensor:
+    """Each rank reads what all others have."""
+    ranks, local = ranks_of(group), _dense(input)
+    buffer = _buffer(ranks, local)
+    output: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(buffer, local, "sum", ranks.group.group_name)
+    return output
+
+
+def two_shot(input: Tensor, *, group: Any = None) -> Tensor:
+    """Each rank adds up its part, then all fetch the parts."""
+    ranks, output = ranks_of(group), torch.empty_like(input, memory_format=torch.contiguous_format)
+    buffer = _buffer(ranks, output).copy_(input)
+    torch.ops.symm_mem.two_shot_all_reduce_out(buffer, "sum", ranks.group.group_name, output)
+    return output
+
+
+def _load_add_rms_norm(facts: Facts) -> Callable[..., Any]:
+    def run(input: Tensor, residual: Tensor, weight: Tensor, *, eps: float, group: Any = None) -> tuple[Tensor, Tensor]:
+        reduce = one_shot if input.numel() <= ONE_SHOT_ELEMENTS else two_shot
+        total = reduce(input, group=group).add_(residual)
+        return functional.rms_norm(total, weight.shape, weight, eps), total
+
+    return run
+
+
+def _kernel(name: str, operation: Any, load: Callable[..., Any], most: int, priority: int, *more: str) -> Kernel:
+    return Kernel(
+        id=f"torch.{name}",
+        operations=(operation.name,),
+        backend=TORCH,
+        load=load,
+        accepts=("group", *more),
+        limits=(
+            limit.platform("cuda"),
+            limit.arch(min=(8, 0)),
+            limit.dtype("float32", "bfloat16"),
+            limit.one_of("group_reach", PEERS),
+            limit.one_of("rank_count", 2, 4, 8),
+            limit.dim("payload", min=8, max=most, multiple=8),  # 16 bytes of bfloat16
+        ),
+        priority=priority,
+    )
+
+
+KERNELS = (
+    _kernel("symm_one_shot_all_reduce", ALL_REDUCE, lambda _facts: one_shot, ONE_SHOT_ELEMENTS, 70),
+    _kernel("symm_two_shot_all_reduce", ALL_REDUCE, lambda _facts: two_shot, TWO_SHOT_ELEMENTS, 60),
+    _kernel("symm_all_reduce_add_rms_norm", ALL_REDUCE_ADD_RMS_NORM, _load_add_rms_norm, TWO_SHOT_ELEMENTS, 60, "eps"),
+)

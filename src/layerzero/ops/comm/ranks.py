@@ -1,0 +1,177 @@
+"""The ranks of a process group as a collective sees them: how many, what moves their bytes, and how alike they are.
+
+Every rank must run the same kernel of a collective, so that what a kernel is chosen by is the same on all of them. What
+one rank cannot see alone (hosts, versions, devices, which GPUs reach each other) ranks tell each other through the
+group's store, once for each group and kind of device, at its first collective. No later call waits for the host.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import msgspec
+import torch
+from torch import Tensor
+
+from layerzero.core.errors import InvalidCallError
+from layerzero.core.plan import outdate
+from layerzero.core.system import forking
+
+__all__ = ["PEERS", "ProcessGroup", "Ranks", "facts_of_group", "kind_of_group", "problem_of", "ranks_of"]
+
+distributed: Any = torch.distributed
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+else:
+    ProcessGroup = getattr(distributed, "ProcessGroup", None)
+
+UNLIKE, APART, HOST, PEERS = "unlike", "apart", "host", "peers"
+"""How near ranks are: of other versions or devices, on several hosts, on one, GPUs that reach each other's memory."""
+
+_PAUSE_S = 0.002
+_LOCK = forking.rlock()
+
+
+class Ranks:
+    """The ranks that a collective runs over: those of a group of ``torch.distributed``, or this process alone.
+
+        lz.all_reduce(x, group=lz.Ranks.alone())  # a copy of x: for code that also runs without torch.distributed
+
+    Attributes:
+        group: the process group; None for a process alone.
+        size: how many they are.
+        rank: this one's place among them.
+    """
+
+    def __init__(self, group: Any, size: int, rank: int) -> None:
+        self.group, self.size, self.rank = group, size, rank
+        self._kinds: dict[str, str] = {}
+
+    @staticmethod
+    def alone() -> Ranks:
+        """This process alone: sums are copies, and torch.distributed may be absent."""
+        return _ALONE
+
+    def transport(self, device: str) -> str:
+        """What moves bytes of a kind of device: ``nccl``, ``gloo``; ``none`` for a process alone, empty for nothing."""
+        if self.group is None:
+            return "none"
+        try:
+            return str(self.group._get_backend(torch.device(device)).name())
+        except (RuntimeError, ValueError):
+            return ""
+
+    def kind(self, device: str) -> str:
+        """What a choice sees of them: their number, the transport and how near they are, in three words."""
+        found = self._kinds.get(device)
+        if found is None:  # two threads may ask at once, and get the same
+            transport = self.transport(device)
+            near = self._near(device) if transport and self.size > 1 else HOST
+            found = self._kinds[device] = f"{self.size} {transport or 'nothing'} {near}"
+        return found
+
+    def _near(self, device: str) -> str:
+        """How near all ranks are, as all of them say; waits for the others, once."""
+        from layerzero import __version__
+
+        index = torch.cuda.current_device() if device == "cuda" else 0
+        about = torch.cuda.get_device_properties(index) if device == "cuda" else None
+        same = [__version__, str(torch.__version__), "" if about is None else f"{about.name} {about.total_memory}"]
+        said = [*same, socket.gethostname(), "" if about is None else str(getattr(about, "uuid", ""))]
+        all_said = self._told(f"{device}/about", said)
+        if any(each[: len(same)] != same for each in all_said):
+            return UNLIKE
+        if len({each[-2] for each in all_said}) > 1:
+            return APART
+        here = self._told(f"{device}/reach", [str(about is not None and _reaches(index, [e[-1] for e in all_said]))])
+        return PEERS if all(each == ["True"] for each in here) else HOST
+
+    def _told(self, name: str, said: list[str]) -> list[list[str]]:
+        """What all ranks say, this one among them. Raises: InvalidCallError that names those that do not come."""
+        store = distributed.PrefixStore(f"layerzero/collectives/{name}", self.group.get_group_store())
+        store.set(str(self.rank), msgspec.json.encode(said).decode())
+        until = time.monotonic() + store.timeout.total_seconds()
+        while absent := [each for each in range(self.size) if not store.check([str(each)])]:
+            if time.monotonic() > until:
+                late = ", ".join(map(str, absent))
+                wanted = f"wanted all {self.size} ranks within {store.timeout.total_seconds():g} s"
+                problem = f"group: {wanted} at its first collective, got none from {late} (of the group)"
+                raise InvalidCallError("collective", [problem])
+            time.sleep(_PAUSE_S)
+        return [msgspec.json.decode(store.get(str(each)), type=list[str]) for each in range(self.size)]
+
+    def __repr__(self) -> str:
+        return f"<rank {self.rank} of {self.size}>"
+
+
+def _reaches(index: int, uuids: list[str]) -> bool:
+    """Whether a GPU reads the memory of all others of these; those that this process cannot see it does not."""
+    visible = {str(torch.cuda.get_device_properties(each).uuid): each for each in range(torch.cuda.device_count())}
+    places = [visible.get(each) for each in uuids]
+    if None in places or len(set(places)) < len(places):
+        return False
+    return all(each == index or torch.cuda.can_device_access_peer(index, each) for each in places)
+
+
+_ALONE = Ranks(None, 1, 0)
+_KNOWN: WeakKeyDictionary[Any, Ranks] = WeakKeyDictionary()
+_DEFAULT: list[Any] = [None]
+"""The default group that plans were made for."""
+
+
+def problem_of(group: Any) -> str:
+    """Why a collective cannot run over a group; empty where it can."""
+    if type(group) is Ranks:
+        return ""
+    if not distributed.is_available():
+        return "group: wanted torch with torch.distributed, got one that was built without"
+    if group is None and not distributed.is_initialized():
+        why = "wanted torch.distributed.init_process_group before, got none"
+        return f"group: {why}; group=lz.Ranks.alone() is for one process"
+    if group is distributed.GroupMember.NON_GROUP_MEMBER:
+        return "group: this rank is outside of it; call it on those of the group"
+    if group is not None and not isinstance(group, ProcessGroup):
+        return "group: torch.distributed.new_group makes one"
+    if group is not None and group not in distributed.distributed_c10d._world.pg_map:
+        return "group: wanted a group of torch.distributed, got one that was destroyed"
+    return ""
+
+
+def ranks_of(group: Any) -> Ranks:
+    """The ranks of a group; of the default group for None. Raises: InvalidCallError for one that is not there."""
+    if type(group) is Ranks:
+        return group
+    world = distributed.distributed_c10d
+    found = world.GroupMember.WORLD if group is None else group
+    known = _KNOWN.get(found) if isinstance(found, ProcessGroup) else None
+    if known is not None and found in world._world.pg_map:
+        return known
+    problem = problem_of(group)
+    if problem:
+        raise InvalidCallError("collective", [problem])
+    with _LOCK:
+        known = _KNOWN[found] = Ranks(found, found.size(), found.rank())
+        if group is None:
+            before, _DEFAULT[0] = _DEFAULT[0], True
+            if before:  # keys say nothing of a default group: plans were made for another one
+                outdate()
+    return known
+
+
+def kind_of_group(group: Any, input: Any) -> str:
+    """What a choice sees of the group of a call; ``absent`` for one that the route refuses."""
+    device = input.device.type if isinstance(input, Tensor) else "cpu"
+    return "absent" if problem_of(group) else ranks_of(group).kind(device)
+
+
+def facts_of_group(arguments: Any, values: Any) -> dict[str, object]:
+    """How many ranks, what moves their bytes and how near they are: facts of every collective's call."""
+    said = str(values["group"])
+    if said == "none":  # the default group, which no key tells
+        device = "cuda" if values["platform"] in ("cuda", "rocm") else str(values["platform"])
+        said = "1 none host" if problem_of(None) else ranks_of(None).kind(device)
+    size, transport, near = said.split() if said != "absent" else ("1", "none", HOST)
+    return {"rank_count": int(size), "transport": transport, "group_reach": near}

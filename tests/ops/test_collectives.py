@@ -1,0 +1,191 @@
+"""Collectives over ranks: near torch's own in float64, the same bits on all ranks, and one kernel for all of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.core.evidence import Measurement
+from layerzero.engine.registry import REGISTRY
+from layerzero.tuning.measuring.winner import record_times
+from ranks_of_gloo import two_ranks
+
+ALONE = lz.Ranks.alone()
+
+RANK = """
+import hashlib, random, sys, torch, layerzero as lz
+from datetime import timedelta
+from torch import distributed as dist
+rank, store, case, ranks = int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
+torch.set_num_threads(1)
+dist.init_process_group(
+    "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=120)
+)
+NEAR = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+drawn, data = random.Random(7), torch.Generator().manual_seed(7)
+bits = hashlib.sha256()
+def near(got, want, dtype, places="all"):
+    assert got.dtype == dtype and got.shape == want.shape and got.is_contiguous(), (got.shape, want.shape)
+    torch.testing.assert_close(got.double(), want, rtol=NEAR[dtype], atol=NEAR[dtype])
+    if places == "all":
+        bits.update(got.flatten().view(torch.uint8).numpy().tobytes())
+def loose(x):
+    return x.repeat_interleave(2, -1)[..., ::2] if drawn.random() < 0.3 else x
+def compare():
+    dtype = drawn.choice(list(NEAR))
+    shape = [drawn.choice([1, 3, 4, 8]) for _ in range(drawn.choice([1, 2, 3]))]
+    axis = drawn.randrange(-len(shape), len(shape))
+    shape[axis] *= ranks
+    parts = [torch.randn(shape, generator=data).to(dtype) for _ in range(ranks)]
+    residual, weight = torch.randn(shape, generator=data).to(dtype), torch.randn(shape[-1], generator=data).to(dtype)
+    mine, wide = loose(parts[rank]), torch.stack(parts).double()
+    total, op = wide.sum(0), drawn.choice(["sum", "max", "min"])
+    reduced = total if op == "sum" else getattr(wide, "a" + op)(0)
+    near(lz.all_reduce(mine, op), reduced, dtype)
+    near(lz.all_gather(mine, axis), torch.cat(list(wide), axis), dtype)
+    near(lz.reduce_scatter(mine, axis, op), reduced.chunk(ranks, axis)[rank].contiguous(), dtype, "here")
+    if axis in (0, -len(shape)):
+        rows = torch.cat([each.chunk(ranks)[rank] for each in wide])
+        near(lz.all_to_all(mine), rows, dtype, "here")
+    output, added = lz.all_reduce_add_rms_norm(mine, residual, weight, group=dist.group.WORLD)
+    want = total + residual.double()
+    near(added, want, dtype)
+    near(output, torch.nn.functional.rms_norm(added.double(), weight.shape, weight.double(), 1e-6), dtype)
+def uneven():  # rows by place: rank r sends r + to + 1 rows to each rank, and none to itself
+    sent = [[0 if to == here else here + to + 1 for to in range(ranks)] for here in range(ranks)]
+    rows = torch.arange(sum(sent[rank])).repeat(3, 1).T + 100 * rank
+    got = lz.all_to_all(rows.contiguous(), sent[rank], [each[rank] for each in sent])
+    want = []
+    for here, each in enumerate(sent):
+        first = sum(each[:rank])
+        want += [100 * here + first + place for place in range(each[rank])]
+    assert got[:, 0].tolist() == want, (got[:, 0].tolist(), want)
+    assert lz.all_to_all(rows[:0].contiguous(), [0] * ranks, [0] * ranks).shape == (0, 3)
+def tree():  # eight parts, an equal number on each rank
+    said = []
+    lz.lock("comm.*", "layerzero.*", otherwise="select")
+    for dtype in (torch.float32, torch.bfloat16):
+        parts = [torch.randn(3, 96, generator=data).mul(10 ** (place % 3)).to(dtype) for place in range(8)]
+        each, whole = 8 // ranks, lz.tree_sum(parts)
+        mine = lz.tree_sum(parts[rank * each : (rank + 1) * each])
+        output, added = lz.all_reduce_add_rms_norm(mine, parts[0], parts[0][0])
+        assert torch.equal(lz.all_reduce(mine), whole)
+        assert torch.equal(added, parts[0] + whole)
+        assert torch.equal(output, torch.nn.functional.rms_norm(added, (96,), parts[0][0], 1e-6))
+        said.append(hashlib.sha256(output.view(torch.uint8).numpy().tobytes()).hexdigest())
+    lz.unlock("comm.*")
+    return said
+def agreed():
+    one = dist.new_group([0])  # all make it, rank 0 alone is in it
+    try:
+        lz.all_reduce(torch.ones(4), group=one)
+    except lz.InvalidCallError as error:
+        assert rank and "this rank is outside of it" in str(error), error
+    before = lz.which("all_reduce", torch.ones(4))["kernel_id"]
+    document = lz.agree()
+    held = [name for name in document.choices if name.startswith("comm.all_reduce ") and f"rank_count={ranks}" in name]
+    assert held and all("group_reach=host" in each and "transport=gloo" in each for each in held), held
+    assert lz.which("all_reduce", torch.ones(4))["kernel_id"] == before == "torch.all_reduce"
+    lz.thaw()
+    return [document.hash]
+for _ in range(int(case)):
+    compare()
+uneven()
+said = [bits.hexdigest(), *tree(), *agreed()]
+try:
+    lz.reduce_scatter(torch.ones(ranks + 1))
+except lz.InvalidCallError as error:
+    said.append(str(error))
+group = dist.group.WORLD
+dist.destroy_process_group()
+for given in (None, group):
+    try:
+        lz.all_reduce(torch.ones(4), group=given)  # a call that a plan is kept for
+    except lz.InvalidCallError as error:
+        said.append(str(error))
+print("|".join(said))
+"""
+
+
+@pytest.mark.parametrize(("ranks", "calls"), [(2, 12), pytest.param(4, 60, marks=pytest.mark.slow)])
+def test_ranks_get_what_torch_computes_and_the_same_bits_and_a_tree_those_of_one_rank(tmp_path, ranks, calls):
+    said = two_ranks(tmp_path, RANK, str(calls), ranks)
+    assert all(each == said[0] for each in said)
+    tree, errors = said[0][1:3], said[0][4:]
+    assert tree[0] != tree[1]
+    assert f"wanted a multiple of {ranks}, the number of ranks, along axis 0, got {ranks + 1}" in errors[0]
+    assert "torch.distributed.init_process_group before, got none" in errors[1]
+    assert "got one that was destroyed" in errors[2]
+
+
+@pytest.mark.parametrize(
+    ("call", "wanted"),
+    [
+        (lambda x: lz.all_reduce(x), "wanted torch.distributed.init_process_group before, got none"),
+        (lambda x: lz.all_reduce(x, group=3), "wanted a ProcessGroup or Ranks or None, got int"),
+        (lambda x: lz.all_reduce(x, "mean", ALONE), "reduce_op: wanted sum, max, min, got 'mean'"),
+        (lambda x: lz.all_reduce(x.long(), group=ALONE), "wanted dtype"),
+        (lambda x: lz.all_reduce(x.requires_grad_(), group=ALONE), "wanted no gradients"),
+        (lambda x: lz.all_gather(x, 2, ALONE), "gather_dim: wanted an axis of input, -2 to 1, got 2"),
+        (lambda x: lz.all_to_all(x, [4], group=ALONE), "wanted both or none, got one"),
+        (lambda x: lz.all_to_all(x, [3], [3], ALONE), "wanted sizes that add up to the 4 rows of input, got 3"),
+        (lambda x: lz.all_to_all(x, [2, 2], [4], ALONE), "send_sizes: wanted 1 numbers of rows"),
+        (lambda x: lz.all_reduce_add_rms_norm(x, x[:2], x[0], group=ALONE), "residual: wanted shape (4, 8) like input"),
+    ],
+)
+def test_what_is_wrong_is_named_before_anything_runs(call, wanted):
+    with pytest.raises(lz.InvalidCallError) as raised:
+        call(torch.ones(4, 8))
+    assert wanted in str(raised.value)
+
+
+def test_sizes_are_looked_at_in_calls_that_a_plan_is_kept_for():
+    x = torch.ones(4, 8)
+    assert lz.all_to_all(x, [4], [4], ALONE).shape == (4, 8)
+    with pytest.raises(lz.InvalidCallError, match="add up to the 4 rows"):
+        lz.all_to_all(x, [5], [5], ALONE)
+
+
+def test_one_rank_gets_copies():
+    x = torch.randn(4, 8)
+    for got in (lz.all_reduce(x, group=ALONE), lz.all_gather(x, -1, ALONE), lz.reduce_scatter(x, 1, group=ALONE)):
+        assert torch.equal(got, x)
+        assert got.data_ptr() != x.data_ptr()
+
+
+def test_times_of_one_rank_decide_nothing():
+    x = torch.randn(5, 96)
+    facts = lz.facts("all_reduce", x, group=ALONE)
+    times = {"layerzero.tree_all_reduce": 1.0, "torch.all_reduce": 99.0}
+    record_times(facts, {REGISTRY.kernel(name): Measurement(each, each, 0.0, 30) for name, each in times.items()})
+    report = lz.explain("all_reduce", x, group=ALONE)
+    assert report.chosen.kernel.id == "torch.all_reduce"
+    assert report.chosen.time_us is None
+
+
+def test_a_kernel_that_fails_is_replaced_by_none_and_asked_again():
+    ran = []
+
+    @lz.register_kernel("comm.all_reduce", "mine.failing", priority=90)
+    def failing(input, *, group=None):
+        ran.append(1)
+        if len(ran) == 1:
+            raise RuntimeError("planted")
+        return input.clone()
+
+    try:
+        with pytest.raises(lz.KernelExecutionError, match="the other ranks of the group run it, too"):
+            lz.all_reduce(torch.ones(3, 7), group=ALONE)
+        assert torch.equal(lz.all_reduce(torch.ones(3, 7), group=ALONE), torch.ones(3, 7))
+    finally:
+        lz.unregister_kernel("mine.failing")
+    assert len(ran) == 2
+
+
+def test_a_tree_of_no_parts_is_refused_and_odd_ones_move_up():
+    with pytest.raises(lz.InvalidCallError, match="at least one tensor"):
+        lz.tree_sum([])
+    parts = [torch.tensor([each], dtype=torch.float32) for each in (1e8, 1.0, -1e8, 1.0, 0.5)]
+    a, b, c, d, e = parts
+    assert torch.equal(lz.tree_sum(parts), ((a + b) + (c + d)) + e)
