@@ -459,10 +459,11 @@ def test_two_processes_of_other_versions_are_both_told(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_example_of_the_page_runs_under_torchrun(tmp_path):
+@pytest.mark.parametrize("place", [0, 1])
+def test_the_examples_of_the_page_run_under_torchrun(tmp_path, place):
     page = (Path(__file__).parents[2] / "docs" / "ranks.md").read_text()
     script = tmp_path / "script.py"
-    script.write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
+    script.write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[place])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["--redirects", "1", "--log-dir", str(tmp_path)]  # lines of two ranks run together in one pipe
     done = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=300, check=False)
