@@ -21,6 +21,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from layerzero.core.reasons import Reason, ReasonCode
 
 
@@ -176,15 +178,19 @@ class CudaGraphUnsafeError(LayerZeroError):
     Attributes:
         operation: the operation of the call.
         excluded: ids of the kernels that would be legal outside a capture.
+        reasons: why a capture may not have one, where more is known than that it says so itself.
     """
 
-    def __init__(self, operation: str, excluded: Sequence[str]) -> None:
+    def __init__(self, operation: str, excluded: Sequence[str], reasons: Mapping[str, Reason] | None = None) -> None:
         self.operation = operation
         self.excluded = tuple(excluded)
+        self.reasons = dict(reasons or {})
         names = ", ".join(excluded) or "none installed"
         super().__init__(
             f"{operation}: a CUDA graph is being captured and no graph-safe kernel is ready; "
             f"not graph-safe or not ready: {names}. Call it once with these shapes before the capture."
+            + "".join(f"\n  {kernel}: {replace(reason, hint='')}" for kernel, reason in self.reasons.items())
+            + "".join(f"\n  next step: {hint}" for hint in dict.fromkeys(each.hint for each in self.reasons.values()))
         )
 
 

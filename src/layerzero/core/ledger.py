@@ -114,8 +114,17 @@ def class_text(facts: Facts) -> str:
 
 def work_text(facts: Facts) -> str:
     """The class of a call in a line, and a hash of the very work: other sizes or strides have another one."""
-    told = hashlib.blake2b(repr(call_work(facts)).encode(), digest_size=8).hexdigest()
-    return f"{class_text(facts)} work {told}"
+    return f"{class_text(facts)} work {_digest(call_work(facts))}"
+
+
+def capture_text(facts: Facts) -> str:
+    """The class of a call in a line, and a hash of its arguments: what a graph keeps of a call depends on both."""
+    left = {*facts.sizes(), "memory", "row_alignment", "device_name"}
+    return f"{class_text(facts)} with {_digest([each for each in call_work(facts) if each[0] not in left])}"
+
+
+def _digest(values: object) -> str:
+    return hashlib.blake2b(repr(values).encode(), digest_size=8).hexdigest()
 
 
 class Libraries(Protocol):
@@ -161,11 +170,14 @@ class Ledger(Protocol):
     def failures(self) -> Mapping[tuple[str, str], tuple[str, ...]]:
         """Errors by (kernel id, operation), oldest first."""
 
-    def record_uncaptured(self, kernel: Kernel, facts: Facts, why: str) -> None:
-        """Remember that a capture refused a kernel that ran: for this very work, until a version changes."""
+    def record_capture(self, kernel: Kernel, facts: Facts, why: str, *, work: bool = False) -> None:
+        """Remember what came of a capture: empty if its replays were right, else why a capture may not have the kernel.
 
-    def uncaptured(self, kernel: Kernel, facts: Facts) -> str | None:
-        """Why a capture refused a kernel for this very work, None if none did."""
+        It holds for the class of captured calls, with ``work`` for this very work, and until a version changes.
+        """
+
+    def capture(self, kernel: Kernel, facts: Facts) -> str | None:
+        """What came of captures of this very work, or of its class; None if none was tried."""
 
     def unproved(self, kernel: Kernel, facts: Facts) -> bool:
         """Whether a class never ran here, as far as that is remembered; asks only, and writes nothing."""
@@ -212,7 +224,7 @@ class MemoryLedger:
         self._verdicts: dict[str, dict[str, Judgement]] = {}
         self._failures: dict[tuple[str, str], list[str]] = {}
         self._suspects: dict[tuple[str, str], Suspect] = {}
-        self._uncaptured: dict[tuple[str, str], str] = {}
+        self._captures: dict[tuple[str, str], str] = {}
 
     def evidence(
         self,
@@ -275,13 +287,14 @@ class MemoryLedger:
         with self._lock:
             return {key: tuple(errors) for key, errors in self._failures.items()}
 
-    def record_uncaptured(self, kernel: Kernel, facts: Facts, why: str) -> None:
+    def record_capture(self, kernel: Kernel, facts: Facts, why: str, *, work: bool = False) -> None:
         """Remember it for this process."""
-        self._uncaptured[kernel.id, work_text(facts)] = why
+        self._captures[kernel.id, work_text(facts) if work else capture_text(facts)] = why
 
-    def uncaptured(self, kernel: Kernel, facts: Facts) -> str | None:
+    def capture(self, kernel: Kernel, facts: Facts) -> str | None:
         """What this process saw."""
-        return self._uncaptured.get((kernel.id, work_text(facts)))
+        known = self._captures
+        return known.get((kernel.id, work_text(facts)), known.get((kernel.id, capture_text(facts)))) if known else None
 
     def unproved(self, kernel: Kernel, facts: Facts) -> bool:  # noqa: ARG002  # the protocol's names
         """No: nothing is remembered of a machine."""

@@ -25,6 +25,7 @@ from layerzero.core.system import forking
 from layerzero.engine import (
     batch_split,
     failures,
+    graph_safety,
     legality,
     logging_once,
     plan_source,
@@ -126,6 +127,7 @@ class Engine:
         ordered = ranked(judged, facts, policy, times, machine.asked)
         timed = times is not None and not times.untimed(facts)  # of another order of memory, where not of this one
         report = pick(ordered, routed, facts, policy, self.registry.lock_for(policy, facts), later, timed=timed)
+        report = graph_safety.noted(report, self.ledger) if facts["capturing"] else report
         return report if frozen is None else frozen.held(report, policy), ordered
 
     def forget(self, function: str, cache: PlanCache) -> None:
@@ -224,7 +226,7 @@ class Dispatcher:
                 self._build_later(judged, report.facts)
             chosen = require(report)
             try:
-                plan = plan_source.build(self.function, chosen, report, policy)
+                plan = plan_source.build(self.function, chosen, report, policy, self.engine.ledger)
             except Exception as error:  # noqa: BLE001  # this kernel cannot be had: the next one is tried
                 failures.not_loaded(chosen.kernel, report, error, self.engine)
                 failed.add(chosen.kernel.id)
@@ -268,6 +270,7 @@ class Dispatcher:
         self.engine.history.add(self.function.name, key.exact, plan.report.facts, policy)
         if plan.report.facts["capturing"]:
             graph_capture.keep(plan)
+            logging_once.tell_capture(plan)
         if not policy.cache_enabled:
             return
         self.engine.ledger.called(plan.report.facts)

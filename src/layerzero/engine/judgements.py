@@ -138,14 +138,14 @@ class Standings:
         for tensor in facts.tensors.values():
             odd = odd or tensor.negated or 0 in tensor.shape
         operation = facts.operation.name
-        on_record = ledger.on_record(kernels)
+        on_record, capturing = ledger.on_record(kernels), facts["capturing"]  # where a verdict of captures decides
         judged: list[Candidate] = []
         left: list[Standing] = []
         best, stock, ill = -1, False, health.any_rests()
         for standing in kept.standings:
             kernel = standing.kernel
             reasons = health.reasons(kernel, operation, facts.device.name) if ill else []
-            if standing.vetted or reasons or kernel.id in on_record:
+            if standing.vetted or reasons or kernel.id in on_record or capturing:
                 where = machine if standing.untested else None
                 reasons = legality.trust_reasons(kernel, facts, policy, where, health, ledger, lock)
             elif kernel.id in kept.stock and not stock and best <= kept.rival:

@@ -16,6 +16,7 @@ from layerzero.core.limit_launch import LAUNCH_CODES
 from layerzero.core.plan import Adaptation, Candidate
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine import batch_split, foreign_errors, headroom
+from layerzero.engine.graph_safety import capture_reasons
 from layerzero.engine.health import Health
 from layerzero.engine.jit import BUILT
 from layerzero.engine.policy import Lock, Policy, names_kernel
@@ -151,6 +152,8 @@ def trust_reasons(
             hint = how_to_vet(kernel, facts)
             got = "a plugin without a verdict" if kernel.trust is Trust.PLUGIN else "never run, without a verdict"
             reasons.append(Reason(ReasonCode.NOT_VETTED, kernel.id, "vetted", got, hint))
+    if here and facts["capturing"]:
+        reasons += capture_reasons(kernel, facts, policy, ledger)
     return reasons
 
 

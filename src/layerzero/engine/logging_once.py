@@ -10,7 +10,7 @@ from layerzero.core.errors import LayerZeroFallbackWarning, LayerZeroPerformance
 from layerzero.core.plan import Plan
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.system import forking, resources
-from layerzero.engine import headroom
+from layerzero.engine import graph_safety, headroom
 from layerzero.engine.events import EVENTS
 from layerzero.engine.policy import Policy
 
@@ -76,6 +76,13 @@ def tell_adaptations(plan: Plan, policy: Policy) -> None:
                 "this warning.",
                 LayerZeroPerformanceWarning,
             )
+
+
+def tell_capture(plan: Plan) -> None:
+    """Log once for each kernel and operation that a graph holds a kernel whose captures were not proved."""
+    if graph_safety.UNPROVED in plan.report.notes and _is_new((plan.kernel.id, f"capture {plan.report.operation}")):
+        hint = graph_safety.how_to_prove(plan.report.facts)
+        log.info("%s in %s: %s. %s", plan.kernel.id, plan.report.operation, graph_safety.UNPROVED, hint)
 
 
 def _mib(count: float) -> str:

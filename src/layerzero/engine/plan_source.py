@@ -20,9 +20,10 @@ from layerzero.core.fact_reads import EVERYTHING, Reads, Watched, watch
 from layerzero.core.facts import Facts
 from layerzero.core.handle import FOREIGN, STALE
 from layerzero.core.kernel import Kernel
+from layerzero.core.ledger import Ledger
 from layerzero.core.operation import Function, Operation
 from layerzero.core.plan import Candidate, Plan, Report
-from layerzero.engine import accelerator, batch_split
+from layerzero.engine import accelerator, batch_split, graph_safety
 from layerzero.engine.accelerator import ArgumentPlaces, Passed
 from layerzero.engine.judgements import EpochValues
 from layerzero.engine.legality import checked, flag_findings
@@ -33,10 +34,12 @@ class PlanUnusableError(Exception):
     """A kept plan must not run now: a capture is open and its kernel is not graph-safe. Never leaves the engine."""
 
 
-def build(function: Function, candidate: Candidate, report: Report, policy: Policy) -> Plan:
+def build(
+    function: Function, candidate: Candidate, report: Report, policy: Policy, ledger: Ledger | None = None
+) -> Plan:
     """Load the kernel's library and bind it to the facts of this call.
 
-    Raises whatever the library raises when it does not load.
+    ``ledger`` knows whether a capture may have the kernel. Raises whatever the library raises when it does not load.
     """
     kernel, facts = candidate.kernel, report.facts
     chunk = _chunk(candidate, facts)
@@ -47,7 +50,8 @@ def build(function: Function, candidate: Candidate, report: Report, policy: Poli
     made, look = facts.operation.guard, facts.operation.number_guard
     guard = None if made is None else made(function.name, facts.layout)
     number_guard = None if look is None else look(function.name, facts.layout)
-    text = _text_of(function, candidate, facts, policy, reads, guarded=guard is not None)
+    barred = ledger is not None and graph_safety.barred(kernel, facts, policy, ledger)
+    text = _text_of(function, candidate, facts, policy, reads, guarded=guard is not None, barred=barred)
     rules = _rules(facts)
     namespace: dict[str, Any] = {
         **_NAMES,
@@ -86,10 +90,17 @@ TEXTS: EpochValues[_Text] = EpochValues()
 
 
 def _text_of(
-    function: Function, candidate: Candidate, facts: Facts, policy: Policy, reads: Reads, *, guarded: bool
+    function: Function,
+    candidate: Candidate,
+    facts: Facts,
+    policy: Policy,
+    reads: Reads,
+    *,
+    guarded: bool,
+    barred: bool,
 ) -> _Text:
     """Write a plan, or take the text of a call that differed in sizes only."""
-    guards = _guards(candidate.kernel, facts, reads)
+    guards = _guards(candidate.kernel, facts, reads, barred=barred)
     if guarded:
         guards.append(f"guard({_by_name(facts.tensors)})")
     adapters = facts.operation.adapters
@@ -227,7 +238,7 @@ def _plain(value: object) -> object:
     raise TypeError(f"cannot write {type(value).__name__} {value!r} into a plan")
 
 
-def _guards(kernel: Kernel, facts: Facts, reads: Reads) -> list[str]:
+def _guards(kernel: Kernel, facts: Facts, reads: Reads, *, barred: bool) -> list[str]:
     """Refuse to run in a capture what a capture refuses; the key of a kept plan does not say whether one is open.
 
     Where ``load`` or a limit reads that, the call is chosen for again in the capture, which pins what it uses.
@@ -238,7 +249,7 @@ def _guards(kernel: Kernel, facts: Facts, reads: Reads) -> list[str]:
     watched = Watched(captured)
     findings = [finding for limit in kernel.limits for finding in checked(limit, watched)]
     asked = "capturing" in reads or "capturing" in watched.close()
-    if not asked and all(finding.repair for finding in (*findings, *flag_findings(kernel, captured))):
+    if not barred and not asked and all(finding.repair for finding in (*findings, *flag_findings(kernel, captured))):
         return []
     return ["if capturing():", "    raise PlanUnusableError"]
 

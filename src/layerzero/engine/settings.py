@@ -75,6 +75,12 @@ SETTINGS: dict[str, Setting] = {
     ),
     "deterministic": Setting(bool, False, "choose only kernels that give the same bits each time"),
     "require_vetting": Setting(bool, True, "refuse plugin kernels that were not vetted on this machine"),
+    "graph_strict_mode": Setting(
+        bool,
+        False,
+        "refuse, in the capture of a CUDA graph, kernels whose captures were not proved here; `layerzero vet --graph` "
+        "proves them, and so does lz.warmup where this is set",
+    ),
     "vet_in_background": Setting(
         bool, False, "vet, in a child process, what a call would have liked to choose; the next choice may take it"
     ),
@@ -139,7 +145,6 @@ SETTINGS: dict[str, Setting] = {
     "cache.max_size": Setting(int, 10_000, "plans kept for each policy"),
     "explain_enabled": Setting(bool, True, "explanations are always available", built=False),
     "plan_mode": Setting(bool, False, "choose jointly for several operations", built=False),
-    "graph_strict_mode": Setting(bool, False, "prove graph safety by a dummy capture", built=False),
     "backend_isolation": Setting(str, "in_process", "where kernels run", built=False),
     "perfdb.enabled": Setting(bool, True, "read and keep measured times on disk", scoped=False),
     "perfdb.path": Setting(

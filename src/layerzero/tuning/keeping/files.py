@@ -34,7 +34,6 @@ from layerzero.core.ledger import (
     class_text,
     deciding,
     home_of,
-    work_text,
 )
 from layerzero.core.recipe import CallRecipe
 from layerzero.core.system import disk, forking
@@ -44,12 +43,12 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.keeping import records
 from layerzero.tuning.keeping.folder import RecordFolder
 from layerzero.tuning.keeping.records import (
+    CAPTURE,
     FAILURES,
     ONLY_BANS,
     PROVED,
     RUNNING,
     SUSPECT,
-    UNCAPTURED,
     VERDICT,
     Name,
     Record,
@@ -221,14 +220,23 @@ class FileLedger(MemoryLedger):
         errors = [*(before.errors if before else []), error][-self.MAX_FAILURES_PER_KERNEL :]
         self.files.put(msgspec.structs.replace(record, errors=errors), FAILURES)
 
-    def record_uncaptured(self, kernel: Kernel, facts: Facts, why: str) -> None:
+    def record_capture(self, kernel: Kernel, facts: Facts, why: str, *, work: bool = False) -> None:
         """Remember it here and for later processes."""
-        self.files.put(msgspec.structs.replace(self._record(kernel, facts, _work(facts)), text=why), UNCAPTURED)
+        record, verdict = self._record(kernel, facts, records.captures_of(facts)[not work]), Verdict.PASSED
+        self.files.put(msgspec.structs.replace(record, text=why, verdict=None if why else verdict), CAPTURE)
 
-    def uncaptured(self, kernel: Kernel, facts: Facts) -> str | None:
-        """What this process or another one saw, at these versions."""
-        record = self._recorded(kernel, facts, UNCAPTURED)
-        return None if record is None else record.text
+    def capture(self, kernel: Kernel, facts: Facts) -> str | None:
+        """What this process or another one saw, at these versions; one that cannot be read may have been a refusal."""
+        self._refresh()
+        slug = records.slug_of(kernel.id)
+        if not self.files.has(slug, CAPTURE) and not self.files.doubts(slug):
+            return None
+        for what in records.captures_of(facts):
+            name = Name(slug, records.key_of(kernel.id, what, _versions(kernel, facts)), CAPTURE)
+            record = self.files.load(name)
+            if record is not None or name in self.files.doubts(slug):
+                return f"{name.file()}: {self.files.doubts(slug)[name]}" if record is None else record.text
+        return None
 
     def suspect(self, kernel: Kernel, facts: Facts, why: str) -> None:
         """Suspect a kernel and class, here and in later processes."""
@@ -336,8 +344,7 @@ class FileLedger(MemoryLedger):
         slug = records.slug_of(kernel.id)
         if not self.files.has(slug, kind):
             return None
-        what = _work(facts) if kind == UNCAPTURED else class_text(facts)
-        key = records.key_of(kernel.id, what, _versions(kernel, facts))
+        key = records.key_of(kernel.id, class_text(facts), _versions(kernel, facts))
         return self.files.load(Name(slug, key, kind))
 
     def _record(self, kernel: Kernel, facts: Facts, what: str) -> Record:
@@ -359,9 +366,9 @@ def _may_ban(name: Name, key: str) -> bool:
 
 def _lifting(name: Name, why: str) -> str:
     """What a record that cannot be read means, and what lifts it."""
-    kernel = records.kernel_of(name)
-    calls = "every call" if name.kind == VERDICT else "calls of its class"
-    out = f"`layerzero vet --kernel {kernel} --again` for the same class, or removing that file"
+    kernel, graph = records.kernel_of(name), "--graph " if name.kind == CAPTURE else ""
+    calls = "every call" if name.kind == VERDICT else "captures of its class" if graph else "calls of its class"
+    out = f"`layerzero vet {graph}--kernel {kernel} --again` for the same class, or removing that file"
     return f"{why}; {kernel} is refused for {calls} until {out}"
 
 
@@ -369,13 +376,6 @@ def _judgement(record: Record | None) -> Judgement | None:
     if record is None or record.verdict is None:
         return None
     return Judgement(record.verdict, record.what, record.text)
-
-
-def _work(facts: Facts) -> str:
-    """A call's very work, and whose adapter did it: another LayerZero may well capture what this one could not."""
-    from layerzero import __version__
-
-    return f"{work_text(facts)} by {__version__}"
 
 
 def _versions(kernel: Kernel, facts: Facts) -> Versions:

@@ -20,6 +20,7 @@ from layerzero.core.system import forking
 from layerzero.tuning.keeping import records
 from layerzero.tuning.keeping.records import (
     ASIDE,
+    CAPTURE,
     FAILURES,
     PROVED,
     RUNNING,
@@ -34,7 +35,10 @@ from layerzero.tuning.keeping.records import (
 JUDGED = (SUSPECT, VERDICT)
 """Kinds that decide whether a kernel may run."""
 
-_DOUBTFUL = (SUSPECT, VERDICT, RUNNING)
+_DECIDING = (*JUDGED, CAPTURE)
+"""Those, and what decides whether a capture may have it."""
+
+_DOUBTFUL = (*_DECIDING, RUNNING)
 """Kinds that may have been the reason why a kernel must not run, if they cannot be read."""
 
 _MAX_SCANS = 8
@@ -143,7 +147,7 @@ class RecordFolder(RecordFiles):
 
     def _forget(self, name: Name) -> None:
         known = self._of(name.kind)
-        self.decided += name.kind in JUDGED and name in known.get(name.slug, ())
+        self.decided += name.kind in _DECIDING and name in known.get(name.slug, ())
         known.get(name.slug, set()).discard(name)
         if not known.get(name.slug, True):
             del known[name.slug]
@@ -218,7 +222,7 @@ class RecordFolder(RecordFiles):
             self._vanished(name)
         for name in [name for name in self._read if name.kind == FAILURES]:
             del self._read[name]
-        for name in [name for kind in JUDGED for each in self._of(kind).values() for name in each]:
+        for name in [name for kind in _DECIDING for each in self._of(kind).values() for name in each]:
             self._look_at(name)
         return left, complete
 
@@ -235,7 +239,7 @@ class RecordFolder(RecordFiles):
     def _vanished(self, name: Name) -> None:
         """Forget a record whose file is there no more, unless it is a ban and nothing says that it was lifted."""
         record = self._read.get(name)
-        bad = name.kind in JUDGED and record is not None and record.verdict is not Verdict.PASSED
+        bad = name.kind in _DECIDING and record is not None and record.verdict is not Verdict.PASSED
         if bad and name not in self._unwritten and not self._settled(name):
             self._gone.add(name)
         elif name not in self._unwritten:
@@ -287,7 +291,7 @@ class RecordFolder(RecordFiles):
             self._lifted.pop(name, None)
             self.known(name, record)
             self._write(name, record)
-            if kind in (VERDICT, PROVED):
+            if kind in (VERDICT, PROVED, CAPTURE):
                 self._clear(name)
 
     def _write(self, name: Name, record: Record) -> None:
@@ -330,7 +334,7 @@ class RecordFolder(RecordFiles):
             self._names.setdefault(name.kind, {}).setdefault(name.slug, set()).add(name)
             self._gone.discard(name)
             self._read.pop(name, None)
-            self.decided += name.kind in JUDGED
+            self.decided += name.kind in _DECIDING
             if record is not None:
                 self._read[name] = record
 

@@ -22,7 +22,7 @@ import msgspec
 
 from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.facts import Facts
-from layerzero.core.ledger import Verdict
+from layerzero.core.ledger import Verdict, capture_text, work_text
 from layerzero.core.recipe import CallRecipe
 from layerzero.core.system import disk
 from layerzero.engine import process_end
@@ -33,7 +33,9 @@ MAX_BYTES = 1 << 20
 """No record is larger."""
 
 PROVED, SUSPECT, VERDICT, FAILURES, RUNNING = "proved", "suspect", "verdict", "failures", "running"
-UNCAPTURED = "uncaptured"
+CAPTURE = "capture"
+_FORMER = "uncaptured"
+"""What an earlier version kept of captures; it counts for nothing."""
 
 _NAME = re.compile(r"^(?P<slug>[^@/]{1,120})@(?P<key>[0-9a-f]{24})\.(?P<kind>[a-z]+)(?:-[0-9a-f]{32})?\.json$")
 
@@ -56,7 +58,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         versions: what it holds for.
         at_unix_s, process: when and by which process it was written, for people.
         call, module: how a child makes the call again.
-        text: why it is a suspect, what a child said, or why a capture refused it.
+        text: why it is a suspect, what a child said, or why a capture may not have it.
         verdict: what a child found.
         errors: what the kernel raised, oldest first.
         check: checksum of the rest; empty in what an earlier version wrote.
@@ -101,7 +103,7 @@ class Name(msgspec.Struct, frozen=True):
 def name_of(file: str) -> Name | None:
     """Read a file's name; None if no record is called that."""
     match = _NAME.match(file)
-    if match is None or match["kind"] not in (PROVED, SUSPECT, VERDICT, FAILURES, RUNNING, UNCAPTURED):
+    if match is None or match["kind"] not in (PROVED, SUSPECT, VERDICT, FAILURES, RUNNING, CAPTURE, _FORMER):
         return None
     return Name(match["slug"], match["key"], match["kind"])
 
@@ -144,6 +146,16 @@ def read(path: Path, name: Name) -> Record:
     if record.format != FORMAT or slug_of(record.kernel) != name.slug or record.key != name.key:
         raise ValueError("its content is not what its name says")
     return record
+
+
+def captures_of(facts: Facts) -> tuple[str, str]:
+    """What records of captures are about: a call's very work, and its class; and whose adapter ran in the capture.
+
+    Another LayerZero may well capture what this one could not.
+    """
+    from layerzero import __version__
+
+    return f"{work_text(facts)} by {__version__}", f"{capture_text(facts)} by {__version__}"
 
 
 def capability_of(facts: Facts) -> str:

@@ -268,7 +268,7 @@ class StoreLedger:
         self.record_verdict = markers.record_verdict
         self.record_failure = markers.record_failure
         self.failures = markers.failures
-        self.record_uncaptured, self.uncaptured = markers.record_uncaptured, markers.uncaptured
+        self.record_capture, self.capture = markers.record_capture, markers.capture
         self.unproved, self.begin = markers.unproved, markers.begin
         self.accept, self.withdraw = markers.accept, markers.withdraw
         self.on_record = markers.on_record

@@ -30,6 +30,7 @@ from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.first_run import first_run
 from layerzero.engine.functions import CALLS
+from layerzero.engine.graph_safety import SETTING
 from layerzero.engine.jit import BUILT
 from layerzero.engine.policy import names_kernel
 from layerzero.testing.compare import copied
@@ -318,7 +319,8 @@ def plan_in_a_capture(kernel: Kernel, report: Report, call: RandomCall) -> tuple
 
     What the kernel made in its first run is there by now. Why a capture refuses the kernel all the same, if it does.
     """
-    report = explain(report.facts.on(report.facts.device, capturing=True))
+    with SCOPES.scope({SETTING: False}):  # that it was not proved keeps it from no measurement
+        report = explain(report.facts.on(report.facts.device, capturing=True))
     candidate = next(each for each in report.candidates if each.kernel.id == kernel.id)
     if not candidate.legal:
         return "; ".join(map(str, report.failures.get(kernel.id, ())))
@@ -348,7 +350,7 @@ def _made_ready(
             return _Ready(kernel, run, first_call_us, error)
         inside = plan_in_a_capture(kernel, report, call)
         if isinstance(inside, str):  # it has done no wrong
-            ENGINE.ledger.record_uncaptured(kernel, facts, inside)
+            ENGINE.ledger.record_capture(kernel, facts, inside, work=True)
             return ContestEntry(kernel, Status.UNCAPTURED, None, inside, error)
         return _Ready(kernel, Graphs().captured([inside[1]], before=run), first_call_us, error)
     except Exception as failure:  # whatever a kernel raises is a finding, and the others go on

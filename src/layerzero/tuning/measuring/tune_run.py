@@ -115,7 +115,7 @@ class TuningRun(TensorParty):
         """Ids of kernels that cannot win, and of those that a capture refused; they are not measured again."""
         facts = self.served_facts(report.facts)
         legal = [each for each in report.candidates if each.legal]
-        kept = {each.kernel.id for each in legal if self.graph and ENGINE.ledger.uncaptured(each.kernel, facts)}
+        kept = {each.kernel.id for each in legal if self.graph and ENGINE.ledger.capture(each.kernel, facts)}
         return hopeless(evidence) | outdone(legal, evidence, facts, self.device) | kept
 
     def unknown(self, kernels: Iterable[Kernel], report: Report) -> list[Kernel]:
