@@ -32,18 +32,27 @@ def example_calls(kernel: Kernel, device: Device) -> Iterator[Facts]:
 
 
 def taken(
-    kernel: Kernel, operation: Operation, case: Case, dtype: torch.dtype, device: Device, layout: str | None = None
+    kernel: Kernel,
+    operation: Operation,
+    case: Case,
+    dtype: torch.dtype,
+    device: Device,
+    layout: str | None = None,
+    *,
+    capturable: bool = False,
 ) -> Facts | None:
     """The facts of a case that a kernel's limits allow, adapted where they say how, with what it takes no call without.
 
+    ``capturable``: its handles are such as a captured graph can go on reading.
+
     Raises: InvalidCallError for a case that is no call in this dtype.
     """
-    facts = facts_of(operation, case, dtype, device, layout)
+    facts = facts_of(operation, case, dtype, device, layout, capturable=capturable)
     found = legality.limit_findings(kernel, facts.seen_in(kernel.layout))
     reasons = [finding.reason for finding in found if finding.repair is None]
     fuller = with_demanded(operation, case, kernel, reasons)
     if fuller is not None:
-        return taken(kernel, operation, fuller, dtype, device, layout)
+        return taken(kernel, operation, fuller, dtype, device, layout, capturable=capturable)
     return None if reasons else facts
 
 

@@ -220,6 +220,7 @@ checks.add_to(main)
         "vet rms_norm --shapes 512x1024,1x4096 --dtype bfloat16",
         "vet attention --kernel torch.sdpa.cpu_flash --shapes 1x8x4x16:1x8x2x16 --dtype float32 --device cpu",
         "vet layer_norm --backend torch --shapes 4x64 --again",
+        "vet rms_norm --graph --manifest calls.json --device cuda",
         "vet tokenize --param tokenizer_id=tokenizer.json",
     )
 )
@@ -243,6 +244,9 @@ def vet(
     ] = None,
     module: Modules = None,
     param: measuring.Param = None,
+    graph: Annotated[
+        bool, typer.Option("--graph", help="Capture each call in a CUDA graph, and compare what replays give.")
+    ] = False,
     again: Annotated[bool, typer.Option("--again", help="Also what has a verdict.")] = False,
     budget_s: Annotated[
         float,
@@ -280,6 +284,7 @@ def vet(
         device=device,
         modules=module or [],
         budget_s=budget_s,
+        graph=graph,
         again=again,
         quiet=json,
     )

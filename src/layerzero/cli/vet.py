@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections import Counter, defaultdict
@@ -20,13 +21,12 @@ from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.ledger import Verdict, class_text
-from layerzero.engine.dispatch import ENGINE
+from layerzero.core.ledger import Verdict, capture_text, class_text
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.measuring.jobs import Job, Shape
 from layerzero.tuning.measuring.tune import asked_jobs
-from layerzero.tuning.proving.vetting import Vetted, allows, class_pairs, is_named, vet_calls
+from layerzero.tuning.proving.vetting import Vetted, allows, class_pairs, is_known, is_named, vet_calls
 
 Pair = tuple[Kernel, Facts]
 
@@ -50,6 +50,7 @@ def answer(
     device: str | None,
     modules: Sequence[str],
     budget_s: float,
+    graph: bool,
     again: bool,
     quiet: bool,
 ) -> Answer:
@@ -67,14 +68,15 @@ def answer(
     sizes = shapes_of(shapes)
     target = device or ("cuda" if torch.cuda.is_available() else "cpu")
     here, asked_of = Device.detect(target), (kernels or None, backends or None)
-    chosen = [each for each in REGISTRY.kernels(operation) if is_named(each, *asked_of, here)]
+    chosen = [each for each in REGISTRY.kernels(operation) if is_named(each, *asked_of, here, graph=graph)]
     if sizes is None and manifest is None:
         dtypes = None if dtype is None else [dtype_named(each) for each in dtype.split(",")]
-        asked = list(class_pairs(chosen, operation, here, None, dtypes))
+        asked = list(class_pairs(chosen, operation, here, None, dtypes, graph=graph))
     else:
-        asked = list(_of_jobs(chosen, operation, target, dtype, sizes, manifest))
-    pairs = in_turn([pair for pair in asked if again or ENGINE.ledger.judgement(*pair) is None])
-    classes = len({(kernel.id, class_text(facts)) for kernel, facts in pairs})
+        asked = list(_of_jobs(chosen, operation, target, dtype, sizes, manifest, graph=graph))
+    pairs = in_turn([pair for pair in asked if again or not is_known(*pair, graph=graph)])
+    text = capture_text if graph else class_text
+    classes = len({(kernel.id, text(facts)) for kernel, facts in pairs})
     if classes > MANY:
         end = "" if budget_s == math.inf else f" for {budget_s:g} s (--budget-s)"
         say(f"{classes} classes, one after the other in a child process{end}; what is found is kept by Ctrl-C, too")
@@ -83,7 +85,7 @@ def answer(
     def told(text: str) -> None:
         (say if quiet else typer.echo)(f"{next(numbers)} of {classes}: {text}" if classes > 1 else text)
 
-    found = vet_calls(pairs, modules=modules, progress=told, stop=deadline.passed)
+    found = vet_calls(pairs, modules=modules, progress=told, stop=deadline.passed, graph=graph)
     if not found:
         why = _nothing(chosen, asked, names, own_cases=sizes is None and manifest is None)
         return Answer(data_of(found), lambda: [f"nothing to vet: {why}"], FINE)
@@ -162,13 +164,15 @@ def _of_jobs(
     dtype: str | None,
     shapes: Sequence[Shape] | None,
     manifest: Path | None,
+    *,
+    graph: bool,
 ) -> Iterator[Pair]:
     """The calls of shapes, in each layout, or of a workload, where the kernels' limits allow them."""
     known = {dtype_name(each) for one in REGISTRY.operations().values() for each in one.dtypes}
     named = dtype.split(",") if dtype else None
     dtypes = named or sorted(known)
     jobs = asked_jobs(operation, shapes, dtypes, torch.device(device).type, manifest=manifest, named=named)
-    for job in jobs:
+    for job in (dataclasses.replace(each, for_graph=graph) for each in jobs):
         known_here = REGISTRY.operation(job.operation).dtypes
         kernels = [each for each in chosen if job.operation in each.operations]
         if not kernels or (job.recipe is None and dtype_named(job.dtype) not in known_here):
@@ -184,10 +188,11 @@ def _with_demanded(kernel: Kernel, job: Job, facts: Facts) -> Facts | None:
     """The same shapes with the optional tensors that a kernel takes no call without; a recorded call stays as it is."""
     if job.recipe is not None:
         return None
-    return taken(kernel, facts.operation, job.case, dtype_named(job.dtype), facts.device, facts.layout)
+    dtype = dtype_named(job.dtype)
+    return taken(kernel, facts.operation, job.case, dtype, facts.device, facts.layout, capturable=job.for_graph)
 
 
 def _in_each_layout(job: Job, device: str) -> Iterator[Facts]:
     layouts = REGISTRY.operation(job.operation).layouts if job.recipe is None else ()
     for layout in layouts or (job.layout,):
-        yield Job(job.operation, job.case, job.dtype, layout, job.recipe, job.count).facts(device)
+        yield dataclasses.replace(job, layout=layout).facts(device)

@@ -1,7 +1,8 @@
 """Whether a kernel may run in the capture of a CUDA graph, by what a child process found out about its captures here.
 
-The ledger knows verdicts, which ``layerzero vet --graph`` finds. Every choice in a capture asks it, whoever began the
-capture. A plan that was kept before may be called there without a choice: its text refuses where a choice would.
+The ledger knows verdicts, which ``layerzero vet --graph`` finds. Every choice in a capture asks it, also where torch or
+an engine began the capture. A plan that was kept before may be called there without a choice: its text refuses where a
+choice would.
 """
 
 from __future__ import annotations

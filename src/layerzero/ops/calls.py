@@ -200,10 +200,19 @@ def is_call_of(operation: Operation, case: Case, dtype: torch.dtype, layout: str
     return found.operation.name == operation.name
 
 
-def facts_of(operation: Operation, case: Case, dtype: torch.dtype, device: Device, layout: str | None = None) -> Facts:
-    """The facts of a case on a device, which need not be here; no data is made."""
+def facts_of(
+    operation: Operation,
+    case: Case,
+    dtype: torch.dtype,
+    device: Device,
+    layout: str | None = None,
+    *,
+    capturable: bool = False,
+) -> Facts:
+    """The facts of a case on a device, which need not be here; no data is made. Its handles as :func:`arguments_of`."""
     function = function_for(operation)
-    found = routed(function, accepted(function, arguments_of(operation, case, dtype, "meta", layout=layout)))
+    made = arguments_of(operation, case, dtype, "meta", layout=layout, capturable=capturable)
+    found = routed(function, accepted(function, made))
     return FactsBuilder(found.operation).of_valid(found.arguments, device=device, layout=found.layout)
 
 

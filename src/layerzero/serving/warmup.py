@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from layerzero.engine.events import EVENTS
 from layerzero.engine.first_run import first_run
 from layerzero.engine.frozen_choices import class_name
 from layerzero.engine.functions import CALLS
+from layerzero.engine.graph_safety import SETTING
 from layerzero.engine.jit import BUILT, BuildIdentity, BuildOutcome, build_of
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops.calls import accepted, function_for
@@ -141,8 +142,9 @@ def warmup(
     Returns: what was built, with seconds and errors, and, as ``skipped``, what was not built, and why. A kernel that
         fails to build stays refused for calls like that one, and is tried for others; where this machine lacks a
         program, such as a compiler, it is tried once. One that may not run before it was vetted is vetted first, in a
-        child process, as ``lz.vet`` does. Where ``auto_tune_on_warmup`` is set, every legal kernel is also measured on
-        these calls, as ``lz.tune`` does. Ranks agree where this ends, if ``distributed_selection`` says so
+        child process, as ``lz.vet`` does. Where ``graph_strict_mode`` is set, captures of what these calls would choose
+        are proved, as ``lz.vet(graph=True)`` does. Where ``auto_tune_on_warmup`` is set, every legal kernel is also
+        measured on these calls, as ``lz.tune`` does. Ranks agree where this ends, if ``distributed_selection`` says so
         (:func:`layerzero.agree`), and raise as that does.
     """
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -165,6 +167,10 @@ def warmup(
         tell("", len(jobs), len(jobs))
     if warmed:
         ENGINE.bump()
+    if current_policy()[SETTING] and target.type == "cuda":
+        from layerzero.tuning.proving.captures import prove_chosen
+
+        prove_chosen([_facts(*_bound(replace(job, for_graph=True), target, params)) for job in jobs])
     if current_policy()["auto_tune_on_warmup"]:
         from layerzero.tuning.measuring.tune import tune_calls
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +27,12 @@ from layerzero.testing.single_run import Finding, Trial, all_threads, attempt, d
 REPEATS = 4
 SEED = 0
 THREADS, CALLS_A_THREAD = 2, 8
+
+WARM_RUNS = 3
+"""How often a call runs on a side stream before it is captured."""
+
+GROWN_BYTES = 2**20
+"""What replays may take of a device's memory before it is told; libraries allocate beside torch."""
 
 
 def by_value(operation: Operation) -> bool:
@@ -220,11 +226,15 @@ def other_device(trial: Trial) -> Finding:
 
 
 def captured(trial: Trial) -> Finding:
-    """A captured call gives the right result when it is replayed with other values in the same memory."""
+    """A captured call waits for nothing, and gives right results when it is replayed with other values in its memory.
+
+    Three replays: with other values, with these again, for what a replay leaves behind, and with those of the capture.
+    """
     call, second = _with_handles(trial), other_values(trial.call)
     fixed = {name: trial.call.arguments[name] for name in _packed(trial, call)}
     second = RandomCall(second.function, {**second.arguments, **fixed}, second.name)
-    truth = compare.for_kernel(compare.expected(second), trial.kernel)
+    replays = [second, second, trial.call]
+    truths = [compare.for_kernel(compare.expected(each), trial.kernel) for each in replays[1:]]
     watched = attempt(trial.kernel, trial.facts.operation, call)
     if watched is None or watched.reasons:
         return Finding("refused", watched.codes if watched else "no call with fixed buffers")
@@ -236,25 +246,57 @@ def captured(trial: Trial) -> Finding:
         try:
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                for _ in range(2):
+                for _ in range(WARM_RUNS):
                     plan.run(**bound)
             torch.cuda.synchronize()
-            with capturing(graph, capture_error_mode="global"):  # the strictest: nothing else runs
+            before = _allocations(trial)
+            with capturing(graph, capture_error_mode="global"), _waiting_for_nothing():  # nothing else runs
                 result = _run_in_capture(watched, call, bound)
         except Exception as error:  # noqa: BLE001  # whatever a kernel raises is a finding
             return Finding("wrong", f"under graph capture it {raised(error)}")
-
-        def replay(**_: Any) -> Any:
-            for name in tensors(second).keys() - fixed.keys():
-                call.arguments[name].copy_(second.arguments[name])
+        if strange := [each for each, count in _allocations(trial).items() if each and count != before[each]]:
+            return Finding("wrong", f"under graph capture it allocated on another device: {strange}")
+        left = []
+        for number, (given, truth) in enumerate(zip(replays, [truths[0], *truths], strict=True), 1):
+            for name in tensors(given).keys() - fixed.keys():
+                call.arguments[name].copy_(given.arguments[name])
             if not fixed:
                 _refresh(trial, call)
+            torch.cuda.synchronize()
+            before = _allocations(trial)
             graph.replay()
             torch.cuda.synchronize()
-            return result
+            if _allocations(trial) != before:
+                return Finding("wrong", f"replay {number} allocated memory of torch")
+            left.append(_free_bytes(trial))
+            problems = compare.problems(result, call.arguments, truth)
+            if problems:
+                return Finding("wrong", f"replay {number}: {'; '.join(problems)}")
+    grown = left[0] - left[-1]  # the first replay makes room for the graph itself
+    return Finding("passed", f"two replays took {grown / 2**20:.1f} MiB more" if grown > GROWN_BYTES else "")
 
-        problems = compare.problems(replay(), call.arguments, truth)
-    return Finding("wrong", f"replayed: {'; '.join(problems)}") if problems else Finding("passed")
+
+@contextmanager
+def _waiting_for_nothing() -> Iterator[None]:
+    """Let torch say what waits for the device, before CUDA says that the capture is lost."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def _allocations(trial: Trial) -> dict[str, int]:
+    """How often torch has allocated on each device; the call's own has no name."""
+    own, counted = trial.facts.device.index, "allocation.all.allocated"
+    devices = range(torch.cuda.device_count())
+    return {"" if each == own else f"cuda:{each}": torch.cuda.memory_stats(each).get(counted, 0) for each in devices}
+
+
+def _free_bytes(trial: Trial) -> int:
+    """What the device has left, whoever takes it; 0 where there is none."""
+    return torch.cuda.mem_get_info()[0] if trial.facts.device.torch_type == "cuda" else 0
 
 
 def _run_in_capture(trial: Trial, call: RandomCall, bound: Mapping[str, Any]) -> Any:

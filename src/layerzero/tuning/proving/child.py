@@ -26,10 +26,10 @@ from layerzero.engine.plain import plain_facts
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import function_of
 from layerzero.ops.recipes import arguments_of_recipe
-from layerzero.testing import quick_checks
+from layerzero.testing import execution, quick_checks
 from layerzero.testing.child_main import Tell
 from layerzero.testing.generate import RandomCall
-from layerzero.testing.single_run import duplicate, lost_context
+from layerzero.testing.single_run import attempt, build, duplicate, lost_context
 from layerzero.testing.sizes import CheckSetting
 from layerzero.tuning.proving.correctness import truth_of
 
@@ -47,6 +47,7 @@ class ChildTask(msgspec.Struct, frozen=True):
         call: a call, or one that stands for its class.
         compare: whether the result is compared with the reference.
         sizes: to vet the class: the size of each axis that the operation's cases name. None to run the call alone.
+        graph: whether it is captured in a CUDA graph, and what replays give is compared.
     """
 
     kernel: str
@@ -54,6 +55,7 @@ class ChildTask(msgspec.Struct, frozen=True):
     modules: list[str]
     compare: bool = True
     sizes: dict[str, int] | None = None
+    graph: bool = False
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -83,7 +85,10 @@ def work(question: ChildTask, tell: Tell) -> None:
         tell.found(Reply(None, text)) if question.sizes is None else tell.refused(text)
         return
     try:
-        reply = _ran(question, tell) if question.sizes is None else _vetted(question, question.sizes, tell)
+        if question.graph:
+            reply = _captured(question, tell)
+        else:
+            reply = _ran(question, tell) if question.sizes is None else _vetted(question, question.sizes, tell)
     except KernelExecutionError as error:
         reply = Reply(Verdict.CRASHED, f"it raised {type(error.__cause__).__name__}: {error.__cause__}")
     except (LayerZeroError, LookupError, ImportError, ValueError) as error:  # not legal here, not known here
@@ -131,6 +136,21 @@ def _vetted(question: ChildTask, sizes: dict[str, int], tell: Tell) -> Reply:
     call = rebuilt(question.call) if small else None
     found = quick_checks.look(kernel, operation, call, setting, case, tell.runs)
     return Reply(_VERDICTS.get(found.state), found.detail)
+
+
+def _captured(question: ChildTask, tell: Tell) -> Reply:
+    """Capture the call, and compare what replays give; without gradients, which nothing captures alone."""
+    kernel, operation = _kernel(question), REGISTRY.operation(question.call.operation)
+    call = rebuilt(question.call)
+    with SCOPES.scope({"allow_jit_compile": True}):
+        tell.begins()
+        trial = attempt(kernel, operation, call)
+        if trial is None or trial.reasons:
+            return Reply(None, trial.codes if trial else "no call of this operation")
+        if kernel.jit:
+            build(kernel, operation, call)
+        found = execution.captured(trial)
+    return Reply({"passed": Verdict.PASSED, "wrong": Verdict.WRONG}.get(found.status), found.message)
 
 
 def _proved(kernel: Kernel, operation: Operation, plain: Plain, call: CallRecipe) -> Reply:

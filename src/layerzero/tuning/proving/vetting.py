@@ -32,7 +32,7 @@ from layerzero.core.dtypes import dtype_named
 from layerzero.core.errors import InvalidCallError, LayerZeroWarning
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.ledger import Verdict, class_text
+from layerzero.core.ledger import Verdict, capture_text, class_text
 from layerzero.core.operation import Case, Operation, Routed
 from layerzero.core.reasons import ReasonCode
 from layerzero.core.recipe import CallRecipe
@@ -141,6 +141,7 @@ def vet(
     device: str | torch.device | None = None,
     params: Mapping[str, Any] | None = None,
     modules: Sequence[str] = (),
+    graph: bool = False,
     again: bool = False,
     timeout_s: float = TIMEOUT_S,
     progress: Progress | None = None,
@@ -157,6 +158,8 @@ def vet(
         params: of operations without tensors, what kernels have to prove themselves for: ``{"tokenizer_id": ...}``; no
             others are vetted then.
         modules: modules that register kernels, imported in the child; those of entry points are found by themselves.
+        graph: capture each call in a CUDA graph, and compare what replays with other values give. With neither kernels
+            nor backends: all that are installed. What fails is taken by no capture of such calls any more.
         again: also check classes that have a verdict.
         timeout_s: seconds of silence after which a child counts as hanging.
         progress: called with a line for each class as it ends.
@@ -169,19 +172,38 @@ def vet(
         proofs = plain_pairs(operation, params, named, again=again)
         return vet_calls(proofs, modules=modules, timeout_s=timeout_s, progress=progress)
     target = Device.detect(str(device or ("cuda" if torch.cuda.is_available() else "cpu")))
-    chosen = [each for each in REGISTRY.kernels(operation) if is_named(each, kernels, backends, target)]
+    chosen = [each for each in REGISTRY.kernels(operation) if is_named(each, kernels, backends, target, graph=graph)]
     dtypes = None if dtype is None else [dtype_named(dtype)]
-    found = class_pairs(chosen, operation, target, shapes, dtypes)
-    pairs = [pair for pair in found if again or ENGINE.ledger.judgement(*pair) is None]
-    return vet_calls(pairs, modules=modules, timeout_s=timeout_s, progress=progress)
+    found = class_pairs(chosen, operation, target, shapes, dtypes, graph=graph)
+    pairs = [pair for pair in found if again or not is_known(*pair, graph=graph)]
+    return vet_calls(pairs, modules=modules, timeout_s=timeout_s, progress=progress, graph=graph)
 
 
-def is_named(kernel: Kernel, kernels: Sequence[str] | None, backends: Sequence[str] | None, device: Device) -> bool:
-    """Whether a kernel is vetted: by name, or where nothing is named because it may not run before."""
-    if kernel.is_reference:
+def is_known(kernel: Kernel, facts: Facts, *, graph: bool) -> bool:
+    """Whether a class has a verdict."""
+    return (ENGINE.ledger.capture if graph else ENGINE.ledger.judgement)(kernel, facts) is not None
+
+
+def is_named(
+    kernel: Kernel,
+    kernels: Sequence[str] | None,
+    backends: Sequence[str] | None,
+    device: Device,
+    *,
+    graph: bool = False,
+) -> bool:
+    """Whether a kernel is vetted: by name, or where nothing is named because it may not run, or be captured, before.
+
+    Raises: InvalidCallError for captures on a device without any.
+    """
+    if graph and not device.supports_graphs:
+        raise InvalidCallError("vet", [f"graph: wanted a device whose launches can be captured, got {device.name}"])
+    if graph and not (kernel.graph_safe and probe.this_machine().state(kernel.backend, device).reason is None):
+        return False
+    if kernel.is_reference and not graph:
         return False
     if kernels is None and backends is None:
-        return legality.untrusted(kernel, device)
+        return graph or legality.untrusted(kernel, device)
     return all(names is None or any(names_kernel(name, kernel) for name in names) for names in (kernels, backends))
 
 
@@ -191,15 +213,16 @@ def class_pairs(
     device: Device,
     shapes: Sequence[Sequence[int]] | None = None,
     dtypes: Sequence[torch.dtype] | None = None,
+    *,
+    graph: bool = False,
 ) -> Iterator[tuple[Kernel, Facts]]:
     """Kernels with calls that their limits allow, one for each class, in the operations' layouts."""
     names = set(REGISTRY.operations_named(operation))
     for kernel in kernels:
         for name in kernel.operations:
             if name in names:
-                yield from (
-                    (kernel, each) for each in _classes(kernel, REGISTRY.operation(name), device, shapes, dtypes)
-                )
+                of_one = _classes(kernel, REGISTRY.operation(name), device, shapes, dtypes, graph=graph)
+                yield from ((kernel, each) for each in of_one)
 
 
 def _classes(
@@ -208,6 +231,8 @@ def _classes(
     device: Device,
     shapes: Sequence[Sequence[int]] | None,
     dtypes: Sequence[torch.dtype] | None,
+    *,
+    graph: bool,
 ) -> Iterator[Facts]:
     if function_of(operation.name) is None:
         return
@@ -219,12 +244,16 @@ def _classes(
                 if case is None:
                     continue
                 try:
-                    facts = taken(kernel, operation, case, dtype, device, layout)
+                    facts = taken(kernel, operation, case, dtype, device, layout, capturable=graph)
                 except InvalidCallError:  # a case names another dtype, as of a result, that does not fit this one
                     continue
-                if facts is not None and class_text(facts) not in seen:
-                    seen.add(class_text(facts))
+                if facts is not None and (text := _text(facts, graph=graph)) not in seen:
+                    seen.add(text)
                     yield facts
+
+
+def _text(facts: Facts, *, graph: bool) -> str:
+    return capture_text(facts) if graph else class_text(facts)
 
 
 def allows(kernel: Kernel, facts: Facts) -> bool:
@@ -239,26 +268,33 @@ def vet_calls(
     modules: Sequence[str] = (),
     timeout_s: float = TIMEOUT_S,
     progress: Progress | None = None,
+    graph: bool = False,
     go_on: bool = False,
     stop: Callable[[], bool] = lambda: False,
 ) -> tuple[Vetted, ...]:
     """Check the classes of calls, each once, in as few child processes as survive; remember the verdicts.
 
     Args:
+        graph: captures are checked, and their verdicts are asked by captures alone.
         go_on: where no child gets to work, say of each class that is left that it was not vetted, and why; log it.
         stop: called all the while; once it is true, children are killed, and what is left has no verdict.
     Raises: RuntimeError or ValueError in that case otherwise.
     """
     unique: dict[tuple[str, str], tuple[Kernel, Facts]] = {}
     for kernel, facts in calls:
-        unique.setdefault((kernel.id, class_text(facts)), (kernel, facts))
+        unique.setdefault((kernel.id, _text(facts, graph=graph)), (kernel, facts))
     found: dict[tuple[str, str], Vetted] = {}
 
     def keep(name: tuple[str, str], verdict: Verdict | None, detail: str, *, reached: bool = True) -> None:
         each = found[name] = Vetted(*name, verdict, detail, reached)
-        if verdict is not None:
+        passed = verdict is Verdict.PASSED
+        if verdict is not None and graph:
+            ENGINE.ledger.record_capture(*unique[name], "" if passed else detail or str(verdict))
+        elif verdict is not None:
             ENGINE.ledger.record_verdict(*unique[name], verdict, detail)
-        if verdict is Verdict.WRONG and not unique[name][1].operation.class_facts:
+        if graph and verdict is not None and not passed:
+            warnings.warn(f"no capture takes {each}", LayerZeroWarning, stacklevel=2)
+        elif verdict is Verdict.WRONG and not unique[name][1].operation.class_facts:
             text = f"{each.kernel_id} is not chosen any more until its library has another version: {each}"
             warnings.warn(text, LayerZeroWarning, stacklevel=2)
         if progress is not None and reached:
@@ -279,7 +315,7 @@ def vet_calls(
         for of_one in by_device(((name, kernel), facts) for name, (kernel, facts) in unique.items()):
             run_apart(
                 "layerzero.tuning.proving.child",
-                deque(_task(name, kernel, facts, named, timeout_s) for (name, kernel), facts in of_one),
+                deque(_task(name, kernel, facts, named, timeout_s, graph=graph) for (name, kernel), facts in of_one),
                 found=answered,
                 ended=ended,
                 modules=named,
@@ -298,10 +334,12 @@ def vet_calls(
     return tuple(found[name] for name in unique)
 
 
-def _task(name: tuple[str, str], kernel: Kernel, facts: Facts, modules: list[str], timeout_s: float) -> Task:
+def _task(
+    name: tuple[str, str], kernel: Kernel, facts: Facts, modules: list[str], timeout_s: float, *, graph: bool
+) -> Task:
     axes = facts.operation.cases[0].sizes if facts.operation.cases else {}
     sizes = {axis: size for axis, size in facts.sizes().items() if axis in axes}
-    question = ChildTask(kernel.id, CallRecipe.of(facts), modules, sizes=sizes)
+    question = ChildTask(kernel.id, CallRecipe.of(facts), modules, sizes=None if graph else sizes, graph=graph)
     return Task(question, kernel.id, max(timeout_s, BUILD_S) if kernel.jit else timeout_s, about=name)
 
 
