@@ -295,7 +295,7 @@ def _allocations(trial: Trial) -> dict[str, int]:
 
 
 def _free_bytes(trial: Trial) -> int:
-    """What the device has left, whoever takes it; 0 where there is none."""
+    """What is free on the device, by whatever it is taken; 0 where there is none."""
     return torch.cuda.mem_get_info()[0] if trial.facts.device.torch_type == "cuda" else 0
 
 

@@ -275,7 +275,7 @@ def vet_calls(
     """Check the classes of calls, each once, in as few child processes as survive; remember the verdicts.
 
     Args:
-        graph: captures are checked, and their verdicts are asked by captures alone.
+        graph: check captures; their verdicts decide about captures alone.
         go_on: where no child gets to work, say of each class that is left that it was not vetted, and why; log it.
         stop: called all the while; once it is true, children are killed, and what is left has no verdict.
     Raises: RuntimeError or ValueError in that case otherwise.
