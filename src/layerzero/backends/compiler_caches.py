@@ -1,4 +1,4 @@
-"""Compilers' caches: what artefacts of the CuTe DSL depend on and where they lie, and where Triton keeps its own."""
+"""Compilers' caches: what artefacts of the CuTe DSL depend on and where they lie, and where Triton and the driver keep theirs."""
 
 from __future__ import annotations
 
@@ -37,3 +37,10 @@ def triton_cache() -> Path:
     if named:
         return Path(named)
     return Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
+
+
+def driver_cache() -> Path | None:
+    """Where CUDA's driver keeps what it compiled of PTX, as its environment names it; none where that is off."""
+    if os.environ.get("CUDA_CACHE_DISABLE") == "1":
+        return None
+    return Path(os.environ.get("CUDA_CACHE_PATH") or Path.home() / ".nv" / "ComputeCache")
