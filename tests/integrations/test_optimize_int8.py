@@ -220,26 +220,45 @@ def test_the_output_of_a_decoder_is_looked_at_with_inputs_alone(unmeasured: None
         seen.undo()
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Gemma2"])
+@pytest.mark.parametrize(
+    ("kind", "weights"), [("Llama", "int8"), ("Qwen2", "int4:32"), ("Qwen3", "fp8"), ("Gemma2", "int8")]
+)
 def test_layers_compute_around_weights_that_are_codes(
-    kind: str, unmeasured: None, monkeypatch: pytest.MonkeyPatch
+    kind: str, weights: str, unmeasured: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Queries, keys and values are one product of codes that lie one after the other, and so are gate and up."""
     from layerzero.integrations.optimize import selection
 
     monkeypatch.setattr(selection, "_keep_what_gains", lambda *_: True)
     model, ids = made(kind), tokens()
     with torch.no_grad():
         own = model(ids).logits
-        report = lz.optimize(model, {"input_ids": ids}, weights="int8", graph=False)
+        report = lz.optimize(model, {"input_ids": ids}, weights=weights, graph=False, accuracy=1.0)
         layers = [each for each in report.replaced if each.kind == "layer"]
-        codes = [each for each in report.replaced if each.kind == "int8"]
+        codes = [each for each in report.replaced if each.kind in {"int8", "int4", "fp8"}]
         assert layers
         assert any(each.path.startswith(f"{layers[0].path}.") for each in codes)
+        for each in codes:
+            each.swap.state.own_at = ()  # as where codes are faster for any number of rows
         together = model(ids).logits
+        state = layers[0].swap.state
+        for part, products in ((state.heads, state.heads.products[:-1]), (state.block, (state.block.products[0],) * 2)):
+            assert len(part.coded.state.pair[0]) == sum(each.weight.shape[0] for each in products)
         for each in layers:
             each.exchange.off()
         assert off(together, model(ids).logits) < 1e-3
-        assert 1e-4 < off(together, own) < 0.1
+        assert 1e-4 < off(together, own) < 0.3
+        for each in layers:
+            each.exchange.on()
+        state.heads.products[1].weight.neg_()  # keys
+        twin = copy.deepcopy(model)
+        changed = model(ids).logits
+        assert off(changed, together) > 1e-3
+        assert torch.equal(twin(ids).logits, changed)
+        for each in layers:
+            each.exchange.off()
+        assert off(changed, model(ids).logits) < 1e-3
+        state.heads.products[1].weight.neg_()
         report.undo()
         assert torch.equal(model(ids).logits, own)
 

@@ -49,6 +49,29 @@ def test_the_text_of_a_format_reads_back(text):
     assert str(of) == text
 
 
+@pytest.mark.parametrize("text", [*(each.example for each in SCHEMES.values()), AWQ, PERMUTED, "fp8:group=64,rows=1"])
+def test_rows_of_several_weights_are_joined_where_they_share_the_rest(text):
+    of, inputs = lz.WeightFormat.of(text), 512
+    scheme, counts = scheme_of(of), (128, 256, 128)
+    parts = [weight(text, rows, inputs, seed).fields for seed, rows in enumerate(counts)]
+    if parts[0].group_index is not None or parts[0].second_scale is not None:
+        assert scheme.joined(of, parts, inputs) is None, "an order and a second scale are one for all rows"
+        shared = {name: getattr(parts[0], name) for name in ("group_index", "second_scale")}
+        parts = [each._replace(**shared) for each in parts]
+    joined = scheme.joined(of, parts, inputs)
+    apart = [scheme.dequantized(of, each, inputs, torch.float32) for each in parts]
+    assert torch.equal(scheme.dequantized(of, joined, inputs, torch.float32), torch.cat(apart))
+    cut = scheme.cut(of, joined, inputs, 128, 384)
+    assert torch.equal(scheme.dequantized(of, cut, inputs, torch.float32), apart[1])
+    assert cut.data.data_ptr() != parts[1].data.data_ptr()
+    assert cut.data.untyped_storage().data_ptr() == joined.data.untyped_storage().data_ptr()
+
+
+def test_rows_that_end_within_a_word_are_not_joined():
+    parts = [weight(GPTQ, 8, 128, seed).fields for seed in range(2)]
+    assert scheme_of(lz.WeightFormat.of(GPTQ)).joined(lz.WeightFormat.of(GPTQ), parts, 128) is None
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("text", [*(each.example for each in SCHEMES.values()), "fp8:group=64,rows=1"])
 def test_a_size_in_bits_is_that_of_the_tensors(text, dtype):

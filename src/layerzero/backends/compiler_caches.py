@@ -1,4 +1,4 @@
-"""Compilers' caches: what artefacts of the CuTe DSL depend on and where they lie, and where Triton and the driver keep theirs."""
+"""Caches of compilers: what artefacts of the CuTe DSL depend on, and where they, Triton's and the driver's lie."""
 
 from __future__ import annotations
 

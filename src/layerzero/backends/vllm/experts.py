@@ -267,7 +267,7 @@ def _compiled(facts: Facts) -> Hashable:
 
 
 def _kernel(owner: str, pack: Callable[..., tuple[Form, int]], *limits: limit.Limit, compiles: bool = True) -> Kernel:
-    builds = {"jit": True, "build_key": _compiled, "cache_folder": driver_cache} if compiles else {}
+    builds: dict[str, Any] = {"jit": True, "build_key": _compiled, "cache_folder": driver_cache} if compiles else {}
     optional = [name for name in TENSORS if not name.endswith("group_index")]
     return Kernel(
         id=owner,

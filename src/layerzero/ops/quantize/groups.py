@@ -80,7 +80,8 @@ class Grouped(Scheme):
         return found
 
     def step(self, of: WeightFormat, inputs: int) -> int:
-        return 32
+        by_row = of.scheme == "compressed-tensors" and of.zeros in {"none", "signed"}
+        return 1 if by_row else 32  # words hold numbers of several rows
 
     def cut(self, of: WeightFormat, given: Fields, inputs: int, start: int, stop: int) -> Fields:
         rows, words = slice(start, stop), slice(start * of.bits // 32, -(-stop * of.bits // 32))

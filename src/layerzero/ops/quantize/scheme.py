@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
 import torch
@@ -66,6 +66,31 @@ class Scheme:
         return given._replace(
             data=given.data[start:stop], scale=None if given.scale is None else given.scale[start:stop]
         )
+
+    def joined(self, of: WeightFormat, parts: Sequence[Fields], inputs: int) -> Fields | None:
+        """The tensors of the rows of the first, then those of the second, and so on; None where they share too little.
+
+        A tensor that has no rows (a second scale, an act-order index) must be the same in all of them, and each but
+        the last must end at a multiple of :meth:`step`.
+        """
+        counts = [self.outputs(of, tuple(each.data.shape), inputs) for each in parts]
+        if any(count % self.step(of, inputs) for count in counts[:-1]):
+            return None
+        one, two = (self.wanted(of, times * counts[0], inputs) for times in (1, 2))
+        found: list[Tensor | None] = []
+        for name, column in zip(Fields._fields, zip(*parts, strict=True), strict=True):
+            first, there = column[0], [each for each in column if each is not None]
+            if len(there) not in {0, len(column)} or len({(each.dtype, each.device) for each in there}) > 1:
+                return None
+            sizes = zip(one[name][0], two[name][0], strict=True) if there else ()
+            axis = next((axis for axis, (small, large) in enumerate(sizes) if small != large), None)
+            if axis is not None:
+                found.append(torch.cat(there, axis))
+            elif all(each is first or torch.equal(each, there[0]) for each in there):
+                found.append(first)
+            else:
+                return None
+        return Fields(*found)  # type: ignore[arg-type]  # the data of each is there
 
     def dequantized(self, of: WeightFormat, given: Fields, inputs: int, dtype: torch.dtype) -> Tensor:
         """The numbers (N, K), in this dtype all along."""

@@ -19,6 +19,7 @@ from layerzero.integrations.optimize.layers.inner import Inner
 from layerzero.integrations.optimize.layers.tables import Table, table_for
 from layerzero.integrations.optimize.modules.norms import Normed
 from layerzero.integrations.optimize.modules.products import Block
+from layerzero.integrations.optimize.swaps.codes import JoinedCodes
 from layerzero.integrations.optimize.swaps.swap import MARK, State, Way, as_forward, serves, size_of, weight_of
 from layerzero.integrations.optimize.swaps.weights import Joined, Packs, why_apart
 from layerzero.integrations.transformers import ALONE, ONE_TOKEN, attend_one, attention_forward, theirs_of
@@ -46,6 +47,7 @@ class Heads(Packs):
         settings: of attention, for which the layer was proved.
         turned_once: whether cosines and sines have one entry for each pair, as gpt-oss's, not the same for both of it.
         joined, biases: weights and biases of the products as one tensor, of which theirs are parts.
+        coded: their codes as one weight, where modules are called.
     """
 
     def __init__(
@@ -66,7 +68,16 @@ class Heads(Packs):
         self.wide = norms is not None and norms[0].weight.shape[0] != sizes[2]
         self.joined: Joined | None = None
         self.biases: Joined | None = None
+        self.coded = JoinedCodes()
         self._told_little = ALONE.issuperset(self.told)
+
+    @property
+    def bytes(self) -> int:
+        return super().bytes + self.coded.bytes
+
+    def forget(self) -> None:
+        super().forget()
+        self.coded.forget()
 
     def join(self, holders: Mapping[int, int], joined: list[Joined]) -> str:
         """Join the weights of queries, keys and values."""
@@ -146,7 +157,9 @@ class Heads(Packs):
     def _in_one(self, rows: Tensor) -> Tensor | None:
         """Queries, keys and values of one product, where there is one."""
         if self.by_module:
-            product: Tensor | None = self.products[0](rows) if len(self.products) == 2 else None
+            if len(self.products) > 2:
+                return self.coded.product(self.products[:-1], rows, self.budget)
+            product: Tensor = self.products[0](rows)
             return product
         one = self._one_weight()
         if one is None:

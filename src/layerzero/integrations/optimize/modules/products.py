@@ -23,6 +23,7 @@ from layerzero.integrations.optimize.swaps.candidate import (
     quiet,
     random_rows,
 )
+from layerzero.integrations.optimize.swaps.codes import JoinedCodes
 from layerzero.integrations.optimize.swaps.swap import MARK, as_forward, serves, weight_of
 from layerzero.integrations.optimize.swaps.weights import Joined, Packs, wants_packed, why_apart
 from layerzero.ops.activation.formulas import FORMULAS, FUNCTIONS, GATED
@@ -176,6 +177,7 @@ class Block(Packs):
 
     Attributes:
         joined: gate's and up's weights as one tensor, of which theirs are parts; None where each lies by itself.
+        coded: their codes as one weight, where modules are called.
     """
 
     def __init__(self, names: tuple[str, ...], children: dict[str, Module], activation: str, *, pack: bool) -> None:
@@ -184,12 +186,21 @@ class Block(Packs):
         self.views = views if any(views) else None  # before what is packed of them, as copies need them
         self.activation = activation
         self.joined: Joined | None = None
+        self.coded = JoinedCodes()
         super().__init__(self.weights, [(name, children[name]) for name in names], pack=pack)
 
     @property
     def weights(self) -> list[Tensor]:
         """The weights of its products as they are now, (N, K)."""
         return list(map(_weight, self.products, self.views or itertools.repeat(None)))
+
+    @property
+    def bytes(self) -> int:
+        return super().bytes + self.coded.bytes
+
+    def forget(self) -> None:
+        super().forget()
+        self.coded.forget()
 
     @property
     def multiplies(self) -> bool:
@@ -200,7 +211,9 @@ class Block(Packs):
         """What the block gives, with its weights as they are now."""
         if self.by_module:
             up, down, *gate = self.products
-            return down(_TIMES[self.activation](*[each(rows) for each in (*gate, up)]))
+            times, first = _TIMES[self.activation], (*gate, up)
+            joined = self.coded.product(first, rows, self.budget) if gate else None
+            return down(times(*[each(rows) for each in first]) if joined is None else times(joined))
         return _call(self, rows, self.weights, [each._parameters["bias"] for each in self.products])
 
     def join(self, holders: Mapping[int, int], joined: list[Joined]) -> str:

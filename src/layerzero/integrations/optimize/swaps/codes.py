@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -14,8 +15,9 @@ from torch.nn import Module
 import layerzero as lz
 from layerzero.core.errors import InvalidCallError
 from layerzero.integrations.optimize.swaps.swap import MARK, State, as_forward, serves, size_of
-from layerzero.integrations.optimize.swaps.weights import Packs, wants_packed
+from layerzero.integrations.optimize.swaps.weights import Budget, Packs, wants_packed
 from layerzero.ops.linear.packed import PACKED, PackedWeight
+from layerzero.ops.quantize.schemes import scheme_of
 from layerzero.ops.quantize.weight_format import ARGUMENTS
 
 Weight = tuple[Tensor, Tensor] | lz.QuantizedWeight
@@ -242,19 +244,110 @@ class Made(CodedProduct):
         return codes, scale.reshape(-1)
 
 
+def served(module: Module, input: Tensor) -> CodedProduct | None:
+    """The state whose codes compute a module's product with these rows; None where its own code does."""
+    state = module.__dict__.get(MARK)
+    if not isinstance(state, CodedProduct) or state.leaves(input):
+        return None
+    read = state.read(module)
+    if read is None or not serves(state, input, *read, bias_of(module)) or not state.follow(read):
+        return None
+    return state
+
+
 @as_forward
 def product(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:
     """The forward of a module whose weight is codes."""
-    state: CodedProduct | None = self.__dict__.get(MARK)
-    if state is not None and not others and not named and not state.leaves(input):
-        read, bias = state.read(self), bias_of(self)
-        if read is not None and serves(state, input, *read, bias) and state.follow(read):
-            try:
-                return call(state, input, bias)
-            except InvalidCallError:
-                if state.renew(state.weight):
-                    return product(self, input)
+    state = None if others or named else served(self, input)
+    if state is not None:
+        try:
+            return call(state, input, bias_of(self))
+        except InvalidCallError:
+            if state.renew(state.weight):
+                return product(self, input)
     return type(self).forward(self, input, *others, **named)
+
+
+class JoinedCodes:
+    """Codes of products with the same rows one after the other: one product takes them, and each has its part of them.
+
+    Codes that were made here are joined. Those of a file lie in their module, and a copy would take as much again.
+
+    Attributes:
+        state: of the joined product; None where nothing is joined.
+    """
+
+    def __init__(self) -> None:
+        self._parts: tuple[object, ...] = ()
+        self.state: CodedProduct | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> JoinedCodes:
+        """A copy's products have codes of their own."""
+        return JoinedCodes()
+
+    @property
+    def bytes(self) -> int:
+        """What kernels made of the joined codes, which are those of its parts."""
+        return 0 if self.state is None else sum(each.bytes for each in self.state.packed if each is not None)
+
+    def product(self, modules: Iterable[Module], rows: Tensor, budget: Budget | None) -> Tensor | None:
+        """What the modules give, one after the other in each row; None where one of them is not computed from codes."""
+        states, biases = [], []
+        for each in modules:
+            state, bias = served(each, rows), bias_of(each)
+            if not isinstance(state, Made):
+                return None
+            states.append(state)
+            biases += [] if bias is None else [bias]
+        if len(biases) not in {0, len(states)}:
+            return None
+        if len(states) != len(self._parts) or any(
+            each.weight is not part for each, part in zip(states, self._parts, strict=True)
+        ):
+            self.state = _joined(states)
+            self._parts = tuple([each.weight for each in states])
+            if self.state is not None and budget is not None:
+                self.state.bound(budget)
+        if self.state is None:
+            return None
+        return call(self.state, rows, torch.cat(biases) if biases else None)
+
+    def forget(self) -> None:
+        """Let go of what kernels made of it."""
+        if self.state is not None:
+            self.state.forget()
+
+
+def _joined(states: list[Made]) -> CodedProduct | None:
+    """One product of all, whose codes each now shares; None where formats, sizes or the rows' roundings differ."""
+    weights, activations = [each.weight for each in states], states[0].activations
+    if any(each.activations != activations for each in states):
+        return None
+    first, of = weights[0], None
+    if isinstance(first, lz.QuantizedWeight):
+        of, scheme, columns = first.format, scheme_of(first.format), first.shape[1]
+        coded = [each for each in weights if isinstance(each, lz.QuantizedWeight)]
+        if len(coded) != len(weights) or any(each.format != of or each.shape[1] != columns for each in coded):
+            return None
+        fields = scheme.joined(of, [each.fields for each in coded], columns)
+        if fields is None:
+            return None
+        counts = [each.shape[0] for each in coded]
+        whole = lz.QuantizedWeight.unchecked(of, (sum(counts), columns), fields)
+        starts = itertools.accumulate(counts, initial=0)
+        for state, count, start in zip(states, counts, starts, strict=False):
+            cut = scheme.cut(of, fields, columns, start, start + count)
+            state.exchange(lz.QuantizedWeight.unchecked(of, (count, columns), cut))
+        return CodedProduct(whole, activations)
+    pairs = [each.pair for each in states]
+    codes, scales = [each for each, _ in pairs], [each for _, each in pairs if each is not None]
+    if any(isinstance(each, lz.QuantizedWeight) or each.shape[1] != first.shape[1] for each in weights):
+        return None
+    one, scale = torch.cat(codes), torch.cat(scales)
+    rows = [len(each) for each in codes]
+    for state, code, own in zip(states, torch.split(one, rows), torch.split(scale, rows), strict=True):
+        state.exchange((code, own))
+    return CodedProduct((one, scale), activations)
 
 
 def call(state: CodedProduct, input: Tensor, bias: Tensor | None) -> Tensor:
