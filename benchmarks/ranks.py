@@ -1,12 +1,14 @@
 """Whether ranks that tuned differently run the same kernels, and whether anything hangs where a rank fails.
 
     python benchmarks/ranks.py calls [--ranks 2 4 8] [--calls 10000]   # random classes, other times on each rank
+    python benchmarks/ranks.py calls --backend nccl --ranks 2 --modes agree --calls 100000 --seconds 60
     python benchmarks/ranks.py faults [--ranks 2 4 8] [--runs 50]      # a rank is killed, stopped, late, or raises
     python benchmarks/ranks.py cost [--ranks 2 4 8] [--classes 500]    # what an agreement takes
 
-Ranks are gloo processes of this machine, forked from one that imported everything. Each has times of its own, new ones
-now and then, for four kernels of a norm, which write down what ran. Told are the calls in which ranks ran different
-kernels, the runs that did not end, and those in which some ranks agreed and others did not.
+Ranks are processes of this machine, forked from one that imported everything, in a group of gloo, or started anew, with
+a GPU each, in one of NCCL. Each has times of its own, new ones now and then, for four kernels of a norm, which write
+down what ran. Told are the calls in which ranks ran different kernels, the runs that did not end, and those in which
+some ranks agreed and others did not.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.measuring.winner import record_times
 
-FORK = multiprocessing.get_context("fork")
+FORK, SPAWN = multiprocessing.get_context("fork"), multiprocessing.get_context("spawn")
 NAMES = [f"mine.{each}" for each in ("one", "two", "three", "four")]
 TIMEOUT_S, SLACK_S = 3.0, 30.0
 """A rank waits that long for others at each of three questions; forking eight ranks on few cores takes more."""
@@ -44,19 +46,26 @@ TIMEOUT_S, SLACK_S = 3.0, 30.0
 ran: list[int] = []
 
 
-def begin(rank: int, ranks: int, port: int, folder: Path, mode: str, timeout_s: float) -> None:
-    """Make this process a rank, with times of its own."""
+def begin(
+    rank: int, ranks: int, port: int, folder: Path, mode: str, timeout_s: float, backend: str = "gloo"
+) -> torch.device:
+    """Make this process a rank, with times of its own, and say where its tensors lie."""
     ENGINE.ledger = MemoryLedger()  # the one on disk fits a model of each kernel at every new time
     torch.set_num_threads(1)
     where = f"tcp://127.0.0.1:{port}"
     wait = timedelta(seconds=60)
-    distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks, timeout=wait)
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    distributed.init_process_group(backend, init_method=where, rank=rank, world_size=ranks, timeout=wait)
     distributed.distributed_c10d._get_default_group().get_group_store().set_timeout(timedelta(seconds=timeout_s))
     for place, name in enumerate(NAMES):
-        lz.register_kernel("norm.rms", name, supported_dtypes=["float32"])(norm_of(place))
+        register = lz.register_kernel("norm.rms", name, platform=device.type, supported_dtypes=["float32"])
+        register(norm_of(place))
     others = sorted({each.source for each in REGISTRY.kernels("norm.rms")} - {"reference"})
     denied = [f"{each}.*" for each in others if each not in ("mine", "user")]
     lz.configure(unmeasured="priority", deny=denied, distributed_selection=mode, perfdb={"enabled": False})
+    return device
 
 
 def norm_of(place: int):
@@ -69,10 +78,10 @@ def norm_of(place: int):
     return norm
 
 
-def call_of(drawn: random.Random, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
+def call_of(drawn: random.Random, classes: int, device: object = None) -> tuple[torch.Tensor, torch.Tensor]:
     """A call of a random class: sizes of hidden states and powers of two of rows."""
     hidden = 8 * (1 + drawn.randrange(classes))
-    return torch.ones(drawn.choice([1, 3, 7, 20]), hidden), torch.ones(hidden)
+    return torch.ones(drawn.choice([1, 3, 7, 20]), hidden, device=device), torch.ones(hidden, device=device)
 
 
 def tune(own: random.Random, x: torch.Tensor, weight: torch.Tensor) -> None:
@@ -81,17 +90,24 @@ def tune(own: random.Random, x: torch.Tensor, weight: torch.Tensor) -> None:
     record_times(facts, {REGISTRY.kernel(each): Measurement(*[own.uniform(1, 99)] * 2, 0.0, 30) for each in NAMES})
 
 
-def run_calls(rank: int, ranks: int, port: int, folder: Path, mode: str, calls: int) -> None:
-    """Call, tune now and then, and agree every so often, as all ranks do."""
-    begin(rank, ranks, port, folder, mode, 120.0)
-    shared, own = random.Random(0), random.Random(rank + 1)
+def run_calls(
+    rank: int, ranks: int, port: int, folder: Path, mode: str, calls: int, backend: str, seconds: float, agreements: int
+) -> None:
+    """Call, tune now and then, and agree every so often, as all ranks do; end at an agreement after so many seconds."""
+    device = begin(rank, ranks, port, folder, mode, 120.0, backend)
+    store = distributed.PrefixStore("ends", distributed.distributed_c10d._get_default_group().get_group_store())
+    shared, own, until = random.Random(0), random.Random(rank + 1), time.perf_counter() + seconds
     found, spent = [], []
     for _ in range(calls):
         if mode != "independent":
             began = time.perf_counter()
-            if lz.agree(every=max(calls // 10, 1)) is not None:
+            if not rank and began > until:
+                store.set("ends", "1")  # all ranks find it after the agreement that rank 0 comes to next, or none does
+            if lz.agree(every=max(calls // agreements, 1)) is not None:
                 spent.append(time.perf_counter() - began)
-        x, weight = call_of(shared, 40)
+                if store.check(["ends"]):
+                    break
+        x, weight = call_of(shared, 40, device)
         if shared.random() < (0.02 if calls > 2000 else 0.5):
             tune(own, x, weight)
         ran.clear()
@@ -160,14 +176,14 @@ def run_cost(rank: int, ranks: int, port: int, folder: Path, classes: int) -> No
     os._exit(0)
 
 
-def started(run, ranks: int, *rest) -> tuple[list, Path]:
-    """Fork the ranks."""
+def started(run, ranks: int, *rest, context=FORK) -> tuple[list, Path]:
+    """Start the ranks; what uses a GPU is not forked."""
     folder = Path(tempfile.mkdtemp(prefix="ranks"))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     processes = [
-        FORK.Process(target=quiet, args=(run, folder, each, ranks, port, folder, *rest)) for each in range(ranks)
+        context.Process(target=quiet, args=(run, folder, each, ranks, port, folder, *rest)) for each in range(ranks)
     ]
     for each in processes:
         each.start()
@@ -197,9 +213,10 @@ def said_by(folder: Path, ranks: int) -> list:
     return [json.loads((folder / f"said{rank}").read_text()) for rank in range(ranks)]
 
 
-def calls_of(ranks: int, calls: int, mode: str) -> None:
-    processes, folder = started(run_calls, ranks, mode, calls)
-    hung = ended(processes, 1200)
+def calls_of(ranks: int, calls: int, mode: str, backend: str, seconds: float, agreements: int) -> None:
+    context = SPAWN if backend == "nccl" else FORK
+    processes, folder = started(run_calls, ranks, mode, calls, backend, seconds, agreements, context=context)
+    hung = ended(processes, min(1200, 2 * seconds + 60))
     if hung or any(each.exitcode for each in processes):
         print(f"{ranks} ranks, {mode}: {hung} hung, exits {[each.exitcode for each in processes]}, see {folder}")
         return
@@ -208,8 +225,9 @@ def calls_of(ranks: int, calls: int, mode: str) -> None:
     kernels = Counter(said[0][0])
     spent = [each * 1e3 for _, spent, _ in said for each in spent] or [0.0]
     print(
-        f"{ranks} ranks, {mode}: {len(differ)} calls, {sum(differ)} in which ranks ran different kernels, 0 hung; "
-        f"{len(kernels)} kernels ran; an agreement took {statistics.median(spent):.0f} ms, at most {max(spent):.0f}"
+        f"{ranks} ranks of {backend}, {mode}: {len(differ)} calls, {sum(differ)} in which ranks ran different kernels, "
+        f"0 hung; {len(kernels)} kernels ran; an agreement took {statistics.median(spent):.0f} ms, "
+        f"at most {max(spent):.0f}"
     )
 
 
@@ -267,11 +285,16 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=50)
     parser.add_argument("--first", type=int, default=0, help="number of the first run of faults")
     parser.add_argument("--classes", type=int, default=500)
+    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo", help="of calls")
+    parser.add_argument("--seconds", type=float, default=600.0, help="of calls, about")
+    parser.add_argument("--agreements", type=int, default=10, help="of calls, spread over them")
+    parser.add_argument("--modes", nargs="+", default=["independent", "agree", "rank0_broadcast"])
     given = parser.parse_args()
     for ranks in given.ranks:
         if given.what == "calls":
-            for mode in ("independent", "agree", "rank0_broadcast"):
-                calls_of(ranks, given.calls if mode == "agree" else given.calls // 10, mode)
+            for mode in given.modes:
+                count = given.calls if mode == "agree" else given.calls // 10
+                calls_of(ranks, count, mode, given.backend, given.seconds, given.agreements)
         elif given.what == "cost":
             processes, folder = started(run_cost, ranks, given.classes)
             ended(processes, 1200)

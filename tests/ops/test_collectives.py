@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+
 import pytest
 import torch
 
 import layerzero as lz
+from layerzero.backends.torch import symmetric
 from layerzero.core.evidence import Measurement
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.measuring.winner import record_times
@@ -29,7 +33,7 @@ def near(got, want, dtype, places="all"):
     assert got.dtype == dtype and got.shape == want.shape and got.is_contiguous(), (got.shape, want.shape)
     torch.testing.assert_close(got.double(), want, rtol=NEAR[dtype], atol=NEAR[dtype])
     if places == "all":
-        bits.update(got.flatten().view(torch.uint8).numpy().tobytes())
+        bits.update(bytes(got.flatten().view(torch.uint8).tolist()))
 def loose(x):
     return x.repeat_interleave(2, -1)[..., ::2] if drawn.random() < 0.3 else x
 def compare():
@@ -73,7 +77,7 @@ def tree():  # eight parts, an equal number on each rank
         assert torch.equal(lz.all_reduce(mine), whole)
         assert torch.equal(added, parts[0] + whole)
         assert torch.equal(output, torch.nn.functional.rms_norm(added, (96,), parts[0][0], 1e-6))
-        said.append(hashlib.sha256(output.view(torch.uint8).numpy().tobytes()).hexdigest())
+        said.append(hashlib.sha256(bytes(output.flatten().view(torch.uint8).tolist())).hexdigest())
     lz.unlock("comm.*")
     return said
 def agreed():
@@ -189,3 +193,53 @@ def test_a_tree_of_no_parts_is_refused_and_odd_ones_move_up():
     parts = [torch.tensor([each], dtype=torch.float32) for each in (1e8, 1.0, -1e8, 1.0, 0.5)]
     a, b, c, d, e = parts
     assert torch.equal(lz.tree_sum(parts), ((a + b) + (c + d)) + e)
+
+
+def chosen(kind, size, dtype=torch.bfloat16):
+    ranks = lz.Ranks(None, int(kind.split()[0]), 0)
+    ranks._kinds["meta"] = kind  # as all ranks would have said
+    x = torch.empty(size, dtype=dtype, device="meta")
+    return lz.explain("all_reduce", x, group=ranks, device="H100").chosen.kernel.id
+
+
+def test_sizes_and_what_all_ranks_know_choose_on_gpus():
+    one, two, nccl = "torch.symm_one_shot_all_reduce", "torch.symm_two_shot_all_reduce", "torch.all_reduce"
+    sizes = (8, 2**17, 2**17 + 8, 2**22, 2**22 + 8, 12)
+    assert [chosen("2 nccl peers", each) for each in sizes] == [one, one, two, two, nccl, nccl]
+    assert chosen("2 nccl peers", 8, torch.float16) == nccl  # which the operators do not take
+    for kind in ("3 nccl peers", "2 nccl host", "2 nccl unlike", "16 nccl apart"):
+        assert chosen(kind, 8) == nccl, kind
+
+
+def test_symmetric_memory_is_made_once_for_a_group_and_without_multicast(monkeypatch):
+    """Stands in for the operators on a CPU: one rank, whose sum is its own tensor."""
+    memory = importlib.import_module("torch.distributed._symmetric_memory")
+    made = []
+
+    class Group:
+        group_name = "some"
+
+    def rendezvous(buffer, group):
+        made.append((buffer.numel(), group.group_name, os.environ[symmetric.NO_MULTICAST]))
+
+    def one_shot(buffer, local, op, name):
+        assert (buffer.shape, local.data_ptr() % 16, op, name) == (local.shape, 0, "sum", "some")
+        return buffer.copy_(local).clone()
+
+    def two_shot(buffer, op, name, output):
+        assert (op, name) == ("sum", "some")
+        output.copy_(buffer)
+
+    monkeypatch.setattr(memory, "rendezvous", rendezvous)
+    monkeypatch.setattr(memory, "empty", torch.empty)
+    monkeypatch.setattr(torch.ops.symm_mem, "one_shot_all_reduce_copy", one_shot, raising=False)
+    monkeypatch.setattr(torch.ops.symm_mem, "two_shot_all_reduce_out", two_shot, raising=False)
+    monkeypatch.delenv(symmetric.NO_MULTICAST, raising=False)
+    ranks = lz.Ranks(Group(), 2, 0)
+    for x in (torch.randn(3, 8), torch.randn(4, 3).T, torch.randn(9, dtype=torch.bfloat16)[1:], torch.randn(2**17 + 8)):
+        for run in (symmetric.one_shot, symmetric.two_shot):
+            got = run(x, group=ranks)
+            assert torch.equal(got, x)
+            assert got.is_contiguous()
+    assert made == [(symmetric.BUFFER_BYTES, "some", "1")]
+    assert symmetric.NO_MULTICAST not in os.environ

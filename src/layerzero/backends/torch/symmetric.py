@@ -10,7 +10,9 @@ capture finds it there. Launches of one group share it, so that they come one af
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -34,6 +36,8 @@ much of each other at once."""
 TWO_SHOT_ELEMENTS = 2**22
 """16 MiB of float32, which the buffer holds; beyond a few MiB NCCL's bandwidth is as good."""
 
+NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+
 _BUFFERS: WeakKeyDictionary[Any, dict[int, Tensor]] = WeakKeyDictionary()
 
 
@@ -42,15 +46,30 @@ def _buffer(ranks: Ranks, like: Tensor) -> Tensor:
     of_group = _BUFFERS.setdefault(ranks.group, {})
     found = of_group.get(like.device.index)
     if found is None:
-        if torch.cuda.is_current_stream_capturing():
+        if like.is_cuda and torch.cuda.is_current_stream_capturing():
             wanted = "wanted one collective of this group before the capture, which makes its buffer, got none"
             raise InvalidCallError("all_reduce", [f"group: {wanted}"])
         from torch.distributed import _symmetric_memory as memory
 
         found = memory.empty(BUFFER_BYTES, dtype=torch.uint8, device=like.device)
-        memory.rendezvous(found, ranks.group)
+        with _without_multicast():
+            memory.rendezvous(found, ranks.group)
         of_group[like.device.index] = found
     return found.view(like.dtype)[: like.numel()].view(like.shape)
+
+
+@contextmanager
+def _without_multicast() -> Iterator[None]:
+    """Let torch make no multicast object for a buffer that no kernel here reads by one; it reads the variable anew."""
+    before = os.environ.get(NO_MULTICAST)
+    os.environ[NO_MULTICAST] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[NO_MULTICAST]
+        else:
+            os.environ[NO_MULTICAST] = before
 
 
 def _dense(input: Tensor) -> Tensor:
