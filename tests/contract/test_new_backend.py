@@ -115,7 +115,11 @@ def test_a_function_whose_operations_take_other_tensors_is_told_apart(run, funct
 EACH = [pytest.param(each.name, marks=pytest.mark.slow) for each in lz.list_operations()]
 
 
-@pytest.mark.parametrize("operation", [*ASKED, "attention.causal", *EACH])
+QUICK = ("rms_norm", "paged_attention", "attention.causal")
+ALL = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in (*ASKED, "attention.causal")]
+
+
+@pytest.mark.parametrize("operation", [*ALL, *EACH])
 def test_every_operation_gets_a_declaration_that_registers_and_passes_the_linter(checkout, run, operation):
     run("fastlib", "--operation", operation)
     kernels = declared(checkout / "src/layerzero/backends/fastlib.py")

@@ -9,13 +9,10 @@ import re
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 import layerzero
 
 ROOT = Path(layerzero.__file__).parent
 TARGET = re.compile(r":(mod|class|func|data|meth|attr|exc):`~?([^`]+)`")
-FILES = sorted(path for path in ROOT.rglob("*.py") if TARGET.search(path.read_text()))
 
 
 def module_of(path):
@@ -62,15 +59,16 @@ def leads_somewhere(role, target, module):
     return hasattr(builtins, target)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_target_exists(path):
-    try:
-        module = importlib.import_module(module_of(path)).__name__
-    except ImportError as error:
-        pytest.skip(f"{path.name} needs {error.name}")
-    targets = TARGET.findall(path.read_text())
-    missing = [f":{role}:`{target}`" for role, target in targets if not leads_somewhere(role, target, module)]
-    assert not missing, f"{path}: wanted targets that exist, got {', '.join(missing)}"
+def test_every_target_exists():
+    missing = []
+    for path in ROOT.rglob("*.py"):
+        targets = TARGET.findall(path.read_text())
+        try:
+            module = importlib.import_module(module_of(path)).__name__ if targets else ""
+        except ImportError:  # of a library whose classes it derives from
+            continue
+        missing += [f"{path}: :{role}:`{name}`" for role, name in targets if not leads_somewhere(role, name, module)]
+    assert not missing, f"wanted targets that exist, got {', '.join(missing)}"
 
 
 def test_a_target_that_is_gone_is_found():
