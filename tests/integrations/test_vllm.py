@@ -21,6 +21,7 @@ import torch
 from engine_steps import PAGE, STEPS, Sequences, module
 
 import layerzero_engines
+from layerzero.integrations.paged import PagedStep
 
 pytestmark = pytest.mark.filterwarnings("ignore::layerzero.LayerZeroFallbackWarning")  # a softcap on a CPU
 
@@ -91,7 +92,7 @@ def test_vllm_has_the_interface_that_the_classes_were_written_against(vllm):
     assert {"get_name", "get_impl_cls", "get_builder_cls", "build", "forward", "__init__"} <= set(checked)
 
 
-def metadata_of(vllm, made, **more):
+def metadata_of(vllm, made, builder=None, **more):
     """What vLLM's runner tells every builder of a step."""
     common = types.SimpleNamespace(
         num_actual_tokens=len(made.query),
@@ -107,7 +108,7 @@ def metadata_of(vllm, made, **more):
         causal=True,
         **more,
     )
-    builder = vllm.LayerZeroAttentionBackend.get_builder_cls()(None, ["layer"], None, torch.device("cpu"))
+    builder = builder or vllm.LayerZeroAttentionBackend.get_builder_cls()(None, ["layer"], None, torch.device("cpu"))
     return builder.build(0, common)
 
 
@@ -148,6 +149,42 @@ def test_a_step_of_vllm_writes_its_tokens_and_attends_over_the_pages(vllm, step,
     slots = torch.cat(list(made.slots()))
     torch.testing.assert_close(keys.reshape(-1, 2, dim)[slots], torch.cat(made.keys))
     torch.testing.assert_close(values.reshape(-1, 2, dim)[slots], torch.cat(made.values))
+
+
+@needs_vllm
+def test_builds_of_a_captured_batch_bring_the_step_of_its_graph_up_to_date(vllm, monkeypatch):
+    made, mode = Sequences(*STEPS[0], dim=32), types.SimpleNamespace(has_full_cudagraphs=lambda: True)
+    graphs = types.SimpleNamespace(cudagraph_mode=mode, cudagraph_capture_sizes=[len(made.lens)])
+    config = types.SimpleNamespace(compilation_config=graphs, model_config=types.SimpleNamespace(max_model_len=64))
+    builder = vllm.LayerZeroMetadataBuilder(None, ["layer"], config, torch.device("cuda"))
+    builds = [metadata_of(vllm, made, builder, _seq_lens_cpu=made.lens) for _ in range(2)]
+    step = builds[0].step
+    assert builds[1].step is step
+    assert (step.metadata.kind, step.metadata.max_context_len, step.longest_q) == ("capturable", 64, 1)
+    made.lens.sub_(1)  # as a later step's, where they lie
+    given = made.query, *[torch.randn(made.pages, PAGE, 2, 32) for _ in range(2)]
+    assert step.metadata.kind_for(step.tables, step.lens) == "stale"
+    metadata_of(vllm, made, builder)
+    assert step.metadata.kind_for(step.tables, step.lens) == "capturable"
+    wanted = PagedStep.without_promises(made.tables, made.lens, made.starts).attend(*given)
+    torch.testing.assert_close(step.attend(*given), wanted, rtol=1e-5, atol=1e-5)
+    mixed = Sequences(*STEPS[1])
+    assert metadata_of(vllm, mixed, builder).step.metadata.kind == "eager"
+    other = Sequences(*STEPS[0], dim=32)  # elsewhere in memory: no graph reads it
+    assert metadata_of(vllm, other, builder).step is not step
+
+
+@needs_vllm
+@pytest.mark.parametrize(("more", "dtype", "wanted"), [
+    ({}, torch.bfloat16, "UNIFORM_SINGLE_TOKEN_DECODE"), ({}, torch.float32, "NEVER"),
+    ({"sinks": torch.zeros(4)}, torch.bfloat16, "NEVER"), ({"attn_type": "encoder"}, torch.bfloat16, "NEVER"),
+    ({"kv_cache_dtype": "fp8"}, torch.uint8, "NEVER"),
+])  # fmt: skip
+def test_a_graph_holds_attention_whose_kernels_wait_for_no_length(vllm, more, dtype, wanted):
+    layers = {"0": types.SimpleNamespace(impl=vllm.LayerZeroAttentionImpl(4, 16, 0.25, 2, **more)), "mlp": object()}
+    config = types.SimpleNamespace(compilation_config=types.SimpleNamespace(static_forward_context=layers))
+    spec = types.SimpleNamespace(dtype=dtype)
+    assert vllm.LayerZeroMetadataBuilder.get_cudagraph_support(config, spec).name == wanted
 
 
 @needs_vllm

@@ -34,19 +34,28 @@ class PagedStep(NamedTuple):
     metadata: lz.StepMetadata
 
     @staticmethod
-    def of(tables: Tensor, lens: Tensor, starts: Tensor, starts_on_host: Tensor, longest_k: int) -> PagedStep:
+    def of(
+        tables: Tensor,
+        lens: Tensor,
+        starts: Tensor,
+        starts_on_host: Tensor,
+        longest_k: int,
+        lens_on_host: Tensor | None = None,
+    ) -> PagedStep:
         """Make it of an engine's tensors; nothing waits for the device.
 
         Args:
             tables, lens, starts: as the engine keeps them; anything but int32 is copied.
             starts_on_host: the same starts on the CPU.
             longest_k: an upper bound of ``lens``.
+            lens_on_host: the same lengths on the CPU, where the engine has them: kernels that plan wait for none then.
         """
         tables, lens, starts = (each.to(torch.int32) for each in (tables, lens, starts))
         counts = starts_on_host[1:] - starts_on_host[:-1]
         several = (counts != 1).nonzero()
         decodes = int(several[0]) if len(several) else len(counts)
-        host = (lens, starts_on_host.to(torch.int32)) if lens.is_cpu else None
+        known = lens if lens.is_cpu else lens_on_host
+        host = None if known is None else (known.to(torch.int32), starts_on_host.to(torch.int32))
         metadata = lz.StepMetadata(tables, lens, cu_seqlens_q=starts, host=host, max_context_len=max(longest_k, 1))
         longest_q = int(counts.max()) if len(counts) else 1
         return PagedStep(tables, lens, starts, decodes, max(longest_q, 1), max(longest_k, 1), metadata)
@@ -60,6 +69,16 @@ class PagedStep(NamedTuple):
         tables, lens, starts = (each.to(torch.int32) for each in (tables, lens, starts))
         metadata = lz.StepMetadata(tables, lens, cu_seqlens_q=starts, finite_pages=True)
         return PagedStep(tables, lens, starts, None, None, None, metadata)
+
+    @staticmethod
+    def captured(tables: Tensor, lens: Tensor, starts: Tensor, longest_k: int) -> PagedStep:
+        """Make it for a CUDA graph of one token a sequence, over tensors that stay where they are.
+
+        Before each replay ``metadata.advance()`` brings up to date what kernels planned. ``longest_k`` bounds the
+        lengths of every replay.
+        """
+        metadata = lz.StepMetadata(tables, lens, capturable=True, max_context_len=longest_k)
+        return PagedStep(tables, lens, starts, len(lens), 1, longest_k, metadata)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, *, causal: bool = True, **scores: Any) -> Tensor:
         """Attention of this step's queries, (T, H, D), over pages of a layout, (P, N, K, D) in NHD: (T, H, D_v).

