@@ -5,8 +5,8 @@
 # On the host, x86-64 with Python 3.12 and torch 2.11.0 for CUDA 13: `. FOLDER/N/unpack.sh` for each part in order. The
 # last one makes /tmp/vllm and puts it on PYTHONPATH. vLLM's large operator files are linked from a folder that has them:
 # VLLM_OPERATORS, by default /tmp/site/vllm. With `OPERATORS=1` they are packed, too: six parts more.
-# The host brings torch, Triton, Transformers 5.17, tokenizers, safetensors, huggingface_hub, NumPy, Pillow, setuptools.
-# FlashInfer, apache-tvm-ffi, msgspec, einops, PyYAML and opentelemetry-api come beside the operators, in their parent folder.
+# The host brings torch, Triton, Transformers 5.17, tokenizers, safetensors, huggingface_hub, NumPy, Pillow, setuptools;
+# apache-tvm-ffi, msgspec, einops, PyYAML and opentelemetry-api come beside the operators. FlashInfer is vLLM's own choice.
 set -euo pipefail
 target=$(realpath -m "$1"); wheels=${2:-$(mktemp -d)}; work=$(mktemp -d); trap 'rm -rf "$work"' EXIT
 mkdir -p "$wheels" "$target"
@@ -19,15 +19,20 @@ needed=(cbor2==6.3.0 openai-harmony==0.0.8 openai==2.54.0 pybase64==1.5.1 uvloop
   annotated-doc==0.0.7 fastapi==0.136.3 starlette==1.10.0 anyio==4.16.0 sniffio==1.3.1 aiohttp==3.14.5 aiosignal==1.4.0
   aiohappyeyeballs==2.7.1 frozenlist==1.8.0 multidict==7.2.1 propcache==0.5.4 yarl==1.25.1 attrs==26.1.0 pyzmq==27.3.0 jiter==0.19.0
   distro==1.9.0 cachetools==8.0.2 psutil==7.2.2 py-cpuinfo==9.0.0 cloudpickle==3.1.3 prometheus_client==0.26.0 protobuf==7.36.2
-  regex==2026.11.19 requests==2.34.2 urllib3==2.8.0 idna==3.20 certifi charset-normalizer==3.5.3 httpx==0.28.1 httpcore==1.0.9
-  h11==0.16.0 tqdm==4.70.1 gguf==0.19.0 typing-extensions==4.16.0)
+  regex==2026.11.19 requests==2.34.2 urllib3==2.8.0 idna==3.20 certifi==2026.10.19.post1 charset-normalizer==3.5.3 httpx==0.28.1 httpcore==1.0.9
+  h11==0.16.0 tqdm==4.70.1 gguf==0.19.0 typing-extensions==4.16.0
+  flashinfer-python==0.6.8.post1 nvidia-ml-py==13.590.48 tabulate==0.9.0)
 get vllm==0.20.0 "${needed[@]}"
 large='vllm/_C.abi3.so vllm/_C_stable_libtorch.abi3.so vllm/_moe_C.abi3.so vllm/_flashmla_C.abi3.so
   vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so'
 [ -n "${OPERATORS:-}" ] && left_out='' || left_out=$large
 mkdir "$work/site"
-for each in "${needed[@]}"; do name=${each%%=*}; unzip -q -o "$wheels"/"${name//-/_}"-*.whl -d "$work/site"; done
-unzip -q -o "$wheels"/vllm-0.20.0-*.whl -x 'vllm/third_party/deep_gemm/include/*' $left_out -d "$work/site"  # headers of kernels that are compiled for float8
+for each in "${needed[@]}"; do name=${each%%=*}; unzip -q -o "$wheels/${name//-/_}-${each##*=}"-*.whl -d "$work/site"; done
+# left out: headers of float8 kernels that are compiled where they run
+unzip -q -o "$wheels"/vllm-0.20.0-*.whl -x 'vllm/third_party/deep_gemm/include/*' $left_out -d "$work/site"
+# flash-attn-4 has the name flash_attn without the ops that vLLM imports wherever it finds that name
+mkdir -p "$work/site/flash_attn/ops/triton"
+echo 'from vllm.vllm_flash_attn.ops.triton.rotary import apply_rotary' > "$work/site/flash_attn/ops/triton/rotary.py"
 find "$work/site" -name tests -path '*/site/*/tests' -prune -exec rm -rf {} +
 tar c -C "$work/site" . | xz -T0 -6 > "$work/all.tar.xz"
 rm -rf "$target"/[0-9]*; (cd "$work" && split -b 44M -d -a 1 all.tar.xz part.)

@@ -98,7 +98,7 @@ class LayerZeroMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         if self.device.type != "cuda":
             return False
         graphs = self.vllm_config.compilation_config
-        return graphs.cudagraph_mode.has_full_cudagraphs() and batch in (graphs.cudagraph_capture_sizes or ())
+        return bool(graphs.cudagraph_mode.has_full_cudagraphs()) and batch in (graphs.cudagraph_capture_sizes or ())
 
     def _step(self, common: Any) -> PagedStep:
         """The step that a graph was captured with, brought up to date, or a new one."""
