@@ -8,7 +8,7 @@ from torch import nn
 
 import layerzero as lz
 from clock import Clock, Ticking
-from layerzero.integrations.optimize import selection
+from layerzero.integrations.optimize import entrance, selection
 from layerzero.integrations.optimize.modules import find as modules
 from layerzero.integrations.optimize.selection import time_kinds
 from layerzero.integrations.optimize.swaps.swap import Way
@@ -79,6 +79,23 @@ def test_no_run_of_the_model_begins_that_would_end_too_late(clock, began, budget
     assert runs
     assert all(at + 2.0 <= budget_s for at in runs[1:])  # of the first nobody knew how long it takes
     assert report.seconds == clock.now <= max(budget_s, 2.0)
+
+
+def test_what_looks_for_modules_leaves_time_to_time_the_whole(clock, began, monkeypatch):
+    """Else what it found stays on without a look at whether the model became slower."""
+    model, call = slow(clock, began, 2.0)
+    model = nn.Sequential(*[Scaled() for _ in range(40)], *model).eval()
+    look = modules.find
+
+    def looking(search):
+        for each in look(search):
+            clock.now += 1.0
+            yield each
+
+    monkeypatch.setattr(entrance, "FINDERS", tuple(looking if each is look else each for each in entrance.FINDERS))
+    report = lz.optimize(model, call, rounds=1, budget_s=30.0, isolate=False)
+    assert report.timed is not None
+    assert "no time was left to check it" in str(report)
 
 
 def test_the_default_budget_bounds_it_too(clock, began):

@@ -27,7 +27,7 @@ from layerzero.integrations.optimize.models.steps import find_steps
 from layerzero.integrations.optimize.modules import find as modules
 from layerzero.integrations.optimize.modules import int8, quantised
 from layerzero.integrations.optimize.modules import weights as requested
-from layerzero.integrations.optimize.selection import time_inputs, time_random_rows
+from layerzero.integrations.optimize.selection import WHOLE, time_inputs, time_random_rows
 from layerzero.integrations.optimize.swaps.candidate import watching
 from layerzero.integrations.optimize.swaps.swap import Swap, is_dense, is_swapped
 from layerzero.integrations.optimize.swaps.weights import Budget, Packs
@@ -250,7 +250,8 @@ def _optimized(
     report.stock = "" if workload is None else stock_of(root, workload.device)
     search = Search(root, time, workload, tell)
     finders = FINDERS if asked is None else (asked.find, *FINDERS)
-    found = [each for finder in finders for each in report.sort(finder(search))]
+    with time.holding_back(0.0 if workload is None else time.expected_s(RUN, WHOLE)):  # else nothing tells what slows
+        found = [each for finder in finders for each in report.sort(finder(search))]
     targets = [] if workload is None or asked is not None else compiled_calls.compile_calls(search, report, watched)
     _join(found, root, report)
     for each in found:
