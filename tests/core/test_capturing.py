@@ -6,6 +6,7 @@ import contextlib
 import gc
 import subprocess
 import sys
+import threading
 import weakref
 
 import pytest
@@ -172,6 +173,58 @@ def test_what_a_capture_of_torchs_own_chose_is_kept_for_good(captures, monkeypat
     with lz.capturing(Graph()):
         graph_capture.keep("another, which the graph keeps")
     assert list(graph_capture._ALWAYS.values()) == ["a plan"]
+
+
+def test_libraries_are_ready_before_a_thread_captures_on_a_device(captures, monkeypatch, caplog):
+    """Once for each, on a stream aside; where they fail, the log says so, and the capture goes on."""
+    asked, aside = [], []
+
+    @contextlib.contextmanager
+    def stream(given):
+        aside.append(given)
+        yield
+        aside.pop()
+
+    def first_calls(device):
+        asked.append((str(device), bool(aside), bool(captures[1])))
+        raise RuntimeError("CUDNN_STATUS_NOT_INITIALIZED")
+
+    for name, stub in {"is_available": lambda: True, "is_current_stream_capturing": lambda: bool(captures[1])}.items():
+        monkeypatch.setattr(torch.cuda, name, stub)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: Stream())
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(graph_capture, "_first_calls", first_calls)
+    monkeypatch.setattr(graph_capture, "_HERE", threading.local())
+    for _ in range(2):
+        with lz.capturing(Graph()):
+            assert captures[1]
+    assert asked == [("cuda:0", True, False)]
+    assert "could not be made ready for a capture on cuda:0: CUDNN_STATUS_NOT_INITIALIZED" in caplog.text
+    other = threading.Thread(target=graph_capture._warm, args=(0,))
+    other.start()
+    other.join(60)
+    assert len(asked) == 2, "handles belong to a thread"
+
+
+def test_a_call_on_another_device_is_an_error_in_a_capture(captures, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    graph_capture.check_device(1, inside=False)
+    both = "wanted tensors on cuda:0, where a graph is captured, got some on cuda:1"
+    with pytest.raises(lz.InvalidCallError, match=both), lz.capturing(Graph()):
+        graph_capture.check_device(0, inside=True)
+        graph_capture.check_device(1, inside=False)
+    with pytest.raises(lz.InvalidCallError, match=both):
+        graph_capture.check_device(1, inside=True)  # of a capture that torch began
+
+
+def test_what_is_allocated_on_another_device_meanwhile_is_told(captures, monkeypatch):
+    made = {0: 5, 1: 7}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"allocation.all.allocated": made[device]})
+    with lz.capturing(Graph()):
+        made[0] += 1
+    with pytest.warns(lz.LayerZeroWarning, match="a graph of cuda:0 was captured, .* on cuda:1"), lz.capturing(Graph()):
+        made[1] += 1
 
 
 ENDING = """

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -20,8 +22,10 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import told
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import InvalidCallError, LayerZeroWarning
 from layerzero.core.system import forking
+
+log = logging.getLogger("layerzero")
 
 _HELD: list[bool] = []
 """One for each that holds the collector off: it is switched on when the last of them lets go."""
@@ -90,7 +94,7 @@ _ALWAYS: dict[int, object] = {}
 """The same of captures that did not begin here, whose graphs are not known; by identity, each once."""
 
 _HERE = threading.local()
-"""The mark of the capture that this thread is in."""
+"""The mark and the device of the capture that this thread is in; and the devices whose libraries are ready for one."""
 
 
 @contextmanager
@@ -107,6 +111,7 @@ def capturing(
             output = step()  # that ran before, so that what is chosen, built and planned on the way is there
         graph.replay()
 
+    cuBLAS and cuDNN are ready when it begins. A call on another device is an error inside: it would be in no graph.
     Plans of kernels that are kept when it begins or ends live as long as the graph: another choice, made later for the
     same calls, frees nothing that a replay reads. Without it the collector may free an old graph in the middle of the
     capture, which breaks it, or ends the process. Objects that lose their last reference meanwhile are freed as ever:
@@ -125,11 +130,13 @@ def capturing(
     if not isinstance(graph, torch.cuda.CUDAGraph):
         raise InvalidCallError("capturing", [f"graph: wanted a torch.cuda.CUDAGraph, got {told(graph)}"])
     device = torch.cuda.current_device() if stream is None else stream.device_index
+    _warm(device)
+    elsewhere = _allocations_elsewhere(device)
     before = torch.cuda.current_stream(device), torch.cuda.current_stream()
     given, pool = pool, torch.cuda.graph_pool_handle() if pool is None else _INSTEAD.get((device, pool), pool)
     stream = _stream_on(device) if stream is None else stream
-    outer = getattr(_HERE, "mark", None)
-    _HERE.mark = object()
+    outer = getattr(_HERE, "mark", None), getattr(_HERE, "device", None)
+    _HERE.mark, _HERE.device = object(), device
     began = False
     kept = [tell() for tell in KEEPERS]
     try:
@@ -137,6 +144,10 @@ def capturing(
             began = True
             yield
         _KEPT[graph] = (*kept, *(tell() for tell in KEEPERS))
+        strange = [f"cuda:{each}" for each, count in _allocations_elsewhere(device).items() if count != elsewhere[each]]
+        if strange:
+            text = f"while a graph of cuda:{device} was captured, memory was allocated on {', '.join(strange)}"
+            warnings.warn(f"{text}: what this thread did there is in no graph", LayerZeroWarning, stacklevel=3)
     except BaseException:
         for each in before:  # the last one makes its device the current one
             torch.cuda.set_stream(each)
@@ -148,7 +159,55 @@ def capturing(
         _generator_freed(device)
         raise
     finally:
-        _HERE.mark = outer
+        _HERE.mark, _HERE.device = outer
+
+
+def check_device(index: int | None, *, inside: bool) -> None:
+    """Let a call work on the device that this thread captures a graph on, and on no other.
+
+    ``inside``: whether the current stream is being captured. Raises: InvalidCallError for tensors elsewhere.
+    """
+    device = getattr(_HERE, "device", None)
+    if index is None or (device is None and not inside):
+        return
+    device = torch.cuda.current_device() if device is None else device
+    if index != device:
+        problem = f"wanted tensors on cuda:{device}, where a graph is captured, got some on cuda:{index}"
+        raise InvalidCallError("capturing", [f"{problem}: no replay would do their work; call it outside of the block"])
+
+
+def _allocations_elsewhere(device: int) -> dict[int, int]:
+    """How often torch has allocated on each other device; nothing else tells of work that a capture does not see."""
+    others = (each for each in range(torch.cuda.device_count()) if each != device)
+    return {each: torch.cuda.memory_stats(each).get("allocation.all.allocated", 0) for each in others}
+
+
+def _warm(device: int) -> None:
+    """Let cuBLAS and cuDNN make what they make at a thread's first call, which breaks a capture; once, aside of others.
+
+    Source: github.com/pytorch/pytorch issue 99397.
+    """
+    warm = _HERE.__dict__.setdefault("warm", set())
+    if device in warm or not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
+        return
+    warm.add(device)
+    side: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream(device))
+    try:
+        with torch.cuda.stream(side), torch.no_grad():
+            _first_calls(torch.device("cuda", device))
+    except RuntimeError as error:
+        log.warning("cuBLAS and cuDNN could not be made ready for a capture on cuda:%d: %s", device, error)
+    torch.cuda.current_stream(device).wait_stream(side)
+
+
+def _first_calls(device: torch.device) -> None:
+    square = torch.zeros(64, 64, device=device)
+    torch.mm(square, square)
+    half = square.half()
+    torch.addmm(half[0], half, half)  # by cublasLt
+    if torch.backends.cudnn.is_available() and torch.backends.cudnn.enabled:
+        torch.conv2d(square.view(1, 1, 64, 64), square[None, None, :3, :3])
 
 
 def keep(thing: object) -> None:

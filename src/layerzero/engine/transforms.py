@@ -18,6 +18,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
+from layerzero.core import graph_capture
 from layerzero.core.device import Device
 from layerzero.core.eager_state import declared
 from layerzero.core.errors import InvalidCallError, NoKernelFoundError
@@ -108,8 +109,12 @@ def _check_policy(routed: Routed, policy: Policy, registry: Registry, state: Cal
 
 
 def capturing(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the call is made inside a CUDA graph capture."""
-    return bool(tensors) and tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
+    """Whether the call is made inside a CUDA graph capture. Raises: InvalidCallError for one of another device."""
+    if not tensors or not tensors[0].is_cuda:
+        return False
+    inside = torch.cuda.is_current_stream_capturing()
+    graph_capture.check_device(tensors[0].device.index, inside=inside)
+    return inside
 
 
 def call_state(

@@ -32,7 +32,7 @@ WARM_RUNS = 3
 """How often a call runs on a side stream before it is captured."""
 
 GROWN_BYTES = 2**20
-"""What replays may take of a device's memory before it is told; libraries allocate beside torch."""
+"""What replays may take of a device's memory without a word; libraries allocate apart from torch."""
 
 
 def by_value(operation: Operation) -> bool:
