@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -165,3 +168,109 @@ def test_lengths_that_outgrow_a_captured_bound_are_told_of_before_a_replay():
         step.advance()  # the device answers now, or by the next one
         torch.cuda.synchronize()
         step.advance()
+
+
+def waits(input, weight, *, eps):
+    torch.cuda.synchronize()
+    return torch.rms_norm(input, weight.shape, weight, eps)
+
+
+def replayed(run):
+    """Capture a call on the current stream's successor, and replay it."""
+    graph = torch.cuda.CUDAGraph()
+    with capturing(graph):
+        result = run()
+    graph.replay()
+    torch.cuda.synchronize()
+    return result
+
+
+def test_a_kernel_that_waits_loses_its_capture_and_nothing_else():
+    lz.register_kernel("norm.rms", "user.waits", platform="cuda", graph_safe=True)(waits)
+    x, weight = torch.randn(8, 64, device="cuda"), torch.ones(64, device="cuda")
+    expected, before = torch.rms_norm(x, (64,), weight), torch.cuda.current_stream()
+    with lz.scope(locks={"norm.rms": "user.waits"}):
+        torch.testing.assert_close(lz.rms_norm(x, weight), expected)
+        with pytest.raises((lz.KernelExecutionError, RuntimeError), match="captur"):
+            replayed(lambda: lz.rms_norm(x, weight))
+    assert torch.cuda.current_stream() == before
+    torch.testing.assert_close(lz.rms_norm(x, weight), expected)
+    torch.testing.assert_close(replayed(lambda: lz.rms_norm(x, weight)), expected)
+
+
+@pytest.mark.parametrize("begin", [capturing, torch.cuda.graph], ids=["lz", "torch"])
+def test_every_capture_asks_for_the_verdict(begin, tmp_path, monkeypatch):
+    """Also one that torch begins, as torch.compile and vLLM do, and of a call that ran before."""
+    from layerzero.engine.dispatch import ENGINE
+    from layerzero.engine.registry import REGISTRY
+    from layerzero.tuning.keeping.files import FileLedger
+    from layerzero.tuning.keeping.store import StoreLedger
+
+    ENGINE.ledger = StoreLedger(FileLedger(tmp_path))
+    x, weight = torch.randn(8, 64, device="cuda"), torch.ones(64, device="cuda")
+    kernel, facts = REGISTRY.kernel("torch.rms_norm"), lz.facts("rms_norm", x, weight)
+
+    def run():
+        return (x + 1).new_ones(()) * lz.rms_norm(x, weight)  # a capture of nothing would be told
+
+    expected = run()
+    ENGINE.ledger.record_capture(kernel, facts, "it waits")
+    ENGINE.bump()
+    with lz.scope(locks={"norm.rms": kernel.id}):
+        run()
+        with pytest.raises(lz.CudaGraphUnsafeError, match="it waits"), begin(torch.cuda.CUDAGraph()):
+            run()
+    torch.testing.assert_close(run(), expected)
+    ENGINE.ledger.record_capture(kernel, facts, "")
+    ENGINE.bump()
+    with lz.scope(locks={"norm.rms": kernel.id}, graph_strict_mode=True):
+        run()
+        graph = torch.cuda.CUDAGraph()
+        with begin(graph):
+            result = run()
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        torch.testing.assert_close(result, torch.rms_norm(x, (64,), weight))
+        other = torch.randn(8, 128, device="cuda")
+        lz.rms_norm(other, weight.repeat(2))
+        with (
+            pytest.raises(lz.CudaGraphUnsafeError, match=r"layerzero vet norm\.rms --graph"),
+            begin(torch.cuda.CUDAGraph()),
+        ):
+            lz.rms_norm(other + 1, weight.repeat(2))
+
+
+def test_a_child_proves_captures_of_torchs_own_kernels():
+    found = lz.vet("norm.rms", kernels=["torch.rms_norm"], shapes=[(8, 64)], dtype="float16", graph=True, again=True)
+    assert [str(each.verdict) for each in found] == ["passed"], found
+
+
+FIRST_CALLS = """
+import torch, layerzero as lz
+a, b, image, filters = (torch.ones(shape, device="cuda") for shape in ((32, 32), (32, 32), (1, 1, 8, 8), (1, 1, 3, 3)))
+graph = torch.cuda.CUDAGraph()
+with lz.capturing(graph):
+    product, convolved = a @ b, torch.conv2d(image, filters)
+graph.replay()
+torch.cuda.synchronize()
+print(product.sum().item(), convolved.sum().item())
+"""
+
+
+def test_a_process_whose_first_product_and_convolution_are_captured():
+    said = subprocess.run([sys.executable, "-c", FIRST_CALLS], capture_output=True, text=True, check=False, timeout=120)
+    assert said.stdout.split() == ["32768.0", "324.0"], said.stderr[-2000:]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_call_on_the_other_gpu_is_an_error_that_names_both():
+    near, far = (torch.randn(8, 64, device=f"cuda:{index}") for index in (0, 1))
+    weights = {each: torch.ones(64, device=each.device) for each in (near, far)}
+    both = "on cuda:0, where a graph is captured, got some on cuda:1"
+    with pytest.raises(lz.InvalidCallError, match=both), capturing(torch.cuda.CUDAGraph()):
+        lz.rms_norm(near, weights[near])
+        lz.rms_norm(far, weights[far])
+    torch.testing.assert_close(replayed(lambda: lz.rms_norm(near, weights[near])), lz.rms_norm(near, weights[near]))
+    lz.rms_norm(far, weights[far])  # kept: a hit asks nothing, and the end of the capture tells
+    with pytest.warns(lz.LayerZeroWarning, match="a graph of cuda:0 was captured, .* on cuda:1"):
+        replayed(lambda: (lz.rms_norm(near, weights[near]), lz.rms_norm(far, weights[far]))[0])

@@ -211,7 +211,7 @@ def facts_of(
 ) -> Facts:
     """The facts of a case on a device, which need not be here; no data is made. Its handles as :func:`arguments_of`."""
     function = function_for(operation)
-    made = arguments_of(operation, case, dtype, "meta", layout=layout, capturable=capturable)
+    made = arguments_of(operation, case, dtype, "meta", layout=layout, promised=capturable, capturable=capturable)
     found = routed(function, accepted(function, made))
     return FactsBuilder(found.operation).of_valid(found.arguments, device=device, layout=found.layout)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -280,7 +281,9 @@ def captured(trial: Trial) -> Finding:
 def _waiting_for_nothing() -> Iterator[None]:
     """Let torch say what waits for the device, before CUDA says that the capture is lost."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it does not find everything: what is left breaks the capture
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
