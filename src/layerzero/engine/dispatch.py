@@ -127,8 +127,7 @@ class Engine:
         ordered = ranked(judged, facts, policy, times, machine.asked)
         timed = times is not None and not times.untimed(facts)  # of another order of memory, where not of this one
         report = pick(ordered, routed, facts, policy, self.registry.lock_for(policy, facts), later, timed=timed)
-        report = graph_safety.noted(report, self.ledger) if facts["capturing"] else report
-        return report if frozen is None else frozen.held(report, policy), ordered
+        return graph_safety.noted(report if frozen is None else frozen.held(report, policy), self.ledger), ordered
 
     def forget(self, function: str, cache: PlanCache) -> None:
         """Forget plans and calls of a function that is taken back."""

@@ -66,8 +66,8 @@ def barred(kernel: Kernel, facts: Facts, policy: Policy, ledger: Ledger) -> bool
 
 
 def noted(report: Report, ledger: Ledger) -> Report:
-    """The report of a choice in a capture, which says so where the kernel's captures were not proved."""
-    chosen = report.chosen
-    if chosen is None or ledger.capture(chosen.kernel, report.facts) is not None:
+    """The report of a choice, which says so in a capture where the kernel's captures were not proved."""
+    chosen, facts = report.chosen, report.facts
+    if chosen is None or not facts["capturing"] or ledger.capture(chosen.kernel, facts) is not None:
         return report
     return replace(report, notes=(*report.notes, UNPROVED))
