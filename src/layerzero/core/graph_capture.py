@@ -185,7 +185,8 @@ def _allocations_elsewhere(device: int) -> dict[int, int]:
 def _warm(device: int) -> None:
     """Let cuBLAS and cuDNN make what they make at a thread's first call, which breaks a capture; once, aside of others.
 
-    Source: github.com/pytorch/pytorch issue 99397.
+    cuBLAS keeps the workspace of that stream, which torch makes of 32 MiB on Hopper. A captured one lies in the graph's
+    pool, where nothing takes it from a replay. Source: github.com/pytorch/pytorch issue 99397.
     """
     warm = _HERE.__dict__.setdefault("warm", set())
     if device in warm or not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
