@@ -32,6 +32,7 @@ NUMBERS: dict[str, tuple[Number, ...]] = {
     "threads": (Number("crowds.threads", None, split=False, seconds=60.0, asked={"threads": 16}),),
     "forks": (Number("crowds.forks", 200),),
     "fuzz": (Number("fuzzed.calls", 1_000_000),),
+    "captures": (Number("captures.captured", 300, split=False, seconds=300.0),),
 }
 
 MOST_S = 3600.0

@@ -207,7 +207,7 @@ def _first_calls(device: torch.device) -> None:
     torch.mm(square, square)
     half = square.half()
     torch.addmm(half[0], half, half)  # by cublasLt
-    if torch.backends.cudnn.is_available() and torch.backends.cudnn.enabled:
+    if torch.backends.cudnn.is_available() and torch.backends.cudnn.enabled:  # type: ignore[no-untyped-call]
         torch.conv2d(square.view(1, 1, 64, 64), square[None, None, :3, :3])
 
 
