@@ -64,7 +64,7 @@ OF_A_GPU |= {"cudagraph_capture_sizes": [1, 16, 64, 256]}
 """Keys and values of 256 sequences of 576 tokens take 18 GiB; graphs are captured for the batches that are served."""
 ALONE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 ALONE |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING"}
-MARK, PATIENCE_S = "SERVED ", 180
+MARK = "SERVED "
 STREAMS: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
 MEASURES = {
     "tokens a second": lambda turn: turn["tokens_a_s"],
@@ -134,8 +134,9 @@ def served(engine: Any, requests: list[dict[str, Any]], turn: str, params: Any) 
 class Way:
     """A process that serves in one way."""
 
-    def __init__(self, name: str, options: dict[str, Any], variables: dict[str, str]) -> None:
-        self.name, self.options, self.rounds = name, options, list[list[dict[str, Any]]]()
+    def __init__(self, name: str, options: dict[str, Any], variables: dict[str, str], patience_s: float) -> None:
+        self.name, self.options, self.patience_s = name, options, patience_s
+        self.rounds: list[list[dict[str, Any]]] = []
         command = [sys.executable, __file__, "--child", options.get("attention_backend", "")]
         self.process: Any = subprocess.Popen(command, env=os.environ | ALONE | variables, **STREAMS)
 
@@ -145,8 +146,8 @@ class Way:
             print(json.dumps(what), file=self.process.stdin, flush=True)
 
     def said(self) -> Any:
-        """What it answers; None where it ended, and what it wrote says why, or said nothing for :data:`PATIENCE_S`."""
-        timer = threading.Timer(PATIENCE_S, self.process.kill)
+        """What it answers; None where it ended, and what it wrote says why, or said nothing for long."""
+        timer = threading.Timer(self.patience_s, self.process.kill)
         timer.start()
         found = next((line for line in self.process.stdout if line.startswith(MARK)), None)
         timer.cancel()
@@ -154,11 +155,14 @@ class Way:
 
     def serve(self, loads: list[Any]) -> None:
         """One round of all loads; nothing of a process that ended."""
+        if self.process.poll() is not None:
+            return
         self.tell(loads)
         found = self.said()
         self.rounds += [found] if found else []
         speeds = ", ".join(f"{turn['tokens_a_s']:.1f}" for turn in found or ())
-        print(f"{self.name}: {speeds or 'ended'} tokens a second", file=sys.stderr, flush=True)
+        told = f"{speeds} tokens a second" if found else "ended"
+        print(f"{self.name}: {told}", file=sys.stderr, flush=True)
 
 
 def row(turns: list[dict[str, Any]], own: list[dict[str, Any]]) -> str:
@@ -241,7 +245,7 @@ def main(given: argparse.Namespace, folder: str) -> None:
         ways = []
         for name in wanted:
             more, variables = kinds[name]
-            ways.append(Way(name, options | more, variables))
+            ways.append(Way(name, options | more, variables, given.patience))
             stack.callback(ways[-1].process.kill)
         ran = take_turns(ways, [*loads.values()], given)
     print(f"| arrivals a second | way | {' | '.join(MEASURES)} | same tokens |\n{'|---' * (3 + len(MEASURES))}|")
@@ -255,6 +259,7 @@ def main(given: argparse.Namespace, folder: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     usual = {"rates": "1,4,inf", "requests": 20, "rounds": 5, "seed": 0, "prompt": 512, "output": 64, "seconds": 3600}
+    usual |= {"patience": 600}
     for name, value in usual.items():
         parser.add_argument(f"--{name}", type=type(value), default=value)
     for name in ("file", "model", "child", "batches", "ways"):
