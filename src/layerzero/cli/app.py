@@ -220,7 +220,6 @@ checks.add_to(main)
         "vet rms_norm --shapes 512x1024,1x4096 --dtype bfloat16",
         "vet attention --kernel torch.sdpa.cpu_flash --shapes 1x8x4x16:1x8x2x16 --dtype float32 --device cpu",
         "vet layer_norm --backend torch --shapes 4x64 --again",
-        "vet rms_norm --graph --manifest calls.json --device cuda",
         "vet tokenize --param tokenizer_id=tokenizer.json",
     )
 )
