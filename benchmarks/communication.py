@@ -157,6 +157,40 @@ def compared(device: torch.device) -> list[str]:
     return wrong
 
 
+def moved(device: torch.device) -> list[str]:
+    """What is wrong with the collectives that have one kernel, and with what they refuse, on this rank."""
+    wrong, rank, ranks = [], distributed.get_rank(), distributed.get_world_size()
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        numbers = torch.arange(6 * ranks * ranks).view(6, -1)
+        parts = [(numbers + 100 * each).to(dtype).to(device) for each in range(ranks)]
+        mine, rows = parts[rank], torch.cat([each.T.chunk(ranks)[rank] for each in parts])
+        pairs = [
+            ("all_gather", lz.all_gather(mine, -1), torch.cat(parts, -1)),
+            ("all_to_all", lz.all_to_all(mine.T.contiguous()), rows),
+        ]
+        if dtype is not torch.int64:
+            pairs.append(("reduce_scatter", lz.reduce_scatter(mine, 1), sum(parts).chunk(ranks, 1)[rank]))
+        wrong += [f"{name} {dtype}" for name, got, want in pairs if not torch.equal(got, want)]
+    if lz.facts("all_reduce", torch.ones(64, device=device))["group_reach"] == "peers":
+        new, graph, x = distributed.new_group(), torch.cuda.CUDAGraph(), torch.ones(64, device=device)
+
+        def captured() -> None:
+            with lz.capturing(graph):
+                lz.all_reduce(x, group=new)
+
+        for name, run in (("a CPU tensor", lambda: lz.all_reduce(torch.ones(4))), ("a first call captured", captured)):
+            try:
+                run()
+                said = "ran"
+            except Exception as error:  # noqa: BLE001  # it is what is told
+                said = f"{type(error).__name__}: {error}"
+            if not rank:
+                print(f"{name}: {said[:150]}", flush=True)
+        if float(lz.all_reduce(x, group=new)[0]) != ranks:
+            wrong.append("after a capture that was refused")
+    return wrong
+
+
 def by_size(device: torch.device, sizes: list[int]) -> list[dict[str, object]]:
     """Times of all_reduce of bfloat16."""
     rows = []
@@ -259,6 +293,8 @@ def main() -> None:
     tell(f"us of all_reduce of bfloat16 by bytes (* chosen):\n{table(said['all_reduce'])}")
     said["fused"] = fused(device)
     tell(f"us of all_reduce, residual and norm of {HIDDEN} by tokens:\n{table(said['fused'])}")
+    said["moved"] = [each for each in said_by_all("; ".join(moved(device))) if each]
+    tell(f"other collectives: {said['moved'] or 'right'}")
     said["calls"], said["wrong sums"] = mixed(device, given.seconds, 100_000)
     tell(f"{said['calls']} random all_reduce calls with other times on each rank: {said['wrong sums']} wrong, 0 hung")
     if given.out and not distributed.get_rank():

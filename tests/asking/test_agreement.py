@@ -459,7 +459,7 @@ def test_two_processes_of_other_versions_are_both_told(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("place", [0, 1, 2])
 def test_the_examples_of_the_page_run_under_torchrun(tmp_path, place):
     page = (Path(__file__).parents[2] / "docs" / "ranks.md").read_text()
     script = tmp_path / "script.py"

@@ -12,6 +12,7 @@ import layerzero as lz
 from layerzero.backends.torch import symmetric
 from layerzero.core.evidence import Measurement
 from layerzero.engine.registry import REGISTRY
+from layerzero.tuning.measuring.tune import asked_jobs
 from layerzero.tuning.measuring.winner import record_times
 from ranks_of_gloo import two_ranks
 
@@ -166,6 +167,12 @@ def test_times_of_one_rank_decide_nothing():
     report = lz.explain("all_reduce", x, group=ALONE)
     assert report.chosen.kernel.id == "torch.all_reduce"
     assert report.chosen.time_us is None
+
+
+def test_collectives_are_not_measured():
+    assert not [job for job in asked_jobs("*", "cases", ["float32"], "cpu") if job.operation.startswith("comm.")]
+    with pytest.raises(ValueError, match="times choose no collective"):
+        lz.tune("all_reduce", [(4, 8)])
 
 
 def test_a_kernel_that_fails_is_replaced_by_none_and_asked_again():
