@@ -27,11 +27,12 @@ from torch import Tensor, distributed
 from torch.nn import functional
 
 import layerzero as lz
+from layerzero.backends.torch import symmetric
 from layerzero.core.evidence import Measurement
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.measuring.winner import record_times
 
-SIZES = [2**place for place in range(10, 27, 2)]
+SIZES = [2**place for place in (10, 12, 14, 16, 18, 19, 20, 21, 22, 23, 24, 26)]
 TOKENS = (1, 4, 16, 32, 64)
 HIDDEN = 8192
 CALLS, REPLAYS = 20, 7
@@ -194,6 +195,7 @@ def moved(device: torch.device) -> list[str]:
 def by_size(device: torch.device, sizes: list[int]) -> list[dict[str, object]]:
     """Times of all_reduce of bfloat16."""
     rows = []
+    facts = lz.facts("all_reduce", torch.ones(8, device=device))
     for size in sizes:
         x = torch.randn(size // 2, device=device).to(torch.bfloat16)
         row: dict[str, object] = {"bytes": size, "chosen": lz.which("all_reduce", x)["kernel_id"]}
@@ -202,6 +204,10 @@ def by_size(device: torch.device, sizes: list[int]) -> list[dict[str, object]]:
         for name in legal("all_reduce", x):
             run = functools.partial(took_us, functools.partial(lz.all_reduce, x), device, calls)
             row[name] = under(name, "comm.all_reduce", run)
+        for shots, run in (("one", symmetric.one_shot), ("two", symmetric.two_shot)):  # beyond their limits, too
+            name = f"torch.symm_{shots}_shot_all_reduce"
+            if name not in row and facts["group_reach"] == "peers" and 2**18 <= size <= symmetric.BUFFER_BYTES:
+                row[name] = took_us(functools.partial(run, x), device, calls)
         rows.append(row)
     return rows
 

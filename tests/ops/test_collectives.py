@@ -10,6 +10,7 @@ import torch
 
 import layerzero as lz
 from layerzero.backends.torch import symmetric
+from layerzero.core import limits as limit
 from layerzero.core.evidence import Measurement
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.measuring.tune import asked_jobs
@@ -211,8 +212,8 @@ def chosen(kind, size, dtype=torch.bfloat16):
 
 def test_sizes_and_what_all_ranks_know_choose_on_gpus():
     one, two, nccl = "torch.symm_one_shot_all_reduce", "torch.symm_two_shot_all_reduce", "torch.all_reduce"
-    sizes = (8, 2**17, 2**17 + 8, 2**22, 2**22 + 8, 12)
-    assert [chosen("2 nccl peers", each) for each in sizes] == [one, one, two, two, nccl, nccl]
+    sizes = (8, 2**17, 2**17 + 8, 2**19, 2**22, 2**22 + 8, 12)
+    assert [chosen("2 nccl peers", each) for each in sizes] == [one, one, nccl, two, two, nccl, nccl]
     assert chosen("2 nccl peers", 8, torch.float16) == nccl  # which the operators do not take
     for kind in ("3 nccl peers", "2 nccl host", "2 nccl unlike", "16 nccl apart"):
         assert chosen(kind, 8) == nccl, kind
@@ -250,3 +251,23 @@ def test_symmetric_memory_is_made_once_for_a_group_and_without_multicast(monkeyp
             assert got.is_contiguous()
     assert made == [(symmetric.BUFFER_BYTES, "some", "1")]
     assert symmetric.NO_MULTICAST not in os.environ
+
+
+def test_calls_of_other_sizes_that_came_before_decide_nothing():
+    """Two H200 stood still: a plan for 8001 numbers served 8000 on the one whose tables had not been emptied since."""
+    even = limit.dim("payload", multiple=8)
+
+    @lz.register_kernel("comm.all_reduce", "mine.even", priority=90, limits=(even,))
+    def run(input, *, group=None):
+        ran.append(input.numel())
+        return input.clone()
+
+    ran = []
+    try:
+        for sizes in ((8001, 8000), (8000, 8001, 8008)):
+            lz.configure()  # empties the tables
+            for size in sizes:
+                lz.all_reduce(torch.ones(size), group=ALONE)
+    finally:
+        lz.unregister_kernel("mine.even")
+    assert ran == [8000, 8000, 8008]

@@ -97,8 +97,11 @@ def _collective(name: str, summary: str, reference: Callable[..., Any], **more: 
     )
 
 
-def _of(name: str, of: Operation, fits: Callable[[dict[str, Any]], list[str]], **more: Any) -> Function:
-    """A function whose group is looked at first, and whose results have no gradients."""
+def _of(name: str, of: Operation, fits: Callable[[dict[str, Any]], list[str]]) -> Function:
+    """A function whose group is looked at first.
+
+    No plan serves another size: which sizes came before, and when tables were emptied, differs between ranks.
+    """
 
     def values(arguments: dict[str, Any]) -> list[str]:
         group, input_ = arguments["group"], arguments["input"]
@@ -107,7 +110,7 @@ def _of(name: str, of: Operation, fits: Callable[[dict[str, Any]], list[str]], *
             return [problem] if problem else []
         return [*_misplaced(input_, ranks_of(group)), *_odd_sum(arguments)]
 
-    return function(name, of, values=values, fits=fits, weight=0, **more)
+    return function(name, of, varies=(), values=values, fits=fits, weight=0)
 
 
 def _odd_sum(arguments: dict[str, Any]) -> list[str]:
@@ -377,8 +380,7 @@ FUNCTIONS = (
         "reduce_scatter",
         REDUCE_SCATTER,
         lambda given: _axis_problems(given, "scatter_dim", ranks_of(given["group"]).size),
-        varies=(),
     ),
-    _of("all_to_all", ALL_TO_ALL, _rows_fit, varies=()),
+    _of("all_to_all", ALL_TO_ALL, _rows_fit),
     _of("all_reduce_add_rms_norm", ALL_REDUCE_ADD_RMS_NORM, _fused_fits),
 )

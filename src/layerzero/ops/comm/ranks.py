@@ -79,7 +79,8 @@ class Ranks:
 
         index = torch.cuda.current_device() if device == "cuda" else 0
         about = torch.cuda.get_device_properties(index) if device == "cuda" else None
-        same = [__version__, str(torch.__version__), "" if about is None else f"{about.name} {about.multi_processor_count}"]
+        same = [__version__, str(torch.__version__)]
+        same += [] if about is None else [about.name, str(about.multi_processor_count)]
         said = [*same, socket.gethostname(), "" if about is None else str(getattr(about, "uuid", ""))]
         all_said = self._told(f"{device}/about", said)
         if any(each[: len(same)] != same for each in all_said):
