@@ -15,6 +15,7 @@ from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
 from layerzero.engine.registry import REGISTRY
+from layerzero.serving import readiness_parts
 from layerzero.tuning.keeping import files, records
 from layerzero.tuning.keeping.files import FileLedger
 from layerzero.tuning.keeping.store import StoreLedger
@@ -96,6 +97,22 @@ def test_a_verdict_holds_in_other_processes_until_a_version_changes_and_a_damage
     assert FileLedger(tmp_path).capture(torchs(), facts) == "", "it was asked again"
     monkeypatch.setattr(files, "_library", lambda kernel, device: "another version")
     assert FileLedger(tmp_path).capture(torchs(), facts) is None
+
+
+def test_readiness_tells_what_a_capture_refuses(ledger):
+    x, weight = (torch.empty(shape, device="meta") for shape in ((4, 64), (64,)))
+    report = lz.explain("rms_norm", x, weight, device="H100")
+    looked = readiness_parts.Looked("cuda", [("norm.rms 4x64", report)])
+    assert readiness_parts.graphs(looked).state is readiness_parts.PartState.READY
+    lz.configure(graph_strict_mode=True)
+    assert "a capture refuses torch.rms_norm: not proved" in str(readiness_parts.graphs(looked))
+    ledger.record_capture(torchs(), report.facts, "")
+    assert readiness_parts.graphs(looked).state is readiness_parts.PartState.READY
+    lz.configure()
+    ledger.record_capture(torchs(), report.facts, WHY)
+    told = readiness_parts.graphs(looked)
+    assert (told.state, told.step) == (readiness_parts.PartState.DEGRADED, "`layerzero vet --graph` proves captures")
+    assert WHY in told.text
 
 
 def test_a_record_of_an_earlier_version_counts_for_nothing_and_stays():

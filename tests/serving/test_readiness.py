@@ -20,7 +20,10 @@ from layerzero.serving.background_builds import BUILDS
 from layerzero.tuning.keeping.files import FileLedger
 from layerzero.tuning.keeping.store import StoreLedger
 
-PARTS = ("builds", "settings", "descriptors", "tables", "headroom", "database", "health", "frozen", "ranks", "sets")
+PARTS = (
+    *("builds", "settings", "descriptors", "tables", "headroom", "graphs", "database", "health", "frozen", "ranks"),
+    "sets",
+)
 
 
 @pytest.fixture(autouse=True)

@@ -206,7 +206,7 @@ def test_the_command_tells_each_part_and_exits_by_the_worst(manifest, monkeypatc
 
     told = run("--json", "--for", "embedding")
     assert told.exit_code == 0
-    assert len(json.loads(told.stdout)["parts"]) == 10
+    assert len(json.loads(told.stdout)["parts"]) == 11
     lz.configure(enabled=False)
     assert (run().exit_code, run("--strict").exit_code) == (0, 1)
     assert run("--for", "nothing").exit_code == 2

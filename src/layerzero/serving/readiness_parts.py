@@ -22,6 +22,7 @@ from layerzero.engine import headroom
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.frozen_choices import Agreed, ranks_choose
+from layerzero.engine.graph_safety import capture_reasons
 from layerzero.engine.registry import REGISTRY
 from layerzero.serving.metrics import metrics
 from layerzero.tuning.keeping.prior import problems as problems_of_tables
@@ -158,6 +159,19 @@ def _mib(count: float) -> str:
     return f"{count / 2**20:.0f} MiB"
 
 
+def graphs(looked: Looked) -> Part:
+    """Whether a capture may have what calls run, by verdicts, and where strict mode asks for them by their absence."""
+    policy, found = CONFIGURATION.policy, []
+    for name, report in looked.calls:
+        if report.chosen is not None and report.facts.device.supports_graphs:
+            kernel = report.chosen.kernel
+            reasons = capture_reasons(kernel, report.facts, policy, ENGINE.ledger)
+            found += [f"{name}: a capture refuses {kernel.id}: {each.got}" for each in reasons]
+    return _part(
+        "graphs", "no verdict keeps what calls run out of captures", found, "`layerzero vet --graph` proves captures"
+    )
+
+
 def database(_: Looked) -> Part:
     """Whether measured times and verdicts can be read and written."""
     ledger = ENGINE.ledger
@@ -226,5 +240,5 @@ def sets(looked: Looked) -> Part:
 BEFORE: tuple[Callable[[Looked], Part], ...] = (settings, descriptors)
 """What every call needs; where one of them is not ready, no call can be looked at."""
 
-PARTS: tuple[Callable[[Looked], Part], ...] = (tables, memory, database, health, frozen, ranks, sets)
+PARTS: tuple[Callable[[Looked], Part], ...] = (tables, memory, graphs, database, health, frozen, ranks, sets)
 """The others, in the order in which they are shown."""
