@@ -20,7 +20,7 @@ from layerzero.asking.descriptors import DESCRIPTORS
 from layerzero.backends.torch import inductor
 from layerzero.core import cpu_features, emulation
 from layerzero.core.ledger import MemoryLedger
-from layerzero.engine import accelerator, config, logging_once, probe
+from layerzero.engine import accelerator, config, headroom, logging_once, probe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.events import EVENTS
 from layerzero.engine.jit import BUILT
@@ -156,6 +156,7 @@ def fresh_process(monkeypatch):
     ENGINE.history.forget()
     ENGINE.health.reset()
     BUILT.clear()
+    headroom.forget()
     BUILDS.end()
     BUILDS.begin()
     probe.reset_broken()

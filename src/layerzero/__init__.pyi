@@ -84,6 +84,7 @@ from layerzero.serving.exporters import (
     register_with_opentelemetry,
     register_with_prometheus,
 )
+from layerzero.serving.idle_memory import Defragmented, defragment
 from layerzero.serving.jit_status import JitStatus, jit_status
 from layerzero.serving.metrics import Metrics, metrics
 from layerzero.serving.probes import HealthServer, Probes, serve_health
@@ -113,6 +114,7 @@ __all__ = [
     "CacheStep",
     "Case",
     "CudaGraphUnsafeError",
+    "Defragmented",
     "DescriptorError",
     "Device",
     "DeviceSpec",
@@ -215,6 +217,7 @@ __all__ = [
     "conv2d",
     "copy_kv_blocks_",
     "copy_slice_",
+    "defragment",
     "dequantize",
     "descriptor",
     "deterministic",

@@ -17,6 +17,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger, MemoryLedger
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
+from layerzero.core.workspace import Workspace
 
 if TYPE_CHECKING:
     from layerzero.engine.call import Call
@@ -112,6 +113,13 @@ def sample(plan: Plan, function: Function, rate: float) -> None:
     attach(plan, function, rate)
 
 
+def workspace(kernel: Kernel, facts: Facts) -> Workspace | None:
+    """What was measured of the memory that a kernel takes, as the ledger has it."""
+    from layerzero.engine.dispatch import ENGINE
+
+    return ENGINE.ledger.workspace(kernel, facts)
+
+
 def install(services: Services) -> None:
     """Fill the engine's ports."""
     services.ledger = ledger
@@ -122,4 +130,5 @@ def install(services: Services) -> None:
     services.sample = sample
     services.vet_later = vet_later
     services.build_later = build_later
+    services.workspace = workspace
     services.builds = builds

@@ -272,6 +272,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "serving/solve.py": dict.fromkeys(("batch", "seq_len"), _SPECIFIED),
     "serving/speculation.py": dict.fromkeys(("nodes", "tokens"), _DRAFTS),
     "serving/speculative_pairs.py": dict.fromkeys(("heads", "nodes", "page_size", "tokens"), _DRAFTS),
+    "serving/idle_memory.py": {"query": "a method of torch's streams"},
     "testing/compare.py": {"conv": "torch's name of what a precision is for"},
     "tuning/keeping/rows.py": {"n": "any size, where the number of axes is told", "rows": _MEMORY},
     "tuning/measuring/online.py": {"query": "a method of torch's events"},

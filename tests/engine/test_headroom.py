@@ -13,6 +13,7 @@ from layerzero.core.errors import NoKernelFoundError
 from layerzero.core.kernel import Backend
 from layerzero.core.reasons import ReasonCode
 from layerzero.core.system import resources
+from layerzero.core.system.free_memory import FREE
 from layerzero.engine import headroom
 from layerzero.engine.failures import out_of_memory
 from layerzero.engine.registry import REGISTRY
@@ -43,6 +44,7 @@ def test_what_needs_least_runs_where_no_kernel_keeps_the_limit():
 
 def test_a_call_chooses_what_the_question_says_and_warns_of_memory(monkeypatch):
     monkeypatch.setattr(resources, "available_bytes", lambda: 3.0 * 2**30)
+    FREE.forget()
     arguments = biased(seq=300, heads=3)
     wanted = lz.attention(**arguments)
     with lz.scope(memory_headroom_mb=1, deny=OTHERS), pytest.warns(lz.LayerZeroPerformanceWarning) as told:

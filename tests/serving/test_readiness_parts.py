@@ -13,7 +13,7 @@ import layerzero as lz
 from layerzero.asking.descriptors import DESCRIPTORS, exported
 from layerzero.cli.app import main
 from layerzero.core.ledger import Verdict
-from layerzero.core.system import resources
+from layerzero.core.system.free_memory import FREE, Reading
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.frozen_choices import Agreed
@@ -30,6 +30,11 @@ READY, DEGRADED, NOT_READY = PartState
 
 def norm():
     return lz.rms_norm(torch.ones(3, 32), torch.ones(32))
+
+
+def reads(monkeypatch, *mib):
+    FREE.forget()
+    monkeypatch.setattr(FREE, "read", lambda _: Reading(*(float(each * 2**20) for each in mib)))
 
 
 @pytest.fixture
@@ -118,13 +123,26 @@ def test_a_workspace_beyond_what_is_free_is_not_ready(monkeypatch, manifest):
     lz.register_backend([dataclasses.replace(kernel, **big)])
     lz.lock("norm.rms", "mine.big")
     assert "workspaces of these calls take 64 MiB at most" in of("headroom", manifest).text
-    monkeypatch.setattr(resources, "free_bytes", lambda _: 100 * 2**20)
+    reads(monkeypatch, 100, 100, 100)
     found = of("headroom", manifest)
-    assert (found.state, found.text) == (DEGRADED, "100 MiB free, memory_headroom_mb allows a kernel 1024 MiB")
-    monkeypatch.setattr(resources, "free_bytes", lambda _: 60 * 2**20)
+    assert found.state is DEGRADED
+    assert found.text.startswith("100 MiB free, the largest block 100 MiB, 100 MiB of it at once (fragmentation 0.00)")
+    assert found.text.endswith("memory_headroom_mb allows a kernel 1024 MiB")
+    reads(monkeypatch, 60, 60, 60)
     found = of("headroom", manifest)
     assert found.state is NOT_READY
     assert "takes a workspace of 64 MiB, 60 MiB free" in found.text
+
+
+def test_memory_in_pieces_is_degraded_and_shown_by_doctor_and_metrics(monkeypatch, manifest):
+    reads(monkeypatch, 4000, 3000, 1000)
+    found = of("headroom", manifest)
+    assert (found.state, found.step) == (DEGRADED, "call lz.defragment() while nothing runs")
+    assert "fragmentation 0.75" in found.text
+    assert "fragmentation 0.75" in str(lz.doctor())
+    assert 'layerzero_memory_fragmentation{device="cpu:0"} 0.75' in str(lz.metrics())
+    lz.configure(**{"memory.fragmentation": 0.8})
+    assert of("headroom", manifest).state is READY
 
 
 def test_a_damaged_database_is_degraded_told_once_and_calls_go_on(tmp_path):

@@ -20,7 +20,8 @@ from layerzero.core.device import Device, cpu_of_this_machine
 from layerzero.core.kernel import Backend, within
 from layerzero.core.ledger import Suspect
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.core.system import disk
+from layerzero.core.system import disk, free_memory
+from layerzero.core.system.free_memory import FREE
 from layerzero.core.system.threads import thread_advice
 from layerzero.engine import accelerator, probe
 from layerzero.engine.config import CONFIGURATION
@@ -109,6 +110,7 @@ class Diagnosis:
         issues: what to do, most important first.
         builds: what calls of this machine would choose and is not built, or failed to build, with the next step.
         asked_for: what each operation of the requested set has, if one was requested.
+        memory: what is free on each device in use, how much of it lies together, and the age of the reading.
     """
 
     versions: dict[str, str]
@@ -123,12 +125,14 @@ class Diagnosis:
     suspects: tuple[Suspect, ...] = ()
     builds: tuple[str, ...] = ()
     asked_for: tuple[OperationFinding, ...] = ()
+    memory: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
         asked_for: dict[str, object] = {"asked_for": [each.to_dict() for each in self.asked_for]}
         return {
             "versions": self.versions,
+            "memory": self.memory,
             "devices": [{"platform": d.platform, "name": d.name, "sm": d.sm_number} for d in self.devices],
             "libraries": [
                 {
@@ -174,6 +178,7 @@ class Diagnosis:
     def __str__(self) -> str:
         lines = self.head()
         lines += [f"device {device.platform}:{device.index} {device.name}" for device in self.devices]
+        lines += [f"memory {name}: {told}" for name, told in self.memory.items()]
         for library in self.libraries:
             state = f"usable{library.known}" if library.reason is None else str(library.reason)
             lines.append(f"  {library.name} {library.version or ''}: {state}")
@@ -252,7 +257,13 @@ def doctor(*, load: bool = False, asked_for: str | None = None) -> Diagnosis:
         suspects=suspects,
         builds=() if problems else tuple(SERVICES.builds()),  # every call would raise for the first of them
         asked_for=findings,
+        memory=_memory(),
     )
+
+
+def _memory() -> dict[str, str]:
+    most_s = CONFIGURATION.policy["memory.max_age_s"]
+    return {f"{each.torch_type}:{each.index}": FREE.told(each, most_s) for each in free_memory.in_use()}
 
 
 _IN_C = {

@@ -115,6 +115,7 @@ def _why(candidate: Candidate) -> Text:
     lines = [terms]
     if candidate.evidence is not None:
         lines.append(f"{candidate.evidence.told}, confidence {candidate.confidence:.2f}")
+    lines += [f"workspace: {candidate.workspace}"] if candidate.workspace else []
     return lines_of(*lines, *(f"adapts: {adaptation.text}" for adaptation in candidate.adaptations))
 
 

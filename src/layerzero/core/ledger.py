@@ -7,6 +7,7 @@ import hashlib
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.recipe import CallRecipe
 from layerzero.core.system import forking
+from layerzero.core.workspace import Workspace, elements_of
 
 
 class Verdict(StrEnum):
@@ -179,6 +181,12 @@ class Ledger(Protocol):
     def capture(self, kernel: Kernel, facts: Facts) -> str | None:
         """What came of captures of this very work, or of its class; None if none was tried."""
 
+    def record_workspace(self, kernel: Kernel, facts: Facts, count: int) -> None:
+        """Remember bytes that a kernel took besides its results, for this class of calls."""
+
+    def workspace(self, kernel: Kernel, facts: Facts) -> Workspace | None:
+        """What was measured of a kernel and class, for a call of it; None where nothing was."""
+
     def unproved(self, kernel: Kernel, facts: Facts) -> bool:
         """Whether a class never ran here, as far as that is remembered; asks only, and writes nothing."""
 
@@ -225,6 +233,7 @@ class MemoryLedger:
         self._failures: dict[tuple[str, str], list[str]] = {}
         self._suspects: dict[tuple[str, str], Suspect] = {}
         self._captures: dict[tuple[str, str], str] = {}
+        self._workspaces: dict[tuple[str, str], Workspace] = {}
 
     def evidence(
         self,
@@ -295,6 +304,15 @@ class MemoryLedger:
         """What this process saw."""
         known = self._captures
         return known.get((kernel.id, work_text(facts)), known.get((kernel.id, capture_text(facts)))) if known else None
+
+    def record_workspace(self, kernel: Kernel, facts: Facts, count: int) -> None:
+        """Remember it for this process."""
+        self._workspaces[kernel.id, class_text(facts)] = Workspace(count, elements_of(facts), f"{datetime.now(UTC):%F}")
+
+    def workspace(self, kernel: Kernel, facts: Facts) -> Workspace | None:
+        """What this process measured."""
+        found = self._workspaces.get((kernel.id, class_text(facts))) if self._workspaces else None
+        return None if found is None else found.of(facts)
 
     def unproved(self, kernel: Kernel, facts: Facts) -> bool:  # noqa: ARG002  # the protocol's names
         """No: nothing is remembered of a machine."""

@@ -59,6 +59,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
         adaptations: what the plan would do for it.
         terms: summands of its score; empty unless legal.
         evidence: its time as measured, predicted or shipped, and the cost that decides; None where there is none.
+        workspace: what it needs besides its results, declared, measured or unknown; empty in the report of a plan.
     """
 
     kernel: Kernel
@@ -66,6 +67,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     adaptations: tuple[Adaptation, ...] = ()
     terms: tuple[Term, ...] = ()
     evidence: Evidence | None = None
+    workspace: str = ""
 
     @property
     def time_us(self) -> float | None:
@@ -115,6 +117,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
             "cost_us": self.cost_us,
             "evidence": self.provenance,
             "confidence": self.confidence,
+            "workspace": self.workspace,
             "adaptations": [adaptation.text for adaptation in self.adaptations],
             "reasons": [
                 {
@@ -206,6 +209,7 @@ class Report(msgspec.Struct, frozen=True):
                 told = "" if candidate.evidence is None else f"  ({candidate.evidence.told})"
                 lines.append(f"  {candidate.kernel.id}: {candidate.score:.1f} = {terms}{told}")
                 lines.extend(f"    adapts: {adaptation.text}" for adaptation in candidate.adaptations)
+                lines.extend([f"    workspace: {candidate.workspace}"] if candidate.workspace else [])
             else:
                 lines.append(f"  {candidate.kernel.id}: refused")
                 lines.extend(f"    {reason}" for reason in candidate.reasons)

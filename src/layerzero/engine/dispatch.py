@@ -322,13 +322,12 @@ class Dispatcher:
         tried: set[str] = set()
         failed: list[Kernel] = []
         while True:
-            failures.check_retry(plan, error, policy, self.engine, arguments, failed)
-            tried.add(plan.kernel.id)
+            tried |= substitutes.ruled_out(self.engine, plan, error, policy, arguments, failed)
             failed.append(plan.kernel)
             try:
                 another = self.choose(arguments, policy, failed=tried)
             except NoKernelFoundError:
-                raise failures.alone(plan, error) from error
+                failures.alone(plan, error)
             except CudaGraphUnsafeError as nothing_left:
                 failures.log_failure(plan, error)
                 raise nothing_left from error

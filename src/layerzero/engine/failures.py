@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
 from layerzero.core import indices
-from layerzero.core.arguments import TensorSchema
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError, KernelExecutionError, refuse
 from layerzero.core.facts import Facts
@@ -24,7 +23,7 @@ from layerzero.engine.events import EVENTS
 from layerzero.engine.first_run import Recent
 from layerzero.engine.health import Health
 from layerzero.engine.policy import Policy
-from layerzero.engine.reference import fake_call
+from layerzero.engine.reference import dtype_of, fake_call, leading
 
 log = logging.getLogger("layerzero")
 
@@ -154,12 +153,13 @@ def check_retry(
     """Return if another kernel may run in place of the one that raised; raise what the caller must see otherwise.
 
     What a hook of autograd or a signal handler raised is not the kernel's: it is raised as it is. So is running out of
-    memory, since another kernel may need more, and so are a warning that the user turned into an error and values that
-    are the caller's mistake. A capture that is lost ends the call: nothing more can be captured, and only the kernel
-    that lost it is at fault. What fails in a collective ends the call, and nothing is remembered. A device error that
-    stays leaves a dead context, and whatever was chosen last becomes a suspect. A library without code for this device
-    will not get any: it is out. A kernel that writes into its arguments may have written already. In all other cases
-    the kernel rests (its breaker opens) and, if policy allows a fallback, the next one runs.
+    memory, which :func:`layerzero.engine.substitutes.ruled_out` answers, and so are a warning that the user turned into
+    an error and values that are the caller's mistake. A capture that is lost ends the call: nothing more can be
+    captured, and only the kernel that lost it is at fault. What fails in a collective ends the call, and nothing is
+    remembered. A device error that stays leaves a dead context, and whatever was chosen last becomes a suspect. A
+    library without code for this device will not get any: it is out. A kernel that writes into its arguments may have
+    written already. In all other cases the kernel rests (its breaker opens) and, if policy allows a fallback, the next
+    one runs.
     """
     foreign_errors.let_pass(error)
     kernel, operation, device = plan.kernel, plan.report.operation, plan.report.facts.device.name
@@ -258,30 +258,9 @@ def _as_declared(got: tuple[Any, ...], facts: Facts, given: Mapping[str, Any]) -
         axes = output.axes_in(facts.layout, schema.canonical)
         named = axes[1:] if axes[:1] == ("...",) else axes
         sizes = [given.get(axis) if axis in schema.scalars else facts.get(axis) for axis in named]
-        if not axes or list(result.shape) != [*_leading(facts, axes), *sizes]:
+        if not axes or list(result.shape) != [*leading(facts, axes), *sizes]:
             return False
     return True
-
-
-def _leading(facts: Facts, axes: tuple[str, ...]) -> tuple[int, ...]:
-    """The sizes of a result's leading axes: those of the first tensor that has some."""
-    if axes[:1] == ("...",):
-        for tensor, own in facts.operation.schema.axes_in(facts.layout):
-            if own[:1] == ("...",) and tensor.name in facts.tensors:
-                return facts.tensors[tensor.name].shape[: 1 - len(own) or None]
-    return ()
-
-
-def dtype_of(output: TensorSchema, facts: Facts) -> torch.dtype:
-    """The dtype that a result of a call has: the only one it may have, that of what it follows, else the call's."""
-    constraint = output.dtype_constraint or ()
-    if len(constraint) == 1:
-        return next(iter(constraint))
-    source = output.dtype_from
-    named = facts.tensors[source].dtype if source in facts.tensors else facts.get(source)
-    dtype = named if isinstance(named, torch.dtype) else facts["dtype"]
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 def _expected(plan: Plan, given: Mapping[str, Any]) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -304,9 +283,11 @@ def log_failure(plan: Plan, error: BaseException) -> None:
     log.warning("%s failed in %s: %s: %s", plan.kernel.id, plan.report.operation, type(error).__name__, error)
 
 
-def alone(plan: Plan, error: BaseException) -> KernelExecutionError:
-    """The error of a call whose kernel raised and whose other kernels may not run; the next call asks it again."""
+def alone(plan: Plan, error: BaseException) -> NoReturn:
+    """Raise what a call ends with whose other kernels may not run, either; the next call asks its kernel again."""
+    if isinstance(error, Exception) and out_of_memory(error):
+        raise error from None
     log_failure(plan, error)
     locked = plan.report.locked
     why = f"the {locked} allows nothing else" if locked else "no other kernel is legal; lz.explain lists why"
-    return KernelExecutionError(plan.kernel.id, plan.report.operation, why)
+    raise KernelExecutionError(plan.kernel.id, plan.report.operation, why) from error

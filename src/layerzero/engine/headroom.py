@@ -1,5 +1,10 @@
 """How much memory a kernel may take besides its results, and what runs where every kernel takes more.
 
+Two bounds hold: what policy allows a kernel (``memory_headroom_mb``), and what the device had when it was read last
+(:mod:`layerzero.core.system.free_memory`). A reading is no older than ``memory.max_age_s`` when a choice is made; no
+hit reads anything. Plans are chosen anew where a new reading refuses what an earlier one let run, or the other way
+round.
+
 A limit on memory must not make a call take more of it: a reference is no cheaper than what it stands in for. A T5
 encoder in training (4 x 2100 tokens, 8 heads) took 20.9 s a step in the reference, which no limit had checked, where
 the kernel that was refused for 1077 MiB took 13.3 (AMD EPYC, torch 2.13, 2026-11-24).
@@ -7,39 +12,157 @@ the kernel that was refused for 1077 MiB took 13.3 (AMD EPYC, torch 2.13, 2026-1
 
 from __future__ import annotations
 
+import math
+import re
+from typing import NamedTuple
+
 import msgspec
 
+from layerzero.core.device import Device
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.plan import Adaptation, Candidate
+from layerzero.core.ledger import class_text
+from layerzero.core.plan import Adaptation, Candidate, outdate
 from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.core.system.free_memory import FREE, Reading, mib
 from layerzero.engine import foreign_errors
 from layerzero.engine.policy import Lock, Policy, bound_by
+from layerzero.engine.reference import dtype_of, leading
+from layerzero.engine.services import SERVICES
 
 SETTING = "memory_headroom_mb"
 
 BEYOND = Adaptation(
-    "beyond", SETTING, f"take more than {SETTING} allows: every other kernel that may run takes as much or more"
+    "beyond", SETTING, "take more memory than is allowed: every other kernel that may run takes as much or more"
 )
 """What a plan does where memory alone keeps every kernel from a call."""
 
 
+class Need(NamedTuple):
+    """What a kernel needs for a call besides its results, and how that is known."""
+
+    bytes: int
+    origin: str
+
+    @property
+    def known(self) -> bool:
+        """Whether anything says how much it is; what nothing tells of is to be a few MB."""
+        return self.origin != UNKNOWN
+
+    def __str__(self) -> str:
+        return f"{mib(self.bytes)} ({self.origin})" if self.known else UNKNOWN
+
+
+DECLARED, UNKNOWN = "declared", "unknown"
+
+_RAN_OUT: dict[tuple[str, str], int] = {}
+"""By kernel and class, the bytes of an allocation that memory did not suffice for, where it is more than its need."""
+
+
+def need_of(kernel: Kernel, facts: Facts) -> Need:
+    """What a kernel says, else what was measured for such calls. Raises: what its declaration does."""
+    if kernel.workspace_bytes is not None:
+        need = Need(int(kernel.workspace_bytes(facts)), DECLARED)
+    else:
+        measured = SERVICES.workspace(kernel, facts)
+        need = Need(0, UNKNOWN) if measured is None else Need(measured.bytes, f"measured {measured.date}")
+    if _RAN_OUT:
+        asked = _RAN_OUT.get((kernel.id, class_text(facts)), 0)
+        if asked > need.bytes:
+            return Need(asked, "wanted as memory ran out")
+    return need
+
+
+def asks(facts: Facts) -> bool:
+    """Whether anything may be known of a kernel that declares nothing: of a CPU nothing is measured."""
+    return bool(_RAN_OUT) or facts.device.torch_type != "cpu"
+
+
+class Room(NamedTuple):
+    """What a kernel may take besides its results, and what bounds it."""
+
+    bytes: float
+    setting: str
+    told: str
+
+
+def room_for(facts: Facts, policy: Policy) -> Room:
+    """The smaller one of what policy allows and what is free.
+
+    Workspace and results, times the factor, must be free, and the workspace takes at most a share of the largest block.
+    Where ranks are to run the same kernels, what one of them has free decides nothing.
+    """
+    allowed = policy.memory_headroom_mb * 2**20
+    told = Room(allowed, SETTING, mib(allowed))
+    if policy["distributed_selection"] != "independent":
+        return told
+    reading = FREE.of(facts.device, math.inf if facts["capturing"] else policy["memory.max_age_s"])
+    if math.isinf(reading.free):
+        return told
+    return min(told, _of_reading(reading, facts, policy), key=lambda each: each.bytes)
+
+
+def _of_reading(reading: Reading, facts: Facts, policy: Policy) -> Room:
+    factor, share, results = _factor(policy), policy["memory.block_share"], result_bytes(facts)
+    most = max(0.0, min(reading.free / factor - results, share * reading.largest))
+    why = (
+        f"{mib(most)}: {mib(reading.free)} are free, {mib(results)} of them for results, the largest block has "
+        f"{mib(reading.largest)}; safety factor {factor:g}, share of a block {share:g}, read "
+        f"{FREE.age_s(reading):.0f} s ago"
+    )
+    return Room(most, "free memory", why)
+
+
+def _factor(policy: Policy) -> float:
+    return max(float(policy["memory.safety_factor"]), 1.0)
+
+
+def result_bytes(facts: Facts) -> int:
+    """Bytes of a call's results, as far as the sizes of its tensors tell."""
+    schema, found = facts.operation.schema, 0
+    for output in schema.results(facts):
+        axes = output.axes_in(facts.layout, schema.canonical)
+        named = axes[1:] if axes[:1] == ("...",) else axes
+        sizes = [*leading(facts, axes), *(int(each) if each.isdigit() else facts.get(each) for each in named)]
+        if axes and all(isinstance(each, int) for each in sizes):
+            found += math.prod(sizes) * dtype_of(output, facts).itemsize
+    return found
+
+
 def reasons(kernel: Kernel, facts: Facts, policy: Policy) -> list[Reason]:
-    """Whether what the kernel needs besides its results is more than policy allows."""
-    if kernel.workspace_bytes is None:
-        return []
-    found: list[Reason] = []
+    """Whether what the kernel needs besides its results is more than policy allows, or than is free."""
     try:
-        workspace = int(kernel.workspace_bytes(facts))
+        need = need_of(kernel, facts)
     except Exception as error:  # noqa: BLE001  # as with limits: it refuses its kernel and nothing else
         foreign_errors.let_pass(error)
         got = f"{type(error).__name__}: {error}"
-        found.append(Reason(ReasonCode.CONSTRAINT_FAILED, "workspace_bytes", "a number", got))
-        workspace = 0
-    if workspace > policy.memory_headroom_mb * 2**20:
-        limit_text, need = f"{policy.memory_headroom_mb} MiB", f"{workspace / 2**20:.0f} MiB"
-        found.append(Reason(ReasonCode.MEMORY_HEADROOM_EXCEEDED, SETTING, limit_text, need))
-    return found
+        return [Reason(ReasonCode.CONSTRAINT_FAILED, "workspace_bytes", "a number", got)]
+    if need.bytes <= 0:
+        return []
+    room = room_for(facts, policy)
+    _judge(facts, policy, need.bytes)
+    if need.bytes <= room.bytes:
+        return []
+    return [Reason(ReasonCode.MEMORY_HEADROOM_EXCEEDED, room.setting, room.told, str(need))]
+
+
+def is_known(kernel: Kernel, facts: Facts) -> bool:
+    """Whether anything tells what a kernel needs."""
+    try:
+        return need_of(kernel, facts).known
+    except Exception as error:  # noqa: BLE001  # it refuses its kernel and nothing else
+        foreign_errors.let_pass(error)
+        return False
+
+
+def told_need(kernel: Kernel, facts: Facts) -> str:
+    """What explain says of a kernel's need."""
+    return str(need_of(kernel, facts)) if is_known(kernel, facts) else UNKNOWN
+
+
+def fits(kernel: Kernel, facts: Facts, policy: Policy) -> bool:
+    """Whether a kernel may take what it needs."""
+    return not reasons(kernel, facts, policy)
 
 
 def last_resort(judged: list[Candidate], facts: Facts, policy: Policy, lock: Lock | None) -> list[Candidate]:
@@ -52,7 +175,7 @@ def last_resort(judged: list[Candidate], facts: Facts, policy: Policy, lock: Loc
     named = bound_by(lock, judged)
     if any(each.legal for each in named):
         return judged
-    needs = {each.kernel.id: each.kernel.workspace_for(facts) for each in named if lacks_memory_alone(each)}
+    needs = {each.kernel.id: need_of(each.kernel, facts).bytes for each in named if lacks_memory_alone(each)}
     least = min(needs.values(), default=0)
     return [_beyond(each) if needs.get(each.kernel.id) == least else each for each in judged]
 
@@ -65,3 +188,82 @@ def lacks_memory_alone(candidate: Candidate) -> bool:
 
 def _beyond(candidate: Candidate) -> Candidate:
     return msgspec.structs.replace(candidate, reasons=(), adaptations=(*candidate.adaptations, BEYOND))
+
+
+# new readings
+
+
+class _Judged:
+    """What was judged under the readings of a device, so that a new one tells whether any of it ends otherwise.
+
+    Attributes:
+        had: the most that was demanded and there, of all that is free and of the largest block.
+        lacked: demands that were not met; the least of many.
+    """
+
+    MOST = 64
+
+    def __init__(self) -> None:
+        self.had = (0.0, 0.0)
+        self.lacked: set[tuple[float, float]] = set()
+
+    def add(self, demand: tuple[float, float], reading: Reading) -> None:
+        """Remember a demand, and whether the last reading met it."""
+        if _meets(reading, demand):
+            self.had = max(self.had[0], demand[0]), max(self.had[1], demand[1])
+        elif len(self.lacked) < self.MOST or demand < max(self.lacked):
+            self.lacked = {*sorted(self.lacked)[: self.MOST - 1], demand}
+
+    def ends_otherwise(self, reading: Reading) -> bool:
+        """Whether a reading lacks what was there, or has what was not."""
+        return not _meets(reading, self.had) or any(_meets(reading, each) for each in self.lacked)
+
+
+def _meets(reading: Reading, demand: tuple[float, float]) -> bool:
+    return demand[0] <= reading.free and demand[1] <= reading.largest
+
+
+_JUDGED: dict[str, _Judged] = {}
+"""By the name and index of a device."""
+
+
+def _judge(facts: Facts, policy: Policy, need: int) -> None:
+    reading = FREE.of(facts.device, math.inf)
+    if not math.isinf(reading.free):
+        demand = (need + result_bytes(facts)) * _factor(policy), need / max(policy["memory.block_share"], 1e-9)
+        _JUDGED.setdefault(f"{facts.device.name}:{facts.device.index}", _Judged()).add(demand, reading)
+
+
+def _renewed(device: Device, reading: Reading) -> None:
+    """Have calls choose anew where a reading would have ended any choice otherwise."""
+    judged = _JUDGED.get(f"{device.name}:{device.index}")
+    if judged is not None and judged.ends_otherwise(reading):
+        _JUDGED.pop(f"{device.name}:{device.index}", None)
+        outdate()
+
+
+FREE.changed = _renewed
+
+
+def forget() -> None:
+    """Judge as if nothing had been read, and no memory had run out."""
+    for kept in (_RAN_OUT, _JUDGED):
+        kept.clear()
+    FREE.forget()
+
+
+_ASKED = re.compile(r"Tried to allocate (\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)|you tried to allocate (\d+) (bytes)")
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def ran_out(kernel: Kernel, facts: Facts, error: Exception) -> None:
+    """Read the device anew, and note what the kernel wanted, unless that was its result."""
+    if not facts["capturing"]:
+        FREE.renewed(facts.device)
+    found = _ASKED.search(str(error))
+    if found is None:
+        return
+    asked = int(float(found[1] or found[3]) * _UNITS[found[2] or found[4]])
+    if asked > result_bytes(facts) and asked > need_of(kernel, facts).bytes:
+        _RAN_OUT[kernel.id, class_text(facts)] = asked
+        outdate()

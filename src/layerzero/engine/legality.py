@@ -50,7 +50,8 @@ def judge(
             reasons.append(JUST_FAILED)
         if kernel.jit:
             reasons += built_reasons(kernel, facts, policy, reasons)
-        judged.append(Candidate(kernel, tuple(reasons), tuple(adaptations)))
+        needs = headroom.told_need(kernel, facts)
+        judged.append(Candidate(kernel, tuple(reasons), tuple(adaptations), workspace=needs))
     return health.woken(last_resort(judged, facts, policy, lock), facts, lock)
 
 

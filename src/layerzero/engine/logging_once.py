@@ -9,7 +9,8 @@ import warnings
 from layerzero.core.errors import LayerZeroFallbackWarning, LayerZeroPerformanceWarning, LayerZeroWarning
 from layerzero.core.plan import Plan
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.core.system import forking, resources
+from layerzero.core.system import forking
+from layerzero.core.system.free_memory import FREE, mib
 from layerzero.engine import graph_safety, headroom
 from layerzero.engine.events import EVENTS
 from layerzero.engine.policy import Policy
@@ -66,14 +67,15 @@ def tell_adaptations(plan: Plan, policy: Policy) -> None:
                 LayerZeroPerformanceWarning,
             )
         elif adaptation == headroom.BEYOND:
-            free = resources.free_bytes(facts.device)
-            there = "" if math.isinf(free) else f" {_mib(free)} are free."
+            room = headroom.room_for(facts, policy)
+            free = FREE.of(facts.device, math.inf).free
+            there = "" if math.isinf(free) else f" {mib(free)} are free."
+            more = f"; a larger {room.setting} ends this warning" if room.setting == headroom.SETTING else ""
             _once(
                 (plan.kernel.id, f"beyond {operation}"),
-                f"{operation} runs {plan.kernel.id}, which takes {_mib(plan.kernel.workspace_for(facts))} besides "
-                f"its results; {headroom.SETTING} allows {policy.memory_headroom_mb} MiB.{there} Every other kernel "
-                f"that may run takes as much or more. A smaller batch takes less; a larger {headroom.SETTING} ends "
-                "this warning.",
+                f"{operation} runs {plan.kernel.id}, which takes {mib(headroom.need_of(plan.kernel, facts).bytes)} "
+                f"besides its results; {room.setting} allows {room.told}.{there} Every other kernel that may run takes "
+                f"as much or more. A smaller batch takes less{more}.",
                 LayerZeroPerformanceWarning,
             )
 
@@ -83,10 +85,6 @@ def tell_capture(plan: Plan) -> None:
     if graph_safety.UNPROVED in plan.report.notes and _is_new((plan.kernel.id, f"capture {plan.report.operation}")):
         hint = graph_safety.how_to_prove(plan.report.facts)
         log.info("%s in %s: %s. %s", plan.kernel.id, plan.report.operation, graph_safety.UNPROVED, hint)
-
-
-def _mib(count: float) -> str:
-    return f"{count / 2**20:.0f} MiB"
 
 
 def _distance(reasons: tuple[Reason, ...]) -> tuple[bool, bool, int]:

@@ -293,7 +293,7 @@ def _scored(candidate: Candidate, call: _Call) -> Candidate:
         moves = sum([each.moves_data for each in candidate.adaptations]) if candidate.adaptations else 0
         if moves:
             terms.append(Term("adaptation", moves * ADAPTATION_POINTS))
-    return Candidate(kernel, (), candidate.adaptations, (*terms, *policy_terms), found)
+    return Candidate(kernel, (), candidate.adaptations, (*terms, *policy_terms), found, candidate.workspace)
 
 
 def _measured_terms(name: str, found: Evidence, best: Evidence, call: _Call, *, held_back: bool) -> list[Term]:

@@ -147,7 +147,7 @@ def _with_others(ranked: Sequence[Candidate], later: Later, facts: Facts, policy
 
 
 def _refused(candidate: Candidate, reason: Reason) -> Candidate:
-    return Candidate(candidate.kernel, (*candidate.reasons, reason), candidate.adaptations)
+    return msgspec.structs.replace(candidate, reasons=(*candidate.reasons, reason), terms=(), evidence=None)
 
 
 def _cost_of_lock(held: Candidate, best: Candidate) -> list[str]:

@@ -104,7 +104,7 @@ class PlainDispatcher:
             try:
                 another = self.choose(plan.report.facts, policy, failed={each.id for each in tried})
             except NoKernelFoundError:
-                raise failures.alone(plan, error) from error
+                failures.alone(plan, error)
             logging_once.tell_fallback(plan, another, _plain_error(error))
             self.engine.health.fell_back(plan.kernel, plan.report.operation)
             tried.append(another.kernel)

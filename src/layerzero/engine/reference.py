@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from layerzero.core.arguments import TensorSchema, permutation
+from layerzero.core.facts import Facts
 from layerzero.core.operation import Operation, Routed
 
 
@@ -77,3 +78,24 @@ def moved(tensor: Any, schema: TensorSchema, source: str | None, target: str | N
     # Dynamo warns of caches, and traces what is below them
     axes = permutation.__wrapped__ if torch.compiler.is_dynamo_compiling() else permutation
     return tensor.permute(axes(source, target, tensor.ndim))
+
+
+def leading(facts: Facts, axes: tuple[str, ...]) -> tuple[int, ...]:
+    """The sizes of a result's leading axes: those of the first tensor that has some."""
+    if axes[:1] == ("...",):
+        for tensor, own in facts.operation.schema.axes_in(facts.layout):
+            if own[:1] == ("...",) and tensor.name in facts.tensors:
+                return facts.tensors[tensor.name].shape[: 1 - len(own) or None]
+    return ()
+
+
+def dtype_of(output: TensorSchema, facts: Facts) -> torch.dtype:
+    """The dtype that a result of a call has: the only one it may have, that of what it follows, else the call's."""
+    constraint = output.dtype_constraint or ()
+    if len(constraint) == 1:
+        return next(iter(constraint))
+    source = output.dtype_from
+    named = facts.tensors[source].dtype if source in facts.tensors else facts.get(source)
+    dtype = named if isinstance(named, torch.dtype) else facts["dtype"]
+    assert isinstance(dtype, torch.dtype)
+    return dtype

@@ -29,6 +29,7 @@ from layerzero.core.reuse_conditions import (
     orders,
     strides_read,
 )
+from layerzero.engine import headroom
 from layerzero.engine.judgements import EpochValues
 from layerzero.engine.legality import checked
 from layerzero.engine.policy import Policy
@@ -84,7 +85,8 @@ def conditions_of(plan: Plan, policy: Policy, order: tuple[str, ...]) -> Conditi
     if EVERYTHING in plan.reads or made_good is None:
         return None
     kind = _kind(plan, policy, order, made_good)
-    outline, demanded = (kind.outline, []) if kind.complete else _asked(kind, plan, policy, order, made_good)
+    complete = kind.complete and not headroom.need_of(plan.kernel, facts).known
+    outline, demanded = (kind.outline, []) if complete else _asked(kind, plan, policy, order, made_good)
     if not outline.varying:
         return None
     shapes = [facts.tensors[name].shape if name in facts.tensors else () for name in order]
@@ -261,8 +263,9 @@ def _demanded(outline: _Outline, plan: Plan, policy: Policy, call: SizedCall) ->
             reads |= reads_of(limit.check, seen)
         else:
             demanded += told
-    if kernel.workspace_bytes is not None and not _fits_in_memory(kernel, policy, call):
-        reads |= reads_of(kernel.workspace_bytes, facts, moved=seen is not facts)
+    if not _fits_in_memory(kernel, policy, call):
+        asked = kernel.workspace_bytes
+        reads |= {EVERYTHING} if asked is None else reads_of(asked, facts, moved=seen is not facts)
     return demanded, reads
 
 
@@ -298,7 +301,9 @@ def _classes(call: SizedCall) -> Iterable[tuple[int, ...]]:
 
 def _fits_in_memory(kernel: Kernel, policy: Policy, call: SizedCall) -> bool:
     """Whether the largest call of the class would, since workspaces grow with sizes."""
+    if kernel.workspace_bytes is None and not headroom.asks(call.facts):
+        return True
     try:
-        return kernel.workspace_for(call.largest()) <= policy.memory_headroom_mb * 2**20
+        return headroom.fits(kernel, call.largest(), policy)
     except Exception:  # noqa: BLE001  # it answered for the call itself, whose sizes it reads
         return False

@@ -16,6 +16,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger, MemoryLedger
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
+from layerzero.core.workspace import Workspace
 
 
 def _no_call(name: str) -> Any:
@@ -35,6 +36,7 @@ class Services:
         sample: let a plan time a share of its calls.
         vet_later: run kernels in a child process, in the background, for the class of a call.
         build_later: build kernels in the background for a call.
+        workspace: what was measured of the memory that a kernel takes for calls like this one.
         builds: what calls of this machine would choose and is not built, one line each.
     """
 
@@ -46,6 +48,7 @@ class Services:
     sample: Callable[[Plan, Function, float], None] = lambda *_: None
     vet_later: Callable[[Iterable[Kernel], Facts], None] = lambda *_: None
     build_later: Callable[[Iterable[Kernel], Facts], None] = lambda *_: None
+    workspace: Callable[[Kernel, Facts], Workspace | None] = lambda *_: None
     builds: Callable[[], list[str]] = list
 
 

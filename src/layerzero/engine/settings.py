@@ -112,6 +112,22 @@ SETTINGS: dict[str, Setting] = {
         "largest workspace, in MiB, that a kernel may need; where every kernel needs more, the one that needs least "
         "runs and a warning says so, unless fallback_enabled is false",
     ),
+    "memory.safety_factor": Setting(
+        float, 1.2, "a kernel's workspace and results must be free so many times when a call is chosen for"
+    ),
+    "memory.block_share": Setting(
+        float, 0.8, "the share of the largest free block that a workspace may take", most=1.0
+    ),
+    "memory.max_age_s": Setting(
+        float, 60.0, "how old a reading of free memory may be when a call is chosen for; hits read nothing"
+    ),
+    "memory.fragmentation": Setting(
+        float,
+        0.5,
+        "share of a device's free memory out of reach of one request, above which it is reported and lz.defragment() "
+        "gives the allocator's cache back",
+        most=1.0,
+    ),
     "prefer_sources": Setting(list[str], [], "libraries or kernel globs that earn 20 points"),
     "avoid_sources": Setting(list[str], [], "libraries or kernel globs that lose 50 points"),
     "allow": Setting(list[str], [], "if not empty: only these libraries or kernel globs, and the reference"),
@@ -173,8 +189,12 @@ SETTINGS: dict[str, Setting] = {
 DECIDE_NOTHING = frozenset({
     *("log_selections", "explain_enabled", "sampling_rate", "vet_in_background", "tune_samples", "auto_tune_on_warmup"),
     *("cache.enabled", "cache.max_size", "perfdb.enabled", "perfdb.path", "telemetry_sampling_rate"),
+    *("memory.safety_factor", "memory.block_share", "memory.max_age_s", "memory.fragmentation"),
 })  # fmt: skip
-"""Settings that ranks which agree may have otherwise than the others: what they choose among is the same."""
+"""Settings that ranks which agree may have otherwise than the others: what they choose among is the same.
+
+What one of them has free decides nothing then.
+"""
 
 ALIASES = {
     "isolation_mode": "backend_isolation",

@@ -1,5 +1,7 @@
 """What runs where a kernel has no form of a call's handle, as in a capture, or can make none: chosen once, and kept.
 
+Or where memory did not suffice for it.
+
 Nothing is wrong with the kernel, and no failure is noted: its plan stays where calls find it, since the next handle may
 have what it wants. A plan that never ran notes which handles it refused: to mark its first run anew took 2 ms a call.
 """
@@ -8,19 +10,21 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from layerzero.core.errors import CudaGraphUnsafeError, NoKernelFoundError, NotPreparedError
 from layerzero.core.handle import Handle
+from layerzero.core.kernel import Kernel
 from layerzero.core.plan import Plan
-from layerzero.engine import transforms
+from layerzero.engine import failures, foreign_errors, headroom, transforms
 from layerzero.engine.config import current_policy
+from layerzero.engine.policy import Policy
 
 if TYPE_CHECKING:
-    from layerzero.engine.dispatch import Dispatcher
+    from layerzero.engine.dispatch import Dispatcher, Engine
 
 log = logging.getLogger("layerzero")
 
@@ -67,6 +71,30 @@ def _chosen(
         raise copy.copy(error)
     log.info("%s runs in place of %s: %s", another.kernel.id, plan.kernel.id, error)
     return another
+
+
+def ruled_out(
+    engine: Engine, plan: Plan, error: Exception, policy: Policy, arguments: dict[str, Any], failed: Sequence[Kernel]
+) -> set[str]:
+    """The kernels that may not run in place of one that raised, itself among them; ``failed`` raised before it.
+
+    Where memory ran out, the device is read anew, and what does not fit is among them. So is what says nothing of its
+    need, unless torch's allocator refused a request: a driver or a library may have none left for any kernel. Nothing
+    is wrong with the kernel: it does not rest. Raises: what the caller must see, where no other kernel may run.
+    """
+    if not failures.out_of_memory(error):
+        failures.check_retry(plan, error, policy, engine, arguments, failed)
+        return {plan.kernel.id}
+    foreign_errors.let_pass(error)
+    facts = plan.report.facts
+    headroom.ran_out(plan.kernel, facts, error)
+    if facts["capturing"] or facts.operation.schema.mutated or plan.report.locked or not policy.fallback_enabled:
+        raise error
+    return {plan.kernel.id} | {
+        each.id
+        for each in engine.registry.candidates(facts.operation.name)
+        if not headroom.is_known(each, facts) or not headroom.fits(each, facts, policy)
+    }
 
 
 def _keep_nothing(_: Plan) -> None:

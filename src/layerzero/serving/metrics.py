@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -9,6 +10,9 @@ from typing import NamedTuple
 import msgspec
 import torch
 
+from layerzero.core.system import free_memory
+from layerzero.core.system.free_memory import FREE
+from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.events import EVENTS, BuildCounts
 from layerzero.engine.functions import CALLS
@@ -39,6 +43,23 @@ class KernelMetrics(msgspec.Struct, frozen=True):
     build_seconds: float = 0.0
 
 
+class MemoryMetrics(msgspec.Struct, frozen=True):
+    """What is free on a device, as it was read last.
+
+    Attributes:
+        device: as torch names it.
+        free_bytes, largest_block_bytes: in all, and what one request can get.
+        fragmentation: 0 where one request gets all at once, without that the allocator gives anything back; up to 1.
+        age_seconds: how old the reading is.
+    """
+
+    device: str
+    free_bytes: float
+    largest_block_bytes: float
+    fragmentation: float
+    age_seconds: float
+
+
 class Metrics(msgspec.Struct, frozen=True):
     """A snapshot of this process, plain data.
 
@@ -58,6 +79,7 @@ class Metrics(msgspec.Struct, frozen=True):
         departures: held classes whose kernel could not run.
         building, builds_waiting, builds_dropped: kernels that are built now, calls behind them, calls without room.
         database_age_seconds: since measured times were last written; None where none are kept on disk.
+        memory: what is free on each device in use; none of one that does not say.
         events_dropped, listener_errors: what ``lz.on_event``'s listeners lost.
     """
 
@@ -79,6 +101,7 @@ class Metrics(msgspec.Struct, frozen=True):
     builds_waiting: int
     builds_dropped: int
     database_age_seconds: float | None
+    memory: tuple[MemoryMetrics, ...]
     events_dropped: int
     listener_errors: int
 
@@ -124,6 +147,7 @@ def metrics() -> Metrics:
         builds_waiting=BUILDS.waits,
         builds_dropped=BUILDS.dropped,
         database_age_seconds=None if written is None else max(time.time() - written, 0.0),
+        memory=tuple(_memory()),
         events_dropped=dropped,
         listener_errors=errors,
     )
@@ -136,6 +160,15 @@ def _kernels() -> Iterator[KernelMetrics]:
         yield KernelMetrics(
             *key, selections.get(key, 0), failed.failures, failed.fallbacks, built.built, built.failed, built.seconds
         )
+
+
+def _memory() -> Iterator[MemoryMetrics]:
+    """A reading is as old as it may be when a call is chosen for: a scrape costs no more."""
+    for device in free_memory.in_use():
+        found = FREE.of(device, CONFIGURATION.policy["memory.max_age_s"])
+        if not math.isinf(found.free):
+            name = f"{device.torch_type}:{device.index}"
+            yield MemoryMetrics(name, found.free, found.largest, found.fragmentation, FREE.age_s(found))
 
 
 Labels = dict[str, str]
@@ -162,7 +195,7 @@ class Series(NamedTuple):
     @property
     def unit(self) -> str:
         """The unit as OpenTelemetry writes it."""
-        return "s" if "_seconds" in self.name else "1"
+        return "s" if "_seconds" in self.name else "By" if self.name.endswith("_bytes") else "1"
 
 
 def _of_kernels(read: Callable[[KernelMetrics], float]) -> Callable[[Metrics], Iterator[tuple[Labels, float]]]:
@@ -176,6 +209,10 @@ def _of_kernels(read: Callable[[KernelMetrics], float]) -> Callable[[Metrics], I
 
 def _of_functions(read: Callable[[Metrics], dict[str, int]]) -> Callable[[Metrics], Iterator[tuple[Labels, float]]]:
     return lambda found: iter([({"function": name}, float(value)) for name, value in read(found).items()])
+
+
+def _of_devices(read: Callable[[MemoryMetrics], float]) -> Callable[[Metrics], Iterator[tuple[Labels, float]]]:
+    return lambda found: iter([({"device": each.device}, read(each)) for each in found.memory])
 
 
 def _one(read: Callable[[Metrics], float | None]) -> Callable[[Metrics], Iterator[tuple[Labels, float]]]:
@@ -213,6 +250,18 @@ SERIES: tuple[Series, ...] = (
         "Time since measured times were last written.",
         _one(lambda each: each.database_age_seconds),
     ),
+    Series("layerzero_memory_free_bytes", "Free memory of a device.", _of_devices(lambda each: each.free_bytes)),
+    Series(
+        "layerzero_memory_largest_block_bytes",
+        "What one request can get of it.",
+        _of_devices(lambda each: each.largest_block_bytes),
+    ),
+    Series(
+        "layerzero_memory_fragmentation",
+        "Share of it that one request does not get at once.",
+        _of_devices(lambda each: each.fragmentation),
+    ),
+    Series("layerzero_memory_age_seconds", "Time since it was read.", _of_devices(lambda each: each.age_seconds)),
     Series("layerzero_events_dropped_total", "Events that listeners lost.", _one(lambda each: each.events_dropped)),
     Series("layerzero_listener_errors_total", "Errors that listeners raised.", _one(lambda each: each.listener_errors)),
 )

@@ -17,7 +17,7 @@ from layerzero.asking.model_sets import OperationSupport, served
 from layerzero.core.device import Device
 from layerzero.core.errors import DescriptorError, PolicyError
 from layerzero.core.plan import Report
-from layerzero.core.system import resources
+from layerzero.core.system.free_memory import FREE, mib
 from layerzero.engine import headroom
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
@@ -134,29 +134,24 @@ def tables(looked: Looked) -> Part:
 def memory(looked: Looked) -> Part:
     """Whether the workspaces of what calls choose fit into what is free."""
     needs = {
-        name: report.chosen.kernel.workspace_for(report.facts)
+        name: headroom.need_of(report.chosen.kernel, report.facts).bytes
         for name, report in looked.calls
         if report.chosen is not None
     }
-    free, policy = resources.free_bytes(Device.detect(looked.device)), CONFIGURATION.policy
-    most = max(needs.values(), default=0)
-    told = "nothing says how much is free" if math.isinf(free) else f"{_mib(free)} free"
-    beyond = [f"{name} takes a workspace of {_mib(need)}, {told}" for name, need in needs.items() if need > free]
+    policy, device = CONFIGURATION.policy, Device.detect(looked.device)
+    found = FREE.of(device, policy["memory.max_age_s"])
+    told, most = FREE.told(device, math.inf), max(needs.values(), default=0)
+    room = policy["memory.block_share"] * found.largest
+    beyond = [f"{name} takes a workspace of {mib(need)}, {told}" for name, need in needs.items() if need > room]
     if beyond:
         step = "free memory, or make its batch smaller"
         return _part("headroom", "", beyond, step, blocks=True)
-    short = [f"{told}, {headroom.SETTING} allows a kernel {policy.memory_headroom_mb} MiB"]
-    step = f"free memory, or set {headroom.SETTING} lower"
-    return _part(
-        "headroom",
-        f"{told}, workspaces of these calls take {_mib(most)} at most",
-        short if free < policy.memory_headroom_mb * 2**20 else (),
-        step,
-    )
-
-
-def _mib(count: float) -> str:
-    return f"{count / 2**20:.0f} MiB"
+    if found.largest < policy.memory_headroom_mb * 2**20:
+        short = [f"{told}, {headroom.SETTING} allows a kernel {policy.memory_headroom_mb} MiB"]
+        return _part("headroom", "", short, f"free memory, or set {headroom.SETTING} lower")
+    loose = [told] if found.fragmentation > policy["memory.fragmentation"] else []
+    fine = f"{told}, workspaces of these calls take {mib(most)} at most"
+    return _part("headroom", fine, loose, "call lz.defragment() while nothing runs")
 
 
 def graphs(looked: Looked) -> Part:

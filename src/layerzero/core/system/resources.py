@@ -11,9 +11,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from layerzero.core.device import Device
 from layerzero.core.system import forking
 
 _TOP = Path("/sys/fs/cgroup")
@@ -186,16 +183,6 @@ _MEMINFO = Path("/proc/meminfo")
 def available_bytes() -> float:
     """What processes can still get without another one losing it; infinite where the system does not say."""
     return min(_of_machine(), group_bytes())
-
-
-def free_bytes(device: Device) -> float:
-    """What a call on a device can still get: for a GPU also what its allocator keeps; infinite where nothing says."""
-    if device.torch_type == "cpu":
-        return available_bytes()
-    if device.torch_type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return math.inf
-    kept = torch.cuda.memory_reserved(device.index) - torch.cuda.memory_allocated(device.index)
-    return float(torch.cuda.mem_get_info(device.index)[0] + kept)
 
 
 def _of_machine() -> float:

@@ -10,6 +10,7 @@ Records hold for one version of the library and of torch, and one kind of device
 from __future__ import annotations
 
 import os
+import re
 import time
 import uuid
 import warnings
@@ -37,6 +38,7 @@ from layerzero.core.ledger import (
 )
 from layerzero.core.recipe import CallRecipe
 from layerzero.core.system import disk, forking
+from layerzero.core.workspace import Workspace, elements_of
 from layerzero.engine import probe, process_end
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
@@ -50,6 +52,7 @@ from layerzero.tuning.keeping.records import (
     RUNNING,
     SUSPECT,
     VERDICT,
+    WORKSPACE,
     Name,
     Record,
     Versions,
@@ -163,7 +166,7 @@ class FileLedger(MemoryLedger):
         if not doubts:
             return None
         key = records.key_of(kernel.id, class_text(facts), _versions(kernel, facts))
-        return next((f"{name.file()}: {why}" for name, why in doubts.items() if _may_ban(name, key)), None)
+        return next((f"{name.file()}: {why}" for name, why in doubts.items() if records.may_ban(name, key)), None)
 
     def unproved(self, kernel: Kernel, facts: Facts) -> bool:
         """Whether a class is not proved here; no where nothing can be written, since it would stay so."""
@@ -238,6 +241,18 @@ class FileLedger(MemoryLedger):
                 return f"{name.file()}: {self.files.doubts(slug)[name]}" if record is None else record.text
         return None
 
+    def record_workspace(self, kernel: Kernel, facts: Facts, count: int) -> None:
+        """Remember it here and for later processes; the latest wins."""
+        record = self._record(kernel, facts, class_text(facts))
+        self.files.put(msgspec.structs.replace(record, text=f"{count} {elements_of(facts)}"), WORKSPACE)
+
+    def workspace(self, kernel: Kernel, facts: Facts) -> Workspace | None:
+        """What this process or another one measured, at these versions."""
+        record = self._recorded(kernel, facts, WORKSPACE)
+        if record is None or (found := re.fullmatch(r"(\d+) (\d+)", record.text)) is None:
+            return None
+        return Workspace(int(found[1]), int(found[2]), _date(record.at_unix_s)[:10]).of(facts)
+
     def suspect(self, kernel: Kernel, facts: Facts, why: str) -> None:
         """Suspect a kernel and class, here and in later processes."""
         self.files.put(self._about(kernel, facts, text=why), SUSPECT)
@@ -281,7 +296,7 @@ class FileLedger(MemoryLedger):
         files = self.files
         for _ in files.all(SUSPECT, VERDICT, PROVED, FAILURES):
             pass
-        notes = [f"{files.path / name.file()}: {_lifting(name, why)}" for name, why in self._doubts()]
+        notes = [f"{files.path / name.file()}: {records.lifting(name, why)}" for name, why in self._doubts()]
         told = {name for name, _ in self._doubts()}
         aside = [file for file in files.aside() if records.name_of(file) not in told]
         if aside:
@@ -354,22 +369,6 @@ class FileLedger(MemoryLedger):
         record = self._record(kernel, facts, class_text(facts))
         call, module = CallRecipe.of(facts), home_of(kernel)
         return msgspec.structs.replace(record, call=call, module=module, text=text, verdict=verdict)
-
-
-def _may_ban(name: Name, key: str) -> bool:
-    """Whether a record that cannot be read may be why a kernel must not run a class, which ``key`` is of.
-
-    A verdict may have been a wrong result, which counts for every class; a suspicion is about its own.
-    """
-    return name.kind == VERDICT or name.key == key
-
-
-def _lifting(name: Name, why: str) -> str:
-    """What a record that cannot be read means, and what lifts it."""
-    kernel, graph = records.kernel_of(name), "--graph " if name.kind == CAPTURE else ""
-    calls = "every call" if name.kind == VERDICT else "captures of its class" if graph else "calls of its class"
-    out = f"`layerzero vet {graph}--kernel {kernel} --again` for the same class, or removing that file"
-    return f"{why}; {kernel} is refused for {calls} until {out}"
 
 
 def _judgement(record: Record | None) -> Judgement | None:

@@ -33,9 +33,11 @@ MAX_BYTES = 1 << 20
 """No record is larger."""
 
 PROVED, SUSPECT, VERDICT, FAILURES, RUNNING = "proved", "suspect", "verdict", "failures", "running"
-CAPTURE = "capture"
+CAPTURE, WORKSPACE = "capture", "workspace"
 _FORMER = "uncaptured"
 """What an earlier version kept of captures; it counts for nothing."""
+
+_KINDS = frozenset({PROVED, SUSPECT, VERDICT, FAILURES, RUNNING, CAPTURE, WORKSPACE, _FORMER})
 
 _NAME = re.compile(r"^(?P<slug>[^@/]{1,120})@(?P<key>[0-9a-f]{24})\.(?P<kind>[a-z]+)(?:-[0-9a-f]{32})?\.json$")
 
@@ -58,7 +60,8 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         versions: what it holds for.
         at_unix_s, process: when and by which process it was written, for people.
         call, module: how a child makes the call again.
-        text: why it is a suspect, what a child said, or why a capture may not have it.
+        text: why it is a suspect, what a child said, why a capture may not have it, or what a kernel took: bytes, and
+            the elements of the call.
         verdict: what a child found.
         errors: what the kernel raised, oldest first.
         check: checksum of the rest; empty in what an earlier version wrote.
@@ -103,7 +106,7 @@ class Name(msgspec.Struct, frozen=True):
 def name_of(file: str) -> Name | None:
     """Read a file's name; None if no record is called that."""
     match = _NAME.match(file)
-    if match is None or match["kind"] not in (PROVED, SUSPECT, VERDICT, FAILURES, RUNNING, CAPTURE, _FORMER):
+    if match is None or match["kind"] not in _KINDS:
         return None
     return Name(match["slug"], match["key"], match["kind"])
 
@@ -122,6 +125,22 @@ def kernel_of(name: Name) -> str:
 def key_of(kernel_id: str, what: str, versions: Versions) -> str:
     """The identity of a record."""
     return hashlib.sha256(msgspec.json.encode([kernel_id, what, versions])).hexdigest()[:24]
+
+
+def may_ban(name: Name, key: str) -> bool:
+    """Whether a record that cannot be read may be why a kernel must not run a class, which ``key`` is of.
+
+    A verdict may have been a wrong result, which counts for every class; a suspicion is about its own.
+    """
+    return name.kind == VERDICT or name.key == key
+
+
+def lifting(name: Name, why: str) -> str:
+    """What a record that cannot be read means, and what lifts it."""
+    kernel, graph = kernel_of(name), "--graph " if name.kind == CAPTURE else ""
+    calls = "every call" if name.kind == VERDICT else "captures of its class" if graph else "calls of its class"
+    out = f"`layerzero vet {graph}--kernel {kernel} --again` for the same class, or removing that file"
+    return f"{why}; {kernel} is refused for {calls} until {out}"
 
 
 @functools.lru_cache(maxsize=256)

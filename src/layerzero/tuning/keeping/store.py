@@ -269,6 +269,7 @@ class StoreLedger:
         self.record_failure = markers.record_failure
         self.failures = markers.failures
         self.record_capture, self.capture = markers.record_capture, markers.capture
+        self.record_workspace, self.workspace = markers.record_workspace, markers.workspace
         self.unproved, self.begin = markers.unproved, markers.begin
         self.accept, self.withdraw = markers.accept, markers.withdraw
         self.on_record = markers.on_record

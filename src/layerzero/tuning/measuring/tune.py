@@ -240,7 +240,8 @@ def tune(
 
     Kernels may compile while this runs. Each is compared with the reference before its time is believed; one that never
     ran on this machine runs in a child process first, and one that has to be vetted is vetted there. A time includes
-    LayerZero's adapters.
+    LayerZero's adapters. On a GPU the memory that a kernel takes is measured as well, where it declares none: torch's
+    count of the most that was allocated begins anew each time.
 
     Args:
         operation: a function, operation, alias or glob. Or a model: it is called once, and its calls are measured.

@@ -1,0 +1,160 @@
+"""What is free on a device, and the largest block of it, as they were read last: facts with an age.
+
+Both are computed from what the driver and torch's allocator tell. A search by allocating would make the allocator give
+its cache back, which waits for the device, and would take memory from a call of another thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from layerzero.core.device import Device
+from layerzero.core.system import forking, resources
+
+
+class Reading(NamedTuple):
+    """Bytes that were free at a moment; infinite where nothing tells.
+
+    Attributes:
+        free: what calls can get in all: what the driver has, and what torch's allocator keeps and does not use.
+        largest: what one request can get of it: the allocator gives back segments that are not in use, if it must.
+        at_once: what one request can get without that, which waits for the device.
+        at_s: when it was read, on the clock of :class:`FreeMemory`.
+    """
+
+    free: float
+    largest: float
+    at_once: float
+    at_s: float = 0.0
+
+    @property
+    def fragmentation(self) -> float:
+        """0 where one request gets all that is free at once, near 1 where it lies in small pieces."""
+        known = 0 < self.free < math.inf
+        return max(0.0, 1 - self.at_once / self.free) if known else 0.0
+
+
+UNKNOWN = Reading(math.inf, math.inf, math.inf)
+
+
+def read(device: Device) -> Reading:
+    """What is free now; infinite of a device that is not here, or not in use."""
+    kind = device.torch_type
+    here = kind == "cpu" or (kind == "cuda" and torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    if not here or Device.detect(f"{kind}:{device.index}") != device:
+        return UNKNOWN
+    if kind == "cpu":  # pages lie anywhere
+        free = resources.available_bytes()
+        return Reading(free, free, free)
+    return _of_allocator(device.index)
+
+
+def _of_allocator(index: int) -> Reading:
+    """A segment without a used block is given back before a request fails; a piece of any other serves what fits it."""
+    told = torch.cuda.memory_stats(index)
+    reserved, used = (told.get(f"{name}_bytes.all.current", 0) for name in ("reserved", "active"))
+    pieces = told.get("inactive_split_bytes.all.current", 0)
+    driver_has, total = torch.cuda.mem_get_info(index)
+    if hasattr(torch.cuda, "get_per_process_memory_fraction"):  # torch 2.8 and later
+        share = torch.cuda.get_per_process_memory_fraction(index)
+        driver_has = min(driver_has, max(0, int(share * total) - reserved)) if share < 1 else driver_has
+    kept = max(0, reserved - used)
+    piece = _largest_piece(index) if kept > driver_has else 0
+    largest = max(driver_has + max(0, kept - pieces), piece)
+    return Reading(float(driver_has + kept), float(largest), float(max(driver_has, piece)))
+
+
+def _largest_piece(index: int) -> int:
+    """The largest free block of torch's allocator, from its list of all of them: up to 100 ms where it has many."""
+    return max(
+        (
+            block["size"]
+            for segment in torch.cuda.memory_snapshot()
+            if segment["device"] == index
+            for block in segment["blocks"]
+            if block["state"] == "inactive"
+        ),
+        default=0,
+    )
+
+
+def in_use() -> list[Device]:
+    """The devices whose memory this process uses; none is initialised by asking."""
+    found = [Device.detect("cpu")]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        here = torch.cuda.current_device()
+        several = range(torch.cuda.device_count())
+        found += [Device.detect(f"cuda:{each}") for each in several if each == here or torch.cuda.memory_reserved(each)]
+    return found
+
+
+def mib(count: float) -> str:
+    """Bytes as people read them."""
+    return f"{count / 2**20:.0f} MiB"
+
+
+class FreeMemory:
+    """The last reading of each device; read anew once it is too old, and after memory ran out.
+
+    Args:
+        read: reads a device.
+        now_s: a clock.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[Device], Reading] = read,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.read, self.now_s = read, now_s
+        self.changed: Callable[[Device, Reading], None] = lambda *_: None
+        self._kept: dict[tuple[str, int, str, str], Reading] = {}
+        forking.in_child(self.forget)
+
+    def of(self, device: Device, max_age_s: float) -> Reading:
+        """The last reading, or a new one where that is older; with an infinite age never a new one, as in a capture."""
+        kept = self._kept.get(_name(device))
+        if kept is None:
+            return UNKNOWN if max_age_s == math.inf else self.renewed(device)
+        return kept if self.now_s() - kept.at_s <= max_age_s else self.renewed(device)
+
+    def renewed(self, device: Device) -> Reading:
+        """Read anew, and tell what listens; unknown where the device does not answer."""
+        found = UNKNOWN
+        with contextlib.suppress(RuntimeError, ValueError):  # a lost context, a device that is gone
+            found = self.read(device)
+        reading = self._kept[_name(device)] = found._replace(at_s=self.now_s())
+        self.changed(device, reading)
+        return reading
+
+    def told(self, device: Device, max_age_s: float) -> str:
+        """What is free, how much of it lies together, and how old that is."""
+        found = self.of(device, max_age_s)
+        if math.isinf(found.free):
+            return "nothing says how much is free"
+        return (
+            f"{mib(found.free)} free, the largest block {mib(found.largest)}, {mib(found.at_once)} of it at once "
+            f"(fragmentation {found.fragmentation:.2f}), read {self.age_s(found):.0f} s ago"
+        )
+
+    def forget(self) -> None:
+        """Read anew at the next question."""
+        self._kept.clear()
+
+    def age_s(self, reading: Reading) -> float:
+        """How long ago that was."""
+        return self.now_s() - reading.at_s
+
+
+def _name(device: Device) -> tuple[str, int, str, str]:
+    return device.torch_type, device.index, device.name, device.uuid
+
+
+FREE = FreeMemory()
+"""The readings of this process."""

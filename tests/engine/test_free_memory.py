@@ -1,0 +1,281 @@
+"""What is free decides about a call: read with an age, anew once memory ran out, never on a hit."""
+
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import layerzero as lz
+from drawing import examples
+from layerzero.core.device import Device
+from layerzero.core.kernel import Backend
+from layerzero.core.reasons import ReasonCode
+from layerzero.core.system import free_memory
+from layerzero.core.system.free_memory import FREE, FreeMemory, Reading
+from layerzero.engine import headroom
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.registry import REGISTRY
+from layerzero.tuning.keeping.files import FileLedger
+from layerzero.tuning.keeping.store import StoreLedger
+from layerzero.tuning.measuring import workspace
+
+MIB = 2**20
+INPUT, WEIGHT = torch.randn(256, 1024), torch.ones(1024)  # its result takes 1 MiB
+LIBRARY = Backend(name="hungry", summary="takes what it is told to", origin="entry_point")
+
+
+class Memory:
+    """A device whose free memory a test sets, with a clock."""
+
+    def __init__(self, monkeypatch):
+        self.mib, self.reads, self.now_s = (1000.0, 1000.0), 0, 0.0
+        monkeypatch.setattr(FREE, "read", self.read)
+        monkeypatch.setattr(FREE, "now_s", lambda: self.now_s)
+        FREE.forget()
+
+    def read(self, _):
+        self.reads += 1
+        free, largest = (each * MIB for each in self.mib)
+        return Reading(free, largest, largest)
+
+    def has(self, free, largest=None):
+        """From the next reading on, which is due."""
+        self.mib, self.now_s = (free, free if largest is None else largest), self.now_s + 61
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    return Memory(monkeypatch)
+
+
+def kernel(name, mib, *, run=None, priority=90):
+    declared = {} if mib is None else {"workspace_bytes": lambda _: int(mib * MIB)}
+    return lz.Kernel(
+        id=f"hungry.{name}", operations=("norm.rms",), backend=LIBRARY, priority=priority,
+        load=lambda _: run or (lambda input, weight, *, eps=1e-6: input.clone()), accepts=("weight", "eps"), **declared,
+    )  # fmt: skip
+
+
+@contextmanager
+def only(*kernels, **settings):
+    REGISTRY.register_kernels(kernels)
+    try:
+        with lz.scope(allow=["hungry"], require_vetting=False, **settings):
+            yield
+    finally:
+        for each in kernels:
+            lz.unregister_kernel(each.id)
+
+
+def asked():
+    return lz.explain("rms_norm", INPUT, WEIGHT)
+
+
+def test_a_refusal_says_what_is_needed_what_is_free_and_how_old_that_is(memory):
+    with only(kernel("large", 900)):
+        asked()
+        memory.now_s = 12.0
+        (reason,) = asked().reasons("hungry.large")
+    assert reason.code is ReasonCode.MEMORY_HEADROOM_EXCEEDED
+    assert reason.message == (
+        "needs a workspace of 900 MiB (declared), free memory allows 800 MiB: 1000 MiB are free, 1 MiB of them for "
+        "results, the largest block has 1000 MiB; safety factor 1.2, share of a block 0.8, read 12 s ago"
+    )
+
+
+@settings(max_examples=examples(200))
+@given(
+    needs=st.lists(st.integers(0, 3000), min_size=1, max_size=4),
+    free=st.integers(0, 4000), share=st.floats(0, 1), more=st.integers(0, 4000),
+    factor=st.sampled_from((1.0, 1.2, 2.0)), block=st.sampled_from((0.5, 0.8, 1.0)),
+)  # fmt: skip
+def test_the_law(needs, free, share, more, factor, block):
+    with pytest.MonkeyPatch.context() as patched:
+        memory = Memory(patched)
+        kernels = [kernel(str(each), need, priority=90 - each) for each, need in enumerate(needs)]
+        with only(*kernels, memory_headroom_mb=10_000, **{"memory.safety_factor": factor, "memory.block_share": block}):
+            memory.has(free, int(share * free))
+            report, legal = asked(), []
+            for each, need in enumerate(needs):
+                fits = need == 0 or ((need + 1) * factor <= free and need <= block * int(share * free))
+                legal += [need] if not (refused := report.reasons(f"hungry.{each}")) else []
+                assert bool(refused) != fits or math.isclose((need + 1) * factor, free)
+            reference = report.kernel_id.startswith("reference")
+            assert reference == (not legal), "what fits comes before what does not, and what needs nothing last"
+            memory.has(free + more, int(share * free) + more)
+            later = asked()
+            assert {*later.failures} <= {*report.failures}, "more memory refuses nothing more"
+            with lz.scope(locks={"norm.rms": "hungry.*"}):
+                kept = asked()
+            if not [each for each in kept.candidates if each.legal and headroom.BEYOND not in each.adaptations]:
+                assert kept.chosen.workspace.startswith(f"{min(needs)} MiB"), "where none fits, the least"
+
+
+def test_of_several_that_do_not_fit_the_one_that_needs_least_runs(memory):
+    memory.mib = (10, 10)
+    with only(kernel("more", 500), kernel("less", 300, priority=5), locks={"norm.rms": "hungry.*"}):
+        with pytest.warns(lz.LayerZeroPerformanceWarning, match=r"takes 300 MiB .* free memory allows 7 MiB"):
+            lz.rms_norm(INPUT, WEIGHT)
+        assert asked().kernel_id == "hungry.less"
+
+
+def test_a_reading_is_as_old_as_it_may_be_and_none_is_made_on_a_hit(memory):
+    with only(kernel("large", 100)):
+        for _ in range(5):
+            lz.rms_norm(INPUT, WEIGHT)
+        assert memory.reads == 1
+        memory.now_s = 1000.0
+        lz.rms_norm(INPUT, WEIGHT)
+        assert memory.reads == 1, "a hit, however old the reading"
+        lz.rms_norm(INPUT[:3], WEIGHT)
+        assert memory.reads == 2
+        memory.now_s += 59
+        lz.rms_norm(INPUT[:99], WEIGHT)
+        assert memory.reads == 2
+
+
+def test_plans_are_chosen_anew_where_a_new_reading_ends_otherwise(memory):
+    with only(kernel("large", 500), kernel("small", 1, priority=5)):
+        lz.rms_norm(INPUT, WEIGHT)
+        epoch = ENGINE.epoch
+        memory.has(900)
+        assert asked().kernel_id == "hungry.large"
+        assert ENGINE.epoch == epoch
+        memory.has(400)
+        assert asked().kernel_id == "hungry.small"
+        assert ENGINE.epoch == epoch + 1
+        memory.has(900)
+        assert asked().kernel_id == "hungry.large"
+        assert ENGINE.epoch == epoch + 2
+
+
+@pytest.mark.filterwarnings("ignore::layerzero.core.errors.LayerZeroFallbackWarning")
+def test_a_plan_serves_no_larger_call_that_would_not_fit(memory):
+    by_rows = lz.Kernel(
+        id="hungry.rows", operations=("norm.rms",), backend=LIBRARY, priority=90, accepts=("weight", "eps"),
+        load=lambda _: lambda input, weight, *, eps=1e-6: input.clone(),
+        workspace_bytes=lambda facts: facts.size("rows") * 4 * MIB,
+    )  # fmt: skip
+    with only(by_rows, memory_headroom_mb=10_000):
+        ran = []
+        for rows in (60, 40, 150, 250):
+            before = lz.metrics().misses.get("rms_norm", 0)
+            lz.rms_norm(INPUT[:rows], WEIGHT)
+            ran.append(lz.metrics().misses["rms_norm"] - before)
+        assert ran == [1, 0, 1, 1], "the largest of its class would not fit, so 150 rows have a plan of their own"
+        assert lz.explain("rms_norm", INPUT[:250], WEIGHT).reasons("hungry.rows")
+
+
+def out_of_memory(*_, **__):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity")
+
+
+def test_once_memory_ran_out_the_device_is_read_anew_and_a_kernel_that_fits_runs(memory):
+    greedy, small = kernel("greedy", None, run=out_of_memory), kernel("small", 1, priority=5)
+    with only(greedy, small):
+        with pytest.warns(lz.LayerZeroFallbackWarning, match=r"hungry.greedy failed .* hungry.small ran in its place"):
+            result = lz.rms_norm(INPUT, WEIGHT)
+        assert torch.equal(result, INPUT)
+        assert not ENGINE.health.breakers()
+        assert "2048 MiB (wanted as memory ran out)" in str(asked().reasons("hungry.greedy")[0])
+        assert lz.explain("rms_norm", INPUT[:3], WEIGHT).kernel_id == "hungry.greedy", "another class"
+        memory.has(4000)
+        with lz.scope(memory_headroom_mb=4000):
+            assert asked().kernel_id == "hungry.greedy"
+
+
+@pytest.mark.parametrize("settings", [{}, {"fallback_enabled": False}, {"locks": {"norm.rms": "hungry.greedy"}}])
+def test_the_error_is_raised_where_nothing_is_known_to_fit(memory, settings):
+    unknown = kernel("unknown", None, priority=5)
+    others = [unknown] if not settings else [unknown, kernel("small", 1, priority=5)]
+    with only(kernel("greedy", None, run=out_of_memory), *others, **settings):
+        asked()
+        before = memory.reads
+        with pytest.raises(torch.OutOfMemoryError):
+            lz.rms_norm(INPUT, WEIGHT)
+        assert memory.reads == before + 1
+
+
+def test_what_ranks_choose_together_and_what_is_asked_about_another_device_reads_nothing(memory):
+    lz.configure(distributed_selection="agree")
+    with only(kernel("large", 900)):
+        assert asked().kernel_id == "hungry.large"
+    assert memory.reads == 0
+    assert free_memory.read(Device.named("H100")) == free_memory.UNKNOWN
+    assert free_memory.read(Device.detect("cpu")).free > 0
+
+
+def test_in_a_capture_nothing_is_read():
+    reads, here = [], Device.detect("cpu")
+    free = FreeMemory(lambda device: reads.append(device) or Reading(1.0, 1.0, 1.0), lambda: 5.0)
+    assert free.of(here, math.inf) == free_memory.UNKNOWN
+    assert not reads
+    told = []
+    free.changed = lambda device, reading: told.append((device, reading))
+    assert free.renewed(here) == free.of(here, math.inf) == Reading(1.0, 1.0, 1.0, 5.0)
+    assert told == [(here, Reading(1.0, 1.0, 1.0, 5.0))]
+
+
+class Counted:
+    """What ``torch.cuda`` counts of a run that takes 700 bytes beside a result of 200."""
+
+    def __init__(self):
+        self.allocated = self.peak = 100
+
+    def run(self):
+        self.allocated, self.peak = 300, 1000
+
+    def synchronize(self, device=None):
+        pass
+
+    def reset_peak_memory_stats(self, device=None):
+        self.peak = self.allocated
+
+    def max_memory_allocated(self, device=None):
+        return self.peak
+
+    def memory_allocated(self, device=None):
+        return self.allocated
+
+
+def test_a_workspace_is_what_a_run_gives_back():
+    counted = Counted()
+    assert workspace.taken_bytes(counted.run, torch.device("cuda"), counted) == 700
+
+
+def test_what_was_measured_decides_where_nothing_is_declared_in_every_later_process(memory, tmp_path, monkeypatch):
+    monkeypatch.setattr(headroom, "asks", lambda _: True)  # of a GPU; a CPU's kernels are not measured
+    quiet = kernel("quiet", None)
+    with only(quiet):
+        facts = asked().facts
+        ENGINE.ledger = StoreLedger(FileLedger(tmp_path))
+        assert asked().chosen.workspace == "unknown"
+        ENGINE.ledger.record_workspace(quiet, facts, 900 * MIB)
+        ENGINE.ledger = StoreLedger(FileLedger(tmp_path))
+        refused = asked()
+        (reason,) = refused.reasons("hungry.quiet")
+        assert "needs a workspace of 900 MiB (measured 20" in str(reason)
+        assert lz.explain("rms_norm", INPUT[:100], WEIGHT).kernel_id == "hungry.quiet", "another class"
+        larger = lz.explain("rms_norm", torch.ones(384, 1024), WEIGHT)
+        assert larger.facts.size_classes() == facts.size_classes() or larger.kernel_id == "hungry.quiet"
+        memory.has(2000)
+        assert asked().chosen.workspace.startswith("900 MiB (measured 20")
+
+
+def test_a_larger_call_of_a_class_takes_as_much_more_as_it_has_elements(memory, monkeypatch):
+    monkeypatch.setattr(headroom, "asks", lambda _: True)
+    quiet = kernel("quiet", None)
+    with only(quiet):
+        small = lz.explain("rms_norm", torch.ones(64, 1024), WEIGHT).facts
+        ENGINE.ledger.record_workspace(quiet, small, 100 * MIB)
+        assert headroom.need_of(quiet, lz.explain("rms_norm", torch.ones(127, 1024), WEIGHT).facts).bytes > 190 * MIB
+        assert headroom.need_of(quiet, small).bytes == 100 * MIB
+
+
+def test_a_cpu_has_nothing_to_give_back():
+    assert lz.defragment("cpu").left == "torch keeps no memory of it"
