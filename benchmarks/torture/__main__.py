@@ -8,6 +8,7 @@
     python benchmarks/torture --part writers --writers 32 --busy 4 --kills 200
     python benchmarks/torture --part threads --threads 16 --seconds 60
     python benchmarks/torture --part forks --count 200
+    python benchmarks/torture --part memory        1,000 calls with 2 GB of a GPU left
     python benchmarks/torture --part fuzz --count 1000000 --processes 16
 
 Each file beside this one has parts: functions of a seeded generator, a deadline and how often at most, which return

@@ -31,6 +31,7 @@ NUMBERS: dict[str, tuple[Number, ...]] = {
     "writers": (Number("keeping.killed_writers", None, split=False, asked={"longest_s": 1.0}),),
     "threads": (Number("crowds.threads", None, split=False, seconds=60.0, asked={"threads": 16}),),
     "forks": (Number("crowds.forks", 200),),
+    "memory": (Number("capped.capped", 1000, split=False), Number("capped.unread", 1000, split=False)),
     "fuzz": (Number("fuzzed.calls", 1_000_000),),
     "captures": (Number("captures.captured", 300, split=False, seconds=300.0),),
 }

@@ -171,8 +171,14 @@ def test_a_plan_serves_no_larger_call_that_would_not_fit(memory):
         assert lz.explain("rms_norm", INPUT[:250], WEIGHT).reasons("hungry.rows")
 
 
-def out_of_memory(*_, **__):
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity")
+def raising(text):
+    def run(*_, **__):
+        raise torch.OutOfMemoryError(text)
+
+    return run
+
+
+out_of_memory = raising("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity")
 
 
 def test_once_memory_ran_out_the_device_is_read_anew_and_a_kernel_that_fits_runs(memory):
@@ -182,21 +188,40 @@ def test_once_memory_ran_out_the_device_is_read_anew_and_a_kernel_that_fits_runs
             result = lz.rms_norm(INPUT, WEIGHT)
         assert torch.equal(result, INPUT)
         assert not ENGINE.health.breakers()
-        assert "2048 MiB (wanted as memory ran out)" in str(asked().reasons("hungry.greedy")[0])
+        assert "2048 MiB (at least, since memory ran out)" in str(asked().reasons("hungry.greedy")[0])
         assert lz.explain("rms_norm", INPUT[:3], WEIGHT).kernel_id == "hungry.greedy", "another class"
         memory.has(4000)
         with lz.scope(memory_headroom_mb=4000):
             assert asked().kernel_id == "hungry.greedy"
 
 
-@pytest.mark.parametrize("settings", [{}, {"fallback_enabled": False}, {"locks": {"norm.rms": "hungry.greedy"}}])
-def test_the_error_is_raised_where_nothing_is_known_to_fit(memory, settings):
-    unknown = kernel("unknown", None, priority=5)
-    others = [unknown] if not settings else [unknown, kernel("small", 1, priority=5)]
-    with only(kernel("greedy", None, run=out_of_memory), *others, **settings):
-        asked()
-        before = memory.reads
-        with pytest.raises(torch.OutOfMemoryError):
+def test_a_kernel_that_took_too_much_is_tried_again_once_more_is_free(memory):
+    some = kernel("some", None, run=raising("CUDA out of memory. Tried to allocate 20.00 KiB"))
+    with only(some, kernel("small", 1, priority=5)), pytest.warns(lz.LayerZeroFallbackWarning):
+        memory.mib = (500, 500)
+        lz.rms_norm(INPUT, WEIGHT)
+        assert "needs a workspace of 400 MiB (at least, since memory ran out)" in str(asked().reasons("hungry.some")[0])
+        memory.has(600)
+        assert asked().kernel_id == "hungry.some"
+
+
+def test_what_says_nothing_of_its_need_runs_where_the_allocator_refused_a_request(memory):
+    with only(kernel("greedy", None, run=out_of_memory), kernel("unknown", None, priority=5)):
+        with pytest.warns(lz.LayerZeroFallbackWarning, match=r"hungry.unknown ran in its place"):
+            lz.rms_norm(INPUT, WEIGHT)
+
+
+@pytest.mark.parametrize(("text", "free", "settings"), [
+    ("CUDA error: out of memory", 1000, {}),
+    ("Tried to allocate 2.00 GiB", 0.5, {}),
+    ("Tried to allocate 2.00 GiB", 1000, {"fallback_enabled": False}),
+    ("Tried to allocate 2.00 GiB", 1000, {"locks": {"norm.rms": "hungry.greedy"}}),
+])  # fmt: skip
+def test_the_error_is_raised_where_nothing_else_may_run(memory, text, free, settings):
+    greedy = kernel("greedy", None, run=raising(f"CUDA out of memory. {text}"))
+    with only(greedy, kernel("unknown", None, priority=5), **settings):
+        memory.mib, before = (free, free), memory.reads
+        with pytest.raises(torch.OutOfMemoryError, match=text):
             lz.rms_norm(INPUT, WEIGHT)
         assert memory.reads == before + 1
 

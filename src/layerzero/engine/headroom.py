@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import re
+import traceback
 from typing import NamedTuple
 
 import msgspec
@@ -56,7 +57,7 @@ class Need(NamedTuple):
 DECLARED, UNKNOWN = "declared", "unknown"
 
 _RAN_OUT: dict[tuple[str, str], int] = {}
-"""By kernel and class, the bytes of an allocation that memory did not suffice for, where it is more than its need."""
+"""By kernel and class, the bytes that a kernel needs at least, since memory ran out where less was free."""
 
 
 def need_of(kernel: Kernel, facts: Facts) -> Need:
@@ -69,7 +70,7 @@ def need_of(kernel: Kernel, facts: Facts) -> Need:
     if _RAN_OUT:
         asked = _RAN_OUT.get((kernel.id, class_text(facts)), 0)
         if asked > need.bytes:
-            return Need(asked, "wanted as memory ran out")
+            return Need(asked, "at least, since memory ran out")
     return need
 
 
@@ -252,18 +253,29 @@ def forget() -> None:
     FREE.forget()
 
 
-_ASKED = re.compile(r"Tried to allocate (\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)|you tried to allocate (\d+) (bytes)")
+_WANTED = re.compile(r"Tried to allocate (\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)|you tried to allocate (\d+) (bytes)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
-def ran_out(kernel: Kernel, facts: Facts, error: Exception) -> None:
-    """Read the device anew, and note what the kernel wanted, unless that was its result."""
-    if not facts["capturing"]:
-        FREE.renewed(facts.device)
-    found = _ASKED.search(str(error))
-    if found is None:
-        return
-    asked = int(float(found[1] or found[3]) * _UNITS[found[2] or found[4]])
-    if asked > result_bytes(facts) and asked > need_of(kernel, facts).bytes:
-        _RAN_OUT[kernel.id, class_text(facts)] = asked
+def ran_out(kernel: Kernel, facts: Facts, policy: Policy, error: Exception) -> bool:
+    """Read the device anew once memory did not suffice for a kernel, which needs more than is there: it is noted.
+
+    A kernel that wants more than its results, by the words of torch's allocator, needs so much.
+    Returns: whether another kernel may do with less: the results fit.
+    """
+    traceback.clear_frames(error.__traceback__)  # they hold what the kernel made on the way
+    reading = FREE.of(facts.device, math.inf) if facts["capturing"] else FREE.renewed(facts.device)
+    results, found, room = result_bytes(facts), _WANTED.search(str(error)), room_for(facts, policy)
+    wanted = 0 if found is None else int(float(found[1] or found[3]) * _UNITS[found[2] or found[4]])
+    wanted = wanted if wanted > results else 0
+    if room.setting != SETTING:
+        wanted = max(wanted, int(room.bytes) + 1)
+    if wanted > need_of(kernel, facts).bytes:
+        _RAN_OUT[kernel.id, class_text(facts)] = wanted
         outdate()
+    return results <= reading.free
+
+
+def says_how_much(error: Exception) -> bool:
+    """Whether torch's allocator refused a request, and not a driver or a library."""
+    return _WANTED.search(str(error)) is not None

@@ -87,13 +87,20 @@ def ruled_out(
         return {plan.kernel.id}
     foreign_errors.let_pass(error)
     facts = plan.report.facts
-    headroom.ran_out(plan.kernel, facts, error)
-    if facts["capturing"] or facts.operation.schema.mutated or plan.report.locked or not policy.fallback_enabled:
+    results_fit = headroom.ran_out(plan.kernel, facts, policy, error)
+    if (
+        not results_fit
+        or facts["capturing"]
+        or facts.operation.schema.mutated
+        or plan.report.locked
+        or not policy.fallback_enabled
+    ):
         raise error
     return {plan.kernel.id} | {
         each.id
         for each in engine.registry.candidates(facts.operation.name)
-        if not headroom.is_known(each, facts) or not headroom.fits(each, facts, policy)
+        if not headroom.fits(each, facts, policy)
+        or not (headroom.says_how_much(error) or headroom.is_known(each, facts))
     }
 
 
