@@ -75,7 +75,7 @@ def _largest_piece(index: int) -> int:
     return max(
         (
             block["size"]
-            for segment in torch.cuda.memory_snapshot()
+            for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
             if segment["device"] == index
             for block in segment["blocks"]
             if block["state"] == "inactive"
