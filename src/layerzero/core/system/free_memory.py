@@ -85,12 +85,12 @@ def _largest_piece(index: int) -> int:
 
 
 def in_use() -> list[Device]:
-    """The devices whose memory this process uses; none is initialised by asking."""
+    """The devices whose memory this process holds some of; none is initialised for it, and a lost one is left out."""
     found = [Device.detect("cpu")]
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        here = torch.cuda.current_device()
-        several = range(torch.cuda.device_count())
-        found += [Device.detect(f"cuda:{each}") for each in several if each == here or torch.cuda.memory_reserved(each)]
+    with contextlib.suppress(RuntimeError, ValueError):
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            several = range(torch.cuda.device_count())
+            found += [Device.detect(f"cuda:{each}") for each in several if torch.cuda.memory_reserved(each)]
     return found
 
 
