@@ -18,7 +18,7 @@ from layerzero.core.operation import Operation, Routed
 from layerzero.core.plain import PlainFunction
 from layerzero.core.plan import Report
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.engine import legality, probe
+from layerzero.engine import headroom, legality, probe
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE, Dispatcher
 from layerzero.engine.functions import CALLS
@@ -91,7 +91,17 @@ def _explain_call(
         call_state = _state(arguments, policy, dispatcher, capturing, device)
     report, _ = dispatcher.explain(arguments, policy, machine=machine, call_state=call_state)
     check_operation(wanted, report)
-    return report
+    return _with_workspaces(report)
+
+
+def _with_workspaces(report: Report) -> Report:
+    """The report, with what each candidate needs besides its results, and how that is known."""
+    before = report.candidates
+    ranked = tuple(
+        [msgspec.structs.replace(each, workspace=headroom.told_need(each.kernel, report.facts)) for each in before]
+    )
+    chosen = next((now for each, now in zip(before, ranked, strict=True) if each is report.chosen), None)
+    return msgspec.structs.replace(report, ranked=ranked, chosen=chosen)
 
 
 def _explain_plain(
@@ -186,7 +196,8 @@ def explain_facts(call: Facts, machine: Machine, policy: Policy, *, alone: bool 
     """Tell which kernel a call gets on a machine under a policy, or would get if nothing were frozen or agreed."""
     kernels = REGISTRY.candidates(call.operation.name)
     judged = legality.judge(kernels, call, policy, machine, ENGINE.health, ENGINE.ledger)
-    return ENGINE.decide(judged, Routed(call.operation, {}, call.layout), call, policy, machine, alone=alone)[0]
+    routed = Routed(call.operation, {}, call.layout)
+    return _with_workspaces(ENGINE.decide(judged, routed, call, policy, machine, alone=alone)[0])
 
 
 def _state(

@@ -26,6 +26,7 @@ from layerzero.core.ledger import class_text
 from layerzero.core.plan import Adaptation, Candidate, outdate
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.system.free_memory import FREE, Reading, mib
+from layerzero.core.system.free_memory import UNKNOWN as UNREAD
 from layerzero.engine import foreign_errors
 from layerzero.engine.policy import Lock, Policy, bound_by
 from layerzero.engine.reference import dtype_of, leading
@@ -56,8 +57,10 @@ class Need(NamedTuple):
 
 DECLARED, UNKNOWN = "declared", "unknown"
 
-_RAN_OUT: dict[tuple[str, str], int] = {}
-"""By kernel and class, the bytes that a kernel needs at least, since memory ran out where less was free."""
+RAN_OUT: dict[tuple[str, str], int] = {}
+"""By kernel and class, the bytes that a kernel needs at least, since memory ran out where less was free.
+
+Where it is empty, nothing is known of a CPU's kernel that declares nothing, and a miss is spared the question."""
 
 
 def need_of(kernel: Kernel, facts: Facts) -> Need:
@@ -67,16 +70,11 @@ def need_of(kernel: Kernel, facts: Facts) -> Need:
     else:
         measured = SERVICES.workspace(kernel, facts)
         need = Need(0, UNKNOWN) if measured is None else Need(measured.bytes, f"measured {measured.date}")
-    if _RAN_OUT:
-        asked = _RAN_OUT.get((kernel.id, class_text(facts)), 0)
+    if RAN_OUT:
+        asked = RAN_OUT.get((kernel.id, class_text(facts)), 0)
         if asked > need.bytes:
             return Need(asked, "at least, since memory ran out")
     return need
-
-
-def asks(facts: Facts) -> bool:
-    """Whether anything may be known of a kernel that declares nothing: of a CPU nothing is measured."""
-    return bool(_RAN_OUT) or facts.device.torch_type != "cpu"
 
 
 class Room(NamedTuple):
@@ -95,12 +93,16 @@ def room_for(facts: Facts, policy: Policy) -> Room:
     """
     allowed = policy.memory_headroom_mb * 2**20
     told = Room(allowed, SETTING, mib(allowed))
+    reading = _reading(facts, policy)
+    return told if reading is UNREAD else min(told, _of_reading(reading, facts, policy), key=lambda each: each.bytes)
+
+
+def _reading(facts: Facts, policy: Policy) -> Reading:
+    """The last reading of a call's device, or a new one; UNREAD where nothing tells or it decides nothing."""
     if policy["distributed_selection"] != "independent":
-        return told
-    reading = FREE.of(facts.device, math.inf if facts["capturing"] else policy["memory.max_age_s"])
-    if math.isinf(reading.free):
-        return told
-    return min(told, _of_reading(reading, facts, policy), key=lambda each: each.bytes)
+        return UNREAD
+    found = FREE.of(facts.device, math.inf if facts["capturing"] else policy["memory.max_age_s"])
+    return UNREAD if found.free == math.inf else found
 
 
 def _of_reading(reading: Reading, facts: Facts, policy: Policy) -> Room:
@@ -140,10 +142,10 @@ def reasons(kernel: Kernel, facts: Facts, policy: Policy) -> list[Reason]:
         return [Reason(ReasonCode.CONSTRAINT_FAILED, "workspace_bytes", "a number", got)]
     if need.bytes <= 0:
         return []
-    room = room_for(facts, policy)
-    _judge(facts, policy, need.bytes)
-    if need.bytes <= room.bytes:
+    reading = _reading(facts, policy)
+    if need.bytes <= policy.memory_headroom_mb * 2**20 and (reading is UNREAD or _had(reading, facts, policy, need)):
         return []
+    room = room_for(facts, policy)
     return [Reason(ReasonCode.MEMORY_HEADROOM_EXCEEDED, room.setting, room.told, str(need))]
 
 
@@ -208,12 +210,14 @@ class _Judged:
         self.had = (0.0, 0.0)
         self.lacked: set[tuple[float, float]] = set()
 
-    def add(self, demand: tuple[float, float], reading: Reading) -> None:
-        """Remember a demand, and whether the last reading met it."""
-        if _meets(reading, demand):
+    def add(self, demand: tuple[float, float], reading: Reading) -> bool:
+        """Remember a demand; whether the last reading met it."""
+        if demand[0] <= reading.free and demand[1] <= reading.largest:
             self.had = max(self.had[0], demand[0]), max(self.had[1], demand[1])
-        elif len(self.lacked) < self.MOST or demand < max(self.lacked):
+            return True
+        if len(self.lacked) < self.MOST or demand < max(self.lacked):
             self.lacked = {*sorted(self.lacked)[: self.MOST - 1], demand}
+        return False
 
     def ends_otherwise(self, reading: Reading) -> bool:
         """Whether a reading lacks what was there, or has what was not."""
@@ -228,11 +232,12 @@ _JUDGED: dict[str, _Judged] = {}
 """By the name and index of a device."""
 
 
-def _judge(facts: Facts, policy: Policy, need: int) -> None:
-    reading = FREE.of(facts.device, math.inf)
-    if not math.isinf(reading.free):
-        demand = (need + result_bytes(facts)) * _factor(policy), need / max(policy["memory.block_share"], 1e-9)
-        _JUDGED.setdefault(f"{facts.device.name}:{facts.device.index}", _Judged()).add(demand, reading)
+def _had(reading: Reading, facts: Facts, policy: Policy, need: Need) -> bool:
+    """Whether a reading has what a workspace demands; it is remembered for the next reading."""
+    demand = (need.bytes + result_bytes(facts)) * _factor(policy), need.bytes / max(policy["memory.block_share"], 1e-9)
+    name = f"{facts.device.name}:{facts.device.index}"
+    judged = _JUDGED.get(name) or _JUDGED.setdefault(name, _Judged())
+    return judged.add(demand, reading)
 
 
 def _renewed(device: Device, reading: Reading) -> None:
@@ -248,7 +253,7 @@ FREE.changed = _renewed
 
 def forget() -> None:
     """Judge as if nothing had been read, and no memory had run out."""
-    for kept in (_RAN_OUT, _JUDGED):
+    for kept in (RAN_OUT, _JUDGED):
         kept.clear()
     FREE.forget()
 
@@ -271,7 +276,7 @@ def ran_out(kernel: Kernel, facts: Facts, policy: Policy, error: Exception) -> b
     if room.setting != SETTING:
         wanted = max(wanted, int(room.bytes) + 1)
     if wanted > need_of(kernel, facts).bytes:
-        _RAN_OUT[kernel.id, class_text(facts)] = wanted
+        RAN_OUT[kernel.id, class_text(facts)] = wanted
         outdate()
     return results <= reading.free
 

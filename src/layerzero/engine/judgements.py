@@ -257,9 +257,8 @@ def _judged(
             adaptations = tuple(made_good)
     if just_failed:
         reasons = [*reasons, legality.JUST_FAILED]
-    if kernel.workspace_bytes is not None or headroom.asks(
-        facts
-    ):  # last: memory alone may keep every kernel from the call
+    if kernel.workspace_bytes is not None or facts.device.platform != "cpu" or headroom.RAN_OUT:
+        # last: memory alone may keep every kernel from the call
         reasons = [*reasons, *headroom.reasons(kernel, facts, policy)]
     if kernel.jit:
         reasons = [*reasons, *legality.built_reasons(kernel, facts, policy, reasons)]

@@ -50,8 +50,7 @@ def judge(
             reasons.append(JUST_FAILED)
         if kernel.jit:
             reasons += built_reasons(kernel, facts, policy, reasons)
-        needs = headroom.told_need(kernel, facts)
-        judged.append(Candidate(kernel, tuple(reasons), tuple(adaptations), workspace=needs))
+        judged.append(Candidate(kernel, tuple(reasons), tuple(adaptations)))
     return health.woken(last_resort(judged, facts, policy, lock), facts, lock)
 
 

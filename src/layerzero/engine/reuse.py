@@ -85,7 +85,8 @@ def conditions_of(plan: Plan, policy: Policy, order: tuple[str, ...]) -> Conditi
     if EVERYTHING in plan.reads or made_good is None:
         return None
     kind = _kind(plan, policy, order, made_good)
-    complete = kind.complete and not headroom.need_of(plan.kernel, facts).known
+    may_need = facts.device.platform != "cpu" or bool(headroom.RAN_OUT)
+    complete = kind.complete and not (may_need and headroom.need_of(plan.kernel, facts).known)
     outline, demanded = (kind.outline, []) if complete else _asked(kind, plan, policy, order, made_good)
     if not outline.varying:
         return None
@@ -263,7 +264,8 @@ def _demanded(outline: _Outline, plan: Plan, policy: Policy, call: SizedCall) ->
             reads |= reads_of(limit.check, seen)
         else:
             demanded += told
-    if not _fits_in_memory(kernel, policy, call):
+    may_need = kernel.workspace_bytes is not None or facts.device.platform != "cpu" or headroom.RAN_OUT
+    if may_need and not _fits_in_memory(kernel, policy, call):
         asked = kernel.workspace_bytes
         reads |= {EVERYTHING} if asked is None else reads_of(asked, facts, moved=seen is not facts)
     return demanded, reads
@@ -301,8 +303,6 @@ def _classes(call: SizedCall) -> Iterable[tuple[int, ...]]:
 
 def _fits_in_memory(kernel: Kernel, policy: Policy, call: SizedCall) -> bool:
     """Whether the largest call of the class would, since workspaces grow with sizes."""
-    if kernel.workspace_bytes is None and not headroom.asks(call.facts):
-        return True
     try:
         return headroom.fits(kernel, call.largest(), policy)
     except Exception:  # noqa: BLE001  # it answered for the call itself, whose sizes it reads
