@@ -12,6 +12,7 @@ import layerzero as lz
 from layerzero.backends.torch import symmetric
 from layerzero.core import limits as limit
 from layerzero.core.evidence import Measurement
+from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.measuring.tune import asked_jobs
 from layerzero.tuning.measuring.winner import record_times
@@ -271,3 +272,19 @@ def test_calls_of_other_sizes_that_came_before_decide_nothing():
     finally:
         lz.unregister_kernel("mine.even")
     assert ran == [8000, 8000, 8008]
+
+
+def test_a_new_default_group_has_plans_of_its_own(tmp_path):
+    """No key tells the default group."""
+    x, epochs = torch.ones(4), []
+    for life in ("one", "two"):
+        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / life}", rank=0, world_size=1)
+        try:
+            assert torch.equal(lz.all_reduce(x, group=torch.distributed.group.WORLD), x)
+            assert torch.equal(lz.all_reduce(x), x)
+            epochs.append(ENGINE.epoch)
+            assert torch.equal(lz.all_reduce(x), x)
+            assert ENGINE.epoch == epochs[-1]
+        finally:
+            torch.distributed.destroy_process_group()
+    assert epochs[1] > epochs[0]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 import time
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import msgspec
 import torch
@@ -119,8 +119,9 @@ def _reaches(index: int, uuids: list[str]) -> bool:
 
 _ALONE = Ranks(None, 1, 0)
 _KNOWN: WeakKeyDictionary[Any, Ranks] = WeakKeyDictionary()
-_DEFAULT: list[Any] = [None]
-"""The default group that plans were made for."""
+_NONE: Any = lambda: None  # noqa: E731  # a weak reference to nothing
+_DEFAULT: list[Any] = [_NONE]
+"""The default group that plans were made for: no key tells it, so that another one has them made anew."""
 
 
 def problem_of(group: Any) -> str:
@@ -141,31 +142,44 @@ def problem_of(group: Any) -> str:
     return ""
 
 
+def _kept(group: Any) -> Ranks | None:
+    """The ranks of a group that was met before and still is; of the default group for None."""
+    world = distributed.distributed_c10d._world
+    found = world.default_pg if group is None else group
+    if group is None and found is not _DEFAULT[0]():
+        return None
+    known = _KNOWN.get(found) if isinstance(found, ProcessGroup) else None
+    return known if known is not None and found in world.pg_map else None
+
+
 def ranks_of(group: Any) -> Ranks:
     """The ranks of a group; of the default group for None. Raises: InvalidCallError for one that is not there."""
     if type(group) is Ranks:
         return group
-    world = distributed.distributed_c10d
-    found = world.GroupMember.WORLD if group is None else group
-    known = _KNOWN.get(found) if isinstance(found, ProcessGroup) else None
-    if known is not None and found in world._world.pg_map:
+    known = _kept(group) if distributed.is_available() else None
+    if known is not None:
         return known
     problem = problem_of(group)
     if problem:
         raise InvalidCallError("collective", [problem])
+    found = distributed.distributed_c10d._world.default_pg if group is None else group
     with _LOCK:
-        known = _KNOWN[found] = Ranks(found, found.size(), found.rank())
-        if group is None:
-            before, _DEFAULT[0] = _DEFAULT[0], True
-            if before:  # keys say nothing of a default group: plans were made for another one
+        known = _KNOWN.get(found)
+        if known is None:
+            known = _KNOWN[found] = Ranks(found, found.size(), found.rank())
+        if group is None and found is not _DEFAULT[0]():
+            before, _DEFAULT[0] = _DEFAULT[0], ref(found)
+            if before is not _NONE:
                 outdate()
     return known
 
 
 def kind_of_group(group: Any, input: Any) -> str:
     """What a choice sees of the group of a call; ``absent`` for one that the route refuses."""
-    device = input.device.type if isinstance(input, Tensor) else "cpu"
-    return "absent" if problem_of(group) else ranks_of(group).kind(device)
+    ranks = group if type(group) is Ranks else _kept(group) if distributed.is_available() else None
+    if ranks is None and problem_of(group):
+        return "absent"
+    return (ranks or ranks_of(group)).kind(input.device.type if isinstance(input, Tensor) else "cpu")
 
 
 def facts_of_group(arguments: Any, values: Any) -> dict[str, object]:
