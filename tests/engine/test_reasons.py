@@ -198,6 +198,11 @@ def tensor_core():
     return norm_refusals("user.own", device="L40S")
 
 
+def invariant(**settings):
+    with lz.scope(**settings):
+        return refusals("torch.sdpa.math", *qkv())
+
+
 def deterministic():
     with lz.deterministic():
         return refusals("flash_attn.v2", *qkv(), device="H100", libraries=FA2)
@@ -335,6 +340,8 @@ PRODUCERS = {
     C.CONSTRAINT_FAILED: lambda: refusals("torch.sdpa.math", *qkv(), sinks=torch.zeros(8, device="meta")),
     C.GRAD_UNSUPPORTED: needs_gradient,
     C.NON_DETERMINISTIC: deterministic,
+    C.BATCH_INVARIANCE_REQUIRED: lambda: invariant(batch_invariant=True),
+    C.TP_INVARIANCE_REQUIRED: lambda: invariant(require_tp_invariant=True),
     C.CUDA_GRAPH_UNSAFE: capturing,
     C.JIT_DISABLED: jit_disabled,
     C.JIT_CACHE_INCOMPLETE: incomplete,

@@ -12,6 +12,8 @@ from layerzero.ops import FUNCTIONS
 FLAGS = {
     "grad": "its backward pass is right",
     "deterministic": "gives the same bits each time",
+    "batch_invariant": "gives a row the same bits alone and in every batch",
+    "tp_invariant": "gives the same bits for every number of ranks",
     "graph_safe": "may run under CUDA graph capture",
     "jit": "compiles; refused until `lz.warmup` built it",
     "untried": "written after its library's sources, proved on no device; refused until `layerzero vet` proved it",

@@ -104,6 +104,7 @@ class Axis:
         beside: whether its entries run side by side, so that only the product of such axes counts for a time; and of
             an axis that carries another, how many of the other go with each.
         apart: whether its entries are worked on apart from each other, so that a call may be cut along it.
+        shared: whether ranks of tensor parallelism share it: each computes a part, which they put together or sum up.
         carries: axes that shrink and grow with it where a call is cut.
         leading: whether it stands for all leading axes of a tensor whose axes begin with ``...``.
         works: whether it changes how much there is to do.
@@ -117,6 +118,7 @@ class Axis:
     tiled: bool = False
     beside: bool = False
     apart: bool = False
+    shared: bool = False
     carries: tuple[str, ...] = ()
     leading: bool = False
     works: bool = True

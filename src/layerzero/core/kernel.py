@@ -26,8 +26,8 @@ _ID = re.compile(r"[^\s,=*?\[\]]{1,200}")
 """What policies, lists in variables and globs can name, and what is left of it as a part of a file's name."""
 
 FLAGS = (
-    *("grad", "deterministic", "graph_safe", "jit", "checks_indices", "plans_sizes"),
-    *("handles_empty", "handles_negated", "device_guard"),
+    *("grad", "deterministic", "batch_invariant", "tp_invariant", "graph_safe", "jit"),
+    *("checks_indices", "plans_sizes", "handles_empty", "handles_negated", "device_guard"),
 )
 """Flags of a kernel that its backend may set for all of its kernels."""
 
@@ -218,30 +218,28 @@ class Kernel:
         folds: arguments that the plan may fold into another one that it accepts (a mask), as its operation can. For a
             library that lacks the arguments themselves; what they are folded into takes memory and time.
         limits: what it demands of a call. Everything that the library gets wrong, refuses or dies of belongs here.
-        grad: whether its backward pass is right; autograd calls are refused otherwise. Set it if ``conformance``
-            compares gradients without a finding; a raw operator has none.
+        grad: whether its backward pass is right, as ``conformance`` compares it; autograd calls are refused otherwise.
         deterministic: whether repeated calls give the same bits. Set it unless the library adds up by atomics.
-        graph_safe: whether it may run under CUDA graph capture. Set it if the callable allocates by torch only, reads
-            nothing back from the device, and waits for nothing.
-        jit: whether it compiles on first use; refused until ``lz.warmup`` built it. Set it where a first call takes
-            more than the 0.25 s that no request should wait.
-        build_key: what its compiled artefact depends on, for the facts of a call; the call's class if None. Set it
-            where one artefact serves more or fewer calls than a class.
-        prebuilt: whether the artefact for a call is there: it came with an installed package, or lies where the library
-            keeps what it compiled, so that nothing compiles. It is called in each choice; a file that is gone is seen.
+        batch_invariant: whether, or for which calls, a row has the same bits alone and in every batch.
+        tp_invariant: whether ranks' parts have the bits of the whole, sums by :func:`layerzero.tree_sum`.
+        asked_for: whether it runs only where a setting asks for what it alone declares: it is slower than others.
+        graph_safe: whether it may run under CUDA graph capture: it allocates by torch only, and waits for nothing.
+        jit: whether it compiles on first use (over 0.25 s); refused until ``lz.warmup`` built it.
+        build_key: what its compiled artefact depends on, for the facts of a call; the call's class if None.
+        prebuilt: whether the artefact for a call is there, so that nothing compiles: it came with an installed package,
+            or lies where the library keeps what it compiled. It is called in each choice.
         cache_folder: the folder in which its library keeps what it compiled, where other processes find it; None where
             it keeps nothing, or where nothing is written there. With it or ``prebuilt``, a child process compiles in
             the background, and a thread of this process without.
         checks_indices: whether it raises by itself where a place or count leads beyond a tensor; on a CPU the plan
             looks before any other kernel runs.
-        plans_sizes: whether its library makes a plan for every size that it never had, for a time as long as a thousand
-            calls: where times were not measured at a size, a kernel that takes about as long comes first.
+        plans_sizes: whether its library makes a plan for every new size, for a time as long as a thousand calls: where
+            no time is known at a size, a kernel that takes about as long comes first.
         handles_empty: whether it may see a tensor without elements; the reference runs such calls otherwise.
         handles_negated: whether it reads tensors with the negative bit rightly (torch operators do); they are written
             anew otherwise.
         device_guard: whether it sets the current device itself; the plan does otherwise.
-        workspace_bytes: memory it needs besides its results, for the facts of a call; grows with every size. Set it
-            where that is more than a few MB, so that a full device refuses it instead of failing.
+        workspace_bytes: memory it needs besides its results, for the facts of a call, where that is more than a few MB.
         priority: 0 to 100, what decides where nothing was measured. 10 to 30 for a new kernel.
         priority_since: another priority on devices of at least a compute capability: ``{(9, 0): 55}``. For a library
             that knows nothing of the units that came with them.
@@ -273,6 +271,9 @@ class Kernel:
     limits: tuple[Limit, ...] = ()
     grad: bool = _OF_BACKEND
     deterministic: bool = _OF_BACKEND
+    batch_invariant: bool | Callable[[Facts], bool] = _OF_BACKEND
+    tp_invariant: bool = _OF_BACKEND
+    asked_for: bool = False
     graph_safe: bool = _OF_BACKEND
     jit: bool = _OF_BACKEND
     build_key: Callable[[Facts], Hashable] | None = None
@@ -308,8 +309,7 @@ class Kernel:
         if bool(self.tolerance) != bool(self.tolerance_reason.strip()):
             got = f"{dict(self.tolerance)} and {self.tolerance_reason!r}"
             raise RegistrationError(f"{self.id}: tolerance and tolerance_reason belong together, got {got}")
-        for name in self.tolerance:
-            dtype_named(name)  # a misspelt dtype would widen nothing, in silence
+        list(map(dtype_named, self.tolerance))  # a misspelt dtype would widen nothing, in silence
         object.__setattr__(self, "priority_since", MappingProxyType(dict(sorted(self.priority_since.items()))))
         for priority in (self.priority, *self.priority_since.values()):
             if not isinstance(priority, int) or not 0 <= priority <= 100:

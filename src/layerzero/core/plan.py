@@ -20,7 +20,8 @@ class Adaptation(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         kind: ``view`` (no data moves), ``copy``, ``expand`` (kv heads repeated), ``fold`` (into the mask), ``negate``,
-            ``split`` (the batch runs in chunks), ``beyond`` (it takes more memory than policy allows).
+            ``split`` (the batch runs in chunks), ``apart`` (its entries run one by one), ``beyond`` (it takes more
+            memory than policy allows).
         argument: the argument it works on.
         text: what happens, for people.
     """

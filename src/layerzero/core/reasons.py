@@ -69,6 +69,8 @@ class ReasonCode(StrEnum):
     # how the call runs
     GRAD_UNSUPPORTED = "GRAD_UNSUPPORTED"
     NON_DETERMINISTIC = "NON_DETERMINISTIC"
+    BATCH_INVARIANCE_REQUIRED = "BATCH_INVARIANCE_REQUIRED"
+    TP_INVARIANCE_REQUIRED = "TP_INVARIANCE_REQUIRED"
     CUDA_GRAPH_UNSAFE = "CUDA_GRAPH_UNSAFE"
     JIT_DISABLED = "JIT_DISABLED"
     JIT_CACHE_INCOMPLETE = "JIT_CACHE_INCOMPLETE"
@@ -132,6 +134,8 @@ _TEXT: dict[ReasonCode, str] = {
     ReasonCode.SPECIAL_TOKENS_MISMATCH: "has special pieces of its own: {fact} must be {wanted}, is {got}",
     ReasonCode.GRAD_UNSUPPORTED: "has no backward pass: {fact} must be {wanted}, is {got}",
     ReasonCode.NON_DETERMINISTIC: "wanted {wanted} results, this kernel is {got}",
+    ReasonCode.BATCH_INVARIANCE_REQUIRED: "{fact}: wanted {wanted}, this kernel is {got}",
+    ReasonCode.TP_INVARIANCE_REQUIRED: "{fact}: wanted {wanted}, this kernel is {got}",
     ReasonCode.CUDA_GRAPH_UNSAFE: "a CUDA graph is being captured: the kernel must be {wanted}, is {got}",
     ReasonCode.JIT_DISABLED: "its compiled artefact is {got}, it must be {wanted} before it may be chosen",
     ReasonCode.JIT_CACHE_INCOMPLETE: "{fact}: {wanted} would run and is not built, {got} runs in its place",

@@ -17,6 +17,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.limit import Finding
 from layerzero.core.limit_launch import LAUNCH_CODES, Grid
 from layerzero.core.plan import Adaptation, Candidate
+from layerzero.core.reasons import ReasonCode
 from layerzero.core.schema import OperationSchema
 from layerzero.engine.policy import Lock, Policy, bound_by
 
@@ -57,6 +58,33 @@ def _split(candidate: Candidate, facts: Facts, findings: Judge) -> Candidate:
     return msgspec.structs.replace(candidate, reasons=(), adaptations=adaptations)
 
 
+def one_by_one(judged: list[Candidate], facts: Facts, lock: Lock | None, findings: Judge) -> list[Candidate]:
+    """The same where only batch invariance refuses them: each entry of the batch alone gives the bits of any batch.
+
+    Not where the call names how much of a row counts: it is padded to the longest of the others.
+    """
+    schema, axis = facts.operation.schema, cut_axis(facts.operation.schema)
+    padded = any(schema.tensor(name).counts for name in facts.tensors)
+    named = bound_by(lock, judged)
+    if padded or schema.mutated or any(each.legal for each in named):
+        return judged
+    allowed = LAUNCH_CODES | {ReasonCode.BATCH_INVARIANCE_REQUIRED}
+    alone = Adaptation("apart", axis, f"run each {axis} of {facts.size(axis) if axis else 0} alone")
+
+    def may(each: Candidate) -> bool:
+        kernel = each.kernel
+        if kernel.jit or {reason.code for reason in each.reasons} - allowed or not _cuts(kernel, facts):
+            return False
+        return not any(found.repair is None for found in findings(kernel, of_batch(facts, 1).seen_in(kernel.layout)))
+
+    return [
+        msgspec.structs.replace(each, reasons=(), adaptations=(*each.adaptations, alone))
+        if each in named and may(each)
+        else each
+        for each in judged
+    ]
+
+
 def cut_axis(schema: OperationSchema) -> str:
     """The axis along which a call may run in chunks; empty where there is none."""
     return next((each.name for each in schema.axes if each.apart and not each.leading), "")
@@ -64,16 +92,22 @@ def cut_axis(schema: OperationSchema) -> str:
 
 def chunk(kernel: Kernel, facts: Facts) -> int:
     """How many sequences the kernel may launch at once; 0 where the batch cannot be cut."""
-    schema = facts.operation.schema
-    if any(name in kernel.accepts and facts[name] != "none" for name in schema.handles):
-        return 0  # what it planned for the whole batch does not fit a part
-    cut = [tensor for tensor in schema.inputs if tensor.name in facts.tensors]
-    axis = cut_axis(schema)
-    unknown = [each for each in cut if not each.shape_vars and not each.broadcast]
-    if not axis or unknown or any(output.shape_vars[:1] != (axis,) for output in schema.outputs):
+    axis = cut_axis(facts.operation.schema)
+    if not _cuts(kernel, facts):
         return 0
     size = min((limit.safe_size(axis, facts) for limit in kernel.limits if isinstance(limit, Grid)), default=0)
     return size - size % _ROUND if size > _ROUND else size
+
+
+def _cuts(kernel: Kernel, facts: Facts) -> bool:
+    """Whether a call can be cut along its batch, for this kernel."""
+    schema = facts.operation.schema
+    if any(name in kernel.accepts and facts[name] != "none" for name in schema.handles):
+        return False  # what it planned for the whole batch does not fit a part
+    cut = [tensor for tensor in schema.inputs if tensor.name in facts.tensors]
+    axis = cut_axis(schema)
+    unknown = [each for each in cut if not each.shape_vars and not each.broadcast]
+    return bool(axis) and not unknown and all(output.shape_vars[:1] == (axis,) for output in schema.outputs)
 
 
 def sizes(batch: int, size: int) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from layerzero.engine import (
     batch_split,
     failures,
     graph_safety,
+    invariance,
     legality,
     logging_once,
     plan_source,
@@ -116,17 +117,17 @@ class Engine:
         """Order judged kernels by what is known of them, and pick one; ``later`` judges those that cannot win.
 
         Times decide nothing where choices are frozen or priority alone decides, whatever a process writes meanwhile,
-        nor where ranks have yet to agree, nor ever in a collective. With ``alone`` this process chooses as if nothing
-        were frozen or agreed.
+        where ranks have yet to agree, for invariant bits, and in a collective; ``alone`` leaves out freezing and ranks.
         """
         frozen, together = None if alone else self.frozen, routed.operation.kind is OpKind.COMMUNICATION
         if frozen is None and (together or not alone):
             frozen = yet_to_agree(policy, together=together)
         open_ = not together and (frozen is None or not frozen.decides(judged, facts, policy))
-        times = self.ledger if open_ and later is None else None
+        times = self.ledger if open_ and later is None and not invariance.demanded(policy) else None
         ordered = ranked(judged, facts, policy, times, machine.asked)
         timed = times is not None and not times.untimed(facts)  # of another order of memory, where not of this one
         report = pick(ordered, routed, facts, policy, self.registry.lock_for(policy, facts), later, timed=timed)
+        report = invariance.noted(report, policy)
         return graph_safety.noted(report if frozen is None else frozen.held(report, policy), self.ledger), ordered
 
     def forget(self, function: str, cache: PlanCache) -> None:
@@ -198,7 +199,7 @@ class Dispatcher:
         kernels = self.engine.registry.candidates(routed.operation.name)
         health, ledger = self.engine.health, self.engine.ledger
         later: Later | None = None
-        if complete:
+        if complete or invariance.demanded(policy):  # every reason counts: of some, rows alone are free
             judged = legality.judge(kernels, facts, policy, machine, health, ledger, failed=failed)
         else:
             alone = self.engine.frozen is None and not failed and priority_decides(kernels, facts, policy, ledger)
@@ -365,7 +366,7 @@ class Dispatcher:
         allowed = {
             adaptation.argument
             for adaptation in plan.adaptations
-            if adaptation.kind == "split" or adaptation.kind in facts.operation.adapters
+            if adaptation.kind in ("split", "apart") or adaptation.kind in facts.operation.adapters
         }
         cut = batch_split.cut_axis(facts.operation.schema)
         for finding in legality.limit_findings(kernel, seen):

@@ -15,7 +15,7 @@ from layerzero.core.limit import Finding, Findings, Limit, Repair
 from layerzero.core.limit_launch import LAUNCH_CODES
 from layerzero.core.plan import Adaptation, Candidate
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.engine import batch_split, foreign_errors, headroom
+from layerzero.engine import batch_split, foreign_errors, headroom, invariance
 from layerzero.engine.graph_safety import capture_reasons
 from layerzero.engine.health import Health
 from layerzero.engine.jit import BUILT
@@ -56,6 +56,8 @@ def judge(
 
 def last_resort(judged: list[Candidate], facts: Facts, policy: Policy, lock: Lock | None) -> list[Candidate]:
     """What may run where nothing is legal as the call is: a batch in chunks, or the kernel that takes least memory."""
+    if policy.batch_invariant and not policy.strict_mode and policy.allow_adaptation:
+        judged = batch_split.one_by_one(judged, facts, lock, limit_findings)
     return headroom.last_resort(
         batch_split.last_resort(judged, facts, policy, lock, limit_findings), facts, policy, lock
     )
@@ -94,6 +96,8 @@ def repair(
 def policy_reasons(kernel: Kernel, facts: Facts, policy: Policy) -> list[Reason]:
     """What the operator forbids. A lock names the one kernel that may run; that is not a reason but a choice."""
     reasons: list[Reason] = []
+    if kernel.asked_for or policy.batch_invariant or policy.require_tp_invariant:
+        reasons += invariance.reasons(kernel, facts, policy)
     if not policy.enabled and (kernel.source not in ("torch", "reference") or kernel.widens is not None):
         own = kernel.source if kernel.widens is None else kernel.id  # torch itself emulates half precision
         reasons.append(_denied("enabled: false", "torch's own kernels or the reference", own))

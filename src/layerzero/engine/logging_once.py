@@ -66,6 +66,12 @@ def tell_adaptations(plan: Plan, policy: Policy) -> None:
                 "limits and no other kernel is legal. A smaller batch spares the copies.",
                 LayerZeroPerformanceWarning,
             )
+        elif adaptation.kind == "apart":
+            _once(
+                (plan.kernel.id, f"apart {operation}"),
+                f"{operation} has to {adaptation.text} on {plan.kernel.id}: no kernel of it declares batch_invariant.",
+                LayerZeroPerformanceWarning,
+            )
         elif adaptation == headroom.BEYOND:
             room = headroom.room_for(facts, policy)
             free = FREE.of(facts.device, math.inf).free

@@ -106,7 +106,7 @@ def _text_of(
     adapters = facts.operation.adapters
     for adaptation in candidate.adaptations:
         adapter = adapters.get(adaptation.kind)
-        if adaptation.kind == "split" or (adapter is not None and adapter.names_sizes):
+        if adaptation.kind in ("split", "apart") or (adapter is not None and adapter.names_sizes):
             return _written(function, candidate, facts, policy, guards)
     named = function.name, facts.operation.name, candidate.kernel, candidate.adaptations, facts.layout
     state = facts.sizeless(), _ranks(facts), policy.debug, _on_device(candidate.kernel, facts), tuple(guards)
@@ -163,8 +163,10 @@ def _chunk(candidate: Candidate, facts: Facts) -> int:
     """Sequences that run at once, 0 where all do."""
     if not candidate.adaptations:
         return 0
-    splits = "split" in [adaptation.kind for adaptation in candidate.adaptations]
-    return batch_split.chunk(candidate.kernel, facts) if splits else 0
+    kinds = [adaptation.kind for adaptation in candidate.adaptations]
+    if "apart" in kinds:
+        return 1
+    return batch_split.chunk(candidate.kernel, facts) if "split" in kinds else 0
 
 
 def _dict_of(function: Function, facts: Facts) -> str:

@@ -130,6 +130,8 @@ class Policy:
     allow_jit_compile: bool = field(init=False, compare=False, repr=False)
     jit: str = field(init=False, compare=False, repr=False)
     deterministic: bool = field(init=False, compare=False, repr=False)
+    batch_invariant: bool = field(init=False, compare=False, repr=False)
+    require_tp_invariant: bool = field(init=False, compare=False, repr=False)
     require_vetting: bool = field(init=False, compare=False, repr=False)
     log_selections: bool = field(init=False, compare=False, repr=False)
     debug: bool = field(init=False, compare=False, repr=False)
@@ -171,6 +173,7 @@ class Policy:
 
 _ATTRIBUTES = (
     *("enabled", "fallback_enabled", "strict_mode", "allow_adaptation", "allow_jit_compile", "deterministic"),
+    *("batch_invariant", "require_tp_invariant"),
     *("jit", "require_vetting", "log_selections", "debug", "layout", "memory_headroom_mb"),
     *("prefer_sources", "avoid_sources", "allow", "deny"),
     *("sampling_rate", "vet_in_background", "cache.enabled", "cache.max_size", "descriptors"),

@@ -74,6 +74,12 @@ SETTINGS: dict[str, Setting] = {
         ("background", "inline", "never"),
     ),
     "deterministic": Setting(bool, False, "choose only kernels that give the same bits each time"),
+    "batch_invariant": Setting(
+        bool, False, "choose only kernels that give a row the same bits alone and in every batch, by priority"
+    ),
+    "require_tp_invariant": Setting(
+        bool, False, "choose only kernels whose results have the same bits for every number of ranks, by priority"
+    ),
     "require_vetting": Setting(bool, True, "refuse plugin kernels that were not vetted on this machine"),
     "graph_strict_mode": Setting(
         bool,

@@ -87,7 +87,8 @@ def _without_autocast(routed: Routed) -> AbstractContextManager[Any]:
 
 def _is_free(policy: Policy) -> bool:
     """Whether nothing is said that could refuse the reference."""
-    return bool(policy.fallback_enabled and not (policy.deny or policy.rules or policy.locks))
+    bent = policy.deny or policy.rules or policy.locks or policy.batch_invariant or policy.require_tp_invariant
+    return bool(policy.fallback_enabled and not bent)
 
 
 def _check_policy(routed: Routed, policy: Policy, registry: Registry, state: CallState) -> None:

@@ -19,7 +19,16 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.limit_kinds import Dtype
 from layerzero.core.operation import Case, Operation
 from layerzero.engine.probe import mark_broken
-from layerzero.testing import accepted_arguments, artefacts, boundaries, execution, gradients, plan_reuse, randomness
+from layerzero.testing import (
+    accepted_arguments,
+    artefacts,
+    boundaries,
+    execution,
+    gradients,
+    invariance,
+    plan_reuse,
+    randomness,
+)
 from layerzero.testing.boundaries import LimitBreak
 from layerzero.testing.check_parts import Note, Play, fairly, just, one, refusal, with_sizes, with_value
 from layerzero.testing.compare import draws
@@ -179,6 +188,10 @@ class Battery:
             yield KernelCheck(f"a step that advances, {dtype}", just(execution.advanced, trial))
         if kernel.deterministic:
             yield KernelCheck(f"same bits, {dtype}", just(execution.repeats, trial))
+        if kernel.batch_invariant:
+            yield KernelCheck(f"rows in batches, {dtype}", just(invariance.batches, kernel, setting, base))
+        if kernel.tp_invariant:
+            yield KernelCheck(f"parts of ranks, {dtype}", just(invariance.ranks, kernel, setting, base))
         if kernel.grad and gradients.has_gradients(self.operation, setting.dtype):
             yield KernelCheck(f"gradients, {dtype}", just(gradients.gradients, trial))
             for form in FORMS:

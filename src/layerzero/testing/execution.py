@@ -105,14 +105,14 @@ def repeats(trial: Trial) -> Finding:
                 *as_tuple(result),
                 *(call.arguments[each] for each in mutated),
             ]
-            bits = [_bits(value).clone() for value in values]
+            bits = [bits(value).clone() for value in values]
             if number and not all(torch.equal(one, other) for one, other in zip(first, bits, strict=True)):
                 return Finding("wrong", f"declared deterministic, but run {number + 1} gave other bits than run 1")
             first = first or bits
     return Finding("passed", f"{REPEATS} runs, the same bits")
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def bits(tensor: Tensor) -> Tensor:
     """Its bytes, which torch compares of every dtype: of float8 it compares no numbers."""
     return tensor.detach().contiguous().flatten().view(torch.uint8)
 
@@ -133,7 +133,7 @@ def results_of_their_own(trial: Trial) -> Finding:
     problems = compare.problems(plan.run(**bound), call.arguments, truth)
     if problems:
         return Finding("wrong", f"with other values in the same tensors: {'; '.join(problems)}")
-    if not all(torch.equal(_bits(result), _bits(old)) for result, old in zip(first, kept, strict=True)):
+    if not all(torch.equal(bits(result), bits(old)) for result, old in zip(first, kept, strict=True)):
         return Finding("wrong", "a second call of the same plan changed the result of the first")
     return Finding("passed")
 

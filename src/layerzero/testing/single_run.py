@@ -11,7 +11,7 @@ import mmap
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -140,6 +140,7 @@ class _Trusting(MemoryLedger):
 def judged(kernel: Kernel, facts: Facts) -> Candidate:
     """The engine's verdict about a kernel for the facts of a call; what happened to it before does not count."""
     health, ledger = Health(lambda: None), _Trusting()
+    kernel = replace(kernel, asked_for=False) if kernel.asked_for else kernel
     (candidate,) = legality.judge([kernel], facts, current_policy(), this_machine(), health, ledger)
     return candidate
 

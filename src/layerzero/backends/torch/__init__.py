@@ -32,6 +32,8 @@ MODULES = (
     "softcap",
     "sparse",
     "symmetric",
+    "tiled",
+    "tiled_attention",
     "varlen",
     "weight_formats",
 )

@@ -127,6 +127,8 @@ KERNELS = (
             backend=TORCH,
             limits=(FLOATS,),
             load=_LOADS.get(name),
+            batch_invariant=True,
+            tp_invariant=True,
             handles_negated=True,
             priority=40,
             stock=True,
@@ -151,6 +153,8 @@ KERNELS = (
             accepts=("scale", "padding_idx", *accepts),
             limits=(FLOATS,),
             grad=True,
+            batch_invariant=True,
+            tp_invariant=True,
             handles_negated=True,
             priority=priority,
             stock=name == "torch.embedding" and not ending,  # a shard takes several functions

@@ -91,6 +91,8 @@ def _kernel(
         load=load,
         layout="NHD",
         limits=(FLOATS,),
+        batch_invariant=True,
+        tp_invariant=True,
         graph_safe=graph_safe,
         priority=20,
     )
@@ -147,6 +149,8 @@ KERNELS = (
         accepts=("interleaved",),
         limits=(FLOATS,),
         grad=True,
+        batch_invariant=True,
+        tp_invariant=True,
         priority=20,
     ),
     Kernel(
@@ -169,6 +173,8 @@ KERNELS = (
         accepts=("q_weight", "k_weight", "interleaved", "eps", "plus_one"),
         limits=(FLOATS, FINITE),
         grad=True,
+        batch_invariant=True,
+        tp_invariant=True,
         priority=20,
     ),
 )

@@ -30,6 +30,11 @@ def _infinite_float64(facts: Facts) -> Reason | None:
 FINITE = limit.Custom("on a GPU: no float64", _infinite_float64)
 
 
+def _summed_by_one(facts: Facts) -> bool:
+    """Threads share out the sum of a single row of 32,768 numbers or more, and of no row among others (torch 2.13)."""
+    return facts.size("hidden") < 2**15 or facts.device.platform != "cpu"
+
+
 _CHANNELS_LAST = (4, 5)
 """Numbers of axes that channels-last memory has."""
 
@@ -97,6 +102,8 @@ KERNELS = (
             accepts=("eps",),
             limits=(FLOATS, FINITE),
             grad=True,
+            batch_invariant=_summed_by_one,
+            tp_invariant=True,
             handles_negated=True,
             priority=10,
             stock=operation == "norm.rms",
@@ -115,6 +122,8 @@ KERNELS = (
         accepts=("normalized_shape", "weight", "bias", "eps"),
         limits=(FLOATS, limit.dim("hidden", min=2)),  # of one element it returns rounding noise
         grad=True,
+        batch_invariant=True,
+        tp_invariant=True,
         handles_negated=True,
         priority=40,
         stock=True,

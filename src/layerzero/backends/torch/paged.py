@@ -319,6 +319,8 @@ KERNELS = (
         load=load_append,
         layout="NHD",
         limits=(FLOATS,),
+        batch_invariant=True,
+        tp_invariant=True,
         priority=20,
     ),
     Kernel(

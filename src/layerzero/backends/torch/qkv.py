@@ -23,7 +23,8 @@ from layerzero.core.kernel import Kernel
 from layerzero.ops.linear.qkv import BIASES, Three, pieces
 
 
-def _load_three(facts: Facts, product: Callable[..., Tensor] | None = None) -> Callable[..., Any]:
+def load_three(facts: Facts, product: Callable[..., Tensor] | None = None) -> Callable[..., Any]:
+    """Three products, of three weights or of parts of a joined one."""
     linear = product or linear_for(facts)
 
     def apart(
@@ -83,9 +84,9 @@ def _load_joining(facts: Facts) -> Callable[..., Any]:
 
 
 _KINDS = (
-    ("torch.qkv_linear", ("mlp.qkv",), _load_three, BIASES, 50),
+    ("torch.qkv_linear", ("mlp.qkv",), load_three, BIASES, 50),
     ("torch.qkv_linear.joined", ("mlp.qkv.joined",), _load_one, ("kv_features", "q_bias"), 50),
-    ("torch.qkv_linear_apart.joined", ("mlp.qkv.joined",), _load_three, ("kv_features", "q_bias"), 30),
+    ("torch.qkv_linear_apart.joined", ("mlp.qkv.joined",), load_three, ("kv_features", "q_bias"), 30),
     ("torch.qkv_linear_joining", ("mlp.qkv",), _load_joining, BIASES, 15),
 )
 

@@ -280,6 +280,8 @@ KERNELS = (
             accepts=("positions", "interleaved"),
             limits=(FLOATS,),
             grad=True,
+            batch_invariant=True,
+            tp_invariant=True,
             handles_negated=load
             is not _load_inplace,  # torch 2.13 loses the sign where float32 is copied into a negated float16 view
             priority=20,
@@ -298,6 +300,8 @@ KERNELS = (
         accepts=("positions", "interleaved", "eps", "plus_one"),
         limits=(FLOATS, FINITE),
         grad=True,
+        batch_invariant=True,
+        tp_invariant=True,
         handles_negated=True,
         priority=20,
     ),
@@ -309,6 +313,8 @@ KERNELS = (
         accepts=(*SPLIT_ACCEPTS, "plus_one"),
         limits=(FLOATS, FINITE),
         grad=True,
+        batch_invariant=True,
+        tp_invariant=True,
         handles_negated=True,
         priority=20,
     ),

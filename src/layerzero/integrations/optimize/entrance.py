@@ -17,7 +17,8 @@ from layerzero.core.arguments import told
 from layerzero.core.device import Device
 from layerzero.core.errors import refuse
 from layerzero.core.system.resources import available_bytes
-from layerzero.engine.config import CONFIGURATION
+from layerzero.engine import invariance
+from layerzero.engine.config import CONFIGURATION, current_policy
 from layerzero.engine.frozen_choices import ranks_choose
 from layerzero.integrations.optimize.attention import diffusers, transformers
 from layerzero.integrations.optimize.attention.transformers import Search
@@ -31,6 +32,7 @@ from layerzero.integrations.optimize.selection import WHOLE, time_inputs, time_r
 from layerzero.integrations.optimize.swaps.candidate import watching
 from layerzero.integrations.optimize.swaps.swap import Swap, is_dense, is_swapped
 from layerzero.integrations.optimize.swaps.weights import Budget, Packs
+from layerzero.integrations.optimize.times.invariant import tell_cost
 from layerzero.integrations.optimize.times.report import NO_TIME, Left, Optimized, Replaced
 from layerzero.integrations.optimize.times.workload import RUN, TimeLeft, is_function, stock_of, workload_of
 from layerzero.integrations.tokenizers import is_tokenizer, optimize_tokenizer
@@ -137,6 +139,9 @@ def optimize(
 
     A tokenizer of Transformers comes back as one with the same interface and the same ids, whose texts the fastest
     exact library encodes (:func:`layerzero.integrations.tokenizers.optimize_tokenizer`).
+
+    Where ``batch_invariant`` or ``require_tp_invariant`` is on, all that is checked stays, whatever time it takes; the
+    report says what that costs on the inputs, and which products are left to the model's own code.
 
     Where ``distributed_selection`` is on, what another rank left is left, and ranks agree where this ends.
 
@@ -252,7 +257,9 @@ def _optimized(
     finders = FINDERS if asked is None else (asked.find, *FINDERS)
     with time.holding_back(0.0 if workload is None else time.expected_s(RUN, WHOLE)):  # else nothing tells what slows
         found = [each for finder in finders for each in report.sort(finder(search))]
-    targets = [] if workload is None or asked is not None else compiled_calls.compile_calls(search, report, watched)
+    invariant = invariance.demanded(current_policy())  # then nothing goes because of its time, and no compiler helps
+    left = workload is None or asked is not None or invariant
+    targets = [] if left else compiled_calls.compile_calls(search, report, watched)
     _join(found, root, report)
     for each in found:
         report.put_on(each)
@@ -264,22 +271,24 @@ def _optimized(
         budget = Budget(max(room - sum(map(compiled_calls.bytes_of, targets)), 0))
         for packs in report.packs:
             packs.bound(budget)
-    if workload is None:
+    if invariant:
+        tell_cost(report, workload)
+    elif workload is None:
         time_random_rows(search, report, graph=graph)
         requested.keep_sizes(search, report)
-    if padding:  # behind the timing of modules, which is at sizes of their own
+    if padding and not invariant:  # behind the timing of modules, which is at sizes of their own
         for each in list(report.sort(stacks.find(search))):
             report.put_on(each)
     if graph:  # behind the timing, whose runs of the model are no steps
         for each in report.sort(find_steps(search)):
             report.put_on(each)
     report._forget()
-    if workload is not None:
+    if workload is not None and not invariant:
         with time.holding_back(compiled_calls.timing_s(targets, workload, rounds)):
             time_inputs(search, report, before, rounds=rounds, isolate=isolate, graph=graph)
         requested.keep_sizes(search, report)
         compiled_calls.keep_faster(targets, report, workload, rounds)
-    elif report.replaced:
+    elif report.replaced and not invariant:
         report.tune.append("pass inputs= so that the calls which they make are measured and the gain is shown")
     if asked is not None and not report.made:
         report.tune += requested.hints(asked)

@@ -29,7 +29,7 @@ _JUDGED: dict[str, Any] = {
 }
 
 _ROWS = Axis("rows", scales=True, live=True, apart=True, leading=True)
-_AXES = (_ROWS, Axis("features", scales=True), NDIM)
+_AXES = (_ROWS, Axis("features", scales=True, shared=True), NDIM)
 _JOINED_AXES = (_ROWS, Axis("joined", scales=True), Axis("features", scales=True, implied=True), NDIM)
 _SHAPES = {"small": (33, 96), "decode": (1, 14336), "minilm": (1024, 1536), "batch_decode": (64, 14336)}
 

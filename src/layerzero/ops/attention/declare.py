@@ -50,7 +50,7 @@ HEAD_DIMS = (Axis("head_dim", codes=HEAD_DIM), Axis("value_dim", codes=HEAD_DIM)
 """Sizes of heads, which select code."""
 
 HEADS = (
-    Axis("kv_heads", scales=True, beside=True, apart=True, carries=("heads",)),
+    Axis("kv_heads", scales=True, beside=True, apart=True, shared=True, carries=("heads",)),
     Axis("heads", scales=True, beside=True),
     Axis("group", implied=True),
 )

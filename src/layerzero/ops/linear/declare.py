@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -265,7 +266,7 @@ LINEAR = operation(
     ),
     outputs=(tensor("output: ... out_features", dtype_from="out_dtype"),),
     params=(ACTIVATION, OUT_DTYPE, packed_param()),
-    axes=AXES,
+    axes=tuple(replace(each, shared=each.name in ("in_features", "out_features")) for each in AXES),
     cases=(
         sized_case("small", 33, 96, 64, bias=True),
         sized_case("small_gelu", 33, 96, 64, bias=True, activation="gelu"),

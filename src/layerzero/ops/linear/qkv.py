@@ -161,7 +161,7 @@ def _operation(name: str, summary: str, *, joined: bool) -> Operation:
             *((Param("kv_features", int, example=32),) if joined else ()),
             *(packed_param(each, of) for each, of in packed.items()),
         ),
-        axes=(*AXES, *(Axis(each, scales=True) for each in shapes.values())),
+        axes=(*AXES, *(Axis(each, scales=True, shared=not joined) for each in shapes.values())),
         cases=(
             _case("small", 33, 96, 64, 32, joined=joined, biased=True),
             _case("minilm", 1024, 384, 384, 384, joined=joined, biased=True),

@@ -36,7 +36,7 @@ CACHE_LAYOUTS = ("NHD", "HND")
 PAGES = (Axis("pages", live=True, works=False), Axis("max_blocks", scales=True, live=True))
 AXES = (
     Axis("batch", scales=True, live=True, beside=True, apart=True),
-    Axis("kv_heads", scales=True, beside=True, apart=True, carries=("heads",)),
+    Axis("kv_heads", scales=True, beside=True, apart=True, shared=True, carries=("heads",)),
     Axis("heads", scales=True, beside=True),
     Axis("seq_q", scales=True, live=True, codes=attn.LENGTH),
     Axis("group", implied=True),

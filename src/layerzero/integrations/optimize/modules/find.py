@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Linear, Module
 
 from layerzero.core.errors import InvalidCallError
+from layerzero.engine import invariance
 from layerzero.engine.config import current_policy
 from layerzero.integrations.optimize.attention.transformers import Search
 from layerzero.integrations.optimize.modules.convolutions import convolution
@@ -68,11 +69,12 @@ def find(search: Search) -> Iterator[Replaced | Left]:
 
 def _looked_at(module: Module, *, measured: bool) -> Iterator[Candidate | str]:
     """Ask each kind about a module: a checked candidate, or why there is none; of several kinds where it has parts."""
+    kept = measured or invariance.demanded(current_policy())  # torch's own kernel is another one then
     for kind in KINDS:
         candidate = _candidate(kind, module)
         if candidate is None:
             continue
-        if isinstance(candidate, Candidate) and not measured and candidate.is_torchs:
+        if isinstance(candidate, Candidate) and not kept and candidate.is_torchs:
             candidate = NO_GAIN
         yield candidate
         if isinstance(candidate, str) and module._modules:  # what it is made of may be something else that is known

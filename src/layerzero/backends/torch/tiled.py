@@ -1,0 +1,225 @@
+"""Products and activations whose bits do not depend on the batch: torch's own functions on tiles of one shape.
+
+A library picks its blocks by the number of rows: of torch's float32 products on a CPU 18 of 32 parts of a batch, of 1
+to 256 rows, had other bits than in the whole, of tiles of 32 rows none (AMD EPYC, torch 2.13, 2026-11-26). So 32 rows
+are multiplied at a time, on a GPU 128, the last tile filled up with zeros: every call has the same shape.
+
+torch's loops over elements compute the end of a range, which no vector fills, by another exponential: of 65,536 numbers
+silu gave 2,552 other bits there, gelu by tanh 10,380. So rows are filled up to whole vectors, and given to torch in
+pieces that one thread takes as a whole. On a GPU each element is computed alike.
+
+For ranks that share a product, its sum is a tree, too: blocks of a fixed length are multiplied, halves of the sum are
+added up, and so are halves of these. A rank that has half of the inputs has a branch, whatever the number of ranks.
+Library: torch >= 2.10, BSD-3-Clause.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from layerzero.backends.torch import qkv
+from layerzero.backends.torch.attention import FLOATS, TORCH
+from layerzero.backends.torch.varlen import linear_for
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.ops.activation.declare import ALONE, GATED, halves, turns
+from layerzero.ops.activation.formulas import FUNCTIONS
+from layerzero.ops.comm import tree_sum
+from layerzero.ops.linear import packed_blocks
+
+Product = Callable[..., Tensor]
+
+ROWS = {"cpu": 32}
+ROWS_ELSEWHERE = 128
+"""Rows of a tile. A GPU reads the weight once for each: 128 take it as long as one."""
+
+LEAF, OUTPUTS = 256, 256
+"""Inputs that are summed up by the library itself where a sum is a tree, and outputs that are computed at once."""
+
+_LINE = 64
+"""Bytes at which torch's own memory begins: libraries take another way for rows that begin elsewhere."""
+
+_VECTORS, _PIECE = 64, 2**14
+"""Elements that no vector of a CPU divides otherwise, and of a piece: torch shares out 32,768 and more."""
+
+
+def tiled(facts: Facts) -> Product:
+    """The product of any number of rows, a tile at a time."""
+    size, product = ROWS.get(facts.device.platform, ROWS_ELSEWHERE), linear_for(facts)
+
+    def run(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        rows = input.reshape(-1, input.shape[-1])
+        if not rows.is_contiguous() or rows.data_ptr() % _LINE:
+            rows = rows.clone(memory_format=torch.contiguous_format)
+        found = []
+        for tile in rows.split(size):
+            count = len(tile)
+            filled = tile if count == size else functional.pad(tile, (0, 0, 0, size - count))
+            found.append(product(filled, weight, bias)[:count])
+        output = found[0] if len(found) == 1 else torch.cat(found)
+        return output.view(*input.shape[:-1], len(weight))
+
+    return run
+
+
+def tree(facts: Facts) -> Product:
+    """The same by blocks of outputs, each the tree of the sums of its leaves, in float32 or wider."""
+    multiply, dtype = tiled(facts), facts["dtype"]
+    assert isinstance(dtype, torch.dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+
+    def branch(input: Tensor, weight: Tensor) -> Tensor:
+        length = weight.shape[1]
+        if length <= LEAF or length % 2:
+            return multiply(input.contiguous(), weight.contiguous())
+        half = length // 2
+        parts = ((input[..., :half], weight[:, :half]), (input[..., half:], weight[:, half:]))
+        return tree_sum([branch(*part) for part in parts])
+
+    def run(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        found = []
+        for block in weight.split(OUTPUTS):
+            count = len(block)
+            filled = block if count == OUTPUTS else functional.pad(block, (0, 0, 0, OUTPUTS - count))
+            found.append(branch(input.to(wide), filled.to(wide))[..., :count])
+        output = torch.cat(found, -1)
+        return (output if bias is None else output + bias).to(input.dtype)
+
+    return run
+
+
+def by_vectors(formula: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """An activation of rows in whole vectors, by pieces that torch does not share out among threads."""
+    shape, features = tensors[0].shape, tensors[0].shape[-1]
+    filled = [functional.pad(each, (0, -features % _VECTORS)) for each in tensors]
+    flat = [each.contiguous().view(-1).split(_PIECE) for each in filled]
+    found = torch.cat([formula(*pieces) for pieces in zip(*flat, strict=True)])
+    output = found.view(*shape[:-1], -1)[..., :features]
+    return output if output.is_contiguous() else output.contiguous()
+
+
+def _formulas(facts: Facts) -> Callable[[str], Callable[..., Tensor]]:
+    """Activations by name, as products are followed by them."""
+    if facts.device.platform != "cpu":
+        return FUNCTIONS.__getitem__
+    return lambda name: functools.partial(by_vectors, FUNCTIONS[name])
+
+
+def _load_linear(facts: Facts, make: Callable[[Facts], Product]) -> Callable[..., Any]:
+    product = make(facts)
+    after = None if facts["activation"] is None else _formulas(facts)(str(facts["activation"]))
+
+    def run(
+        input: Tensor,
+        weight: Tensor,
+        *,
+        bias: Tensor | None = None,
+        activation: str | None = None,  # it is a fact
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        result = out_dtype or input.dtype
+        if result != input.dtype:
+            input, weight, bias = input.to(result), weight.to(result), None if bias is None else bias.to(result)
+        output = product(input, weight, bias)
+        return output if after is None else after(output)
+
+    return run
+
+
+def _load_block(facts: Facts, make: Callable[[Facts], Product]) -> Callable[..., Any]:
+    product, after = make(facts), _formulas(facts)(str(facts["activation"]))
+    joined = facts["operation"] == "mlp.fused.joined"
+
+    def run(
+        input: Tensor,
+        up_weight: Tensor,
+        down_weight: Tensor,
+        gate_weight: Tensor | None = None,
+        *,
+        up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        gate_bias: Tensor | None = None,
+        activation: str,  # it is a fact
+    ) -> Tensor:
+        through = product(input, up_weight, up_bias)
+        if gate_weight is not None:
+            through = after(product(input, gate_weight, gate_bias)) * through
+        elif joined:
+            gate, up = halves(through)
+            through = after(gate) * up
+        else:
+            through = after(through)
+        return product(through, down_weight, down_bias)
+
+    return run
+
+
+def _load_three(facts: Facts, make: Callable[[Facts], Product]) -> Callable[..., Any]:
+    return qkv.load_three(facts, make(facts))
+
+
+def _load_activation(facts: Facts, formula: Callable[..., Tensor], gated: bool) -> Callable[..., Any]:
+    split = turns if str(facts["operation"]).endswith("interleaved") else halves
+
+    def run(input: Tensor, up: Tensor | None = None, **params: Any) -> Tensor:
+        tensors = (input,) if not gated else split(input) if up is None else (input, up)
+        return by_vectors(functools.partial(formula, **params), *tensors)
+
+    return run
+
+
+_KINDS: tuple[tuple[str, tuple[str, ...], Callable[..., Any], tuple[str, ...]], ...] = (
+    ("linear", ("mlp.linear",), _load_linear, ("bias", "activation", "out_dtype")),
+    ("mlp", packed_blocks.PLAIN, _load_block, ("activation", *packed_blocks.BIASES[:2])),
+    ("mlp.gated", packed_blocks.GATED, _load_block, ("activation", *packed_blocks.BIASES)),
+    ("qkv", ("mlp.qkv",), _load_three, qkv.BIASES),
+    ("qkv.joined", ("mlp.qkv.joined",), _load_three, ("kv_features", "q_bias")),
+)
+
+KERNELS = (
+    *(
+        Kernel(
+            id=f"torch.{name.partition('.')[0]}_{ending}{''.join(name.partition('.')[1:])}",
+            operations=operations,
+            backend=TORCH,
+            load=functools.partial(load, make=make),
+            accepts=accepts,
+            limits=(FLOATS,),
+            grad=True,
+            batch_invariant=True,
+            asked_for=True,
+            tp_invariant=make is tree,
+            handles_negated=True,
+            priority=priority,
+        )
+        for ending, make, priority in (("tiled", tiled, 3), ("tree", tree, 2))
+        for name, operations, load, accepts in _KINDS
+        if make is tiled or name in ("linear", "qkv")  # what a block sums up of ranks it would have rounded before
+    ),
+    *(
+        Kernel.of_expression(
+            *operations,
+            id=f"torch.{operations[0].name.partition('.')[2]}_tiled",
+            backend=TORCH,
+            limits=(limit.platform("cpu"), FLOATS),
+            load=functools.partial(
+                _load_activation,
+                formula=operations[0].expression or operations[0].reference,
+                gated=len(operations) > 1,
+            ),
+            batch_invariant=True,
+            asked_for=True,
+            tp_invariant=True,
+            handles_negated=True,
+            priority=3,
+        )
+        for operations in (*((each,) for each in ALONE), *GATED)
+    ),
+)

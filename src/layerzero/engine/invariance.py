@@ -1,0 +1,63 @@
+"""Bits that do not depend on the batch or on the number of ranks: which kernels the two settings leave.
+
+A declared kernel is chosen by priority and id: of two of them, one for few rows and one for many would give a row two
+results. What is exact needs no declaration, since its result is one number whatever computes it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from layerzero.core.facts import Facts
+from layerzero.core.judge import Exact
+from layerzero.core.kernel import Kernel
+from layerzero.core.operation import Operation, OpKind
+from layerzero.core.plan import Report
+from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.engine.policy import Policy
+
+_DEMANDS = {
+    "batch_invariant": (ReasonCode.BATCH_INVARIANCE_REQUIRED, "the same bits in every batch"),
+    "require_tp_invariant": (ReasonCode.TP_INVARIANCE_REQUIRED, "the same bits for every number of ranks"),
+}
+"""By setting, the reason and what is wanted."""
+
+
+def demanded(policy: Policy) -> bool:
+    """Whether bits must not depend on the batch or on the number of ranks, so that times decide nothing."""
+    return policy.batch_invariant or policy.require_tp_invariant
+
+
+def exact(operation: Operation) -> bool:
+    """Whether an operation's results are what they are, whatever computes them."""
+    return operation.kind is OpKind.TOKENIZATION or all(isinstance(each, Exact) for each in operation.judges.values())
+
+
+def in_batches(kernel: Kernel, facts: Facts) -> bool:
+    """Whether a kernel declares that a row of such a call has the same bits in every batch."""
+    return kernel.batch_invariant if isinstance(kernel.batch_invariant, bool) else kernel.batch_invariant(facts)
+
+
+def reasons(kernel: Kernel, facts: Facts, policy: Policy) -> list[Reason]:
+    """Why the settings leave a kernel out."""
+    if kernel.asked_for and not demanded(policy):
+        asked = "batch_invariant or require_tp_invariant"
+        return [Reason(ReasonCode.POLICY_DENIED, f"{asked}: false", "a kernel that nothing has to ask for", kernel.id)]
+    if exact(facts.operation):
+        return []
+    apart = facts.operation.kind is OpKind.COMMUNICATION  # it knows no rows
+    declared = {"batch_invariant": apart or in_batches(kernel, facts), "require_tp_invariant": kernel.tp_invariant}
+    return [
+        Reason(code, setting, wanted, "not declared to give them")
+        for setting, (code, wanted) in _DEMANDS.items()
+        if policy[setting] and not declared[setting]
+    ]
+
+
+def noted(report: Report, policy: Policy) -> Report:
+    """The report, with what the settings made of the choice, where they are on."""
+    if not demanded(policy):
+        return report
+    asked = [setting for setting in _DEMANDS if policy[setting]]
+    note = f"{' and '.join(asked)}: chosen by priority, without times, of kernels that declare it"
+    return msgspec.structs.replace(report, notes=(*report.notes, note))

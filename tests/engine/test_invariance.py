@@ -1,0 +1,98 @@
+"""Bits that do not depend on the batch or on ranks: the settings, what they choose, and conformance that proves it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.core.errors import NoKernelFoundError
+from layerzero.engine.registry import REGISTRY
+from layerzero.ops import OPERATIONS
+from layerzero.testing import invariance
+from layerzero.testing.sizes import CheckSetting, base_case
+
+
+def _kernel(operation, name):
+    return next(each for each in REGISTRY.candidates(operation) if each.id == name)
+
+
+def _checked(check, operation, kernel, dtype=torch.float32):
+    setting = CheckSetting(OPERATIONS[operation], dtype, "cpu", next(iter(OPERATIONS[operation].layouts), ""))
+    case, trial = base_case(kernel, setting)
+    assert trial is not None
+    assert not trial.reasons
+    return check(kernel, setting, case)
+
+
+@pytest.mark.parametrize(
+    ("operation", "name"),
+    [
+        ("mlp.linear", "torch.linear_tiled"),
+        ("mlp.silu_mul", "torch.silu_mul_tiled"),
+        ("attention.gqa.decode", "torch.sdpa.tiled_decode"),
+        ("norm.rms", "torch.rms_norm"),
+    ],
+)
+def test_kernels_that_declare_it_give_rows_the_same_bits_in_every_batch(operation, name):
+    found = _checked(invariance.batches, operation, _kernel(operation, name))
+    assert found.status == "passed", found
+
+
+def test_conformance_finds_a_kernel_that_declares_it_and_has_other_bits_in_a_batch():
+    planted = replace(_kernel("activation.silu", "torch.silu"), id="planted.silu", batch_invariant=True)
+    inner = planted.load
+
+    def load(facts):
+        run = inner(facts)
+        return lambda input: run(input) * (1 + 1e-6 * (input.numel() > input.shape[-1]))
+
+    found = _checked(invariance.batches, "activation.silu", replace(planted, load=load))
+    assert found.status == "wrong"
+    assert "batch_invariant" in found.message
+
+
+@pytest.mark.parametrize(
+    ("operation", "name"), [("mlp.linear", "torch.linear_tree"), ("attention.gqa.prefill", "torch.sdpa.tiled")]
+)
+def test_parts_of_1_2_and_4_ranks_have_the_bits_of_the_whole(operation, name):
+    found = _checked(invariance.ranks, operation, _kernel(operation, name))
+    assert found.status == "passed", found
+
+
+def test_conformance_finds_a_kernel_that_declares_tp_invariant_and_sums_in_another_order():
+    planted = replace(_kernel("mlp.linear", "torch.linear_tiled"), tp_invariant=True)
+    assert _checked(invariance.ranks, "mlp.linear", planted).status == "wrong"
+
+
+def test_the_setting_leaves_kernels_that_declare_it_and_none_of_these_runs_without():
+    x, weight = torch.randn(40, 96), torch.randn(64, 96) / 10
+    assert lz.which("linear", x, weight)["kernel_id"] != "torch.linear_tiled"
+    with lz.scope(batch_invariant=True):
+        assert lz.which("linear", x, weight)["kernel_id"] == "torch.linear_tiled"
+        whole = lz.linear(x, weight)
+        assert all(torch.equal(lz.linear(x[row : row + 1], weight), whole[row : row + 1]) for row in range(40))
+    with lz.scope(require_tp_invariant=True):
+        assert lz.which("linear", x, weight)["kernel_id"] == "torch.linear_tree"
+
+
+def test_prompts_cut_in_chunks_and_steps_have_the_bits_of_the_whole():
+    query, key, value = torch.randn(2, 40, 8, 32), torch.randn(2, 40, 2, 32), torch.randn(2, 40, 2, 32)
+    with lz.scope(batch_invariant=True):
+        whole = lz.attention(query, key, value, causal=True, layout="BSHD")
+        for start, end in ((0, 13), (13, 40), (39, 40), (7, 9), (0, 1)):
+            part = lz.attention(query[1:, start:end], key[1:, :end], value[1:, :end], causal=True, layout="BSHD")
+            assert torch.equal(part, whole[1:, start:end])
+
+
+def test_what_declares_nothing_runs_entries_of_the_batch_one_by_one_or_is_refused_by_name():
+    query, key, value = torch.randn(6, 20, 4, 16), torch.randn(6, 20, 4, 16), torch.randn(6, 20, 4, 16)
+    with lz.scope(batch_invariant=True), pytest.raises(NoKernelFoundError, match="BATCH_INVARIANCE_REQUIRED"):
+        lz.quantize(torch.randn(4, 64), "int8")
+    with lz.scope(batch_invariant=True), pytest.warns(UserWarning, match="alone"):
+        whole = lz.attention(query, key, value, softcap=5.0, layout="BSHD")
+    with lz.scope(batch_invariant=True):
+        alone = lz.attention(query[2:3], key[2:3], value[2:3], softcap=5.0, layout="BSHD")
+    assert torch.equal(alone, whole[2:3])
