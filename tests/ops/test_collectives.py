@@ -177,18 +177,25 @@ def test_collectives_are_not_measured():
         lz.tune("all_reduce", [(4, 8)])
 
 
-def test_a_kernel_that_fails_is_replaced_by_none_and_asked_again():
+@pytest.mark.parametrize(
+    ("error", "raised", "text"),
+    [
+        (RuntimeError("planted"), lz.KernelExecutionError, "the other ranks of the group run it, too"),
+        (torch.OutOfMemoryError("Tried to allocate 84 bytes"), torch.OutOfMemoryError, "84 bytes"),
+    ],
+)
+def test_a_kernel_that_fails_is_replaced_by_none_and_asked_again(error, raised, text):
     ran = []
 
     @lz.register_kernel("comm.all_reduce", "mine.failing", priority=90)
     def failing(input, *, group=None):
         ran.append(1)
         if len(ran) == 1:
-            raise RuntimeError("planted")
+            raise error
         return input.clone()
 
     try:
-        with pytest.raises(lz.KernelExecutionError, match="the other ranks of the group run it, too"):
+        with pytest.raises(raised, match=text):
             lz.all_reduce(torch.ones(3, 7), group=ALONE)
         assert torch.equal(lz.all_reduce(torch.ones(3, 7), group=ALONE), torch.ones(3, 7))
     finally:
