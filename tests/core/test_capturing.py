@@ -15,6 +15,8 @@ import torch
 import layerzero as lz
 from engine_example import loaded
 from layerzero.core import graph_capture
+from layerzero.core.device import Device
+from layerzero.engine import transforms
 from layerzero.engine.registry import REGISTRY
 
 example = pytest.fixture(scope="module")(loaded)
@@ -124,15 +126,19 @@ def test_the_example_engine_collects_nothing_in_a_capture(captures, example):
     replay()
 
 
-def made(kept):
-    """A kernel that holds something of its own, as a constant on a device; and a call of it."""
+def made(kept, anew=False):
+    """A kernel that holds something of its own, as a constant on a device; and a call of it.
+
+    ``anew``: what it holds depends on whether a capture is open.
+    """
 
     class Constant:
         """Stands for memory that a captured kernel reads at each replay."""
 
     def load(facts):
         constant = Constant()
-        kept.append(weakref.ref(constant))
+        if not anew or facts["capturing"]:
+            kept.append(weakref.ref(constant))
 
         def norm(input, weight, *, eps):
             assert constant is not None
@@ -142,7 +148,15 @@ def made(kept):
 
     backend = lz.Backend("mine", "holds things", import_name="torch", distribution="torch")
     REGISTRY.register_kernel(
-        lz.Kernel(id="mine.norm", operations=("norm.rms",), backend=backend, load=load, accepts=("eps",), priority=100)
+        lz.Kernel(
+            id="mine.norm",
+            operations=("norm.rms",),
+            backend=backend,
+            load=load,
+            accepts=("eps",),
+            priority=100,
+            graph_safe=True,
+        )
     )
     lz.lock("norm.rms", "mine.norm")
     return lambda: lz.rms_norm(torch.ones(2, 8), torch.ones(8))
@@ -162,6 +176,26 @@ def test_what_a_capture_used_lives_as_long_as_its_graph(captures):
     assert kept[0]() is not None
     del graph
     captures[1].clear()
+    gc.collect()
+    assert kept[0]() is None
+
+
+def test_what_is_chosen_anew_in_a_capture_lives_as_long_as_its_graph(captures, monkeypatch):
+    """No table keeps such a plan."""
+    monkeypatch.setattr(Device, "supports_graphs", property(lambda _: True))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(captures[1]))
+    monkeypatch.setattr(transforms, "capturing", lambda _: bool(captures[1]))
+    kept = []
+    call = made(kept, anew=True)
+    call()
+    assert kept == []
+    graph = Graph()
+    with lz.capturing(graph):
+        call()
+    gc.collect()
+    assert len(kept) == 1
+    assert kept[0]() is not None
+    del graph
     gc.collect()
     assert kept[0]() is None
 

@@ -94,7 +94,7 @@ _ALWAYS: dict[int, object] = {}
 """The same of captures that did not begin here, whose graphs are not known; by identity, each once."""
 
 _HERE = threading.local()
-"""The mark and the device of the capture that this thread is in; and the devices whose libraries are ready for one."""
+"""The mark and device of the capture that this thread is in, and what it used; devices whose libraries are ready."""
 
 
 @contextmanager
@@ -135,15 +135,16 @@ def capturing(
     before = torch.cuda.current_stream(device), torch.cuda.current_stream()
     given, pool = pool, torch.cuda.graph_pool_handle() if pool is None else _INSTEAD.get((device, pool), pool)
     stream = _stream_on(device) if stream is None else stream
-    outer = getattr(_HERE, "mark", None), getattr(_HERE, "device", None)
-    _HERE.mark, _HERE.device = object(), device
+    outer = tuple(getattr(_HERE, name, None) for name in ("mark", "device", "used"))
+    used: list[object] = []
+    _HERE.mark, _HERE.device, _HERE.used = object(), device, used
     began = False
     kept = [tell() for tell in KEEPERS]
     try:
         with held_off(), torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=capture_error_mode):
             began = True
             yield
-        _KEPT[graph] = (*kept, *(tell() for tell in KEEPERS))
+        _KEPT[graph] = (*kept, *(tell() for tell in KEEPERS), *used)
         strange = [f"cuda:{each}" for each, count in _allocations_elsewhere(device).items() if count != elsewhere[each]]
         if strange:
             text = f"while a graph of cuda:{device} was captured, memory was allocated on {', '.join(strange)}"
@@ -159,7 +160,7 @@ def capturing(
         _generator_freed(device)
         raise
     finally:
-        _HERE.mark, _HERE.device = outer
+        _HERE.mark, _HERE.device, _HERE.used = outer
 
 
 def check_device(index: int | None, *, inside: bool) -> None:
@@ -212,9 +213,11 @@ def _first_calls(device: torch.device) -> None:
 
 
 def keep(thing: object) -> None:
-    """Keep what is used in a capture for the life of the process, unless its graph is known, which keeps it."""
+    """Keep what is used in a capture for the life of its graph, or of the process where the graph is not known."""
     if getattr(_HERE, "mark", None) is None:
         _ALWAYS[id(thing)] = thing
+    else:
+        _HERE.used.append(thing)
 
 
 def _let_go() -> None:

@@ -268,9 +268,6 @@ class Dispatcher:
 
     def _keep(self, key: Key, policy: Policy, epoch: int, plan: Plan) -> None:
         self.engine.history.add(self.function.name, key.exact, plan.report.facts, policy)
-        if plan.report.facts["capturing"]:
-            graph_capture.keep(plan)
-            logging_once.tell_capture(plan)
         if not policy.cache_enabled:
             return
         self.engine.ledger.called(plan.report.facts)
@@ -385,6 +382,9 @@ class Dispatcher:
             SERVICES.build_later(unbuilt, facts)
 
     def _tell(self, plan: Plan, policy: Policy) -> None:
+        if plan.report.facts["capturing"]:
+            graph_capture.keep(plan)
+            logging_once.tell_capture(plan)
         departed = self.engine.frozen.chose(plan, policy) if self.engine.frozen is not None else None
         if departed is not None:
             logging_once.tell_departure(plan, departed)
