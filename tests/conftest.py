@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.metadata
+import logging
 import math
 import os
 import random
@@ -40,6 +42,9 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
         signal.getsignal(number) is signal.SIG_IGN
     ):  # as in the background of a shell; what tests start would be deaf to it
         signal.signal(number, handler)
+for logger in logging.root.manager.loggerDict.values():  # pytest hangs handlers on each of torch's 40, six times a test
+    if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
+        logger.propagate = True
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a child compiles this package anew otherwise: 0.5 s of its 3
 os.environ["LAYERZERO_CACHE_DIR"] = ""  # neither tests nor their children touch the user's files
 os.environ["LAYERZERO_JIT"] = "never"  # nothing compiles behind a test that does not ask for it
@@ -99,6 +104,8 @@ def pytest_collection_finish():
     """Forget what test modules chose while they were read, as one that quantizes: the first test began with it."""
     ENGINE.bump()
     ENGINE.history.forget()
+    gc.collect()
+    gc.freeze()  # what modules made stays: a test that collects looked through all of it, for 0.4 s
 
 
 def standing_still():

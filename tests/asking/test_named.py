@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import layerzero as lz
-from drawing import examples
+from drawing import at_once, examples
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
 from layerzero.ops import FUNCTIONS, PLAIN_FUNCTIONS
@@ -36,7 +36,7 @@ def test_a_function_is_as_good_as_its_name(question):
     assert plain(question(operation, X, W)) == plain(question("norm.rms", X, W))
 
 
-@pytest.mark.parametrize("name", [*FUNCTIONS, *PLAIN_FUNCTIONS])
+@at_once("name", [*FUNCTIONS, *PLAIN_FUNCTIONS])
 def test_every_public_function_names_itself(name):
     assert lz.list_kernels(getattr(lz, name)) == lz.list_kernels(name)
 

@@ -589,7 +589,7 @@ def test_the_environment_shows_as_an_origin(monkeypatch):
 
 
 def test_a_wrong_variable_is_one_error_line():
-    result = process("doctor", LAYERZERO_STRICT_MOD="1")
+    result = process("config", "show", LAYERZERO_STRICT_MOD="1")
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.splitlines()[0] == (
         "error: environment: LAYERZERO_STRICT_MOD means nothing; did you mean 'LAYERZERO_STRICT_MODE'?"

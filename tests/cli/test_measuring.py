@@ -13,6 +13,7 @@ from torch.nn.functional import rms_norm
 from typer.testing import CliRunner
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.cli import bench_tables, flags
 from layerzero.cli.app import main
 from layerzero.core.operation import Work
@@ -201,7 +202,7 @@ MOVES_ALONE = {
 UNKNOWN = {"posenc.alibi"}  # its lengths are passed, so that no fact tells them
 
 
-@pytest.mark.parametrize("name", sorted(OPERATIONS.keys() - UNKNOWN))
+@at_once("name", sorted(OPERATIONS.keys() - UNKNOWN))
 def test_every_operation_says_how_much_there_is_to_do(name):
     facts = next(jobs_of_cases([name], ["bfloat16"])).facts("cpu")
     work = OPERATIONS[name].work(facts)
@@ -214,10 +215,10 @@ def test_an_operation_whose_sizes_are_passed_has_no_work(name):
     assert OPERATIONS[name].work is None
 
 
-@pytest.mark.parametrize("queries", [1, 3, 7])
-@pytest.mark.parametrize("keys", [3, 7, 9])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("window", [None, (2, 0), (1, 3), (-1, 2), (0, 0)])
+@at_once("queries", [1, 3, 7])
+@at_once("keys", [3, 7, 9])
+@at_once("causal", [True, False])
+@at_once("window", [None, (2, 0), (1, 3), (-1, 2), (0, 0)])
 def test_pairs_are_those_that_the_mask_shows(queries, keys, causal, window):
     left, right = window or (-1, -1)
     seen = 0

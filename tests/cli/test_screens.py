@@ -333,6 +333,7 @@ def test_tune_takes_parameters_and_says_what_its_brackets_are():
     def mine(input, weight, *, eps=1e-6):
         return rms_norm(input, weight.shape, weight, eps)
 
+    lz.configure(deny=OTHERS)
     result = run("tune rms_norm --param eps=0.1 --shapes 4x64 --dtype float32 --no-isolation --samples 3 --again")
     assert "rms_norm" in result.output
     assert "in brackets: how many times as long the next one takes; noise: no longer than times" in result.output

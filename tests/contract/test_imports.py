@@ -236,6 +236,7 @@ lz.rms_norm
 before = set(sys.modules)
 lz.list_kernels()
 assert imported(before) == {{"layerzero"}}, ("declarations import", imported(before))
+assert "layerzero.tuning.keeping.database" not in sys.modules
 lz.explain("rms_norm", torch.ones(2, 8), torch.ones(8))
 loaded = imported(known) & set({sorted(libraries())!r})
 assert not loaded, ("declarations import libraries", loaded)

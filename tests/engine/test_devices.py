@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.asking.answers import explain_facts
 from layerzero.core.device import Device, cpu_of_this_machine, generation_of
 from layerzero.core.known_devices import KNOWN_DEVICES
@@ -191,7 +192,7 @@ def test_versions_are_compared_as_numbers():
     assert newer.kernel_id == "flash_attn.v2"  # as text, 2.10 would be older than 2.5
 
 
-@pytest.mark.parametrize("name", list(KNOWN_DEVICES))
+@at_once("name", list(KNOWN_DEVICES))
 def test_every_known_device_gets_attention_with_torch_alone(name):
     report = attention(name, libraries={})
     assert report.kernel_id is not None
@@ -215,7 +216,7 @@ def test_rules_match_compute_capability_and_length():
         assert {term.name for term in cudnn.terms} == {"priority"}
 
 
-@pytest.mark.parametrize("name", list(KNOWN_DEVICES))
+@at_once("name", list(KNOWN_DEVICES))
 def test_a_device_is_known_by_its_drivers_name(name):
     device = KNOWN_DEVICES[name]
     assert Device.named(device.name) is Device.named(name.lower()) is device

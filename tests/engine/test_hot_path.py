@@ -15,6 +15,7 @@ import torch
 from torch.autograd import forward_ad
 
 import layerzero as lz
+from drawing import examples
 from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Case
 from layerzero.engine import accelerator
@@ -596,7 +597,7 @@ def test_nothing_leaks(path):
             with pytest.raises(lz.InvalidCallError):
                 lz.rms_norm(x, torch.ones(5))
 
-    count = 300_000 if path == "native" else 30_000
+    count = examples(400_000) if path == "native" else examples(40_000)
     work(2000)
     gc.collect()
     before, memory, plans_before = [sys.getrefcount(each) for each in watched], resident_bytes(), _plans_alive()

@@ -41,6 +41,9 @@ print(json.dumps({
 """
 
 
+pytestmark = pytest.mark.slow  # pip builds a package; tests/reliability/test_plugins.py has plugins that need no pip
+
+
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
     target = tmp_path_factory.mktemp("site")
@@ -92,7 +95,6 @@ def test_its_broken_entry_point_is_reported_and_harmless(answers):
     assert any("plugin example_broken was not loaded" in issue for issue in answers["issues"])
 
 
-@pytest.mark.slow
 def test_it_conforms_as_its_own_tests_would_show(environment):
     script = [sys.executable, str(PLUGIN / "conformance.py")]
     run = subprocess.run(script, env=environment, check=True, capture_output=True, text=True)
@@ -118,7 +120,6 @@ print(lz.explain("example_doubled", torch.randn(3, 8)).operation)
 """
 
 
-@pytest.mark.slow
 def test_an_entry_point_may_bring_an_operation_and_its_function(environment):
     def said(script, **more):
         command = [sys.executable, "-c", script]

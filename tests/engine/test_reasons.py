@@ -10,6 +10,7 @@ import torch
 
 import layerzero as lz
 import vocabularies
+from drawing import at_once
 from layerzero.core.kernel import Trust
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine.registry import REGISTRY
@@ -369,7 +370,7 @@ def test_every_code_is_produced_through_a_public_function(code):
     assert code in PRODUCERS[code]()
 
 
-@pytest.mark.parametrize("code", list(ReasonCode), ids=str)
+@at_once("code", list(ReasonCode))
 def test_every_code_has_a_text_that_names_wanted_and_got(code):
     reason = Reason(code, "FACT", "WANTED", "GOT", "Next step")
     assert "GOT" in reason.message

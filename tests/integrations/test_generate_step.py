@@ -9,6 +9,7 @@ import torch
 
 import layerzero as lz
 from decoders import Recorded, greedy, made, state_of, tokens, transformers
+from drawing import mostly
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning"),
@@ -24,7 +25,7 @@ def generated(model: Any, new: int = 8, ids: torch.Tensor | None = None, **numbe
     return torch.cat(found, -1)
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen3"])
+@pytest.mark.parametrize("kind", mostly(["Llama", "Mistral", "Qwen3"], {"Mistral"}))
 @pytest.mark.parametrize("optimized", ["not", "graph"])
 def test_greedy_steps_give_the_tokens_of_generate(kind: str, optimized: str, where: str) -> None:
     model = made(kind)
@@ -37,28 +38,28 @@ def test_greedy_steps_give_the_tokens_of_generate(kind: str, optimized: str, whe
         assert state_of(report).graphs == (1 if where == "device" else 0)
 
 
-@pytest.mark.parametrize(
-    "numbers",
-    [
-        {"temperature": 1.5},
-        {"top_k": 7},
-        {"top_p": 0.8, "temperature": 2.0},
-        {"top_k": 9, "top_p": 0.9},
-        {"min_p": 0.05},
-        {"min_p": 0.02, "top_k": 12, "top_p": 0.9, "temperature": 1.3},
-    ],
-    ids=" ".join,
-)
-def test_the_same_seed_gives_the_same_draws(numbers: dict[str, Any], where: str) -> None:
+DRAWN: list[dict[str, Any]] = [
+    {"temperature": 1.5},
+    {"top_k": 7},
+    {"top_p": 0.8, "temperature": 2.0},
+    {"top_k": 9, "top_p": 0.9},
+    {"min_p": 0.05},
+    {"min_p": 0.02, "top_k": 12, "top_p": 0.9, "temperature": 1.3},
+]
+
+
+def test_the_same_seed_gives_the_same_draws(where: str) -> None:
     model = made()
     lz.optimize(model, graph=True)
-    before = torch.random.get_rng_state()
-    first = generated(model, seed=5, **numbers)
-    assert where == "device" or torch.equal(torch.random.get_rng_state(), before)
-    torch.manual_seed(123)
-    assert torch.equal(generated(model, seed=5, **numbers), first)
-    assert not torch.equal(generated(model, seed=6, **numbers), first)
-    assert not torch.equal(first, greedy(model, tokens(), 8))
+    likeliest = greedy(model, tokens(), 8)
+    for numbers in DRAWN:
+        before = torch.random.get_rng_state()
+        first = generated(model, seed=5, **numbers)
+        assert where == "device" or torch.equal(torch.random.get_rng_state(), before)
+        torch.manual_seed(123)
+        assert torch.equal(generated(model, seed=5, **numbers), first), numbers
+        assert not torch.equal(generated(model, seed=6, **numbers), first), numbers
+        assert not torch.equal(first, likeliest), numbers
 
 
 def test_without_a_seed_torchs_generator_goes_on(where: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import mostly
 
 transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
 
@@ -50,6 +51,9 @@ MODELS: dict[str, Callable[[], Any]] = {
         transformers.T5Config(**T5, feed_forward_proj="gated-gelu")
     ),
 }  # fmt: skip
+UNLIKE = {"llama", "gemma2", "phi3", "gpt2", "bert", "t5 gated"}
+"""The others differ from one of these in a bias, a window or a norm."""
+
 ENCODERS = ("bert", "t5", "t5 gated")
 DECODERS = tuple(name for name in MODELS if name not in ENCODERS)
 
@@ -94,7 +98,7 @@ def test_modules_are_found_by_what_they_compute(name: str) -> None:
     assert "replaced" in str(report)
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", mostly(DECODERS, UNLIKE))
 def test_greedy_tokens_are_stocks(name: str) -> None:
     model = made(name)
     ids = tokens()
@@ -107,7 +111,7 @@ def test_greedy_tokens_are_stocks(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", mostly(MODELS, UNLIKE))
 def test_results_are_as_near_to_the_truth_as_stocks(name: str, dtype: torch.dtype) -> None:
     model = made(name, dtype)
     truth = output(copy.deepcopy(model).double())
@@ -134,7 +138,7 @@ def test_what_is_found_does_not_depend_on_the_default_dtype(name: str) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", mostly(MODELS, UNLIKE))
 def test_undo_gives_back_what_was(name: str) -> None:
     model = made(name)
     values = {key: value.clone() for key, value in model.state_dict().items()}
@@ -370,7 +374,7 @@ def test_a_failing_input_leaves_the_model_as_it_was() -> None:
 
 
 @pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize("planted", ["zeros", "no mask", "no scale"])
+@pytest.mark.parametrize("planted", mostly(["zeros", "no mask", "no scale"], {"no mask"}))
 @pytest.mark.parametrize("inputs", [False, True])
 def test_wrong_attention_is_refused_by_name(planted: str, inputs: bool) -> None:
     def wrong(
@@ -449,7 +453,7 @@ def test_what_hidden_tokens_give_is_not_compared(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.usefixtures("packs")
-@pytest.mark.parametrize("state", ["new", "new, with inputs", "used"])
+@pytest.mark.parametrize("state", mostly(["new", "new, with inputs", "used"], {"new, with inputs", "used"}))
 def test_a_sentence_transformer_gives_the_same_embeddings(state: str, tmp_path: Any) -> None:
     """A new one is in training mode until it encodes."""
     library = pytest.importorskip("sentence_transformers", reason="needs sentence-transformers")

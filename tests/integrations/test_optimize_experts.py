@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from torch import nn
 
 import layerzero as lz
-from drawing import examples
+from drawing import examples, mostly
 from layerzero.integrations.optimize.modules.experts import experts
 from layerzero.integrations.optimize.swaps.candidate import Candidate
 from layerzero.ops.moe.experts import GATES, gated
@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 QUICK = ("Mixtral", "GptOss", "DeepseekV3", "Qwen3Next")
-NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in mixtures.NAMES]
+NAMES = mostly(mixtures.NAMES, QUICK)
 PACKED, EACH = "vllm.cpu.experts_packed", "torch.experts_each"
 
 
@@ -243,7 +243,7 @@ def test_they_are_found_and_write_the_same_tokens_until_undone(name: str, kernel
     assert torch.equal(mixtures.logits(model), mixtures.logits(stock))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly(mixtures.NAMES, {"Mixtral", "GptOss"}))
 def test_bfloat16_is_as_near_to_the_truth_as_stock(name: str, kernel: str) -> None:
     need(kernel, torch.bfloat16)
     stock, model = mixtures.made(name, torch.bfloat16), mixtures.made(name, torch.bfloat16)

@@ -10,6 +10,7 @@ import torch
 
 import layerzero as lz
 from clock import Ticking
+from drawing import mostly
 from layerzero.integrations.optimize.times import timing
 
 transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
@@ -105,7 +106,7 @@ WEIGHTS: dict[str, tuple[str, dict[str, Any]]] = {  # families without torch's f
 }
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("name", mostly(WEIGHTS, {"LongT5", "MiniMax", "Llama", "Bert"}))
 def test_a_call_that_asks_for_attention_weights_gets_what_stock_gives(name: str) -> None:
     model, sizes = WEIGHTS[name]
     stock = random_model(name, model, sizes)
@@ -212,7 +213,7 @@ MUTATIONS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
-@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+@pytest.mark.parametrize("family", mostly(["Llama", "Gemma2"], {"Gemma2"}))
 def test_a_change_of_any_module_within_a_decoder_layer_counts(family: str, mutation: str) -> None:
     sizes = HEAD | {"attention_dropout": 0.5}
     stock = random_model(family, "ForCausalLM", sizes)

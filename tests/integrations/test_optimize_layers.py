@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import mostly
 from layerzero.engine.dispatch import ENGINE
 from layerzero.integrations.optimize.attention.transformers import AttentionSwap
 from layerzero.integrations.optimize.layers import find as whole
@@ -103,17 +104,17 @@ def test_a_layer_is_compared_with_transformers_attention_also_where_layerzeros_i
     assert model.config._attn_implementation == "layerzero"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly(KINDS, {"Llama", "Gemma2", "Phi3", "Olmo2", "StableLm", "Olmoe", "GptOss"}))
 def test_layers_are_taken_whole_and_give_stocks_tokens(kind: str, weights: str) -> None:
     model, ids = made(kind), tokens()
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
-    arguments: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 64, "do_sample": False}
-    expected, plain = model.generate(ids, **arguments), model.generate(ids, max_new_tokens=64, do_sample=False)
+    arguments: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 16, "do_sample": False}
+    expected, plain = model.generate(ids, **arguments), model.generate(ids, max_new_tokens=16, do_sample=False)
     report = lz.optimize(model)
     assert "layer" in {each.kind for each in report.replaced}, report
     assert torch.equal(model.generate(ids, **arguments), expected)
-    assert torch.equal(model.generate(ids, max_new_tokens=64, do_sample=False), plain)
+    assert torch.equal(model.generate(ids, max_new_tokens=16, do_sample=False), plain)
     report.undo()
     assert torch.equal(model.generate(ids, **arguments), expected)
 
@@ -281,7 +282,7 @@ def test_layers_know_what_they_cover(kind: str) -> None:
     assert heard == [1, 1]
 
 
-@pytest.mark.parametrize("kind", MIXTURES)
+@pytest.mark.parametrize("kind", mostly(MIXTURES, {"Mixtral", "GptOss"}))
 def test_a_layer_around_experts_is_proved_by_itself(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong attention is found though a stand-in computes for the experts, and nobody is left with the stand-in."""
     project = Heads.project

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import mostly
 
 transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
 pytest.importorskip("transformers.integrations.moe", reason="needs its interface for experts")
@@ -20,6 +21,8 @@ import mixtures  # noqa: E402  # it imports transformers
 
 from layerzero.core.errors import LayerZeroWarning  # noqa: E402
 from layerzero.integrations import transformers_experts as integration  # noqa: E402
+
+UNLIKE = {"Mixtral", "GptOss", "DeepseekV3", "Qwen3Next"}
 
 OURS = {"experts_implementation": "layerzero"}
 
@@ -45,14 +48,14 @@ def kernels(model: Any) -> list[str]:
     return [row.kernel for row in lz.trace(model, mixtures.tokens()).rows if row.operation == "moe.experts"]
 
 
-@pytest.mark.parametrize("name", mixtures.NAMES)
+@pytest.mark.parametrize("name", mostly(mixtures.NAMES, UNLIKE))
 def test_it_writes_the_same_tokens(name: str) -> None:
     stock, ours = mixtures.made(name), mixtures.made(name, **OURS)
     assert len(kernels(ours)) == len(mixtures.experts_of(ours))
     assert mixtures.written(ours) == mixtures.written(stock)
 
 
-@pytest.mark.parametrize("name", mixtures.NAMES)
+@pytest.mark.parametrize("name", mostly(mixtures.NAMES, UNLIKE))
 def test_a_prompt_and_tokens_after_it_give_what_stock_gives(name: str) -> None:
     stock, ours = mixtures.made(name), mixtures.made(name, **OURS)
     scale = mixtures.logits(stock).abs().max()
@@ -60,7 +63,7 @@ def test_a_prompt_and_tokens_after_it_give_what_stock_gives(name: str) -> None:
         torch.testing.assert_close(run(ours) / scale, run(stock) / scale, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", mixtures.NAMES)
+@pytest.mark.parametrize("name", mostly(mixtures.NAMES, UNLIKE))
 def test_bfloat16_is_as_near_to_the_truth_as_stock(name: str) -> None:
     stock, ours = mixtures.made(name, torch.bfloat16), mixtures.made(name, torch.bfloat16, **OURS)
     mixtures.assert_as_near(mixtures.logits(ours), mixtures.logits(stock), mixtures.logits(mixtures.true(stock)))
@@ -79,7 +82,7 @@ def calls_of(experts: Any, dtype: torch.dtype = torch.float32, rows: int = 33) -
     return [torch.randn(rows, 64, generator=generator).to(dtype), ids, shares]
 
 
-@pytest.mark.parametrize("name", mixtures.NAMES)
+@pytest.mark.parametrize("name", mostly(mixtures.NAMES, UNLIKE))
 def test_gradients_are_stocks(name: str) -> None:
     pair = mixtures.made(name), mixtures.made(name, **OURS)
     for model in pair:

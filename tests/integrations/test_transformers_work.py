@@ -18,13 +18,16 @@ transformers = pytest.importorskip("transformers", "5.0", reason="needs transfor
 
 import architectures  # noqa: E402  # it imports transformers
 from architectures import Architecture, inputs  # noqa: E402
-from test_transformers_breadth import DECODERS, EVERY, QUICK, _registered, assert_equal, named, pytestmark  # noqa: E402, F401
+from test_transformers_breadth import DECODERS, EVERY, _registered, assert_equal, named, pytestmark  # noqa: E402, F401
 
 from counting import events  # noqa: E402
 from layerzero.integrations import transformers as integration  # noqa: E402
 
+FEW = {"Llama", "Gemma2", "GptOss", "DeepseekV3", "Bart"}
 
-@pytest.mark.parametrize("way", [pytest.param("attention", marks=pytest.mark.slow), "optimized"])
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["attention", "optimized"])
 def test_a_compiled_step_on_a_gpu_traces_to_what_stocks_does(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token over a static cache, as one graph: no operator that the compiler cannot see into, and no copy more."""
     monkeypatch.setattr(integration, "_COMPILED", frozenset({"cpu"}))
@@ -115,7 +118,7 @@ def test_float_masks_that_hide_only_the_future_are_not_read(name: str, monkeypat
 
 
 @pytest.mark.usefixtures("packs")
-@named(EVERY, {*QUICK, "GPTNeoX", "Bamba", "Wav2Vec2"})
+@named(EVERY, {*FEW, "GPTNeoX", "Bamba", "Wav2Vec2"})
 def test_an_optimized_model_gives_what_it_gave_and_is_given_back(architecture: Architecture) -> None:
     """Also those whose layers cannot be run by themselves: their cache has another name, or they return a tuple."""
     stock, _ = architecture.pair()
@@ -139,7 +142,7 @@ def test_an_optimized_model_gives_what_it_gave_and_is_given_back(architecture: A
 
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # of torch 2.11
-@named(EVERY, QUICK)
+@named(EVERY, FEW)
 def test_eager_calls_copy_no_more_than_stocks(architecture: Architecture) -> None:
     """A call without padding: how often torch copies, by its profiler."""
     stock, ours = architecture.pair()

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.backends.torch import softcap as cuda_scored
 from layerzero.backends.torch.softcap import scored
 from layerzero.ops.attention.reference import attention_reference
@@ -49,10 +50,10 @@ def _pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("_pieces")
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@at_once("dtype", TOLERANCE)
 @pytest.mark.parametrize(("seq_q", "seq_k"), [(1, 20), (7, 7), (5, 20), (20, 17)])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("more", [{"softcap": 3.0}, {"sinks": SINKS}, {"softcap": 3.0, "sinks": SINKS}], ids=str)
+@at_once("causal", [False, True])
+@at_once("more", [{"softcap": 3.0}, {"sinks": SINKS}, {"softcap": 3.0, "sinks": SINKS}])
 def test_lengths_and_causality(dtype: torch.dtype, seq_q: int, seq_k: int, causal: bool, more: dict[str, Any]) -> None:
     check(*tensors(seq_q, seq_k, dtype), causal=causal, **more)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.core.device import Device
 from layerzero.engine.probe import this_machine
 from layerzero.engine.registry import REGISTRY
@@ -107,7 +108,7 @@ def test_a_call_is_the_same_wherever_it_is_drawn():
                 assert not bits or torch.equal(*bits), name
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
+@at_once("function", FUNCTIONS)
 def test_a_call_with_other_data_lies_in_memory_as_it_did(function):
     for number in range(25):
         first, other = (random_call(3, number, function=function, data=data) for data in (0, 1))

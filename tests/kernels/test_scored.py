@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.backends.torch import softcap
 from layerzero.ops.attention.reference import attention_reference
 
@@ -56,9 +57,9 @@ def _rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.usefixtures("_rows")
 @pytest.mark.parametrize("name", KERNEL)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@at_once("dtype", TOLERANCE)
 @pytest.mark.parametrize(("seq_q", "seq_k"), [(1, 20), (7, 7), (5, 20), (20, 20)])
-@pytest.mark.parametrize("causal", [False, True])
+@at_once("causal", [False, True])
 def test_lengths_and_causality(name: str, dtype: torch.dtype, seq_q: int, seq_k: int, causal: bool) -> None:
     check(name, call(name, seq_q, seq_k, dtype, causal=causal))
 

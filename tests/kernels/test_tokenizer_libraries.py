@@ -10,6 +10,7 @@ import pytest
 
 import layerzero as lz
 import vocabularies
+from drawing import examples
 from layerzero.core.operation import Routed
 from layerzero.engine.plain import plain_facts
 from layerzero.engine.registry import REGISTRY
@@ -124,8 +125,8 @@ def test_word_pieces_of_old_characters_are_exact_and_others_are_the_librarys_own
     asked = {"tokenizer": tokenizer, "add_special_tokens": False, "parse_special": True}
     assert prove_encode(lambda more: load({**more, "items": [] if more["batched"] else ""}), asked) == []
     one, drawn = loaded(tokenizer, kernel)[0], random.Random(4)
-    known = [each for each in differential(tokenizer.specials, mixtures=300) if len(each) < 300]
-    for number in range(400):  # words that splintr knows otherwise, alone, side by side and far apart
+    known = [each for each in differential(tokenizer.specials, mixtures=examples(400)) if len(each) < 300]
+    for number in range(examples(800)):  # words that splintr knows otherwise, alone, side by side and far apart
         parts = [drawn.choice(known) + drawn.choice((" ", "", "\n", sample(150, number))) for _ in range(6)]
         text = "".join(parts)
         assert one(text) == oracle.encode(text, tokenizer=tokenizer, parse_special=True), text

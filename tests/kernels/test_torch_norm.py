@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 import layerzero as lz
+from drawing import at_once
 
 SHAPES = {
     "vector": lambda: torch.randn(64),
@@ -38,8 +39,8 @@ def torchs(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("torchs")
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@at_once("grad", [False, True])
+@at_once("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_norms_give_the_bits_of_torchs_functions(shape, dtype, grad):
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.engine.functions import CALLS
 from layerzero.ops import FUNCTIONS, OPERATIONS
 from layerzero.testing import check
@@ -83,8 +84,8 @@ def arguments(name, shape=(4, 33), dtype=torch.float32, *, together=False):
     return {each: (torch.randn(shape) * 3).to(dtype) for each in (("input", "up") if gated else ("input",))}
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(5,), (1, 8), (4, 33), (2, 3, 16), (0, 8), (3, 0)], ids=str)
+@at_once("dtype", DTYPES)
+@at_once("shape", [(5,), (1, 8), (4, 33), (2, 3, 16), (0, 8), (3, 0)])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_call_gives_what_its_reference_gives(path, name, shape, dtype):
     for together in (False, True):

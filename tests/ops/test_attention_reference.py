@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from drawing import at_once
 from layerzero.core.operation import Routed
 from layerzero.engine.reference import fake_call, reference_call
 from layerzero.ops.attention import declare as attention
@@ -98,7 +99,7 @@ ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize("seq_q", [1, 3, 5, 7])
+@at_once("seq_q", [1, 3, 5, 7])
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_agrees_with_loops(name, seq_q):
     agree(*tensors(seq_q=seq_q), **ARGUMENTS[name])
@@ -269,9 +270,9 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("layout", layouts.LAYOUTS)
-@pytest.mark.parametrize("return_lse", [False, True])
+@at_once("sizes", SIZES)
+@at_once("layout", layouts.LAYOUTS)
+@at_once("return_lse", [False, True])
 @pytest.mark.parametrize("operation", attention.OPERATIONS, ids=lambda operation: operation.name)
 def test_shapes_alone_are_the_real_shapes(operation, return_lse, layout, sizes):
     q, k, v = tensors(value_dim=3, dtype=torch.bfloat16, **SIZES[sizes])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import layerzero as lz
+from drawing import examples
 
 NAMES = st.integers(0, 5)
 SALTS = st.sampled_from(["", "", "another adapter"])
@@ -209,5 +210,7 @@ def test_any_history_leaves_what_lists_would_hold(form):
     machine = type(f"Of{form.title().replace(' ', '')}", (Histories,), {"form": form})
     case = machine.TestCase
     slow = [HealthCheck.too_slow, HealthCheck.filter_too_much]
-    case.settings = settings(max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=slow)
+    case.settings = settings(
+        max_examples=examples(40), stateful_step_count=25, deadline=None, suppress_health_check=slow
+    )
     case("runTest").runTest()

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.engine.functions import CALLS
 from layerzero.ops.linear.declare import linear
 from layerzero.testing import check
@@ -55,8 +56,8 @@ def test_the_reference_adds_up_in_float32_and_rounds_once():
     torch.testing.assert_close(whole.double(), exact, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("rows", [(), (1,), (7,), (2, 3), (2, 1, 3), (0,), (2, 0)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@at_once("rows", [(), (1,), (7,), (2, 3), (2, 1, 3), (0,), (2, 0)])
+@at_once("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_it_is_torchs_linear(path, rows, dtype):
     given = call(rows, dtype=dtype)
     wanted = functional.linear(given["input"], given["weight"], given["bias"])

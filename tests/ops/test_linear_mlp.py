@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.core.recipe import CallRecipe
 from layerzero.engine.functions import CALLS
 from layerzero.engine.registry import REGISTRY
@@ -70,8 +71,8 @@ def test_the_reference_is_products_one_after_the_other(kind, activation, biased)
     torch.testing.assert_close(got, by_hand(*tensors, *gate, **given))
 
 
-@pytest.mark.parametrize("rows", [(), (1,), (5,), (2, 3), (0,)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@at_once("rows", [(), (1,), (5,), (2, 3), (0,)])
+@at_once("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_call_is_routed_by_its_weights_and_right(path, kind, dtype, rows):
     given = call(kind, rows, dtype)
@@ -80,8 +81,8 @@ def test_a_call_is_routed_by_its_weights_and_right(path, kind, dtype, rows):
 
 
 @pytest.mark.parametrize("kernel", PACKED)
-@pytest.mark.parametrize("activation", AFTER)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@at_once("activation", AFTER)
+@at_once("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kernel_with_packed_weights_is_right(path, kind, dtype, activation, kernel):
     kernel = f"{kernel.removesuffix('.gated')}{'.gated' if kind == 'gated' else ''}"

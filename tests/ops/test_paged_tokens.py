@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import layerzero as lz
-from drawing import examples
+from drawing import at_once, examples
 from launches import Counted
 from layerzero.core.indices import IN_C
 from layerzero.ops.attention.reference import attention_reference
@@ -219,8 +219,8 @@ def drawn_step(seed):
     return tables.view(batch, columns), lens, starts if draw.random() < 0.5 else None, page_size
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_slots_of_the_host_are_those_of_the_device(monkeypatch, seed):
+@at_once("seed", range(200))
+def test_slots_of_the_host_are_those_of_the_device(seed):
     tables, lens, starts, page_size = drawn_step(seed)
     tokens = None if starts is not None else 1 + seed % 3
 
@@ -232,8 +232,9 @@ def test_slots_of_the_host_are_those_of_the_device(monkeypatch, seed):
             return str(error)
 
     on_host = asked()
-    monkeypatch.setattr(paged_slots, "slots_on_host", lambda *_: None)  # as without numpy
-    assert on_host == asked()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paged_slots, "slots_on_host", lambda *_: None)  # as without numpy
+        assert on_host == asked()
 
 
 def test_a_length_below_every_difference_of_int32_leads_nowhere(monkeypatch):

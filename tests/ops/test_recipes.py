@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.core.operation import Case
 from layerzero.core.recipe import CallRecipe, TensorRecipe
 from layerzero.engine.config import current_policy
@@ -23,7 +24,7 @@ def facts_of_call(name, arguments):
 
 
 @pytest.mark.filterwarnings("ignore::layerzero.LayerZeroWarning")
-@pytest.mark.parametrize("name", sorted(OPERATIONS))
+@at_once("name", sorted(OPERATIONS))
 def test_the_smallest_call_of_an_operation_is_made_again(name):
     operation = OPERATIONS[name]
     case = min(operation.cases, key=lambda each: sum(each.sizes.values()))

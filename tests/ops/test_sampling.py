@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.backends.torch import sampling_few
 from layerzero.core.handle import FOREIGN
 from layerzero.core.judge import Given
@@ -83,8 +84,8 @@ ROWS = {
 
 
 @pytest.mark.parametrize("kernel", ["torch.sample_topk", "torch.sorted_topk", "reference"])
-@pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize("k", [1, 2, 3, 99])
+@at_once("row", ROWS)
+@at_once("k", [1, 2, 3, 99])
 def test_top_k_keeps_what_fewer_than_k_are_likelier_than(row, k, kernel):
     probs = torch.tensor(ROWS[row])
     with lz.scope(locks={"sampling.topk.probs": named(kernel, "sampling.topk.probs")}):
@@ -92,8 +93,8 @@ def test_top_k_keeps_what_fewer_than_k_are_likelier_than(row, k, kernel):
 
 
 @pytest.mark.parametrize("kernel", ["torch.sample_topp", "torch.sorted_topp", "reference"])
-@pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize("p", [1e-30, 0.35, 0.55, 0.95, 1.0, 1])
+@at_once("row", ROWS)
+@at_once("p", [1e-30, 0.35, 0.55, 0.95, 1.0, 1])
 def test_top_p_keeps_the_likeliest_that_have_the_share_p(row, p, kernel):
     probs = torch.tensor(ROWS[row])
     with lz.scope(locks={"sampling.topp.probs": named(kernel, "sampling.topp.probs")}):
@@ -101,8 +102,8 @@ def test_top_p_keeps_the_likeliest_that_have_the_share_p(row, p, kernel):
 
 
 @pytest.mark.parametrize("kernel", ["torch.sample_minp", "reference"])
-@pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize("p", [1e-30, 0.45, 0.7, 1.0])
+@at_once("row", ROWS)
+@at_once("p", [1e-30, 0.45, 0.7, 1.0])
 def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest(row, p, kernel):
     probs = torch.tensor(ROWS[row])
     with lz.scope(locks={"sampling.minp.probs": named(kernel, "sampling.minp.probs")}):
@@ -110,8 +111,8 @@ def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest(row, p, kernel):
 
 
 @pytest.mark.parametrize("kernel", ["torch.sample_topk_topp", "torch.sorted_topk_topp", "reference"])
-@pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize(("k", "p"), [(1, 1.0), (2, 0.55), (3, 0.35), (4, 0.9), (99, 0.55)])
+@at_once("row", ROWS)
+@at_once("k, p", [(1, 1.0), (2, 0.55), (3, 0.35), (4, 0.9), (99, 0.55)])
 def test_top_p_is_of_what_top_k_leaves(row, k, p, kernel):
     probs = torch.tensor(ROWS[row])
     with lz.scope(locks={"sampling.topk_topp.probs": named(kernel, "sampling.topk_topp.probs")}):
@@ -229,7 +230,7 @@ def test_rows_have_temperatures_of_their_own(name, kernel):
 
 
 @pytest.mark.parametrize("name", BOTH)
-@pytest.mark.parametrize("shape", [(5,), (2, 3, 5), (0, 5), (4, 1)])
+@at_once("shape", [(5,), (2, 3, 5), (0, 5), (4, 1)])
 def test_any_number_of_leading_axes(name, shape):
     ids = getattr(lz, name)(source(name, *shape), **parameters(name))
     assert ids.shape == shape[:-1]

@@ -13,6 +13,7 @@ import pytest
 
 import layerzero as lz
 import vocabularies
+from drawing import examples
 from layerzero.ops.tokenize import declare, oracle
 from layerzero.ops.tokenize.corpus import differential
 from layerzero.ops.tokenize.identity import of_json
@@ -35,7 +36,7 @@ def read_anew():
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_and_texts_are_those_of_the_library_that_defines_it(known, kind):
     tokenizer = resolve(known[kind])
-    texts = list(differential(tokenizer.specials, mixtures=200))
+    texts = list(differential(tokenizer.specials, mixtures=examples(400)))
     wanted = [oracle.encode(text, tokenizer=tokenizer, parse_special=tokenizer.parses) for text in texts]
     assert [lz.tokenize(text, known[kind], add_special_tokens=False)["input_ids"] for text in texts] == wanted
     assert lz.tokenize(texts, known[kind], add_special_tokens=False)["input_ids"] == wanted

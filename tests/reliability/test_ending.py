@@ -49,6 +49,7 @@ def test_a_signal_from_outside_accuses_nobody(how, tmp_path):
     assert not list(tmp_path.rglob("*running*"))
 
 
+@pytest.mark.slow  # test_suspects.py has such a crash
 def test_a_crash_accuses_the_kernel(tmp_path):
     assert run("SIGSEGV", tmp_path).returncode == -11
     suspects, chosen, _ = run("none", tmp_path).stdout.splitlines()

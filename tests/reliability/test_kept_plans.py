@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.engine.function_kernels import USER_BACKEND
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import OPERATIONS, function_of
@@ -85,7 +86,7 @@ def test_a_weight_that_lies_otherwise_in_the_same_memory_is_stale():
     assert packed.kind_for(weight) == "stale"
 
 
-@pytest.mark.parametrize("name", sorted(OPERATIONS))
+@at_once("name", sorted(OPERATIONS))
 def test_debug_mode_looks_at_the_values_of_every_operation(name):
     operation = OPERATIONS[name]
     function = function_of(name)

@@ -116,8 +116,11 @@ def test_those_that_fail_otherwise_take_nothing_along(site):
     site.install(
         a="import sys; sys.exit(3)", b="raise RuntimeError('no')", c="KERNELS = 5", d="syntax error", good=GOOD
     )
-    found, warned, errors = site().stdout.splitlines()
+    unknown = "try: lz.vet('mine.own')\nexcept lz.UnknownOperationError as error: print(error)\n"
+    found, warned, errors, unknown = site("-c", ASK + unknown).stdout.splitlines()
     assert (found, list(ast.literal_eval(errors))) == ("True ['good']", list("abcd"))
+    assert "unknown operation 'mine.own'" in unknown
+    assert "; the plugin 'b' may bring it and did not load: RuntimeError: no" in unknown
     for name in "abcd":
         assert f"the plugin '{name}' (plugin_{name}) was not loaded" in warned
 
@@ -147,6 +150,7 @@ for each in lz.vet("norm.rms", kernels=["torch.rms_norm"], shapes=[(4, 64)], dty
     assert site("-c", script, LAYERZERO_DENY="evil").stdout == "passed\n"
 
 
+@pytest.mark.slow
 def test_what_a_broken_plugin_would_bring_is_unknown_because_of_it(site):
     site.install(broken="import layerzero as lz; lz.Backend(name='b', summary='', requires=('numpy',))")
     told = site("-m", "layerzero", "conformance", "--operation", "mine.own")

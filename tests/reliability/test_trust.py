@@ -109,8 +109,15 @@ SERVER = [("serving/probes.py", "http.server")]
 """What answers probes where a program or a command asks for it; it connects to nothing."""
 
 
+ENDS = {each.rpartition(".")[2] for each in FORBIDDEN_CALLS} | {"exec"}
+
+
 def written(node):
-    return ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+    """The call that a node is, if it ends as one of those that are looked for."""
+    function = getattr(node, "func", None)
+    end = getattr(function, "attr", getattr(function, "id", ""))
+    named = end in ENDS or OBJECTS.search(end) or any(each.arg == "shell" for each in getattr(node, "keywords", ()))
+    return ast.unparse(function) if isinstance(node, ast.Call) and named else ""
 
 
 def test_nothing_executes_data_starts_a_shell_or_opens_a_connection():

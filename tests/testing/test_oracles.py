@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from drawing import examples
 from layerzero.ops import FUNCTIONS, OPERATIONS
 from layerzero.testing import compare, fuzz
 from layerzero.testing.generate import random_call
@@ -26,7 +27,7 @@ def test_every_operation_is_written_twice():
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_references_say_what_numpy_says(name):
     """In float64 both are far nearer than any tolerance."""
-    for number in range(12):
+    for number in range(examples(24)):
         call = random_call(5, number, function=name, dtype=torch.float64)
         own, told = compare.expected(call), truth(call)
         if own.random:

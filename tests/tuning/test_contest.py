@@ -11,6 +11,7 @@ from torch.nn.functional import rms_norm
 
 import layerzero as lz
 from counting import Told
+from drawing import at_once
 from layerzero.core.evidence import call_work
 from layerzero.core.ledger import Verdict
 from layerzero.engine.dispatch import ENGINE
@@ -146,7 +147,7 @@ def test_measuring_warns_nobody_and_leaves_policy_as_it_was(recwarn):
 # jobs and the truth about them
 
 
-@pytest.mark.parametrize("name", sorted(OPERATIONS))
+@at_once("name", sorted(OPERATIONS))
 def test_facts_of_a_job_are_those_of_its_call(name):
     job = next(jobs_of_cases([name], ["float32"]))
     call = job.make("cpu")

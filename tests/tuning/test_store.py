@@ -834,13 +834,6 @@ def test_a_miss_without_a_database_costs_little(folder, kernels):
     assert not {"Cursor.execute", "Connection.execute", "connect", "open"} & set(made)
 
 
-def test_importing_layerzero_does_not_import_sqlite():
-    script = (
-        "import layerzero as lz, sys; lz.list_kernels; assert 'layerzero.tuning.keeping.database' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True)
-
-
 def timed(act):
     start = time.perf_counter()
     act()

@@ -9,8 +9,10 @@ import sys
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import layerzero as lz
+from layerzero.cli.app import main
 from layerzero.core.ledger import Verdict
 from layerzero.core.system import resources
 from layerzero.core.system.resources import Kills
@@ -289,9 +291,9 @@ def test_torchs_own_kernels_are_not_marked(suspected):
     assert not suspected.files("running")
 
 
-def test_module_without_confirm_is_a_mistake(place):
-    ended = place.python("-m", "layerzero", "doctor", "--module", "planted_kernels")
-    assert ended.returncode == 2
+def test_module_without_confirm_is_a_mistake():
+    ended = CliRunner().invoke(main, ["doctor", "--module", "planted_kernels"])
+    assert ended.exit_code == 2
     assert "--confirm" in ended.stderr
 
 

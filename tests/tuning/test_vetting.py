@@ -452,6 +452,7 @@ proven = pytest.mark.skipif(Version(torch.__version__) < Version("2.13"), reason
 
 
 @proven
+@pytest.mark.slow  # in test_vetting_demands.py it vets recorded calls
 def test_the_command_vets_and_says_what_was_found(plugin):
     answer = layerzero("vet", "--operation", "rms_norm", "--shapes", "4x64", "--dtype", "float32", "--json")
     assert answer.exit_code == 0, answer.output

@@ -71,10 +71,11 @@ def kernels(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "demanding", importlib.import_module("demanding"))
 
 
+@pytest.mark.slow  # recorded calls pass below
 @pytest.mark.parametrize(("kernel", "verdict"), [
-    pytest.param("mine.sinks", Verdict.PASSED, marks=pytest.mark.slow),  # recorded calls pass below
-    pytest.param("mine.slopes", Verdict.PASSED, marks=pytest.mark.slow),
-    pytest.param("mine.no_sinks", Verdict.WRONG, marks=pytest.mark.slow),
+    ("mine.sinks", Verdict.PASSED),
+    ("mine.slopes", Verdict.PASSED),
+    ("mine.no_sinks", Verdict.WRONG),
     ("mine.no_slopes", Verdict.WRONG),
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*is not chosen any more")
