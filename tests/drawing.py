@@ -42,7 +42,7 @@ def at_once(names: str, cases: Iterable[Any]) -> Callable[[Callable[..., None]],
                 except pytest.skip.Exception as skip:
                     skipped = skip
                 except BaseException as error:
-                    error.add_note(f"the case: {given}")
+                    error.add_note(f"the case: { {name: str(value)[:120] for name, value in given.items()} }")
                     raise
             if skipped is not None and not ran:
                 raise skipped

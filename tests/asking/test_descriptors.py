@@ -185,7 +185,7 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", WRONG)
+@at_once("case", WRONG)
 def test_a_wrong_descriptor_is_refused_and_changes_nothing(case):
     change, message = WRONG[case]
     data = described(CPU_FLASH)

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import layerzero as lz
 import vocabularies
+from drawing import at_once
 from layerzero.cli import demo as demonstration
 from layerzero.cli.app import main
 from layerzero.core.evidence import Measurement
@@ -73,7 +74,7 @@ def examples():
 # help
 
 
-@pytest.mark.parametrize("path", COMMANDS)
+@at_once("path", COMMANDS)
 def test_help_shows_an_example(path):
     result = run(f"{path.removeprefix('layerzero ')} --help")
     assert result.exit_code == 0
@@ -340,7 +341,7 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("line", ERRORS)
+@at_once("line", ERRORS)
 def test_errors_say_what_was_wanted_and_what_to_do(line):
     result = run(line)
     assert result.exit_code == 2, result.output

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.facts import TensorFacts
 from layerzero.ops import OPERATIONS
@@ -36,7 +37,7 @@ def test_a_right_call_has_no_problems():
     assert SCHEMA.validate(x=X, w=W, scale=1, flag=True, three=torch.zeros(3, dtype=torch.int8)) == []
 
 
-@pytest.mark.parametrize(("args", "kwargs", "problem"), [
+@at_once("args, kwargs, problem", [
     ((X,), {"scale": 1.0}, "w: wanted a tensor, got nothing"),
     ((X, W), {}, "scale: wanted float, got None"),
     ((X, W), {"scale": "1"}, "scale: wanted float, got '1'"),

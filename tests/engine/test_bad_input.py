@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
 
@@ -230,7 +231,7 @@ def message_of(entry, arguments):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", BAD)
+@at_once("name", BAD)
 def test_the_caller_is_told_what_was_wanted_and_what_came(name):
     (function, arguments), text = BAD[name]
     if name in ("dropout None", "rms eps None") and not ENGINE_REFUSES_NONE:

@@ -87,8 +87,8 @@ def test_turing_never_gets_a_kernel_made_for_ampere(operation, dtype):
             assert ReasonCode.SM_TOO_OLD in codes(report, candidate.kernel.id)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("device", ["MI300X", "MI210", "RX 7900 XTX", "Gaudi", "CPU"])
+@at_once("dtype", DTYPES)
+@at_once("device", ["MI300X", "MI210", "RX 7900 XTX", "Gaudi", "CPU"])
 def test_other_platforms_never_get_cuda_kernels(device, dtype):
     report = attention(device, dtype)
     platform = Device.named(device).platform
@@ -112,7 +112,7 @@ def test_named_devices_resolve(device, sm, generation):
     assert (described.sm, described.generation) == (sm, generation)
 
 
-@pytest.mark.parametrize(("name", "wanted"), [
+@at_once("name, wanted", [
     ("RTX 2080 Ti", (7, 5)), ("RTX 3060", (8, 6)), ("L4", (8, 9)), ("RTX 4090", (8, 9)), ("GH200", (9, 0)),
     ("GB200", (10, 0)), ("GB300", (10, 3)), ("RTX 5080", (12, 0)), ("GB10", (12, 1)),
     ("MI200", "gfx90a"), ("MI300", "gfx942"), ("MI355X", "gfx950"), ("MI400", "gfx1250"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.core import device as devices
 from layerzero.core import emulation
 from layerzero.core.evidence import Measurement
@@ -50,7 +51,7 @@ def here(monkeypatch):
     ENGINE.bump()
 
 
-@pytest.mark.parametrize(("on", "dtype", "widens"), [
+@at_once("on, dtype, widens", [
     (AVX2, torch.bfloat16, True),
     (AVX2, torch.float16, True),
     (AVX512, torch.bfloat16, True),

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.core.kernel import Kernel
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
@@ -245,7 +246,7 @@ def test_the_latest_lock_wins_and_reaches_only_where_its_kernel_is_declared():
         assert lz.which("attention", QUERY, QUERY, QUERY, layout="BSHD")["kernel_id"] == "torch.sdpa.math"
 
 
-@pytest.mark.parametrize(("match", "holds"), [
+@at_once("match, holds", [
     ({"dtype": ["float32", "float16"]}, True),
     ({"dtype": "fp32"}, True),
     ({"dtype": "bf16"}, False),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.engine import config
 from layerzero.engine.config import Configuration, environment_settings
 from layerzero.engine.settings import SETTINGS
@@ -461,7 +462,7 @@ FLAT_NAMES = (
 """The names that the specification gives operations; those of attention, pages and drafts cover several of ours."""
 
 
-@pytest.mark.parametrize("name", FLAT_NAMES)
+@at_once("name", FLAT_NAMES)
 def test_the_specifications_flat_names_list_kernels_and_take_locks(name):
     first = lz.list_kernels(name)[0].id
     lz.lock(name, first)

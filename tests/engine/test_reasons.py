@@ -364,7 +364,7 @@ PRODUCERS = {
 }
 
 
-@pytest.mark.parametrize("code", list(ReasonCode), ids=str)
+@at_once("code", list(ReasonCode))
 def test_every_code_is_produced_through_a_public_function(code):
     assert code in PRODUCERS, f"nothing produces {code}: remove it from the catalogue or add the call that gives it"
     assert code in PRODUCERS[code]()

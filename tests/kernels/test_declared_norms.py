@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.backends import liger
 from layerzero.backends.flashinfer import norm as flashinfer_norm
 from layerzero.backends.vllm import library as vllm_library
@@ -77,13 +78,13 @@ def found(kernel, arguments, device="H200"):
     }
 
 
-@pytest.mark.parametrize("kernel", [*RMS, *ADD, *LAYER])
+@at_once("kernel", [*RMS, *ADD, *LAYER])
 def test_a_plain_call_on_hopper_is_legal(kernel):
     dtype = F32 if kernel == "apex.layer_norm" else BF16
     assert codes(kernel, call(kernel, dtype=dtype)) == set()
 
 
-@pytest.mark.parametrize(("kernel", "dtypes"), [
+@at_once("kernel, dtypes", [
     ("flashinfer.rms_norm", {F16, BF16}), ("flashinfer.add_rms_norm", {F16, BF16}),
     ("vllm.rms_norm", {F32, F16, BF16}), ("vllm.add_rms_norm", {F32, BF16}),
     ("quack.rms_norm", {F32, F16, BF16}), ("quack.add_rms_norm", {F32, F16, BF16}),
@@ -96,7 +97,7 @@ def test_dtypes(kernel, dtypes):
         assert codes(kernel, call(kernel, dtype=dtype)) == (set() if dtype in dtypes else {DTYPE}), dtype
 
 
-@pytest.mark.parametrize(("kernel", "hidden", "expected"), [
+@at_once("kernel, hidden, expected", [
     ("flashinfer.rms_norm", 1, {WRONG}), ("flashinfer.rms_norm", 2, set()), ("flashinfer.rms_norm", 1031, set()),
     ("vllm.rms_norm", 1, {WRONG}), ("vllm.rms_norm", 100, set()), ("vllm.add_rms_norm", 1, {WRONG}),
     ("quack.rms_norm", 8, set()), ("quack.rms_norm", 100, {WRONG}), ("quack.rms_norm", 65536, set()),
@@ -119,7 +120,7 @@ def test_tensors_beyond_an_offset_of_32_bits(kernel, power):
     assert codes(kernel, call(kernel, rows=rows - 1, hidden=8192)) == set()
 
 
-@pytest.mark.parametrize(("kernel", "device", "expected"), [
+@at_once("kernel, device, expected", [
     ("flashinfer.rms_norm", "A100", set()), ("flashinfer.rms_norm", "T4", {ReasonCode.SM_TOO_OLD}),
     ("vllm.rms_norm", "A100", set()), ("vllm.add_rms_norm", "T4", {ReasonCode.SM_TOO_OLD}),
     ("quack.rms_norm", "A100", {ReasonCode.SM_TOO_OLD}), ("quack.layer_norm", "B200", set()),
@@ -145,7 +146,7 @@ def test_other_versions_are_refused(kernel, changed):
     assert codes(kernel, call(kernel), libraries=LIBRARIES | changed) == {ReasonCode.VERSION_UNSUPPORTED}
 
 
-@pytest.mark.parametrize("kernel", [*RMS, *ADD, *LAYER])
+@at_once("kernel", [*RMS, *ADD, *LAYER])
 def test_absent_libraries_say_how_to_install_them(kernel):
     (reason,) = explained(kernel, call(kernel, dtype=F32 if kernel.startswith("apex") else BF16), libraries={}).reasons(
         kernel
@@ -168,7 +169,7 @@ def test_layer_norm_without_weight_and_bias(kernel):
     assert codes(kernel, call(kernel, dtype=dtype, affine=False)) == expected
 
 
-@pytest.mark.parametrize("kernel", [*RMS, *ADD, *LAYER])
+@at_once("kernel", [*RMS, *ADD, *LAYER])
 def test_gradients_are_refused(kernel):
     arguments = call(kernel, dtype=F32 if kernel == "apex.layer_norm" else BF16)
     arguments["weight"].requires_grad_()
@@ -184,8 +185,8 @@ def test_slices_of_wider_rows(kernel, expected):
     assert found(kernel, {"input": wider[:, 128:256], "weight": meta(128)}) == expected
 
 
-@pytest.mark.parametrize("kernel", RMS[:3])
-@pytest.mark.parametrize(("hidden", "offset", "aligned"), [
+@at_once("kernel", RMS[:3])
+@at_once("hidden, offset, aligned", [
     (128, 0, True), (128, 8, True), (128, 4, False), (128, 1, False), (100, 4, True), (100, 2, False), (7, 1, True),
 ])  # fmt: skip
 def test_rows_start_where_vector_loads_may(kernel, hidden, offset, aligned):

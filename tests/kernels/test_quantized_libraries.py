@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.backends.flashinfer import modules
 from layerzero.backends.flashinfer import quantized as flashinfer
 from layerzero.backends.shape_cache import Prepared
@@ -167,9 +168,9 @@ def refused(kernel, facts):
 OF_FLASHINFER = [kernel.id for kernel in flashinfer.KERNELS[:2]]
 
 
-@pytest.mark.parametrize("kernel", [*OF_FLASHINFER, "vllm.flash_attn.v3.quantized"])
-@pytest.mark.parametrize(
-    ("tensors", "arguments", "fact"),
+@at_once("kernel", [*OF_FLASHINFER, "vllm.flash_attn.v3.quantized"])
+@at_once(
+    "tensors, arguments, fact",
     [
         (call(), {}, None),
         (call(TOKEN), {}, "key_scale"),
@@ -177,7 +178,6 @@ OF_FLASHINFER = [kernel.id for kernel in flashinfer.KERNELS[:2]]
         (call(dtype=E5M2), {}, "cache_dtype"),
         (call(), {"narrow_query": False}, "narrow_query"),
     ],
-    ids=["float8", "scales of tokens", "int8", "e5m2", "wide queries"],
 )
 def test_what_a_library_cannot_read_is_refused(kernel, tensors, arguments, fact):
     taken = kernel in OF_FLASHINFER and (fact == "narrow_query" or tensors[1].dtype == E5M2)

@@ -94,8 +94,8 @@ def test_masks_also_those_that_leave_a_query_without_keys(name: str, kind: str) 
         assert not lz.attention(**given, attn_mask=mask)[1, :, 3:6].any()
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("softcap", [1e-6, 1e-3, 0.5, 999.0, 1e3, 1e5, 1e7, 1e12, 1e30])
+@at_once("dtype", TOLERANCE)
+@at_once("softcap", [1e-6, 1e-3, 0.5, 999.0, 1e3, 1e5, 1e7, 1e12, 1e30])
 def test_narrow_and_wide_caps(dtype: torch.dtype, softcap: float) -> None:
     check("softcap", call("softcap", 9, 20, dtype, causal=True, softcap=softcap))
 
@@ -140,9 +140,9 @@ def test_a_sink_of_minus_infinity_is_none() -> None:
     check("sinks", given)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("sink", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("seq_k", [20, 17], ids=["with keys", "three queries without"])
+@at_once("dtype", TOLERANCE)
+@at_once("sink", [math.nan, math.inf, -math.inf])
+@at_once("seq_k", [20, 17])
 def test_sinks_that_are_no_numbers_give_what_the_reference_gives(dtype: torch.dtype, sink: float, seq_k: int) -> None:
     sinks = torch.tensor([0.3, sink, -2.0, sink, 1.0, 0.0])
     given = call("sinks", 20, seq_k, dtype, causal=True, sinks=sinks, return_lse=True)

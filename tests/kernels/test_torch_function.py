@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.backends.torch import varlen
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import function_of
@@ -31,9 +32,9 @@ def reference(*tensors, **arguments):
         return lz.attention(*tensors, layout="BHSD", **arguments)
 
 
-@pytest.mark.parametrize("device", ["MI300X", "Arc", "Gaudi"])
-@pytest.mark.parametrize("kv_heads", [8, 2])
-@pytest.mark.parametrize("masked", ["causal", "float", "none"])
+@at_once("device", ["MI300X", "Arc", "Gaudi"])
+@at_once("kv_heads", [8, 2])
+@at_once("masked", ["causal", "float", "none"])
 def test_attention_is_torchs_function(device, kv_heads, masked):
     query, (key, value) = torch.randn(2, 8, 40, 32), (torch.randn(2, kv_heads, 40, 32) for _ in range(2))
     more = {"causal": masked == "causal"}
@@ -102,8 +103,8 @@ def elements(job):
     return max(math.prod(each.shape) for each in job.facts("cpu").tensors.values())
 
 
-@pytest.mark.parametrize("device", ["MI300X", "Arc", "Gaudi", "T4"])
-@pytest.mark.parametrize("there", [there for _, there in EACH])
+@at_once("device", ["MI300X", "Arc", "Gaudi", "T4"])
+@at_once("there", [there for _, there in EACH])
 def test_they_run_where_no_kernel_of_torch_takes_starts(device, there):
     REGISTRY.ready()
     kernel = REGISTRY.kernel(there)

@@ -9,6 +9,7 @@ import torch
 from weight_operators import BF16, F16, LIBRARIES, product, refused, stand_in, weight
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.backends.vllm import marlin, quantize
 from layerzero.core.device import Device
 from layerzero.core.errors import NotPreparedError
@@ -50,7 +51,7 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize(("kernel", "given", "wanted"), CASES)
+@at_once("kernel, given, wanted", CASES)
 def test_each_kernel_says_what_it_is_not_for(kernel, given, wanted):
     assert refused(kernel, **given) - {ReasonCode.JIT_DISABLED} == wanted  # nothing is built for a GPU here
 

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.backends.torch import widened
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -77,9 +78,9 @@ def test_attention_takes_heads_in_blocks(monkeypatch, dtype, heads_at_once, mask
     assert sum(sizes) == 6
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("more", [{}, {"causal": True}, {"return_lse": True}, {"scale": 0.5}], ids=str)
-@pytest.mark.parametrize(("queries", "keys"), [(1, 40), (9, 9), (33, 33)])
+@at_once("dtype", HALVES)
+@at_once("more", [{}, {"causal": True}, {"return_lse": True}, {"scale": 0.5}])
+@at_once("queries, keys", [(1, 40), (9, 9), (33, 33)])
 def test_attention_is_as_near_as_torchs(dtype, more, queries, keys):
     more = more if queries == keys else {**more, "causal": False}
     call = attention_call(dtype, queries, keys)

@@ -86,13 +86,13 @@ def arguments(name, shape=(4, 33), dtype=torch.float32, *, together=False):
 
 @at_once("dtype", DTYPES)
 @at_once("shape", [(5,), (1, 8), (4, 33), (2, 3, 16), (0, 8), (3, 0)])
-@pytest.mark.parametrize("name", NAMES)
+@at_once("name", NAMES)
 def test_a_call_gives_what_its_reference_gives(path, name, shape, dtype):
     for together in (False, True):
         assert not check(RandomCall(name, arguments(name, shape, dtype, together=together)))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@at_once("name", NAMES)
 def test_nan_passes(path, name):
     given = arguments(name, (2, 8))
     given["input"][1, 3] = torch.nan
@@ -105,7 +105,7 @@ def test_nan_passes(path, name):
         assert getattr(lz, name)(**given)[0, 0].isnan()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@at_once("name", NAMES)
 def test_gradients_are_torchs(path, name):
     ours, theirs = ({n: t.requires_grad_() for n, t in arguments(name).items()} for _ in range(2))
     getattr(lz, name)(**ours).square().sum().backward()
@@ -134,8 +134,8 @@ def test_inputs_are_left_as_they_are(name):
         assert all(torch.equal(given[each], before[each]) for each in given)
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "message"),
+@at_once(
+    "name, given, message",
     [
         ("silu_mul", {"input": torch.ones(2, 7)}, "wanted gate and up in one tensor, an even last axis, got (2, 7)"),
         ("silu_mul", {"input": torch.ones(2, 7), "up": torch.ones(1, 7)}, "up: wanted shape (2, 7) like input"),
@@ -147,7 +147,6 @@ def test_inputs_are_left_as_they_are(name):
         ("swiglu_oai", {"input": torch.ones(4), "limit": 0.0}, "limit: wanted a finite number above 0, got 0.0"),
         ("swiglu_oai", {"input": torch.ones(4), "alpha": math.nan}, "alpha: wanted a finite number, got nan"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_means_nothing_is_refused(path, name, given, message):
     with pytest.raises(lz.InvalidCallError) as caught:
@@ -155,7 +154,7 @@ def test_what_means_nothing_is_refused(path, name, given, message):
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@at_once("name", NAMES)
 def test_three_hundred_row_counts_are_chosen_for_a_dozen_times(path, name):
     dispatcher, chosen = CALLS[name].dispatcher, []
     choose = dispatcher.miss

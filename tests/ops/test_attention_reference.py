@@ -100,7 +100,7 @@ ARGUMENTS = {
 
 
 @at_once("seq_q", [1, 3, 5, 7])
-@pytest.mark.parametrize("name", ARGUMENTS)
+@at_once("name", ARGUMENTS)
 def test_agrees_with_loops(name, seq_q):
     agree(*tensors(seq_q=seq_q), **ARGUMENTS[name])
 
@@ -118,9 +118,9 @@ def test_masks_of_every_broadcast_shape(shape):
     agree(*tensors(), attn_mask=numbers.masked_fill(~visible, -INF), window=(3, 1), softcap=2.0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"scale": 0.3}], ids=str)
+@at_once("dtype", [torch.float32, torch.float64])
+@at_once("kv_heads", [4, 2, 1])
+@at_once("arguments", [{}, {"causal": True}, {"scale": 0.3}])
 def test_agrees_with_torch(dtype, kv_heads, arguments):
     q, k, v = tensors(seq_q=5, kv_heads=kv_heads, dtype=dtype)
     want = functional.scaled_dot_product_attention(
@@ -141,8 +141,8 @@ def seen(seq_q, seq_k, **arguments):
     ]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "arguments", "rows"),
+@at_once(
+    "sizes, arguments, rows",
     [
         ((3, 3), {"causal": True}, ["x..", "xx.", "xxx"]),
         ((2, 4), {"causal": True}, ["xxx.", "xxxx"]),  # bottom-right: the last query is at the last key
@@ -183,8 +183,8 @@ def test_lengths_are_what_shorter_tensors_say():
         )
 
 
-@pytest.mark.parametrize("garbage", [math.nan, INF, -INF])
-@pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"sinks": torch.zeros(4)}, {"softcap": 1.0}], ids=str)
+@at_once("garbage", [math.nan, INF, -INF])
+@at_once("arguments", [{}, {"causal": True}, {"sinks": torch.zeros(4)}, {"softcap": 1.0}])
 def test_what_lies_beyond_a_length_is_not_read(garbage, arguments):
     q, k, v = tensors()
     lengths = torch.tensor([2, 4])
@@ -273,7 +273,7 @@ SIZES = {
 @at_once("sizes", SIZES)
 @at_once("layout", layouts.LAYOUTS)
 @at_once("return_lse", [False, True])
-@pytest.mark.parametrize("operation", attention.OPERATIONS, ids=lambda operation: operation.name)
+@at_once("operation", attention.OPERATIONS)
 def test_shapes_alone_are_the_real_shapes(operation, return_lse, layout, sizes):
     q, k, v = tensors(value_dim=3, dtype=torch.bfloat16, **SIZES[sizes])
     if layout == "BHSD":

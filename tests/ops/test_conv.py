@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.ops import OPERATIONS
 
 CALLS = (
@@ -34,8 +35,8 @@ def ours(function):
     return getattr(lz, function.__name__)
 
 
-@pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize(("function", "shape", "weight", "named"), CALLS, ids=lambda each: str(each)[:40])
+@at_once("biased", [True, False])
+@at_once("function, shape, weight, named", CALLS)
 def test_it_gives_what_torchs_function_gives(function, shape, weight, named, biased):
     input, weights, bias = drawn(shape, weight)
     given = (input, weights, bias if biased else None)
@@ -58,8 +59,8 @@ def test_gradients_are_torchs(function, shape, weight, named):
         torch.testing.assert_close(mine, torchs)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
+@at_once(
+    "wrong, said",
     [
         ({"groups": 3}, "input: wanted 3 x 3 channels, as weight (8, 3, 3, 3) and groups=3 have, got 6"),
         ({"groups": 3}, "groups: wanted a divisor of the weight's 8 outputs, got 3"),
@@ -77,7 +78,6 @@ def test_gradients_are_torchs(function, shape, weight, named):
         ({"bias": (7,)}, "bias"),
         ({"weight": (8, 3, 3)}, "weight"),
     ],
-    ids=str,
 )
 def test_what_does_not_fit_is_refused_before_anything_runs(wrong, said):
     input, weight, _ = drawn((2, 6, 9, 11), (8, 3, 3, 3))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.engine.functions import CALLS
 from layerzero.ops import OPERATIONS
 
@@ -17,9 +18,9 @@ def table(vocab=20, features=6, dtype=torch.float32):
     return torch.randn(vocab, features).to(dtype)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
-@pytest.mark.parametrize("shape", [(), (5,), (2, 3), (0,)], ids=str)
+@at_once("kernel", KERNELS)
+@at_once("kind", [torch.int32, torch.int64])
+@at_once("shape", [(), (5,), (2, 3), (0,)])
 def test_rows_by_ids_of_any_shape(kernel, kind, shape):
     weight, ids = table(), torch.randint(0, 20, shape, dtype=kind)
     with lz.scope(locks={"embedding": kernel} if ids.numel() else {}):

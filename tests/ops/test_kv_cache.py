@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import layerzero as lz
-from drawing import examples
+from drawing import at_once, examples
 from launches import Counted
 from layerzero.ops.kv import driver, ranges, strategy
 from layerzero.ops.kv.page_table import CachedSequence, Growth
@@ -396,8 +396,8 @@ def test_mistakes_are_told(call, message):
     assert cache.usage().free_pages == 12
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
+@at_once(
+    "change, message",
     [
         ({"layers": 0}, "layers: wanted a number of at least 1, got 0"),
         ({"captured": "no"}, "captured: wanted True or False, got 'no'"),
@@ -706,9 +706,9 @@ def test_rows_serve_contiguous_kernels():
 # caches of float8 and int8
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
-@pytest.mark.parametrize("scales", ["tensor", "head", "token"])
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@at_once("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+@at_once("scales", ["tensor", "head", "token"])
+@at_once("layout", ["NHD", "HND"])
 def test_a_cache_of_codes_is_read_with_its_scales(dtype, scales, layout):
     cache = lz.KVCache(2, 2, 32, pages=6, page_size=16, layout=layout, dtype=dtype, scales=scales)
     cache.allocate("a")

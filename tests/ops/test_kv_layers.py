@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
 import layerzero as lz
-from drawing import examples
+from drawing import at_once, examples
 from launches import Counted
 from layerzero.ops.kv.form import heads_planes
 from layerzero.ops.kv.storage import Virtual
@@ -108,9 +108,9 @@ def test_layers_write_without_a_look_at_the_device(kind, slots):
     cache.close()
 
 
-@pytest.mark.parametrize("kind", ["vllm", "latent", "scales"])
-@pytest.mark.parametrize(
-    ("slots", "said"),
+@at_once("kind", ["vllm", "latent", "scales"])
+@at_once(
+    "slots, said",
     [
         (torch.tensor([5, 48, 40, 0]), r"slot_mapping\[1\]: wanted -1 to 47, got 48"),
         (torch.tensor([5, 6, 40, -2]), r"slot_mapping\[3\]: wanted -1 to 47, got -2"),

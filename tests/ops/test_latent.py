@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.backends.latent import joined
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.latent.declare import NAME, mla_attention
@@ -152,7 +153,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("change", "text"), WRONG, ids=[text for _, text in WRONG])
+@at_once("change, text", WRONG)
 def test_what_means_nothing_is_refused(change, text):
     given = call()
     with pytest.raises(lz.InvalidCallError, match=text), lz.scope(debug=True):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.ops import OPERATION_ALIASES
 from layerzero.ops.attention.reference import attention_reference
 
@@ -21,13 +21,9 @@ def padded(lens, queries, keys=40, heads=4, kv_heads=2, dim=16, dtype=torch.floa
     return query, key, value, torch.tensor(lens)
 
 
-@pytest.mark.parametrize("queries", [1, 7])
-@pytest.mark.parametrize("kv_heads", [2, 4])
-@pytest.mark.parametrize(
-    "arguments",
-    [{}, {"scale": 0.3}, {"window": (3, 2)}, {"causal": True}, {"causal": True, "window": (5, 0)}],
-    ids=lambda given: ", ".join(given) or "plain",
-)
+@at_once("queries", [1, 7])
+@at_once("kv_heads", [2, 4])
+@at_once("arguments", [{}, {"scale": 0.3}, {"window": (3, 2)}, {"causal": True}, {"causal": True, "window": (5, 0)}])
 def test_lengths_are_what_calls_of_one_sequence_each_give(queries, kv_heads, arguments):
     query, key, value, lens = padded((40, 9, 0, 3), queries, kv_heads=kv_heads)
     arguments = {"causal": False} | arguments

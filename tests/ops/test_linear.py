@@ -72,8 +72,8 @@ def test_features_may_be_none_or_one(sizes):
     torch.testing.assert_close(lz.linear(**given), functional.linear(**given))
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@at_once("activation", ACTIVATIONS)
+@at_once("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_activations_follow_the_product(path, activation, dtype):
     assert not check(RandomCall("linear", call((4, 3), 64, 48, dtype, activation=activation)))
 
@@ -96,8 +96,8 @@ def test_a_float32_result_was_never_rounded(path, dtype):
     assert lz.which("linear", **given, out_dtype=dtype)["kernel_id"] == lz.which("linear", **given)["kernel_id"]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
+@at_once(
+    "wrong, message",
     [
         ({"weight": torch.randn(5, 7)}, "weight: wanted in_features 8 as in input, got 7"),
         ({"weight": torch.randn(8)}, "weight: wanted a 2D tensor"),
@@ -111,7 +111,6 @@ def test_a_float32_result_was_never_rounded(path, dtype):
         ({"packed": torch.randn(5, 8)}, "packed: wanted a PackedWeight or None, got Tensor"),
         ({"weight": torch.randn(5, 8).to_sparse()}, "weight: wanted a dense tensor, got a sparse_coo one"),
     ],
-    ids=lambda value: value.split(",")[0] if isinstance(value, str) else "",
 )
 def test_what_means_nothing_is_refused(path, wrong, message):
     with pytest.raises(lz.InvalidCallError, match=message.replace("(", r"\(")):

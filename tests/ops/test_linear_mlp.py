@@ -60,9 +60,9 @@ def by_hand(input, up_weight, down_weight, gate_weight=None, *, activation="silu
     return functional.linear(through, down_weight, biases.get("down_bias"))
 
 
-@pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize("activation", AFTER)
-@pytest.mark.parametrize("kind", KINDS)
+@at_once("biased", [True, False])
+@at_once("activation", AFTER)
+@at_once("kind", KINDS)
 def test_the_reference_is_products_one_after_the_other(kind, activation, biased):
     given = call(kind, biased=biased, activation=activation)
     tensors = [given.pop(name) for name in ("input", "up_weight", "down_weight")]
@@ -73,17 +73,17 @@ def test_the_reference_is_products_one_after_the_other(kind, activation, biased)
 
 @at_once("rows", [(), (1,), (5,), (2, 3), (0,)])
 @at_once("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("kind", KINDS)
+@at_once("kind", KINDS)
 def test_a_call_is_routed_by_its_weights_and_right(path, kind, dtype, rows):
     given = call(kind, rows, dtype)
     assert lz.explain("mlp", **given).operation == OPERATIONS[kind]
     assert not check(RandomCall("mlp", given))
 
 
-@pytest.mark.parametrize("kernel", PACKED)
+@at_once("kernel", PACKED)
 @at_once("activation", AFTER)
 @at_once("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
+@at_once("kind", KINDS)
 def test_a_kernel_with_packed_weights_is_right(path, kind, dtype, activation, kernel):
     kernel = f"{kernel.removesuffix('.gated')}{'.gated' if kind == 'gated' else ''}"
     given = call(kind, (2, 3), dtype, activation=activation)
@@ -123,8 +123,8 @@ def test_compiled_code_has_one_graph(kind):
     torch.testing.assert_close(compiled(**given), by_hand(**given), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("kind", "wrong", "message"),
+@at_once(
+    "kind, wrong, message",
     [
         ("plain", {"up_weight": torch.randn(31, 64)}, "down_weight: wanted inner_features 31 as in up_weight, got 32"),
         (
@@ -144,7 +144,6 @@ def test_compiled_code_has_one_graph(kind):
         ("plain", {"up_weight": torch.randn(64)}, "up_weight: wanted a 2D tensor"),
         ("plain", {"packed_up": lz.PackedWeight(torch.randn(3, 3))}, "packed_up: wanted the PackedWeight of this very"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_means_nothing_is_refused(path, kind, wrong, message):
     with pytest.raises(lz.InvalidCallError) as caught:

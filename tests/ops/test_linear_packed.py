@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.engine.functions import CALLS
 from layerzero.ops.linear.packed import BELONGS
 
@@ -54,8 +55,8 @@ def test_nothing_is_packed_until_a_kernel_wants_it():
     assert repr(packed) == "PackedWeight((64, 96), 0 packed, 0 bytes)"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kernel", KERNELS)
+@at_once("dtype", [torch.float32, torch.bfloat16])
+@at_once("kernel", KERNELS)
 def test_a_kernel_packs_once_and_is_right(path, kernel, dtype):
     x, weight, bias = made(dtype)
     packed, before = lz.PackedWeight(weight), weight.clone()
@@ -71,8 +72,8 @@ def test_a_kernel_packs_once_and_is_right(path, kernel, dtype):
     assert torch.equal(weight, before)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_tanh", "silu"])
+@at_once("kernel", KERNELS)
+@at_once("activation", [None, "relu", "gelu", "gelu_tanh", "silu"])
 def test_a_kernel_lets_nan_and_infinity_through(kernel, activation):
     x, weight, bias = made(torch.bfloat16)
     x[1, 3], x[2, 0] = torch.nan, torch.inf
@@ -100,8 +101,8 @@ def test_a_weight_that_was_written_into_is_packed_again(path, kernel):
     close(locked_call(kernel, x, weight, bias, packed=packed), x, weight, bias)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("way", ["data", "numpy", "inference"])
+@at_once("kernel", KERNELS)
+@at_once("way", ["data", "numpy", "inference"])
 def test_writes_that_torch_does_not_count_are_seen_in_memory(path, kernel, way):
     x, weight, bias = made(torch.float32)
     if way == "inference":

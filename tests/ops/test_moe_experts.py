@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 
 import layerzero as lz
-from drawing import examples
+from drawing import at_once, examples
 from layerzero.core.evidence import call_work
 from layerzero.engine.functions import CALLS
 from layerzero.ops.moe.experts import EXPERTS as EXPERTS_OPERATION
@@ -200,12 +200,12 @@ def test_gradients_of_grouped_products_are_those_of_the_reference_with_experts_e
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("device", "dtype", "kernel_id"), [
+@at_once("device, dtype, kernel_id", [
     ("H100", torch.bfloat16, "torch.experts_grouped"), ("A100", torch.bfloat16, "torch.experts_grouped"),
     ("MI300X", torch.bfloat16, "torch.experts_grouped"), ("T4", torch.bfloat16, "torch.experts_each"),
     ("H100", torch.float32, "torch.experts_each"), ("CPU", torch.float32, "torch.experts_each"),
 ])  # fmt: skip
-@pytest.mark.parametrize("training", [False, True])
+@at_once("training", [False, True])
 def test_stock_is_what_transformers_runs(device, dtype, kernel_id, training):
     tensors = [torch.empty(each.shape, dtype=dtype, device="meta", requires_grad=training) for each in mixture(16)[:3]]
     ids, shares = (torch.empty(16, 2, dtype=each, device="meta") for each in (torch.int64, dtype))

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 
 import layerzero as lz
-from drawing import examples
+from drawing import at_once, examples
 from layerzero.engine.functions import CALLS
 
 
@@ -170,8 +170,8 @@ def test_gradients_reach_the_logits():
     assert logits.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize(
-    ("given", "told"),
+@at_once(
+    "given, told",
     [
         ({"top_k": 0}, "top_k: wanted 1 to the 8 experts of logits, got 0"),
         ({"top_k": 9}, "top_k: wanted 1 to the 8 experts of logits, got 9"),

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Routed
 from layerzero.engine.reference import fake_call, reference_call
@@ -23,8 +24,8 @@ def normal(*shape, dtype=torch.float64):
     return torch.randn(shape).to(dtype)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("eps", [1e-6, 0.3])
+@at_once("shape", SHAPES)
+@at_once("eps", [1e-6, 0.3])
 def test_rms_norm_is_torchs(shape, eps):
     x, w = normal(*shape), normal(shape[-1])
     torch.testing.assert_close(norm.rms_norm(x, w, eps=eps), functional.rms_norm(x, w.shape, w, eps))
@@ -38,9 +39,9 @@ def test_rms_norm_by_hand():
         torch.testing.assert_close(got[row], x[row] / root * w)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("axes", [1, 2])
-@pytest.mark.parametrize("given", [(), ("weight",), ("bias",), ("weight", "bias")], ids=str)
+@at_once("shape", SHAPES)
+@at_once("axes", [1, 2])
+@at_once("given", [(), ("weight",), ("bias",), ("weight", "bias")])
 def test_layer_norm_is_torchs(shape, axes, given):
     normalized = shape[-axes:]
     if 0 in normalized:
@@ -96,8 +97,8 @@ def test_nan_and_infinity_stay_in_their_row():
         assert got[2].isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("operation", norm.OPERATIONS, ids=lambda operation: operation.name)
+@at_once("dtype", DTYPES)
+@at_once("operation", norm.OPERATIONS)
 def test_shapes_alone_are_the_real_shapes(operation, dtype):
     for shape in SHAPES:
         x = normal(*shape, dtype=dtype).expand(shape)

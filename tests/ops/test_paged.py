@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
 from layerzero.engine.registry import REGISTRY
@@ -246,7 +247,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("change", "text"), WRONG, ids=[text for _, text in WRONG])
+@at_once("change, text", WRONG)
 def test_what_means_nothing_is_refused_before_anything_is_read(change, text):
     arguments = changed()
     lz.paged_attention(**arguments)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import layerzero as lz
-from drawing import examples
+from drawing import at_once, examples
 from launches import Counted
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.paged import tree
@@ -84,9 +84,9 @@ def test_sinks_over_pages_are_those_of_ragged_keys(kernel, lens):
     torch.testing.assert_close(lse, sums)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("sink", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("queries", [(1, 3, 0, 8), (2, 5, 3, 8)], ids=["with keys", "some without"])
+@at_once("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@at_once("sink", [math.nan, math.inf, -math.inf])
+@at_once("queries", [(1, 3, 0, 8), (2, 5, 3, 8)])
 def test_sinks_that_are_no_numbers_give_what_the_reference_gives(dtype, sink, queries):
     """The third sequence has no key, the first fewer keys than queries."""
     call = named(paged(queries, (1, 7, 0, 8), dtype=dtype))
@@ -125,7 +125,7 @@ def ragged_of(call):
     return call["query"], *caches, call["cu_seqlens_q"], starts(*lens)
 
 
-@pytest.mark.parametrize(("change", "text"), [
+@at_once("change, text", [
     (lambda m: m.float(), r"tree_mask: wanted a bool tensor \(14, columns\), a row for each query, got torch.float32"),
     (lambda m: m[:13], r"tree_mask: wanted a bool tensor \(14, columns\), a row for each query, got .* \(13, 6\)"),
     (lambda m: m & False, r"tree_mask\[0\]: wanted the token itself and what its parent sees, columns \[0\], got \[\]"),
@@ -133,7 +133,7 @@ def ragged_of(call):
     (lambda m: put(m, 4, 2, True), r"tree_mask\[4\]: .*got \[0, 1, 2, 3\]"),
     (lambda m: put(m, 4, 0, False), r"tree_mask\[4\]: .*got \[1, 3\]"),
 ])  # fmt: skip
-@pytest.mark.parametrize("known", [False, True])
+@at_once("known", [False, True])
 def test_a_mask_that_is_no_tree_is_told_on_every_call(change, text, known):
     call, mask = drafts()
     if known:

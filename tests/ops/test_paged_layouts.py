@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.ops.paged.mixed import paged_tokens_reference
 from paged_calls import paged
 
@@ -25,8 +26,8 @@ SCORES = {
 }
 
 
-@pytest.mark.parametrize("scores", SCORES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@at_once("scores", SCORES)
+@at_once("layout", LAYOUTS)
 def test_a_mixed_step_in_any_layout_has_a_kernel(layout, scores):
     name, arranged = LAYOUTS[layout]
     query, keys, values, tables, lens, starts = paged(dtype=torch.float32)

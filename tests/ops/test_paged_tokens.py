@@ -41,11 +41,11 @@ def by_sequence(query, keys, values, table, lens, cu_q, **arguments):
     return torch.cat([output[0] for output, _ in found]), torch.cat([lse[0] for _, lse in found], 1)
 
 
-@pytest.mark.parametrize(
+@at_once(
     "arguments",
     [{"causal": True}, {"causal": False}, {"causal": True, "window": (2, 0)}, {"causal": True, "softcap": 3.0}],
 )
-@pytest.mark.parametrize("queries", [(1, 3, 0, 8), (1, 1, 1, 1), (5, 7, 2, 8), (0, 9, 0, 0)], ids=str)
+@at_once("queries", [(1, 3, 0, 8), (1, 1, 1, 1), (5, 7, 2, 8), (0, 9, 0, 0)])
 def test_the_reference_is_one_dense_call_a_sequence(queries, arguments):
     call = paged(queries)
     output, lse = paged_tokens_reference(*call, return_lse=True, **arguments)
@@ -153,7 +153,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("change", "text"), WRONG, ids=[text for _, text in WRONG])
+@at_once("change, text", WRONG)
 def test_what_means_nothing_is_refused_before_anything_is_read(change, text):
     names = ("query", "key_cache", "value_cache", "block_tables", "context_lens", "cu_seqlens_q")
     arguments = dict(zip(names, paged(), strict=True))
@@ -325,7 +325,7 @@ NOT_FOR_C = [
 ]
 
 
-@pytest.mark.parametrize("other", NOT_FOR_C)
+@at_once("other", NOT_FOR_C)
 def test_the_loop_in_c_leaves_what_it_does_not_fit(other):
     fill = loop_in_c()
     assert (fill(*SLOTS.values()), SLOTS["out"].tolist()) == (1, [15, 7, -1])

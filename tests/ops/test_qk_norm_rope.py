@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops import OPERATIONS
 from layerzero.ops.rope.declare import cos_sin
@@ -135,8 +136,8 @@ def codes(kernel, *, dtype=BF16, head_dim=128, half=64, table=F32, tokens=(64,),
 KERNELS = [f"{name}qk_norm_rope" for name in ("torch.", "flashinfer.", "vllm.", "vllm.fused_")]
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("tokens", [(1,), (64,), (2, 512)])
+@at_once("kernel", KERNELS)
+@at_once("tokens", [(1,), (64,), (2, 512)])
 def test_a_models_call_is_offered_to_every_library(kernel, tokens):
     assert codes(kernel, tokens=tokens) == set()
 

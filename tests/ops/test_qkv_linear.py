@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.ops import OPERATIONS
 
 WEIGHTS = ("q_weight", "k_weight", "v_weight")
@@ -32,9 +33,9 @@ def close(got, wanted, tolerance=1e-5):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("joined", [False, True])
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("rows", [(), (5,), (2, 3)], ids=str)
+@at_once("joined", [False, True])
+@at_once("biased", [False, True])
+@at_once("rows", [(), (5,), (2, 3)])
 def test_it_is_a_product_with_each_weight(rows, biased, joined):
     arguments, wanted = call(*rows, joined=joined, biased=biased)
     close(lz.qkv_linear(**arguments), wanted)

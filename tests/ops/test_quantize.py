@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import layerzero as lz
-from drawing import examples
+from drawing import at_once, examples
 from layerzero.ops.quantize.formats import FORMATS, as_floats, e2m1_codes, e2m1_numbers
 from layerzero.testing import compare
 from layerzero.testing.generate import random_call
@@ -19,7 +19,7 @@ HALF_STEP = {"int8": 0.5 / 127, "fp8_e4m3": 2.0**-4, "fp8_e5m2": 2.0**-3}
 """How far a number moves at most, of the largest in int8, of itself in float8."""
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@at_once("name", FORMATS)
 def test_what_is_quantized_comes_back_as_near_as_the_format_allows(path, name):
     x = torch.randn(6, 64)
     quantized, scale = lz.quantize(x, name)
@@ -46,8 +46,8 @@ def test_a_scale_is_the_largest_number_over_that_of_the_format(name, given_argum
     torch.testing.assert_close(scale, most / FORMATS[name].largest, rtol=1e-6, atol=0.0)
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (4, 1), (16,), (4, 2), (4, 16)], ids=str)
-@pytest.mark.parametrize("name", SCALED)
+@at_once("shape", [(), (1,), (4, 1), (16,), (4, 2), (4, 16)])
+@at_once("name", SCALED)
 def test_a_given_scale_says_by_its_shape_what_it_is_for(name, shape):
     x, scale = torch.randn(4, 16), torch.rand(shape) * 0.05 + 0.02
     quantized, returned = lz.quantize(x, name, scale)
@@ -138,9 +138,9 @@ def test_nan_stays_nan_in_float8_and_makes_no_scale(name, per):
     assert quantized.float().isnan().nonzero().tolist() == [[0, 5], [1, 5], [2, 5]]
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8_e4m3", "fp8_e5m2"])
-@pytest.mark.parametrize(("per", "lost"), [("tensor", 3), ("row", 1)])
-@pytest.mark.parametrize("number", [torch.inf, -torch.inf])
+@at_once("name", ["int8", "fp8_e4m3", "fp8_e5m2"])
+@at_once("per, lost", [("tensor", 3), ("row", 1)])
+@at_once("number", [torch.inf, -torch.inf])
 def test_infinity_shows_in_what_shares_its_scale(name, per, lost, number):
     """It became the largest finite number of its block: an overflow before the call was hidden."""
     x = torch.randn(3, 32)
@@ -208,7 +208,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("problem", WRONG)
+@at_once("problem", WRONG)
 def test_a_call_that_means_nothing_says_what_was_wanted(problem):
     x, name, arguments = WRONG[problem]
     with pytest.raises(lz.InvalidCallError) as raised:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.ops.moe.experts import Stack
 from layerzero.ops.moe.quantized import QUANTIZED
 from layerzero.ops.quantize.groups import GROUPED
@@ -46,8 +47,8 @@ def around(tokens=5, dtype=torch.float32):
     return torch.randn(tokens, HIDDEN, generator=generator).to(dtype), ids, torch.rand(tokens, 2, generator=generator)
 
 
-@pytest.mark.parametrize("text", [*FORMATS, "gptq:bits=4,group=32,zeros=stored,permuted=True"])
-@pytest.mark.parametrize("tokens", [1, 5])
+@at_once("text", [*FORMATS, "gptq:bits=4,group=32,zeros=stored,permuted=True"])
+@at_once("tokens", [1, 5])
 def test_a_call_multiplies_with_the_numbers_that_the_format_stands_for(text, tokens):
     (gate_up, down), (rows, ids, shares) = stacks(text), around(tokens)
     wide = [each.dequantized(torch.float32) for each in (gate_up, down)]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import layerzero as lz
-from drawing import examples
+from drawing import at_once, examples
 from launches import Counted
 from layerzero.backends.torch.quantized_linear import quantized_rows
 from layerzero.ops import OPERATIONS
@@ -28,8 +28,8 @@ def weight(name, outputs=64, inputs=96, per="row"):
     return lz.quantize(torch.randn(outputs, inputs) / inputs**0.5, name, per=per)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("name", WEIGHTS)
+@at_once("dtype", FLOATS)
+@at_once("name", WEIGHTS)
 def test_a_weight_is_multiplied_with_its_scales(path, name, dtype):
     x, bias = torch.randn(2, 3, 96).to(dtype), torch.randn(64).to(dtype)
     narrow, scale = weight(name)
@@ -209,8 +209,8 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("text", KEPT)
+@at_once("dtype", FLOATS)
+@at_once("text", KEPT)
 def test_numbers_are_kept_where_a_form_may_be_as_large_as_a_floating_weight(text, dtype):
     known = lz.quantize_weight(torch.randn(64, 96) / 96**0.5, text)
     x, bias = torch.randn(2, 3, 96).to(dtype), torch.randn(64).to(dtype)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.core.judge import Given
 from layerzero.ops.linear.weight_formats import FORMATTED
 from layerzero.ops.quantize.gguf import AFFINE, affine
@@ -33,8 +34,8 @@ PERMUTED = "gptq:bits=4,group=32,zeros=stored,permuted=True"
 PACKED = "compressed-tensors:bits=4,group=32"
 
 
-@pytest.mark.parametrize("bits", range(2, 9))
-@pytest.mark.parametrize("count", [1, 7, 32, 33, 96])
+@at_once("bits", range(2, 9))
+@at_once("count", [1, 7, 32, 33, 96])
 def test_a_stream_of_bits_is_read_back(bits, count):
     codes = torch.randint(0, 1 << bits, (3, count), dtype=torch.uint8)
     words = packed(codes, bits)
@@ -72,8 +73,8 @@ def test_rows_that_end_within_a_word_are_not_joined():
     assert scheme_of(lz.WeightFormat.of(GPTQ)).joined(lz.WeightFormat.of(GPTQ), parts, 128) is None
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize("text", [*(each.example for each in SCHEMES.values()), "fp8:group=64,rows=1"])
+@at_once("dtype", ["float16", "float32"])
+@at_once("text", [*(each.example for each in SCHEMES.values()), "fp8:group=64,rows=1"])
 def test_a_size_in_bits_is_that_of_the_tensors(text, dtype):
     known = weight(text, 64, 512)
     scale = known.fields.scale
@@ -207,7 +208,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("problem", WRONG)
+@at_once("problem", WRONG)
 def test_a_weight_that_is_none_says_what_was_wanted(problem):
     with pytest.raises(lz.InvalidCallError) as raised:
         WRONG[problem]()

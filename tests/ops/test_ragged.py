@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.engine.functions import CALLS
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.calls import arguments_of, case_of_sizes, facts_of
@@ -49,8 +50,8 @@ ARGUMENTS = [
 ]
 
 
-@pytest.mark.parametrize("arguments", ARGUMENTS, ids=lambda given: ", ".join(given) or "plain")
-@pytest.mark.parametrize("lengths", [((3, 0, 5), (7, 2, 5)), ((4,), (4,)), ((6, 1), (2, 9))], ids=str)
+@at_once("arguments", ARGUMENTS)
+@at_once("lengths", [((3, 0, 5), (7, 2, 5)), ((4,), (4,)), ((6, 1), (2, 9))])
 def test_the_reference_is_one_dense_call_after_the_other(lengths, arguments):
     call = ragged(*lengths)
     output, lse = ragged_attention(*call, return_lse=True, **arguments)
@@ -71,9 +72,9 @@ def test_the_public_function_attends_within_sequences_and_routes_by_head_counts(
     torch.testing.assert_close(lse, wanted_lse.float())
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("sink", [0.5, math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("lengths", [((3, 0, 5), (7, 2, 5)), ((4, 2, 1), (2, 0, 9))], ids=["with keys", "some without"])
+@at_once("dtype", [torch.float64, torch.bfloat16])
+@at_once("sink", [0.5, math.nan, math.inf, -math.inf])
+@at_once("lengths", [((3, 0, 5), (7, 2, 5)), ((4, 2, 1), (2, 0, 9))])
 def test_sinks_have_a_kernel_that_gives_what_the_reference_gives(dtype, sink, lengths):
     call, found = ragged(*lengths, dtype=dtype), []
     sinks = torch.tensor([0.3, sink, -2.0, sink])
@@ -214,7 +215,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("change", "text"), WRONG, ids=[text for _, text in WRONG])
+@at_once("change, text", WRONG)
 def test_what_means_nothing_is_refused(change, text):
     names = ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k")
     arguments = dict(zip(names, ragged(), strict=True))

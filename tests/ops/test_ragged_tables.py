@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import layerzero as lz
-from drawing import examples
+from drawing import at_once, examples
 
 
 def int32(*numbers):
@@ -45,8 +45,8 @@ def test_kernels_take_it_as_any_other_step():
     )
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
+@at_once(
+    "change, text",
     [
         ({"kv_indptr": int32(0, 3, 2)}, r"kv_indptr\[2\]: wanted at least 3, the number before it, got 2"),
         ({"kv_indptr": int32(1, 2, 3)}, r"kv_indptr\[0\]: wanted 0, got 1"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.engine.functions import CALLS
 from layerzero.ops.rope.declare import cos_sin, rope_reference
 
@@ -91,8 +92,8 @@ def test_elements_that_query_and_key_share_are_refused():
         lz.rope_(query.requires_grad_(), key, cos, sin, positions)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
+@at_once(
+    "change, words",
     [
         ({"query": torch.zeros(5, 64)}, "query: wanted .tokens, heads, head dim. or four axes"),
         ({"key": torch.zeros(5, 2, 64)}, "key: wanted 4 axes as query has, got 3"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.core.reasons import ReasonCode
 from layerzero.engine.functions import CALLS
 from layerzero.ops import OPERATIONS
@@ -100,8 +101,8 @@ def _whole():
     return torch.zeros(2, 16, 2, 64)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
+@at_once(
+    "change, words",
     [
         ({"query": torch.zeros(3, 4, 64)}, "query: wanted .batch, sequence, heads, head dim. without slot_mapping"),
         ({"slot_mapping": torch.zeros(6, dtype=torch.int64)}, "query: wanted .tokens, heads, head dim."),

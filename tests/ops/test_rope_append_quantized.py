@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import layerzero as lz
-from drawing import examples
+from drawing import at_once, examples
 from layerzero.backends.vllm import quantized, rope
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops import OPERATIONS
@@ -94,8 +94,8 @@ def test_a_cache_brings_its_scales():
     assert torch.equal(cache.values.view(torch.uint8), arguments["value_cache"].view(torch.uint8))
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
+@at_once(
+    "change, text",
     [
         ({"key_scale": None}, "key_scale: wanted a float32 tensor with a quantized cache, got NoneType"),
         ({"value_scale": torch.ones(3)}, r"value_scale: wanted shape \(\), \(2,\) or \(3, 8, 2\), got \(3,\)"),
@@ -107,7 +107,7 @@ def test_a_cache_brings_its_scales():
         ({"positions": torch.tensor([0, 1, 2, 3, 40])}, r"positions\[4\]: wanted 0 to 39, got 40"),
     ],
 )
-@pytest.mark.parametrize("known", [False, True])
+@at_once("known", [False, True])
 def test_what_means_nothing_is_refused_before_anything_is_written(change, text, known):
     arguments = call()
     if known:

@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.backends.vllm_cpu.norm import VLLM_CPU
 from layerzero.core.device import Device
 from layerzero.core.reasons import ReasonCode
@@ -40,9 +41,9 @@ def codes(kernel, arguments, device="H200", libraries=LIBRARIES):
 CUDA = [f"{name}.rope{way}" for name in ("flashinfer", "vllm", "liger") for way in ("", "_inplace")]
 
 
-@pytest.mark.parametrize("kernel", CUDA)
-@pytest.mark.parametrize("tokens", [(1,), (64,), (2, 512)])
-@pytest.mark.parametrize("positions", [True, False])
+@at_once("kernel", CUDA)
+@at_once("tokens", [(1,), (64,), (2, 512)])
+@at_once("positions", [True, False])
 def test_a_models_rotation_is_offered_to_every_library(kernel, tokens, positions):
     arguments = call(tokens=tokens)
     arguments["positions"] = arguments["positions"] if positions else None

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.ops import FUNCTIONS
 from layerzero.ops.rope.declare import cos_sin
 from layerzero.testing import fuzz
@@ -18,10 +19,10 @@ def tensors(batch=2, seq=5, heads=4, width=64, half=32, dtype=torch.float32):
     return torch.randn(*lead, heads, width).to(dtype), cos, sin, torch.randint(0, 40, lead)
 
 
-@pytest.mark.parametrize("kernel", ["torch", "vllm", "reference"])
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(("batch", "layout"), [(None, None), (2, "BSHD"), (2, "BHSD")])
-@pytest.mark.parametrize(("width", "half"), [(64, 32), (80, 16)])
+@at_once("kernel", ["torch", "vllm", "reference"])
+@at_once("interleaved", [False, True])
+@at_once("batch, layout", [(None, None), (2, "BSHD"), (2, "BHSD")])
+@at_once("width, half", [(64, 32), (80, 16)])
 def test_it_is_what_rope_gives_queries(kernel, interleaved, batch, layout, width, half):
     x, cos, sin, positions = tensors(batch, width=width, half=half)
     x = x.transpose(1, 2) if layout == "BHSD" else x

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.backends.rotary import joined
 
 ROPE = pytest.importorskip("transformers.modeling_rope_utils")
@@ -69,8 +70,8 @@ def theirs(scaling, seq_len):
     return ROPE.ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, torch.device("cpu"), seq_len=seq_len)
 
 
-@pytest.mark.parametrize("seq_len", [None, 100, 3 * LONG])
-@pytest.mark.parametrize("kind", KINDS)
+@at_once("seq_len", [None, 100, 3 * LONG])
+@at_once("kind", KINDS)
 def test_frequencies_are_those_of_transformers(kind, seq_len):
     wanted, factor = theirs(scaled(kind), seq_len)
     got, own = lz.rope_frequencies(DIM, scaling=scaled(kind), max_positions=LONG, seq_len=seq_len)

@@ -83,7 +83,7 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("kernel", ["torch.sample_topk", "torch.sorted_topk", "reference"])
+@at_once("kernel", ["torch.sample_topk", "torch.sorted_topk", "reference"])
 @at_once("row", ROWS)
 @at_once("k", [1, 2, 3, 99])
 def test_top_k_keeps_what_fewer_than_k_are_likelier_than(row, k, kernel):
@@ -92,7 +92,7 @@ def test_top_k_keeps_what_fewer_than_k_are_likelier_than(row, k, kernel):
         assert seen("sample_topk_probs", probs, top_k=k) == kept(ROWS[row], k=k)
 
 
-@pytest.mark.parametrize("kernel", ["torch.sample_topp", "torch.sorted_topp", "reference"])
+@at_once("kernel", ["torch.sample_topp", "torch.sorted_topp", "reference"])
 @at_once("row", ROWS)
 @at_once("p", [1e-30, 0.35, 0.55, 0.95, 1.0, 1])
 def test_top_p_keeps_the_likeliest_that_have_the_share_p(row, p, kernel):
@@ -101,7 +101,7 @@ def test_top_p_keeps_the_likeliest_that_have_the_share_p(row, p, kernel):
         assert seen("sample_topp_probs", probs, top_p=p) == kept(ROWS[row], p=p)
 
 
-@pytest.mark.parametrize("kernel", ["torch.sample_minp", "reference"])
+@at_once("kernel", ["torch.sample_minp", "reference"])
 @at_once("row", ROWS)
 @at_once("p", [1e-30, 0.45, 0.7, 1.0])
 def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest(row, p, kernel):
@@ -110,7 +110,7 @@ def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest(row, p, kernel):
         assert seen("sample_minp_probs", probs, min_p=p) == kept(ROWS[row], least=p)
 
 
-@pytest.mark.parametrize("kernel", ["torch.sample_topk_topp", "torch.sorted_topk_topp", "reference"])
+@at_once("kernel", ["torch.sample_topk_topp", "torch.sorted_topk_topp", "reference"])
 @at_once("row", ROWS)
 @at_once("k, p", [(1, 1.0), (2, 0.55), (3, 0.35), (4, 0.9), (99, 0.55)])
 def test_top_p_is_of_what_top_k_leaves(row, k, p, kernel):
@@ -123,8 +123,8 @@ def named(kernel, operation):
     return f"reference.{operation}" if kernel == "reference" else kernel
 
 
-@pytest.mark.parametrize(("name", "kernel"), KERNELS)
-@pytest.mark.parametrize("ending", ["", "_probs"])
+@at_once("name, kernel", KERNELS)
+@at_once("ending", ["", "_probs"])
 def test_a_hundred_thousand_draws_come_as_often_as_they_should(name, kernel, ending):
     rows = source(name + ending, 4, 32)
     given = KINDS[name]
@@ -199,8 +199,8 @@ def test_a_seed_leaves_torchs_own_generator_as_it_was():
     assert torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("ending", ["", "_probs"])
-@pytest.mark.parametrize(("name", "kernel"), [each for each in KERNELS if each[0] != "sample"])
+@at_once("ending", ["", "_probs"])
+@at_once("name, kernel", [each for each in KERNELS if each[0] != "sample"])
 def test_rows_have_numbers_of_their_own(name, kernel, ending):
     """A row draws what it would alone, and out of range the ends of the range hold."""
     probs = torch.tensor(ROWS["pairs"])
@@ -229,7 +229,7 @@ def test_rows_have_temperatures_of_their_own(name, kernel):
             getattr(lz, name)(logits, **KINDS[name], temperature=warm[:2])
 
 
-@pytest.mark.parametrize("name", BOTH)
+@at_once("name", BOTH)
 @at_once("shape", [(5,), (2, 3, 5), (0, 5), (4, 1)])
 def test_any_number_of_leading_axes(name, shape):
     ids = getattr(lz, name)(source(name, *shape), **parameters(name))
@@ -237,8 +237,8 @@ def test_any_number_of_leading_axes(name, shape):
     assert bool(((ids >= 0) & (ids < shape[-1])).all())
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", BOTH)
+@at_once("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@at_once("name", BOTH)
 def test_dtypes(name, dtype):
     peaked = torch.full((3, 100), -50.0)
     peaked[:, 7] = 50.0
@@ -252,8 +252,8 @@ def test_logits_that_ask_for_gradients_are_drawn_of_by_the_same_kernel():
     assert not lz.sample_topp(logits, 0.9).requires_grad
 
 
-@pytest.mark.parametrize(
-    ("name", "values", "problem"),
+@at_once(
+    "name, values, problem",
     [
         ("logits", [0.0, math.nan], "wanted no NaN, no +inf, and a number above -inf, got NaN at 1"),
         ("logits", [math.inf, 0.0], "wanted no NaN, no +inf, and a number above -inf, got +inf at 0"),
@@ -264,8 +264,8 @@ def test_logits_that_ask_for_gradients_are_drawn_of_by_the_same_kernel():
         ("probs", [0.5, math.inf], "wanted finite numbers from 0 up, one of them above, got +inf at 1"),
     ],
 )
-@pytest.mark.parametrize("kernel", ["own", "sorted", "reference"])
-@pytest.mark.parametrize("kind", KINDS)
+@at_once("kernel", ["own", "sorted", "reference"])
+@at_once("kind", KINDS)
 def test_rows_that_nothing_can_be_drawn_of(kind, kernel, name, values, problem):
     tensor = torch.tensor([[1.0, 0.0], values])
     called = kind if name == "logits" else f"{kind}_probs"
@@ -310,7 +310,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("wanted", WRONG)
+@at_once("wanted", WRONG)
 def test_bad_arguments(wanted):
     lz.sample_topp(torch.ones(3, 8), 0.5)  # a plan is kept, which must not serve them
     with pytest.raises(lz.InvalidCallError) as raised:
@@ -331,15 +331,15 @@ def test_a_count_above_the_vocabulary_keeps_every_place():
     assert torch.equal(lz.sample_topk_topp(logits, 2**31 - 1, 0.9, seed=1), lz.sample_topk_topp(logits, 8, 0.9, seed=1))
 
 
-@pytest.mark.parametrize(
-    ("tensor", "problem"),
+@at_once(
+    "tensor, problem",
     [
         (torch.ones(3, 0), r"logits: wanted at least one place in the last axis, got \(3, 0\)"),
         (torch.ones(3, 8, dtype=torch.int64), r"logits: wanted dtype .*, got int64"),
         (torch.ones(()), r"logits: wanted .* got .*\(\)"),
     ],
 )
-@pytest.mark.parametrize("name", [*KINDS, "greedy"])
+@at_once("name", [*KINDS, "greedy"])
 def test_bad_tensors(name, tensor, problem):
     with pytest.raises(lz.InvalidCallError, match=problem):
         getattr(lz, name)(tensor, **KINDS.get(name, {}))

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.backends.flashinfer import sparse as flashinfer
 from layerzero.backends.torch import sparse
 from layerzero.core.facts import FactsBuilder
@@ -121,7 +122,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("change", "text"), WRONG, ids=[text for _, text in WRONG])
+@at_once("change, text", WRONG)
 def test_what_means_nothing_is_refused(change, text):
     given = call()
     lz.sparse_attention(**given)

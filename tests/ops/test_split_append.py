@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.ops import FUNCTIONS
 from layerzero.ops.rope.declare import cos_sin
 from layerzero.testing import fuzz
@@ -47,10 +48,10 @@ def apart(arguments):
     return query, *caches.values()
 
 
-@pytest.mark.parametrize("kernel", ["torch", "vllm", "reference"])
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("kind", ["contiguous", "paged"])
-@pytest.mark.parametrize("given", [{}, {"normed": False}, {"interleaved": True}, {"plus_one": True}], ids=str)
+@at_once("kernel", ["torch", "vllm", "reference"])
+@at_once("layout", ["NHD", "HND"])
+@at_once("kind", ["contiguous", "paged"])
+@at_once("given", [{}, {"normed": False}, {"interleaved": True}, {"plus_one": True}])
 def test_it_is_a_split_and_an_append(kind, layout, given, kernel):
     arguments = made(kind, layout=layout, **given)
     query, keys, values = apart(arguments)
@@ -92,7 +93,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("problem", WRONG)
+@at_once("problem", WRONG)
 def test_what_means_nothing_is_refused_before_anything_is_written(problem):
     arguments = WRONG[problem](made("paged"))
     before = arguments["key_cache"].clone()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.backends.vllm import rope
 from layerzero.core.device import Device
 from layerzero.core.facts import FactsBuilder
@@ -39,10 +40,10 @@ def close(got, wanted, tolerance=1e-5):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("batch", [None, 2])
-@pytest.mark.parametrize("half", [None, 8])
+@at_once("normed", [False, True])
+@at_once("interleaved", [False, True])
+@at_once("batch", [None, 2])
+@at_once("half", [None, 8])
 def test_it_is_a_split_and_what_follows(normed, interleaved, batch, half):
     arguments, (query, key, value) = call(batch=batch, normed=normed, half=half)
     rest = [arguments[name] for name in ("cos", "sin", "positions")]
@@ -101,8 +102,8 @@ def test_stock_computes_the_same(normed):
     close(stock(**arguments)(), lz.split_qkv_norm_rope(**arguments))
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
+@at_once(
+    "change, words",
     [
         ({"heads": 0}, "heads: wanted a number above 0, got 0"),
         ({"kv_heads": 2.0}, "kv_heads: wanted a number above 0, got 2.0"),

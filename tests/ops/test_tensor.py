@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.ops import FUNCTIONS
 from layerzero.testing import fuzz
 
@@ -13,8 +14,8 @@ NAMES = ("transpose_head_token", "transpose_token_head", "split_qkv", "copy_slic
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("lead", [(), (2,), (2, 3)], ids=str)
+@at_once("dtype", DTYPES)
+@at_once("lead", [(), (2,), (2, 3)])
 def test_heads_and_tokens_change_places_and_back(path, lead, dtype):
     x = torch.randn(*lead, 4, 7, 8).to(dtype)
     moved = lz.transpose_head_token(x)

@@ -8,6 +8,7 @@ import pytest
 
 import layerzero as lz
 import vocabularies
+from drawing import at_once
 from layerzero.ops.tokenize import identity, tokenizer
 from layerzero.ops.tokenize.tokenizer import resolve
 
@@ -63,8 +64,8 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("text", [TEXT, LONG, [TEXT, "a"]], ids=["one", "long", "several"])
+@at_once("change", CHANGES)
+@at_once("text", [TEXT, LONG, [TEXT, "a"]])
 def test_a_changed_object_gives_its_new_ids(change, text):
     native = native_of("byte_level")
     for _ in range(3):  # chosen, found in the table, kept

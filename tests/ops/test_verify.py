@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.backends.flashinfer import sampling
 from layerzero.core import values
 from layerzero.core.device import Device
@@ -183,9 +184,9 @@ def test_bad_calls(problem):
     assert "temperature" not in str(raised.value)
 
 
-@pytest.mark.parametrize("parents", [None, torch.tensor([[-1, -1]])], ids=["chain", "tree"])
-@pytest.mark.parametrize("kernel", ["torch", "reference"])
-@pytest.mark.parametrize(("number", "told"), [(float("nan"), "nan"), (float("inf"), "inf"), (-0.5, "-0.5")])
+@at_once("parents", [None, torch.tensor([[-1, -1]])])
+@at_once("kernel", ["torch", "reference"])
+@at_once("number, told", [(float("nan"), "nan"), (float("inf"), "inf"), (-0.5, "-0.5")])
 def test_a_draft_of_no_probabilities_is_refused(parents, kernel, number, told):
     drafted = torch.full((1, 2, 4), 0.25)
     drafted[0, 1, 3] = number

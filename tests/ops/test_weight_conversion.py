@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.ops.quantize.schemes import scheme_of
 
 X = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
@@ -41,8 +42,8 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("text", LOSSES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@at_once("text", LOSSES)
+@at_once("dtype", [torch.float32, torch.bfloat16])
 def test_a_weight_is_near_what_it_was_made_of(text, dtype):
     known = lz.quantize_weight(N.to(dtype), text)
     lost = (known.dequantized(torch.float32) - N.to(dtype).float()).norm() / N.norm()
@@ -101,8 +102,8 @@ def test_one_column_of_blocks_of_float8_is_no_scale_for_each_row():
     assert again.format == known.format
 
 
-@pytest.mark.parametrize("text", [GPTQ, AWQ, PACKED, "compressed-tensors:bits=4,group=32,zeros=signed"])
-@pytest.mark.parametrize("other", ["gptq", "awq", "compressed-tensors", GPTQ])
+@at_once("text", [GPTQ, AWQ, PACKED, "compressed-tensors:bits=4,group=32,zeros=signed"])
+@at_once("other", ["gptq", "awq", "compressed-tensors", GPTQ])
 def test_numbers_stay_as_they_are_in_another_order(text, other):
     known = weight(text)
     made = lz.repack(known, other)
@@ -110,8 +111,8 @@ def test_numbers_stay_as_they_are_in_another_order(text, other):
     assert made.format.scheme == other.split(":")[0]
 
 
-@pytest.mark.parametrize(
-    ("problem", "code", "again"),
+@at_once(
+    "problem, code, again",
     [
         ("zeros: wanted a format with zero points", "REQUANTIZATION_REQUIRED", lambda: lz.repack(weight(AWQ), PACKED)),
         (
@@ -178,8 +179,8 @@ def test_what_cannot_be_made_says_why(problem, code, again):
         assert raised.value.code == code
 
 
-@pytest.mark.parametrize(
-    ("again", "said"),
+@at_once(
+    "again, said",
     [
         (
             lambda: lz.QuantizedWeight("gguf:IQ3_S", (4, 256), N),

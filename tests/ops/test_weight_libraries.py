@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.ops.quantize.gguf import KINDS, dequantized
 from layerzero.ops.quantize.schemes import scheme_of
 
@@ -50,13 +51,13 @@ DIGESTS = {
 """The first letters of the SHA-256 of what gguf.dequantize 0.19.0 gives for these bytes, as little-endian float32."""
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@at_once("kind", KINDS)
 def test_the_blocks_of_gguf_are_what_gguf_reads(kind):
     numbers = dequantized(blocks_of(kind), kind, torch.float32)
     assert hashlib.sha256(bytes(numbers.view(torch.uint8).flatten().tolist())).hexdigest()[:16] == DIGESTS[kind]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@at_once("kind", KINDS)
 def test_gguf_itself_gives_the_same_numbers(kind):
     gguf = pytest.importorskip("gguf")
     for data in (blocks_of(kind), weight(f"gguf:{kind}", inputs=512).fields.data):
@@ -64,9 +65,9 @@ def test_gguf_itself_gives_the_same_numbers(kind):
         same_bits(dequantized(data, kind, torch.float32), torch.from_numpy(theirs.copy()))
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize("order", ["", ",permuted=True"])
-@pytest.mark.parametrize("zeros", ["stored", "minus_one"])
+@at_once("bits", [2, 3, 4, 8])
+@at_once("order", ["", ",permuted=True"])
+@at_once("zeros", ["stored", "minus_one"])
 def test_gptqmodel_gives_the_same_numbers(bits, order, zeros):
     torch_linear = pytest.importorskip("gptqmodel.nn_modules.qlinear.torch").TorchLinear
     correct = pytest.importorskip("gptqmodel.utils.model_dequant")._correct_gptq_v1_qzeros
@@ -86,9 +87,9 @@ def test_autoawq_gives_the_same_numbers():
     same_bits(mine.dequantized(), dequantize_gemm(mine.fields.data, mine.fields.zero, mine.fields.scale, 4, 64).t())
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
-@pytest.mark.parametrize("zeros", ["none", "stored", "signed"])
-@pytest.mark.parametrize("group", [0, 64])
+@at_once("bits", [2, 3, 4, 5, 6, 7, 8])
+@at_once("zeros", ["none", "stored", "signed"])
+@at_once("group", [0, 64])
 def test_compressed_tensors_gives_the_same_numbers(bits, zeros, group):
     helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
     quantization = pytest.importorskip("compressed_tensors.quantization")
@@ -117,9 +118,9 @@ def test_compressed_tensors_gives_the_same_nvfp4():
     same_bits(mine.dequantized(torch.bfloat16), forward.dequantize(codes, scale.to(torch.bfloat16), **given))
 
 
-@pytest.mark.parametrize("kind", ["nf4", "fp4"])
-@pytest.mark.parametrize("block", [64, 512])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@at_once("kind", ["nf4", "fp4"])
+@at_once("block", [64, 512])
+@at_once("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_bitsandbytes_gives_the_same_numbers(kind, block, dtype):
     default = pytest.importorskip("bitsandbytes.backends.default.ops")
     functional = pytest.importorskip("bitsandbytes.functional")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import layerzero as lz
-from drawing import examples
+from drawing import at_once, examples
 from layerzero.core import indices
 from layerzero.engine import accelerator
 
@@ -33,8 +33,8 @@ def kernels(operation, *call, **options):
 APPEND = {"NHD": "NHD", "vllm": "HND"}
 
 
-@pytest.mark.parametrize("memory", APPEND)
-@pytest.mark.parametrize("slot", [64, 2**33, 2**62, -2, -(2**40)])
+@at_once("memory", APPEND)
+@at_once("slot", [64, 2**33, 2**62, -2, -(2**40)])
 def test_a_slot_beyond_the_cache_writes_nothing(memory, slot):
     whole, keys, values = caches(memory)
     new, layout = torch.ones(3, 2, 64), APPEND[memory]
@@ -49,14 +49,14 @@ def test_a_slot_beyond_the_cache_writes_nothing(memory, slot):
     assert not any(each.any() for each in whole)
 
 
-@pytest.mark.parametrize(("change", "text"), [
+@at_once("change, text", [
     (lambda tables, lens: tables[1].__setitem__(0, -1), r"block_tables\[1, 0\]: wanted 0 to 3, got -1"),
     (lambda tables, lens: tables[0].__setitem__(1, 4), r"block_tables\[0, 1\]: wanted 0 to 3, got 4"),
     (lambda tables, lens: tables[0].__setitem__(1, 2**30), r"block_tables\[0, 1\]: wanted 0 to 3, got 1073741824"),
     (lambda tables, lens: lens.__setitem__(0, -1), r"context_lens\[0\]: wanted 0 to 32, got -1"),
     (lambda tables, lens: lens.__setitem__(1, 33), r"context_lens\[1\]: wanted 0 to 32, got 33"),
 ])  # fmt: skip
-@pytest.mark.parametrize("memory", APPEND)
+@at_once("memory", APPEND)
 def test_a_page_or_length_beyond_the_cache_is_not_followed(memory, change, text):
     _, keys, values = caches(memory)
     tables, lens = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32), torch.tensor([20, 5], dtype=torch.int32)
@@ -81,8 +81,8 @@ def test_a_length_above_a_promised_bound_is_an_error():
         lz.paged_attention(QUERY, keys, values, tables, lens, max_context_len=19)
 
 
-@pytest.mark.parametrize("moment", ["asked", "advanced"])
-@pytest.mark.parametrize(("change", "pages"), [
+@at_once("moment", ["asked", "advanced"])
+@at_once("change, pages", [
     (lambda tables, lens: lens.fill_(33), None),
     (lambda tables, lens: tables.fill_(-1), None),
     (lambda tables, lens: tables.fill_(4), 4),

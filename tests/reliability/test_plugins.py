@@ -11,6 +11,7 @@ from importlib.metadata import EntryPoint
 import pytest
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.engine.config import Configuration
 from layerzero.engine.plugins import ENTRY_POINTS, refused
 
@@ -56,7 +57,7 @@ def site(tmp_path):
     return run
 
 
-@pytest.mark.parametrize(("settings", "word"), [
+@at_once("settings, word", [
     ({}, ""),
     ({"PLUGINS": "all"}, ""),
     ({"PLUGINS": "other, good"}, ""),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from drawing import examples
+from drawing import at_once, examples
 from layerzero.ops import FUNCTIONS, OPERATIONS
 from layerzero.testing import compare, fuzz
 from layerzero.testing.generate import random_call
@@ -24,7 +24,7 @@ def test_every_operation_is_written_twice():
     assert sorted(ORACLES) == sorted(OPERATIONS)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@at_once("name", FUNCTIONS)
 def test_references_say_what_numpy_says(name):
     """In float64 both are far nearer than any tolerance."""
     for number in range(examples(24)):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import at_once
 from layerzero.core.device import Device
 from layerzero.core.evidence import Measurement, Provenance
 from layerzero.core.ledger import MemoryLedger, Verdict
@@ -67,7 +68,7 @@ def asked(facts):
     return costs(TimeStore().evidence(kernels, facts), kernels)
 
 
-@pytest.mark.parametrize("file", TABLES, ids=lambda file: file.name)
+@at_once("file", TABLES)
 def test_every_table_can_be_read_and_speaks_of_what_there_is(file):
     table = read_table(file)
     assert file.name.startswith(slug(table.device))
