@@ -91,8 +91,8 @@ def test_the_examples_in_help_work(path, line, tmp_path, monkeypatch):
     if path.startswith("layerzero perfdb"):
         measured_elsewhere(tmp_path, monkeypatch)
     if path.startswith("layerzero plan"):
+        solved = Context().run(lz.solve, Norm(), torch.ones(2, 4), budget_s=0)  # outside the scope of these tests
         for name in ("plan.json", "other.json"):
-            solved = Context().run(lz.solve, Norm(), torch.ones(2, 4), budget_s=0)  # outside the scope of these tests
             solved.write(tmp_path / name)
     result = run(line.removeprefix("layerzero "))
     found = "--strict" in line and lz.doctor().issues

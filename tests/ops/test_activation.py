@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from drawing import at_once
+from drawing import at_once, mostly
 from layerzero.engine.functions import CALLS
 from layerzero.ops import FUNCTIONS, OPERATIONS
 from layerzero.testing import check
@@ -116,7 +116,7 @@ def test_gradients_are_torchs(path, name):
     assert lz.which(name, **ours)["kernel_id"] == f"torch.{name}"
 
 
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("together", mostly([False, True], {True}))
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled_code_has_one_graph(name, together):
     given = arguments(name, (4, 32), together=together)
