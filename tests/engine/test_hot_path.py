@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import os
 import pickle
 import re
 import subprocess
@@ -633,24 +634,18 @@ def test_a_coarse_key_has_classes_in_place_of_sizes():
     assert (shapes, strides) == ([(5, 9), ()], [(9, 1), ()])
 
 
-def test_the_python_path_serves_where_c_is_not_wanted():
-    script = (
-        "import layerzero as lz; from layerzero.engine import accelerator as a; print(a.ABSENT); print(lz.rms_norm)"
-    )
-    shown = subprocess.run(
-        [sys.executable, "-c", script],
-        check=True,
-        capture_output=True,
-        text=True,
-        env=_environment(LAYERZERO_NATIVE="0"),
-    ).stdout
-    assert shown.startswith("LAYERZERO_NATIVE is 0\n<function rms_norm")
-
-
-def _environment(**changes):
-    import os
-
-    return {**os.environ, **changes}
+def test_the_python_path_serves_where_c_is_not_wanted_and_torch_was_looked_for_before_its_import():
+    script = """
+import importlib.util, layerzero as lz
+importlib.util.find_spec("torch")
+import torch
+torch.ops.layerzero.attention
+from layerzero.engine import accelerator
+print(accelerator.ABSENT, lz.rms_norm)
+"""
+    environment = os.environ | {"LAYERZERO_NATIVE": "0"}
+    shown = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, env=environment)
+    assert shown.stdout.startswith("LAYERZERO_NATIVE is 0 <function rms_norm")
 
 
 # torch.compile
