@@ -364,7 +364,7 @@ PRODUCERS = {
 }
 
 
-@at_once("code", list(ReasonCode))
+@pytest.mark.parametrize("code", list(ReasonCode), ids=str)
 def test_every_code_is_produced_through_a_public_function(code):
     assert code in PRODUCERS, f"nothing produces {code}: remove it from the catalogue or add the call that gives it"
     assert code in PRODUCERS[code]()
