@@ -534,7 +534,7 @@ def test_most_changes_of_size_within_a_class_are_served():
                 assert check(second) == []
             if served[function] == enough:
                 break
-    assert all(count == enough for count in served.values()), served
+    assert {name: count for name, count in served.items() if count < enough} == {}
 
 
 # Policies: three right kernels that write down that they ran.

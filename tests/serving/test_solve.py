@@ -436,7 +436,7 @@ def test_what_compiles_is_built_and_the_document_names_the_build(compiles, monke
 def test_a_build_that_is_not_here_is_refused_by_name():
     own("jit", jit=True)
     asked = Layer()
-    lz.configure(allow=["torch", "user"], deny=["torch.inductor*"])  # which a compiler builds for seconds
+    lz.configure(deny=["inductor"])  # which a compiler builds for seconds
     lz.warmup("rms_norm", [(1, 8, 64), (1, 1, 64)], device="cpu")
     plan = solve(asked, buckets={"seq_len": [8], "batch": [1]})
     assert {each.kernel for each in plan.solved.jit_artifacts.values()} == {"user.jit"}
