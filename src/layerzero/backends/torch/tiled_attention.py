@@ -187,7 +187,7 @@ def _load_unsplit(facts: Facts) -> Callable[..., Any]:
         batch, queries, keys = len(query), query.shape[1], key.shape[1]
         rows = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
         left, right = window or (-1, -1)
-        output = operator(
+        output: Tensor = operator(
             *(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), rows * queries, rows * keys),
             *(max(queries, 2), keys, 0.0, causal, False),
             scale=scale,
