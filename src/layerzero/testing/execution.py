@@ -105,10 +105,10 @@ def repeats(trial: Trial) -> Finding:
                 *as_tuple(result),
                 *(call.arguments[each] for each in mutated),
             ]
-            bits = [bits(value).clone() for value in values]
-            if number and not all(torch.equal(one, other) for one, other in zip(first, bits, strict=True)):
+            found = [bits(value).clone() for value in values]
+            if number and not all(torch.equal(one, other) for one, other in zip(first, found, strict=True)):
                 return Finding("wrong", f"declared deterministic, but run {number + 1} gave other bits than run 1")
-            first = first or bits
+            first = first or found
     return Finding("passed", f"{REPEATS} runs, the same bits")
 
 

@@ -55,7 +55,7 @@ def tiles(facts: Facts) -> Attend:
         kv_heads, keys = key.shape[1:3]
         group = heads // kv_heads
         beyond = -keys % KEYS
-        key, value = (functional.pad(each, (0, 0, 0, beyond)) if beyond else each for each in (key, value))
+        key, value = (functional.pad(each, (0, 0, 0, beyond)).contiguous() for each in (key, value))
         grouped = query.reshape(batch, kv_heads, group, queries, width)
         columns = torch.arange(keys + beyond)
         found = query.new_empty((batch, kv_heads, group, queries, value.shape[3]))
@@ -80,7 +80,7 @@ def tiles(facts: Facts) -> Attend:
                 mask = (mask + own).to(query.dtype)
             if group > 1:
                 mask = _by_group(mask, kv_heads, group)
-            tile = tile.reshape(batch, kv_heads, group * QUERIES, width)
+            tile = tile.reshape(batch, kv_heads, group * QUERIES, width).contiguous()
             output, _ = operator(tile, key[:, :, :seen], value[:, :, :seen], 0.0, False, attn_mask=mask, scale=scale)
             output = output.masked_fill((mask == -torch.inf).all(-1, keepdim=True), 0.0)  # it sees no key
             output = output.reshape(batch, kv_heads, group, QUERIES, -1)
