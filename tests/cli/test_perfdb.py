@@ -15,8 +15,10 @@ from typer.testing import CliRunner
 import layerzero as lz
 from layerzero.cli.app import main
 from layerzero.core.evidence import Measurement, Provenance
+from layerzero.core.ledger import Verdict
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
+from layerzero.tuning.keeping import records
 from layerzero.tuning.keeping.store import StoreLedger
 
 
@@ -105,6 +107,8 @@ def test_exported_times_are_imported_elsewhere_and_say_where_from(monkeypatch, t
         "rows": 3,
         "here": 3,
         "taken": False,
+        "findings": 0,
+        "findings_left": {},
     }
     assert evidence(8) == {}
     assert run(f"perfdb import {file}").exit_code == 0
@@ -205,7 +209,7 @@ def test_a_strangers_file_is_taken_whole_or_not_at_all(monkeypatch, tmp_path, sp
     [
         ("", "line 1: wanted the header"),
         ("{}\n", "missing required field `format`"),
-        ('{"format":3,"kind":"layerzero times","written_at":"","rows":0}\n', "wanted format 1 or 2 of"),
+        ('{"format":4,"kind":"layerzero times","written_at":"","rows":0}\n', "wanted format 1 or 2 or 3 of"),
         ('{"format":1,"kind":"layerzero times","written_at":"","rows":7}\n', "wanted 7 rows after it, got 0"),
     ],
 )
@@ -317,3 +321,67 @@ def test_a_table_of_priors_is_written(tmp_path):
     result = run(f'perfdb export {file} --prior --kernel "nothing.*"')
     assert result.exit_code == 2
     assert "wanted times of one device" in result.stderr
+
+
+def found_out():
+    """A verdict and a workspace of this machine."""
+    facts = lz.facts("rms_norm", torch.randn(8, 64), torch.randn(64))
+    ENGINE.ledger.record_verdict(REGISTRY.kernel("torch.rms_norm"), facts, Verdict.WRONG, "off by one")
+    ENGINE.ledger.record_workspace(REGISTRY.kernel("inductor.rms_norm"), facts, 4096)
+    return facts
+
+
+def test_verdicts_and_workspaces_reach_another_machine_of_the_kind(monkeypatch, tmp_path):
+    facts = found_out()
+    file = tmp_path / "all.jsonl"
+    assert answer(f"perfdb export {file}")["findings"] == 2
+    another_machine(monkeypatch, tmp_path / "second")
+    kernel, other = REGISTRY.kernel("torch.rms_norm"), REGISTRY.kernel("inductor.rms_norm")
+    assert answer(f"perfdb import {file} --dry-run")["findings"] == 2
+    assert ENGINE.ledger.verdict(kernel, facts) is None
+    assert answer(f"perfdb import {file}")["findings"] == 2
+    assert ENGINE.ledger.verdict(kernel, facts) is Verdict.WRONG
+    assert ENGINE.ledger.workspace(other, facts).bytes == 4096
+    ENGINE.ledger.record_workspace(other, facts, 1)
+    assert answer(f"perfdb import {file}")["findings_left"] == {"it was found here already": 2}
+    assert ENGINE.ledger.workspace(other, facts).bytes == 1
+
+
+def test_what_does_not_fit_is_left_and_the_difference_is_named(monkeypatch, tmp_path):
+    found_out()
+    file = tmp_path / "all.jsonl"
+    run(f"perfdb export {file}")
+    another_machine(monkeypatch, tmp_path / "second")
+    monkeypatch.setattr(records, "capability_of", lambda _: "another")
+    left = answer(f"perfdb import {file}")["findings_left"]
+    assert [*left] == [next(iter(left))]
+    assert next(iter(left)).startswith("capability: wanted another, got ")
+    assert answer(f"perfdb diff {file}")["findings"] == 0
+
+
+def test_a_finding_that_was_changed_is_refused_with_the_whole_file(monkeypatch, tmp_path):
+    found_out()
+    file = tmp_path / "all.jsonl"
+    run(f"perfdb export {file}")
+    another_machine(monkeypatch, tmp_path / "second")
+    file.write_text(file.read_text().replace('"wrong"', '"passed"'))
+    refused = run(f"perfdb import {file}")
+    assert refused.exit_code == 1
+    assert "torch.rms_norm: its checksum does not hold" in refused.output
+    assert not answer("perfdb show")["rows"]
+
+
+def test_two_machines_are_compared(monkeypatch, tmp_path):
+    file = tmp_path / "all.jsonl"
+    run(f"perfdb export {file}")
+    another_machine(monkeypatch, tmp_path / "second")
+    record("torch.rms_norm", 4, 30.0)
+    shown = run(f"perfdb diff {file}")
+    assert shown.exit_code == 0
+    assert "1 in both, 0 here alone, 2 there alone" in shown.output
+    assert "torch.rms_norm norm.rms: 30.0 us here, 10.0 us there" in shown.output
+    text = file.read_text()
+    file.write_text(text.replace(f'"torch":"{torch.__version__}"', '"torch":"1.0"'))
+    shown = run(f"perfdb diff {file}")
+    assert shown.exit_code == 1
+    assert "3 times: torch: wanted" in shown.output.replace("\n", " ")

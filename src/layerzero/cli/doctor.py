@@ -80,12 +80,12 @@ def diagnosis(found: Diagnosis, *, everything: bool = False) -> Iterator[Rendera
         sm = f", compute capability {device.sm[0]}.{device.sm[1]}" if device.sm else ""
         sets = ", ".join(sorted(device.instruction_sets))
         yield Text(f"{device.platform}:{device.index} {device.name}{sm}{f' ({sets})' if sets else ''}")
-    yield from (Text(f"memory {name}: {told_free}") for name, told_free in found.memory.items())
     if found.asked_for:
         usable = sum(library.reason is None for library in found.libraries)
         yield Text(f"{usable} of {len(found.libraries)} libraries are usable; `layerzero doctor` lists them")
         yield from _asked_for(found.asked_for)
     else:
+        yield from (Text(f"memory {name}: {free}") for name, free in found.memory.items())
         yield from _libraries(found.libraries, everything)
     for kernel, error in found.resting.items():
         yield Text(f"resting: {kernel}: {error}", style="red")

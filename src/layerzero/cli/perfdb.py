@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
@@ -101,8 +102,11 @@ def export(
     module: Modules = None,
     json: AsJson = False,
 ) -> Answer:
-    """Write measured times to a file for other machines."""
-    from layerzero.tuning.keeping import archive
+    """Write measured times to a file for other machines of this kind, and what was found out about kernels here.
+
+    That are verdicts, proofs of captures, and measured workspaces, each with its library, torch, device and capability.
+    """
+    from layerzero.tuning.keeping import archive, findings
     from layerzero.tuning.keeping.tables import table_of
 
     import_modules(module or [])
@@ -117,7 +121,12 @@ def export(
         _written(file, lambda: archive.export_prior(table, file))
     else:
         count = len(kept)
-        _written(file, lambda: archive.export(kept, file))
+        more = [] if operation != "*" else findings.found_here(_ledger())
+        more = [each for each in more if fnmatch.fnmatchcase(each.record.kernel, kernel)]
+        _written(file, lambda: archive.export(kept, file, more))
+        behind = f" and {len(more)} findings" if more else ""
+        data = {"file": str(file), "rows": count, "findings": len(more)}
+        return Answer(data, lambda: [f"{file}: {count} times{behind} written"])
     return Answer({"file": str(file), "rows": count}, lambda: [f"{file}: {count} times written"])
 
 
@@ -127,16 +136,17 @@ def take(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the file and take nothing.")] = False,
     json: AsJson = False,
 ) -> Answer:
-    """Take over times from a file.
+    """Take over times from a file, and what was found out about kernels.
 
-    They are marked as imported, count less than what was measured here, and only on the same device with the same
-    versions. Exits with 1 and takes nothing if anything in the file is wrong.
+    Times are marked as imported, count less than what was measured here, and only on the same device with the same
+    versions. A finding of another library, torch, device or capability is left, and the difference is named; so is one
+    that was made here, too. Exits with 1 and takes nothing if anything in the file is wrong.
     """
-    from layerzero.tuning.keeping import archive
+    from layerzero.tuning.keeping import archive, findings
 
     _exists(file)
     try:
-        found = archive.read_export(file)
+        found, more = archive.read_export(file)
     except archive.BadFileError as error:
         problems = [f"{file}: {problem}" for problem in error.problems]
         return Answer({"file": str(file), "valid": False, "problems": error.problems}, lambda: problems, NO)
@@ -145,8 +155,47 @@ def take(
     if not dry_run:
         _keep(found)
     verb = "would be taken" if dry_run else "taken"
+    kept, left = findings.take(_ledger(), more, dry_run=dry_run)
     data = {"file": str(file), "valid": True, "problems": [], "rows": len(found), "here": count, "taken": not dry_run}
-    return Answer(data, lambda: [f"{file}: {len(found)} times {verb}; {count} count on this machine as it is now"])
+    data |= {"findings": kept, "findings_left": dict(left)}
+    lines = [f"{file}: {len(found)} times {verb}; {count} count on this machine as it is now"]
+    lines += [f"{kept} findings {verb}"] if more else []
+    lines += [f"{number} findings left: {why}" for why, number in left.items()]
+    return Answer(data, lambda: lines)
+
+
+@perfdb.command("diff", **examples("perfdb diff times.jsonl", "perfdb diff times.jsonl --json"))
+def diff(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What `perfdb export` wrote elsewhere.")],
+    limit: Annotated[int, typer.Option("--limit", metavar="N", help="Times to show, farthest apart.", min=0)] = 20,
+    json: AsJson = False,
+) -> Answer:
+    """Compare a file of times with those of this machine: what is in both, and in what the environments differ.
+
+    Nothing is taken. Exits with 1 if anything in the file is wrong, or none of it counts on this machine.
+    """
+    from layerzero.tuning.keeping import archive, findings
+
+    _exists(file)
+    try:
+        found, more = archive.read_export(file)
+    except archive.BadFileError as error:
+        problems = [f"{file}: {problem}" for problem in error.problems]
+        return Answer({"file": str(file), "valid": False, "problems": error.problems}, lambda: problems, NO)
+    database = _database()
+    with _readable(database):
+        counts, lines = findings.differences(archive.rows(database), found, limit)
+    kept, left = findings.take(_ledger(), more, dry_run=True)
+    unlike = archive.unlike(found)
+    lines += [f"{number} times: {why}" for why, number in unlike.items()]
+    lines += [f"{number} findings: {why}" for why, number in left.items()]
+    told = ", ".join(f"{number} {what}" for what, number in counts.items())
+    data = {"file": str(file), "valid": True, "times": dict(counts), "unlike": dict(unlike)}
+    data |= {"findings": kept, "findings_left": dict(left)}
+    fits = len(found) > sum(unlike.values()) or kept
+    return Answer(
+        data, lambda: [f"{file}: times: {told}; {kept} findings would be taken", *lines], FINE if fits else NO
+    )
 
 
 @perfdb.command("merge", **examples("perfdb merge other/perfdb.sqlite"))
@@ -265,6 +314,12 @@ def _store() -> Any:
 
     ledger = ENGINE.ledger
     return ledger.times if isinstance(ledger, StoreLedger) else TimeStore()
+
+
+def _ledger() -> Any:
+    from layerzero.engine.dispatch import ENGINE
+
+    return ENGINE.ledger
 
 
 def _keep(rows: Sequence[Row]) -> None:

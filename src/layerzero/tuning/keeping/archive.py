@@ -26,15 +26,18 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.keeping import checksums, connections, journal_merge, learning
 from layerzero.tuning.keeping.connections import ForeignError, NewerError
 from layerzero.tuning.keeping.database import Database
-from layerzero.tuning.keeping.environment import Environment, surroundings
+from layerzero.tuning.keeping.environment import Environment, devices_here, surroundings
+from layerzero.tuning.keeping.findings import Finding, sealed
+from layerzero.tuning.keeping.findings import check as check_finding
 from layerzero.tuning.keeping.rows import Row, check, is_to_come
 from layerzero.tuning.keeping.store import StoreLedger
 from layerzero.tuning.keeping.tables import Table
 from layerzero.tuning.predicting.fitting import HeldOut, held_out_error
 
 FORMAT = 2
-READS = (1, 2)
-"""Formats that are taken: the first did not tell device and host apart."""
+WITH_FINDINGS = 3
+READS = (1, FORMAT, WITH_FINDINGS)
+"""Formats that are taken: the first did not tell device and host apart, the last has findings behind the times."""
 
 MAX_TEXT = 512
 """Longest text in an imported row; kernel ids and facts are far shorter."""
@@ -53,13 +56,14 @@ _ROWS = f"""SELECT work, graph, kernel, environment, condition, origin, source, 
     ORDER BY work, graph, kernel, environment, condition, origin, source LIMIT ?"""  # noqa: S608  # names of ours
 
 
-class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """First line of an exported file."""
 
     format: int
     kind: str
     written_at: str
     rows: int
+    findings: int = 0
 
 
 KIND = "layerzero times"
@@ -150,11 +154,13 @@ def _decoded(text: object) -> Any:
         raise ValueError(f"wanted text, got: {error}") from None
 
 
-def export(found: Iterable[Row], file: Path) -> None:
-    """Write rows as lines of JSON, a header before them, whole or not at all. Raises: OSError."""
+def export(found: Iterable[Row], file: Path, findings: Iterable[Finding] = ()) -> None:
+    """Write rows as lines of JSON, and findings behind them, whole or not at all. Raises: OSError."""
     lines = [msgspec.json.encode(each) for each in found]
-    header = Header(FORMAT, KIND, datetime.now(UTC).isoformat(timespec="seconds"), len(lines))
-    write_whole(file, b"\n".join([msgspec.json.encode(header), *lines]) + b"\n")
+    more = [msgspec.json.encode(sealed(each)) for each in findings]
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    header = Header(WITH_FINDINGS if more else FORMAT, KIND, now, len(lines), len(more))
+    write_whole(file, b"\n".join([msgspec.json.encode(header), *lines, *more]) + b"\n")
 
 
 def export_prior(table: Table, file: Path) -> None:
@@ -162,8 +168,8 @@ def export_prior(table: Table, file: Path) -> None:
     write_whole(file, msgspec.json.format(msgspec.json.encode(table), indent=1) + b"\n")
 
 
-def read_export(file: Path) -> list[Row]:
-    """Read a file of rows that somebody else wrote, strictly; each says where it came from.
+def read_export(file: Path) -> tuple[list[Row], list[Finding]]:
+    """Read a file of rows that somebody else wrote, strictly; each says where it came from. And what lies behind them.
 
     Raises: BadFileError with the first problems and their lines, OSError.
     """
@@ -177,21 +183,26 @@ def read_export(file: Path) -> list[Row]:
     if header.format not in READS or header.kind != KIND:
         wanted = f"wanted format {' or '.join(map(str, READS))} of {KIND!r}"
         raise BadFileError([f"line 1: {wanted}, got format {header.format} of {header.kind!r}"])
-    found, problems = [], []
+    found, problems, findings = [], [], []
     for number, line in enumerate(lines, 2):
         try:
+            if number > header.rows + 1:
+                finding = msgspec.json.decode(line, type=Finding)
+                check_finding(finding)
+                findings.append(finding)
+                continue
             row = msgspec.json.decode(line, type=Row)
             _plausible(row)
         except (msgspec.DecodeError, ValueError) as error:
             problems.append(f"line {number}: {error}")
             continue
         found.append(msgspec.structs.replace(row, source=f"{source} < {row.source}" if row.source else source))
-    if len(lines) != header.rows:
-        problems.append(f"line 1: wanted {header.rows} rows after it, got {len(lines)}: the file was cut or joined")
+    if len(lines) != (wanted_lines := header.rows + header.findings):
+        problems.append(f"line 1: wanted {wanted_lines} rows after it, got {len(lines)}: the file was cut or joined")
     if problems:
         more = len(problems) - MAX_PROBLEMS
         raise BadFileError(problems[:MAX_PROBLEMS] + ([f"and {more} more"] if more > 0 else []))
-    return found
+    return found, findings
 
 
 def _plausible(row: Row) -> None:
@@ -272,9 +283,7 @@ def registered(row: Row) -> bool:
 
 def here() -> Callable[[Row], bool]:
     """A test whether a row's environment is one that this machine has now."""
-    devices = [Device.detect("cpu")]
-    if torch.cuda.is_available():
-        devices += [Device.detect(f"cuda:{index}") for index in range(torch.cuda.device_count())]
+    devices = devices_here()
     known: dict[tuple[str, Environment], bool] = {}
 
     def holds(row: Row) -> bool:
@@ -358,3 +367,16 @@ def differs(here: Environment, there: Environment) -> str:
             what = f"{here.library}'s version" if name == "version" else name
             return f"{what}: wanted {wanted or 'none'}, got {got or 'none'}"
     return ""
+
+
+def unlike(found: Iterable[Row]) -> Counter[str]:
+    """In what the environments of rows differ from those of this machine, and how many rows each; the same are left."""
+    known, devices = {kernel.id: kernel for kernel in REGISTRY.kernels()}, devices_here()
+    told: Counter[str] = Counter()
+    for row in found:
+        kernel = known.get(row.kernel)
+        mine = [surroundings(each).environment(kernel)[0] for each in devices] if kernel is not None else []
+        here = next((each for each in mine if each.device == row.environment.device), mine[-1] if mine else None)
+        told[f"{row.kernel} is not registered here" if here is None else differs(here, row.environment)] += 1
+    del told[""]
+    return told

@@ -127,7 +127,7 @@ class FileLedger(MemoryLedger):
         slug = records.slug_of(kernel.id)
         if not self.files.has(slug, VERDICT):
             return None
-        versions = _versions(kernel, facts)
+        versions = versions_of(kernel, facts.device)
         own = self.files.load(Name(slug, records.key_of(kernel.id, class_text(facts), versions), VERDICT))
         if facts.operation.class_facts:
             return _judgement(own)
@@ -165,7 +165,7 @@ class FileLedger(MemoryLedger):
         doubts = self.files.doubts(slug)
         if not doubts:
             return None
-        key = records.key_of(kernel.id, class_text(facts), _versions(kernel, facts))
+        key = records.key_of(kernel.id, class_text(facts), versions_of(kernel, facts.device))
         return next((f"{name.file()}: {why}" for name, why in doubts.items() if records.may_ban(name, key)), None)
 
     def unproved(self, kernel: Kernel, facts: Facts) -> bool:
@@ -235,7 +235,7 @@ class FileLedger(MemoryLedger):
         if not self.files.has(slug, CAPTURE) and not self.files.doubts(slug):
             return None
         for what in records.captures_of(facts):
-            name = Name(slug, records.key_of(kernel.id, what, _versions(kernel, facts)), CAPTURE)
+            name = Name(slug, records.key_of(kernel.id, what, versions_of(kernel, facts.device)), CAPTURE)
             record = self.files.load(name)
             if record is not None or name in self.files.doubts(slug):
                 return f"{name.file()}: {self.files.doubts(slug)[name]}" if record is None else record.text
@@ -359,11 +359,11 @@ class FileLedger(MemoryLedger):
         slug = records.slug_of(kernel.id)
         if not self.files.has(slug, kind):
             return None
-        key = records.key_of(kernel.id, class_text(facts), _versions(kernel, facts))
+        key = records.key_of(kernel.id, class_text(facts), versions_of(kernel, facts.device))
         return self.files.load(Name(slug, key, kind))
 
     def _record(self, kernel: Kernel, facts: Facts, what: str) -> Record:
-        return Record(records.FORMAT, kernel.id, what, _versions(kernel, facts), time.time(), os.getpid())
+        return Record(records.FORMAT, kernel.id, what, versions_of(kernel, facts.device), time.time(), os.getpid())
 
     def _about(self, kernel: Kernel, facts: Facts, *, text: str = "", verdict: Verdict | None = None) -> Record:
         record = self._record(kernel, facts, class_text(facts))
@@ -377,9 +377,9 @@ def _judgement(record: Record | None) -> Judgement | None:
     return Judgement(record.verdict, record.what, record.text)
 
 
-def _versions(kernel: Kernel, facts: Facts) -> Versions:
-    device = facts.device
-    return Versions(_library(kernel, device), str(torch.__version__), device.name, records.capability_of(facts))
+def versions_of(kernel: Kernel, device: Device) -> Versions:
+    """What a record of a kernel holds for that is written now."""
+    return Versions(_library(kernel, device), str(torch.__version__), device.name, records.capability_of(device))
 
 
 def _library(kernel: Kernel, device: Device) -> str:

@@ -20,6 +20,7 @@ from zlib import crc32
 
 import msgspec
 
+from layerzero.core.device import Device
 from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.facts import Facts
 from layerzero.core.ledger import Verdict, capture_text, work_text
@@ -177,9 +178,8 @@ def captures_of(facts: Facts) -> tuple[str, str]:
     return f"{work_text(facts)} by {__version__}", f"{capture_text(facts)} by {__version__}"
 
 
-def capability_of(facts: Facts) -> str:
+def capability_of(device: Device) -> str:
     """The part of a device's identity that decides which code runs on it."""
-    device = facts.device
     return str(device.sm_number or device.architecture or device.platform)
 
 
