@@ -17,7 +17,8 @@ from layerzero.backends.torch.attention import FLOATS, TORCH
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.ops.comm import declare
-from layerzero.ops.comm.formulas import gathered, tree_sum
+from layerzero.ops.comm.formulas import DENSE, gathered, tree_sum
+from layerzero.ops.comm.ranks import ranks_of
 
 OWN = Backend(
     name="layerzero",
@@ -36,6 +37,13 @@ def tree_all_reduce(input: Tensor, *, group: Any = None) -> Tensor:
     It moves so many times the tensor as there are ranks, where a ring moves two.
     """
     return tree_sum(gathered(input, group).unbind(0))
+
+
+def tree_reduce_scatter(input: Tensor, *, scatter_dim: int = 0, group: Any = None) -> Tensor:
+    """A piece of that sum; it moves as much."""
+    ranks, total = ranks_of(group), tree_all_reduce(input, group=group)
+    piece = input.shape[scatter_dim] // ranks.size
+    return total.narrow(scatter_dim, ranks.rank * piece, piece).clone(memory_format=DENSE)
 
 
 def tree_add_rms_norm(
@@ -81,6 +89,7 @@ KERNELS = (
         )
         for each, run, accepts in (
             (declare.ALL_REDUCE, tree_all_reduce, ("group",)),
+            (declare.REDUCE_SCATTER, tree_reduce_scatter, ("scatter_dim", "group")),
             (declare.ALL_REDUCE_ADD_RMS_NORM, tree_add_rms_norm, ("eps", "group")),
         )
     ),

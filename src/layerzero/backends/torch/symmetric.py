@@ -28,11 +28,11 @@ from layerzero.ops.comm.declare import ALL_REDUCE, ALL_REDUCE_ADD_RMS_NORM
 from layerzero.ops.comm.ranks import PEERS, Ranks, ranks_of
 
 BUFFER_BYTES = 2**24
-ONE_SHOT_ELEMENTS = 2**17
+ONE_SHOT_ELEMENTS = 2**17 - 1  # where a class of calls ends, so that all sizes of one have the same kernel
 """256 KiB of bfloat16, the bound of vLLM's custom all-reduce for 8 GPUs of one host: 7.8 us where NCCL takes 9.2 (of
 16 KiB), 10.6 for 11.4 (of 256 KiB). This and the next on two H200, torch 2.11, in CUDA graphs, 2026-11-26."""
 
-TWO_SHOT_ELEMENTS = 2**19, 2**22
+TWO_SHOT_ELEMENTS = 2**19, 2**22 - 1
 """From 1 MiB of bfloat16, where it takes 17.7 us and NCCL 17.3 (13.1 for 11.4 at 256 KiB), to what the buffer holds of
 float32; of 4 MiB it takes 29.2 us, NCCL 36.7."""
 
