@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import random
 import time
+import traceback
 import warnings
 from collections import Counter
 from typing import Any, NamedTuple
@@ -120,21 +121,24 @@ class Calls:
         return "quantized_linear", {"input": data, "weight": weight}
 
 
-def answering(call: Call) -> str:
-    """The first legal kernel, in order of its need, that answers a call which ran out of memory; empty if none does."""
+def answering(call: Call, ran: str) -> str:
+    """The first legal kernel, in order of its need, that answers a call which ran out of memory; empty if none does.
+
+    The one that ran out of memory comes first: if it answers now, none had to take its place.
+    """
     report = lz.explain(call.function, **call.arguments)
 
     def need(each: Candidate) -> int:
         return headroom.need_of(each.kernel, report.facts).bytes
 
     able = [each for each in report.candidates if each.legal or headroom.lacks_memory_alone(each)]
-    for each in sorted(able, key=need):
+    for each in sorted(able, key=lambda each: (each.kernel.id != ran, need(each))):
         with lz.scope(locks={report.operation: each.kernel.id}, memory_headroom_mb=10**6):
             try:
                 call.run()
             except Exception:  # noqa: BLE001  # it does not answer
                 continue
-            return f"{each.kernel.id} ({each.workspace})"
+            return each.kernel.id
     return ""
 
 
@@ -184,6 +188,7 @@ def one(calls: Calls, zero: Counter[str], other: Counter[str]) -> None:
     other["calls"] += 1
     other[call.function] += 1
     before = sum(each.fallbacks for each in ENGINE.health.counts().values())
+    ran = str(lz.which(call.function, **call.arguments)["kernel_id"])
     try:
         call.run()
     except Exception as error:  # noqa: BLE001  # this is what is counted
@@ -191,11 +196,12 @@ def one(calls: Calls, zero: Counter[str], other: Counter[str]) -> None:
             zero["calls raised"] += 1
             print(f"{told(call)}: {type(error).__name__}: {str(error).splitlines()[0][:200]}", flush=True)
             return
-        answers = answering(call)
-        zero["OOMs that another kernel would have avoided"] += bool(answers)
+        traceback.clear_frames(error.__traceback__)
+        answers = answering(call, ran)
+        zero["OOMs that another kernel would have avoided"] += answers not in ("", ran)
         other["OOMs that none avoids"] += not answers
+        other["OOMs of a kernel that answers when asked again"] += answers == ran
         if answers:
-            ran = lz.which(call.function, **call.arguments)["kernel_id"]
             print(f"{told(call)}: {ran} ran out of memory, {answers} does not", flush=True)
         return
     report = lz.explain(call.function, **call.arguments)

@@ -211,6 +211,16 @@ def test_what_says_nothing_of_its_need_runs_where_the_allocator_refused_a_reques
             lz.rms_norm(INPUT, WEIGHT)
 
 
+def test_what_needs_least_is_tried_last_although_it_does_not_fit_with_the_margin(memory):
+    tight = kernel("tight", 450, priority=5)
+    worse = kernel("worse", 900, run=out_of_memory)
+    with only(kernel("greedy", None, run=out_of_memory), tight, worse, deny=["reference"]):
+        memory.mib = (500, 500)
+        with pytest.warns(lz.LayerZeroWarning) as said:
+            assert torch.equal(lz.rms_norm(INPUT, WEIGHT), INPUT)
+    assert any("hungry.tight ran in its place" in str(each.message) for each in said)
+
+
 @pytest.mark.parametrize(("text", "free", "settings"), [
     ("CUDA error: out of memory", 1000, {}),
     ("Tried to allocate 2.00 GiB", 0.5, {}),

@@ -12,6 +12,7 @@ the kernel that was refused for 1077 MiB took 13.3 (AMD EPYC, torch 2.13, 2026-1
 
 from __future__ import annotations
 
+import gc
 import math
 import re
 import traceback
@@ -269,6 +270,8 @@ def ran_out(kernel: Kernel, facts: Facts, policy: Policy, error: Exception) -> b
     Returns: whether another kernel may do with less: the results fit.
     """
     traceback.clear_frames(error.__traceback__)  # they hold what the kernel made on the way
+    if gc.isenabled():  # it is off during a capture; an earlier error may hold the tensors of its call
+        gc.collect()
     reading = FREE.of(facts.device, math.inf) if facts["capturing"] else FREE.renewed(facts.device)
     results, found, room = result_bytes(facts), _WANTED.search(str(error)), room_for(facts, policy)
     wanted = 0 if found is None else int(float(found[1] or found[3]) * _UNITS[found[2] or found[4]])
