@@ -195,7 +195,7 @@ def test_torchs_grouped_products_get_what_was_permuted(library, tokens):
     torch.testing.assert_close(got, exact, rtol=0.0, atol=0.03)
 
 
-@pytest.mark.parametrize("kernel", FORMATS)
+@pytest.mark.parametrize("kernel", [each for each in FORMATS if each != "vllm.marlin_experts"])
 def test_what_never_ran_proves_itself_first(kernel):
     assert REGISTRY.kernel(kernel).untried
 
