@@ -11,13 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.nn import functional
 
 from layerzero.backends.torch.attention import FLOATS, TORCH
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.ops.comm import declare
-from layerzero.ops.comm.formulas import DENSE, gathered, tree_sum
+from layerzero.ops.comm.formulas import DENSE, gathered, then_norm, tree_sum
 from layerzero.ops.comm.ranks import ranks_of
 
 OWN = Backend(
@@ -44,14 +43,6 @@ def tree_reduce_scatter(input: Tensor, *, scatter_dim: int = 0, group: Any = Non
     ranks, total = ranks_of(group), tree_all_reduce(input, group=group)
     piece = input.shape[scatter_dim] // ranks.size
     return total.narrow(scatter_dim, ranks.rank * piece, piece).clone(memory_format=DENSE)
-
-
-def tree_add_rms_norm(
-    input: Tensor, residual: Tensor, weight: Tensor, *, eps: float, group: Any = None
-) -> tuple[Tensor, Tensor]:
-    """The same, added to a residual, and its norm."""
-    total = residual + tree_all_reduce(input, group=group)
-    return functional.rms_norm(total, weight.shape, weight, eps), total
 
 
 def _always(run: Callable[..., Any]) -> Callable[[Facts], Callable[..., Any]]:
@@ -90,7 +81,7 @@ KERNELS = (
         for each, run, accepts in (
             (declare.ALL_REDUCE, tree_all_reduce, ("group",)),
             (declare.REDUCE_SCATTER, tree_reduce_scatter, ("scatter_dim", "group")),
-            (declare.ALL_REDUCE_ADD_RMS_NORM, tree_add_rms_norm, ("eps", "group")),
+            (declare.ALL_REDUCE_ADD_RMS_NORM, then_norm(tree_all_reduce), ("eps", "group")),
         )
     ),
 )

@@ -18,13 +18,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from layerzero.backends.torch.attention import TORCH
 from layerzero.core import limits as limit
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.kernel import Kernel
 from layerzero.ops.comm.declare import ALL_REDUCE, ALL_REDUCE_ADD_RMS_NORM
+from layerzero.ops.comm.formulas import then_norm
 from layerzero.ops.comm.ranks import PEERS, Ranks, ranks_of
 
 BUFFER_BYTES = 2**24
@@ -94,14 +94,6 @@ def two_shot(input: Tensor, *, group: Any = None) -> Tensor:
     return output
 
 
-def add_rms_norm(
-    input: Tensor, residual: Tensor, weight: Tensor, *, eps: float, group: Any = None
-) -> tuple[Tensor, Tensor]:
-    """One shot, then torch's sum and norm."""
-    total = one_shot(input, group=group).add_(residual)
-    return functional.rms_norm(total, weight.shape, weight, eps), total
-
-
 def _kernel(name: str, operation: Any, run: Callable[..., Any], least: int, most: int, *more: str) -> Kernel:
     return Kernel(
         id=f"torch.{name}",
@@ -124,5 +116,5 @@ def _kernel(name: str, operation: Any, run: Callable[..., Any], least: int, most
 KERNELS = (
     _kernel("symm_one_shot_all_reduce", ALL_REDUCE, one_shot, 8, ONE_SHOT_ELEMENTS),
     _kernel("symm_two_shot_all_reduce", ALL_REDUCE, two_shot, *TWO_SHOT_ELEMENTS),
-    _kernel("symm_all_reduce_add_rms_norm", ALL_REDUCE_ADD_RMS_NORM, add_rms_norm, 8, ONE_SHOT_ELEMENTS, "eps"),
+    _kernel("symm_all_reduce_add_rms_norm", ALL_REDUCE_ADD_RMS_NORM, then_norm(one_shot), 8, ONE_SHOT_ELEMENTS, "eps"),
 )

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from layerzero.core.arguments import Axis, Param, Role, told
 from layerzero.core.errors import InvalidCallError
@@ -31,6 +30,7 @@ from layerzero.ops.comm.formulas import (
     back,
     gathered,
     reduced,
+    then_norm,
     torch_all_reduce,
     torch_reduce_scatter,
 )
@@ -266,26 +266,13 @@ def all_reduce_add_rms_norm(
     return rms_norm(total, weight, eps), total
 
 
-def _torch_fused(
-    input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, group: ProcessGroup | Ranks | None = None
-) -> tuple[Tensor, Tensor]:
-    total = torch_all_reduce(input, group=group).add_(residual)
-    return functional.rms_norm(total, weight.shape, weight, eps), total
-
-
-def _fused_shapes(
-    input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, group: Any = None
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(input, memory_format=DENSE), torch.empty_like(input, memory_format=DENSE)
-
-
 def _longer(input: Tensor, gather_dim: int = 0, group: Any = None) -> Tensor:
     shape = list(input.shape)
     shape[gather_dim] *= ranks_of(group).size
     return input.new_empty(shape)
 
 
-def _shorter(input: Tensor, scatter_dim: int = 0, reduce_op: str = "sum", group: Any = None) -> Tensor:
+def _shorter(input: Tensor, scatter_dim: int = 0, group: Any = None, **_given: Any) -> Tensor:
     shape = list(input.shape)
     shape[scatter_dim] //= ranks_of(group).size
     return input.new_empty(shape)
@@ -353,8 +340,8 @@ ALL_REDUCE_ADD_RMS_NORM = _collective(
     },
     derived_from={**_FACTS, "payload": ("...", "hidden")},
     work=lambda facts: Work(5.0 * facts["payload"], 5.0 * facts["payload"] * facts["dtype"].itemsize),
-    fake=_fused_shapes,
-    expression=_torch_fused,
+    fake=lambda input, *_given, **_named: (input.new_empty(input.shape), input.new_empty(input.shape)),
+    expression=then_norm(torch_all_reduce),
 )
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from layerzero.core.arguments import told
 from layerzero.core.errors import InvalidCallError
@@ -78,6 +79,18 @@ def torch_all_reduce(input: Tensor, reduce_op: str = "sum", group: Any = None) -
     if ranks.group is not None:
         distributed.all_reduce(output, _op(reduce_op), group=ranks.group)
     return output
+
+
+def then_norm(reduce: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """A sum over ranks, a new tensor, with a residual added and its norm by torch behind it."""
+
+    def run(
+        input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, group: Any = None
+    ) -> tuple[Tensor, Tensor]:
+        total = reduce(input, group=group).add_(residual)
+        return functional.rms_norm(total, weight.shape, weight, eps), total
+
+    return run
 
 
 def torch_reduce_scatter(input: Tensor, scatter_dim: int = 0, reduce_op: str = "sum", group: Any = None) -> Tensor:
