@@ -23,7 +23,6 @@ import torch
 import vllm.envs
 from torch import Tensor
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
-from vllm.platforms import current_platform
 
 import layerzero as lz
 
@@ -101,15 +100,16 @@ OPERATORS: dict[str, tuple[str, str, type]] = {
 }
 """vLLM's name of an operator: its module, its class, and what computes it here."""
 
-SLOWER_ON_A_CPU = ("rotary_embedding",)
-"""Its kernel is vLLM's own there, behind views that take 12 us (EPYC Zen 4, 2026-11-26): ``all`` leaves it out."""
+SLOWER = ("rotary_embedding",)
+"""What ``all`` leaves out. On a CPU its kernel is vLLM's own, behind views that take 12 us (EPYC Zen 4, 2026-11-26).
+On a GPU torch's formula was chosen for the halves of vLLM's table: several launches for one (H200, 2026-11-26)."""
 
 
 def replace(names: Sequence[str]) -> list[str]:
     """Let vLLM make its layers of these operators of LayerZero's classes, in this process.
 
     Args:
-        names: keys of :data:`OPERATORS`, or ``all``, which leaves out what gains nothing on this platform.
+        names: keys of :data:`OPERATORS`, or ``all``, which leaves out :data:`SLOWER`.
     Returns: the names of vLLM's classes that are replaced, those that differ from them in their tables only included.
     Raises: ValueError for another name; RuntimeError where another library replaced one of the classes before.
     """
@@ -117,7 +117,7 @@ def replace(names: Sequence[str]) -> list[str]:
     if unknown:
         raise ValueError(f"wanted all, or some of {', '.join(OPERATORS)}, got {', '.join(unknown)}")
     if "all" in names:
-        names = [each for each in OPERATORS if not (current_platform.is_cpu() and each in SLOWER_ON_A_CPU)]
+        names = [each for each in OPERATORS if each not in SLOWER]
     wanted = []
     for module, name, computed in (OPERATORS[each] for each in names):
         stock = getattr(importlib.import_module(_LAYERS + module), name)
