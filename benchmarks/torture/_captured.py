@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
+from layerzero.core.device import Device
 from layerzero.core.kernel import Kernel
 from layerzero.core.recipe import CallRecipe
 from layerzero.engine.functions import CALLS
@@ -22,7 +23,7 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.testing import compare, execution
 from layerzero.testing.child_main import Tell
 from layerzero.testing.memory import other_values
-from layerzero.testing.single_run import attempt, build, raised, tensors
+from layerzero.testing.single_run import attempt, build, lost_context, raised, tensors
 from layerzero.tuning.proving.child import rebuilt
 
 UNSAFE = ("waits", "reads", "remembers", "elsewhere", "dies", "hangs")
@@ -99,6 +100,8 @@ def work(job: CaptureTask, tell: Tell) -> None:
             found = _captured(kernel, job)
     except Exception as error:  # noqa: BLE001  # of making the call or of comparing
         found = CaptureFound("left", raised(error))
+    if lost := lost_context(Device.detect(job.call.device)):  # what comes after it in this process is not to blame
+        tell.leave(f"{found.state}: {found.detail}; {lost}")
     problem = _stream_problem(job.call.device)
     tell.found(msgspec.structs.replace(found, usable=not problem, detail=f"{found.detail} {problem}".strip()))
 
