@@ -143,12 +143,15 @@ def _captured(question: ChildTask, tell: Tell) -> Reply:
     kernel, operation = _kernel(question), REGISTRY.operation(question.call.operation)
     call = rebuilt(question.call)
     with SCOPES.scope({"allow_jit_compile": True}):
-        tell.begins()
         trial = attempt(kernel, operation, call)
         if trial is None or trial.reasons:
             return Reply(None, trial.codes if trial else "no call of this operation")
         if kernel.jit:
             build(kernel, operation, call)
+        problems = trial.problems(duplicate(call), trial.truth())  # no capture is to blame for what it does without one
+        if problems:
+            return Reply(None, f"outside of a capture: {'; '.join(problems)}")
+        tell.begins()
         found = execution.captured(trial)
     return Reply({"passed": Verdict.PASSED, "wrong": Verdict.WRONG}.get(found.status), found.message)
 
