@@ -123,11 +123,11 @@ class Engine:
         if frozen is None and (together or not alone):
             frozen = yet_to_agree(policy, together=together)
         open_ = not together and (frozen is None or not frozen.decides(judged, facts, policy))
-        times = self.ledger if open_ and later is None and not invariance.demanded(policy) else None
+        times = self.ledger if open_ and later is None and not policy.invariant else None
         ordered = ranked(judged, facts, policy, times, machine.asked)
         timed = times is not None and not times.untimed(facts)  # of another order of memory, where not of this one
         report = pick(ordered, routed, facts, policy, self.registry.lock_for(policy, facts), later, timed=timed)
-        report = invariance.noted(report, policy)
+        report = invariance.noted(report, policy) if policy.invariant else report
         return graph_safety.noted(report if frozen is None else frozen.held(report, policy), self.ledger), ordered
 
     def forget(self, function: str, cache: PlanCache) -> None:
@@ -199,7 +199,7 @@ class Dispatcher:
         kernels = self.engine.registry.candidates(routed.operation.name)
         health, ledger = self.engine.health, self.engine.ledger
         later: Later | None = None
-        if complete or invariance.demanded(policy):  # every reason counts: of some, rows alone are free
+        if complete or policy.invariant:  # every reason counts: of some, rows alone are free
             judged = legality.judge(kernels, facts, policy, machine, health, ledger, failed=failed)
         else:
             alone = self.engine.frozen is None and not failed and priority_decides(kernels, facts, policy, ledger)

@@ -75,7 +75,7 @@ def wishes(policy: Policy, *, frozen: bool, registered: bool) -> str:
         return "kernels that are preferred, avoided, allowed or denied"
     if policy.debug or policy.deterministic or not policy.enabled or policy["unmeasured"] != "stock":
         return "debug, deterministic, enabled=False or unmeasured=priority"
-    if policy.batch_invariant or policy.require_tp_invariant:
+    if policy.invariant:
         return "batch_invariant or require_tp_invariant"
     if registered:
         return "kernels that the program registered"

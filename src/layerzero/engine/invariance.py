@@ -23,9 +23,13 @@ _DEMANDS = {
 """By setting, the reason and what is wanted."""
 
 
-def demanded(policy: Policy) -> bool:
-    """Whether bits must not depend on the batch or on the number of ranks, so that times decide nothing."""
-    return policy.batch_invariant or policy.require_tp_invariant
+UNASKED = Reason(
+    ReasonCode.POLICY_DENIED,
+    "batch_invariant and require_tp_invariant: false",
+    "a kernel that runs unasked",
+    "one that a setting asks for",
+)
+"""Why a slower kernel with such bits is left out where no setting asks for them."""
 
 
 def exact(operation: Operation) -> bool:
@@ -40,9 +44,8 @@ def in_batches(kernel: Kernel, facts: Facts) -> bool:
 
 def reasons(kernel: Kernel, facts: Facts, policy: Policy) -> list[Reason]:
     """Why the settings leave a kernel out."""
-    if kernel.asked_for and not demanded(policy):
-        asked = "batch_invariant or require_tp_invariant"
-        return [Reason(ReasonCode.POLICY_DENIED, f"{asked}: false", "a kernel that nothing has to ask for", kernel.id)]
+    if kernel.asked_for and not policy.invariant:
+        return [UNASKED]
     if exact(facts.operation):
         return []
     apart = facts.operation.kind is OpKind.COMMUNICATION  # it knows no rows
@@ -55,9 +58,7 @@ def reasons(kernel: Kernel, facts: Facts, policy: Policy) -> list[Reason]:
 
 
 def noted(report: Report, policy: Policy) -> Report:
-    """The report, with what the settings made of the choice, where they are on."""
-    if not demanded(policy):
-        return report
+    """The report, with what the settings made of the choice."""
     asked = [setting for setting in _DEMANDS if policy[setting]]
     note = f"{' and '.join(asked)}: chosen by priority, without times, of kernels that declare it"
     return msgspec.structs.replace(report, notes=(*report.notes, note))

@@ -19,7 +19,7 @@ from layerzero.core.ledger import Ledger
 from layerzero.core.limit import NOTHING, Finding, Findings, Limit
 from layerzero.core.plan import Adaptation, Candidate, moves_data
 from layerzero.core.reasons import Reason
-from layerzero.engine import headroom, legality
+from layerzero.engine import headroom, invariance, legality
 from layerzero.engine.health import Health
 from layerzero.engine.order import may_come_first
 from layerzero.engine.policy import Policy
@@ -178,15 +178,18 @@ class Standings:
 
 
 def _kept(kernels: Sequence[Kernel], facts: Facts, policy: Policy, machine: Machine) -> _Standings:
+    every, unasked = kernels, [Candidate(each, (invariance.UNASKED,)) for each in kernels if each.asked_for]
+    if unasked:  # no setting asks: such calls are judged in full
+        kernels = [each for each in every if not each.asked_for]
     standings = (_standing(kernel, facts, policy, machine) for kernel in kernels)
     first = frozenset(kernel.id for kernel in kernels if may_come_first(kernel, facts, policy))
     found = sorted(standings, key=lambda each: (each.kernel.id not in first, -each.priority))
-    refused = tuple(each.refused for each in found if each.refused is not None)
+    refused = (*[each.refused for each in found if each.refused is not None], *unasked)
     open_ones = tuple(each for each in found if each.refused is None)
     stock = frozenset(kernel.id for kernel in kernels if kernel.is_stock(facts)) & first
     others = (each.priority for each in open_ones if each.kernel.id not in first)
     return _Standings(
-        refused, open_ones, first, stock, max(others, default=-1), (tuple(kernels), facts.device, machine, policy)
+        refused, open_ones, first, stock, max(others, default=-1), (tuple(every), facts.device, machine, policy)
     )
 
 

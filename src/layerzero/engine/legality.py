@@ -96,7 +96,7 @@ def repair(
 def policy_reasons(kernel: Kernel, facts: Facts, policy: Policy) -> list[Reason]:
     """What the operator forbids. A lock names the one kernel that may run; that is not a reason but a choice."""
     reasons: list[Reason] = []
-    if kernel.asked_for or policy.batch_invariant or policy.require_tp_invariant:
+    if kernel.asked_for or policy.invariant:
         reasons += invariance.reasons(kernel, facts, policy)
     if not policy.enabled and (kernel.source not in ("torch", "reference") or kernel.widens is not None):
         own = kernel.source if kernel.widens is None else kernel.id  # torch itself emulates half precision

@@ -119,6 +119,7 @@ class Policy:
         # Read once for each refused candidate or hit; attributes are cheaper than the mapping.
         for name in _ATTRIBUTES:
             object.__setattr__(self, name.replace(".", "_"), self._by_name[name])
+        object.__setattr__(self, "invariant", self.batch_invariant or self.require_tp_invariant)
         if self.jit == "inline":
             object.__setattr__(self, "allow_jit_compile", True)
         object.__setattr__(self, "_hash", hash((self.values, self.locks, self.rules)))
@@ -132,6 +133,8 @@ class Policy:
     deterministic: bool = field(init=False, compare=False, repr=False)
     batch_invariant: bool = field(init=False, compare=False, repr=False)
     require_tp_invariant: bool = field(init=False, compare=False, repr=False)
+    invariant: bool = field(init=False, compare=False, repr=False)
+    """Whether bits must depend on nothing else (:mod:`layerzero.engine.invariance`), so that times decide nothing."""
     require_vetting: bool = field(init=False, compare=False, repr=False)
     log_selections: bool = field(init=False, compare=False, repr=False)
     debug: bool = field(init=False, compare=False, repr=False)

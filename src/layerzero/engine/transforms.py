@@ -87,7 +87,7 @@ def _without_autocast(routed: Routed) -> AbstractContextManager[Any]:
 
 def _is_free(policy: Policy) -> bool:
     """Whether nothing is said that could refuse the reference."""
-    bent = policy.deny or policy.rules or policy.locks or policy.batch_invariant or policy.require_tp_invariant
+    bent = policy.deny or policy.rules or policy.locks or policy.invariant
     return bool(policy.fallback_enabled and not bent)
 
 

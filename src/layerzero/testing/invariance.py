@@ -7,9 +7,8 @@ that 1, 2 and 4 ranks compute of an axis that ranks share, put together or summe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,7 +75,7 @@ def ranks(kernel: Kernel, setting: CheckSetting, base: Case) -> Finding:
         return Finding("passed", "ranks share no axis of it")
     with all_threads():
         for axis in shared:
-            case = _shared_case(operation, base, axis)
+            case = _shared_case(setting, base, axis)
             whole = setting.attempt(kernel, case)
             if whole is None or whole.reasons:
                 return Finding("wrong", f"declared tp_invariant, but it refuses {axis.name} = {case.sizes[axis.name]}")
@@ -203,13 +202,14 @@ def cut(whole: Trial, axis: Axis, place: slice) -> RandomCall:
     return RandomCall(whole.call.function, made, f"{whole.call.name}, {axis.name} {place.start} to {place.stop - 1}")
 
 
-def _shared_case(operation: Operation, base: Case, axis: Axis) -> Case:
+def _shared_case(setting: CheckSetting, base: Case, axis: Axis) -> Case:
     """The case with enough of a shared axis; what is summed up keeps its digits, and nothing follows it."""
     sizes = {axis.name: LEAST_SHARE * RANKS[-1] if not axis.carries else RANKS[-1]}
     sizes |= {name: base.sizes[name] // base.sizes[axis.name] * sizes[axis.name] for name in axis.carries}
-    params: Mapping[str, Any] = dict(base.params)
+    operation, params = setting.operation, dict(base.params)
     if _summed(operation, axis):
-        params = {each.dtype_from: torch.float32 for each in operation.schema.outputs if each.dtype_from}
+        named = [each.dtype_from for each in operation.schema.outputs if each.dtype_from]
+        params = dict.fromkeys(named if setting.dtype.itemsize == 2 else (), torch.float32)
     return replace(resized(operation, base, sizes), params=params, given=())
 
 

@@ -46,6 +46,10 @@ LEAF, OUTPUTS = 256, 256
 _LINE = 64
 """Bytes at which torch's own memory begins: libraries take another way for rows that begin elsewhere."""
 
+_STEP = 16
+"""Inputs that a row is filled up to, so that rows of a tile begin alike: of float64 and 101 inputs the second row of
+a tile had other bits than the first (AMD EPYC, MKL of torch 2.13, 2026-11-26)."""
+
 _VECTORS, _PIECE = 64, 2**14
 """Elements that no vector of a CPU divides otherwise, and of a piece: torch shares out 32,768 and more."""
 
@@ -55,6 +59,9 @@ def tiled(facts: Facts) -> Product:
     size, product = ROWS.get(facts.device.platform, ROWS_ELSEWHERE), linear_for(facts)
 
     def run(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        outputs, uneven = len(weight), -input.shape[-1] % _STEP
+        if uneven:
+            input, weight = functional.pad(input, (0, uneven)), functional.pad(weight, (0, uneven))
         rows = input.reshape(-1, input.shape[-1])
         if not rows.is_contiguous() or rows.data_ptr() % _LINE:
             rows = rows.clone(memory_format=torch.contiguous_format)
@@ -64,7 +71,7 @@ def tiled(facts: Facts) -> Product:
             filled = tile if count == size else functional.pad(tile, (0, 0, 0, size - count))
             found.append(product(filled, weight, bias)[:count])
         output = found[0] if len(found) == 1 else torch.cat(found)
-        return output.view(*input.shape[:-1], len(weight))
+        return output.view(*input.shape[:-1], outputs)
 
     return run
 
@@ -170,7 +177,8 @@ def _load_activation(facts: Facts, formula: Callable[..., Tensor], gated: bool) 
 
     def run(input: Tensor, up: Tensor | None = None, **params: Any) -> Tensor:
         tensors = (input,) if not gated else split(input) if up is None else (input, up)
-        return by_vectors(functools.partial(formula, **params), *tensors)
+        wide = torch.promote_types(input.dtype, torch.float32) if gated else input.dtype  # rounded once
+        return by_vectors(functools.partial(formula, **params), *(each.to(wide) for each in tensors)).to(input.dtype)
 
     return run
 

@@ -17,7 +17,6 @@ from layerzero.core.arguments import told
 from layerzero.core.device import Device
 from layerzero.core.errors import refuse
 from layerzero.core.system.resources import available_bytes
-from layerzero.engine import invariance
 from layerzero.engine.config import CONFIGURATION, current_policy
 from layerzero.engine.frozen_choices import ranks_choose
 from layerzero.integrations.optimize.attention import diffusers, transformers
@@ -257,7 +256,7 @@ def _optimized(
     finders = FINDERS if asked is None else (asked.find, *FINDERS)
     with time.holding_back(0.0 if workload is None else time.expected_s(RUN, WHOLE)):  # else nothing tells what slows
         found = [each for finder in finders for each in report.sort(finder(search))]
-    invariant = invariance.demanded(current_policy())  # then nothing goes because of its time, and no compiler helps
+    invariant = current_policy().invariant  # then nothing goes because of its time, and no compiler helps
     left = workload is None or asked is not None or invariant
     targets = [] if left else compiled_calls.compile_calls(search, report, watched)
     _join(found, root, report)

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import Linear, Module
 
 from layerzero.core.errors import InvalidCallError
-from layerzero.engine import invariance
 from layerzero.engine.config import current_policy
 from layerzero.integrations.optimize.attention.transformers import Search
 from layerzero.integrations.optimize.modules.convolutions import convolution
@@ -69,7 +68,7 @@ def find(search: Search) -> Iterator[Replaced | Left]:
 
 def _looked_at(module: Module, *, measured: bool) -> Iterator[Candidate | str]:
     """Ask each kind about a module: a checked candidate, or why there is none; of several kinds where it has parts."""
-    kept = measured or invariance.demanded(current_policy())  # torch's own kernel is another one then
+    kept = measured or current_policy().invariant  # torch's own kernel is another one then
     for kind in KINDS:
         candidate = _candidate(kind, module)
         if candidate is None:
