@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.torch import qkv
 from layerzero.backends.torch.attention import FLOATS, TORCH
+from layerzero.backends.torch.qkv import load_three
 from layerzero.backends.torch.varlen import linear_for
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -33,6 +33,7 @@ from layerzero.ops.activation.declare import ALONE, GATED, halves, turns
 from layerzero.ops.activation.formulas import FUNCTIONS
 from layerzero.ops.comm import tree_sum
 from layerzero.ops.linear import packed_blocks
+from layerzero.ops.linear.qkv import BIASES
 
 Product = Callable[..., Tensor]
 
@@ -66,7 +67,7 @@ def tiled(facts: Facts) -> Product:
         if not rows.is_contiguous() or rows.data_ptr() % _LINE:
             rows = rows.clone(memory_format=torch.contiguous_format)
         found = []
-        for tile in rows.split(size):
+        for tile in torch.split(rows, size):
             count = len(tile)
             filled = tile if count == size else functional.pad(tile, (0, 0, 0, size - count))
             found.append(product(filled, weight, bias)[:count])
@@ -92,7 +93,7 @@ def tree(facts: Facts) -> Product:
 
     def run(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         found = []
-        for block in weight.split(OUTPUTS):
+        for block in torch.split(weight, OUTPUTS):
             count = len(block)
             filled = block if count == OUTPUTS else functional.pad(block, (0, 0, 0, OUTPUTS - count))
             found.append(branch(input.to(wide), filled.to(wide))[..., :count])
@@ -106,7 +107,7 @@ def by_vectors(formula: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """An activation of rows in whole vectors, by pieces that torch does not share out among threads."""
     shape, features = tensors[0].shape, tensors[0].shape[-1]
     filled = [functional.pad(each, (0, -features % _VECTORS)) for each in tensors]
-    flat = [each.contiguous().view(-1).split(_PIECE) for each in filled]
+    flat = [torch.split(each.contiguous().view(-1), _PIECE) for each in filled]
     found = torch.cat([formula(*pieces) for pieces in zip(*flat, strict=True)])
     output = found.view(*shape[:-1], -1)[..., :features]
     return output if output.is_contiguous() else output.contiguous()
@@ -169,7 +170,7 @@ def _load_block(facts: Facts, make: Callable[[Facts], Product]) -> Callable[...,
 
 
 def _load_three(facts: Facts, make: Callable[[Facts], Product]) -> Callable[..., Any]:
-    return qkv.load_three(facts, make(facts))
+    return load_three(facts, make(facts))
 
 
 def _load_activation(facts: Facts, formula: Callable[..., Tensor], gated: bool) -> Callable[..., Any]:
@@ -187,7 +188,7 @@ _KINDS: tuple[tuple[str, tuple[str, ...], Callable[..., Any], tuple[str, ...]], 
     ("linear", ("mlp.linear",), _load_linear, ("bias", "activation", "out_dtype")),
     ("mlp", packed_blocks.PLAIN, _load_block, ("activation", *packed_blocks.BIASES[:2])),
     ("mlp.gated", packed_blocks.GATED, _load_block, ("activation", *packed_blocks.BIASES)),
-    ("qkv", ("mlp.qkv",), _load_three, qkv.BIASES),
+    ("qkv", ("mlp.qkv",), _load_three, BIASES),
     ("qkv.joined", ("mlp.qkv.joined",), _load_three, ("kv_features", "q_bias")),
 )
 

@@ -194,7 +194,7 @@ def _load_unsplit(facts: Facts) -> Callable[..., Any]:
             window_size_left=left,
             window_size_right=0 if causal else right,
         )[0]
-        return output.unflatten(0, (batch, -1))
+        return output.view(batch, queries, *output.shape[1:])
 
     return run
 
