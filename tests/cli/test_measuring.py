@@ -196,6 +196,7 @@ MOVES_ALONE = {
     *("elementwise.cast", "embedding.lookup", "embedding.lookup.shard", "kv.append.paged", "kv.append.contiguous"),
     *("kv.append.quantized", "kv.copy_blocks", "kv.gather.paged"),
     *("tensor.copy_slice", "tensor.split_qkv", "tensor.transpose_head_token", "tensor.transpose_token_head"),
+    *("comm.all_gather", "comm.all_to_all"),
     "sampling.bitmask",  # bits, which are no sums
     "sampling.bias",  # a copy, but for the few numbers that it is named for
 }

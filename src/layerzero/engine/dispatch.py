@@ -120,7 +120,8 @@ class Engine:
         where ranks have yet to agree, for invariant bits, and in a collective; ``alone`` leaves out freezing and ranks.
         """
         frozen, together = None if alone else self.frozen, routed.operation.kind is OpKind.COMMUNICATION
-        if frozen is None and (together or not alone):
+        ranks = torch.distributed
+        if frozen is None and (together or (not alone and ranks.is_available() and ranks.is_initialized())):
             frozen = yet_to_agree(policy, together=together)
         open_ = not together and (frozen is None or not frozen.decides(judged, facts, policy))
         times = self.ledger if open_ and later is None and not policy.invariant else None
@@ -128,7 +129,7 @@ class Engine:
         timed = times is not None and not times.untimed(facts)  # of another order of memory, where not of this one
         report = pick(ordered, routed, facts, policy, self.registry.lock_for(policy, facts), later, timed=timed)
         report = invariance.noted(report, policy) if policy.invariant else report
-        return graph_safety.noted(report if frozen is None else frozen.held(report, policy), self.ledger), ordered
+        return report if frozen is None else frozen.held(report, policy), ordered
 
     def forget(self, function: str, cache: PlanCache) -> None:
         """Forget plans and calls of a function that is taken back."""
@@ -191,22 +192,20 @@ class Dispatcher:
         """
         machine = machine or probe.this_machine()
         call_state = call_state or transforms.call_state(self.tensors(arguments), policy, self.function.state)
-
         routed = self.function.route(dict(arguments), policy.layout)
         facts = FactsBuilder(routed.operation).of_valid(
             routed.arguments, device=machine.device, layout=routed.layout, state=call_state
         )
-        kernels = self.engine.registry.candidates(routed.operation.name)
-        health, ledger = self.engine.health, self.engine.ledger
-        later: Later | None = None
+        kernels, health = self.engine.registry.candidates(routed.operation.name), self.engine.health
+        ledger, later = self.engine.ledger, None
         if complete or policy.invariant:  # every reason counts: of some, rows alone are free
             judged = legality.judge(kernels, facts, policy, machine, health, ledger, failed=failed)
         else:
             alone = self.engine.frozen is None and not failed and priority_decides(kernels, facts, policy, ledger)
-            judged, later = self.engine.standings.judge(
-                kernels, facts, policy, machine, health, ledger, failed=failed, by_priority=alone
-            )
-        return self.engine.decide(judged, routed, facts, policy, machine, later)
+            told = functools.partial(self.engine.standings.judge, by_priority=alone, capturing=call_state.capturing)
+            judged, later = told(kernels, facts, policy, machine, health, ledger, failed=failed)
+        report, ordered = self.engine.decide(judged, routed, facts, policy, machine, later)
+        return graph_safety.noted(report, ledger) if call_state.capturing else report, ordered
 
     def choose(self, arguments: dict[str, Any], policy: Policy, failed: Collection[str] = ()) -> Plan:
         """Choose a kernel, write its plan, and prove its limits on the tensors that it will get.
@@ -226,7 +225,7 @@ class Dispatcher:
                 self._build_later(judged, report.facts)
             chosen = require(report)
             try:
-                plan = plan_source.build(self.function, chosen, report, policy, self.engine.ledger)
+                plan = plan_source.build(self.function, chosen, report, policy, self.engine._ledger)
             except Exception as error:  # noqa: BLE001  # this kernel cannot be had: the next one is tried
                 failures.not_loaded(chosen.kernel, report, error, self.engine)
                 failed.add(chosen.kernel.id)

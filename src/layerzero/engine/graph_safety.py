@@ -61,13 +61,12 @@ def is_verdict(reason: Reason) -> bool:
 
 def barred(kernel: Kernel, facts: Facts, policy: Policy, ledger: Ledger) -> bool:
     """Whether a plan that is made outside of a capture has to refuse to run in one: a hit asks nothing."""
-    outside = facts.device.supports_graphs and not facts["capturing"]
-    return outside and bool(capture_reasons(kernel, facts, policy, ledger))
+    return not facts["capturing"] and bool(capture_reasons(kernel, facts, policy, ledger))
 
 
 def noted(report: Report, ledger: Ledger) -> Report:
-    """The report of a choice, which says so in a capture where the kernel's captures were not proved."""
+    """The report of a choice in a capture, which says so where the kernel's captures were not proved."""
     chosen, facts = report.chosen, report.facts
-    if chosen is None or not facts["capturing"] or ledger.capture(chosen.kernel, facts) is not None:
+    if chosen is None or ledger.capture(chosen.kernel, facts) is not None:
         return report
     return replace(report, notes=(*report.notes, UNPROVED))

@@ -125,6 +125,7 @@ class Standings:
         *,
         failed: Collection[str] = (),
         by_priority: bool,
+        capturing: bool | None = None,
     ) -> tuple[list[Candidate], Later | None]:
         """Judge the kernels for one call, with no more than the first reason that was found for a refused one.
 
@@ -138,7 +139,8 @@ class Standings:
         for tensor in facts.tensors.values():
             odd = odd or tensor.negated or 0 in tensor.shape
         operation = facts.operation.name
-        on_record, capturing = ledger.on_record(kernels), facts["capturing"]  # where a verdict of captures decides
+        on_record = ledger.on_record(kernels)
+        capturing = bool(facts["capturing"]) if capturing is None else capturing  # where verdicts of captures decide
         judged: list[Candidate] = []
         left: list[Standing] = []
         best, stock, ill = -1, False, health.any_rests()

@@ -50,14 +50,15 @@ def build(
     made, look = facts.operation.guard, facts.operation.number_guard
     guard = None if made is None else made(function.name, facts.layout)
     number_guard = None if look is None else look(function.name, facts.layout)
-    barred = ledger is not None and graph_safety.barred(kernel, facts, policy, ledger)
+    graphs = facts.device.supports_graphs
+    barred = graphs and ledger is not None and graph_safety.barred(kernel, facts, policy, ledger)
     text = _text_of(function, candidate, facts, policy, reads, guarded=guard is not None, barred=barred)
     rules = _rules(facts)
     namespace: dict[str, Any] = {
         **_NAMES,
         **{name: value for each in facts.operation.adapters.values() for name, value in each.names.items()},
         "kernel": target,
-        "capturing": torch.cuda.is_current_stream_capturing if facts.device.supports_graphs else _never,
+        "capturing": torch.cuda.is_current_stream_capturing if graphs else _never,
         "check_indices": functools.partial(_check_values, function.name, rules, None),
         "check_values": functools.partial(_check_values, function.name, rules, facts.operation),
         "guard": guard,

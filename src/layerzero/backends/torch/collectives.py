@@ -13,11 +13,14 @@ from typing import Any
 from torch import Tensor
 
 from layerzero.backends.torch.attention import FLOATS, TORCH
+from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.ops.comm import declare
 from layerzero.ops.comm.formulas import DENSE, gathered, then_norm, tree_sum
 from layerzero.ops.comm.ranks import ranks_of
+
+_MOVED = limit.dtype("float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8")
 
 OWN = Backend(
     name="layerzero",
@@ -56,7 +59,7 @@ KERNELS = (
             id=f"torch.{each.name.removeprefix('comm.')}",
             backend=TORCH,
             accepts=each.schema.arguments[len(each.schema.inputs) :],
-            limits=() if each in (declare.ALL_GATHER, declare.ALL_TO_ALL) else (FLOATS,),
+            limits=(_MOVED if each in (declare.ALL_GATHER, declare.ALL_TO_ALL) else FLOATS,),
             grad=False,
             tp_invariant=each in (declare.ALL_GATHER, declare.ALL_TO_ALL),  # these move numbers and sum up none
             handles_empty=True,

@@ -42,7 +42,7 @@ def by_sums(upto: Tensor, generator: torch.Generator | None, seeds: Tensor | Non
     total = upto[..., -1:]
     mark = uniform(total, generator, seeds).mul_(total).to(upto.dtype)
     mark = torch.minimum(mark, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(upto, mark, right=True).squeeze(-1)
+    return torch.searchsorted(upto, mark.contiguous(), right=True).squeeze(-1)  # else torch warns of a copy
 
 
 def largest(tensor: Tensor, count: int) -> tuple[Tensor, Tensor]:

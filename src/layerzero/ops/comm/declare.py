@@ -80,6 +80,10 @@ def _bytes(facts: Mapping[str, Any]) -> Work:
     return Work(0.0, 2.0 * facts["payload"] * facts["dtype"].itemsize)
 
 
+def _sums(facts: Mapping[str, Any]) -> Work:
+    return Work(float(facts["payload"]), _bytes(facts).bytes)  # of a rank's own part, as of ring and tree
+
+
 def _collective(name: str, summary: str, reference: Callable[..., Any], **more: Any) -> Operation:
     defaults: dict[str, Any] = {
         "inputs": ("input: ...",),
@@ -290,6 +294,7 @@ ALL_REDUCE = _collective(
     params=(_OP, _GROUP),
     fake=lambda input, **_given: torch.empty_like(input, memory_format=DENSE),
     expression=torch_all_reduce,
+    work=_sums,
 )
 ALL_GATHER = _collective(
     "all_gather",
@@ -309,6 +314,7 @@ REDUCE_SCATTER = _collective(
     params=(Param("scatter_dim", int, 0, example=-1), _OP, _GROUP),
     fake=_shorter,
     expression=torch_reduce_scatter,
+    work=_sums,
 )
 ALL_TO_ALL = _collective(
     "all_to_all",

@@ -7,7 +7,7 @@ group's store, once for each group and kind of device, at its first collective. 
 
 from __future__ import annotations
 
-import socket
+import platform
 import time
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
@@ -81,7 +81,7 @@ class Ranks:
         about = torch.cuda.get_device_properties(index) if device == "cuda" else None
         same = [__version__, str(torch.__version__)]
         same += [] if about is None else [about.name, str(about.multi_processor_count)]
-        said = [*same, socket.gethostname(), "" if about is None else str(getattr(about, "uuid", ""))]
+        said = [*same, platform.node(), "" if about is None else str(getattr(about, "uuid", ""))]
         all_said = self._told(f"{device}/about", said)
         if any(each[: len(same)] != same for each in all_said):
             return UNLIKE
