@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Packs vLLM 0.20.0 for a GPU host without a network: its Python code and the libraries that `vllm.LLM` imports.
-#   bash benchmarks/vllm_offline.sh FOLDER [WHEELS]      writes FOLDER/0, FOLDER/1, ... of at most 44 MiB each
+#   bash benchmarks/vllm_offline.sh FOLDER [WHEELS]      writes FOLDER/0, FOLDER/1, ... of at most PART_MIB (44) each
 # WHEELS (default: a new folder) keeps what is downloaded; vLLM's own wheel has 244 MB.
 # On the host, x86-64 with Python 3.12 and torch 2.11.0 for CUDA 13: `. FOLDER/N/unpack.sh` for each part in order. The
 # last one makes /tmp/vllm and puts it on PYTHONPATH. vLLM's large operator files are linked from a folder that has them:
-# VLLM_OPERATORS, by default /tmp/site/vllm. With `OPERATORS=1` they are packed, too: six parts more.
+# VLLM_OPERATORS, an unpacked wheel's vllm/. With `OPERATORS=1` they are packed, too: six parts more.
 # The host brings torch, Triton, Transformers 5.17, tokenizers, safetensors, huggingface_hub, NumPy, Pillow, setuptools;
 # apache-tvm-ffi, msgspec, einops, PyYAML and opentelemetry-api come beside the operators. FlashInfer is vLLM's own choice.
 set -euo pipefail
@@ -35,7 +35,7 @@ mkdir -p "$work/site/flash_attn/ops/triton"
 echo 'from vllm.vllm_flash_attn.ops.triton.rotary import apply_rotary' > "$work/site/flash_attn/ops/triton/rotary.py"
 find "$work/site" -name tests -path '*/site/*/tests' -prune -exec rm -rf {} +
 tar c -C "$work/site" . | xz -T0 -6 > "$work/all.tar.xz"
-rm -rf "$target"/[0-9]*; (cd "$work" && split -b 44M -d -a 1 all.tar.xz part.)
+rm -rf "$target"/[0-9]*; (cd "$work" && split -b ${PART_MIB:-44}M -d -a 1 all.tar.xz part.)
 last=0
 for part in "$work"/part.*; do last=${part##*.}; mkdir -p "$target/$last"; mv "$part" "$target/$last/part"
   echo "cp \"\$(dirname \"\${BASH_SOURCE[0]}\")/part\" /tmp/vllm.part.$last" > "$target/$last/unpack.sh"
@@ -43,7 +43,7 @@ done
 cat >> "$target/$last/unpack.sh" <<U
 for n in \$(seq 0 $last); do [ -f /tmp/vllm.part.\$n ] || echo "part \$n has not arrived" >&2; done
 mkdir -p /tmp/vllm && (for n in \$(seq 0 $last); do cat /tmp/vllm.part.\$n; done) | tar xJ -C /tmp/vllm
-operators=\${VLLM_OPERATORS:-/tmp/site/vllm}
+operators=\${VLLM_OPERATORS:-}
 for each in $(echo $left_out); do
   [ -f "\$operators/\${each#vllm/}" ] && ln -sf "\$operators/\${each#vllm/}" "/tmp/vllm/\$each" || echo "no \$each in \$operators" >&2
 done

@@ -143,7 +143,7 @@ def on_a_small_screen(report: Report) -> Iterator[RenderableType]:
     if report.chosen is not None:
         yield Text.assemble(("why: ", "bold"), _why_chosen(report.chosen))
     others, hardware = elsewhere(report, hint=False)
-    yield from _refused(others)
+    yield from _refused([each for each in others if not each.kernel.asked_for])  # a setting that is off asks for those
     yield from hardware
     yield Text("--all lists each with its reasons, its terms, and what to install", style="dim")
     yield from notes_of(report)

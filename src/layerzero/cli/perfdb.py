@@ -104,7 +104,8 @@ def export(
 ) -> Answer:
     """Write measured times to a file for other machines of this kind, and what was found out about kernels here.
 
-    That are verdicts, proofs of captures, and measured workspaces, each with its library, torch, device and capability.
+    Findings are verdicts, proofs of captures, and measured workspaces. Each names its library, torch, device and
+    capability.
     """
     from layerzero.tuning.keeping import archive, findings
     from layerzero.tuning.keeping.tables import table_of

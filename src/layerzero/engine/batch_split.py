@@ -69,7 +69,7 @@ def one_by_one(judged: list[Candidate], facts: Facts, lock: Lock | None, finding
     if padded or schema.mutated or any(each.legal for each in named):
         return judged
     allowed = LAUNCH_CODES | {ReasonCode.BATCH_INVARIANCE_REQUIRED}
-    alone = Adaptation("apart", axis, f"run each {axis} of {facts.size(axis) if axis else 0} alone")
+    alone = Adaptation("apart", axis, f"run each of {facts.size(axis) if axis else 0} {axis or 'entries'} alone")
 
     def may(each: Candidate) -> bool:
         kernel = each.kernel

@@ -49,7 +49,7 @@ class MemoryMetrics(msgspec.Struct, frozen=True):
     Attributes:
         device: as torch names it.
         free_bytes, largest_block_bytes: in all, and what one request can get.
-        fragmentation: 0 where one request gets all at once, without that the allocator gives anything back; up to 1.
+        fragmentation: 0 where one request gets all of it at once, up to 1 where it lies in small pieces.
         age_seconds: how old the reading is.
     """
 

@@ -10,7 +10,7 @@ row or for 32, 64 or 128 numbers, zero points with 4 bits alone; e4m3 with a sca
 with one for 16 (nvfp4) or 32 (mxfp4, in bfloat16). Outputs come in steps of 128, to which the last product is filled
 up. The wheel of 0.20 has PTX alone of codes of 4 and 8 bits, mxfp4 and nvfp4: the driver compiles each once, in 22
 to 59 s (H200, 26 November 2026), and keeps it. Conformance there found no wrong result of the permutation and of Marlin
-with codes of 4 bits by group; the other formats are not through.
+with codes of 4 bits by group; that of the other formats has not run.
 Library: vllm 0.20, Apache-2.0; torch >= 2.10, BSD-3-Clause.
 """
 
