@@ -26,7 +26,6 @@ from torch.nn import functional
 from layerzero.backends.torch.attention import FLOATS, TORCH
 from layerzero.backends.torch.qkv import load_three
 from layerzero.backends.torch.varlen import linear_for
-from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.activation.declare import ALONE, GATED, halves, turns
@@ -175,11 +174,13 @@ def _load_three(facts: Facts, make: Callable[[Facts], Product]) -> Callable[...,
 
 def _load_activation(facts: Facts, formula: Callable[..., Tensor], gated: bool) -> Callable[..., Any]:
     split = turns if str(facts["operation"]).endswith("interleaved") else halves
+    on_cpu = facts.device.platform == "cpu"
 
     def run(input: Tensor, up: Tensor | None = None, **params: Any) -> Tensor:
         tensors = (input,) if not gated else split(input) if up is None else (input, up)
         wide = torch.promote_types(input.dtype, torch.float32) if gated else input.dtype  # rounded once
-        return by_vectors(functools.partial(formula, **params), *(each.to(wide) for each in tensors)).to(input.dtype)
+        told, given = functools.partial(formula, **params), [each.to(wide) for each in tensors]
+        return (by_vectors(told, *given) if on_cpu else told(*given)).to(input.dtype)
 
     return run
 
@@ -217,7 +218,7 @@ KERNELS = (
             *operations,
             id=f"torch.{operations[0].name.partition('.')[2]}_tiled",
             backend=TORCH,
-            limits=(limit.platform("cpu"), FLOATS),
+            limits=(FLOATS,),
             load=functools.partial(
                 _load_activation,
                 formula=operations[0].expression or operations[0].reference,
