@@ -347,6 +347,25 @@ def test_verdicts_and_workspaces_reach_another_machine_of_the_kind(monkeypatch, 
     assert ENGINE.ledger.workspace(other, facts).bytes == 1
 
 
+def test_findings_are_exported_as_the_options_say_and_how_many_are_left_out_is_told(monkeypatch, tmp_path):
+    found_out()
+    linear = lz.facts("linear", torch.randn(8, 64), torch.randn(32, 64))
+    ENGINE.ledger.record_capture(REGISTRY.kernel("torch.linear"), linear, "it waits")
+    file = tmp_path / "some.jsonl"
+
+    def exported(options):
+        done = answer(f"perfdb export {file} {options}")
+        return done["findings"], done["findings_left"]
+
+    assert exported("") == exported("--here") == (3, 0)
+    assert exported("--operation norm.*") == (2, 1)
+    assert exported("--operation mlp.linear --kernel torch.*") == (1, 2)
+    assert "1 findings left out" in run(f"perfdb export {file} --operation norm.*").output
+    monkeypatch.setattr(records, "capability_of", lambda _: "another")
+    assert exported("--here") == (0, 3)
+    assert exported("") == (3, 0)
+
+
 def test_what_does_not_fit_is_left_and_the_difference_is_named(monkeypatch, tmp_path):
     found_out()
     file = tmp_path / "all.jsonl"

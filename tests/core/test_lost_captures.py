@@ -5,8 +5,10 @@ torch's own ``torch.cuda.graph`` and ``torch.cuda.stream`` run here, on stand-in
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import gc
+import textwrap
 import types
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 from layerzero.core import graph_capture as module
+from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.graph_capture import capturing
 
 LOST = "operation failed due to a previous error during capture"
@@ -186,6 +189,21 @@ def test_each_device_is_captured_in_a_stream_of_its_own(cuda: Cuda) -> None:
             assert cuda.current_stream().device == device
         assert graph.where[0] == device
     assert list(module._STREAMS) == [1]
+
+
+def test_memory_that_the_process_takes_elsewhere_meanwhile_is_told(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = [0, 0]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda index: {"allocation.all.allocated": counted[index]})
+    with pytest.warns(LayerZeroWarning, match="this process allocated memory on cuda:1: what the block did there"):
+        with capturing(Graph(cuda)):
+            counted[:] = [5, 1]
+
+
+def test_the_example_is_python() -> None:
+    assert capturing.__doc__ is not None
+    indented = [line for line in capturing.__doc__.split("Args:")[0].splitlines() if line.startswith(" " * 8)]
+    assert len(ast.parse(textwrap.dedent("\n".join(indented))).body) == 3
 
 
 def test_a_capture_that_never_began_ends_no_other(cuda: Cuda) -> None:

@@ -124,6 +124,33 @@ def test_of_several_that_do_not_fit_the_one_that_needs_least_runs(memory):
         assert asked().kernel_id == "hungry.less"
 
 
+@pytest.mark.parametrize(("pool", "free", "largest"), [({"segment_pool_id": (0, 7)}, 60, 40), ({}, 1060, 940)])
+def test_what_is_free_in_the_pool_of_a_graph_serves_no_call(monkeypatch, pool, free, largest):
+    def segment(*blocks, **more):
+        told = [{"size": size * MIB, "state": state} for size, state in blocks]
+        return {"device": 0, "segment_type": "large", "blocks": told, **more}
+
+    free_piece, used, whole = (20, "inactive"), (80, "active_allocated"), (30, "inactive")
+    shared = {"segment_pool_id": (0, 0)}
+    listed = [
+        segment(free_piece, used, **(shared if pool else {})),
+        segment(whole, **(shared if pool else {})),
+        segment((100, "inactive"), used, **pool),
+        segment((900, "inactive"), **pool),
+        {**segment((5000, "inactive"), **shared), "device": 1},
+    ]
+    counted = {
+        "reserved_bytes.all.current": 1210 * MIB, "active_bytes.all.current": 160 * MIB,
+        "inactive_split_bytes.all.current": 120 * MIB,
+    }  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: counted)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10 * MIB, 2000 * MIB))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0, raising=False)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: listed)
+    found = free_memory._of_allocator(0)
+    assert (found.free / MIB, found.largest / MIB) == (free, largest)
+
+
 def test_a_reading_is_as_old_as_it_may_be_and_none_is_made_on_a_hit(memory):
     with only(kernel("large", 100)):
         for _ in range(5):
@@ -234,6 +261,31 @@ def test_the_error_is_raised_where_nothing_else_may_run(memory, text, free, sett
         with pytest.raises(torch.OutOfMemoryError, match=text):
             lz.rms_norm(INPUT, WEIGHT)
         assert memory.reads == before + 1
+
+
+def test_what_one_rank_lacked_decides_nothing_where_ranks_choose_together(memory):
+    greedy, small = kernel("greedy", None, run=out_of_memory), kernel("small", 1, priority=5)
+    with only(greedy, small), pytest.warns(lz.LayerZeroFallbackWarning):
+        lz.rms_norm(INPUT, WEIGHT)
+        assert asked().kernel_id == "hungry.small"
+        lz.configure(distributed_selection="agree")
+        assert asked().kernel_id == "hungry.greedy", "what was noted before"
+        headroom.forget()
+        assert torch.equal(lz.rms_norm(INPUT, WEIGHT), INPUT), "another one answers this call"
+        assert not headroom.RAN_OUT
+        assert asked().kernel_id == "hungry.greedy"
+
+
+@pytest.mark.parametrize(("name", "wrong", "wanted"), [
+    ("memory.safety_factor", 0.9, "of at least 1, got 0.9"),
+    ("memory.safety_factor", math.nan, "of at least 1, got nan"),
+    ("memory.block_share", 0.0, "above 0, got 0.0"),
+    ("memory.block_share", 1.1, "of at most 1, got 1.1"),
+])  # fmt: skip
+def test_factors_that_mean_nothing_are_refused_when_they_are_set(name, wrong, wanted):
+    for setting in (lambda: lz.configure(**{name: wrong}), lambda: lz.scope(**{name: wrong}).__enter__()):
+        with pytest.raises(lz.PolicyError, match=f"{name}: wanted a number {wanted}"):
+            setting()
 
 
 def test_what_ranks_choose_together_and_what_is_asked_about_another_device_reads_nothing(memory):

@@ -54,6 +54,12 @@ def test_conformance_finds_a_kernel_that_declares_it_and_has_other_bits_in_a_bat
     assert "batch_invariant" in found.message
 
 
+def test_a_check_that_compared_nothing_does_not_pass(monkeypatch):
+    monkeypatch.setattr(invariance, "_place_of", lambda *_: None)  # no result has rows to cut
+    found = _checked(invariance.batches, "norm.rms", _kernel("norm.rms", "torch.rms_norm"))
+    assert found.status == "not tried", found
+
+
 @pytest.mark.parametrize(
     ("operation", "name"), [("mlp.linear", "torch.linear_tree"), ("attention.gqa.prefill", "torch.sdpa.tiled")]
 )

@@ -209,6 +209,17 @@ def test_what_has_to_be_named_is_asked_for(place):
     assert runner.invoke(main, ["tune", "rms_norm", "--param", "a=1"]).exit_code != 0
 
 
+def test_what_only_tensors_have_is_refused(place):
+    for given in ({"graph": True}, {"shapes": [(4, 64)]}, {"dtype": "float32"}, {"device": "cpu"}):
+        with pytest.raises(lz.InvalidCallError, match=rf"wanted none of .* got {next(iter(given))}="):
+            lz.vet("tokenize", params={"tokenizer_id": place}, kernels=["nothing"], **given)
+    for flags in (["--graph"], ["--shapes", "4x64"], ["--dtype", "float32"], ["--device", "cpu"]):
+        command = ["vet", "tokenize", "--param", f"tokenizer_id={place}", "--kernel", "nothing", *flags]
+        result = CliRunner().invoke(main, command)
+        assert result.exit_code == 2, result.output
+        assert f"['{flags[0]}']" in result.output.replace("\n", "")
+
+
 @pytest.mark.slow
 def test_a_child_proves_and_the_verdict_lets_it_run(place, tmp_path, monkeypatch):
     pytest.importorskip("gigatoken")

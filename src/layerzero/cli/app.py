@@ -269,6 +269,11 @@ def vet(
     from layerzero.cli import vet as command
 
     if plain.covers(operation_ or operation):
+        flags = {"--shapes": shapes, "--manifest": manifest, "--dtype": dtype, "--device": device, "--graph": graph}
+        if unfit := [name for name, value in flags.items() if value]:
+            raise ValueError(
+                f"vet {operation_ or operation}: it has no tensors: wanted no {', '.join(flags)}, got {unfit}"
+            )
         named = [*(kernel or []), *(backend or [])]
         return plain.vet(operation_ or operation, param or [], named, budget_s=budget_s, again=again, quiet=json)
     if param:

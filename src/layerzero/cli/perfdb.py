@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
@@ -122,12 +121,14 @@ def export(
         _written(file, lambda: archive.export_prior(table, file))
     else:
         count = len(kept)
-        more = [] if operation != "*" else findings.found_here(_ledger())
-        more = [each for each in more if fnmatch.fnmatchcase(each.record.kernel, kernel)]
+        every = findings.found_here(_ledger())
+        more = list(findings.matching(every, kernel=kernel, operation=operation, here=here))
         _written(file, lambda: archive.export(kept, file, more))
         behind = f" and {len(more)} findings" if more else ""
-        data = {"file": str(file), "rows": count, "findings": len(more)}
-        return Answer(data, lambda: [f"{file}: {count} times{behind} written"])
+        left = len(every) - len(more)
+        data = {"file": str(file), "rows": count, "findings": len(more), "findings_left": left}
+        told = [f"{left} findings left out: the options ask for others"] if left else []
+        return Answer(data, lambda: [f"{file}: {count} times{behind} written", *told])
     return Answer({"file": str(file), "rows": count}, lambda: [f"{file}: {count} times written"])
 
 

@@ -107,7 +107,8 @@ def capturing(
 ) -> Iterator[None]:
     """Capture what the block launches: ``torch.cuda.graph``, with Python's garbage collector held off.
 
-        graph = torch.cuda.CUDAGraph() with lz.capturing(graph):
+        graph = torch.cuda.CUDAGraph()
+        with lz.capturing(graph):
             output = step()  # that ran before, so that what is chosen, built and planned on the way is there
         graph.replay()
 
@@ -147,8 +148,8 @@ def capturing(
         _KEPT[graph] = (*kept, *(tell() for tell in KEEPERS), *used)
         strange = [f"cuda:{each}" for each, count in _allocations_elsewhere(device).items() if count != elsewhere[each]]
         if strange:
-            text = f"while a graph of cuda:{device} was captured, memory was allocated on {', '.join(strange)}"
-            warnings.warn(f"{text}: what this thread did there is in no graph", LayerZeroWarning, stacklevel=3)
+            text = f"while a graph of cuda:{device} was captured, this process allocated memory on {', '.join(strange)}"
+            warnings.warn(f"{text}: what the block did there is in no graph", LayerZeroWarning, stacklevel=3)
     except BaseException:
         for each in before:  # the last one makes its device the current one
             torch.cuda.set_stream(each)

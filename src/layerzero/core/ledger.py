@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -179,7 +180,7 @@ class Ledger(Protocol):
         """
 
     def capture(self, kernel: Kernel, facts: Facts) -> str | None:
-        """What came of captures of this very work, or of its class; None if none was tried."""
+        """What came of captures of this very work or of its class, the later one of both; None if none was tried."""
 
     def record_workspace(self, kernel: Kernel, facts: Facts, count: int) -> None:
         """Remember bytes that a kernel took besides its results, for this class of calls."""
@@ -232,7 +233,8 @@ class MemoryLedger:
         self._verdicts: dict[str, dict[str, Judgement]] = {}
         self._failures: dict[tuple[str, str], list[str]] = {}
         self._suspects: dict[tuple[str, str], Suspect] = {}
-        self._captures: dict[tuple[str, str], str] = {}
+        self._captures: dict[tuple[str, str], tuple[int, str]] = {}  # in their order
+        self._order = itertools.count()
         self._workspaces: dict[tuple[str, str], Workspace] = {}
 
     def evidence(
@@ -298,12 +300,15 @@ class MemoryLedger:
 
     def record_capture(self, kernel: Kernel, facts: Facts, why: str, *, work: bool = False) -> None:
         """Remember it for this process."""
-        self._captures[kernel.id, work_text(facts) if work else capture_text(facts)] = why
+        self._captures[kernel.id, work_text(facts) if work else capture_text(facts)] = next(self._order), why
 
     def capture(self, kernel: Kernel, facts: Facts) -> str | None:
-        """What this process saw."""
+        """What this process saw last."""
         known = self._captures
-        return known.get((kernel.id, work_text(facts)), known.get((kernel.id, capture_text(facts)))) if known else None
+        if not known:
+            return None
+        seen = [known.get((kernel.id, what), (-1, None)) for what in (work_text(facts), capture_text(facts))]
+        return max(seen, key=lambda each: each[0])[1]
 
     def record_workspace(self, kernel: Kernel, facts: Facts, count: int) -> None:
         """Remember it for this process."""

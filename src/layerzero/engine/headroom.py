@@ -29,6 +29,7 @@ from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.system.free_memory import FREE, Reading, mib
 from layerzero.core.system.free_memory import UNKNOWN as UNREAD
 from layerzero.engine import foreign_errors
+from layerzero.engine.config import current_policy
 from layerzero.engine.policy import Lock, Policy, bound_by
 from layerzero.engine.reference import dtype_of, leading
 from layerzero.engine.services import SERVICES
@@ -65,17 +66,25 @@ Where it is empty, nothing is known of a CPU's kernel that declares nothing, and
 
 
 def need_of(kernel: Kernel, facts: Facts) -> Need:
-    """What a kernel says, else what was measured for such calls. Raises: what its declaration does."""
+    """What a kernel says, else what was measured for such calls, but at least what it lacked in this process.
+
+    Where ranks are to run the same kernels, what one of them lacked decides nothing. Raises: what its declaration does.
+    """
     if kernel.workspace_bytes is not None:
         need = Need(int(kernel.workspace_bytes(facts)), DECLARED)
     else:
         measured = SERVICES.workspace(kernel, facts)
         need = Need(0, UNKNOWN) if measured is None else Need(measured.bytes, f"measured {measured.date}")
-    if RAN_OUT:
+    if RAN_OUT and _apart(current_policy()):
         asked = RAN_OUT.get((kernel.id, class_text(facts)), 0)
         if asked > need.bytes:
             return Need(asked, "at least, since memory ran out")
     return need
+
+
+def _apart(policy: Policy) -> bool:
+    """Whether this process chooses for itself, so that what it has free decides."""
+    return bool(policy["distributed_selection"] == "independent")
 
 
 class Room(NamedTuple):
@@ -100,14 +109,14 @@ def room_for(facts: Facts, policy: Policy) -> Room:
 
 def _reading(facts: Facts, policy: Policy) -> Reading:
     """The last reading of a call's device, or a new one; UNREAD where nothing tells or it decides nothing."""
-    if policy["distributed_selection"] != "independent":
+    if not _apart(policy):
         return UNREAD
     found = FREE.of(facts.device, math.inf if facts["capturing"] else policy["memory.max_age_s"])
     return UNREAD if found.free == math.inf else found
 
 
 def _of_reading(reading: Reading, facts: Facts, policy: Policy) -> Room:
-    factor, share, results = _factor(policy), policy["memory.block_share"], result_bytes(facts)
+    factor, share, results = policy["memory.safety_factor"], policy["memory.block_share"], result_bytes(facts)
     most = max(0.0, min(reading.free / factor - results, share * reading.largest))
     why = (
         f"{mib(most)}: {mib(reading.free)} are free, {mib(results)} of them for results, the largest block has "
@@ -115,10 +124,6 @@ def _of_reading(reading: Reading, facts: Facts, policy: Policy) -> Room:
         f"{FREE.age_s(reading):.0f} s ago"
     )
     return Room(most, "free memory", why)
-
-
-def _factor(policy: Policy) -> float:
-    return max(float(policy["memory.safety_factor"]), 1.0)
 
 
 def result_bytes(facts: Facts) -> int:
@@ -235,7 +240,8 @@ _JUDGED: dict[str, _Judged] = {}
 
 def _had(reading: Reading, facts: Facts, policy: Policy, need: Need) -> bool:
     """Whether a reading has what a workspace demands; it is remembered for the next reading."""
-    demand = (need.bytes + result_bytes(facts)) * _factor(policy), need.bytes / max(policy["memory.block_share"], 1e-9)
+    whole = (need.bytes + result_bytes(facts)) * policy["memory.safety_factor"]
+    demand = whole, need.bytes / policy["memory.block_share"]
     name = f"{facts.device.name}:{facts.device.index}"
     judged = _JUDGED.get(name) or _JUDGED.setdefault(name, _Judged())
     return judged.add(demand, reading)
@@ -278,7 +284,7 @@ def ran_out(kernel: Kernel, facts: Facts, policy: Policy, error: Exception) -> b
     wanted = wanted if wanted > results else 0
     if room.setting != SETTING:
         wanted = max(wanted, int(room.bytes) + 1)
-    if wanted > need_of(kernel, facts).bytes:
+    if wanted > need_of(kernel, facts).bytes and _apart(policy):
         RAN_OUT[kernel.id, class_text(facts)] = wanted
         outdate()
     return results <= reading.free

@@ -40,6 +40,8 @@ class Setting:
         words: allowed texts of a key that is a list otherwise.
         built: whether its feature exists; a key without one is accepted at its default and refuses other values.
         most: the largest value of a number, if it has one.
+        least: the smallest one.
+        above: a number that a value must be more than, if there is one.
         scoped: whether a ``with`` block may set it; what changes the kernels themselves holds for the process.
         at_start: whether only its environment variable sets it, read once: it holds from the start of the process.
         fits: raises PolicyError for a value that does not fit this machine.
@@ -55,6 +57,8 @@ class Setting:
     at_start: bool = False
     fits: Callable[[Any], object] | None = None
     most: float | None = None
+    least: float = 0
+    above: float | None = None
 
 
 SETTINGS: dict[str, Setting] = {
@@ -119,10 +123,10 @@ SETTINGS: dict[str, Setting] = {
         "runs and a warning says so, unless fallback_enabled is false",
     ),
     "memory.safety_factor": Setting(
-        float, 1.2, "a kernel's workspace and results must be free so many times when a call is chosen for"
+        float, 1.2, "a kernel's workspace and results must be free so many times when a call is chosen for", least=1.0
     ),
     "memory.block_share": Setting(
-        float, 0.8, "the share of the largest free block that a workspace may take", most=1.0
+        float, 0.8, "the share of the largest free block that a workspace may take", most=1.0, above=0.0
     ),
     "memory.max_age_s": Setting(
         float, 60.0, "how old a reading of free memory may be when a call is chosen for; hits read nothing"
@@ -290,8 +294,10 @@ def _problem_of(setting: Setting, value: Any) -> str:
     if not setting.built and value != setting.default:
         known = f"this version knows only the default {setting.default!r}, got {value!r}"
         return f"{known}; remove the key until the feature exists"
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and not value >= 0:
-        return f"wanted a number of at least 0, got {told(value)}"
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and not value >= setting.least:
+        return f"wanted a number of at least {setting.least:g}, got {told(value)}"
+    if setting.above is not None and not value > setting.above:
+        return f"wanted a number above {setting.above:g}, got {told(value)}"
     if setting.most is not None and value > setting.most:
         return f"wanted a number of at most {setting.most:g}, got {told(value)}"
     if setting.fits is not None and value is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,7 +42,14 @@ CASES = 3
 UNEVEN = 5
 """What makes a length of a case one that no vector divides."""
 
-Cut = Callable[[Tensor], Tensor]
+
+class Piece(NamedTuple):
+    """A part of a call, with what cuts its results out of the whole's: a function, or its first row or sequence."""
+
+    text: str
+    call: RandomCall
+    place: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    first: int | None = None
 
 
 def batches(kernel: Kernel, setting: CheckSetting, base: Case) -> Finding:
@@ -64,7 +72,7 @@ def batches(kernel: Kernel, setting: CheckSetting, base: Case) -> Finding:
             if wrong:
                 return Finding("wrong", f"declared batch_invariant, but {wrong} of {whole.call.text}")
             tried += count
-    return Finding("passed", f"{tried} parts") if tried else Finding("not tried", "no case that can be cut")
+    return Finding("passed", f"{tried} results of parts") if tried else Finding("not tried", "no case that can be cut")
 
 
 def ranks(kernel: Kernel, setting: CheckSetting, base: Case) -> Finding:
@@ -120,28 +128,28 @@ def _cases(setting: CheckSetting, base: Case) -> Iterator[Case]:
             yield from with_axis(operation, replace(base, given=()), other.name, base.sizes[other.name] + UNEVEN)
 
 
-def _pieces(whole: Trial, axis: Axis | None) -> Iterator[tuple[str, RandomCall, Cut]]:
-    """Parts of a call, each with what cuts its results out of the whole's."""
+def _pieces(whole: Trial, axis: Axis | None) -> Iterator[Piece]:
+    """Parts of a call."""
     if axis is not None:
         size = _whole(axis)
         for count in COUNTS:
             for first in sorted({0, 1, size // 3, size - count}):
                 if 0 <= first <= size - count:
                     part = cut(whole, axis, slice(first, first + count))
-                    yield f"{axis.name} {first} to {first + count - 1}", part, lambda tensor: tensor
+                    yield Piece(f"{axis.name} {first} to {first + count - 1}", part, first=first)
     parts = whole.facts.operation.parts
     if parts is None or (axis is not None and axis.leading):  # those of products are cut in outputs, too
         return
     for each in parts(whole.routed.arguments, whole.facts) or ():
         known = {name: value for name, value in each.arguments.items() if name in whole.call.arguments}
-        yield each.text, RandomCall(whole.call.function, known, each.text), each.place
+        yield Piece(each.text, RandomCall(whole.call.function, known, each.text), each.place)
 
 
-def _differing(whole: Trial, pieces: Iterator[tuple[str, RandomCall, Cut]]) -> tuple[str, int]:
-    """The first part whose bits are not the whole's, or that is refused; and how many were compared."""
+def _differing(whole: Trial, pieces: Iterator[Piece]) -> tuple[str, int]:
+    """The first part whose bits are not the whole's, or that is refused; and how many results were compared."""
     operation, axis, count = whole.facts.operation, batch_axis(whole.facts.operation), 0
     expected = _results(whole)
-    for text, call, place in pieces:
+    for text, call, place, first in pieces:
         part = attempt(whole.kernel, operation, call)
         if part is None:
             continue
@@ -151,15 +159,14 @@ def _differing(whole: Trial, pieces: Iterator[tuple[str, RandomCall, Cut]]) -> t
         for name, tensor in got.items():
             schema = _schema(operation, name)
             want = place(wanted[name])
-            if axis is not None and " to " in text and text.startswith(f"{axis.name} "):
-                first = int(text.split()[1])
+            if axis is not None and first is not None:
                 where = _place_of(schema, axis, want.ndim)
                 if where is None:
                     continue
                 want = want.narrow(where, first, tensor.shape[where])
             if not torch.equal(bits(tensor), bits(want)):
                 return f"{name} has other bits in {text}", count
-        count += 1
+            count += 1
     return "", count
 
 

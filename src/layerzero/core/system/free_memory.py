@@ -55,8 +55,16 @@ def read(device: Device) -> Reading:
     return _of_allocator(device.index)
 
 
+SMALL_SHARE = 8
+"""What torch keeps free is looked through from this part of what the driver has on: less is within the factor of 1.2
+that calls must find free."""
+
+
 def _of_allocator(index: int) -> Reading:
-    """A segment without a used block is given back before a request fails; a piece of any other serves what fits it."""
+    """A segment without a used block is given back before a request fails; a piece of any other serves what fits it.
+
+    What is free in the pool of a CUDA graph serves that graph alone.
+    """
     told = torch.cuda.memory_stats(index)
     reserved, used = (told.get(f"{name}_bytes.all.current", 0) for name in ("reserved", "active"))
     pieces = told.get("inactive_split_bytes.all.current", 0)
@@ -65,23 +73,28 @@ def _of_allocator(index: int) -> Reading:
         share = torch.cuda.get_per_process_memory_fraction(index)
         driver_has = min(driver_has, max(0, int(share * total) - reserved)) if share < 1 else driver_has
     kept = max(0, reserved - used)
-    piece = _largest_piece(index) if kept > driver_has else 0
+    piece = 0
+    if kept * SMALL_SHARE > driver_has:
+        kept, pieces, piece = _shared_pieces(index)
     largest = max(driver_has + max(0, kept - pieces), piece)
     return Reading(float(driver_has + kept), float(largest), float(max(driver_has, piece)))
 
 
-def _largest_piece(index: int) -> int:
-    """The largest free block of torch's allocator, from its list of all of them: up to 100 ms where it has many."""
-    return max(
-        (
-            block["size"]
-            for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-            if segment["device"] == index
-            for block in segment["blocks"]
-            if block["state"] == "inactive"
-        ),
-        default=0,
-    )
+def _shared_pieces(index: int) -> tuple[int, int, int]:
+    """Of free blocks of torch's allocator that any request may get: all bytes, those in split segments, the largest.
+
+    Its list of all blocks takes up to 100 ms where it has many. Pools other than (0, 0) belong to graphs, or to a
+    ``MemPool``; a torch whose list does not name the pool has all counted.
+    """
+    kept = pieces = largest = 0
+    for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
+        if segment["device"] != index or tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0):
+            continue
+        free = [block["size"] for block in segment["blocks"] if block["state"] == "inactive"]
+        kept += sum(free)
+        pieces += sum(free) if len(segment["blocks"]) > 1 else 0
+        largest = max(largest, *free, 0)
+    return kept, pieces, largest
 
 
 def in_use() -> list[Device]:

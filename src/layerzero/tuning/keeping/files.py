@@ -229,17 +229,18 @@ class FileLedger(MemoryLedger):
         self.files.put(msgspec.structs.replace(record, text=why, verdict=None if why else verdict), CAPTURE)
 
     def capture(self, kernel: Kernel, facts: Facts) -> str | None:
-        """What this process or another one saw, at these versions; one that cannot be read may have been a refusal."""
+        """What any process saw last, at these versions; one that cannot be read may have been a refusal."""
         self._refresh()
         slug = records.slug_of(kernel.id)
-        if not self.files.has(slug, CAPTURE) and not self.files.doubts(slug):
+        seen, doubts = [], self.files.doubts
+        if not self.files.has(slug, CAPTURE) and not doubts(slug):
             return None
         for what in records.captures_of(facts):
             name = Name(slug, records.key_of(kernel.id, what, versions_of(kernel, facts.device)), CAPTURE)
-            record = self.files.load(name)
-            if record is not None or name in self.files.doubts(slug):
-                return f"{name.file()}: {self.files.doubts(slug)[name]}" if record is None else record.text
-        return None
+            seen += [] if (record := self.files.load(name)) is None else [record]
+            if record is None and name in doubts(slug):
+                return f"{name.file()}: {doubts(slug)[name]}"
+        return max(seen, key=lambda each: each.at_unix_s).text if seen else None  # of two at once that of the work
 
     def record_workspace(self, kernel: Kernel, facts: Facts, count: int) -> None:
         """Remember it here and for later processes; the latest wins."""

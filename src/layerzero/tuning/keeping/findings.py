@@ -6,9 +6,10 @@ capability it holds: one that does not fit is left, and the first difference is 
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
@@ -48,6 +49,19 @@ def found_here(ledger: Ledger) -> list[Finding]:
         return []
     files.notes()  # lists the folder anew
     return [Finding(name.kind, record) for name, record in files.files.all(*KINDS)]
+
+
+def matching(found: Iterable[Finding], *, kernel: str, operation: str, here: bool) -> Iterator[Finding]:
+    """Those by glob of kernel and operation; with ``here`` those alone that hold on this machine as it is now."""
+    devices = devices_here()
+    for each in found:
+        of = each.record.what.split(" ", 1)[0]  # a class of calls names its operation first
+        if (
+            fnmatch.fnmatchcase(each.record.kernel, kernel)
+            and fnmatch.fnmatchcase(of, operation)
+            and not (here and unlike(each.record, devices))
+        ):
+            yield each
 
 
 def sealed(finding: Finding) -> Finding:

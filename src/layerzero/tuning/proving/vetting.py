@@ -156,7 +156,7 @@ def vet(
         dtype: dtype of the tensors; every one that operation and kernel know if None.
         device: where; the CPU, or the current CUDA device if there is one.
         params: of operations without tensors, what kernels have to prove themselves for: ``{"tokenizer_id": ...}``; no
-            others are vetted then.
+            others are vetted then, and shapes, dtype, device and graph are refused.
         modules: modules that register kernels, imported in the child; those of entry points are found by themselves.
         graph: capture each call in a CUDA graph, and compare what replays with other values give. With neither kernels
             nor backends: all that are installed. What fails is taken by no capture of such calls any more.
@@ -165,9 +165,14 @@ def vet(
         progress: called with a line for each class as it ends.
     Returns: what was found. A kernel that gave a wrong result is chosen for no call any more until its library has
         another version, or until it passes again; one that crashed or hung, for no call of that class.
-    Raises: KeyError for an unknown operation; ValueError for a dtype of no name and a module that does not import.
+    Raises: KeyError for an unknown operation; ValueError for a dtype of no name and a module that does not import;
+        InvalidCallError for what does not fit ``params``.
     """
     if params is not None:
+        given = {"shapes": shapes, "dtype": dtype, "device": device, "graph": graph}
+        if unfit := [f"{name}={value!r}" for name, value in given.items() if value not in (None, False)]:
+            wanted = "wanted none of shapes, dtype, device and graph with params, whose operations have no tensors"
+            raise InvalidCallError("vet", [f"{wanted}, got {', '.join(unfit)}"])
         named = [*(kernels or ()), *(backends or ())]
         proofs = plain_pairs(operation, params, named, again=again)
         return vet_calls(proofs, modules=modules, timeout_s=timeout_s, progress=progress)
