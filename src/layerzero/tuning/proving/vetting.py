@@ -88,12 +88,9 @@ def plain_pairs(
                 continue
             library = legality.library_reason(kernel, facts, machine, None)
             absent = library is not None and library.code in _ABSENT
-            if not absent and not legality.limit_findings(kernel, facts) and not _denied(kernel, facts):
+            denied = legality.policy_reasons(kernel, facts, current_policy())
+            if not absent and not denied and not legality.limit_findings(kernel, facts):
                 yield kernel, facts
-
-
-def _denied(kernel: Kernel, facts: Facts) -> bool:
-    return bool(legality.policy_reasons(kernel, facts, current_policy()))
 
 
 log = logging.getLogger("layerzero")
@@ -156,7 +153,7 @@ def vet(
         dtype: dtype of the tensors; every one that operation and kernel know if None.
         device: where; the CPU, or the current CUDA device if there is one.
         params: of operations without tensors, what kernels have to prove themselves for: ``{"tokenizer_id": ...}``; no
-            others are vetted then, and shapes, dtype, device and graph are refused.
+            others are vetted then. InvalidCallError with shapes, dtype, device or graph.
         modules: modules that register kernels, imported in the child; those of entry points are found by themselves.
         graph: capture each call in a CUDA graph, and compare what replays with other values give. With neither kernels
             nor backends: all that are installed. What fails is taken by no capture of such calls any more.
@@ -165,16 +162,15 @@ def vet(
         progress: called with a line for each class as it ends.
     Returns: what was found. A kernel that gave a wrong result is chosen for no call any more until its library has
         another version, or until it passes again; one that crashed or hung, for no call of that class.
-    Raises: KeyError for an unknown operation; ValueError for a dtype of no name and a module that does not import;
-        InvalidCallError for what does not fit ``params``.
+    Raises: KeyError for an unknown operation; ValueError for a dtype of no name and a module that does not import.
     """
     if params is not None:
         given = {"shapes": shapes, "dtype": dtype, "device": device, "graph": graph}
         if unfit := [f"{name}={value!r}" for name, value in given.items() if value not in (None, False)]:
-            wanted = "wanted none of shapes, dtype, device and graph with params, whose operations have no tensors"
-            raise InvalidCallError("vet", [f"{wanted}, got {', '.join(unfit)}"])
-        named = [*(kernels or ()), *(backends or ())]
-        proofs = plain_pairs(operation, params, named, again=again)
+            raise InvalidCallError(
+                "vet", [f"params: wanted none of {', '.join(given)} with it, got {', '.join(unfit)}"]
+            )
+        proofs = plain_pairs(operation, params, [*(kernels or ()), *(backends or ())], again=again)
         return vet_calls(proofs, modules=modules, timeout_s=timeout_s, progress=progress)
     target = Device.detect(str(device or ("cuda" if torch.cuda.is_available() else "cpu")))
     chosen = [each for each in REGISTRY.kernels(operation) if is_named(each, kernels, backends, target, graph=graph)]
