@@ -19,7 +19,6 @@ from layerzero.core import indices, limits
 from layerzero.core.evidence import Measurement
 from layerzero.core.facts import TensorFacts
 from layerzero.core.kernel import Kernel
-from layerzero.core.operation import OpKind
 from layerzero.core.reuse_conditions import SizedCall
 from layerzero.engine import legality, plan_source
 from layerzero.engine.cache import InClass
@@ -36,9 +35,7 @@ from paths import IN_C
 
 pytestmark = [pytest.mark.filterwarnings("ignore::layerzero.LayerZeroWarning"), pytest.mark.usefixtures("path")]
 
-SHARING = sorted(
-    name for name, each in FUNCTIONS.items() if all(of.kind is not OpKind.COMMUNICATION for of in each.operations)
-)
+SHARING = sorted(name for name, each in FUNCTIONS.items() if not any(of.is_collective for of in each.operations))
 """Functions whose plans serve other sizes, and calls with gradients: what ranks compute together does neither."""
 
 EXAMPLES = settings(

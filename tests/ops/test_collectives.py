@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch
@@ -12,8 +15,11 @@ import layerzero as lz
 from layerzero.backends.torch import symmetric
 from layerzero.core import limits as limit
 from layerzero.core.evidence import Measurement
+from layerzero.engine import graph_safety
+from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
+from layerzero.ops.comm import ranks as ranks_module
 from layerzero.tuning.measuring.tune import asked_jobs
 from layerzero.tuning.measuring.winner import record_times
 from ranks_of_gloo import two_ranks
@@ -252,13 +258,20 @@ def test_symmetric_memory_is_made_once_for_a_group_and_without_multicast(monkeyp
     monkeypatch.setattr(torch.ops.symm_mem, "one_shot_all_reduce_copy", one_shot, raising=False)
     monkeypatch.setattr(torch.ops.symm_mem, "two_shot_all_reduce_out", two_shot, raising=False)
     monkeypatch.delenv(symmetric.NO_MULTICAST, raising=False)
-    ranks = lz.Ranks(Group(), 2, 0)
+    group = Group()
+    ranks = lz.Ranks(group, 2, 0)
     for x in (torch.randn(3, 8), torch.randn(4, 3).T, torch.randn(9, dtype=torch.bfloat16)[1:], torch.randn(2**17 + 8)):
         for run in (symmetric.one_shot, symmetric.two_shot):
             got = run(x, group=ranks)
             assert torch.equal(got, x)
             assert got.is_contiguous()
     assert made == [(symmetric.BUFFER_BYTES, "some", "1")]
+    assert len(symmetric._BUFFERS) == 1
+    del group
+    gc.collect()
+    assert not symmetric._BUFFERS, "it goes with the group"
+    with pytest.raises(lz.InvalidCallError, match="got one that was destroyed"):
+        symmetric.one_shot(x, group=ranks)
     assert symmetric.NO_MULTICAST not in os.environ
 
 
@@ -295,4 +308,54 @@ def test_a_new_default_group_has_plans_of_its_own(tmp_path):
             assert ENGINE.epoch == epochs[-1]
         finally:
             torch.distributed.destroy_process_group()
+        gc.collect()
+        assert not ranks_module._KNOWN, "a destroyed group is freed"
     assert epochs[1] > epochs[0]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_ranks_hear_nothing_of_a_group_that_had_the_store_before(monkeypatch, first):
+    """The rank that comes first would find what the other one said before it came."""
+    store = torch.distributed.HashStore()
+    store.set_timeout(timedelta(seconds=60))
+
+    class Group:
+        def get_group_store(self):
+            return store
+
+    with ThreadPoolExecutor(1) as other:
+        for life in ("one", "two"):
+            groups, late = (Group(), Group()), []
+            ranks = [lz.Ranks(each, 2, place) for place, each in enumerate(groups)]
+
+            def come(_seconds):
+                if not late:
+                    late.append(other.submit(ranks[1 - first]._told, "cpu", [life, str(1 - first)]))
+
+            monkeypatch.setattr(ranks_module.time, "sleep", come)
+            said = [[life, "0"], [life, "1"]]
+            assert ranks[first]._told("cpu", said[first]) == said
+            assert late[0].result(timeout=60) == said
+
+
+def test_memory_of_one_rank_decides_nothing():
+    x = torch.ones(3, 5)
+
+    @lz.register_kernel("comm.all_reduce", "mine.hungry", priority=90, workspace_bytes=lambda _facts: 2**50)
+    def hungry(input, *, group=None):
+        return input.clone()
+
+    try:
+        assert lz.explain("all_reduce", x, group=ALONE).chosen.kernel.id == "mine.hungry"
+    finally:
+        lz.unregister_kernel("mine.hungry")
+
+
+def test_a_verdict_of_one_machine_keeps_no_collective_out_of_a_capture():
+    x = torch.ones(3, 5)
+    kernel, facts = REGISTRY.kernel("torch.all_reduce"), lz.facts("all_reduce", x, group=ALONE)
+    with lz.scope(graph_strict_mode=True):
+        assert graph_safety.capture_reasons(kernel, facts, current_policy(), ENGINE.ledger) == []
+        report = lz.explain("all_reduce", x, group=ALONE, capturing=True)
+        assert report.chosen.kernel is kernel
+        assert graph_safety.UNPROVED not in report.notes

@@ -109,7 +109,7 @@ class Operation:
         judge: what a right result is: one judge for all, or by name for those results and written tensors that have
             another one; near the reference within the tolerance if None.
         properties: what holds of the results of several runs, where one result cannot show it.
-        kind: what it works on.
+        kind, is_collective: what it works on; of the kind ``communication`` it is a collective.
         fixed: arguments that its function has and it has not, with the values that they have in its calls.
         sibling: the operation with equal head counts that this one generalises, if any.
         left_by_state: where the caller's eager state leaves some libraries only, what says so and their names, from the
@@ -191,10 +191,12 @@ class Operation:
     fuses: bool = False
     behind: Mapping[str, frozenset[str]] = field(init=False, repr=False, compare=False)
     name: str = field(init=False, repr=False, compare=False)
+    is_collective: bool = field(init=False, repr=False, compare=False)
     layouts: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.schema.operation)
+        object.__setattr__(self, "is_collective", self.kind is OpKind.COMMUNICATION)
         object.__setattr__(self, "layouts", self.schema.layouts)
         axes = frozenset(axis for tensor in self.schema.inputs for axis in tensor.shape_vars)
         behind = dict.fromkeys((*GENERAL_FACTS, *self.schema.arguments), frozenset[str]())

@@ -19,7 +19,7 @@ from layerzero.core.facts import CallState, Facts, FactsBuilder, TensorFacts
 from layerzero.core.graph_capture import held_off
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger
-from layerzero.core.operation import Function, OpKind, Routed
+from layerzero.core.operation import Function, Routed
 from layerzero.core.plan import Candidate, Plan, Report, when_outdated
 from layerzero.core.system import forking
 from layerzero.engine import (
@@ -119,7 +119,7 @@ class Engine:
         Times decide nothing where choices are frozen or priority alone decides, whatever a process writes meanwhile,
         where ranks have yet to agree, for invariant bits, and in a collective; ``alone`` leaves out freezing and ranks.
         """
-        frozen, together = None if alone else self.frozen, routed.operation.kind is OpKind.COMMUNICATION
+        frozen, together = None if alone else self.frozen, routed.operation.is_collective
         ranks = torch.distributed
         if frozen is None and (together or (not alone and ranks.is_available() and ranks.is_initialized())):
             frozen = yet_to_agree(policy, together=together)
@@ -231,7 +231,7 @@ class Dispatcher:
                 failed.add(chosen.kernel.id)
                 continue
             if self._prove(plan, arguments):
-                if policy.sampling_rate and report.facts.operation.kind is not OpKind.COMMUNICATION:
+                if policy.sampling_rate and not report.facts.operation.is_collective:
                     SERVICES.sample(plan, self.function, policy.sampling_rate)
                 self._tell(plan, policy)
                 EVENTS.selected(plan, began_ns)

@@ -15,7 +15,7 @@ from layerzero.core.errors import InvalidCallError, KernelExecutionError, refuse
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger
-from layerzero.core.operation import OpKind, Routed
+from layerzero.core.operation import Routed
 from layerzero.core.plan import Plan, Report
 from layerzero.core.reasons import ReasonCode
 from layerzero.engine import foreign_errors, probe
@@ -56,7 +56,7 @@ def not_loaded(kernel: Kernel, report: Report, error: Exception, engine: _Engine
     foreign_errors.let_pass(error)
     if out_of_memory(error):
         raise error
-    if report.facts.operation.kind is OpKind.COMMUNICATION:
+    if report.facts.operation.is_collective:
         raise KernelExecutionError(kernel.id, report.operation, TOGETHER) from error
     if isinstance(error, (ImportError, OSError)):
         reason = probe.mark_broken(kernel.backend, error)
@@ -168,7 +168,7 @@ def check_retry(
     mutated = plan.report.facts.operation.schema.mutated
     if mutated and any(words in str(error) for words in _NOT_CHANGEABLE):
         raise InvalidCallError(operation, [f"{' or '.join(mutated)}: {error}"]) from error
-    lost, together = _lost_capture(error), plan.report.facts.operation.kind is OpKind.COMMUNICATION
+    lost, together = _lost_capture(error), plan.report.facts.operation.is_collective
     if lost is not None:
         if lost != _INVALIDATED and not kernel.is_reference and not together:
             _failed(engine, kernel, plan.report.facts, error)

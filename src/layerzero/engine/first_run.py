@@ -16,7 +16,6 @@ import torch
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger, class_text
-from layerzero.core.operation import OpKind
 from layerzero.core.plan import Plan
 from layerzero.core.system import forking
 
@@ -40,8 +39,7 @@ def first_run(plan: Plan, ledger: Ledger) -> AbstractContextManager[None]:
     waited for another would suspect a kernel that the others run.
     """
     facts = plan.report.facts
-    together = facts.operation.kind is OpKind.COMMUNICATION
-    marks = marked(plan.kernel) and not facts["capturing"] and not together
+    marks = marked(plan.kernel) and not facts["capturing"] and not facts.operation.is_collective
     marker = ledger.begin(plan.kernel, facts) if marks else None
     return _UNMARKED if marker is None else _until_accepted(marker, facts, ledger)
 

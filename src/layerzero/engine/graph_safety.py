@@ -33,8 +33,11 @@ def how_to_prove(facts: Facts) -> str:
 
 
 def capture_reasons(kernel: Kernel, facts: Facts, policy: Policy, ledger: Ledger) -> list[Reason]:
-    """Why a capture may not have a kernel, by its verdict; one that says of itself that it is unsafe needs none."""
-    if not kernel.graph_safe:
+    """Why a capture may not have a kernel, by its verdict; one that says of itself that it is unsafe needs none.
+
+    A collective's kernel has none: no child process is several ranks, and a verdict of one machine splits the ranks.
+    """
+    if not kernel.graph_safe or facts.operation.is_collective:
         return []
     why = ledger.capture(kernel, facts)
     if why:
@@ -67,6 +70,6 @@ def barred(kernel: Kernel, facts: Facts, policy: Policy, ledger: Ledger) -> bool
 def noted(report: Report, ledger: Ledger) -> Report:
     """The report of a choice in a capture, which says so where the kernel's captures were not proved."""
     chosen, facts = report.chosen, report.facts
-    if chosen is None or ledger.capture(chosen.kernel, facts) is not None:
+    if chosen is None or facts.operation.is_collective or ledger.capture(chosen.kernel, facts) is not None:
         return report
     return replace(report, notes=(*report.notes, UNPROVED))

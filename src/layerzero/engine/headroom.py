@@ -139,7 +139,12 @@ def result_bytes(facts: Facts) -> int:
 
 
 def reasons(kernel: Kernel, facts: Facts, policy: Policy) -> list[Reason]:
-    """Whether what the kernel needs besides its results is more than policy allows, or than is free."""
+    """Whether what the kernel needs besides its results is more than policy allows, or than is free.
+
+    Nothing of it keeps a kernel from a collective: other ranks, with other memory, run it.
+    """
+    if facts.operation.is_collective:
+        return []
     try:
         need = need_of(kernel, facts)
     except Exception as error:  # noqa: BLE001  # as with limits: it refuses its kernel and nothing else

@@ -48,7 +48,7 @@ def reasons(kernel: Kernel, facts: Facts, policy: Policy) -> list[Reason]:
         return [UNASKED]
     if exact(facts.operation):
         return []
-    apart = facts.operation.kind is OpKind.COMMUNICATION  # it knows no rows
+    apart = facts.operation.is_collective  # it knows no rows
     declared = {"batch_invariant": apart or in_batches(kernel, facts), "require_tp_invariant": kernel.tp_invariant}
     return [
         Reason(code, setting, wanted, "not declared to give them")

@@ -18,7 +18,6 @@ from weakref import WeakKeyDictionary
 from layerzero.core.errors import CudaGraphUnsafeError, NoKernelFoundError, NotPreparedError
 from layerzero.core.handle import Handle
 from layerzero.core.kernel import Kernel
-from layerzero.core.operation import OpKind
 from layerzero.core.plan import Plan
 from layerzero.engine import failures, foreign_errors, headroom, transforms
 from layerzero.engine.config import current_policy
@@ -90,7 +89,7 @@ def ruled_out(
         return {plan.kernel.id}
     foreign_errors.let_pass(error)
     facts = plan.report.facts
-    if facts.operation.kind is OpKind.COMMUNICATION:  # the other ranks run this very kernel
+    if facts.operation.is_collective:  # the other ranks run this very kernel
         raise error
     results_fit = headroom.ran_out(plan.kernel, facts, policy, error)
     if (

@@ -4,8 +4,8 @@ Library: torch >= 2.10, BSD-3-Clause; ``torch/csrc/distributed/c10d/symm_mem/CUD
 rank reads all others' numbers; two shots: each adds up its part, then all fetch the parts. Both add in the order of the
 ranks, rounding each sum, so that all ranks have the same bits. Neither uses NVLink's multicast.
 
-A group has one buffer of 16 MiB on each device, made at its first call, where all ranks come together, and kept: a
-capture finds it there. Launches of one group share it, so that they come one after the other.
+A group has one buffer of 16 MiB on each device, made at its first call, where all ranks come together, and kept as
+long as the group: a capture finds it there. Launches of one group share it, so that they come one after the other.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ group's store, once for each group and kind of device, at its first collective. 
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,8 @@ UNLIKE, APART, HOST, PEERS = "unlike", "apart", "host", "peers"
 
 _PAUSE_S = 0.002
 _LOCK = forking.rlock()
+_NONE: Any = lambda: None  # noqa: E731  # a weak reference to nothing
+_DESTROYED = "group: wanted a group of torch.distributed, got one that was destroyed"
 
 
 class Ranks:
@@ -41,14 +44,25 @@ class Ranks:
         lz.all_reduce(x, group=lz.Ranks.alone())  # a copy of x: for code that also runs without torch.distributed
 
     Attributes:
-        group: the process group; None for a process alone.
+        group: the process group, which this does not keep alive; None for a process alone.
         size: how many they are.
         rank: this one's place among them.
     """
 
     def __init__(self, group: Any, size: int, rank: int) -> None:
-        self.group, self.size, self.rank = group, size, rank
+        self._group = _NONE if group is None else ref(group)
+        self.size, self.rank = size, rank
         self._kinds: dict[str, str] = {}
+        self._mark = os.urandom(8).hex()
+        self._generation = "" if rank else self._mark
+
+    @property
+    def group(self) -> Any:
+        """The process group, None for a process alone. Raises: InvalidCallError for one that is gone."""
+        found = self._group()
+        if found is None and self._group is not _NONE:
+            raise InvalidCallError("collective", [_DESTROYED])
+        return found
 
     @staticmethod
     def alone() -> Ranks:
@@ -57,10 +71,11 @@ class Ranks:
 
     def transport(self, device: str) -> str:
         """What moves bytes of a kind of device: ``nccl``, ``gloo``; ``none`` for a process alone, empty for nothing."""
-        if self.group is None:
+        group = self.group
+        if group is None:
             return "none"
         try:
-            return str(self.group._get_backend(torch.device(device)).name())
+            return str(group._get_backend(torch.device(device)).name())
         except (RuntimeError, ValueError):
             return ""
 
@@ -91,18 +106,36 @@ class Ranks:
         return PEERS if all(each == ["True"] for each in here) else HOST
 
     def _told(self, name: str, said: list[str]) -> list[list[str]]:
-        """What all ranks say, this one among them. Raises: InvalidCallError that names those that do not come."""
-        store = distributed.PrefixStore(f"layerzero/collectives/{name}", self.group.get_group_store())
-        store.set(str(self.rank), msgspec.json.encode(said).decode())
-        until = time.monotonic() + store.timeout.total_seconds()
-        while absent := [each for each in range(self.size) if not store.check([str(each)])]:
+        """What all ranks say, this one among them. Raises: InvalidCallError that names those that do not come.
+
+        A store may outlive a group and serve the next one, so that rank 0's mark is in all keys. The others get it as
+        the answer to their own marks, which no group before them had.
+        """
+        store = distributed.PrefixStore("layerzero/collectives", self.group.get_group_store())
+        if not self._generation:
+            store.set(f"asked/{self.rank}", self._mark)
+            self._wait(store, {0: f"answered/{self._mark}"})
+            self._generation = store.get(f"answered/{self._mark}").decode()
+        keys = {each: f"{self._generation}/{name}/{each}" for each in range(self.size)}
+        store.set(keys[self.rank], msgspec.json.encode(said).decode())
+        self._wait(store, keys)
+        return [msgspec.json.decode(store.get(key), type=list[str]) for key in keys.values()]
+
+    def _wait(self, store: Any, keys: dict[int, str]) -> None:
+        """Wait for what ranks write under these keys; rank 0 answers the others meanwhile."""
+        until, answered = time.monotonic() + store.timeout.total_seconds(), set[str]()
+        while absent := [each for each, key in keys.items() if not store.check([key])]:
+            for each in absent if self.rank == 0 else ():
+                mark = store.get(f"asked/{each}").decode() if store.check([f"asked/{each}"]) else ""
+                if mark and mark not in answered:
+                    store.set(f"answered/{mark}", self._generation)
+                    answered.add(mark)
             if time.monotonic() > until:
                 late = ", ".join(map(str, absent))
                 wanted = f"wanted all {self.size} ranks within {store.timeout.total_seconds():g} s"
                 problem = f"group: {wanted} at its first collective, got none from {late} (of the group)"
                 raise InvalidCallError("collective", [problem])
             time.sleep(_PAUSE_S)
-        return [msgspec.json.decode(store.get(str(each)), type=list[str]) for each in range(self.size)]
 
     def __repr__(self) -> str:
         return f"<rank {self.rank} of {self.size}>"
@@ -119,7 +152,6 @@ def _reaches(index: int, uuids: list[str]) -> bool:
 
 _ALONE = Ranks(None, 1, 0)
 _KNOWN: WeakKeyDictionary[Any, Ranks] = WeakKeyDictionary()
-_NONE: Any = lambda: None  # noqa: E731  # a weak reference to nothing
 _DEFAULT: list[Any] = [_NONE]
 """The default group that plans were made for: no key tells it, so that another one has them made anew."""
 
@@ -138,7 +170,7 @@ def problem_of(group: Any) -> str:
     if group is not None and not isinstance(group, ProcessGroup):
         return "group: torch.distributed.new_group makes one"
     if group is not None and group not in distributed.distributed_c10d._world.pg_map:
-        return "group: wanted a group of torch.distributed, got one that was destroyed"
+        return _DESTROYED
     return ""
 
 

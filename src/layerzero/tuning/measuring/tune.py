@@ -20,7 +20,7 @@ import torch
 from layerzero.asking.agreement import agreeing
 from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.facts import Facts
-from layerzero.core.operation import Case, OpKind
+from layerzero.core.operation import Case
 from layerzero.core.recipe import CallRecipe
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
@@ -73,7 +73,7 @@ def asked_jobs(
     one is left out, as it is in another ``layout``, or without what an alias implies.
     """
     implied, covered = operations_named(operation)
-    names = [name for name in covered if REGISTRY.operation(name).kind is not OpKind.COMMUNICATION]
+    names = [name for name in covered if not REGISTRY.operation(name).is_collective]
     if covered and not names:
         raise ValueError(f"operation: wanted what a rank measures alone, got {operation}: times choose no collective")
     alike = functools.partial(_is_asked, names=names, dtypes=named, layout=layout, implied=dict(implied))
