@@ -260,11 +260,13 @@ def test_a_forked_child_does_not_hold_the_port():
     lz.serve_health(0)  # a program need not keep it
     gc.collect()
     (server,) = probes._OPEN
-    told, tell = os.pipe()
+    (told, tell), (began, begin) = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
+        os.write(begin, b".")  # it has let go of the port
         os.read(told, 1)
         os._exit(0)
+    os.read(began, 1)
     server.close()
     try:
         lz.serve_health(server.port).close()
