@@ -16,6 +16,7 @@ from layerzero.cli.output import FINE, NO, Answer, examples, import_modules
 
 if TYPE_CHECKING:
     from layerzero.tuning.keeping.database import Database
+    from layerzero.tuning.keeping.findings import Finding
     from layerzero.tuning.keeping.rows import Row
     from layerzero.tuning.predicting.fitting import HeldOut
 
@@ -146,12 +147,10 @@ def take(
     """
     from layerzero.tuning.keeping import archive, findings
 
-    _exists(file)
-    try:
-        found, more = archive.read_export(file)
-    except archive.BadFileError as error:
-        problems = [f"{file}: {problem}" for problem in error.problems]
-        return Answer({"file": str(file), "valid": False, "problems": error.problems}, lambda: problems, NO)
+    exported = _exported(file)
+    if isinstance(exported, Answer):
+        return exported
+    found, more = exported
     holds = archive.here()
     count = sum(holds(each) for each in found)
     if not dry_run:
@@ -178,12 +177,10 @@ def diff(
     """
     from layerzero.tuning.keeping import archive, findings
 
-    _exists(file)
-    try:
-        found, more = archive.read_export(file)
-    except archive.BadFileError as error:
-        problems = [f"{file}: {problem}" for problem in error.problems]
-        return Answer({"file": str(file), "valid": False, "problems": error.problems}, lambda: problems, NO)
+    exported = _exported(file)
+    if isinstance(exported, Answer):
+        return exported
+    found, more = exported
     database = _database()
     with _readable(database):
         counts, lines = findings.differences(archive.rows(database), found, limit)
@@ -316,6 +313,18 @@ def _store() -> Any:
 
     ledger = ENGINE.ledger
     return ledger.times if isinstance(ledger, StoreLedger) else TimeStore()
+
+
+def _exported(file: Path) -> tuple[list[Row], list[Finding]] | Answer:
+    """What an exported file has, or the answer that says what is wrong in it."""
+    from layerzero.tuning.keeping import archive
+
+    _exists(file)
+    try:
+        return archive.read_export(file)
+    except archive.BadFileError as error:
+        problems, data = error.problems, {"file": str(file), "valid": False, "problems": error.problems}
+        return Answer(data, lambda: [f"{file}: {problem}" for problem in problems], NO)
 
 
 def _ledger() -> Any:

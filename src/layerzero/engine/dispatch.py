@@ -197,15 +197,16 @@ class Dispatcher:
             routed.arguments, device=machine.device, layout=routed.layout, state=call_state
         )
         kernels, health = self.engine.registry.candidates(routed.operation.name), self.engine.health
-        ledger, later = self.engine.ledger, None
+        ledger, later, inside = self.engine.ledger, None, call_state.capturing
         if complete or policy.invariant:  # every reason counts: of some, rows alone are free
             judged = legality.judge(kernels, facts, policy, machine, health, ledger, failed=failed)
         else:
             alone = self.engine.frozen is None and not failed and priority_decides(kernels, facts, policy, ledger)
-            told = functools.partial(self.engine.standings.judge, by_priority=alone, capturing=call_state.capturing)
-            judged, later = told(kernels, facts, policy, machine, health, ledger, failed=failed)
+            judged, later = self.engine.standings.judge(
+                kernels, facts, policy, machine, health, ledger, failed=failed, by_priority=alone, capturing=inside
+            )
         report, ordered = self.engine.decide(judged, routed, facts, policy, machine, later)
-        return graph_safety.noted(report, ledger) if call_state.capturing else report, ordered
+        return graph_safety.noted(report, ledger) if inside else report, ordered
 
     def choose(self, arguments: dict[str, Any], policy: Policy, failed: Collection[str] = ()) -> Plan:
         """Choose a kernel, write its plan, and prove its limits on the tensors that it will get.
@@ -225,7 +226,7 @@ class Dispatcher:
                 self._build_later(judged, report.facts)
             chosen = require(report)
             try:
-                plan = plan_source.build(self.function, chosen, report, policy, self.engine._ledger)
+                plan = plan_source.build(self.function, chosen, report, policy, self.engine._ledger)  # open by now
             except Exception as error:  # noqa: BLE001  # this kernel cannot be had: the next one is tried
                 failures.not_loaded(chosen.kernel, report, error, self.engine)
                 failed.add(chosen.kernel.id)

@@ -223,7 +223,7 @@ class _Judged:
 
     def add(self, demand: tuple[float, float], reading: Reading) -> bool:
         """Remember a demand; whether the last reading met it."""
-        if demand[0] <= reading.free and demand[1] <= reading.largest:
+        if _meets(reading, demand):
             self.had = max(self.had[0], demand[0]), max(self.had[1], demand[1])
             return True
         if len(self.lacked) < self.MOST or demand < max(self.lacked):

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.backends.torch.attention import FLOATS, FOLDED, SDPA_ARGUMENTS, TORCH, cpu_attend, positive_beside_causal
-from layerzero.backends.torch.varlen import FLASH
+from layerzero.backends.torch.varlen import FLASH, load_cuda_ragged
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -172,58 +172,28 @@ def _load_paged(facts: Facts) -> Callable[..., Any]:
     return run
 
 
-def _load_unsplit(facts: Facts) -> Callable[..., Any]:
-    operator = torch.ops.aten._flash_attention_forward.default
-
-    def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        causal: bool = False,
-        scale: float | None = None,
-        window: tuple[int, int] | None = None,
-    ) -> Tensor:
-        batch, queries, keys = len(query), query.shape[1], key.shape[1]
-        rows = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
-        left, right = window or (-1, -1)
-        output: Tensor = operator(
-            *(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), rows * queries, rows * keys),
-            *(max(queries, 2), keys, 0.0, causal, False),
-            scale=scale,
-            window_size_left=left,
-            window_size_right=0 if causal else right,
-        )[0]
-        return output.view(batch, queries, *output.shape[1:])
-
-    return run
+def _two_at_least(promised: int | None, tokens: int, _sequences: int) -> int:
+    """Of one query each FlashAttention 2 shares out the keys."""
+    return max(promised or tokens, 2)
 
 
 def _load_unsplit_ragged(facts: Facts) -> Callable[..., Any]:
-    operator = torch.ops.aten._flash_attention_forward.default
+    return load_cuda_ragged(facts, _two_at_least)
 
-    def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        *,
-        causal: bool = False,
-        scale: float | None = None,
-        window: tuple[int, int] | None = None,
-        max_seqlen_q: int | None = None,
-        max_seqlen_k: int | None = None,
-    ) -> Tensor:
-        left, right = window or (-1, -1)
-        longest = max(max_seqlen_q or len(query), 2), max_seqlen_k or max(len(key), 1)
-        output: Tensor = operator(
-            *(query, key, value, cu_seqlens_q, cu_seqlens_k, *longest, 0.0, causal, False),
-            scale=scale,
-            window_size_left=left,
-            window_size_right=0 if causal else right,
-        )[0]
-        return output
+
+def _load_unsplit(facts: Facts) -> Callable[..., Any]:
+    attend = _load_unsplit_ragged(facts)
+
+    def run(query: Tensor, key: Tensor, value: Tensor, **scores: Any) -> Tensor:
+        batch, queries, keys = len(query), query.shape[1], key.shape[1]
+        rows = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
+        output: Tensor = attend(
+            *(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), rows * queries, rows * keys),
+            max_seqlen_q=queries,
+            max_seqlen_k=keys,
+            **scores,
+        )
+        return output.view(batch, queries, *output.shape[1:])
 
     return run
 

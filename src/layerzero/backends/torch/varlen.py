@@ -253,7 +253,10 @@ def longest_queries(promised: int | None, tokens: int, sequences: int) -> int:
     return longest if longest > 1 or tokens == sequences else 2
 
 
-def _load_cuda_ragged(facts: Facts) -> Callable[..., Any]:
+def load_cuda_ragged(
+    facts: Facts, queries: Callable[[int | None, int, int], int] = longest_queries
+) -> Callable[..., Any]:
+    """FlashAttention 2 of torch over tokens; ``queries`` says which longest sequence of queries it is told."""
     operator = torch.ops.aten._flash_attention_forward.default
 
     def run(
@@ -270,7 +273,7 @@ def _load_cuda_ragged(facts: Facts) -> Callable[..., Any]:
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
     ) -> Any:
-        longest_q = longest_queries(max_seqlen_q, len(query), len(cu_seqlens_q) - 1)
+        longest_q = queries(max_seqlen_q, len(query), len(cu_seqlens_q) - 1)
         longest = longest_q, longest_or(max_seqlen_k, len(key))
         left, right = window or (-1, -1)
         output, lse, *_ = operator(
@@ -362,7 +365,7 @@ KERNELS = (
         id="torch.varlen",
         operations=ragged.RAGGED,
         backend=TORCH,
-        load=_load_cuda_ragged,
+        load=load_cuda_ragged,
         accepts=("causal", "scale", "window", "return_lse", "max_seqlen_q", "max_seqlen_k"),
         limits=(
             *FLASH,

@@ -79,16 +79,11 @@ class Form(NamedTuple):
     locks: Locks
 
 
-_maps: dict[tuple[int, torch.device], Tensor] = {}
-
-
+@functools.cache
 def _map(experts: int, device: torch.device) -> Tensor:
     """Where each expert is, and -1 for the one that is elsewhere; made once, because a capture cannot make it."""
-    found = _maps.get((experts, device))
-    if found is None:
-        found = torch.arange(experts + 1, dtype=torch.int32, device=device)
-        found[-1] = -1
-        _maps[experts, device] = found
+    found = torch.arange(experts + 1, dtype=torch.int32, device=device)
+    found[-1] = -1
     return found
 
 

@@ -19,7 +19,7 @@ from layerzero.integrations.optimize.layers.inner import Inner
 from layerzero.integrations.optimize.layers.tables import Table, table_for
 from layerzero.integrations.optimize.modules.norms import Normed
 from layerzero.integrations.optimize.modules.products import Block
-from layerzero.integrations.optimize.swaps.codes import JoinedCodes
+from layerzero.integrations.optimize.swaps.codes import CodedParts
 from layerzero.integrations.optimize.swaps.swap import MARK, State, Way, as_forward, serves, size_of, weight_of
 from layerzero.integrations.optimize.swaps.weights import Joined, Packs, why_apart
 from layerzero.integrations.transformers import ALONE, ONE_TOKEN, attend_one, attention_forward, theirs_of
@@ -35,7 +35,7 @@ _NORMED = "_layerzero_normed"
 """On the tensor between two layers: it, normalised as the next one begins, for which weight, and at which version."""
 
 
-class Heads(Packs):
+class Heads(CodedParts):
     """The attention of a layer: its products, norms of its heads, and what it tells the function that attends.
 
     Attributes:
@@ -47,7 +47,6 @@ class Heads(Packs):
         settings: of attention, for which the layer was proved.
         turned_once: whether cosines and sines have one entry for each pair, as gpt-oss's, not the same for both of it.
         joined, biases: weights and biases of the products as one tensor, of which theirs are parts.
-        coded: their codes as one weight, where modules are called.
     """
 
     def __init__(
@@ -68,16 +67,7 @@ class Heads(Packs):
         self.wide = norms is not None and norms[0].weight.shape[0] != sizes[2]
         self.joined: Joined | None = None
         self.biases: Joined | None = None
-        self.coded = JoinedCodes()
         self._told_little = ALONE.issuperset(self.told)
-
-    @property
-    def bytes(self) -> int:
-        return super().bytes + self.coded.bytes
-
-    def forget(self) -> None:
-        super().forget()
-        self.coded.forget()
 
     def join(self, holders: Mapping[int, int], joined: list[Joined]) -> str:
         """Join the weights of queries, keys and values."""

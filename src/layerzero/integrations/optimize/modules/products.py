@@ -23,7 +23,7 @@ from layerzero.integrations.optimize.swaps.candidate import (
     quiet,
     random_rows,
 )
-from layerzero.integrations.optimize.swaps.codes import JoinedCodes
+from layerzero.integrations.optimize.swaps.codes import CodedParts
 from layerzero.integrations.optimize.swaps.swap import MARK, as_forward, serves, weight_of
 from layerzero.integrations.optimize.swaps.weights import Joined, Packs, wants_packed, why_apart
 from layerzero.ops.activation.formulas import FORMULAS, FUNCTIONS, GATED
@@ -172,12 +172,11 @@ def linear_then(module: Module) -> Candidate | str | None:
     return candidate(module, _linear_then, state, kind="linear", calls=calls, example=example, asked=asked, stock=True)
 
 
-class Block(Packs):
+class Block(CodedParts):
     """The submodules that are a block's up, down and, where it is gated, gate; and its activation.
 
     Attributes:
         joined: gate's and up's weights as one tensor, of which theirs are parts; None where each lies by itself.
-        coded: their codes as one weight, where modules are called.
     """
 
     def __init__(self, names: tuple[str, ...], children: dict[str, Module], activation: str, *, pack: bool) -> None:
@@ -186,21 +185,12 @@ class Block(Packs):
         self.views = views if any(views) else None  # before what is packed of them, as copies need them
         self.activation = activation
         self.joined: Joined | None = None
-        self.coded = JoinedCodes()
         super().__init__(self.weights, [(name, children[name]) for name in names], pack=pack)
 
     @property
     def weights(self) -> list[Tensor]:
         """The weights of its products as they are now, (N, K)."""
         return list(map(_weight, self.products, self.views or itertools.repeat(None)))
-
-    @property
-    def bytes(self) -> int:
-        return super().bytes + self.coded.bytes
-
-    def forget(self) -> None:
-        super().forget()
-        self.coded.forget()
 
     @property
     def multiplies(self) -> bool:

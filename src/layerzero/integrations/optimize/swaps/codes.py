@@ -318,6 +318,26 @@ class JoinedCodes:
             self.state.forget()
 
 
+class CodedParts(Packs):
+    """Weights of several products of one module, which may be codes.
+
+    Attributes:
+        coded: the codes of those with the same rows as one weight, where modules are called.
+    """
+
+    def __init__(self, weights: Iterable[Tensor], covers: Iterable[tuple[str, Module]] = (), *, pack: bool) -> None:
+        super().__init__(weights, covers, pack=pack)
+        self.coded = JoinedCodes()
+
+    @property
+    def bytes(self) -> int:
+        return super().bytes + self.coded.bytes
+
+    def forget(self) -> None:
+        super().forget()
+        self.coded.forget()
+
+
 def _joined(states: list[Made]) -> CodedProduct | None:
     """One product of all, whose codes each now shares; None where formats, sizes or the rows' roundings differ."""
     weights, activations = [each.weight for each in states], states[0].activations
