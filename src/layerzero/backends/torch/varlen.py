@@ -256,7 +256,7 @@ def longest_queries(promised: int | None, tokens: int, sequences: int) -> int:
 def load_cuda_ragged(
     facts: Facts, queries: Callable[[int | None, int, int], int] = longest_queries
 ) -> Callable[..., Any]:
-    """FlashAttention 2 of torch over tokens; ``queries`` says which longest sequence of queries it is told."""
+    """FlashAttention 2 of torch over tokens; ``queries`` gives the longest sequence of queries to say."""
     operator = torch.ops.aten._flash_attention_forward.default
 
     def run(
