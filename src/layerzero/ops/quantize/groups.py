@@ -187,8 +187,8 @@ normal numbers lose 0.114 in groups of 128 in four bits, with all of them 0.102.
 BLOCK, BLOCK_ELSEWHERE = 2**17, 2**24
 """Numbers of rows that are rounded together: on a CPU they stay in its caches; elsewhere a block is some 80 launches.
 
-With the first for both a weight of 14336 x 4096 was 36,000 launches, and an 8B model took 80 s of an H200 (26 November
-2026).
+With the first for both a weight of 14336 x 4096 was 36,000 operators (counted on a CPU); to quantise 189 weights of an
+8B model took about 80 s of an H200 (26 November 2026). The second has not run there.
 """
 
 
