@@ -212,4 +212,9 @@ class ConformanceReport:
             f"{len(ran)} of {len(self.kernels)} kernels ran on {self.device}, seed {self.seed}: {self.passed} checks "
             f"passed, {len(self.problems)} wrong; {self.seconds:.0f} s"
         )
-        return "\n".join([*(str(each) for each in self.kernels), head])
+        # problems once more at the end: a log of CI keeps its last lines, and 192 kernels fill 40,000 characters
+        found = [
+            f"  {each.kernel_id} in {each.operation}, {each.check}: {each.status}: {each.message}"
+            for each in self.problems
+        ]
+        return "\n".join([*(str(each) for each in self.kernels), head, *found])
