@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import datetime as dt
-import re
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
 import layerzero as lz
-from layerzero.asking import agreement
+from layerzero.asking import agreement, known_classes
+from layerzero.asking.arrivals import Arrival, arrival, arrived
 from layerzero.asking.board import Board
-from layerzero.asking.freeze import proposed
+from layerzero.asking.freeze import Frost
+from layerzero.asking.known_classes import Known, marks_of, merged
 from layerzero.core.evidence import Measurement
 from layerzero.engine import dispatch
 from layerzero.engine.frozen_choices import Agreed
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.settings import DECIDE_NOTHING, SETTINGS
 from layerzero.tuning.measuring.winner import record_times
-from ranks_of_gloo import two_ranks
 
 X, WEIGHT = torch.randn(4, 64), torch.ones(64)
 
@@ -46,10 +43,23 @@ def _norm(input, weight, *, eps):
 def of_rank(kernel, hidden=64):
     """The class of a call, and what a rank would choose that takes this kernel for it; nothing of it is called here."""
     lz.rms_norm(torch.ones(4, hidden), torch.ones(hidden))
-    found = proposed(anew=True)
+    found = own()
     name = next(name for name in found.choices if f"hidden={hidden} " in name)
     choice = msgspec.structs.replace(found.choices[name], kernel=kernel, version="")
     return name, msgspec.structs.replace(found, choices={name: choice}).sealed()
+
+
+def own():
+    return Known(anew=True).proposed()
+
+
+def said_of(document):
+    """What a rank says that knows these classes, and holds them if this process does."""
+    held = lz.frozen()
+    changed = not isinstance(held, Agreed) or held.document.hash != document.hash
+    return msgspec.structs.replace(
+        arrival(Known(anew=True), changed=changed), classes=marks_of(document.choices), named=document.device
+    )
 
 
 class Group:
@@ -62,10 +72,11 @@ def ranks(monkeypatch, *others, unable=(), **changes):
     store.set_timeout(dt.timedelta(seconds=30))
     boards = [Board(range(count + 1), rank, 30.0, store, 1, Group()) for rank in range(count + 1)]
     for rank, document in enumerate(others):
-        told = msgspec.structs.replace(agreement._arrival(document), **changes)
-        if told.versions != agreement._arrival(document).versions or changes.get("settings"):
+        told = msgspec.structs.replace(said_of(document), **changes)
+        if told.versions != said_of(document).versions or changes.get("settings"):
             told = msgspec.structs.replace(told, word=1)
-        said = {"arrive": told, "choose": document, "able": dict(unable)}
+        chosen_ = agreement.Answer(msgspec.msgpack.encode(document))
+        said = {"arrive": told, "choose": chosen_, "able": agreement.Answer(unable=dict(unable))}
         for stage, value in said.items():
             boards[rank]._told(
                 torch.distributed.PrefixStore("layerzero", store), stage, msgspec.json.encode(value), None, 0.0
@@ -97,6 +108,19 @@ def test_the_lowest_ranks_kernel_runs_on_all(monkeypatch):
     found = lz.agree()
     assert found.choices[name].kernel == "mine.two"
     assert chosen() == "mine.two"
+
+
+def test_each_class_is_chosen_for_by_the_lowest_rank_that_knows_it(monkeypatch):
+    name, told = of_rank("mine.two")
+    lz.rms_norm(torch.ones(4, 96), torch.ones(96))
+    asked, real = [], known_classes.alone
+    monkeypatch.setattr(known_classes, "alone", lambda call: asked.append(call["hidden"]) or real(call))
+    ranks(monkeypatch, told)
+    found = lz.agree()
+    assert 96 in asked
+    assert 64 not in asked
+    assert found.choices[name].kernel == "mine.two"
+    assert any("hidden=96 " in each for each in found.choices)
 
 
 def test_new_times_count_at_the_next_agreement_alone():
@@ -169,7 +193,7 @@ def test_where_nothing_changed_ranks_tell_a_hash_alone(monkeypatch):
 
 def test_a_kernel_that_another_rank_cannot_run_changes_nothing(monkeypatch):
     lz.rms_norm(X, WEIGHT)
-    ranks(monkeypatch, proposed(anew=True), unable={"norm.rms": ("mine.two", "wanted mine.two, got none")}.items())
+    ranks(monkeypatch, own(), unable={"norm.rms": ("mine.two", "wanted mine.two, got none")}.items())
     with pytest.raises(lz.FrozenChoiceError, match=r"rank 0: norm\.rms: wanted mine\.two, got none"):
         lz.agree()
     assert lz.frozen() is None
@@ -198,8 +222,8 @@ def _stock_settings():
 def test_other_versions_are_told_and_refused(monkeypatch, held):
     lz.rms_norm(X, WEIGHT)
     before = lz.agree() if held else None
-    versions = {**agreement._arrival(proposed(anew=True)).versions, "torch": "1.13.0", "mine": "2"}
-    ranks(monkeypatch, proposed(anew=True), versions=versions)
+    versions = {**said_of(own()).versions, "torch": "1.13.0", "mine": "2"}
+    ranks(monkeypatch, own(), versions=versions)
     with pytest.raises(lz.FrozenChoiceError) as caught:
         lz.agree()
     assert f"rank 1: torch: wanted 1.13.0 as on the first rank, got {torch.__version__}" in caught.value.problems
@@ -211,7 +235,7 @@ def test_other_versions_are_told_and_refused(monkeypatch, held):
 def test_other_versions_let_all_ranks_run_torchs_own_kernels(monkeypatch):
     mismatch("fallback")
     name, told = of_rank("mine.two")
-    versions = {**agreement._arrival(told).versions, "torch": "1.13.0"}
+    versions = {**said_of(told).versions, "torch": "1.13.0"}
     ranks(monkeypatch, told, versions=versions)
     with pytest.warns(lz.LayerZeroWarning, match=r"rank 1: torch: wanted 1\.13\.0"):
         lz.agree()
@@ -230,7 +254,7 @@ def test_ranks_of_one_version_agree_among_themselves(monkeypatch):
     mismatch("best_effort")
     _, told = of_rank("mine.two")
     own = chosen()
-    ranks(monkeypatch, told, versions={**agreement._arrival(told).versions, "torch": "1.13.0"})
+    ranks(monkeypatch, told, versions={**said_of(told).versions, "torch": "1.13.0"})
     with pytest.warns(lz.LayerZeroWarning, match="ranks agree within their kind: 0 .*; 1 "):
         lz.agree()
     assert chosen() == own
@@ -251,7 +275,7 @@ def test_a_kernel_that_a_rank_cannot_run_runs_on_none_for_classes_without_agreem
         lz.rms_norm(X, WEIGHT)
         assert chosen() == first == "mine.first"
         ranks(monkeypatch, told, unable={name: ("mine.first", "it failed")}.items(), held="other")
-        monkeypatch.setattr(agreement, "_unable", lambda shared, own: {})
+        monkeypatch.setattr(Known, "unable", lambda known, shared, own: {})
         assert name not in lz.agree().choices
         lz.rms_norm(X, WEIGHT)
         plans = {plan.kernel.id for cache in dispatch.ENGINE.caches for _, plan in cache.plans()}
@@ -283,7 +307,7 @@ def test_ranks_with_other_processors_agree_within_their_kind(monkeypatch):
 @pytest.mark.usefixtures("_stock_settings")
 def test_other_settings_are_refused_unless_they_decide_nothing(monkeypatch):
     lz.rms_norm(X, WEIGHT)
-    told = proposed(anew=True)
+    told = own()
     ranks(monkeypatch, told, settings={"deterministic": "True"})
     with pytest.raises(lz.FrozenChoiceError, match=r"rank 1: settings: deterministic: wanted True .* got its default"):
         lz.agree()
@@ -318,19 +342,19 @@ def test_rank_0s_choices_alone_count_where_the_setting_says_so(monkeypatch):
 
 def test_a_rank_that_fails_is_told_on_every_rank(monkeypatch):
     lz.rms_norm(X, WEIGHT)
-    ranks(monkeypatch, proposed(anew=True))
+    ranks(monkeypatch, own())
 
-    def failing(_):
+    def failing(_, changed):
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(agreement, "_arrival", failing)
+    monkeypatch.setattr(agreement, "arrival", failing)
     with pytest.raises(lz.FrozenChoiceError, match="rank 1: RuntimeError: planted"):
         lz.agree()
 
 
 def test_choices_that_lz_freeze_froze_are_told_on_every_rank(monkeypatch):
     lz.rms_norm(X, WEIGHT)
-    ranks(monkeypatch, proposed(anew=True))
+    ranks(monkeypatch, own())
     lz.freeze()
     with pytest.raises(lz.FrozenChoiceError, match=r"rank 1: PolicyError: choices are frozen already; wanted lz\.thaw"):
         lz.agree()
@@ -343,9 +367,9 @@ def test_ranks_that_called_nothing_are_warned(monkeypatch):
 
 
 def test_what_another_version_says_is_told_by_rank(monkeypatch):
-    told = msgspec.structs.replace(agreement.Arrival(), word=1)
+    told = msgspec.structs.replace(Arrival(), word=1)
     with pytest.raises(lz.FrozenChoiceError, match="rank 4: wanted what this version says of itself, got"):
-        agreement._arrived(Board((2, 4)), [msgspec.json.encode(told), b'{"word": "?"}'])
+        arrived(Board((2, 4)), [msgspec.json.encode(told), b'{"word": "?"}'])
 
 
 def test_every_nth_call_alone_is_an_agreement():
@@ -366,14 +390,16 @@ def test_classes_of_all_ranks_are_held_and_the_lowest_rank_counts():
     name, one = of_rank("mine.one")
     other = msgspec.structs.replace(one.choices[name], kernel="mine.two")
     more = msgspec.structs.replace(one, choices={name: other, "only there": other})
-    found = agreement.merged([one, more])
+    packed = merged([b"", *(msgspec.msgpack.encode(each) for each in (one, more))])
+    found = msgspec.msgpack.decode(packed, type=Frost)
     assert found.choices[name].kernel == "mine.one"
     assert found.choices["only there"].kernel == "mine.two"
-    assert found.hash == agreement.merged([one, more]).hash == found.sealed().hash
+    assert found.hash == found.sealed().hash
+    assert merged([b"", packed]) == packed
 
 
 def test_a_warmup_that_fails_tells_the_others(monkeypatch):
-    boards = ranks(monkeypatch, proposed(anew=True))
+    boards = ranks(monkeypatch, own())
     monkeypatch.setattr(agreement, "ranks_choose", lambda policy: True)
     with pytest.raises(lz.UnknownOperationError):
         lz.warmup("no.such.operation")
@@ -389,86 +415,3 @@ def test_ranks_agree_where_a_window_ends(monkeypatch, run):
         warnings.simplefilter("ignore")
         run("elementwise.softmax", [(4, 64)], **given)  # has no kernel that compiles
     assert isinstance(lz.frozen(), Agreed)
-
-
-RANK = """
-import os, sys, torch, layerzero as lz
-from datetime import timedelta
-from layerzero.core.evidence import Measurement
-from layerzero.engine.registry import REGISTRY
-from layerzero.engine.settings import DECIDE_NOTHING, SETTINGS
-from layerzero.tuning.measuring.winner import record_times
-rank, store, what = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-def group(seconds):
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=seconds)
-    )
-group(2 if what == "dies" else 120)
-def norm(input, weight, *, eps):
-    return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
-for name in ("mine.one", "mine.two"):
-    lz.register_kernel("norm.rms", name, supported_dtypes=["float32"])(norm)
-lz.configure(distributed_selection="agree", deny=["inductor.*", "vllm.*"])
-x, weight = torch.randn(4, 64), torch.ones(64)
-chosen = lambda: lz.which("rms_norm", x, weight)["kernel_id"]
-def tuned(one, two):
-    times = {"mine.one": one, "mine.two": two}
-    facts = lz.facts("rms_norm", x, weight)
-    record_times(facts, {REGISTRY.kernel(name): Measurement(us, us, 0.0, 30) for name, us in times.items()})
-tuned(*((9.0, 1.0) if rank == 0 else (1.0, 9.0)))
-said = [chosen()]
-if what == "version" and rank:
-    lz.__version__ = "9.0.0"
-if what == "dies" and rank:
-    os._exit(0)
-try:
-    lz.warmup(lambda x: lz.rms_norm(x, weight), shapes=x)
-    said.append(chosen())
-    tuned(*((1.0, 90.0) if rank == 0 else (90.0, 1.0)))
-    said.append(chosen())
-    found = lz.agree()
-    said += [chosen(), found.hash]
-    torch.distributed.destroy_process_group()
-    store += "2"
-    group(120)
-    said.append(lz.agree().hash)
-except lz.FrozenChoiceError as error:
-    said.append(str(error))
-print("|".join(said))
-"""
-
-
-@pytest.mark.slow
-def test_two_processes_that_tuned_differently_run_the_same_kernels(tmp_path):
-    """Before, by priority; after warmup, by the lowest rank's times; then by its new ones; and in a second group."""
-    one, two = two_ranks(tmp_path, RANK, "tuned")
-    assert one[:4] == two[:4] == ["mine.one", "mine.two", "mine.two", "mine.one"]
-    assert one[4:] == two[4:]
-    assert one[4] == one[5]
-
-
-@pytest.mark.slow
-def test_a_rank_that_ends_is_named_by_the_other(tmp_path):
-    one, _ = two_ranks(tmp_path, RANK, "dies")
-    assert "rank 1 did not come within 2 s" in one[-1]
-
-
-@pytest.mark.slow
-def test_two_processes_of_other_versions_are_both_told(tmp_path):
-    one, two = two_ranks(tmp_path, RANK, "version")
-    assert one[1] == two[1] == "agree: rank 1: layerzero: wanted 0.1 as on the first rank, got 9"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_the_examples_of_the_page_run_under_torchrun(tmp_path, place):
-    page = (Path(__file__).parents[2] / "docs" / "ranks.md").read_text()
-    script = tmp_path / "script.py"
-    script.write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[place])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["--redirects", "1", "--log-dir", str(tmp_path)]  # lines of two ranks run together in one pipe
-    done = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    one, two = (file.read_text().split()[1:] for file in tmp_path.rglob("stdout.log"))
-    assert one == two
-    assert len(one) > 1

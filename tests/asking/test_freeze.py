@@ -340,7 +340,7 @@ def test_a_document_is_told_in_one_line(norm):
 
 
 def test_a_document_with_a_hash_of_settings_alone_is_still_read():
-    from layerzero.engine.frozen_choices import unlike
+    from layerzero.engine.settings_text import unlike
 
     assert unlike("aaaa", "aaaa {}") == []
     assert unlike("aaaa", "bbbb {}") == ["settings: wanted aaaa, got bbbb; that document does not say which they were"]

@@ -10,6 +10,7 @@ RANK = """
 import sys, warnings, torch, layerzero as lz
 from datetime import timedelta
 from layerzero.asking import agreement
+from layerzero.integrations.optimize.times.report import Optimized
 rank, store, case = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 warnings.simplefilter("ignore")
 torch.distributed.init_process_group(
@@ -25,14 +26,18 @@ class Model(torch.nn.Module):
         if rank == 0 and case == "forward":
             raise MemoryError("planted")
         return self.linear(self.norm(x))
+model = Model()
 def failing(*_, **__):
     if rank == 0:
         raise MemoryError("planted")
     return lz.rms_norm(X, torch.ones(64))
 def optimize():
     given = {"budget_s": 1e-6 if rank == 0 else 60.0} if case == "budget" else {"inputs": (X,)}
+    if case == "taken" and rank == 0:
+        Optimized.take_out = failing
+    model.train(case == "training" and rank == 0)
     with torch.inference_mode():
-        lz.optimize(Model().eval(), progress=lambda *_: None, **given)
+        lz.optimize(model, progress=lambda *_: None, **given)
 def froze():
     if rank == 0:
         lz.freeze()
@@ -42,15 +47,17 @@ def froze():
         if rank == 0:
             lz.thaw()
 def arrives():
-    real = agreement._own
-    agreement._own = failing if rank == 0 else real
+    real = agreement.Known
+    agreement.Known = failing if rank == 0 else real
     try:
         lz.agree()
     finally:
-        agreement._own = real
+        agreement.Known = real
 RUN = {
     "forward": optimize,
     "budget": optimize,
+    "training": optimize,
+    "taken": optimize,
     "warmup": lambda: lz.warmup(failing, shapes=X),
     "tune": lambda: lz.tune("no.such.operation" if rank == 0 else "elementwise.softmax", [(4, 64)], budget_s=0),
     "froze": froze,
@@ -62,6 +69,7 @@ try:
     said.append("ended")
 except Exception as error:
     said.append(f"{type(error).__name__}: {error}")
+assert not any("forward" in each.__dict__ for each in model.modules())  # what one rank left, all left
 lz.rms_norm(X, torch.ones(64))
 for _ in range(2):
     try:
@@ -74,10 +82,10 @@ print("|".join(said))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["forward", "budget", "warmup", "tune", "froze", "own"])
+@pytest.mark.parametrize("case", ["forward", "budget", "training", "taken", "warmup", "tune", "froze", "own"])
 def test_ranks_agree_again_after_one_of_them_failed(tmp_path, case):
     one, two = two_ranks(tmp_path, RANK, case)
-    if case == "budget":  # short on one rank alone is no error
+    if case in ("budget", "training"):  # what one rank alone is short of, or in, is no error
         assert one[0] == two[0] == "ended"
     else:
         assert two[0].startswith("FrozenChoiceError: agree: rank 0: ")

@@ -12,6 +12,7 @@ import torch
 
 import layerzero as lz
 from layerzero.asking import agreement
+from layerzero.asking.arrivals import Arrival, arrived
 from layerzero.asking.board import Board
 from layerzero.core.errors import FrozenChoiceError
 from layerzero.integrations.optimize import entrance
@@ -53,9 +54,8 @@ def heard(monkeypatch, of_all):
     """Let ``lz.optimize`` hear from all ranks what this makes of its own words."""
     real = agreement.agreed_where_ends
 
-    def ending(name, run, words):
-        found, kept = real(name, run, words)
-        return found, of_all(kept)
+    def ending(name, run, words, settle):
+        return real(name, run, words, lambda found, kept: settle(found, of_all(kept)))
 
     monkeypatch.setattr(entrance, "agreed_where_ends", ending)
 
@@ -104,13 +104,13 @@ def test_ranks_that_do_not_agree_leave_the_model_as_it_was(monkeypatch):
 
 def test_what_all_ranks_say_is_common_to_them():
     def said(*words):
-        return [msgspec.json.encode(agreement.Arrival(words=each)) for each in words]
+        return [msgspec.json.encode(Arrival(words=each)) for each in words]
 
     ranks = Board((0, 1, 5))
-    assert agreement._arrived(ranks, said(["a", "b"], ["b", "c"], ["b"])).words == ["b"]
-    assert agreement._arrived(ranks, said(None, None, None)).words == []
+    assert arrived(ranks, said(["a", "b"], ["b", "c"], ["b"])).words == ["b"]
+    assert arrived(ranks, said(None, None, None)).words == []
     with pytest.raises(FrozenChoiceError, match=r"wanted all ranks in lz\.optimize, or none, got ranks 0, 5 alone"):
-        agreement._arrived(ranks, said([], None, ["b"]))
+        arrived(ranks, said([], None, ["b"]))
 
 
 SHARDED = """

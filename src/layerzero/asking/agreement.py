@@ -9,27 +9,23 @@ group's store (:mod:`layerzero.asking.board`), which names a rank that does not 
 from __future__ import annotations
 
 import functools
-import hashlib
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, ParamSpec, TypeVar, overload
 from weakref import WeakKeyDictionary
 
 import msgspec
-import torch
 
+from layerzero.asking.arrivals import Arrival, Verdict, arrival, arrived
 from layerzero.asking.board import Board, world
-from layerzero.asking.freeze import Frost, difference, hold, proposed, tell_if_short
+from layerzero.asking.freeze import Frost, document, hold, tell_if_short
+from layerzero.asking.known_classes import Known, Unable, marks_in, merged
 from layerzero.core.arguments import told
-from layerzero.core.device import Device
 from layerzero.core.errors import FrozenChoiceError, LayerZeroWarning, PolicyError
-from layerzero.engine import probe
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
-from layerzero.engine.frozen_choices import Agreed, ranks_choose, unusual
-from layerzero.engine.registry import REGISTRY
-from layerzero.engine.settings import DECIDE_NOTHING
+from layerzero.engine.frozen_choices import Agreed, FrozenChoice, ranks_choose
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -37,46 +33,19 @@ if TYPE_CHECKING:
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
-Unable = dict[str, tuple[str, str]]
-"""Of classes whose kernel a rank cannot run: the kernel, and why."""
 
-PROTOCOL = 2
-"""Of what ranks tell each other; the highest byte of their words."""
-
-
-class Arrival(msgspec.Struct, frozen=True):
-    """What a rank says of itself when it comes.
+class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a rank answers to the second and the third question.
 
     Attributes:
-        word: hash of all that ranks need alike to choose alike, in one int64: equal ones need no further look.
-        versions: of LayerZero, torch and the libraries, and a hash of the kernels that are registered.
-        settings: those that decide something and are not at their defaults.
-        device: hash of its processors and what they can do: ranks of one kind agree among themselves.
-        named: the same for people.
-        choices: hash of what it would choose.
-        held: hash of what it holds by agreement; empty for nothing.
-        failed: why it does not take part.
-        words: what else it says, of which those that all say count; None for nothing.
+        document: what it chooses, of classes that no lower rank knows; as MessagePack, read in half of JSON's time.
+        unable: what it cannot run of what was chosen.
+        failed: its error, which all ranks raise.
     """
 
-    word: int = 0
-    versions: dict[str, str] = {}
-    settings: dict[str, str] = {}
-    device: str = ""
-    named: str = ""
-    choices: str = ""
-    held: str = ""
+    document: bytes = b""
+    unable: Unable = {}
     failed: str = ""
-    words: list[str] | None = None
-
-
-class Verdict(msgspec.Struct, frozen=True):
-    """What follows from the arrivals: ``kind``, groups that agree among themselves, a warning, and common words."""
-
-    kind: Literal["same", "choose", "fallback"]
-    groups: list[list[int]]
-    told: list[str] = []
-    words: list[str] = []
 
 
 _CALLS: WeakKeyDictionary[object, int] = WeakKeyDictionary()
@@ -131,7 +100,7 @@ def agree(
         _CALLS[place] = _CALLS.get(place, 0) + 1
         if _CALLS[place] % every:
             return None
-    return _agreed(Board.of(group, timeout_s))[0]
+    return _agreed(Board.of(group, timeout_s))
 
 
 def agreeing(run: Callable[Params, Result]) -> Callable[Params, Result]:
@@ -141,14 +110,17 @@ def agreeing(run: Callable[Params, Result]) -> Callable[Params, Result]:
     def running(*args: Params.args, **kwargs: Params.kwargs) -> Result:
         if not ranks_choose(CONFIGURATION.policy):
             return run(*args, **kwargs)
-        return agreed_where_ends(run.__name__, functools.partial(run, *args, **kwargs))[0]
+        return agreed_where_ends(run.__name__, functools.partial(run, *args, **kwargs))
 
     return running
 
 
 def agreed_where_ends(
-    name: str, run: Callable[[], Result], words: Callable[[Result], Collection[str]] | None = None
-) -> tuple[Result, frozenset[str]]:
+    name: str,
+    run: Callable[[], Result],
+    words: Callable[[Result], Collection[str]] | None = None,
+    settle: Callable[[Result, frozenset[str]], None] | None = None,
+) -> Result:
     """Let ranks agree once where a function ends, or where it raises: then the others get its error.
 
     One agreement whatever happens, so that ranks count alike.
@@ -156,7 +128,9 @@ def agreed_where_ends(
     Args:
         name: of the function, for the others.
         words: what this rank says, of what the function returned.
-    Returns: what the function returned, and those words that all ranks say.
+        settle: gets what the function returned and those words that all ranks say, before anything is held; all ranks
+            get its error, too.
+    Returns: what the function returned.
     """
     try:
         found = run()
@@ -165,202 +139,134 @@ def agreed_where_ends(
         why = Arrival(failed=f"{name}: {type(error).__name__}: {error}")
         try:
             board = Board.of(None, None)
-            board.leave(msgspec.json.encode(why), functools.partial(_arrived, board))
+            board.leave(msgspec.json.encode(why), functools.partial(arrived, board))
         except FrozenChoiceError as gone:
             error.add_note(f"the other ranks could not be told: {gone}")
         raise
-    return found, frozenset(_agreed(Board.of(None, None), said)[1])
+    _agreed(Board.of(None, None), said, None if settle is None else functools.partial(settle, found), name)
+    return found
 
 
-def _agreed(board: Board, words: list[str] | None = None) -> tuple[Frost, list[str]]:
-    """What all ranks hold from now on, and the words that all say."""
-    stamp = (ENGINE.epoch, ENGINE.winners)
-    held = ENGINE.frozen
-    own: Frost | None = None
+def _agreed(
+    board: Board,
+    words: list[str] | None = None,
+    settle: Callable[[frozenset[str]], None] | None = None,
+    name: str = "agree",
+) -> Frost:
+    """What all ranks hold from now on."""
+    stamp, held, known = (ENGINE.epoch, ENGINE.winners), ENGINE.frozen, None
     try:
-        own = _own(stamp)
-        arrival = msgspec.structs.replace(_arrival(own), words=words)
+        anew = _chooses_anew(stamp)
+        known = Known(anew=anew)
+        came = msgspec.structs.replace(arrival(known, changed=anew or bool(held and held.added)), words=words)
     except Exception as error:  # noqa: BLE001  # raised on every rank
-        arrival = Arrival(failed=f"{type(error).__name__}: {error}")
-    said = board.settle("arrive", msgspec.json.encode(arrival), functools.partial(_arrived, board))
+        came = Arrival(failed=f"{type(error).__name__}: {error}")
+    said = board.settle("arrive", msgspec.json.encode(came), functools.partial(arrived, board))
     verdict = msgspec.json.decode(said, type=Verdict)
-    assert own is not None  # else that raised on all
+    assert known is not None  # else that raised on all
     if verdict.told:
         warnings.warn(f"agree: {'; '.join(verdict.told)}", LayerZeroWarning, stacklevel=3)
-    if verdict.kind == "same" and isinstance(held, Agreed):
-        held.stamp = stamp
-        return own, verdict.words
-    shared, unable = own, Unable()
+    same = held if isinstance(held, Agreed) and verdict.kind == "same" else None
+    shared: Frost = document({}).sealed()
+    own: Mapping[str, FrozenChoice] = {}
     if verdict.kind == "choose":
-        mine = next(place for place, group in enumerate(verdict.groups) if board.rank in group)
-        merge = functools.partial(_merged, verdict.groups, CONFIGURATION.policy["distributed_selection"])
-        said = board.settle("choose", msgspec.json.encode(own), merge)
-        shared = msgspec.json.decode(said, type=list[Frost])[mine]
-        unable = _tried(lambda: _unable(shared, own))
-    able = functools.partial(_able, board, fallback=verdict.kind == "fallback")
-    said = board.settle("able", msgspec.json.encode(unable), able)
-    left_out = msgspec.json.decode(said, type=dict[str, list[str]] | None)
-    kept = {}
-    if left_out is not None:
-        kept = {name: each for name, each in shared.choices.items() if each.kernel not in left_out.get(name, ())}
-    shared = msgspec.structs.replace(shared, choices=kept).sealed()
-    found = Agreed(kept, shared, fallback=left_out is None)
+        shared, own = _chosen(board, verdict, known)
+
+    def answer(mine: Known = known) -> Answer:
+        if settle is not None:
+            settle(frozenset(verdict.words))
+        return Answer(unable=mine.unable(shared.choices, own))
+
+    left_out: dict[str, list[str]] | None = {}
+    if same is None or settle is not None:
+        able = functools.partial(_able, board, fallback=verdict.kind == "fallback")
+        said = _answered(board, "able", name, answer, able)
+        left_out = msgspec.json.decode(said, type=dict[str, list[str]] | None)
+    if same is not None:
+        same.stamp = stamp
+        agreed: Frost = same.document
+        return agreed
+    if left_out or left_out is None:
+        kept = (
+            {}
+            if left_out is None
+            else {name: each for name, each in shared.choices.items() if each.kernel not in left_out.get(name, ())}
+        )
+        shared = msgspec.structs.replace(shared, choices=kept).sealed()
+    found = Agreed(shared.choices, shared, fallback=left_out is None)
     found.refused = frozenset(kernel for each in (left_out or {}).values() for kernel in each)
     if not found.fallback:
-        tell_if_short("agree", kept)
+        tell_if_short("agree", shared.choices)
     hold(found)
     found.stamp = (ENGINE.epoch, stamp[1])
-    return shared, verdict.words
+    return shared
 
 
-def _tried(run: Callable[[], Unable]) -> Unable:
-    """What this rank tells; its error as a problem, since the others wait for what it tells."""
-    try:
-        return run()
-    except Exception as error:  # noqa: BLE001  # raised on every rank, with this one's number
-        return {"looking at the choices": ("", f"{type(error).__name__}: {error}")}
-
-
-def _own(stamp: object) -> Frost:
-    """What this rank would choose: what it holds where nothing happened since. Raises: PolicyError after lz.freeze."""
+def _chooses_anew(stamp: object) -> bool:
+    """Whether anything happened since what this rank holds was agreed on. Raises: PolicyError after lz.freeze."""
     held = ENGINE.frozen
     if held is not None and not held.agreed:
         raise PolicyError("choices are frozen already; wanted lz.thaw() there first")
-    if isinstance(held, Agreed) and held.stamp == stamp and not held.fallback:
-        document: Frost = held.document
-        return proposed(anew=False) if held.added else document
-    return proposed(anew=True)
+    return not isinstance(held, Agreed) or held.stamp != stamp or held.fallback
 
 
-def _arrival(own: Frost) -> Arrival:
-    REGISTRY.ready()
-    versions, held = _versions(ENGINE.epoch), ENGINE.frozen
-    settings = {name: each for name, each in unusual(CONFIGURATION.policy).items() if name not in DECIDE_NOTHING}
-    devices = _devices()
-    word = PROTOCOL << 56 | int(_digest([versions, settings])[:14], 16)
-    agreed = held.document.hash if isinstance(held, Agreed) and not held.fallback else ""
-    return Arrival(word, versions, settings, _digest(devices), own.device, own.hash, agreed)
+def _chosen(board: Board, verdict: Verdict, known: Known) -> tuple[Frost, Mapping[str, FrozenChoice]]:
+    """What the ranks of this one's group choose, each class by one of them; and what this one chose of it."""
+    place = next(place for place, group in enumerate(verdict.groups) if board.rank in group)
+    leads = board.rank == verdict.groups[place][0]
+    marks = None if leads else frozenset(marks_in(verdict.choose.get(board.rank, b"")))
+    own = []
+
+    def choose() -> Answer:
+        if not leads and not marks:
+            return Answer()
+        own.append(known.proposed(marks))
+        return Answer(msgspec.msgpack.encode(own[0]))
+
+    said = _answered(board, "choose", "choosing", choose, functools.partial(_merged, verdict.groups))
+    shared = msgspec.msgpack.decode(msgspec.json.decode(said, type=list[bytes])[place], type=Frost)
+    return shared, own[0].choices if own else {}
 
 
-def _digest(value: object) -> str:
-    return hashlib.sha256(msgspec.json.encode(value, order="deterministic")).hexdigest()
+def _answered(
+    board: Board, stage: str, what: str, make: Callable[[], Answer], decide: Callable[[Sequence[Answer]], object]
+) -> bytes:
+    """Make an answer, tell it, and get what was decided; where making it fails on one rank, all raise."""
+    answer, raised = Answer(), None
+    try:
+        answer = make()
+    except BaseException as error:  # noqa: BLE001  # the others wait for this one's answer
+        answer, raised = Answer(failed=f"{what}: {type(error).__name__}: {error}"), error
+    try:
+        return board.settle(stage, msgspec.json.encode(answer), functools.partial(_heard, board, decide))
+    except FrozenChoiceError as refused:
+        if raised is None:
+            raise
+        raise raised from refused
 
 
-def _devices() -> list[tuple[str, list[str]]]:
-    """The processors of this rank: the CPU, and the current device of those that torch has."""
-    found = [Device.detect("cpu"), *([Device.detect("cuda")] if torch.cuda.is_available() else [])]
-    return [(each.name, sorted(each.instruction_sets)) for each in found]
+def _heard(board: Board, decide: Callable[[Sequence[Answer]], object], said: Sequence[bytes]) -> object:
+    answers = [msgspec.json.decode(each, type=Answer) for each in said]
+    failed = [f"rank {rank}: {each.failed}" for rank, each in zip(board.ranks, answers, strict=True) if each.failed]
+    if failed:
+        raise FrozenChoiceError("agree", failed)
+    return decide(answers)
 
 
-@functools.lru_cache(maxsize=1)
-def _versions(epoch: int) -> dict[str, str]:  # kernels and libraries that change start an epoch
-    """What has to be the same on ranks that choose alike; LayerZero's by the part whose change may break."""
-    from layerzero import __version__
-
-    kernels, machine, cpu = REGISTRY.kernels(), probe.this_machine(), Device.detect("cpu")
-    libraries = {each.backend.name: each.backend for each in kernels if each.backend.distribution}
-    found = {name: machine.version(backend, cpu) for name, backend in libraries.items()}
-    major, minor, *_ = __version__.split(".")
-    declared = sorted(f"{each.id} {each.priority} {dict(each.priority_since)}" for each in kernels)
-    return {
-        "protocol": str(PROTOCOL),
-        "layerzero": f"{major}.{minor}" if major == "0" else major,
-        "torch": str(torch.__version__),
-        **{name: version for name, version in sorted(found.items()) if version},
-        "kernels": _digest(declared)[:12],
-    }
+def _merged(groups: Sequence[Sequence[int]], answers: Sequence[Answer]) -> list[bytes]:
+    """The choices of each group in one document."""
+    return [merged([answers[each].document for each in group]) for group in groups]
 
 
-def _arrived(board: Board, said: Sequence[bytes]) -> Verdict:
-    """Compare what ranks say of themselves. Raises: FrozenChoiceError for what keeps them from agreeing."""
-    ranks = board.ranks
-    arrivals: list[Arrival] = []
-    problems: list[str] = []
-    for rank, text in zip(ranks, said, strict=True):
-        try:
-            arrivals.append(msgspec.json.decode(text, type=Arrival))
-        except msgspec.MsgspecError as error:
-            problems.append(f"rank {rank}: wanted what this version says of itself, got {error}")
-    problems += [f"rank {rank}: {each.failed}" for rank, each in zip(ranks, arrivals, strict=False) if each.failed]
-    said_too = [set(each.words) for each in arrivals if each.words is not None]
-    if not problems and 0 < len(said_too) < len(ranks):
-        where = ", ".join(str(rank) for rank, each in zip(ranks, arrivals, strict=True) if each.words is not None)
-        problems.append(f"wanted all ranks in lz.optimize, or none, got rank{'s' * (len(said_too) > 1)} {where} alone")
-    if problems:
-        raise FrozenChoiceError("agree", problems)
-    common, first = sorted(set.intersection(*said_too)) if said_too else [], arrivals[0]
-    others: list[str] = []
-    if min(each.word for each in arrivals) != max(each.word for each in arrivals):
-        for rank, each in zip(ranks, arrivals, strict=True):
-            problems += _unlike(f"rank {rank}: settings: ", first.settings, each.settings, "its default")
-            others += _unlike(f"rank {rank}: ", first.versions, each.versions, "none")
-    on_mismatch = CONFIGURATION.policy["on_version_mismatch"]
-    if problems or (others and on_mismatch == "error"):
-        raise FrozenChoiceError("agree", [*problems, *others])
-    if others and on_mismatch == "fallback":
-        return Verdict("fallback", [], [*others, "all ranks run torch's own kernels and the references"], common)
-    kinds: dict[tuple[str, int], list[int]] = defaultdict(list)
-    for place, each in enumerate(arrivals):
-        kinds[each.device, each.word].append(place)
-    groups = list(kinds.values())
-    same = all(
-        arrivals[each].choices == arrivals[each].held == arrivals[group[0]].held for group in groups for each in group
-    )
-    if len(groups) > 1 and not same:
-        others.append("ranks agree within their kind: " + "; ".join(_kind(board, arrivals, group) for group in groups))
-    return Verdict("same" if same else "choose", groups, others, common)
-
-
-def _kind(board: Board, arrivals: Sequence[Arrival], group: Sequence[int]) -> str:
-    return f"{', '.join(str(board.ranks[each]) for each in group)} ({arrivals[group[0]].named})"
-
-
-def _unlike(place: str, wanted: Mapping[str, str], here: Mapping[str, str], absent: str) -> list[str]:
-    return [
-        f"{place}{name}: wanted {wanted.get(name, absent)} as on the first rank, got {here.get(name, absent)}"
-        for name in {**wanted, **here}
-        if wanted.get(name) != here.get(name)
-    ]
-
-
-def _merged(groups: Sequence[Sequence[int]], mode: str, said: Sequence[bytes]) -> list[Frost]:
-    """The choices of each group in one document: of each class the lowest rank's."""
-    found = []
-    for group in groups:
-        documents = [msgspec.json.decode(said[each], type=Frost) for each in group]
-        found.append(merged(documents[:1] if mode == "rank0_broadcast" else documents))
-    return found
-
-
-def merged(documents: Sequence[Frost]) -> Frost:
-    """The choices of all ranks in one document: of each class the lowest rank's."""
-    choices = {
-        name: choice for each in reversed(documents) for name, choice in each.choices.items() if not choice.scoped
-    }
-    return msgspec.structs.replace(documents[0], choices=choices).sealed()
-
-
-def _unable(shared: Frost, own: Frost) -> Unable:
-    """The classes whose kernel cannot run here, and why; a kernel that this rank would choose itself can."""
-    found = {}
-    for name, choice in shared.choices.items():
-        mine = own.choices.get(name)
-        same = mine is not None and (mine.kernel, mine.version) == (choice.kernel, choice.version)
-        if not same and (why := difference(choice, may_differ=True)):
-            found[name] = choice.kernel, why
-    return found
-
-
-def _able(board: Board, said: Sequence[bytes], *, fallback: bool) -> dict[str, list[str]] | None:
+def _able(board: Board, answers: Sequence[Answer], *, fallback: bool) -> dict[str, list[str]] | None:
     """The classes that are left out, with their kernels that a rank cannot run, or None: all run the fallback.
 
     Raises: FrozenChoiceError where neither is wanted.
     """
-    found = [msgspec.json.decode(each, type=Unable) for each in said]
     problems = [
         f"rank {rank}: {name}: {why}"
-        for rank, each in zip(board.ranks, found, strict=True)
-        for name, (_, why) in each.items()
+        for rank, each in zip(board.ranks, answers, strict=True)
+        for name, (_, why) in each.unable.items()
     ]
     on_mismatch = CONFIGURATION.policy["on_version_mismatch"]
     if problems and on_mismatch == "error":
@@ -368,7 +274,7 @@ def _able(board: Board, said: Sequence[bytes], *, fallback: bool) -> dict[str, l
     if fallback or (problems and on_mismatch == "fallback"):
         return None
     left_out: dict[str, list[str]] = defaultdict(list)
-    for each in found:
-        for name, (kernel, _) in each.items():
+    for each in answers:
+        for name, (kernel, _) in each.unable.items():
             left_out[name].append(kernel)
     return left_out

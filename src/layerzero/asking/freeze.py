@@ -20,7 +20,7 @@ from layerzero.core.device import Device
 from layerzero.core.errors import FrozenChoiceError, LayerZeroWarning, PolicyError
 from layerzero.core.facts import Facts
 from layerzero.core.operation import Routed
-from layerzero.core.plan import Report
+from layerzero.core.plan import Candidate, Report
 from layerzero.core.system.disk import write_whole
 from layerzero.engine import frozen_choices, probe
 from layerzero.engine.bucket_table import BucketTable
@@ -32,13 +32,11 @@ from layerzero.engine.frozen_choices import (
     FrozenChoice,
     choice_of,
     class_name,
-    told_of,
-    unlike,
 )
 from layerzero.engine.fusion import FUSING
-from layerzero.engine.policy import Policy
-from layerzero.engine.probe import Machine
+from layerzero.engine.judgements import Later
 from layerzero.engine.registry import REGISTRY
+from layerzero.engine.settings_text import told_of, unlike
 
 FORMAT = 2
 
@@ -165,32 +163,20 @@ def freeze(
     return _document(ENGINE.frozen)
 
 
-def proposed(*, anew: bool) -> Frost:
-    """What this process would choose by itself for each class that it knows, as if nothing were frozen or agreed.
-
-    ``anew`` chooses for all classes; else what is held stays, and choices are made for classes that were met since.
-    Calls in scopes are left out: no other process has their settings.
-    """
-    kept = {} if ENGINE.frozen is None else ENGINE.frozen.choices
-    found, machine = {} if anew else dict(kept), probe.this_machine()
-    for past in ENGINE.history.calls():
-        name = "" if past.layers else class_name(past.facts, past.policy)
-        if name and name not in found:
-            report = _alone(past.facts, past.policy, machine)
-            if report.chosen is not None:
-                found[name] = choice_of(report.chosen.kernel, past.facts, past.policy)
-    return _document(Frozen({**kept, **found}))
-
-
-def _alone(call: Facts, policy: Policy, machine: Machine) -> Report:
+def alone(call: Facts) -> Report:
     """What this process would choose by itself; judged as a miss is, in a third of the time that every reason takes."""
+    policy, machine = CONFIGURATION.policy, probe.this_machine()
     if call.operation.plain is not None:
         return explain_facts(call, machine, policy, alone=True)
-    kernels = REGISTRY.candidates(call.operation.name)
-    judged, later = ENGINE.standings.judge(
-        kernels, call, policy, machine, ENGINE.health, ENGINE.ledger, by_priority=False
-    )
-    return ENGINE.decide(judged, Routed(call.operation, {}, call.layout), call, policy, machine, later, alone=True)[0]
+    found, later = judged(call)
+    return ENGINE.decide(found, Routed(call.operation, {}, call.layout), call, policy, machine, later, alone=True)[0]
+
+
+def judged(call: Facts, only: str = "") -> tuple[list[Candidate], Later | None]:
+    """The kernels for a call of tensors outside of scopes, or one of them, with one reason for each that is refused."""
+    kernels, policy, machine = REGISTRY.candidates(call.operation.name), CONFIGURATION.policy, probe.this_machine()
+    of_engine = ENGINE.health, ENGINE.ledger
+    return ENGINE.standings.judge(kernels, call, policy, machine, *of_engine, by_priority=False, only=only)
 
 
 def hold(held: Agreed) -> None:
@@ -283,15 +269,20 @@ def frozen() -> Frozen | None:
 
 
 def _document(held: Frozen) -> Frost:
-    choices = {
-        name: msgspec.structs.replace(each, version=_version(each.kernel)) for name, each in dict(held.choices).items()
-    }
-    return Frost(FORMAT, choices=choices, solved=held.solved, **_here()).sealed()
+    return document(held.choices, held.solved).sealed()
+
+
+def document(choices: Mapping[str, FrozenChoice], solved: Solved | None = None) -> Frost:
+    """Choices of this process as a document, with the versions that are here and without a hash."""
+    choices = dict(choices)  # another thread may add to them
+    versions = {kernel: version_of(kernel) for kernel in {each.kernel for each in choices.values()}}
+    told = {name: msgspec.structs.replace(each, version=versions[each.kernel]) for name, each in choices.items()}
+    return Frost(FORMAT, choices=told, solved=solved, **_here())
 
 
 def planned(choices: Mapping[str, FrozenChoice], solved: Solved) -> Frost:
     """A plan's document, made here and now."""
-    return _document(Frozen(choices, None, solved))
+    return document(choices, solved).sealed()
 
 
 def _here() -> dict[str, Any]:
@@ -310,7 +301,8 @@ def _devices() -> list[str]:
     return [Device.detect("cpu").name, *sorted({Device.detect(f"cuda:{index}").name for index in range(count)})]
 
 
-def _version(kernel_id: str) -> str:
+def version_of(kernel_id: str) -> str:
+    """The version of a kernel's library here, as documents say it."""
     try:
         kernel = REGISTRY.kernel(kernel_id)
     except KeyError:
@@ -343,12 +335,12 @@ def _differences(found: Frost, model: Module | None) -> list[str]:
 
 def difference(choice: FrozenChoice, *, may_differ: bool = False) -> str:
     """Why this process would choose another kernel, or, if it may, could not run this one; empty where it would."""
-    version = _version(choice.kernel)
+    version = version_of(choice.kernel)
     if version != choice.version:
         return f"wanted {choice.kernel} of {choice.library} {choice.version}, got {version}"
     try:
         call, machine, policy = facts_of(choice), probe.this_machine(), CONFIGURATION.policy
-        if may_differ and _is_legal(choice.kernel, _alone(call, policy, machine)):
+        if may_differ and _is_legal(choice.kernel, alone(call)):
             return ""
         report = explain_facts(call, machine, policy, alone=may_differ)
     except Exception as error:  # noqa: BLE001  # whatever torch and schemas say of a call that was never made

@@ -159,9 +159,10 @@ class Facts(Mapping[str, object]):
         device: the device it runs on.
         layout: layout of the tensors that have one, as the caller sees it.
         tensors: facts of each tensor that the call brought. The tensors themselves are not kept: plans live long.
+        class_name: the name of its class, empty until it is needed.
     """
 
-    __slots__ = ("_in_layouts", "_values", "device", "layout", "operation", "tensors")
+    __slots__ = ("_in_layouts", "_values", "class_name", "device", "layout", "operation", "tensors")
 
     def __init__(
         self,
@@ -177,6 +178,7 @@ class Facts(Mapping[str, object]):
         self.tensors = tensors
         self._values = values
         self._in_layouts: dict[str, Facts] = {}
+        self.class_name = ""
 
     def __getitem__(self, name: str) -> object:
         try:

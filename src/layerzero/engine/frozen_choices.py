@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +20,7 @@ from layerzero.core.system import forking
 from layerzero.engine import legality
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.policy import Policy
-from layerzero.engine.settings import SETTINGS
+from layerzero.engine.settings_text import digest_of
 
 if TYPE_CHECKING:
     from layerzero.engine.bucket_table import BucketTable
@@ -218,6 +217,7 @@ class Agreed(Frozen):
 
     Attributes:
         document: what all ranks of this hardware hold.
+        marks: of its classes, packed, once ranks met again.
         stamp: of the process when they agreed; while it is the same, this process would choose as it did then.
         fallback: whether versions differ, so that all ranks run torch's own kernels and the references.
         refused: kernels that a rank could not run for a class: no rank takes them for a class that was not agreed on.
@@ -230,6 +230,7 @@ class Agreed(Frozen):
         super().__init__(choices)
         self.document, self.fallback, self.mixed = document, fallback, False
         self.stamp: object = None
+        self.marks = b""
         self._met: dict[str, str] = {}
 
     def held(self, report: Report, policy: Policy) -> Report:
@@ -238,7 +239,7 @@ class Agreed(Frozen):
             return report
         if self.fallback:
             return _own_of_torch(report)
-        return super().held(report, policy) if self.choices else self._new(report)
+        return super().held(report, policy)
 
     def _new(self, report: Report) -> Report:
         return by_priority(report, self.refused)
@@ -336,6 +337,18 @@ def class_name(facts: Facts, policy: Policy, *, dense: bool = False, sizes: str 
     ``sizes`` is ``"<="`` for the name of a plan's bucket, which ends at the call's own sizes, and empty for the kind of
     call, without them; a plan holds in captures, too, so that neither says whether there is one.
     """
+    if sizes == "<":
+        dense_name = facts.class_name = facts.class_name or _words(facts, sizes)
+    else:
+        dense_name = _words(facts, sizes)
+    words = [dense_name, *([] if dense else looseness(facts))]
+    if policy is not CONFIGURATION.policy:
+        words.append(f"settings={digest_of(policy)}")
+    return " ".join(words)
+
+
+def _words(facts: Facts, sizes: str) -> str:
+    """The class of a call, as if its tensors were dense and its settings those of the process."""
     live = live_sizes(facts)
     words = [str(facts["operation"]), dtype_name(facts["dtype"])]  # type: ignore[arg-type]
     words += [facts.layout] if facts.layout else []
@@ -353,45 +366,4 @@ def class_name(facts: Facts, policy: Policy, *, dense: bool = False, sizes: str 
             words.append(f"{name}={'0' if value == 0 else 'below 0' if value < 0 else 'given'}")
         elif value != frozenset():
             words.append(f"{name}={plain(value)}")
-    words += [] if dense else looseness(facts)
-    if policy is not CONFIGURATION.policy:
-        words.append(f"settings={digest_of(policy)}")
     return " ".join(words)
-
-
-def told_of(policy: Policy) -> str:
-    """The hash of effective settings and, as JSON, those that are not at their defaults, locks and rules."""
-    return f"{digest_of(policy)} {msgspec.json.encode(unusual(policy), order='deterministic').decode()}"
-
-
-def unusual(policy: Policy) -> dict[str, str]:
-    """The settings that are not at their defaults, locks and rules, as text."""
-    values = {key: repr(value) for key, value in policy.values if not _is_default(key, value)}
-    return values | {name: repr(each) for name, each in (("locks", policy.locks), ("rules", policy.rules)) if each}
-
-
-def _is_default(key: str, value: object) -> bool:
-    if key not in SETTINGS:
-        return False
-    default = SETTINGS[key].default
-    return value == (tuple(default) if isinstance(default, list) else default)
-
-
-def unlike(wanted: str, here: str) -> list[str]:
-    """Which settings differ, by what :func:`told_of` said of them, or the hash alone in documents of before."""
-    (first, _, theirs), (second, _, mine) = wanted.partition(" "), here.partition(" ")
-    if first == second:
-        return []
-    try:
-        known, ours = (msgspec.json.decode(each, type=dict[str, str]) for each in (theirs, mine))
-    except msgspec.MsgspecError:
-        return [f"settings: wanted {first}, got {second}; that document does not say which they were"]
-    keys = [key for key in sorted({*known, *ours}) if known.get(key) != ours.get(key)]
-    default = "its default"
-    found = [f"settings: {key}: wanted {known.get(key, default)}, got {ours.get(key, default)}" for key in keys]
-    return found or [f"settings: wanted {first}, got {second}; defaults differ"]
-
-
-def digest_of(policy: Policy) -> str:
-    """A short hash of effective settings, locks and rules."""
-    return hashlib.sha256(repr((policy.values, policy.locks, policy.rules)).encode()).hexdigest()[:12]

@@ -126,6 +126,7 @@ class Standings:
         failed: Collection[str] = (),
         by_priority: bool,
         capturing: bool | None = None,
+        only: str = "",
     ) -> tuple[list[Candidate], Later | None]:
         """Judge the kernels for one call, with no more than the first reason that was found for a refused one.
 
@@ -133,6 +134,8 @@ class Standings:
         priority than a legal one that moves no data, and all behind a legal one of torch's own, are left for later, and
         what judges them is returned with the others. What verdicts or health decide about is never left. Whether a left
         one is built is looked up when the report is read: it would not be chosen if it were.
+
+        ``only`` judges one of the kernels, by its id, without what is tried where no other is legal.
         """
         kept, lock = self._of(kernels, facts, policy, machine), policy.lock_for(facts, kernels)
         odd = False  # whether a tensor is empty or negated
@@ -146,6 +149,8 @@ class Standings:
         best, stock, ill = -1, False, health.any_rests()
         for standing in kept.standings:
             kernel = standing.kernel
+            if only and kernel.id != only:
+                continue
             reasons = health.reasons(kernel, operation, facts.device.name) if ill else []
             if standing.vetted or reasons or kernel.id in on_record or capturing:
                 where = machine if standing.untested else None
@@ -165,6 +170,8 @@ class Standings:
             ):
                 best = max(best, standing.priority)
                 stock = stock or kernel.id in kept.stock
+        if only:
+            return judged, None
         if left:
             return judged, functools.partial(_judge_left, kept.refused, left, facts, policy, odd)
         judged += kept.refused

@@ -6,7 +6,7 @@ import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from torch.nn import Module
@@ -37,6 +37,8 @@ from layerzero.integrations.optimize.times.workload import RUN, TimeLeft, is_fun
 from layerzero.integrations.tokenizers import is_tokenizer, optimize_tokenizer
 from layerzero.serving.warmup import Progress, bar_or
 
+Params = ParamSpec("Params")
+
 FINDERS: tuple[Callable[[Search], Iterator[Replaced | Left]], ...] = (
     transformers.find,
     layers.find,
@@ -52,6 +54,43 @@ In this order: layers rest on the attention that was found, and modules within a
 """
 
 
+def _among_ranks(run: Callable[Params, Any]) -> Callable[Params, Any]:
+    """Let ranks agree where ``lz.optimize`` of a model ends, early or not, and keep what all of them keep.
+
+    What one of them leaves, or computes otherwise at some sizes, is taken out: each rank timed by itself.
+    """
+
+    def way(found: Replaced) -> str:
+        state = getattr(found.exchange, "state", None)
+        ways = [(each.own_at, getattr(each, "plain", ())) for each in (state, *state.parts)] if state else ()
+        return f"{found.path} {found.kind} {found.kernel if found.kind == compiled_calls.KIND else ''} {ways}"
+
+    def keep(report: Optimized, of_all: frozenset[str]) -> None:
+        why = "another rank left it, or computes it in another way at some sizes (distributed_selection)"
+        report.take_out([each for each in report.replaced if way(each) not in of_all], why)
+
+    @functools.wraps(run)
+    def running(*args: Params.args, **kwargs: Params.kwargs) -> Any:
+        model = args[0] if args else kwargs.get("model")
+        if is_tokenizer(model) or not ranks_choose(CONFIGURATION.policy):
+            return run(*args, **kwargs)
+        found: list[Optimized] = []
+
+        def once() -> Optimized:
+            found.append(run(*args, **kwargs))
+            return found[0]
+
+        try:
+            return agreed_where_ends("optimize", once, lambda report: [*map(way, report.replaced)], keep)
+        except BaseException:
+            for report in found:
+                report.undo()
+            raise
+
+    return running
+
+
+@_among_ranks
 def optimize(
     model: Any,
     inputs: Any = None,
@@ -181,8 +220,7 @@ def optimize(
         return report
     try:
         with bar_or(progress) as tell:
-            run = functools.partial(
-                _optimized,
+            _optimized(
                 model,
                 root,
                 report,
@@ -194,28 +232,11 @@ def optimize(
                 rounds=rounds,
                 isolate=isolate,
             )
-            if ranks_choose(CONFIGURATION.policy):
-                _keep_what_all_keep(report, run)
-            else:
-                run()
     except BaseException:  # all or nothing, whatever failed and however late
         report.undo()
         raise
     report.seconds = time.deadline.spent_s
     return report
-
-
-def _keep_what_all_keep(report: Optimized, run: Callable[[], None]) -> None:
-    """Run, agree, and take out what another rank left, or computes otherwise at some sizes: each timed by itself."""
-
-    def way(found: Replaced) -> str:
-        state = getattr(found.exchange, "state", None)
-        ways = [(each.own_at, getattr(each, "plain", ())) for each in (state, *state.parts)] if state else ()
-        return f"{found.path} {found.kind} {found.kernel if found.kind == compiled_calls.KIND else ''} {ways}"
-
-    _, kept = agreed_where_ends("optimize", run, lambda _: [way(each) for each in report.replaced])
-    why = "another rank left it, or computes it in another way at some sizes (distributed_selection)"
-    report.take_out([each for each in report.replaced if way(each) not in kept], why)
 
 
 def _evaluates_itself(root: Module) -> bool:
