@@ -29,7 +29,7 @@ from layerzero.core.operation import Routed
 from layerzero.engine.config import current_policy
 from layerzero.engine.plain import PLAIN_CALLS, plain_facts
 from layerzero.ops import PLAIN_OPERATIONS
-from layerzero.ops.tokenize import oracle
+from layerzero.ops.tokenize import rows as oracle
 from layerzero.ops.tokenize.corpus import differential
 from layerzero.ops.tokenize.tokenizer import resolve
 

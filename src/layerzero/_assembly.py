@@ -17,7 +17,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger, MemoryLedger
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
-from layerzero.core.workspace import Workspace
+from layerzero.core.recipe import Workspace
 
 if TYPE_CHECKING:
     from layerzero.engine.call import Call

@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 import layerzero as lz
-from layerzero.cli import demo, demo_screen, explain_screen, output, times_screen
+from layerzero.cli import bench_tables, demo, demo_screen, explain_screen, output
 from layerzero.cli.app import main
 from layerzero.cli.tables import SMALL, fitting, fold, folded, new_row, some, table_of
 from layerzero.core.evidence import Measurement
@@ -77,11 +77,11 @@ def test_many_times_are_a_line_for_each_operation(monkeypatch, tmp_path):
     record(2, "zentorch.rms_norm", 5.0)
     found = list(archive.rows(ENGINE.ledger.times.database))
     (line,) = [
-        each for each in printed(times_screen.on_a_small_screen(found, [True] * 19)).splitlines() if "norm.rms" in each
+        each for each in printed(bench_tables.on_a_small_screen(found, [True] * 19)).splitlines() if "norm.rms" in each
     ]
     assert line.split()[:3] == ["norm.rms", "18", "19"]
     assert "torch.rms_norm 17" in line
-    assert "none that counts here" in printed(times_screen.on_a_small_screen(found, [False] * 19), width=100)
+    assert "none that counts here" in printed(bench_tables.on_a_small_screen(found, [False] * 19), width=100)
     result = CliRunner().invoke(main, shlex.split("perfdb show"), env={"COLUMNS": "100"})
     assert "hidden 64 rows 19" in result.stdout, "a pipe has all of it"
 

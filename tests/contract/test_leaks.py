@@ -93,7 +93,7 @@ _DRAFTS = "drafts have tokens, trees nodes, and the caches that are matched have
 _MEMORY = "how a tensor lies in memory: dense in its rows"
 
 ALLOWED: dict[str, dict[str, str]] = {
-    "asking/descriptor_v1.py": dict.fromkeys(
+    "asking/descriptors.py": dict.fromkeys(
         ("attn_mask", "causal", "dropout_p", "head_dim", "heads", "seq_k", "seq_q", "value_dim"), _VERSION_1
     ),
     "cli/app.py": dict.fromkeys(
@@ -170,8 +170,7 @@ ALLOWED: dict[str, dict[str, str]] = {
                 ),
             ),
             ("layers/layer_timing", _LAYER, "activation heads kv tokens"),
-            ("layers/inner", _LAYER, "activation"),
-            ("layers/tables", _LAYER, "cos positions sin"),
+            ("layers/inner", _LAYER, "activation cos positions sin"),
             ("layers/find", _LAYER, "add_residual_rms_norm_ attention heads linear mlp positions rope_"),
             ("swaps/codes", _REPLACED, "activations bias quantize quantized_linear weight weight_format"),
             ("swaps/weights", _REPLACED, "quantized"),
@@ -181,7 +180,7 @@ ALLOWED: dict[str, dict[str, str]] = {
             ("modules/weights", _REPLACED, "activations quantized weight"),
             ("models/padding", _PADDED, "groups tokens"),
             ("models/stacks", _PADDED, "is_causal packed padding positions ragged_attention rows tokens"),
-            ("modules/convolutions", _REPLACED, "bias conv1d conv2d dilation packed weight"),
+            ("modules/find", _REPLACED, "bias conv1d conv2d dilation packed weight"),
             ("modules/orientation", _REPLACED, "bias linear weight"),
             (
                 "modules/norms",

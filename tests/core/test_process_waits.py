@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from layerzero.core.system import process_waits
-from layerzero.core.system.process_waits import Waits
+from layerzero.testing import children
+from layerzero.testing.children import Waits
 
 
 @pytest.mark.parametrize(
@@ -32,14 +32,14 @@ def test_what_kept_it_is_said(before, now, seconds, said):
 def test_the_system_tells_of_this_process_and_of_none_that_ended():
     if not Path("/proc/self/schedstat").exists():
         pytest.skip("wanted /proc/self/schedstat, got none")
-    assert os.getpid() in process_waits.waits(os.getpid()).queued_s
-    assert process_waits.waits(2**22 + 1) == Waits()
+    assert os.getpid() in children.waits(os.getpid()).queued_s
+    assert children.waits(2**22 + 1) == Waits()
 
 
 def test_the_name_of_a_program_may_hold_anything(tmp_path, monkeypatch):
-    monkeypatch.setattr(process_waits, "_PROC", tmp_path)
+    monkeypatch.setattr(children, "_PROC", tmp_path)
     thread = tmp_path / "5" / "task" / "6"
     thread.mkdir(parents=True)
     (tmp_path / "5" / "stat").write_text(f"5 (a ) b) {' '.join(['R', *map(str, range(4, 53))])}")
     (thread / "schedstat").write_text("100 2500000000 3")
-    assert process_waits.waits(5) == Waits({6: 2.5}, 12, {6: 1e-7})
+    assert children.waits(5) == Waits({6: 2.5}, 12, {6: 1e-7})

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import layerzero as lz
-from layerzero.integrations.optimize.modules.convolutions import convolution
+from layerzero.integrations.optimize.modules.find import convolution
 from layerzero.integrations.optimize.swaps.candidate import Candidate, compared
 from layerzero.integrations.optimize.swaps.swap import MARK
 

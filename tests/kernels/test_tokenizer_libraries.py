@@ -15,7 +15,7 @@ from layerzero.core.operation import Routed
 from layerzero.engine.plain import plain_facts
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import PLAIN_OPERATIONS
-from layerzero.ops.tokenize import oracle
+from layerzero.ops.tokenize import rows
 from layerzero.ops.tokenize.corpus import differential, prove_encode, sample
 from layerzero.ops.tokenize.tokenizer import resolve
 
@@ -62,7 +62,7 @@ def loaded(tokenizer, kernel):
 def test_threads_and_forked_children_get_the_ids_of_one_thread(asked):
     tokenizer, kernel = asked
     long, texts = sample(40_000, 1), [sample(200, seed) for seed in range(150)]
-    wanted = oracle.encode([long, *texts], tokenizer=tokenizer, batched=True, parse_special=tokenizer.parses)
+    wanted = rows.encode([long, *texts], tokenizer=tokenizer, batched=True, parse_special=tokenizer.parses)
     one, many = loaded(tokenizer, kernel)
     wrong, ended = [], threading.Event()
 
@@ -129,7 +129,7 @@ def test_word_pieces_of_old_characters_are_exact_and_others_are_the_librarys_own
     for number in range(examples(800)):  # words that splintr knows otherwise, alone, side by side and far apart
         parts = [drawn.choice(known) + drawn.choice((" ", "", "\n", sample(150, number))) for _ in range(6)]
         text = "".join(parts)
-        assert one(text) == oracle.encode(text, tokenizer=tokenizer, parse_special=True), text
+        assert one(text) == rows.encode(text, tokenizer=tokenizer, parse_special=True), text
     report = lz.explain("tokenize", "a", tokenizer, parse_special=False)
     assert "CONSTRAINT_FAILED" in {str(each.code) for each in report.reasons("splintr.encode_known")}
     lz.forget_tokenizer()

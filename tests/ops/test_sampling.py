@@ -9,7 +9,7 @@ import torch
 
 import layerzero as lz
 from drawing import at_once
-from layerzero.backends.torch import sampling_few
+from layerzero.backends.torch import sampling_filters
 from layerzero.core.handle import FOREIGN
 from layerzero.core.judge import Given
 from layerzero.engine.registry import REGISTRY
@@ -178,7 +178,7 @@ def test_the_largest_of_blocks_are_the_largest(count, dtype):
     logits = (torch.randn(2, 3, 4096, generator=generator()) * 3).to(dtype)
     logits[0, 0, 100:140] = 20.0
     for tensor in (logits, logits[..., :1001], logits[0, 0]):
-        values, places = sampling_few.largest(tensor, count)
+        values, places = sampling_filters.largest(tensor, count)
         assert torch.equal(values, tensor.topk(count).values)
         assert torch.equal(tensor.gather(-1, places), values)
         assert all(len(set(each)) == count for each in places.reshape(-1, count).tolist())

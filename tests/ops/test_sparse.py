@@ -16,8 +16,7 @@ from layerzero.backends.flashinfer import sparse as flashinfer
 from layerzero.backends.torch import sparse
 from layerzero.core.facts import FactsBuilder
 from layerzero.ops.attention.reference import attention_reference
-from layerzero.ops.sparse.declare import NAME
-from layerzero.ops.sparse.pattern import block_mask, block_table
+from layerzero.ops.sparse.declare import NAME, block_mask, block_table
 from layerzero.ops.sparse.variable import VARIABLE_SPARSE, variable_sparse_attention
 
 STARTS, COLUMNS = (0, 2, 2, 5, 6), (4, 1, 0, 2, 5, 3)

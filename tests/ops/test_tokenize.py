@@ -14,7 +14,7 @@ import pytest
 import layerzero as lz
 import vocabularies
 from drawing import examples
-from layerzero.ops.tokenize import declare, oracle
+from layerzero.ops.tokenize import declare, rows
 from layerzero.ops.tokenize.corpus import differential
 from layerzero.ops.tokenize.identity import of_json
 from layerzero.ops.tokenize.tokenizer import resolve
@@ -37,10 +37,10 @@ def read_anew():
 def test_ids_and_texts_are_those_of_the_library_that_defines_it(known, kind):
     tokenizer = resolve(known[kind])
     texts = list(differential(tokenizer.specials, mixtures=examples(400)))
-    wanted = [oracle.encode(text, tokenizer=tokenizer, parse_special=tokenizer.parses) for text in texts]
+    wanted = [rows.encode(text, tokenizer=tokenizer, parse_special=tokenizer.parses) for text in texts]
     assert [lz.tokenize(text, known[kind], add_special_tokens=False)["input_ids"] for text in texts] == wanted
     assert lz.tokenize(texts, known[kind], add_special_tokens=False)["input_ids"] == wanted
-    back = [oracle.decode(ids, tokenizer=tokenizer) for ids in wanted]
+    back = [rows.decode(ids, tokenizer=tokenizer) for ids in wanted]
     assert lz.detokenize(wanted, known[kind]) == back
     assert [lz.detokenize(ids, known[kind]) for ids in wanted[:300]] == back[:300]
 
@@ -232,7 +232,7 @@ def test_further_mistakes_are_told(known):
 def test_very_long_lines_end(known, kind, line):
     found = lz.tokenize(line, known[kind], add_special_tokens=False)["input_ids"]
     tokenizer = resolve(known[kind])
-    assert found == oracle.encode(line, tokenizer=tokenizer, parse_special=tokenizer.parses)
+    assert found == rows.encode(line, tokenizer=tokenizer, parse_special=tokenizer.parses)
 
 
 def test_identity_covers_every_part(known):
@@ -313,7 +313,7 @@ def test_streams_hand_out_what_the_whole_is(known, kind):
     drawn = random.Random(7)
     texts = [*vocabularies_texts(drawn), "Größe 👍🏽 漢字!", " a", "\n\n x", ""]
     for text in texts:
-        ids = oracle.encode(text, tokenizer=tokenizer, parse_special=tokenizer.parses)
+        ids = rows.encode(text, tokenizer=tokenizer, parse_special=tokenizer.parses)
         stream = lz.StreamingDetokenizer(known[kind])
         for _ in range(2):  # a stream begins anew
             parts = [stream.add(each) for each in ids]

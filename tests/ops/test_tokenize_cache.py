@@ -9,7 +9,7 @@ import pytest
 
 import layerzero as lz
 import vocabularies
-from layerzero.ops.tokenize import oracle
+from layerzero.ops.tokenize import rows
 from layerzero.ops.tokenize.corpus import differential, sample
 from layerzero.ops.tokenize.identity import SCHEMES
 from layerzero.ops.tokenize.prefixes import Cut, EncodedTexts, TokenizerCacheConfig, cut_of
@@ -23,7 +23,7 @@ def few():
 
 
 def run_of(tokenizer):
-    return lambda text: oracle.encode(text, tokenizer=tokenizer, parse_special=tokenizer.parses)
+    return lambda text: rows.encode(text, tokenizer=tokenizer, parse_special=tokenizer.parses)
 
 
 @pytest.mark.parametrize("pattern", SCHEMES)
@@ -209,7 +209,7 @@ def hammer(tokenizer, seconds, cache_bytes):
     lz.tokenizer_cache.configure(max_bytes=cache_bytes)
     prompts = [sample(3000, seed) for seed in range(4)]
     texts = [f"{prompt} {number} and more" for prompt in prompts for number in range(12)]
-    wanted = [oracle.encode(text, tokenizer=tokenizer) for text in texts]
+    wanted = [rows.encode(text, tokenizer=tokenizer) for text in texts]
     wrong, ended = [], threading.Event()
 
     def work(seed):

@@ -25,7 +25,7 @@ from layerzero.serving import background_builds, jit_status, own_builds
 from layerzero.serving.background_builds import BUILDS
 from layerzero.testing.children import End
 from layerzero.tuning.keeping import builds
-from layerzero.tuning.proving import build_apart, build_child
+from layerzero.tuning.proving import build_child
 
 HERE = str(Path(__file__).parent)
 CALL = torch.ones(4, 32), torch.ones(32)
@@ -295,7 +295,7 @@ def test_builds_beside_each_other_have_seconds_of_their_own(apart, monkeypatch):
             (apart / f"{facts.size('hidden')}.so").touch()
             told(kernel, facts, BuildOutcome())
 
-    monkeypatch.setattr(build_apart, "build_apart", both_at_once)
+    monkeypatch.setattr(build_child, "build_apart", both_at_once)
     monkeypatch.setattr(background_builds, "GATHER_S", 0.5)
     in_background()
     for hidden in (32, 64):
@@ -313,7 +313,7 @@ def test_two_children_build_at_once_and_one_thread_hears_of_both(apart):
     def hear(_kernel, facts, outcome=None):
         heard.append((facts.size("hidden"), outcome and outcome.log, threading.current_thread()))
 
-    build_apart.build_apart(pairs, hear, lambda: False, at_once=2, begins=hear)
+    build_child.build_apart(pairs, hear, lambda: False, at_once=2, begins=hear)
     here = threading.current_thread()
     expected = [(hidden, log, here) for hidden in (32, 64, 128) for log in (None, "")]
     assert sorted(heard, key=lambda each: (each[0], each[1] is not None)) == expected
@@ -536,9 +536,9 @@ def test_a_build_that_hangs_is_not_tried_again_wherever_it_hangs(monkeypatch, ki
 
     kernel = background_kernel()
     told, begun = [], []
-    monkeypatch.setattr(build_apart, "run_apart", run_apart)
+    monkeypatch.setattr(build_child, "run_apart", run_apart)
     pairs = [(kernel, lz.facts("rms_norm", *CALL))]
-    build_apart.build_apart(
+    build_child.build_apart(
         pairs,
         lambda _kernel, _facts, outcome: told.append(outcome.lasting),
         lambda: False,
@@ -674,7 +674,7 @@ def test_a_status_is_told_in_words(here):
 
 
 def test_kernels_of_one_module_are_built_by_one_child():
-    from layerzero.tuning.proving.build_apart import _lanes
+    from layerzero.tuning.proving.build_child import _lanes
 
     def asked(function, kernel_ids, **more):
         def meta(*shape, dtype=torch.bfloat16):

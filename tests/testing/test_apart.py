@@ -17,12 +17,11 @@ import msgspec
 import pytest
 
 from layerzero.core.ledger import Verdict
-from layerzero.core.system import process_waits, resources
-from layerzero.core.system.process_waits import Waits
+from layerzero.core.system import resources
 from layerzero.core.system.resources import Kills
 from layerzero.testing import children, process
 from layerzero.testing.child_main import jobs_of
-from layerzero.testing.children import DEATHS, Task, run_apart
+from layerzero.testing.children import DEATHS, Task, Waits, run_apart
 
 HANGS_S = 0.01
 """How long what hangs for ever may be silent; only what hangs is given it."""
@@ -300,8 +299,8 @@ def test_children_end_with_their_parent(tmp_path, act, sent, code):
 
 def test_who_waits_for_the_machine_is_not_to_blame(monkeypatch):
     asked = itertools.count()
-    monkeypatch.setattr(process_waits, "waits", lambda _: Waits({1: 90.0 * next(asked)}))
-    monkeypatch.setattr(process_waits, "LEAST_S", 0.0)
+    monkeypatch.setattr(children, "waits", lambda _: Waits({1: 90.0 * next(asked)}))
+    monkeypatch.setattr(children, "LEAST_S", 0.0)
     (end,) = Asker(task("hang")).run().ended["hang"]
     assert (end.kind, end.verdict, end.step) == ("starved", None, "the step")
     assert "no sign of life for 0.01 s: it waited for a core for 90 s" in str(end)

@@ -27,7 +27,7 @@ from layerzero.tuning.keeping.rows import work_of
 from layerzero.tuning.measuring.contest import Status, contest, torch_default
 from layerzero.tuning.measuring.jobs import Job, default_grid, jobs_of_cases, spread
 from layerzero.tuning.measuring.timing import Effort
-from layerzero.tuning.proving import correctness
+from layerzero.tuning.proving import child
 from others import OTHERS
 
 QUICK = Effort(samples=3, budget_s=0.05)
@@ -172,8 +172,8 @@ def test_parts_of_an_attention_agree_with_the_whole(heads, batch, seq, causal, l
     job = Job(*prefill_case(heads, batch, seq, causal=causal), "float32", layout)
     call = job.make("cpu")
     whole = expected(call).results[0]
-    monkeypatch.setattr(correctness, "MAX_ELEMENTS", {"cpu": 0})
-    cut = correctness.truth_of(call, job.facts("cpu"))
+    monkeypatch.setattr(child, "MAX_ELEMENTS", {"cpu": 0})
+    cut = child.truth_of(call, job.facts("cpu"))
     assert cut.whole is None
     assert len(cut.parts) == 2
     kernel = REGISTRY.kernel("torch.sdpa.math")
@@ -185,19 +185,19 @@ def test_parts_of_an_attention_agree_with_the_whole(heads, batch, seq, causal, l
 
 
 def test_parts_of_decoding_agree_with_the_whole(monkeypatch):
-    monkeypatch.setattr(correctness, "MAX_ELEMENTS", {"cpu": 0})
+    monkeypatch.setattr(child, "MAX_ELEMENTS", {"cpu": 0})
     shared = "attention.cascade.decode.paged", OPERATIONS["attention.cascade.decode.paged"].cases[0]
     for case in (decode_case(Heads(8, 2, 16), 3, 40), paged_case(Heads(8, 2, 16), 3, 40), shared):
         job = Job(*case, "float32")
         call = job.make("cpu")
-        found = correctness.truth_of(call, job.facts("cpu"))
+        found = child.truth_of(call, job.facts("cpu"))
         assert found.whole is None
         assert found.error(expected(call).results[0]) < 1e-9
 
 
 @pytest.mark.parametrize("function", ["ragged_attention", "paged_attention"])
 def test_parts_of_unlike_sequences_agree_with_the_whole(function, monkeypatch):
-    monkeypatch.setattr(correctness, "MAX_ELEMENTS", {"cpu": -1})
+    monkeypatch.setattr(child, "MAX_ELEMENTS", {"cpu": -1})
     monkeypatch.setattr(ragged, "MOST_SCORES", 64)
     pieces, sums = 0, 0
     for number in range(120):
@@ -205,7 +205,7 @@ def test_parts_of_unlike_sequences_agree_with_the_whole(function, monkeypatch):
         facts = lz.facts(function, **call.arguments)
         if facts.operation.parts not in (ragged.parts_of_keys, ragged.parts_of_pages):
             continue
-        found = correctness.truth_of(call, facts)
+        found = child.truth_of(call, facts)
         assert (found.whole is None) is bool(found.parts) is bool(facts.size("tokens"))
         pieces += len(found.parts)
         wholes = expected(call).results
@@ -219,13 +219,13 @@ def test_parts_of_unlike_sequences_agree_with_the_whole(function, monkeypatch):
 
 @pytest.mark.parametrize("operation", ["gqa.decode.paged", "mla.decode.paged", "gqa.prefill.ragged", "gqa.mixed.paged"])
 def test_pieces_are_compared_with_the_log_sum_exps_as_well(operation, monkeypatch):
-    monkeypatch.setattr(correctness, "MAX_ELEMENTS", {"cpu": 0})
+    monkeypatch.setattr(child, "MAX_ELEMENTS", {"cpu": 0})
     operation = f"attention.{operation}"
     case = OPERATIONS[operation].cases[0]
     job = Job(operation, dataclasses.replace(case, params={**case.params, "return_lse": True}), "float32")
     call, kernel = job.make("cpu"), REGISTRY.kernel("torch.sdpa.math")
     output, sums = (each.float() for each in expected(call).results)
-    found = correctness.truth_of(call, job.facts("cpu"))
+    found = child.truth_of(call, job.facts("cpu"))
     assert found.parts
     assert not found.problems(kernel, lambda **_: (output, sums))
     assert any("result 1" in each for each in found.problems(kernel, lambda **_: (output, sums / math.log(2))))
@@ -233,11 +233,11 @@ def test_pieces_are_compared_with_the_log_sum_exps_as_well(operation, monkeypatc
 
 
 def test_a_call_with_a_mask_is_compared_whole(monkeypatch):
-    monkeypatch.setattr(correctness, "MAX_ELEMENTS", {"cpu": 0})
+    monkeypatch.setattr(child, "MAX_ELEMENTS", {"cpu": 0})
     job = Job(*prefill_case(Heads(2, 2, 8), 1, 16, causal=False), "float32")
     call = job.make("cpu")
     masked = dataclasses.replace(call, arguments={**call.arguments, "attn_mask": torch.ones(16, 16, dtype=torch.bool)})
-    assert correctness.truth_of(masked, job.facts("cpu")).whole is not None
+    assert child.truth_of(masked, job.facts("cpu")).whole is not None
 
 
 @pytest.mark.parametrize(

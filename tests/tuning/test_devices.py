@@ -19,7 +19,7 @@ from layerzero.tuning.measuring import online
 from layerzero.tuning.measuring import tune as tuning
 from layerzero.tuning.measuring.clocks import current
 from layerzero.tuning.measuring.timing import Deadline
-from layerzero.tuning.proving import build_apart, build_child
+from layerzero.tuning.proving import build_child
 
 H200 = Device.named("H200")
 
@@ -52,14 +52,14 @@ def test_a_build_is_made_where_its_call_was(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(
-        build_apart,
+        build_child,
         "run_apart",
         lambda _, tasks, environment, **__: seen.append((len(tasks), environment.get("CUDA_VISIBLE_DEVICES"))),
     )
     kernel = dataclasses.replace(REGISTRY.kernel("torch.rms_norm"), jit=True, cache_folder=lambda: None)
     facts = lz.facts("rms_norm", torch.ones(4, 32), torch.ones(32))
     h100 = dataclasses.replace(Device.named("H100"), index=1)
-    build_apart.build_apart(
+    build_child.build_apart(
         [(kernel, facts.on(each, capturing=False)) for each in (H200, h100)], lambda *_: None, lambda: False
     )
     assert seen == [(1, None), (1, "1,0")]

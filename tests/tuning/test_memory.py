@@ -16,7 +16,7 @@ from layerzero.ops import OPERATIONS
 from layerzero.tuning.keeping import machine_state
 from layerzero.tuning.measuring import tune_run
 from layerzero.tuning.measuring.jobs import Job
-from layerzero.tuning.proving import correctness
+from layerzero.tuning.proving import child
 from others import OTHERS
 
 
@@ -70,10 +70,10 @@ def test_a_reference_that_takes_more_than_its_share_fails_and_leaves_the_bound_a
     monkeypatch.setattr(machine_state, "available_bytes", lambda: 2.0 * 2**28)
     call = Job("norm.rms", OPERATIONS["norm.rms"].cases[0], "float32").make("cpu")
     facts = facts_of(call.function, **call.arguments)
-    assert correctness.truth_of(call, facts).whole is not None
-    monkeypatch.setattr(correctness, "expected", lambda _: torch.empty(2**30, dtype=torch.uint8))
+    assert child.truth_of(call, facts).whole is not None
+    monkeypatch.setattr(child, "expected", lambda _: torch.empty(2**30, dtype=torch.uint8))
     with pytest.raises((RuntimeError, MemoryError)) as caught:
-        correctness.truth_of(call, facts)
+        child.truth_of(call, facts)
     assert out_of_memory(caught.value)
     assert resource.getrlimit(resource.RLIMIT_AS) == before
 

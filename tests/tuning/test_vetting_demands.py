@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 import layerzero as lz
-from layerzero.asking.examples import awaits_vetting, example_calls
+from layerzero.asking.subjects import awaits_vetting, example_calls
 from layerzero.cli.app import main
 from layerzero.core.device import Device
 from layerzero.core.ledger import Verdict

@@ -13,8 +13,8 @@ from enum import StrEnum
 import torch
 
 from layerzero.asking.descriptors import DESCRIPTORS
-from layerzero.asking.examples import awaits_vetting, example_calls
 from layerzero.asking.model_sets import OperationFinding, served
+from layerzero.asking.subjects import awaits_vetting, example_calls
 from layerzero.core import cpu_features, emulation
 from layerzero.core.device import Device, cpu_of_this_machine
 from layerzero.core.kernel import Backend, within

@@ -24,7 +24,7 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.ragged import declare as ragged
-from layerzero.ops.ragged.step import RaggedMetadata
+from layerzero.ops.ragged.starts import RaggedMetadata
 
 _Q, _K, _V, _OUT, _Q_OFFSETS, _K_OFFSETS, _Q_LENS, _K_LENS = _UIDS = tuple(range(1, 9))
 _SHORTEST = 64

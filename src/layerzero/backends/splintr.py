@@ -15,7 +15,7 @@ from typing import Any
 from layerzero.backends.tokenizer_kernels import encoder, formats, library, one_by_one
 from layerzero.core import limits as limit
 from layerzero.core.kernel import Kernel
-from layerzero.ops.tokenize import oracle
+from layerzero.ops.tokenize import rows
 from layerzero.ops.tokenize.declare import TokenizerPart, own_specials
 from layerzero.ops.tokenize.prefixes import cut_of
 from layerzero.ops.tokenize.tokenizer import Tokenizer
@@ -62,7 +62,7 @@ def _load_known(tokenizer: Tokenizer, asked: Mapping[str, Any]) -> Callable[...,
     strange, cuts = re.compile(f"[^{_OLD}]+"), cut_of(tokenizer) is not None
 
     def own(text: str) -> list[int]:
-        ids: list[int] = oracle.encode(text, tokenizer=tokenizer, parse_special=True)
+        ids: list[int] = rows.encode(text, tokenizer=tokenizer, parse_special=True)
         return ids
 
     def one(text: str) -> list[int]:

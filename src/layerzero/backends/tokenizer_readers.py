@@ -27,7 +27,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.limit_kinds import Custom
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.system.forking import forked
-from layerzero.ops.tokenize import oracle
+from layerzero.ops.tokenize import rows
 from layerzero.ops.tokenize.declare import TokenizerPart, own_specials
 from layerzero.ops.tokenize.tokenizer import Tokenizer
 
@@ -89,7 +89,7 @@ def _load_encode_fastokens(tokenizer: Tokenizer, asked: Mapping[str, Any]) -> Ca
 
     def one(text: str) -> list[int]:
         if forked():
-            own: list[int] = oracle.encode(text, tokenizer=tokenizer, parse_special=parses)
+            own: list[int] = rows.encode(text, tokenizer=tokenizer, parse_special=parses)
             return own
         ids: list[int] = (encode(text, add_special_tokens=False) if parses else encode(text)).ids
         return ids

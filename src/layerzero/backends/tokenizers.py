@@ -25,7 +25,7 @@ from typing import Any
 
 from layerzero.backends.tokenizer_kernels import decoder, encoder, formats, library, one_by_one, without_specials
 from layerzero.core.system.threads import usable_cpus
-from layerzero.ops.tokenize import oracle
+from layerzero.ops.tokenize import rows
 from layerzero.ops.tokenize.tokenizer import Tokenizer
 
 SENTENCEPIECE = library(
@@ -40,7 +40,7 @@ SENTENCEPIECE = library(
 def _load_encode_pieces(tokenizer: Tokenizer, asked: Mapping[str, Any]) -> Callable[..., Any]:
     native = tokenizer.native
     if asked.get("return_offsets"):
-        with_offsets = functools.partial(oracle.with_offsets_of_pieces, native)
+        with_offsets = functools.partial(rows.with_offsets_of_pieces, native)
         return one_by_one(with_offsets) if asked["batched"] else with_offsets
     run: Callable[..., Any] = native.encode
     return run
@@ -76,7 +76,7 @@ def _load_encode_ranks(tokenizer: Tokenizer, asked: Mapping[str, Any]) -> Callab
 
         def with_offsets(text: str) -> tuple[list[int], list[tuple[int, int]]]:
             ids = one(text)
-            return ids, oracle.offsets_of_bytes(text, native.decode_tokens_bytes(ids))
+            return ids, rows.offsets_of_bytes(text, native.decode_tokens_bytes(ids))
 
         return (lambda texts: [with_offsets(text) for text in texts]) if asked["batched"] else with_offsets
     if not asked["batched"]:
@@ -109,7 +109,7 @@ TOKENIZERS = library(
 
 
 def _load_encode_file(tokenizer: Tokenizer, asked: Mapping[str, Any]) -> Callable[..., Any]:
-    native = tokenizer.native if asked["parse_special"] else oracle.ordinary_copy(tokenizer)
+    native = tokenizer.native if asked["parse_special"] else rows.ordinary_copy(tokenizer)
     adds, encode = asked["add_special_tokens"], native.encode
     if asked.get("return_offsets"):
         encode_all = native.encode_batch
@@ -144,12 +144,12 @@ TRANSFORMERS = library(
 
 def _load_encode_python(tokenizer: Tokenizer, asked: Mapping[str, Any]) -> Callable[..., Any]:
     flags = {name: asked[name] for name in ("batched", "add_special_tokens", "parse_special")}
-    return lambda items: oracle.encode(items, tokenizer=tokenizer, **flags)
+    return lambda items: rows.encode(items, tokenizer=tokenizer, **flags)
 
 
 def _load_decode_python(tokenizer: Tokenizer, asked: Mapping[str, Any]) -> Callable[..., Any]:
     flags = {name: asked[name] for name in ("batched", "skip_special_tokens")}
-    return lambda items: oracle.decode(items, tokenizer=tokenizer, **flags)
+    return lambda items: rows.decode(items, tokenizer=tokenizer, **flags)
 
 
 KERNELS = tuple(

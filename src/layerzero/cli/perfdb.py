@@ -50,7 +50,7 @@ def show(
 
     Where they do not fit on the screen and no option says which, each operation has a line.
     """
-    from layerzero.cli.times_screen import on_a_small_screen
+    from layerzero.cli.bench_tables import on_a_small_screen
     from layerzero.tuning.keeping import archive
 
     import_modules(module or [])
@@ -376,7 +376,7 @@ def _plain(value: Row | HeldOut) -> dict[str, Any]:
 
 
 def _table(shown: Sequence[Row], here: Sequence[bool], *, everything: bool) -> list[Any]:
-    from layerzero.cli import times_screen
+    from layerzero.cli import bench_tables
 
-    table = times_screen.times_in_full if everything else times_screen.times
+    table = bench_tables.times_in_full if everything else bench_tables.times
     return [table(shown, here)] if shown else []

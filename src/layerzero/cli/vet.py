@@ -13,7 +13,7 @@ import torch
 import typer
 from rich.console import RenderableType
 
-from layerzero.asking.examples import taken
+from layerzero.asking.subjects import taken
 from layerzero.cli.flags import deadline_of, shapes_of
 from layerzero.cli.output import FINE, NO, Answer, import_modules, say
 from layerzero.cli.tables import fitting, fold

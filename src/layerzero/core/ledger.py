@@ -17,9 +17,8 @@ from layerzero.core.dtypes import dtype_name
 from layerzero.core.evidence import Evidence, Measurement, call_work
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
-from layerzero.core.recipe import CallRecipe
+from layerzero.core.recipe import CallRecipe, Workspace, elements_of
 from layerzero.core.system import forking
-from layerzero.core.workspace import Workspace, elements_of
 
 
 class Verdict(StrEnum):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
+from typing import NamedTuple
 
 import msgspec
 
@@ -61,3 +63,24 @@ def _plain(value: object) -> Value:
     if isinstance(value, (int, float)):
         return int(value) if isinstance(value, int) else float(value)
     return str(value)
+
+
+class Workspace(NamedTuple):
+    """Bytes that a kernel took besides its results for a call of a class, and the day when that was measured.
+
+    Of another call of the class, :meth:`of` says what it is likely to take: as much more as it has more elements.
+    """
+
+    bytes: int
+    elements: int
+    date: str
+
+    def of(self, facts: Facts) -> Workspace:
+        """What a call of the same class takes."""
+        more = elements_of(facts) / max(self.elements, 1)
+        return self if more <= 1 else self._replace(bytes=math.ceil(self.bytes * more))
+
+
+def elements_of(facts: Facts) -> int:
+    """Elements of all tensors of a call."""
+    return sum(math.prod(each.shape) for each in facts.tensors.values())

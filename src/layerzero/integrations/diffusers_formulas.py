@@ -16,7 +16,7 @@ from torch import Tensor
 import layerzero as lz
 from layerzero.core.errors import LayerZeroWarning, in_short
 from layerzero.core.graph_capture import capture_of
-from layerzero.integrations.optimize.layers.tables import Table
+from layerzero.integrations.optimize.layers.inner import Table
 from layerzero.integrations.optimize.swaps.candidate import agrees, distance
 
 Rotation = Callable[..., Any]

@@ -261,7 +261,7 @@ class Builds:
     def _run(self, asked: list[_Asked]) -> list[Waiting]:
         """Build, in children what they can build for this process; the calls whose builds failed."""
         from layerzero.serving import own_builds  # here: a call should not wait for what these import
-        from layerzero.tuning.proving.build_apart import build_apart
+        from layerzero.tuning.proving.build_child import build_apart
 
         contexts = {each.chosen.identity: each.waiting for each in asked}
         again: list[Waiting] = []

@@ -47,7 +47,7 @@ from layerzero.serving.own_builds import Chosen, built_here, taken_over, wanted
 from layerzero.tuning.measuring.clocks import current
 from layerzero.tuning.measuring.timing import Deadline
 from layerzero.tuning.measuring.tune import tune_calls
-from layerzero.tuning.proving.build_apart import build_apart
+from layerzero.tuning.proving.build_child import build_apart
 
 BUDGET_S = 600.0
 """Seconds that it takes by default."""

@@ -19,18 +19,9 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.limit_kinds import Dtype
 from layerzero.core.operation import Case, Operation
 from layerzero.engine.probe import mark_broken
-from layerzero.testing import (
-    accepted_arguments,
-    artefacts,
-    boundaries,
-    execution,
-    gradients,
-    invariance,
-    plan_reuse,
-    randomness,
-)
+from layerzero.testing import accepted_arguments, artefacts, boundaries, execution, gradients, invariance, randomness
+from layerzero.testing.artefacts import Note, Play, fairly, just, one, refusal, with_sizes, with_value
 from layerzero.testing.boundaries import LimitBreak
-from layerzero.testing.check_parts import Note, Play, fairly, just, one, refusal, with_sizes, with_value
 from layerzero.testing.compare import draws
 from layerzero.testing.generate import RandomCall, draw, drawn_numbers, function_of
 from layerzero.testing.memory import FORMS, reshaped
@@ -180,7 +171,7 @@ class Battery:
             yield KernelCheck(f"infinity, {dtype}", self._infinity(trial))
         yield KernelCheck(f"random calls, {dtype}", self._random(setting.dtype))
         yield from self._arguments(setting, base, trial)
-        yield KernelCheck(f"a class of sizes, {dtype}", just(plan_reuse.serves_its_class, kernel, setting, base))
+        yield KernelCheck(f"a class of sizes, {dtype}", just(artefacts.serves_its_class, kernel, setting, base))
         yield KernelCheck(f"two threads, {dtype}", just(execution.threads, trial))
         yield KernelCheck(f"results of their own, {dtype}", just(execution.results_of_their_own, trial))
         schema = self.operation.schema

@@ -28,8 +28,7 @@ from layerzero.backends.flashinfer.plan import Staging
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.ops.sparse.declare import NAME
-from layerzero.ops.sparse.pattern import BlockPattern
+from layerzero.ops.sparse.declare import NAME, BlockPattern
 from layerzero.ops.sparse.variable import NAME as VARIABLE
 
 

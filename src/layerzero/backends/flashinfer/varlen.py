@@ -39,7 +39,7 @@ from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.paged import mixed
 from layerzero.ops.paged.step import StepMetadata
 from layerzero.ops.ragged import declare as ragged
-from layerzero.ops.ragged.step import RaggedMetadata
+from layerzero.ops.ragged.starts import RaggedMetadata
 
 _LN_2 = math.log(2.0)
 

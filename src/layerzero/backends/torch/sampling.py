@@ -30,8 +30,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.torch.attention import FLOATS, TORCH
-from layerzero.backends.torch.sampling_few import by_sums, few_of
-from layerzero.backends.torch.sampling_filters import load_filtered, taken
+from layerzero.backends.torch.sampling_filters import by_sums, few_of, load_filtered, taken
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel

@@ -26,8 +26,7 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.attention.limits import AlignedOnCuda, SdpaEnabled
-from layerzero.ops.sparse.declare import NAME
-from layerzero.ops.sparse.pattern import block_mask, in_blocks
+from layerzero.ops.sparse.declare import NAME, block_mask, in_blocks
 from layerzero.ops.sparse.variable import NAME as VARIABLE
 from layerzero.ops.sparse.variable import variable_mask
 

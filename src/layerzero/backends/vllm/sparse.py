@@ -21,8 +21,7 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.ops.sparse.declare import NAME
-from layerzero.ops.sparse.pattern import block_table, in_blocks
+from layerzero.ops.sparse.declare import NAME, block_table, in_blocks
 
 
 def _load(facts: Facts, library: Callable[[], Forward]) -> Callable[..., Any]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from layerzero.ops.cascade import declare, merge
+from layerzero.ops.cascade.declare import FUNCTIONS, OPERATIONS
 
 __all__ = ["FUNCTIONS", "OPERATIONS"]
-
-OPERATIONS = (*merge.OPERATIONS, *declare.OPERATIONS)
-FUNCTIONS = (*merge.FUNCTIONS, *declare.FUNCTIONS)

@@ -1,10 +1,14 @@
-"""A decode over a paged cache whose sequences begin with the same pages: the prefix is read once for all of them.
+"""Attention in parts: states of two parts of the keys made one, and a prefix that sequences share read once for all.
 
+    attention.merge_states
     attention.cascade.decode.paged
 
-The result is that of a plain decode: that the first ``shared_blocks`` pages of every table are the same is a promise
-that flat kernels may leave be. Attention over the prefix takes all queries as those of one sequence; attention over the
-rest is a decode of its own; both are merged by their log-sum-exps.
+With ``w = exp(lse_a) / (exp(lse_a) + exp(lse_b))`` the merged output is ``w a + (1 - w) b`` and its log-sum-exp
+``log(exp(lse_a) + exp(lse_b))``: what one softmax over all keys would have given.
+
+The result of a cascade is that of a plain decode: that the first ``shared_blocks`` pages of every table are the same is
+a promise that flat kernels may leave be. Attention over the prefix takes all queries as those of one sequence;
+attention over the rest is a decode of its own; both are merged by their log-sum-exps.
 """
 
 from __future__ import annotations
@@ -16,20 +20,115 @@ import torch
 from torch import Tensor
 
 from layerzero.core import values
-from layerzero.core.arguments import REQUIRED, Axis, Param, Role, told
+from layerzero.core.arguments import REQUIRED, Axis, Param, Role, TensorSchema, told
 from layerzero.core.errors import refuse
 from layerzero.core.operation import Case, Function, Routed, Work
 from layerzero.core.values import Check
 from layerzero.ops.attention import declare as attn
+from layerzero.ops.attention.declare import HEAD_DIM, TOLERANCE
 from layerzero.ops.attention.route import score_problems, without_defaults
 from layerzero.ops.attention.sweep import extent_of
 from layerzero.ops.checks import check_dense, shape_problems
+from layerzero.ops.declaration import function, operation
 from layerzero.ops.draw import Draw
 from layerzero.ops.paged import declare as paged
 from layerzero.ops.paged.draw import fill, tables
 from layerzero.ops.paged.pages import nhd
 from layerzero.ops.paged.route import cache_problems, check_queries
 from layerzero.ops.paged.step import StepMetadata, step_problems, table_problems
+
+_FLOAT32 = frozenset({torch.float32})
+
+
+def merge_attention_states(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Make attention over two parts of the keys attention over both.
+
+    Shapes: output_a, output_b (T, H, D_v), lse_a, lse_b (H, T) → (T, H, D_v), (H, T), as ``lz.ragged_attention`` and
+        ``lz.paged_attention`` with ``cu_seqlens_q`` return them; each part has keys of its own.
+    Dtype: both outputs the same floating dtype, which the result has; log-sum-exps float32, natural logarithm.
+    Returns: the output and its log-sum-exp. A part that saw no key (0 and -inf, as attention gives it) has no share;
+        neither saw one: 0 and -inf.
+    Raises: InvalidCallError for shapes, devices or dtypes that do not fit.
+    Source: online softmax, arXiv:1805.02867.
+    """
+    compute = torch.promote_types(output_a.dtype, torch.float32)
+    first, second = lse_a.to(compute), lse_b.to(compute)
+    lse = torch.logaddexp(first, second)
+    outputs = torch.zeros((), dtype=compute, device=output_a.device)
+    for output, part in ((output_a, first), (output_b, second)):
+        weight = (part - lse).exp().masked_fill(part == -torch.inf, 0.0).t().unsqueeze(-1)
+        outputs = outputs + (weight * output.to(compute)).masked_fill(weight == 0, 0.0)
+    return outputs.to(output_a.dtype), lse.float()
+
+
+def _merge_work(facts: Mapping[str, Any]) -> Work:
+    """Two outputs read, one written, and three numbers a head and token."""
+    rows = facts["tokens"] * facts["heads"]
+    return Work(3.0 * rows * facts["value_dim"], float(rows * (3 * facts["value_dim"] * facts["dtype"].itemsize + 12)))
+
+
+def _case(name: str, tokens: int, heads: int, value_dim: int) -> Case:
+    return Case(name, {"tokens": tokens, "heads": heads, "value_dim": value_dim})
+
+
+def _merge_sweep(device: str, narrow: Mapping[str, Any]) -> list[Case]:
+    heads = [each for each in extent_of(device, narrow).heads[:2] if "seq_lens" not in narrow]
+    return [
+        _case(f"{tokens} tokens ({each})", tokens, each.heads, each.head_dim)
+        for each in heads
+        for tokens in (1, 64, 2048)
+    ]
+
+
+MERGE_STATES = operation(
+    "attention.merge_states",
+    "Make attention over two parts of the keys attention over both",
+    merge_attention_states,
+    inputs=(
+        "output_a: tokens heads value_dim",
+        TensorSchema("lse_a", ("heads", "tokens"), _FLOAT32, same_dtype=False),
+        "output_b: tokens heads value_dim",
+        TensorSchema("lse_b", ("heads", "tokens"), _FLOAT32, same_dtype=False),
+    ),
+    outputs=(
+        TensorSchema("output", ("tokens", "heads", "value_dim")),
+        TensorSchema("lse", ("heads", "tokens"), _FLOAT32),
+    ),
+    axes=(
+        Axis("tokens", scales=True, live=True, apart=True),
+        Axis("heads", scales=True, apart=True),
+        Axis("value_dim", codes=HEAD_DIM),
+    ),
+    cases=(_case("small", 5, 4, 64), _case("llama3_8b_b64", 64, 32, 128), _case("llama3_8b_t2048", 2048, 32, 128)),
+    tolerance=TOLERANCE,
+    tolerance_reason="two products and a sum in float32, one rounding",
+    work=_merge_work,
+    sweep=_merge_sweep,
+    stock=None,
+)
+
+
+def _merge_draw(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw a call of ``lz.merge_attention_states``: parts that saw no key among them, and parts that weigh nothing."""
+    tokens, heads, dim = draw.of((0, 1, 2, 5, 33)), draw.of((1, 2, 3, 8)), draw.of((1, 7, 16, 32, 64, 128, 256))
+    arguments: dict[str, Any] = {}
+    for part in "ab":
+        output = draw.normal((tokens, heads, dim), dtype)
+        lse = draw.normal((heads, tokens), torch.float32) * draw.of((1.0, 20.0))
+        if draw.chance(0.4):
+            blind = draw.uniform((heads, tokens), torch.float32) < 0.4
+            lse, output = lse.masked_fill(blind, -torch.inf), output.masked_fill(blind.t().unsqueeze(-1), 0.0)
+        arguments |= {
+            f"output_{part}": draw.laid_out(output, expand=False),
+            f"lse_{part}": draw.laid_out(lse, expand=False),
+        }
+    return arguments
+
+
+MERGE_ATTENTION_STATES = function(
+    "merge_attention_states", MERGE_STATES, varies=("tokens",), draw=_merge_draw, weight=1
+)
+
 
 NAME = "attention.cascade.decode.paged"
 
@@ -186,7 +285,7 @@ CASCADE = attn.operation(
     parts=paged.parts,
     sweep=_sweep,
 )
-OPERATIONS = (CASCADE,)
+OPERATIONS = (MERGE_STATES, CASCADE)
 FLAT = (*paged.DECODE_PAGED, NAME)
 """What a kernel serves that follows each table on its own: a shared prefix is a promise that it leaves be."""
 
@@ -257,4 +356,4 @@ CASCADE_ATTENTION = Function(
     weight=1,
     state=frozenset({"sdpa"}),
 )
-FUNCTIONS = (CASCADE_ATTENTION,)
+FUNCTIONS = (MERGE_ATTENTION_STATES, CASCADE_ATTENTION)

@@ -15,7 +15,7 @@ from layerzero.core.arguments import told
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.handle import Handle
 from layerzero.core.indices import IN_C
-from layerzero.ops.ragged.step import is_readable
+from layerzero.ops.ragged.starts import is_readable
 
 if TYPE_CHECKING:
     from layerzero.ops.paged.step import StepMetadata

@@ -16,8 +16,7 @@ from layerzero.core.values import Check
 from layerzero.ops.checks import number_problems
 from layerzero.ops.paged.pages import padded_tables
 from layerzero.ops.paged.slots import LateCount, SlotMapping, host_table_problems, numbers_on_host
-from layerzero.ops.ragged.starts import shape_problems
-from layerzero.ops.ragged.step import host_problems, is_readable
+from layerzero.ops.ragged.starts import host_problems, is_readable, shape_problems
 
 
 class StepMetadata(Handle):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from layerzero.ops.ragged.declare import FUNCTIONS, OPERATIONS
-from layerzero.ops.ragged.step import RaggedMetadata
+from layerzero.ops.ragged.starts import RaggedMetadata
 
 __all__ = ["EXPORTS", "FUNCTIONS", "OPERATIONS", "RaggedMetadata"]
 

@@ -27,8 +27,7 @@ from layerzero.ops.checks import check_dense
 from layerzero.ops.checks import shape_problems as rank_problems
 from layerzero.ops.draw import Draw
 from layerzero.ops.ragged.reference import parts_of_keys, ragged_attention, stock
-from layerzero.ops.ragged.starts import bounds_of, checks, guard, shape_problems, spread, value_problems
-from layerzero.ops.ragged.step import RaggedMetadata
+from layerzero.ops.ragged.starts import RaggedMetadata, bounds_of, checks, guard, shape_problems, spread, value_problems
 
 INT32 = frozenset({torch.int32})
 

@@ -20,8 +20,14 @@ from torch.nn import functional
 from layerzero.core.facts import Facts
 from layerzero.core.operation import Part
 from layerzero.ops.attention.reference import attention_reference
-from layerzero.ops.ragged.starts import lengths_of, longest_of, one_after_the_other, to_the_left, to_the_right
-from layerzero.ops.ragged.step import RaggedMetadata
+from layerzero.ops.ragged.starts import (
+    RaggedMetadata,
+    lengths_of,
+    longest_of,
+    one_after_the_other,
+    to_the_left,
+    to_the_right,
+)
 
 
 def ragged_attention(

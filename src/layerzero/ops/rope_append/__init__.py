@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from layerzero.ops.rope_append import split
-from layerzero.ops.rope_append.declare import ROPE_APPEND, ROPE_APPEND_PAGED
-from layerzero.ops.rope_append.quantized import ROPE_APPEND_QUANTIZED
+from layerzero.ops.rope_append.declare import ROPE_APPEND, ROPE_APPEND_PAGED, ROPE_APPEND_QUANTIZED
 from layerzero.ops.rope_append.route import ROPE_APPEND_FUNCTION
 from layerzero.ops.rope_append.split import SPLIT_FUNCTION
 

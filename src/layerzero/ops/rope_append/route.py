@@ -19,8 +19,7 @@ from layerzero.ops.paged.draw import quantize
 from layerzero.ops.paged.quantized import QUANTIZED, scale_problems
 from layerzero.ops.rope.draw import draw_table, norm_weights
 from layerzero.ops.rope.route import apart
-from layerzero.ops.rope_append.declare import ROPE_APPEND, ROPE_APPEND_PAGED
-from layerzero.ops.rope_append.quantized import ROPE_APPEND_QUANTIZED
+from layerzero.ops.rope_append.declare import ROPE_APPEND, ROPE_APPEND_PAGED, ROPE_APPEND_QUANTIZED
 
 _HEAD_DIMS = (2, 7, 16, 33, 64, 80, 128)
 _HEAD_DIM_WEIGHTS = (1, 1, 2, 1, 5, 2, 4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from layerzero.ops.sparse import declare
-from layerzero.ops.sparse.pattern import BlockPattern
+from layerzero.ops.sparse.declare import BlockPattern
 from layerzero.ops.sparse.variable import VARIABLE_SPARSE, VARIABLE_SPARSE_ATTENTION
 
 __all__ = ["ALIASES", "EXPORTS", "FUNCTIONS", "OPERATIONS", "BlockPattern"]

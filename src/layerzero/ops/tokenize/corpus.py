@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any
 
 from layerzero.core.operation import Case
-from layerzero.ops.tokenize import oracle
+from layerzero.ops.tokenize import rows as oracle
 from layerzero.ops.tokenize.tokenizer import Tokenizer, resolve
 
 SEED = 20261122

@@ -33,7 +33,7 @@ from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.schema import OperationSchema
 from layerzero.core.system import forking
 from layerzero.core.system.disk import distrust
-from layerzero.ops.tokenize import oracle
+from layerzero.ops.tokenize import rows
 from layerzero.ops.tokenize.corpus import EDITION, drawn, prove_decode, prove_encode
 from layerzero.ops.tokenize.rows import id_problems, text_problems
 from layerzero.ops.tokenize.tokenizer import Tokenizer, by_hash, resolve
@@ -272,7 +272,7 @@ ENCODE = _operation(
         Param("return_offsets", bool, False),
     ),
     "text to the ids of a tokenizer, exactly those of the library that defines it",
-    oracle.encode,
+    rows.encode,
     text_problems,
     "parse_special",
     Plain(
@@ -289,7 +289,7 @@ ENCODE = _operation(
 DECODE = _operation(
     _schema("tokenize.decode", Param("skip_special_tokens", bool, False)),
     "ids of a tokenizer to text, exactly that of the library that defines it",
-    oracle.decode,
+    rows.decode,
     id_problems,
     "skip_special_tokens",
     Plain(

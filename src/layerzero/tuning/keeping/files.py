@@ -36,9 +36,8 @@ from layerzero.core.ledger import (
     deciding,
     home_of,
 )
-from layerzero.core.recipe import CallRecipe
+from layerzero.core.recipe import CallRecipe, Workspace, elements_of
 from layerzero.core.system import disk, forking
-from layerzero.core.workspace import Workspace, elements_of
 from layerzero.engine import probe, process_end
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY

@@ -41,7 +41,7 @@ from layerzero.tuning.measuring import workspace
 from layerzero.tuning.measuring.admission import copied_bytes, least_us
 from layerzero.tuning.measuring.clocks import Clock, Graphs, Run, Sample, clock_of
 from layerzero.tuning.measuring.timing import CONTENDS, Effort, TimeOverError, measurement, race
-from layerzero.tuning.proving.correctness import Truth, truth_of
+from layerzero.tuning.proving.child import Truth, truth_of
 
 
 class Status(StrEnum):

@@ -31,7 +31,7 @@ from layerzero.tuning.measuring.clocks import Clock
 from layerzero.tuning.measuring.contest import taking_part, window
 from layerzero.tuning.measuring.jobs import Job
 from layerzero.tuning.measuring.timing import Deadline, Effort, Pace
-from layerzero.tuning.proving.build_apart import build_apart
+from layerzero.tuning.proving.build_child import build_apart
 from layerzero.tuning.proving.vetting import Vetted, vet_calls
 
 BETWEEN = 0.5

@@ -16,13 +16,15 @@ import signal
 import subprocess
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
 import torch
 
 from layerzero.core.dtypes import dtype_named
+from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.recipe import CallRecipe
 from layerzero.core.system.resources import available_bytes
@@ -30,14 +32,15 @@ from layerzero.core.system.threads import usable_cpus
 from layerzero.engine import jit
 from layerzero.engine.config import SCOPES
 from layerzero.engine.failures import out_of_memory
-from layerzero.engine.jit import BuildOutcome
+from layerzero.engine.jit import BUILT, BuildIdentity, BuildOutcome, build_of
 from layerzero.engine.registry import REGISTRY
 from layerzero.testing.child_main import Tell
-from layerzero.testing.process import OUTSIDE
+from layerzero.testing.children import BUILD_S, End, Task, run_apart
+from layerzero.testing.process import OUTSIDE, apart_on, by_device
 from layerzero.testing.single_run import attempt, duplicate
 from layerzero.tuning.keeping.builds import shortened
 from layerzero.tuning.keeping.machine_state import SHARE
-from layerzero.tuning.proving.child import rebuilt
+from layerzero.tuning.proving.child import homes, rebuilt
 
 NICENESS = 10
 
@@ -280,3 +283,93 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         seen.append(at)
         yield at
         at = at.__cause__ or at.__context__
+
+
+Told = Callable[[Kernel, Facts, BuildOutcome], None]
+"""Called with what became of a build."""
+
+
+def build_apart(
+    pairs: Sequence[tuple[Kernel, Facts]],
+    told: Told,
+    stop: Callable[[], bool],
+    *,
+    modules: Sequence[str] = (),
+    at_once: int = AT_ONCE,
+    begins: Callable[[Kernel, Facts], None] = lambda _kernel, _facts: None,
+) -> None:
+    """Build kernels for calls, each build once, in children that do one job after the other.
+
+    Args:
+        pairs: kernels that say ``prebuilt`` or ``cache_folder``, each with a call.
+        told: called with each build that ended; not with those that were stopped.
+        stop: called all the while; once it is true, the children are killed.
+        modules: modules that register kernels, besides those that did so here.
+        at_once: children that work at the same time.
+        begins: called with each build that begins, for several are under way at once.
+    """
+    unique = {build_of(kernel, facts): (kernel, facts) for kernel, facts in pairs if not BUILT.ready(kernel, facts)}
+    for of_one in by_device(unique.values()):
+        _build(of_one, told, stop, modules, at_once, begins)
+
+
+def _build(
+    pairs: Sequence[tuple[Kernel, Facts]],
+    told: Told,
+    stop: Callable[[], bool],
+    modules: Sequence[str],
+    at_once: int,
+    begins: Callable[[Kernel, Facts], None],
+) -> None:
+    """The same for calls of one device, each build being there once."""
+    named = list(dict.fromkeys([*modules, *homes(kernel for kernel, _ in pairs)]))
+    lanes = _lanes(pairs)
+    tasks = deque(
+        Task(
+            Build(kernel.id, CallRecipe.of(facts), named),
+            kernel.id,
+            BUILD_S,
+            lane=f"lane {lanes[build_of(kernel, facts)]}",
+            about=(kernel, facts),
+        )
+        for kernel, facts in pairs
+    )
+
+    def ended(task: Task, end: End) -> None:
+        if end.kind != "stopped":
+            kernel, facts = task.about
+            hangs = end.kind == "hung" and end.started  # wherever it is stuck, the next process would wait as long
+            told(kernel, facts, BuildOutcome(str(end), lasting=hangs or end.verdict is not None))
+
+    run_apart(
+        "layerzero.tuning.proving.build_child",
+        tasks,
+        found=lambda task, value: told(task.about[0], task.about[1], msgspec.convert(value, BuildOutcome)),
+        ended=ended,
+        begins=lambda task: begins(*task.about),
+        at_once=at_once,
+        modules=named,
+        environment=apart_on(pairs[0][1].device),
+        stop=stop,
+    )
+
+
+def _lanes(pairs: Iterable[tuple[Kernel, Facts]]) -> dict[BuildIdentity, int]:
+    """What is built after what: kernels of one library that depend on the same, by one child.
+
+    They share what is compiled: FlashInfer's decoding by tensor cores, its tokens over pages and its ragged prompts are
+    one module of 65 s, which a second child would wait for, or write at the same moment. A key that holds another one
+    (FlashInfer's cascade takes the module for batches besides its own) is a lane of its own: the second one waits for
+    the library's lock.
+
+    All else goes to whichever child is free, and a child that has begun a lane does all of it first. Of two children
+    that shared the builds out before they began, one had not come to half of its FlashAttention 4 after 90 s, behind a
+    module of 46, and the other was done (tuning an H200, 2026-11-24).
+    """
+    found: dict[BuildIdentity, int] = {}
+    shared: dict[Hashable, int] = {}
+    for kernel, facts in pairs:
+        identity = build_of(kernel, facts)
+        whose = kernel.source if kernel.build_key is not None else kernel.id  # others share a class of calls, no more
+        found[identity] = shared.setdefault((whose, identity[1:]), len(shared))
+    return found

@@ -1,9 +1,14 @@
-"""What children of vetting, rehearsing and confirming do: run a kernel on calls, where a crash does no harm."""
+"""What children of vetting, rehearsing and confirming do: run a kernel on calls, where a crash does no harm.
+
+Results are compared in float64. Calls of ordinary size are compared whole, as conformance does. Others are compared in
+the pieces that their operation cuts out of them.
+"""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -14,6 +19,7 @@ from layerzero.asking.answers import facts as facts_of
 from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_named
 from layerzero.core.errors import KernelExecutionError, LayerZeroError
+from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Verdict, home_of
 from layerzero.core.operation import Operation, Routed
@@ -23,15 +29,84 @@ from layerzero.engine.config import SCOPES
 from layerzero.engine.failures import out_of_memory
 from layerzero.engine.functions import CALLS
 from layerzero.engine.plain import plain_facts
+from layerzero.engine.reference import as_tuple
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import function_of
 from layerzero.ops.recipes import arguments_of_recipe
 from layerzero.testing import execution, quick_checks
 from layerzero.testing.child_main import Tell
+from layerzero.testing.compare import Expected, check, expected, for_kernel, problems
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.single_run import attempt, build, duplicate, lost_context
 from layerzero.testing.sizes import CheckSetting
-from layerzero.tuning.proving.correctness import truth_of
+from layerzero.tuning.keeping.machine_state import bounded
+
+MAX_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}
+"""What the reference may need besides the tensors, in float64: several of 0.1 GB on a CPU, of 2 GB on a GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallPiece:
+    """A call that is a piece of a larger one, its truth, and where its result lies in the whole one."""
+
+    call: RandomCall
+    truth: Expected
+    place: Callable[[Tensor], Tensor]
+
+    def problems(self, results: tuple[Any, ...], kernel: Kernel) -> list[str]:
+        """What is wrong with this piece of a kernel's results: also with its log-sum-exps, by which others merge."""
+        placed = tuple(self.place(each) if isinstance(each, Tensor) else each for each in results)
+        return problems(placed, self.call.arguments, for_kernel(self.truth, kernel))
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """What a call should give, whole or in parts."""
+
+    call: RandomCall
+    whole: Expected | None
+    parts: tuple[CallPiece, ...] = ()
+
+    def problems(self, kernel: Kernel, run: Callable[..., Any]) -> list[str]:
+        """What is wrong with a kernel that runs the call's arguments."""
+        if self.whole is not None:
+            return check(self.call, run, for_kernel(self.whole, kernel))
+        results = as_tuple(run(**self.call.arguments))
+        return [problem for part in self.parts for problem in part.problems(results, kernel)]
+
+    def error(self, result: Any) -> float | None:
+        """Largest distance from the truth in the first result; None where the call returns nothing."""
+        results = as_tuple(result)
+        if not results:
+            return None
+        pairs = [(results[0], self.whole.results[0])] if self.whole is not None else []
+        pairs += [(part.place(results[0]), part.truth.results[0]) for part in self.parts]
+        return max(float((got.double() - want.double()).abs().max()) for got, want in pairs)
+
+
+def truth_of(call: RandomCall, facts: Facts) -> Truth:
+    """Evaluate the reference in float64, for all of a call or for parts of it.
+
+    Raises: RuntimeError or MemoryError where it would take more than its share of the memory.
+    """
+    with bounded(facts):
+        return _truth_of(call, facts)
+
+
+def _truth_of(call: RandomCall, facts: Facts) -> Truth:
+    operation = facts.operation
+    most = MAX_ELEMENTS.get(facts.device.torch_type, MAX_ELEMENTS["cpu"])
+    if operation.parts is not None and operation.scratch is not None and operation.scratch(facts.sizes()) > most:
+        found = operation.parts(call.arguments, facts)
+        if found:  # none of a call without queries
+            return Truth(call, None, tuple(_piece(call, each.text, each.arguments, each.place) for each in found))
+    return Truth(call, expected(call))
+
+
+def _piece(call: RandomCall, text: str, arguments: Any, place: Callable[[Tensor], Tensor]) -> CallPiece:
+    piece = RandomCall(call.function, arguments, f"{call.name}, {text}")
+    return CallPiece(piece, expected(piece), place)
+
 
 _VERDICTS = {
     quick_checks.PASSED: Verdict.PASSED,

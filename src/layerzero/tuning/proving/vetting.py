@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 import torch
 
-from layerzero.asking.examples import taken
+from layerzero.asking.subjects import taken
 from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_named
 from layerzero.core.errors import InvalidCallError, LayerZeroWarning

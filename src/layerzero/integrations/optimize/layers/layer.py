@@ -15,8 +15,7 @@ from torch.nn import Module
 import layerzero as lz
 from layerzero.integrations.optimize.attention.dynamic_cache import NAMES, appended, cache_in
 from layerzero.integrations.optimize.attention.transformers import COMPARED, NAME, comparing
-from layerzero.integrations.optimize.layers.inner import Inner
-from layerzero.integrations.optimize.layers.tables import Table, table_for
+from layerzero.integrations.optimize.layers.inner import Inner, Table, table_for
 from layerzero.integrations.optimize.modules.norms import Normed
 from layerzero.integrations.optimize.modules.products import Block
 from layerzero.integrations.optimize.swaps.codes import CodedParts

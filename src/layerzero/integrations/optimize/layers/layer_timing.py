@@ -17,8 +17,8 @@ from layerzero.engine.config import current_policy
 from layerzero.integrations.optimize.attention.dynamic_cache import name_in, name_of
 from layerzero.integrations.optimize.attention.transformers import AttentionSwap
 from layerzero.integrations.optimize.layers.encoders import Encoder
+from layerzero.integrations.optimize.layers.inner import forget_table
 from layerzero.integrations.optimize.layers.layer import Layer
-from layerzero.integrations.optimize.layers.tables import forget_table
 from layerzero.integrations.optimize.swaps.candidate import quiet
 from layerzero.integrations.optimize.swaps.swap import SIZES, Way, weight_of
 from layerzero.integrations.optimize.times.report import Replaced
