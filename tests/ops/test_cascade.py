@@ -9,7 +9,7 @@ import torch
 
 import layerzero as lz
 from layerzero.ops.attention.reference import attention_reference
-from layerzero.ops.cascade.declare import merge_attention_states
+from layerzero.ops.cascade import merge_attention_states
 
 PAGE = 4
 

@@ -1,7 +1,7 @@
-"""Operations and the functions that lead to them: a folder a family, gathered here.
+"""Operations and the functions that lead to them: a file or a folder a family, gathered here.
 
-Add an operation: declare it in its family's folder (:mod:`layerzero.ops.declaration`) and name it in the ``OPERATIONS``
-of that folder; a new family is a new folder, with ``OPERATIONS``, ``FUNCTIONS`` and, where there are such things,
+Add an operation: declare it in its family (:mod:`layerzero.ops.declaration`) and name it in the ``OPERATIONS`` there; a
+new family is a new file or folder, with ``OPERATIONS``, ``FUNCTIONS`` and, where there are such things,
 ``ALIASES`` (names of several operations), ``EXPORTS`` (names that users find along with the functions) and ``LIMITS``
 (kinds of limits that are its own, by the names that descriptors know them by) and ``DROP_INS`` (functions that stand
 for another library's). Operations that take no tensors stand in ``PLAIN_OPERATIONS`` and ``PLAIN_FUNCTIONS``.
@@ -69,8 +69,10 @@ def function_of(operation: str) -> Function | None:
 
 argument_errors.ELSEWHERE |= argument_names.ELSEWHERE
 argument_errors.NEEDLESS |= argument_names.NEEDLESS
-for _family in sorted(each.name for each in pkgutil.iter_modules(__path__) if each.ispkg):
+for _family in sorted(each.name for each in pkgutil.iter_modules(__path__)):
     _module = importlib.import_module(f"{__name__}.{_family}")
+    if not hasattr(_module, "OPERATIONS"):
+        continue
     OPERATIONS |= {operation.name: operation for operation in _module.OPERATIONS}
     FUNCTIONS |= {function.name: function for function in _module.FUNCTIONS}
     PLAIN_OPERATIONS |= {operation.name: operation for operation in getattr(_module, "PLAIN_OPERATIONS", ())}

@@ -22,7 +22,7 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.attention.reference import lse_of_hidden_rows
-from layerzero.ops.cascade.declare import FLAT
+from layerzero.ops.cascade import FLAT
 
 
 def _with_lse(output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

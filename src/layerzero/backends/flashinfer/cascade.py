@@ -44,7 +44,7 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.ops.cascade.declare import CASCADE, MERGE_STATES
+from layerzero.ops.cascade import CASCADE, MERGE_STATES
 from layerzero.ops.paged import mixed
 from layerzero.ops.paged.step import StepMetadata
 

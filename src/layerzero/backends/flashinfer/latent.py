@@ -28,7 +28,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.limit import Limit
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.ops.latent.declare import NAME
+from layerzero.ops.latent import NAME
 from layerzero.ops.paged.step import StepMetadata
 
 

@@ -29,7 +29,7 @@ from layerzero.core.handle import CAPTURABLE
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.system import forking
-from layerzero.ops.cascade.declare import FLAT
+from layerzero.ops.cascade import FLAT
 from layerzero.ops.paged.step import StepMetadata
 
 WORKSPACE_BYTES = 128 * 2**20

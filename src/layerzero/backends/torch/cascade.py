@@ -18,7 +18,7 @@ from layerzero.core.errors import refuse
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.attention.limits import SdpaEnabled
-from layerzero.ops.cascade.declare import CASCADE, MERGE_STATES, shared_problems
+from layerzero.ops.cascade import CASCADE, MERGE_STATES, shared_problems
 from layerzero.ops.paged.pages import tokens_of
 
 

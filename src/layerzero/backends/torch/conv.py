@@ -31,7 +31,7 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.ops.conv.declare import AXES, CONV1D, CONV2D, each, lies_channels_last, torchs
+from layerzero.ops.conv import AXES, CONV1D, CONV2D, each, lies_channels_last, torchs
 from layerzero.ops.linear.packed import BELONGS, PackedWeight
 
 _OPERATIONS = (CONV1D.name, CONV2D.name)

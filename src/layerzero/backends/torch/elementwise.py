@@ -18,8 +18,8 @@ from torch import Tensor
 from layerzero.backends.torch.attention import FLOATS, TORCH
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.ops.elementwise.declare import OPERATIONS
-from layerzero.ops.tensor.declare import COPY_SLICE, SPLIT_QKV, TRANSPOSE_HEAD_TOKEN, TRANSPOSE_TOKEN_HEAD
+from layerzero.ops.elementwise import OPERATIONS
+from layerzero.ops.tensor import COPY_SLICE, SPLIT_QKV, TRANSPOSE_HEAD_TOKEN, TRANSPOSE_TOKEN_HEAD
 
 
 def _load_add_bias(facts: Facts) -> Callable[..., Any]:

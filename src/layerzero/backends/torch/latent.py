@@ -24,7 +24,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention.limits import SdpaEnabled
-from layerzero.ops.latent.declare import NAME
+from layerzero.ops.latent import NAME
 from layerzero.ops.paged.pages import gathered, tokens_of
 from layerzero.ops.ragged import declare as ragged
 

@@ -39,7 +39,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.activation.formulas import FUNCTIONS
 from layerzero.ops.declaration import wide
-from layerzero.ops.experts.declare import BATCHED
+from layerzero.ops.experts import BATCHED
 from layerzero.ops.moe.experts import gated
 from layerzero.ops.moe.routing import routed
 

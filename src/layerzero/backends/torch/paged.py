@@ -28,7 +28,7 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.attention.limits import SdpaEnabled
-from layerzero.ops.cascade.declare import FLAT
+from layerzero.ops.cascade import FLAT
 from layerzero.ops.paged import declare as paged
 from layerzero.ops.paged import mixed
 from layerzero.ops.paged.pages import gathered, has_numbers, tokens_of

@@ -22,7 +22,7 @@ from layerzero.backends.vllm.library import VLLM_FLASH_MLA, operators
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.ops.latent.declare import NAME
+from layerzero.ops.latent import NAME
 from layerzero.ops.paged.step import StepMetadata
 
 

@@ -41,7 +41,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.attention.limits import DenseTokens
 from layerzero.ops.attention.reference import lse_of_hidden_rows
-from layerzero.ops.cascade.declare import CASCADE, FLAT, MERGE_STATES
+from layerzero.ops.cascade import CASCADE, FLAT, MERGE_STATES
 from layerzero.ops.paged.step import StepMetadata
 
 

@@ -35,7 +35,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.system import forking
-from layerzero.ops.latent.declare import NAME
+from layerzero.ops.latent import NAME
 from layerzero.ops.paged import declare as paged
 from layerzero.ops.paged import mixed, quantized
 from layerzero.ops.paged.step import StepMetadata

@@ -32,7 +32,7 @@ from layerzero.integrations.optimize.swaps.weights import Packs, wants_packed
 from layerzero.integrations.optimize.times import timing
 from layerzero.integrations.optimize.times.report import NO_TIME, Left, Replaced
 from layerzero.integrations.optimize.times.timing import Around, Prepare, Sizes, timed
-from layerzero.ops.conv.declare import each as along_each
+from layerzero.ops.conv import each as along_each
 
 _KINDS: dict[type[Module], str] = {Conv1d: "conv1d", Conv2d: "conv2d"}
 

@@ -279,3 +279,8 @@ MLA_ATTENTION = Function(
     state=frozenset({"sdpa"}),
 )
 FUNCTIONS = (MLA_ATTENTION,)
+ALIASES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
+    "attention.mla.decode": ((MLA_DECODE_PAGED.name,), {}),
+    "attention.mla.prefill": ((MLA_DECODE_PAGED.name,), {}),
+}
+"""The specification's names: absorbed matrices are one operation, for one or more of the newest tokens."""

@@ -148,3 +148,4 @@ FUNCTIONS = (
         weight=1,
     ),
 )
+EXPORTS = ("alibi_slopes",)
