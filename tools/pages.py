@@ -14,8 +14,7 @@ from layerzero.core.arguments import REQUIRED, Axis, Param, TensorSchema
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.judge import Elementwise
 from layerzero.core.kernel import Backend, Kernel, Release
-from layerzero.core.limit import Limit, OfTensors
-from layerzero.core.limit_kinds import Dtype, OneOf, Platform
+from layerzero.core.limit_kinds import Dtype, Limit, OfTensors, OneOf, Platform
 from layerzero.core.operation import Case, Function, Operation
 from layerzero.core.plain import PlainFunction
 from layerzero.core.reasons import Reason, ReasonCode

@@ -20,7 +20,7 @@ from layerzero.engine import dispatch
 from layerzero.engine.frozen_choices import Agreed
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.settings import DECIDE_NOTHING, SETTINGS
-from layerzero.tuning.measuring.winner import record_times
+from layerzero.tuning.measuring.comparison import record_times
 
 X, WEIGHT = torch.randn(4, 64), torch.ones(64)
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from layerzero.core.system import resources, threads
+from layerzero.core.system import resources
 
 
 @pytest.fixture
@@ -18,8 +18,8 @@ def machine(tmp_path, monkeypatch):
             folder = tmp_path / f"cpu{number}" / "topology"
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "thread_siblings_list").write_text(f"{number % 4},{number % 4 + 4}\n")
-        monkeypatch.setattr(threads, "cpu_quota", lambda: quota)
-        monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _: set(range(cpus)), raising=False)
+        monkeypatch.setattr(resources, "cpu_quota", lambda: quota)
+        monkeypatch.setattr(resources.os, "sched_getaffinity", lambda _: set(range(cpus)), raising=False)
         return tmp_path
 
     return made
@@ -36,13 +36,13 @@ def machine(tmp_path, monkeypatch):
     (4, math.inf, 2, "4 threads on 2 cores; set OMP_NUM_THREADS=2"),
 ])  # fmt: skip
 def test_advice_names_the_number_to_set(count, quota, cpus, words, machine):
-    advice = threads.thread_advice(count, machine(quota, cpus))
+    advice = resources.thread_advice(count, machine(quota, cpus))
     assert (words in advice) if words else advice == ""
 
 
 def test_where_the_system_tells_no_cores_each_cpu_is_one(machine, tmp_path):
     machine()
-    assert threads.thread_advice(8, tmp_path / "absent") == ""
+    assert resources.thread_advice(8, tmp_path / "absent") == ""
 
 
 @pytest.mark.parametrize(("files", "quota"), [

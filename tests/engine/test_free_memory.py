@@ -22,7 +22,7 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.keeping.files import FileLedger
 from layerzero.tuning.keeping.store import StoreLedger
-from layerzero.tuning.measuring import workspace
+from layerzero.tuning.measuring import clocks
 
 MIB = 2**20
 INPUT, WEIGHT = torch.randn(256, 1024), torch.ones(1024)  # its result takes 1 MiB
@@ -332,7 +332,7 @@ class Counted:
 
 def test_a_workspace_is_what_a_run_gives_back():
     counted = Counted()
-    assert workspace.taken_bytes(counted.run, torch.device("cuda"), counted) == 700
+    assert clocks.taken_bytes(counted.run, torch.device("cuda"), counted) == 700
 
 
 def test_what_was_measured_decides_where_nothing_is_declared_in_every_later_process(memory, tmp_path, monkeypatch):

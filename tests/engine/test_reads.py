@@ -11,7 +11,7 @@ from reading import loading
 import layerzero as lz
 from layerzero.core import limits
 from layerzero.core.facts import CallState
-from layerzero.core.limit import NOTHING, Limit, violated
+from layerzero.core.limit_kinds import NOTHING, Limit, violated
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.reuse_conditions import WITHIN
 from layerzero.engine import dispatch, reuse

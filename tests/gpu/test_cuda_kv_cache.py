@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.ops.kv import driver
+from layerzero.ops.kv import ranges
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,7 +33,7 @@ def appended(cache, names, counts):
 
 
 def test_the_driver_reserves_maps_and_gives_back():
-    found = driver.Driver()
+    found = ranges.Driver()
     assert found.version() >= 12000
     assert found.granularity(0) == GRAIN
     torch.zeros(1, device="cuda")

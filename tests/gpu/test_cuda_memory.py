@@ -9,7 +9,7 @@ import layerzero as lz
 from layerzero.core.device import Device
 from layerzero.core.system import free_memory
 from layerzero.core.system.free_memory import FREE
-from layerzero.tuning.measuring import workspace
+from layerzero.tuning.measuring import clocks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -87,7 +87,7 @@ def test_what_a_run_gives_back_is_counted():
         held(300 * MIB)
         return held(50 * MIB)
 
-    assert workspace.taken_bytes(run, torch.device("cuda")) == pytest.approx(250 * MIB, abs=4 * MIB)
+    assert clocks.taken_bytes(run, torch.device("cuda")) == pytest.approx(250 * MIB, abs=4 * MIB)
 
     def both():
         large = held(300 * MIB)
@@ -95,7 +95,7 @@ def test_what_a_run_gives_back_is_counted():
         del large
         return result
 
-    assert workspace.taken_bytes(both, torch.device("cuda")) == pytest.approx(300 * MIB, abs=4 * MIB)
+    assert clocks.taken_bytes(both, torch.device("cuda")) == pytest.approx(300 * MIB, abs=4 * MIB)
 
 
 def test_tuning_measures_what_a_kernel_takes_and_explain_says_so():

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero.core.argument_errors import ELSEWHERE, NEEDLESS
 from layerzero.ops import FUNCTIONS
-from layerzero.ops.argument_names import ELSEWHERE, NEEDLESS
 
 X = torch.randn(2, 8)
 QUERY = torch.randn(1, 4, 2, 8)

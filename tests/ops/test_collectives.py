@@ -20,8 +20,8 @@ from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops.comm import ranks as ranks_module
+from layerzero.tuning.measuring.comparison import record_times
 from layerzero.tuning.measuring.tune import asked_jobs
-from layerzero.tuning.measuring.winner import record_times
 from ranks_of_gloo import two_ranks
 
 ALONE = lz.Ranks.alone()

@@ -11,7 +11,7 @@ import torch
 import layerzero as lz
 from drawing import at_once
 from kv_caches import FORMS, appended, drawn, made, plain
-from layerzero.ops.kv import driver, ranges, strategy
+from layerzero.ops.kv import ranges, strategy
 
 # strategies
 
@@ -51,7 +51,7 @@ def test_a_strategy_that_cannot_be_had_is_refused(facts, code):
 
 
 def test_without_a_driver_there_is_no_virtual_memory(monkeypatch):
-    monkeypatch.setattr(driver, "driver", lambda: None)
+    monkeypatch.setattr(ranges, "driver", lambda: None)
     assert strategy._driver_version() == 0
     assert lz.kv_cache_strategy("cuda").strategy is lz.KVCacheStrategy.CONTIGUOUS
 
@@ -69,8 +69,8 @@ def test_the_library_way_raises_what_the_driver_answers(monkeypatch):
             setattr(self, name, function)
             return function
 
-    monkeypatch.setattr(driver.ctypes, "CDLL", Answers)
-    found = driver.Driver()
+    monkeypatch.setattr(ranges.ctypes, "CDLL", Answers)
+    found = ranges.Driver()
     assert found.version() == 0
     with pytest.raises(MemoryError, match="cuMemCreate: the device is out of memory"):
         found.create(1, 0)

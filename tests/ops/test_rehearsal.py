@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import layerzero as lz
 from drawing import examples
 from layerzero.engine import dispatch
-from layerzero.ops.kv.step_classes import bound_for, columns_for, counts_of, promise_for
+from layerzero.ops.kv.step import bound_for, columns_for, counts_of, promise_for
 
 
 def made(**more):

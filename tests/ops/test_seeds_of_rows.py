@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import layerzero as lz
 from drawing import examples
-from layerzero.core.distribution import Distribution
+from layerzero.core.judges import Distribution
 from layerzero.ops.sampling import formulas
 
 SEEDS = st.integers(-(2**63), 2**63 - 1)

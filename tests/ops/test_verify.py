@@ -16,8 +16,8 @@ from drawing import at_once
 from layerzero.backends.flashinfer import sampling
 from layerzero.core import values
 from layerzero.core.device import Device
-from layerzero.core.distribution import Distribution
 from layerzero.core.facts import FactsBuilder
+from layerzero.core.judges import Distribution
 from layerzero.ops import FUNCTIONS, OPERATIONS
 from layerzero.ops.sampling import formulas
 from layerzero.testing import compare, fuzz

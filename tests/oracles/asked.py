@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from layerzero.core.distribution import Distribution
+from layerzero.core.judges import Distribution
 from layerzero.engine.reference import moved
 from layerzero.testing import compare
 from layerzero.testing.generate import RandomCall

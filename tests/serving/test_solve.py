@@ -26,7 +26,7 @@ from layerzero.engine.jit import BUILT
 from layerzero.engine.registry import REGISTRY
 from layerzero.serving import solve as solving
 from layerzero.serving.background_builds import BUILDS
-from layerzero.tuning.measuring.winner import record_times
+from layerzero.tuning.measuring.comparison import record_times
 
 BUCKETS = {"seq_len": [8, 32], "batch": [1, 4]}
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import layerzero as lz
 from drawing import examples
-from layerzero.ops.kv.attention_call import attention_over
+from layerzero.serving.speculative_pairs import attention_over
 
 C = lz.ReasonCode
 

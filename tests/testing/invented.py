@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.core.distribution import Distribution
 from layerzero.core.dtypes import FLOATING
 from layerzero.core.judge import Elementwise, Exact, Indices, reproducible
+from layerzero.core.judges import Distribution
 from layerzero.core.operation import Function, OpKind, Routed
 from layerzero.engine.functions import CALLS
 from layerzero.engine.registry import REGISTRY

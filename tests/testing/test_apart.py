@@ -69,7 +69,7 @@ def asked():
     ("layerzero.cli.doctor", {"plugin": "good"}),
     ("layerzero.tuning.proving.build_child", None),
     ("layerzero.tuning.proving.child", None),
-    ("layerzero.testing.conformance_child", None),
+    ("layerzero.testing.conformance", None),
 ])  # fmt: skip
 def test_every_worker_says_what_it_takes(worker, document):
     decoder = jobs_of(importlib.import_module(worker))

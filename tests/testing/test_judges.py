@@ -8,8 +8,8 @@ import torch
 from invented import invented_operations  # noqa: F401  # a fixture
 
 import layerzero as lz
-from layerzero.core.distribution import Distribution
 from layerzero.core.judge import Elementwise, Exact, Given, Indices, Property, reproducible
+from layerzero.core.judges import Distribution
 from layerzero.testing import compare
 from layerzero.testing.generate import RandomCall
 

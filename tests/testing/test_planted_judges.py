@@ -327,7 +327,7 @@ def test_gradients_are_asked_beside_every_parameter_but_no_optional_tensor(monke
     def gradients_of(kernel, operation, calls, most):
         drawn.extend(calls)
 
-    monkeypatch.setattr("layerzero.testing.gradients.gradients_of", gradients_of)
+    monkeypatch.setattr("layerzero.testing.quick_checks.gradients_of", gradients_of)
     accepting(attention_reference, "attention.standard.prefill", ("causal", "scale", "softcap"), grad=True)
     checked("planted.it", "attention.standard.prefill", ("gradients of random calls",))
     names = {name for call in drawn for name in call.arguments}

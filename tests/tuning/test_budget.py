@@ -24,11 +24,11 @@ from layerzero.tuning.keeping.store import StoreLedger
 from layerzero.tuning.measuring import contest as contests
 from layerzero.tuning.measuring import loop, tune_run
 from layerzero.tuning.measuring.clocks import CpuClock
+from layerzero.tuning.measuring.comparison import record_times
 from layerzero.tuning.measuring.contest import Status
 from layerzero.tuning.measuring.jobs import Job
 from layerzero.tuning.measuring.timing import Deadline, Effort, Pace
 from layerzero.tuning.measuring.tune import asked_jobs, run_jobs
-from layerzero.tuning.measuring.winner import record_times
 from layerzero.tuning.measuring.workload import jobs_of
 from layerzero.tuning.proving.rehearsal import Rehearsed
 from layerzero.tuning.proving.vetting import Vetted

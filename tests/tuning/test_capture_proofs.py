@@ -19,7 +19,7 @@ from layerzero.testing.generate import RandomCall
 from layerzero.testing.single_run import attempt
 from layerzero.tuning.keeping.files import FileLedger
 from layerzero.tuning.keeping.store import StoreLedger
-from layerzero.tuning.proving import captures
+from layerzero.tuning.proving import rehearsal
 from layerzero.tuning.proving.vetting import vet_calls
 
 X, WEIGHT = torch.randn(4, 64), torch.rand(64) + 0.5
@@ -94,13 +94,13 @@ def test_strict_warmup_proves_what_calls_would_choose_until_one_is_safe(kernels,
             ENGINE.ledger.record_capture(kernel, facts, "it waits" if kernel.id == "capture.waits" else "")
         return []
 
-    monkeypatch.setattr(captures, "vet_calls", vetted)
+    monkeypatch.setattr(rehearsal, "vet_calls", vetted)
     facts = lz.facts("rms_norm", X, WEIGHT)
     with lz.scope(graph_strict_mode=True, prefer_sources=["capture.waits"], unmeasured="priority"):
-        captures.prove_chosen([facts])
+        rehearsal.prove_chosen([facts])
         assert [set(each) for each in rounds[:1]] == [{"capture.waits"}]
         assert len(rounds) == 2
-        captures.prove_chosen([facts])
+        rehearsal.prove_chosen([facts])
         assert len(rounds) == 2
         inside = lz.explain("rms_norm", X, WEIGHT, capturing=True).chosen.kernel.id
     assert inside == rounds[1][0] != "capture.waits"

@@ -16,7 +16,7 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.keeping.store import StoreLedger
 from layerzero.tuning.measuring import contest
-from layerzero.tuning.measuring.winner import record_times
+from layerzero.tuning.measuring.comparison import record_times
 
 WEIGHT = torch.randn(64)
 RAN = []

@@ -13,7 +13,7 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.keeping import machine_state as conditions
 from layerzero.tuning.keeping.machine_state import of_nvml
 from layerzero.tuning.keeping.store import TimeStore
-from layerzero.tuning.predicting.evidence import Time, weighed
+from layerzero.tuning.predicting.fitting import Time, weighed
 from others import OTHERS
 
 

@@ -21,7 +21,7 @@ from layerzero.tuning.keeping import archive
 from layerzero.tuning.keeping.prior import Priors
 from layerzero.tuning.keeping.store import StoreLedger, TimeStore
 from layerzero.tuning.keeping.tables import read_table, slug, table_of
-from layerzero.tuning.measuring.winner import record_times
+from layerzero.tuning.measuring.comparison import record_times
 
 TIMES = st.floats(1.0, 1e4)
 

@@ -18,7 +18,7 @@ from layerzero.ops.tokenize.identity import digest
 from layerzero.ops.tokenize.tokenizer import resolve
 from layerzero.tuning.measuring import plain
 from layerzero.tuning.measuring.plain import tune_plain
-from layerzero.tuning.predicting.evidence import FULL_SAMPLES
+from layerzero.tuning.predicting.fitting import FULL_SAMPLES
 
 
 @pytest.fixture

@@ -22,8 +22,7 @@ from layerzero.ops import OPERATIONS
 from layerzero.ops.attention import declare as attention
 from layerzero.tuning.keeping import archive, learning
 from layerzero.tuning.keeping.store import TimeStore
-from layerzero.tuning.predicting.evidence import Time, weighed
-from layerzero.tuning.predicting.fitting import fit, held_out_error
+from layerzero.tuning.predicting.fitting import Time, fit, held_out_error, weighed
 from layerzero.tuning.predicting.prediction import (
     HOST_MARGIN,
     MAX_DISTANCE,

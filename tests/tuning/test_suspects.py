@@ -16,7 +16,7 @@ from layerzero.cli.app import main
 from layerzero.core.ledger import Verdict
 from layerzero.core.system import resources
 from layerzero.core.system.resources import Kills
-from layerzero.engine import process_end
+from layerzero.engine import first_run
 from layerzero.engine.dispatch import ENGINE
 from layerzero.tuning.keeping.files import FileLedger
 
@@ -162,7 +162,7 @@ def test_a_crash_leaves_a_marker_and_the_next_process_goes_around_it(place, know
 def test_a_process_that_was_killed_for_memory_leaves_no_suspect(known, monkeypatch, more, group, kernel):
     monkeypatch.setattr(resources, "kills", lambda: Kills(3, "a" if group else ""))
     marker = ENGINE.ledger.begin(lz.list_kernels("norm.rms")[0], lz.facts("rms_norm", *arguments()))
-    process_end.end(marker.file)
+    first_run.end(marker.file)
     os.close(marker.file)  # as the system does when it kills a process
     monkeypatch.setattr(resources, "kills", lambda: Kills(3 + more, group.replace(" ", "_")))
     ENGINE.ledger = FileLedger(known.cache)

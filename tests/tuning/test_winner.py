@@ -13,7 +13,7 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.keeping.store import StoreLedger
-from layerzero.tuning.measuring.winner import record_times
+from layerzero.tuning.measuring.comparison import record_times
 
 X, W = torch.randn(4, 64), torch.randn(64)
 

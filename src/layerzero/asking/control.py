@@ -14,7 +14,7 @@ import torch
 from layerzero.asking.descriptors import DESCRIPTORS
 from layerzero.asking.subjects import Named, name_of
 from layerzero.core.kernel import Kernel
-from layerzero.core.limit import Limit
+from layerzero.core.limit_kinds import Limit
 from layerzero.core.operation import Operation
 from layerzero.engine import config
 from layerzero.engine.function_kernels import kernel_of_function

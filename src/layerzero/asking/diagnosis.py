@@ -22,7 +22,7 @@ from layerzero.core.ledger import Suspect
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.system import disk, free_memory
 from layerzero.core.system.free_memory import FREE
-from layerzero.core.system.threads import thread_advice
+from layerzero.core.system.resources import thread_advice
 from layerzero.engine import accelerator, probe
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE

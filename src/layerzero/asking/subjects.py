@@ -26,8 +26,7 @@ from layerzero.engine.functions import CALLS
 from layerzero.engine.plain import PLAIN_CALLS
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import DROP_INS, current_name, function_of
-from layerzero.ops.brought import with_demanded
-from layerzero.ops.calls import facts_of
+from layerzero.ops.calls import facts_of, with_demanded
 
 
 def drop_in_named(asked: object) -> DropIn | None:

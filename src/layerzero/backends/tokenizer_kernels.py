@@ -11,7 +11,7 @@ from typing import Any
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
-from layerzero.core.limit import Limit
+from layerzero.core.limit_kinds import Limit
 from layerzero.core.system.disk import make_private, write_whole
 from layerzero.ops.tokenize.declare import TokenizerPart, folder
 from layerzero.ops.tokenize.tokenizer import Tokenizer, by_hash

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from layerzero.backends.tokenizer_kernels import decoder, encoder, formats, library, one_by_one, without_specials
-from layerzero.core.system.threads import usable_cpus
+from layerzero.core.system.resources import usable_cpus
 from layerzero.ops.tokenize import rows
 from layerzero.ops.tokenize.tokenizer import Tokenizer
 

@@ -319,7 +319,7 @@ def import_modules(modules: Sequence[str]) -> None:
     """
     if not modules:
         return
-    from layerzero.testing.conformance_child import imported
+    from layerzero.testing.conformance import imported
 
     here = str(Path.cwd())
     if here not in sys.path:

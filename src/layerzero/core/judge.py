@@ -2,7 +2,7 @@
 
 The operation says which judge its results have, and why (:attr:`layerzero.core.operation.Operation.judge`): numbers
 near the reference's, the very same values, places whose scores tie, draws of a distribution
-(:mod:`layerzero.core.distribution`), or anything that a check can say. What only several results together show (that
+(:mod:`layerzero.core.judges`), or anything that a check can say. What only several results together show (that
 two runs differ, what their mean is) is a :class:`Property`.
 """
 

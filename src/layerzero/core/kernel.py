@@ -18,8 +18,7 @@ from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_named
 from layerzero.core.errors import RegistrationError
 from layerzero.core.facts import Facts
-from layerzero.core.limit import Limit
-from layerzero.core.limit_kinds import Arch
+from layerzero.core.limit_kinds import Arch, Limit
 from layerzero.core.operation import Operation, Tolerance
 
 _ID = re.compile(r"[^\s,=*?\[\]]{1,200}")

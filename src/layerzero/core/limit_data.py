@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from layerzero.core.limit import Limit
 from layerzero.core.limit_kinds import (
     Aligned,
     Arch,
@@ -22,6 +21,7 @@ from layerzero.core.limit_kinds import (
     Equal,
     Instruction,
     LastStrideOne,
+    Limit,
     OneOf,
     Platform,
     Positive,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from layerzero.core.device import TENSOR_CORE_GENERATIONS
 from layerzero.core.facts import Facts
-from layerzero.core.limit import NOTHING, Finding, Findings, Limit, Repair, violated
+from layerzero.core.limit_kinds import NOTHING, Finding, Findings, Limit, Repair, violated
 from layerzero.core.reasons import Reason, ReasonCode
 
 Factor = str | tuple[str, int]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from layerzero.core.dtypes import dtype_name, dtype_named
-from layerzero.core.limit import Finding, Findings, Limit, OfTensors, Repair
 from layerzero.core.limit_data import KINDS
 from layerzero.core.limit_kinds import (
     Aligned,
@@ -19,11 +18,16 @@ from layerzero.core.limit_kinds import (
     Dim,
     Dtype,
     Equal,
+    Finding,
+    Findings,
     Instruction,
     LastStrideOne,
+    Limit,
+    OfTensors,
     OneOf,
     Platform,
     Positive,
+    Repair,
 )
 from layerzero.core.limit_launch import Factor, Generation, Grid, TensorCore
 from layerzero.core.reasons import ReasonCode

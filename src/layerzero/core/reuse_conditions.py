@@ -20,7 +20,7 @@ from layerzero.core import arguments, limit_kinds, limit_launch
 from layerzero.core.dtypes import INDEX
 from layerzero.core.fact_reads import EVERYTHING
 from layerzero.core.facts import Facts
-from layerzero.core.limit import Limit
+from layerzero.core.limit_kinds import Limit
 
 SAME, WITHIN, MULTIPLE, ANY_OF, CLASS, DENSE, LOOSE = range(7)
 

@@ -25,7 +25,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import class_text
 from layerzero.core.plan import Plan
 from layerzero.core.system import forking
-from layerzero.core.system.threads import started
+from layerzero.core.system.resources import started
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.pick import why
 

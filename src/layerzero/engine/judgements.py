@@ -16,7 +16,7 @@ from layerzero.core.fact_reads import Watched, names_no_size
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger
-from layerzero.core.limit import NOTHING, Finding, Findings, Limit
+from layerzero.core.limit_kinds import NOTHING, Finding, Findings, Limit
 from layerzero.core.plan import Adaptation, Candidate, moves_data
 from layerzero.core.reasons import Reason
 from layerzero.engine import headroom, invariance, legality

@@ -11,7 +11,7 @@ from layerzero.core.device import Device
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel, Trust
 from layerzero.core.ledger import Ledger, Verdict
-from layerzero.core.limit import Finding, Findings, Limit, Repair
+from layerzero.core.limit_kinds import Finding, Findings, Limit, Repair
 from layerzero.core.limit_launch import LAUNCH_CODES
 from layerzero.core.plan import Adaptation, Candidate
 from layerzero.core.reasons import Reason, ReasonCode

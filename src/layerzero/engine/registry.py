@@ -14,7 +14,7 @@ from layerzero.core.graph_capture import held_off
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.operation import Operation, OpKind
 from layerzero.core.system import forking
-from layerzero.engine import declaration_checks as fitting
+from layerzero.engine import function_kernels as fitting
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.function_kernels import reference_kernel
 from layerzero.engine.plugins import Plugins

@@ -15,7 +15,7 @@ from layerzero.core import reuse_conditions  # noqa: F401  # what the limits of 
 from layerzero.core.fact_reads import EVERYTHING, NEGATED, RANK, Reads, Watched, names_no_size, reads_of
 from layerzero.core.facts import Facts, fact_name
 from layerzero.core.kernel import Kernel
-from layerzero.core.limit import Limit
+from layerzero.core.limit_kinds import Limit
 from layerzero.core.plan import Plan
 from layerzero.core.reuse_conditions import (
     CLASS,

@@ -18,7 +18,6 @@ from layerzero.core.argument_errors import DropIn
 from layerzero.core.limit_data import register_kinds
 from layerzero.core.operation import Function, Operation
 from layerzero.core.plain import PlainFunction
-from layerzero.ops import argument_names
 
 OPERATIONS: dict[str, Operation] = {}
 FUNCTIONS: dict[str, Function] = {}
@@ -67,8 +66,59 @@ def function_of(operation: str) -> Function | None:
     return None
 
 
-argument_errors.ELSEWHERE |= argument_names.ELSEWHERE
-argument_errors.NEEDLESS |= argument_names.NEEDLESS
+argument_errors.ELSEWHERE |= {
+    "softmax_scale": ("scale",),
+    "sm_scale": ("scale",),
+    "scaling": ("scale",),
+    "is_causal": ("causal",),
+    "window_size": ("window",),
+    "logits_soft_cap": ("softcap",),
+    "soft_cap": ("softcap",),
+    "logit_cap": ("softcap",),
+    "attn_bias": ("attn_mask",),
+    "attention_mask": ("attn_mask",),
+    "dropout": ("dropout_p",),
+    "p": ("top_p",),
+    "k": ("key", "top_k"),
+    "q": ("query",),
+    "v": ("value",),
+    "alibi": ("alibi_slopes",),
+    "s_aux": ("sinks",),
+    "return_softmax_lse": ("return_lse",),
+    "tensor_layout": ("layout",),
+    "seqused_k": ("kv_lens",),
+    "k_cache": ("key_cache",),
+    "v_cache": ("value_cache",),
+    "block_table": ("block_tables",),
+    "cache_seqlens": ("context_lens",),
+    "seq_lens": ("context_lens",),
+    "k_scale": ("key_scale",),
+    "v_scale": ("value_scale",),
+    "epsilon": ("eps",),
+    "variance_epsilon": ("eps",),
+    "layer_norm_eps": ("eps",),
+    "gamma": ("weight",),
+    "beta": ("bias",),
+    "x": ("input",),
+    "hidden_states": ("input",),
+    "minp": ("min_p",),
+    "topk": ("top_k",),
+    "topp": ("top_p",),
+    "repetition_penalty": ("repetition",),
+    "presence_penalty": ("presence",),
+    "frequency_penalty": ("frequency",),
+}
+"""By a foreign name, ours that mean the same; a function has at most one of them.
+
+A name of another meaning has no place here: the error must lead to the same numbers. Read in the signatures of torch
+2.13, flash-attn 2.8, FlashInfer 0.7, xFormers 0.0.35, vLLM 0.33 and Transformers 5.24.
+"""
+
+argument_errors.NEEDLESS |= {
+    "enable_gqa": ("key", "leave it out: key and value may have fewer heads than query"),
+}
+"""Foreign names for which nothing stands here: an argument of the functions that are meant, and what to do."""
+
 for _family in sorted(each.name for each in pkgutil.iter_modules(__path__)):
     _module = importlib.import_module(f"{__name__}.{_family}")
     if not hasattr(_module, "OPERATIONS"):

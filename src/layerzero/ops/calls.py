@@ -7,7 +7,8 @@ gives itself, as ``examples``.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.facts import Facts, FactsBuilder
+from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Case, Function, Operation, Routed
+from layerzero.core.reasons import Reason
 from layerzero.ops import function_of
 
 
@@ -306,3 +309,14 @@ def read(value: Any) -> Any:
     if isinstance(value, str) and value.startswith("torch."):
         return getattr(torch, value.removeprefix("torch."))
     return value
+
+
+def with_demanded(operation: Operation, case: Case, kernel: Kernel, reasons: Iterable[Reason]) -> Case | None:
+    """The case with the optional tensors that a kernel accepts and refuses the case for lacking.
+
+    None where it lacks none: the kernel refuses the case for something else, or takes it.
+    """
+    lacking = {reason.fact for reason in reasons if reason.got in ("none", None)}
+    able = [each.name for each in operation.schema.optional if each.name in kernel.accepts]
+    names = tuple(name for name in able if name in lacking and name not in case.given)
+    return replace(case, given=(*case.given, *names)) if names else None

@@ -18,7 +18,7 @@ from layerzero.core.evidence import Provenance
 from layerzero.core.kernel import Kernel
 from layerzero.core.plan import Candidate, Report
 from layerzero.core.reasons import ReasonCode
-from layerzero.core.system.threads import thread_advice
+from layerzero.core.system.resources import thread_advice
 from layerzero.engine import accelerator, legality, probe
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE

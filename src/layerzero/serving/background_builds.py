@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.system import forking
-from layerzero.core.system.threads import started
+from layerzero.core.system.resources import started
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.events import EVENTS

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import torch
 
 from layerzero.core.system import forking
-from layerzero.core.system.threads import started
+from layerzero.core.system.resources import started
 from layerzero.engine.dispatch import ENGINE
 from layerzero.serving.exporters import prometheus_text
 from layerzero.serving.readiness import readiness_check

@@ -168,7 +168,7 @@ def warmup(
     if warmed:
         ENGINE.bump()
     if current_policy()[SETTING] and target.type == "cuda":
-        from layerzero.tuning.proving.captures import prove_chosen
+        from layerzero.tuning.proving.rehearsal import prove_chosen
 
         prove_chosen([_facts(*_bound(replace(job, for_graph=True), target, params)) for job in jobs])
     if current_policy()["auto_tune_on_warmup"]:

@@ -19,7 +19,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.limit_kinds import Dtype
 from layerzero.core.operation import Case, Operation
 from layerzero.engine.probe import mark_broken
-from layerzero.testing import accepted_arguments, artefacts, boundaries, execution, gradients, invariance, randomness
+from layerzero.testing import accepted_arguments, artefacts, boundaries, execution, invariance, quick_checks, randomness
 from layerzero.testing.artefacts import Note, Play, fairly, just, one, refusal, with_sizes, with_value
 from layerzero.testing.boundaries import LimitBreak
 from layerzero.testing.compare import draws
@@ -183,10 +183,10 @@ class Battery:
             yield KernelCheck(f"rows in batches, {dtype}", just(invariance.batches, kernel, setting, base))
         if kernel.tp_invariant:
             yield KernelCheck(f"parts of ranks, {dtype}", just(invariance.ranks, kernel, setting, base))
-        if kernel.grad and gradients.has_gradients(self.operation, setting.dtype):
-            yield KernelCheck(f"gradients, {dtype}", just(gradients.gradients, trial))
+        if kernel.grad and quick_checks.has_gradients(self.operation, setting.dtype):
+            yield KernelCheck(f"gradients, {dtype}", just(quick_checks.gradients, trial))
             for form in FORMS:
-                yield KernelCheck(f"gradients of {form}, {dtype}", just(gradients.gradients, trial, form))
+                yield KernelCheck(f"gradients of {form}, {dtype}", just(quick_checks.gradients, trial, form))
             yield KernelCheck(f"gradients of random calls, {dtype}", self._random_gradients(setting.dtype, trial))
         if trial.facts.device.torch_type == "cuda":
             yield KernelCheck(f"other stream, {dtype}", just(execution.other_stream, trial))
@@ -332,7 +332,7 @@ class Battery:
                 replace(call, arguments={name: value for name, value in call.arguments.items() if name not in dropped})
                 for call in self._drawn(dtype)
             )
-            return gradients.gradients_of(self.kernel, self.operation, calls, GRADIENT_CALLS)
+            return quick_checks.gradients_of(self.kernel, self.operation, calls, GRADIENT_CALLS)
 
         return play
 

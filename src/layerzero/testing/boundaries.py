@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.kernel import Kernel
-from layerzero.core.limit import Limit
-from layerzero.core.limit_kinds import Arch, Dim, Dtype, Instruction, OneOf, Platform
+from layerzero.core.limit_kinds import Arch, Dim, Dtype, Instruction, Limit, OneOf, Platform
 from layerzero.core.operation import Case
 from layerzero.engine import legality
 from layerzero.testing.compare import call_dtype

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from layerzero.core.arguments import TensorSchema
-from layerzero.core.distribution import Distribution
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.judge import Elementwise, Given, Judge, Property, apart
+from layerzero.core.judges import Distribution
 from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Operation, OpKind, Routed, Tolerance
 from layerzero.core.system import forking

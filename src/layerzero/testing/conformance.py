@@ -7,15 +7,17 @@
     assert report.ok and report.passed
 
 Kernels run in a child process, so that one that dies or hangs is a finding: the check that it died in is recorded, and
-another child goes on after it.
+another child goes on after it. :func:`play` is what a child does.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import logging
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -25,12 +27,145 @@ import torch
 
 from layerzero.core.device import Device
 from layerzero.core.errors import LayerZeroError
-from layerzero.testing import conformance_child
+from layerzero.core.kernel import Kernel
+from layerzero.core.ledger import home_of
+from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.engine.policy import names_kernel
+from layerzero.engine.probe import this_machine
+from layerzero.engine.registry import REGISTRY
+from layerzero.testing.battery import Battery, KernelCheck
 from layerzero.testing.child_main import Message, Tell
 from layerzero.testing.children import DEATHS, End, Task, run_apart
 from layerzero.testing.report import ConformanceReport, KernelReport, Result
+from layerzero.testing.single_run import lost_context, raised
 
 __all__ = ["ConformanceReport", "KernelReport", "Result", "run"]
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """Which kernels there are of those that are named, by id, glob or library; and what draws the calls for them."""
+
+    kernels: list[str] | None
+    backends: list[str] | None
+    operation: str
+    device: str
+    seed: int
+    calls: int
+    modules: list[str]
+
+
+class Play(msgspec.Struct, frozen=True, tag=True):
+    """Checks of a kernel in an operation: all of what is declared, or of what lies ``beyond``; without those done."""
+
+    asked: Ask
+    kernel: str
+    operation: str
+    beyond: bool
+    done: list[str]
+
+
+Job = Ask | Play
+
+
+def selected(job: Ask) -> list[Kernel]:
+    """The kernels that a job names, of the operations that it names; those of one library follow each other."""
+
+    def named(kernel: Kernel) -> bool:
+        of_library = job.backends is None or kernel.source in job.backends
+        return of_library and (job.kernels is None or any(names_kernel(name, kernel) for name in job.kernels))
+
+    found = [kernel for kernel in REGISTRY.kernels(job.operation) if named(kernel) and _has_tensors(kernel)]
+    return sorted(found, key=lambda kernel: (kernel.source, kernel.id))
+
+
+def _has_tensors(kernel: Kernel) -> bool:
+    """Whether it is a kernel of tensors; others are proved by vetting, for the calls in question."""
+    return any(REGISTRY.operation(name).plain is None for name in kernel.operations)
+
+
+def described(kernel: Kernel, operation: str, device: Device) -> KernelReport:
+    """The empty report of a kernel: what it is, and why it cannot run here, if so."""
+    names = set(REGISTRY.operations_named(operation))
+    state = this_machine().state(kernel.backend, device)
+    reason = None if state.untested else state.reason  # an untested version is what may be tested
+    if reason is None and device.platform not in kernel.backend.platforms and kernel.backend.origin != "decorator":
+        wanted = " or ".join(kernel.backend.platforms)
+        reason = Reason(ReasonCode.PLATFORM_MISMATCH, "platform", wanted, device.platform)
+    widened = ", ".join(f"{name}: rtol {each.rtol}, atol {each.atol}" for name, each in kernel.tolerance.items())
+    return KernelReport(
+        kernel.id,
+        kernel.source,
+        tuple(name for name in kernel.operations if name in names),
+        refused=str(reason) if reason else "",
+        tolerance=f"{widened}, because {kernel.tolerance_reason}" if widened else "",
+    )
+
+
+@functools.cache
+def battery(kernel: str, operation: str, device: str, seed: int, calls: int) -> Battery:
+    """What a kernel's two jobs share: looking for calls that it takes costs as much as some checks."""
+    return Battery(REGISTRY.kernel(kernel), REGISTRY.operation(operation), device, seed, calls)
+
+
+def play(job: Play, tell: Tell) -> None:
+    """Run every check that is not done yet."""
+    mine = battery(job.kernel, job.operation, job.asked.device, job.asked.seed, job.asked.calls)
+    for check in mine.probes() if job.beyond else mine.checks():
+        if check.name not in job.done:
+            _run(check, job, tell)
+
+
+def _run(check: KernelCheck, job: Play, tell: Tell) -> None:
+    tell.begins(check.name, check.seconds)
+    started = time.perf_counter()
+    try:
+        outcome = check.play(tell.runs)
+        status, message = (outcome.status, outcome.message) if outcome else ("nothing", "")
+    except Exception as error:  # noqa: BLE001  # a check that fails itself is reported, as something wrong
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        status, message = "wrong", f"the check itself {raised(error)} ({where.name}, line {where.lineno})"
+    if lost := lost_context(Device.detect(job.asked.device)):
+        tell.leave(f"{message}; {lost}" if message else lost)
+    seconds = time.perf_counter() - started
+    tell.found(Result(job.kernel, job.operation, check.name, status, message, seconds), more=True)
+
+
+def imported(modules: Sequence[str]) -> str:
+    """Import modules that should register kernels; say what is wrong with one that does not."""
+    for module in modules:
+        before = len(REGISTRY.kernels())
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # noqa: BLE001  # whatever a module of somebody else's raises
+            wanted = "wanted a module that imports and registers kernels"
+            return f"--module {module}: {wanted}, got {type(error).__name__}: {error}"
+        mine = any(f"{home_of(kernel)}.".startswith(f"{module}.") for kernel in REGISTRY.kernels())
+        if len(REGISTRY.kernels()) == before and not mine:
+            more = "register them where it is imported, with @lz.register_kernel or lz.register_backend"
+            return f"--module {module}: wanted a module that registers kernels, got one that registers none; {more}"
+    return ""
+
+
+@functools.cache
+def _prepared(modules: tuple[str, ...]) -> str:
+    torch.set_num_threads(1)  # small tensors gain nothing from more; some checks take all
+    return imported(modules)
+
+
+def work(job: Job, tell: Tell) -> None:
+    """Do one job."""
+    asked = job if isinstance(job, Ask) else job.asked
+    if problem := _prepared(tuple(asked.modules)):
+        tell.refused(problem)
+    elif isinstance(job, Play):
+        play(job, tell)
+    else:
+        device = Device.detect(asked.device)
+        try:
+            tell.found([described(kernel, asked.operation, device) for kernel in selected(asked)])
+        except KeyError as error:
+            tell.refused(str(error.args[0]))
+
 
 log = logging.getLogger("layerzero")
 
@@ -76,10 +211,10 @@ def run(
     target = device or ("cuda" if torch.cuda.is_available() else "cpu")
     report = ConformanceReport(seed, target)
     named = (None if kernels is None else list(kernels), None if backends is None else list(backends))
-    ask = conformance_child.Ask(*named, operation, target, seed, calls, list(modules))
+    ask = Ask(*named, operation, target, seed, calls, list(modules))
     checks = _Checks(report, ask, seconds, progress or (lambda _: None))
     run_apart(
-        "layerzero.testing.conformance_child",
+        "layerzero.testing.conformance",
         checks.tasks,
         found=checks.found,
         ended=checks.ended,
@@ -96,9 +231,7 @@ def run(
 class _Checks:
     """Has every check done in children, and records what each of them found or died of."""
 
-    def __init__(
-        self, report: ConformanceReport, ask: conformance_child.Ask, seconds: float, progress: Progress
-    ) -> None:
+    def __init__(self, report: ConformanceReport, ask: Ask, seconds: float, progress: Progress) -> None:
         self.report, self.ask, self.seconds, self.progress = report, ask, seconds, progress
         self.tasks = deque([Task(ask, "", seconds)])
         self.told = ("", "")
@@ -106,15 +239,15 @@ class _Checks:
     def in_this_process(self) -> None:
         """Check what no child could see."""
         seen = {each.kernel_id for each in self.report.kernels}
-        conformance_child.battery.cache_clear()  # of kernels that had these names before
-        for kernel in conformance_child.selected(self.ask):
+        battery.cache_clear()  # of kernels that had these names before
+        for kernel in selected(self.ask):
             if kernel.id in seen:
                 continue
-            mine = conformance_child.described(kernel, self.ask.operation, Device.detect(self.ask.device))
+            mine = described(kernel, self.ask.operation, Device.detect(self.ask.device))
             mine.note = "registered in this process only, and so checked in it: a crash or a hang would have ended it"
             self.report.kernels.append(mine)
             for task in self._checks([mine]):
-                conformance_child.play(task.job, Tell(functools.partial(self._heard_here, task)))
+                play(task.job, Tell(functools.partial(self._heard_here, task)))
 
     def _heard_here(self, task: Task, message: Message) -> None:
         if message.kind == "found":
@@ -126,7 +259,7 @@ class _Checks:
             able = [each for each in reports if each.source == source and not each.refused]
             for beyond, each in itertools.product((False, True), able):
                 for name in each.operations:
-                    job = conformance_child.Play(self.ask, each.kernel_id, name, beyond, [])
+                    job = Play(self.ask, each.kernel_id, name, beyond, [])
                     yield Task(job, each.kernel_id, self.seconds, source, each, harmful=beyond)
 
     def begins(self, task: Task) -> None:

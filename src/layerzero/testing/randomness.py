@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import Role, TensorSchema
-from layerzero.core.distribution import Distribution
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.judge import Given, Property
+from layerzero.core.judges import Distribution
 from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Case, Operation
 from layerzero.engine.reference import as_tuple, moved

@@ -16,7 +16,7 @@ from layerzero.core.arguments import Axis
 from layerzero.core.kernel import Kernel
 from layerzero.core.limit_kinds import Dim
 from layerzero.core.operation import Case, Operation
-from layerzero.ops.brought import with_demanded
+from layerzero.ops.calls import with_demanded
 from layerzero.testing.generate import RandomCall, case_call
 from layerzero.testing.single_run import Trial, attempt
 

@@ -29,7 +29,7 @@ from layerzero.backends.flash_attn.attention import cache_folder, kept
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
-from layerzero.core.limit import Limit
+from layerzero.core.limit_kinds import Limit
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.system import forking
 from layerzero.ops.attention import declare as attention

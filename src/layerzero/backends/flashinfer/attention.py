@@ -29,7 +29,7 @@ from layerzero.backends.flashinfer.plan import PLANS, FlashInferPlan, plan_befor
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts, TensorFacts
 from layerzero.core.kernel import Backend, Kernel
-from layerzero.core.limit import Limit, OfTensors
+from layerzero.core.limit_kinds import Limit, OfTensors
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention import declare as attention
 

@@ -26,7 +26,7 @@ from layerzero.backends.latent import WIDTHS
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.limit import Limit
+from layerzero.core.limit_kinds import Limit
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.latent import NAME
 from layerzero.ops.paged.step import StepMetadata

@@ -24,7 +24,7 @@ from layerzero.backends.flashinfer.modules import Variant, compiled_for, planned
 from layerzero.backends.shape_cache import Prepared
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.limit import Limit
+from layerzero.core.limit_kinds import Limit
 from layerzero.core.system import forking
 
 

@@ -34,7 +34,7 @@ from layerzero.core import limits as limit
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.limit import Limit
+from layerzero.core.limit_kinds import Limit
 from layerzero.core.operation import Tolerance
 from layerzero.ops.attention.declare import TOLERANCE
 from layerzero.ops.paged.quantized import DECODE, PREFILL, SCALES_OF_HEADS, by_key_head, of_heads, scales_of_heads

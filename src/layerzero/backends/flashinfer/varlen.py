@@ -34,7 +34,7 @@ from layerzero.core import limits as limit
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.limit import Limit
+from layerzero.core.limit_kinds import Limit
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.paged import mixed
 from layerzero.ops.paged.step import StepMetadata

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from layerzero.backends.expert_weights import ACCEPTS, TENSORS, Products, experts_of, looped
-from layerzero.backends.grouped_weights import IN_FOUR_BITS
+from layerzero.backends.grouped_weights import ACCEPTS, IN_FOUR_BITS, TENSORS, Products, experts_of, looped
 from layerzero.backends.torch.attention import FLOATS, TORCH
 from layerzero.backends.torch.grouped_linear import int4, int8
 from layerzero.backends.torch.weight_formats import dequantizing

@@ -25,9 +25,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.backends.compiler_caches import driver_cache
-from layerzero.backends.expert_weights import ALIKE, TENSORS
 from layerzero.backends.grouped_weights import (
+    ALIKE,
     IN_FOUR_BITS,
+    TENSORS,
     Locks,
     before_capture,
     bytes_of,

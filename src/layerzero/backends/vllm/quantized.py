@@ -25,7 +25,7 @@ from layerzero.backends.vllm.varlen import Keys, Scores, forward_of_v3
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.limit import Limit
+from layerzero.core.limit_kinds import Limit
 from layerzero.core.operation import Tolerance
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention.limits import DenseTokens

@@ -41,7 +41,7 @@ from layerzero.backends.vllm.quantized import OF_CODES, load_append_codes
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.limit import Limit
+from layerzero.core.limit_kinds import Limit
 from layerzero.ops.rope.split import (
     ACCEPTS,
     SPLIT_ACCEPTS,

@@ -45,7 +45,7 @@ from layerzero.backends.vllm.library import (
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel, Trust
-from layerzero.core.limit import Limit
+from layerzero.core.limit_kinds import Limit
 from layerzero.ops.paged import mixed
 from layerzero.ops.ragged import declare as ragged
 

@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from layerzero.backends.expert_weights import ALIKE
-from layerzero.backends.grouped_weights import bytes_of
+from layerzero.backends.grouped_weights import ALIKE, bytes_of
 from layerzero.backends.vllm_cpu.linear import misread
 from layerzero.backends.vllm_cpu.norm import VLLM_CPU, build_for, operators
 from layerzero.core import limits as limit

@@ -31,7 +31,7 @@ from layerzero.integrations.optimize.selection import WHOLE, time_inputs, time_r
 from layerzero.integrations.optimize.swaps.candidate import watching
 from layerzero.integrations.optimize.swaps.swap import Swap, is_dense, is_swapped
 from layerzero.integrations.optimize.swaps.weights import Budget, Packs
-from layerzero.integrations.optimize.times.invariant import tell_cost
+from layerzero.integrations.optimize.times.module_times import tell_cost
 from layerzero.integrations.optimize.times.report import NO_TIME, Left, Optimized, Replaced
 from layerzero.integrations.optimize.times.workload import RUN, TimeLeft, is_function, stock_of, workload_of
 from layerzero.integrations.tokenizers import is_tokenizer, optimize_tokenizer

@@ -14,7 +14,7 @@ import torch
 
 from layerzero.core.arguments import Adapter, moving
 from layerzero.core.facts import Facts, TensorFacts
-from layerzero.core.limit import NOTHING, Finding, Findings, Limit, OfTensors, Repair, violated
+from layerzero.core.limit_kinds import NOTHING, Finding, Findings, Limit, OfTensors, Repair, violated
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.reuse_conditions import WITHIN, Condition, SizedCall, conditions, same_sizes
 from layerzero.ops.attention.layout import CANONICAL, heads_axis, sequence_axis

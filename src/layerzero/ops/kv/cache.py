@@ -16,8 +16,7 @@ from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.ops.kv import storage as memory
 from layerzero.ops.kv.page_table import PrefixGroup, groups_of
 from layerzero.ops.kv.sequences import CachedSequences, alone, several
-from layerzero.ops.kv.step import CacheStep
-from layerzero.ops.kv.step_classes import columns_for, counts_of, numbers_to
+from layerzero.ops.kv.step import CacheStep, columns_for, counts_of, numbers_to
 from layerzero.ops.kv.strategy import KVCacheError, KVCacheStrategy
 
 

@@ -151,7 +151,7 @@ def _told_version(version: int) -> str:
 
 
 def _driver_version() -> int:
-    from layerzero.ops.kv.driver import driver
+    from layerzero.ops.kv.ranges import driver
 
     found = driver()
     return 0 if found is None else found.version()

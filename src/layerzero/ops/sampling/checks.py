@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from layerzero.core import values
-from layerzero.core.distribution import Distribution
 from layerzero.core.errors import InvalidCallError
+from layerzero.core.judges import Distribution
 from layerzero.core.values import Check
 from layerzero.ops.sampling.formulas import keep_min_p, keep_top_k, keep_top_p, probabilities, within
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import Axis, Param, Role, TensorSchema, told
-from layerzero.core.distribution import Distribution
 from layerzero.core.dtypes import FLOATING
 from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.judge import Exact, reproducible
+from layerzero.core.judges import Distribution
 from layerzero.core.operation import Case, Function, Operation, OpKind, Routed, Work
 from layerzero.core.schema import OperationSchema
 from layerzero.core.values import Check

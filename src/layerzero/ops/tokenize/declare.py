@@ -25,8 +25,7 @@ from typing import Any
 from layerzero.core.arguments import Axis, Param, Role
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.facts import Facts
-from layerzero.core.limit import NOTHING, Findings, Limit, violated
-from layerzero.core.limit_kinds import Custom
+from layerzero.core.limit_kinds import NOTHING, Custom, Findings, Limit, violated
 from layerzero.core.operation import Case, Operation, OpKind
 from layerzero.core.plain import Plain
 from layerzero.core.reasons import Reason, ReasonCode

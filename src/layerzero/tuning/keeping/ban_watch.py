@@ -13,7 +13,7 @@ import weakref
 from typing import Protocol
 
 from layerzero.core.system import forking
-from layerzero.core.system.threads import started
+from layerzero.core.system.resources import started
 
 log = logging.getLogger("layerzero")
 

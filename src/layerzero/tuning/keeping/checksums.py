@@ -22,7 +22,7 @@ DECIDING = (
 )
 """Columns of a time behind its work and graph that decide what it is worth, in the order in which they are summed.
 
-The first are the fields of :class:`layerzero.tuning.predicting.evidence.Time`: nothing has to be sorted on a miss.
+The first are the fields of :class:`layerzero.tuning.predicting.fitting.Time`: nothing has to be sorted on a miss.
 """
 
 COLUMNS = (*DECIDING, "p95_us", "first_call_us", "device_uuid", "layerzero")

@@ -38,7 +38,7 @@ from layerzero.core.ledger import (
 )
 from layerzero.core.recipe import CallRecipe, Workspace, elements_of
 from layerzero.core.system import disk, forking
-from layerzero.engine import probe, process_end
+from layerzero.engine import first_run, probe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.keeping import records
@@ -182,13 +182,13 @@ class FileLedger(MemoryLedger):
         if not self.unproved(kernel, facts):
             return None
         identity = (kernel.id, facts.device.name, call_class(facts))
-        record = self._about(kernel, facts, text=process_end.so_far())
+        record = self._about(kernel, facts, text=first_run.so_far())
         name = Name(records.slug_of(kernel.id), record.key, RUNNING)
         path = self.files.path / name.file(uuid.uuid4().hex)
         file = self.files.write(path, record)
         if file is None:
             return None
-        process_end.begin(file)
+        first_run.begin(file)
         return Marker(path, file, name, identity)
 
     def accept(self, marker: object) -> None:
@@ -196,7 +196,7 @@ class FileLedger(MemoryLedger):
         assert isinstance(marker, Marker)
         name = Name(marker.name.slug, marker.name.key, PROVED)
         self.files.move(marker.path, self.files.path / name.file())
-        process_end.end(marker.file)
+        first_run.end(marker.file)
         os.close(marker.file)
         self.files.known(name)
         self._proved.add(marker.identity)
@@ -205,7 +205,7 @@ class FileLedger(MemoryLedger):
         """Remove the marker."""
         assert isinstance(marker, Marker)
         self.files.move(marker.path, None)
-        process_end.end(marker.file)
+        first_run.end(marker.file)
         os.close(marker.file)
 
     # what is recorded

@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from layerzero.core.system import disk
-from layerzero.engine import process_end
+from layerzero.engine import first_run
 
 _FOLDER = "plugins"
 
@@ -41,12 +41,12 @@ def importing(folder: Path, plugin: str, version: str) -> Iterator[str]:
         yield f"it ended {'; '.join(text for _, text in before)}; `layerzero doctor` tries it again" if before else ""
         return
     path, file = marker
-    process_end.begin(file)
+    first_run.begin(file)
     try:
         yield ""
     finally:
         path.unlink(missing_ok=True)
-        process_end.end(file)
+        first_run.end(file)
         os.close(file)
 
 
@@ -59,7 +59,7 @@ def forgive(folder: Path, plugin: str, version: str) -> None:
 def _marked(place: Path, stem: str) -> tuple[Path, int] | None:
     """A new marker with its open file, locked before it has its name."""
     path = place / f"{stem}.{uuid.uuid4().hex}"
-    said = f"process {os.getpid()} ({datetime.now(UTC):%Y-%m-%d %H:%M UTC})\n{process_end.so_far()}\n"
+    said = f"process {os.getpid()} ({datetime.now(UTC):%Y-%m-%d %H:%M UTC})\n{first_run.so_far()}\n"
     try:
         disk.make_private(place)
         return path, disk.write_locked(path, said.encode())
@@ -73,9 +73,9 @@ def _left(place: Path, stem: str) -> list[tuple[Path, str]]:
     for path in sorted(place.glob(f"{stem}.*")) if place.is_dir() else ():
         with suppress(OSError):  # gone meanwhile, another user's, or no plain file
             if not disk.is_locked(path):
-                if process_end.from_outside(path):
+                if first_run.from_outside(path):
                     path.unlink(missing_ok=True)
                 else:
-                    said = disk.read_plain(path, process_end.MOST_BYTES).decode(errors="replace")
+                    said = disk.read_plain(path, first_run.MOST_BYTES).decode(errors="replace")
                     found.append((path, said.partition("\n")[0]))
     return found

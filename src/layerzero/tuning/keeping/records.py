@@ -26,7 +26,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.ledger import Verdict, capture_text, work_text
 from layerzero.core.recipe import CallRecipe
 from layerzero.core.system import disk
-from layerzero.engine import process_end
+from layerzero.engine import first_run
 
 FORMAT = 1
 
@@ -300,7 +300,7 @@ class RecordFiles:
             raise DamagedError(str(error)) from error
         except OSError:  # another user's: theirs to judge
             return True
-        if not held and process_end.from_outside(path):  # a signal ended it, which is no kernel's doing
+        if not held and first_run.from_outside(path):  # a signal ended it, which is no kernel's doing
             path.unlink(missing_ok=True)
             return True
         return held

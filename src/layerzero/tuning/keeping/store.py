@@ -34,7 +34,7 @@ from layerzero.tuning.keeping.files import FileLedger, cache_folder
 from layerzero.tuning.keeping.prior import priors_of, problems
 from layerzero.tuning.keeping.row_queue import Spool
 from layerzero.tuning.keeping.rows import Row, alike, check, in_other_layout, is_to_come, row_of, work_of
-from layerzero.tuning.predicting.evidence import OTHER_LAYOUT, Time, weighed
+from layerzero.tuning.predicting.fitting import OTHER_LAYOUT, Time, weighed
 from layerzero.tuning.predicting.prediction import MAX_DISTANCE, predict
 
 NOTES: list[Callable[[], Iterable[str]]] = []

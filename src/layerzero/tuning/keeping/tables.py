@@ -18,7 +18,7 @@ import msgspec
 from layerzero.core.device import Device, capability_hash
 from layerzero.core.dtypes import DTYPES
 from layerzero.tuning.keeping.rows import Row, Work, implied_of, is_plain, scaling_of, unusual
-from layerzero.tuning.predicting.evidence import Time, weighed
+from layerzero.tuning.predicting.fitting import Time, weighed
 
 FORMAT = 1
 KIND = "layerzero priors"

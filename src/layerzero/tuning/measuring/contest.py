@@ -37,7 +37,7 @@ from layerzero.testing.compare import copied
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.single_run import lost_context, raised
 from layerzero.tuning.keeping import machine_state as conditions
-from layerzero.tuning.measuring import workspace
+from layerzero.tuning.measuring import clocks
 from layerzero.tuning.measuring.admission import copied_bytes, least_us
 from layerzero.tuning.measuring.clocks import Clock, Graphs, Run, Sample, clock_of
 from layerzero.tuning.measuring.timing import CONTENDS, Effort, TimeOverError, measurement, race
@@ -347,7 +347,7 @@ def _made_ready(
             return ContestEntry(kernel, Status.WRONG, None, "; ".join(problems), error)
         if kernel.jit:
             BUILT.add(kernel, facts)
-        workspace.note(kernel, facts, run)
+        clocks.note(kernel, facts, run)
         if not graph:
             return _Ready(kernel, run, first_call_us, error)
         inside = plan_in_a_capture(kernel, report, call)

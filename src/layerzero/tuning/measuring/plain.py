@@ -30,10 +30,10 @@ from layerzero.engine.plain import PLAIN_CALLS, plain_facts
 from layerzero.engine.policy import names_any
 from layerzero.ops import plain_function_of
 from layerzero.tuning.measuring.clocks import CpuClock, clock_of
+from layerzero.tuning.measuring.comparison import record_times
 from layerzero.tuning.measuring.loop import Children, Pairs, Party, run_loop
 from layerzero.tuning.measuring.timing import Deadline, Effort, measurement, race
-from layerzero.tuning.measuring.winner import record_times
-from layerzero.tuning.predicting.evidence import FULL_SAMPLES
+from layerzero.tuning.predicting.fitting import FULL_SAMPLES
 from layerzero.tuning.proving.vetting import Vetted, facts_of_case, plain_operations, plain_pairs
 
 CPU = torch.device("cpu")

@@ -30,12 +30,12 @@ from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.keeping.machine_state import needed_bytes, too_large
 from layerzero.tuning.measuring.admission import hopeless, outdone
+from layerzero.tuning.measuring.comparison import record_times
 from layerzero.tuning.measuring.contest import Contest, Status, contest
 from layerzero.tuning.measuring.jobs import Job
 from layerzero.tuning.measuring.loop import BETWEEN, NO_TIME, Children, Pairs, TensorParty
 from layerzero.tuning.measuring.timing import TimeOverError
-from layerzero.tuning.measuring.winner import record_times
-from layerzero.tuning.predicting.evidence import FULL_SAMPLES
+from layerzero.tuning.predicting.fitting import FULL_SAMPLES
 from layerzero.tuning.proving.rehearsal import is_new, rehearse
 
 USABLE = 0.5

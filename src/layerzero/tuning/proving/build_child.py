@@ -27,8 +27,7 @@ from layerzero.core.dtypes import dtype_named
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.recipe import CallRecipe
-from layerzero.core.system.resources import available_bytes
-from layerzero.core.system.threads import usable_cpus
+from layerzero.core.system.resources import available_bytes, usable_cpus
 from layerzero.engine import jit
 from layerzero.engine.config import SCOPES
 from layerzero.engine.failures import out_of_memory

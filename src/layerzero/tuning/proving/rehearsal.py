@@ -3,27 +3,34 @@
 In a rehearsal one child answers many questions, since most of its time goes into importing torch, loading libraries and
 compiling; a kernel's calls go to the same child. Where one ends it, a new child goes on with the next. Results are not
 compared: measuring does that, and once is enough. A suspect is run in a child of its own, and its result is compared.
+
+Here, too, the proofs that a capture needs where ``graph_strict_mode`` is set.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
+from layerzero.asking.answers import explain
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.ledger import Verdict, class_text
+from layerzero.core.ledger import Verdict, capture_text, class_text
 from layerzero.core.recipe import CallRecipe
+from layerzero.engine.config import SCOPES
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.first_run import marked
+from layerzero.engine.graph_safety import SETTING
 from layerzero.engine.registry import REGISTRY
 from layerzero.testing.children import START_S, End, Task, run_apart
 from layerzero.testing.process import APART, apart_on, by_device
 from layerzero.tuning.proving.child import ChildTask, Reply, homes
+from layerzero.tuning.proving.vetting import Vetted, vet_calls
 
 TIMEOUT_S = START_S
 """How long a kernel may run before it counts as hanging; compiling is part of it."""
@@ -199,3 +206,37 @@ def _shares(pairs: Sequence[tuple[Kernel, Facts]], count: int) -> list[list[tupl
     for each in sorted(kernels.values(), key=lambda calls: (calls[0][0].jit, -len(calls))):
         min(shares, key=len).extend(each)
     return [share for share in shares if share]
+
+
+log = logging.getLogger("layerzero")
+
+MOST_KERNELS = 4
+"""How many kernels are tried for a call, one after the other: torch's own are among the first few."""
+
+
+def prove_chosen(calls: Sequence[Facts]) -> tuple[Vetted, ...]:
+    """Prove what calls would choose in a capture, and where that is unsafe, what they would choose then.
+
+    Returns: what was found. What could not be tried has no verdict, and strict mode goes on refusing it; it is logged.
+    """
+    found: dict[tuple[str, str], Vetted] = {}
+    for _ in range(MOST_KERNELS):
+        unknown = [(each, facts) for facts in calls for each in _chosen(facts)]
+        pairs = [(each, facts) for each, facts in unknown if (each.id, capture_text(facts)) not in found]
+        if not pairs:
+            break
+        found |= {(each.kernel_id, each.call_class): each for each in vet_calls(pairs, graph=True, go_on=True)}
+    for each in found.values():
+        if each.verdict is None:
+            log.warning("%s: no capture of it was proved, which %s asks for", each, SETTING)
+    return tuple(found.values())
+
+
+def _chosen(facts: Facts) -> Iterator[Kernel]:
+    """What the call would run before the capture and in it, as far as nothing is known of its captures."""
+    with SCOPES.scope({SETTING: False}):
+        reports = [explain(facts), explain(facts.on(facts.device, capturing=True))]
+    for report in reports:
+        chosen = report.chosen
+        if chosen is not None and chosen.kernel.graph_safe and ENGINE.ledger.capture(chosen.kernel, facts) is None:
+            yield chosen.kernel
