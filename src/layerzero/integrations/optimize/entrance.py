@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -31,9 +32,8 @@ from layerzero.integrations.optimize.selection import WHOLE, time_inputs, time_r
 from layerzero.integrations.optimize.swaps.candidate import watching
 from layerzero.integrations.optimize.swaps.swap import Swap, is_dense, is_swapped
 from layerzero.integrations.optimize.swaps.weights import Budget, Packs
-from layerzero.integrations.optimize.times.module_times import tell_cost
 from layerzero.integrations.optimize.times.report import NO_TIME, Left, Optimized, Replaced
-from layerzero.integrations.optimize.times.workload import RUN, TimeLeft, is_function, stock_of, workload_of
+from layerzero.integrations.optimize.times.workload import RUN, TimeLeft, Workload, is_function, stock_of, workload_of
 from layerzero.integrations.tokenizers import is_tokenizer, optimize_tokenizer
 from layerzero.serving.warmup import Progress, bar_or
 
@@ -52,6 +52,9 @@ FINDERS: tuple[Callable[[Search], Iterator[Replaced | Left]], ...] = (
 
 In this order: layers rest on the attention that was found, and modules within a layer are the layer's.
 """
+
+_TURNS = 5
+"""Runs of the model's own code and of what is put on, in turn; the first of each does not count."""
 
 
 def _among_ranks(run: Callable[Params, Any]) -> Callable[Params, Any]:
@@ -292,7 +295,7 @@ def _optimized(
         for packs in report.packs:
             packs.bound(budget)
     if invariant:
-        tell_cost(report, workload)
+        _tell_cost_of_invariance(report, workload)
     elif workload is None:
         time_random_rows(search, report, graph=graph)
         requested.keep_sizes(search, report)
@@ -345,3 +348,22 @@ def weight_bytes(root: Module) -> int:
             storage = each.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
+
+
+def _tell_cost_of_invariance(report: Optimized, workload: Workload | None) -> None:
+    """Say what invariant bits cost, in units of the model's own time, and which products may have other bits."""
+    if workload is not None and report.time.allows("timing what invariant bits cost", RUN, 2 * _TURNS):
+        times: dict[bool, list[float]] = {False: [], True: []}
+        for turn in range(_TURNS):
+            for on, samples in times.items():
+                for each in report.replaced:
+                    if each.exchange is not None:
+                        each.exchange.on() if on else each.exchange.off()
+                sample = workload.sample()
+                samples.extend([sample] if turn else [])
+        own_s, ours_s = (statistics.median(each) for each in times.values())
+        report.tune.append(f"invariant bits cost {ours_s / own_s:.2f} times the model's own time on these inputs")
+    left = [f"{each.path} ({each.module})" for each in report.left]
+    if left:
+        named = ", ".join(left[:3])
+        report.tune.append(f"{len(left)} modules run their own code, whose bits may depend on the batch: {named}")

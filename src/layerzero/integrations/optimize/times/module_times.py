@@ -1,7 +1,4 @@
-"""Where a model's time goes: in modules that were replaced, in others, and outside of any; on host and device.
-
-Here, too, what bits that do not depend on the batch or on ranks cost a model.
-"""
+"""Where a model's time goes: in modules that were replaced, in others, and outside of any; on host and device."""
 
 from __future__ import annotations
 
@@ -15,8 +12,6 @@ from torch.nn import Module
 
 from layerzero.integrations.optimize.swaps.candidate import watching
 from layerzero.integrations.optimize.times import timing
-from layerzero.integrations.optimize.times.report import Optimized
-from layerzero.integrations.optimize.times.workload import RUN, Workload
 
 ROUNDS = 3
 """Runs of each, in turn."""
@@ -170,26 +165,3 @@ def _medians(runs: list[dict[str, Share]]) -> dict[str, Share]:
         host_s = statistics.median(each[kind].host_s for each in runs)
         found[kind] = Share(host_s, statistics.median(known) if known else None)
     return found
-
-
-TURNS = 5
-"""Runs of the model's own code and of what is put on, in turn; the first of each does not count."""
-
-
-def tell_cost(report: Optimized, workload: Workload | None) -> None:
-    """Say what invariant bits cost, in units of the model's own time, and which products may have other bits."""
-    if workload is not None and report.time.allows("timing what invariant bits cost", RUN, 2 * TURNS):
-        times: dict[bool, list[float]] = {False: [], True: []}
-        for turn in range(TURNS):
-            for on, samples in times.items():
-                for each in report.replaced:
-                    if each.exchange is not None:
-                        each.exchange.on() if on else each.exchange.off()
-                sample = workload.sample()
-                samples.extend([sample] if turn else [])
-        own_s, ours_s = (statistics.median(each) for each in times.values())
-        report.tune.append(f"invariant bits cost {ours_s / own_s:.2f} times the model's own time on these inputs")
-    left = [f"{each.path} ({each.module})" for each in report.left]
-    if left:
-        named = ", ".join(left[:3])
-        report.tune.append(f"{len(left)} modules run their own code, whose bits may depend on the batch: {named}")
