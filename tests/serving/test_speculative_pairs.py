@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import layerzero as lz
 from drawing import examples
-from layerzero.serving.speculative_pairs import attention_over
+from layerzero.ops.kv.layer import attention_over
 
 C = lz.ReasonCode
 

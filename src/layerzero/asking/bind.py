@@ -10,9 +10,9 @@ import torch
 
 from layerzero.asking.answers import check_operation, question
 from layerzero.asking.subjects import Named, name_of
+from layerzero.core.bundle import MISSING, Bundle, unpack
 from layerzero.core.eager_state import declared
 from layerzero.core.errors import CudaGraphUnsafeError, InvalidCallError
-from layerzero.core.handle import MISSING, Bundle, unpack
 from layerzero.core.plain import PlainFunction
 from layerzero.core.plan import Plan, Report
 from layerzero.engine import accelerator

@@ -11,8 +11,8 @@ import torch
 
 from layerzero.core.argument_errors import public
 from layerzero.core.arguments import told
+from layerzero.core.bundle import Bundle
 from layerzero.core.errors import InvalidCallError, refuse
-from layerzero.core.handle import Bundle
 from layerzero.core.reasons import ReasonCode
 from layerzero.core.system import forking
 from layerzero.ops.kv.form import form_of
