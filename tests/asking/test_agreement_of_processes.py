@@ -17,7 +17,7 @@ from datetime import timedelta
 from layerzero.core.evidence import Measurement
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.settings import DECIDE_NOTHING, SETTINGS
-from layerzero.tuning.measuring.winner import record_times
+from layerzero.tuning.measuring.comparison import record_times
 rank, store, what = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 def group(seconds):
     torch.distributed.init_process_group(
