@@ -13,8 +13,8 @@ from msgspec import UNSET, Meta
 from layerzero.asking.descriptors import exported
 from layerzero.cli import describe
 from layerzero.core.descriptor import VERSION_1, Descriptor, Entry
-from layerzero.core.limit_data import KINDS
 from layerzero.core.limit_kinds import Dtype
+from layerzero.core.limits import KINDS
 from tools.pages import HEADER, builtin_kernels, code, table
 
 INTRO = """\

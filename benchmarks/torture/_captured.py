@@ -22,8 +22,7 @@ from layerzero.engine.functions import CALLS
 from layerzero.engine.registry import REGISTRY
 from layerzero.testing import compare, execution
 from layerzero.testing.child_main import Tell
-from layerzero.testing.memory import other_values
-from layerzero.testing.single_run import attempt, build, lost_context, raised, tensors
+from layerzero.testing.single_run import attempt, build, lost_context, other_values, raised, tensors
 from layerzero.tuning.proving.child import rebuilt
 
 UNSAFE = ("waits", "reads", "remembers", "elsewhere", "dies", "hangs")

@@ -22,8 +22,8 @@ from drawing import at_once, examples
 from layerzero.asking.descriptors import DESCRIPTORS, by_backend, exported
 from layerzero.core import capability, limit_kinds
 from layerzero.core.descriptor import decode, sha256
-from layerzero.core.limit_data import KINDS, is_data, limit_data, limit_of
 from layerzero.core.limit_kinds import Limit, OfTensors
+from layerzero.core.limits import KINDS, is_data, limit_data, limit_of
 from layerzero.engine import legality
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS

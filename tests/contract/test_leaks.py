@@ -129,12 +129,9 @@ ALLOWED: dict[str, dict[str, str]] = {
     "integrations/diffusers.py": dict.fromkeys(
         ("attention", "attn_mask", "dropout_p", "is_causal", "query", "return_lse"), "diffusers' names for what it asks"
     ),
-    "integrations/diffusers_formulas.py": dict.fromkeys(
-        ("cos", "heads", "interleaved", "positions", "rope_", "sin"),
-        "rotations in diffusers' processors: what they are given, and what is called in their place",
-    ),
     "integrations/diffusers_rotary.py": dict.fromkeys(
-        ("attention", "cos", "heads", "out_features", "sin"), "attributes of diffusers' attentions, and their rotations"
+        ("attention", "cos", "heads", "interleaved", "out_features", "positions", "rope_", "sin"),
+        "attributes of diffusers' attentions; what their rotations are given, and what is called in their place",
     ),
     **{
         f"integrations/optimize/{file}.py": dict.fromkeys(names.split(), reason)
@@ -173,7 +170,7 @@ ALLOWED: dict[str, dict[str, str]] = {
             ("layers/inner", _LAYER, "activation cos positions sin"),
             ("layers/find", _LAYER, "add_residual_rms_norm_ attention heads linear mlp positions rope_"),
             ("swaps/codes", _REPLACED, "activations bias quantize quantized_linear weight weight_format"),
-            ("swaps/weights", _REPLACED, "quantized"),
+            ("swaps/weights", _REPLACED, "bias linear quantized weight"),
             ("modules/quantised", _REPLACED, "block_size in_features scale weight weight_scale"),
             ("entrance", _REPLACED, "activations padding"),
             ("modules/int8", _REPLACED, "activations bias norm packed quantized quantized_linear"),
@@ -181,7 +178,6 @@ ALLOWED: dict[str, dict[str, str]] = {
             ("models/padding", _PADDED, "groups tokens"),
             ("models/stacks", _PADDED, "is_causal packed padding positions ragged_attention rows tokens"),
             ("modules/find", _REPLACED, "bias conv1d conv2d dilation packed weight"),
-            ("modules/orientation", _REPLACED, "bias linear weight"),
             (
                 "modules/norms",
                 _REPLACED,

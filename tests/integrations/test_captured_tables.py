@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from layerzero.core import graph_capture
-from layerzero.integrations.diffusers_formulas import _table
+from layerzero.integrations.diffusers_rotary import _table
 from layerzero.integrations.optimize.layers.layer import table_for
 from layerzero.integrations.optimize.modules.norms import Normed, OnePlus
 

@@ -19,7 +19,7 @@ from diffusers.models.embeddings import apply_rotary_emb
 from test_diffusers import MODELS, flux, randn, run, sd3, unet, wan
 
 from layerzero.engine.dispatch import ENGINE
-from layerzero.integrations import diffusers_formulas as formulas
+from layerzero.integrations import diffusers_rotary as formulas
 from layerzero.integrations import diffusers_rotary as rotary
 
 

@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn import functional
 
 import layerzero as lz
-from layerzero.integrations.optimize.modules.orientation import turns
 from layerzero.integrations.optimize.modules.products import Block, block, linear
 from layerzero.integrations.optimize.swaps.candidate import Candidate, compared
 from layerzero.integrations.optimize.swaps.swap import MARK
+from layerzero.integrations.optimize.swaps.weights import turns
 
 PACKED = "packed" in str(lz.which("linear", torch.ones(1, 8), w := torch.ones(8, 8), packed=lz.PackedWeight(w)))
 

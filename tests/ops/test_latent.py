@@ -9,9 +9,8 @@ import torch
 
 import layerzero as lz
 from drawing import at_once
-from layerzero.backends.latent import joined
 from layerzero.ops.attention.reference import attention_reference
-from layerzero.ops.latent import NAME, mla_attention
+from layerzero.ops.latent import NAME, joined, mla_attention
 
 SCALE = 192**-0.5
 KERNELS = ("torch.mla_gather", "torch.mla_sdpa_cpu", "vllm.cpu.mla_decode")

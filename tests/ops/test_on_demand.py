@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.ops.paged import lazy_cache
+from layerzero.ops.paged import layout_record
 
 LENGTH = 40_000
 LACKS = ", which lacks it; KVCache.writing"
@@ -110,13 +110,13 @@ def test_tensors_that_outlive_their_cache_lead_nowhere(cache):
 
 def test_nothing_is_kept_of_memory_that_nobody_has(cache):
     gc.collect()
-    before = set(lazy_cache._CACHES)
+    before = set(layout_record._CACHES)
     other = lz.KVCache(1, 2, 32, dtype=torch.float32, strategy="virtual", max_sequences=3, max_length=LENGTH)
-    assert set(lazy_cache._CACHES) > before
+    assert set(layout_record._CACHES) > before
     other.close()
     del other
     gc.collect()
-    assert set(lazy_cache._CACHES) == before
+    assert set(layout_record._CACHES) == before
 
 
 @pytest.mark.parametrize("view", [lambda each: each[::2], lambda each: each[0].unflatten(0, (-1, 16))])

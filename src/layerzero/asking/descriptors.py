@@ -22,8 +22,8 @@ from layerzero.core.device import PLATFORMS
 from layerzero.core.errors import DescriptorError, RegistrationError
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
-from layerzero.core.limit_data import limit_data
 from layerzero.core.limit_kinds import Equal, Limit, OneOf
+from layerzero.core.limits import limit_data
 from layerzero.core.operation import Operation
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.probe import check_requirement

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from layerzero.cli import calls, checks, measuring, plans, readiness
+from layerzero.cli import calls, checks, measuring, plans
 from layerzero.cli.calls import AsJson, Modules
 from layerzero.cli.output import FINE, NO, Answer, Program, import_modules, say, stdout_console
 from layerzero.cli.output import examples as _examples
@@ -351,5 +351,4 @@ def descriptor_check(
 
 
 measuring.add_to(main)
-readiness.add_to(main)
 plans.add_to(main)

@@ -14,8 +14,8 @@ from layerzero.core.descriptor import Entry
 from layerzero.core.device import GENERATIONS
 from layerzero.core.dtypes import DTYPES, dtype_name, dtype_named
 from layerzero.core.kernel import Kernel
-from layerzero.core.limit_data import CODE, limit_data, limit_of
 from layerzero.core.limit_kinds import Arch, Dim, Dtype, LastStrideOne, Limit, Platform
+from layerzero.core.limits import CODE, limit_data, limit_of
 from layerzero.core.operation import Operation
 
 _BOUNDS = {

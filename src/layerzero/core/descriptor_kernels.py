@@ -15,8 +15,8 @@ from layerzero.core.descriptor import Descriptor, Entry
 from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel, Revision
-from layerzero.core.limit_data import CODE, is_data
 from layerzero.core.limit_kinds import Arch, Dim, Dtype, Limit, OneOf, Platform
+from layerzero.core.limits import CODE, is_data
 from layerzero.core.operation import Operation
 
 _KEPT = (Dtype, Platform)

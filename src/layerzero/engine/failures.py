@@ -18,10 +18,10 @@ from layerzero.core.ledger import Ledger
 from layerzero.core.operation import Routed
 from layerzero.core.plan import Plan, Report
 from layerzero.core.reasons import ReasonCode
-from layerzero.engine import foreign_errors, probe
+from layerzero.engine import probe
 from layerzero.engine.events import EVENTS
 from layerzero.engine.first_run import Recent
-from layerzero.engine.health import Health
+from layerzero.engine.health import Health, let_pass
 from layerzero.engine.policy import Policy
 from layerzero.engine.reference import dtype_of, fake_call, leading
 
@@ -53,7 +53,7 @@ def not_loaded(kernel: Kernel, report: Report, error: Exception, engine: _Engine
 
     A library that does not import is out for this process, with all its kernels; any other error rests this kernel.
     """
-    foreign_errors.let_pass(error)
+    let_pass(error)
     if out_of_memory(error):
         raise error
     if report.facts.operation.is_collective:
@@ -161,7 +161,7 @@ def check_retry(
     written already. In all other cases the kernel rests (its breaker opens) and, if policy allows a fallback, the next
     one runs.
     """
-    foreign_errors.let_pass(error)
+    let_pass(error)
     kernel, operation, device = plan.kernel, plan.report.operation, plan.report.facts.device.name
     if out_of_memory(error) or isinstance(error, (Warning, InvalidCallError)):
         raise error

@@ -28,7 +28,7 @@ from layerzero.core.plan import Adaptation, Candidate, outdate
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.system.free_memory import FREE, Reading, mib
 from layerzero.core.system.free_memory import UNKNOWN as UNREAD
-from layerzero.engine import foreign_errors
+from layerzero.engine import health
 from layerzero.engine.config import current_policy
 from layerzero.engine.policy import Lock, Policy, bound_by
 from layerzero.engine.reference import dtype_of, leading
@@ -148,7 +148,7 @@ def reasons(kernel: Kernel, facts: Facts, policy: Policy) -> list[Reason]:
     try:
         need = need_of(kernel, facts)
     except Exception as error:  # noqa: BLE001  # as with limits: it refuses its kernel and nothing else
-        foreign_errors.let_pass(error)
+        health.let_pass(error)
         got = f"{type(error).__name__}: {error}"
         return [Reason(ReasonCode.CONSTRAINT_FAILED, "workspace_bytes", "a number", got)]
     if need.bytes <= 0:
@@ -165,7 +165,7 @@ def is_known(kernel: Kernel, facts: Facts) -> bool:
     try:
         return need_of(kernel, facts).known
     except Exception as error:  # noqa: BLE001  # it refuses its kernel and nothing else
-        foreign_errors.let_pass(error)
+        health.let_pass(error)
         return False
 
 

@@ -15,9 +15,9 @@ from layerzero.core.limit_kinds import Finding, Findings, Limit, Repair
 from layerzero.core.limit_launch import LAUNCH_CODES
 from layerzero.core.plan import Adaptation, Candidate
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.engine import batch_split, foreign_errors, headroom, invariance
+from layerzero.engine import batch_split, headroom, invariance
 from layerzero.engine.graph_safety import capture_reasons
-from layerzero.engine.health import Health
+from layerzero.engine.health import Health, let_pass
 from layerzero.engine.jit import BUILT
 from layerzero.engine.policy import Lock, Policy, names_kernel
 from layerzero.engine.probe import Machine, this_machine
@@ -227,7 +227,7 @@ def _ready(kernel: Kernel, facts: Facts, reasons: list[Reason]) -> bool:
     try:
         return BUILT.ready(kernel, facts)
     except Exception as error:  # noqa: BLE001  # third parties write build_key and prebuilt, too
-        foreign_errors.let_pass(error)
+        let_pass(error)
         got = f"{type(error).__name__}: {error}"
         reasons.append(Reason(ReasonCode.CONSTRAINT_FAILED, "build_key and prebuilt", "an answer", got))
         return True
@@ -308,7 +308,7 @@ def checked(limit: Limit, facts: Facts) -> Findings:
     try:
         return limit.check(facts)
     except Exception as error:  # noqa: BLE001  # third parties write limits, too
-        foreign_errors.let_pass(error)
+        let_pass(error)
         got = f"{type(error).__name__}: {error}"
         return (Finding(Reason(ReasonCode.CONSTRAINT_FAILED, limit.describe(), "a limit that can be evaluated", got)),)
 

@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 from layerzero.core.errors import LayerZeroWarning, RegistrationError
 from layerzero.core.kernel import Kernel, Trust
 from layerzero.core.operation import Function, Operation
-from layerzero.engine import foreign_errors
+from layerzero.engine import health
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.policy import Policy
 from layerzero.engine.services import SERVICES
@@ -132,7 +132,7 @@ class Plugins:
             self.functions += [(plugin.name, function) for function in loaded.functions]
             self._kernels[plugin.name] = [_of_plugin(kernel, plugin) for kernel in loaded.kernels]
         except (Exception, SystemExit) as error:  # noqa: BLE001  # it may fail in any way; it must not take LayerZero along
-            foreign_errors.let_pass(error)
+            health.let_pass(error)
             self.failed(plugin.name, error, f" ({plugin.value})")
         took_s = time.monotonic() - started
         if took_s > SLOW_S:

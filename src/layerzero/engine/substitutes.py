@@ -19,7 +19,7 @@ from layerzero.core.errors import CudaGraphUnsafeError, NoKernelFoundError, NotP
 from layerzero.core.handle import Handle
 from layerzero.core.kernel import Kernel
 from layerzero.core.plan import Plan
-from layerzero.engine import failures, foreign_errors, headroom, transforms
+from layerzero.engine import failures, headroom, health, transforms
 from layerzero.engine.config import current_policy
 from layerzero.engine.policy import Policy
 
@@ -87,7 +87,7 @@ def ruled_out(
     if not failures.out_of_memory(error):
         failures.check_retry(plan, error, policy, engine, arguments, failed)
         return {plan.kernel.id}
-    foreign_errors.let_pass(error)
+    health.let_pass(error)
     facts = plan.report.facts
     if facts.operation.is_collective:  # the other ranks run this very kernel
         raise error

@@ -15,7 +15,7 @@ import warnings
 
 from layerzero.core import argument_errors
 from layerzero.core.argument_errors import DropIn
-from layerzero.core.limit_data import register_kinds
+from layerzero.core.limits import register_kinds
 from layerzero.core.operation import Function, Operation
 from layerzero.core.plain import PlainFunction
 

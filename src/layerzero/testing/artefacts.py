@@ -23,8 +23,7 @@ from layerzero.engine.functions import CALLS
 from layerzero.engine.reuse import conditions_of
 from layerzero.testing import randomness
 from layerzero.testing.generate import RandomCall
-from layerzero.testing.memory import poisoned
-from layerzero.testing.single_run import Finding, Trial, attempt, build, duplicate, raised, tensors
+from layerzero.testing.single_run import Finding, Trial, attempt, build, duplicate, poisoned, raised, tensors
 from layerzero.testing.sizes import CheckSetting, base_case, resized, tied, with_axis
 
 BUILDING_SECONDS = 10.0

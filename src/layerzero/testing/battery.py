@@ -24,9 +24,8 @@ from layerzero.testing.artefacts import Note, Play, fairly, just, one, refusal, 
 from layerzero.testing.boundaries import LimitBreak
 from layerzero.testing.compare import draws
 from layerzero.testing.generate import RandomCall, draw, drawn_numbers, function_of
-from layerzero.testing.memory import FORMS, reshaped
 from layerzero.testing.report import EVERY_CHECK
-from layerzero.testing.single_run import Finding, Trial, all_threads, attempt, raised
+from layerzero.testing.single_run import FORMS, Finding, Trial, all_threads, attempt, raised, reshaped
 from layerzero.testing.sizes import (
     LARGE,
     CheckSetting,

@@ -18,8 +18,7 @@ from layerzero.core.operation import Case
 from layerzero.engine import legality
 from layerzero.testing.compare import call_dtype
 from layerzero.testing.generate import RandomCall
-from layerzero.testing.memory import FORMS, reshaped
-from layerzero.testing.single_run import Finding, Trial, attempt, judged
+from layerzero.testing.single_run import FORMS, Finding, Trial, attempt, judged, reshaped
 from layerzero.testing.sizes import BOUNDARY_ELEMENTS, CheckSetting, elements, tied, with_axis
 
 PROBES = 3

@@ -22,8 +22,7 @@ from layerzero.ops.linear.packed import PackedWeight
 from layerzero.testing import compare
 from layerzero.testing.compare import is_random, seeded
 from layerzero.testing.generate import RandomCall
-from layerzero.testing.memory import other_values
-from layerzero.testing.single_run import Finding, Trial, all_threads, attempt, duplicate, raised, tensors
+from layerzero.testing.single_run import Finding, Trial, all_threads, attempt, duplicate, other_values, raised, tensors
 
 REPEATS = 4
 SEED = 0

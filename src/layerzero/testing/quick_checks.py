@@ -26,8 +26,7 @@ from layerzero.ops.calls import case_of_sizes
 from layerzero.testing import compare, execution, randomness
 from layerzero.testing.compare import call_dtype, check, draws
 from layerzero.testing.generate import RandomCall, drawn_numbers, function_of, random_call
-from layerzero.testing.memory import FORMS, reshaped
-from layerzero.testing.single_run import Finding, Trial, attempt, build, duplicate, raised, tensors
+from layerzero.testing.single_run import FORMS, Finding, Trial, attempt, build, duplicate, raised, reshaped, tensors
 from layerzero.testing.sizes import CheckSetting, cuts, fits, with_axis, within
 
 __all__ = ["PASSED", "RAISED", "REFUSED", "WRONG", "Found", "case_of", "fits", "look"]
@@ -68,7 +67,7 @@ def gradients_of(kernel: Kernel, operation: Operation, calls: Iterable[RandomCal
 def gradients(trial: Trial, form: str = "") -> Finding:
     """Gradients of a weighted sum of the results are those of the reference in float64.
 
-    With a form of :data:`layerzero.testing.memory.FORMS` the tensors lie in memory like that.
+    With a form of :data:`layerzero.testing.single_run.FORMS` the tensors lie in memory like that.
     """
     if not trial.facts.operation.schema.outputs:
         return Finding("not tried", "it returns nothing that has a gradient")

@@ -22,13 +22,12 @@ from layerzero.backends.flashinfer.modules import is_built
 from layerzero.backends.flashinfer.paged import WORKSPACE_BYTES, plannable, planned_alone, workspace
 from layerzero.backends.flashinfer.plan import Staging
 from layerzero.backends.flashinfer.varlen import buffers, pages_of
-from layerzero.backends.latent import WIDTHS
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.limit_kinds import Limit
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.ops.latent import NAME
+from layerzero.ops.latent import NAME, WIDTHS
 from layerzero.ops.paged.step import StepMetadata
 
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.latent import joined
 from layerzero.backends.torch.attention import FLOATS, TORCH, cpu_attend, positive_beside_causal
 from layerzero.backends.torch.varlen import Slice, attend_each
 from layerzero.core import limits as limit
@@ -24,7 +23,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention.limits import SdpaEnabled
-from layerzero.ops.latent import NAME
+from layerzero.ops.latent import NAME, joined
 from layerzero.ops.paged.pages import gathered, tokens_of
 from layerzero.ops.ragged import declare as ragged
 

@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.latent import COLUMNS_OF_ONE, WIDTHS, joined
 from layerzero.backends.vllm.library import VLLM_FLASH_MLA, operators
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.ops.latent import NAME
+from layerzero.ops.latent import COLUMNS_OF_ONE, NAME, WIDTHS, joined
 from layerzero.ops.paged.step import StepMetadata
 
 

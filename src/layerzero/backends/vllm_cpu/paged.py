@@ -28,14 +28,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from layerzero.backends.latent import COLUMNS_OF_ONE, WIDTHS, joined
 from layerzero.backends.vllm_cpu.norm import VLLM_CPU, build_for, operators
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.system import forking
-from layerzero.ops.latent import NAME
+from layerzero.ops.latent import COLUMNS_OF_ONE, NAME, WIDTHS, joined
 from layerzero.ops.paged import declare as paged
 from layerzero.ops.paged import mixed, quantized
 from layerzero.ops.paged.step import StepMetadata

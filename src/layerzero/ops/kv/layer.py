@@ -17,7 +17,7 @@ from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.kv.step import CacheStep
 from layerzero.ops.kv.strategy import GONE, KVCacheError, KVCacheStrategy
-from layerzero.ops.paged import layout_record, lazy_cache
+from layerzero.ops.paged import layout_record
 from layerzero.ops.paged.append import append_paged_kv_
 from layerzero.ops.paged.cache import PagedCache, hint_of_step, of_step
 from layerzero.ops.paged.quantized import QUANTIZED
@@ -45,7 +45,7 @@ def _write(kind: str, slot_mapping: Tensor, **pairs: tuple[Tensor, Tensor]) -> N
             problems.append(f"{name}: wanted {dtype_name(cache.dtype)} {wanted}, got {got}")
     refuse(kind, problems)
     (first, key_cache), (second, value_cache) = pairs.values()
-    lazy_cache.look(kind, key_cache, slot_mapping=slot_mapping)
+    layout_record.look(kind, key_cache, slot_mapping=slot_mapping)
     append_paged_kv_(first, second, key_cache, value_cache, slot_mapping)
 
 

@@ -20,7 +20,7 @@ from layerzero.ops.kv.form import Plane, are_columns
 from layerzero.ops.kv.page_table import Book
 from layerzero.ops.kv.ranges import AddressRange, managed_zeros, reserve
 from layerzero.ops.kv.strategy import KVCacheError
-from layerzero.ops.paged import lazy_cache
+from layerzero.ops.paged import layout_record
 
 OVERREAD = 256
 """Tokens behind a sequence's last that a kernel may load with its tile, so that they are there, too."""
@@ -110,7 +110,7 @@ class Virtual(Fixed):
         self._limit = limit_bytes
         self._has, self._room = [0] * pages, [0] * pages
         width = dtype.itemsize
-        self._mapped = lazy_cache.Mapped(
+        self._mapped = layout_record.Mapped(
             [0] * pages, self._row_bytes // width, self._token_bytes // width, device.type == "cpu"
         )
         self._lock = forking.rlock()
@@ -123,7 +123,7 @@ class Virtual(Fixed):
             self._range.commit(layer * pages * self._row_bytes, grain)
         self._holds(0, grain)
         flat = self._range.tensor(dtype)
-        lazy_cache.declare(self._range.keeper, flat, self._mapped)
+        layout_record.declare_mapped(self._range.keeper, flat, self._mapped)
         self.layers = [self._views(flat, layer) for layer in range(layers)]
 
     def _holds(self, page: int, size: int) -> None:

@@ -35,12 +35,12 @@ from layerzero.ops.linear.declare import (
     OUT_DTYPE,
     TOLERANCE,
     TOLERANCE_REASON,
+    OfRows,
     deviation,
     linear_scratch,
     sized_case,
     sweep,
 )
-from layerzero.ops.linear.narrow_rows import OfRows
 from layerzero.ops.linear.packed import PackedWeight, packed_param, packed_problems
 from layerzero.ops.linear.route import as_default, leading, out_dtype_problems
 from layerzero.ops.linear.stock import quantized_linear as stock_linear

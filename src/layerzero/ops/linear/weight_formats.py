@@ -38,11 +38,11 @@ from layerzero.ops.linear.declare import (
     ROWS,
     TOLERANCE,
     TOLERANCE_REASON,
+    OfNarrowRows,
     linear_scratch,
     sized_case,
     sweep,
 )
-from layerzero.ops.linear.narrow_rows import OfNarrowRows
 from layerzero.ops.linear.packed import PackedWeight
 from layerzero.ops.linear.stock import quantized_linear
 from layerzero.ops.quantize.gguf import KINDS

@@ -19,7 +19,7 @@ from layerzero.core.operation import Case, Function, Routed, Tolerance, Work
 from layerzero.ops import declaration
 from layerzero.ops.attention.declare import HEAD_DIMS, TOLERANCE
 from layerzero.ops.checks import check_dense, overlaps, shape_problems
-from layerzero.ops.paged import draw, layout_record, lazy_cache
+from layerzero.ops.paged import draw, layout_record
 from layerzero.ops.paged.declare import CACHE_LAYOUTS, PAGES
 from layerzero.ops.paged.pages import nhd
 from layerzero.ops.paged.route import cache_problems, check_written
@@ -74,7 +74,7 @@ writing = partial(
     declaration.operation,
     layouts=CACHE_LAYOUTS,
     fake=_nothing,
-    check_values=lazy_cache.checks,
+    check_values=layout_record.checks,
     guard=layout_record.guard,
     stock=None,
 )

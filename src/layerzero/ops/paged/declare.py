@@ -24,7 +24,7 @@ from layerzero.core.values import Check
 from layerzero.ops.attention import declare as attn
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.attention.sweep import Heads, extent_of
-from layerzero.ops.paged import layout_record, lazy_cache
+from layerzero.ops.paged import layout_record
 from layerzero.ops.paged.pages import gathered
 from layerzero.ops.paged.step import StepMetadata
 
@@ -106,7 +106,7 @@ def check_pages(
 ) -> list[Check]:
     """Values on the device, besides places and counts: what the step says of them, and pages that have memory."""
     found = [] if step is None else _check_step(context_lens, step)
-    return found + lazy_cache.checks(key_cache, block_tables=block_tables, context_lens=context_lens)
+    return found + layout_record.checks(key_cache, block_tables=block_tables, context_lens=context_lens)
 
 
 def _check_step(context_lens: Tensor, step: StepMetadata) -> list[Check]:

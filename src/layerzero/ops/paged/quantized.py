@@ -27,7 +27,7 @@ from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.schema import OperationSchema
 from layerzero.core.values import Check, Say, problems_on_host
 from layerzero.ops.attention.declare import TOLERANCE
-from layerzero.ops.paged import layout_record, lazy_cache, mixed
+from layerzero.ops.paged import layout_record, mixed
 from layerzero.ops.paged.declare import GQA_DECODE_PAGED
 
 QUANTIZED = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.int8})
@@ -200,7 +200,7 @@ def divides(scale: Tensor, slot_mapping: Tensor) -> Tensor:
 
 def check_values(key_cache: Tensor, slot_mapping: Tensor, **named: Any) -> list[Check]:
     """Values on the device, besides places: slots that have memory, scales that new tokens can be divided by."""
-    return lazy_cache.checks(key_cache, slot_mapping) + check_scales(slot_mapping, **named)
+    return layout_record.checks(key_cache, slot_mapping) + check_scales(slot_mapping, **named)
 
 
 def check_scales(slot_mapping: Tensor, key_scale: Tensor, value_scale: Tensor, **_: object) -> list[Check]:

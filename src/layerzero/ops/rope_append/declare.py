@@ -24,7 +24,7 @@ from layerzero.core.operation import Case, Tolerance, Work
 from layerzero.core.schema import OperationSchema
 from layerzero.ops.attention.declare import HEAD_DIMS
 from layerzero.ops.declaration import operation, tensor
-from layerzero.ops.paged import layout_record, lazy_cache
+from layerzero.ops.paged import layout_record
 from layerzero.ops.paged import quantized as codes
 from layerzero.ops.paged.append import append_paged_kv_
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
@@ -239,7 +239,7 @@ _COMMON: dict[str, Any] = {
     "judge": {"value_cache": EXACT},
     "derive": _derive,
     "derived_from": {"rotary_dim": ("rotary_half",), "table_dtype": (), "position_dtype": ()},
-    "check_values": lazy_cache.checks,
+    "check_values": layout_record.checks,
     "guard": layout_record.guard,
     "note": layout_record.note,
     "stock": packed_steps.rope_append,

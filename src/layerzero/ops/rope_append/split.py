@@ -23,7 +23,7 @@ from layerzero.core.operation import Case, Function, Routed, Work
 from layerzero.ops.attention.declare import HEAD_DIM
 from layerzero.ops.checks import check_dense
 from layerzero.ops.declaration import operation, tensor
-from layerzero.ops.paged import layout_record, lazy_cache
+from layerzero.ops.paged import layout_record
 from layerzero.ops.paged.append import append_paged_kv_
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
 from layerzero.ops.rope.declare import COS_SIN, INTERLEAVED
@@ -203,7 +203,7 @@ _COMMON: dict[str, Any] = {
         "table_dtype": (),
         "position_dtype": (),
     },
-    "check_values": lazy_cache.checks,
+    "check_values": layout_record.checks,
     "guard": layout_record.guard,
     "note": layout_record.note,
     "stock": packed_steps.split_qkv_norm_rope_append,

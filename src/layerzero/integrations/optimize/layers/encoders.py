@@ -21,12 +21,11 @@ import layerzero as lz
 from layerzero.integrations.optimize.attention.transformers import NAME, AttentionSwap, Seen, seeing
 from layerzero.integrations.optimize.layers.layer import Heads, Layer, forward
 from layerzero.integrations.optimize.modules.norms import Normed, normed
-from layerzero.integrations.optimize.modules.orientation import is_plain
 from layerzero.integrations.optimize.modules.products import Block, activations_of, orders
 from layerzero.integrations.optimize.swaps.candidate import watching
 from layerzero.integrations.optimize.swaps.stamp import code_of
 from layerzero.integrations.optimize.swaps.swap import weight_of
-from layerzero.integrations.optimize.swaps.weights import wants_packed
+from layerzero.integrations.optimize.swaps.weights import is_plain, wants_packed
 from layerzero.integrations.optimize.times.workload import example_run
 from layerzero.integrations.transformers_patches import ROW_ARGUMENTS
 

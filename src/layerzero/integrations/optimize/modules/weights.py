@@ -18,10 +18,10 @@ from layerzero.core.arguments import told
 from layerzero.core.reasons import ReasonCode
 from layerzero.integrations.optimize.attention.transformers import Search
 from layerzero.integrations.optimize.modules.int8 import KIND, product_of, untimed
-from layerzero.integrations.optimize.modules.orientation import is_plain, may_be_product, turns
 from layerzero.integrations.optimize.swaps.candidate import Candidate, quiet, random_rows, refusal, watching
 from layerzero.integrations.optimize.swaps.codes import CodedProduct, Made, bias_of, call
 from layerzero.integrations.optimize.swaps.swap import SIZES, size_of, stock_forward, weight_of
+from layerzero.integrations.optimize.swaps.weights import is_plain, may_be_product, turns
 from layerzero.integrations.optimize.times import timing
 from layerzero.integrations.optimize.times.report import NO_TIME, Left, Optimized, Replaced
 from layerzero.integrations.optimize.times.workload import RUN
