@@ -270,7 +270,7 @@ def looped(facts: Facts, of: Callable[[Mapping[str, Any]], Iterable[Products]]) 
     return experts
 
 
-def _expert_weights_load(facts: Facts, owner: str, parts: Parts, *, of_codes: bool) -> Callable[..., Any]:
+def _load_experts(facts: Facts, owner: str, parts: Parts) -> Callable[..., Any]:
     made_of = [
         parts(of_product(facts, *each)) for each in (("hidden", "joined_features"), ("inner_features", "hidden"))
     ]
@@ -278,7 +278,7 @@ def _expert_weights_load(facts: Facts, owner: str, parts: Parts, *, of_codes: bo
 
     def forms(packed: PackedWeight, pack: Pack, product: Product) -> Products:
         def made(weight: QuantizedWeight) -> tuple[list[Any], int]:
-            found = [formed(pack, weight[number], of_codes=of_codes) for number in range(weight.shape[0])]
+            found = [formed(pack, weight[number], of_codes=True) for number in range(weight.shape[0])]
             return [each for each, _ in found], sum(size for _, size in found)
 
         all_forms = packed.form(key, made)
@@ -296,30 +296,15 @@ ALIKE = limit.one_of("formats_alike", True)
 """What kernels demand that look at one of both formats alone."""
 
 
-def experts_of(
-    kernel_id: str,
-    backend: Backend,
-    parts: Parts,
-    priority: int,
-    *limits: Limit,
-    of_codes: bool = True,
-) -> Kernel:
-    """A kernel for quantised experts on a CPU, made of a product's.
-
-    See ``grouped`` of :mod:`layerzero.backends.grouped_weights`.
-    """
+def experts_of(kernel_id: str, backend: Backend, parts: Parts, priority: int, *limits: Limit) -> Kernel:
+    """A kernel for quantised experts on a CPU, made of a product's; see :func:`grouped`."""
     return Kernel(
         id=kernel_id,
         operations=(QUANTIZED.name,),
         backend=backend,
-        load=lambda facts: _expert_weights_load(facts, kernel_id, parts, of_codes=of_codes),
+        load=lambda facts: _load_experts(facts, kernel_id, parts),
         accepts=(*ACCEPTS, *TENSORS, *PACKED_OF),
-        limits=(
-            limit.platform("cpu"),
-            ALIKE,
-            *limits,
-            *(belongs(packed, of) for packed, of in PACKED_OF.items()),
-        ),
+        limits=(limit.platform("cpu"), ALIKE, *limits, *(belongs(packed, of) for packed, of in PACKED_OF.items())),
         graph_safe=False,
         priority=priority,
     )

@@ -28,9 +28,9 @@ import layerzero as lz
 from layerzero.core.errors import LayerZeroWarning, in_short
 from layerzero.core.graph_capture import capture_of
 from layerzero.integrations.diffusers import Served, served_class
-from layerzero.integrations.exchange import Together
 from layerzero.integrations.optimize.layers.inner import Table
 from layerzero.integrations.optimize.swaps.candidate import agrees, distance
+from layerzero.integrations.optimize.swaps.swap import Together
 
 Rotation = Callable[..., Any]
 

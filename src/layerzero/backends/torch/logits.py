@@ -25,6 +25,7 @@ from layerzero.backends.torch.attention import FLOATS, TORCH
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.sampling.checks import check_draft, check_target
+from layerzero.ops.sampling.counts import BITMASK
 from layerzero.ops.sampling.formulas import (
     NEXT,
     counts_of,
@@ -40,7 +41,6 @@ from layerzero.ops.sampling.formulas import (
     walked_greedily,
     within,
 )
-from layerzero.ops.sampling.grammar import BITMASK
 from layerzero.ops.sampling.logits import BIAS, COUNTED, PENALTIES_BY
 
 _NUMBERS = tuple(each.name for each in PENALTIES_BY)

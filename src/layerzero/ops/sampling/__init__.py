@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from layerzero.ops.sampling import declare, grammar, logits, route, verify
+from layerzero.ops.sampling import counts, declare, logits, route, verify
 from layerzero.ops.sampling.counts import TokenCounts
 
-OPERATIONS = (*declare.OPERATIONS, *logits.OPERATIONS, *grammar.OPERATIONS, *verify.OPERATIONS)
-FUNCTIONS = (*route.FUNCTIONS, *logits.FUNCTIONS, *grammar.FUNCTIONS, *verify.FUNCTIONS)
+OPERATIONS = (*declare.OPERATIONS, *logits.OPERATIONS, *counts.OPERATIONS, *verify.OPERATIONS)
+FUNCTIONS = (*route.FUNCTIONS, *logits.FUNCTIONS, *counts.FUNCTIONS, *verify.FUNCTIONS)
 
 __all__ = ["ALIASES", "EXPORTS", "FUNCTIONS", "OPERATIONS", "TokenCounts"]
 

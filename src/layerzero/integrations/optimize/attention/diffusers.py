@@ -14,9 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import layerzero as lz
 from layerzero.core.errors import in_short
-from layerzero.integrations.exchange import Together
 from layerzero.integrations.optimize.attention.transformers import Search
 from layerzero.integrations.optimize.swaps.candidate import distance, outermost, verdict
+from layerzero.integrations.optimize.swaps.swap import Together
 from layerzero.integrations.optimize.times.report import BY_CALL, NO_TIME, Left, Replaced
 from layerzero.integrations.optimize.times.workload import RUN
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -263,3 +263,42 @@ def _deep_copy(self: Module, memo: dict[int, Any]) -> Module:
     if state is not None and isinstance(forward, MethodType) and forward.__func__ in _OURS:
         Swap(twin, forward.__func__, copy.deepcopy(state, memo)).on()
     return twin
+
+
+class Exchange(Protocol):
+    """What may be on or off."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it is on."""
+
+    def on(self) -> None:
+        """Put it in place."""
+
+    def off(self) -> None:
+        """Take it away."""
+
+
+class Together:
+    """Several that are timed as one: those of one kind in one model."""
+
+    def __init__(self, exchanges: Sequence[Exchange]) -> None:
+        self._exchanges = exchanges
+
+    def __len__(self) -> int:
+        return len(self._exchanges)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any of them is on."""
+        return any(each.is_on for each in self._exchanges)
+
+    def on(self) -> None:
+        """Let LayerZero compute."""
+        for each in self._exchanges:
+            each.on()
+
+    def off(self) -> None:
+        """Give them back what they had."""
+        for each in self._exchanges:
+            each.off()

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from layerzero.asking.trace import numbered, ranges
-from layerzero.integrations.exchange import Exchange
 from layerzero.integrations.optimize.swaps.candidate import Candidate
 from layerzero.integrations.optimize.swaps.codes import Made, compared
-from layerzero.integrations.optimize.swaps.swap import SIZES, State, Swap
+from layerzero.integrations.optimize.swaps.swap import SIZES, Exchange, State, Swap
 from layerzero.integrations.optimize.swaps.weights import Joined, Packs
 from layerzero.integrations.optimize.times.module_times import Spent
 from layerzero.integrations.optimize.times.timing import Paced
