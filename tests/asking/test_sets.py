@@ -9,10 +9,11 @@ from typer.testing import CliRunner
 
 import layerzero as lz
 from drawing import mostly
-from layerzero.asking.model_sets import SETS, OperationSupport, served
+from layerzero.asking.model_sets import OperationSupport, served
 from layerzero.cli.app import main
 from layerzero.core.device import Device
 from layerzero.ops import OPERATIONS
+from layerzero.ops.sets import SETS
 
 EVERY = sorted({name for each in SETS.values() for name in each.operations})
 

@@ -11,13 +11,13 @@ from typer.testing import CliRunner
 
 import layerzero as lz
 from layerzero.asking.descriptors import DESCRIPTORS, exported
-from layerzero.asking.model_sets import SETS
 from layerzero.cli.app import main
 from layerzero.core.ledger import Verdict
 from layerzero.core.system.free_memory import FREE, Reading
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.frozen_choices import Agreed
+from layerzero.ops.sets import SETS
 from layerzero.serving import readiness_parts
 from layerzero.serving.readiness_parts import PartState
 from layerzero.tuning.keeping import prior
