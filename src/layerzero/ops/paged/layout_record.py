@@ -254,12 +254,12 @@ def guard(function: str, layout: str | None) -> Callable[..., None] | None:
     if not (_DECLARED - {layout} or on_cpu()):
         return None
 
-    def look(key_cache: Tensor, value_cache: Tensor, **tensors: Tensor) -> None:
+    def refuse_misfits(key_cache: Tensor, value_cache: Tensor, **tensors: Tensor) -> None:
         if _LAYOUTS or _WRITTEN:
             check(function, {"key_cache": key_cache, "value_cache": value_cache}, layout)
         look(function, key_cache, **tensors)
 
-    return look
+    return refuse_misfits
 
 
 def _forget(address: int, owner: int) -> None:
