@@ -985,7 +985,8 @@ def layer_norm(
     """Normalise the last axes to mean 0 and variance 1, then scale and shift.
 
     Shapes: input (*, *normalized_shape), weight and bias normalized_shape → input's shape
-    Dtype: floating, the same for all; sums are in float32; returns input.dtype.
+    Dtype: floating, the same for all; sums are in float32; returns input.dtype. On a CPU, float32 weight and bias may
+        scale half precision: it is cast to float32, and the result back, as torch computes.
     Units: eps in x^2.
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit.
     Source: arXiv:1607.06450.
@@ -1578,7 +1579,8 @@ def rms_norm(input: Tensor, weight: Tensor, eps: float = 1e-06) -> Tensor:
     """Normalise the last axis by its root mean square and scale by the weight.
 
     Shapes: input (*, D), weight (D,) → (*, D)
-    Dtype: floating, the same for both; sums are in float32; returns input.dtype.
+    Dtype: floating; sums are in float32; returns input.dtype. Where they differ, both are cast to the wider one, at
+        least float32, and the result to input.dtype, as torch computes.
     Units: eps in x^2.
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit.
     Source: arXiv:1910.07467.

@@ -23,6 +23,7 @@ ROOT = Path(layerzero.__file__).parent
 AT_HOME = ("ops", "backends")
 
 GENERAL = {
+    "cast": "a step of any plan whose tensors have another dtype",
     "dtype": "a fact that calls of all operations have",
     "generator": "torch's source of random numbers, wherever some are drawn",
     "input": "every operation, command and stream has one",

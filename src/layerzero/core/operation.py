@@ -128,8 +128,7 @@ class Operation:
         guard: for a function's name and a layout, what looks at the tensors of every call, those of kept plans too, and
             raises InvalidCallError; None while there is nothing to look at, which costs a call nothing. What changes
             this answer calls :func:`layerzero.core.plan.outdate`.
-        number_guard: the same for numbers in tensors that a handle may be made of: looked at once for each handle then,
-            and at every call without one.
+        number_guard: the same for numbers that a handle may be made of: once for each handle, else at every call.
         note: what remembers of a plan's first call, from its arguments and its layout, what later calls are looked at
             for; hits do not pass here.
         examples: arguments of a case that the schema cannot tell how to draw; they replace what it draws.
@@ -145,8 +144,7 @@ class Operation:
         expression: torch's own way to the result, from the function's arguments: what is written without LayerZero.
         stock: the same for an expression with something to prepare: returns what computes, or None where torch has no
             way for these arguments. It calls the expression if None.
-        fuses: whether compiled code computes ``stock`` in place of a kernel: what a compiler does in one loop with the
-            operations around it.
+        fuses: whether compiled code computes ``stock`` in place of a kernel, in one loop with what stands around it.
         advice: what to do where no kernel takes a call, from its facts and each kernel's reasons; empty for nothing.
         name: the operation's name, ``attention.gqa.prefill``.
         layouts: layouts that a call may have, that of the schema first; empty where axes have no layout.
@@ -272,12 +270,14 @@ class Routed:
         layout: layout of the tensors that have one.
         varies: axes whose size may differ within its bit length, all that share its name together, without the route
             giving another operation, other values or an error; ``...`` for the leading axes. Plans are reused by it.
+        casts: dtypes before and after of each tensor in ``arguments`` that was cast, and of the result under ``""``.
     """
 
     operation: Operation
     arguments: Mapping[str, object]
     layout: str | None = None
     varies: tuple[str, ...] = ()
+    casts: Mapping[str, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict)
 
 
 class Route(Protocol):

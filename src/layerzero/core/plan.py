@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import torch
 
 from layerzero.core.evidence import Evidence
 from layerzero.core.fact_reads import EVERYTHING, NEGATED, Reads
@@ -20,15 +21,17 @@ class Adaptation(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         kind: ``view`` (no data moves), ``copy``, ``expand`` (kv heads repeated), ``fold`` (into the mask), ``negate``,
-            ``split`` (the batch runs in chunks), ``apart`` (its entries run one by one), ``beyond`` (it takes more
-            memory than policy allows).
-        argument: the argument it works on.
+            ``cast`` (to another dtype), ``split`` (the batch runs in chunks), ``apart`` (its entries run one by one),
+            ``beyond`` (it takes more memory than policy allows).
+        argument: the argument it works on; empty for a cast of the result.
         text: what happens, for people.
+        dtype: what a cast gives.
     """
 
     kind: str
     argument: str
     text: str
+    dtype: torch.dtype | None = None
 
     @property
     def moves_data(self) -> bool:
@@ -238,6 +241,7 @@ class Plan:
         adapted: the call as the kernel gets it, where its limits were evaluated on other tensors than the caller's.
         keep: puts it where later calls find it, once its first run was accepted; None where it is not to be kept.
         instead: what runs where the kernel is not prepared for a call's handle, by the sizes of the call.
+        gives: the dtype that the result is cast to; None where it is returned as the kernel gives it.
         reads_negated: whether the kernel reads tensors with the negative bit rightly; the hit path asks others for it.
     """
 
@@ -254,9 +258,13 @@ class Plan:
     adapted: Facts | None = None
     keep: Callable[[Plan], None] | None = None
     instead: dict[Hashable, Plan] = field(default_factory=dict)
+    gives: torch.dtype | None = field(init=False, default=None)
     reads_negated: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        for each in self.adaptations:
+            if each.kind == "cast" and not each.argument:
+                self.gives = each.dtype
         self.reads_negated = self.kernel.handles_negated and NEGATED not in self.reads
 
     @property

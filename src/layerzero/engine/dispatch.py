@@ -119,12 +119,12 @@ class Engine:
         Times decide nothing where choices are frozen or priority alone decides, whatever a process writes meanwhile,
         where ranks have yet to agree, for invariant bits, and in a collective; ``alone`` leaves out freezing and ranks.
         """
-        frozen, together = None if alone else self.frozen, routed.operation.is_collective
-        ranks = torch.distributed
+        frozen, together, ranks = None if alone else self.frozen, routed.operation.is_collective, torch.distributed
         if frozen is None and (together or (not alone and ranks.is_available() and ranks.is_initialized())):
             frozen = yet_to_agree(policy, together=together)
         open_ = not together and (frozen is None or not frozen.decides(judged, facts, policy))
         times = self.ledger if open_ and later is None and not policy.invariant else None
+        judged = legality.with_casts(judged, routed, policy) if routed.casts else judged
         ordered = ranked(judged, facts, policy, times, machine.asked)
         timed = times is not None and not times.untimed(facts)  # of another order of memory, where not of this one
         report = pick(ordered, routed, facts, policy, self.registry.lock_for(policy, facts), later, timed=timed)
@@ -198,7 +198,7 @@ class Dispatcher:
         )
         kernels, health = self.engine.registry.candidates(routed.operation.name), self.engine.health
         ledger, later, inside = self.engine.ledger, None, call_state.capturing
-        if complete or policy.invariant:  # every reason counts: of some, rows alone are free
+        if complete or policy.invariant or routed.casts:  # every reason counts: of some, rows alone are free
             judged = legality.judge(kernels, facts, policy, machine, health, ledger, failed=failed)
         else:
             alone = self.engine.frozen is None and not failed and priority_decides(kernels, facts, policy, ledger)
@@ -232,7 +232,7 @@ class Dispatcher:
                 failed.add(chosen.kernel.id)
                 continue
             if self._prove(plan, arguments):
-                if policy.sampling_rate and not report.facts.operation.is_collective:
+                if policy.sampling_rate and not report.facts.operation.is_collective and plan.gives is None:
                     SERVICES.sample(plan, self.function, policy.sampling_rate)
                 self._tell(plan, policy)
                 EVENTS.selected(plan, began_ns)

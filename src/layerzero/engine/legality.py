@@ -8,11 +8,13 @@ from msgspec.structs import replace
 
 from layerzero.core.arguments import Role
 from layerzero.core.device import Device
+from layerzero.core.dtypes import dtype_name
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel, Trust
 from layerzero.core.ledger import Ledger, Verdict
 from layerzero.core.limit_kinds import Finding, Findings, Limit, Repair
 from layerzero.core.limit_launch import LAUNCH_CODES
+from layerzero.core.operation import Routed
 from layerzero.core.plan import Adaptation, Candidate
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine import batch_split, headroom, invariance
@@ -74,6 +76,25 @@ def completed(candidate: Candidate, facts: Facts, policy: Policy, machine: Machi
     reasons += repair(kernel, limit_findings(kernel, facts.seen_in(kernel.layout)), facts, policy, adaptations)
     told = [reason for place, reason in enumerate(reasons) if reason not in reasons[:place]]
     return replace(candidate, reasons=tuple(told), adaptations=tuple(adaptations))
+
+
+def with_casts(judged: Sequence[Candidate], routed: Routed, policy: Policy) -> Sequence[Candidate]:
+    """The candidates of a call whose tensors were cast: their plans do that, too, unless policy refuses it.
+
+    The cast call is what is judged, timed and chosen for; a cast takes the same whatever kernel runs between.
+    """
+    steps, refused = [], []
+    for name, (before, after) in routed.casts.items():
+        text = f"cast {name or 'the result'} from {dtype_name(before)} to {dtype_name(after)}"
+        steps.append(Adaptation("cast", name, text, after))
+        if name and (policy.strict_mode or not policy.allow_adaptation):
+            refused.append(Reason(ReasonCode.DTYPE_UNSUPPORTED, name, dtype_name(after), dtype_name(before), _CASTS))
+    return [
+        replace(each, reasons=(*each.reasons, *refused), adaptations=(*steps, *each.adaptations)) for each in judged
+    ]
+
+
+_CASTS = "strict_mode and allow_adaptation: false cast nothing; cast it yourself"
 
 
 JUST_FAILED = Reason(ReasonCode.BACKEND_ERROR, "this call", "a result", "an exception; see the log")

@@ -182,7 +182,12 @@ def _adapting(candidate: Candidate, facts: Facts) -> list[str]:
     for adaptation in candidate.adaptations:
         kinds.setdefault(adaptation.kind, []).append(adaptation.argument)
     asked = [(kinds[kind], adapter) for kind, adapter in operation.adapters.items() if kind in kinds]
-    lines = [f"{name} = {name}.resolve_neg()" for name in kinds.get("negate", ())]
+    lines = [  # torch 2.13 loses the sign of a negated view that it copies into another dtype
+        f"{each.argument} = {each.argument}.resolve_neg().to({each.dtype!r}, memory_format=contiguous_format)"
+        for each in candidate.adaptations
+        if each.kind == "cast" and each.argument
+    ]
+    lines += [f"{name} = {name}.resolve_neg()" for name in kinds.get("negate", ())]
     for arguments, adapter in asked:
         if not adapter.moved:
             lines += adapter.write(arguments, facts, facts.layout)
@@ -346,6 +351,9 @@ def _calling(candidate: Candidate, passed: Sequence[Passed], facts: Facts, polic
     if policy.debug and facts.device.torch_type == "cuda":
         lines += ["if not capturing():", "    synchronize()"]
     moves = [_move(each, facts, kernel.layout, facts.layout) for each in schema.results(facts)]
+    gives = [each.dtype for each in candidate.adaptations if each.kind == "cast" and not each.argument]
+    if gives:
+        return [*lines, f"return output{moves[0]}.to({gives[0]!r})"]
     if not moves:
         return lines
     if len(moves) == 1 or not any(moves):

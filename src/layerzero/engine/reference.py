@@ -14,14 +14,19 @@ from layerzero.core.operation import Operation, Routed
 
 def reference_call(routed: Routed) -> Any:
     """Run the reference; made of torch operators, so every transform applies to it."""
-    return _in_layout(routed.operation, routed.operation.reference, routed.arguments, routed.layout)
+    return _given(routed, _in_layout(routed.operation, routed.operation.reference, routed.arguments, routed.layout))
 
 
 def fake_call(routed: Routed) -> Any:
     """Make results of the right shape, strides and dtype; nothing is computed."""
     operation = routed.operation
     compute = operation.fake or _on_meta(operation.reference)
-    return _in_layout(operation, compute, routed.arguments, routed.layout)
+    return _given(routed, _in_layout(operation, compute, routed.arguments, routed.layout))
+
+
+def _given(routed: Routed, result: Any) -> Any:
+    """A result in the dtype that the caller gets."""
+    return result.to(routed.casts[""][1]) if "" in routed.casts else result
 
 
 def as_tuple(result: Any) -> tuple[Any, ...]:

@@ -127,7 +127,7 @@ def _made_good(plan: Plan) -> _MadeGood | None:
         adapter = facts.operation.adapters.get(each.kind)
         if adapter is not None and each.argument in adapter.gives_alone:
             given.add(adapter.gives)
-        elif each.moves_data:
+        elif each.moves_data and each.kind != "cast":  # whose result is dense, whatever was cast
             return None
     if plan.adapted is None or not given <= facts.tensors.keys():
         return None

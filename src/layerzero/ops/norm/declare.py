@@ -9,8 +9,10 @@ norm.add_rms.inplace  the same, its result written over the input: what serving 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.core.arguments import Axis, Param, TensorSchema, told
+from layerzero.core.dtypes import FLOATING
 from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.operation import Case, Function, Operation, Routed
 from layerzero.ops.calls import drawn
@@ -100,7 +103,8 @@ def rms_norm(input: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """Normalise the last axis by its root mean square and scale by the weight.
 
     Shapes: input (*, D), weight (D,) → (*, D)
-    Dtype: floating, the same for both; sums are in float32; returns input.dtype.
+    Dtype: floating; sums are in float32; returns input.dtype. Where they differ, both are cast to the wider one, at
+        least float32, and the result to input.dtype, as torch computes.
     Units: eps in x^2.
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit.
     Source: arXiv:1910.07467.
@@ -108,6 +112,13 @@ def rms_norm(input: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     values = input.to(wide(input.dtype))
     scaled = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
     return (scaled * weight.to(values.dtype)).to(input.dtype)
+
+
+def _torch_rms_norm(input: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    if input.dtype is weight.dtype:
+        return functional.rms_norm(input, weight.shape, weight, eps)
+    between = torch.promote_types(wide(input.dtype), weight.dtype)  # as torch does, which warns of it
+    return functional.rms_norm(input.to(between), weight.shape, weight.to(between), eps).to(input.dtype)
 
 
 RMS = _declared(
@@ -119,7 +130,7 @@ RMS = _declared(
     work=(2, 4),
     outputs=("output: ... hidden",),
     fuses=True,
-    expression=lambda input, weight, eps=1e-6: functional.rms_norm(input, weight.shape, weight, eps),
+    expression=_torch_rms_norm,
 )
 
 
@@ -129,7 +140,27 @@ def _route_rms(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     if isinstance(weight, (int, tuple, list)):
         hint = "torch's normalized_shape is the shape of weight here: rms_norm(input, weight, eps)"
         raise InvalidCallError("rms_norm", [f"weight: wanted a tensor, got {type(weight).__name__}; {hint}"])
-    return _routed("rms_norm", RMS, arguments)
+    return _routed("rms_norm", RMS, arguments, casts=_cast(arguments, ("weight",)))
+
+
+_Casts = Mapping[str, tuple[torch.dtype, torch.dtype]]
+
+
+def _cast(arguments: dict[str, Any], names: Sequence[str]) -> _Casts:
+    """Cast the input and these tensors to the widest of their dtypes, at least float32, where they differ.
+
+    Returns: what was cast. The result gets the input's dtype.
+    """
+    given = {name: each for name in ("input", *names) if isinstance(each := arguments[name], Tensor)}
+    dtypes = {each.dtype for each in given.values()}
+    if len(dtypes) < 2 or not dtypes <= FLOATING:
+        return {}
+    own = given["input"].dtype if "input" in given else torch.float32
+    between = functools.reduce(torch.promote_types, dtypes, torch.float32)
+    casts = {name: (each.dtype, between) for name, each in given.items() if each.dtype is not between}
+    for name in casts:
+        arguments[name] = given[name].resolve_neg().to(between, memory_format=torch.contiguous_format)
+    return casts if own is between else {**casts, "": (between, own)}
 
 
 def layer_norm(
@@ -142,7 +173,8 @@ def layer_norm(
     """Normalise the last axes to mean 0 and variance 1, then scale and shift.
 
     Shapes: input (*, *normalized_shape), weight and bias normalized_shape → input's shape
-    Dtype: floating, the same for all; sums are in float32; returns input.dtype.
+    Dtype: floating, the same for all; sums are in float32; returns input.dtype. On a CPU, float32 weight and bias may
+        scale half precision: it is cast to float32, and the result back, as torch computes.
     Units: eps in x^2.
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit.
     Source: arXiv:1607.06450.
@@ -216,7 +248,13 @@ def _route_layer(arguments: dict[str, Any], default_layout: str | None) -> Route
         if isinstance(tensor, Tensor) and tuple(tensor.shape) != shape:
             wanted = f"{name}: wanted shape {told(shape)} like normalized_shape, got {tuple(tensor.shape)}"
             raise InvalidCallError("layer_norm", [wanted])
-    return _routed("layer_norm", LAYER, arguments, varies=("...",) if len(shape) == 1 else ())
+    scales = [each for name in ("weight", "bias") if isinstance(each := arguments[name], Tensor)]
+    half = isinstance(input_, Tensor) and input_.device.type == "cpu" and input_.dtype in _HALVES
+    casts = _cast(arguments, ("weight", "bias")) if half and all(each.dtype is torch.float32 for each in scales) else {}
+    return _routed("layer_norm", LAYER, arguments, varies=("...",) if len(shape) == 1 else (), casts=casts)
+
+
+_HALVES = (torch.float16, torch.bfloat16)
 
 
 def add_residual_rms_norm_(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
@@ -311,7 +349,11 @@ def _route_sum(
 
 
 def _routed(
-    function: str, operation: Operation, arguments: dict[str, Any], varies: tuple[str, ...] = ("...",)
+    function: str,
+    operation: Operation,
+    arguments: dict[str, Any],
+    varies: tuple[str, ...] = ("...",),
+    casts: _Casts = MappingProxyType({}),
 ) -> Routed:
     """Check a call of any norm; its rows may be of any number."""
     problems = operation.schema.validate(**arguments)
@@ -322,7 +364,7 @@ def _routed(
         problems.append(f"input: wanted a last axis above 0, got shape {tuple(arguments['input'].shape)}")
     if problems:
         refuse(function, problems)
-    return Routed(operation, arguments, varies=varies)
+    return Routed(operation, arguments, varies=varies, casts=casts)
 
 
 OPERATIONS = (RMS, LAYER, ADD_RMS, ADD_RMS_INPLACE)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import LayerNorm, Module, Parameter, RMSNorm, functional
 
 import layerzero as lz
+from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError, in_short
 from layerzero.core.graph_capture import capture_of
 from layerzero.integrations.optimize.attention.dynamic_cache import runs_a_library
@@ -102,7 +103,7 @@ class OnePlus(Norm):
 def _rms(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:
     state: Any = self.__dict__.get(MARK)
     mine = not others and not named and serves(state, input, *self._parameters.values())
-    if mine and (own := state.weights_of(self)) is not None:
+    if mine and (own := state.weights_of(self)) is not None and own[0].dtype is input.dtype:
         try:
             return lz.rms_norm(input, own[0], state.eps_for(input))
         except InvalidCallError:  # an input of another kind than it was made for: the module knows what to say
@@ -127,7 +128,7 @@ def _rms_one_plus(self: Module, input: Tensor, *others: Any, **named: Any) -> An
 def _layer(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:
     state: Any = self.__dict__.get(MARK)
     mine = not others and not named and serves(state, input, *self._parameters.values())
-    if mine and (own := state.weights_of(self)) is not None:
+    if mine and (own := state.weights_of(self)) is not None and own[0].dtype is input.dtype:
         weight, bias = own
         try:
             return lz.layer_norm(input, weight.shape, weight, bias, state.eps_for(input))
@@ -238,9 +239,12 @@ class Normed:
         return self._factor.of(self.weight) if self.form == "one_plus" else self.weight
 
     def alone(self, rows: Tensor) -> Tensor:
-        """The norm of rows."""
+        """The norm of rows. Raises: InvalidCallError for a weight of another dtype, of which modules make either."""
+        weight = self.weight
+        if weight.dtype is not rows.dtype:
+            got = f"weight: wanted dtype {dtype_name(rows.dtype)} like rows, got {dtype_name(weight.dtype)}"
+            raise InvalidCallError("norm of a layer", [got])
         if self.form == "layer":
-            weight = self.weight
             return lz.layer_norm(
                 rows, weight.shape, weight, self.module._parameters.get("bias"), self.norm.eps_for(rows)
             )
