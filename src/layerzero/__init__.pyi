@@ -217,6 +217,7 @@ __all__ = [
     "conv2d",
     "copy_kv_blocks_",
     "copy_slice_",
+    "cross_entropy",
     "defragment",
     "dequantize",
     "descriptor",
@@ -244,6 +245,7 @@ __all__ = [
     "layer_norm",
     "limits",
     "linear",
+    "linear_cross_entropy",
     "list_kernels",
     "list_operations",
     "load_config",
@@ -854,6 +856,34 @@ def copy_slice_(destination: Tensor, input: Tensor) -> None:
         leaf, that overlaps itself in memory, or that shares memory with the input.
     """
 
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+) -> Tensor:
+    """Compare logits with classes, as ``torch.nn.functional.cross_entropy``.
+
+    Shapes: logits (T, V) or (V,), target (T,) or () → (), or target's shape for ``"none"``; weight (V,)
+    Dtype: logits and weight floating, the same; target int32 or int64; computes in float32; returns logits.dtype.
+    Args:
+        weight: factor on the loss of each class; it gets no gradient.
+        ignore_index: rows of this class count nowhere; a mean of no row is NaN.
+        label_smoothing: share of the loss that is the mean over all classes, 0 to 1.
+        softcap: logits become ``softcap * tanh(logits / softcap)`` first, as in Gemma 2.
+        z_loss: factor on ``logsumexp(logits)^2``, added to the loss of each row, whatever its class weighs.
+        reduction: ``"mean"``, weighted by class, ``"sum"`` or ``"none"``.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for more than two axes (torch has the
+        classes second there), and for probabilities as target, which torch's function takes.
+        Classes that no logit has are the caller's mistake: an error on a CPU, and in debug mode elsewhere.
+    Source: label smoothing arXiv:1512.00567; z-loss arXiv:2204.02311.
+    """
+
 def dequantize(
     quantized: Tensor,
     scale: Tensor,
@@ -1014,6 +1044,35 @@ def linear(
             that once. It changes no result, and has no effect in compiled code.
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit, and for a packed weight of another tensor or
         of one that was written into since.
+    """
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Compare ``hidden @ weight^T + bias`` with classes, without holding all of these logits.
+
+    The mean and the sum compute gradients with the loss, as far as the inputs want them: a second backward pass through
+    one result raises, and so do gradients of gradients.
+
+    Shapes: hidden (*, D), weight (V, D), target (*), bias and class_weight (V,) → (), or (*) for ``"none"``
+    Dtype: all but target floating, the same; target int32 or int64; computes in float32; returns out_dtype.
+    Args:
+        class_weight, ignore_index, label_smoothing, softcap, z_loss, reduction: as of :func:`layerzero.cross_entropy`.
+        out_dtype: of the loss: hidden's, or float32 for float16 and bfloat16, as Transformers has it.
+    Raises: InvalidCallError for shapes, dtypes or devices that do not fit, and for probabilities as target.
+        Classes that no row of weight has are the caller's mistake: an error on a CPU, and in debug mode elsewhere.
+    Source: arXiv:2410.10989 (Liger), arXiv:2411.09009 (Cut Cross-Entropy).
     """
 
 def merge_attention_states(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

@@ -83,11 +83,17 @@ def test_a_tensor_and_a_number_give_the_same_by_every_way():
 TORCHS = {
     "conv1d": ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
     "conv2d": ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
+    "cross_entropy": ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"),
     "dequantize": ("tensor",),
     "embedding": ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"),
     "gelu": ("input",),
     "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
     "linear": ("input", "weight", "bias"),
+    **(
+        {"linear_cross_entropy": ("input", "linear_weight", "target")}
+        if hasattr(functional, "linear_cross_entropy")
+        else {}
+    ),
     "rms_norm": ("input", "normalized_shape", "weight", "eps"),
     "scaled_dot_product_attention": (
         *("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"),
@@ -97,7 +103,13 @@ TORCHS = {
 }
 """The positional arguments of ``torch.nn.functional``; of ``torch`` where that has none."""
 
-SAME = {("embedding", "ids"): "input", ("dequantize", "quantized"): "tensor"}
+SAME = {
+    ("cross_entropy", "logits"): "input",
+    ("dequantize", "quantized"): "tensor",
+    ("embedding", "ids"): "input",
+    ("linear_cross_entropy", "hidden"): "input",
+    ("linear_cross_entropy", "weight"): "linear_weight",
+}
 """Other names for the same thing."""
 
 X, W = torch.randn(2, 8), torch.ones(8)

@@ -26,6 +26,8 @@ COMPOSED = {
     "kv.rope_append.paged": "rotations and writes by index",
     "kv.split_qkv_norm_rope_append": "pieces, norms, rotations and writes by index",
     "kv.split_qkv_norm_rope_append.paged": "pieces, norms, rotations and writes by index",
+    "loss.linear_cross_entropy": "F.linear and F.cross_entropy, which hold all logits",
+    "loss.linear_cross_entropy.rows": "F.linear and F.cross_entropy, which hold all logits",
     "mlp.gelu_mul": "F.gelu and a product",
     "mlp.gelu_mul.joined": "F.gelu and a product",
     "mlp.linear.quant": "numbers widened, then F.linear",

@@ -19,6 +19,7 @@ MODULES = (
     "lengths",
     "linear",
     "logits",
+    "loss",
     "moe",
     "moe_weights",
     "norm",

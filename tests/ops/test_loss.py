@@ -1,0 +1,179 @@
+"""lz.cross_entropy and lz.linear_cross_entropy: torch's results, gradients, memory, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import layerzero as lz
+from drawing import at_once
+from layerzero.backends.torch import loss as kernels
+
+CHUNKED = "torch.linear_cross_entropy_chunked"
+WAYS = (
+    CHUNKED,
+    pytest.param(
+        "torch.linear_cross_entropy",
+        marks=pytest.mark.skipif(
+            not hasattr(functional, "linear_cross_entropy"), reason="torch before 2.13 has no linear cross-entropy"
+        ),
+    ),
+)
+
+
+def made(rows=(7,), vocab=50, features=16, dtype=torch.float32):
+    torch.manual_seed(vocab)
+    hidden = torch.randn(*rows, features, dtype=dtype, requires_grad=True)
+    weight = (torch.randn(vocab, features) / features**0.5).to(dtype).requires_grad_()
+    target = torch.randint(0, vocab, rows)
+    target.view(-1)[0] = -100
+    return hidden, weight, target
+
+
+def locked(kernel):
+    ending = "" if kernel == "reference" else "_rows"
+    names = {"loss.linear_cross_entropy": kernel, "loss.linear_cross_entropy.rows": f"{kernel}{ending}"}
+    return lz.scope(locks=names)
+
+
+@at_once("reduction", ["mean", "sum", "none"])
+@at_once("smoothing", [0.0, 0.2])
+@at_once("weighed", [False, True])
+def test_logits_give_what_torch_gives(reduction, smoothing, weighed):
+    logits, target = torch.randn(6, 9), torch.tensor([1, 8, -100, 0, 3, 3])
+    more = {"weight": torch.rand(9) if weighed else None, "label_smoothing": smoothing, "reduction": reduction}
+    got, wanted = lz.cross_entropy(logits, target, **more), functional.cross_entropy(logits, target, **more)
+    torch.testing.assert_close(got, wanted)
+
+
+@pytest.fixture
+def few_rows(monkeypatch):
+    """Chunks of three rows."""
+    monkeypatch.setattr(kernels, "_LOGITS", 150)
+
+
+@pytest.mark.parametrize("kernel", WAYS)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_chunks_give_the_loss_and_the_gradients_of_all_logits(few_rows, kernel, reduction):
+    hidden, weight, target = made(rows=(2, 5))
+    bias, classes, behind = torch.randn(50, requires_grad=True), torch.rand(50), torch.rand(2, 5)
+    logits = functional.linear(hidden, weight, bias)
+    wanted = functional.cross_entropy(logits.flatten(0, 1), target.flatten(), classes, reduction=reduction)
+    with locked(kernel):
+        got = lz.linear_cross_entropy(hidden, weight, target, bias=bias, class_weight=classes, reduction=reduction)
+    assert got.shape == ((2, 5) if reduction == "none" else ())
+    torch.testing.assert_close(got.flatten(), wanted.flatten())
+    results = [
+        torch.autograd.grad((each.view(behind.shape) * behind if reduction == "none" else each * 3.0).sum(), inputs)
+        for each in (got, wanted)
+        for inputs in ((hidden, weight, bias),)
+    ]
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_every_argument_has_its_part_in_the_gradients(few_rows, reduction):
+    hidden, weight, target = made(dtype=torch.float64)
+    more = {"label_smoothing": 0.1, "softcap": 2.0, "z_loss": 0.1, "class_weight": torch.rand(50).double()}
+    found = []
+    for kernel in (CHUNKED, "reference"):
+        with locked(kernel):
+            loss = lz.linear_cross_entropy(hidden, weight, target, reduction=reduction, **more)
+        found.append((loss, *torch.autograd.grad(loss.square().sum(), (hidden, weight))))
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("kernel", WAYS)
+def test_the_mean_of_no_row_is_nan_and_leaves_weights_alone(kernel):
+    hidden, weight, target = made()
+    with locked(kernel):
+        loss = lz.linear_cross_entropy(hidden, weight, target.fill_(-100))
+    assert loss.isnan()
+    for each in torch.autograd.grad(loss, (hidden, weight)):
+        assert not each.any()
+
+
+def test_a_second_backward_pass_says_what_to_do():
+    hidden, weight, target = made()
+    with locked(CHUNKED):
+        loss = lz.linear_cross_entropy(hidden, weight, target)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"wanted one backward pass, got another.*call it again"):
+        loss.backward()
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers that any result has."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        for each in torch.utils._pytree.tree_leaves(result):
+            if isinstance(each, torch.Tensor):
+                self.numbers = max(self.numbers, each.numel())
+        return result
+
+
+@pytest.mark.parametrize("kernel", ["reference", CHUNKED])
+def test_no_tensor_holds_all_logits(few_rows, kernel):
+    """Twenty rows of 50 classes and 8 features: the weight is the largest, and the reference has all logits."""
+    hidden, weight, target = made(rows=(20,), features=8)
+    run = kernels._load_chunked({"operation": "loss.linear_cross_entropy", "requires_grad": True})
+    with Largest() as seen:
+        if kernel == "reference":
+            functional.cross_entropy(functional.linear(hidden, weight), target).backward()
+        else:
+            run(hidden, weight, target, ignore_index=-100, label_smoothing=0.0, z_loss=0.0).backward()
+    assert seen.numbers == (20 * 50 if kernel == "reference" else 8 * 50)
+
+
+def test_without_gradients_no_gradient_is_computed(few_rows):
+    hidden, weight, target = made(rows=(20,))
+    with torch.no_grad(), locked(CHUNKED):
+        lz.linear_cross_entropy(hidden, weight, target)  # chosen
+    run = kernels._load_chunked({"operation": "loss.linear_cross_entropy", "requires_grad": False})
+    with Largest() as seen, torch.no_grad():
+        loss = run(hidden, weight, target, ignore_index=-100, label_smoothing=0.0, z_loss=0.0)
+    assert not loss.requires_grad
+    assert seen.numbers <= 3 * 50 + weight.numel()
+    assert seen.numbers == weight.numel()  # a view of it
+
+
+def test_half_precision_gives_a_loss_in_float32_where_asked():
+    hidden, weight, target = made(dtype=torch.bfloat16)
+    assert lz.linear_cross_entropy(hidden, weight, target).dtype is torch.bfloat16
+    loss = lz.linear_cross_entropy(hidden, weight, target, out_dtype=torch.float32)
+    wanted = functional.cross_entropy(functional.linear(hidden, weight).float(), target)
+    assert loss.dtype is torch.float32
+    torch.testing.assert_close(loss, wanted)
+
+
+REFUSED = [
+    ({"target": torch.rand(3, 5)}, "target: wanted classes .int32 or int64., got probabilities; torch.nn.functional"),
+    ({"target": torch.tensor([1, 2])}, r"target: wanted shape \(3,\), a class a row, got \(2,\)"),
+    ({"reduction": "average"}, "reduction: wanted mean, sum, none, got 'average'"),
+    ({"logits": torch.randn(2, 3, 5)}, r"logits: wanted \(rows, classes\): logits.flatten\(0, -2\)"),
+    ({"logits": torch.randn(3, 0)}, "logits: wanted a class at least"),
+    ({"softcap": 0.0}, "softcap: wanted a finite number above 0 or None, got 0.0"),
+    ({"label_smoothing": 1.5}, "label_smoothing: wanted 0 to 1, got 1.5"),
+]
+
+
+@pytest.mark.parametrize(("changed", "words"), REFUSED)
+def test_what_does_not_fit_is_refused(changed, words):
+    call = {"logits": torch.randn(3, 5), "target": torch.tensor([1, 2, 0]), **changed}
+    with pytest.raises(lz.InvalidCallError, match=words):
+        lz.cross_entropy(**call)
+
+
+def test_compiled_code_has_the_same_loss_and_gradients():
+    hidden, weight, target = made()
+    compiled = torch.compile(lz.linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    pairs = [
+        torch.autograd.grad(call(hidden, weight, target), (hidden, weight))
+        for call in (compiled, lz.linear_cross_entropy)
+    ]
+    torch.testing.assert_close(*pairs)
