@@ -438,7 +438,7 @@ def all_reduce(input: Tensor, reduce_op: str = "sum", group: ProcessGroup | Rank
     ranks that differ hang or get wrong numbers. Calls of one group come one after the other, on one stream at a time.
 
     Shapes: input (*), the same on all ranks → (*)
-    Dtype: floating, returned; torch's kernels round each sum to it.
+    Dtype: floating, int32 or int64, returned; torch's kernels round each sum to it.
     Args:
         reduce_op: ``sum``, ``max`` or ``min``.
         group: whose ranks; the default group if None.
@@ -1616,7 +1616,7 @@ def reduce_scatter(
     """Add up a tensor over all ranks of a group; each gets its piece of the sum, in the order of the ranks.
 
     Shapes: input (*), the same on all ranks → (*) with the axis ``scatter_dim`` so many times shorter, contiguous
-    Dtype: floating, returned.
+    Dtype: floating, int32 or int64, returned.
     Args:
         scatter_dim: along which axis.
         reduce_op: ``sum``, ``max`` or ``min``.

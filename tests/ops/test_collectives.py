@@ -56,6 +56,9 @@ def compare():
     total, op = wide.sum(0), drawn.choice(["sum", "max", "min"])
     reduced = total if op == "sum" else getattr(wide, "a" + op)(0)
     near(lz.all_reduce(mine, op), reduced, dtype)
+    counts = [torch.tensor([each, 2**40 - each]) for each in range(ranks)]
+    whole = torch.stack(counts)
+    assert torch.equal(lz.all_reduce(counts[rank], op), getattr(whole, "sum" if op == "sum" else "a" + op)(0))
     near(lz.all_gather(mine, axis), torch.cat(list(wide), axis), dtype)
     near(lz.reduce_scatter(mine, axis, op), reduced.chunk(ranks, axis)[rank].contiguous(), dtype, "here")
     if axis in (0, -len(shape)):
@@ -139,7 +142,7 @@ def test_ranks_get_what_torch_computes_and_the_same_bits_and_a_tree_those_of_one
         (lambda x: lz.all_reduce(x), "wanted torch.distributed.init_process_group before, got none"),
         (lambda x: lz.all_reduce(x, group=3), "wanted a ProcessGroup or Ranks or None, got int"),
         (lambda x: lz.all_reduce(x, "mean", ALONE), "reduce_op: wanted sum, max, min, got 'mean'"),
-        (lambda x: lz.all_reduce(x.long(), group=ALONE), "wanted dtype"),
+        (lambda x: lz.all_reduce(x.bool(), group=ALONE), "wanted dtype"),
         (lambda x: lz.all_reduce(x.requires_grad_(), group=ALONE), "wanted no gradients"),
         (lambda x: lz.all_gather(x, 2, ALONE), "gather_dim: wanted an axis of input, -2 to 1, got 2"),
         (lambda x: lz.all_to_all(x, [4], group=ALONE), "wanted both or none, got one"),
@@ -359,3 +362,18 @@ def test_a_verdict_of_one_machine_keeps_no_collective_out_of_a_capture():
         report = lz.explain("all_reduce", x, group=ALONE, capturing=True)
         assert report.chosen.kernel is kernel
         assert graph_safety.UNPROVED not in report.notes
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter"])
+def test_what_is_exact_in_any_order_runs_where_bits_may_not_depend_on_ranks(name):
+    whole, rounded = torch.arange(6), torch.ones(6)
+    own, tree = f"torch.{name}", f"layerzero.tree_{name}"
+    with lz.scope(require_tp_invariant=True):
+        for given, op, kernel in (
+            (rounded, "max", own),
+            (rounded, "min", own),
+            (whole, "sum", own),
+            (rounded, "sum", tree),
+        ):
+            assert lz.which(name, given, reduce_op=op, group=ALONE)["kernel_id"] == kernel
+            assert torch.equal(getattr(lz, name)(given, reduce_op=op, group=ALONE), given)

@@ -220,7 +220,7 @@ class Kernel:
         grad: whether its backward pass is right, as ``conformance`` compares it; autograd calls are refused otherwise.
         deterministic: whether repeated calls give the same bits. Set it unless the library adds up by atomics.
         batch_invariant: whether, or for which calls, a row has the same bits alone and in every batch.
-        tp_invariant: whether ranks' parts have the bits of the whole, sums by :func:`layerzero.tree_sum`.
+        tp_invariant: whether, or for which calls, ranks' parts have the bits of the whole, sums by ``lz.tree_sum``.
         asked_for: whether it runs only where a setting asks for what it alone declares: it is slower than others.
         graph_safe: whether it may run under CUDA graph capture: it allocates by torch only, and waits for nothing.
         jit: whether it compiles on first use (over 0.25 s); refused until ``lz.warmup`` built it.
@@ -271,7 +271,7 @@ class Kernel:
     grad: bool = _OF_BACKEND
     deterministic: bool = _OF_BACKEND
     batch_invariant: bool | Callable[[Facts], bool] = _OF_BACKEND
-    tp_invariant: bool = _OF_BACKEND
+    tp_invariant: bool | Callable[[Facts], bool] = _OF_BACKEND
     asked_for: bool = False
     graph_safe: bool = _OF_BACKEND
     jit: bool = _OF_BACKEND

@@ -6,6 +6,8 @@ results. What is exact needs no declaration, since its result is one number what
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from layerzero.core.facts import Facts
@@ -39,7 +41,11 @@ def exact(operation: Operation) -> bool:
 
 def in_batches(kernel: Kernel, facts: Facts) -> bool:
     """Whether a kernel declares that a row of such a call has the same bits in every batch."""
-    return kernel.batch_invariant if isinstance(kernel.batch_invariant, bool) else kernel.batch_invariant(facts)
+    return _declared(kernel.batch_invariant, facts)
+
+
+def _declared(flag: bool | Callable[[Facts], bool], facts: Facts) -> bool:
+    return flag if isinstance(flag, bool) else flag(facts)
 
 
 def reasons(kernel: Kernel, facts: Facts, policy: Policy) -> list[Reason]:
@@ -49,7 +55,10 @@ def reasons(kernel: Kernel, facts: Facts, policy: Policy) -> list[Reason]:
     if exact(facts.operation):
         return []
     apart = facts.operation.is_collective  # it knows no rows
-    declared = {"batch_invariant": apart or in_batches(kernel, facts), "require_tp_invariant": kernel.tp_invariant}
+    declared = {
+        "batch_invariant": apart or in_batches(kernel, facts),
+        "require_tp_invariant": _declared(kernel.tp_invariant, facts),
+    }
     return [
         Reason(code, setting, wanted, "not declared to give them")
         for setting, (code, wanted) in _DEMANDS.items()

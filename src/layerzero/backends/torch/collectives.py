@@ -16,10 +16,13 @@ from layerzero.backends.torch.attention import FLOATS, TORCH
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
+from layerzero.core.limit import Limit
+from layerzero.core.operation import Operation
 from layerzero.ops.comm import declare
 from layerzero.ops.comm.formulas import DENSE, gathered, then_norm, tree_sum
 from layerzero.ops.comm.ranks import ranks_of
 
+_ADDED = limit.dtype(*FLOATS.names, "int64", "int32")
 _MOVED = limit.dtype("float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8")
 
 OWN = Backend(
@@ -48,6 +51,21 @@ def tree_reduce_scatter(input: Tensor, *, scatter_dim: int = 0, group: Any = Non
     return total.narrow(scatter_dim, ranks.rank * piece, piece).clone(memory_format=DENSE)
 
 
+def _exact(facts: Facts) -> bool:
+    """Whether the order of the ranks changes no bit: of a maximum, a minimum, and of whole numbers added up."""
+    return facts["reduce_op"] != "sum" or not facts["dtype"].is_floating_point  # type: ignore[attr-defined]
+
+
+_OF_TORCH: tuple[tuple[Operation, Limit, bool | Callable[[Facts], bool]], ...] = (
+    (declare.ALL_REDUCE, _ADDED, _exact),
+    (declare.ALL_GATHER, _MOVED, True),  # moving numbers sums up none
+    (declare.REDUCE_SCATTER, _ADDED, _exact),
+    (declare.ALL_TO_ALL, _MOVED, True),
+    (declare.ALL_REDUCE_ADD_RMS_NORM, FLOATS, False),
+)
+"""Of each operation, the dtypes that torch.distributed takes, and whether any number of ranks gives the same bits."""
+
+
 def _always(run: Callable[..., Any]) -> Callable[[Facts], Callable[..., Any]]:
     return lambda _facts: run
 
@@ -59,14 +77,14 @@ KERNELS = (
             id=f"torch.{each.name.removeprefix('comm.')}",
             backend=TORCH,
             accepts=each.schema.arguments[len(each.schema.inputs) :],
-            limits=(_MOVED if each in (declare.ALL_GATHER, declare.ALL_TO_ALL) else FLOATS,),
+            limits=(taken,),
             grad=False,
-            tp_invariant=each in (declare.ALL_GATHER, declare.ALL_TO_ALL),  # these move numbers and sum up none
+            tp_invariant=alike,
             handles_empty=True,
             handles_negated=True,
             priority=50,
         )
-        for each in declare.OPERATIONS
+        for each, taken, alike in _OF_TORCH
     ),
     *(
         Kernel(

@@ -47,7 +47,8 @@ from layerzero.ops.declaration import cases, function, operation, tensor
 from layerzero.ops.norm.declare import rms_norm
 
 _NUMBERS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
-_MOVED = _NUMBERS | {torch.int64, torch.int32, torch.uint8}
+_ADDED = _NUMBERS | {torch.int64, torch.int32}
+_MOVED = _ADDED | {torch.uint8}
 _GROUP = Param(
     "group",
     tuple(each for each in (ProcessGroup, Ranks) if each is not None),
@@ -68,6 +69,7 @@ _TOLERANCE = {
     torch.float16: Tolerance(4e-3, 4e-3),
     torch.bfloat16: Tolerance(3e-2, 3e-2),
 }
+_TOLERANCE_ADDED = _TOLERANCE | dict.fromkeys((torch.int64, torch.int32), Tolerance(0.0, 0.0))
 _ROUNDED = "each of up to eight sums may round to the dtype"
 _CASES = cases("payload", {"token": (8192,), "prefill": (4194304,), "small": (96,)})
 
@@ -160,7 +162,7 @@ def all_reduce(input: Tensor, reduce_op: str = "sum", group: ProcessGroup | Rank
     ranks that differ hang or get wrong numbers. Calls of one group come one after the other, on one stream at a time.
 
     Shapes: input (*), the same on all ranks → (*)
-    Dtype: floating, returned; torch's kernels round each sum to it.
+    Dtype: floating, int32 or int64, returned; torch's kernels round each sum to it.
     Args:
         reduce_op: ``sum``, ``max`` or ``min``.
         group: whose ranks; the default group if None.
@@ -190,7 +192,7 @@ def reduce_scatter(
     """Add up a tensor over all ranks of a group; each gets its piece of the sum, in the order of the ranks.
 
     Shapes: input (*), the same on all ranks → (*) with the axis ``scatter_dim`` so many times shorter, contiguous
-    Dtype: floating, returned.
+    Dtype: floating, int32 or int64, returned.
     Args:
         scatter_dim: along which axis.
         reduce_op: ``sum``, ``max`` or ``min``.
@@ -291,7 +293,10 @@ ALL_REDUCE = _collective(
     "all_reduce",
     "The sum over ranks, on each of them",
     all_reduce,
+    inputs=(tensor("input: ...", _ADDED),),
+    outputs=(tensor("output: ...", None),),
     params=(_OP, _GROUP),
+    tolerance=_TOLERANCE_ADDED,
     fake=lambda input, **_given: torch.empty_like(input, memory_format=DENSE),
     expression=torch_all_reduce,
     work=_sums,
@@ -310,7 +315,9 @@ REDUCE_SCATTER = _collective(
     "reduce_scatter",
     "The sum over ranks, a piece of it on each",
     reduce_scatter,
-    outputs=("output:",),
+    inputs=(tensor("input: ...", _ADDED),),
+    outputs=(tensor("output:", None),),
+    tolerance=_TOLERANCE_ADDED,
     params=(Param("scatter_dim", int, 0, example=-1), _OP, _GROUP),
     fake=_shorter,
     expression=torch_reduce_scatter,

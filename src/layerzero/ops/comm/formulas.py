@@ -63,11 +63,14 @@ def gathered(input: Tensor, group: Any) -> Tensor:
 
 
 def reduced(input: Tensor, op: str, group: Any) -> Tensor:
-    """The sum, or the largest or smallest of each element, in float32 or wider, in the order of the ranks."""
+    """The sum, or the largest or smallest of each element, in float32 or wider, in the order of the ranks.
+
+    Whole numbers are added up as they are.
+    """
     parts = gathered(input, group)
     if op != "sum":
         return parts.amax(0) if op == "max" else parts.amin(0)
-    total = parts[0].to(wide(input.dtype))
+    total = parts[0].to(wide(input.dtype) if input.is_floating_point() else input.dtype)
     for part in parts[1:]:
         total = total + part
     return total.to(input.dtype)
