@@ -45,6 +45,14 @@ def norm_refusals(kernel, *tensors, **question):
     return {reason.code for reason in lz.explain("rms_norm", *tensors, **question).reasons(kernel)}
 
 
+def of_ranks(kernel, **settings):
+    ranks = lz.Ranks(None, 16, 0)
+    ranks._kinds["meta"] = "16 nccl peers"  # as all ranks would have said
+    with lz.scope(**settings):
+        x = torch.empty(64, device="meta")
+        return {each.code for each in lz.explain("all_reduce", x, group=ranks, device="H100").reasons(kernel)}
+
+
 def failing_call():
     def broken(input, weight, *, eps=1e-6):
         raise RuntimeError("planted failure")
@@ -343,6 +351,8 @@ PRODUCERS = {
     C.NON_DETERMINISTIC: deterministic,
     C.BATCH_INVARIANCE_REQUIRED: lambda: invariant(batch_invariant=True),
     C.TP_INVARIANCE_REQUIRED: lambda: invariant(require_tp_invariant=True),
+    C.TP_SIZE_EXCEEDED: lambda: of_ranks("torch.symm_one_shot_all_reduce"),
+    C.REDUCTION_ORDER_MISMATCH: lambda: of_ranks("torch.all_reduce", require_tp_invariant=True),
     C.CUDA_GRAPH_UNSAFE: capturing,
     C.JIT_DISABLED: jit_disabled,
     C.JIT_CACHE_INCOMPLETE: incomplete,

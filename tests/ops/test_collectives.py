@@ -18,6 +18,7 @@ from layerzero.core.evidence import Measurement
 from layerzero.engine import graph_safety
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.frozen_choices import class_name
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops.comm import ranks as ranks_module
 from layerzero.tuning.measuring.comparison import record_times
@@ -339,6 +340,19 @@ def test_ranks_hear_nothing_of_a_group_that_had_the_store_before(monkeypatch, fi
             said = [[life, "0"], [life, "1"]]
             assert ranks[first]._told("cpu", said[first]) == said
             assert late[0].result(timeout=60) == said
+
+
+def test_the_number_of_ranks_is_a_fact_and_parts_classes_and_rules():
+    x, two, four = torch.empty(64, device="meta"), lz.Ranks(None, 2, 0), lz.Ranks(None, 4, 0)
+    for ranks in (two, four):
+        ranks._kinds["meta"] = f"{ranks.size} nccl host"
+    facts = [lz.facts("all_reduce", x, group=each) for each in (two, four)]
+    assert [each["tp_size"] for each in facts] == [2, 4]
+    assert len({class_name(each, current_policy()) for each in facts}) == 2
+    rule = {"match": {"op": "comm.all_reduce", "tp_size": 4}, "deny": ["torch.all_reduce"]}
+    with lz.scope(rules=[rule]):
+        chosen = [lz.which("all_reduce", x, group=each)["kernel_id"] for each in (two, four)]
+    assert chosen == ["torch.all_reduce", "layerzero.tree_all_reduce"]
 
 
 def test_memory_of_one_rank_decides_nothing():

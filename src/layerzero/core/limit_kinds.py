@@ -175,12 +175,12 @@ class Dim(Limit):
     def check(self, facts: Facts) -> Findings:
         got = facts.size(self.name)
         codes = facts.operation.schema.axis(self.name).codes
-        if self.one_of and got not in self.one_of:
-            return violated(codes.invalid, self.name, "one of " + ", ".join(map(str, self.one_of)), got)
         if self.min is not None and got < self.min:
             return violated(codes.invalid, self.name, f"at least {self.min}", got)
         if self.max is not None and got > self.max:
             return violated(codes.too_large, self.name, f"at most {self.max}", got)
+        if self.one_of and got not in self.one_of:
+            return violated(codes.invalid, self.name, "one of " + ", ".join(map(str, self.one_of)), got)
         if self.multiple is not None and got % self.multiple:
             return violated(codes.uneven, self.name, f"a multiple of {self.multiple}", got)
         return NOTHING

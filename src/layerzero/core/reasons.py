@@ -71,6 +71,8 @@ class ReasonCode(StrEnum):
     NON_DETERMINISTIC = "NON_DETERMINISTIC"
     BATCH_INVARIANCE_REQUIRED = "BATCH_INVARIANCE_REQUIRED"
     TP_INVARIANCE_REQUIRED = "TP_INVARIANCE_REQUIRED"
+    TP_SIZE_EXCEEDED = "TP_SIZE_EXCEEDED"
+    REDUCTION_ORDER_MISMATCH = "REDUCTION_ORDER_MISMATCH"
     CUDA_GRAPH_UNSAFE = "CUDA_GRAPH_UNSAFE"
     JIT_DISABLED = "JIT_DISABLED"
     JIT_CACHE_INCOMPLETE = "JIT_CACHE_INCOMPLETE"
@@ -136,6 +138,8 @@ _TEXT: dict[ReasonCode, str] = {
     ReasonCode.NON_DETERMINISTIC: "wanted {wanted} results, this kernel is {got}",
     ReasonCode.BATCH_INVARIANCE_REQUIRED: "{fact}: wanted {wanted}, this kernel is {got}",
     ReasonCode.TP_INVARIANCE_REQUIRED: "{fact}: wanted {wanted}, this kernel is {got}",
+    ReasonCode.TP_SIZE_EXCEEDED: "{fact} may be {wanted}, is {got}",
+    ReasonCode.REDUCTION_ORDER_MISMATCH: "{fact}: wanted {wanted}, it adds up in {got}",
     ReasonCode.CUDA_GRAPH_UNSAFE: "a CUDA graph is being captured: the kernel must be {wanted}, is {got}",
     ReasonCode.JIT_DISABLED: "its compiled artefact is {got}, it must be {wanted} before it may be chosen",
     ReasonCode.JIT_CACHE_INCOMPLETE: "{fact}: {wanted} would run and is not built, {got} runs in its place",

@@ -34,6 +34,14 @@ UNASKED = Reason(
 """Why a slower kernel with such bits is left out where no setting asks for them."""
 
 
+_OTHER_ORDER = Reason(
+    ReasonCode.REDUCTION_ORDER_MISMATCH,
+    "require_tp_invariant",
+    "sums of neighbours, as lz.tree_sum adds",
+    "an order that follows from the number of ranks",
+)
+
+
 def exact(operation: Operation) -> bool:
     """Whether an operation's results are what they are, whatever computes them."""
     return operation.kind is OpKind.TOKENIZATION or all(isinstance(each, Exact) for each in operation.judges.values())
@@ -59,6 +67,8 @@ def reasons(kernel: Kernel, facts: Facts, policy: Policy) -> list[Reason]:
         "batch_invariant": apart or in_batches(kernel, facts),
         "require_tp_invariant": _declared(kernel.tp_invariant, facts),
     }
+    if apart and policy["require_tp_invariant"] and not declared["require_tp_invariant"]:
+        return [_OTHER_ORDER]
     return [
         Reason(code, setting, wanted, "not declared to give them")
         for setting, (code, wanted) in _DEMANDS.items()

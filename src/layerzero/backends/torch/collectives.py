@@ -22,7 +22,7 @@ from layerzero.ops.comm import declare
 from layerzero.ops.comm.formulas import DENSE, gathered, then_norm, tree_sum
 from layerzero.ops.comm.ranks import ranks_of
 
-_ADDED = limit.dtype(*FLOATS.names, "int64", "int32")
+_ADDED = limit.dtype("float64", "float32", "float16", "bfloat16", "int64", "int32")
 _MOVED = limit.dtype("float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8")
 
 OWN = Backend(

@@ -106,7 +106,7 @@ def _kernel(name: str, operation: Any, run: Callable[..., Any], least: int, most
             limit.arch(min=(8, 0)),
             limit.dtype("float32", "bfloat16"),
             limit.one_of("group_reach", PEERS),
-            limit.one_of("rank_count", 2, 4, 8),
+            limit.dim("rank_count", max=8, one_of=(2, 4, 8)),
             limit.dim("payload", min=least, max=most, multiple=8),  # 16 bytes of bfloat16
         ),
         priority=60,

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.core.arguments import Axis, Param, Role, told
+from layerzero.core.arguments import Axis, Param, Role, SizeCodes, told
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.judge import Exact
 from layerzero.core.operation import Case, Function, Operation, OpKind, Tolerance, Work
+from layerzero.core.reasons import ReasonCode
 from layerzero.ops.comm.formulas import (
     DENSE,
     REDUCTIONS,
@@ -61,7 +62,7 @@ _GROUP = Param(
 )
 _OP = Param("reduce_op", str, "sum", example="max")
 _FACTS: dict[str, tuple[str, ...]] = {"rank_count": (), "transport": (), "group_reach": ()}
-_COUNT = Axis("rank_count", works=False)
+_COUNT = Axis("rank_count", works=False, codes=SizeCodes(too_large=ReasonCode.TP_SIZE_EXCEEDED))
 _AXES = (Axis("payload", scales=True, live=True, leading=True), _COUNT)
 _TOLERANCE = {
     torch.float64: Tolerance(1e-12, 1e-12),
@@ -96,6 +97,7 @@ def _collective(name: str, summary: str, reference: Callable[..., Any], **more: 
         "tolerance_reason": _ROUNDED,
         "derived_from": _FACTS,
         "derive": facts_of_group,
+        "aliases": {"tp_size": "rank_count"},
         "work": _bytes,
     }
     return operation(
