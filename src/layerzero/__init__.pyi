@@ -70,6 +70,7 @@ from layerzero.ops.alibi import alibi_slopes
 from layerzero.ops.comm import Ranks, tree_sum
 from layerzero.ops.kv import CacheStep, KVCache, KVCacheError, KVCacheStrategy, StrategyChoice, kv_cache_strategy
 from layerzero.ops.linear import PackedWeight
+from layerzero.ops.moe import moe_experts_of_ranks
 from layerzero.ops.paged import PagedCache, StepMetadata
 from layerzero.ops.quantize import QuantizedWeight, WeightFormat, quantize_weight, read_gguf, repack
 from layerzero.ops.ragged import RaggedMetadata
@@ -256,6 +257,7 @@ __all__ = [
     "mla_attention",
     "mlp",
     "moe_experts",
+    "moe_experts_of_ranks",
     "moe_route",
     "on_event",
     "optimize",

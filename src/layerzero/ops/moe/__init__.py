@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from layerzero.ops.moe.experts import EXPERTS
+from layerzero.ops.moe.of_ranks import moe_experts_of_ranks
 from layerzero.ops.moe.quantized import MOE_EXPERTS, QUANTIZED
 from layerzero.ops.moe.routing import MOE_ROUTE, ROUTE
 
-__all__ = ["FUNCTIONS", "OPERATIONS"]
+EXPORTS = ("moe_experts_of_ranks",)
+
+__all__ = ["FUNCTIONS", "OPERATIONS", "moe_experts_of_ranks"]
 
 FUNCTIONS = (MOE_ROUTE, MOE_EXPERTS)
 OPERATIONS = (ROUTE, EXPERTS, QUANTIZED)
