@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
-from layerzero.asking.arrivals import Arrival, Verdict, arrival, arrived
+from layerzero.asking.arrivals import Arrival, Verdict, arrival, arrived, first_at, place_of
 from layerzero.asking.board import Board, world
 from layerzero.asking.freeze import Frost, document, hold, tell_if_short
 from layerzero.asking.known_classes import Known, Unable, marks_in, merged
@@ -28,6 +28,8 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.frozen_choices import Agreed, FrozenChoice, ranks_choose
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch.distributed import ProcessGroup
 
 Params = ParamSpec("Params")
@@ -110,9 +112,22 @@ def agreeing(run: Callable[Params, Result]) -> Callable[Params, Result]:
     def running(*args: Params.args, **kwargs: Params.kwargs) -> Result:
         if not ranks_choose(CONFIGURATION.policy):
             return run(*args, **kwargs)
-        return agreed_where_ends(run.__name__, functools.partial(run, *args, **kwargs))
+        budget_s = kwargs.get("budget_s")
+        longer_s = float(budget_s) if isinstance(budget_s, (int, float)) else 0.0  # one rank may measure for others
+        return agreed_where_ends(run.__name__, functools.partial(run, *args, **kwargs), longer_s=longer_s)
 
     return running
+
+
+def is_first(times: Path | None) -> bool:
+    """Whether no lower rank has this one's host, processors and file of times; all ranks ask together.
+
+    Raises: FrozenChoiceError as :func:`agree` does.
+    """
+    board = Board.of(None, None)
+    said = place_of(f"of rank {board.rank}" if times is None else str(times))
+    found = msgspec.json.decode(board.settle("arrive", said, first_at), type=list[int])
+    return found[board.rank] == board.rank
 
 
 def agreed_where_ends(
@@ -120,6 +135,7 @@ def agreed_where_ends(
     run: Callable[[], Result],
     words: Callable[[Result], Collection[str]] | None = None,
     settle: Callable[[Result, frozenset[str]], None] | None = None,
+    longer_s: float = 0.0,
 ) -> Result:
     """Let ranks agree once where a function ends, or where it raises: then the others get its error.
 
@@ -130,6 +146,7 @@ def agreed_where_ends(
         words: what this rank says, of what the function returned.
         settle: gets what the function returned and those words that all ranks say, before anything is held; all ranks
             get its error, too.
+        longer_s: how long the others may work where this rank does not.
     Returns: what the function returned.
     """
     try:
@@ -143,7 +160,9 @@ def agreed_where_ends(
         except FrozenChoiceError as gone:
             error.add_note(f"the other ranks could not be told: {gone}")
         raise
-    _agreed(Board.of(None, None), said, None if settle is None else functools.partial(settle, found), name)
+    board = Board.of(None, None)
+    board.timeout_s += longer_s
+    _agreed(board, said, None if settle is None else functools.partial(settle, found), name)
     return found
 
 

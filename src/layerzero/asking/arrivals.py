@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import platform
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -27,7 +28,7 @@ PROTOCOL = 3
 """Of what ranks tell each other; the highest byte of their words."""
 
 
-class Arrival(msgspec.Struct, frozen=True):
+class Arrival(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a rank says of itself when it comes.
 
     Attributes:
@@ -53,6 +54,14 @@ class Arrival(msgspec.Struct, frozen=True):
     held: str = ""
     failed: str = ""
     words: list[str] | None = None
+
+
+class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a rank runs: its host, a hash of its processors, and the file of its times; a text of its own for none."""
+
+    host: str
+    device: str
+    times: str
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -88,6 +97,20 @@ def arrival(known: Known, *, changed: bool) -> Arrival:
     else:
         marks = held.marks = held.marks or marks_of(held.choices)
     return Arrival(word, versions, settings, _digest(devices), named, changed, marks, agreed)
+
+
+def place_of(times: str) -> bytes:
+    """What this rank says of where it runs."""
+    return msgspec.json.encode(Place(platform.node(), _digest(_devices()), times))
+
+
+def first_at(said: Sequence[bytes]) -> list[int]:
+    """For each rank, the lowest that runs where it does. Raises: FrozenChoiceError where one says something else."""
+    try:
+        places = [msgspec.json.decode(each, type=Place) for each in said]
+    except msgspec.MsgspecError as error:
+        raise FrozenChoiceError("agree", [f"wanted all ranks in lz.tune with a budget, or none: {error}"]) from error
+    return [places.index(each) for each in places]
 
 
 def _digest(value: object) -> str:

@@ -56,6 +56,7 @@ def moe_experts_of_ranks(
     ids = ids.where((ids >= 0) & (ids < here), -1)
     made = moe_experts(sent(input), gate_up_weight, down_weight, ids, sent(expert_weights), **options)
     total = torch.zeros_like(input, dtype=wide(input.dtype))
-    for places, rows in zip(tokens.split(send), all_to_all(made, receive, send, group).split(send), strict=True):
+    back = all_to_all(made, receive, send, group)
+    for places, rows in zip(torch.split(tokens, send), torch.split(back, send), strict=True):
         total[places] += rows  # a token once a rank, so that the order of the sums is that of the ranks
     return total.to(input.dtype)

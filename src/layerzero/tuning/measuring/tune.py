@@ -13,18 +13,20 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 
-from layerzero.asking.agreement import agreeing
+from layerzero.asking.agreement import agreeing, is_first
 from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.facts import Facts
 from layerzero.core.operation import Case
 from layerzero.core.recipe import CallRecipe
-from layerzero.engine.config import current_policy
+from layerzero.engine.config import CONFIGURATION, current_policy
 from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.frozen_choices import ranks_choose
 from layerzero.engine.registry import REGISTRY
+from layerzero.tuning.keeping.store import times_path
 from layerzero.tuning.measuring.clocks import clock_of, current
 from layerzero.tuning.measuring.contest import Contest
 from layerzero.tuning.measuring.jobs import Job, Shape, default_grid, jobs_of_cases, jobs_of_shape, operations_named
@@ -43,6 +45,8 @@ from layerzero.tuning.measuring.workload import (
     text_of,
 )
 from layerzero.tuning.proving.vetting import Vetted
+
+Params = ParamSpec("Params")
 
 AT_ONCE, GROWTH = 16, 4
 """Calls whose new kernels child processes run before the first is timed, and how many times more the next time: each
@@ -213,7 +217,21 @@ class Tuned:
         return f"{text}; {len(self.skipped)} could not be measured" if self.skipped else text
 
 
+def _by_one_of_a_host(measure: Callable[Params, Tuned]) -> Callable[Params, Tuned]:
+    """Let one rank of a host measure for those with its processors and times, where a budget bounds their wait."""
+
+    @functools.wraps(measure)
+    def running(*args: Params.args, **kwargs: Params.kwargs) -> Tuned:
+        policy = CONFIGURATION.policy
+        if kwargs.get("budget_s") and ranks_choose(policy) and not is_first(times_path(policy)):
+            return run_jobs((), torch.device("cpu"), effort=Effort(MIN_SAMPLES))
+        return measure(*args, **kwargs)
+
+    return running
+
+
 @agreeing
+@_by_one_of_a_host
 def tune(
     operation: str | Callable[..., Any] = "*",
     shapes: Any = None,
@@ -266,7 +284,8 @@ def tune(
         modules: modules that register kernels, for those child processes.
         leave_out: libraries or kernel globs that are not measured.
         progress: called before and after each call.
-    Returns: what was measured. Ranks agree where this ends, if ``distributed_selection`` says so.
+    Returns: what was measured. Ranks agree where this ends, if ``distributed_selection`` says so; then, with a budget,
+        the lowest rank of each host measures for those with the same processors and file of times: they get nothing.
     Raises: KeyError or ValueError for operations, shapes, dtypes or files that mean nothing; what ``lz.agree`` does.
     """
     deadline = Deadline(budget_s)
