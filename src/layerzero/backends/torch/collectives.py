@@ -16,7 +16,7 @@ from layerzero.backends.torch.attention import FLOATS, TORCH
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
-from layerzero.core.limit import Limit
+from layerzero.core.limit_kinds import Limit
 from layerzero.core.operation import Operation
 from layerzero.ops.comm import declare
 from layerzero.ops.comm.formulas import DENSE, gathered, then_norm, tree_sum
