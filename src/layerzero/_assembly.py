@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,6 +20,7 @@ from layerzero.core.plan import Plan
 from layerzero.core.recipe import Workspace
 
 if TYPE_CHECKING:
+    from layerzero.backends.hub.build import Build
     from layerzero.engine.call import Call
     from layerzero.engine.services import Services
 
@@ -84,6 +85,13 @@ def importing(plugin: str, version: str) -> AbstractContextManager[str]:
     return nullcontext("") if folder is None else marked(folder, plugin, version)
 
 
+def try_hub(builds: Sequence[Build]) -> Mapping[str, str]:
+    """Import builds of the hub in a child process; gives what is wrong with each, by its hash."""
+    from layerzero.testing.hub_trial import tried
+
+    return tried(builds)
+
+
 def vet_later(kernels: Iterable[Kernel], facts: Facts) -> None:
     """Run kernels in a child process, in the background, for a call that was just made."""
     from layerzero.tuning.proving.vetting import BACKGROUND
@@ -127,6 +135,7 @@ def install(services: Services) -> None:
     services.call = call
     services.register_function = register_function
     services.importing = importing
+    services.try_hub = try_hub
     services.sample = sample
     services.vet_later = vet_later
     services.build_later = build_later

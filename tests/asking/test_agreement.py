@@ -322,7 +322,7 @@ def test_each_setting_is_one_that_decides_or_one_that_does_not():
     decide = {"version", "enabled", "fallback_enabled", "strict_mode", "allow_adaptation", "allow_jit_compile", "jit"}
     decide |= {"deterministic", "require_vetting", "debug", "layout", "memory_headroom_mb", "prefer_sources", "plugins"}
     decide |= {"avoid_sources", "allow", "deny", "locks", "unmeasured", "rules", "descriptors", "cpu_features"}
-    decide |= {"batch_invariant", "require_tp_invariant"}
+    decide |= {"batch_invariant", "require_tp_invariant", "hub.enabled", "hub.folder", "hub.lockfile", "hub.allow"}
     decide |= {"plan_mode", "graph_strict_mode", "backend_isolation", "distributed_selection", "on_version_mismatch"}
     assert not decide & DECIDE_NOTHING
     assert decide | DECIDE_NOTHING == set(SETTINGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 import layerzero as lz
 import vocabularies
 from drawing import at_once
+from hub_builds import plant, settings
 from layerzero.core.kernel import Trust
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine.registry import REGISTRY
@@ -78,6 +80,13 @@ def backend_error():
 def unhealthy():
     failing_call()
     return norm_refusals("user.broken")
+
+
+def not_allowed():
+    with tempfile.TemporaryDirectory() as folder:
+        plant(Path(folder), owner="somebody")
+        lz.configure(**settings(folder))
+        return {each.code for each in lz.explain("silu_mul", torch.ones(4, 64)).reasons("hub.activation.silu_mul")}
 
 
 def import_failed():
@@ -365,6 +374,7 @@ PRODUCERS = {
     C.UNHEALTHY: unhealthy,
     C.NOT_VETTED: not_vetted,
     C.POLICY_DENIED: denied,
+    C.HUB_REFUSED: not_allowed,
     C.TOKENIZER_ID_MISMATCH: lambda: tokenizer_codes(vocabularies.encoding(), "tokenizers.encode"),
     C.VOCAB_HASH_MISMATCH: lambda: tokenizer_codes(vocabularies.encoding(), "bpe_openai.encode"),
     C.MERGES_HASH_MISMATCH: lambda: tokenizer_codes(vocabularies.encoding(), "bpe_openai.encode"),

@@ -248,6 +248,10 @@ def doctor(*, load: bool = False, asked_for: str | None = None) -> Diagnosis:
             *_issues(libraries, devices, resting),
             *problems,
             *(f"plugin {name} was not loaded: {error}; mend or uninstall it" for name, error in failed.items()),
+            *(
+                f"{name} of the hub is not used: {why}"
+                for name, why in (REGISTRY.hub.told() if REGISTRY.hub else {}).items()
+            ),
             *conflicts(REGISTRY.backends()),
             *_accused(suspects),
             *ledger.notes(),

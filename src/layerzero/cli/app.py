@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from layerzero.cli import calls, checks, measuring, plans
+from layerzero.cli import calls, checks, hub, measuring, plans
 from layerzero.cli.calls import AsJson, Modules
 from layerzero.cli.output import FINE, NO, Answer, Program, import_modules, say, stdout_console
 from layerzero.cli.output import examples as _examples
@@ -147,6 +147,7 @@ def doctor(
     if (again or module) and not confirm:
         raise ValueError("doctor: --again and --module say how to confirm: wanted --confirm with them, got none")
     screen.ask_a_child()
+    hub.try_builds()
     confirmed = confirm_suspects(modules=module or [], again=again) if confirm else ()
     diagnosis = diagnose(load=load, asked_for=asked_for)
     code = NO if strict and diagnosis.issues else FINE
@@ -212,6 +213,7 @@ def operations(json: AsJson = False) -> Answer:
 
 
 checks.add_to(main)
+hub.add_to(main)
 
 
 @main.command(

@@ -176,6 +176,8 @@ def libraries(found: Sequence[Listed]) -> Iterator[RenderableType]:
         named = {describe.function_of(operation) or operation for each in mine for operation in each.kernel.operations}
         new_row(table, name, mine[0].version, str(len(mine)), ", ".join(sorted(named)))
     yield table
+    for repo, why in (REGISTRY.hub.told() if REGISTRY.hub else {}).items():
+        yield Text(f"{repo} of the hub is not used: {why}", style="yellow")
     yield Text("`layerzero kernels FUNCTION`, --backend NAME and --all list kernels with their limits")
 
 

@@ -20,6 +20,7 @@ from layerzero.core.errors import RegistrationError
 from layerzero.core.facts import Facts
 from layerzero.core.limit_kinds import Arch, Limit
 from layerzero.core.operation import Operation, Tolerance
+from layerzero.core.reasons import Reason
 
 _ID = re.compile(r"[^\s,=*?\[\]]{1,200}")
 """What policies, lists in variables and globs can name, and what is left of it as a part of a file's name."""
@@ -58,7 +59,7 @@ class Trust(StrEnum):
     DECLARED = "declared"
     """Built in at a tested version, or registered by its author."""
     PLUGIN = "plugin"
-    """Came through an entry point: refused where the policy requires vetting, until vetted."""
+    """Came through an entry point or from a hub: refused where the policy requires vetting, until vetted."""
     UNTRIED = "untried"
     """Built in, never run: no version of its library is ``tested``, or it says so itself; refused like a plugin's."""
 
@@ -99,8 +100,7 @@ class Backend:
         summary: one line for tables.
         import_name: the module whose presence means installed.
         distribution: the package whose version counts; several names are tried in order.
-        versions: versions of it that the declaration holds for, as a PEP 440 specifier (``>=2.13.0.2,<2.14``); another
-            one is refused until its kernels were vetted.
+        versions: those that the declaration holds for (``>=2.13.0.2,<2.14``); others are refused until vetted.
         tested: the versions (of torch, where it comes with torch) whose kernels passed conformance; others within
             ``versions`` are expected to work.
         conflicts: packages that do harm along with it, each with what goes wrong.
@@ -112,7 +112,9 @@ class Backend:
         least_sm: the compute capability from which its kernels run, but for those that bound it themselves.
         install: the command that installs it.
         homepage: where the library lives.
-        origin: ``builtin``, ``entry_point``, or, where a program itself registers it, ``code`` or ``decorator``.
+        version: its version where no package tells it, as of a hub kernel.
+        refused: why none of its kernels may run here, where that was found before anything of it was imported.
+        origin: ``builtin``, ``entry_point``, ``hub``, or, of a program's own, ``code`` or ``decorator``.
         flags: names of the flags of ``Kernel`` that its kernels have, but for those that say False themselves.
     """
 
@@ -130,6 +132,8 @@ class Backend:
     least_sm: tuple[int, int] | None = None
     install: str = ""
     homepage: str = ""
+    version: str = ""
+    refused: Reason | None = None
     origin: str = "builtin"
     flags: tuple[str, ...] = ()
 
@@ -204,16 +208,14 @@ class Kernel:
         load: given the facts of the plan, import the library and return the callable. Called after selection only. The
             callable takes the required tensors by position in schema order, and what it ``accepts`` by keyword, in the
             kernel's layout, and returns the operation's results. It also serves calls that agree with this one in the
-            facts that were read here, so all that it depends on is read here: what a callable remembers of its first
-            call it says with ``facts.only_this_call()``.
+            facts that were read here, so all that it depends on is read here; ``facts.only_this_call()`` excludes those.
         layout: layout of its tensors, None where the operation has none or it takes any. Name the one that the library
             reads; calls in another are moved, and that costs a copy where the library wants contiguous tensors.
         accepts: optional tensors and parameters that it honours; what it does not accept it is never offered. Bounds
             and handles that it names are passed on, those that it does not name are promises it has no use for.
         implies: arguments that a limit pins to the one value the callable computes; they are not passed. For a function
             that always does what other libraries have a flag for.
-        renames: canonical argument name to the callable's name for it. Where that is all that differs, ``load`` can
-            return the library's function itself.
+        renames: canonical argument name to the callable's name for it; ``load`` can return a library's own function.
         folds: arguments that the plan may fold into another one that it accepts (a mask), as its operation can. For a
             library that lacks the arguments themselves; what they are folded into takes memory and time.
         limits: what it demands of a call. Everything that the library gets wrong, refuses or dies of belongs here.
@@ -235,8 +237,7 @@ class Kernel:
         plans_sizes: whether its library makes a plan for every new size, for a time as long as a thousand calls: where
             no time is known at a size, a kernel that takes about as long comes first.
         handles_empty: whether it may see a tensor without elements; the reference runs such calls otherwise.
-        handles_negated: whether it reads tensors with the negative bit rightly (torch operators do); they are written
-            anew otherwise.
+        handles_negated: whether it reads tensors with the negative bit rightly, as torch does; others get copies.
         device_guard: whether it sets the current device itself; the plan does otherwise.
         workspace_bytes: memory it needs besides its results, for the facts of a call, where that is more than a few MB.
         priority: 0 to 100, what decides where nothing was measured. 10 to 30 for a new kernel.
@@ -250,8 +251,7 @@ class Kernel:
         stock: whether torch's own function for the operation runs this kernel for such a call: what a caller without
             LayerZero has, which no other library replaces by a priority alone. It may read no size. Leave it, but for
             kernels of torch itself.
-        trust: why it may run here; ``UNTRIED`` for what was written where it could not run. Leave it in a plugin, for
-            which the registry sets it.
+        trust: why it may run here; ``UNTRIED`` for what was written where it could not run. The registry sets a plugin's.
         aliases: other names that locks and rules may use, such as those of a former version.
         tolerance: by dtype name, how far it may be from the reference where its operation's tolerance is too narrow.
         tolerance_reason: why it is that far; the conformance report prints it.

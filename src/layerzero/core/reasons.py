@@ -86,6 +86,7 @@ class ReasonCode(StrEnum):
     BACKEND_ERROR = "BACKEND_ERROR"
     UNHEALTHY = "UNHEALTHY"
     NOT_VETTED = "NOT_VETTED"
+    HUB_REFUSED = "HUB_REFUSED"
     POLICY_DENIED = "POLICY_DENIED"
 
 
@@ -151,6 +152,7 @@ _TEXT: dict[ReasonCode, str] = {
     ReasonCode.BACKEND_ERROR: "failed while running {fact}: {got}",
     ReasonCode.UNHEALTHY: "{fact}: {got}; wanted {wanted}",
     ReasonCode.NOT_VETTED: "has not proved itself on this machine: wanted {wanted}, got {got}",
+    ReasonCode.HUB_REFUSED: "a hub kernel that is not imported: {fact}: wanted {wanted}, got {got}",
     ReasonCode.POLICY_DENIED: "excluded by {fact}: wanted {wanted}, got {got}",
 }
 

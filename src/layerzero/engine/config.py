@@ -20,6 +20,7 @@ from layerzero.engine.settings import ALIASES, ENVIRONMENT, PREFIX, SETTINGS, ch
 _FLAGS = {"DISABLED": ("enabled", False), "VERBOSE": ("log_selections", True)}
 _LISTS = {"PREFER": "prefer_sources", "AVOID": "avoid_sources", "ALLOW": "allow", "DENY": "deny"}
 _PATHS = {"DESCRIPTORS": "descriptors"}
+_HUB = {f"HUB_{name}": f"hub.{name.lower()}" for name in ("ENABLED", "FOLDER", "LOCKFILE", "ALLOW")}
 _ELSEWHERE = frozenset({"CACHE_DIR", "CONFIG", "NATIVE", "VLLM_OPERATORS"})
 """Variables with a meaning of their own: where files are kept, the configuration file, whether C finds plans, and which
 layers of vLLM are replaced before LayerZero is imported there."""
@@ -236,6 +237,10 @@ def environment_settings(environment: Mapping[str, str]) -> dict[str, Any]:
         elif name == "PLUGINS":
             names = [item.strip() for item in text.split(",") if item.strip()]
             values["plugins"] = names[0] if names in (["all"], ["none"]) else names or "none"
+        elif name in _HUB:
+            kind = SETTINGS[_HUB[name]].kind
+            items = [item.strip() for item in text.split(",") if item.strip()]
+            values[_HUB[name]] = items if kind == list[str] else _scalar(variable, text, kind) if text else None
         elif name in _PATHS:
             values[_PATHS[name]] = [item for item in text.split(os.pathsep) if item]
         elif name == "LOCK":
@@ -270,7 +275,7 @@ def known_variables() -> list[str]:
     ]
     return [
         PREFIX + name
-        for name in (*settings, *_FLAGS, *_LISTS, *_PATHS, "PLUGINS", "LOCK", *sorted(_ELSEWHERE))
+        for name in (*settings, *_FLAGS, *_LISTS, *_PATHS, *_HUB, "PLUGINS", "LOCK", *sorted(_ELSEWHERE))
         if "." not in name
     ]
 

@@ -72,6 +72,8 @@ class Machine:
 
     def _look(self, backend: Backend, device: Device) -> LibraryState:
         version = self._version(backend)
+        if backend.refused is not None:
+            return LibraryState(version, backend.refused)
         fits, install = self._fitting(backend, device), self.install(backend, device)
         vetting = f"`layerzero vet --backend {backend.name}`"
         if backend.distribution and version is None:
@@ -115,7 +117,7 @@ class Machine:
 
     def _version(self, backend: Backend) -> str | None:
         if not backend.distribution:
-            return ""
+            return backend.version
         for name in backend.distributions:
             found = self._distribution_version(name)
             if found is not None:

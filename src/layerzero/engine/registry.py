@@ -17,6 +17,7 @@ from layerzero.core.system import forking
 from layerzero.engine import function_kernels as fitting
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.function_kernels import reference_kernel
+from layerzero.engine.hub import Hub
 from layerzero.engine.plugins import Plugins
 from layerzero.engine.policy import Lock, Policy, meant
 from layerzero.engine.services import SERVICES
@@ -64,6 +65,7 @@ class Registry:
         self._ready_for: Policy | None = None
         self.names = Names(self)
         self.plugins = Plugins(self) if entry_points else None
+        self.hub = Hub(self) if entry_points else None
         self._listeners: list[Callable[[], None]] = []
         for operation in (*OPERATIONS.values(), *PLAIN_OPERATIONS.values()):
             self.register_operation(operation)
@@ -226,9 +228,10 @@ class Registry:
         try:
             self._loading = True
             self.read_declarations()
-            if self.plugins is not None:
+            if self.plugins is not None and self.hub is not None:
                 with self._change():
                     self.plugins.load()
+                    self.hub.load()
         except BaseException:
             self._loading = False
             raise
@@ -249,6 +252,9 @@ class Registry:
             if plugins is not None and plugins.awaited():
                 with self._change():
                     plugins.load()
+            if self.hub is not None and self.hub.awaited():
+                with self._change():
+                    self.hub.load()
             if plugins is not None and plugins.functions:
                 self._register_functions(plugins)
             if self._before_use():

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from layerzero import core
 from layerzero.core.facts import Facts
@@ -17,6 +17,9 @@ from layerzero.core.ledger import Ledger, MemoryLedger
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
 from layerzero.core.recipe import Workspace
+
+if TYPE_CHECKING:
+    from layerzero.backends.hub.build import Build
 
 
 def _no_call(name: str) -> Any:
@@ -33,6 +36,7 @@ class Services:
         call: the public function of a name, as :class:`layerzero.engine.call.Call`.
         register_function: give the operations of a plugin their public function.
         importing: mark a plugin of a version on disk while it is imported; gives how it ended an earlier process.
+        try_hub: import builds of the hub in a child process; gives what is wrong with each, by its hash.
         sample: let a plan time a share of its calls.
         vet_later: run kernels in a child process, in the background, for the class of a call.
         build_later: build kernels in the background for a call.
@@ -45,6 +49,7 @@ class Services:
     call: Callable[[str], Any] = _no_call
     register_function: Callable[[Function], object] = lambda *_: None
     importing: Callable[[str, str], AbstractContextManager[str]] = lambda *_: nullcontext("")
+    try_hub: Callable[[Sequence[Build]], Mapping[str, str]] = lambda builds: {each.sha256: "" for each in builds}
     sample: Callable[[Plan, Function, float], None] = lambda *_: None
     vet_later: Callable[[Iterable[Kernel], Facts], None] = lambda *_: None
     build_later: Callable[[Iterable[Kernel], Facts], None] = lambda *_: None

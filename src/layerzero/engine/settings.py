@@ -149,6 +149,18 @@ SETTINGS: dict[str, Setting] = {
         words=("all", "none"),
         scoped=False,
     ),
+    "hub.enabled": Setting(
+        bool, False, "find kernels of the Hugging Face hub on this disk; nothing is downloaded", scoped=False
+    ),
+    "hub.folder": Setting(
+        str | None, None, "where they are looked for; the cache that `kernels download` fills", scoped=False
+    ),
+    "hub.lockfile": Setting(
+        str | None, None, "pins them by commit and hash: what `layerzero hub --lock` wrote", scoped=False
+    ),
+    "hub.allow": Setting(
+        list[str], ["kernels-community/*"], "repositories of the hub that may be imported: names or globs", scoped=False
+    ),
     "locks": Setting(dict[str, Any], {}, "operation to kernel: skips scoring, never legality"),
     "unmeasured": Setting(
         str,

@@ -68,8 +68,8 @@ def child_environment(modules: Iterable[str], more: Mapping[str, str]) -> dict[s
     """This process's environment without LayerZero's settings, since kernels are checked and no policy; and more.
 
     The CPU that is presented to this process is presented to the child: its verdicts are of that CPU.
-    A child finds the modules, which it imports by name, where this process does, and imports the plugins that this one
-    admits.
+    A child finds the modules, which it imports by name, where this process does, and imports the plugins and kernels of
+    the hub that this one admits.
     """
     kept = {
         name: value
@@ -78,7 +78,8 @@ def child_environment(modules: Iterable[str], more: Mapping[str, str]) -> dict[s
     }
     plugins = REGISTRY.plugins.admitted() if REGISTRY.plugins is not None else ()
     ours = {"PYTHONPATH": os.pathsep.join(_import_path(modules)), "LAYERZERO_PLUGINS": ",".join(plugins)}
-    return kept | ours | dict(more)
+    hub = REGISTRY.hub.for_children() if REGISTRY.hub is not None else {}
+    return kept | ours | hub | dict(more)
 
 
 def _import_path(modules: Iterable[str]) -> list[str]:

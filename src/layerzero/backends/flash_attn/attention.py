@@ -118,6 +118,12 @@ FLASH_ATTN_3 = Backend(
 def _load_v2(facts: Facts) -> Callable[..., Any]:
     from flash_attn import flash_attn_func
 
+    return run_v2(flash_attn_func, facts)
+
+
+def run_v2(flash_attn_func: Callable[..., Any], facts: Facts) -> Callable[..., Any]:
+    """What a kernel calls that has FlashAttention 2's function, from whatever package."""
+
     def v2(
         query: Tensor,
         key: Tensor,
@@ -151,6 +157,11 @@ def _load_v2(facts: Facts) -> Callable[..., Any]:
 def _load_v3(facts: Facts) -> Callable[..., Any]:
     from flash_attn_interface import flash_attn_func
 
+    return run_v3(flash_attn_func, facts)
+
+
+def run_v3(flash_attn_func: Callable[..., Any], facts: Facts) -> Callable[..., Any]:
+    """What a kernel calls that has FlashAttention 3's function, from whatever package."""
     splits = 0 if facts.size_bits("seq_q") == 1 else 1  # 0: split the keys of a decode as the library thinks best
 
     def v3(

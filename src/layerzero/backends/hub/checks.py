@@ -1,0 +1,200 @@
+"""What a build of a hub kernel must be before it is imported; the first check that fails refuses it by name.
+
+Checks that a library has are that library's: ``kernels`` reads metadata, chooses the variant and hashes files,
+``sigstore`` verifies signatures without a network, ``kernel-abi-check`` reads the symbols of shared libraries.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from layerzero.backends.hub.build import Build, RefusedBuildError, altered, sha256_of
+from layerzero.backends.hub.find import Found
+from layerzero.backends.hub.lock import Locked
+from layerzero.core.kernel import within
+
+PACKAGES = (("kernels", ">=0.17,<0.18"), ("kernel-abi-check", ">=0.14,<0.15"))
+"""What checks with; each is pinned to the versions that this file was written against."""
+
+PYTHON_ABI, MANYLINUX = "3.9", "manylinux_2_28"
+"""The stable ABI and the C library that kernels of the hub are built for: kernel-builder's own, 2026-08."""
+
+PLATFORMS = ("cpu", "cuda", "rocm", "xpu")
+_NATIVE = (".so", ".dylib", ".dll", ".pyd")
+
+
+def checked(found: Found, allow: Sequence[str], locked: Mapping[str, Locked] | None) -> Build:
+    """The build of a repository for this machine; nothing of it is imported.
+
+    Args:
+        found: the repository.
+        allow: globs of repositories that may be used at all.
+        locked: what a lockfile pins; None without one.
+    Raises: RefusedBuildError with the first check that failed.
+    """
+    repo = found.repo
+    if not any(fnmatch.fnmatchcase(repo, pattern) for pattern in allow):
+        raise RefusedBuildError("hub.allow", ", ".join(allow) or "nothing", repo, "Add it there if you trust it")
+    pinned = _pinned(found, locked)
+    _packages(repo)
+    path = _variant(found)
+    sha256 = sha256_of(path / "metadata.json")
+    if pinned is not None and pinned.variants.get(path.name) != sha256:
+        wanted = pinned.variants.get(path.name, "no such variant")
+        raise RefusedBuildError(f"{repo} hash", f"{wanted[:16]} by hub.lockfile", f"{sha256[:16]} of {path.name}")
+    signed = _signed(repo, path)
+    metadata = _metadata(repo, path)
+    if problem := altered(path, sha256):
+        raise RefusedBuildError(f"{repo} digest", "the files that its metadata lists", problem)
+    _dependencies(repo, metadata, path.name)
+    libraries = _libraries(repo, path)
+    _name_is_free(repo, metadata, path)
+    platform = str(metadata.backend.backend_type).lower()
+    if platform not in PLATFORMS:
+        raise RefusedBuildError(f"{repo} backend", " or ".join(PLATFORMS), platform)
+    return Build(
+        repo,
+        str(path),
+        found.revision,
+        path.name,
+        metadata.id,
+        sha256,
+        platform,
+        bool(libraries),
+        signed,
+        str(metadata.version),
+    )
+
+
+def _pinned(found: Found, locked: Mapping[str, Locked] | None) -> Locked | None:
+    if locked is None:
+        return None
+    pinned = locked.get(found.repo)
+    if pinned is None:
+        raise RefusedBuildError("hub.lockfile", "a repository that it pins", found.repo)
+    if found.revision and pinned.revision != found.revision:
+        raise RefusedBuildError(f"{found.repo} revision", pinned.revision or "none", found.revision)
+    return pinned
+
+
+def _packages(repo: str) -> None:
+    for name, versions in PACKAGES:
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            version = "absent"
+        if not within(version, versions):
+            raise RefusedBuildError(name, f"{versions} to check {repo}", version, "pip install 'layerzero[hub]'")
+
+
+def _variant(found: Found) -> Path:
+    from kernels.variants import get_variants_local, resolve_variant, variants_trace_str
+
+    place = found.path / "build"
+    chosen, decisions = resolve_variant(get_variants_local(place))
+    if chosen is None:
+        got = "; ".join(variants_trace_str(decisions).splitlines()) or "none that has a name of a variant"
+        raise RefusedBuildError(f"{found.repo} ABI", "a variant for this machine", got)
+    path: Path = place / chosen.variant_str
+    return path
+
+
+def _signed(repo: str, path: Path) -> bool:
+    """Whether the metadata is signed by a publisher that ``kernels`` trusts; a signature that is not is refused."""
+    bundle = path / "metadata.json.sigstore"
+    if not bundle.exists():
+        return False
+    from kernels.verify import DEFAULT_POLICIES
+    from sigstore.errors import Error
+    from sigstore.models import Bundle, InvalidBundle
+    from sigstore.verify import Verifier, policy
+
+    try:
+        Verifier.production(offline=True).verify_artifact(
+            (path / "metadata.json").read_bytes(), Bundle.from_json(bundle.read_bytes()), policy.AnyOf(DEFAULT_POLICIES)
+        )
+    except (InvalidBundle, Error, ValueError) as error:
+        wanted = "metadata.json as a publisher that kernels trusts signed it"
+        raise RefusedBuildError(f"{repo} signature", wanted, f"{type(error).__name__}: {error}") from error
+    return True
+
+
+def _metadata(repo: str, path: Path) -> Any:
+    from kernels.resolver import Metadata
+
+    try:
+        found = Metadata.read_from_file(path / "metadata.json")
+    except ValueError as error:
+        raise RefusedBuildError(f"{repo} metadata", "what kernel-builder writes", str(error)) from error
+    if str(found.name) != repo.partition("/")[2]:
+        raise RefusedBuildError(f"{repo} name", repo.partition("/")[2], str(found.name))
+    return found
+
+
+def _dependencies(repo: str, metadata: Any, variant: str) -> None:
+    from kernels.validate import DependencyValidator, MinverValidator
+
+    if metadata.kernel_depends:
+        got = ", ".join(each.repo_id for each in metadata.kernel_depends)
+        raise RefusedBuildError(f"{repo} dependencies", "no other kernel of the hub", got)
+    try:
+        for each in (DependencyValidator(), MinverValidator()):
+            each.validate_metadata(metadata=metadata, variant=variant)
+    except (ImportError, RuntimeError, ValueError) as error:
+        raise RefusedBuildError(f"{repo} dependencies", "what is installed", str(error)) from error
+
+
+def _libraries(repo: str, path: Path) -> list[Path]:
+    """Its shared libraries, which keep to the stable ABI of Python and to an old C library."""
+    found = []
+    for each in sorted(path.rglob("*")):
+        if each.suffix in _NATIVE or ".so." in each.name:
+            found.append(each)
+            if problem := _abi_problem(each):
+                raise RefusedBuildError(f"{repo} ABI", f"abi3 of Python {PYTHON_ABI} and {MANYLINUX}", problem)
+    return found
+
+
+def _abi_problem(library: Path) -> str:
+    from kernel_abi_check import BinaryFormat, ObjectFile
+
+    if not library.name.endswith(".abi3.so"):
+        return f"{library.name}, which is no .abi3.so"
+    try:
+        file = ObjectFile(library)
+        if file.format() != BinaryFormat.ELF:
+            return f"{library.name} in {file.format()}"
+        python, system = file.check_python_abi(PYTHON_ABI), file.check_manylinux(MANYLINUX)
+    except (OSError, ValueError) as error:
+        return f"{library.name}: {error}"
+    names = [each.name for each in python] + [f"{each.name} of {each.dep} {each.version}" for each in system]
+    return f"{library.name}: {', '.join(names[:4])}" if names else ""
+
+
+def _name_is_free(repo: str, metadata: Any, path: Path) -> None:
+    """Its module and its namespace of ``torch.ops`` are free."""
+    name, fact = metadata.id, f"{repo} namespace"
+    if not name.isidentifier():
+        raise RefusedBuildError(fact, "a name of a module", repr(name))
+    loaded = getattr(sys.modules.get(name), "__file__", None)
+    if loaded == str(path / "__init__.py"):
+        return
+    if name in sys.modules or name in sys.builtin_module_names or _importable(name):
+        raise RefusedBuildError(fact, "a module that no package has", name)
+    if any(each.startswith(f"{name}::") for each in torch._C._dispatch_get_all_op_names()):
+        raise RefusedBuildError(fact, "a namespace of torch.ops that is free", name)
+
+
+def _importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
