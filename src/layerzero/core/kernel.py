@@ -208,7 +208,7 @@ class Kernel:
         load: given the facts of the plan, import the library and return the callable. Called after selection only. The
             callable takes the required tensors by position in schema order, and what it ``accepts`` by keyword, in the
             kernel's layout, and returns the operation's results. It also serves calls that agree with this one in the
-            facts that were read here, so all that it depends on is read here; ``facts.only_this_call()`` excludes those.
+            facts that were read here, so all that it depends on is read here; ``facts.only_this_call()`` excludes them.
         layout: layout of its tensors, None where the operation has none or it takes any. Name the one that the library
             reads; calls in another are moved, and that costs a copy where the library wants contiguous tensors.
         accepts: optional tensors and parameters that it honours; what it does not accept it is never offered. Bounds
@@ -251,7 +251,7 @@ class Kernel:
         stock: whether torch's own function for the operation runs this kernel for such a call: what a caller without
             LayerZero has, which no other library replaces by a priority alone. It may read no size. Leave it, but for
             kernels of torch itself.
-        trust: why it may run here; ``UNTRIED`` for what was written where it could not run. The registry sets a plugin's.
+        trust: why it may run here; ``UNTRIED`` where it could not run yet. The registry sets that of a plugin.
         aliases: other names that locks and rules may use, such as those of a former version.
         tolerance: by dtype name, how far it may be from the reference where its operation's tolerance is too narrow.
         tolerance_reason: why it is that far; the conformance report prints it.

@@ -83,7 +83,10 @@ def import_libraries_of(folder: Path) -> None:
     """
     for path in sorted(folder.rglob("*.py")):
         with suppress(SyntaxError, ValueError, OSError):
-            for each in ast.walk(ast.parse(path.read_bytes())):
+            source = path.read_bytes()
+            if b"torch.compile" in source:  # it imports this, which replaces functions of torch's
+                importlib.import_module("torch._dynamo")
+            for each in ast.walk(ast.parse(source)):
                 names = [part.name for part in each.names] if isinstance(each, ast.Import) else []
                 if isinstance(each, ast.ImportFrom) and not each.level and each.module:
                     names = [each.module]
@@ -189,7 +192,7 @@ def _changed_callables(before: Snapshot, after: Snapshot, name: str) -> Iterator
             continue
         if was is not None and was is not value:
             yield f"{owner}.{attribute} was replaced"
-        elif was is None and owner in before.modules and _home(value) == name:
+        elif was is None and _home(value) == name:
             yield f"{owner}.{attribute} was added"
     for owner, attribute in before.callables.keys() - after.callables.keys():
         if attribute not in _OFTEN and owner in after.modules:
@@ -213,13 +216,10 @@ def _changed_modules(before: Snapshot, after: Snapshot, name: str, folder: Path)
 
 
 def _changed_operators(before: Snapshot, after: Snapshot, name: str) -> Iterator[str]:
-    torchs = str(Path(torch.__file__).parent)
     for operator, dump in after.operators.items():
-        own = operator.startswith(f"{name}::")
-        new = set(dump.splitlines()) - set(before.operators.get(operator, "").splitlines())
-        if not own and new and any(torchs not in line for line in new if "registered at" in line):
-            verb = "changed" if operator in before.operators else "defined"
-            yield f"torch.ops.{operator.replace('::', '.')} was {verb}"
+        was = before.operators.get(operator)
+        if was != dump and not operator.startswith(f"{name}::"):
+            yield f"torch.ops.{operator.replace('::', '.')} was {'defined' if was is None else 'changed'}"
     yield from (f"torch.ops {each} was removed" for each in before.operators.keys() - after.operators.keys())
 
 
