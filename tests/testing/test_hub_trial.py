@@ -23,7 +23,7 @@ pytest.importorskip("kernel_abi_check", reason="the package that checks shared l
 
 CHANGES = {
     "import torch; torch.nn.functional.silu = lambda x: x": "torch.nn.functional.silu was replaced",
-    "import torch; torch.Tensor.add_ = lambda self, other: self": "add_ was replaced",
+    "import torch; torch.Tensor.add_ = lambda self, other: self": "torch.Tensor.add_ was added",
     "import torch; torch.planted = lambda: None": "torch.planted was added",
     "import torch; torch.set_default_dtype(torch.float64)": "default dtype: torch.float32 became torch.float64",
     "import torch; torch.set_num_threads(torch.get_num_threads() + 1)": "torch's threads: ",
@@ -161,8 +161,8 @@ def test_bytecode_that_lies_beside_a_kernel_is_not_run(tmp_path):
 
 
 def test_children_get_what_was_tried_and_nothing_else(tmp_path):
-    plant(tmp_path, text=f"{ACTIVATION}\n")
-    plant(tmp_path, "rmsnorm", "raise RuntimeError")
+    plant(tmp_path, id="_planted_for_children")
+    plant(tmp_path, "rmsnorm", "raise RuntimeError", id="_planted_that_raises")
     lz.configure(**settings(tmp_path))
     kernel = "hub.activation.silu_mul"
     (vetted,) = lz.vet("silu_mul", kernels=[kernel], shapes=[(4, 64)], dtype=torch.float32, device="cpu")
