@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from hub_builds import ACTIVATION, OWNER, RMSNORM, ROTARY, module_of, plant, settings
+from hub_builds import OWNER, RMSNORM, ROTARY, module_of, plant, settings
 from layerzero.backends.hub import ADAPTERS, checks, find
 from layerzero.core.ledger import Verdict
 from layerzero.engine.registry import REGISTRY
