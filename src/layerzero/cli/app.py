@@ -299,25 +299,25 @@ def vet(
 @config.command("show", **_examples("config show", "config show --json"))
 def config_show(json: AsJson = False) -> Answer:
     """Print every effective setting and where it comes from."""
-    from layerzero.cli import check
+    from layerzero.cli import describe
     from layerzero.engine.config import CONFIGURATION
 
     effective = CONFIGURATION.effective_with_origin()
     data = {key: {"value": value, "origin": origin} for key, (value, origin) in effective.items()}
-    return Answer(data, lambda: check.effective(effective))
+    return Answer(data, lambda: describe.effective(effective))
 
 
 @config.command("keys", **_examples("config keys"))
 def config_keys(json: AsJson = False) -> Answer:
     """Print every key with its type, default and meaning."""
-    from layerzero.cli import check, describe
+    from layerzero.cli import describe
     from layerzero.engine.settings import SETTINGS
 
     data = {
         key: {"type": describe.kind(each.kind), "default": each.default, "meaning": each.meaning, "built": each.built}
         for key, each in SETTINGS.items()
     }
-    return Answer(data, lambda: check.keys(SETTINGS))
+    return Answer(data, lambda: describe.keys(SETTINGS))
 
 
 @config.command("check", **_examples("config check layerzero.yaml"))
@@ -329,7 +329,7 @@ def config_check(
 
     Exits with 1 if a key, a value, or the name of a kernel, operation or fact in it is wrong.
     """
-    from layerzero.cli.check import problems
+    from layerzero.cli.describe import problems
 
     if not file.is_file():
         raise ValueError(f"{file}: wanted a file of settings, got {'a folder' if file.is_dir() else 'nothing'}")

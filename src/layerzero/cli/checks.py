@@ -40,11 +40,11 @@ def fuzz(
     """
     import logging
 
-    from layerzero.cli import check, listing
+    from layerzero.cli import describe, listing
     from layerzero.testing import fuzz as fuzzing
 
     import_modules(module or ())
-    check.kernels_exist(kernel or [])
+    describe.kernels_exist(kernel or [])
     log = logging.getLogger("layerzero")
     level = log.level
     log.setLevel(logging.ERROR)  # fallbacks are expected here, and counted

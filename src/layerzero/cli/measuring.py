@@ -202,7 +202,7 @@ def bench(
     import torch
 
     from layerzero.cli import bench as screen
-    from layerzero.cli import bench_tables, check, plain
+    from layerzero.cli import bench_tables, describe, plain
     from layerzero.cli.flags import deadline_of, params_of, shapes_of, with_threads
     from layerzero.engine.config import current_policy
     from layerzero.tuning.measuring.clocks import clock_of, current
@@ -224,7 +224,7 @@ def bench(
         bench_tables.check(plot, html)
     import_modules(module or ())
     only = kernel or []
-    check.kernels_exist(only)
+    describe.kernels_exist(only)
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     times = screen.timed_of(timed, target)
     dtypes: Sequence[str] = dtypes_of(dtype.split(",") if dtype else None, target)
