@@ -1,7 +1,5 @@
 """``python -m layerzero``: the command line."""
 
-from __future__ import annotations
-
 from layerzero.cli.app import main
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """FlashAttention 2, 3 and 4, from Dao-AILab and its CuTe build."""
 
-from __future__ import annotations
-
 MODULES = (
     "attention",
     "cute",

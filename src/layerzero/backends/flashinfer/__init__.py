@@ -1,7 +1,5 @@
 """FlashInfer."""
 
-from __future__ import annotations
-
 MODULES = (
     "attention",
     "cascade",

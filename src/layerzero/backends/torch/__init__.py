@@ -1,7 +1,5 @@
 """torch's own kernels: a file of each family, and flex attention and Inductor."""
 
-from __future__ import annotations
-
 MODULES = (
     "activation",
     "attention",

@@ -1,7 +1,5 @@
 """vLLM's kernels for NVIDIA GPUs."""
 
-from __future__ import annotations
-
 MODULES = (
     "experts",
     "flash_attn",

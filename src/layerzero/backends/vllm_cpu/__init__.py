@@ -1,7 +1,5 @@
 """vLLM's kernels for CPUs."""
 
-from __future__ import annotations
-
 MODULES = (
     "linear",
     "moe",

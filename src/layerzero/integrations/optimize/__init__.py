@@ -5,8 +5,6 @@ random input. A module that is replaced stays the object that it was, with its c
 its ``forward`` is another one, on this instance alone (:mod:`swaps`).
 """
 
-from __future__ import annotations
-
 from layerzero.integrations.optimize.entrance import optimize
 from layerzero.integrations.optimize.models.generation import generate_step
 from layerzero.integrations.optimize.times.report import Optimized

@@ -1,7 +1,5 @@
 """Activations, of one tensor and of a gate with what it lets through."""
 
-from __future__ import annotations
-
 from layerzero.ops.activation.declare import FUNCTIONS, OPERATIONS
 
 __all__ = ["FUNCTIONS", "OPERATIONS"]

@@ -1,7 +1,5 @@
 """Sums, pieces and rows that ranks of a process group exchange."""
 
-from __future__ import annotations
-
 from layerzero.ops.comm.declare import FUNCTIONS, OPERATIONS
 from layerzero.ops.comm.formulas import tree_sum
 from layerzero.ops.comm.ranks import Ranks

@@ -1,7 +1,5 @@
 """Matrix products with a weight."""
 
-from __future__ import annotations
-
 from layerzero.ops.linear.declare import LINEAR
 from layerzero.ops.linear.fused import OPERATIONS as FUSED
 from layerzero.ops.linear.packed import PackedWeight

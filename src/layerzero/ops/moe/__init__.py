@@ -1,7 +1,5 @@
 """Mixtures of experts: which experts a token goes to, and what they make of it."""
 
-from __future__ import annotations
-
 from layerzero.ops.moe.experts import EXPERTS
 from layerzero.ops.moe.of_ranks import moe_experts_of_ranks
 from layerzero.ops.moe.quantized import MOE_EXPERTS, QUANTIZED

@@ -1,7 +1,5 @@
 """Normalisation over the last axes, alone and behind a residual addition."""
 
-from __future__ import annotations
-
 from layerzero.ops.norm.declare import FUNCTIONS, OPERATIONS
 
 __all__ = ["FUNCTIONS", "OPERATIONS"]

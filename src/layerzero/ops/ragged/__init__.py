@@ -1,7 +1,5 @@
 """Attention of sequences that lie one after the other, without padding between them."""
 
-from __future__ import annotations
-
 from layerzero.ops.ragged.declare import FUNCTIONS, OPERATIONS
 from layerzero.ops.ragged.starts import RaggedMetadata
 

@@ -1,7 +1,5 @@
 """Positions: rotating queries and keys, with a norm and a split before it, the tables of angles that rotations read."""
 
-from __future__ import annotations
-
 from layerzero.ops.rope import declare, normed, route, single, split
 from layerzero.ops.rope.normed import QK_NORM_ROPE
 from layerzero.ops.rope.single import ROPE_ONE

@@ -1,7 +1,5 @@
 """Rotating queries and keys and writing keys and values into a cache, in one call; of a joined product as well."""
 
-from __future__ import annotations
-
 from layerzero.ops.rope_append import split
 from layerzero.ops.rope_append.declare import ROPE_APPEND, ROPE_APPEND_PAGED, ROPE_APPEND_QUANTIZED
 from layerzero.ops.rope_append.route import ROPE_APPEND_FUNCTION
