@@ -2,13 +2,14 @@
 
 All declarations are read at the first call (10 ms); a library itself is imported when one of its kernels was chosen.
 
-Add a backend: write its file and its line here, in alphabetical order. A folder names its files in ``MODULES``.
+Add a backend: write its file and its line here, in alphabetical order..
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import pkgutil
 from collections.abc import Iterator
 
 from layerzero.core.kernel import Kernel, Trust
@@ -51,6 +52,6 @@ def builtin_kernels() -> Iterator[Kernel]:
 def _declared() -> Iterator[Kernel]:
     for name in BUILTIN:
         module = importlib.import_module(f"{__name__}.{name}")
-        for part in getattr(module, "MODULES", ()):
-            yield from importlib.import_module(f"{__name__}.{name}.{part}").KERNELS
+        for part in sorted(each.name for each in pkgutil.iter_modules(getattr(module, "__path__", ()))):
+            yield from getattr(importlib.import_module(f"{__name__}.{name}.{part}"), "KERNELS", ())
         yield from getattr(module, "KERNELS", ())
