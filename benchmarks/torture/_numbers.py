@@ -33,6 +33,7 @@ NUMBERS: dict[str, tuple[Number, ...]] = {
     "forks": (Number("crowds.forks", 200),),
     "memory": (Number("capped.capped", 1000, split=False), Number("capped.unread", 1000, split=False)),
     "fuzz": (Number("fuzzed.calls", 1_000_000),),
+    "isolated": (Number("isolated.ended", 1000),),
     "captures": (Number("captures.captured", 300, split=False, seconds=300.0),),
 }
 

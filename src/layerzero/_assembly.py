@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -22,6 +22,7 @@ from layerzero.core.recipe import Workspace
 if TYPE_CHECKING:
     from layerzero.backends.hub.build import Build
     from layerzero.engine.call import Call
+    from layerzero.engine.policy import Policy
     from layerzero.engine.services import Services
 
 _DESCRIPTORS = "layerzero.asking.descriptors"
@@ -128,6 +129,20 @@ def workspace(kernel: Kernel, facts: Facts) -> Workspace | None:
     return ENGINE.ledger.workspace(kernel, facts)
 
 
+def isolate(kernel: Kernel, facts: Facts) -> Callable[..., Any]:
+    """Load a kernel in a process of its own."""
+    from layerzero.serving.isolation.kernels import IsolatedKernel
+
+    return IsolatedKernel(kernel, facts)
+
+
+def unable_to_isolate(kernel: Kernel, policy: Policy) -> tuple[str, object, object, str] | None:
+    """What keeps a kernel's library from a process of its own here."""
+    from layerzero.serving.isolation.kernels import unable
+
+    return unable(kernel, policy)
+
+
 def install(services: Services) -> None:
     """Fill the engine's ports."""
     services.ledger = ledger
@@ -141,3 +156,5 @@ def install(services: Services) -> None:
     services.build_later = build_later
     services.workspace = workspace
     services.builds = builds
+    services.isolate = isolate
+    services.unable_to_isolate = unable_to_isolate

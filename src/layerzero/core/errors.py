@@ -220,6 +220,13 @@ class KernelExecutionError(LayerZeroError):
         super().__init__(f"{kernel_id} failed in {operation}; nothing ran in its place because {why_no_fallback}")
 
 
+class IsolatedKernelError(LayerZeroError):
+    """A kernel raised, hung or ended the process of its own that it ran in; the caller's tensors are as they were.
+
+    The message has the error's type and text, or the signal and the last words of the process.
+    """
+
+
 class FrozenChoiceError(LayerZeroError):
     """A document of frozen choices is damaged, or this process would not make them; nothing was frozen.
 

@@ -88,6 +88,8 @@ class ReasonCode(StrEnum):
     NOT_VETTED = "NOT_VETTED"
     HUB_REFUSED = "HUB_REFUSED"
     POLICY_DENIED = "POLICY_DENIED"
+    # a process of its own
+    ISOLATION_UNSUPPORTED = "ISOLATION_UNSUPPORTED"
 
 
 _TEXT: dict[ReasonCode, str] = {
@@ -154,6 +156,7 @@ _TEXT: dict[ReasonCode, str] = {
     ReasonCode.NOT_VETTED: "has not proved itself on this machine: wanted {wanted}, got {got}",
     ReasonCode.HUB_REFUSED: "a hub kernel that is not imported: {fact}: wanted {wanted}, got {got}",
     ReasonCode.POLICY_DENIED: "excluded by {fact}: wanted {wanted}, got {got}",
+    ReasonCode.ISOLATION_UNSUPPORTED: "cannot run in a process of its own: {fact} must be {wanted}, is {got}",
 }
 
 

@@ -11,7 +11,7 @@ import torch
 
 from layerzero.core import indices
 from layerzero.core.dtypes import dtype_name
-from layerzero.core.errors import InvalidCallError, KernelExecutionError, refuse
+from layerzero.core.errors import InvalidCallError, IsolatedKernelError, KernelExecutionError, refuse
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger
@@ -158,14 +158,15 @@ def check_retry(
     captured, and only the kernel that lost it is at fault. What fails in a collective ends the call, and nothing is
     remembered. A device error that stays leaves a dead context, and whatever was chosen last becomes a suspect. A
     library without code for this device will not get any: it is out. A kernel that writes into its arguments may have
-    written already. In all other cases the kernel rests (its breaker opens) and, if policy allows a fallback, the next
-    one runs.
+    written already, unless it wrote into copies, in a process of its own. In all other cases the kernel rests (its
+    breaker opens) and, if policy allows a fallback, the next one runs.
     """
     let_pass(error)
     kernel, operation, device = plan.kernel, plan.report.operation, plan.report.facts.device.name
     if out_of_memory(error) or isinstance(error, (Warning, InvalidCallError)):
         raise error
-    mutated = plan.report.facts.operation.schema.mutated
+    unharmed = isinstance(error, IsolatedKernelError)
+    mutated = () if unharmed else plan.report.facts.operation.schema.mutated
     if mutated and any(words in str(error) for words in _NOT_CHANGEABLE):
         raise InvalidCallError(operation, [f"{' or '.join(mutated)}: {error}"]) from error
     lost, together = _lost_capture(error), plan.report.facts.operation.is_collective

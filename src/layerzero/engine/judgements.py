@@ -21,8 +21,8 @@ from layerzero.core.plan import Adaptation, Candidate, moves_data
 from layerzero.core.reasons import Reason
 from layerzero.engine import headroom, invariance, legality
 from layerzero.engine.health import Health
-from layerzero.engine.order import may_come_first
 from layerzero.engine.policy import Policy
+from layerzero.engine.preference import may_come_first
 from layerzero.engine.probe import Machine
 
 Value = TypeVar("Value")
@@ -215,7 +215,7 @@ def _standing(kernel: Kernel, facts: Facts, policy: Policy, machine: Machine) ->
         reason = legality.library_reason(kernel, facts, machine, None)
     if reason is not None:
         return Standing(kernel, priority, Candidate(kernel, (reason,)))
-    denied = [] if policy.rules else legality.policy_reasons(kernel, facts, policy)  # rules may read sizes
+    denied = [] if _by_sizes(policy) else legality.policy_reasons(kernel, facts, policy)
     if denied:
         return Standing(kernel, priority, Candidate(kernel, tuple(denied)))
     vetted = state.untested or (policy.require_vetting and kernel.trust.needs_verdict)
@@ -233,6 +233,11 @@ def _standing(kernel: Kernel, facts: Facts, policy: Policy, machine: Machine) ->
         return Standing(kernel, priority, Candidate(kernel, tuple(refused), tuple(adaptations)))
     left = tuple(step for step in steps if step != NOTHING)
     return Standing(kernel, priority, None, state.untested, vetted, view, left)
+
+
+def _by_sizes(policy: Policy) -> bool:
+    """Whether policy may forbid a kernel for the sizes of a call: a rule reads them, or what two processes share."""
+    return bool(policy.rules or policy.isolate)
 
 
 def _settled(limit: Limit, facts: Watched) -> Limit | Findings:
@@ -255,7 +260,7 @@ def _judged(
 ) -> Candidate:
     """Check what is left to check of a kernel for this very call; ``reasons`` say that it is not trusted."""
     kernel = standing.kernel
-    if policy.rules:
+    if _by_sizes(policy):
         reasons = [*legality.policy_reasons(kernel, facts, policy), *reasons]
     adaptations = standing.adaptations
     if not reasons:

@@ -17,7 +17,7 @@ from layerzero.core.limit_launch import LAUNCH_CODES
 from layerzero.core.operation import Routed
 from layerzero.core.plan import Adaptation, Candidate
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.engine import batch_split, headroom, invariance
+from layerzero.engine import batch_split, headroom, invariance, isolation
 from layerzero.engine.graph_safety import capture_reasons
 from layerzero.engine.health import Health, let_pass
 from layerzero.engine.jit import BUILT
@@ -126,6 +126,8 @@ def policy_reasons(kernel: Kernel, facts: Facts, policy: Policy) -> list[Reason]
         reasons.append(_denied("fallback_enabled: false", "a kernel other than the reference", kernel.id))
     denying = [pattern for pattern in policy.deny if names_kernel(pattern, kernel)]
     reasons += [_denied(f"deny: {pattern}", "another kernel", kernel.id) for pattern in denying]
+    if policy.isolate:
+        reasons += isolation.reasons(kernel, facts, policy)
     allowed = policy.allow
     if allowed and not kernel.is_reference and not any(names_kernel(pattern, kernel) for pattern in allowed):
         reasons.append(_denied("allow", " or ".join(allowed), kernel.id))

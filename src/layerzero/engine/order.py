@@ -32,7 +32,10 @@ from layerzero.core.evidence import HOST_MARGIN, Evidence, Provenance
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.plan import Candidate, Term
-from layerzero.engine.policy import Policy, names_any
+from layerzero.engine import isolation
+from layerzero.engine.isolation import NO_MORE
+from layerzero.engine.policy import Policy
+from layerzero.engine.preference import Named, kept_first, named, policy_terms
 
 DECIDED = 2.0
 """A kernel that is so many times slower, noise aside, is slower for sure: rough times of it blur nothing."""
@@ -81,8 +84,6 @@ EMULATED, EMULATED_POINTS = "emulated", 30.0
 """For computing in float32 what torch emulates: with a priority of 30, more than torch's own (50, packed 55), and less
 than one of these that a user prefers. A time of its own decides instead."""
 
-PREFER_POINTS = 20.0
-AVOID_POINTS = -50.0
 ADAPTATION_POINTS = -5.0
 """What each copy, repeat or fold costs a kernel without evidence; a measured time includes them."""
 
@@ -92,14 +93,19 @@ norm stayed where it had taken 4.1 times a library's, with a confidence below 0.
 2026-11-22)."""
 
 Known = Mapping[str, Evidence]  # by kernel id
-_Named = tuple[Sequence[str], Sequence[str]]  # what policy prefers and avoids for a call
+Us = Mapping[str, float]  # by kernel id
 
 _ESTIMATED = frozenset({Provenance.PREDICTED, Provenance.PRIOR})
 """Of sizes that were not measured here, so that nothing is planned for them yet."""
 
 
 def order(
-    candidates: Iterable[Candidate], facts: Facts, policy: Policy, evidence: Known, widening: Collection[str] = ()
+    candidates: Iterable[Candidate],
+    facts: Facts,
+    policy: Policy,
+    evidence: Known,
+    widening: Collection[str] = (),
+    extra_us: Us = NO_MORE,
 ) -> list[Candidate]:
     """Give the legal candidates their terms and costs and order them, best first; the refused follow.
 
@@ -109,11 +115,13 @@ def order(
         policy: what the user prefers and avoids, and what decides where nothing was measured.
         evidence: the times that are known, as the ledger gives them.
         widening: the kernels that are known to be faster than what the device emulates for such a call.
+        extra_us: by id, what kernels cost more in processes of their own; times are without it.
     """
     candidates = list(candidates)
     legal = [each for each in candidates if not each.reasons]
     refused = [(-each.kernel.priority, each.kernel.id, each) for each in candidates if each.reasons]
-    call = _call(legal, facts, policy, evidence, widening)
+    evidence = isolation.costing_more(evidence, extra_us) if extra_us else evidence
+    call = _call(legal, facts, policy, evidence, widening)._replace(extra_us=extra_us)
     scored = [_scored(candidate, call) for candidate in legal]
     ordered = _ordered(scored, call) if len(scored) > 1 else scored
     return [*ordered, *[each for *_, each in sorted(refused)]] if refused else ordered
@@ -246,9 +254,10 @@ class _Call(NamedTuple):
         quickest: the kernel with the least cost, None without evidence.
         anchor: the highest priority among kernels with evidence.
         confidence: of the set: the lowest of its members.
+        extra_us: what processes of their own add to costs.
     """
 
-    named: _Named
+    named: Named
     priority: Mapping[str, int]
     stock: str | None
     first: frozenset[str]
@@ -257,28 +266,29 @@ class _Call(NamedTuple):
     quickest: str | None
     anchor: int
     confidence: float
+    extra_us: Us = NO_MORE
 
 
 def _call(
     legal: Sequence[Candidate], facts: Facts, policy: Policy, evidence: Known, widening: Collection[str]
 ) -> _Call:
-    named, device = _named(facts, policy), facts.device
+    wishes, device = named(facts, policy), facts.device
     priority = {each.kernel.id: each.kernel.priority_on(device) for each in legal}
-    stock, first = _kept_first(legal, facts, policy, named, priority)
+    stock, first = kept_first(legal, facts, policy, wishes, priority)
     first = first.union(widening) if stock is not None else first
     found = {name: evidence[name] for name in priority if name in evidence} if evidence else evidence
     if not found:
-        return _Call(named, priority, stock, first, found, widening, None, 0, 0.0)
+        return _Call(wishes, priority, stock, first, found, widening, None, 0, 0.0)
     found = costs(found, [each.kernel for each in legal])
     anchor = max([priority[name] for name in found])
     confidence = min([each.confidence for each in found.values()])
-    return _Call(named, priority, stock, first, found, widening, _least(found), anchor, confidence)
+    return _Call(wishes, priority, stock, first, found, widening, _least(found), anchor, confidence)
 
 
 def _scored(candidate: Candidate, call: _Call) -> Candidate:
     kernel = candidate.kernel
     found = call.found.get(kernel.id)
-    policy_terms = _policy_terms(kernel, *call.named) if any(call.named) else ()
+    asked = policy_terms(kernel, *call.named) if any(call.named) else ()
     held_back = call.stock is not None and kernel.id not in call.first
     if found is not None and call.quickest is not None:
         terms = _measured_terms(kernel.id, found, call.found[call.quickest], call, held_back=held_back)
@@ -288,12 +298,15 @@ def _scored(candidate: Candidate, call: _Call) -> Candidate:
             terms.append(Term(EMULATED, EMULATED_POINTS))
         elif held_back:
             terms.append(Term("stock", STOCK_POINTS))
-        elif call.found and "prefer" not in [term.name for term in policy_terms]:
+        elif call.found and "prefer" not in [term.name for term in asked]:
             terms.append(Term("unmeasured", -UNMEASURED_PENALTY * call.confidence))
         moves = sum([each.moves_data for each in candidate.adaptations]) if candidate.adaptations else 0
         if moves:
             terms.append(Term("adaptation", moves * ADAPTATION_POINTS))
-    return Candidate(kernel, (), candidate.adaptations, (*terms, *policy_terms), found, candidate.workspace)
+    if kernel.id in call.extra_us:
+        doubling = call.confidence * POINTS_PER_DOUBLING
+        terms = isolation.terms_apart(terms, found, call.extra_us[kernel.id], doubling)
+    return Candidate(kernel, (), candidate.adaptations, (*terms, *asked), found, candidate.workspace)
 
 
 def _measured_terms(name: str, found: Evidence, best: Evidence, call: _Call, *, held_back: bool) -> list[Term]:
@@ -324,57 +337,6 @@ def surely_slower(found: Evidence, best: Evidence) -> bool:
     if found.provenance is not Provenance.MEASURED or best.provenance is not Provenance.MEASURED:
         return False
     return found.cost_us / (1 + found.cost_noise) > SURELY * best.cost_us * (1 + best.cost_noise)
-
-
-def may_come_first(kernel: Kernel, facts: Facts, policy: Policy) -> bool:
-    """Whether a priority alone may put no kernel of another library before it.
-
-    That is what torch's own function runs, and what the user wants: what a program itself registers, and what policy
-    prefers.
-    """
-    if policy["unmeasured"] != "stock":
-        return False
-    return kernel.is_stock(facts) or _is_wanted(kernel, _named(facts, policy)[0])
-
-
-def _kept_first(
-    legal: Sequence[Candidate], facts: Facts, policy: Policy, named: _Named, priority: Mapping[str, int]
-) -> tuple[str | None, frozenset[str]]:
-    """The kernel that torch's own function would take, and with it those that it does not hold back.
-
-    Of several of torch's that is the one of the highest priority, unless the user avoids it; without one, none is kept.
-    """
-    if policy["unmeasured"] != "stock":
-        return None, frozenset()
-    prefer, avoid = named
-    stock = [
-        (-priority[each.kernel.id], each.kernel.id)
-        for each in legal
-        if each.kernel.is_stock(facts) and not (avoid and names_any(avoid, each.kernel))
-    ]
-    if not stock:
-        return None, frozenset()
-    taken = min(stock)[1]
-    return taken, frozenset([taken, *[each.kernel.id for each in legal if _is_wanted(each.kernel, prefer)]])
-
-
-def _is_wanted(kernel: Kernel, preferred: Sequence[str]) -> bool:
-    return kernel.backend.origin in ("code", "decorator") or (bool(preferred) and names_any(preferred, kernel))
-
-
-def _named(facts: Facts, policy: Policy) -> _Named:
-    prefer, avoid = policy.prefer_sources, policy.avoid_sources
-    for rule in policy.rules:
-        if (rule.prefer or rule.avoid) and rule.matches(facts):
-            prefer, avoid = (*prefer, *rule.prefer), (*avoid, *rule.avoid)
-    return prefer, avoid
-
-
-def _policy_terms(kernel: Kernel, prefer: Sequence[str], avoid: Sequence[str]) -> Sequence[Term]:
-    terms = [Term("prefer", PREFER_POINTS)] if prefer and names_any(prefer, kernel) else []
-    if avoid and names_any(avoid, kernel):
-        terms.append(Term("avoid", AVOID_POINTS))
-    return terms
 
 
 def _ordered(scored: Sequence[Candidate], call: _Call) -> list[Candidate]:

@@ -23,7 +23,7 @@ from layerzero.core.ledger import Ledger, Libraries
 from layerzero.core.operation import Routed
 from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.engine import fusion, graph_safety, legality
+from layerzero.engine import fusion, graph_safety, isolation, legality
 from layerzero.engine.judgements import Later
 from layerzero.engine.order import EMULATED, order
 from layerzero.engine.policy import Lock, Policy, names_kernel
@@ -52,11 +52,11 @@ def ranked(
         libraries: those that a question is about; times hold for versions.
     """
     legal = [each.kernel for each in judged if not each.reasons]
-    widening = quicker_than_emulated(legal, facts)
+    widening, extra_us = quicker_than_emulated(legal, facts), isolation.extra_us(legal, facts, policy)
     if ledger is None:
-        return order(judged, facts, policy, {}, widening)
+        return order(judged, facts, policy, {}, widening, extra_us)
     evidence = ledger.evidence(legal, facts) if libraries is None else ledger.evidence(legal, facts, libraries)
-    return order(judged, facts, policy, evidence, widening)
+    return order(judged, facts, policy, evidence, widening, extra_us)
 
 
 def quicker_than_emulated(kernels: Sequence[Kernel], facts: Facts) -> frozenset[str]:
@@ -108,6 +108,8 @@ def pick(
             ]
             ranked.sort(key=lambda each: not names_kernel(lock.kernel, each.kernel))  # the one that a user asks about
             chosen = None
+    if chosen is not None and isolation.isolated(chosen.kernel, policy):
+        notes.append(isolation.told(chosen.kernel, facts))
     if chosen is not None and ranked[0] is not chosen:
         ranked = [chosen, *(candidate for candidate in ranked if candidate is not chosen)]
     told = tuple(ranked) if later is None else functools.partial(_with_others, ranked, later, facts, policy)
@@ -135,7 +137,7 @@ def priority_decides(kernels: Sequence[Kernel], facts: Facts, policy: Policy, le
 
     Under capture limits may ask what was made before, which changes; nothing is left for later there.
     """
-    bent = policy.locks or policy.rules or policy.prefer_sources or policy.avoid_sources
+    bent = policy.locks or policy.rules or policy.prefer_sources or policy.avoid_sources or policy.isolate
     if bent or facts["capturing"] or not ledger.untimed(facts):
         return False
     return not (emulation.lacks(facts.device, facts["dtype"]) and any(each.widens is not None for each in kernels))

@@ -23,7 +23,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger
 from layerzero.core.operation import Function, Operation
 from layerzero.core.plan import Candidate, Plan, Report
-from layerzero.engine import accelerator, batch_split, graph_safety
+from layerzero.engine import accelerator, batch_split, graph_safety, isolation
 from layerzero.engine.accelerator import ArgumentPlaces, Passed
 from layerzero.engine.judgements import EpochValues
 from layerzero.engine.legality import checked, flag_findings
@@ -43,8 +43,12 @@ def build(
     """
     kernel, facts = candidate.kernel, report.facts
     chunk = _chunk(candidate, facts)
+    apart = isolation.isolated(kernel, policy)
+    loaded = isolation.elsewhere(kernel) if apart else kernel
     if chunk:
-        target, reads = batch_split.load(kernel, facts, chunk), frozenset({EVERYTHING})
+        target, reads = batch_split.load(loaded, facts, chunk), frozenset({EVERYTHING})
+    elif apart:  # other sizes may not fit into what the processes share
+        target, reads = loaded.load(facts.seen_in(kernel.layout)), frozenset({EVERYTHING})
     else:
         target, reads = watch(kernel.load, facts.seen_in(kernel.layout), f"{kernel.id}: load")
     made, look = facts.operation.guard, facts.operation.number_guard

@@ -139,6 +139,8 @@ class Policy:
     log_selections: bool = field(init=False, compare=False, repr=False)
     debug: bool = field(init=False, compare=False, repr=False)
     layout: str | None = field(init=False, compare=False, repr=False)
+    backend_isolation: str = field(init=False, compare=False, repr=False)
+    isolate: tuple[str, ...] = field(init=False, compare=False, repr=False)
     memory_headroom_mb: int = field(init=False, compare=False, repr=False)
     prefer_sources: tuple[str, ...] = field(init=False, compare=False, repr=False)
     avoid_sources: tuple[str, ...] = field(init=False, compare=False, repr=False)
@@ -180,6 +182,7 @@ _ATTRIBUTES = (
     *("jit", "require_vetting", "log_selections", "debug", "layout", "memory_headroom_mb"),
     *("prefer_sources", "avoid_sources", "allow", "deny"),
     *("sampling_rate", "vet_in_background", "cache.enabled", "cache.max_size", "descriptors"),
+    *("backend_isolation", "isolate"),
 )
 
 

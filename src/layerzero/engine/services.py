@@ -42,6 +42,8 @@ class Services:
         build_later: build kernels in the background for a call.
         workspace: what was measured of the memory that a kernel takes for calls like this one.
         builds: what calls of this machine would choose and is not built, one line each.
+        isolate: load a kernel in a process of its own; gives what calls it there.
+        unable_to_isolate: what keeps a kernel's library from a process of its own: fact, wanted, got and next step.
     """
 
     ledger: Callable[[], Ledger] = MemoryLedger
@@ -55,6 +57,8 @@ class Services:
     build_later: Callable[[Iterable[Kernel], Facts], None] = lambda *_: None
     workspace: Callable[[Kernel, Facts], Workspace | None] = lambda *_: None
     builds: Callable[[], list[str]] = list
+    isolate: Callable[[Kernel, Facts], Callable[..., Any]] = lambda kernel, facts: kernel.load(facts)
+    unable_to_isolate: Callable[[Kernel, Any], tuple[str, object, object, str] | None] = lambda *_: None
 
 
 SERVICES = Services()

@@ -183,7 +183,22 @@ SETTINGS: dict[str, Setting] = {
     "cache.max_size": Setting(int, 10_000, "plans kept for each policy"),
     "explain_enabled": Setting(bool, True, "explanations are always available", built=False),
     "plan_mode": Setting(bool, False, "choose jointly for several operations", built=False),
-    "backend_isolation": Setting(str, "in_process", "where kernels run", built=False),
+    "backend_isolation": Setting(
+        str,
+        "in_process",
+        "where the kernels that `isolate` names run: in this process, in a child process for each library, or in a "
+        "container of each library's image",
+        ("in_process", "subprocess", "container"),
+    ),
+    "isolate": Setting(
+        list[str], [], "libraries or kernel globs that run in processes of their own, where backend_isolation says so"
+    ),
+    "isolation.timeout_s": Setting(
+        float, 60.0, "how long a call may take in a process of its own before that process is killed", above=0.0
+    ),
+    "isolation.memory_mb": Setting(
+        int, 1024, "most memory, in MiB, that one such process shares with this one; it is taken as it is used", least=1
+    ),
     "perfdb.enabled": Setting(bool, True, "read and keep measured times on disk", scoped=False),
     "perfdb.path": Setting(
         str | None, None, "file of the measured times; perfdb.sqlite in the cache folder", scoped=False
@@ -211,6 +226,7 @@ SETTINGS: dict[str, Setting] = {
 DECIDE_NOTHING = frozenset({
     *("log_selections", "explain_enabled", "sampling_rate", "vet_in_background", "tune_samples", "auto_tune_on_warmup"),
     *("cache.enabled", "cache.max_size", "perfdb.enabled", "perfdb.path", "telemetry_sampling_rate"),
+    "isolation.timeout_s",
     *("memory.safety_factor", "memory.block_share", "memory.max_age_s", "memory.fragmentation"),
 })  # fmt: skip
 """Settings that ranks which agree may have otherwise than the others: what they choose among is the same.

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -117,7 +117,8 @@ OUTSIDE = frozenset(each for each in signal.Signals if each.name in ("SIGKILL", 
 class Process(subprocess.Popen[bytes]):
     """A fresh interpreter that does jobs, in a process group of its own."""
 
-    def __init__(self, worker: str, environment: Mapping[str, str]) -> None:
+    def __init__(self, worker: str, environment: Mapping[str, str], handed: Collection[int] = ()) -> None:
+        """``handed`` are open files that it keeps, under their numbers."""
         if not hasattr(os, "killpg"):
             raise OSError(errno.ENOTSUP, "wanted process groups, to end a child with what it started; got none")
         self.silent, self._half, self.killed_before = False, b"", resources.kills()
@@ -128,6 +129,7 @@ class Process(subprocess.Popen[bytes]):
             stdout=subprocess.PIPE,
             stderr=self._said,
             env=dict(environment),
+            pass_fds=tuple(handed),
             start_new_session=True,  # what interrupts a terminal's processes is for this one to act upon
         )
         resources.lift(self.pid)

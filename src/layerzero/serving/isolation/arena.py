@@ -1,0 +1,208 @@
+"""Memory that this process shares with one child: where tensors lie there, and when their room is free again.
+
+It is one sparse file without a name, mapped once by both; pages take memory as they are used. A result stays where the
+child wrote it, and its room is free again once the last tensor there is gone: copying it out took 25 us a MiB more
+(EPYC Zen 4, 2026-11-27). Before a fork, results become this process's own memory, at the same addresses, so that parent
+and child have what a fork gives them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import platform
+import tempfile
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import torch
+
+from layerzero.core.system import forking
+
+PAGE = mmap.PAGESIZE
+
+MAX_KEPT = 256
+"""Tensors of the shared memory that each side remembers; making one takes 4 us."""
+
+KEPT_BYTES = 1 << 25
+"""Room that is larger gives its pages back to the system when it is free."""
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+Flags = ctypes.Array[ctypes.c_uint32]
+_READ_WRITE, _MAP_FIXED = mmap.PROT_READ | mmap.PROT_WRITE, 0x10
+
+
+def shared_file(size: int) -> int:
+    """A file without a name, of so many bytes, none of which takes memory yet. Raises: OSError."""
+    if hasattr(os, "memfd_create"):
+        file = os.memfd_create("layerzero", os.MFD_CLOEXEC)
+    else:
+        with tempfile.TemporaryFile() as made:
+            file = os.dup(made.fileno())
+    os.ftruncate(file, size)
+    return file
+
+
+class Mapping:
+    """The shared memory as one process sees it; its first page is for flags.
+
+    Attributes:
+        view: its bytes.
+        base: the address of the first.
+        flags: numbers by which a side announces that a copy is whole: of the calling side, and of the child.
+    """
+
+    def __init__(self, file: int) -> None:
+        self.size = os.fstat(file).st_size
+        self.view = mmap.mmap(file, self.size)
+        self.base: int = ctypes.addressof(ctypes.c_char.from_buffer(self.view))
+        self.flags: Flags = (ctypes.c_uint32 * (PAGE // 4)).from_buffer(self.view)
+        self.tensor = functools.lru_cache(MAX_KEPT)(functools.partial(tensor_in, self.view))
+
+
+OURS, ITS = 0, 16  # places of the flags, on lines of the cache that are apart
+
+OVERLAPPED = range(1 << 16, 1 << 22) if platform.machine() in ("x86_64", "AMD64") else range(0)
+"""Bytes whose message is sent as their copy begins: the other side wakes up meanwhile, and then waits for the flag.
+
+Less is copied sooner than a process wakes up; for more, the waiting would cost more than it gains. A processor that
+may show stores in another order than it made them gets its messages behind the copies.
+"""
+
+_SPINS = 2000  # looks at a flag, about 100 us, before other processes get the core in between
+
+
+def following(number: int) -> int:
+    """The number after this one of a flag; never 0."""
+    return number % 0x7FFFFFFF + 1
+
+
+def wait_for(flags: Flags, place: int, number: int, alive: Callable[[], bool]) -> bool:
+    """Wait until a flag has a number; False where the other side is gone before."""
+    for _ in range(_SPINS):
+        if flags[place] == number:
+            return True
+    while flags[place] != number:
+        time.sleep(1e-5)
+        if not alive() and flags[place] != number:
+            return False
+    return True
+
+
+def tensor_in(
+    memory: mmap.mmap | ctypes.Array[ctypes.c_char],
+    at: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+) -> torch.Tensor:
+    """A tensor at so many bytes of a buffer; it is no view, since autograd forbids writing into some of these."""
+    if 0 in shape:
+        return torch.empty_strided(shape, strides, dtype=dtype)
+    span = 1 + sum([(size - 1) * step for size, step in zip(shape, strides, strict=True)])
+    flat = torch.frombuffer(memory, dtype=dtype, count=span, offset=at)
+    return torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, shape, strides)
+
+
+class _Gone(weakref.ref["ctypes.Array[ctypes.c_char]"]):
+    """Knows which room is free once its object is gone."""
+
+    __slots__ = ("at", "size")
+    at: int
+    size: int
+
+
+class Arena(Mapping):
+    """The room in the shared memory, handed out by the side that calls; one thread at a time takes any."""
+
+    def __init__(self, size: int) -> None:
+        """Raises: OSError where the system has no such memory."""
+        self.file = shared_file(size)
+        super().__init__(self.file)
+        self._free: dict[int, list[int]] = {}
+        self._top = PAGE
+        self._live: dict[int, _Gone] = {}
+        self._gone: deque[_Gone] = deque()  # the collector may run anywhere: it takes no lock
+        self._own: set[int] = set()
+        forking.around(self._leave, _nothing)
+
+    def take(self, size: int) -> int:
+        """Room for so many bytes, at the start of a page. Raises: MemoryError."""
+        while self._gone:
+            self._give_back(self._gone.popleft())
+        size = -(-size // PAGE) * PAGE or PAGE
+        free = self._free.get(size)
+        if free:
+            return free.pop()
+        if self._top + size > self.size:
+            self._join()
+        if self._top + size > self.size:
+            text = "results that still live hold it; raise isolation.memory_mb, or copy them"
+            raise MemoryError(f"wanted {size} bytes of the {self.size} shared with a process, got no room: {text}")
+        at, self._top = self._top, self._top + size
+        return at
+
+    def give(self, at: int, size: int) -> None:
+        """Have the room for so many bytes free again."""
+        size = -(-size // PAGE) * PAGE or PAGE
+        if size >= KEPT_BYTES and hasattr(mmap, "MADV_REMOVE"):
+            self.view.madvise(mmap.MADV_REMOVE, at, size)
+        self._free.setdefault(size, []).append(at)
+
+    def _join(self) -> None:
+        """Make free room of other sizes one with what lies above, from the top down to the first that is taken."""
+        free = {at: size for size, places in self._free.items() for at in places}
+        for at in sorted(free, reverse=True):
+            if at + free[at] != self._top:
+                break
+            self._top = at
+            del free[at]
+        self._free = {}
+        for at, size in free.items():
+            self._free.setdefault(size, []).append(at)
+
+    def offset_of(self, address: int) -> int | None:
+        """Where an address lies there; None elsewhere."""
+        at = address - self.base
+        return at if 0 <= at < self.size and not self._own else None
+
+    def results(
+        self, at: int, size: int, kinds: Iterable[tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]]
+    ) -> list[torch.Tensor]:
+        """Tensors in room that was taken, each by its offset there; it is free again when all of them are gone."""
+        room = (ctypes.c_char * size).from_buffer(self.view, at)
+        gone = _Gone(room, self._gone.append)
+        gone.at, gone.size = at, size
+        self._live[at] = gone
+        return [tensor_in(room, *kind) for kind in kinds]
+
+    def _give_back(self, gone: _Gone) -> None:
+        del self._live[gone.at]
+        if gone.at in self._own:
+            self._own.discard(gone.at)
+            self._map(gone.at, gone.size, mmap.MAP_SHARED, self.file)
+        self.give(gone.at, gone.size)
+
+    def _leave(self) -> None:
+        """Make living results memory of this process alone, in their places: a fork is about to copy it."""
+        for at, gone in list(self._live.items()):
+            if at not in self._own and gone() is not None:
+                self._own.add(at)
+                kept = self.view[at : at + gone.size]
+                self._map(at, gone.size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+                self.view[at : at + gone.size] = kept
+
+    def _map(self, at: int, size: int, flags: int, file: int) -> None:
+        where = self.base + at
+        if _LIBC.mmap(where, size, _READ_WRITE, flags | _MAP_FIXED, file, at if file >= 0 else 0) != where:
+            raise OSError(ctypes.get_errno(), "wanted to map the memory of results anew, got an error")
+
+
+def _nothing() -> None:
+    """Behind a fork there is nothing to do."""

@@ -1,0 +1,168 @@
+"""What the child does: load kernels, and call them on tensors in the memory that it shares with the process that asks.
+
+``layerzero.testing.child_main`` starts it with one job, :class:`Serve`, which ends when the other end is closed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+
+from layerzero import __version__
+from layerzero.core.dtypes import dtype_named
+from layerzero.engine.registry import REGISTRY
+from layerzero.serving.isolation.arena import ITS, OURS, OVERLAPPED, Mapping, following, wait_for
+from layerzero.serving.isolation.messages import (
+    Answer,
+    Done,
+    Dtyped,
+    Failed,
+    Fetch,
+    Form,
+    Hello,
+    Load,
+    Request,
+    Run,
+    Serve,
+    Wanted,
+    dtyped,
+    facts_of,
+    unpacked,
+)
+from layerzero.testing.child_main import Tell
+
+MOST_BYTES = 1 << 18
+"""Of a message."""
+
+_LINE = 64  # where a result begins, in bytes: a line of the cache
+
+
+def work(job: Serve, tell: Tell) -> None:
+    """Serve calls until there is nothing that could make any."""
+    calls = socket.socket(fileno=job.calls)
+    server = Server(Mapping(job.memory))
+    os.close(job.memory)
+    tell.found(Hello(__version__, str(torch.__version__), os.getpid()))
+    decoder, encoder = msgspec.msgpack.Decoder(Request), msgspec.msgpack.Encoder()
+    with torch.no_grad():
+        while request := calls.recv(MOST_BYTES):
+            calls.send(encoder.encode(server.answer(decoder.decode(request))))
+            server.finish()
+    os._exit(0)  # what a library does at the end of a process is not waited for
+
+
+_Copies = list[tuple[torch.Tensor, torch.Tensor]]
+_Given = list[tuple[int, Dtyped]]
+
+
+class Server:
+    """Loaded kernels, forms of calls, and the results that wait for room."""
+
+    def __init__(self, memory: Mapping) -> None:
+        self.memory = memory
+        self._kernels: dict[int, Callable[..., Any]] = {0: _same}
+        self._forms: dict[int, Form] = {}
+        self._waiting: tuple[_Given, Any] = [], None
+        self._copies: _Copies = []
+        self._state: tuple[int, bool] | None = None
+
+    def answer(self, request: Request) -> Answer:
+        """Serve a request; what a kernel raises is an answer."""
+        try:
+            if isinstance(request, Run):
+                return self._run(request)
+            if isinstance(request, Fetch):
+                return self._put(*self._waiting, request.room)
+            return self._load(request)
+        except Exception as error:  # noqa: BLE001  # whatever a kernel raises
+            where = "".join(traceback.format_exception(error)[-4:])[-2000:]
+            return Failed(type(error).__name__, str(error)[:4000], where)
+
+    def finish(self) -> None:
+        """Copy the results that the last answer announced."""
+        if self._copies:
+            for place, result in self._copies:
+                place.copy_(result)
+            self._copies = []
+            self.memory.flags[ITS] = following(self.memory.flags[ITS])
+
+    def _load(self, load: Load) -> Answer:
+        for module in load.modules:
+            importlib.import_module(module)
+        kernel = REGISTRY.kernel(load.kernel)
+        self._kernels[load.number] = kernel.load(facts_of(load, REGISTRY.operation(load.operation)))
+        return Done((), several=False)
+
+    def _run(self, run: Run) -> Answer:
+        if self._state != (run.threads, run.deterministic):
+            torch.set_num_threads(run.threads)
+            torch.use_deterministic_algorithms(run.deterministic)
+            self._state = run.threads, run.deterministic
+        if run.new is not None:
+            self._forms[run.form] = run.new
+        form, tensor = self._forms[run.form], self.memory.tensor
+        tensors = iter(
+            [
+                tensor(at, dtype_named(dtype), shape, strides)
+                for at, (dtype, shape, strides) in zip(run.at, form.tensors, strict=True)
+            ]
+        )
+        others = iter(run.values)
+        given: list[Any] = [next(tensors) if each else unpacked(next(others)) for each in form.is_tensor]
+        positional = len(given) - len(form.keywords)
+        named = dict(zip(form.keywords, given[positional:], strict=True))
+        if run.whole:
+            wait_for(self.memory.flags, OURS, run.whole, lambda: True)  # this process ends with the other one
+        result = self._kernels[run.kernel](*given[:positional], **named)
+        return self._put(list(zip(run.at, form.tensors, strict=True)), result, run.room)
+
+    def _put(self, given: _Given, result: Any, room: tuple[int, int]) -> Answer:
+        several = isinstance(result, tuple)
+        told: list[int | tuple[int, Dtyped] | None] = []
+        copies: list[tuple[int, Dtyped, torch.Tensor]] = []
+        size = 0
+        for each in result if several else (result,):
+            if each is None:
+                told.append(None)
+                continue
+            place = each.data_ptr() - self.memory.base
+            if 0 <= place < self.memory.size and (place, dtyped(each)) in given:
+                told.append(given.index((place, dtyped(each))))
+                continue
+            laid = _dense(each)
+            told.append((size, laid))
+            copies.append((size, laid, each))
+            size += -(-each.numel() * each.itemsize // _LINE) * _LINE
+        if size > room[1]:
+            self._waiting = given, result
+            return Wanted(size)
+        self._waiting = [], None
+        self._copies = [
+            (self.memory.tensor(room[0] + offset, dtype_named(dtype), shape, strides), each)
+            for offset, (dtype, shape, strides), each in copies
+        ]
+        if size in OVERLAPPED:
+            return Done(tuple(told), several, following(self.memory.flags[ITS]))
+        for target, each in self._copies:
+            target.copy_(each)
+        self._copies = []
+        return Done(tuple(told), several)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    """Give a vector back in another shape: a result of its own, for which nothing is computed."""
+    return tensor.view(1, -1)
+
+
+def _dense(result: torch.Tensor) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    """The dtype, shape and strides that a result is told by: its own strides where they leave no gaps."""
+    if result.is_contiguous():
+        return dtyped(result)
+    return dtyped(torch.empty_like(result, device="meta"))

@@ -1,0 +1,307 @@
+"""Kernels of processes of their own, as the engine calls them: tensors in, results out, and what a call costs."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from layerzero.core.dtypes import dtype_named
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.core.system import forking
+from layerzero.engine.config import current_policy
+from layerzero.engine.isolation import COSTS, CallCost
+from layerzero.engine.policy import Policy
+from layerzero.serving.isolation.arena import OURS, OVERLAPPED, Arena, following
+from layerzero.serving.isolation.messages import Done, Failed, Fetch, Form, Load, Run, Wanted, dtyped, load_of, packed
+from layerzero.serving.isolation.worker import Worker
+from layerzero.tuning.proving.child import homes
+
+BUILD_S = 600.0
+"""How long a kernel may take to load, and the first call of one that compiles."""
+
+MAX_LOADED = 1024
+"""Plans that a process keeps loaded; beyond that it begins anew."""
+
+SAMPLES = 31
+"""Calls of each size by which the cost of a call is measured: 5 ms together."""
+
+_FEW, _MANY = 1 << 12, 1 << 20  # bytes of those calls
+_LINE = 64  # of an address: tensors keep it, so that a vector load finds them as aligned as they were
+
+
+class Library:
+    """A library in a process of its own, and what that process has loaded."""
+
+    def __init__(self, name: str, memory_bytes: int) -> None:
+        self.worker, self.arena = Worker(name), Arena(memory_bytes)
+        self._lock = forking.lock()
+        self._loaded: dict[bytes, int] = {}
+        self._forms: dict[tuple[Any, ...], int] = {}
+        self._room: dict[tuple[int, int], int] = {}
+
+    def load(self, load: Load, key: bytes) -> None:
+        """Load a kernel, in a process that is started where none runs. Raises: IsolatedKernelError."""
+        with self._lock:
+            self._number(load, key)
+
+    def call(
+        self,
+        load: Load,
+        key: bytes,
+        given: tuple[Any, ...],
+        named: dict[str, Any],
+        mutated: frozenset[int | str],
+        limit_s: float,
+    ) -> Any:
+        """Call a kernel, which is loaded where it is not. Raises: IsolatedKernelError, MemoryError."""
+        with self._lock:
+            number = (self._loaded.get(key) if self.worker.pid else None) or self._number(load, key)
+            try:
+                return self._call(number, load.kernel, given, named, mutated, limit_s)
+            except Exception:
+                raise
+            except BaseException:  # as a KeyboardInterrupt: its answer would be taken for that of the next call
+                self.worker.end()
+                raise
+
+    def end(self) -> None:
+        """Kill the process."""
+        with self._lock:
+            self.worker.end()
+
+    def _number(self, load: Load, key: bytes) -> int:
+        if self.worker.pid is None:
+            for each in (self._loaded, self._forms, self._room):
+                each.clear()
+            self.worker.start(self.arena.file, load.modules)
+            COSTS[self.worker.name] = self._measured()
+        if key not in self._loaded:
+            if len(self._loaded) >= MAX_LOADED:
+                self._loaded.clear()
+                self._room.clear()
+            number = len(self._loaded) + 1
+            what = f"loading {load.kernel}"
+            self.worker.send(msgspec.structs.replace(load, number=number), BUILD_S, what)
+            answer = self.worker.receive(what)
+            if isinstance(answer, Failed):
+                raise self.worker.refused(answer)
+            self._loaded[key] = number
+        return self._loaded[key]
+
+    def _call(
+        self,
+        number: int,
+        kernel: str,
+        given: tuple[Any, ...],
+        named: dict[str, Any],
+        mutated: frozenset[int | str],
+        limit_s: float,
+    ) -> Any:
+        arguments = (*given, *named.values())
+        marks = tuple([isinstance(each, torch.Tensor) for each in arguments])
+        tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
+        form, new = self._form(tensors, marks, tuple(named))
+        labels = [label for label, mark in zip((*range(len(given)), *named), marks, strict=True) if mark]
+        written = [index for index, label in enumerate(labels) if label in mutated] if mutated else []
+        at, own, copies = self._placed(tensors, written)
+        room, wanted = (0, 0), self._room.get((number, form), 0)
+        try:
+            room = (self.arena.take(wanted), wanted) if wanted else room
+            early, flags = own[1] in OVERLAPPED, self.arena.flags
+            whole = following(flags[OURS]) if early else 0
+            state = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+            values = tuple([packed(each) for each, mark in zip(arguments, marks, strict=True) if not mark])
+            request = Run(number, form, at, values, room, *state, whole, new)
+            if early:
+                self.worker.send(request, limit_s, kernel)
+            for place, start, size in copies:
+                ctypes.memmove(self.arena.base + own[0] + place, start, size)
+            if early:
+                flags[OURS] = whole
+            else:
+                self.worker.send(request, limit_s, kernel)
+            answer = self.worker.receive(kernel)
+            if isinstance(answer, Wanted):
+                if room[1]:
+                    self.arena.give(*room)
+                room = (0, 0)
+                room = self.arena.take(answer.size), answer.size
+                self._room[number, form] = answer.size
+                self.worker.send(Fetch(room), limit_s, kernel)
+                answer = self.worker.receive(kernel)
+            if not isinstance(answer, Done):
+                assert isinstance(answer, Failed)
+                raise self.worker.refused(answer)
+            if number:
+                self.worker.worked()
+            taken, room = room, (0, 0)
+            results = self._results(answer, tensors, taken)
+            if answer.whole:
+                self.worker.wait_for(flags, answer.whole, kernel)
+            for index in written:
+                tensor = tensors[index]
+                tensor.copy_(self.arena.tensor(at[index], tensor.dtype, tensor.shape, tensor.stride()))
+        finally:
+            for each in (own, room):
+                if each[1]:
+                    self.arena.give(*each)
+        return results
+
+    def _form(
+        self, tensors: Sequence[torch.Tensor], marks: tuple[bool, ...], keywords: tuple[str, ...]
+    ) -> tuple[int, Form | None]:
+        """The number of the form of a call, and the form where it is a new one."""
+        key = tuple([(each.dtype, each.shape, each.stride()) for each in tensors]), marks, keywords
+        known = self._forms.get(key)
+        if known is not None:
+            return known, None
+        if len(self._forms) >= MAX_LOADED:
+            self._forms.clear()
+            self._room.clear()
+        number = self._forms[key] = len(self._forms)
+        return number, Form(tuple(map(dtyped, tensors)), marks, keywords)
+
+    def _placed(
+        self, tensors: Sequence[torch.Tensor], written: Sequence[int]
+    ) -> tuple[tuple[int, ...], tuple[int, int], list[tuple[int, int, int]]]:
+        """Where each tensor is to lie in the shared memory, the room that was taken, and what is to be copied there.
+
+        That is a place in the room, an address and bytes. What overlaps is copied once, as it lies, so that tensors
+        which share memory do so there; what lies there already, as a result, stays, unless the call writes into it.
+        """
+        spans = []
+        for index, each in enumerate(tensors):
+            address = each.data_ptr()
+            if each.is_contiguous():
+                size = each.numel() * each.itemsize
+            else:
+                last = sum([(length - 1) * step for length, step in zip(each.shape, each.stride(), strict=True)])
+                size = (last + 1) * each.itemsize if each.numel() else 0
+            spans.append((address, address + size, index))
+        if len(spans) > 1:
+            spans.sort()
+        at, places, taken = [0] * len(tensors), [0] * len(tensors), 0
+        copies: list[tuple[int, int, int]] = []
+        first = stop = 0
+        for address, end, index in spans:
+            shared = self.arena.offset_of(address)
+            if shared is not None and not written:
+                at[index] = shared
+            elif end > address:
+                if copies and address < stop:
+                    stop = max(stop, end)
+                    copies[-1] = (copies[-1][0], first, stop - first)
+                else:
+                    taken = -(-(taken + (stop - first if copies else 0)) // _LINE) * _LINE + address % _LINE
+                    first, stop = address, end
+                    copies.append((taken, first, stop - first))
+                places[index] = taken + address - first + 1
+        if not copies:
+            return tuple(at), (0, 0), copies
+        size = taken + stop - first
+        room = self.arena.take(size)
+        return (
+            tuple([room + place - 1 if place else there for place, there in zip(places, at, strict=True)]),
+            (room, size),
+            copies,
+        )
+
+    def _results(self, done: Done, tensors: Sequence[torch.Tensor], room: tuple[int, int]) -> Any:
+        """The results of a call: arguments that were written into, or tensors in the room that was taken for them."""
+        laid = [each for each in done.results if isinstance(each, tuple)]
+        if laid:
+            kinds = [(offset, dtype_named(dtype), shape, strides) for offset, (dtype, shape, strides) in laid]
+            made = iter(self.arena.results(*room, kinds))
+        elif room[1]:
+            self.arena.give(*room)
+        results = [
+            None if each is None else tensors[each] if isinstance(each, int) else next(made) for each in done.results
+        ]
+        return tuple(results) if done.several else results[0]
+
+    def _measured(self) -> CallCost:
+        """What calls of two sizes cost, by calls that compute nothing."""
+        medians = []
+        for size in (_FEW, _MANY):
+            given, times = (torch.zeros(size, dtype=torch.uint8),), []
+            for _ in range(SAMPLES):
+                began = time.perf_counter()
+                self._call(0, "the cost of a call", given, {}, frozenset(), 10.0)
+                times.append((time.perf_counter() - began) * 1e6)
+            medians.append(statistics.median(times))
+        mib_us = max(medians[1] - medians[0], 0.0) / (2 * (_MANY - _FEW) / 2**20)
+        assert self.worker.pid is not None
+        return CallCost(max(medians[0] - mib_us * 2 * _FEW / 2**20, 0.0), mib_us, self.worker.pid)
+
+
+LIBRARIES: dict[str, Library] = {}
+_lock = forking.lock()
+
+
+def library(name: str) -> Library:
+    """The process of a library, made where there is none."""
+    found = LIBRARIES.get(name)
+    if found is None:
+        with _lock:
+            found = LIBRARIES.get(name)
+            if found is None:
+                found = LIBRARIES[name] = Library(name, current_policy()["isolation.memory_mb"] * 2**20)
+    return found
+
+
+class IsolatedKernel:
+    """What a plan calls in place of a kernel that runs in a process of its own."""
+
+    def __init__(self, kernel: Kernel, facts: Facts) -> None:
+        """Raises: IsolatedKernelError where the process does not start, or the kernel does not load there."""
+        self._load = load_of(kernel.id, facts, homes([kernel]))
+        self._key, self._name, self._builds = msgspec.msgpack.encode(self._load), kernel.source, kernel.jit
+        schema = facts.operation.schema
+        self._mutated: frozenset[int | str] = frozenset(
+            [
+                *(place for place, each in enumerate(schema.required) if each.mutated),
+                *(kernel.renames.get(each.name, each.name) for each in schema.optional if each.mutated),
+            ]
+        )
+        library(self._name).load(self._load, self._key)
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        """Run the kernel there. Raises: IsolatedKernelError, with what it raised or how the process ended."""
+        limit_s = max(current_policy()["isolation.timeout_s"], BUILD_S if self._builds else 0.0)
+        self._builds = False
+        return library(self._name).call(self._load, self._key, given, named, self._mutated, limit_s)
+
+
+def unable(_kernel: Kernel, policy: Policy) -> tuple[str, object, object, str] | None:
+    """What this system lacks for processes of their own: fact, wanted, got and next step; None where it has all."""
+    if sys.platform != "linux" or not hasattr(socket, "SOCK_SEQPACKET"):
+        return "system", "linux", sys.platform, "Set backend_isolation to in_process"
+    return None
+
+
+def end_all() -> None:
+    """Kill the processes; the next call starts a new one."""
+    for each in list(LIBRARIES.values()):
+        each.end()
+
+
+def _forget() -> None:
+    """Begin anew in a forked child: the processes are the parent's."""
+    for each in LIBRARIES.values():
+        each.worker.abandon()
+    LIBRARIES.clear()
+    COSTS.clear()
+
+
+atexit.register(end_all)
+forking.in_child(_forget)

@@ -1,0 +1,160 @@
+"""What the two processes say to each other, as msgpack: facts of a plan, calls of it, results and errors. No pickle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import torch
+
+from layerzero.core.device import Device
+from layerzero.core.dtypes import dtype_name, dtype_named
+from layerzero.core.facts import Facts, TensorFacts
+from layerzero.core.operation import Operation
+
+Dtyped = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""The dtype, shape and strides of a tensor."""
+
+
+class Serve(msgspec.Struct, frozen=True):
+    """The one job of such a child: serve calls until the other end is closed.
+
+    Attributes:
+        memory, calls: the shared memory and its end of the socket, as files that it was handed.
+    """
+
+    memory: int
+    calls: int
+
+
+class Hello(msgspec.Struct, frozen=True):
+    """What the child is, once it serves: its versions must be this process's."""
+
+    layerzero: str
+    torch: str
+    pid: int
+
+
+class Load(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Load a kernel for the facts of a plan, under a number; ``modules`` register it."""
+
+    number: int
+    modules: list[str]
+    kernel: str
+    operation: str
+    layout: str | None
+    tensors: dict[str, tuple[Dtyped, int, bool]]
+    values: dict[str, Any]
+
+
+class Form(msgspec.Struct, frozen=True, array_like=True):
+    """How a kernel is called: its tensors, and which places are tensors; the last ones are keywords with names."""
+
+    tensors: tuple[Dtyped, ...]
+    is_tensor: tuple[bool, ...]
+    keywords: tuple[str, ...]
+
+
+class Run(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Call a loaded kernel.
+
+    Attributes:
+        kernel: the number it was loaded under; 0 gives back its tensors, to measure what a call costs.
+        form: the number of the form; ``new`` is that form where this call is its first.
+        at: where each tensor lies in the shared memory.
+        values: the arguments that are no tensors, in order.
+        room: place and bytes for results; too few are answered with how many are wanted.
+        threads: of torch.
+        deterministic: whether torch has deterministic algorithms alone.
+        whole: the number of the flag by which its tensors are there; 0 where they are.
+    """
+
+    kernel: int
+    form: int
+    at: tuple[int, ...]
+    values: tuple[Any, ...]
+    room: tuple[int, int]
+    threads: int
+    deterministic: bool
+    whole: int
+    new: Form | None = None
+
+
+class Fetch(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Put the results of the last call into this room."""
+
+    room: tuple[int, int]
+
+
+class Done(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Results: each the number of the tensor that it is, or its offset in the room with what it is, or none.
+
+    ``whole`` is the number of the flag by which they are there; 0 where they are.
+    """
+
+    results: tuple[int | tuple[int, Dtyped] | None, ...]
+    several: bool
+    whole: int = 0
+
+
+class Wanted(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The results need so many bytes of room."""
+
+    size: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """What a kernel raised: the error's type and text, and the last lines of where."""
+
+    kind: str
+    text: str
+    where: str
+
+
+Request = Load | Run | Fetch
+Answer = Done | Wanted | Failed
+
+
+def dtyped(tensor: torch.Tensor) -> Dtyped:
+    """The dtype, shape and strides of a tensor."""
+    return dtype_name(tensor.dtype), tuple(tensor.shape), tensor.stride()
+
+
+def packed(value: object) -> object:
+    """A value of facts or arguments as a message has it. Raises: TypeError for what no message has."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.dtype):
+        return {"dtype": dtype_name(value)}
+    if isinstance(value, frozenset):
+        return {"set": [packed(each) for each in sorted(value)]}
+    if isinstance(value, (tuple, list)):
+        return [packed(each) for each in value]
+    raise TypeError(f"wanted a number, a text, a dtype or a sequence of these, got {type(value).__name__}")
+
+
+def unpacked(value: Any) -> Any:
+    """The value again; sequences are tuples."""
+    if isinstance(value, dict):
+        return dtype_named(value["dtype"]) if "dtype" in value else frozenset(map(unpacked, value["set"]))
+    return tuple(map(unpacked, value)) if isinstance(value, list) else value
+
+
+def load_of(kernel: str, facts: Facts, modules: list[str]) -> Load:
+    """The message that loads a kernel for facts, without a number yet."""
+    tensors = {
+        name: ((dtype_name(each.dtype), each.shape, each.strides), each.alignment_bytes, each.negated)
+        for name, each in facts.tensors.items()
+    }
+    values = {name: packed(value) for name, value in facts.items()}
+    return Load(0, modules, kernel, facts.operation.name, facts.layout, tensors, values)
+
+
+def facts_of(load: Load, operation: Operation) -> Facts:
+    """The facts again, on the device of the process that asks."""
+    tensors = {
+        name: TensorFacts(shape, strides, dtype_named(dtype), alignment, negated)
+        for name, ((dtype, shape, strides), alignment, negated) in load.tensors.items()
+    }
+    values = {name: unpacked(value) for name, value in load.values.items()}
+    return Facts(operation, Device.detect("cpu"), load.layout, tensors, values)

@@ -1,0 +1,184 @@
+"""The process of one library: how it starts, answers, ends, and rests before the next start."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import socket
+import struct
+import threading
+import time
+from concurrent.futures import Future
+from multiprocessing.connection import wait
+
+import msgspec
+import torch
+
+from layerzero import __version__
+from layerzero.core.errors import IsolatedKernelError
+from layerzero.serving.isolation.arena import ITS, Flags, wait_for
+from layerzero.serving.isolation.child import MOST_BYTES
+from layerzero.serving.isolation.messages import Answer, Failed, Hello, Request, Serve
+from layerzero.testing.process import Process, child_environment, how_it_ended
+
+START_S = 120.0
+"""How long a process may take to import torch and what it needs."""
+
+FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0
+"""How long a library rests whose process ended twice without a result between; twice as long with each further end."""
+
+_CHILD = "layerzero.serving.isolation.child"
+_ENVIRONMENT = {"LAYERZERO_CACHE_DIR": "", "LAYERZERO_JIT": "never"}
+_END_S = 2.0  # how long the system may take to tell of the end of a process that is gone
+
+
+class Worker:
+    """A child that answers requests, one at a time, in memory that both share.
+
+    Attributes:
+        name: the library.
+        ends: how often a process of it ended by itself or hung.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self.ends = name, 0
+        self._process: Process | None = None
+        self._socket: socket.socket | None = None
+        self._in_a_row, self._rests_until, self._timeout_s = 0, -math.inf, 0.0
+        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Answer)
+
+    @property
+    def pid(self) -> int | None:
+        """The process that runs now, if one does."""
+        return None if self._process is None else self._process.pid
+
+    def start(self, memory: int, modules: list[str]) -> None:
+        """Start a process that shares a file of memory. Raises: IsolatedKernelError where it rests or fails."""
+        left_s = self._rests_until - time.monotonic()
+        if left_s > 0:
+            text = f"the process of {self.name} ended {self._in_a_row} times without a result between"
+            raise IsolatedKernelError(f"{text}; it is started again in {left_s:.0f} s")
+        ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket, self._timeout_s = ours, 0.0
+        try:
+            with its:
+                handed = memory, its.fileno()
+                self._process = _begun(child_environment([_CHILD, *modules], _ENVIRONMENT), handed)
+            self._process.send(Serve(*handed))
+            hello = self._greeted(self._process)
+        except BaseException:
+            self.end()
+            raise
+        if (hello.layerzero, hello.torch) != (__version__, torch.__version__):
+            self.end()
+            got = f"layerzero {hello.layerzero}, torch {hello.torch}"
+            raise IsolatedKernelError(
+                f"wanted layerzero {__version__}, torch {torch.__version__}; its process has {got}"
+            )
+
+    def send(self, request: Request, timeout_s: float, what: str) -> None:
+        """Send a request, to be answered within a time. Raises: IsolatedKernelError where the process is gone."""
+        assert self._socket is not None
+        if timeout_s != self._timeout_s:  # the system's own: a timeout of Python's asks once more before each answer
+            whole = int(timeout_s)
+            value = struct.pack("ll", whole, max(int((timeout_s - whole) * 1e6), 1))
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+            self._timeout_s = timeout_s
+        try:
+            self._socket.send(self._encoder.encode(request))
+        except OSError:
+            raise self._gone(what) from None
+
+    def receive(self, what: str) -> Answer:
+        """Wait for the answer. Raises: IsolatedKernelError where the process ends or hangs."""
+        assert self._socket is not None
+        try:
+            answer = self._socket.recv(MOST_BYTES)
+        except BlockingIOError:
+            raise self._gone(what, f"gave no answer for {self._timeout_s:g} s and was killed") from None
+        except OSError:
+            answer = b""
+        if not answer:
+            raise self._gone(what)
+        return self._decoder.decode(answer)  # type: ignore[no-any-return]
+
+    def wait_for(self, flags: Flags, number: int, what: str) -> None:
+        """Wait until the process has copied the results that it announced. Raises: IsolatedKernelError where it is gone."""
+        process = self._process
+        assert process is not None
+        if not wait_for(flags, ITS, number, lambda: process.poll() is None):
+            raise self._gone(what)
+
+    def worked(self) -> None:
+        """Note that a kernel gave a result: the next end of the process is a first one."""
+        self._in_a_row = 0
+
+    def refused(self, failed: Failed) -> IsolatedKernelError:
+        """The error that a kernel raised there, with its type and text."""
+        error = IsolatedKernelError(f"{failed.kind}: {failed.text} (in process {self.pid}, which runs {self.name})")
+        error.add_note(failed.where)
+        return error
+
+    def end(self) -> None:
+        """Kill the process and what it started."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.end()
+        if self._socket is not None:
+            self._socket.close()
+
+    def abandon(self) -> None:
+        """Let go of the process in a forked child: it is the parent's."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.returncode = 0  # nothing is to be waited for
+            for each in (process.stdin, process.stdout):
+                with contextlib.suppress(OSError, AttributeError):
+                    each.close()  # type: ignore[union-attr]
+        if self._socket is not None:
+            self._socket.close()
+
+    def _gone(self, what: str, how: str = "") -> IsolatedKernelError:
+        """End what is left of the process; the error that tells how it ended."""
+        process = self._process
+        assert process is not None
+        if not how:
+            with contextlib.suppress(Exception):
+                process.wait(_END_S)
+            code = process.returncode
+            how = f"ended with {how_it_ended(code)}" if code is not None else "closed its end"
+        words = process.last_words()
+        pid = process.pid
+        self.end()
+        self.ends, self._in_a_row = self.ends + 1, self._in_a_row + 1
+        if self._in_a_row > 1:
+            rest_s = min(FIRST_REST_S * 2 ** (self._in_a_row - 2), LONGEST_REST_S)
+            self._rests_until = time.monotonic() + rest_s
+        return IsolatedKernelError(f"process {pid} of {self.name} {how}, in {what}{f': {words}' if words else ''}")
+
+    def _greeted(self, process: Process) -> Hello:
+        """Wait until the child serves."""
+        end = time.monotonic() + START_S
+        while (left_s := end - time.monotonic()) > 0 and not process.silent:
+            wait([process.answers], left_s)
+            for message in process.messages():
+                if message.kind == "found":
+                    return msgspec.convert(message.value, Hello)
+        raise self._gone("its start", "" if process.silent else f"did not start in {START_S:g} s and was killed")
+
+
+def _begun(environment: dict[str, str], handed: tuple[int, int]) -> Process:
+    """Start a process from a thread that lives as long: the system ends a child with the thread that began it."""
+    begun: Future[Process] = Future()
+
+    def begin() -> None:
+        try:
+            process = Process(_CHILD, environment, handed)
+        except BaseException as error:  # noqa: BLE001  # the thread that waits raises it
+            begun.set_exception(error)
+            return
+        begun.set_result(process)
+        process.wait()
+
+    threading.Thread(target=begin, name="layerzero-isolation", daemon=True).start()
+    return begun.result()

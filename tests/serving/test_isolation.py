@@ -1,0 +1,235 @@
+"""Kernels in a process of their own: results, errors with their text, ends that cost one call, and what is refused."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import rms_norm, scaled_dot_product_attention
+
+import layerzero as lz
+from layerzero.core.errors import IsolatedKernelError, KernelExecutionError, LayerZeroFallbackWarning
+from layerzero.core.reasons import ReasonCode
+from layerzero.engine import isolation
+from layerzero.engine.dispatch import ENGINE
+from layerzero.serving.isolation import kernels
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes of their own need Linux")
+
+HERE = Path(__file__).parent
+WEIGHT = torch.linspace(0.5, 1.5, 64)
+APART = {"backend_isolation": "subprocess", "isolate": ["apart"]}
+
+
+@pytest.fixture(name="apart")
+def _apart(monkeypatch):
+    """The module of kernels, registered anew, in a process of their own."""
+    monkeypatch.syspath_prepend(str(HERE))
+    sys.modules.pop("isolated_kernels", None)
+    module = importlib.import_module("isolated_kernels")
+    lz.configure(**APART)
+    yield module
+    isolation.COSTS.clear()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ends():
+    yield
+    kernels.end_all()
+    kernels.LIBRARIES.clear()
+
+
+def rows(first: float = 0.5) -> torch.Tensor:
+    made = torch.linspace(-1.0, 1.0, 4 * 64).view(4, 64)
+    made[0, 0] = first
+    return made
+
+
+def pid() -> int:
+    return kernels.LIBRARIES["apart"].worker.pid
+
+
+def test_results_and_what_is_told(apart):
+    x = rows()
+    result = lz.rms_norm(x, WEIGHT, 1e-5)
+    assert torch.equal(result, rms_norm(x, (64,), WEIGHT, 1e-5))
+    assert pid() != os.getpid()
+    report = lz.explain("rms_norm", x, WEIGHT)
+    assert report.kernel_id == "apart.rms"
+    assert any(f"runs in process {pid()} of its own, + " in note for note in report.notes)
+    assert "isolation" in {term.name for term in report.chosen.terms}
+    # a result is written into like any other, with gradients on
+    result += 1
+    again = lz.rms_norm(result, WEIGHT, 1e-5)  # it lies in the shared memory, and is not copied
+    assert torch.allclose(again, rms_norm(result, (64,), WEIGHT, 1e-5))
+    assert not result._is_view()
+
+
+def test_strides_layouts_and_overlapping_tensors_arrive_as_they_are(apart):
+    packed = torch.linspace(-1, 1, 2 * 8 * 3 * 4 * 16).view(2, 8, 3, 4, 16)
+    q, k, v = packed.unbind(2)  # one memory, BSHD
+    result = lz.attention(q, k, v, layout="BSHD", causal=True)
+    assert lz.which("attention", q, k, v, layout="BSHD", causal=True)["kernel_id"] == "apart.attention"
+    expected = scaled_dot_product_attention(*(each.transpose(1, 2) for each in (q, k, v)), is_causal=True)
+    torch.testing.assert_close(result, expected.transpose(1, 2))
+
+
+def test_what_is_written_into_is_written_back_and_unharmed_by_an_error(apart):
+    x, residual = rows(), torch.ones(4, 64)
+    version = residual._version
+    result = lz.add_residual_rms_norm_(x, residual, WEIGHT, 1e-5)
+    assert torch.equal(residual, x + 1)
+    assert residual._version > version
+    torch.testing.assert_close(result, rms_norm(residual, (64,), WEIGHT, 1e-5))
+    x, residual = rows(apart.RAISES), torch.ones(4, 64)
+    with pytest.warns(LayerZeroFallbackWarning, match="ValueError: a number that this library"):
+        result = lz.add_residual_rms_norm_(x, residual, WEIGHT, 1e-5)  # another kernel runs, on what nobody wrote into
+    assert torch.equal(residual, x + 1)
+
+
+def test_many_results_live_and_their_room_is_free_again(apart):
+    results = [lz.rms_norm(rows(number / 64), WEIGHT, 1e-5) for number in range(64)]
+    for number, result in enumerate(results):
+        assert torch.equal(result, rms_norm(rows(number / 64), (64,), WEIGHT, 1e-5))
+    arena = kernels.LIBRARIES["apart"].arena
+    top = arena._top
+    del results, result
+    gc.collect()
+    for number in range(64):
+        lz.rms_norm(rows(number / 64), WEIGHT, 1e-5)
+    assert arena._top == top, "room of earlier results is used again"
+
+
+LOCK = {"locks": {"norm.rms": "apart.rms"}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("CRASHES", "ended with SIGSEGV, in apart.rms"),
+        ("LEAVES", "ended with exit code 7, in apart.rms: a library that gave up"),
+    ],
+)
+def test_an_end_costs_one_call(apart, what, words):
+    x = rows(getattr(apart, what))
+    lz.rms_norm(rows(), WEIGHT, 1e-5)
+    first = pid()
+    with pytest.warns(LayerZeroFallbackWarning, match=words):
+        result = lz.rms_norm(x, WEIGHT, 1e-5)
+    assert torch.allclose(result, rms_norm(x, (64,), WEIGHT, 1e-5))
+    assert lz.explain("rms_norm", x, WEIGHT).reasons("apart.rms")[0].code is ReasonCode.UNHEALTHY
+    assert lz.doctor().health["apart.rms in norm.rms"].failures == 1
+    ENGINE.health.reset()
+    lz.rms_norm(rows(), WEIGHT, 1e-5)
+    assert pid() != first
+
+
+def test_an_error_has_its_text_and_where_it_was_raised(apart):
+    with lz.scope(**LOCK), pytest.raises(KernelExecutionError) as caught:
+        lz.rms_norm(rows(apart.RAISES), WEIGHT, 1e-5)
+    cause = caught.value.__cause__
+    assert isinstance(cause, IsolatedKernelError)
+    assert "ValueError: a number that this library does not like (in process" in str(cause)
+    assert "in act" in cause.__notes__[0]
+    with lz.scope(**LOCK):
+        lz.rms_norm(rows(), WEIGHT, 1e-5)  # the process lives on
+
+
+@pytest.mark.slow
+def test_one_that_hangs_is_killed(apart):
+    lz.rms_norm(rows(), WEIGHT, 1e-5)
+    with (
+        lz.scope(**{"isolation.timeout_s": 0.2}),
+        pytest.warns(LayerZeroFallbackWarning, match=r"gave no answer for 0\.2 s and was killed"),
+    ):
+        lz.rms_norm(rows(apart.HANGS), WEIGHT, 1e-5)
+    assert kernels.LIBRARIES["apart"].worker.pid is None
+
+
+@pytest.mark.slow
+def test_what_ends_again_and_again_rests(apart):
+    with lz.scope(**LOCK):
+        for _ in range(2):
+            with pytest.raises(KernelExecutionError):
+                lz.rms_norm(rows(apart.CRASHES), WEIGHT, 1e-5)
+        with pytest.raises(lz.NoKernelFoundError, match="ended 2 times without a result between; it is started again"):
+            ENGINE.health.reset()
+            lz.rms_norm(rows(), WEIGHT, 1e-5)
+    kernels.LIBRARIES["apart"].worker._rests_until = 0.0
+
+
+def test_what_cannot_cross_is_refused_with_the_next_step(apart):
+    def facts(tensor):
+        (reason,) = lz.explain("rms_norm", tensor, WEIGHT).reasons("apart.rms")
+        assert reason.code is ReasonCode.ISOLATION_UNSUPPORTED
+        return reason.fact, reason.hint
+
+    wants = rows().requires_grad_()
+    report = lz.explain("rms_norm", wants, WEIGHT)
+    assert "Call it under torch.no_grad()" in report.reasons("apart.rms")[0].hint
+    with lz.scope(**{"isolation.memory_mb": 1}):
+        fact, hint = facts(torch.zeros(8192, 64))
+        assert fact == "the call's tensors and results"
+        assert hint == "Raise isolation.memory_mb"
+    assert torch.equal(lz.rms_norm(wants, WEIGHT, 1e-5), rms_norm(wants, (64,), WEIGHT, 1e-5))
+    device = lz.explain("rms_norm", torch.empty(4, 64, device="meta"), torch.empty(64, device="meta"), device="h100")
+    assert "CUDA IPC is not built" in str(device.reasons("apart.rms"))
+
+
+def test_kernels_of_the_main_module_and_the_reference_stay(apart, monkeypatch):
+    def of_main(facts):
+        raise AssertionError
+
+    of_main.__module__ = "__main__"
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    lz.register_backend([lz.Kernel(id="apart.main", operations=("norm.rms",), load=of_main, **apart.COMMON)])
+    (reason,) = lz.explain("rms_norm", rows(), WEIGHT).reasons("apart.main")
+    assert reason.fact == "the module of apart.main"
+    with lz.scope(isolate=["*"]):
+        report = lz.explain("rms_norm", rows(), WEIGHT)
+        assert report.reasons("reference.norm.rms") == ()
+    with lz.scope(backend_isolation="in_process"):
+        assert not isolation.isolated(apart.KERNELS[0], lz.engine.config.current_policy())
+
+
+@pytest.mark.slow
+def test_a_forked_child_has_results_and_a_process_of_its_own(apart):
+    result = lz.rms_norm(rows(), WEIGHT, 1e-5)
+    expected, parents = result.clone(), pid()
+    child = os.fork()
+    if not child:
+        try:
+            own = lz.rms_norm(rows(0.25), WEIGHT, 1e-5)
+            right = torch.equal(own, rms_norm(rows(0.25), (64,), WEIGHT, 1e-5)) and pid() != parents
+            right &= torch.equal(result, expected)
+            result.zero_()
+            kernels.end_all()
+            os._exit(0 if right else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert torch.equal(result, expected), "the child wrote into memory of its own"
+    assert pid() == parents
+    assert torch.equal(lz.rms_norm(rows(), WEIGHT, 1e-5), expected)
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_the_process_and_no_later_call_gets_its_answer(apart, monkeypatch):
+    lz.rms_norm(rows(), WEIGHT, 1e-5)
+    worker, receive = kernels.LIBRARIES["apart"].worker, kernels.LIBRARIES["apart"].worker.receive
+
+    def interrupted(what):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(worker, "receive", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lz.rms_norm(rows(), WEIGHT, 1e-5)
+    assert worker.pid is None
+    monkeypatch.setattr(worker, "receive", receive)
+    assert torch.equal(lz.rms_norm(rows(0.125), WEIGHT, 1e-5), rms_norm(rows(0.125), (64,), WEIGHT, 1e-5))
