@@ -251,6 +251,11 @@ def library_tokenizer(text):
 C = ReasonCode
 
 
+def isolated():
+    with lz.scope(backend_isolation="subprocess", isolate=["torch"]):
+        return refusals("torch.sdpa.flash", *qkv(), device="H100")
+
+
 def read_in_another_layout():
     cache = lz.PagedCache.allocate(pages=4, page_size=16, kv_heads=16, head_dim=8, dtype=torch.float32)
     tables, lens = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
@@ -375,6 +380,7 @@ PRODUCERS = {
     C.NOT_VETTED: not_vetted,
     C.POLICY_DENIED: denied,
     C.HUB_REFUSED: not_allowed,
+    C.ISOLATION_UNSUPPORTED: isolated,
     C.TOKENIZER_ID_MISMATCH: lambda: tokenizer_codes(vocabularies.encoding(), "tokenizers.encode"),
     C.VOCAB_HASH_MISMATCH: lambda: tokenizer_codes(vocabularies.encoding(), "bpe_openai.encode"),
     C.MERGES_HASH_MISMATCH: lambda: tokenizer_codes(vocabularies.encoding(), "bpe_openai.encode"),

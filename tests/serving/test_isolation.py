@@ -61,8 +61,10 @@ def test_results_and_what_is_told(apart):
     assert pid() != os.getpid()
     report = lz.explain("rms_norm", x, WEIGHT)
     assert report.kernel_id == "apart.rms"
-    assert any(f"runs in process {pid()} of its own, + " in note for note in report.notes)
+    assert any(f"runs in a process of its own, {pid()}: + " in note for note in report.notes)
     assert "isolation" in {term.name for term in report.chosen.terms}
+    assert str(pid()) in lz.which("rms_norm", x, WEIGHT)["process"]
+    assert any(f"process {pid()} of its own" in line for line in lz.doctor().processes)
     # a result is written into like any other, with gradients on
     result += 1
     again = lz.rms_norm(result, WEIGHT, 1e-5)  # it lies in the shared memory, and is not copied

@@ -22,6 +22,7 @@ from layerzero.engine import headroom, legality, probe
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE, Dispatcher
 from layerzero.engine.functions import CALLS
+from layerzero.engine.isolation import APART
 from layerzero.engine.plain import PLAIN_CALLS, plain_facts
 from layerzero.engine.policy import Policy, covers
 from layerzero.engine.probe import Machine
@@ -124,13 +125,18 @@ def described(name: str) -> Device:
 
 
 def which(operation: Named | Facts, *args: Any, **kwargs: Any) -> dict[str, object]:
-    """Tell which kernel a call gets: ``{"kernel_id", "score", "operation"}``. Takes what explain takes."""
+    """Tell which kernel a call gets: ``{"kernel_id", "score", "operation"}``. Takes what explain takes.
+
+    Of a kernel that runs in a process of its own, ``process`` says which, and what that adds to a call.
+    """
     asked = operation if isinstance(operation, Facts) else name_of(operation, "which", FACTS_TOO)
     report = explain(asked, *args, **kwargs)
+    apart = [note for note in report.notes if note.startswith(APART)]
     return {
         "kernel_id": report.kernel_id,
         "score": round(report.chosen.score, 3) if report.chosen else None,
         "operation": report.operation,
+        **({"process": apart[0]} if apart else {}),
     }
 
 

@@ -23,7 +23,7 @@ from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.system import disk, free_memory
 from layerzero.core.system.free_memory import FREE
 from layerzero.core.system.resources import thread_advice
-from layerzero.engine import accelerator, probe
+from layerzero.engine import accelerator, isolation, probe
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.health import Counts
@@ -64,7 +64,7 @@ def conflicts(backends: Iterable[Backend]) -> Iterator[str]:
             if own is not None and version is not None:
                 yield (
                     f"{own} {installed_version(own)} with {package} {version}: {harm}; uninstall one of them, or "
-                    "give each an environment of its own"
+                    "give one an environment of its own: isolation.pythons (docs/isolation.md)"
                 )
 
 
@@ -111,6 +111,7 @@ class Diagnosis:
         builds: what calls of this machine would choose and is not built, or failed to build, with the next step.
         asked_for: what each operation of the requested set has, if one was requested.
         memory: what is free on each device in use, how much of it lies together, and the age of the reading.
+        processes: libraries that run in processes of their own now, and what that adds to a call.
     """
 
     versions: dict[str, str]
@@ -126,6 +127,7 @@ class Diagnosis:
     builds: tuple[str, ...] = ()
     asked_for: tuple[OperationFinding, ...] = ()
     memory: dict[str, str] = field(default_factory=dict)
+    processes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
@@ -153,6 +155,7 @@ class Diagnosis:
             "plugin_errors": self.plugin_errors,
             "descriptors": list(self.descriptors),
             "builds": list(self.builds),
+            "processes": list(self.processes),
             "issues": list(self.issues),
         } | (asked_for if self.asked_for else {})
 
@@ -184,6 +187,7 @@ class Diagnosis:
             lines.append(f"  {library.name} {library.version or ''}: {state}")
         lines += [f"  resting: {kernel}: {error}" for kernel, error in self.resting.items()]
         lines += [f"  {line}" for line in self.health_lines()]
+        lines += [f"  {line}" for line in self.processes]
         lines += [f"  jit: {line}" for line in self.builds]
         lines += [f"  plugin {name}: {error}" for name, error in self.plugin_errors.items()]
         lines += [f"  descriptor {each['name']} (sha256 {each['sha256']})" for each in self.descriptors]
@@ -262,6 +266,7 @@ def doctor(*, load: bool = False, asked_for: str | None = None) -> Diagnosis:
         builds=() if problems else tuple(SERVICES.builds()),  # every call would raise for the first of them
         asked_for=findings,
         memory=_memory(),
+        processes=tuple(isolation.processes()),
     )
 
 
@@ -348,7 +353,8 @@ def _load_everything(device: Device) -> None:
     """Load one kernel of every usable library on small calls; what fails is marked broken."""
     machine = probe.this_machine()
     for kernel in REGISTRY.kernels():
-        if machine.state(kernel.backend, device).reason is not None:
+        out = machine.state(kernel.backend, device).reason is not None
+        if out or isolation.isolated(kernel, CONFIGURATION.policy):
             continue
         if kernel.jit:  # compiling takes long; importing shows what is broken
             _import(kernel.backend)

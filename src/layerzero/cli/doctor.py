@@ -89,7 +89,7 @@ def diagnosis(found: Diagnosis, *, everything: bool = False) -> Iterator[Rendera
         yield from _libraries(found.libraries, everything)
     for kernel, error in found.resting.items():
         yield Text(f"resting: {kernel}: {error}", style="red")
-    for line in found.health_lines():
+    for line in (*found.health_lines(), *found.processes):
         yield Text(line)
     for line in found.builds:
         yield Text(f"jit: {line}")

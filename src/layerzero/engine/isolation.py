@@ -26,7 +26,10 @@ from layerzero.engine import headroom
 from layerzero.engine.policy import Policy, names_any
 from layerzero.engine.services import SERVICES
 
-IN_PROCESS, MODES = "in_process", ("in_process", "subprocess", "container")
+IN_PROCESS = "in_process"
+
+APART = "runs in a process of its own"
+"""How the note of an isolated kernel begins."""
 
 
 class CallCost(NamedTuple):
@@ -177,10 +180,19 @@ def terms_apart(terms: Sequence[Term], found: Evidence | None, extra_us: float, 
     return [Term("cost", terms[0].points + lost), *terms[1:], Term("isolation", -lost)]
 
 
+def processes() -> list[str]:
+    """The processes that libraries run in now, and what they add to a call, a line each."""
+    return [
+        f"{name}: process {known.pid} of its own, + {known.fixed_us:.0f} us a call and {known.mib_us:.0f} us a MiB"
+        for name, known in COSTS.items()
+        if known.pid
+    ]
+
+
 def told(kernel: Kernel, facts: Facts) -> str:
     """Where an isolated kernel runs, and what that costs a call."""
     known = cost(kernel)
     us = known.us(moved_bytes(facts))
     if not known.pid:
-        return f"runs in a process of its own, about + {us:.0f} us a call"
-    return f"runs in process {known.pid} of its own, + {us:.0f} us a call by what was measured as it began"
+        return f"{APART}: about + {us:.0f} us a call"
+    return f"{APART}, {known.pid}: + {us:.0f} us a call by what was measured as it began"

@@ -215,7 +215,8 @@ def _standing(kernel: Kernel, facts: Facts, policy: Policy, machine: Machine) ->
         reason = legality.library_reason(kernel, facts, machine, None)
     if reason is not None:
         return Standing(kernel, priority, Candidate(kernel, (reason,)))
-    denied = [] if _by_sizes(policy) else legality.policy_reasons(kernel, facts, policy)
+    by_sizes = policy.rules or policy.isolate  # rules may read them; what processes share has a bound
+    denied = [] if by_sizes else legality.policy_reasons(kernel, facts, policy)
     if denied:
         return Standing(kernel, priority, Candidate(kernel, tuple(denied)))
     vetted = state.untested or (policy.require_vetting and kernel.trust.needs_verdict)
@@ -233,11 +234,6 @@ def _standing(kernel: Kernel, facts: Facts, policy: Policy, machine: Machine) ->
         return Standing(kernel, priority, Candidate(kernel, tuple(refused), tuple(adaptations)))
     left = tuple(step for step in steps if step != NOTHING)
     return Standing(kernel, priority, None, state.untested, vetted, view, left)
-
-
-def _by_sizes(policy: Policy) -> bool:
-    """Whether policy may forbid a kernel for the sizes of a call: a rule reads them, or what two processes share."""
-    return bool(policy.rules or policy.isolate)
 
 
 def _settled(limit: Limit, facts: Watched) -> Limit | Findings:
@@ -260,7 +256,7 @@ def _judged(
 ) -> Candidate:
     """Check what is left to check of a kernel for this very call; ``reasons`` say that it is not trusted."""
     kernel = standing.kernel
-    if _by_sizes(policy):
+    if policy.rules or policy.isolate:
         reasons = [*legality.policy_reasons(kernel, facts, policy), *reasons]
     adaptations = standing.adaptations
     if not reasons:

@@ -121,7 +121,7 @@ def order(
     legal = [each for each in candidates if not each.reasons]
     refused = [(-each.kernel.priority, each.kernel.id, each) for each in candidates if each.reasons]
     evidence = isolation.costing_more(evidence, extra_us) if extra_us else evidence
-    call = _call(legal, facts, policy, evidence, widening)._replace(extra_us=extra_us)
+    call = _call(legal, facts, policy, evidence, widening, extra_us)
     scored = [_scored(candidate, call) for candidate in legal]
     ordered = _ordered(scored, call) if len(scored) > 1 else scored
     return [*ordered, *[each for *_, each in sorted(refused)]] if refused else ordered
@@ -266,11 +266,16 @@ class _Call(NamedTuple):
     quickest: str | None
     anchor: int
     confidence: float
-    extra_us: Us = NO_MORE
+    extra_us: Us
 
 
 def _call(
-    legal: Sequence[Candidate], facts: Facts, policy: Policy, evidence: Known, widening: Collection[str]
+    legal: Sequence[Candidate],
+    facts: Facts,
+    policy: Policy,
+    evidence: Known,
+    widening: Collection[str],
+    extra_us: Us,
 ) -> _Call:
     wishes, device = named(facts, policy), facts.device
     priority = {each.kernel.id: each.kernel.priority_on(device) for each in legal}
@@ -278,11 +283,11 @@ def _call(
     first = first.union(widening) if stock is not None else first
     found = {name: evidence[name] for name in priority if name in evidence} if evidence else evidence
     if not found:
-        return _Call(wishes, priority, stock, first, found, widening, None, 0, 0.0)
+        return _Call(wishes, priority, stock, first, found, widening, None, 0, 0.0, extra_us)
     found = costs(found, [each.kernel for each in legal])
     anchor = max([priority[name] for name in found])
     confidence = min([each.confidence for each in found.values()])
-    return _Call(wishes, priority, stock, first, found, widening, _least(found), anchor, confidence)
+    return _Call(wishes, priority, stock, first, found, widening, _least(found), anchor, confidence, extra_us)
 
 
 def _scored(candidate: Candidate, call: _Call) -> Candidate:

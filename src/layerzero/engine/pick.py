@@ -52,7 +52,8 @@ def ranked(
         libraries: those that a question is about; times hold for versions.
     """
     legal = [each.kernel for each in judged if not each.reasons]
-    widening, extra_us = quicker_than_emulated(legal, facts), isolation.extra_us(legal, facts, policy)
+    widening = quicker_than_emulated(legal, facts)
+    extra_us = isolation.extra_us(legal, facts, policy) if policy.isolate else isolation.NO_MORE
     if ledger is None:
         return order(judged, facts, policy, {}, widening, extra_us)
     evidence = ledger.evidence(legal, facts) if libraries is None else ledger.evidence(legal, facts, libraries)
@@ -108,7 +109,7 @@ def pick(
             ]
             ranked.sort(key=lambda each: not names_kernel(lock.kernel, each.kernel))  # the one that a user asks about
             chosen = None
-    if chosen is not None and isolation.isolated(chosen.kernel, policy):
+    if policy.isolate and chosen is not None and isolation.isolated(chosen.kernel, policy):
         notes.append(isolation.told(chosen.kernel, facts))
     if chosen is not None and ranked[0] is not chosen:
         ranked = [chosen, *(candidate for candidate in ranked if candidate is not chosen)]

@@ -16,6 +16,7 @@ import torch
 
 from layerzero import __version__
 from layerzero.core.errors import IsolatedKernelError
+from layerzero.engine.isolation import COSTS
 from layerzero.serving.isolation.arena import ITS, Flags, wait_for
 from layerzero.serving.isolation.child import MOST_BYTES
 from layerzero.serving.isolation.messages import Answer, Failed, Hello, Request, Serve
@@ -103,7 +104,7 @@ class Worker:
         return self._decoder.decode(answer)  # type: ignore[no-any-return]
 
     def wait_for(self, flags: Flags, number: int, what: str) -> None:
-        """Wait until the process has copied the results that it announced. Raises: IsolatedKernelError where it is gone."""
+        """Wait until results that were announced are copied. Raises: IsolatedKernelError where the process is gone."""
         process = self._process
         assert process is not None
         if not wait_for(flags, ITS, number, lambda: process.poll() is None):
@@ -124,6 +125,8 @@ class Worker:
         process, self._process = self._process, None
         if process is not None:
             process.end()
+        if self.name in COSTS:  # what was measured still counts
+            COSTS[self.name] = COSTS[self.name]._replace(pid=0)
         if self._socket is not None:
             self._socket.close()
 

@@ -25,7 +25,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Verdict
 from layerzero.core.plan import Candidate, Plan, Report
-from layerzero.engine import failures, plan_source
+from layerzero.engine import failures, isolation, plan_source
 from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.first_run import first_run
@@ -260,9 +260,10 @@ def contest(
     state = conditions.condition(device)
     timed = []
     for name, each in ready.items():
-        runner = raced[name]
+        runner, more_us = raced[name], isolation.extra_us([each.kernel], report.facts, policy).get(name, 0.0)
         kept = measurement(
-            runner.samples, device_us=runner.device_us, host_us=runner.host_us, noise=runner.noise,
+            [max(us - more_us, 0.1) for us in runner.samples],
+            device_us=runner.device_us, host_us=runner.host_us, noise=runner.noise,
             first_call_us=each.first_call_us, graph=graph, condition=state, origin=origin,
         )  # fmt: skip
         status = Status.STOPPED if runner.stopped else Status.TIMED
