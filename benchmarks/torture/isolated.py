@@ -39,7 +39,7 @@ def ended(draw: random.Random, until: float, times: int | None) -> Found:
             try:
                 with lz.scope(**APART):
                     first = lz.rms_norm(calm, weight)
-                    worker = kernels.LIBRARIES["user"].worker
+                    worker = kernels.LIBRARIES["user",].worker
                     before, began = worker.ends, time.monotonic()
                     second = lz.rms_norm(fatal, weight)
                     longest_s = max(longest_s, time.monotonic() - began)
@@ -47,7 +47,10 @@ def ended(draw: random.Random, until: float, times: int | None) -> Found:
                 zero["calls raised"] += 1
                 print(f"{type(error).__name__}: {error}")
                 continue
-            zero["ends that none was seen of"] += worker.ends != before + 1
+            if worker.ends != before + 1:
+                zero["ends that none was seen of"] += 1
+                with lz.scope(**APART):
+                    print(fatal[0, 0], lz.explain("rms_norm", fatal, weight))
             other["processes ended, this one lived on"] += worker.ends - before
             for data, found in ((calm, first), (fatal, second)):
                 zero["wrong results"] += not torch.allclose(found, right(data, weight), atol=1e-4)

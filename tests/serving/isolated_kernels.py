@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import time
@@ -50,12 +51,14 @@ def load_attention(facts):
 
 
 APART = lz.Backend("apart", "kernels for a process of their own", origin="code")
+FOREIGN = dataclasses.replace(APART, name="foreign", distribution="a-foreign-library", versions=">=2,<3")
 COMMON = {"backend": APART, "priority": 99, "deterministic": True}
 ATTENTION = {"operations": ("attention.standard.prefill",), "layout": "BHSD", "accepts": ("causal",)}
 KERNELS = [
     lz.Kernel(id="apart.rms", operations=("norm.rms",), load=load, accepts=("eps",), **COMMON),
     lz.Kernel(id="apart.add_rms", operations=("norm.add_rms",), load=load_adding, accepts=("eps",), **COMMON),
     lz.Kernel(id="apart.attention", load=load_attention, **ATTENTION, **COMMON),
+    lz.Kernel(id="foreign.rms", operations=("norm.rms",), load=load, accepts=("eps",), backend=FOREIGN),
 ]
 
 lz.register_backend(KERNELS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -34,7 +35,9 @@ def _apart(monkeypatch):
     module = importlib.import_module("isolated_kernels")
     lz.configure(**APART)
     yield module
-    isolation.COSTS.clear()
+    for library in kernels.LIBRARIES.values():
+        library.worker.worked()
+        library.worker._rests_until = 0.0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,7 +54,7 @@ def rows(first: float = 0.5) -> torch.Tensor:
 
 
 def pid() -> int:
-    return kernels.LIBRARIES["apart"].worker.pid
+    return kernels.LIBRARIES["apart",].worker.pid
 
 
 def test_results_and_what_is_told(apart):
@@ -98,7 +101,7 @@ def test_many_results_live_and_their_room_is_free_again(apart):
     results = [lz.rms_norm(rows(number / 64), WEIGHT, 1e-5) for number in range(64)]
     for number, result in enumerate(results):
         assert torch.equal(result, rms_norm(rows(number / 64), (64,), WEIGHT, 1e-5))
-    arena = kernels.LIBRARIES["apart"].arena
+    arena = kernels.LIBRARIES["apart",].arena
     top = arena._top
     del results, result
     gc.collect()
@@ -151,7 +154,7 @@ def test_one_that_hangs_is_killed(apart):
         pytest.warns(LayerZeroFallbackWarning, match=r"gave no answer for 0\.2 s and was killed"),
     ):
         lz.rms_norm(rows(apart.HANGS), WEIGHT, 1e-5)
-    assert kernels.LIBRARIES["apart"].worker.pid is None
+    assert kernels.LIBRARIES["apart",].worker.pid is None
 
 
 @pytest.mark.slow
@@ -163,7 +166,6 @@ def test_what_ends_again_and_again_rests(apart):
         with pytest.raises(lz.NoKernelFoundError, match="ended 2 times without a result between; it is started again"):
             ENGINE.health.reset()
             lz.rms_norm(rows(), WEIGHT, 1e-5)
-    kernels.LIBRARIES["apart"].worker._rests_until = 0.0
 
 
 def test_what_cannot_cross_is_refused_with_the_next_step(apart):
@@ -224,7 +226,7 @@ def test_a_forked_child_has_results_and_a_process_of_its_own(apart):
 @pytest.mark.slow
 def test_an_interrupt_ends_the_process_and_no_later_call_gets_its_answer(apart, monkeypatch):
     lz.rms_norm(rows(), WEIGHT, 1e-5)
-    worker, receive = kernels.LIBRARIES["apart"].worker, kernels.LIBRARIES["apart"].worker.receive
+    worker, receive = kernels.LIBRARIES["apart",].worker, kernels.LIBRARIES["apart",].worker.receive
 
     def interrupted(what):
         raise KeyboardInterrupt
@@ -235,3 +237,79 @@ def test_an_interrupt_ends_the_process_and_no_later_call_gets_its_answer(apart, 
     assert worker.pid is None
     monkeypatch.setattr(worker, "receive", receive)
     assert torch.equal(lz.rms_norm(rows(0.125), WEIGHT, 1e-5), rms_norm(rows(0.125), (64,), WEIGHT, 1e-5))
+
+
+def environment_of(folder: Path, library: str, version: str) -> Path:
+    """An environment with an interpreter, what this one has, and a library that this one lacks."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    path = [each for each in sys.path if each and Path(each).is_dir()]
+    (site / "others.pth").write_text("\n".join([*path, str(HERE)]))
+    about = site / f"{library}-{version}.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {library}\nVersion: {version}\n")
+    return folder / "bin" / "python"
+
+
+@pytest.fixture(name="foreign")
+def _foreign(apart, tmp_path):
+    """The interpreter of an environment that has the library of ``foreign.rms``."""
+    assert apart
+    return str(environment_of(tmp_path / "venv", "a_foreign_library", "2.1"))
+
+
+@pytest.mark.slow
+def test_a_library_of_another_environment_runs_there(foreign):
+    assert lz.explain("rms_norm", rows(), WEIGHT).reasons("foreign.rms")[0].code is ReasonCode.NOT_INSTALLED
+    lz.configure(**{"isolation.pythons": {"foreign": foreign}})
+    with lz.scope(locks={"norm.rms": "foreign.rms"}):
+        result = lz.rms_norm(rows(), WEIGHT, 1e-5)
+    assert torch.equal(result, rms_norm(rows(), (64,), WEIGHT, 1e-5))
+    process = Path(f"/proc/{kernels.LIBRARIES['foreign', foreign].worker.pid}")
+    assert foreign in (process / "cmdline").read_text()
+
+
+@pytest.mark.slow
+def test_a_container_gets_open_files_and_nothing_else(foreign, tmp_path, monkeypatch):
+    """A stand-in for the runtime: what stands behind the image's name runs here, with the files it was handed."""
+    runtime = tmp_path / "bin" / "podman"
+    runtime.parent.mkdir()
+    runtime.write_text(
+        f'#!/bin/sh\necho "$@" > {tmp_path}/told\nwhile [ "$1" != an/image:1.0 ]; do shift; done\nshift; shift\n'
+        f'exec {foreign} "$@"\n'
+    )
+    runtime.chmod(0o755)
+    lz.configure(backend_isolation="container")
+    (reason,) = lz.explain("rms_norm", rows(), WEIGHT).reasons("apart.rms")
+    assert reason.fact == "backend_containers: apart"
+    given = {"foreign": {"image": "an/image:1.0", "memory": "8g"}}
+    lz.configure(isolate=[], backend_containers=given)
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path))
+        reasons = lz.explain("rms_norm", rows(), WEIGHT).reasons("foreign.rms")
+        assert "the container runtime" in {each.fact for each in reasons}
+    monkeypatch.setenv("PATH", str(runtime.parent), prepend=os.pathsep)
+    ENGINE.bump()
+    with lz.scope(locks={"norm.rms": "foreign.rms"}):
+        assert torch.equal(lz.rms_norm(rows(), WEIGHT, 1e-5), rms_norm(rows(), (64,), WEIGHT, 1e-5))
+    told = (tmp_path / "told").read_text()
+    for each in ("--network=none", "--read-only", "--cap-drop=all", "--user=65534:65534", "--memory=8g"):
+        assert each in told
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"backend_containers": {"a": {"image": "no-tag"}}}, "a: image: wanted a name with a tag or a digest"),
+        (
+            {"backend_containers": {"a": {"image": "b:1", "memory": "lots"}}},
+            "a: memory: wanted a number with k, m",
+        ),
+        ({"backend_containers": {"a": {"image": "b:1", "network": "host"}}}, "a: wanted .* unknown field `network`"),
+        ({"backend_containers": {"a": "b:1"}}, "a: wanted {image: name:tag, memory: 8g}, got 'b:1'"),
+        ({"isolation.pythons": {"a": "/no/such/python"}}, "a: wanted the path of an interpreter"),
+    ],
+)
+def test_environments_are_validated(settings, words):
+    with pytest.raises(lz.PolicyError, match=words):
+        lz.configure(**settings)

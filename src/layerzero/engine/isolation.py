@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -22,11 +23,12 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import home_of
 from layerzero.core.plan import Term
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.engine import headroom
+from layerzero.engine import environments, headroom
 from layerzero.engine.policy import Policy, names_any
+from layerzero.engine.probe import Machine
 from layerzero.engine.services import SERVICES
 
-IN_PROCESS = "in_process"
+log = logging.getLogger("layerzero")
 
 APART = "runs in a process of its own"
 """How the note of an isolated kernel begins."""
@@ -65,10 +67,35 @@ COSTS: dict[str, CallCost] = {}
 
 def isolated(kernel: Kernel, policy: Policy) -> bool:
     """Whether policy has a kernel run in a process of its own; a reference never does."""
-    named = policy.isolate
-    if not named or policy.backend_isolation == IN_PROCESS:
+    if not policy.isolating or kernel.is_reference:
         return False
-    return not kernel.is_reference and names_any(named, kernel)
+    return kernel.source in _environments(policy) or names_any(policy.isolate, kernel)
+
+
+@functools.lru_cache(64)
+def _environments(policy: Policy) -> Mapping[str, tuple[str, ...]]:
+    """By library, the command of the interpreter that it runs in, where that is not this process's."""
+    if policy.backend_isolation == "container":
+        given = environments.containers(dict(policy["backend_containers"]))
+        return {name: tuple(each.command()) for name, each in given.items()}
+    return {name: (path,) for name, path in policy["isolation.pythons"]}
+
+
+def command(kernel: Kernel, policy: Policy) -> tuple[str, ...]:
+    """The command of the interpreter that a kernel's process runs; empty for this one's."""
+    return _environments(policy).get(kernel.source, ())
+
+
+def machine(kernel: Kernel, policy: Policy, here: Machine) -> Machine:
+    """This machine, with the packages of the environment that a kernel's library runs in."""
+    found = command(kernel, policy)
+    if not found or here.asked is not None:
+        return here
+    try:
+        return Machine(libraries=environments.packages(found))
+    except OSError as error:
+        log.warning("an environment of its own: %s; its libraries count as absent", error)
+        return Machine(libraries={})
 
 
 def elsewhere(kernel: Kernel) -> Kernel:
@@ -157,7 +184,7 @@ def cost(kernel: Kernel) -> CallCost:
 
 def extra_us(kernels: Sequence[Kernel], facts: Facts, policy: Policy) -> Mapping[str, float]:
     """By id, what a call takes longer for those kernels that run in a process of their own."""
-    apart = [each for each in kernels if isolated(each, policy)] if policy.isolate else []
+    apart = [each for each in kernels if isolated(each, policy)]
     if not apart:
         return NO_MORE
     moved = moved_bytes(facts)

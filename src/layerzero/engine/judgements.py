@@ -19,7 +19,7 @@ from layerzero.core.ledger import Ledger
 from layerzero.core.limit_kinds import NOTHING, Finding, Findings, Limit
 from layerzero.core.plan import Adaptation, Candidate, moves_data
 from layerzero.core.reasons import Reason
-from layerzero.engine import headroom, invariance, legality
+from layerzero.engine import headroom, invariance, isolation, legality
 from layerzero.engine.health import Health
 from layerzero.engine.policy import Policy
 from layerzero.engine.preference import may_come_first
@@ -209,13 +209,14 @@ def _judge_left(
 
 
 def _standing(kernel: Kernel, facts: Facts, policy: Policy, machine: Machine) -> Standing:
+    machine = isolation.machine(kernel, policy, machine) if policy.isolating else machine
     state, priority = machine.state(kernel.backend, facts.device), kernel.priority_on(facts.device)
     reason = legality.elsewhere(kernel, facts)
     if reason is None and not state.untested:  # a verdict may lift what is said of an untested version
         reason = legality.library_reason(kernel, facts, machine, None)
     if reason is not None:
         return Standing(kernel, priority, Candidate(kernel, (reason,)))
-    by_sizes = policy.rules or policy.isolate  # rules may read them; what processes share has a bound
+    by_sizes = policy.rules or policy.isolating  # rules may read them; what processes share has a bound
     denied = [] if by_sizes else legality.policy_reasons(kernel, facts, policy)
     if denied:
         return Standing(kernel, priority, Candidate(kernel, tuple(denied)))
@@ -256,7 +257,7 @@ def _judged(
 ) -> Candidate:
     """Check what is left to check of a kernel for this very call; ``reasons`` say that it is not trusted."""
     kernel = standing.kernel
-    if policy.rules or policy.isolate:
+    if policy.rules or policy.isolating:
         reasons = [*legality.policy_reasons(kernel, facts, policy), *reasons]
     adaptations = standing.adaptations
     if not reasons:

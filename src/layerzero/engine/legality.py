@@ -68,6 +68,7 @@ def last_resort(judged: list[Candidate], facts: Facts, policy: Policy, lock: Loc
 def completed(candidate: Candidate, facts: Facts, policy: Policy, machine: Machine) -> Candidate:
     """A refused kernel with its own reasons and those that the call, the policy and its library alone give."""
     kernel = candidate.kernel
+    machine = isolation.machine(kernel, policy, machine) if policy.isolating else machine
     state = machine.state(kernel.backend, facts.device)
     library = None if state.untested else library_reason(kernel, facts, machine, None)
     reasons = [*policy_reasons(kernel, facts, policy), *([] if library is None else [library]), *candidate.reasons]
@@ -126,7 +127,7 @@ def policy_reasons(kernel: Kernel, facts: Facts, policy: Policy) -> list[Reason]
         reasons.append(_denied("fallback_enabled: false", "a kernel other than the reference", kernel.id))
     denying = [pattern for pattern in policy.deny if names_kernel(pattern, kernel)]
     reasons += [_denied(f"deny: {pattern}", "another kernel", kernel.id) for pattern in denying]
-    if policy.isolate:
+    if policy.isolating:
         reasons += isolation.reasons(kernel, facts, policy)
     allowed = policy.allow
     if allowed and not kernel.is_reference and not any(names_kernel(pattern, kernel) for pattern in allowed):
@@ -157,6 +158,8 @@ def trust_reasons(
     here = machine is None or _as_here(kernel, facts.device, machine)  # what was seen here holds for versions
     judgement = ledger.judgement(kernel, facts) if here else None
     verdict = None if judgement is None else judgement.verdict
+    if machine is not None and policy.isolating:
+        machine = isolation.machine(kernel, policy, machine)
     library = None if machine is None else library_reason(kernel, facts, machine, verdict)
     reasons = [] if library is None else [library]
     reasons += health.reasons(kernel, str(facts["operation"]), facts.device.name)

@@ -53,7 +53,7 @@ def ranked(
     """
     legal = [each.kernel for each in judged if not each.reasons]
     widening = quicker_than_emulated(legal, facts)
-    extra_us = isolation.extra_us(legal, facts, policy) if policy.isolate else isolation.NO_MORE
+    extra_us = isolation.extra_us(legal, facts, policy) if policy.isolating else isolation.NO_MORE
     if ledger is None:
         return order(judged, facts, policy, {}, widening, extra_us)
     evidence = ledger.evidence(legal, facts) if libraries is None else ledger.evidence(legal, facts, libraries)
@@ -109,7 +109,7 @@ def pick(
             ]
             ranked.sort(key=lambda each: not names_kernel(lock.kernel, each.kernel))  # the one that a user asks about
             chosen = None
-    if policy.isolate and chosen is not None and isolation.isolated(chosen.kernel, policy):
+    if policy.isolating and chosen is not None and isolation.isolated(chosen.kernel, policy):
         notes.append(isolation.told(chosen.kernel, facts))
     if chosen is not None and ranked[0] is not chosen:
         ranked = [chosen, *(candidate for candidate in ranked if candidate is not chosen)]
@@ -138,7 +138,7 @@ def priority_decides(kernels: Sequence[Kernel], facts: Facts, policy: Policy, le
 
     Under capture limits may ask what was made before, which changes; nothing is left for later there.
     """
-    bent = policy.locks or policy.rules or policy.prefer_sources or policy.avoid_sources or policy.isolate
+    bent = policy.locks or policy.rules or policy.prefer_sources or policy.avoid_sources or policy.isolating
     if bent or facts["capturing"] or not ledger.untimed(facts):
         return False
     return not (emulation.lacks(facts.device, facts["dtype"]) and any(each.widens is not None for each in kernels))

@@ -43,7 +43,7 @@ def build(
     """
     kernel, facts = candidate.kernel, report.facts
     chunk = _chunk(candidate, facts)
-    apart = bool(policy.isolate) and isolation.isolated(kernel, policy)
+    apart = bool(policy.isolating) and isolation.isolated(kernel, policy)
     loaded = isolation.elsewhere(kernel) if apart else kernel
     if chunk:
         target, reads = batch_split.load(loaded, facts, chunk), frozenset({EVERYTHING})

@@ -120,6 +120,9 @@ class Policy:
         for name in _ATTRIBUTES:
             object.__setattr__(self, name.replace(".", "_"), self._by_name[name])
         object.__setattr__(self, "invariant", self.batch_invariant or self.require_tp_invariant)
+        environments = (*self["isolation.pythons"], *self["backend_containers"])
+        named = self.isolate or environments
+        object.__setattr__(self, "isolating", bool(named) and self.backend_isolation != "in_process")
         if self.jit == "inline":
             object.__setattr__(self, "allow_jit_compile", True)
         object.__setattr__(self, "_hash", hash((self.values, self.locks, self.rules)))
@@ -141,6 +144,8 @@ class Policy:
     layout: str | None = field(init=False, compare=False, repr=False)
     backend_isolation: str = field(init=False, compare=False, repr=False)
     isolate: tuple[str, ...] = field(init=False, compare=False, repr=False)
+    isolating: bool = field(init=False, compare=False, repr=False)
+    """Whether any kernel runs in a process of its own (:mod:`layerzero.engine.isolation`)."""
     memory_headroom_mb: int = field(init=False, compare=False, repr=False)
     prefer_sources: tuple[str, ...] = field(init=False, compare=False, repr=False)
     avoid_sources: tuple[str, ...] = field(init=False, compare=False, repr=False)
@@ -253,6 +258,8 @@ def read_policy(values: Mapping[str, Any]) -> tuple[Policy, list[str]]:
 
 
 def _frozen(value: object) -> object:
+    if isinstance(value, Mapping):
+        return tuple(sorted((name, _frozen(each)) for name, each in value.items()))
     return tuple(value) if isinstance(value, list) else value
 
 

@@ -13,6 +13,7 @@ from layerzero.core.argument_errors import did_you_mean
 from layerzero.core.arguments import told
 from layerzero.core.device import cpu_of_this_machine
 from layerzero.core.errors import PolicyError
+from layerzero.engine import environments
 from layerzero.ops import FORMER_NAMES, FUNCTIONS
 
 PREFIX, ENVIRONMENT = "LAYERZERO_", "environment"
@@ -192,6 +193,18 @@ SETTINGS: dict[str, Setting] = {
     ),
     "isolate": Setting(
         list[str], [], "libraries or kernel globs that run in processes of their own, where backend_isolation says so"
+    ),
+    "isolation.pythons": Setting(
+        dict[str, Any],
+        {},
+        "library to the interpreter of an environment of its own, which has LayerZero, too; it is isolated by that",
+        fits=environments.pythons,
+    ),
+    "backend_containers": Setting(
+        dict[str, Any],
+        {},
+        "library to its container, `{image: name:tag, memory: 8g}`, where backend_isolation is container",
+        fits=environments.containers,
     ),
     "isolation.timeout_s": Setting(
         float, 60.0, "how long a call may take in a process of its own before that process is killed", above=0.0

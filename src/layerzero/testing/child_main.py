@@ -75,7 +75,12 @@ class Tell:
 
 
 def end_with(parent: int) -> None:
-    """Have the system end this process when its parent ends, whatever runs then; end now if that is past."""
+    """Have the system end this process when its parent ends, whatever runs then; end now if that is past.
+
+    A parent of 0 is none that it can see, as from a container.
+    """
+    if not parent:
+        return
     if sys.platform == "linux":  # elsewhere the next message, or the end of the jobs, ends it
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
     if os.getppid() != parent:

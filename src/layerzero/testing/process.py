@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -117,14 +117,25 @@ OUTSIDE = frozenset(each for each in signal.Signals if each.name in ("SIGKILL", 
 class Process(subprocess.Popen[bytes]):
     """A fresh interpreter that does jobs, in a process group of its own."""
 
-    def __init__(self, worker: str, environment: Mapping[str, str], handed: Collection[int] = ()) -> None:
-        """``handed`` are open files that it keeps, under their numbers."""
+    def __init__(
+        self,
+        worker: str,
+        environment: Mapping[str, str],
+        handed: Collection[int] = (),
+        command: Sequence[str] = (sys.executable,),
+        *,
+        outlives: bool = False,
+    ) -> None:
+        """``handed`` are open files that it keeps, under their numbers; ``command`` runs an interpreter.
+
+        One that ``outlives`` this process for a while, as in a container, ends when its files are closed.
+        """
         if not hasattr(os, "killpg"):
             raise OSError(errno.ENOTSUP, "wanted process groups, to end a child with what it started; got none")
         self.silent, self._half, self.killed_before = False, b"", resources.kills()
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the process has ended
         super().__init__(
-            [sys.executable, "-P", "-m", "layerzero.testing.child_main", worker, str(os.getpid())],
+            [*command, "-P", "-m", "layerzero.testing.child_main", worker, "0" if outlives else str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,

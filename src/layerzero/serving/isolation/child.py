@@ -103,7 +103,8 @@ class Server:
     def _run(self, run: Run) -> Answer:
         if self._state != (run.threads, run.deterministic):
             torch.set_num_threads(run.threads)
-            torch.use_deterministic_algorithms(run.deterministic)
+            if torch.are_deterministic_algorithms_enabled() != run.deterministic:  # setting it imports Inductor: 1 s
+                torch.use_deterministic_algorithms(run.deterministic)
             self._state = run.threads, run.deterministic
         if run.new is not None:
             self._forms[run.form] = run.new

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import shutil
 import socket
 import statistics
 import sys
@@ -18,12 +19,13 @@ from layerzero.core.dtypes import dtype_named
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.system import forking
+from layerzero.engine import environments, isolation
 from layerzero.engine.config import current_policy
 from layerzero.engine.isolation import COSTS, CallCost
 from layerzero.engine.policy import Policy
 from layerzero.serving.isolation.arena import OURS, OVERLAPPED, Arena, following
 from layerzero.serving.isolation.messages import Done, Failed, Fetch, Form, Load, Run, Wanted, dtyped, load_of, packed
-from layerzero.serving.isolation.worker import Worker
+from layerzero.serving.isolation.worker import START_S, Worker
 from layerzero.tuning.proving.child import homes
 
 BUILD_S = 600.0
@@ -42,8 +44,8 @@ _LINE = 64  # of an address: tensors keep it, so that a vector load finds them a
 class Library:
     """A library in a process of its own, and what that process has loaded."""
 
-    def __init__(self, name: str, memory_bytes: int) -> None:
-        self.worker, self.arena = Worker(name), Arena(memory_bytes)
+    def __init__(self, name: str, memory_bytes: int, command: tuple[str, ...]) -> None:
+        self.worker, self.arena = Worker(name, command), Arena(memory_bytes)
         self._lock = forking.lock()
         self._loaded: dict[bytes, int] = {}
         self._forms: dict[tuple[Any, ...], int] = {}
@@ -236,7 +238,7 @@ class Library:
             given, times = (torch.zeros(size, dtype=torch.uint8),), []
             for _ in range(SAMPLES):
                 began = time.perf_counter()
-                self._call(0, "the cost of a call", given, {}, frozenset(), 10.0)
+                self._call(0, "the cost of a call", given, {}, frozenset(), START_S)
                 times.append((time.perf_counter() - began) * 1e6)
             medians.append(statistics.median(times))
         mib_us = max(medians[1] - medians[0], 0.0) / (2 * (_MANY - _FEW) / 2**20)
@@ -244,18 +246,21 @@ class Library:
         return CallCost(max(medians[0] - mib_us * 2 * _FEW / 2**20, 0.0), mib_us, self.worker.pid)
 
 
-LIBRARIES: dict[str, Library] = {}
+LIBRARIES: dict[tuple[str, ...], Library] = {}
+"""By name, with the command of its environment's interpreter."""
+
 _lock = forking.lock()
 
 
-def library(name: str) -> Library:
-    """The process of a library, made where there is none."""
-    found = LIBRARIES.get(name)
+def library(key: tuple[str, ...]) -> Library:
+    """The process of a library in an environment, made where there is none."""
+    found = LIBRARIES.get(key)
     if found is None:
         with _lock:
-            found = LIBRARIES.get(name)
+            found = LIBRARIES.get(key)
             if found is None:
-                found = LIBRARIES[name] = Library(name, current_policy()["isolation.memory_mb"] * 2**20)
+                found = Library(key[0], current_policy()["isolation.memory_mb"] * 2**20, key[1:])
+                LIBRARIES[key] = found
     return found
 
 
@@ -265,7 +270,8 @@ class IsolatedKernel:
     def __init__(self, kernel: Kernel, facts: Facts) -> None:
         """Raises: IsolatedKernelError where the process does not start, or the kernel does not load there."""
         self._load = load_of(kernel.id, facts, homes([kernel]))
-        self._key, self._name, self._builds = msgspec.msgpack.encode(self._load), kernel.source, kernel.jit
+        self._key, self._builds = msgspec.msgpack.encode(self._load), kernel.jit
+        self._library = kernel.source, *isolation.command(kernel, current_policy())
         schema = facts.operation.schema
         self._mutated: frozenset[int | str] = frozenset(
             [
@@ -273,19 +279,24 @@ class IsolatedKernel:
                 *(kernel.renames.get(each.name, each.name) for each in schema.optional if each.mutated),
             ]
         )
-        library(self._name).load(self._load, self._key)
+        library(self._library).load(self._load, self._key)
 
     def __call__(self, *given: Any, **named: Any) -> Any:
         """Run the kernel there. Raises: IsolatedKernelError, with what it raised or how the process ended."""
         limit_s = max(current_policy()["isolation.timeout_s"], BUILD_S if self._builds else 0.0)
         self._builds = False
-        return library(self._name).call(self._load, self._key, given, named, self._mutated, limit_s)
+        return library(self._library).call(self._load, self._key, given, named, self._mutated, limit_s)
 
 
-def unable(_kernel: Kernel, policy: Policy) -> tuple[str, object, object, str] | None:
+def unable(kernel: Kernel, policy: Policy) -> tuple[str, object, object, str] | None:
     """What this system lacks for processes of their own: fact, wanted, got and next step; None where it has all."""
     if sys.platform != "linux" or not hasattr(socket, "SOCK_SEQPACKET"):
         return "system", "linux", sys.platform, "Set backend_isolation to in_process"
+    if policy.backend_isolation == "container":
+        if not isolation.command(kernel, policy):
+            return f"backend_containers: {kernel.source}", "an image", "none", "Name one there"
+        if shutil.which(environments.RUNTIME) is None:
+            return "the container runtime", environments.RUNTIME, "none", "Install it, or use isolation.pythons"
     return None
 
 

@@ -6,13 +6,14 @@ import contextlib
 import math
 import socket
 import struct
+import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import wait
 
 import msgspec
-import torch
 
 from layerzero import __version__
 from layerzero.core.errors import IsolatedKernelError
@@ -30,6 +31,16 @@ FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0
 
 _CHILD = "layerzero.serving.isolation.child"
 _ENVIRONMENT = {"LAYERZERO_CACHE_DIR": "", "LAYERZERO_JIT": "never"}
+_IN_CONTAINER = 3, 4
+_HANDING_OVER = (
+    *(sys.executable, "-ISc"),
+    """import fcntl, os, sys
+for number, each in enumerate([fcntl.fcntl(int(each), fcntl.F_DUPFD_CLOEXEC, 10) for each in sys.argv[1:3]]):
+    os.dup2(each, 3 + number)
+os.execvp(sys.argv[3], sys.argv[3:])""",
+)
+"""What gives the files that are handed over the numbers that a container has them under."""
+
 _END_S = 2.0  # how long the system may take to tell of the end of a process that is gone
 
 
@@ -41,8 +52,9 @@ class Worker:
         ends: how often a process of it ended by itself or hung.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name, self.ends = name, 0
+    def __init__(self, name: str, command: Sequence[str] = ()) -> None:
+        """``command`` runs the interpreter of its environment; this process's if empty."""
+        self.name, self.ends, self._command = name, 0, tuple(command)
         self._process: Process | None = None
         self._socket: socket.socket | None = None
         self._in_a_row, self._rests_until, self._timeout_s = 0, -math.inf, 0.0
@@ -64,18 +76,15 @@ class Worker:
         try:
             with its:
                 handed = memory, its.fileno()
-                self._process = _begun(child_environment([_CHILD, *modules], _ENVIRONMENT), handed)
-            self._process.send(Serve(*handed))
+                self._process = _begun(self._command, [] if self._command else modules, handed)
+            self._process.send(Serve(*(_IN_CONTAINER if len(self._command) > 1 else handed)))
             hello = self._greeted(self._process)
         except BaseException:
             self.end()
             raise
-        if (hello.layerzero, hello.torch) != (__version__, torch.__version__):
+        if hello.layerzero != __version__:
             self.end()
-            got = f"layerzero {hello.layerzero}, torch {hello.torch}"
-            raise IsolatedKernelError(
-                f"wanted layerzero {__version__}, torch {torch.__version__}; its process has {got}"
-            )
+            raise IsolatedKernelError(f"wanted layerzero {__version__} in its environment, got {hello.layerzero}")
 
     def send(self, request: Request, timeout_s: float, what: str) -> None:
         """Send a request, to be answered within a time. Raises: IsolatedKernelError where the process is gone."""
@@ -170,13 +179,18 @@ class Worker:
         raise self._gone("its start", "" if process.silent else f"did not start in {START_S:g} s and was killed")
 
 
-def _begun(environment: dict[str, str], handed: tuple[int, int]) -> Process:
+def _begun(command: tuple[str, ...], modules: list[str], handed: tuple[int, int]) -> Process:
     """Start a process from a thread that lives as long: the system ends a child with the thread that began it."""
+    environment = child_environment([_CHILD, *modules], _ENVIRONMENT)
+    if command:  # it has packages of its own
+        del environment["PYTHONPATH"]
+    contained = len(command) > 1
+    command = (*_HANDING_OVER, *map(str, handed), *command) if contained else command or (sys.executable,)
     begun: Future[Process] = Future()
 
     def begin() -> None:
         try:
-            process = Process(_CHILD, environment, handed)
+            process = Process(_CHILD, environment, handed, command, outlives=contained)
         except BaseException as error:  # noqa: BLE001  # the thread that waits raises it
             begun.set_exception(error)
             return
