@@ -12,12 +12,10 @@ import ctypes
 import functools
 import mmap
 import os
-import platform
 import tempfile
-import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 
@@ -34,7 +32,6 @@ KEPT_BYTES = 1 << 25
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
 _LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
-Flags = ctypes.Array[ctypes.c_uint32]
 _READ_WRITE, _MAP_FIXED = mmap.PROT_READ | mmap.PROT_WRITE, 0x10
 
 
@@ -50,49 +47,19 @@ def shared_file(size: int) -> int:
 
 
 class Mapping:
-    """The shared memory as one process sees it; its first page is for flags.
+    """The shared memory as one process sees it.
 
     Attributes:
         view: its bytes.
         base: the address of the first.
-        flags: numbers by which a side announces that a copy is whole: of the calling side, and of the child.
+        tensor: a tensor at so many bytes, of a dtype, shape and strides.
     """
 
     def __init__(self, file: int) -> None:
         self.size = os.fstat(file).st_size
         self.view = mmap.mmap(file, self.size)
         self.base: int = ctypes.addressof(ctypes.c_char.from_buffer(self.view))
-        self.flags: Flags = (ctypes.c_uint32 * (PAGE // 4)).from_buffer(self.view)
         self.tensor = functools.lru_cache(MAX_KEPT)(functools.partial(tensor_in, self.view))
-
-
-OURS, ITS = 0, 16  # places of the flags, on lines of the cache that are apart
-
-OVERLAPPED = range(1 << 16, 1 << 22) if platform.machine() in ("x86_64", "AMD64") else range(0)
-"""Bytes whose message is sent as their copy begins: the other side wakes up meanwhile, and then waits for the flag.
-
-Less is copied sooner than a process wakes up; for more, the waiting would cost more than it gains. A processor that
-may show stores in another order than it made them gets its messages behind the copies.
-"""
-
-_SPINS = 2000  # looks at a flag, about 100 us, before other processes get the core in between
-
-
-def following(number: int) -> int:
-    """The number after this one of a flag; never 0."""
-    return number % 0x7FFFFFFF + 1
-
-
-def wait_for(flags: Flags, place: int, number: int, alive: Callable[[], bool]) -> bool:
-    """Wait until a flag has a number; False where the other side is gone before."""
-    for _ in range(_SPINS):
-        if flags[place] == number:
-            return True
-    while flags[place] != number:
-        time.sleep(1e-5)
-        if not alive() and flags[place] != number:
-            return False
-    return True
 
 
 def tensor_in(
@@ -126,7 +93,7 @@ class Arena(Mapping):
         self.file = shared_file(size)
         super().__init__(self.file)
         self._free: dict[int, list[int]] = {}
-        self._top = PAGE
+        self._top = 0
         self._live: dict[int, _Gone] = {}
         self._gone: deque[_Gone] = deque()  # the collector may run anywhere: it takes no lock
         self._own: set[int] = set()

@@ -18,7 +18,7 @@ import torch
 from layerzero import __version__
 from layerzero.core.dtypes import dtype_named
 from layerzero.engine.registry import REGISTRY
-from layerzero.serving.isolation.arena import ITS, OURS, OVERLAPPED, Mapping, following, wait_for
+from layerzero.serving.isolation.arena import Mapping
 from layerzero.serving.isolation.messages import (
     Answer,
     Done,
@@ -54,11 +54,9 @@ def work(job: Serve, tell: Tell) -> None:
     with torch.no_grad():
         while request := calls.recv(MOST_BYTES):
             calls.send(encoder.encode(server.answer(decoder.decode(request))))
-            server.finish()
     os._exit(0)  # what a library does at the end of a process is not waited for
 
 
-_Copies = list[tuple[torch.Tensor, torch.Tensor]]
 _Given = list[tuple[int, Dtyped]]
 
 
@@ -70,7 +68,6 @@ class Server:
         self._kernels: dict[int, Callable[..., Any]] = {0: _same}
         self._forms: dict[int, Form] = {}
         self._waiting: tuple[_Given, Any] = [], None
-        self._copies: _Copies = []
         self._state: tuple[int, bool] | None = None
 
     def answer(self, request: Request) -> Answer:
@@ -84,14 +81,6 @@ class Server:
         except Exception as error:  # noqa: BLE001  # whatever a kernel raises
             where = "".join(traceback.format_exception(error)[-4:])[-2000:]
             return Failed(type(error).__name__, str(error)[:4000], where)
-
-    def finish(self) -> None:
-        """Copy the results that the last answer announced."""
-        if self._copies:
-            for place, result in self._copies:
-                place.copy_(result)
-            self._copies = []
-            self.memory.flags[ITS] = following(self.memory.flags[ITS])
 
     def _load(self, load: Load) -> Answer:
         for module in load.modules:
@@ -119,8 +108,6 @@ class Server:
         given: list[Any] = [next(tensors) if each else unpacked(next(others)) for each in form.is_tensor]
         positional = len(given) - len(form.keywords)
         named = dict(zip(form.keywords, given[positional:], strict=True))
-        if run.whole:
-            wait_for(self.memory.flags, OURS, run.whole, lambda: True)  # this process ends with the other one
         result = self._kernels[run.kernel](*given[:positional], **named)
         return self._put(list(zip(run.at, form.tensors, strict=True)), result, run.room)
 
@@ -145,15 +132,8 @@ class Server:
             self._waiting = given, result
             return Wanted(size)
         self._waiting = [], None
-        self._copies = [
-            (self.memory.tensor(room[0] + offset, dtype_named(dtype), shape, strides), each)
-            for offset, (dtype, shape, strides), each in copies
-        ]
-        if size in OVERLAPPED:
-            return Done(tuple(told), several, following(self.memory.flags[ITS]))
-        for target, each in self._copies:
-            target.copy_(each)
-        self._copies = []
+        for offset, (dtype, shape, strides), each in copies:
+            self.memory.tensor(room[0] + offset, dtype_named(dtype), shape, strides).copy_(each)
         return Done(tuple(told), several)
 
 

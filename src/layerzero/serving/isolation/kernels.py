@@ -23,7 +23,7 @@ from layerzero.engine import environments, isolation
 from layerzero.engine.config import current_policy
 from layerzero.engine.isolation import COSTS, CallCost
 from layerzero.engine.policy import Policy
-from layerzero.serving.isolation.arena import OURS, OVERLAPPED, Arena, following
+from layerzero.serving.isolation.arena import Arena
 from layerzero.serving.isolation.messages import Done, Failed, Fetch, Form, Load, Run, Wanted, dtyped, load_of, packed
 from layerzero.serving.isolation.worker import START_S, Worker
 from layerzero.tuning.proving.child import homes
@@ -81,20 +81,22 @@ class Library:
         with self._lock:
             self.worker.end()
 
+    def _forget(self) -> None:
+        self._loaded.clear()
+        self._forms.clear()
+        self._room.clear()
+
     def _number(self, load: Load, key: bytes) -> int:
         if self.worker.pid is None:
-            for each in (self._loaded, self._forms, self._room):
-                each.clear()
+            self._forget()
             self.worker.start(self.arena.file, load.modules)
             COSTS[self.worker.name] = self._measured()
         if key not in self._loaded:
-            if len(self._loaded) >= MAX_LOADED:
-                self._loaded.clear()
-                self._room.clear()
+            if max(len(self._loaded), len(self._forms)) >= MAX_LOADED:  # numbers begin anew
+                self._forget()
             number = len(self._loaded) + 1
             what = f"loading {load.kernel}"
-            self.worker.send(msgspec.structs.replace(load, number=number), BUILD_S, what)
-            answer = self.worker.receive(what)
+            answer = self.worker.ask(msgspec.structs.replace(load, number=number), BUILD_S, what)
             if isinstance(answer, Failed):
                 raise self.worker.refused(answer)
             self._loaded[key] = number
@@ -112,35 +114,30 @@ class Library:
         arguments = (*given, *named.values())
         marks = tuple([isinstance(each, torch.Tensor) for each in arguments])
         tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
-        form, new = self._form(tensors, marks, tuple(named))
+        key = tuple([(each.dtype, each.shape, each.stride()) for each in tensors]), marks, tuple(named)
+        form = self._forms.get(key, len(self._forms))
+        new = None if key in self._forms else Form(tuple(map(dtyped, tensors)), *key[1:])
         labels = [label for label, mark in zip((*range(len(given)), *named), marks, strict=True) if mark]
         written = [index for index, label in enumerate(labels) if label in mutated] if mutated else []
         at, own, copies = self._placed(tensors, written)
         room, wanted = (0, 0), self._room.get((number, form), 0)
         try:
             room = (self.arena.take(wanted), wanted) if wanted else room
-            early, flags = own[1] in OVERLAPPED, self.arena.flags
-            whole = following(flags[OURS]) if early else 0
             state = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
             values = tuple([packed(each) for each, mark in zip(arguments, marks, strict=True) if not mark])
-            request = Run(number, form, at, values, room, *state, whole, new)
-            if early:
-                self.worker.send(request, limit_s, kernel)
+            request = Run(number, form, at, values, room, *state, new)
             for place, start, size in copies:
                 ctypes.memmove(self.arena.base + own[0] + place, start, size)
-            if early:
-                flags[OURS] = whole
-            else:
-                self.worker.send(request, limit_s, kernel)
-            answer = self.worker.receive(kernel)
+            answer = self.worker.ask(request, limit_s, kernel)
+            if new is not None:
+                self._forms[key] = form
             if isinstance(answer, Wanted):
                 if room[1]:
                     self.arena.give(*room)
                 room = (0, 0)
                 room = self.arena.take(answer.size), answer.size
                 self._room[number, form] = answer.size
-                self.worker.send(Fetch(room), limit_s, kernel)
-                answer = self.worker.receive(kernel)
+                answer = self.worker.ask(Fetch(room), limit_s, kernel)
             if not isinstance(answer, Done):
                 assert isinstance(answer, Failed)
                 raise self.worker.refused(answer)
@@ -148,8 +145,6 @@ class Library:
                 self.worker.worked()
             taken, room = room, (0, 0)
             results = self._results(answer, tensors, taken)
-            if answer.whole:
-                self.worker.wait_for(flags, answer.whole, kernel)
             for index in written:
                 tensor = tensors[index]
                 tensor.copy_(self.arena.tensor(at[index], tensor.dtype, tensor.shape, tensor.stride()))
@@ -158,20 +153,6 @@ class Library:
                 if each[1]:
                     self.arena.give(*each)
         return results
-
-    def _form(
-        self, tensors: Sequence[torch.Tensor], marks: tuple[bool, ...], keywords: tuple[str, ...]
-    ) -> tuple[int, Form | None]:
-        """The number of the form of a call, and the form where it is a new one."""
-        key = tuple([(each.dtype, each.shape, each.stride()) for each in tensors]), marks, keywords
-        known = self._forms.get(key)
-        if known is not None:
-            return known, None
-        if len(self._forms) >= MAX_LOADED:
-            self._forms.clear()
-            self._room.clear()
-        number = self._forms[key] = len(self._forms)
-        return number, Form(tuple(map(dtyped, tensors)), marks, keywords)
 
     def _placed(
         self, tensors: Sequence[torch.Tensor], written: Sequence[int]

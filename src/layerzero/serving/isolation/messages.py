@@ -66,7 +66,6 @@ class Run(msgspec.Struct, frozen=True, tag=True, array_like=True):
         room: place and bytes for results; too few are answered with how many are wanted.
         threads: of torch.
         deterministic: whether torch has deterministic algorithms alone.
-        whole: the number of the flag by which its tensors are there; 0 where they are.
     """
 
     kernel: int
@@ -76,7 +75,6 @@ class Run(msgspec.Struct, frozen=True, tag=True, array_like=True):
     room: tuple[int, int]
     threads: int
     deterministic: bool
-    whole: int
     new: Form | None = None
 
 
@@ -87,14 +85,10 @@ class Fetch(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Results: each the number of the tensor that it is, or its offset in the room with what it is, or none.
-
-    ``whole`` is the number of the flag by which they are there; 0 where they are.
-    """
+    """Results: each the number of the tensor that it is, or its offset in the room with what it is, or none."""
 
     results: tuple[int | tuple[int, Dtyped] | None, ...]
     several: bool
-    whole: int = 0
 
 
 class Wanted(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -18,7 +18,6 @@ import msgspec
 from layerzero import __version__
 from layerzero.core.errors import IsolatedKernelError
 from layerzero.engine.isolation import COSTS
-from layerzero.serving.isolation.arena import ITS, Flags, wait_for
 from layerzero.serving.isolation.child import MOST_BYTES
 from layerzero.serving.isolation.messages import Answer, Failed, Hello, Request, Serve
 from layerzero.testing.process import Process, child_environment, how_it_ended
@@ -86,8 +85,8 @@ class Worker:
             self.end()
             raise IsolatedKernelError(f"wanted layerzero {__version__} in its environment, got {hello.layerzero}")
 
-    def send(self, request: Request, timeout_s: float, what: str) -> None:
-        """Send a request, to be answered within a time. Raises: IsolatedKernelError where the process is gone."""
+    def ask(self, request: Request, timeout_s: float, what: str) -> Answer:
+        """Send a request and wait for the answer. Raises: IsolatedKernelError where the process ends or hangs."""
         assert self._socket is not None
         if timeout_s != self._timeout_s:  # the system's own: a timeout of Python's asks once more before each answer
             whole = int(timeout_s)
@@ -96,28 +95,14 @@ class Worker:
             self._timeout_s = timeout_s
         try:
             self._socket.send(self._encoder.encode(request))
-        except OSError:
-            raise self._gone(what) from None
-
-    def receive(self, what: str) -> Answer:
-        """Wait for the answer. Raises: IsolatedKernelError where the process ends or hangs."""
-        assert self._socket is not None
-        try:
             answer = self._socket.recv(MOST_BYTES)
         except BlockingIOError:
-            raise self._gone(what, f"gave no answer for {self._timeout_s:g} s and was killed") from None
+            raise self._gone(what, f"gave no answer for {timeout_s:g} s and was killed") from None
         except OSError:
             answer = b""
         if not answer:
             raise self._gone(what)
         return self._decoder.decode(answer)  # type: ignore[no-any-return]
-
-    def wait_for(self, flags: Flags, number: int, what: str) -> None:
-        """Wait until results that were announced are copied. Raises: IsolatedKernelError where the process is gone."""
-        process = self._process
-        assert process is not None
-        if not wait_for(flags, ITS, number, lambda: process.poll() is None):
-            raise self._gone(what)
 
     def worked(self) -> None:
         """Note that a kernel gave a result: the next end of the process is a first one."""
