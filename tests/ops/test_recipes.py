@@ -108,3 +108,16 @@ def test_slices_of_two_tensors_that_are_written_lie_apart_again(name):
     assert function.name == name
     assert again["input"].untyped_storage().data_ptr() != again["residual"].untyped_storage().data_ptr()
     getattr(lz, name)(**again)
+
+
+@at_once("name", [name for name in sorted(OPERATIONS) if "quant" in name and not name.startswith("quantize.")])
+def test_a_written_call_of_quantised_numbers_is_made_again_so_that_it_runs(name):
+    """Packed weights without a bias, permuted groups, scales above 0: plain random numbers are no such tensors."""
+    operation, told = OPERATIONS[name], torch.float32 if torch.float32 in OPERATIONS[name].dtypes else torch.bfloat16
+    for case in [each for each in operation.cases if each.name.startswith("small")]:
+        call = case_call(operation, case, told)
+        facts = facts_of_call(call.function, call.arguments)
+        function, arguments = arguments_of_recipe(CallRecipe.of(facts), operation)
+        result = getattr(lz, function.name)(**arguments)
+        results = [each for each in (result if isinstance(result, tuple) else (result,)) if each is not None]
+        assert all(each.float().isfinite().all() for each in results), case.name

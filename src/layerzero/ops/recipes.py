@@ -39,6 +39,7 @@ def arguments_of_recipe(
             sizes |= zip(named, shape[len(shape) - len(named) :], strict=True)
             if named != axes and schema.leading:
                 sizes[schema.leading] = math.prod(shape[: len(shape) - len(named)])
+    sizes |= _derived_sizes(recipe, operation, sizes)
     own = _own_values(recipe, operation, sizes, place)
     values: dict[str, Any] = {}
     for tensors in _in_one_memory([each for each in schema.inputs if each.name in recipe.tensors], recipe):
@@ -62,18 +63,36 @@ def arguments_of_recipe(
     return function, accepted(function, values)
 
 
+def _derived_sizes(recipe: CallRecipe, operation: Operation, sizes: dict[str, int]) -> dict[str, int]:
+    """Sizes of a case that no tensor of the call has as an axis: a packed weight without a bias names no outputs.
+
+    Without them such a weight was drawn as plain numbers, and the groups of its columns did not exist.
+    """
+    wanted = set(operation.cases[0].sizes) - sizes.keys()
+    if operation.derive is None or wanted.isdisjoint(operation.derived):
+        return {}
+    shapes: dict[str, Any] = {
+        name: torch.empty(each.shape, dtype=dtype_named(each.dtype), device="meta")
+        for name, each in recipe.tensors.items()
+    }
+    found = operation.derive(shapes | {name: read(each) for name, each in recipe.params.items()}, sizes)
+    return {name: value for name in wanted if isinstance(value := found.get(name), int)}
+
+
 def _own_values(recipe: CallRecipe, operation: Operation, sizes: dict[str, int], device: str) -> dict[str, Any]:
-    """Values that the operation draws itself: places, counts, what is drawn from, weights, and what it promises.
+    """Values that the operation draws itself: places, counts, what is drawn from, scales, weights, what it promises.
 
     Weights of unit normal numbers make results of a hundred where a model's are of order 1: rounding what lies between
     two products is then more than their judge allows, and right kernels fail (mlp.fused.gated, bfloat16, 1024 inputs).
     """
     schema, chance = operation.schema, operation.kind is OpKind.SAMPLING
     weights = {each.name for each in schema.inputs if each.resident and not each.mutated and not each.has_layout}
+    scales = {each.name for each in schema.inputs if not each.shape_vars and not each.same_dtype}  # of positive numbers
+    own = weights | scales
     wanted = [
         each.name
         for each in schema.inputs
-        if (each.is_index or chance or each.name in weights) and each.name in recipe.tensors
+        if (each.is_index or chance or each.name in own) and each.name in recipe.tensors
     ]
     if operation.examples is None or not wanted or not set(operation.cases[0].sizes) <= sizes.keys():
         return {}
