@@ -111,7 +111,7 @@ def test_without_prometheus_client_the_answer_says_what_brings_it(ask, monkeypat
 
 @WAYS
 def test_what_is_no_probe_is_refused(ask):
-    assert ask(Probes(), "/")[::2] == (404, "wanted one of /livez, /readyz, /metrics, got '/'\n")
+    assert ask(Probes(), "/")[::2] == (404, "wanted one of /livez, /readyz, /metrics, /statez, got '/'\n")
     assert ask(Probes(), "/livez", "POST")[::2] == (405, "wanted GET or HEAD, got POST\n")
     assert ask(Probes(), "/livez", "HEAD")[::2] == (200, "")
 

@@ -85,8 +85,7 @@ class Verdict(msgspec.Struct, frozen=True):
 def arrival(known: Known, *, changed: bool) -> Arrival:
     """What this rank says."""
     REGISTRY.ready()
-    versions, held = _versions(ENGINE.epoch), ENGINE.frozen
-    settings = {name: each for name, each in unusual(CONFIGURATION.policy).items() if name not in DECIDE_NOTHING}
+    versions, settings, held = versions_here(), settings_here(), ENGINE.frozen
     devices = _devices()
     word = PROTOCOL << 56 | int(_digest([versions, settings])[:14], 16)
     agreed, named = "", "; ".join(name for name, _ in devices)
@@ -121,6 +120,16 @@ def _devices() -> list[tuple[str, list[str]]]:
     """The processors of this rank: the CPU, and the current device of those that torch has."""
     found = [Device.detect("cpu"), *([Device.detect("cuda")] if torch.cuda.is_available() else [])]
     return [(each.name, sorted(each.instruction_sets)) for each in found]
+
+
+def versions_here() -> dict[str, str]:
+    """What has to be the same where choices shall be alike: LayerZero, torch, libraries, registered kernels."""
+    return _versions(ENGINE.epoch)
+
+
+def settings_here() -> dict[str, str]:
+    """The settings that decide something and are not at their defaults."""
+    return {name: each for name, each in unusual(CONFIGURATION.policy).items() if name not in DECIDE_NOTHING}
 
 
 @functools.lru_cache(maxsize=1)

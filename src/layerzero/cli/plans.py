@@ -242,19 +242,25 @@ def serve_health(
     device: Where = None,
     module: Modules = None,
     asked_for: Sets = None,
+    fallback_file: Annotated[
+        Path | None,
+        typer.Option("--fallback-file", metavar="FILE", help="While it exists, torch's own kernels alone run here."),
+    ] = None,
     json: AsJson = False,
 ) -> Answer:
-    """Serve /livez, /readyz and /metrics until Ctrl-C.
+    """Serve /livez, /readyz, /metrics and /statez until Ctrl-C.
 
     /livez is 200 while the process can work, /readyz is 200 or 503 with the lines of `layerzero ready`, /metrics has
-    the numbers of lz.metrics for Prometheus. This process sees what lies on disk: builds, times, bans, settings. A
-    serving process calls lz.serve_health() or mounts layerzero.serving.probes:app, and has its own numbers in them.
+    the numbers of lz.metrics for Prometheus, /statez what `layerzero rolling-update` compares. This process sees what
+    lies on disk: builds, times, bans, settings. A serving process calls lz.serve_health() or mounts
+    layerzero.serving.probes:app, and has its own numbers in them.
     """
     from layerzero.serving import probes
 
     import_modules(module or ())
-    server = probes.serve_health(port, host=host, manifest=manifest, model=model, device=device, sets=asked_for or ())
-    say(f"{server.url} answers /livez, /readyz and /metrics; Ctrl-C ends it")
+    asked = {"manifest": manifest, "model": model, "device": device, "sets": asked_for or ()}
+    server = probes.serve_health(port, host=host, fallback_file=fallback_file, **asked)  # type: ignore[arg-type]
+    say(f"{server.url} answers /livez, /readyz, /metrics and /statez; Ctrl-C ends it")
     try:
         server.wait()
     finally:

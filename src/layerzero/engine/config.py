@@ -36,6 +36,7 @@ class Configuration:
 
     Attributes:
         policy: the policy of code outside every scope.
+        forced: what an operator forced from outside, above all that the program sets.
     """
 
     policy: Policy
@@ -45,6 +46,7 @@ class Configuration:
         self._environment = os.environ if environment is None else environment
         self._file: tuple[str, dict[str, Any]] = ("file", {})
         self._configured: dict[str, Any] = {}
+        self.forced: dict[str, Any] = {}
         self._environment_values: dict[str, Any] | None = None
         self._interned: dict[Policy, Policy] = {}
         self._layers_of: WeakKeyDictionary[Policy, tuple[Mapping[str, Any], ...]] = WeakKeyDictionary()
@@ -98,7 +100,8 @@ class Configuration:
     def effective_with_origin(self, *scopes: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
         """Every setting's effective value and where it comes from; what adds up comes from several places."""
         merged: dict[str, tuple[Any, str]] = {}
-        for origin, values in [*self.layers(), *(("scope", dict(scope)) for scope in scopes)]:
+        above = [*(("scope", dict(scope)) for scope in scopes), ("forced", self.forced)]
+        for origin, values in [*self.layers(), *above]:
             for name, value in values.items():
                 if name == "locks" and name in merged:  # locks add up; the same operation is overridden
                     earlier = {key: lock for key, lock in merged[name][0].items() if key not in value}
@@ -135,6 +138,13 @@ class Configuration:
             self._configured = {k: v for k, v in (self._configured | settings).items() if k not in reset}
             self._changed(lambda: setattr(self, "_configured", before))
 
+    def force(self, **values: Any) -> None:
+        """Let values hold above all that is configured and all scopes, until others are forced, or none."""
+        settings = checked(values, "forced")
+        with self._lock:
+            before, self.forced = self.forced, settings
+            self._changed(lambda: setattr(self, "forced", before))
+
     def load(self, path: str | os.PathLike[str]) -> None:
         """Load a YAML file in place of the one loaded before.
 
@@ -150,6 +160,7 @@ class Configuration:
         """Forget the file and everything configured, and read the environment anew."""
         with self._lock:
             self._file, self._configured, self._environment_values = ("file", {}), {}, None
+            self.forced = {}
             self._changed(lambda: None)
 
     def lock(self, operation: str, kernel: str, otherwise: str = "error") -> None:

@@ -1,4 +1,4 @@
-"""Liveness, readiness and metrics over HTTP, for orchestrators and Prometheus.
+"""Liveness, readiness, metrics and state over HTTP, for orchestrators, Prometheus and rolling updates.
 
 :meth:`Probes.answer` decides. An ASGI app (``layerzero.serving.probes:app``, to be mounted) and a server of the
 standard library (``lz.serve_health``, ``layerzero serve-health``) hand its answers out. Metrics and kernels that rest
@@ -17,12 +17,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+import msgspec
 import torch
 
 from layerzero.core.system import forking
 from layerzero.core.system.resources import started
 from layerzero.engine.dispatch import ENGINE
 from layerzero.serving.exporters import prometheus_text
+from layerzero.serving.instance_state import FallbackFile, state_here
 from layerzero.serving.readiness import readiness_check
 
 log = logging.getLogger("layerzero")
@@ -41,7 +43,8 @@ CLIENT_S = 10.0
 
 _TEXT = "text/plain; charset=utf-8"
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
-_PATHS = "/livez, /readyz, /metrics"
+_JSON = "application/json"
+_PATHS = "/livez, /readyz, /metrics, /statez"
 
 Message = MutableMapping[str, Any]
 
@@ -86,10 +89,13 @@ class Probes:
     ``/livez`` is 200 until an error of the device stays, from which only a new process recovers. ``/readyz`` is 200
     where ``lz.readiness_check`` is true, else 503, with its lines; which looks once at a time, every 10 s at most, and
     less often where that takes more than 5 % of the time and the process did not change.
-    ``/metrics`` has the numbers of ``lz.metrics`` for Prometheus.
+    ``/metrics`` has the numbers of ``lz.metrics`` for Prometheus, ``/statez`` what ``layerzero rolling-update``
+    compares: versions, settings, and whether torch's own kernels alone run.
 
     Args:
         manifest, model, device, sets: as :func:`lz.readiness_check` takes them.
+        fallback_file: while this file exists, torch's own kernels and the references alone run in this process. It is
+            looked for when ``/readyz`` and ``/statez`` are asked for.
     """
 
     def __init__(
@@ -99,17 +105,19 @@ class Probes:
         model: str = "",
         device: str | torch.device | None = None,
         sets: Sequence[str] = (),
+        fallback_file: str | os.PathLike[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._asked = {"manifest": manifest, "model": model, "device": device, "sets": sets}
         self._clock = clock
+        self._file = None if fallback_file is None else FallbackFile(fallback_file)
         self._lock = forking.lock()
         self._latest: _Look | None = None
         self._failed = ""
 
     def answer(self, method: str, path: str) -> Answered:
         """The answer to a request; nothing here raises."""
-        probes = {"/livez": self.livez, "/readyz": self.readyz, "/metrics": self.metrics}
+        probes = {"/livez": self.livez, "/readyz": self.readyz, "/metrics": self.metrics, "/statez": self.statez}
         probe = probes.get(path)
         if probe is None:
             return _said(404, f"wanted one of {_PATHS}, got {path!r}")
@@ -132,6 +140,7 @@ class Probes:
 
     def readyz(self) -> Answered:
         """Whether traffic may come. While one caller looks, others get the answer before."""
+        self.follow()
         latest = self._latest
         if latest is not None and latest.holds(self._clock()):
             return latest.answered
@@ -146,6 +155,16 @@ class Probes:
             return found
         finally:
             self._lock.release()
+
+    def follow(self) -> None:
+        """Do as the fallback file says. Raises: OSError where nobody may look for it."""
+        if self._file is not None:
+            self._file.follow()
+
+    def statez(self) -> Answered:
+        """What this process is, as a rolling update compares it."""
+        self.follow()
+        return Answered(200, msgspec.json.encode(state_here(self._file)), _JSON)
 
     @staticmethod
     def metrics() -> Answered:
@@ -257,14 +276,17 @@ def serve_health(
     model: str = "",
     device: str | torch.device | None = None,
     sets: Sequence[str] = (),
+    fallback_file: str | os.PathLike[str] | None = None,
 ) -> HealthServer:
-    """Serve ``/livez``, ``/readyz`` and ``/metrics`` from this process, on a thread.
+    """Serve ``/livez``, ``/readyz``, ``/metrics`` and ``/statez`` from this process, on a thread.
 
     Args:
         port: where; 0 takes any free one.
         host: the address to listen on. Only this machine reaches 127.0.0.1; Kubernetes' ``httpGet`` needs 0.0.0.0.
             Answers name kernels, versions and errors, and nothing is asked of a client: keep the port inside.
         manifest, model, device, sets: what must be ready, as :func:`lz.readiness_check` takes them.
+        fallback_file: while this file exists, torch's own kernels and the references alone run in this process: for
+            ``layerzero rolling-update``. Keep it where only your operators may write. None: no file is looked for.
     Returns: the server, with its ``url``; ``close`` ends it, and so does the end of the process.
     Raises: ValueError for a port that another process has, or an address that this machine has not.
     """
@@ -279,5 +301,6 @@ def serve_health(
         text = getattr(error, "strerror", None) or error
         raise ValueError(f"wanted to listen on {host}:{port}, got: {text}; name another address or port") from error
     server.daemon_threads = True
-    server.probes = Probes(manifest, model=model, device=device, sets=sets)
+    server.probes = Probes(manifest, model=model, device=device, sets=sets, fallback_file=fallback_file)
+    server.probes.follow()  # a process that is started during an update must not choose otherwise even once
     return HealthServer(server)
