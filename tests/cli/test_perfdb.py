@@ -109,6 +109,8 @@ def test_exported_times_are_imported_elsewhere_and_say_where_from(monkeypatch, t
         "taken": False,
         "findings": 0,
         "findings_left": {},
+        "builds": 0,
+        "builds_left": {},
     }
     assert evidence(8) == {}
     assert run(f"perfdb import {file}").exit_code == 0
@@ -209,7 +211,7 @@ def test_a_strangers_file_is_taken_whole_or_not_at_all(monkeypatch, tmp_path, sp
     [
         ("", "line 1: wanted the header"),
         ("{}\n", "missing required field `format`"),
-        ('{"format":4,"kind":"layerzero times","written_at":"","rows":0}\n', "wanted format 1 or 2 or 3 of"),
+        ('{"format":5,"kind":"layerzero times","written_at":"","rows":0}\n', "wanted format 1 or 2 or 3 or 4 of"),
         ('{"format":1,"kind":"layerzero times","written_at":"","rows":7}\n', "wanted 7 rows after it, got 0"),
     ],
 )

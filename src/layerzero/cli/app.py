@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from layerzero.cli import calls, checks, hub, measuring, plans, rolling_update
+from layerzero.cli import calls, checks, hub, measuring, perfdb_exchange, plans, rolling_update
 from layerzero.cli.calls import AsJson, Modules
 from layerzero.cli.output import FINE, NO, Answer, Program, import_modules, say, stdout_console
 from layerzero.cli.output import examples as _examples
@@ -36,6 +36,7 @@ descriptor.info.epilog = "\b\nExamples:\n  layerzero descriptor check torch.json
 main.add_typer(descriptor, name="descriptor", rich_help_panel=None)
 
 
+perfdb_exchange.add_to(perfdb)
 main.add_typer(perfdb, name="perfdb", rich_help_panel=None)
 
 

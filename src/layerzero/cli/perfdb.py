@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,7 +15,6 @@ from layerzero.cli.output import FINE, NO, Answer, examples, import_modules
 
 if TYPE_CHECKING:
     from layerzero.tuning.keeping.database import Database
-    from layerzero.tuning.keeping.findings import Finding
     from layerzero.tuning.keeping.rows import Row
     from layerzero.tuning.predicting.fitting import HeldOut
 
@@ -54,9 +52,9 @@ def show(
     from layerzero.tuning.keeping import archive
 
     import_modules(module or [])
-    database = _database()
+    database = database_here()
     holds = archive.here()
-    with _readable(database):
+    with readable(database):
         found = list(archive.matching(archive.rows(database), kernel=kernel, operation=operation))
     if here:
         found = [each for each in found if holds(each)]
@@ -81,137 +79,6 @@ def show(
         lambda: [*database.notes(), *head, *latest, *_table(shown, counts, everything=everything)],
         folded=fits,
     )
-
-
-@perfdb.command(
-    "export",
-    **examples(
-        "perfdb export times.jsonl",
-        'perfdb export h200.jsonl --operation "attention.*"',
-        "perfdb export h200.json --prior",
-    ),
-)
-def export(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write lines of JSON.")],
-    kernel: KernelGlob = "*",
-    operation: OperationGlob = "*",
-    here: OnlyHere = False,
-    prior: Annotated[
-        bool, typer.Option("--prior", help="Write a table of priors, as the package ships them, of what counts here.")
-    ] = False,
-    module: Modules = None,
-    json: AsJson = False,
-) -> Answer:
-    """Write measured times to a file for other machines of this kind, and what was found out about kernels here.
-
-    Findings are verdicts, proofs of captures, and measured workspaces. Each names its library, torch, device and
-    capability.
-    """
-    from layerzero.tuning.keeping import archive, findings
-    from layerzero.tuning.keeping.tables import table_of
-
-    import_modules(module or [])
-    database = _database()
-    holds = archive.here() if here or prior else None
-    with _readable(database):
-        found = archive.matching(archive.rows(database), kernel=kernel, operation=operation)
-        kept = [each for each in found if holds is None or holds(each)]
-    if prior:
-        table = table_of(kept, "layerzero perfdb export --prior")
-        count = sum(len(case.times_us) for family in table.families for case in family.cases)
-        _written(file, lambda: archive.export_prior(table, file))
-    else:
-        count = len(kept)
-        every = findings.found_here(_ledger())
-        more = list(findings.matching(every, kernel=kernel, operation=operation, here=here))
-        _written(file, lambda: archive.export(kept, file, more))
-        behind = f" and {len(more)} findings" if more else ""
-        left = len(every) - len(more)
-        data = {"file": str(file), "rows": count, "findings": len(more), "findings_left": left}
-        told = [f"{left} findings left out: the options ask for others"] if left else []
-        return Answer(data, lambda: [f"{file}: {count} times{behind} written", *told])
-    return Answer({"file": str(file), "rows": count}, lambda: [f"{file}: {count} times written"])
-
-
-@perfdb.command("import", **examples("perfdb import times.jsonl", "perfdb import times.jsonl --dry-run"))
-def take(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What `perfdb export` wrote elsewhere.")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the file and take nothing.")] = False,
-    json: AsJson = False,
-) -> Answer:
-    """Take over times from a file, and what was found out about kernels.
-
-    Times are marked as imported, count less than what was measured here, and only on the same device with the same
-    versions. A finding of another library, torch, device or capability is left, and the difference is named; so is one
-    that was made here, too. Exits with 1 and takes nothing if anything in the file is wrong.
-    """
-    from layerzero.tuning.keeping import archive, findings
-
-    exported = _exported(file)
-    if isinstance(exported, Answer):
-        return exported
-    found, more = exported
-    holds = archive.here()
-    count = sum(holds(each) for each in found)
-    if not dry_run:
-        _keep(found)
-    verb = "would be taken" if dry_run else "taken"
-    kept, left = findings.take(_ledger(), more, dry_run=dry_run)
-    data = {"file": str(file), "valid": True, "problems": [], "rows": len(found), "here": count, "taken": not dry_run}
-    data |= {"findings": kept, "findings_left": dict(left)}
-    lines = [f"{file}: {len(found)} times {verb}; {count} count on this machine as it is now"]
-    lines += [f"{kept} findings {verb}"] if more else []
-    lines += [f"{number} findings left: {why}" for why, number in left.items()]
-    return Answer(data, lambda: lines)
-
-
-@perfdb.command("diff", **examples("perfdb diff times.jsonl", "perfdb diff times.jsonl --json"))
-def diff(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What `perfdb export` wrote elsewhere.")],
-    limit: Annotated[int, typer.Option("--limit", metavar="N", help="Times to show, farthest apart.", min=0)] = 20,
-    json: AsJson = False,
-) -> Answer:
-    """Compare a file of times with those of this machine: what is in both, and in what the environments differ.
-
-    Nothing is taken. Exits with 1 if anything in the file is wrong, or none of it counts on this machine.
-    """
-    from layerzero.tuning.keeping import archive, findings
-
-    exported = _exported(file)
-    if isinstance(exported, Answer):
-        return exported
-    found, more = exported
-    database = _database()
-    with _readable(database):
-        counts, lines = findings.differences(archive.rows(database), found, limit)
-    kept, left = findings.take(_ledger(), more, dry_run=True)
-    unlike = archive.unlike(found)
-    lines += [f"{number} times: {why}" for why, number in unlike.items()]
-    lines += [f"{number} findings: {why}" for why, number in left.items()]
-    told = ", ".join(f"{number} {what}" for what, number in counts.items())
-    data = {"file": str(file), "valid": True, "times": dict(counts), "unlike": dict(unlike)}
-    data |= {"findings": kept, "findings_left": dict(left)}
-    fits = len(found) > sum(unlike.values()) or kept
-    return Answer(
-        data, lambda: [f"{file}: times: {told}; {kept} findings would be taken", *lines], FINE if fits else NO
-    )
-
-
-@perfdb.command("merge", **examples("perfdb merge other/perfdb.sqlite"))
-def merge(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Another database of your own.")],
-    json: AsJson = False,
-) -> Answer:
-    """Take over all times of another database of yours, as if they had been measured here.
-
-    Of two times of the same thing the later stays. The other file is not changed.
-    """
-    from layerzero.tuning.keeping import archive
-
-    _exists(file)
-    found = archive.read_database(file)
-    _keep(found)
-    return Answer({"file": str(file), "rows": len(found)}, lambda: [f"{file}: {len(found)} times merged"])
 
 
 @perfdb.command("prune", **examples("perfdb prune --stale", "perfdb prune --older-than 90 --dry-run"))
@@ -243,9 +110,9 @@ def prune(
         raise ValueError("prune: --unknown says what --stale takes in: wanted --stale with it, got none")
     import_modules(module or [])
     before = "" if older_than is None else (datetime.now(UTC) - timedelta(days=older_than)).isoformat()
-    database = _database()
+    database = database_here()
     holds = archive.here()
-    with _readable(database):
+    with readable(database):
         found = archive.matching(
             archive.rows(database), kernel=kernel, operation=operation, before=before, imported=imported
         )
@@ -271,7 +138,7 @@ def check(json: AsJson = False) -> Answer:
     """
     from layerzero.tuning.keeping import archive
 
-    spool = _store().spool
+    spool = store_here().spool
     database: Database = spool.database
     problems = [*spool.notes(), *database.notes()]
     if database.path is not None and database.path.exists():
@@ -307,7 +174,8 @@ def _prediction(found: HeldOut | None) -> list[str]:
     return [f"prediction: {share}; {errors}; {found.within_claim:.0%} within twice what was claimed"]
 
 
-def _store() -> Any:
+def store_here() -> Any:
+    """The times of this process's ledger; those on disk where it keeps none."""
     from layerzero.engine.dispatch import ENGINE
     from layerzero.tuning.keeping.store import StoreLedger, TimeStore
 
@@ -315,55 +183,19 @@ def _store() -> Any:
     return ledger.times if isinstance(ledger, StoreLedger) else TimeStore()
 
 
-def _exported(file: Path) -> tuple[list[Row], list[Finding]] | Answer:
-    """What an exported file has, or the answer that says what is wrong in it."""
-    from layerzero.tuning.keeping import archive
-
-    _exists(file)
-    try:
-        return archive.read_export(file)
-    except archive.BadFileError as error:
-        problems, data = error.problems, {"file": str(file), "valid": False, "problems": error.problems}
-        return Answer(data, lambda: [f"{file}: {problem}" for problem in problems], NO)
-
-
-def _ledger() -> Any:
-    from layerzero.engine.dispatch import ENGINE
-
-    return ENGINE.ledger
-
-
-def _keep(rows: Sequence[Row]) -> None:
-    """Write rows, and learn from all of them now, not at the next question."""
-    store = _store()
-    store.add(rows)
-    store.settle()
-
-
-def _database() -> Database:
-    database: Database = _store().database
+def database_here() -> Database:
+    """Their database."""
+    database: Database = store_here().database
     return database
 
 
 @contextlib.contextmanager
-def _readable(database: Database) -> Iterator[None]:
+def readable(database: Database) -> Iterator[None]:
     """Say what to do about a row that no command can read."""
     try:
         yield
     except ValueError as error:
         raise ValueError(f"{database.path}: {error}; `layerzero perfdb check` tells more") from error
-
-
-def _exists(file: Path) -> None:
-    if not file.is_file():
-        raise ValueError(f"{file}: wanted a file of times, got {'a folder' if file.is_dir() else 'nothing'}")
-
-
-def _written(file: Path, write: Callable[[], None]) -> None:
-    try:
-        write()
-    except OSError as error:
-        raise ValueError(f"{file}: wanted a place to write to, got: {error.strerror or error}") from error
 
 
 def _plain(value: Row | HeldOut) -> dict[str, Any]:

@@ -22,6 +22,7 @@ import msgspec
 import torch
 
 from layerzero.core.facts import Facts
+from layerzero.core.kept_files import KeptFiles
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import call_class
 from layerzero.core.system import disk, forking
@@ -124,11 +125,35 @@ def is_noted(kernel: Kernel, facts: Facts) -> bool:
     return files is not None and all(os.path.exists(note.parent.parent / each) for each in files)  # noqa: PTH110
 
 
+def folder_of(kernel: Kernel) -> Path | None:
+    """Where the builds of a kernel lie whose files are known; None where none are."""
+    if isinstance(kernel.prebuilt, KeptFiles):
+        return kernel.prebuilt.folder()
+    return None if kernel.cache_folder is None else kernel.cache_folder()
+
+
+def files_of(kernel: Kernel, facts: Facts) -> list[str]:
+    """The files of the build for calls like this one, in :func:`folder_of`, what names the others last.
+
+    Empty where it is not there, or where only the library knows them.
+    """
+    if isinstance(kernel.prebuilt, KeptFiles):
+        return list(kernel.prebuilt.names(facts))
+    note = _note(kernel, facts)
+    if note is None or not is_noted(kernel, facts):
+        return []
+    return [*(NOTED.files(note) or ()), f"{NOTES}/{note.name}"]
+
+
 class Noted:
     """What notes say, by folder, as of the time at which each folder was changed."""
 
     def __init__(self) -> None:
         self._kept: dict[Path, tuple[tuple[int, int], dict[str, list[str] | None]]] = {}
+
+    def forget(self) -> None:
+        """Look anew: files came from elsewhere."""
+        self._kept.clear()
 
     def files(self, note: Path) -> list[str] | None:
         """The files that a note lists; None where there is none, or a damaged one: it is built again."""

@@ -49,7 +49,7 @@ class FallbackFile:
         self._lock = forking.lock()
 
     def follow(self) -> None:
-        """Do as the file says now. Raises: OSError where nobody may look for it."""
+        """Do as the file says now. Raises: OSError for a folder that cannot be read."""
         with self._lock:
             wanted = self.path.exists()
             if wanted == bool(CONFIGURATION.forced):

@@ -94,8 +94,8 @@ class Probes:
 
     Args:
         manifest, model, device, sets: as :func:`lz.readiness_check` takes them.
-        fallback_file: while this file exists, torch's own kernels and the references alone run in this process. It is
-            looked for when ``/readyz`` and ``/statez`` are asked for.
+        fallback_file: while this file exists, torch's own kernels and the references alone run in this process.
+            Requests of ``/readyz`` and ``/statez`` look for it.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Probes:
             self._lock.release()
 
     def follow(self) -> None:
-        """Do as the fallback file says. Raises: OSError where nobody may look for it."""
+        """Do as the fallback file says. Raises: OSError for a folder that cannot be read."""
         if self._file is not None:
             self._file.follow()
 

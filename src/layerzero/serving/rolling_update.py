@@ -184,7 +184,7 @@ class RollingUpdate:
         max_unavailable: how many are updated at a time.
         ready_s: seconds that an instance may take until it is as it should be.
         file: where to write down what is reached; one that exists is gone on with. None: nothing is kept.
-        ask, clock, sleep, say: how instances are asked and waited for, and where a line for each step goes.
+        ask, clock, sleep, say: how instances answer and are waited for, and where a line for each step goes.
     Raises: ValueError for instances that are none, a file of another update, and one of an update that is done.
     """
 

@@ -26,9 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.inductor import compiled, found, loaded, name_of, note
+from layerzero.backends.torch.inductor import cache_folder, compiled, files, found, loaded, name_of, note
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
+from layerzero.core.kept_files import KeptFiles
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.ledger import call_class
 from layerzero.core.reasons import Reason, ReasonCode
@@ -213,11 +214,6 @@ def _name(facts: Facts) -> str:
     return name_of((facts.device.name, _THREADS, _build_key(facts)), __file__)
 
 
-def _prebuilt(facts: Facts) -> bool:
-    """Whether an artefact for the class of a call lies in Inductor's cache."""
-    return bool(found(_name(facts)))
-
-
 def _no_guards(guards: Sequence[Any], known: object) -> int:
     if guards:
         raise RuntimeError(f"Inductor tied the kernel to {', '.join(str(guard.expr) for guard in guards)}")
@@ -274,7 +270,7 @@ KERNELS = (
         deterministic=True,
         jit=True,
         build_key=_build_key,
-        prebuilt=_prebuilt,
+        prebuilt=KeptFiles(cache_folder, lambda facts: files(_name(facts))),
         priority=15,
     ),
     Kernel(

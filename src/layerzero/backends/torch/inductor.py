@@ -31,6 +31,7 @@ from torch.autograd.graph import increment_version
 from layerzero.backends.torch.attention import FLOATS
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
+from layerzero.core.kept_files import KeptFiles
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.operation import Operation
 from layerzero.core.system import disk, forking
@@ -193,6 +194,12 @@ def found(name: str) -> list[tuple[int, Path]]:
     return parts if all(path.is_file() for _, path in parts) else []
 
 
+def files(name: str) -> list[str]:
+    """The files of a build in the folder, its note last; empty where one is missing."""
+    parts = found(name)
+    return [*(path.name for _, path in parts), f"{NOTES}/{name}.json"] if parts else []
+
+
 def note(name: str, parts: Sequence[tuple[int, Path]]) -> None:
     """Write down that a build exists. Raises: OSError."""
     place = cache_folder() / NOTES
@@ -207,11 +214,8 @@ def _name(operation: Operation, facts: Facts) -> str:
     return name_of(made_of, str(norm.__file__))
 
 
-def _prebuilt(operation: Operation) -> Callable[[Facts], bool]:
-    def check(facts: Facts) -> bool:
-        return bool(found(_name(operation, facts)))
-
-    return check
+def _files(operation: Operation, facts: Facts) -> list[str]:
+    return files(_name(operation, facts))
 
 
 def compiled(
@@ -307,7 +311,7 @@ KERNELS = tuple(
         load=load,
         accepts=accepts,
         limits=_LIMITS,
-        prebuilt=_prebuilt(operation),
+        prebuilt=KeptFiles(cache_folder, functools.partial(_files, operation)),
         priority=30,
     )
     for name, operation, load, accepts in (

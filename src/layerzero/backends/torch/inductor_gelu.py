@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.shape_cache import GRAIN
-from layerzero.backends.torch.inductor import INDUCTOR, compiled, found, loaded, name_of, note
+from layerzero.backends.torch.inductor import INDUCTOR, cache_folder, compiled, files, found, loaded, name_of, note
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
+from layerzero.core.kept_files import KeptFiles
 from layerzero.core.kernel import Kernel
 from layerzero.core.system import forking
 
@@ -99,11 +100,6 @@ def _name(facts: Facts) -> str:
     return name_of((facts.device.name, str(facts["dtype"]), "gelu"), __file__)
 
 
-def _prebuilt(facts: Facts) -> bool:
-    """Whether the artefacts lie in Inductor's cache."""
-    return bool(found(_name(facts)))
-
-
 KERNELS = (
     Kernel(
         id="inductor.gelu_tanh",
@@ -118,7 +114,7 @@ KERNELS = (
             limit.contiguous("input"),
         ),
         build_key=_build_key,
-        prebuilt=_prebuilt,
+        prebuilt=KeptFiles(cache_folder, lambda facts: files(_name(facts))),
         priority=30,
     ),
 )

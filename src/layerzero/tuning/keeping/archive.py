@@ -23,21 +23,22 @@ from layerzero.core.system.disk import write_whole
 from layerzero.engine import probe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.keeping import checksums, connections, journal_merge, learning
+from layerzero.tuning.keeping import checksums, connections, journal_merge, learning, passed_builds
 from layerzero.tuning.keeping.connections import ForeignError, NewerError
 from layerzero.tuning.keeping.database import Database
 from layerzero.tuning.keeping.environment import Environment, devices_here, surroundings
 from layerzero.tuning.keeping.findings import Finding, sealed
 from layerzero.tuning.keeping.findings import check as check_finding
+from layerzero.tuning.keeping.passed_builds import PassedBuild
 from layerzero.tuning.keeping.rows import Row, check, is_to_come
 from layerzero.tuning.keeping.store import StoreLedger
 from layerzero.tuning.keeping.tables import Table
 from layerzero.tuning.predicting.fitting import HeldOut, held_out_error
 
 FORMAT = 2
-WITH_FINDINGS = 3
-READS = (1, FORMAT, WITH_FINDINGS)
-"""Formats that are taken: the first did not tell device and host apart, the last has findings behind the times."""
+WITH_FINDINGS, WITH_BUILDS = 3, 4
+READS = (1, FORMAT, WITH_FINDINGS, WITH_BUILDS)
+"""Formats that are taken: the first did not tell device and host apart, the last have findings and builds behind."""
 
 MAX_TEXT = 512
 """Longest text in an imported row; kernel ids and facts are far shorter."""
@@ -64,6 +65,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     written_at: str
     rows: int
     findings: int = 0
+    builds: int = 0
 
 
 KIND = "layerzero times"
@@ -154,13 +156,17 @@ def _decoded(text: object) -> Any:
         raise ValueError(f"wanted text, got: {error}") from None
 
 
-def export(found: Iterable[Row], file: Path, findings: Iterable[Finding] = ()) -> None:
-    """Write rows as lines of JSON, and findings behind them, whole or not at all. Raises: OSError."""
+def export(
+    found: Iterable[Row], file: Path, findings: Iterable[Finding] = (), builds: Iterable[PassedBuild] = ()
+) -> None:
+    """Write rows as lines of JSON, and findings and builds behind them, whole or not at all. Raises: OSError."""
     lines = [msgspec.json.encode(each) for each in found]
     more = [msgspec.json.encode(sealed(each)) for each in findings]
+    last = [msgspec.json.encode(each) for each in builds]
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    header = Header(WITH_FINDINGS if more else FORMAT, KIND, now, len(lines), len(more))
-    write_whole(file, b"\n".join([msgspec.json.encode(header), *lines, *more]) + b"\n")
+    kind = WITH_BUILDS if last else WITH_FINDINGS if more else FORMAT
+    header = Header(kind, KIND, now, len(lines), len(more), len(last))
+    write_whole(file, b"\n".join([msgspec.json.encode(header), *lines, *more, *last]) + b"\n")
 
 
 def export_prior(table: Table, file: Path) -> None:
@@ -168,7 +174,7 @@ def export_prior(table: Table, file: Path) -> None:
     write_whole(file, msgspec.json.format(msgspec.json.encode(table), indent=1) + b"\n")
 
 
-def read_export(file: Path) -> tuple[list[Row], list[Finding]]:
+def read_export(file: Path) -> tuple[list[Row], list[Finding], list[PassedBuild]]:
     """Read a file of rows that somebody else wrote, strictly; each says where it came from. And what lies behind them.
 
     Raises: BadFileError with the first problems and their lines, OSError.
@@ -183,9 +189,14 @@ def read_export(file: Path) -> tuple[list[Row], list[Finding]]:
     if header.format not in READS or header.kind != KIND:
         wanted = f"wanted format {' or '.join(map(str, READS))} of {KIND!r}"
         raise BadFileError([f"line 1: {wanted}, got format {header.format} of {header.kind!r}"])
-    found, problems, findings = [], [], []
+    found, problems, findings, builds = [], [], [], []
     for number, line in enumerate(lines, 2):
         try:
+            if number > header.rows + header.findings + 1:
+                build = msgspec.json.decode(line, type=PassedBuild)
+                passed_builds.check(build)
+                builds.append(build)
+                continue
             if number > header.rows + 1:
                 finding = msgspec.json.decode(line, type=Finding)
                 check_finding(finding)
@@ -197,12 +208,12 @@ def read_export(file: Path) -> tuple[list[Row], list[Finding]]:
             problems.append(f"line {number}: {error}")
             continue
         found.append(msgspec.structs.replace(row, source=f"{source} < {row.source}" if row.source else source))
-    if len(lines) != (wanted_lines := header.rows + header.findings):
+    if len(lines) != (wanted_lines := header.rows + header.findings + header.builds):
         problems.append(f"line 1: wanted {wanted_lines} rows after it, got {len(lines)}: the file was cut or joined")
     if problems:
         more = len(problems) - MAX_PROBLEMS
         raise BadFileError(problems[:MAX_PROBLEMS] + ([f"and {more} more"] if more > 0 else []))
-    return found, findings
+    return found, findings, builds
 
 
 def _plausible(row: Row) -> None:

@@ -41,6 +41,7 @@ class CallsMade:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._waiting: deque[Facts] = deque(maxlen=MAX_WAITING)
+        self._lock = forking.lock()
         self.add = self._waiting.append
         """Hand over the facts of a call; never waits."""
         forking.in_child(self.forget)
@@ -57,6 +58,10 @@ class CallsMade:
 
     def write(self) -> None:
         """Merge what came since; what cannot be written now waits, unless another process has it amid writing."""
+        with self._lock:  # what another thread took from the queue is in the file before this one reads that
+            self._write()
+
+    def _write(self) -> None:
         if not self._waiting or disk.distrust(self.folder):
             return
         try:

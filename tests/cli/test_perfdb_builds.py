@@ -1,0 +1,158 @@
+"""Builds are passed on only where asked for, taken only where asked for, and only where what made them is here, too."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import shlex
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import layerzero as lz
+from layerzero.backends.torch import inductor
+from layerzero.cli.app import main
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.registry import REGISTRY
+from layerzero.tuning.keeping import passed_builds, records
+
+KERNEL = "inductor.rms_norm"
+
+
+def run(line):
+    return CliRunner().invoke(main, shlex.split(line), prog_name="layerzero")
+
+
+def answer(line):
+    return json.loads(run(f"{line} --json").stdout)
+
+
+def another_machine(monkeypatch, folder):
+    """From here on, files lie elsewhere: LayerZero's and Inductor's."""
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(folder / "cache"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
+    lz.configure()
+    from layerzero import _assembly
+
+    ENGINE.ledger = _assembly.ledger()
+    return folder / "inductor" / "layerzero"
+
+
+def called():
+    facts = lz.facts("rms_norm", torch.randn(4, 64), torch.randn(64))
+    ENGINE.ledger.called(facts)
+    return facts
+
+
+@pytest.fixture(params=["named by the kernel", "noted"])
+def built(request, monkeypatch, tmp_path):
+    """A build of a kernel, its facts, and a file that it was exported to; then another machine without it."""
+    if not inductor.INDUCTOR.holds_for(torch.__version__.split("+")[0]):
+        pytest.skip("Inductor's kernels are not for this torch")
+    kernel_id, folder = KERNEL, another_machine(monkeypatch, tmp_path / "first")
+    if request.param == "noted":
+        kernel_id = "noted.rms_norm"
+        backend = lz.Backend("noted", "files that are noted", origin="code")
+        kernel = lz.Kernel(
+            id=kernel_id, operations=("norm.rms",), backend=backend, load=lambda _: None, accepts=("eps",), jit=True,
+            build_key=lambda facts: facts.size("hidden"), cache_folder=inductor.cache_folder,
+        )  # fmt: skip
+        lz.register_backend([kernel])
+    facts, kernel = called(), REGISTRY.kernel(kernel_id)
+    folder.mkdir(parents=True)
+    (folder / "abc.4096.pt2").write_bytes(b"machine code")
+    if request.param == "noted":
+        from layerzero.engine import jit
+
+        jit.note(kernel, facts, [str(folder / "abc.4096.pt2")])
+    else:
+        inductor.note(inductor._name(REGISTRY.operation("norm.rms"), facts), [(4096, folder / "abc.4096.pt2")])
+    file = tmp_path / "all.jsonl"
+    assert answer(f"perfdb export {file} --builds --kernel {kernel_id}")["builds"] == 1
+    yield kernel, facts, file, another_machine(monkeypatch, tmp_path / "second")
+    if request.param == "noted":
+        lz.unregister_kernel(kernel_id)
+
+
+def is_built(kernel, facts):
+    from layerzero.engine import jit
+
+    return jit.is_kept(kernel, facts)
+
+
+def test_a_build_reaches_another_machine_of_the_kind_where_the_user_says_so(built):
+    kernel, facts, file, folder = built
+    assert not is_built(kernel, facts)
+    left = answer(f"perfdb import {file}")
+    assert (left["builds"], left["builds_left"]) == (
+        0,
+        {"they are code; --builds takes them from a file that you trust": 1},
+    )
+    assert answer(f"perfdb import {file} --builds --dry-run")["builds"] == 1
+    assert not folder.exists(), "nothing is written without being asked for"
+    assert "1 builds would be taken with --builds" in run(f"perfdb diff {file}").output
+    assert answer(f"perfdb import {file} --builds")["builds"] == 1
+    assert (folder / "abc.4096.pt2").read_bytes() == b"machine code"
+    assert is_built(kernel, facts)
+    assert answer(f"perfdb import {file} --builds")["builds_left"] == {"it was built here already": 1}
+
+
+@pytest.mark.parametrize(
+    "key", ["library", "torch", "device", "capability", "python", "system", "triton", "c++", "nvcc"]
+)
+def test_what_another_thing_made_is_left_by_name(built, key):
+    _, _, file, folder = built
+    *lines, last = file.read_text().splitlines()
+    data = json.loads(last)
+    data["versions" if key in records.Versions.__struct_fields__ else "made_by"][key] = "another"
+    file.write_text("\n".join([*lines, json.dumps(data)]) + "\n")
+    here = passed_builds.made_by()
+    done = answer(f"perfdb import {file} --builds")
+    if key in passed_builds.HOST_COMPILERS and key not in here:
+        assert done["builds"] == 1, "what has no compiler takes what one made"
+        return
+    (why,) = done["builds_left"]
+    assert why.startswith(f"{key}: wanted ")
+    assert why.endswith(", got another")
+    assert not folder.exists()
+
+
+def test_other_files_in_its_place_stay(built):
+    _, _, file, folder = built
+    folder.mkdir(parents=True)
+    (folder / "abc.4096.pt2").write_bytes(b"another build")
+    (why,) = answer(f"perfdb import {file} --builds")["builds_left"]
+    assert why.endswith("other files of these names lie here")
+    assert (folder / "abc.4096.pt2").read_bytes() == b"another build"
+
+
+def test_a_folder_that_others_may_write_gets_no_build(built):
+    _, _, file, folder = built
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    (why,) = answer(f"perfdb import {file} --builds")["builds_left"]
+    assert why.startswith(f"{folder}: ")
+    assert not (folder / "abc.4096.pt2").exists()
+
+
+@pytest.mark.parametrize("name", ["/etc/ld.so.preload", "../../outside.so", "a/../../outside.so", "..\\outside.so", ""])
+def test_a_file_with_names_elsewhere_or_other_content_is_refused_whole(built, name):
+    _, _, file, folder = built
+    *lines, last = file.read_text().splitlines()
+    data = json.loads(last)
+    code = b"evil" if name else b"other code"
+    data["files"][0] |= {"data": base64.b64encode(code).decode()}
+    data["files"][0] |= {"name": name, "sha256": hashlib.sha256(code).hexdigest()} if name else {}
+    file.write_text("\n".join([*lines, json.dumps(data)]) + "\n")
+    refused = run(f"perfdb import {file} --builds")
+    assert refused.exit_code == 1
+    assert ("wanted files in the library's folder" if name else "its checksum does not hold") in refused.output
+    assert not folder.exists()
+
+
+def test_without_builds_the_file_has_none(built, tmp_path):
+    file = tmp_path / "times.jsonl"
+    assert answer(f"perfdb export {file}")["builds"] == 0
+    assert json.loads(file.read_text().splitlines()[0])["format"] < 4
