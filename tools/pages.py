@@ -307,7 +307,7 @@ def compatibility() -> str:
         "on a CPU). *Expected*: the declaration was written for this range, from sources or from a neighbouring "
         "version. Outside it a library is refused (`VERSION_UNSUPPORTED`) until `layerzero vet` has let its kernels "
         "prove themselves; a version known to be bad stays refused. `layerzero doctor` says which of these the "
-        "installed versions are."
+        "installed versions are, and `layerzero libraries --for serving --device H100` which to install together."
     )
     rows = dict.fromkeys(
         (

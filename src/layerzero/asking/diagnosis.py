@@ -68,6 +68,19 @@ def conflicts(backends: Iterable[Backend]) -> Iterator[str]:
                 )
 
 
+def other_cudas() -> Iterator[str]:
+    """Packages of CUDA's runtime for another major version than torch's: a process loads both, and may mix them."""
+    runtime = torch.version.cuda
+    for suffix in ("-cu11", "-cu12", "") if runtime else ():
+        name = f"nvidia-cuda-runtime{suffix}"
+        version = installed_version(name)
+        if version is not None and version.partition(".")[0] != str(runtime).partition(".")[0]:
+            yield (
+                f"{name} {version} beside torch for CUDA {runtime}: a process may load both; install builds of all "
+                f"libraries for CUDA {str(runtime).partition('.')[0]}, or uninstall it"
+            )
+
+
 def installed_version(name: str) -> str | None:
     """The version of a distribution; None where it is not installed."""
     try:
@@ -257,6 +270,7 @@ def doctor(*, load: bool = False, asked_for: str | None = None) -> Diagnosis:
                 for name, why in (REGISTRY.hub.told() if REGISTRY.hub else {}).items()
             ),
             *conflicts(REGISTRY.backends()),
+            *other_cudas(),
             *_accused(suspects),
             *ledger.notes(),
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
@@ -16,7 +17,7 @@ from layerzero.core.plan import Report
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.settings import nearest
 from layerzero.ops.calls import accepted, arguments_of, function_for, is_call_of
-from layerzero.ops.sets import SETS
+from layerzero.ops.sets import SETS, OperationSet
 
 _STOCK = "torch"
 """The library that is always there."""
@@ -85,22 +86,33 @@ def served(name: str, device: Device | None = None) -> tuple[OperationFinding, .
         device: another device than this machine's best.
     Raises: ValueError for a word that names no set, with the nearest.
     """
-    if name not in SETS:
-        raise ValueError(f"asked_for (--for): wanted one of {', '.join(SETS)}, got {name!r}{nearest(name, SETS)}")
+    found = set_named(name)
     if device is None:
         device = Device.detect("cuda" if torch.cuda.is_available() else "cpu")
-    return tuple(_finding(REGISTRY.operation(each), device) for each in SETS[name].operations)
+    return tuple(_finding(REGISTRY.operation(each), device) for each in found.operations)
+
+
+def set_named(name: str) -> OperationSet:
+    """A set by its name. Raises: ValueError for a word that names none, with the nearest."""
+    if name not in SETS:
+        raise ValueError(f"asked_for (--for): wanted one of {', '.join(SETS)}, got {name!r}{nearest(name, SETS)}")
+    return SETS[name]
+
+
+def usual_dtype(operation: Operation, device: Device) -> torch.dtype:
+    """What models run an operation in on a device."""
+    dtype = _USUAL.get(device.platform, torch.bfloat16)
+    return dtype if dtype in operation.dtypes else operation.dtypes[0]
 
 
 def _finding(operation: Operation, device: Device) -> OperationFinding:
-    dtype = _USUAL.get(device.platform, torch.bfloat16)
-    dtype = dtype if dtype in operation.dtypes else operation.dtypes[0]
+    dtype = usual_dtype(operation, device)
     cases = [case for case in operation.cases if is_call_of(operation, case, dtype)]
-    reports = [report for case in cases if (report := _asked(operation, case, dtype, device)) is not None]
+    reports = [report for case in cases if (report := report_of(operation, case, dtype, device)) is not None]
     legal = [_of_libraries(report) for report in reports]
     handles: tuple[str, ...] = ()
     if not any(legal):  # a caller may keep more than weights for kernels
-        promised = [each for case in cases if (each := _asked(operation, case, dtype, device, promised=True))]
+        promised = [each for case in cases if (each := report_of(operation, case, dtype, device, promised=True))]
         legal = [_of_libraries(report) for report in promised]
         handles = tuple(operation.schema.handles) if any(legal) else ()
     chosen = tuple(dict.fromkeys(report.kernel_id for report in reports if report.kernel_id))
@@ -122,14 +134,24 @@ def _of_libraries(report: Report) -> set[str]:
     return {kernel.id for kernel in legal if kernel.backend.name not in (_STOCK, "reference")}
 
 
-def _asked(
-    operation: Operation, case: Case, dtype: torch.dtype, device: Device, *, promised: bool = False
+def report_of(
+    operation: Operation,
+    case: Case,
+    dtype: torch.dtype,
+    device: Device,
+    *,
+    promised: bool = False,
+    libraries: Mapping[str, str] | None = None,
 ) -> Report | None:
+    """What a named call gets on a device; None for one that the device's other rules forbid.
+
+    ``promised`` brings what a caller makes once; ``libraries`` are others than those that are here.
+    """
     function = function_for(operation)
     arguments = accepted(function, arguments_of(operation, case, dtype, "meta", promised=promised))
     try:
-        return explain(function.name, **arguments, device=device)
-    except InvalidCallError:  # a named call that this device's other rules forbid
+        return explain(function.name, **arguments, device=device, libraries=libraries)
+    except InvalidCallError:
         return None
 
 

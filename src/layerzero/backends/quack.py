@@ -34,7 +34,7 @@ QUACK = Backend(
     distribution="quack-kernels",
     versions="==0.6.5",
     tested=("0.6.5",),
-    requires=("nvidia-cutlass-dsl>=4.7", "cuda>=12.3"),
+    requires=("nvidia-cutlass-dsl>=4.7", "cuda>=12.3", "driver>=575.51.03"),  # the CuTe DSL's
     platforms=("cuda",),
     least_sm=(9, 0),
     install="pip install quack-kernels==0.6.5",

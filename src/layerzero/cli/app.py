@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from layerzero.cli import calls, checks, hub, measuring, perfdb_exchange, plans, rolling_update
+from layerzero.cli import calls, checks, hub, libraries, measuring, perfdb_exchange, plans, rolling_update
 from layerzero.cli.calls import AsJson, Modules
 from layerzero.cli.output import FINE, NO, Answer, Program, import_modules, say, stdout_console
 from layerzero.cli.output import examples as _examples
@@ -356,3 +356,4 @@ def descriptor_check(
 measuring.add_to(main)
 plans.add_to(main)
 rolling_update.add_to(main)
+libraries.add_to(main)

@@ -167,6 +167,7 @@ def _detect_cuda(index: int) -> Device:
         max_grid=GPU_GRID,
         uuid=str(getattr(properties, "uuid", "")),
         runtime=rocm or torch.version.cuda or "",
+        driver=_driver("rocm" if rocm else "cuda"),
     )
 
 

@@ -105,7 +105,7 @@ class Backend:
             ``versions`` are expected to work.
         conflicts: packages that do harm along with it, each with what goes wrong.
         known_bad: versions that nothing makes good: they are known to be wrong, or another project's.
-        requires: further demands on the environment: ``torch>=2.10``, ``cuda>=12.3``.
+        requires: further demands on the environment: ``torch>=2.10``, ``cuda>=12.3``, ``driver>=575.51``.
         releases: newest first, where versions differ in what they were built for: the one that an installed version
             belongs to must fit, and the one that fits is what there is to install.
         platforms: platforms that any of its kernels runs on; the others get none of them.

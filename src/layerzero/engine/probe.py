@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -50,7 +50,7 @@ class Machine:
 
     def state(self, backend: Backend, device: Device) -> LibraryState:
         """Whether the backend may be used with this device; looked up once."""
-        identity = (backend, device.runtime)
+        identity = (backend, f"{device.runtime} {device.driver}")
         state = self._states.get(identity)
         if state is None:
             state = self._states[identity] = self._look(backend, device)
@@ -88,10 +88,11 @@ class Machine:
             wanted = f"{backend.versions}, not {backend.known_bad}".removeprefix(", ")
             return LibraryState(version, Reason(ReasonCode.VERSION_UNSUPPORTED, fact, wanted, version, fitting))
         release = backend.release(version) if version else None
-        for requirement in (*backend.requires, *(release.requires if release else ())):
-            reason = self._unmet(requirement, device, fitting if release else "")
-            if reason is not None:
-                return LibraryState(version, reason)
+        reason = self.unmet(
+            (*backend.requires, *(release.requires if release else ())), device, fitting if release else ""
+        )
+        if reason is not None:
+            return LibraryState(version, reason)
         broken = _BROKEN.get(backend) if self.libraries is None else None
         if broken is None and backend.versions and version is not None and not backend.holds_for(version):
             prove = f"prove this one here: {vetting}" if version else ""
@@ -136,12 +137,20 @@ class Machine:
         except importlib.metadata.PackageNotFoundError:
             return None
 
+    def unmet(self, requirements: Iterable[str], device: Device, hint: str = "") -> Reason | None:
+        """Why the first requirement does not hold that does not; None where all do."""
+        return next((each for one in requirements if (each := self._unmet(one, device, hint))), None)
+
     def _unmet(self, requirement: str, device: Device, hint: str = "") -> Reason | None:
         name, specifier = check_requirement(requirement)
         if name in ("cuda", "rocm"):
             version: str | None = device.runtime if device.platform == name else None
             if version is None:
                 return None  # another platform: the kernel's platform limit says so
+        elif name == "driver":
+            version = device.driver if device.platform == "cuda" else None
+            if version is None or "." not in version:
+                return None  # another platform, a device that is not here, or a container that hides it
         else:
             version = self._distribution_version(name)
         if version and within(version, specifier):

@@ -41,7 +41,7 @@ FLASH_ATTN_4 = Backend(
     distribution="flash-attn-4",
     versions=">=4.0.0b36,<4.1",
     tested=("4.0.0b36",),
-    requires=("cuda>=12.8",),
+    requires=("cuda>=12.8", "driver>=575.51.03"),  # the CuTe DSL's
     platforms=("cuda",),
     install="pip install --pre flash-attn-4",
     homepage="https://github.com/Dao-AILab/flash-attention",
