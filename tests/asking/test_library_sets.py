@@ -48,7 +48,7 @@ def test_a_set_for_a_gpu_is_one_command_and_says_what_else_it_needs():
     assert left["xformers"].startswith("none of its versions was tested")
     assert "sampling.greedy" in found.alone
     assert "vllm==0.20.0" in [each.package for each in together(["serving"], H100, "2.11.0").libraries]
-    assert found.lines()[0] == f"beside torch 2.13.0 on {H100.name}, CUDA or ROCm 13.0:"
+    assert found.lines()[0] == f"with torch 2.13.0 on {H100.name}, CUDA or ROCm 13.0:"
 
 
 def test_an_older_cuda_or_driver_leaves_what_needs_a_newer_one():
@@ -79,7 +79,7 @@ def test_a_library_that_does_harm_beside_a_better_one_is_left(owner):
         found = together(["serving"], H100, "2.13.0")
     finally:
         object.__setattr__(backend, "conflicts", ())
-    assert dict(found.left)["flash-attn-4"] == "beside flashinfer-python: both are named so"
+    assert dict(found.left)["flash-attn-4"] == "along with flashinfer-python: both are named so"
     assert "flash-attn-4" not in " ".join(found.commands)
 
 
@@ -96,10 +96,10 @@ def test_a_runtime_of_another_cuda_is_an_issue(monkeypatch):
     monkeypatch.setattr(diagnosis, "installed_version", here.get)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     (told,) = diagnosis.other_cudas()
-    assert told.startswith("nvidia-cuda-runtime-cu12 12.9.79 beside torch for CUDA 13.0: a process may load both")
+    assert told.startswith("nvidia-cuda-runtime-cu12 12.9.79 with torch for CUDA 13.0: a process may load both")
     monkeypatch.setattr(torch.version, "cuda", "12.9")
     (told,) = diagnosis.other_cudas()
-    assert told.startswith("nvidia-cuda-runtime 13.0.48 beside")
+    assert told.startswith("nvidia-cuda-runtime 13.0.48 with")
     monkeypatch.setattr(torch.version, "cuda", None)
     assert list(diagnosis.other_cudas()) == [], "a build for CPUs loads none"
     assert any(each.driver is not None for each in lz.doctor().devices)

@@ -76,7 +76,7 @@ def other_cudas() -> Iterator[str]:
         version = installed_version(name)
         if version is not None and version.partition(".")[0] != str(runtime).partition(".")[0]:
             yield (
-                f"{name} {version} beside torch for CUDA {runtime}: a process may load both; install builds of all "
+                f"{name} {version} with torch for CUDA {runtime}: a process may load both; install builds of all "
                 f"libraries for CUDA {str(runtime).partition('.')[0]}, or uninstall it"
             )
 

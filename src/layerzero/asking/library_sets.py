@@ -1,7 +1,7 @@
 """``layerzero libraries``: which libraries to install together for a kind of model on a device, and which not, and why.
 
 A library is in the set where a tested version of it fits torch, CUDA, driver and device, where one of its kernels may
-run a named call of the operations, and where it does no harm beside those before it. Nothing is looked up elsewhere:
+run a named call of the operations, and where it does no harm to those before it. Nothing is looked up elsewhere:
 the declarations say what was tested, and the limits of the kernels what they run.
 """
 
@@ -24,7 +24,7 @@ from layerzero.ops.calls import is_call_of
 from layerzero.ops.sets import SETS
 
 _PIP = re.compile(r"pip install (--pre )?[A-Za-z0-9_.=-]+")
-"""What installs one package and needs nothing besides, so that several may stand in one line."""
+"""What installs one package and needs nothing else, so that several may stand in one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class LibrarySet:
     def lines(self) -> list[str]:
         """What there is to say, a line each."""
         runtime = f", CUDA or ROCm {self.runtime}" if self.runtime else ""
-        head = f"beside torch {self.torch} on {self.device}{runtime}:"
+        head = f"with torch {self.torch} on {self.device}{runtime}:"
         found = [f"  {each.package}: {len(each.operations)} operations" for each in self.libraries]
         lines = [head, *(found or ["  nothing"]), *self.commands]
         lines += [f"left out: {name}: {why}" for name, why in self.left]
@@ -95,7 +95,7 @@ def together(names: Sequence[str], device: Device, torch_version: str = "") -> L
     Args:
         names: sets of operations: ``serving``; none for all of them.
         device: where; it need not be here.
-        torch_version: beside which torch; the one that is here by default.
+        torch_version: with which torch; the one that is here by default.
     Raises: ValueError for a word that names no set.
     """
     wanted = dict.fromkeys(each for name in names or SETS for each in set_named(name).operations)
@@ -179,13 +179,13 @@ def _lowest(specifier: str) -> str:
 
 
 def _harm(backend: Backend, chosen: Mapping[str, LibraryChoice]) -> str:
-    """Why a library must not come beside those that were chosen; empty where it may."""
+    """Why a library must not come along with those that were chosen; empty where it may."""
     for owner in REGISTRY.backends():
         for package, harm in owner.conflicts:
             for ours, theirs in ((owner.distributions, (package,)), ((package,), owner.distributions)):
                 other = next((each for each in chosen if each in theirs), "")
                 if other and not set(ours).isdisjoint(backend.distributions):
-                    return f"beside {other}: {harm}"
+                    return f"along with {other}: {harm}"
     return ""
 
 

@@ -17,13 +17,13 @@ def libraries(
         str | None, typer.Option("--device", metavar="DEVICE", help="For which device, as H100; this machine's best.")
     ] = None,
     torch_version: Annotated[
-        str, typer.Option("--torch", metavar="VERSION", help="Beside which torch; the one that is here.")
+        str, typer.Option("--torch", metavar="VERSION", help="With which torch; the one that is here.")
     ] = "",
     json: AsJson = False,
 ) -> Answer:
     """Tell which libraries to install together, for sets of operations on a device.
 
-    Each at the newest version that was tested and fits torch, CUDA, driver and device, unless it does harm beside one
+    Each at the newest version that was tested and fits torch, CUDA, driver and device, unless it does harm to one
     that serves more operations. Those that are left out have their reason. Exits with 1 where there is none.
     """
     from layerzero.asking.library_sets import together
