@@ -323,7 +323,7 @@ def test_each_setting_is_one_that_decides_or_one_that_does_not():
     decide |= {"deterministic", "require_vetting", "debug", "layout", "memory_headroom_mb", "prefer_sources", "plugins"}
     decide |= {"avoid_sources", "allow", "deny", "locks", "unmeasured", "rules", "descriptors", "cpu_features"}
     decide |= {"batch_invariant", "require_tp_invariant", "hub.enabled", "hub.folder", "hub.lockfile", "hub.allow"}
-    decide |= {"plan_mode", "graph_strict_mode", "backend_isolation", "distributed_selection", "on_version_mismatch"}
+    decide |= {"graph_strict_mode", "backend_isolation", "distributed_selection", "on_version_mismatch"}
     decide |= {"isolate", "isolation.memory_mb", "isolation.pythons", "backend_containers"}
     assert not decide & DECIDE_NOTHING
     assert decide | DECIDE_NOTHING == set(SETTINGS)

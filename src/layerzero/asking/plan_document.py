@@ -39,6 +39,28 @@ class BuiltFor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     build: str
 
 
+class Joint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What choosing the kernels of one point of the grid together came to (``plan_mode``).
+
+    Attributes:
+        sizes: the point.
+        alone_us: a run of the model's code at this point with every kernel chosen for itself.
+        together_us: the same with the plan's kernels.
+        changed: names of the calls whose kernel is another one for its neighbours; their choices say why.
+        lost: the next path: by the names of calls, the kernels in which it differs from the plan.
+        lost_us: the times and conversions of that path, microseconds.
+        note: what was tried, and what came of it.
+    """
+
+    sizes: dict[str, int]
+    alone_us: float
+    together_us: float
+    changed: list[str]
+    lost: dict[str, str]
+    lost_us: float
+    note: str
+
+
 class Solved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The part of a document that ``lz.solve`` writes besides the choices.
 
@@ -53,6 +75,7 @@ class Solved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         plans: each point of it with its calls.
         jit_artifacts: builds that choices rest on, by the choice's name.
         fallback: what becomes of a call outside of all buckets, ``runtime_select`` or ``error``.
+        joint: what choosing kernels together came to, point by point; empty where each was chosen for itself.
     """
 
     model: str
@@ -65,6 +88,7 @@ class Solved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     plans: list[Bucket]
     jit_artifacts: dict[str, BuiltFor]
     fallback: str = RUNTIME_SELECT
+    joint: list[Joint] = []
 
     def differences(self, operations: Collection[str], model: Module | None) -> list[str]:
         """What is not here as it is there: hardware, libraries, and the model where one is given."""

@@ -57,6 +57,7 @@ def _flat(document: Frost) -> dict[str, Any]:
         for part in ("configuration", "hardware", "libraries", "shape_buckets"):
             found |= {f"{part}.{key}": value for key, value in getattr(solved, part).items()}
         found |= {f"bucket {_point(each.sizes)}": each.calls for each in solved.plans}
+        found |= {f"together {_point(each.sizes)}": each.note for each in solved.joint}
         found |= {f"build of {name}": f"{each.kernel} {each.build}" for name, each in solved.jit_artifacts.items()}
     return found | {name: f"{each.kernel} ({_library(each)})" for name, each in document.choices.items()}
 
@@ -76,8 +77,17 @@ def table(document: Frost) -> Iterator[str]:
         yield points
         rows = [(name.partition(" ")[0], each.kernel, _library(each), name.partition(" ")[2]) for name, each in calls]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        for row in rows:
+        for row, (_, each) in zip(rows, calls, strict=True):
             yield "  " + "  ".join([*(text.ljust(width) for text, width in zip(row, widths, strict=False)), row[3]])
+            if each.why:
+                yield f"    for its neighbours: {each.why}"
+    for joint in solved.joint:
+        yield f"together, {_point(joint.sizes)}: {joint.note}"
+        if joint.together_us:
+            yield f"  a run takes {joint.together_us:.0f} us; {joint.alone_us:.0f} with each kernel chosen for itself"
+        if joint.lost:
+            others = ", ".join(f"{kernel} for {name.partition(' ')[0]}" for name, kernel in joint.lost.items())
+            yield f"  the next path has {others}"
 
 
 def _alike(document: Frost, solved: Solved) -> dict[str, list[tuple[str, FrozenChoice]]]:

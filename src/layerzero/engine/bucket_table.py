@@ -79,7 +79,8 @@ class BucketTable:
         for row in rows:
             found = candidate_of(report, row.choice)
             if found is not None and found.legal:
-                return noted(with_choice(report, found), f"frozen: {found.kernel.id}, by the plan's bucket {row.name}")
+                note = f"frozen: {found.kernel.id}, by the plan's bucket {row.name}"
+                return noted(with_choice(report, found), f"{note}; {row.choice.why}" if row.choice.why else note)
         if rows:
             why = why_not(candidate_of(report, rows[0].choice))
             return noted(report, f"frozen: {rows[0].choice.kernel}, by the plan, cannot run: {why}")

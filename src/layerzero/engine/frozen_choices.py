@@ -95,7 +95,8 @@ class FrozenChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One class of calls: its kernel, the library with its version, and a call of it.
 
     ``state`` has the eager state that the call's recipe does not; ``scoped`` marks a choice made under other settings
-    than those of the process, which no other process can repeat.
+    than those of the process, which no other process can repeat; ``why`` says which kernel lost to one that was chosen
+    for its neighbours.
     """
 
     kernel: str
@@ -104,6 +105,7 @@ class FrozenChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     call: CallRecipe
     state: dict[str, bool | str | list[str]]
     scoped: bool = False
+    why: str = ""
 
 
 class Departure(msgspec.Struct, frozen=True):

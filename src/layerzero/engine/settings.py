@@ -183,7 +183,9 @@ SETTINGS: dict[str, Setting] = {
     "cache.enabled": Setting(bool, True, "keep plans; false chooses anew on each call"),
     "cache.max_size": Setting(int, 10_000, "plans kept for each policy"),
     "explain_enabled": Setting(bool, True, "explanations are always available", built=False),
-    "plan_mode": Setting(bool, False, "choose jointly for several operations", built=False),
+    "plan_mode": Setting(
+        bool, False, "lz.solve chooses kernels of calls that follow each other together, by runs of the model"
+    ),
     "backend_isolation": Setting(
         str,
         "in_process",
@@ -238,6 +240,7 @@ SETTINGS: dict[str, Setting] = {
 
 DECIDE_NOTHING = frozenset({
     *("log_selections", "explain_enabled", "sampling_rate", "vet_in_background", "tune_samples", "auto_tune_on_warmup"),
+    "plan_mode",
     *("cache.enabled", "cache.max_size", "perfdb.enabled", "perfdb.path", "telemetry_sampling_rate"),
     "isolation.timeout_s",
     *("memory.safety_factor", "memory.block_share", "memory.max_age_s", "memory.fragmentation"),

@@ -7,12 +7,14 @@ import hashlib
 import msgspec
 
 from layerzero.engine.policy import Policy
-from layerzero.engine.settings import SETTINGS
+from layerzero.engine.settings import DECIDE_NOTHING, SETTINGS
 
 
 def told_of(policy: Policy) -> str:
-    """The hash of effective settings and, as JSON, those that are not at their defaults, locks and rules."""
-    return f"{digest_of(policy)} {msgspec.json.encode(unusual(policy), order='deterministic').decode()}"
+    """As JSON, the settings that decide something and are not at their defaults, locks and rules, behind its hash."""
+    deciding = {name: each for name, each in unusual(policy).items() if name not in DECIDE_NOTHING}
+    text = msgspec.json.encode(deciding, order="deterministic")
+    return f"{hashlib.sha256(text).hexdigest()[:12]} {text.decode()}"
 
 
 def unusual(policy: Policy) -> dict[str, str]:

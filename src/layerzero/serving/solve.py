@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import math
@@ -20,6 +21,7 @@ from layerzero.asking.plan_document import (
     ERROR,
     RUNTIME_SELECT,
     Bucket,
+    Joint,
     Solved,
     built_for,
     capabilities_of,
@@ -33,16 +35,17 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Function
 from layerzero.core.plain import PlainFunction
-from layerzero.core.plan import Plan
+from layerzero.core.plan import Plan, Report
 from layerzero.engine.config import CONFIGURATION, current_policy
 from layerzero.engine.dispatch import ENGINE
-from layerzero.engine.frozen_choices import choice_of, class_name
+from layerzero.engine.frozen_choices import FrozenChoice, choice_of, class_name
 from layerzero.engine.jit import BuildOutcome, build_of
 from layerzero.engine.probe import Machine
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.transforms import ELSEWHERE, Elsewhere
 from layerzero.serving.background_builds import BUILDS
 from layerzero.serving.dry_run import called, run_on_shapes, token_ids
+from layerzero.serving.joint_plan import chosen_together
 from layerzero.serving.own_builds import Chosen, built_here, taken_over, wanted
 from layerzero.tuning.measuring.clocks import current
 from layerzero.tuning.measuring.timing import Deadline
@@ -55,6 +58,9 @@ BUDGET_S = 600.0
 LAST_S = 0.05
 """The share of the budget that is left for builds and for writing when measuring ends."""
 
+TOGETHER_S = 0.5
+"""The same where kernels are chosen together: as much for runs of the whole model as for its calls."""
+
 
 class Seen:
     """The calls of a model, by the bucket that each is the end of."""
@@ -65,6 +71,8 @@ class Seen:
         self.judged: Elsewhere | None = None
         """What calls without memory got: layers that are alike are judged once."""
         self._names: dict[str, None] = {}
+        self.sequence: list[str] = []
+        """The calls that were made meanwhile, one after the other."""
 
     def saw(self, _: Function | PlainFunction, plan: Plan) -> None:
         """Remember a call; one of a scope's settings holds for no other process."""
@@ -75,6 +83,7 @@ class Seen:
             name = class_name(facts, policy, sizes="<=")
             self.calls.setdefault(name, facts)
             self._names[name] = None
+            self.sequence.append(name)
 
     @contextmanager
     def of_one(self, names: list[str]) -> Iterator[None]:
@@ -86,6 +95,14 @@ class Seen:
         finally:
             ENGINE.unwatch(self.saw)
         names += sorted({*names, *self._names} - {*names})
+
+
+class Unseen(Seen):
+    """Calls that are made and not recorded, so that kept plans serve them."""
+
+    @contextmanager
+    def of_one(self, names: list[str]) -> Iterator[None]:  # noqa: ARG002
+        yield
 
 
 def solve(
@@ -140,17 +157,24 @@ def solve(
     problems = [f"{left} of {len(points)} points of the grid were not recorded"] if left else []
     if seen.scoped:
         problems.append(f"{seen.scoped} calls were made under a scope's settings, which no other process has")
+    jointly = CONFIGURATION.policy["plan_mode"] and budget_s != 0
     if budget_s != 0:
-        problems += _measured(list(calls.values()), device, deadline, compile_jit=compile_jit)
-    choices, artifacts = {}, {}
+        last = TOGETHER_S if jointly else LAST_S
+        problems += _measured(list(calls.values()), device, deadline, last, compile_jit=compile_jit)
+    choices, reports = {}, {}
     for name, facts in calls.items():
-        chosen = explain(facts).chosen
-        if chosen is None:
+        report = explain(facts)
+        if report.chosen is None:
             problems.append(f"no kernel may run {name}")
             continue
-        choices[name] = choice_of(chosen.kernel, facts, CONFIGURATION.policy)
-        if chosen.kernel.jit:
-            artifacts[name] = built_for(chosen.kernel, facts)
+        reports[name] = report
+        choices[name] = choice_of(report.chosen.kernel, facts, CONFIGURATION.policy)
+    joint: list[Joint] = []
+    if jointly:
+        joint, problem = _together(model, inputs, [point for point, _ in plans], reports, choices, deadline)
+        problems += problem
+    kernels = {name: REGISTRY.kernel(each.kernel) for name, each in choices.items()}
+    artifacts = {name: built_for(each, calls[name]) for name, each in kernels.items() if each.jit}
     if problems:
         warnings.warn(f"solve: {'; '.join(problems)}", LayerZeroWarning, stacklevel=2)
     name, configuration, digest = model_of(model)
@@ -168,6 +192,7 @@ def solve(
             shape_buckets={axis: sorted({*ends}) for axis, ends in (shape_buckets or {}).items()},
             plans=[Bucket(point, [each for each in names if each in choices]) for point, names in plans],
             jit_artifacts=artifacts,
+            joint=joint,
             fallback=ERROR if strict else RUNTIME_SELECT,
         ),
     )
@@ -239,6 +264,40 @@ def _shapes_show(model: Module, given: Any, seen: Seen, names: list[str]) -> boo
     return sorted(found) == sorted(names)
 
 
+def _together(
+    model: Module,
+    inputs: Any,
+    points: Sequence[dict[str, int]],
+    reports: Mapping[str, Report],
+    choices: dict[str, FrozenChoice],
+    deadline: Deadline,
+) -> tuple[list[Joint], list[str]]:
+    """Choose the kernels of each point together, by running the model for real; what was left, and why."""
+    if any(each.is_meta for each in model.parameters()):
+        return [], ["plan_mode: kernels were chosen each for itself: weights without memory run nothing"]
+    joint: list[Joint] = []
+    settled: set[str] = set()
+    for point in points:
+        if deadline.passed():
+            left = f"{len(points) - len(joint)} of {len(points)} points"
+            return joint, [f"plan_mode: kernels of {left} were chosen each for itself: there was no time"]
+        given = inputs if inputs is not None and not point else _inputs_at(model, inputs, point)
+        seen = Seen()
+        _for_real(model, given, seen)
+        run = functools.partial(_for_real, model, given, Unseen())
+        joint.append(chosen_together(point, run, seen.sequence, reports, choices, settled, deadline.passed))
+    return joint, []
+
+
+def _for_real(model: Module, given: Any, seen: Seen) -> None:
+    """Make all calls of a point."""
+    if callable(given):
+        with seen.of_one([]), torch.no_grad():
+            given()
+    else:
+        _run(model, given, seen, [], shapes=False)
+
+
 def _inputs_at(model: Module, inputs: Any, point: Mapping[str, int]) -> Any:
     return token_ids(model, **{"batch": 1, "seq_len": 1, **point}) if inputs is None else inputs(**point)
 
@@ -286,10 +345,12 @@ def _calling(model: Module, seen: Seen, *, shapes: bool) -> Iterator[Callable[[A
     yield real
 
 
-def _measured(calls: Sequence[Facts], device: Device, deadline: Deadline, *, compile_jit: bool) -> list[str]:
+def _measured(
+    calls: Sequence[Facts], device: Device, deadline: Deadline, last: float, *, compile_jit: bool
+) -> list[str]:
     """Measure the calls and build what they would choose; what was left, and why."""
     out = () if compile_jit else [each.id for each in REGISTRY.kernels() if each.jit]
-    last_s = 0.0 if deadline.left_s == math.inf else LAST_S * max(deadline.left_s, 0.0)
+    last_s = 0.0 if deadline.left_s == math.inf else last * max(deadline.left_s, 0.0)
     with current(torch.device(device.torch_type)):
         tuned = tune_calls(calls, deadline=deadline.sooner(last_s), leave_out=out)
     problems = [f"{tuned.left} of {len(calls)} calls were not measured: there was no time"] if tuned.left else []
