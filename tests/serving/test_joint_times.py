@@ -17,7 +17,7 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.serving import joint_plan
 from layerzero.serving import solve as solving
 from layerzero.serving.joint_times import LAST_ROUNDS, LEAST, ROUNDS, together
-from layerzero.tuning.measuring.winner import record_times
+from layerzero.tuning.measuring.comparison import record_times
 
 
 def never():
