@@ -252,7 +252,7 @@ def test_load_config_changes_the_next_call(tmp_path, norm):
     ("strict_mod: 1\njit: soon", "'strict_mode'? See `layerzero config keys`.\n"),
     ("cache: {max_sise: 3}", "did you mean 'cache.max_size'"),
     ("cache: 3", "wanted a section"),
-    ("backend_isolation: child", "knows only the default 'in_process'"),
+    ("explain_enabled: false", "knows only the default True"),
     ("memory_headroom_mb: -1", "at least 0"),
     ("layout: SBHD", "wanted None or 'BSHD' or 'BHSD'"),
     ("- a", "wanted keys and values"),
