@@ -6,9 +6,10 @@ the others: their rounding to int8 is coarse there, so that it shows whether row
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -60,17 +61,23 @@ def find(search: Search) -> Iterator[Replaced | Left]:
         pairs = [] if module._modules else _pairs(module)
         if not pairs:
             continue
-        step = f"checking modules of {name}"
-        if not search.time.allows(step, step):
-            found: Candidate | str = NO_TIME
-        else:
-            with search.time.taking(step):
-                found = why_not(module) or untimed(search, at(module, pairs[0][0])) or _by_value(module, pairs)
-        search.taken.add(id(module))
-        if isinstance(found, str):
-            yield Left(path, name, found)
-        else:
-            yield Replaced(path, name, found.kind, found.calls, found.kernel, found.error, found.swap, found)
+        yield tried(search, path, module, at(module, pairs[0][0]), functools.partial(_by_value, module, pairs))
+
+
+def tried(
+    search: Search, path: str, module: Module, weight: Tensor | None, candidate: Callable[[], Candidate | str]
+) -> Replaced | Left:
+    """What a candidate makes of a module with a quantised weight, as far as there is time to check it."""
+    name = type(module).__name__
+    found: Candidate | str = NO_TIME
+    step = f"checking modules of {name}"
+    if search.time.allows(step, step):
+        with search.time.taking(step):
+            found = why_not(module) or untimed(search, weight) or candidate()
+    search.taken.add(id(module))
+    if isinstance(found, str):
+        return Left(path, name, found)
+    return Replaced(path, name, found.kind, found.calls, found.kernel, found.error, found.swap, found)
 
 
 def _pairs(module: Module) -> list[tuple[Place, Place]]:

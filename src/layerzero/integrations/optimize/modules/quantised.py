@@ -8,6 +8,7 @@ their rows to eight bits, or scales to bfloat16. LayerZero's product does not, a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +19,11 @@ from torch.nn import Module
 
 from layerzero.core.errors import InvalidCallError, in_short
 from layerzero.integrations.optimize.attention.transformers import Search
-from layerzero.integrations.optimize.modules.int8 import product_of, untimed, why_not
+from layerzero.integrations.optimize.modules.int8 import product_of, tried
 from layerzero.integrations.optimize.swaps.candidate import TOLERANCE, Candidate, distance, quiet, random_rows
 from layerzero.integrations.optimize.swaps.codes import Held, Weight, bias_of, call
 from layerzero.integrations.optimize.swaps.swap import stock_forward
-from layerzero.integrations.optimize.times.report import NO_TIME, Left, Replaced
+from layerzero.integrations.optimize.times.report import Left, Replaced
 from layerzero.ops.quantize.gguf import KINDS as BLOCKS
 from layerzero.ops.quantize.gguf import NUMBERS
 from layerzero.ops.quantize.weight import QuantizedWeight
@@ -211,17 +212,7 @@ def find(search: Search) -> Iterator[Replaced | Left]:
         kinds = [each for each in KINDS if _fits(each.read(module), each)]
         if not kinds:
             continue
-        name = type(module).__name__
-        step = f"checking modules of {name}"
-        found: Candidate | str = NO_TIME
-        if search.time.allows(step, step):
-            with search.time.taking(step):
-                found = why_not(module) or untimed(search, kinds[0].read(module)[0]) or _same(module, kinds)
-        search.taken.add(id(module))
-        if isinstance(found, str):
-            yield Left(path, name, found)
-        else:
-            yield Replaced(path, name, found.kind, found.calls, found.kernel, found.error, found.swap, found)
+        yield tried(search, path, module, kinds[0].read(module)[0], functools.partial(_same, module, kinds))
 
 
 def _fits(read: tuple[Tensor | None, ...], of: Kind) -> bool:
