@@ -156,7 +156,7 @@ def test_an_operation_that_no_check_can_be_made_of_is_told_and_is_not_clean():
     assert not report.kernel("planted.it").ok
     told = "not tried: invented.unsaid, every check: invented.unsaid names no dtype that a call may have"
     assert told in str(report)
-    assert str(report).count("names no dtype") == 1
+    assert str(report.kernel("planted.it")).count("names no dtype") == 1  # the last lines name every problem again
 
 
 def test_places_that_were_refused_here_are_clean():
