@@ -10,19 +10,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
-from layerzero.backends import hub
-from layerzero.backends.hub import checks, find, lock
-from layerzero.backends.hub.build import Build, RefusedBuildError
+from layerzero.core.errors import RegistrationError
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.system import forking
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.policy import Policy
 from layerzero.engine.services import SERVICES
+
+if TYPE_CHECKING:
+    from layerzero.backends.hub.build import Build
 
 log = logging.getLogger("layerzero")
 
@@ -82,43 +82,19 @@ class Hub:
         self._policy = policy
 
     def _find(self, policy: Policy) -> None:
-        try:
-            where = policy["hub.lockfile"]
-            locked = lock.read(Path(where)) if where else None
-            folder = Path(policy["hub.folder"] or find.cache_of_the_hub())
-            found = list(find.repositories(folder))
-        except (OSError, ValueError) as error:
-            self.problems["hub.lockfile" if policy["hub.lockfile"] else "hub.folder"] = str(error)
-            return
-        builds: dict[str, Build] = {}
-        for each in _one_revision(found, locked or {}):
-            name = each.repo.partition("/")[2]
-            if name not in hub.ADAPTERS:
-                self.problems[each.repo] = f"no adapter: wanted one of {', '.join(hub.ADAPTERS)}"
-                continue
-            build = _checked(each, policy["hub.allow"], locked)
-            other = builds.get(name)
-            if other is None or (other.refused is not None and build.refused is None):
-                builds[name] = build
-                build = other or build
-            if other is not None:
-                self.problems[build.repo] = f"{builds[name].repo} has its name; hub.allow may name one of them"
-        self._take(builds.values())
+        from layerzero.backends.hub import kernels_of  # most processes look at no hub: 3 ms
+        from layerzero.backends.hub.search import builds_in
 
-    def _take(self, builds: Iterable[Build]) -> None:
-        taken: dict[str, Build] = {}
-        for build in builds:
-            if build.refused is None and build.id in taken:
-                error = RefusedBuildError(f"{build.repo} namespace", "one of its own", f"{taken[build.id].repo}'s")
-                build = dataclasses.replace(build, refused=error.reason)  # noqa: PLW2901  # the same one, refused
-            elif build.refused is None:
-                taken[build.id] = build
-            kernels = [self._guarded(each, build) for each in hub.kernels_of(build)]
-            self._registry.add_all(kernels)
+        found, self.problems = builds_in(policy["hub.folder"], policy["hub.lockfile"], policy["hub.allow"])
+        for build in found:
+            kernels = [self._guarded(each, build) for each in kernels_of(build)]
+            try:
+                self._registry.add_all(kernels)
+            except RegistrationError as error:
+                self.problems[build.repo] = str(error)
+                continue
             self._kernels += kernels
             self.builds += (build,)
-        for repo in sorted(self.problems.keys() & {each.repo for each in self.builds}):
-            del self.problems[repo]
 
     def _guarded(self, kernel: Kernel, build: Build) -> Kernel:
         """A kernel that is loaded once a child has imported its build."""
@@ -174,24 +150,3 @@ class Hub:
         if text not in self._logged:
             self._logged.add(text)
             log.warning("%s", text)
-
-
-def _checked(found: find.Found, allow: Sequence[str], locked: dict[str, lock.Locked] | None) -> Build:
-    """A build, with the reason if it is refused; whatever a check cannot read is a refusal, too."""
-    try:
-        return checks.checked(found, allow, locked)
-    except RefusedBuildError as error:
-        reason = error.reason
-    except Exception as error:  # noqa: BLE001  # a package that checks, of what somebody planted
-        reason = RefusedBuildError(f"{found.repo} files", "what can be read", f"{type(error).__name__}: {error}").reason
-    return Build(found.repo, str(found.path), found.revision, refused=reason)
-
-
-def _one_revision(found: Iterable[find.Found], locked: dict[str, lock.Locked]) -> list[find.Found]:
-    """One revision of each repository: the one that the lockfile pins, else the last."""
-    chosen: dict[str, find.Found] = {}
-    for each in found:
-        pinned = locked.get(each.repo)
-        if each.repo not in chosen or (pinned is None or each.revision == pinned.revision):
-            chosen[each.repo] = each
-    return list(chosen.values())

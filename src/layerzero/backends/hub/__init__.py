@@ -1,8 +1,9 @@
 """Kernels of the Hugging Face hub: found on this disk, checked before they are imported, adapted a family a file.
 
-Nothing is downloaded. ``find`` looks for repositories, ``lock`` pins them, ``checks`` says what is wrong with one,
-``build`` imports it, and ``effects`` compares a process before and after that. :mod:`layerzero.engine.hub` registers
-what is left. An adapter is a module here with ``kernels(build)``, and a line in ``ADAPTERS`` for each repository.
+Nothing is downloaded. ``search`` asks the others: ``find`` looks for repositories, ``lock`` pins them, ``checks`` says
+what is wrong with one. ``build`` imports it, and ``effects`` compares a process before and after that.
+:mod:`layerzero.engine.hub` registers what is left. An adapter is a module here with ``kernels(build)``, and a line in
+``ADAPTERS`` for each repository.
 """
 
 from __future__ import annotations
