@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,8 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
 import layerzero as lz
 from layerzero.core.errors import IsolatedKernelError, KernelExecutionError, LayerZeroFallbackWarning
+from layerzero.core.evidence import Evidence
+from layerzero.core.plan import Term
 from layerzero.core.reasons import ReasonCode
 from layerzero.engine import isolation
 from layerzero.engine.dispatch import ENGINE
@@ -223,20 +227,28 @@ def test_a_forked_child_has_results_and_a_process_of_its_own(apart):
     assert torch.equal(lz.rms_norm(rows(), WEIGHT, 1e-5), expected)
 
 
+class Interrupted:
+    """A socket at whose answers a signal handler raises, once the request is on its way."""
+
+    def __init__(self, real, error):
+        self.real, self.error, self.close, self.setsockopt = real, error, real.close, real.setsockopt
+
+    def send(self, message):
+        self.real.send(message)
+
+    def recv(self, _):
+        raise self.error
+
+
 @pytest.mark.slow
-def test_an_interrupt_ends_the_process_and_no_later_call_gets_its_answer(apart, monkeypatch):
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_no_later_call_gets_the_answer_of_one_that_was_interrupted(apart, error):
     lz.rms_norm(rows(), WEIGHT, 1e-5)
     worker = kernels.LIBRARIES["apart",].worker
-    ask = worker.ask
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(worker, "ask", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    worker._socket = Interrupted(worker._socket, error)
+    with lz.scope(**LOCK), pytest.raises((error, KernelExecutionError)):
         lz.rms_norm(rows(), WEIGHT, 1e-5)
     assert worker.pid is None
-    monkeypatch.setattr(worker, "ask", ask)
     assert torch.equal(lz.rms_norm(rows(0.125), WEIGHT, 1e-5), rms_norm(rows(0.125), (64,), WEIGHT, 1e-5))
 
 
@@ -314,3 +326,45 @@ def test_a_container_gets_open_files_and_nothing_else(foreign, tmp_path, monkeyp
 def test_environments_are_validated(settings, words):
     with pytest.raises(lz.PolicyError, match=words):
         lz.configure(**settings)
+
+
+def test_the_cost_of_a_process_is_a_term_beside_the_kernels_own():
+    found = isolation.costing_more({"a": Evidence(10.0), "b": Evidence(20.0)}, {"a": 30.0})
+    assert [each.cost_us for each in found.values()] == [40.0, 20.0]
+    assert [each.time_us for each in found.values()] == [10.0, 20.0], "times stay as they were measured"
+    cost, priority, apart = isolation.terms_apart([Term("cost", -50.0), Term("priority", 3.0)], found["a"], 30.0, 50.0)
+    assert apart == Term("isolation", -100.0), "four times its own time"
+    assert cost.points + apart.points == -50.0
+    assert priority.points == 3.0
+
+
+HOST = """
+import os, signal, sys, torch, isolated_kernels
+import layerzero as lz
+from layerzero.serving.isolation import kernels
+lz.configure(backend_isolation="subprocess", isolate=["apart"])
+lz.rms_norm(torch.ones(4, 64), torch.ones(64), 1e-5)
+print(kernels.LIBRARIES["apart",].worker.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [False, True], ids=["at its end", "by SIGKILL"])
+def test_no_process_is_left_behind(killed):
+    path = os.pathsep.join([str(HERE), *filter(None, sys.path)])
+    host = subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", HOST],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    process = os.pidfd_open(int(host.stdout.readline()))
+    if killed:
+        host.kill()
+    _, said = host.communicate()
+    select.select([process], [], [])  # until it ended
+    os.close(process)
+    assert host.returncode == (-signal.SIGKILL if killed else 0)
+    assert not said

@@ -68,13 +68,7 @@ class Library:
         """Call a kernel, which is loaded where it is not. Raises: IsolatedKernelError, MemoryError."""
         with self._lock:
             number = (self._loaded.get(key) if self.worker.pid else None) or self._number(load, key)
-            try:
-                return self._call(number, load.kernel, given, named, mutated, limit_s)
-            except Exception:
-                raise
-            except BaseException:  # as a KeyboardInterrupt: its answer would be taken for that of the next call
-                self.worker.end()
-                raise
+            return self._call(number, load.kernel, given, named, mutated, limit_s)
 
     def end(self) -> None:
         """Kill the process."""

@@ -100,6 +100,9 @@ class Worker:
             raise self._gone(what, f"gave no answer for {timeout_s:g} s and was killed") from None
         except OSError:
             answer = b""
+        except BaseException:  # of a signal handler: the answer would be taken for that of the next request
+            self.end()
+            raise
         if not answer:
             raise self._gone(what)
         return self._decoder.decode(answer)  # type: ignore[no-any-return]
