@@ -29,8 +29,8 @@ from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.declaration import wide
 from layerzero.ops.loss.declare import CROSS_ENTROPY, CROSS_ENTROPY_ROWS
 
-_LOGITS = 2**24
-"""Numbers of a chunk's logits: 64 MiB in float32. Products of fewer rows than about 128 take longer a row on a CPU."""
+_LOGITS, _ROWS = 2**23, 128
+"""Numbers of a chunk's logits, 32 MiB in float32, as far as that is 128 rows: products of fewer take longer a row."""
 
 
 def _from_2_13(facts: Facts) -> Reason | None:
@@ -47,7 +47,7 @@ REDUCED, BY_ROW = "loss.linear_cross_entropy", "loss.linear_cross_entropy.rows"
 
 def rows_each(classes: int) -> int:
     """Rows of a chunk."""
-    return max(1, _LOGITS // classes)
+    return max(_ROWS, _LOGITS // classes)
 
 
 def _load_torchs(facts: Facts) -> Callable[..., Any]:
@@ -119,21 +119,23 @@ class _Loss:
             bounded = logits.div_(self.softcap).tanh_()
             slope = 1.0 - bounded.square() if gradient else None
             logits = bounded.mul_(self.softcap)
-        total, places = logits.logsumexp(-1), target.unsqueeze(-1)
-        total.masked_fill_(total == torch.inf, torch.nan)  # as torch.log_softmax has it
+        places, total = target.unsqueeze(-1), None
+        at_class = logits.gather(-1, places)[:, 0]
+        likely = torch.log_softmax(logits, -1)
         picked = share if self.of_classes is None else share * self.of_classes[target]
-        found = self.certain * picked * (total - logits.gather(-1, places)[:, 0])
+        found = -self.certain * picked * likely.gather(-1, places)[:, 0]
         if self.smoothing:
-            of_all = logits.sum(-1) if self.of_classes is None else logits @ self.of_classes
-            found += self.smoothing * share * (self.all_classes * total - of_all)
+            of_all = likely.sum(-1) if self.of_classes is None else likely @ self.of_classes
+            found -= self.smoothing * share * of_all
         if self.z_loss:
+            total = at_class - likely.gather(-1, places)[:, 0]
             found += self.z_loss * extra * total.square()
         if not gradient:
             return found, None
         of_softmax = self.certain * picked + self.smoothing * self.all_classes * share
-        if self.z_loss:
+        if total is not None:
             of_softmax += 2.0 * self.z_loss * extra * total
-        made = logits.sub_(total.unsqueeze(-1)).exp_().mul_(of_softmax.unsqueeze(-1))
+        made = likely.exp_().mul_(of_softmax.unsqueeze(-1))
         if self.smoothing:
             made -= self.smoothing * share.unsqueeze(-1) * (1.0 if self.of_classes is None else self.of_classes)
         made.scatter_add_(-1, places, -self.certain * picked.unsqueeze(-1))
@@ -150,7 +152,7 @@ def _over_chunks(
     weight, dtype = loss.weight, share.dtype
     losses = torch.empty_like(share)
     of_hidden = torch.empty_like(hidden) if needed[0] else None
-    of_weight = torch.zeros_like(weight, dtype=dtype) if needed[1] else None
+    of_weight = torch.empty_like(weight, dtype=dtype) if needed[1] else None
     of_bias = weight.new_zeros(weight.shape[0], dtype=dtype) if needed[2] else None
     step = rows_each(weight.shape[0])
     for start in range(0, len(hidden), step):
@@ -165,9 +167,11 @@ def _over_chunks(
         if of_hidden is not None:
             torch.mm(made, weight, out=of_hidden[part])
         if of_weight is not None and dtype == weight.dtype:
-            of_weight.addmm_(made.t(), hidden[part])
-        elif of_weight is not None:
+            torch.addmm(of_weight, made.t(), hidden[part], beta=1.0 if start else 0.0, out=of_weight)
+        elif of_weight is not None and start:
             of_weight += made.t() @ hidden[part]
+        elif of_weight is not None:
+            of_weight.copy_(made.t() @ hidden[part])
         del made
     of_weight = None if of_weight is None else of_weight.to(weight.dtype)
     return losses, of_hidden, of_weight, None if of_bias is None else of_bias.to(weight.dtype)

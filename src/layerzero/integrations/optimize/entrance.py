@@ -25,6 +25,7 @@ from layerzero.integrations.optimize.attention.transformers import Search
 from layerzero.integrations.optimize.layers import find as layers
 from layerzero.integrations.optimize.models import compiled_calls, stacks
 from layerzero.integrations.optimize.models.steps import find_steps
+from layerzero.integrations.optimize.models.training import optimize_training
 from layerzero.integrations.optimize.modules import find as modules
 from layerzero.integrations.optimize.modules import int8, quantised
 from layerzero.integrations.optimize.modules import weights as requested
@@ -107,6 +108,7 @@ def optimize(
     weights: str | None = None,
     activations: str | None = None,
     accuracy: float | None = None,
+    training: bool = False,
     progress: Progress | None = None,
 ) -> Any:
     """Let LayerZero compute what a model's modules compute, where that is checked to be the same.
@@ -161,6 +163,10 @@ def optimize(
             multiplies them as they are, which gains at a few tokens at most. Only with ``weights``.
         accuracy: how far a layer's output may be from its own, as a share of its norm; what loses more stays as it was.
             None is 0.03 for int8 and auto, 0.05 for fp8, and 0.15 for int4.
+        training: whether steps of training are what counts: norms, and the loss of a causal language model of
+            Transformers, whose outputs have no logits then, in training mode and with labels. A step forward and back
+            on ``inputs`` (a dict with labels), or on random texts, proves them and times them. Attention, blocks and
+            products stay the model's own, and nothing of inference is put on: docs/training.md.
         progress: hears what is done, how much of it, and of how much; a bar on a terminal if None. Not of tokenizers.
 
     With inputs, on a CPU, each model of Transformers, or the module itself, is also compiled as a whole by ONNX
@@ -200,11 +206,13 @@ def optimize(
         problems.append(f"budget_s: wanted seconds from 0 or None, got {told(budget_s)}")
     problems += [
         f"{name}: wanted True or False, got {told(each)}"
-        for name, each in (("graph", graph), ("padding", padding), ("isolate", isolate))
+        for name, each in (("graph", graph), ("padding", padding), ("isolate", isolate), ("training", training))
         if not isinstance(each, bool)
     ]
     asked, wrong = requested.request(weights, activations, accuracy)
     problems += wrong
+    if training is True and (graph is True or asked is not None):
+        problems.append("training: wanted it without graph= and weights=, which serve inference, got both")
     refuse("optimize", problems)
     if is_tokenizer(model):
         return optimize_tokenizer(model, budget_s=budget_s)
@@ -212,8 +220,8 @@ def optimize(
     model = diffusers.whole(model)
     root = module_of(model)
     report = Optimized(weight_bytes=weight_bytes(root), memory_limit=memory_limit, time=time)
-    if root.training and not (_evaluates_itself(root) and (inputs is None or is_function(inputs))):
-        why = "the model is in training mode, in which its own code runs; call model.eval() first"
+    if root.training and not training and not (_evaluates_itself(root) and (inputs is None or is_function(inputs))):
+        why = "the model is in training mode, in which its own code runs; call model.eval() or pass training=True"
         report.left.append(Left("", type(root).__name__, why))
         return report
     already = sum(map(is_swapped, root.modules()))
@@ -222,6 +230,10 @@ def optimize(
         report.left.append(Left("", type(root).__name__, why))
         return report
     try:
+        if training:
+            optimize_training(root, report, inputs, rounds)
+            report.seconds = time.deadline.spent_s
+            return report
         with bar_or(progress) as tell:
             _optimized(
                 model,

@@ -1,0 +1,286 @@
+"""Training steps of a model: its norms by one kernel each, and a language model's loss without all of its logits.
+
+The loss of a causal language model of Transformers is the model's own forward up to its output layer, then
+``lz.linear_cross_entropy`` of what that layer would get. Outputs have no logits then: they are what is spared. One step
+of the model proves each kind, by loss and gradients, and a kind that makes a step slower goes again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Linear, Module, functional
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+import layerzero as lz
+from layerzero.core.errors import InvalidCallError, in_short
+from layerzero.engine.transforms import in_transform
+from layerzero.integrations.optimize.modules.norms import Norm, norm
+from layerzero.integrations.optimize.swaps.candidate import TOLERANCE, Candidate, compared, refusal
+from layerzero.integrations.optimize.swaps.swap import MARK, State, Swap, as_forward, is_dense
+from layerzero.integrations.optimize.times import timing
+from layerzero.integrations.optimize.times.report import NO_TIME, Left, Optimized, Replaced
+
+NORM, LOSS = "norm in training", "loss of a language model"
+LOSES = -0.01
+"""A kind by which steps gain less than this, in parts of a step, goes again."""
+
+ACCUMULATED = 10.0
+"""How many times a forward's difference gradients may have: a sum over rows, through all layers."""
+
+TOKENS = (2, 64)
+"""Rows and length of the texts that are tried without inputs."""
+
+STEP = "steps of training"
+
+TAKEN = frozenset({
+    *("input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache", "labels", "num_items_in_batch"),
+})  # fmt: skip
+"""Arguments of calls that LayerZero computes the loss of; a call with any other is the model's own."""
+
+
+class InTraining(Norm):
+    """A norm that is computed with gradients, too."""
+
+
+@as_forward
+def _norm(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:
+    state: Any = self.__dict__.get(MARK)
+    own = None
+    if state is not None and not others and not named and not torch.compiler.is_compiling() and not in_transform():
+        own = state.weights_of(self)
+    if own is None or type(input) is not Tensor or not is_dense(own[0]) or input.dtype is not own[0].dtype:
+        return type(self).forward(self, input, *others, **named)
+    if state.form == "rms":
+        return lz.rms_norm(input, own[0], state.eps_for(input))
+    return lz.rms_norm(input.float(), 1.0 + own[0].float(), state.eps_for(input)).to(input.dtype)
+
+
+class Head(State):
+    """The output layer of a causal language model, and the loss function and forward that the proof was of."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.layer: Linear = model.get_output_embeddings()
+        self.function, self.forward = model.loss_function, type(model).forward
+
+    def serves(self, model: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
+        """Whether a call's loss is the one that was proved; any other call is the model's own."""
+        if not (model.training and torch.is_grad_enabled()) or torch.compiler.is_compiling() or in_transform():
+            return False
+        if len(given) > 1 or not named.keys() <= TAKEN or not isinstance(named.get("labels"), Tensor):
+            return False
+        same = model.loss_function is self.function and type(model).forward is self.forward
+        return same and model.config.return_dict and not _head_problem(model, self.layer)
+
+
+def _head_problem(model: Any, layer: Any) -> str:
+    """Why rows may not pass an output layer by; empty where nothing speaks against it."""
+    if model.get_output_embeddings() is not layer or type(layer) is not Linear:
+        return f"its output layer is {type(layer).__name__}, wanted torch.nn.Linear"
+    return refusal(layer)
+
+
+def _same(rows: Tensor) -> Tensor:
+    return rows
+
+
+@as_forward
+def _causal(self: Any, *given: Any, **named: Any) -> Any:
+    state: Any = self.__dict__.get(MARK)
+    if state is None or not state.serves(self, given, named):
+        return type(self).forward(self, *given, **named)
+    labels, count = named.pop("labels"), named.pop("num_items_in_batch", None)
+    layer = state.layer
+    layer.__dict__["forward"] = _same  # what it would get comes back as the logits
+    try:
+        outputs = type(self).forward(self, *given, **named)
+    finally:
+        del layer.__dict__["forward"]
+    loss = _loss(outputs.logits, layer.weight, layer.bias, labels, count)
+    return type(outputs)(loss=loss, **{name: each for name, each in outputs.items() if name not in ("loss", "logits")})
+
+
+def _loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, count: Any) -> Tensor:
+    """The mean over all next tokens, or their sum by how many a caller counts, in float32, as Transformers has it."""
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    following = functional.pad(labels, (0, 1), value=-100)[..., 1:].to(hidden.device)
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    reduction = "mean" if count is None else "sum"
+    loss: Tensor = lz.linear_cross_entropy(hidden, weight, following, bias=bias, reduction=reduction, out_dtype=wide)
+    return loss if count is None else loss / (count.to(loss.device) if isinstance(count, Tensor) else count)
+
+
+def _norms(root: Module) -> Iterator[Replaced | Left]:
+    """The norms by root mean square whose code is no function of torch already."""
+    for path, module in root.named_modules():
+        if type(module) is torch.nn.RMSNorm:
+            continue
+        found = norm(module) if not module._modules else None
+        if not isinstance(found, Candidate) or not isinstance(found.swap.state, Norm) or found.stock:
+            continue
+        state = found.swap.state
+        try:
+            why = refusal(module) or ("no kernel for gradients" if state.form == "layer" else compared(found))
+        except InvalidCallError as error:
+            why = in_short(error)
+        if why:
+            yield Left(path, type(module).__name__, why)
+            continue
+        swap = Swap(module, _norm, InTraining(state.form, state.eps))
+        yield Replaced(path, type(module).__name__, NORM, found.calls, found.kernel, found.error, swap)
+
+
+def _losses(root: Module) -> Iterator[Replaced | Left]:
+    """The causal language models of Transformers."""
+    library: Any = sys.modules.get("transformers.loss.loss_utils")
+    for path, module in root.named_modules() if library is not None else ():
+        if getattr(module, "loss_type", "") != "ForCausalLM" or not hasattr(module, "get_output_embeddings"):
+            continue
+        model: Any = module
+        why = ""
+        if model.loss_function is not library.ForCausalLMLoss:
+            why = "its loss is another function than Transformers' own"
+        why = why or _head_problem(model, model.get_output_embeddings())
+        if why:
+            yield Left(path, type(model).__name__, why)
+            continue
+        state = Head(model)
+        weight = state.layer.weight
+        call = weight.new_zeros((2, weight.shape[1])), weight, torch.zeros(2, dtype=torch.int64, device=weight.device)
+        kernel = str(lz.which("linear_cross_entropy", *call)["kernel_id"])
+        name = type(model).__name__
+        yield Replaced(path, name, LOSS, "lz.linear_cross_entropy", kernel, None, Swap(model, _causal, state))
+
+
+def optimize_training(root: Module, report: Optimized, inputs: Any, rounds: int) -> None:
+    """Put on what a training step of the model proves and does not lose by."""
+    name = type(root).__name__
+    if isinstance(root, (DataParallel, DistributedDataParallel)) or "FullyShardedDataParallel" in name:
+        report.left.append(Left("", name, "it wraps a model; optimize that before it is wrapped"))
+        return
+    given = _example(root) if inputs is None else inputs
+    if not isinstance(given, Mapping) or "labels" not in given:
+        why = "wanted inputs= as a dict with labels, for a step forward and back proves what is put on"
+        report.left.append(Left("", name, why))
+        return
+    if not report.time.allows("everything", STEP):
+        report.left.append(Left("", name, NO_TIME))
+        return
+    with _trains(root):
+        with report.time.taking(STEP):
+            wanted = _step(root, given)
+        for each in [*report.sort(_norms(root)), *report.sort(_losses(root))]:
+            report.put_on(each)
+        for kind in (NORM, LOSS):
+            mine = [each for each in report.replaced if each.kind == kind]
+            if mine:
+                why = _wrong(root, given, wanted, report, kind) or _slow(root, given, mine, rounds, report)
+                report.take_out(mine if why else (), why)
+
+
+@contextmanager
+def _trains(root: Module) -> Iterator[None]:
+    """Training mode, whatever mode each module is in; random numbers of the caller's stay where they are."""
+    modes = [(each, each.training) for each in root.modules()]
+    buffers = [(each, each.detach().clone()) for each in root.buffers()]
+    devices = {each.device for each in root.parameters() if each.device.type == "cuda"}
+    try:
+        for each, _ in modes:
+            each.training = True
+        with torch.random.fork_rng(devices=[each.index for each in devices]), torch.enable_grad():
+            yield
+    finally:
+        for each, training in modes:
+            each.training = training
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+def _example(root: Module) -> Mapping[str, Tensor] | None:
+    """A few random texts for a language model; None for any other."""
+    vocab = getattr(getattr(root, "config", None), "vocab_size", None)
+    if getattr(root, "loss_type", "") != "ForCausalLM" or not isinstance(vocab, int):
+        return None
+    ids = torch.randint(vocab, TOKENS, generator=torch.Generator().manual_seed(0)).to(next(root.parameters()).device)
+    return {"input_ids": ids, "labels": ids}
+
+
+def _step(root: Module, given: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a step and its gradients, with the same random numbers each time; no ``grad`` is written."""
+    torch.manual_seed(0)
+    weights = {name: each for name, each in root.named_parameters() if each.requires_grad}
+    loss = root(**given).loss
+    found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+    return loss.detach(), {name: each for name, each in zip(weights, found, strict=True) if each is not None}
+
+
+def _wrong(root: Module, given: Any, wanted: Any, report: Optimized, kind: str) -> str:
+    """How far a step is from the model's own with one kind alone; empty where it is as near as rounding explains."""
+    with _only(report, kind):
+        got = _step(root, given)
+    largest = max((each.abs().max().item() for each in wanted[1].values()), default=0.0)
+    pairs = [("loss", got[0], wanted[0], abs(wanted[0].item()))]
+    pairs += [
+        (name, got[1][name], each, max(each.abs().max().item(), largest / 8))
+        for name, each in wanted[1].items()
+        if name in got[1]
+    ]
+    lost = wanted[1].keys() - got[1].keys()
+    if lost:
+        return f"{min(lost)} has no gradient any more"
+    for name, one, other, scale in pairs:
+        error = (one.double() - other.double()).abs().max().item() / (scale or 1.0)
+        if not error <= ACCUMULATED * TOLERANCE.get(other.dtype, 0.0):
+            what = name if name == "loss" else f"the gradient of {name}"
+            return f"{what} was off by {error:.2g} of its largest value in a step"
+        for each in report.replaced:
+            each.error = max(each.error or 0.0, error) if each.kind == kind else each.error
+    return ""
+
+
+def _slow(root: Module, given: Any, mine: list[Replaced], rounds: int, report: Optimized) -> str:
+    """Whether steps take longer with one kind than with the model's own code, round by round; empty where not."""
+
+    def sample(on: bool) -> float:
+        for each in mine:
+            each.swap.on() if on else each.swap.off()
+        began = timing.CLOCK()
+        _step(root, given)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return timing.CLOCK() - began
+
+    def open_(times: Mapping[bool, Sequence[float]], turn: int) -> Sequence[bool]:
+        return (False, True) if turn < rounds and report.time.allows("timing of a kind", STEP, 2.0) else ()
+
+    times = timing.race((False, True), sample, open_)
+    for each in mine:
+        each.swap.on()
+    if not times[True]:
+        return NO_TIME
+    gained = timing.gain(list(zip(times[False], times[True], strict=True)))
+    return f"a step forward and back takes {1 / (1 + gained):.2f} times as long with it" if gained < LOSES else ""
+
+
+@contextmanager
+def _only(report: Optimized, kind: str) -> Iterator[None]:
+    """One kind alone."""
+    others = [each for each in report.replaced if each.kind != kind]
+    for each in others:
+        each.swap.off()
+    try:
+        yield
+    finally:
+        for each in others:
+            each.swap.on()

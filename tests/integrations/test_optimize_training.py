@@ -1,0 +1,214 @@
+"""lz.optimize(model, training=True): the same losses and gradients, what outputs have, and what is left or refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import layerzero as lz
+from decoders import made, tokens
+from layerzero.integrations.optimize.models import training
+from layerzero.integrations.optimize.models.training import LOSS, NORM
+
+
+@pytest.fixture(autouse=True)
+def untimed(monkeypatch):
+    """Whatever a step takes: tests wait for no time."""
+    monkeypatch.setattr(training, "_slow", lambda *_: "")
+
+
+def batch(**more):
+    ids = tokens(length=12)
+    labels = ids.clone()
+    labels[0, :5] = -100
+    return {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids), **more}
+
+
+def step(model, given):
+    loss = model(**given).loss
+    weights = [each for each in model.parameters() if each.requires_grad]
+    return loss, torch.autograd.grad(loss, weights, allow_unused=True)
+
+
+def kinds(report):
+    return {each.kind for each in report.replaced}
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Phi3", "Olmo2"])
+def test_a_step_has_the_loss_and_the_gradients_of_the_models_own(kind):
+    model = made(kind).train()
+    for given in (batch(), batch(num_items_in_batch=torch.tensor(7))):
+        wanted = step(model, given)
+        report = lz.optimize(model, training=True)
+        assert kinds(report) == {NORM, LOSS}, str(report)
+        got = step(model, given)
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+        assert model(**given).logits is None
+        report.undo()
+        assert model(**given).logits is not None
+
+
+def test_tied_weights_get_the_gradient_of_both_uses():
+    model = made().train()
+    model.config.tie_word_embeddings = True
+    model.lm_head.weight = model.model.embed_tokens.weight
+    wanted = step(model, batch())
+    lz.optimize(model, training=True)
+    torch.testing.assert_close(step(model, batch()), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_calls_that_want_logits_get_them():
+    model = made().train()
+    lz.optimize(model, training=True)
+    given = batch()
+    assert model(given["input_ids"]).logits.shape == (2, 12, 101)  # no labels
+    assert model(**given, output_hidden_states=True).logits.shape == (2, 12, 101)  # another argument
+    with torch.no_grad():
+        assert model(**given).logits is not None
+    assert model.eval()(**given).logits is not None
+    assert len(model.train()(**given, return_dict=False)[1]) == 2
+
+
+def test_a_hook_or_another_output_layer_is_respected():
+    model = made().train()
+    lz.optimize(model, training=True)
+    seen = []
+    hook = model.lm_head.register_forward_hook(lambda *_: seen.append(1))
+    assert model(**batch()).logits is not None
+    assert seen == [1]
+    hook.remove()
+    assert model(**batch()).logits is None
+    model.lm_head = nn.Sequential(model.lm_head)
+    assert model(**batch()).logits is not None
+
+
+def test_gradient_checkpointing_and_dropout_have_the_same_step():
+    model = made().train()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # its newer name
+    found = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        found.append(step(model, batch()))
+        lz.optimize(model, training=True)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+def test_a_norm_within_a_checkpoint_is_computed_twice():
+    model = made().train()
+    lz.optimize(model, training=True)
+    norm, rows = model.model.norm, torch.randn(3, 32, requires_grad=True)
+    wanted = torch.autograd.grad(norm(rows).sum(), rows)
+    got = torch.autograd.grad(checkpoint(norm, rows, use_reentrant=False).sum(), rows)
+    torch.testing.assert_close(got, wanted)
+
+
+def test_autocast_multiplies_in_its_dtype():
+    model = made().train()
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = model(**batch()).loss
+        lz.optimize(model, training=True)
+        got = model(**batch()).loss
+    assert got.dtype is torch.float32
+    torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-2)
+
+
+def test_a_copy_trains_by_itself():
+    model = made().train()
+    lz.optimize(model, training=True)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.lm_head.weight.mul_(2.0)
+    own = copy.deepcopy(twin)
+    assert twin(**batch()).loss == own(**batch()).loss
+    assert twin(**batch()).loss != model(**batch()).loss
+    assert twin(**batch()).logits is None
+
+
+def test_no_gradient_is_written_and_modes_and_random_numbers_stay():
+    model = made().train()
+    model.model.norm.eval()
+    state = torch.get_rng_state()
+    lz.optimize(model, training=True)
+    assert all(each.grad is None for each in model.parameters())
+    assert model.training
+    assert not model.model.norm.training
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_kind_that_is_wrong_or_slow_is_left(monkeypatch):
+    own = training._loss
+    monkeypatch.setattr(training, "_loss", lambda *given: 1.5 * own(*given))
+    report = lz.optimize(made(), training=True)
+    assert kinds(report) == {NORM}
+    assert "loss was off by 0.5 of its largest value in a step" in str(report)
+    monkeypatch.setattr(training, "_slow", lambda *_: "a step takes longer")
+    assert not lz.optimize(made(), training=True).replaced
+
+
+def test_time_decides_what_stays(monkeypatch):
+    monkeypatch.undo()
+    clock = iter(range(10**6))
+    monkeypatch.setattr(training.timing, "CLOCK", lambda: next(clock))
+    assert kinds(lz.optimize(made(), training=True, rounds=2)) == {NORM, LOSS}  # each step takes one tick
+    seconds = {False: [1.0], True: [1.1]}
+    monkeypatch.setattr(training.timing, "race", lambda *_: seconds)
+    report = lz.optimize(made(), training=True)
+    assert "a step forward and back takes 1.10 times as long with it" in str(report)
+
+
+REFUSED = [
+    (lambda: nn.DataParallel(made()), "it wraps a model; optimize that before it is wrapped"),
+    (lambda: nn.Linear(4, 4), "wanted inputs= as a dict with labels"),
+]
+
+
+@pytest.mark.parametrize(("model", "why"), REFUSED)
+def test_what_cannot_be_proved_is_left(model, why):
+    report = lz.optimize(model(), training=True)
+    assert not report.replaced
+    assert why in str(report)
+
+
+def test_a_loss_of_the_callers_own_is_left():
+    model = made()
+    model.loss_function = lambda logits, labels, **_: logits.sum()
+    report = lz.optimize(model, training=True)
+    assert kinds(report) == {NORM}
+    assert "its loss is another function than Transformers' own" in str(report)
+
+
+@pytest.mark.parametrize("more", [{"graph": True}, {"weights": "int8"}])
+def test_what_serves_inference_is_refused_with_training(more):
+    with pytest.raises(lz.InvalidCallError, match="training: wanted it without graph= and weights="):
+        lz.optimize(made(), training=True, **more)
+
+
+def curve(model, steps):
+    """Losses of steps on texts that repeat, as training on a small corpus does."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for number in range(steps):
+        ids = tokens(rows=4, length=16, seed=number % 8)
+        loss = model(input_ids=ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return torch.tensor(losses)
+
+
+@pytest.mark.parametrize("steps", [10, pytest.param(200, marks=pytest.mark.slow)])
+def test_the_loss_curve_is_the_models_own(steps):
+    stock = curve(made().train(), steps)
+    model = made().train()
+    report = lz.optimize(model, training=True)
+    assert kinds(report) == {NORM, LOSS}
+    ours = curve(model, steps)
+    assert ours[-1] < ours[0]
+    torch.testing.assert_close(ours, stock, rtol=2e-3, atol=2e-3)
