@@ -7,7 +7,8 @@ each row's loss is the result, what comes from behind weighs the rows: its backw
 torch's takes no smoothing, softcap or z-loss, rounds the loss to the input's dtype, and gives gradients of NaN to the
 mean of no row, for which torch.nn.functional.cross_entropy has 0: rows are added up, and divided here. On a CPU it
 widens a weight of half precision as a whole, which costs twice its memory (torch 2.13,
-torch/nn/modules/linear_cross_entropy.py).
+torch/nn/modules/linear_cross_entropy.py). 2048 tokens of 2048 features and 32,000 classes in float32 took it 1.00 of
+the time and 0.83 of the memory of all logits, chunks 0.96 and 0.43 (one thread, AMD EPYC, torch 2.13.0, 2026-11-27).
 Library: torch >= 2.10, BSD-3-Clause.
 """
 
@@ -292,11 +293,11 @@ KERNELS = (
         for name, load, more, limits, priority in (
             (
                 *("linear_cross_entropy", _load_torchs, ()),
-                *((limit.platform("cpu"), limit.dtype("float32", "float64"), _HAS_ONE), 45),
+                *((limit.platform("cpu"), limit.dtype("float32", "float64"), _HAS_ONE), 40),
             ),
             (
                 *("linear_cross_entropy_chunked", _load_chunked),
-                *(("label_smoothing", "softcap", "z_loss", "out_dtype"), (FLOATS,), 40),
+                *(("label_smoothing", "softcap", "z_loss", "out_dtype"), (FLOATS,), 45),
             ),
         )
         for operation in (REDUCED, BY_ROW)
