@@ -107,13 +107,16 @@ CHILDREN = {
     "testing/process.py",
     "tuning/proving/build_child.py",  # asks the compiler that torch uses
     "serving/rolling_update.py",  # runs an operator's hooks
+    "engine/environments.py",  # asks an operator's interpreter or container for its packages
 }
 CONNECTED = {
     ("serving/probes.py", "http.server"),
     ("serving/rolling_update.py", "http.client"),
     ("serving/rolling_update.py", "urllib.request"),
+    *((f"serving/isolation/{name}.py", "socket") for name in ("child", "kernels", "worker")),
 }
-"""What answers probes, and what asks those that an operator names, where a program or a command asks for it."""
+"""What answers probes, what asks those that an operator names, where a program or a command asks for it, and pairs of
+sockets between a process and its own children, which no other process can reach."""
 
 
 NAMED = (*FORBIDDEN_MODULES, *FORBIDDEN_CALLS, "exec", "subprocess", "shell", "_object")
