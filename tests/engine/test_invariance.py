@@ -102,3 +102,15 @@ def test_what_declares_nothing_runs_entries_of_the_batch_one_by_one_or_is_refuse
     with lz.scope(batch_invariant=True):
         alone = lz.attention(query[2:3], key[2:3], value[2:3], softcap=5.0, layout="BSHD")
     assert torch.equal(alone, whole[2:3])
+
+
+def test_attention_by_tiles_adds_a_mask_as_exactly_as_it_was_given():
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(8, 4, rows, 64, generator=generator).half() for rows in (1, 64, 64))
+    mask = torch.randn(8, 4, 1, 64, generator=generator) + 16  # float16 would round it by up to 0.8 % of a weight
+    with lz.scope(batch_invariant=True):
+        call = {"layout": "BHSD", "attn_mask": mask, "causal": False}
+        assert lz.explain("attention", query, key, value, **call).chosen.kernel.id == "torch.sdpa.tiled_decode"
+        found = lz.attention(query, key, value, **call)
+    scores = query.double() @ key.double().transpose(-1, -2) / 8 + mask.double()
+    torch.testing.assert_close(found.double(), scores.softmax(-1) @ value.double(), rtol=1e-3, atol=1e-3)
