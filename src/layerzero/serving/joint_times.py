@@ -82,7 +82,8 @@ def together(
     if len(ratios[0]) < ROUNDS:
         return Found(alone, {}, alone_us, alone_us, None, "there was no time to run the others")
     variants = [*singles, *pairs[:MOST_PAIRS]]
-    ratios += _raced(variants[len(singles) :], run_s, ROUNDS, passed)[0]
+    if pairs:
+        ratios += _raced(variants[len(singles) :], run_s, ROUNDS, passed)[0]
     if len(ratios[-1]) < ROUNDS:  # no time for pairs: kernels in one place alone are known
         variants, ratios = singles, ratios[: len(singles)]
     steps = _steps(candidates, variants, ratios, alone_us)

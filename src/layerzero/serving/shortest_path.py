@@ -2,9 +2,7 @@
 
 Kernels that are fastest alone need not be fastest side by side: one leaves its result in a layout or dtype that the
 next has to convert, or has what the next reads in the caches. So two costs count: what each candidate takes, and what
-two candidates of different steps take beyond that when both run, a *conversion*, which may be below zero. A pair that
-cannot run together costs :data:`math.inf`; a fused form is a candidate of its first step
-that only fits the candidate "computed before" of the next.
+two candidates of different steps take beyond that when both run, a *conversion*, which may be below zero.
 
 Conversions may be between any two steps. Steps are taken in turn; what is kept for each choice of the candidates that
 later steps have conversions with are the two cheapest paths to it. In a chain these are the last step's candidates.
