@@ -127,14 +127,21 @@ def _effect(key: str, value: Any) -> str:
     return f"`{key}: {str(value).lower()}` when 1" if isinstance(value, bool) else f"`{key}`"
 
 
+_EXAMPLES = {
+    "descriptors": "flash_attn.json:torch.json",
+    "hub.allow": "kernels-community/*,my-owner/activation",
+    "hub.folder": "/srv/kernels",
+    "hub.lockfile": "hub.lock",
+    "locks": "attention=torch.sdpa.math,norm.rms=torch.rms_norm",
+}
+
+
 def _example(key: str, text: str) -> str:
     kind = SETTINGS[key].kind
-    if key == "descriptors":
-        return "flash_attn.json:torch.json"
+    if key in _EXAMPLES:
+        return _EXAMPLES[key]
     if kind == list[str]:
         return "torch,flash_attn.v2"
-    if key == "locks":
-        return "attention=torch.sdpa.math,norm.rms=torch.rms_norm"
     if SETTINGS[key].at_start:
         return "avx2"
     choices = [choice for choice in SETTINGS[key].choices if choice is not None]

@@ -231,6 +231,23 @@ def test_of_a_cache_of_the_hub_the_locked_commit_is_taken(tmp_path):
     assert "activation revision" in str(lz.explain("silu_mul", X).reasons("hub.activation.silu_mul")[0])
 
 
+def test_of_several_commits_the_one_that_main_names_is_taken(tmp_path):
+    cached = tmp_path / f"kernels--{OWNER}--activation"
+    for commit in COMMITS:
+        plant_in(cached / "snapshots" / commit)
+    said = refusal(tmp_path)
+    assert "activation revision: wanted one, or a refs/main that names one of them" in said
+    assert all(commit[:12] in said for commit in COMMITS)
+    main = cached / "refs" / "main"
+    main.parent.mkdir()
+    main.write_text("c" * 40)
+    assert "activation revision" in refusal(tmp_path)
+    for commit in COMMITS:
+        main.write_text(f"{commit}\n")
+        look_again(tmp_path)
+        assert [(each.revision, each.refused) for each in REGISTRY.hub.builds] == [(commit, None)]
+
+
 # signatures
 
 

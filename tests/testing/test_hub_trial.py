@@ -6,6 +6,8 @@ import importlib
 import json
 import subprocess
 import sys
+import threading
+import types
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 
 import layerzero as lz
 from hub_builds import OWNER, RMSNORM, ROTARY, module_of, plant, settings
-from layerzero.backends.hub import ADAPTERS, checks, find
+from layerzero.backends.hub import ADAPTERS, build, checks, find
 from layerzero.core.ledger import Verdict
 from layerzero.engine.registry import REGISTRY
 from layerzero.testing import hub_trial
@@ -158,6 +160,47 @@ def test_bytecode_that_lies_beside_a_kernel_is_not_run(tmp_path):
     assert build.module().apply_rotary is not None
     with pytest.raises(ImportError):
         importlib.import_module("_planted_beside_bytecode.more")
+
+
+class Lock:
+    """The lock of imports, which lets the first import go on once a second thread asks for it."""
+
+    def __init__(self, real, gate):
+        self.real, self.gate = real, gate
+
+    def __enter__(self):
+        if self.gate.inside.is_set():
+            self.gate.go.set()
+        self.real.acquire()
+
+    def __exit__(self, *_):
+        self.real.release()
+
+
+def test_a_second_thread_waits_for_the_whole_module(tmp_path, monkeypatch):
+    gate = types.ModuleType("planted_gate")
+    gate.inside, gate.go = threading.Event(), threading.Event()
+    monkeypatch.setitem(sys.modules, "planted_gate", gate)
+    text = f"import planted_gate\nplanted_gate.inside.set()\nplanted_gate.go.wait()\n{ROTARY}"
+    plant(tmp_path, "rotary", text, id="_planted_behind_a_gate")
+    made = checks.checked(next(iter(find.repositories(tmp_path))), [f"{OWNER}/*"], None)
+    monkeypatch.setattr(build, "_importing", Lock(build._importing, gate))
+    first = threading.Thread(target=made.module)
+    first.start()
+    gate.inside.wait()
+    try:
+        assert made.module().apply_rotary is not None
+    finally:
+        gate.go.set()
+        first.join()
+
+
+def test_a_module_that_took_the_name_since_the_check_is_refused(tmp_path, monkeypatch):
+    plant(tmp_path, "rotary", ROTARY, id="_planted_and_taken")
+    made = checks.checked(next(iter(find.repositories(tmp_path))), [f"{OWNER}/*"], None)
+    monkeypatch.setitem(sys.modules, "_planted_and_taken", types.ModuleType("_planted_and_taken"))
+    with pytest.raises(build.RefusedBuildError, match="rotary namespace: wanted _planted_and_taken of "):
+        made.module()
 
 
 def test_children_get_what_was_tried_and_nothing_else(tmp_path):

@@ -16,6 +16,9 @@ from typing import Any, NoReturn
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel, Trust
 from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.core.system import forking
+
+_importing = forking.held_by_forks()  # a forked child finds no half of a module
 
 
 class RefusedBuildError(ImportError):
@@ -89,7 +92,7 @@ class Build:
         """Import it, once in a process; its files are hashed again first.
 
         Raises: RefusedBuildError where a file changed since it was checked, or this device's architecture is none of
-            the build's.
+            the build's, or something else took the module's name.
         """
         from kernels.resolver import Metadata
         from kernels.validate import ArchValidator
@@ -97,14 +100,18 @@ class Build:
         folder = Path(self.path)
         if changed := altered(folder, self.sha256):
             raise RefusedBuildError(f"{self.repo} digest", "the files that were checked", changed)
-        if self.id in sys.modules:
-            return sys.modules[self.id]
-        try:
-            metadata = Metadata.read_from_file(folder / "metadata.json")
-            ArchValidator().validate_metadata(metadata=metadata, variant=self.variant)
-        except RuntimeError as error:
-            raise RefusedBuildError(f"{self.repo} architecture", "a build for this device", str(error)) from error
-        return _imported(self.id, folder)
+        with _importing:
+            if self.id in sys.modules:
+                file, loaded = folder / "__init__.py", sys.modules[self.id]
+                if getattr(loaded, "__file__", None) != str(file):
+                    raise RefusedBuildError(f"{self.repo} namespace", f"{self.id} of {file}", repr(loaded))
+                return loaded
+            try:
+                metadata = Metadata.read_from_file(folder / "metadata.json")
+                ArchValidator().validate_metadata(metadata=metadata, variant=self.variant)
+            except RuntimeError as error:
+                raise RefusedBuildError(f"{self.repo} architecture", "a build for this device", str(error)) from error
+            return _imported(self.id, folder)
 
 
 class _Source(SourceFileLoader):

@@ -17,11 +17,12 @@ _CACHED = re.compile(r"kernels--(?P<owner>.+?)--(?P<name>.+)")
 
 
 class Found(NamedTuple):
-    """A repository: ``owner/name``, its folder, and the commit where a cache of the hub tells it."""
+    """A repository: ``owner/name``, its folder, its commit in a cache of the hub, and whether refs/main names it."""
 
     repo: str
     path: Path
     revision: str = ""
+    is_main: bool = False
 
 
 def cache_of_the_hub() -> Path:
@@ -36,7 +37,9 @@ def repositories(folder: Path) -> Iterator[Found]:
         cached = _CACHED.fullmatch(owner.name)
         if cached is not None:
             repo = f"{cached['owner']}/{cached['name']}"
-            yield from (Found(repo, each, each.name) for each in _folders(owner / "snapshots"))
+            main = owner / "refs" / "main"
+            commit = main.read_text().strip() if main.is_file() else ""
+            yield from (Found(repo, each, each.name, each.name == commit) for each in _folders(owner / "snapshots"))
         elif _NAME.fullmatch(owner.name):
             for path in _folders(owner):
                 if _NAME.fullmatch(path.name) and (path / "build").is_dir():

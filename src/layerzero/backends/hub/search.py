@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 
 from layerzero.backends.hub import ADAPTERS
@@ -29,12 +30,12 @@ def builds_in(
     except (OSError, ValueError) as error:
         return (), {"hub.lockfile" if lockfile else "hub.folder": str(error)}
     problems, by_name = {}, dict[str, list[Build]]()
-    for each in _one_revision(found, locked or {}):
-        name = each.repo.partition("/")[2]
+    for repo, revisions in groupby(sorted(found), key=lambda each: each.repo):
+        name = repo.partition("/")[2]
         if name in ADAPTERS:
-            by_name.setdefault(name, []).append(_build(each, allow, locked))
+            by_name.setdefault(name, []).append(_build(list(revisions), allow, locked))
         else:
-            problems[each.repo] = f"no adapter: wanted one of {', '.join(ADAPTERS)}"
+            problems[repo] = f"no adapter: wanted one of {', '.join(ADAPTERS)}"
     builds: dict[str, Build] = {}
     for of_name in by_name.values():
         chosen = next((each for each in of_name if each.refused is None), of_name[0])
@@ -47,9 +48,11 @@ def builds_in(
     return tuple(builds.values()), problems
 
 
-def _build(found: Found, allow: Sequence[str], locked: Mapping[str, Locked] | None) -> Build:
-    """A build, with the reason if it is refused; whatever a check cannot read is a refusal, too."""
+def _build(revisions: Sequence[Found], allow: Sequence[str], locked: Mapping[str, Locked] | None) -> Build:
+    """A repository's build, with the reason if it is refused; whatever a check cannot read is a refusal, too."""
+    found = revisions[-1]
     try:
+        found = _one_of(revisions, locked)
         return checked(found, allow, locked)
     except RefusedBuildError as error:
         reason = error.reason
@@ -58,11 +61,15 @@ def _build(found: Found, allow: Sequence[str], locked: Mapping[str, Locked] | No
     return Build(found.repo, str(found.path), found.revision, refused=reason)
 
 
-def _one_revision(found: Iterable[Found], locked: Mapping[str, Locked]) -> list[Found]:
-    """One revision of each repository: the one that the lockfile pins, else the last."""
-    chosen: dict[str, Found] = {}
-    for each in found:
-        pinned = locked.get(each.repo)
-        if each.repo not in chosen or pinned is None or each.revision == pinned.revision:
-            chosen[each.repo] = each
-    return list(chosen.values())
+def _one_of(revisions: Sequence[Found], locked: Mapping[str, Locked] | None) -> Found:
+    """The revision that the lockfile pins; without one the only revision, or main. Raises: RefusedBuildError."""
+    last = revisions[-1]
+    if locked is not None:  # where it pins none of them, its check says so
+        pinned = locked.get(last.repo)
+        return next((each for each in revisions if pinned and each.revision == pinned.revision), last)
+    chosen = revisions if len(revisions) == 1 else [each for each in revisions if each.is_main]
+    if not chosen:
+        got = ", ".join(each.revision[:12] or str(each.path) for each in revisions)
+        hint = "Keep one of them on the disk, or name one in hub.lockfile"
+        raise RefusedBuildError(f"{last.repo} revision", "one, or a refs/main that names one of them", got, hint)
+    return chosen[0]
