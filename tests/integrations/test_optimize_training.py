@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import layerzero as lz
-from decoders import made, tokens
+from decoders import SIZES, made, tokens, transformers
 from layerzero.integrations.optimize.models import training
 from layerzero.integrations.optimize.models.training import LOSS, NORM
 
@@ -181,6 +181,61 @@ def test_a_loss_of_the_callers_own_is_left():
     report = lz.optimize(model, training=True)
     assert kinds(report) == {NORM}
     assert "its loss is another function than Transformers' own" in str(report)
+
+
+CHANGING = [
+    ("Gemma2", {"final_logit_softcapping": 30.0, "head_dim": 8}),
+    ("Cohere", {"logit_scale": 0.0625}),
+    ("Granite", {"logits_scaling": 8.0}),
+]
+
+
+@pytest.mark.parametrize(("kind", "more"), CHANGING)
+def test_logits_that_are_changed_leave_the_loss_to_the_model(kind, more):
+    """In bfloat16, with fresh weights, where every loss is near the logarithm of the classes."""
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, "initializer_range": 0.02}, **more)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(torch.bfloat16).train()
+    report = lz.optimize(model, training=True)
+    assert LOSS not in kinds(report)
+    assert "its forward changes or reads its logits" in str(report)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(40.0)
+    outputs = model(**batch())
+    assert outputs.loss == model.loss_function(outputs.logits, batch()["labels"], 101)
+
+
+def test_a_cap_that_comes_later_is_heeded():
+    config = transformers.Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=None)
+    model = transformers.Gemma2ForCausalLM(config).train()
+    report = lz.optimize(model, training=True)
+    assert LOSS in kinds(report)
+    assert model(**batch()).logits is None
+    model.config.final_logit_softcapping = 0.5
+    got = step(model, batch())
+    report.undo()
+    torch.testing.assert_close(got, step(model, batch()), rtol=1e-4, atol=1e-5)
+
+
+def test_what_a_forward_adds_to_its_loss_stays():
+    """A mixture's loss of its router, which was off in the proof."""
+    config = transformers.MixtralConfig(**SIZES, num_local_experts=4, router_aux_loss_coef=0.5)
+    model = transformers.MixtralForCausalLM(config).train()
+    report = lz.optimize(model, training=True)
+    assert LOSS in kinds(report)
+    without = model(**batch())
+    model.config.output_router_logits = True
+    outputs, got = model(**batch()), step(model, batch())
+    assert without.logits is outputs.logits is None
+    assert outputs.loss > without.loss + 0.1
+    report.undo()
+    torch.testing.assert_close(got, step(model, batch()), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(outputs.aux_loss, model(**batch()).aux_loss)
+
+
+def test_inputs_that_do_not_try_the_loss_prove_nothing():
+    report = lz.optimize(made(), batch(output_hidden_states=True), training=True)
+    assert LOSS not in kinds(report)
+    assert "a step with these inputs does not compute its loss" in str(report)
 
 
 @pytest.mark.parametrize("more", [{"graph": True}, {"weights": "int8"}])

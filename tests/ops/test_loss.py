@@ -178,3 +178,26 @@ def test_compiled_code_has_the_same_loss_and_gradients():
         for call in (compiled, lz.linear_cross_entropy)
     ]
     torch.testing.assert_close(*pairs)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_float16_is_rounded_behind_the_factor_of_a_scaler(reduction):
+    """Much of a mean's gradient is below float16's smallest number; a scaler multiplies the loss by 2^16 for that."""
+    hidden, weight, target = made(rows=(1024,), vocab=4000, dtype=torch.float16)
+    factor = 2.0**16 if reduction == "mean" else 2.0**6
+    found = []
+    for kernel in (CHUNKED, "reference"):
+        with locked(kernel):
+            loss = lz.linear_cross_entropy(hidden, weight, target, reduction=reduction, out_dtype=torch.float32)
+        found.append(torch.autograd.grad(loss * factor, (hidden, weight)))
+    for got, wanted in zip(*found, strict=True):
+        assert (got.float() - wanted.float()).norm() <= 1e-3 * wanted.float().norm()
+
+
+def test_float16_has_a_mean_of_no_row_too():
+    hidden, weight, target = made(dtype=torch.float16)
+    with locked(CHUNKED):
+        loss = lz.linear_cross_entropy(hidden, weight, target.fill_(-100))
+    assert loss.isnan()
+    for each in torch.autograd.grad(loss, (hidden, weight)):
+        assert not each.any()

@@ -2,7 +2,8 @@
 
 Both chunked kernels make the logits of a few rows, their gradient in the same memory, and what it adds to the
 gradients of rows and weight, as Liger does: three products in place of a fourth that would make the logits again. Where
-each row's loss is the result, what comes from behind weighs the rows: its backward pass makes the logits again.
+each row's loss is the result, and in float16, what comes from behind weighs the rows: the backward pass makes the
+logits again.
 
 torch's takes no smoothing, softcap or z-loss, rounds the loss to the input's dtype, and gives gradients of NaN to the
 mean of no row, for which torch.nn.functional.cross_entropy has 0: rows are added up, and divided here. On a CPU it
@@ -181,6 +182,9 @@ def _over_chunks(
 class _Reduced(torch.autograd.Function):
     """A sum of losses that computes its gradients with the loss, and gives them away in the backward pass.
 
+    Not in float16: gradients of a mean over 2048 rows of 32,000 classes are below its smallest number, and the factor
+    that GradScaler lifts them by is known in the backward pass alone. There :class:`_ByRow` serves sums, too.
+
     The mean of no row is NaN, and has gradients of 0.
     """
 
@@ -246,13 +250,16 @@ def _load_chunked(facts: Facts) -> Callable[..., Any]:
         rows, share = hidden.reshape(-1, hidden.shape[-1]), extra
         if not recording:  # else parameters would get gradients, at three times the work
             rows, weight, bias = rows.detach(), loss.weight, loss.bias
-        if by_row:
-            found: Tensor = _ByRow.apply(rows, weight, bias, loss, places, share, extra)  # type: ignore[no-untyped-call]
-            return found.view(target.shape).to(dtype)
         divisor = None
-        if reduction == "mean":
+        if reduction == "mean" and not by_row:
             divisor = (extra if loss.of_classes is None else extra * loss.of_classes[places]).sum()
             share, extra = (share / divisor).nan_to_num_(0.0), (extra / extra.sum()).nan_to_num_(0.0)
+        if by_row or (recording and hidden.dtype is torch.float16):
+            found: Tensor = _ByRow.apply(rows, weight, bias, loss, places, share, extra)  # type: ignore[no-untyped-call]
+            if by_row:
+                return found.view(target.shape).to(dtype)
+            found = found.sum()
+            return (found if divisor is None else torch.where(divisor == 0, torch.nan, found)).to(dtype)
         found = _Reduced.apply(rows, weight, bias, loss, places, share, extra, divisor)  # type: ignore[no-untyped-call]
         return found.to(dtype)
 

@@ -1,8 +1,9 @@
 """Training steps of a model: its norms by one kernel each, and a language model's loss without all of its logits.
 
-The loss of a causal language model of Transformers is the model's own forward up to its output layer, then
-``lz.linear_cross_entropy`` of what that layer would get. Outputs have no logits then: they are what is spared. One step
-of the model proves each kind, by loss and gradients, and a kind that makes a step slower goes again.
+The loss of a causal language model of Transformers is the model's own forward, in which the output layer gives on what
+it gets, and the loss function is ``lz.linear_cross_entropy`` of that. Outputs have no logits then: they are what is
+spared. A forward that does anything with logits besides runs as it is. One step of the model proves each kind, by loss
+and gradients, and a kind that makes a step slower goes again.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ TOKENS = (2, 64)
 
 STEP = "steps of training"
 
+CHANGED = "its forward changes or reads its logits (a cap, a scale, a loss of its own)"
+UNPROVED = "a step with these inputs does not compute its loss: wanted labels, and no argument that asks for more"
+
 TAKEN = frozenset({
     *("input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache", "labels", "num_items_in_batch"),
 })  # fmt: skip
@@ -61,8 +65,35 @@ def _norm(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:
     return lz.rms_norm(input.float(), 1.0 + own[0].float(), state.eps_for(input)).to(input.dtype)
 
 
+class _TouchedError(Exception):
+    """A forward does something with logits besides giving them to its loss function and into its outputs."""
+
+
+class _Rows(Tensor):
+    """Stands for logits where there are none: it can be handed on, and whatever is computed or read of it raises."""
+
+    hidden: Tensor
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        raise _TouchedError
+
+
+def _give_on(hidden: Tensor) -> Tensor:
+    """The forward of an output layer that is passed by."""
+    rows = hidden.new_empty(0).as_subclass(_Rows)
+    rows.hidden = hidden
+    return rows
+
+
 class Head(State):
-    """The output layer of a causal language model, and the loss function and forward that the proof was of."""
+    """The output layer of a causal language model, and the loss function and forward that the proof was of.
+
+    Attributes:
+        passes: whether the forward gives the layer's logits to its loss function as they are; None before a call.
+    """
+
+    passes: bool | None = None
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -71,12 +102,32 @@ class Head(State):
 
     def serves(self, model: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
         """Whether a call's loss is the one that was proved; any other call is the model's own."""
-        if not (model.training and torch.is_grad_enabled()) or torch.compiler.is_compiling() or in_transform():
+        if self.passes is False or not (model.training and torch.is_grad_enabled()):
+            return False
+        if torch.compiler.is_compiling() or in_transform():
             return False
         if len(given) > 1 or not named.keys() <= TAKEN or not isinstance(named.get("labels"), Tensor):
             return False
         same = model.loss_function is self.function and type(model).forward is self.forward
         return same and model.config.return_dict and not _head_problem(model, self.layer)
+
+    @contextmanager
+    def passed_by(self, model: Any) -> Iterator[None]:
+        """The layer gives on what it gets, and the loss function takes that."""
+        own, size = model.__dict__.get("_loss_function"), self.layer.weight.shape[0]
+
+        def loss(logits: Any, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, **more: Any) -> Tensor:
+            if type(logits) is not _Rows or vocab_size != size or more:
+                raise _TouchedError
+            return _loss(logits.hidden, self.layer.weight, self.layer.bias, labels, num_items_in_batch)
+
+        self.layer.__dict__["forward"], model.__dict__["_loss_function"] = _give_on, loss
+        try:
+            yield
+        finally:
+            del self.layer.__dict__["forward"], model.__dict__["_loss_function"]
+            if own is not None:
+                model.__dict__["_loss_function"] = own
 
 
 def _head_problem(model: Any, layer: Any) -> str:
@@ -86,24 +137,19 @@ def _head_problem(model: Any, layer: Any) -> str:
     return refusal(layer)
 
 
-def _same(rows: Tensor) -> Tensor:
-    return rows
-
-
 @as_forward
 def _causal(self: Any, *given: Any, **named: Any) -> Any:
     state: Any = self.__dict__.get(MARK)
     if state is None or not state.serves(self, given, named):
         return type(self).forward(self, *given, **named)
-    labels, count = named.pop("labels"), named.pop("num_items_in_batch", None)
-    layer = state.layer
-    layer.__dict__["forward"] = _same  # what it would get comes back as the logits
     try:
-        outputs = type(self).forward(self, *given, **named)
-    finally:
-        del layer.__dict__["forward"]
-    loss = _loss(outputs.logits, layer.weight, layer.bias, labels, count)
-    return type(outputs)(loss=loss, **{name: each for name, each in outputs.items() if name not in ("loss", "logits")})
+        with state.passed_by(self):
+            outputs = type(self).forward(self, *given, **named)
+    except _TouchedError:
+        state.passes = False
+        return type(self).forward(self, *given, **named)
+    state.passes = True
+    return type(outputs)(**{name: each for name, each in outputs.items() if type(each) is not _Rows})
 
 
 def _loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, count: Any) -> Tensor:
@@ -229,6 +275,9 @@ def _wrong(root: Module, given: Any, wanted: Any, report: Optimized, kind: str) 
     """How far a step is from the model's own with one kind alone; empty where it is as near as rounding explains."""
     with _only(report, kind):
         got = _step(root, given)
+    for each in report.replaced:
+        if isinstance(each.swap.state, Head) and each.kind == kind and not each.swap.state.passes:
+            return CHANGED if each.swap.state.passes is False else UNPROVED
     largest = max((each.abs().max().item() for each in wanted[1].values()), default=0.0)
     pairs = [("loss", got[0], wanted[0], abs(wanted[0].item()))]
     pairs += [
