@@ -204,6 +204,15 @@ def test_logits_that_are_changed_leave_the_loss_to_the_model(kind, more):
     assert outputs.loss == model.loss_function(outputs.logits, batch()["labels"], 101)
 
 
+def test_logits_that_are_laid_out_in_order_are_as_they_were():
+    config = transformers.OPTConfig(**{**SIZES, "word_embed_proj_dim": 32, "ffn_dim": 48, "dropout": 0.0})
+    model = transformers.OPTForCausalLM(config).train()
+    wanted = step(model, batch())
+    assert LOSS in kinds(lz.optimize(model, training=True))
+    assert model(**batch()).logits is None
+    torch.testing.assert_close(step(model, batch()), wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_a_cap_that_comes_later_is_heeded():
     config = transformers.Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=None)
     model = transformers.Gemma2ForCausalLM(config).train()

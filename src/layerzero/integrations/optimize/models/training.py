@@ -75,7 +75,9 @@ class _Rows(Tensor):
     hidden: Tensor
 
     @classmethod
-    def __torch_function__(cls, *_: Any) -> Any:
+    def __torch_function__(cls, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+        if function is Tensor.contiguous:  # OPT's: the same numbers
+            return given[0]
         raise _TouchedError
 
 
