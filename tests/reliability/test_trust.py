@@ -107,7 +107,7 @@ CHILDREN = {
     "testing/process.py",
     "tuning/proving/build_child.py",  # asks the compiler that torch uses
     "serving/rolling_update.py",  # runs an operator's hooks
-    "engine/environments.py",  # asks an operator's interpreter or container for its packages
+    "engine/environments.py",  # asks an operator's interpreter or container for its packages, and kills a container
 }
 CONNECTED = {
     ("serving/probes.py", "http.server"),

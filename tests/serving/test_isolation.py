@@ -288,7 +288,8 @@ def test_a_container_gets_open_files_and_nothing_else(foreign, tmp_path, monkeyp
     runtime = tmp_path / "bin" / "podman"
     runtime.parent.mkdir()
     runtime.write_text(
-        f'#!/bin/sh\necho "$@" > {tmp_path}/told\nwhile [ "$1" != an/image:1.0 ]; do shift; done\nshift; shift\n'
+        f'#!/bin/sh\nif [ "$1" = kill ]; then echo "$2" > {tmp_path}/killed; exit; fi\n'
+        f'echo "$@" > {tmp_path}/told\nwhile [ "$1" != an/image:1.0 ]; do shift; done\nshift; shift\n'
         f'exec {foreign} "$@"\n'
     )
     runtime.chmod(0o755)
@@ -301,13 +302,17 @@ def test_a_container_gets_open_files_and_nothing_else(foreign, tmp_path, monkeyp
         patch.setenv("PATH", str(tmp_path))
         reasons = lz.explain("rms_norm", rows(), WEIGHT).reasons("foreign.rms")
         assert "the container runtime" in {each.fact for each in reasons}
+    isolation._machine_of.cache_clear()
     monkeypatch.setenv("PATH", str(runtime.parent), prepend=os.pathsep)
     ENGINE.bump()
     with lz.scope(locks={"norm.rms": "foreign.rms"}):
         assert torch.equal(lz.rms_norm(rows(), WEIGHT, 1e-5), rms_norm(rows(), (64,), WEIGHT, 1e-5))
+        with lz.scope(**{"isolation.timeout_s": 0.2}), pytest.raises(KernelExecutionError):
+            lz.rms_norm(rows(sys.modules["isolated_kernels"].HANGS), WEIGHT, 1e-5)
     told = (tmp_path / "told").read_text()
     for each in ("--network=none", "--read-only", "--cap-drop=all", "--user=65534:65534", "--memory=8g"):
         assert each in told
+    assert f"--name={(tmp_path / 'killed').read_text().strip()} " in told, "the container ends, not its client alone"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import msgspec
@@ -17,6 +16,9 @@ from layerzero.core.errors import PolicyError
 
 LOOK_S = 60.0
 """How long an environment may take to list its packages."""
+
+KILL_S = 10.0
+"""How long the runtime may take to kill a container."""
 
 _IMAGE = re.compile(r"[\w.][\w./:-]*(:[\w.-]+|@sha256:[0-9a-f]{64})")
 _MEMORY = re.compile(r"[1-9]\d*[kmg]")
@@ -83,9 +85,17 @@ def pythons(given: Mapping[str, Any]) -> dict[str, str]:
     return dict(given)
 
 
-@cache
+def end_container(name: str) -> str:
+    """Kill a container, which lives on when the command that runs it is killed; gives what went wrong."""
+    try:
+        subprocess.run([RUNTIME, "kill", name], capture_output=True, text=True, timeout=KILL_S, check=True)  # noqa: S603
+    except (subprocess.SubprocessError, OSError) as error:
+        return str(getattr(error, "stderr", None) or error).strip()[-300:]
+    return ""
+
+
 def packages(command: tuple[str, ...]) -> Mapping[str, str]:
-    """The versions of an environment's packages, looked up once. Raises: OSError where it does not answer."""
+    """The versions of an environment's packages. Raises: OSError where it does not answer."""
     asked = [*(each for each in command if each != _HANDED), "-P", "-c", _PACKAGES]
     path = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     try:

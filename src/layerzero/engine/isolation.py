@@ -59,26 +59,29 @@ NO_MORE: Mapping[str, float] = MappingProxyType({})
 """What kernels cost more where none runs in a process of its own."""
 
 BEFORE_MEASURED = CallCost(30.0, 30.0)
-"""What counts until a process of the library began: 25 us and 26 us a MiB on an idle EPYC Zen 4 (2026-11-27)."""
+"""A guess that counts until a process of the library is measured."""
 
-COSTS: dict[str, CallCost] = {}
-"""By library, as its process was measured."""
+COSTS: dict[tuple[str, ...], CallCost] = {}
+"""By the key of a process, as it was measured."""
 
 
 def isolated(kernel: Kernel, policy: Policy) -> bool:
     """Whether policy has a kernel run in a process of its own; a reference never does."""
     if not policy.isolating or kernel.is_reference:
         return False
-    return kernel.source in _environments(policy) or names_any(policy.isolate, kernel)
+    if kernel.source in _environments(policy):
+        return True
+    return policy.backend_isolation != "in_process" and names_any(policy.isolate, kernel)
 
 
 @functools.lru_cache(64)
 def _environments(policy: Policy) -> Mapping[str, tuple[str, ...]]:
     """By library, the command of the interpreter that it runs in, where that is not this process's."""
+    found: dict[str, tuple[str, ...]] = {name: (path,) for name, path in policy["isolation.pythons"]}
     if policy.backend_isolation == "container":
         given = environments.containers(dict(policy["backend_containers"]))
-        return {name: tuple(each.command()) for name, each in given.items()}
-    return {name: (path,) for name, path in policy["isolation.pythons"]}
+        found |= {name: tuple(each.command()) for name, each in given.items()}
+    return found
 
 
 def command(kernel: Kernel, policy: Policy) -> tuple[str, ...]:
@@ -86,15 +89,24 @@ def command(kernel: Kernel, policy: Policy) -> tuple[str, ...]:
     return _environments(policy).get(kernel.source, ())
 
 
+def key(kernel: Kernel, policy: Policy) -> tuple[str, ...]:
+    """Which process a kernel runs in: its library, and the command of its interpreter."""
+    return kernel.source, *command(kernel, policy)
+
+
 def machine(kernel: Kernel, policy: Policy, here: Machine) -> Machine:
     """This machine, with the packages of the environment that a kernel's library runs in."""
     found = command(kernel, policy)
-    if not found or here.asked is not None:
-        return here
+    return here if not found or here.asked is not None else _machine_of(found)
+
+
+@functools.cache
+def _machine_of(command: tuple[str, ...]) -> Machine:
+    """What an environment has, looked up once, also where that fails: each look-up may take a minute."""
     try:
-        return Machine(libraries=environments.packages(found))
+        return Machine(libraries=environments.packages(command))
     except OSError as error:
-        log.warning("an environment of its own: %s; its libraries count as absent", error)
+        log.warning("an environment of its own: %s; its libraries count as absent until a restart", error)
         return Machine(libraries={})
 
 
@@ -177,9 +189,9 @@ def _random(facts: Facts) -> Sequence[str]:
     return [*drawn, *unseeded[:1]]
 
 
-def cost(kernel: Kernel) -> CallCost:
+def cost(kernel: Kernel, policy: Policy) -> CallCost:
     """What a call of a kernel takes longer in a process of its own, as far as it is known."""
-    return COSTS.get(kernel.source, BEFORE_MEASURED)
+    return COSTS.get(key(kernel, policy), BEFORE_MEASURED)
 
 
 def extra_us(kernels: Sequence[Kernel], facts: Facts, policy: Policy) -> Mapping[str, float]:
@@ -188,7 +200,7 @@ def extra_us(kernels: Sequence[Kernel], facts: Facts, policy: Policy) -> Mapping
     if not apart:
         return NO_MORE
     moved = moved_bytes(facts)
-    return {each.id: cost(each).us(moved) for each in apart}
+    return {each.id: cost(each, policy).us(moved) for each in apart}
 
 
 def costing_more(evidence: Mapping[str, Evidence], extra_us: Mapping[str, float]) -> Mapping[str, Evidence]:
@@ -210,15 +222,15 @@ def terms_apart(terms: Sequence[Term], found: Evidence | None, extra_us: float, 
 def processes() -> list[str]:
     """The processes that libraries run in now, and what they add to a call, a line each."""
     return [
-        f"{name}: process {known.pid} of its own, + {known.fixed_us:.0f} us a call and {known.mib_us:.0f} us a MiB"
+        f"{name[0]}: process {known.pid} of its own, + {known.fixed_us:.0f} us a call and {known.mib_us:.0f} us a MiB"
         for name, known in COSTS.items()
         if known.pid
     ]
 
 
-def told(kernel: Kernel, facts: Facts) -> str:
+def told(kernel: Kernel, facts: Facts, policy: Policy) -> str:
     """Where an isolated kernel runs, and what that costs a call."""
-    known = cost(kernel)
+    known = cost(kernel, policy)
     us = known.us(moved_bytes(facts))
     if not known.pid:
         return f"{APART}: about + {us:.0f} us a call"

@@ -110,7 +110,7 @@ def pick(
             ranked.sort(key=lambda each: not names_kernel(lock.kernel, each.kernel))  # the one that a user asks about
             chosen = None
     if policy.isolating and chosen is not None and isolation.isolated(chosen.kernel, policy):
-        notes.append(isolation.told(chosen.kernel, facts))
+        notes.append(isolation.told(chosen.kernel, facts, policy))
     if chosen is not None and ranked[0] is not chosen:
         ranked = [chosen, *(candidate for candidate in ranked if candidate is not chosen)]
     told = tuple(ranked) if later is None else functools.partial(_with_others, ranked, later, facts, policy)

@@ -120,9 +120,8 @@ class Policy:
         for name in _ATTRIBUTES:
             object.__setattr__(self, name.replace(".", "_"), self._by_name[name])
         object.__setattr__(self, "invariant", self.batch_invariant or self.require_tp_invariant)
-        environments = (*self["isolation.pythons"], *self["backend_containers"])
-        named = self.isolate or environments
-        object.__setattr__(self, "isolating", bool(named) and self.backend_isolation != "in_process")
+        named = self.backend_isolation != "in_process" and (self.isolate or self["backend_containers"])
+        object.__setattr__(self, "isolating", bool(named or self["isolation.pythons"]))
         if self.jit == "inline":
             object.__setattr__(self, "allow_jit_compile", True)
         object.__setattr__(self, "_hash", hash((self.values, self.locks, self.rules)))

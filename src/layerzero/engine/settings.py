@@ -199,7 +199,8 @@ SETTINGS: dict[str, Setting] = {
     "isolation.pythons": Setting(
         dict[str, Any],
         {},
-        "library to the interpreter of an environment of its own, which has LayerZero, too; it is isolated by that",
+        "library to the interpreter of an environment of its own, which has LayerZero, too; it is isolated by that, "
+        "whatever backend_isolation is",
         fits=environments.pythons,
     ),
     "backend_containers": Setting(

@@ -175,10 +175,14 @@ class Process(subprocess.Popen[bytes]):
         lines = self._said.read().decode(errors="replace").strip().splitlines()
         return lines[-1].strip()[:300] if lines else ""
 
-    def end(self) -> None:
-        """Kill it and what it started."""
+    def kill(self) -> None:
+        """Kill it and what it started, and do not wait."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Kill it and what it started."""
+        self.kill()
         try:
             self.wait(_KILLED_S)
         except subprocess.TimeoutExpired:

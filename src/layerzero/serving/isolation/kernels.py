@@ -48,6 +48,7 @@ class Library:
         self.worker, self.arena = Worker(name, command), Arena(memory_bytes)
         self._lock = forking.lock()
         self._loaded: dict[bytes, int] = {}
+        self._built: set[int] = set()
         self._forms: dict[tuple[Any, ...], int] = {}
         self._room: dict[tuple[int, int], int] = {}
 
@@ -64,18 +65,32 @@ class Library:
         named: dict[str, Any],
         mutated: frozenset[int | str],
         limit_s: float,
+        *,
+        builds: bool,
     ) -> Any:
-        """Call a kernel, which is loaded where it is not. Raises: IsolatedKernelError, MemoryError."""
+        """Call a kernel, which is loaded where it is not. Raises: IsolatedKernelError, MemoryError.
+
+        One that ``builds`` gets the time for that until it gave a result in the process that runs now.
+        """
         with self._lock:
             number = (self._loaded.get(key) if self.worker.pid else None) or self._number(load, key)
-            return self._call(number, load.kernel, given, named, mutated, limit_s)
+            if not builds or number in self._built:
+                return self._call(number, load.kernel, given, named, mutated, limit_s)
+            result = self._call(number, load.kernel, given, named, mutated, max(limit_s, BUILD_S))
+            self._built.add(number)
+            return result
 
     def end(self) -> None:
-        """Kill the process."""
-        with self._lock:
-            self.worker.end()
+        """Kill the process; a call that waits for it raises, and cleans up."""
+        self.worker.kill()
+        if self._lock.acquire(blocking=False):
+            try:
+                self.worker.end()
+            finally:
+                self._lock.release()
 
     def _forget(self) -> None:
+        self._built.clear()
         self._loaded.clear()
         self._forms.clear()
         self._room.clear()
@@ -84,7 +99,7 @@ class Library:
         if self.worker.pid is None:
             self._forget()
             self.worker.start(self.arena.file, load.modules)
-            COSTS[self.worker.name] = self._measured()
+            COSTS[self.worker.key] = self._measured()
         if key not in self._loaded:
             if max(len(self._loaded), len(self._forms)) >= MAX_LOADED:  # numbers begin anew
                 self._forget()
@@ -222,7 +237,7 @@ class Library:
 
 
 LIBRARIES: dict[tuple[str, ...], Library] = {}
-"""By name, with the command of its environment's interpreter."""
+"""By what :func:`layerzero.engine.isolation.key` gives."""
 
 _lock = forking.lock()
 
@@ -246,7 +261,7 @@ class IsolatedKernel:
         """Raises: IsolatedKernelError where the process does not start, or the kernel does not load there."""
         self._load = load_of(kernel.id, facts, homes([kernel]))
         self._key, self._builds = msgspec.msgpack.encode(self._load), kernel.jit
-        self._library = kernel.source, *isolation.command(kernel, current_policy())
+        self._library = isolation.key(kernel, current_policy())
         schema = facts.operation.schema
         self._mutated: frozenset[int | str] = frozenset(
             [
@@ -258,19 +273,19 @@ class IsolatedKernel:
 
     def __call__(self, *given: Any, **named: Any) -> Any:
         """Run the kernel there. Raises: IsolatedKernelError, with what it raised or how the process ended."""
-        limit_s = max(current_policy()["isolation.timeout_s"], BUILD_S if self._builds else 0.0)
-        self._builds = False
-        return library(self._library).call(self._load, self._key, given, named, self._mutated, limit_s)
+        limit_s, call = current_policy()["isolation.timeout_s"], library(self._library).call
+        return call(self._load, self._key, given, named, self._mutated, limit_s, builds=self._builds)
 
 
 def unable(kernel: Kernel, policy: Policy) -> tuple[str, object, object, str] | None:
     """What this system lacks for processes of their own: fact, wanted, got and next step; None where it has all."""
     if sys.platform != "linux" or not hasattr(socket, "SOCK_SEQPACKET"):
-        return "system", "linux", sys.platform, "Set backend_isolation to in_process"
+        return "system", "linux", sys.platform, "Leave it out of isolate and isolation.pythons"
     if policy.backend_isolation == "container":
-        if not isolation.command(kernel, policy):
+        command = isolation.command(kernel, policy)
+        if not command:
             return f"backend_containers: {kernel.source}", "an image", "none", "Name one there"
-        if shutil.which(environments.RUNTIME) is None:
+        if len(command) > 1 and shutil.which(environments.RUNTIME) is None:
             return "the container runtime", environments.RUNTIME, "none", "Install it, or use isolation.pythons"
     return None
 

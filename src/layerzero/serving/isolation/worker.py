@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
+import secrets
 import socket
 import struct
 import sys
@@ -17,10 +19,13 @@ import msgspec
 
 from layerzero import __version__
 from layerzero.core.errors import IsolatedKernelError
+from layerzero.engine import environments
 from layerzero.engine.isolation import COSTS
 from layerzero.serving.isolation.child import MOST_BYTES
 from layerzero.serving.isolation.messages import Answer, Failed, Hello, Request, Serve
 from layerzero.testing.process import Process, child_environment, how_it_ended
+
+log = logging.getLogger("layerzero")
 
 START_S = 120.0
 """How long a process may take to import torch and what it needs."""
@@ -48,13 +53,16 @@ class Worker:
 
     Attributes:
         name: the library.
+        key: what its cost is kept by: the library, and the command of its interpreter.
         ends: how often a process of it ended by itself or hung.
     """
 
     def __init__(self, name: str, command: Sequence[str] = ()) -> None:
         """``command`` runs the interpreter of its environment; this process's if empty."""
         self.name, self.ends, self._command = name, 0, tuple(command)
+        self.key = name, *self._command
         self._process: Process | None = None
+        self._container = ""
         self._socket: socket.socket | None = None
         self._in_a_row, self._rests_until, self._timeout_s = 0, -math.inf, 0.0
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Answer)
@@ -74,8 +82,11 @@ class Worker:
         self._socket, self._timeout_s = ours, 0.0
         try:
             with its:
-                handed = memory, its.fileno()
-                self._process = _begun(self._command, [] if self._command else modules, handed)
+                handed, command = (memory, its.fileno()), self._command
+                if len(command) > 1:
+                    self._container = f"layerzero-{secrets.token_hex(8)}"
+                    command = (*command[:2], f"--name={self._container}", *command[2:])
+                self._process = _begun(command, [] if command else modules, handed)
             self._process.send(Serve(*(_IN_CONTAINER if len(self._command) > 1 else handed)))
             hello = self._greeted(self._process)
         except BaseException:
@@ -117,13 +128,22 @@ class Worker:
         error.add_note(failed.where)
         return error
 
+    def kill(self) -> None:
+        """Kill the process and what it started, from any thread: a call that waits for it then raises."""
+        process = self._process
+        if process is not None and process.poll() is None:
+            if self._container and (problem := environments.end_container(self._container)):
+                log.warning("container %s of %s may go on: %s", self._container, self.name, problem)
+            process.kill()
+
     def end(self) -> None:
         """Kill the process and what it started."""
+        self.kill()
         process, self._process = self._process, None
         if process is not None:
             process.end()
-        if self.name in COSTS:  # what was measured still counts
-            COSTS[self.name] = COSTS[self.name]._replace(pid=0)
+        if self.key in COSTS:  # what was measured still counts
+            COSTS[self.key] = COSTS[self.key]._replace(pid=0)
         if self._socket is not None:
             self._socket.close()
 

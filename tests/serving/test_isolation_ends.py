@@ -1,0 +1,134 @@
+"""Processes of kernels: the time they get to build, their environments and costs, and the program's end."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.core.errors import IsolatedKernelError
+from layerzero.core.reasons import ReasonCode
+from layerzero.engine import isolation
+from layerzero.engine.config import current_policy
+from layerzero.serving.isolation import kernels
+from layerzero.serving.isolation.messages import Run
+from layerzero.serving.isolation.worker import Worker
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes of their own need Linux")
+
+WEIGHT = torch.linspace(0.5, 1.5, 64)
+
+
+@pytest.fixture(name="module")
+def _module(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    sys.modules.pop("isolated_kernels", None)
+    return importlib.import_module("isolated_kernels")
+
+
+@pytest.fixture(name="apart")
+def _apart(module):
+    """A kernel that compiles, in a process of its own."""
+    kernel = dataclasses.replace(module.KERNELS[0], jit=True)
+    yield kernels.IsolatedKernel(kernel, lz.explain("rms_norm", rows(), WEIGHT).facts)
+    kernels.end_all()
+    kernels.LIBRARIES.clear()
+
+
+def rows(first: float = 0.5) -> torch.Tensor:
+    return torch.full((4, 64), first)
+
+
+def test_each_process_has_the_time_to_build_until_a_result(module, apart, monkeypatch):
+    limits, ask = [], Worker.ask
+
+    def recorded(self, request, timeout_s, what):
+        if isinstance(request, Run) and request.kernel:
+            limits.append(timeout_s)
+        return ask(self, request, timeout_s, what)
+
+    monkeypatch.setattr(Worker, "ask", recorded)
+    with pytest.raises(IsolatedKernelError, match="does not like"):
+        apart(rows(module.RAISES), WEIGHT, eps=1e-5)
+    apart(rows(), WEIGHT, eps=1e-5)
+    apart(rows(), WEIGHT, eps=1e-5)
+    kernels.end_all()
+    apart(rows(), WEIGHT, eps=1e-5)
+    usual_s = current_policy()["isolation.timeout_s"]
+    assert limits == [kernels.BUILD_S, kernels.BUILD_S, usual_s, kernels.BUILD_S]
+
+
+class Sent:
+    """A socket that tells when a request is on its way."""
+
+    def __init__(self, real):
+        self.real, self.sent = real, threading.Event()
+        self.recv, self.close, self.setsockopt = real.recv, real.close, real.setsockopt
+
+    def send(self, message):
+        self.real.send(message)
+        self.sent.set()
+
+
+def test_the_programs_end_does_not_wait_for_a_call_that_hangs(module, apart):
+    apart(rows(), WEIGHT, eps=1e-5)
+    worker = kernels.LIBRARIES["apart",].worker
+    worker._socket = watched = Sent(worker._socket)
+    errors = []
+
+    def hangs():
+        try:
+            apart(rows(module.HANGS), WEIGHT, eps=1e-5)
+        except IsolatedKernelError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=hangs)
+    thread.start()
+    watched.sent.wait()
+    kernels.end_all()
+    thread.join()
+    assert "ended with SIGKILL, in apart.rms" in errors[0], "not as one that was waited for"
+
+
+@pytest.fixture(name="python")
+def _python(tmp_path):
+    """What is no interpreter: it writes down that it was started, and fails."""
+    script = tmp_path / "python"
+    script.write_text(f"#!/bin/sh\necho started >> {tmp_path}/starts\nexit 1\n")
+    script.chmod(0o755)
+    return script
+
+
+@pytest.mark.parametrize("mode", ["in_process", "subprocess", "container"])
+def test_an_interpreter_isolates_its_library_in_every_mode(mode, module, python):
+    lz.configure(**{"backend_isolation": mode, "isolate": ["apart"], "isolation.pythons": {"foreign": str(python)}})
+    policy, (apart, *_, foreign) = current_policy(), module.KERNELS
+    assert isolation.key(foreign, policy) == ("foreign", str(python))
+    assert isolation.isolated(foreign, policy)
+    assert kernels.unable(foreign, policy) is None
+    assert isolation.isolated(apart, policy) == (mode != "in_process")
+
+
+@pytest.mark.usefixtures("module")
+def test_an_environment_that_fails_is_asked_once(python):
+    lz.configure(**{"backend_isolation": "subprocess", "isolation.pythons": {"foreign": str(python)}})
+    for _ in range(2):
+        reasons = lz.explain("rms_norm", rows(), WEIGHT).reasons("foreign.rms")
+        assert reasons[0].code is ReasonCode.NOT_INSTALLED
+    assert (python.parent / "starts").read_text() == "started\n"
+
+
+def test_each_environment_of_a_library_has_a_cost_of_its_own(module, python, monkeypatch):
+    cost = isolation.CallCost(7.0, 8.0, 9)
+    monkeypatch.setitem(isolation.COSTS, ("foreign", str(python)), cost)
+    foreign, pythons = module.KERNELS[-1], "isolation.pythons"
+    with lz.scope(**{pythons: {"foreign": str(python)}}):
+        assert isolation.cost(foreign, current_policy()) == cost
+    with lz.scope(**{pythons: {"foreign": sys.executable}}):
+        assert isolation.cost(foreign, current_policy()) == isolation.BEFORE_MEASURED
