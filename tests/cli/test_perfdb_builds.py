@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import shlex
+import sys
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from typer.testing import CliRunner
 import layerzero as lz
 from layerzero.backends.torch import inductor
 from layerzero.cli.app import main
+from layerzero.core.evidence import Measurement
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.keeping import passed_builds, records
@@ -54,7 +57,7 @@ def built(request, monkeypatch, tmp_path):
     kernel_id, folder = KERNEL, another_machine(monkeypatch, tmp_path / "first")
     if request.param == "noted":
         kernel_id = "noted.rms_norm"
-        backend = lz.Backend("noted", "files that are noted", origin="code")
+        backend = lz.Backend("noted", "files that are noted", version="1", origin="code")
         kernel = lz.Kernel(
             id=kernel_id, operations=("norm.rms",), backend=backend, load=lambda _: None, accepts=("eps",), jit=True,
             build_key=lambda facts: facts.size("hidden"), cache_folder=inductor.cache_folder,
@@ -69,6 +72,7 @@ def built(request, monkeypatch, tmp_path):
         jit.note(kernel, facts, [str(folder / "abc.4096.pt2")])
     else:
         inductor.note(inductor._name(REGISTRY.operation("norm.rms"), facts), [(4096, folder / "abc.4096.pt2")])
+    ENGINE.ledger.record_time(kernel, facts, Measurement(10.0, 10.0, 0.01, 20))
     file = tmp_path / "all.jsonl"
     assert answer(f"perfdb export {file} --builds --kernel {kernel_id}")["builds"] == 1
     yield kernel, facts, file, another_machine(monkeypatch, tmp_path / "second")
@@ -137,7 +141,9 @@ def test_a_folder_that_others_may_write_gets_no_build(built):
     assert not (folder / "abc.4096.pt2").exists()
 
 
-@pytest.mark.parametrize("name", ["/etc/ld.so.preload", "../../outside.so", "a/../../outside.so", "..\\outside.so", ""])
+@pytest.mark.parametrize(
+    "name", ["/etc/ld.so.preload", "../../outside.so", "a/../../outside.so", "..\\outside.so", "a\0b", ""]
+)
 def test_a_file_with_names_elsewhere_or_other_content_is_refused_whole(built, name):
     _, _, file, folder = built
     *lines, last = file.read_text().splitlines()
@@ -150,6 +156,97 @@ def test_a_file_with_names_elsewhere_or_other_content_is_refused_whole(built, na
     assert refused.exit_code == 1
     assert ("wanted files in the library's folder" if name else "its checksum does not hold") in refused.output
     assert not folder.exists()
+
+
+def named(file, name):
+    """Give the file of the exported build another name."""
+    *lines, last = file.read_text().splitlines()
+    data = json.loads(last)
+    data["files"][0]["name"] = name
+    file.write_text("\n".join([*lines, json.dumps(data)]) + "\n")
+
+
+def test_every_folder_of_a_build_is_this_users_alone(built):
+    _, _, file, folder = built
+    named(file, "deep/er/abc.4096.pt2")
+    (folder / "deep").mkdir(parents=True)
+    (folder / "deep").chmod(0o777)
+    (why,) = answer(f"perfdb import {file} --builds")["builds_left"]
+    assert f"{folder / 'deep'} can be written by every user" in why
+    (folder / "deep").rmdir()
+    folder.rmdir()
+    folder.parent.rmdir()
+    before = os.umask(0)
+    try:
+        assert answer(f"perfdb import {file} --builds")["builds"] == 1
+    finally:
+        os.umask(before)
+    modes = {each.stat().st_mode & 0o777 for each in (folder.parent, folder, folder / "deep", folder / "deep" / "er")}
+    assert modes == {0o700}
+
+
+def test_where_builds_cannot_be_written_nothing_is_taken(built):
+    _, _, file, folder = built
+    folder.parent.parent.mkdir(exist_ok=True)
+    folder.parent.write_text("in the way")
+    refused = run(f"perfdb import {file} --builds")
+    assert (refused.exit_code, "wanted a place to write to" in refused.stderr) == (2, True), (
+        refused.output,
+        refused.exception,
+    )
+    assert answer("perfdb show")["rows"] == 0
+    folder.parent.unlink()
+    assert answer(f"perfdb import {file} --builds")["rows"] == answer("perfdb show")["rows"] == 1
+
+
+def test_a_dry_run_leaves_what_is_known_of_builds(built, monkeypatch):
+    _, _, file, _ = built
+    forgotten = []
+    monkeypatch.setattr(passed_builds.NOTED, "forget", lambda: forgotten.append(True))
+    run(f"perfdb import {file} --builds --dry-run")
+    assert not forgotten
+    run(f"perfdb import {file} --builds")
+    assert forgotten
+
+
+OWN = """
+import layerzero as lz
+from layerzero.backends.torch import inductor
+
+backend = lz.Backend("noted", "files that are noted", version="1", origin="code")
+kernel = lz.Kernel(
+    id="noted.rms_norm", operations=("norm.rms",), backend=backend, load=lambda _: None, accepts=("eps",), jit=True,
+    build_key=lambda facts: facts.size("hidden"), cache_folder=inductor.cache_folder,
+)
+lz.register_backend([kernel])
+"""
+
+
+@pytest.mark.parametrize("built", ["noted"], indirect=True)
+def test_a_module_registers_the_kernels_of_a_build(built, monkeypatch, tmp_path):
+    _, _, file, _ = built
+    lz.unregister_kernel("noted.rms_norm")
+    (tmp_path / "own_noted.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    unknown = {"noted.rms_norm: wanted a kernel that is registered here": 1}
+    assert answer(f"perfdb import {file} --builds")["builds_left"] == unknown
+    assert answer(f"perfdb diff {file}")["builds_left"] == unknown
+    done = answer(f"perfdb diff {file} --module own_noted")
+    assert done["builds"] == 1, done
+    lz.unregister_kernel("noted.rms_norm")
+    monkeypatch.delitem(sys.modules, "own_noted")
+    assert answer(f"perfdb import {file} --builds --module own_noted")["builds"] == 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs programs that a line of a shell begins")
+def test_a_compiler_of_the_same_name_and_another_version_is_another(monkeypatch, tmp_path):
+    compiler, found = tmp_path / "g++", []
+    monkeypatch.setenv("CXX", str(compiler))
+    for text in ("echo 'g++ (Distribution) 12.2.0'; echo more", "echo 'g++ (Distribution) 13.1.0'", "exit 1"):
+        compiler.write_text(f"#!/bin/sh\n{text}\n")
+        compiler.chmod(0o755)
+        found.append(passed_builds.made_by.__wrapped__().get("c++"))
+    assert found == ["(Distribution) 12.2.0", "(Distribution) 13.1.0", None]
 
 
 def test_without_builds_the_file_has_none(built, tmp_path):

@@ -7,15 +7,15 @@ import shlex
 import socket
 import sys
 import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import msgspec
 import pytest
-import torch
 from typer.testing import CliRunner
 
-import layerzero as lz
 from clock import Clock
 from layerzero.cli.app import main
+from layerzero.core.system import disk
 from layerzero.serving.instance_state import InstanceState
 from layerzero.serving.rolling_update import (
     FAILED,
@@ -189,6 +189,72 @@ def test_two_at_a_time_and_what_was_broken_off_comes_first(tmp_path):
     assert [each for each in fleet.acts if "update" in each] == ["update c", "update d"], "neither waits for the other"
 
 
+def test_an_old_process_that_outlived_a_broken_off_update_is_no_new_one(tmp_path):
+    fleet, file = Fleet(), tmp_path / "update.json"
+
+    def killed(_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fleet.run(file, update=killed)
+    reached = fleet.run(file, update=lambda _: None)
+    assert reached.instances[0].told == "wanted a new process, got the one from before the update"
+    assert fleet.run(file).done
+
+
+@pytest.mark.parametrize(("after", "other"), [("a", "c"), ("c", "b")])
+def test_an_instance_that_is_let_go_amid_the_update_stops_it(after, other):
+    fleet = Fleet()
+
+    def update(instance):
+        fleet.update(instance)
+        if instance.name == after:
+            fleet.change(other, fallback=False)
+
+    reached = fleet.run(update=update)
+    assert (reached.done, reached.versions) == (False, {"layerzero": "2"})
+    assert reached.problem.startswith(f"{other}: wanted torch's own kernels alone, got the opposite")
+
+
+def test_kernels_of_the_hub_that_forced_instances_lack_make_no_other_version(tmp_path):
+    fleet, file = Fleet(), tmp_path / "update.json"
+    hub = {"layerzero": "1", "kernels": "with those of the hub"}
+    for each in "abc":
+        fleet.change(each, versions=hub)
+
+    def on(instance):
+        if instance.name == "b" and len(fleet.acts) == 1:
+            raise OSError("no such host")
+        fleet.on(instance)
+        fleet.change(instance.name, versions={**hub, "kernels": "built in"})
+
+    assert fleet.run(file, fallback_on=on).problem == "b: fallback_on: OSError: no such host"
+    fleet.acts.clear()
+    fleet.acts.append("again")
+    fleet.change("c", versions={**hub, "layerzero": "0"})
+    assert fleet.run(file, fallback_on=on).problem.startswith("c differs from b: versions: layerzero"), "like with like"
+    fleet.change("c", versions=hub)
+    assert fleet.run(file, fallback_on=on).done
+
+
+def test_two_at_work_on_one_file_do_not_update_at_once(tmp_path):
+    fleet, file = Fleet(), tmp_path / "update.json"
+    second = RollingUpdate(
+        {each: f"http://{each}" for each in "abc"}, Hooks(print), ready_s=0, ask=fleet.ask, file=file
+    )
+
+    def update(instance):
+        fleet.update(instance)
+        with pytest.raises(BlockingIOError, match="lock: wanted no other process at work, got one"):
+            second.run()
+
+    if disk.HAS_LOCKS:
+        assert fleet.run(file, update=update).done
+        assert [each.name for each in tmp_path.iterdir()] == ["update.json"]
+        with pytest.raises(ValueError, match="that update is done"):
+            second.run()  # it was made before the first one ended
+
+
 @pytest.mark.parametrize("field", ["settings", "frozen"])
 def test_instances_that_would_choose_otherwise_are_not_let_go(field):
     fleet = Fleet()
@@ -248,51 +314,22 @@ def test_what_answers_nothing_or_no_http_is_an_answer_too():
     assert "ConnectionRefusedError" in ask(url).text
 
 
-@pytest.fixture
-def followed(tmp_path):
-    """A server that follows a file, with a kernel that is preferred."""
-    ran = []
+def test_a_probe_that_sends_elsewhere_is_not_followed():
+    asked = []
 
-    @lz.register_kernel("norm.rms", "mine.rms_norm")
-    def mine(input, weight, eps=1e-6):
-        ran.append("mine")
-        return torch.nn.functional.rms_norm(input, (input.shape[-1],), weight, eps)
+    class Elsewhere(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_response(302 if self.path == "/livez" else 200)
+            self.send_header("Location", "/elsewhere")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
 
-    lz.configure(prefer=["mine.rms_norm"])
-    server = lz.serve_health(0, fallback_file=tmp_path / "fallback")
-    yield server, tmp_path / "fallback", ran
-    server.close()
-    lz.unregister_kernel("mine.rms_norm")
+        def log_message(self, *_):
+            """Say nothing."""
 
-
-def test_a_process_runs_torchs_own_kernels_as_long_as_its_file_exists(followed):
-    server, file, ran = followed
-
-    def kernels():
-        ran.clear()
-        lz.rms_norm(torch.ones(2, 8), torch.ones(8))
-        with lz.scope(enabled=True, strict_mode=True):
-            lz.rms_norm(torch.ones(2, 8), torch.ones(8))
-        state = msgspec.json.decode(ask(f"{server.url}/statez").text, type=InstanceState)
-        return len(ran), state.fallback, "enabled" in state.settings
-
-    assert kernels() == (2, False, False)
-    file.touch()
-    assert ask(f"{server.url}/readyz").text.count("settings: degraded: enabled is false: only torch's own kernels run")
-    assert kernels() == (0, True, False), "in scopes, too"
-    file.unlink()
-    kernels()
-    assert kernels() == (2, False, False)
-    lz.freeze()
-    try:
-        state = msgspec.json.decode(ask(f"{server.url}/statez").text, type=InstanceState)
-        assert len(state.frozen) == 64
-        file.touch()
-        assert msgspec.json.decode(ask(f"{server.url}/statez").text, type=InstanceState).frozen == state.frozen
-        with pytest.warns(lz.LayerZeroFallbackWarning, match="is frozen for norm.rms"):
-            assert kernels() == (0, True, False), "what is frozen yields as well"
-        file.unlink()
-        kernels()
-        assert kernels() == (2, False, False)
-    finally:
-        lz.thaw()
+    with HTTPServer(("127.0.0.1", 0), Elsewhere) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        status = ask(f"http://127.0.0.1:{server.server_port}/livez").status
+        server.shutdown()
+    assert (status, asked) == (302, ["/livez"])

@@ -66,10 +66,11 @@ class LibrarySet:
 
     @property
     def commands(self) -> list[str]:
-        """What installs all of it: one line for pip, and those that need a line of their own."""
+        """What installs all of it: one line for pip, which must not exchange torch, and those that need their own."""
         packages = [name for each in self.libraries if not each.command for name in (each.package, *each.needs)]
         own = [each.command for each in self.libraries if each.command]
-        return [*([f"pip install {' '.join(map(_quoted, packages))}"] if packages else []), *own]
+        pinned = [f"torch=={self.torch}", *packages]
+        return [*([f"pip install {' '.join(map(_quoted, pinned))}"] if packages else []), *own]
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON."""

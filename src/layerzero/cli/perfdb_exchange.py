@@ -73,6 +73,7 @@ def take(
         bool, typer.Option("--builds", help="Take builds, too: they are code that will run here.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the file and take nothing.")] = False,
+    module: Modules = None,
     json: AsJson = False,
 ) -> Answer:
     """Take over times from a file, and what was found out about kernels.
@@ -85,18 +86,19 @@ def take(
     """
     from layerzero.tuning.keeping import archive, findings
 
+    import_modules(module or [])
     exported = _exported(file)
     if isinstance(exported, Answer):
         return exported
     found, more, builds = exported
     holds = archive.here()
     count = sum(holds(each) for each in found)
+    built, unbuilt = _taken(builds, with_builds=with_builds, dry_run=dry_run)  # first: a disk may refuse them
     if not dry_run:
         _keep(found)
     verb = "would be taken" if dry_run else "taken"
     kept, left = findings.take(_ledger(), more, dry_run=dry_run)
     data = {"file": str(file), "valid": True, "problems": [], "rows": len(found), "here": count, "taken": not dry_run}
-    built, unbuilt = _taken(builds, with_builds=with_builds, dry_run=dry_run)
     data |= {"findings": kept, "findings_left": dict(left), "builds": built, "builds_left": dict(unbuilt)}
     lines = [f"{file}: {len(found)} times {verb}; {count} count on this machine as it is now"]
     lines += [f"{kept} findings {verb}"] if more else []
@@ -109,6 +111,7 @@ def take(
 def diff(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="What `perfdb export` wrote elsewhere.")],
     limit: Annotated[int, typer.Option("--limit", metavar="N", help="Times to show, farthest apart.", min=0)] = 20,
+    module: Modules = None,
     json: AsJson = False,
 ) -> Answer:
     """Compare a file of times with those of this machine: what is in both, and in what the environments differ.
@@ -117,6 +120,7 @@ def diff(
     """
     from layerzero.tuning.keeping import archive, findings
 
+    import_modules(module or [])
     exported = _exported(file)
     if isinstance(exported, Answer):
         return exported
@@ -176,7 +180,10 @@ def _taken(builds: list[PassedBuild], *, with_builds: bool, dry_run: bool) -> tu
 
     if builds and not with_builds:
         return 0, {"they are code; --builds takes them from a file that you trust": len(builds)}
-    taken, left = passed_builds.take(builds, dry_run=dry_run)
+    try:
+        taken, left = passed_builds.take(builds, dry_run=dry_run)
+    except OSError as error:
+        raise ValueError(f"--builds: wanted a place to write to, got: {error}; nothing else was taken") from error
     return taken, dict(left)
 
 

@@ -51,7 +51,11 @@ class FallbackFile:
     def follow(self) -> None:
         """Do as the file says now. Raises: OSError for a folder that cannot be read."""
         with self._lock:
-            wanted = self.path.exists()
+            try:
+                os.stat(self.path)  # noqa: PTH116  # Path.exists takes any error for "no" (Python 3.14)
+                wanted = True
+            except FileNotFoundError:
+                wanted = False
             if wanted == bool(CONFIGURATION.forced):
                 return
             CONFIGURATION.force(**({"enabled": False} if wanted else {}))

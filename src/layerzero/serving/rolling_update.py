@@ -25,7 +25,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http.client import HTTPException
@@ -48,7 +48,13 @@ ASK_S, POLL_S, HOOK_S, READY_S = 10.0, 1.0, 600.0, 600.0
 MOST_BYTES = 1 << 20
 """Of an answer, and of a file of what was reached."""
 
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # probes are inside, and proxies see them not
+
+class _Stays(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: object) -> None:
+        """No probe answers from elsewhere: the 3xx itself is the answer."""
+
+
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Stays)  # proxies see no probes inside
 
 
 class Reply(NamedTuple):
@@ -206,6 +212,7 @@ class RollingUpdate:
         if not max_unavailable >= 1:
             raise ValueError(f"max_unavailable: wanted 1 or more, got {max_unavailable}")
         self._hooks, self._most, self._ready_s = hooks, max_unavailable, ready_s
+        self._forced = None if hooks.fallback_on is None else True  # what an instance must show once all are forced
         self._ask, self._clock, self._sleep, self._say = ask, clock, sleep, say
         self._file = None if file is None else Path(file)
         self.reached = self._before({name: url.rstrip("/") for name, url in instances.items()})
@@ -225,7 +232,17 @@ class RollingUpdate:
         return found
 
     def run(self) -> Reached:
-        """Update all, or stop at the first problem; what was reached says which, and of each instance its state."""
+        """Update all, or stop at the first problem; what was reached says which, and of each instance its state.
+
+        Raises: BlockingIOError where another process works on the same file, ValueError for one that is done.
+        """
+        if self._file is None:
+            return self._run_steps()
+        with disk.alone(self._file):  # and read again: another process may have gone on with it
+            self.reached = self._before({each.name: each.url for each in self.reached.instances})
+            return self._run_steps()
+
+    def _run_steps(self) -> Reached:
         self.reached.problem = ""
         try:
             self._prepare()
@@ -243,8 +260,7 @@ class RollingUpdate:
         """Look at all that were not broken off in the middle."""
         steady = [each for each in self.reached.instances if each.steady]
         states = self._settled(steady, None)
-        for reached in (WAITING, UPDATED):
-            self._alike({each.name: states[each.name] for each in steady if each.reached == reached}, {"versions"})
+        self._of_one_version(steady, states)
         if self._hooks.fallback_on is not None:
             for each in steady:
                 if not states[each.name].file:
@@ -262,17 +278,25 @@ class RollingUpdate:
             return
         for each in self.reached.instances:
             self._run(hook, name, each)
-        self._settled([each for each in self.reached.instances if each.steady], on)
+        steady = [each for each in self.reached.instances if each.steady]
+        self._of_one_version(steady, self._settled(steady, on))
+
+    def _of_one_version(self, instances: Sequence[Instance], states: Mapping[str, InstanceState]) -> None:
+        """Compare like with like: one that is forced registers no kernel of the hub, and says so in its versions."""
+        kinds = {each.name: (each.reached, states[each.name].fallback) for each in instances}
+        for kind in dict.fromkeys(kinds.values()):
+            self._alike({name: states[name] for name, each in kinds.items() if each == kind}, {"versions"})
 
     def _update(self) -> None:
         left = [each for each in self.reached.instances if each.reached != UPDATED]
         left.sort(key=lambda each: each.reached == WAITING)  # those that were broken off serve nothing now
         while left:
             now, left = left[: self._most], left[self._most :]
-            self._settled([each for each in self.reached.instances if each not in now and each.steady], None)
+            self._settled([each for each in self.reached.instances if each not in now and each.steady], self._forced)
             for each in now:
                 state = self._looked(each, None)
-                each.process = state.process if isinstance(state, InstanceState) else ""
+                if isinstance(state, InstanceState):  # else what was written down holds: it may run still
+                    each.process = state.process
                 each.reached, each.told = UPDATING, ""
                 self._say(f"{each.name}: updating")
             self._keep()
@@ -300,12 +324,12 @@ class RollingUpdate:
             self._run(self._hooks.update, "update", instance)
         except StoppedError as error:
             return str(error)
-        return self._until(instance, None if self._hooks.fallback_on is None else True)
+        return self._until(instance, self._forced)
 
     def _finish(self) -> None:
         """Compare all, and let them choose their kernels again."""
         every = {"versions", "settings", "frozen"}
-        self._alike(self._settled(self.reached.instances, None), every)
+        self._alike(self._settled(self.reached.instances, self._forced), every)
         self._force(on=False)
         self._alike(self._settled(self.reached.instances, None), every)
 

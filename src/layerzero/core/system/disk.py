@@ -159,6 +159,33 @@ def write_locked(path: Path, data: bytes) -> int:
     return file
 
 
+@contextmanager
+def alone(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Work on a file as the only process, by a lock in its folder; nothing keeps others away where there are no locks.
+
+    Raises: BlockingIOError where another process works on it, OSError.
+    """
+    name = f"{os.path.realpath(path)}.lock"
+    file = _only_lock(name) if HAS_LOCKS else None
+    try:
+        yield
+    finally:
+        if file is not None:
+            Path(name).unlink(missing_ok=True)
+            os.close(file)
+
+
+def _only_lock(name: str) -> int:
+    while True:
+        file = open_plain(name, os.O_RDWR | os.O_CREAT)
+        held = lock(file)
+        if held and os.fstat(file).st_nlink:
+            return file
+        os.close(file)
+        if not held:  # else another process removed it before it was locked
+            raise BlockingIOError(f"{name}: wanted no other process at work, got one; wait until it ends")
+
+
 def write_all(file: int, data: bytes) -> None:
     """Write every byte: one call may take a part only. Raises: OSError."""
     view = memoryview(data)

@@ -13,6 +13,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import subprocess
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
@@ -61,7 +62,7 @@ class PassedBuild(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @functools.cache
 def made_by() -> dict[str, str]:
-    """What compiles here: packages by version, programs by the names that their links lead to."""
+    """What compiles here: packages and the C++ compiler by version, nvcc by the folder that its links lead to."""
     system = f"{platform.system()} {platform.machine()} {''.join(platform.libc_ver())}"
     found = {"python": platform.python_version().rpartition(".")[0], "system": system}
     for name in TOOLS:
@@ -72,9 +73,20 @@ def made_by() -> dict[str, str]:
     for name, (variable, usual) in HOST_COMPILERS.items():
         path = shutil.which(os.environ.get(variable) or usual)
         if path is not None:
-            real = Path(path).resolve()
-            found[name] = real.name if name == "c++" else real.parents[1].name
+            told = _version(path) if name == "c++" else Path(path).resolve().parents[1].name
+            found |= {name: told} if told else {}
     return found
+
+
+def _version(compiler: str) -> str:
+    """What a C++ compiler tells of itself, without the name that it was called by; empty for one that does not run."""
+    try:
+        line = subprocess.run(  # noqa: S603  # the one that torch and the libraries run
+            [compiler, "--version"], capture_output=True, check=True, timeout=60, env={**os.environ, "LC_ALL": "C"}
+        ).stdout.decode(errors="replace")
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return line.partition("\n")[0].removeprefix(Path(compiler).name).strip()
 
 
 def builds_of(calls: Iterable[Facts], kernels: Iterable[Kernel]) -> list[PassedBuild]:
@@ -98,7 +110,7 @@ def check(build: PassedBuild) -> None:
     """Refuse one that was changed, or has files elsewhere. Raises: ValueError with wanted and got."""
     for each in build.files:
         path = PurePosixPath(each.name)
-        if path.is_absolute() or ".." in path.parts or "\\" in each.name or not path.name:
+        if path.is_absolute() or ".." in path.parts or {"\\", "\0"} & {*each.name} or not path.name:
             raise ValueError(f"{build.kernel}: wanted files in the library's folder, got {each.name!r}")
         if hashlib.sha256(each.data).hexdigest() != each.sha256:
             raise ValueError(f"{build.kernel}: {each.name}: its checksum does not hold")
@@ -121,7 +133,8 @@ def unlike(build: PassedBuild) -> str:
     folder = folder_of(kernel)
     if folder is None:
         return f"{build.kernel}: wanted a folder in which its library keeps builds, got none"
-    why = disk.distrust(folder) if folder.exists() else ""
+    inside = {folder / each for file in build.files for each in PurePosixPath(file.name).parents}
+    why = next((why for each in sorted(inside) if (why := disk.distrust(each))), "")
     return f"{folder}: {why}" if why else ""
 
 
@@ -140,9 +153,10 @@ def take(builds: Iterable[PassedBuild], *, dry_run: bool = False) -> tuple[int, 
         for file in each.files if folder is not None else ():
             assert folder is not None
             place = folder / file.name
-            place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            disk.make_private(place.parent)
             disk.write_whole(place, file.data, private=True)
-    NOTED.forget()
+    if not dry_run:
+        NOTED.forget()
     return taken, +left
 
 
