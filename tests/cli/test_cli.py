@@ -62,11 +62,15 @@ class Norm(torch.nn.Module):
         return lz.rms_norm(rows, torch.ones_like(rows[0]))
 
 
+APART = ("layerzero serve-health", "layerzero rolling-update")
+"""Run until they are ended, or need instances: test_probes.py and test_rolling_processes.py run them."""
+
+
 def examples():
     for path, command in COMMANDS.items():
         for line in command.epilog.partition("Examples:\n")[2].splitlines():
             slow = path.split()[1] in ("demo", "fuzz", "conformance", "tune", "bench", "solve")
-            if not slow and path != "layerzero serve-health":  # which runs until it is ended: test_probes.py does that
+            if not slow and path not in APART:
                 marks = [pytest.mark.slow] if path.split()[1] == "vet" else []  # it starts a process
                 yield pytest.param(path, line.strip(), id=line.strip(), marks=marks)
 
@@ -88,6 +92,9 @@ def test_the_examples_in_help_work(path, line, tmp_path, monkeypatch):
     (tmp_path / "layerzero.yaml").write_text(EXAMPLE)
     (tmp_path / "torch.json").write_text(json.dumps(pages_descriptors.example()))
     (tmp_path / "tokenizer.json").write_text(vocabularies.byte_level())
+    if path == "layerzero hub":
+        pytest.importorskip("kernels.variants")
+        lz.configure(**{"hub.enabled": True, "hub.folder": str(tmp_path)})
     if path.startswith("layerzero perfdb"):
         measured_elsewhere(tmp_path, monkeypatch)
     if path.startswith("layerzero plan"):
@@ -108,6 +115,7 @@ def measured_elsewhere(folder, monkeypatch):
     facts = lz.facts("rms_norm", torch.randn(4, 64), torch.randn(64))
     ENGINE.ledger.record_time(REGISTRY.kernel("torch.rms_norm"), facts, Measurement(10.0, 11.0, 0.1, 20))
     assert run("perfdb export times.jsonl").exit_code == 0
+    assert run("perfdb export all.jsonl --builds").exit_code == 0
 
 
 def test_help_without_arguments_and_the_version():

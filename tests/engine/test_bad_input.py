@@ -169,8 +169,8 @@ BAD = {
     "lengths list": (attention(kv_lens=[1, 2]), "kv_lens: wanted a tensor, got list"),
     "rms devices": (rms(weight=zeros(8, device="meta")), "weight: wanted device cpu like input, got meta"),
     "rms dtypes": (
-        rms(weight=zeros(8, dtype=torch.float16)),
-        "weight: wanted dtype float32 like input, got float16",
+        rms(weight=zeros(8, dtype=torch.int32)),
+        "weight: wanted dtype bfloat16 or float16 or float32 or float64, got int32",
     ),
     "rms weight": (rms(weight=zeros(7)), "weight: wanted hidden 8 as in input, got 7"),
     "rms weight axes": (rms(weight=zeros(1, 8)), "weight: wanted a 1D tensor (hidden), got 2D (1, 8)"),

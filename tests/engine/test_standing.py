@@ -70,11 +70,18 @@ def test_the_schema_tells_results_as_the_fake_function_does(called):
     schema = report.facts.operation.schema
     untold = {"...", *schema.scalars}  # sizes that no fact has
     on_cpu = tuple(torch.empty(each.shape, dtype=each.dtype) for each in results)
-    told = failures._as_declared(on_cpu, report.facts, arguments)
-    assert told or len(results) != 1 or any(untold.intersection(output.shape_vars) for output in schema.outputs)
+    told = failures._as_declared(on_cpu, report.facts, arguments, None)
+    assert (
+        told
+        or len(results) != 1
+        or any(
+            not output.shape_vars or untold.intersection(output.shape_vars)
+            for output in schema.outputs  # of no axes: a number
+        )
+    )
     if told and on_cpu:
         for wrong in (torch.empty(1, *on_cpu[0].shape), on_cpu[0].to(torch.int8), on_cpu[0].to("meta"), None):
-            assert not failures._as_declared((wrong,), report.facts, arguments)
+            assert not failures._as_declared((wrong,), report.facts, arguments, None)
 
 
 @settings(max_examples=examples(200), deadline=None)

@@ -205,7 +205,7 @@ def test_no_eager_call_asks_the_reference_for_shapes(name, monkeypatch):
     called = function_for(declared)
     found = routed(called, accepted(called, arguments_of(declared, case, declared.dtypes[0])))
     facts = FactsBuilder(declared).of_valid(found.arguments, device=KNOWN_DEVICES["CPU"], layout=found.layout)
-    first = SimpleNamespace(report=SimpleNamespace(facts=facts))
+    first = SimpleNamespace(report=SimpleNamespace(facts=facts), gives=None)
     assert failures.wrong_result(first, reference_call(found), found.arguments) is None
 
 

@@ -171,10 +171,10 @@ def _operation(name: str, summary: str, reference: Callable[..., Tensor], *, lin
 
     def sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
         kind = device if device in _ROWS else "cpu"
-        for vocab, features in _TABLES[kind] if narrow.keys() <= {"rows"} else ():
+        tables = dict.fromkeys(table if linear else table[:1] for table in _TABLES[kind])  # logits know no features
+        for table in tables if narrow.keys() <= {"rows"} else ():
             for count in narrow.get("rows", _ROWS[kind]):
-                label = f"{count} of {vocab}" + (f"x{features}" if linear else "")
-                yield cases(columns, {label: (count, vocab, features)[: 3 if linear else 2]})[0]
+                yield cases(columns, {f"{count} of {'x'.join(map(str, table))}": (count, *table)})[0]
 
     brought: tuple[Any, ...] = ("logits: ... vocab", tensor("target: ...", INDEX, same_dtype=False))
     if linear:
