@@ -47,12 +47,7 @@ from layerzero.ops.attention.sweep import decode_case  # noqa: E402
 from layerzero.serving.background_builds import BUILDS  # noqa: E402
 from layerzero.testing.generate import RandomCall  # noqa: E402
 from layerzero.tuning.measuring.clocks import Clock, clock_of  # noqa: E402
-from layerzero.tuning.measuring.contest import (  # noqa: E402
-    bound_plan,
-    taking_part,
-    torch_default,
-    window,
-)
+from layerzero.tuning.measuring.contest import bound_plan, taking_part, torch_default, window  # noqa: E402
 from layerzero.tuning.measuring.jobs import Job  # noqa: E402
 from layerzero.tuning.measuring.timing import Effort, Runner, quantile, race  # noqa: E402
 

@@ -17,14 +17,7 @@ from layerzero.core.import_hook import when_imported as _when_imported
 __version__ = "0.1.0"
 
 _HOMES: dict[str, tuple[str, ...]] = {
-    "layerzero.asking.answers": (
-        "explain",
-        "facts",
-        "list_kernels",
-        "list_operations",
-        "validate",
-        "which",
-    ),
+    "layerzero.asking.answers": ("explain", "facts", "list_kernels", "list_operations", "validate", "which"),
     "layerzero.asking.bind": ("bind",),
     "layerzero.asking.diagnosis": ("doctor",),
     "layerzero.asking.freeze": ("freeze", "frozen", "thaw"),
@@ -44,12 +37,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "unregister_kernel",
         "unregister_operation",
     ),
-    "layerzero.asking.descriptors": (
-        "descriptor",
-        "kernels_from_descriptor",
-        "load_descriptor",
-        "unload_descriptor",
-    ),
+    "layerzero.asking.descriptors": ("descriptor", "kernels_from_descriptor", "load_descriptor", "unload_descriptor"),
     "layerzero.asking.trace": ("trace",),
     "layerzero.asking.agreement": ("agree",),
     "layerzero.serving.dry_run": ("dry_run",),

@@ -206,11 +206,7 @@ ALLOWED: dict[str, dict[str, str]] = {
                     "sinks softcap tokens window"
                 ),
             ),
-            (
-                "models/training",
-                _REPLACED,
-                "eps linear_cross_entropy logits loss norm out_dtype reduction rms_norm",
-            ),
+            ("models/training", _REPLACED, "eps linear_cross_entropy logits loss norm out_dtype reduction rms_norm"),
             ("models/steps", _CACHE, "attention logits max_context_len positions step tokens"),
             ("swaps/swap", _REPLACED, "weight"),
         )

@@ -66,14 +66,8 @@ def all_of(dtype):
 ONE = zeros(3, 8)
 HEADS = "query heads must be a multiple of kv heads"
 BAD = {
-    "devices": (
-        attention(key=zeros(2, 6, 2, 8, device="meta")),
-        "key: wanted device cpu like query, got meta",
-    ),
-    "devices, mask": (
-        masked(zeros(4, 6, device="meta")),
-        "attn_mask: wanted device cpu like query, got meta",
-    ),
+    "devices": (attention(key=zeros(2, 6, 2, 8, device="meta")), "key: wanted device cpu like query, got meta"),
+    "devices, mask": (masked(zeros(4, 6, device="meta")), "attn_mask: wanted device cpu like query, got meta"),
     "devices, lengths": (attention(kv_lens=zeros(2, dtype=torch.int32, device="meta")), "kv_lens: wanted device cpu"),
     "dtypes": (attention(value=zeros(2, 6, 2, 8, dtype=torch.bfloat16)), "value: wanted dtype float32 like query"),
     "three axes": (attention(query=zeros(2, 4, 8)), "query: Expected 4D tensor (BSHD or BHSD), got 3D (2, 4, 8)"),
@@ -102,10 +96,7 @@ BAD = {
     ),
     "mask shape": (masked(zeros(5, 6)), "broadcastable to (B, H, S_q, S_k) = (2, 4, 4, 6), got (5, 6)"),
     "mask of keys": (masked(zeros(2, 6)), "got (2, 6); a mask of each sequence's keys is attn_mask[:, None, None, :]"),
-    "causal: a mask": (
-        attention(causal=zeros(4, 6).bool()),
-        "causal: wanted bool, got a tensor (4, 6) of bool",
-    ),
+    "causal: a mask": (attention(causal=zeros(4, 6).bool()), "causal: wanted bool, got a tensor (4, 6) of bool"),
     "eps: a tensor": (rms(eps=torch.tensor(1e-6)), "eps: wanted float, got a tensor () of float32; .item() gives"),
     "eps: many words": (rms(eps="x" * 999), "xxx... (str)"),
     "mask axes": (

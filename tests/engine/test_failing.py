@@ -519,10 +519,7 @@ def test_a_handle_that_is_new_in_a_capture_says_what_to_do(monkeypatch):
 
 def test_the_error_fits_a_screen_and_keeps_every_reason():
     query = torch.randn(1, 16, 4, 64)
-    with (
-        lz.scope(allow=["xformers"], fallback_enabled=False),
-        pytest.raises(lz.NoKernelFoundError) as raised,
-    ):
+    with lz.scope(allow=["xformers"], fallback_enabled=False), pytest.raises(lz.NoKernelFoundError) as raised:
         lz.attention(query, query, query, layout="BSHD")
     error = raised.value
     first, *lines = str(error).splitlines()

@@ -283,11 +283,7 @@ def test_wrong_arguments_are_named_as_a_python_function_names_them():
         ("rms_norm", {"input": (2, 8)}, "'weight'; wanted weight (hidden), got input (2, 8)"),
         ("rms_norm", {}, "'input' and 'weight'; wanted input (..., hidden), weight (hidden), got no tensor"),
         ("quantize", {"input": (2, 8)}, "'dtype'; wanted dtype: str, got input (2, 8)"),
-        (
-            "quantized_linear",
-            {"input": (2, 8)},
-            "wanted weight (out_features, in_features), got ",
-        ),
+        ("quantized_linear", {"input": (2, 8)}, "wanted weight (out_features, in_features), got "),
     ],
     ids=str,
 )
@@ -654,11 +650,7 @@ print(accelerator.ABSENT, lz.rms_norm)
 @IN_C
 @both
 @pytest.mark.parametrize(
-    "first",
-    [
-        "import layerzero as lz; lz.rms_norm; import torch._dynamo",
-        "import torch._dynamo, layerzero as lz",
-    ],
+    "first", ["import layerzero as lz; lz.rms_norm; import torch._dynamo", "import torch._dynamo, layerzero as lz"]
 )
 @pytest.mark.slow
 def test_torch_compile_sees_one_operator_whenever_it_was_imported(first):

@@ -62,13 +62,7 @@ def environment(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def answers(environment):
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env=environment,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    run = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, check=True, capture_output=True, text=True)
     return json.loads(run.stdout.splitlines()[-1])
 
 

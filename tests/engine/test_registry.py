@@ -266,11 +266,7 @@ MISFITS = {
         r"folds \['window'\], but norm\.rms can fold nothing",
     ),
     "a dtype that is not there": (
-        {
-            "operations": ("norm.rms",),
-            "tolerance": {"int8": lz.Tolerance(1.0, 1.0)},
-            "tolerance_reason": "because",
-        },
+        {"operations": ("norm.rms",), "tolerance": {"int8": lz.Tolerance(1.0, 1.0)}, "tolerance_reason": "because"},
         "tolerance for int8, a dtype that its operations do not have",
     ),
 }

@@ -12,7 +12,7 @@ from decoders import Recorded, greedy, made, state_of, tokens, transformers
 from drawing import mostly
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning"),
+    pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning")
 ]
 
 

@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers", "5.0", reason="needs transfor
 from layerzero.integrations.optimize.attention.transformers import AttentionSwap  # noqa: E402
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning"),
+    pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning")
 ]
 
 SIZES = {

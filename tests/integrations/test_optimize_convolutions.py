@@ -74,10 +74,7 @@ def test_packed_forms_follow_the_weight(change: str) -> None:
     [
         (lambda: nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"), "padding_mode='reflect'"),
         (lambda: type("Own", (nn.Conv2d,), {"forward": lambda self, x: x})(4, 4, 3), "a forward of its own"),
-        (
-            lambda: type("Own", (nn.Conv1d,), {"_conv_forward": lambda self, *_: _[0]})(4, 4, 3),
-            "a forward of its own",
-        ),
+        (lambda: type("Own", (nn.Conv1d,), {"_conv_forward": lambda self, *_: _[0]})(4, 4, 3), "a forward of its own"),
     ],
 )
 def test_what_may_compute_something_else_is_left(make: Any, why: str) -> None:

@@ -20,7 +20,7 @@ from layerzero.integrations.optimize.swaps import weights as packing
 transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning"),
+    pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning")
 ]
 
 WIDTHS = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

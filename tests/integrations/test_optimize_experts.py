@@ -25,7 +25,7 @@ pytest.importorskip("transformers.integrations.moe", reason="needs its interface
 import mixtures  # noqa: E402  # it imports transformers
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning"),
+    pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning")
 ]
 
 QUICK = ("Mixtral", "GptOss", "DeepseekV3", "Qwen3Next")

@@ -57,8 +57,7 @@ class Gated(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("kind", "calls"),
-    [("plain", "lz.rms_norm"), ("one plus", "lz.rms_norm by 1 + weight"), ("mean", "lz.layer_norm")],
+    ("kind", "calls"), [("plain", "lz.rms_norm"), ("one plus", "lz.rms_norm by 1 + weight"), ("mean", "lz.layer_norm")]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_norms_are_told_by_their_values(kind: str, calls: str, dtype: torch.dtype) -> None:

@@ -18,7 +18,7 @@ from layerzero.integrations.optimize.attention import dynamic_cache
 from layerzero.integrations.optimize.models import steps
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning"),
+    pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning")
 ]
 
 

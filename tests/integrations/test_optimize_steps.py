@@ -18,7 +18,7 @@ from layerzero.integrations.optimize.models import steps
 from layerzero.integrations.optimize.models.step_cache import PAGE, bucket
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning"),
+    pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning")
 ]
 
 

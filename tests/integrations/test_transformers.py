@@ -17,7 +17,7 @@ from layerzero.integrations import transformers as integration  # noqa: E402  # 
 
 pytestmark = [
     # gradients through a softcap or sinks have no kernel on the CPU but the reference, and LayerZero says so once
-    pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning"),
+    pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning")
 ]
 
 SMALL = {

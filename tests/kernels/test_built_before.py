@@ -72,11 +72,7 @@ def built(monkeypatch, tmp_path):
     [
         ("flashinfer.paged_decode", "attention.gqa.decode.paged", [named(DECODE)]),
         ("flashinfer.paged_decode_tensor_cores", "attention.gqa.decode.paged", [named(PREFILL) + "_kv_stride_equal"]),
-        (
-            "flashinfer.pod.paged",
-            "attention.gqa.mixed.paged",
-            [named(POD), named(PREFILL) + "_kv_stride_equal"],
-        ),
+        ("flashinfer.pod.paged", "attention.gqa.mixed.paged", [named(POD), named(PREFILL) + "_kv_stride_equal"]),
         ("flashinfer.block_sparse", "attention.sparse.block", [named(PREFILL) + "_sm90"]),
         ("flashinfer.variable_sparse", "attention.sparse.variable", [named(PREFILL) + "_sm90"]),
     ],

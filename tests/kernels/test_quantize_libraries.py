@@ -99,10 +99,7 @@ class Operators:
 
 @pytest.fixture
 def library(monkeypatch):
-    stand = {
-        "dynamic_scaled_int8_quant": Operators.rows,
-        "static_scaled_int8_quant": Operators.given,
-    }
+    stand = {"dynamic_scaled_int8_quant": Operators.rows, "static_scaled_int8_quant": Operators.given}
     names = {name: types.SimpleNamespace(default=function) for name, function in stand.items()}
     product = {"cutlass_scaled_mm": types.SimpleNamespace(default=Operators.product)}
     libraries = {"_C.abi3.so": names, "_C_stable_libtorch.abi3.so": product}

@@ -127,11 +127,7 @@ def test_compiled_code_has_one_graph(kind):
     "kind, wrong, message",
     [
         ("plain", {"up_weight": torch.randn(31, 64)}, "down_weight: wanted inner_features 31 as in up_weight, got 32"),
-        (
-            "gated",
-            {"gate_weight": torch.randn(31, 64)},
-            "gate_weight: wanted inner_features 32 as in",
-        ),
+        ("gated", {"gate_weight": torch.randn(31, 64)}, "gate_weight: wanted inner_features 32 as in"),
         ("plain", {"gate_bias": torch.randn(32)}, "gate_bias: wanted None without gate_weight, got one"),
         ("joined", {"up_bias": torch.randn(32)}, "up_bias: wanted joined_features 64 as in up_weight, got 32"),
         ("plain", {"down_bias": torch.randn(32)}, "down_bias: wanted out_features 48 as in down_weight, got 32"),

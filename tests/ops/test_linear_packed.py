@@ -151,10 +151,7 @@ def test_a_packed_weight_of_another_tensor_is_refused(path):
     packed = lz.PackedWeight(weight)
     for other in (weight.clone(), weight.view(64, 96), weight.detach()):
         assert packed.kind_for(other) == "foreign"
-        with pytest.raises(
-            lz.InvalidCallError,
-            match="got that of another; make one of this",
-        ):
+        with pytest.raises(lz.InvalidCallError, match="got that of another; make one of this"):
             lz.linear(x, other, bias, packed=packed)
 
 

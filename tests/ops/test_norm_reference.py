@@ -88,10 +88,7 @@ def test_sums_are_wide(dtype):
 def test_nan_and_infinity_stay_in_their_row():
     x = normal(3, 4)
     x[0, 1], x[1, 2] = math.nan, math.inf
-    for got in (
-        norm.rms_norm(x, torch.ones(4).double()),
-        norm.layer_norm(x, normalized_shape=(4,)),
-    ):
+    for got in (norm.rms_norm(x, torch.ones(4).double()), norm.layer_norm(x, normalized_shape=(4,))):
         assert got[0].isnan().all()
         assert got[1, 2].isnan()
         assert got[2].isfinite().all()

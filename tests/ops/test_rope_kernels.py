@@ -14,12 +14,7 @@ from layerzero.core.reasons import ReasonCode
 from layerzero.engine.probe import this_machine
 from layerzero.ops.rope.declare import cos_sin, rope_reference
 
-LIBRARIES = {
-    "torch": "2.11.0",
-    "flashinfer-python": "0.7.2.post1",
-    "vllm": "0.20.0",
-    "liger-kernel": "0.8.5",
-}
+LIBRARIES = {"torch": "2.11.0", "flashinfer-python": "0.7.2.post1", "vllm": "0.20.0", "liger-kernel": "0.8.5"}
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 MISSING = this_machine().state(VLLM_CPU, Device.detect("cpu")).reason
 

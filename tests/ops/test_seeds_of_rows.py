@@ -45,9 +45,7 @@ def test_a_draw_depends_on_its_own_row_alone(kernel, case):
 
 
 @pytest.mark.parametrize(
-    "kept",
-    [{}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.9, "min_p": 0.05}],
-    ids=str,
+    "kept", [{}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.9, "min_p": 0.05}], ids=str
 )
 @pytest.mark.parametrize("kernel", ["torch.sample_filtered", "reference.sampling.filtered"])
 def test_seeds_that_follow_each_other_draw_as_the_probabilities_say(kernel, kept):

@@ -65,10 +65,7 @@ def test_no_result_shares_memory_with_the_product():
 def test_no_positions_are_those_from_the_start():
     arguments, _ = call()
     counted = arguments | {"positions": torch.arange(5)}
-    close(
-        lz.split_qkv_norm_rope(**(arguments | {"positions": None})),
-        lz.split_qkv_norm_rope(**counted),
-    )
+    close(lz.split_qkv_norm_rope(**(arguments | {"positions": None})), lz.split_qkv_norm_rope(**counted))
 
 
 @pytest.mark.parametrize("normed", [False, True])

@@ -15,11 +15,7 @@ def _grid(exponent_bits, mantissa_bits, bias, largest):
     return np.array([each for each in found if each <= largest])
 
 
-GRIDS = {
-    "fp8_e4m3": _grid(4, 3, 7, 448.0),
-    "fp8_e5m2": _grid(5, 2, 15, 57344.0),
-    "fp4": _grid(2, 1, 1, 6.0),
-}
+GRIDS = {"fp8_e4m3": _grid(4, 3, 7, 448.0), "fp8_e5m2": _grid(5, 2, 15, 57344.0), "fp4": _grid(2, 1, 1, 6.0)}
 
 
 def _codes(numbers, grid):

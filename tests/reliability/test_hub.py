@@ -111,10 +111,7 @@ PLANTED = {
     "a library that is text": (made(files={"_k.abi3.so": b"not a library"}), "activation ABI"),
     "a library with a version": (made(files={"lib/libk.so.6": b""}), "activation ABI"),
     "a library of Windows": (made(files={"_k.dll": b"MZ"}), "activation ABI"),
-    "a kernel that needs another": (
-        made(**{"kernel-depends": [{"repo-id": "somebody/kernel", "version": 1}]}),
-        None,
-    ),
+    "a kernel that needs another": (made(**{"kernel-depends": [{"repo-id": "somebody/kernel", "version": 1}]}), None),
     "a package that is unknown": (made(**{"python-depends": ["planted"]}), "activation dependencies"),
     "a later kernels": (made(**{"kernels-minver": "99.0"}), None),
     "a backend that LayerZero has not": (made(backend={"type": "metal"}), "activation backend"),

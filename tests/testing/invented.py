@@ -119,10 +119,7 @@ def product_reference(left, right):
 PRODUCT = lz.Operation(
     schema=lz.OperationSchema(
         "invented.product",
-        (
-            lz.TensorSchema("left", ("rows", "places"), INT8),
-            lz.TensorSchema("right", ("columns", "places"), INT8),
-        ),
+        (lz.TensorSchema("left", ("rows", "places"), INT8), lz.TensorSchema("right", ("columns", "places"), INT8)),
         (lz.TensorSchema("result", ("rows", "columns"), frozenset({torch.float32})),),
         (),
         (ROWS, lz.Axis("places", scales=True), lz.Axis("columns", scales=True)),

@@ -46,10 +46,7 @@ def reorders(query, key, value, *, scale=None):
 
 
 @lz.register_kernel(
-    "norm.rms",
-    "danger.half",
-    supported_dtypes=["float16", "float32"],
-    limits=[lz.limits.contiguous("input", "weight")],
+    "norm.rms", "danger.half", supported_dtypes=["float16", "float32"], limits=[lz.limits.contiguous("input", "weight")]
 )
 def half(input, weight, *, eps):
     return _zentorch().zentorch_rms_norm(input.view(-1, input.shape[-1]), weight, eps).view(input.shape)

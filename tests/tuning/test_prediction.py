@@ -166,11 +166,7 @@ def test_even_lengths_tell_no_tiles():
     assert fit(even).tile == 1
 
 
-@given(
-    offset=st.floats(0, 10),
-    slopes=st.tuples(st.floats(0, 1), st.floats(0, 1)),
-    asked=st.tuples(WITHIN, WITHIN),
-)
+@given(offset=st.floats(0, 10), slopes=st.tuples(st.floats(0, 1), st.floats(0, 1)), asked=st.tuples(WITHIN, WITHIN))
 def test_a_power_law_is_found_between_its_points(offset, slopes, asked):
     def law(a, b):
         return 2 ** (offset + slopes[0] * math.log2(a) + slopes[1] * math.log2(b))

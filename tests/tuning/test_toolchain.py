@@ -15,10 +15,7 @@ from layerzero.tuning.proving.build_child import LINES, failed, interrupted, lac
     [
         (FileNotFoundError(2, "No such file or directory", "g++"), "a C++ compiler that works"),
         (FileNotFoundError(2, "No such file or directory", "/opt/bin/clang++-18"), "a C++ compiler that works"),
-        (
-            RuntimeError("No working C++ compiler found in config.cpp.cxx: (None, 'g++')"),
-            "a C++ compiler that works",
-        ),
+        (RuntimeError("No working C++ compiler found in config.cpp.cxx: (None, 'g++')"), "a C++ compiler that works"),
         (RuntimeError("Failed to find C compiler. Please specify via CC environment variable"), "a C compiler"),
         (FileNotFoundError(2, "No such file or directory", "/usr/bin/gcc"), "a C compiler"),
         (RuntimeError("Ninja is required to load C++ extensions (pip install ninja to get it)"), "ninja"),

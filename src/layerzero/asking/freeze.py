@@ -26,13 +26,7 @@ from layerzero.engine import frozen_choices, probe
 from layerzero.engine.bucket_table import BucketTable
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
-from layerzero.engine.frozen_choices import (
-    Agreed,
-    Frozen,
-    FrozenChoice,
-    choice_of,
-    class_name,
-)
+from layerzero.engine.frozen_choices import Agreed, Frozen, FrozenChoice, choice_of, class_name
 from layerzero.engine.fusion import FUSING
 from layerzero.engine.judgements import Later
 from layerzero.engine.registry import REGISTRY

@@ -47,13 +47,7 @@ def _load(facts: Facts) -> Callable[..., Any]:
     ) -> Any:
         left, right = window or (-1, -1)
         result = flash_attn_func(
-            query,
-            key,
-            value,
-            softmax_scale=scale,
-            causal=causal,
-            window_size=(left, right, 0),
-            return_lse=return_lse,
+            query, key, value, softmax_scale=scale, causal=causal, window_size=(left, right, 0), return_lse=return_lse
         )
         if not return_lse:
             return result[0] if isinstance(result, (tuple, list)) else result

@@ -56,14 +56,7 @@ def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
 def _load_layer_norm(facts: Facts) -> Callable[..., Any]:
     forward = _extension().forward_affine
 
-    def run(
-        input: Tensor,
-        *,
-        normalized_shape: tuple[int, ...],
-        weight: Tensor,
-        bias: Tensor,
-        eps: float,
-    ) -> Tensor:
+    def run(input: Tensor, *, normalized_shape: tuple[int, ...], weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         output: Tensor = forward(input, normalized_shape, weight, bias, eps)[0]
         return output
 

@@ -232,10 +232,7 @@ KERNELS = (
             limit.dtype("float16", "bfloat16"),
             limit.dim("head_dim", max=256, multiple=8),
             limit.dim("value_dim", max=256, multiple=8),
-            limit.Custom(
-                "head_dim > 128 on sm 9, or 192 with a value_dim of 128 on sm 10",
-                _wide_heads,
-            ),
+            limit.Custom("head_dim > 128 on sm 9, or 192 with a value_dim of 128 on sm 10", _wide_heads),
             NotDecoding(),
             limit.Custom("causal or window: seq_q <= seq_k", _alignment),
             limit.Custom("window: (left, 0), seq_q > 1", _window),

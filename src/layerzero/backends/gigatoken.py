@@ -13,14 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from layerzero.backends.tokenizer_kernels import (
-    decoder,
-    encoder,
-    formats,
-    library,
-    ranks_file,
-    without_specials,
-)
+from layerzero.backends.tokenizer_kernels import decoder, encoder, formats, library, ranks_file, without_specials
 from layerzero.core import limits as limit
 from layerzero.core.system import forking
 from layerzero.ops.tokenize.declare import TokenizerPart, always_added

@@ -22,15 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.grouped_weights import (
-    Locks,
-    Product,
-    as_powers,
-    by_rows,
-    bytes_of,
-    grouped,
-    second_factor,
-)
+from layerzero.backends.grouped_weights import Locks, Product, as_powers, by_rows, bytes_of, grouped, second_factor
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel

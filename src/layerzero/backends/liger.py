@@ -60,10 +60,7 @@ def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
 
 
 def _load_add_rms_norm(facts: Facts) -> Callable[..., Any]:
-    from liger_kernel.ops.fused_add_rms_norm import (
-        _CASTING_MODE_GEMMA,
-        _fused_add_rms_norm_forward_kernel,
-    )
+    from liger_kernel.ops.fused_add_rms_norm import _CASTING_MODE_GEMMA, _fused_add_rms_norm_forward_kernel
     from liger_kernel.ops.utils import calculate_settings
 
     rows, hidden = facts.size("rows"), facts.size("hidden")
@@ -93,14 +90,7 @@ def _load_layer_norm(facts: Facts) -> Callable[..., Any]:
 
     hidden = facts.size("hidden")
 
-    def run(
-        input: Tensor,
-        *,
-        normalized_shape: tuple[int, ...],
-        weight: Tensor,
-        bias: Tensor,
-        eps: float,
-    ) -> Tensor:
+    def run(input: Tensor, *, normalized_shape: tuple[int, ...], weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         rows = input.view(-1, hidden)
         output: Tensor = layer_norm_forward(rows, weight.view(hidden), bias.view(hidden), float(eps))[0]
         return output.view(input.shape)

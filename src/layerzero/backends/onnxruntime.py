@@ -137,12 +137,7 @@ def _load_layer_norm(facts: Facts) -> Callable[..., Any]:
     rank, dtype = facts.size("input_ndim"), facts.tensors["input"].dtype
 
     def run(
-        input: Tensor,
-        *,
-        normalized_shape: tuple[int, ...],
-        weight: Tensor,
-        bias: Tensor | None = None,
-        eps: float,
+        input: Tensor, *, normalized_shape: tuple[int, ...], weight: Tensor, bias: Tensor | None = None, eps: float
     ) -> Tensor:
         axes = len(normalized_shape)
         tensors = {"input": input, "weight": weight} | ({} if bias is None else {"bias": bias})
@@ -248,11 +243,7 @@ KERNELS = (
         backend=ONNXRUNTIME,
         load=_load_layer_norm,
         accepts=("normalized_shape", "weight", "bias", "eps"),
-        limits=(
-            limit.dtype("float32"),
-            limit.one_of("weight", "float"),
-            limit.contiguous("input", "weight", "bias"),
-        ),
+        limits=(limit.dtype("float32"), limit.one_of("weight", "float"), limit.contiguous("input", "weight", "bias")),
         priority=30,
     ),
     grouped(

@@ -128,11 +128,7 @@ def _load_layer_norm(facts: Facts) -> Callable[..., Any]:
 
 
 _TENSORS = ("input", "residual", "weight", "bias")
-_LIMITS = (
-    limit.dtype("float32", "float16", "bfloat16"),
-    limit.contiguous(*_TENSORS),
-    RowsAligned(_TENSORS),
-)
+_LIMITS = (limit.dtype("float32", "float16", "bfloat16"), limit.contiguous(*_TENSORS), RowsAligned(_TENSORS))
 
 KERNELS = tuple(
     Kernel(

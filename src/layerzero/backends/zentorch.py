@@ -228,12 +228,7 @@ def _load_int8(facts: Facts) -> Callable[..., Any]:
     operator, outputs = operators().zentorch_dynamic_qlinear.default, facts.size("out_features")
 
     def run(
-        input: Tensor,
-        weight: Tensor,
-        weight_scale: Tensor,
-        *,
-        bias: Tensor | None = None,
-        packed: PackedWeight,
+        input: Tensor, weight: Tensor, weight_scale: Tensor, *, bias: Tensor | None = None, packed: PackedWeight
     ) -> Tensor:
         scales = weight_scale.reshape(-1).expand(outputs).contiguous()
         form = packed.form("zentorch.int8", _pack_int8)

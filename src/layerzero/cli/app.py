@@ -241,8 +241,7 @@ def vet(
         str | None, typer.Option("--dtype", metavar="DTYPE", help="Dtype of the tensors; by default each in turn.")
     ] = None,
     device: Annotated[
-        str | None,
-        typer.Option("--device", metavar="DEVICE", help="Where; a GPU where there is one, else the CPU."),
+        str | None, typer.Option("--device", metavar="DEVICE", help="Where; a GPU where there is one, else the CPU.")
     ] = None,
     module: Modules = None,
     param: measuring.Param = None,
@@ -323,8 +322,7 @@ def config_keys(json: AsJson = False) -> Answer:
 
 @config.command("check", **_examples("config check layerzero.yaml"))
 def config_check(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A YAML file of settings.")],
-    json: AsJson = False,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A YAML file of settings.")], json: AsJson = False
 ) -> Answer:
     """Check a file of settings.
 

@@ -75,9 +75,7 @@ def show(
     if shown and (kernel, operation, limit, everything) == ("*", "*", None, False):
         fits = lambda: [*database.notes(), *head, *on_a_small_screen(found, [holds(each) for each in found])]  # noqa: E731
     return Answer(
-        data,
-        lambda: [*database.notes(), *head, *latest, *_table(shown, counts, everything=everything)],
-        folded=fits,
+        data, lambda: [*database.notes(), *head, *latest, *_table(shown, counts, everything=everything)], folded=fits
     )
 
 

@@ -145,8 +145,7 @@ def diff(
 
 
 def merge(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Another database of your own.")],
-    json: AsJson = False,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Another database of your own.")], json: AsJson = False
 ) -> Answer:
     """Take over all times of another database of yours, as if they had been measured here.
 
@@ -230,12 +229,7 @@ def add_to(perfdb: typer.Typer) -> None:
         (
             "export",
             export,
-            (
-                "times.jsonl",
-                'h200.jsonl --operation "attention.*"',
-                "h200.json --prior",
-                "all.jsonl --builds",
-            ),
+            ("times.jsonl", 'h200.jsonl --operation "attention.*"', "h200.json --prior", "all.jsonl --builds"),
         ),
         ("import", take, ("times.jsonl", "times.jsonl --dry-run", "all.jsonl --builds")),
         ("diff", diff, ("times.jsonl", "times.jsonl --json")),

@@ -108,9 +108,7 @@ def show(file: PlanFile, json: AsJson = False) -> Answer:
 
 
 def diff(
-    first: PlanFile,
-    second: Annotated[Path, typer.Argument(metavar="OTHER", help="Another one.")],
-    json: AsJson = False,
+    first: PlanFile, second: Annotated[Path, typer.Argument(metavar="OTHER", help="Another one.")], json: AsJson = False
 ) -> Answer:
     """Print what differs between two plans: model, machine, buckets, and the kernel of each call.
 
@@ -180,8 +178,7 @@ def add_to(app: typer.Typer) -> None:
         ready
     )
     app.command(
-        "serve-health",
-        **examples("serve-health", "serve-health --port 9400 --host 0.0.0.0 --manifest workload.json"),
+        "serve-health", **examples("serve-health", "serve-health --port 9400 --host 0.0.0.0 --manifest workload.json")
     )(serve_health)
     app.command(
         "solve",

@@ -62,11 +62,7 @@ class CallQuestion:
         """Ask it. Raises: what :func:`layerzero.explain` raises."""
         with SCOPES.scope(self.settings):
             return explain(
-                self.name,
-                **self.arguments,
-                device=self.device,
-                libraries=self.libraries,
-                capturing=self.capturing,
+                self.name, **self.arguments, device=self.device, libraries=self.libraries, capturing=self.capturing
             )
 
 

@@ -85,6 +85,6 @@ def add_to(app: typer.Typer) -> None:
         **examples(
             "rolling-update a=http://10.0.0.7:9400 b=http://10.0.0.8:9400 --state update.json"
             " --update 'ssh {name} systemctl restart service' --fallback-on 'ssh {name} touch /run/service/fallback'"
-            " --fallback-off 'ssh {name} rm -f /run/service/fallback'",
+            " --fallback-off 'ssh {name} rm -f /run/service/fallback'"
         ),
     )(rolling_update)

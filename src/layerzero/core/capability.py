@@ -18,10 +18,7 @@ from layerzero.core.limit_kinds import Arch, Dim, Dtype, LastStrideOne, Limit, P
 from layerzero.core.limits import CODE, limit_data, limit_of
 from layerzero.core.operation import Operation
 
-_BOUNDS = {
-    "head_dim": ("min_head_dim", "max_head_dim", "head_dim_multiple"),
-    "seq_k": ("max_seq_len",),
-}
+_BOUNDS = {"head_dim": ("min_head_dim", "max_head_dim", "head_dim_multiple"), "seq_k": ("max_seq_len",)}
 """Axis of an operation to the fields that must be said where it has that axis."""
 
 _ID = re.compile(r"[A-Za-z0-9_.+:/-]+")

@@ -162,10 +162,7 @@ def version_range(descriptor: Descriptor) -> str:
 
 
 def built(
-    entry: Entry,
-    operations: Sequence[Operation],
-    descriptor: Descriptor,
-    load: Callable[[Facts], Callable[..., Any]],
+    entry: Entry, operations: Sequence[Operation], descriptor: Descriptor, load: Callable[[Facts], Callable[..., Any]]
 ) -> Kernel:
     """A kernel of which everything but ``load`` is data."""
     limits = limits_of(entry, operations)

@@ -363,11 +363,7 @@ class FactsBuilder:
         device = device or Device.detect("cpu" if first is None else first.device)
         leading = tensors.get(schema.dtype_tensor.name) if schema.inputs else None
         lead = first if leading is None else leading
-        values |= {
-            "dtype": BYTES if lead is None else lead.dtype,
-            "platform": device.platform,
-            "sm": device.sm_number,
-        }
+        values |= {"dtype": BYTES if lead is None else lead.dtype, "platform": device.platform, "sm": device.sm_number}
         values |= _state_values(state or CallState(), values["dtype"])
         if self.operation.derive is not None:
             derived = self.operation.derive(arguments, values)  # type: ignore[arg-type]  # it reads sizes of these

@@ -245,11 +245,7 @@ def aligned(bytes: int, *tensors: str) -> Limit:  # noqa: A002
 
 
 def grid(
-    x: tuple[Factor, ...] = (),
-    y: tuple[Factor, ...] = (),
-    z: tuple[Factor, ...] = (),
-    *,
-    max_blocks: int | None = None,
+    x: tuple[Factor, ...] = (), y: tuple[Factor, ...] = (), z: tuple[Factor, ...] = (), *, max_blocks: int | None = None
 ) -> Limit:
     """Launch this grid: each axis a product of sizes (``"batch"``) and numbers of tiles (``("seq_q", 64)``)."""
     return Grid(x, y, z, max_blocks)

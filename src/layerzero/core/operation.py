@@ -24,18 +24,7 @@ from layerzero.core.reasons import Reason
 from layerzero.core.schema import OperationSchema
 from layerzero.core.values import Check
 
-__all__ = [
-    "GENERAL_FACTS",
-    "Case",
-    "Function",
-    "OpKind",
-    "Operation",
-    "Part",
-    "Route",
-    "Routed",
-    "Tolerance",
-    "Work",
-]
+__all__ = ["GENERAL_FACTS", "Case", "Function", "OpKind", "Operation", "Part", "Route", "Routed", "Tolerance", "Work"]
 
 GENERAL_FACTS = (
     *("operation", "layout", "platform", "sm", "dtype"),

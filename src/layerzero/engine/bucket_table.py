@@ -18,14 +18,7 @@ from layerzero.core.plan import Report
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.reuse_conditions import WITHIN, Condition, Conditions, SizedCall, size_above
 from layerzero.core.system import forking
-from layerzero.engine.frozen_choices import (
-    FrozenChoice,
-    candidate_of,
-    class_name,
-    noted,
-    why_not,
-    with_choice,
-)
+from layerzero.engine.frozen_choices import FrozenChoice, candidate_of, class_name, noted, why_not, with_choice
 from layerzero.engine.policy import Policy
 from layerzero.ops import function_of
 

@@ -375,10 +375,7 @@ def adaptations_for(kernel: Kernel, facts: Facts) -> list[Adaptation]:
     return [Adaptation("view", "layout", f"{facts.layout} seen as {kernel.layout} (strides only)")]
 
 
-_REPAIR_TEXT = {
-    "copy": "copy {argument} into contiguous memory",
-    "negate": "resolve the negative bit of {argument}",
-}
+_REPAIR_TEXT = {"copy": "copy {argument} into contiguous memory", "negate": "resolve the negative bit of {argument}"}
 """What a plan can do for any operation; the others bring their own (``Operation.adapters``)."""
 
 

@@ -270,12 +270,7 @@ class _Call(NamedTuple):
 
 
 def _call(
-    legal: Sequence[Candidate],
-    facts: Facts,
-    policy: Policy,
-    evidence: Known,
-    widening: Collection[str],
-    extra_us: Us,
+    legal: Sequence[Candidate], facts: Facts, policy: Policy, evidence: Known, widening: Collection[str], extra_us: Us
 ) -> _Call:
     wishes, device = named(facts, policy), facts.device
     priority = {each.kernel.id: each.kernel.priority_on(device) for each in legal}

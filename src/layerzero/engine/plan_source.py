@@ -95,14 +95,7 @@ TEXTS: EpochValues[_Text] = EpochValues()
 
 
 def _text_of(
-    function: Function,
-    candidate: Candidate,
-    facts: Facts,
-    policy: Policy,
-    reads: Reads,
-    *,
-    guarded: bool,
-    barred: bool,
+    function: Function, candidate: Candidate, facts: Facts, policy: Policy, reads: Reads, *, guarded: bool, barred: bool
 ) -> _Text:
     """Write a plan, or take the text of a call that differed in sizes only."""
     guards = _guards(candidate.kernel, facts, reads, barred=barred)

@@ -48,11 +48,7 @@ def _of_pair(original: Rotation) -> Rotation:
     """``f(x, (cos, sin), use_real, use_real_unbind_dim, sequence_dim)``, each angle twice in (S, D) tables."""
 
     def rotate(
-        x: Tensor,
-        freqs_cis: Any,
-        use_real: bool = True,
-        use_real_unbind_dim: int = -1,
-        sequence_dim: int = 2,
+        x: Tensor, freqs_cis: Any, use_real: bool = True, use_real_unbind_dim: int = -1, sequence_dim: int = 2
     ) -> Any:
         layout = {1: "BSHD", 2: "BHSD"}.get(sequence_dim)
         known = use_real is True and layout is not None and use_real_unbind_dim in {-1, -2}

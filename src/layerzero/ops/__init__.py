@@ -114,9 +114,7 @@ A name of another meaning has no place here: the error must lead to the same num
 2.13, flash-attn 2.8, FlashInfer 0.7, xFormers 0.0.35, vLLM 0.33 and Transformers 5.24.
 """
 
-argument_errors.NEEDLESS |= {
-    "enable_gqa": ("key", "leave it out: key and value may have fewer heads than query"),
-}
+argument_errors.NEEDLESS |= {"enable_gqa": ("key", "leave it out: key and value may have fewer heads than query")}
 """Foreign names for which nothing stands here: an argument of the functions that are meant, and what to do."""
 
 for _family in sorted(each.name for each in pkgutil.iter_modules(__path__)):

@@ -270,10 +270,7 @@ CASCADE = attn.operation(
     axes=(*_OF_DECODE.axes, Axis("prefix_tokens", scales=True)),
     layouts=_OF_DECODE.layouts,
     fake=paged.GQA_DECODE_PAGED.fake,
-    cases=(
-        paged.decode_case("small", 3, 64, 8, 2, 64),
-        paged.decode_case("llama3_8b_b64_kv9k", 64, 9216, 32, 8, 128),
-    ),
+    cases=(paged.decode_case("small", 3, 64, 8, 2, 64), paged.decode_case("llama3_8b_b64_kv9k", 64, 9216, 32, 8, 128)),
     tolerance_reason="the attention contract; parts are merged in float32, after one rounding more",
     derive=_derive,
     derived_from=attn.GROUP | paged.BOUND | {"prefix_tokens": ("max_blocks", "page_size")},

@@ -107,11 +107,7 @@ def _declared(
         summary,
         reference,
         inputs=inputs,
-        axes=(
-            Axis("rows", scales=True, live=True, apart=True, leading=True),
-            Axis("features", scales=True),
-            NDIM,
-        ),
+        axes=(Axis("rows", scales=True, live=True, apart=True, leading=True), Axis("features", scales=True), NDIM),
         cases=cases(
             "rows features",
             {"small": (33, 96), "decode": (1, 4096), "batch_decode": (64, 4096), "prefill": (512, 4096)},

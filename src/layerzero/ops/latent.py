@@ -177,12 +177,7 @@ MLA_DECODE_PAGED = attn.operation(
         TensorSchema("context_lens", ("batch",), INT32, same_dtype=False, counts=("max_blocks", "page_size")),
     ),
     outputs=attn.results("batch", "seq_q", width="latent_dim"),
-    params=(
-        Param("scale", float, REQUIRED, example=_USUAL_SCALE, works=False),
-        attn.RETURN_LSE,
-        MAX_CONTEXT_LEN,
-        STEP,
-    ),
+    params=(Param("scale", float, REQUIRED, example=_USUAL_SCALE, works=False), attn.RETURN_LSE, MAX_CONTEXT_LEN, STEP),
     axes=(
         Axis("batch", scales=True, live=True, beside=True, apart=True),
         Axis("heads", scales=True, beside=True),
@@ -274,12 +269,7 @@ def _draw(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
 
 
 MLA_ATTENTION = Function(
-    name=_FUNCTION,
-    signature=mla_attention,
-    route=_route,
-    operations=OPERATIONS,
-    draw=_draw,
-    state=frozenset({"sdpa"}),
+    name=_FUNCTION, signature=mla_attention, route=_route, operations=OPERATIONS, draw=_draw, state=frozenset({"sdpa"})
 )
 FUNCTIONS = (MLA_ATTENTION,)
 ALIASES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {

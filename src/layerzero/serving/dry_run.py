@@ -70,11 +70,7 @@ class DryRun:
 
 
 def dry_run(
-    model: Module,
-    inputs: Any = None,
-    device: Device | str | None = None,
-    *,
-    libraries: Mapping[str, str] | None = None,
+    model: Module, inputs: Any = None, device: Device | str | None = None, *, libraries: Mapping[str, str] | None = None
 ) -> DryRun:
     """Tell what each layer of a model would run on a device, and why. No kernel runs, and no weight is read.
 
@@ -127,12 +123,7 @@ def dry_run(
         assumes.append("modules that lz.optimize exchanged run their own code where tensors have no memory")
     plans = [each for each in elsewhere.plans.values() if each is not None]
     return DryRun(
-        target.name,
-        installed,
-        tuple(assumes),
-        trace,
-        tuple(each.report for each in plans),
-        tuple(elsewhere.refused),
+        target.name, installed, tuple(assumes), trace, tuple(each.report for each in plans), tuple(elsewhere.refused)
     )
 
 

@@ -26,15 +26,7 @@ from layerzero.testing.compare import draws
 from layerzero.testing.generate import RandomCall, draw, drawn_numbers, function_of
 from layerzero.testing.report import EVERY_CHECK
 from layerzero.testing.single_run import FORMS, Finding, Trial, all_threads, attempt, raised, reshaped
-from layerzero.testing.sizes import (
-    LARGE,
-    CheckSetting,
-    base_case,
-    cheap_case,
-    small_cases,
-    tied,
-    with_axis,
-)
+from layerzero.testing.sizes import LARGE, CheckSetting, base_case, cheap_case, small_cases, tied, with_axis
 
 BUILD_SECONDS = 600.0
 """How long a check may take that compiles."""
@@ -106,10 +98,7 @@ class Battery:
                 yield KernelCheck(f"beyond {bound.text}", just(Finding, "not tried", bound.untried))
             for number, (shown, lifted) in enumerate(bound.illegal, 1):
                 count = f" ({number})" if len(bound.illegal) > 1 else ""
-                yield KernelCheck(
-                    f"beyond {bound.text}{count}",
-                    just(boundaries.probe_outcome, shown, lifted),
-                )
+                yield KernelCheck(f"beyond {bound.text}{count}", just(boundaries.probe_outcome, shown, lifted))
 
     def _untried(self) -> str:
         """Why nothing at all can be checked, if so."""
@@ -340,15 +329,9 @@ class Battery:
         if setting is None or trial is None:
             return
         for text, device, limit in boundaries.device_bounds(self.kernel, trial):
-            yield KernelCheck(
-                f"limit {text}",
-                just(boundaries.device_outcome, self.kernel, trial, device, limit),
-            )
+            yield KernelCheck(f"limit {text}", just(boundaries.device_outcome, self.kernel, trial, device, limit))
         for bound in self._bounds():
-            yield KernelCheck(
-                f"limit {bound.text}",
-                just(boundaries.bound_outcome, self.kernel, setting, bound),
-            )
+            yield KernelCheck(f"limit {bound.text}", just(boundaries.bound_outcome, self.kernel, setting, bound))
 
     def _first_taken(self) -> tuple[CheckSetting | None, Case, Trial | None]:
         """The first dtype that the kernel takes a case in."""

@@ -100,10 +100,7 @@ def repeats(trial: Trial) -> Finding:
                     result = trial.run(**call.arguments)
             except Exception as error:  # noqa: BLE001  # whatever a kernel raises is a finding
                 return Finding("wrong", raised(error))
-            values = [
-                *as_tuple(result),
-                *(call.arguments[each] for each in mutated),
-            ]
+            values = [*as_tuple(result), *(call.arguments[each] for each in mutated)]
             found = [bits(value).clone() for value in values]
             if number and not all(torch.equal(one, other) for one, other in zip(first, found, strict=True)):
                 return Finding("wrong", f"declared deterministic, but run {number + 1} gave other bits than run 1")

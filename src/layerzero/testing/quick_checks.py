@@ -179,12 +179,7 @@ def look(
 
 
 def _base(
-    kernel: Kernel,
-    operation: Operation,
-    call: RandomCall | None,
-    setting: CheckSetting,
-    case: Case | None,
-    note: Note,
+    kernel: Kernel, operation: Operation, call: RandomCall | None, setting: CheckSetting, case: Case | None, note: Note
 ) -> tuple[Trial | None, str]:
     """The call that stands for the class, built where the kernel compiles, and what was cut of it."""
     base, cut = None, ""

@@ -228,11 +228,7 @@ KERNELS = (
         load=_load_v3,
         layout="BSHD",
         accepts=("causal", "scale", "window", "softcap", "return_lse"),
-        limits=(
-            limit.arch(min=(9, 0), max=(9, 9)),
-            limit.instruction("wgmma"),
-            *_SHAPES,
-        ),
+        limits=(limit.arch(min=(9, 0), max=(9, 9)), limit.instruction("wgmma"), *_SHAPES),
         priority=100,
         aliases=("flash_attn.v3.causal",),
     ),

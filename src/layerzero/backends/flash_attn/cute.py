@@ -232,10 +232,7 @@ KERNELS = (
         100,  # tcgen05 is what it was written for
         limit.arch(min=(10, 0), max=(11, 9)),
         limit.instruction("tcgen05.mma"),
-        limit.Custom(
-            "head_dim: at most 128, or 192 with a value_dim of 128, or 256",
-            _blackwell_dims,
-        ),
+        limit.Custom("head_dim: at most 128, or 192 with a value_dim of 128, or 256", _blackwell_dims),
     ),
     _kernel(
         "flash_attn.v4.sm90",

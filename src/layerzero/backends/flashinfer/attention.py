@@ -263,12 +263,7 @@ _SHARED = (
     limit.Custom("window: (left, 0) or (left, -1), none with a mask", _window),
     limit.aligned(16, *_TENSORS),
 )
-_TEMPLATES = (
-    *_SHARED,
-    TEMPLATE_DIMS,
-    limit.last_stride_one(*_TENSORS),
-    _OneStep(("query", "key", "value")),
-)
+_TEMPLATES = (*_SHARED, TEMPLATE_DIMS, limit.last_stride_one(*_TENSORS), _OneStep(("query", "key", "value")))
 
 
 def _template(backend: str, operations: tuple[str, ...], kind: str, priority: int, *limits: Limit) -> Kernel:

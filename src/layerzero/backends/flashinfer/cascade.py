@@ -244,12 +244,7 @@ KERNELS = (
         load=_load,
         layout="NHD",
         accepts=("causal", "scale", "window", "return_lse", "step", "decodes"),
-        limits=(
-            *OF_PAGES,
-            *LEFT_WINDOW,
-            *STEPPED,
-            limit.one_of("step", "eager"),
-        ),
+        limits=(*OF_PAGES, *LEFT_WINDOW, *STEPPED, limit.one_of("step", "eager")),
         build_key=lambda facts: ("pod", batches_key("fa2")(facts)),
         prebuilt=pod_prebuilt,
         workspace_bytes=lambda _: 2 * WORKSPACE_BYTES,

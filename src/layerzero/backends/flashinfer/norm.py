@@ -77,11 +77,7 @@ def _load_add_rms_norm_inplace(facts: Facts) -> Callable[..., Any]:
     return run
 
 
-_LIMITS = (
-    limit.dtype("float16", "bfloat16"),
-    limit.dim("hidden", min=2),
-    ElementsBelow(2**32),
-)
+_LIMITS = (limit.dtype("float16", "bfloat16"), limit.dim("hidden", min=2), ElementsBelow(2**32))
 
 
 def _activation(facts: Facts) -> str:

@@ -155,10 +155,7 @@ def _kernel(kind: str, source: str, draw: Draw, accepts: tuple[str, ...], number
         backend=FLASHINFER,
         load=_loader(draw, numbers, logits=logits),
         accepts=(*accepts, *(("temperature", "temperature_by_row") if logits else ()), "seed", "generator"),
-        limits=(
-            *(dense if logits else given),
-            ElementsBelow(2**32, ("rows", "vocab")),
-        ),
+        limits=(*(dense if logits else given), ElementsBelow(2**32, ("rows", "vocab"))),
         grad=True,
         deterministic=True,
         graph_safe=False,

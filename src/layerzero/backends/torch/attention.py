@@ -272,12 +272,7 @@ KERNELS = (
         layout="BHSD",
         accepts=(*SDPA_ARGUMENTS, "attn_mask", "dropout_p"),
         folds=FOLDED,
-        limits=(
-            FLOATS,
-            SquareCausal(),
-            limit.one_of("attn_mask", "none", "float", foldable=True),
-            SdpaEnabled("math"),
-        ),
+        limits=(FLOATS, SquareCausal(), limit.one_of("attn_mask", "none", "float", foldable=True), SdpaEnabled("math")),
         grad=True,
         handles_negated=True,
         workspace_bytes=_math_workspace,

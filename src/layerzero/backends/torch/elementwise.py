@@ -39,13 +39,7 @@ def _load_scaled_add(facts: Facts) -> Callable[..., Any]:
     wide = torch.promote_types(dtype, torch.float32)
     exact = wide is dtype or facts.device.platform != "cpu"
 
-    def run(
-        residual: Tensor,
-        input: Tensor,
-        *,
-        scale_by_row: Tensor | None = None,
-        scale: float | None = None,
-    ) -> None:
+    def run(residual: Tensor, input: Tensor, *, scale_by_row: Tensor | None = None, scale: float | None = None) -> None:
         if scale_by_row is not None:
             residual.addcmul_(input, scale_by_row.unsqueeze(-1))
         elif scale is not None and exact:

@@ -129,14 +129,7 @@ def _load(facts: Facts) -> Callable[..., Any]:
         if on_cpu and not math.isfinite(query.sum(dtype=torch.float32) + key.sum(dtype=torch.float32)):
             # the CPU's kernel takes a row of NaN for one without keys, and gives 0
             return attention_reference(  # type: ignore[return-value]  # without the log-sum-exp
-                query,
-                key,
-                value,
-                causal=causal,
-                scale=scale,
-                window=window,
-                softcap=softcap,
-                alibi_slopes=alibi_slopes,
+                query, key, value, causal=causal, scale=scale, window=window, softcap=softcap, alibi_slopes=alibi_slopes
             )
         # a plan has but one causal, scale, window and softcap: they are in ``numbers``
         slopes = no_slopes if alibi_slopes is None else alibi_slopes.float().contiguous().view(-1)

@@ -275,12 +275,7 @@ def _load_layer_norm(facts: Facts) -> Callable[..., Any]:
     ones, zeros = (fill(hidden, dtype=dtype, device=epsilon.device) for fill in (torch.ones, torch.zeros))
 
     def layer_norm(
-        input: Tensor,
-        *,
-        weight: Tensor = ones,
-        bias: Tensor = zeros,
-        normalized_shape: tuple[int, ...],
-        eps: float,
+        input: Tensor, *, weight: Tensor = ones, bias: Tensor = zeros, normalized_shape: tuple[int, ...], eps: float
     ) -> Tensor:
         return run([epsilon, input.view(-1, hidden), weight.view(hidden), bias.view(hidden)])[0].view(input.shape)
 
@@ -298,10 +293,7 @@ def _load_add_rms_norm(facts: Facts) -> Callable[..., Any]:
     return add_rms_norm
 
 
-_LIMITS = (
-    FLOATS,
-    limit.contiguous("input", "residual", "weight", "bias"),
-)
+_LIMITS = (FLOATS, limit.contiguous("input", "residual", "weight", "bias"))
 
 KERNELS = tuple(
     Kernel(

@@ -222,12 +222,7 @@ KERNELS = (
         backend=TORCH,
         load=_load_cpu,
         accepts=("scale", "return_lse"),
-        limits=(
-            limit.platform("cpu"),
-            FLOATS,
-            limit.positive("scale"),
-            SdpaEnabled("flash"),
-        ),
+        limits=(limit.platform("cpu"), FLOATS, limit.positive("scale"), SdpaEnabled("flash")),
         graph_safe=False,
         priority=40,
     ),

@@ -85,12 +85,7 @@ def _load_wide(facts: Facts) -> Callable[..., Any]:
     features, ndim = facts.size("in_features"), facts["input_ndim"]
 
     def run(
-        input: Tensor,
-        weight: Tensor,
-        *,
-        bias: Tensor | None = None,
-        activation: str | None,
-        out_dtype: torch.dtype,
+        input: Tensor, weight: Tensor, *, bias: Tensor | None = None, activation: str | None, out_dtype: torch.dtype
     ) -> Tensor:
         rows = input if ndim == 2 else input.reshape(-1, features)
         output = torch.mm(rows, weight.t(), out_dtype=out_dtype)
@@ -253,10 +248,7 @@ _THEN = Kernel(
     backend=TORCH,
     load=_load_then,
     accepts=("bias", "activation", "out_dtype"),
-    limits=(
-        FLOATS,
-        limit.Custom("an activation or another dtype of the result", _asks_for_more),
-    ),
+    limits=(FLOATS, limit.Custom("an activation or another dtype of the result", _asks_for_more)),
     grad=True,
     handles_empty=True,
     handles_negated=True,
@@ -319,11 +311,7 @@ KERNELS = (
         backend=TORCH,
         load=_load_wide,
         accepts=("bias", "activation", "out_dtype"),
-        limits=(
-            limit.platform("cuda"),
-            limit.dtype("float16", "bfloat16"),
-            limit.one_of("out_dtype", torch.float32),
-        ),
+        limits=(limit.platform("cuda"), limit.dtype("float16", "bfloat16"), limit.one_of("out_dtype", torch.float32)),
         handles_negated=True,
         priority=55,
         stock=True,  # torch's one function for such a result
@@ -356,14 +344,7 @@ KERNELS = (
     *_MLPS,
     *(widened(each, many("rows"), _load) for each in _MLPS),
     *packed_blocks.kernels(
-        "torch.onednn_",
-        _product,
-        _times,
-        ONEDNN,
-        backend=TORCH,
-        graph_safe=False,
-        priority=55,
-        stock=packed_as_stock,
+        "torch.onednn_", _product, _times, ONEDNN, backend=TORCH, graph_safe=False, priority=55, stock=packed_as_stock
     ),
     *(
         widened(each, many("rows", least=KEPT_BITS), _load_kept(each), limits=each.limits, priority=31)

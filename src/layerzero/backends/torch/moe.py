@@ -70,12 +70,7 @@ def _load_chosen(facts: Facts) -> Callable[..., Pair]:
     return route
 
 
-_COMMON: dict[str, Any] = {
-    "operations": ("moe.route",),
-    "backend": TORCH,
-    "grad": True,
-    "handles_negated": True,
-}
+_COMMON: dict[str, Any] = {"operations": ("moe.route",), "backend": TORCH, "grad": True, "handles_negated": True}
 
 
 def added_up(made: Tensor, expert_ids: Tensor, shares: Tensor, dtype: torch.dtype) -> Tensor:
@@ -90,12 +85,7 @@ def _bias(of_all: Tensor | None, number: int) -> Tensor | None:
 
 
 def _by_name(
-    *,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    activation: str,
-    alpha: float,
-    limit: float,
+    *, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, activation: str, alpha: float, limit: float
 ) -> tuple[Tensor | None, Tensor | None, tuple[str, float, float]]:
     """What experts are called with by name: the biases of both products, and what is between them."""
     return gate_up_bias, down_bias, (activation, alpha, limit)
@@ -251,11 +241,7 @@ def _load_grouped_products(facts: Facts) -> Callable[..., Tensor]:
     return grouped
 
 
-_PRODUCTS: dict[str, Any] = {
-    "backend": TORCH,
-    "grad": True,
-    "handles_negated": True,
-}
+_PRODUCTS: dict[str, Any] = {"backend": TORCH, "grad": True, "handles_negated": True}
 
 _EACH = Kernel(
     id="torch.experts_each",

@@ -106,7 +106,4 @@ _OWN = [
     for name, operations, load, accepts, priority in _KINDS
 ]
 
-KERNELS = (
-    *_OWN,
-    *(widened(each, many("rows"), each.load) for each in _OWN[:2]),
-)
+KERNELS = (*_OWN, *(widened(each, many("rows"), each.load) for each in _OWN[:2]))

@@ -50,13 +50,7 @@ def _load_scaled(facts: Facts) -> Callable[..., Any]:
     wide = torch.float64 if facts["dtype"] is torch.float64 else torch.float32
     lowest, largest, narrow, is_whole = (-128.0 if of.is_whole else -of.largest), of.largest, of.dtype, of.is_whole
 
-    def run(
-        input: Tensor,
-        *,
-        scale: Tensor | None = None,
-        per: str,
-        block_size: int | None,
-    ) -> tuple[Tensor, Tensor]:
+    def run(input: Tensor, *, scale: Tensor | None = None, per: str, block_size: int | None) -> tuple[Tensor, Tensor]:
         numbers = input.detach().to(wide)  # rounding lets no gradient through
         if scale is None:
             made = scales(numbers, of, per, block_size)
@@ -98,11 +92,7 @@ def _load_blocks(divide: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[Fact
     return load
 
 
-_COMMON: dict[str, Any] = {
-    "backend": TORCH,
-    "grad": True,
-    "priority": 20,
-}
+_COMMON: dict[str, Any] = {"backend": TORCH, "grad": True, "priority": 20}
 
 KERNELS = (
     Kernel(

@@ -68,12 +68,7 @@ def _load_one(facts: Facts) -> Callable[..., Any]:
     rows, turn = rows_for(facts, "input"), turning(facts)
 
     def run(
-        input: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        *,
-        positions: Tensor | None = None,
-        interleaved: bool = False,
+        input: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | None = None, interleaved: bool = False
     ) -> Tensor:
         return turn(input, *rows(input, cos, sin, positions), interleaved)
 

@@ -36,16 +36,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.sampling.checks import check_drawable, check_signs
-from layerzero.ops.sampling.formulas import (
-    count_of,
-    generator_of,
-    nth,
-    of_row,
-    parts,
-    place,
-    probabilities,
-    reach,
-)
+from layerzero.ops.sampling.formulas import count_of, generator_of, nth, of_row, parts, place, probabilities, reach
 
 _TINY = torch.finfo(torch.float32).tiny
 

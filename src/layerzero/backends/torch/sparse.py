@@ -210,11 +210,7 @@ KERNELS = (
         backend=TORCH,
         load=_load,
         accepts=("scale",),
-        limits=(
-            FLOATS,
-            limit.positive("scale"),
-            AlignedOnCuda(("query", "key", "value")),
-        ),
+        limits=(FLOATS, limit.positive("scale"), AlignedOnCuda(("query", "key", "value"))),
         workspace_bytes=_mask_bytes_sparse_variable,
         deterministic=False,
         graph_safe=False,

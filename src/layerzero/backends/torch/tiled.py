@@ -220,9 +220,7 @@ KERNELS = (
             backend=TORCH,
             limits=(FLOATS,),
             load=functools.partial(
-                _load_activation,
-                formula=operations[0].expression or operations[0].reference,
-                gated=len(operations) > 1,
+                _load_activation, formula=operations[0].expression or operations[0].reference, gated=len(operations) > 1
             ),
             batch_invariant=True,
             asked_for=True,

@@ -162,14 +162,7 @@ def _attend(
 
 
 def _function(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    _: float,
-    causal: bool,
-    *,
-    attn_mask: Tensor | None,
-    scale: float | None,
+    query: Tensor, key: Tensor, value: Tensor, _: float, causal: bool, *, attn_mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, None]:
     """``F.scaled_dot_product_attention`` in place of the CPU's operator, without a log-sum-exp."""
     query, key, value = (aligned_rows(each) for each in (query, key, value))
@@ -313,12 +306,7 @@ FLASH = (
 )
 """What torch's FlashAttention 2 takes."""
 
-EACH = (
-    limit.platform("cuda", *UNLISTED),
-    FLOATS,
-    limit.positive("scale"),
-    SdpaEnabled("math"),
-)
+EACH = (limit.platform("cuda", *UNLISTED), FLOATS, limit.positive("scale"), SdpaEnabled("math"))
 """What torch's function takes of one sequence after the other; it has a kernel for each while math may run."""
 
 

@@ -149,11 +149,7 @@ KERNELS = tuple(
         operations=(operation.name,),
         backend=TORCH,
         load=_load,
-        accepts=(
-            "weight_format",
-            *(each.name for each in operation.schema.optional),
-            "out_dtype",
-        ),
+        accepts=("weight_format", *(each.name for each in operation.schema.optional), "out_dtype"),
         limits=(FLOATS,),
         grad=True,
         handles_negated=True,

@@ -133,10 +133,7 @@ def attends(facts: Facts) -> bool:
 
 
 def widened(
-    kernel: Kernel,
-    pays: Callable[[Facts], bool],
-    load: Callable[..., Callable[..., Any]] | None = None,
-    **changes: Any,
+    kernel: Kernel, pays: Callable[[Facts], bool], load: Callable[..., Callable[..., Any]] | None = None, **changes: Any
 ) -> Kernel:
     """The kernel of torch that computes as this one does, in float32.
 

@@ -312,12 +312,7 @@ def _load_grouped(facts: Facts, owner: str) -> Callable[..., Tensor]:
     made_for(of_call(owner, facts, ("experts",)))
 
     def run(
-        input: Tensor,
-        gate_up_weight: Tensor,
-        down_weight: Tensor,
-        expert_ids: Tensor,
-        expert_weights: Tensor,
-        **_: Any,
+        input: Tensor, gate_up_weight: Tensor, down_weight: Tensor, expert_ids: Tensor, expert_weights: Tensor, **_: Any
     ) -> Tensor:
         (tokens, top_k), hidden = expert_ids.shape, input.shape[1]
         ids = expert_ids.to(torch.int32).contiguous().remainder(experts + 1)

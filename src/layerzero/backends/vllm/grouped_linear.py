@@ -20,14 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.grouped_weights import (
-    IN_FOUR_BITS,
-    Locks,
-    Product,
-    bytes_of,
-    grouped,
-    regrouped,
-)
+from layerzero.backends.grouped_weights import IN_FOUR_BITS, Locks, Product, bytes_of, grouped, regrouped
 from layerzero.backends.vllm.library import VLLM, operators
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -179,25 +172,14 @@ def _partial_sums(facts: Facts) -> int:
 
 
 _HALVES = (limit.dtype("float16", "bfloat16"), limit.aligned(16, "input"))
-MARLIN = (
-    *_HALVES,
-    limit.dim("in_features", multiple=128),
-    limit.dim("out_features", multiple=64),
-)
+MARLIN = (*_HALVES, limit.dim("in_features", multiple=128), limit.dim("out_features", multiple=64))
 """What Marlin demands of every weight."""
 
 _FLOAT16 = (limit.dtype("float16"), limit.aligned(16, "input"))
 
 KERNELS = (
     grouped(
-        "vllm.marlin",
-        VLLM,
-        _marlin,
-        40,
-        *MARLIN,
-        limit.dim("weight_group", multiple=32),
-        IN_FOUR_BITS,
-        platform="cuda",
+        "vllm.marlin", VLLM, _marlin, 40, *MARLIN, limit.dim("weight_group", multiple=32), IN_FOUR_BITS, platform="cuda"
     ),
     grouped(
         "vllm.marlin_int8",

@@ -87,10 +87,7 @@ KERNELS = (
             "prompt_mask",
             *(f"{name}{ending}" for ending in ("", "_by_row") for name in ("repetition", "presence", "frequency")),
         ),
-        limits=(
-            limit.dtype("float32"),
-            limit.contiguous("logits"),
-        ),
+        limits=(limit.dtype("float32"), limit.contiguous("logits")),
         priority=60,
     ),
     Kernel(

@@ -22,15 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.grouped_weights import (
-    Locks,
-    Product,
-    as_powers,
-    by_rows,
-    bytes_of,
-    grouped,
-    second_factor,
-)
+from layerzero.backends.grouped_weights import Locks, Product, as_powers, by_rows, bytes_of, grouped, second_factor
 from layerzero.backends.vllm.grouped_linear import (
     MARLIN,
     marlin,

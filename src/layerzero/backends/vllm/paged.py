@@ -293,11 +293,7 @@ KERNELS = (
         load=_load_v2,
         layout="NHD",
         accepts=_ACCEPTS,
-        limits=(
-            limit.dim("page_size", multiple=16),
-            limit.equal("value_dim", "head_dim"),
-            *_SHAPES,
-        ),
+        limits=(limit.dim("page_size", multiple=16), limit.equal("value_dim", "head_dim"), *_SHAPES),
         build_key=variant_of_v2,
         prebuilt=has_machine_code_of_v2,
         cache_folder=driver_cache,

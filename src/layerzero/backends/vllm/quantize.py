@@ -86,11 +86,7 @@ def _load_linear(facts: Facts) -> Callable[..., Any]:
     return run
 
 
-_LIMITS = (
-    limit.dtype("float32", "float16", "bfloat16"),
-    limit.contiguous("input"),
-    limit.aligned(16, "input"),
-)
+_LIMITS = (limit.dtype("float32", "float16", "bfloat16"), limit.contiguous("input"), limit.aligned(16, "input"))
 
 KERNELS = (
     Kernel(

@@ -152,11 +152,7 @@ KERNELS = (
         id="vllm.flash_attn.v3.quantized",
         operations=(DECODE.name,),
         accepts=_ACCEPTS,
-        limits=(
-            *_LIMITS,
-            limit.contiguous("context_lens"),
-            STARTS.before_capture("its tensor of starts", starts_key),
-        ),
+        limits=(*_LIMITS, limit.contiguous("context_lens"), STARTS.before_capture("its tensor of starts", starts_key)),
         priority=75,
         **_OF_V3,
     ),

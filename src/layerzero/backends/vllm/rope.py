@@ -63,11 +63,7 @@ def _load(facts: Facts) -> Callable[..., Any]:
     return rope(rotating(facts), in_place=False)
 
 
-_LIMITS = (
-    limit.dtype("float32", "float16", "bfloat16"),
-    TABLE_IN_FLOAT32,
-    HEADS_DIVIDE,
-)
+_LIMITS = (limit.dtype("float32", "float16", "bfloat16"), TABLE_IN_FLOAT32, HEADS_DIVIDE)
 
 
 def _load_rope_append(facts: Facts) -> Callable[..., Any]:
@@ -297,11 +293,7 @@ KERNELS = (
         backend=VLLM,
         load=_load_fused_split,
         accepts=SPLIT_ACCEPTS,
-        limits=(
-            *FUSED_LIMITS,
-            ElementsBelow(2**31, ("batch", "seq", "features")),
-            limit.one_of("q_weight", "float"),
-        ),
+        limits=(*FUSED_LIMITS, ElementsBelow(2**31, ("batch", "seq", "features")), limit.one_of("q_weight", "float")),
         priority=75,
     ),
 )

@@ -147,12 +147,7 @@ def _load(facts: Facts) -> Callable[..., Any]:
         return packed, packed.nbytes
 
     def run(
-        input: Tensor,
-        weight: Tensor,
-        weight_scale: Tensor,
-        *,
-        bias: Tensor | None = None,
-        packed: PackedWeight,
+        input: Tensor, weight: Tensor, weight_scale: Tensor, *, bias: Tensor | None = None, packed: PackedWeight
     ) -> Tensor:
         rows = input if ndim == 2 else input.view(-1, features)
         scales = weight_scale.reshape(-1).expand(outputs).contiguous()

@@ -77,12 +77,7 @@ def _load_one(facts: Facts) -> Callable[..., Any]:
     width = facts.size("heads") * head_dim
 
     def run(
-        input: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        *,
-        positions: Tensor | None = None,
-        interleaved: bool = False,
+        input: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | None = None, interleaved: bool = False
     ) -> Tensor:
         batch, seq = input.shape[0] if input.ndim == 4 else 1, input.shape[-3]
         output = input.to(wide, memory_format=torch.contiguous_format, copy=True)
@@ -164,10 +159,7 @@ LIMITS = (
     limit.cpu_feature("avx512_bf16", dtype="bfloat16"),  # the other builds cut float32 off where they should round it
     limit.dtype("float32", "float16", "bfloat16"),
     limit.Custom("a table in float32 or the query's dtype", _table),
-    limit.Custom(
-        "half-split, a bfloat16 table: head_dim and half % 8 == 0",
-        _vectors,
-    ),
+    limit.Custom("half-split, a bfloat16 table: head_dim and half % 8 == 0", _vectors),
 )
 
 SPLIT_LIMITS = (

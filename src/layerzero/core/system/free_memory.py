@@ -120,11 +120,7 @@ class FreeMemory:
         now_s: a clock.
     """
 
-    def __init__(
-        self,
-        read: Callable[[Device], Reading] = read,
-        now_s: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, read: Callable[[Device], Reading] = read, now_s: Callable[[], float] = time.monotonic) -> None:
         self.read, self.now_s = read, now_s
         self.changed: Callable[[Device, Reading], None] = lambda *_: None
         self._kept: dict[tuple[str, int, str, str], Reading] = {}

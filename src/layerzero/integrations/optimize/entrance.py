@@ -236,16 +236,7 @@ def optimize(
             return report
         with bar_or(progress) as tell:
             _optimized(
-                model,
-                root,
-                report,
-                inputs,
-                tell,
-                asked,
-                graph=graph,
-                padding=padding,
-                rounds=rounds,
-                isolate=isolate,
+                model, root, report, inputs, tell, asked, graph=graph, padding=padding, rounds=rounds, isolate=isolate
             )
     except BaseException:  # all or nothing, whatever failed and however late
         report.undo()

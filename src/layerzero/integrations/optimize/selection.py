@@ -134,11 +134,7 @@ def _keep_what_gains(
     switches = {kind: functools.partial(_switch, found) for kind, found in by_kind.items()}
     left_s = report.time.deadline.left_s
     timed = report.timed = time_kinds(
-        switches,
-        workload.sample,
-        rounds,
-        lambda turn, of: tell("timing kinds of modules", turn, of),
-        workload.fits,
+        switches, workload.sample, rounds, lambda turn, of: tell("timing kinds of modules", turn, of), workload.fits
     )
     each = workload.samples(rounds + 1)
     if timed is None:

@@ -15,13 +15,7 @@ from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.operation import Function, Operation, Routed
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.attention import layout as layouts
-from layerzero.ops.attention.declare import (
-    GQA_DECODE,
-    GQA_PREFILL,
-    OPERATIONS,
-    STANDARD_DECODE,
-    STANDARD_PREFILL,
-)
+from layerzero.ops.attention.declare import GQA_DECODE, GQA_PREFILL, OPERATIONS, STANDARD_DECODE, STANDARD_PREFILL
 from layerzero.ops.checks import check_dense
 from layerzero.ops.draw import Draw
 

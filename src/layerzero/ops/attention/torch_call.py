@@ -41,14 +41,7 @@ QUERIES = "there are more causal queries than keys, counted from the top left; p
 
 
 def as_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    *,
-    is_causal: bool,
-    enable_gqa: bool,
-    kind: str = "",
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool, enable_gqa: bool, kind: str = ""
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | str:
     """The tensors that ``lz.attention`` gets, or why torch's function runs and what would change that.
 

@@ -253,11 +253,7 @@ def _sizes_problems(input: Tensor, send: Any, receive: Any, ranks: int) -> list[
 
 
 def all_reduce_add_rms_norm(
-    input: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float = 1e-6,
-    group: ProcessGroup | Ranks | None = None,
+    input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, group: ProcessGroup | Ranks | None = None
 ) -> tuple[Tensor, Tensor]:
     """Add up a tensor over all ranks, add the sum to a residual, and normalise that by its root mean square.
 

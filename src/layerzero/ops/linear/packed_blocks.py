@@ -76,11 +76,7 @@ def _block(facts: Facts, product: Callable[[str | None], Product], times: Times)
         gate, up = alone(input, packed_up, up_bias).chunk(2, -1)
         return alone(after(gate).mul_(up), packed_down, down_bias)
 
-    blocks: dict[str, Callable[..., Any]] = {
-        "mlp.fused": plain,
-        "mlp.fused.gated": gated,
-        "mlp.fused.joined": joined,
-    }
+    blocks: dict[str, Callable[..., Any]] = {"mlp.fused": plain, "mlp.fused.gated": gated, "mlp.fused.joined": joined}
     return blocks[str(facts["operation"])]
 
 
@@ -102,11 +98,7 @@ def _projections(facts: Facts, product: Product) -> Callable[..., Three]:
         return product(input, packed_q, q_bias), product(input, packed_k, k_bias), product(input, packed_v, v_bias)
 
     def joined(
-        input: Tensor,
-        *_: Tensor,
-        kv_features: int,
-        packed_q: PackedWeight,
-        q_bias: Tensor | None = None,
+        input: Tensor, *_: Tensor, kv_features: int, packed_q: PackedWeight, q_bias: Tensor | None = None
     ) -> Three:
         return pieces(product(input, packed_q, q_bias), kv_features)
 
@@ -115,12 +107,7 @@ def _projections(facts: Facts, product: Product) -> Callable[..., Three]:
 
 def _linear(product: Product) -> Callable[..., Tensor]:
     def run(
-        input: Tensor,
-        weight: Tensor,
-        *,
-        bias: Tensor | None = None,
-        activation: str | None,
-        packed: PackedWeight,
+        input: Tensor, weight: Tensor, *, bias: Tensor | None = None, activation: str | None, packed: PackedWeight
     ) -> Tensor:
         return product(input, packed, bias)
 

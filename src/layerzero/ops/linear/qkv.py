@@ -19,14 +19,7 @@ from layerzero.ops.checks import check_dense
 from layerzero.ops.declaration import operation, tensor, wide
 from layerzero.ops.draw import Draw
 from layerzero.ops.linear import stock
-from layerzero.ops.linear.declare import (
-    ALIASES,
-    AXES,
-    TOLERANCE,
-    TOLERANCE_REASON,
-    judged_by_products,
-    scaled,
-)
+from layerzero.ops.linear.declare import ALIASES, AXES, TOLERANCE, TOLERANCE_REASON, judged_by_products, scaled
 from layerzero.ops.linear.packed import PackedWeight, packed_param, packed_problems
 from layerzero.ops.linear.route import FEATURES, leading
 from layerzero.ops.linear.route import random_weight as weight

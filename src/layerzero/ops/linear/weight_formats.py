@@ -303,9 +303,7 @@ FORMATTED: dict[str, Operation] = {
             "small_permuted": ("gptq:bits=3,group=32,zeros=stored,permuted=True", 5, 96, 64),
             "small_row": ("compressed-tensors:bits=8", 5, 96, 64),
             **_timed(
-                _INT4,
-                decode_awq="awq:bits=4,group=128,zeros=stored",
-                decode_int8="compressed-tensors:bits=8,group=128",
+                _INT4, decode_awq="awq:bits=4,group=128,zeros=stored", decode_int8="compressed-tensors:bits=8,group=128"
             ),
         },
     ),
@@ -331,11 +329,7 @@ FORMATTED: dict[str, Operation] = {
     "codebook": _operation(
         "codebook",
         "Matrix product with a weight of nf4 or fp4 codes",
-        {
-            "small": ("nf4:group=64", 33, 96, 64),
-            "small_fp4": ("fp4:group=64", 5, 96, 64),
-            **_timed("nf4:group=64"),
-        },
+        {"small": ("nf4:group=64", 33, 96, 64), "small_fp4": ("fp4:group=64", 5, 96, 64), **_timed("nf4:group=64")},
     ),
     "gguf": _operation(
         "gguf",

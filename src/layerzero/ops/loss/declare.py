@@ -70,9 +70,9 @@ def cross_entropy(
     Source: label smoothing arXiv:1512.00567; z-loss arXiv:2204.02311.
     """
     dtype = wide(logits.dtype)
-    return defined(
-        *(logits.to(dtype), target, weight, ignore_index, label_smoothing, softcap, z_loss, reduction),
-    ).to(logits.dtype)
+    return defined(*(logits.to(dtype), target, weight, ignore_index, label_smoothing, softcap, z_loss, reduction)).to(
+        logits.dtype
+    )
 
 
 def linear_cross_entropy(
@@ -105,9 +105,9 @@ def linear_cross_entropy(
     """
     dtype = wide(hidden.dtype)
     logits = functional.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-    return defined(
-        *(logits, target, class_weight, ignore_index, label_smoothing, softcap, z_loss, reduction),
-    ).to(out_dtype or hidden.dtype)
+    return defined(*(logits, target, class_weight, ignore_index, label_smoothing, softcap, z_loss, reduction)).to(
+        out_dtype or hidden.dtype
+    )
 
 
 def _of_rows(reference: Callable[..., Tensor]) -> Callable[..., Tensor]:

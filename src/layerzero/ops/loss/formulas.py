@@ -63,12 +63,7 @@ def by_torch(
         logits = capped(logits.to(wide(dtype)), softcap)
         weight = None if weight is None else weight.to(logits.dtype)
     found = functional.cross_entropy(
-        logits,
-        target.long(),
-        weight,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        reduction=reduction,
+        logits, target.long(), weight, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
     )
     if z_loss:
         counted = target != ignore_index

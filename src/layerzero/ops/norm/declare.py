@@ -327,11 +327,7 @@ def _route_add_rms_inplace(arguments: dict[str, Any], default_layout: str | None
 
 
 def _route_sum(
-    function: str,
-    operation: Operation,
-    arguments: dict[str, Any],
-    written: tuple[str, ...],
-    read: tuple[str, ...] = (),
+    function: str, operation: Operation, arguments: dict[str, Any], written: tuple[str, ...], read: tuple[str, ...] = ()
 ) -> Routed:
     """Check a norm of ``residual += input`` that writes over some tensors, which share no memory with those read."""
     check_dense(function, arguments)

@@ -114,13 +114,7 @@ STEPS = (1, 64, 2048)
 
 
 def append_paged_kv_(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    layout: str = "NHD",
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, *, layout: str = "NHD"
 ) -> None:
     """Write the keys and values of new tokens into a paged cache, in place.
 

@@ -75,12 +75,7 @@ NV = (Format("nvfp4", torch.uint8, E2M1_LARGEST, 2, NV_BLOCK, _E4M3, is_packed=T
 FORMATS: dict[str, Format] = {each.name: each for each in (*SCALED, *MX, *NV)}
 """By name."""
 
-SPELLINGS = {
-    "float8_e4m3": "fp8_e4m3",
-    "float8_e4m3fn": "fp8_e4m3",
-    "float8_e5m2": "fp8_e5m2",
-    "mxfp8": "mxfp8_e4m3",
-}
+SPELLINGS = {"float8_e4m3": "fp8_e4m3", "float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2", "mxfp8": "mxfp8_e4m3"}
 """Other names of formats."""
 
 
@@ -254,23 +249,13 @@ def mx_codes(most: Tensor, to: Format) -> Tensor:
     return codes.masked_fill(~most.isfinite(), 255).to(torch.uint8)
 
 
-def quantize_nv(
-    input: Tensor,
-    to: Format,
-    *,
-    tensor_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def quantize_nv(input: Tensor, to: Format, *, tensor_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The numbers of :func:`nv_quotients` rounded, and their scales. Shapes: input (*, W) → (*, W / 2)."""
     quotients, scale = nv_quotients(input, to, tensor_scale=tensor_scale)
     return rounded(quotients, to), scale
 
 
-def nv_quotients(
-    input: Tensor,
-    to: Format,
-    *,
-    tensor_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def nv_quotients(input: Tensor, to: Format, *, tensor_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Numbers over an e4m3 scale for each block of 16, times that of the tensor: ``largest / 6 / tensor_scale``.
 
     Shapes: input (*, W), tensor_scale () or (1,) → (*, W), scales (*, W / 16). The block's scale is made in

@@ -94,11 +94,7 @@ class Blocks(Scheme):
 
     def drawn(self, draw: Draw) -> tuple[WeightFormat, int, int]:
         rows, group = draw.of(((128, 128), (1, 128), (4, 32), (1, 0), (0, 0), (16, 0)))
-        return (
-            WeightFormat("fp8", group=group, rows=rows),
-            draw.of((1, 3, 16, 130, 256)),
-            draw.of((1, 32, 200, 256)),
-        )
+        return (WeightFormat("fp8", group=group, rows=rows), draw.of((1, 3, 16, 130, 256)), draw.of((1, 32, 200, 256)))
 
 
 class Micro(Scheme):

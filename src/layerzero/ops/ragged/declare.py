@@ -183,11 +183,7 @@ STANDARD_RAGGED = _operation(
 GQA_RAGGED = _operation(
     "attention.gqa.prefill.ragged",
     "Attention of sequences one after the other, several query heads a kv head",
-    (
-        _case("small", 3, 40, 8, 2, 32),
-        _case("short", 5, 90, 12, 3, 64),
-        _case("llama3_8b_t4096", 8, 4096, 32, 8, 128),
-    ),
+    (_case("small", 3, 40, 8, 2, 32), _case("short", 5, 90, 12, 3, 64), _case("llama3_8b_t4096", 8, 4096, 32, 8, 128)),
     sibling="attention.standard.prefill.ragged",
 )
 

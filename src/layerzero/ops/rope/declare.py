@@ -43,13 +43,7 @@ def rotated(tensor: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, wide
 
 
 def rope_reference(
-    query: Tensor,
-    key: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    positions: Tensor | None = None,
-    interleaved: bool = False,
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | None = None, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Rotate pairs of entries of each head: ``(x cos - y sin, y cos + x sin)``.
 
@@ -68,13 +62,7 @@ def rope_reference(
 
 
 def rope_inplace_reference(
-    query: Tensor,
-    key: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    positions: Tensor | None = None,
-    interleaved: bool = False,
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | None = None, interleaved: bool = False
 ) -> None:
     """``posenc.rope``, written over query and key; entries from R on are not touched.
 

@@ -36,12 +36,7 @@ from layerzero.ops.rope.route import named_layout, resolve, shape_problems, size
 
 
 def rope_one_reference(
-    input: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    positions: Tensor | None = None,
-    interleaved: bool = False,
+    input: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | None = None, interleaved: bool = False
 ) -> Tensor:
     """``posenc.rope`` of one tensor.
 

@@ -19,16 +19,7 @@ from layerzero.ops.attention.declare import HEAD_DIM
 from layerzero.ops.checks import check_dense
 from layerzero.ops.declaration import operation, tensor
 from layerzero.ops.rope import draw, stock
-from layerzero.ops.rope.declare import (
-    COS_SIN,
-    INTERLEAVED,
-    OF_TABLE,
-    POSITIONS,
-    cos_sin,
-    of_table,
-    rotated,
-    wide_dtype,
-)
+from layerzero.ops.rope.declare import COS_SIN, INTERLEAVED, OF_TABLE, POSITIONS, cos_sin, of_table, rotated, wide_dtype
 from layerzero.ops.rope.normed import (
     EPS,
     PLUS_ONE,
@@ -46,11 +37,7 @@ def parts(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tenso
     """Queries, keys and values as views (..., S, H, D) of a joined product (..., S, (H + 2 K) * D)."""
     count = heads + 2 * kv_heads
     each = qkv.view(*qkv.shape[:-1], count, qkv.shape[-1] // count)
-    return (
-        each.narrow(-2, 0, heads),
-        each.narrow(-2, heads, kv_heads),
-        each.narrow(-2, heads + kv_heads, kv_heads),
-    )
+    return (each.narrow(-2, 0, heads), each.narrow(-2, heads, kv_heads), each.narrow(-2, heads + kv_heads, kv_heads))
 
 
 def split_qkv_norm_rope_reference(

@@ -105,10 +105,7 @@ def qk_norm_rope(
 ) -> Callable[[], tuple[Tensor, Tensor]]:
     """``torch.nn.functional.rms_norm`` of each head, then the rotation."""
     turn = _turning(query, cos, sin, positions, interleaved, layout)
-    return lambda: (
-        turn(_normed(query, q_weight, eps, plus_one)),
-        turn(_normed(key, k_weight, eps, plus_one)),
-    )
+    return lambda: (turn(_normed(query, q_weight, eps, plus_one)), turn(_normed(key, k_weight, eps, plus_one)))
 
 
 def _normed(tensor: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:

@@ -271,11 +271,7 @@ ROPE_APPEND_PAGED = operation(
     rope_append_paged_reference,
     inputs=_inputs("tokens", "pages page_size", *PAGED_PLACES),
     outputs=("query_out: tokens heads head_dim",),
-    axes=(
-        Axis("tokens", scales=True, live=True, apart=True),
-        Axis("pages", live=True, works=False),
-        *_HEADS,
-    ),
+    axes=(Axis("tokens", scales=True, live=True, apart=True), Axis("pages", live=True, works=False), *_HEADS),
     cases=PAGED,
     examples=paged_examples,
     work=_work("tokens"),
@@ -336,10 +332,7 @@ def _quantized_work(facts: Mapping[str, Any]) -> Work:
 def _examples(
     case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
 ) -> dict[str, Any]:
-    return {
-        **paged_examples(case, dtype, device, generator),
-        **codes.examples(case, dtype, device, generator),
-    }
+    return {**paged_examples(case, dtype, device, generator), **codes.examples(case, dtype, device, generator)}
 
 
 ROPE_APPEND_QUANTIZED = replace(

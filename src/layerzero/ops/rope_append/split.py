@@ -231,11 +231,7 @@ SPLIT_APPEND_PAGED = operation(
     "A joined product taken apart, normed and rotated, keys and values written into the slots of a paged cache",
     inputs=_inputs("tokens", "pages page_size", *PAGED_PLACES),
     outputs=("query: tokens heads head_dim",),
-    axes=(
-        Axis("tokens", scales=True, live=True, apart=True),
-        Axis("pages", live=True, works=False),
-        *_AXES,
-    ),
+    axes=(Axis("tokens", scales=True, live=True, apart=True), Axis("pages", live=True, works=False), *_AXES),
     cases=_cases(declare.PAGED),
     examples=_examples(declare.paged_examples),
     work=_work("tokens"),

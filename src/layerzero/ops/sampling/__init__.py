@@ -13,6 +13,6 @@ __all__ = ["ALIASES", "EXPORTS", "FUNCTIONS", "OPERATIONS", "TokenCounts"]
 EXPORTS = ("TokenCounts",)
 
 ALIASES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
-    "sampling.speculative": (tuple(operation.name for operation in verify.OPERATIONS), {}),
+    "sampling.speculative": (tuple(operation.name for operation in verify.OPERATIONS), {})
 }
 """The specification's flat name."""

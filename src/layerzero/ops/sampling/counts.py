@@ -179,10 +179,7 @@ BITMASK = operation(
     "sampling.bitmask",
     "Minus infinity where the bit of a place is 0",
     apply_token_bitmask,
-    inputs=(
-        "logits: ... vocab",
-        tensor("bitmask: ... mask_words", frozenset({torch.int32}), same_dtype=False),
-    ),
+    inputs=("logits: ... vocab", tensor("bitmask: ... mask_words", frozenset({torch.int32}), same_dtype=False)),
     outputs=("output: ... vocab",),
     axes=(*AXES, Axis("mask_words", scales=True)),
     cases=tuple(

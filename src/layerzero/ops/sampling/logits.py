@@ -226,12 +226,7 @@ def apply_penalties(
     raise AssertionError("the signature only; the engine makes the callable")
 
 
-def chosen_logprobs(
-    logits: Tensor,
-    ids: Tensor,
-    *,
-    temperature: float | Tensor | None = None,
-) -> Tensor:
+def chosen_logprobs(logits: Tensor, ids: Tensor, *, temperature: float | Tensor | None = None) -> Tensor:
     """Tell the logarithm of the probability that one place of each row has.
 
     Shapes: logits (*, V), ids (*) → (*)
@@ -310,12 +305,7 @@ FUNCTIONS = (
         renamed={f"row_{each.name}": each.name for each in PENALTIES_BY},
     ),
     function(
-        "add_logit_bias",
-        BIAS,
-        varies=_varying(BIAS),
-        fits=row_problems(BIAS),
-        draw=draw.add_logit_bias,
-        weight=1,
+        "add_logit_bias", BIAS, varies=_varying(BIAS), fits=row_problems(BIAS), draw=draw.add_logit_bias, weight=1
     ),
     function(
         "chosen_logprobs",

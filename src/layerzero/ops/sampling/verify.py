@@ -35,14 +35,7 @@ from layerzero.ops.sampling.declare import (
     seeds_for,
     seeds_of_rows,
 )
-from layerzero.ops.sampling.formulas import (
-    chain_of,
-    chances,
-    generator_of,
-    probabilities,
-    walked,
-    walked_greedily,
-)
+from layerzero.ops.sampling.formulas import chain_of, chances, generator_of, probabilities, walked, walked_greedily
 
 AXES = (
     Axis("batch", scales=True, live=True, apart=True),
@@ -55,10 +48,7 @@ REASON = "each place is as often which token as the walk over the draft says, by
 _DRAFT_IDS = TensorSchema("draft_ids", ("batch", "drafted"), COUNTS, same_dtype=False, indexes=("vocab",))
 _DRAFT_PROBS = TensorSchema("draft_probs", ("batch", "drafted", "vocab"), FLOATING, required=False)
 _DRAFT_LENS = TensorSchema("draft_lens", ("batch",), COUNTS, required=False, same_dtype=False, counts=("drafted",))
-_OUTPUTS = (
-    TensorSchema("ids", ("batch", "verified"), IDS),
-    TensorSchema("nodes", ("batch", "drafted"), IDS),
-)
+_OUTPUTS = (TensorSchema("ids", ("batch", "verified"), IDS), TensorSchema("nodes", ("batch", "drafted"), IDS))
 _SIZES = {"small": (33, 2, 8), "odd": (3, 5, 1003), "llama2_batch": (8, 4, 32000), "llama3_decode": (1, 5, 128256)}
 
 
@@ -213,9 +203,7 @@ def _operation(name: str, summary: str, *more: TensorSchema) -> Operation:
 
 VERIFY = _operation("sampling.verify", "The tokens of a drafted chain that stand, and the next")
 TREE = _operation(
-    "sampling.verify.tree",
-    "The tokens of a drafted tree that stand, and the next",
-    _parents(required=True),
+    "sampling.verify.tree", "The tokens of a drafted tree that stand, and the next", _parents(required=True)
 )
 
 

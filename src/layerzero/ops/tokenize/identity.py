@@ -237,7 +237,7 @@ SEQUENCES: dict[tuple[str, ...], str] = {
             rf"{_PUNCTUATION}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*"
             r"|\s*[\r\n]+|\s+(?!\S)|\s+"
         ),
-    ): "deepseek",
+    ): "deepseek"
 }
 """Patterns that split one after the other, each what the one before left; the same holds for all of them."""
 

@@ -26,16 +26,7 @@ from layerzero.core.device import Device
 from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.ledger import (
-    Judgement,
-    MemoryLedger,
-    Suspect,
-    Verdict,
-    call_class,
-    class_text,
-    deciding,
-    home_of,
-)
+from layerzero.core.ledger import Judgement, MemoryLedger, Suspect, Verdict, call_class, class_text, deciding, home_of
 from layerzero.core.recipe import CallRecipe, Workspace, elements_of
 from layerzero.core.system import disk, forking
 from layerzero.engine import first_run, probe

@@ -307,10 +307,7 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def device_times(
-    runs: Mapping[str, Sequence[Run]],
-    *,
-    samples: int = 10,
-    device: DeviceClock | None = None,
+    runs: Mapping[str, Sequence[Run]], *, samples: int = 10, device: DeviceClock | None = None
 ) -> dict[str, DeviceTime]:
     """Time what the device needs for calls, side by side: a sample of each in turn, in an order drawn anew.
 

@@ -182,9 +182,7 @@ PROGRAMS = (
         "install one (gcc), or name it in CC",
     ),
     BuildProgram(
-        "ninja",
-        re.compile(rf"Ninja is required|ninja: (?:command )?not found|{_ABSENT}ninja'"),
-        "pip install ninja",
+        "ninja", re.compile(rf"Ninja is required|ninja: (?:command )?not found|{_ABSENT}ninja'"), "pip install ninja"
     ),
     BuildProgram(
         "nvcc",

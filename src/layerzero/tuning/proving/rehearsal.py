@@ -159,10 +159,7 @@ def is_new(kernel: Kernel, facts: Facts) -> bool:
 
 
 def rehearse(
-    pairs: Sequence[tuple[Kernel, Facts]],
-    *,
-    modules: Sequence[str] = (),
-    stop: Callable[[], bool] = lambda: False,
+    pairs: Sequence[tuple[Kernel, Facts]], *, modules: Sequence[str] = (), stop: Callable[[], bool] = lambda: False
 ) -> list[Rehearsed]:
     """Run each kernel on a call like its own in child processes; remember which were wrong, crashed or hung.
 

@@ -19,13 +19,7 @@ from torch import Tensor
 from torch.nn import Module
 
 import layerzero as lz
-from layerzero.core.errors import (
-    CudaGraphUnsafeError,
-    InvalidCallError,
-    LayerZeroWarning,
-    NoKernelFoundError,
-    in_short,
-)
+from layerzero.core.errors import CudaGraphUnsafeError, InvalidCallError, LayerZeroWarning, NoKernelFoundError, in_short
 from layerzero.core.graph_capture import capturing
 from layerzero.integrations.optimize.attention.dynamic_cache import (
     NAMES,
@@ -316,12 +310,7 @@ class Steps(State):
         return numbers
 
     def _drawn(
-        self,
-        held: Held,
-        places: int,
-        attend: Callable[..., Tensor],
-        drawing: Drawing | None,
-        numbers: Numbers | None,
+        self, held: Held, places: int, attend: Callable[..., Tensor], drawing: Drawing | None, numbers: Numbers | None
     ) -> tuple[Any, Tensor | None]:
         """A step's output, and the tokens drawn of it."""
         output = self._call(held, places, attend)

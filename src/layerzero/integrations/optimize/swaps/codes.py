@@ -139,10 +139,7 @@ class Held(CodedProduct):
     """
 
     def __init__(
-        self,
-        module: Module,
-        tensors: Callable[[Module], tuple[Tensor | None, ...]],
-        make: Callable[..., Weight],
+        self, module: Module, tensors: Callable[[Module], tuple[Tensor | None, ...]], make: Callable[..., Weight]
     ) -> None:
         self._tensors, self._make = tensors, functools.partial(make, module)
         self._note(tensors(module))
