@@ -122,20 +122,21 @@ class Process(subprocess.Popen[bytes]):
         worker: str,
         environment: Mapping[str, str],
         handed: Collection[int] = (),
-        command: Sequence[str] = (sys.executable,),
+        command: Sequence[str] = (),
         *,
         outlives: bool = False,
     ) -> None:
-        """``handed`` are open files that it keeps, under their numbers; ``command`` runs an interpreter.
+        """``handed`` are open files that it keeps, under their numbers; ``command`` runs another interpreter.
 
         One that ``outlives`` this process for a while, as in a container, ends when its files are closed.
         """
         if not hasattr(os, "killpg"):
             raise OSError(errno.ENOTSUP, "wanted process groups, to end a child with what it started; got none")
         self.silent, self._half, self.killed_before = False, b"", resources.kills()
+        parent = "0" if outlives else str(os.getpid())
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the process has ended
         super().__init__(
-            [*command, "-P", "-m", "layerzero.testing.child_main", worker, "0" if outlives else str(os.getpid())],
+            [*(command or (sys.executable,)), "-P", "-m", "layerzero.testing.child_main", worker, parent],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,
