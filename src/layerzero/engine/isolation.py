@@ -18,7 +18,7 @@ import msgspec
 
 from layerzero.core.eager_state import EAGER_STATE
 from layerzero.core.evidence import Evidence
-from layerzero.core.facts import Facts, TensorFacts
+from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import home_of
 from layerzero.core.plan import Term
@@ -117,15 +117,15 @@ def elsewhere(kernel: Kernel) -> Kernel:
 
 def moved_bytes(facts: Facts) -> int:
     """What a call copies from one process to the other: its tensors as they lie in memory, and its results."""
-    return sum(map(_span_bytes, facts.tensors.values())) + headroom.result_bytes(facts)
+    spans = [span(each.shape, each.strides) * each.dtype.itemsize for each in facts.tensors.values()]
+    return sum(spans) + headroom.result_bytes(facts)
 
 
-def _span_bytes(tensor: TensorFacts) -> int:
-    """From the first element to the last one, with what lies between."""
-    if 0 in tensor.shape:
+def span(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last one of a tensor, with what lies between; 0 of one without elements."""
+    if 0 in shape:
         return 0
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.strides, strict=True))
-    return (last + 1) * tensor.dtype.itemsize
+    return 1 + sum([(size - 1) * step for size, step in zip(shape, strides, strict=True)])
 
 
 _IPC_LIMITS = (

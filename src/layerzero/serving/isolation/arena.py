@@ -20,6 +20,7 @@ from collections.abc import Iterable
 import torch
 
 from layerzero.core.system import forking
+from layerzero.engine.isolation import span
 
 PAGE = mmap.PAGESIZE
 
@@ -72,8 +73,7 @@ def tensor_in(
     """A tensor at so many bytes of a buffer; it is no view, since autograd forbids writing into some of these."""
     if 0 in shape:
         return torch.empty_strided(shape, strides, dtype=dtype)
-    span = 1 + sum([(size - 1) * step for size, step in zip(shape, strides, strict=True)])
-    flat = torch.frombuffer(memory, dtype=dtype, count=span, offset=at)
+    flat = torch.frombuffer(memory, dtype=dtype, count=span(shape, strides), offset=at)
     return torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, shape, strides)
 
 

@@ -174,12 +174,8 @@ class Library:
         spans = []
         for index, each in enumerate(tensors):
             address = each.data_ptr()
-            if each.is_contiguous():
-                size = each.numel() * each.itemsize
-            else:
-                last = sum([(length - 1) * step for length, step in zip(each.shape, each.stride(), strict=True)])
-                size = (last + 1) * each.itemsize if each.numel() else 0
-            spans.append((address, address + size, index))
+            elements = each.numel() if each.is_contiguous() else isolation.span(each.shape, each.stride())
+            spans.append((address, address + elements * each.itemsize, index))
         if len(spans) > 1:
             spans.sort()
         at, places, taken = [0] * len(tensors), [0] * len(tensors), 0

@@ -193,7 +193,7 @@ def _begun(command: tuple[str, ...], modules: list[str], handed: tuple[int, int]
     if command:  # it has packages of its own
         del environment["PYTHONPATH"]
     contained = len(command) > 1
-    command = (*_HANDING_OVER, *map(str, handed), *command) if contained else command or (sys.executable,)
+    command = (*_HANDING_OVER, *map(str, handed), *command) if contained else command
     begun: Future[Process] = Future()
 
     def begin() -> None:

@@ -149,9 +149,11 @@ def take(builds: Iterable[PassedBuild], *, dry_run: bool = False) -> tuple[int, 
         why = unlike(each) or _there(each)
         left[why] += bool(why)
         taken += not why
-        folder = folder_of(REGISTRY.kernel(each.kernel)) if not why and not dry_run else None
-        for file in each.files if folder is not None else ():
-            assert folder is not None
+        if why or dry_run:
+            continue
+        folder = folder_of(REGISTRY.kernel(each.kernel))
+        assert folder is not None  # unlike() left those without
+        for file in each.files:
             place = folder / file.name
             disk.make_private(place.parent)
             disk.write_whole(place, file.data, private=True)

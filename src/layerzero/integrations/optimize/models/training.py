@@ -42,9 +42,9 @@ STEP = "steps of training"
 CHANGED = "its forward changes or reads its logits (a cap, a scale, a loss of its own)"
 UNPROVED = "a step with these inputs does not compute its loss: wanted labels, and no argument that asks for more"
 
-TAKEN = frozenset({
-    *("input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache", "labels", "num_items_in_batch"),
-})  # fmt: skip
+TAKEN = frozenset(
+    ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache", "labels", "num_items_in_batch")
+)
 """Arguments of calls that LayerZero computes the loss of; a call with any other is the model's own."""
 
 
