@@ -48,6 +48,17 @@ def test_logits_give_what_torch_gives(reduction, smoothing, weighed):
     torch.testing.assert_close(got, wanted)
 
 
+@pytest.mark.parametrize("ignored", [-1, 9])
+def test_an_ignored_class_may_be_one_that_no_logit_has(ignored):
+    logits, target = torch.randn(6, 9), torch.tensor([1, 8, ignored, 0, 3, ignored])
+    wanted = functional.cross_entropy(logits, target, ignore_index=ignored, reduction="none")
+    candidates = lz.explain("cross_entropy", logits, target, ignore_index=ignored, reduction="none").candidates
+    for kernel in [each.kernel.id for each in candidates if each.legal]:
+        with lz.scope(locks={"loss.cross_entropy.rows": kernel}):
+            got = lz.cross_entropy(logits, target, ignore_index=ignored, reduction="none")
+        torch.testing.assert_close(got, wanted)
+
+
 @pytest.fixture
 def few_rows(monkeypatch):
     """Chunks of three rows."""

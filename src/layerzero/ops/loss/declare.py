@@ -283,7 +283,7 @@ def _draw(*, linear: bool) -> Callable[[Draw, torch.dtype], dict[str, Any]]:
         else:
             arguments = {"logits": draw.laid_out(draw.normal((*shape, vocab), dtype) * draw.of((1, 4)))}
         target = draw.integers(shape, vocab - 1, draw.of((torch.int64, torch.int32), (3, 1)))
-        ignored = draw.of((IGNORED, 0, vocab))
+        ignored = draw.of((IGNORED, 0, vocab - 1))  # the call without the argument must mean something too
         if draw.chance(0.5):
             places = draw.uniform(shape, torch.float32) < draw.of((0.3, 0.3, 1.1))
             target = target.masked_fill(places, ignored)
