@@ -13,8 +13,8 @@ from layerzero.core.kernel import Kernel
 from layerzero.engine import jit
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import BUILT, Built
-from layerzero.tuning.measuring.contest import bound_plan, taking_part, window
-from layerzero.tuning.measuring.jobs import Job
+from layerzero.tuning.measurement.contest import bound_plan, taking_part, window
+from layerzero.tuning.measurement.jobs import Job
 
 
 def artefacts(jobs: Sequence[Job], device: torch.device, leave_out: Sequence[str]) -> list[tuple[Kernel, Job]]:

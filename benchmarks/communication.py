@@ -30,7 +30,7 @@ import layerzero as lz
 from layerzero.backends.torch import symmetric
 from layerzero.core.evidence import Measurement
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.measuring.comparison import record_times
+from layerzero.tuning.measurement.comparison import record_times
 
 SIZES = [2**place for place in (10, 12, 14, 16, 18, 19, 20, 21, 22, 23, 24, 26)]
 TOKENS = (1, 4, 16, 32, 64)

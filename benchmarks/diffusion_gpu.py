@@ -29,8 +29,8 @@ import torch.nn.functional as F  # noqa: N812
 
 import layerzero as lz
 from layerzero.serving.background_builds import BUILDS
-from layerzero.tuning.measuring.clocks import clock_of
-from layerzero.tuning.measuring.timing import Effort, race
+from layerzero.tuning.measurement.clocks import clock_of
+from layerzero.tuning.measurement.timing import Effort, race
 
 Call = Callable[[], torch.Tensor]
 

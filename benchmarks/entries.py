@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from layerzero.tuning.measuring.contest import torch_default
+from layerzero.tuning.measurement.contest import torch_default
 
 Call = Callable[[], Any]
 

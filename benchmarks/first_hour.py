@@ -30,8 +30,8 @@ from layerzero.engine.functions import CALLS
 from layerzero.engine.jit import BUILT
 from layerzero.serving.background_builds import BUILDS
 from layerzero.testing.generate import RandomCall
-from layerzero.tuning.measuring.contest import Contest, contest, window
-from layerzero.tuning.measuring.timing import Effort
+from layerzero.tuning.measurement.contest import Contest, contest, window
+from layerzero.tuning.measurement.timing import Effort
 
 MODELS = ((384, 12, 12, 32, 1536), (768, 12, 12, 64, 3072), (896, 14, 2, 64, 4864), (1024, 16, 8, 128, 3072),
           (2048, 32, 8, 64, 8192), (2048, 16, 16, 128, 5504))  # fmt: skip

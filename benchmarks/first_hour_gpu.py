@@ -46,10 +46,10 @@ from layerzero.engine.jit import BUILT  # noqa: E402
 from layerzero.ops.attention.sweep import decode_case  # noqa: E402
 from layerzero.serving.background_builds import BUILDS  # noqa: E402
 from layerzero.testing.generate import RandomCall  # noqa: E402
-from layerzero.tuning.measuring.clocks import Clock, clock_of  # noqa: E402
-from layerzero.tuning.measuring.contest import bound_plan, taking_part, torch_default, window  # noqa: E402
-from layerzero.tuning.measuring.jobs import Job  # noqa: E402
-from layerzero.tuning.measuring.timing import Effort, Runner, quantile, race  # noqa: E402
+from layerzero.tuning.measurement.clocks import Clock, clock_of  # noqa: E402
+from layerzero.tuning.measurement.contest import bound_plan, taking_part, torch_default, window  # noqa: E402
+from layerzero.tuning.measurement.jobs import Job  # noqa: E402
+from layerzero.tuning.measurement.timing import Effort, Runner, quantile, race  # noqa: E402
 
 STATES = ("first", "built", "restarted", "tuned")
 DEVICE = torch.device("cuda")

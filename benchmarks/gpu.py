@@ -31,11 +31,11 @@ from judge_report import line, page
 from judged import judged_jobs
 
 import layerzero as lz
-from layerzero.tuning.measuring.clocks import CpuClock, clock_of
-from layerzero.tuning.measuring.jobs import Job, default_grid
-from layerzero.tuning.measuring.timing import Effort
-from layerzero.tuning.measuring.tune import run_jobs
-from layerzero.tuning.measuring.tune_run import Step
+from layerzero.tuning.measurement.clocks import CpuClock, clock_of
+from layerzero.tuning.measurement.jobs import Job, default_grid
+from layerzero.tuning.measurement.timing import Effort
+from layerzero.tuning.measurement.tune import run_jobs
+from layerzero.tuning.measurement.tune_run import Step
 
 STEPS = ("tune", "judge", "host")
 

@@ -21,9 +21,9 @@ from layerzero.engine.functions import CALLS
 from layerzero.ops.attention.sweep import Heads, decode_case, prefill_case
 from layerzero.ops.norm.declare import norm_case
 from layerzero.testing.generate import RandomCall
-from layerzero.tuning.measuring.contest import bound_plan, window
-from layerzero.tuning.measuring.jobs import Job
-from layerzero.tuning.measuring.timing import quantile
+from layerzero.tuning.measurement.contest import bound_plan, window
+from layerzero.tuning.measurement.jobs import Job
+from layerzero.tuning.measurement.timing import quantile
 
 CALLS_A_ROUND, ROUNDS = 50, 40
 

@@ -21,10 +21,10 @@ import layerzero as lz
 from layerzero.core.plan import Report
 from layerzero.engine.config import current_policy
 from layerzero.engine.functions import CALLS
-from layerzero.tuning.measuring.clocks import Clock
-from layerzero.tuning.measuring.contest import Contest, bound_plan, contest, torch_default
-from layerzero.tuning.measuring.jobs import Job
-from layerzero.tuning.measuring.timing import Effort, quantile
+from layerzero.tuning.measurement.clocks import Clock
+from layerzero.tuning.measurement.contest import Contest, bound_plan, contest, torch_default
+from layerzero.tuning.measurement.jobs import Job
+from layerzero.tuning.measurement.timing import Effort, quantile
 
 AGAIN, THROUGH, TORCH = "again", "through lz", "torch default"
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from layerzero.ops.attention.sweep import Heads, decode_case, prefill_case
 from layerzero.ops.norm.declare import norm_case
 from layerzero.ops.paged.declare import paged_case
-from layerzero.tuning.measuring.jobs import Job
+from layerzero.tuning.measurement.jobs import Job
 
 LLAMA, WIDE, GEMMA = Heads(32, 8, 128), Heads(16, 16, 64), Heads(16, 4, 256)
 DIFFUSION, UNET = Heads(24, 24, 128), Heads(10, 10, 64)

@@ -25,8 +25,8 @@ from torch.nn import functional
 
 import layerzero as lz
 from layerzero.testing.generate import RandomCall
-from layerzero.tuning.measuring.contest import contest
-from layerzero.tuning.measuring.timing import Effort
+from layerzero.tuning.measurement.contest import contest
+from layerzero.tuning.measurement.timing import Effort
 
 ROWS = (1, 16, 128, 512)
 WIDTHS = ((768, 768), (3072, 768), (768, 3072), (2048, 2048), (4096, 4096))

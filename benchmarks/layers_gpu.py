@@ -37,16 +37,16 @@ from layerzero.core.operation import Case
 from layerzero.ops.linear.weight_formats import FORMATTED
 from layerzero.ops.quantize.schemes import scheme_of
 from layerzero.ops.quantize.weight_format import WeightFormat
-from layerzero.tuning.keeping import archive
-from layerzero.tuning.keeping.rows import work_of
-from layerzero.tuning.keeping.tables import Case as TimedSizes
-from layerzero.tuning.keeping.tables import Family, Table, read_table, told_apart
-from layerzero.tuning.measuring.admission import copy_gb_s
-from layerzero.tuning.measuring.bench import TORCH, Benched, TimedBy, bench
-from layerzero.tuning.measuring.clocks import clock_of
-from layerzero.tuning.measuring.jobs import Job
-from layerzero.tuning.measuring.timing import Effort
-from layerzero.tuning.measuring.tune import run_jobs
+from layerzero.tuning.measurement.admission import copy_gb_s
+from layerzero.tuning.measurement.bench import TORCH, Benched, TimedBy, bench
+from layerzero.tuning.measurement.clocks import clock_of
+from layerzero.tuning.measurement.jobs import Job
+from layerzero.tuning.measurement.timing import Effort
+from layerzero.tuning.measurement.tune import run_jobs
+from layerzero.tuning.storage import archive
+from layerzero.tuning.storage.rows import work_of
+from layerzero.tuning.storage.tables import Case as TimedSizes
+from layerzero.tuning.storage.tables import Family, Table, read_table, told_apart
 
 TOKENS = (1, 4096, 64, 512, 16384, 16)
 """In an order of which every beginning says most."""

@@ -36,7 +36,7 @@ from layerzero.core.evidence import Measurement
 from layerzero.core.ledger import MemoryLedger
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.measuring.comparison import record_times
+from layerzero.tuning.measurement.comparison import record_times
 
 FORK, SPAWN = multiprocessing.get_context("fork"), multiprocessing.get_context("spawn")
 NAMES = [f"mine.{each}" for each in ("one", "two", "three", "four")]

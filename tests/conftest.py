@@ -18,7 +18,6 @@ import torch
 from hypothesis import register_random, settings
 
 import layerzero as lz
-from layerzero.asking.descriptors import DESCRIPTORS
 from layerzero.backends.torch import inductor
 from layerzero.core import cpu_features, emulation
 from layerzero.core.ledger import MemoryLedger
@@ -27,11 +26,12 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.events import EVENTS
 from layerzero.engine.jit import BUILT
 from layerzero.engine.registry import REGISTRY
+from layerzero.inspection.descriptors import DESCRIPTORS
 from layerzero.integrations.optimize import selection
 from layerzero.integrations.optimize.models import compiled_calls
 from layerzero.integrations.optimize.times import timing, workload
 from layerzero.serving.background_builds import BUILDS
-from layerzero.tuning.measuring import admission
+from layerzero.tuning.measurement import admission
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.pop("COLUMNS", None)  # set for workers; commands and their tests take a pipe for what it is

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import layerzero
-from layerzero.tuning.measuring.clocks import Sample
+from layerzero.tuning.measurement.clocks import Sample
 
 
 def events(act: Callable[[], Any]) -> list[str]:

@@ -10,11 +10,11 @@ from typing import Annotated, Any, get_args, get_origin
 import msgspec
 from msgspec import UNSET, Meta
 
-from layerzero.asking.descriptors import exported
 from layerzero.cli import describe
 from layerzero.core.descriptor import VERSION_1, Descriptor, Entry
 from layerzero.core.limit_kinds import Dtype
 from layerzero.core.limits import KINDS
+from layerzero.inspection.descriptors import exported
 from tools.pages import HEADER, builtin_kernels, code, table
 
 INTRO = """\

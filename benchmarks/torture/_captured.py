@@ -23,7 +23,7 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.testing import compare, execution
 from layerzero.testing.child_main import Tell
 from layerzero.testing.single_run import attempt, build, lost_context, other_values, raised, tensors
-from layerzero.tuning.proving.child import rebuilt
+from layerzero.tuning.verification.child import rebuilt
 
 UNSAFE = ("waits", "reads", "remembers", "elsewhere", "dies", "hangs")
 """What must not be captured: each is right outside of a capture, and says of itself that it is graph-safe."""

@@ -32,9 +32,9 @@ from layerzero.engine import probe
 from layerzero.engine.registry import REGISTRY
 from layerzero.testing.children import End, Task, run_apart
 from layerzero.testing.process import APART
-from layerzero.tuning.keeping.files import FileLedger
-from layerzero.tuning.proving.child import ChildTask, Reply
-from layerzero.tuning.proving.vetting import class_pairs
+from layerzero.tuning.storage.files import FileLedger
+from layerzero.tuning.verification.child import ChildTask, Reply
+from layerzero.tuning.verification.vetting import class_pairs
 
 CASES, WORKERS, STEP_S, UNSAFE_S = 300, 12, 60.0, 15.0
 
@@ -74,7 +74,7 @@ def captured(draw: random.Random, until: float, times: int | None) -> Found:
                 ledger.record_capture(kernel, facts, "" if safe else reply.detail or str(reply.verdict))
 
         half = now() + (until - now()) * 0.55
-        _ask("layerzero.tuning.proving.child", pairs, ChildTask, proved, lambda: now() > half, folder, graph=True)
+        _ask("layerzero.tuning.verification.child", pairs, ChildTask, proved, lambda: now() > half, folder, graph=True)
         seen: Counter[str] = Counter()
         who: dict[str, set[str]] = {}
 

@@ -26,11 +26,11 @@ from layerzero.core.evidence import Measurement, Provenance
 from layerzero.core.ledger import MemoryLedger, Verdict
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.keeping.files import FileLedger
-from layerzero.tuning.keeping.rows import axes_of, work_of
-from layerzero.tuning.keeping.store import TimeStore
-from layerzero.tuning.predicting.fitting import fit
-from layerzero.tuning.predicting.prediction import Point, meaning_of, predict
+from layerzero.tuning.prediction.fitting import fit
+from layerzero.tuning.prediction.predict import Point, meaning_of, predict
+from layerzero.tuning.storage.files import FileLedger
+from layerzero.tuning.storage.rows import axes_of, work_of
+from layerzero.tuning.storage.store import TimeStore
 
 MEMORY = Path("/dev/shm")  # where there is one: every try writes and syncs
 ROWS = (1, 8, 64, 512)

@@ -17,11 +17,11 @@ from layerzero.core.import_hook import when_imported as _when_imported
 __version__ = "0.1.0"
 
 _HOMES: dict[str, tuple[str, ...]] = {
-    "layerzero.asking.answers": ("explain", "facts", "list_kernels", "list_operations", "validate", "which"),
-    "layerzero.asking.bind": ("bind",),
-    "layerzero.asking.diagnosis": ("doctor",),
-    "layerzero.asking.freeze": ("freeze", "frozen", "thaw"),
-    "layerzero.asking.control": (
+    "layerzero.inspection.answers": ("explain", "facts", "list_kernels", "list_operations", "validate", "which"),
+    "layerzero.inspection.bind": ("bind",),
+    "layerzero.inspection.diagnosis": ("doctor",),
+    "layerzero.inspection.freeze": ("freeze", "frozen", "thaw"),
+    "layerzero.inspection.control": (
         "avoid",
         "configure",
         "deterministic",
@@ -37,9 +37,14 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "unregister_kernel",
         "unregister_operation",
     ),
-    "layerzero.asking.descriptors": ("descriptor", "kernels_from_descriptor", "load_descriptor", "unload_descriptor"),
-    "layerzero.asking.trace": ("trace",),
-    "layerzero.asking.agreement": ("agree",),
+    "layerzero.inspection.descriptors": (
+        "descriptor",
+        "kernels_from_descriptor",
+        "load_descriptor",
+        "unload_descriptor",
+    ),
+    "layerzero.inspection.trace": ("trace",),
+    "layerzero.inspection.agreement": ("agree",),
     "layerzero.serving.dry_run": ("dry_run",),
     "layerzero.serving.exporters": (
         "JsonFormatter",
@@ -66,11 +71,11 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "layerzero.serving.warmup": ("warmup",),
     "layerzero.engine.functions": ("register_function",),
     "layerzero.engine.probe": ("Machine",),
-    "layerzero.tuning.proving.rehearsal": ("confirm_suspects",),
-    "layerzero.tuning.measuring.workload": ("record",),
-    "layerzero.tuning.measuring.tune": ("tune",),
-    "layerzero.tuning.measuring.online": ("sampled",),
-    "layerzero.tuning.proving.vetting": ("vet",),
+    "layerzero.tuning.verification.rehearsal": ("confirm_suspects",),
+    "layerzero.tuning.measurement.workload": ("record",),
+    "layerzero.tuning.measurement.tune": ("tune",),
+    "layerzero.tuning.measurement.online": ("sampled",),
+    "layerzero.tuning.verification.vetting": ("vet",),
     "layerzero.integrations.diffusers": ("register_with_diffusers",),
     "layerzero.integrations.optimize": ("Optimized", "generate_step", "optimize"),
     "layerzero.integrations.tokenizers": ("tune_tokenizer",),

@@ -8,29 +8,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from layerzero import testing
-from layerzero.asking.agreement import agree
-from layerzero.asking.answers import explain, facts, list_kernels, list_operations, validate, which
-from layerzero.asking.bind import bind
-from layerzero.asking.control import (
-    avoid,
-    configure,
-    deterministic,
-    disabled,
-    load_config,
-    lock,
-    prefer,
-    register_backend,
-    register_kernel,
-    register_operation,
-    scope,
-    unlock,
-    unregister_kernel,
-    unregister_operation,
-)
-from layerzero.asking.descriptors import descriptor, kernels_from_descriptor, load_descriptor, unload_descriptor
-from layerzero.asking.diagnosis import doctor
-from layerzero.asking.freeze import freeze, frozen, thaw
-from layerzero.asking.trace import trace
 from layerzero.core import judges, limits
 from layerzero.core.arguments import Axis, Param, Role, SizeCodes, TensorSchema
 from layerzero.core.device import Device
@@ -61,6 +38,29 @@ from layerzero.core.schema import OperationSchema
 from layerzero.engine.events import Event, Listener, on_event
 from layerzero.engine.functions import register_function
 from layerzero.engine.probe import Machine
+from layerzero.inspection.agreement import agree
+from layerzero.inspection.answers import explain, facts, list_kernels, list_operations, validate, which
+from layerzero.inspection.bind import bind
+from layerzero.inspection.control import (
+    avoid,
+    configure,
+    deterministic,
+    disabled,
+    load_config,
+    lock,
+    prefer,
+    register_backend,
+    register_kernel,
+    register_operation,
+    scope,
+    unlock,
+    unregister_kernel,
+    unregister_operation,
+)
+from layerzero.inspection.descriptors import descriptor, kernels_from_descriptor, load_descriptor, unload_descriptor
+from layerzero.inspection.diagnosis import doctor
+from layerzero.inspection.freeze import freeze, frozen, thaw
+from layerzero.inspection.trace import trace
 from layerzero.integrations.diffusers import register_with_diffusers
 from layerzero.integrations.optimize import Optimized, generate_step, optimize
 from layerzero.integrations.tokenizers import tune_tokenizer
@@ -101,11 +101,11 @@ from layerzero.serving.speculation import (
 )
 from layerzero.serving.speculative_pairs import SpeculativePair, SpeculativePairs, speculative_pair
 from layerzero.serving.warmup import warmup
-from layerzero.tuning.measuring.online import sampled
-from layerzero.tuning.measuring.tune import tune
-from layerzero.tuning.measuring.workload import record
-from layerzero.tuning.proving.rehearsal import confirm_suspects
-from layerzero.tuning.proving.vetting import vet
+from layerzero.tuning.measurement.online import sampled
+from layerzero.tuning.measurement.tune import tune
+from layerzero.tuning.measurement.workload import record
+from layerzero.tuning.verification.rehearsal import confirm_suspects
+from layerzero.tuning.verification.vetting import vet
 
 __all__ = [
     "AdaptiveSpeculation",

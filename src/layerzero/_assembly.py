@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from layerzero.engine.policy import Policy
     from layerzero.engine.services import Services
 
-_DESCRIPTORS = "layerzero.asking.descriptors"
+_DESCRIPTORS = "layerzero.inspection.descriptors"
 
 
 def ledger() -> Ledger:
     """The ledger of this process: files in the cache folder, or memory where ``LAYERZERO_CACHE_DIR`` is empty."""
-    from layerzero.tuning.keeping.files import FileLedger, cache_folder
-    from layerzero.tuning.keeping.store import StoreLedger
+    from layerzero.tuning.storage.files import FileLedger, cache_folder
+    from layerzero.tuning.storage.store import StoreLedger
 
     folder = cache_folder()
     return StoreLedger(MemoryLedger() if folder is None else FileLedger(folder)).watched()
@@ -79,8 +79,8 @@ def brings_function(name: str) -> bool:
 
 def importing(plugin: str, version: str) -> AbstractContextManager[str]:
     """Have a plugin's name on disk while it is imported; gives how it ended an earlier process, if it did."""
-    from layerzero.tuning.keeping.files import cache_folder
-    from layerzero.tuning.keeping.imports import importing as marked
+    from layerzero.tuning.storage.files import cache_folder
+    from layerzero.tuning.storage.imports import importing as marked
 
     folder = cache_folder()
     return nullcontext("") if folder is None else marked(folder, plugin, version)
@@ -95,7 +95,7 @@ def try_hub(builds: Sequence[Build]) -> Mapping[str, str]:
 
 def vet_later(kernels: Iterable[Kernel], facts: Facts) -> None:
     """Run kernels in a child process, in the background, for a call that was just made."""
-    from layerzero.tuning.proving.vetting import BACKGROUND
+    from layerzero.tuning.verification.vetting import BACKGROUND
 
     for kernel in kernels:
         BACKGROUND.add(kernel, facts)
@@ -117,7 +117,7 @@ def builds() -> list[str]:
 
 def sample(plan: Plan, function: Function, rate: float) -> None:
     """Let a plan time a share of its calls."""
-    from layerzero.tuning.measuring.online import attach
+    from layerzero.tuning.measurement.online import attach
 
     attach(plan, function, rate)
 

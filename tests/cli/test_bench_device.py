@@ -15,11 +15,11 @@ from layerzero.cli import bench as command
 from layerzero.cli.app import main
 from layerzero.core.operation import Case
 from layerzero.testing.generate import RandomCall
-from layerzero.tuning.measuring import bench as measured
-from layerzero.tuning.measuring.admission import Ceiling
-from layerzero.tuning.measuring.bench import MOST_BYTES, TORCH, UNSAFE, TimedBy, on_device
-from layerzero.tuning.measuring.clocks import clock_of
-from layerzero.tuning.measuring.jobs import Job
+from layerzero.tuning.measurement import bench as measured
+from layerzero.tuning.measurement.admission import Ceiling
+from layerzero.tuning.measurement.bench import MOST_BYTES, TORCH, UNSAFE, TimedBy, on_device
+from layerzero.tuning.measurement.clocks import clock_of
+from layerzero.tuning.measurement.jobs import Job
 from others import OTHERS
 
 QUICK = "bench rms_norm --shapes 8x64 --dtype float32 --samples 3"
@@ -47,8 +47,8 @@ class Counting:
 @pytest.fixture
 def counting(monkeypatch):
     lz.configure(deny=OTHERS)
-    monkeypatch.setattr("layerzero.tuning.measuring.bench.ceiling", lambda *_: Ceiling(10.0, 0.1))
-    monkeypatch.setattr("layerzero.tuning.measuring.clocks.Graphs", Counting)
+    monkeypatch.setattr("layerzero.tuning.measurement.bench.ceiling", lambda *_: Ceiling(10.0, 0.1))
+    monkeypatch.setattr("layerzero.tuning.measurement.clocks.Graphs", Counting)
     monkeypatch.setattr(measured, "cache_bytes", lambda _: CACHE)
     monkeypatch.setattr(command, "timed_of", lambda text, _: TimedBy(text or "both"))
 
@@ -100,7 +100,7 @@ def test_a_time_between_events_stands_in_where_there_is_one(counting, monkeypatc
         def calmer(self):  # where times differ, as on a busy machine, the CPU's own would take over
             return None
 
-    monkeypatch.setattr("layerzero.tuning.measuring.clocks.clock_of", lambda _: Events())
+    monkeypatch.setattr("layerzero.tuning.measurement.clocks.clock_of", lambda _: Events())
     _, lines = answer(QUICK)
     assert (lines["mine.unsafe"]["device_us"], lines["mine.unsafe"]["device_from"]) == (11.0, "events")
     assert (lines["mine.safe"]["device_us"], lines["mine.safe"]["events_us"]) == (7.0, 11.0)
@@ -122,7 +122,7 @@ def test_by_the_device_alone_everything_goes_by_its_time(counting, tmp_path):
 
 
 def test_call_times_alone_capture_nothing(counting, monkeypatch):
-    monkeypatch.setattr("layerzero.tuning.measuring.bench.on_device", pytest.fail)
+    monkeypatch.setattr("layerzero.tuning.measurement.bench.on_device", pytest.fail)
     found, lines = answer(f"{QUICK} --timed call")
     assert found["timed"] == "call"
     assert all(line["device_us"] is None for line in lines.values())

@@ -26,7 +26,7 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.testing import fuzz
 from layerzero.testing.fuzz import Failure, FuzzReport
-from layerzero.tuning.keeping.store import StoreLedger
+from layerzero.tuning.storage.store import StoreLedger
 from tools import pages_descriptors
 from tools.pages_usage import EXAMPLE, walk
 
@@ -134,7 +134,7 @@ except SystemExit as done:
     assert done.code == 0
 heavy = {"transformers", "zentorch", "onnxruntime", "flash_attn", "flash_attn_interface", "triton"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
-assert not {"layerzero.cli.demo", "layerzero.cli.explain_screen", "layerzero.asking.answers"} & set(sys.modules)
+assert not {"layerzero.cli.demo", "layerzero.cli.explain_screen", "layerzero.inspection.answers"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.tuning.keeping.files import FileLedger
+from layerzero.tuning.storage.files import FileLedger
 
 KERNEL = """
 import os, threading

@@ -17,8 +17,8 @@ from layerzero.cli.tables import SMALL, fitting, fold, folded, new_row, some, ta
 from layerzero.core.evidence import Measurement
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.keeping import archive
-from layerzero.tuning.keeping.store import StoreLedger
+from layerzero.tuning.storage import archive
+from layerzero.tuning.storage.store import StoreLedger
 
 
 def terminal(width=80, height=24):

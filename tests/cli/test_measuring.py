@@ -19,10 +19,10 @@ from layerzero.cli.app import main
 from layerzero.core.operation import Work
 from layerzero.ops import OPERATIONS
 from layerzero.ops.attention.declare import visible_pairs
-from layerzero.tuning.measuring import admission as ceilings
-from layerzero.tuning.measuring.admission import Ceiling, ceiling
-from layerzero.tuning.measuring.bench import TORCH
-from layerzero.tuning.measuring.jobs import Job, jobs_of_cases
+from layerzero.tuning.measurement import admission as ceilings
+from layerzero.tuning.measurement.admission import Ceiling, ceiling
+from layerzero.tuning.measurement.bench import TORCH
+from layerzero.tuning.measurement.jobs import Job, jobs_of_cases
 from others import OTHERS
 
 QUICK = "--dtype float32 --samples 3 " + " ".join(f"--without {name}" for name in OTHERS)
@@ -45,7 +45,7 @@ def calls(line, code=0):
 @pytest.fixture(autouse=True)
 def small_ceiling(monkeypatch):
     lz.configure(deny=OTHERS)  # nor may one be chosen that does not run
-    monkeypatch.setattr("layerzero.tuning.measuring.bench.ceiling", lambda *_: Ceiling(10.0, 0.1))
+    monkeypatch.setattr("layerzero.tuning.measurement.bench.ceiling", lambda *_: Ceiling(10.0, 0.1))
 
 
 def test_bench_compares_everything_with_everything():
@@ -74,7 +74,7 @@ def test_bench_looks_at_no_call_when_its_time_is_over(monkeypatch):
 
 def test_bench_leaves_out_what_memory_does_not_hold_and_says_so(monkeypatch):
     asked = f"bench rms_norm --shapes 8x64,9x64 {QUICK}"
-    place = "layerzero.tuning.measuring.comparison.too_large"
+    place = "layerzero.tuning.measurement.comparison.too_large"
     monkeypatch.setattr(place, lambda facts: "no room" if facts.size("rows") == 9 else "")
     found = answer(asked)
     assert [each["call"]["rows"] for each in found["calls"]] == [8]
@@ -87,7 +87,7 @@ def test_bench_leaves_out_what_memory_does_not_hold_and_says_so(monkeypatch):
     def full(*_, **__):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 76 bytes\nmore")
 
-    monkeypatch.setattr("layerzero.tuning.measuring.comparison.bench", full)
+    monkeypatch.setattr("layerzero.tuning.measurement.comparison.bench", full)
     assert "can't allocate memory: you tried to allocate 76 bytes\n" in run(asked, code=1).stderr
 
 
@@ -114,7 +114,7 @@ def test_bench_runs_the_kernels_that_are_named_in_the_dtypes_that_they_have():
 
 @pytest.mark.parametrize(("state", "told"), [("load=high", "load=high: these times are rough"), ("load=low", "")])
 def test_bench_tells_noise_and_when_times_are_rough(state, told, monkeypatch):
-    monkeypatch.setattr("layerzero.tuning.keeping.machine_state.condition", lambda _: state)
+    monkeypatch.setattr("layerzero.tuning.storage.machine_state.condition", lambda _: state)
     (found,) = calls(f"bench rms_norm --shapes 8x64 {QUICK}")
     assert found["condition"] == state
     assert all(line["noise"] is not None for line in found["kernels"] if line["median_us"] is not None)
@@ -269,7 +269,7 @@ def test_a_budget_counts_from_where_the_process_began(monkeypatch, worked_s, lef
         given.append(budget_s)
         raise ValueError("seen")
 
-    monkeypatch.setattr("layerzero.tuning.measuring.tune.tune", tune)
+    monkeypatch.setattr("layerzero.tuning.measurement.tune.tune", tune)
     for more in ("--budget-s 90", ""):
         assert CliRunner().invoke(main, shlex.split(f"tune rms_norm --shapes 8x64 {more}")).exit_code
     assert given == [left_s, None]

@@ -18,8 +18,8 @@ from layerzero.core.evidence import Measurement, Provenance
 from layerzero.core.ledger import Verdict
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.keeping import records
-from layerzero.tuning.keeping.store import StoreLedger
+from layerzero.tuning.storage import records
+from layerzero.tuning.storage.store import StoreLedger
 
 
 def run(line):
@@ -85,7 +85,7 @@ def test_a_time_is_a_line():
 
 def test_times_of_another_version_are_told_apart(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "9.9.9")
-    from layerzero.tuning.keeping import environment
+    from layerzero.tuning.storage import environment
 
     environment._surroundings.cache_clear()
     try:

@@ -19,7 +19,7 @@ from layerzero.cli.app import main
 from layerzero.core.evidence import Measurement
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.keeping import passed_builds, records
+from layerzero.tuning.storage import passed_builds, records
 
 KERNEL = "inductor.rms_norm"
 

@@ -25,13 +25,13 @@ from layerzero.core.kernel import Backend, Kernel, Trust
 from layerzero.core.ledger import Verdict
 from layerzero.core.operation import Work
 from layerzero.engine.dispatch import ENGINE
-from layerzero.tuning.measuring.admission import Ceiling
-from layerzero.tuning.measuring.bench import TORCH, Benched, Line, TimedBy
-from layerzero.tuning.measuring.comparison import Compared
-from layerzero.tuning.measuring.contest import ContestEntry, Status
-from layerzero.tuning.measuring.timing import Deadline
-from layerzero.tuning.measuring.tune import Tuned
-from layerzero.tuning.proving.vetting import Vetted
+from layerzero.tuning.measurement.admission import Ceiling
+from layerzero.tuning.measurement.bench import TORCH, Benched, Line, TimedBy
+from layerzero.tuning.measurement.comparison import Compared
+from layerzero.tuning.measurement.contest import ContestEntry, Status
+from layerzero.tuning.measurement.timing import Deadline
+from layerzero.tuning.measurement.tune import Tuned
+from layerzero.tuning.verification.vetting import Vetted
 from others import OTHERS
 
 

@@ -16,10 +16,10 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from layerzero.asking.diagnosis import VersionStatus, status
 from layerzero.core.device import Device
 from layerzero.engine.probe import Machine
 from layerzero.engine.registry import REGISTRY
+from layerzero.inspection.diagnosis import VersionStatus, status
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "containers"

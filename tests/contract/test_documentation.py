@@ -27,7 +27,7 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.settings import SETTINGS
 from layerzero.ops import FORMER_NAMES, FUNCTIONS, OPERATIONS, PLAIN_FUNCTIONS
 from layerzero.testing import fuzz
-from layerzero.tuning.keeping.store import StoreLedger
+from layerzero.tuning.storage.store import StoreLedger
 from tools import docs, pages
 from tools.__main__ import main as tool
 from tools.pages_usage import EXAMPLE, walk

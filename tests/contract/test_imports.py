@@ -19,10 +19,22 @@ from layerzero.backends import builtin_kernels
 
 ROOT = Path(layerzero.__file__).parent
 ORDER = (
-    *("_native", "core", "ops", "backends", "engine", "asking", "testing", "tuning", "serving", "integrations", "cli"),
+    *(
+        "_native",
+        "core",
+        "ops",
+        "backends",
+        "engine",
+        "inspection",
+        "testing",
+        "tuning",
+        "serving",
+        "integrations",
+        "cli",
+    ),
 )
 ROOMS = {
-    "tuning": ("predicting", "keeping", "proving", "measuring"),
+    "tuning": ("prediction", "storage", "verification", "measurement"),
     "integrations.optimize": ("swaps", "times", "attention", "modules", "layers", "models", "selection", "entrance"),
 }
 """The same within a folder: its folders, and files to their right."""
@@ -236,7 +248,7 @@ lz.rms_norm
 before = set(sys.modules)
 lz.list_kernels()
 assert imported(before) == {{"layerzero"}}, ("declarations import", imported(before))
-assert "layerzero.tuning.keeping.database" not in sys.modules
+assert "layerzero.tuning.storage.database" not in sys.modules
 lz.explain("rms_norm", torch.ones(2, 8), torch.ones(8))
 loaded = imported(known) & set({sorted(libraries())!r})
 assert not loaded, ("declarations import libraries", loaded)

@@ -96,7 +96,7 @@ _DRAFTS = "drafts have tokens, trees nodes, and the caches that are matched have
 _MEMORY = "how a tensor lies in memory: dense in its rows"
 
 ALLOWED: dict[str, dict[str, str]] = {
-    "asking/descriptors.py": dict.fromkeys(
+    "inspection/descriptors.py": dict.fromkeys(
         ("attn_mask", "causal", "dropout_p", "head_dim", "heads", "seq_k", "seq_q", "value_dim"), _VERSION_1
     ),
     "cli/app.py": dict.fromkeys(
@@ -116,7 +116,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     ),
     "cli/demo_screen.py": dict.fromkeys(("attention", "packed"), _EXAMPLES),
     "cli/checks.py": dict.fromkeys(("norm", "rms_norm"), _EXAMPLES),
-    "cli/measuring.py": dict.fromkeys(("attention", "norm", "query", "rms_norm"), _EXAMPLES),
+    "cli/measurement.py": dict.fromkeys(("attention", "norm", "query", "rms_norm"), _EXAMPLES),
     "cli/perfdb.py": {"rows": "of the database, in what it writes as JSON"},
     "cli/perfdb_exchange.py": {"attention": _EXAMPLES, "rows": "of the database, in what it writes as JSON"},
     "cli/question.py": dict.fromkeys(("causal", "kv"), _OPTION),
@@ -274,9 +274,9 @@ ALLOWED: dict[str, dict[str, str]] = {
     "serving/speculative_pairs.py": dict.fromkeys(("heads", "nodes", "page_size", "target", "tokens"), _DRAFTS),
     "serving/idle_memory.py": {"query": "a method of torch's streams"},
     "testing/compare.py": {"conv": "torch's name of what a precision is for"},
-    "tuning/keeping/rows.py": {"n": "any size, where the number of axes is told", "rows": _MEMORY},
-    "tuning/measuring/online.py": {"query": "a method of torch's events"},
-    "tuning/measuring/tune.py": {"head_dim": _SPECIFIED},
+    "tuning/storage/rows.py": {"n": "any size, where the number of axes is told", "rows": _MEMORY},
+    "tuning/measurement/online.py": {"query": "a method of torch's events"},
+    "tuning/measurement/tune.py": {"head_dim": _SPECIFIED},
 }
 """By file, the names that it may use, each with its reason."""
 

@@ -11,7 +11,7 @@ from layerzero.engine.functions import CALLS
 from layerzero.ops import FUNCTIONS
 from layerzero.testing import expected, random_call
 from layerzero.testing.compare import Expected, copied, problems
-from layerzero.tuning.measuring.contest import torch_default
+from layerzero.tuning.measurement.contest import torch_default
 
 CALLS_EACH = 12
 ROUNDED_ONCE_MORE = 4.0

@@ -13,7 +13,7 @@ from layerzero.core.dtypes import dtype_name
 from layerzero.core.reasons import ReasonCode
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import function_of
-from layerzero.tuning.measuring.jobs import jobs_of_cases
+from layerzero.tuning.measurement.jobs import jobs_of_cases
 
 COMPOSED = {
     "activation.relu2": "a square of torch.relu",

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.asking.diagnosis import _whole_beside
 from layerzero.core import cpu_features, device
 from layerzero.core.cpu_features import VARIABLE, limited, torch_variables
 from layerzero.core.evidence import call_work
 from layerzero.engine.config import Configuration
 from layerzero.engine.registry import REGISTRY
+from layerzero.inspection.diagnosis import _whole_beside
 from layerzero.testing.process import child_environment
-from layerzero.tuning.keeping.environment import surroundings
+from layerzero.tuning.storage.environment import surroundings
 
 SERVER = frozenset({"avx2", "avx512", "avx512_vnni", "avx512_bf16"})
 EPYC = replace(lz.Device.named("CPU"), name="AMD EPYC", vendor="amd", instruction_sets=SERVER)

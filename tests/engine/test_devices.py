@@ -9,12 +9,12 @@ import torch
 
 import layerzero as lz
 from drawing import at_once
-from layerzero.asking.answers import explain_facts
 from layerzero.core.device import Device, cpu_of_this_machine, generation_of
 from layerzero.core.known_devices import KNOWN_DEVICES
 from layerzero.core.reasons import ReasonCode
 from layerzero.engine.config import current_policy
 from layerzero.engine.probe import Machine
+from layerzero.inspection.answers import explain_facts
 from layerzero.ops import OPERATIONS
 from layerzero.ops.calls import facts_of
 

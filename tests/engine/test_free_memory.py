@@ -20,9 +20,9 @@ from layerzero.core.system.free_memory import FREE, FreeMemory, Reading
 from layerzero.engine import headroom
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.keeping.files import FileLedger
-from layerzero.tuning.keeping.store import StoreLedger
-from layerzero.tuning.measuring import clocks
+from layerzero.tuning.measurement import clocks
+from layerzero.tuning.storage.files import FileLedger
+from layerzero.tuning.storage.store import StoreLedger
 
 MIB = 2**20
 INPUT, WEIGHT = torch.randn(256, 1024), torch.ones(1024)  # its result takes 1 MiB

@@ -17,9 +17,9 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
 from layerzero.engine.registry import REGISTRY
 from layerzero.serving import readiness_parts
-from layerzero.tuning.keeping import files, records
-from layerzero.tuning.keeping.files import FileLedger
-from layerzero.tuning.keeping.store import StoreLedger
+from layerzero.tuning.storage import files, records
+from layerzero.tuning.storage.files import FileLedger
+from layerzero.tuning.storage.store import StoreLedger
 
 X, WEIGHT = torch.randn(4, 64), torch.ones(64)
 WHY = "under graph capture it raised AcceleratorError: operation not permitted when stream is capturing"

@@ -18,7 +18,7 @@ from layerzero.engine import headroom
 from layerzero.engine.failures import out_of_memory
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import OPERATIONS
-from layerzero.tuning.measuring.jobs import jobs_of_cases
+from layerzero.tuning.measurement.jobs import jobs_of_cases
 
 MATH = "torch.sdpa.math"
 OTHERS = ["onnxruntime", "zentorch", "flex_attention", "inductor"]

@@ -9,7 +9,7 @@ import layerzero as lz
 from counting import calls_of_ours, events
 from layerzero.engine import accelerator
 from layerzero.engine.functions import CALLS
-from layerzero.tuning.keeping import prior
+from layerzero.tuning.storage import prior
 
 Q, K, V = (torch.randn(1, 4, 2, 8) for _ in range(3))
 

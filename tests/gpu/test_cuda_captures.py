@@ -204,8 +204,8 @@ def test_every_capture_asks_for_the_verdict(begin, tmp_path, monkeypatch):
     """Also one that torch begins, as torch.compile and vLLM do, and of a call that ran before."""
     from layerzero.engine.dispatch import ENGINE
     from layerzero.engine.registry import REGISTRY
-    from layerzero.tuning.keeping.files import FileLedger
-    from layerzero.tuning.keeping.store import StoreLedger
+    from layerzero.tuning.storage.files import FileLedger
+    from layerzero.tuning.storage.store import StoreLedger
 
     ENGINE.ledger = StoreLedger(FileLedger(tmp_path))
     x, weight = torch.randn(8, 64, device="cuda"), torch.ones(64, device="cuda")

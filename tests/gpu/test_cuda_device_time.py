@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from layerzero.core.operation import Case
-from layerzero.tuning.measuring.bench import TimedBy, bench
-from layerzero.tuning.measuring.clocks import CudaClock, device_times
-from layerzero.tuning.measuring.jobs import Job
-from layerzero.tuning.measuring.timing import Effort
+from layerzero.tuning.measurement.bench import TimedBy, bench
+from layerzero.tuning.measurement.clocks import CudaClock, device_times
+from layerzero.tuning.measurement.jobs import Job
+from layerzero.tuning.measurement.timing import Effort
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -9,7 +9,7 @@ import layerzero as lz
 from layerzero.core.device import Device
 from layerzero.core.system import free_memory
 from layerzero.core.system.free_memory import FREE
-from layerzero.tuning.measuring import clocks
+from layerzero.tuning.measurement import clocks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

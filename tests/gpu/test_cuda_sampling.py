@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.tuning.keeping import machine_state as conditions
-from layerzero.tuning.measuring import online
-from layerzero.tuning.measuring.online import Sampler
+from layerzero.tuning.measurement import online
+from layerzero.tuning.measurement.online import Sampler
+from layerzero.tuning.storage import machine_state as conditions
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -21,7 +21,7 @@ def packs() -> None:
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """No kernels are timed on the inputs' calls, which takes seconds: what is kept there is decided by the whole."""
     from layerzero.integrations.optimize.times.workload import Workload
-    from layerzero.tuning.measuring.timing import Deadline
+    from layerzero.tuning.measurement.timing import Deadline
 
     tune = Workload.tune
     monkeypatch.setattr(Workload, "tune", lambda self, deadline, **more: tune(self, deadline=Deadline(0.0), **more))

@@ -17,9 +17,9 @@ from layerzero.integrations.optimize.times import timing
 from layerzero.integrations.optimize.times import workload as workloads
 from layerzero.integrations.optimize.times.timing import timed
 from layerzero.integrations.optimize.times.workload import RUN, TimeLeft, Workload
-from layerzero.tuning.measuring import tune_run
-from layerzero.tuning.measuring.timing import Deadline, TimeOverError
-from layerzero.tuning.measuring.tune import run_jobs
+from layerzero.tuning.measurement import tune_run
+from layerzero.tuning.measurement.timing import Deadline, TimeOverError
+from layerzero.tuning.measurement.tune import run_jobs
 
 pytestmark = pytest.mark.filterwarnings("ignore::layerzero.core.errors.LayerZeroWarning")
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.asking import agreement
-from layerzero.asking.arrivals import Arrival, arrived
-from layerzero.asking.board import Board
 from layerzero.core.errors import FrozenChoiceError
+from layerzero.inspection import agreement
+from layerzero.inspection.arrivals import Arrival, arrived
+from layerzero.inspection.board import Board
 from layerzero.integrations.optimize import entrance
 
 

@@ -25,8 +25,8 @@ from layerzero.integrations.optimize.swaps.weights import wants_packed
 from layerzero.integrations.optimize.times.module_times import OUTSIDE
 from layerzero.integrations.optimize.times.report import Optimized, Replaced
 from layerzero.integrations.optimize.times.workload import stock_of
-from layerzero.tuning.keeping.archive import differs
-from layerzero.tuning.keeping.environment import surroundings
+from layerzero.tuning.storage.archive import differs
+from layerzero.tuning.storage.environment import surroundings
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning"),

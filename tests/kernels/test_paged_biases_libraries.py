@@ -19,7 +19,7 @@ from layerzero.core.reasons import ReasonCode as Code
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops.paged.mixed import paged_tokens_reference
-from layerzero.tuning.proving.vetting import class_pairs
+from layerzero.tuning.verification.vetting import class_pairs
 from paged_calls import paged
 
 TOKENS, SPLIT = "vllm.flash_attn.v3.paged_tokens_sinks", "vllm.flash_attn.v3.paged_split_sinks"

@@ -14,7 +14,7 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.ops import function_of
 from layerzero.testing import expected, random_call
 from layerzero.testing.compare import copied, problems
-from layerzero.tuning.measuring.jobs import jobs_of_cases
+from layerzero.tuning.measurement.jobs import jobs_of_cases
 
 TORCH = {"torch": "2.13.0"}
 

@@ -21,8 +21,8 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.frozen_choices import class_name
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops.comm import ranks as ranks_module
-from layerzero.tuning.measuring.comparison import record_times
-from layerzero.tuning.measuring.tune import asked_jobs
+from layerzero.tuning.measurement.comparison import record_times
+from layerzero.tuning.measurement.tune import asked_jobs
 from ranks_of_gloo import two_ranks
 
 ALONE = lz.Ranks.alone()

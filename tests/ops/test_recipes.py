@@ -14,7 +14,7 @@ from layerzero.engine.functions import CALLS
 from layerzero.ops import OPERATIONS
 from layerzero.ops.recipes import arguments_of_recipe
 from layerzero.testing.generate import case_call
-from layerzero.tuning.measuring.jobs import Job
+from layerzero.tuning.measurement.jobs import Job
 
 
 def facts_of_call(name, arguments):

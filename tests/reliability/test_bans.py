@@ -18,8 +18,8 @@ from layerzero.core.ledger import Verdict
 from layerzero.core.system import disk
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.keeping import files as files_module
-from layerzero.tuning.keeping.files import FileLedger
+from layerzero.tuning.storage import files as files_module
+from layerzero.tuning.storage.files import FileLedger
 
 X, W = torch.randn(4, 64), torch.randn(64)
 

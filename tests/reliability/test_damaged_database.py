@@ -22,9 +22,9 @@ from layerzero.core.evidence import Measurement, Provenance
 from layerzero.core.ledger import MemoryLedger
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.keeping import archive, connections, migrations
-from layerzero.tuning.keeping import rows as rows_module
-from layerzero.tuning.keeping.store import StoreLedger, TimeStore
+from layerzero.tuning.storage import archive, connections, migrations
+from layerzero.tuning.storage import rows as rows_module
+from layerzero.tuning.storage.store import StoreLedger, TimeStore
 
 TIME = Measurement(10.0, 12.0, 0.01, 20, noise=0.02)
 ROWS = (1, 8, 64, 512)
@@ -310,7 +310,7 @@ def test_a_damaged_page_costs_the_times_on_it_only(path, kernels):
 
 def test_what_no_file_can_raise_reaches_no_caller(path, kernels, monkeypatch):
     store = TimeStore()
-    monkeypatch.setattr("layerzero.tuning.keeping.store.weighed", lambda *_: 1 / 0)
+    monkeypatch.setattr("layerzero.tuning.storage.store.weighed", lambda *_: 1 / 0)
     with pytest.warns(lz.LayerZeroWarning, match="division by zero"):
         assert store.evidence(kernels, facts(8)) == {}
         assert store.evidence(kernels, facts(64)) == {}

@@ -19,8 +19,8 @@ from layerzero.core.evidence import Measurement
 from layerzero.core.ledger import Verdict
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.keeping import database
-from layerzero.tuning.keeping.ban_watch import WATCH
+from layerzero.tuning.storage import database
+from layerzero.tuning.storage.ban_watch import WATCH
 
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)

@@ -21,10 +21,10 @@ import layerzero as lz
 from layerzero.core.evidence import Measurement, Provenance
 from layerzero.core.system import disk
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.keeping import connections, database, journal, journal_merge, learning
-from layerzero.tuning.keeping.connections import in_transaction
-from layerzero.tuning.keeping.store import TimeStore
-from layerzero.tuning.predicting import fitting
+from layerzero.tuning.prediction import fitting
+from layerzero.tuning.storage import connections, database, journal, journal_merge, learning
+from layerzero.tuning.storage.connections import in_transaction
+from layerzero.tuning.storage.store import TimeStore
 
 TIME = Measurement(10.0, 12.0, 0.01, 20, noise=0.02)
 
@@ -110,7 +110,7 @@ KILLED = """
 import fcntl, os, signal, torch, layerzero as lz
 from layerzero.core.evidence import Measurement
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.keeping.store import TimeStore
+from layerzero.tuning.storage.store import TimeStore
 folder = os.environ["LAYERZERO_CACHE_DIR"]
 os.makedirs(folder, mode=0o700, exist_ok=True)
 lock = os.open(folder + "/perfdb.sqlite.turn", os.O_RDWR | os.O_CREAT)

@@ -14,17 +14,17 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.asking.freeze import Frost
 from layerzero.core.evidence import Measurement
 from layerzero.core.ledger import MemoryLedger, Verdict
 from layerzero.core.system import disk
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.keeping import archive, connections, journal
-from layerzero.tuning.keeping.calls import CallsMade
-from layerzero.tuning.keeping.files import FileLedger
-from layerzero.tuning.keeping.store import StoreLedger, TimeStore
-from layerzero.tuning.measuring.workload import FORMAT, Manifest
+from layerzero.inspection.freeze import Frost
+from layerzero.tuning.measurement.workload import FORMAT, Manifest
+from layerzero.tuning.storage import archive, connections, journal
+from layerzero.tuning.storage.calls import CallsMade
+from layerzero.tuning.storage.files import FileLedger
+from layerzero.tuning.storage.store import StoreLedger, TimeStore
 
 TIME = Measurement(10.0, 12.0, 0.01, 20, noise=0.02)
 X, W = torch.randn(4, 64), torch.randn(64)

@@ -9,7 +9,7 @@ import layerzero as lz
 from layerzero.engine.health import Health
 from layerzero.engine.jit import Built
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.keeping.files import FileLedger
+from layerzero.tuning.storage.files import FileLedger
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 import layerzero as lz
 from layerzero.core.system import disk
 from layerzero.testing import process
-from layerzero.tuning.keeping import imports
+from layerzero.tuning.storage import imports
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "layerzero"
@@ -85,7 +85,7 @@ def test_a_folder_that_others_may_write_says_nothing_about_plugins(tmp_path):
 
 
 def test_children_import_nothing_from_where_they_are_started():
-    child = process.Process("layerzero.tuning.proving.child", process.child_environment((), {}))
+    child = process.Process("layerzero.tuning.verification.child", process.child_environment((), {}))
     try:
         said = []
         while len(said) < 4 and child.poll() is None:  # it is empty for a moment while a program is exchanged
@@ -105,10 +105,10 @@ OBJECTS = re.compile(r"(all_gather|gather|broadcast|scatter|send|recv)_object(_l
 EXEC = {"engine/call.py", "engine/plan_source.py"}
 CHILDREN = {
     "testing/process.py",
-    "tuning/proving/build_child.py",  # asks the compiler that torch uses
+    "tuning/verification/build_child.py",  # asks the compiler that torch uses
     "serving/rolling_update.py",  # runs an operator's hooks
     "engine/environments.py",  # asks an operator's interpreter or container for its packages, and kills a container
-    "tuning/keeping/passed_builds.py",  # asks a C++ compiler for its version
+    "tuning/storage/passed_builds.py",  # asks a C++ compiler for its version
 }
 CONNECTED = {
     ("serving/probes.py", "http.server"),

@@ -13,9 +13,9 @@ import torch
 import layerzero as lz
 from layerzero.core.ledger import Verdict
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.keeping import ban_watch
-from layerzero.tuning.keeping.ban_watch import Watch
-from layerzero.tuning.keeping.files import FileLedger
+from layerzero.tuning.storage import ban_watch
+from layerzero.tuning.storage.ban_watch import Watch
+from layerzero.tuning.storage.files import FileLedger
 
 SERVER = """
 import os, signal, sys, threading, torch

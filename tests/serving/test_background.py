@@ -24,8 +24,8 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.serving import background_builds, jit_status, own_builds
 from layerzero.serving.background_builds import BUILDS
 from layerzero.testing.children import End
-from layerzero.tuning.keeping import builds
-from layerzero.tuning.proving import build_child
+from layerzero.tuning.storage import builds
+from layerzero.tuning.verification import build_child
 
 HERE = str(Path(__file__).parent)
 CALL = torch.ones(4, 32), torch.ones(32)
@@ -674,7 +674,7 @@ def test_a_status_is_told_in_words(here):
 
 
 def test_kernels_of_one_module_are_built_by_one_child():
-    from layerzero.tuning.proving.build_child import _lanes
+    from layerzero.tuning.verification.build_child import _lanes
 
     def asked(function, kernel_ids, **more):
         def meta(*shape, dtype=torch.bfloat16):

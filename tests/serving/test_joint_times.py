@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 import layerzero as lz
-from layerzero.asking.freeze import Frost
 from layerzero.core.evidence import Measurement
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
+from layerzero.inspection.freeze import Frost
 from layerzero.serving import joint_plan
 from layerzero.serving import solve as solving
 from layerzero.serving.joint_times import LAST_ROUNDS, LEAST, ROUNDS, together
-from layerzero.tuning.measuring.comparison import record_times
+from layerzero.tuning.measurement.comparison import record_times
 
 
 def never():

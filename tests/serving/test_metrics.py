@@ -21,8 +21,8 @@ from layerzero.engine.events import EVENTS
 from layerzero.serving import exporters
 from layerzero.serving.exporters import prometheus_text
 from layerzero.serving.metrics import SERIES
-from layerzero.tuning.keeping.files import FileLedger
-from layerzero.tuning.keeping.store import StoreLedger
+from layerzero.tuning.storage.files import FileLedger
+from layerzero.tuning.storage.store import StoreLedger
 
 pytestmark = pytest.mark.filterwarnings("ignore::layerzero.core.errors.LayerZeroFallbackWarning")
 

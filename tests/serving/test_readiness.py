@@ -17,8 +17,8 @@ from layerzero.engine import probe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.serving.background_builds import BUILDS
-from layerzero.tuning.keeping.files import FileLedger
-from layerzero.tuning.keeping.store import StoreLedger
+from layerzero.tuning.storage.files import FileLedger
+from layerzero.tuning.storage.store import StoreLedger
 
 PARTS = (
     *("builds", "settings", "descriptors", "tables", "headroom", "graphs", "database", "health", "frozen", "ranks"),

@@ -10,19 +10,19 @@ import torch
 from typer.testing import CliRunner
 
 import layerzero as lz
-from layerzero.asking.descriptors import DESCRIPTORS, exported
 from layerzero.cli.app import main
 from layerzero.core.ledger import Verdict
 from layerzero.core.system.free_memory import FREE, Reading
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.frozen_choices import Agreed
+from layerzero.inspection.descriptors import DESCRIPTORS, exported
 from layerzero.ops.sets import SETS
 from layerzero.serving import readiness_parts
 from layerzero.serving.readiness_parts import PartState
-from layerzero.tuning.keeping import prior
-from layerzero.tuning.keeping.files import FileLedger
-from layerzero.tuning.keeping.store import StoreLedger
+from layerzero.tuning.storage import prior
+from layerzero.tuning.storage.files import FileLedger
+from layerzero.tuning.storage.store import StoreLedger
 
 pytestmark = pytest.mark.filterwarnings("ignore::layerzero.core.errors.LayerZeroFallbackWarning")
 READY, DEGRADED, NOT_READY = PartState
@@ -113,7 +113,7 @@ def test_a_shipped_table_that_cannot_be_read_is_degraded(monkeypatch, manifest):
         problems = ("epyc.json: families[0]: wanted an operation",)
 
     monkeypatch.setattr(prior, "_LOADED", {"a CPU": Damaged})
-    monkeypatch.setattr("layerzero.tuning.keeping.store.priors_of", lambda _: None)
+    monkeypatch.setattr("layerzero.tuning.storage.store.priors_of", lambda _: None)
     assert of("tables", manifest).text == "epyc.json: families[0]: wanted an operation"
 
 

@@ -16,17 +16,17 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 import layerzero as lz
-from layerzero.asking import plan_document
-from layerzero.asking.freeze import Frost
-from layerzero.asking.plan_text import differences
 from layerzero.core.evidence import Measurement
 from layerzero.engine import probe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import BUILT
 from layerzero.engine.registry import REGISTRY
+from layerzero.inspection import plan_document
+from layerzero.inspection.freeze import Frost
+from layerzero.inspection.plan_text import differences
 from layerzero.serving import solve as solving
 from layerzero.serving.background_builds import BUILDS
-from layerzero.tuning.measuring.comparison import record_times
+from layerzero.tuning.measurement.comparison import record_times
 
 BUCKETS = {"seq_len": [8, 32], "batch": [1, 4]}
 

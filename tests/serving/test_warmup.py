@@ -132,7 +132,7 @@ def test_a_manifest_of_another_model_is_an_error(tmp_path):
 
 @pytest.mark.usefixtures("compiled")
 def test_a_call_that_memory_does_not_hold_is_skipped(monkeypatch):
-    monkeypatch.setattr("layerzero.tuning.proving.build_child.available_bytes", lambda: 20_000.0)
+    monkeypatch.setattr("layerzero.tuning.verification.build_child.available_bytes", lambda: 20_000.0)
     built = lz.warmup("rms_norm", [(8, 64), (1 << 40, 64)], device="cpu")
     assert [each.kernel_id for each in built] == ["mine.compiled"]
     (left,) = [each for each in built.skipped if each.kernel_id == "*"]

@@ -67,8 +67,8 @@ def asked():
 
 @pytest.mark.parametrize(("worker", "document"), [
     ("layerzero.cli.doctor", {"plugin": "good"}),
-    ("layerzero.tuning.proving.build_child", None),
-    ("layerzero.tuning.proving.child", None),
+    ("layerzero.tuning.verification.build_child", None),
+    ("layerzero.tuning.verification.child", None),
     ("layerzero.testing.conformance", None),
 ])  # fmt: skip
 def test_every_worker_says_what_it_takes(worker, document):

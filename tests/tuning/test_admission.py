@@ -14,14 +14,14 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops.norm.declare import norm_case
 from layerzero.testing.generate import RandomCall
-from layerzero.tuning.keeping.files import FileLedger
-from layerzero.tuning.keeping.store import StoreLedger
-from layerzero.tuning.measuring import admission
-from layerzero.tuning.measuring.contest import Status, contest
-from layerzero.tuning.measuring.jobs import Job
-from layerzero.tuning.measuring.timing import Effort
-from layerzero.tuning.measuring.tune import run_jobs
-from layerzero.tuning.measuring.workload import jobs_of
+from layerzero.tuning.measurement import admission
+from layerzero.tuning.measurement.contest import Status, contest
+from layerzero.tuning.measurement.jobs import Job
+from layerzero.tuning.measurement.timing import Effort
+from layerzero.tuning.measurement.tune import run_jobs
+from layerzero.tuning.measurement.workload import jobs_of
+from layerzero.tuning.storage.files import FileLedger
+from layerzero.tuning.storage.store import StoreLedger
 from others import OTHERS
 
 QUICK = Effort(samples=3, budget_s=0.05)

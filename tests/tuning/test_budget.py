@@ -18,20 +18,20 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import BuildOutcome
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import OPERATIONS
-from layerzero.tuning.keeping import calls
-from layerzero.tuning.keeping.files import FileLedger
-from layerzero.tuning.keeping.store import StoreLedger
-from layerzero.tuning.measuring import contest as contests
-from layerzero.tuning.measuring import loop, tune_run
-from layerzero.tuning.measuring.clocks import CpuClock
-from layerzero.tuning.measuring.comparison import record_times
-from layerzero.tuning.measuring.contest import Status
-from layerzero.tuning.measuring.jobs import Job
-from layerzero.tuning.measuring.timing import Deadline, Effort, Pace
-from layerzero.tuning.measuring.tune import asked_jobs, run_jobs
-from layerzero.tuning.measuring.workload import jobs_of
-from layerzero.tuning.proving.rehearsal import Rehearsed
-from layerzero.tuning.proving.vetting import Vetted
+from layerzero.tuning.measurement import contest as contests
+from layerzero.tuning.measurement import loop, tune_run
+from layerzero.tuning.measurement.clocks import CpuClock
+from layerzero.tuning.measurement.comparison import record_times
+from layerzero.tuning.measurement.contest import Status
+from layerzero.tuning.measurement.jobs import Job
+from layerzero.tuning.measurement.timing import Deadline, Effort, Pace
+from layerzero.tuning.measurement.tune import asked_jobs, run_jobs
+from layerzero.tuning.measurement.workload import jobs_of
+from layerzero.tuning.storage import calls
+from layerzero.tuning.storage.files import FileLedger
+from layerzero.tuning.storage.store import StoreLedger
+from layerzero.tuning.verification.rehearsal import Rehearsed
+from layerzero.tuning.verification.vetting import Vetted
 from others import OTHERS
 
 LEFT_OUT = [name for name in OTHERS if name != "inductor"]
@@ -241,7 +241,7 @@ def test_what_vetting_never_reaches_is_left_to_the_next_run_which_goes_on(vettin
 
 
 def test_a_later_batch_asks_about_a_class_that_an_earlier_one_did_not_reach(vetting, monkeypatch):
-    monkeypatch.setattr("layerzero.tuning.measuring.tune.AT_ONCE", 1)
+    monkeypatch.setattr("layerzero.tuning.measurement.tune.AT_ONCE", 1)
     vetting.reaches = 0
     jobs = asked_jobs("rms_norm", [(8, 100), (8, 101)], ["float32"], "cpu")
     run(jobs, Deadline(100.0, Clock()), isolate=True)
@@ -399,7 +399,7 @@ def test_what_calls_would_choose_is_built_first_then_what_may_be_near(compiled, 
             self.parallel = True
 
     monkeypatch.setattr(loop, "build_apart", build_apart)
-    monkeypatch.setattr("layerzero.tuning.measuring.tune.AT_ONCE", 1)
+    monkeypatch.setattr("layerzero.tuning.measurement.tune.AT_ONCE", 1)
     monkeypatch.setattr(loop, "Children", OnGpu)
     monkeypatch.setattr(tune_run.TuningRun, "_measure", lambda *_: "known")
     run(norms(64, 128, 256), Deadline(100.0, Clock()), isolate=True)

@@ -17,10 +17,10 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.testing import execution
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.single_run import attempt
-from layerzero.tuning.keeping.files import FileLedger
-from layerzero.tuning.keeping.store import StoreLedger
-from layerzero.tuning.proving import rehearsal
-from layerzero.tuning.proving.vetting import vet_calls
+from layerzero.tuning.storage.files import FileLedger
+from layerzero.tuning.storage.store import StoreLedger
+from layerzero.tuning.verification import rehearsal
+from layerzero.tuning.verification.vetting import vet_calls
 
 X, WEIGHT = torch.randn(4, 64), torch.rand(64) + 0.5
 

@@ -14,9 +14,9 @@ from layerzero.core.evidence import Measurement, Provenance
 from layerzero.core.ledger import MemoryLedger
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.keeping.store import StoreLedger
-from layerzero.tuning.measuring import contest
-from layerzero.tuning.measuring.comparison import record_times
+from layerzero.tuning.measurement import contest
+from layerzero.tuning.measurement.comparison import record_times
+from layerzero.tuning.storage.store import StoreLedger
 
 WEIGHT = torch.randn(64)
 RAN = []

@@ -9,14 +9,14 @@ from torch.nn.functional import rms_norm
 import layerzero as lz
 from clock import Clock
 from layerzero.engine.jit import BuildOutcome
-from layerzero.tuning.measuring import comparison, loop
-from layerzero.tuning.measuring import contest as contests
-from layerzero.tuning.measuring.admission import Ceiling
-from layerzero.tuning.measuring.clocks import CpuClock
-from layerzero.tuning.measuring.comparison import BEFORE_BUILDS, MOST, TIME_OVER, compare, long_calls
-from layerzero.tuning.measuring.jobs import Job, jobs_of_cases, long_last, operations_named, telling
-from layerzero.tuning.measuring.timing import Deadline, Effort
-from layerzero.tuning.measuring.tune import asked_jobs
+from layerzero.tuning.measurement import comparison, loop
+from layerzero.tuning.measurement import contest as contests
+from layerzero.tuning.measurement.admission import Ceiling
+from layerzero.tuning.measurement.clocks import CpuClock
+from layerzero.tuning.measurement.comparison import BEFORE_BUILDS, MOST, TIME_OVER, compare, long_calls
+from layerzero.tuning.measurement.jobs import Job, jobs_of_cases, long_last, operations_named, telling
+from layerzero.tuning.measurement.timing import Deadline, Effort
+from layerzero.tuning.measurement.tune import asked_jobs
 from others import OTHERS
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def small_ceiling(monkeypatch):
     lz.configure(deny=OTHERS)
-    monkeypatch.setattr("layerzero.tuning.measuring.bench.ceiling", lambda *_: Ceiling(10.0, 0.1))
+    monkeypatch.setattr("layerzero.tuning.measurement.bench.ceiling", lambda *_: Ceiling(10.0, 0.1))
 
 
 def norms(*hiddens):

@@ -10,10 +10,10 @@ import torch
 import layerzero as lz
 from layerzero.core.evidence import Measurement
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.keeping import machine_state as conditions
-from layerzero.tuning.keeping.machine_state import of_nvml
-from layerzero.tuning.keeping.store import TimeStore
-from layerzero.tuning.predicting.fitting import Time, weighed
+from layerzero.tuning.prediction.fitting import Time, weighed
+from layerzero.tuning.storage import machine_state as conditions
+from layerzero.tuning.storage.machine_state import of_nvml
+from layerzero.tuning.storage.store import TimeStore
 from others import OTHERS
 
 
@@ -83,7 +83,7 @@ def test_without_nvml_nothing_is_said_of_a_gpu(monkeypatch):
 
 def test_a_contest_records_the_condition_that_it_ran_under(monkeypatch):
     from layerzero.testing import random_call
-    from layerzero.tuning.measuring import contest
+    from layerzero.tuning.measurement import contest
 
     monkeypatch.setattr(conditions, "condition", lambda device: f"planted={device.type}")
     found = contest.contest(random_call(0, 3, function="rms_norm", dtype=torch.float32), leave_out=OTHERS)

@@ -23,11 +23,11 @@ from layerzero.ops.paged.declare import paged_case
 from layerzero.ops.ragged import reference as ragged
 from layerzero.testing.compare import expected
 from layerzero.testing.generate import case_call, random_call
-from layerzero.tuning.keeping.rows import work_of
-from layerzero.tuning.measuring.contest import Status, contest, torch_default
-from layerzero.tuning.measuring.jobs import Job, default_grid, jobs_of_cases, spread
-from layerzero.tuning.measuring.timing import Effort
-from layerzero.tuning.proving import child
+from layerzero.tuning.measurement.contest import Status, contest, torch_default
+from layerzero.tuning.measurement.jobs import Job, default_grid, jobs_of_cases, spread
+from layerzero.tuning.measurement.timing import Effort
+from layerzero.tuning.storage.rows import work_of
+from layerzero.tuning.verification import child
 from others import OTHERS
 
 QUICK = Effort(samples=3, budget_s=0.05)

@@ -17,11 +17,11 @@ from layerzero.core.ledger import MemoryLedger
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.order import NEARLY, NEARLY_MEASURED, decisive, wait_us
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.keeping import archive
-from layerzero.tuning.keeping.prior import Priors
-from layerzero.tuning.keeping.store import StoreLedger, TimeStore
-from layerzero.tuning.keeping.tables import read_table, slug, table_of
-from layerzero.tuning.measuring.comparison import record_times
+from layerzero.tuning.measurement.comparison import record_times
+from layerzero.tuning.storage import archive
+from layerzero.tuning.storage.prior import Priors
+from layerzero.tuning.storage.store import StoreLedger, TimeStore
+from layerzero.tuning.storage.tables import read_table, slug, table_of
 
 TIMES = st.floats(1.0, 1e4)
 

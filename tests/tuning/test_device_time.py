@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from layerzero.tuning.measuring.clocks import FEWEST_CALLS, MOST_CALLS, copies_needed, device_times
+from layerzero.tuning.measurement.clocks import FEWEST_CALLS, MOST_CALLS, copies_needed, device_times
 
 
 class Fake:

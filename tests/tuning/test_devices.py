@@ -15,11 +15,11 @@ from layerzero.core.device import Device
 from layerzero.engine.registry import REGISTRY
 from layerzero.integrations.optimize.times import workload
 from layerzero.testing.process import APART, apart_on, by_device
-from layerzero.tuning.measuring import online
-from layerzero.tuning.measuring import tune as tuning
-from layerzero.tuning.measuring.clocks import current
-from layerzero.tuning.measuring.timing import Deadline
-from layerzero.tuning.proving import build_child
+from layerzero.tuning.measurement import online
+from layerzero.tuning.measurement import tune as tuning
+from layerzero.tuning.measurement.clocks import current
+from layerzero.tuning.measurement.timing import Deadline
+from layerzero.tuning.verification import build_child
 
 H200 = Device.named("H200")
 

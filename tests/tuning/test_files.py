@@ -25,9 +25,9 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.testing import random_call
 from layerzero.testing.compare import route
-from layerzero.tuning.keeping import records
-from layerzero.tuning.keeping.files import FileLedger, cache_folder
-from layerzero.tuning.proving import child
+from layerzero.tuning.storage import records
+from layerzero.tuning.storage.files import FileLedger, cache_folder
+from layerzero.tuning.verification import child
 
 
 @pytest.fixture
@@ -270,7 +270,7 @@ from pathlib import Path
 import torch
 import layerzero as lz
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.keeping.files import FileLedger
+from layerzero.tuning.storage.files import FileLedger
 lz.register_kernel("norm.rms", "mine.rms_norm")(lambda input, weight: input)
 kernel, me = REGISTRY.kernel("mine.rms_norm"), int(sys.argv[2])
 every = [lz.facts("rms_norm", torch.randn(2 ** n, 64), torch.randn(64)) for n in range(8)]

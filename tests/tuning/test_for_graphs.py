@@ -18,15 +18,15 @@ from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops.norm.declare import norm_case
-from layerzero.tuning.keeping import files
-from layerzero.tuning.keeping.files import FileLedger
-from layerzero.tuning.keeping.store import StoreLedger
-from layerzero.tuning.measuring import contest as contests
-from layerzero.tuning.measuring.clocks import clock_of
-from layerzero.tuning.measuring.contest import Status, contest, taking_part
-from layerzero.tuning.measuring.jobs import Job, default_grid
-from layerzero.tuning.measuring.tune import run_jobs
-from layerzero.tuning.measuring.workload import jobs_of
+from layerzero.tuning.measurement import contest as contests
+from layerzero.tuning.measurement.clocks import clock_of
+from layerzero.tuning.measurement.contest import Status, contest, taking_part
+from layerzero.tuning.measurement.jobs import Job, default_grid
+from layerzero.tuning.measurement.tune import run_jobs
+from layerzero.tuning.measurement.workload import jobs_of
+from layerzero.tuning.storage import files
+from layerzero.tuning.storage.files import FileLedger
+from layerzero.tuning.storage.store import StoreLedger
 from others import OTHERS
 from paged_calls import PAGE, paged
 
@@ -145,7 +145,7 @@ def test_a_capture_that_refuses_a_kernel_is_no_failure_of_it(captures):
 
 def test_what_a_capture_refused_is_not_measured_in_each_run_until_a_version_changes(captures, tmp_path, monkeypatch):
     """Nor in another process; another size is another call, and who asks for all again gets all."""
-    monkeypatch.setattr("layerzero.tuning.measuring.tune.clock_of", lambda device, graph: clock_of("cpu"))
+    monkeypatch.setattr("layerzero.tuning.measurement.tune.clock_of", lambda device, graph: clock_of("cpu"))
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
     lz.configure()
     ran = []

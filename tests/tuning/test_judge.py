@@ -52,7 +52,7 @@ def test_a_library_that_cannot_serve_a_call_leaves_it_to_torch(judge):
 def test_what_is_judged_was_not_tuned(judge):
     from judged import NAMED_ON_GPU, judged_jobs
 
-    from layerzero.tuning.measuring.jobs import default_grid
+    from layerzero.tuning.measurement.jobs import default_grid
 
     assert len(NAMED_ON_GPU) == 19
     jobs = judged_jobs("cuda", 0, 40, ("bfloat16",))

@@ -12,10 +12,10 @@ import vocabularies
 from clock import Clock
 from layerzero.core.ledger import Verdict, class_text
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.measuring import loop, plain
-from layerzero.tuning.measuring.loop import NO_TIME, Party, run_loop
-from layerzero.tuning.measuring.timing import Deadline
-from layerzero.tuning.proving.vetting import Vetted
+from layerzero.tuning.measurement import loop, plain
+from layerzero.tuning.measurement.loop import NO_TIME, Party, run_loop
+from layerzero.tuning.measurement.timing import Deadline
+from layerzero.tuning.verification.vetting import Vetted
 
 FACTS = lz.facts("rms_norm", torch.empty(2, 8), torch.empty(8))
 

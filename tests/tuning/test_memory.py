@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.asking.answers import facts as facts_of
 from layerzero.core.system import resources
 from layerzero.engine.failures import out_of_memory
+from layerzero.inspection.answers import facts as facts_of
 from layerzero.ops import OPERATIONS
-from layerzero.tuning.keeping import machine_state
-from layerzero.tuning.measuring import tune_run
-from layerzero.tuning.measuring.jobs import Job
-from layerzero.tuning.proving import child
+from layerzero.tuning.measurement import tune_run
+from layerzero.tuning.measurement.jobs import Job
+from layerzero.tuning.storage import machine_state
+from layerzero.tuning.verification import child
 from others import OTHERS
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from layerzero.asking import arrivals
 from layerzero.core.errors import FrozenChoiceError
+from layerzero.inspection import arrivals
 from ranks_of_gloo import two_ranks
 
 RANK = """

@@ -15,12 +15,12 @@ from layerzero.core.ledger import MemoryLedger
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.keeping import store
-from layerzero.tuning.keeping.store import StoreLedger
-from layerzero.tuning.measuring import online
-from layerzero.tuning.measuring.jobs import RECORDED, command_for
-from layerzero.tuning.measuring.online import Sampler
-from layerzero.tuning.proving import vetting
+from layerzero.tuning.measurement import online
+from layerzero.tuning.measurement.jobs import RECORDED, command_for
+from layerzero.tuning.measurement.online import Sampler
+from layerzero.tuning.storage import store
+from layerzero.tuning.storage.store import StoreLedger
+from layerzero.tuning.verification import vetting
 
 X, W = torch.randn(4, 64), torch.randn(64)
 

@@ -16,9 +16,9 @@ from layerzero.ops.tokenize.corpus import EDITION, SCRIPTS, differential, prove_
 from layerzero.ops.tokenize.declare import ENCODE
 from layerzero.ops.tokenize.identity import digest
 from layerzero.ops.tokenize.tokenizer import resolve
-from layerzero.tuning.measuring import plain
-from layerzero.tuning.measuring.plain import tune_plain
-from layerzero.tuning.predicting.fitting import FULL_SAMPLES
+from layerzero.tuning.measurement import plain
+from layerzero.tuning.measurement.plain import tune_plain
+from layerzero.tuning.prediction.fitting import FULL_SAMPLES
 
 
 @pytest.fixture

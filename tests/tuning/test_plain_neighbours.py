@@ -11,7 +11,7 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.order import FOR_SURE, reliable
 from layerzero.engine.plain import plain_facts
 from layerzero.ops import PLAIN_OPERATIONS
-from layerzero.tuning.keeping.store import StoreLedger
+from layerzero.tuning.storage.store import StoreLedger
 
 ENCODE = PLAIN_OPERATIONS["tokenize.encode"]
 

@@ -20,10 +20,8 @@ from layerzero.engine.order import costs, reliable
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import OPERATIONS
 from layerzero.ops.attention import declare as attention
-from layerzero.tuning.keeping import archive, learning
-from layerzero.tuning.keeping.store import TimeStore
-from layerzero.tuning.predicting.fitting import Time, fit, held_out_error, weighed
-from layerzero.tuning.predicting.prediction import (
+from layerzero.tuning.prediction.fitting import Time, fit, held_out_error, weighed
+from layerzero.tuning.prediction.predict import (
     HOST_MARGIN,
     MAX_DISTANCE,
     MIN_CONFIDENCE,
@@ -34,6 +32,8 @@ from layerzero.tuning.predicting.prediction import (
     meaning_of,
     predict,
 )
+from layerzero.tuning.storage import archive, learning
+from layerzero.tuning.storage.store import TimeStore
 
 TIME = Measurement(10.0, 12.0, 0.01, 20, noise=0.02)
 PREFILL = meaning_of(attention.STANDARD_PREFILL.schema.axes)
@@ -413,7 +413,7 @@ def test_graphs_are_predicted_from_graphs(store, kernels):
 
 def test_what_has_to_be_adapted_is_another_regime(store, kernels, monkeypatch):
     fill(store, kernels[0])
-    monkeypatch.setattr("layerzero.tuning.keeping.store.adapted", lambda kernel, facts: "split")
+    monkeypatch.setattr("layerzero.tuning.storage.store.adapted", lambda kernel, facts: "split")
     assert store.evidence(kernels, facts(48)) == {}
 
 
@@ -482,7 +482,7 @@ def test_a_pace_is_that_of_one_run(store, kernels, monkeypatch):
     lz.register_kernel("norm.rms", "user.c", priority=40)(lambda input, weight, *, eps=1e-6: input)
     third = REGISTRY.kernel("user.c")
     told_apart(store, third, 31.0)
-    monkeypatch.setattr("layerzero.tuning.keeping.rows.now", lambda: "2100-01-01T00:00:00.000Z")
+    monkeypatch.setattr("layerzero.tuning.storage.rows.now", lambda: "2100-01-01T00:00:00.000Z")
     for kernel, host_us in zip(kernels, (40.0, 100.0), strict=True):  # these two met a slow host, much later
         store.record(kernel, facts(8), replace(TIME, median_us=host_us, device_us=3.0, host_us=host_us))
     found = TimeStore().evidence([*kernels, third], facts(8))

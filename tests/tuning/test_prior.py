@@ -20,12 +20,12 @@ from layerzero.engine import probe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.order import NEARLY, costs
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.keeping import archive, environment, prior
-from layerzero.tuning.keeping.prior import FOLDER, Priors
-from layerzero.tuning.keeping.rows import work_of
-from layerzero.tuning.keeping.store import StoreLedger, TimeStore
-from layerzero.tuning.keeping.tables import read_table, slug, table_of, told_apart
-from layerzero.tuning.measuring.tune import asked_jobs
+from layerzero.tuning.measurement.tune import asked_jobs
+from layerzero.tuning.storage import archive, environment, prior
+from layerzero.tuning.storage.prior import FOLDER, Priors
+from layerzero.tuning.storage.rows import work_of
+from layerzero.tuning.storage.store import StoreLedger, TimeStore
+from layerzero.tuning.storage.tables import read_table, slug, table_of, told_apart
 
 TIME = Measurement(10.0, 12.0, 0.01, 20, noise=0.02)
 H200 = Device.named("H200")

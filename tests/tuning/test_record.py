@@ -15,7 +15,7 @@ import layerzero as lz
 from layerzero.core.recipe import CallRecipe, TensorRecipe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
-from layerzero.tuning.measuring.workload import FORMAT, Manifest, Recorded, jobs_of, jobs_of_file
+from layerzero.tuning.measurement.workload import FORMAT, Manifest, Recorded, jobs_of, jobs_of_file
 from others import OTHERS
 
 

@@ -31,11 +31,11 @@ from layerzero.engine import order
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.testing import random_call
-from layerzero.tuning.keeping import archive, connections, environment, migrations, prior
-from layerzero.tuning.keeping import rows as rows_module
-from layerzero.tuning.keeping.database import Database
-from layerzero.tuning.keeping.rows import work_of
-from layerzero.tuning.keeping.store import StoreLedger, TimeStore
+from layerzero.tuning.storage import archive, connections, environment, migrations, prior
+from layerzero.tuning.storage import rows as rows_module
+from layerzero.tuning.storage.database import Database
+from layerzero.tuning.storage.rows import work_of
+from layerzero.tuning.storage.store import StoreLedger, TimeStore
 
 TIME = Measurement(10.0, 12.0, 0.01, 20, noise=0.02, first_call_us=900.0)
 
@@ -467,7 +467,7 @@ import os, sys, warnings
 os.umask(0)
 os.chmod({str(folder)!r}, 0o555); os.chmod({str(path)!r}, 0o444)
 import layerzero as lz, torch
-from layerzero.tuning.keeping.store import TimeStore
+from layerzero.tuning.storage.store import TimeStore
 from layerzero.engine.registry import REGISTRY
 from layerzero.core.evidence import Measurement
 kernel = REGISTRY.kernel("torch.rms_norm")
@@ -546,7 +546,7 @@ WRITERS = """
 import os, sys, torch, layerzero as lz
 from layerzero.core.evidence import Measurement
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.keeping.store import TimeStore
+from layerzero.tuning.storage.store import TimeStore
 kernel, kernels = REGISTRY.kernel("torch.rms_norm"), REGISTRY.candidates("norm.rms")
 store, (waiting, go) = TimeStore(), os.pipe()
 children = []
@@ -589,7 +589,7 @@ import os, signal, sys
 import layerzero as lz, torch
 from layerzero.core.evidence import Measurement
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.keeping.store import TimeStore
+from layerzero.tuning.storage.store import TimeStore
 kernel = REGISTRY.kernel("torch.rms_norm")
 kernels = REGISTRY.candidates("norm.rms")
 asked = [lz.facts("rms_norm", torch.empty(each + 1, 8), torch.empty(8)) for each in range(5000)]
@@ -643,7 +643,7 @@ def test_a_forked_child_opens_its_own_connections(folder, kernels):
 import os, sys, threading, time, torch, layerzero as lz
 from layerzero.core.evidence import Measurement
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.keeping.store import TimeStore
+from layerzero.tuning.storage.store import TimeStore
 store, kernel = TimeStore(), REGISTRY.kernel("torch.rms_norm")
 asked = [lz.facts("rms_norm", torch.empty(each + 1, 8), torch.empty(8)) for each in range(60)]
 def write(numbers):

@@ -18,7 +18,7 @@ from layerzero.core.system import resources
 from layerzero.core.system.resources import Kills
 from layerzero.engine import first_run
 from layerzero.engine.dispatch import ENGINE
-from layerzero.tuning.keeping.files import FileLedger
+from layerzero.tuning.storage.files import FileLedger
 
 KERNEL = """
 import ctypes, os, signal, time

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from drawing import examples
 from layerzero.core.evidence import Evidence, Provenance
 from layerzero.engine.order import surely_slower
-from layerzero.tuning.measuring import clocks, timing
-from layerzero.tuning.measuring.clocks import CpuClock, Sample, clock_of
-from layerzero.tuning.measuring.timing import Effort, Runner, carried, differing, measurement, quantile, race
+from layerzero.tuning.measurement import clocks, timing
+from layerzero.tuning.measurement.clocks import CpuClock, Sample, clock_of
+from layerzero.tuning.measurement.timing import Effort, Runner, carried, differing, measurement, quantile, race
 
 TIMES = st.lists(st.floats(0.1, 1e6), min_size=1, max_size=50)
 

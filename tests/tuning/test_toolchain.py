@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from layerzero.tuning.proving.build_child import LINES, failed, interrupted, lacking, last_lines
+from layerzero.tuning.verification.build_child import LINES, failed, interrupted, lacking, last_lines
 
 
 @pytest.mark.parametrize(

@@ -20,16 +20,16 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.ops import OPERATIONS
 from layerzero.ops.norm.declare import norm_case
 from layerzero.ops.paged.append import slots_case
-from layerzero.tuning.keeping.files import FileLedger
-from layerzero.tuning.keeping.folder import RecordFolder
-from layerzero.tuning.keeping.store import StoreLedger
-from layerzero.tuning.measuring import contest, jobs, tune_run
-from layerzero.tuning.measuring.contest import Status
-from layerzero.tuning.measuring.jobs import Job
-from layerzero.tuning.measuring.tune import asked_jobs
-from layerzero.tuning.predicting.fitting import fit
-from layerzero.tuning.predicting.prediction import Point, meaning_of
-from layerzero.tuning.proving import rehearsal
+from layerzero.tuning.measurement import contest, jobs, tune_run
+from layerzero.tuning.measurement.contest import Status
+from layerzero.tuning.measurement.jobs import Job
+from layerzero.tuning.measurement.tune import asked_jobs
+from layerzero.tuning.prediction.fitting import fit
+from layerzero.tuning.prediction.predict import Point, meaning_of
+from layerzero.tuning.storage.files import FileLedger
+from layerzero.tuning.storage.folder import RecordFolder
+from layerzero.tuning.storage.store import StoreLedger
+from layerzero.tuning.verification import rehearsal
 from others import OTHERS
 
 
@@ -40,7 +40,7 @@ def tuned(*args, **kwargs):
 
 def test_times_decide_from_then_on(monkeypatch):
     told = []
-    monkeypatch.setattr("layerzero.tuning.measuring.tune.clock_of", lambda device, *, graph: Told(told))
+    monkeypatch.setattr("layerzero.tuning.measurement.tune.clock_of", lambda device, *, graph: Told(told))
 
     @lz.register_kernel("norm.rms", "mine.slow", supported_dtypes=["float32"], priority=99)
     def slow(input, weight, *, eps):

@@ -28,9 +28,9 @@ from layerzero.engine import probe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.vet_command import how_to_vet
-from layerzero.tuning.keeping import files
-from layerzero.tuning.keeping.files import FileLedger
-from layerzero.tuning.proving.vetting import Background, class_pairs, vet_calls
+from layerzero.tuning.storage import files
+from layerzero.tuning.storage.files import FileLedger
+from layerzero.tuning.verification.vetting import Background, class_pairs, vet_calls
 from others import OTHERS
 
 CALL = torch.randn(4, 64), torch.randn(64)
@@ -257,7 +257,7 @@ def test_tuning_vets_what_it_is_about_to_measure_and_tells_what_it_found(plugin,
 
     given = {"dtype": "float32", "device": "cpu", "samples": 3}
     with monkeypatch.context() as patched:
-        patched.setattr("layerzero.tuning.measuring.loop.vet_calls", vetted)
+        patched.setattr("layerzero.tuning.measurement.loop.vet_calls", vetted)
         lz.tune("norm.rms", [(4, 64)], budget_s=0.0, **given)
         assert asked == [], "no time for it"
         lz.tune("norm.rms", [(4, 64)], leave_out=[*OTHERS, "plug.*"], **given)
@@ -271,7 +271,7 @@ def test_a_child_that_does_not_start_ends_neither_tuning_nor_warmup(plugin, monk
     def dead(*_, **__):
         raise RuntimeError("a vetting process did not get to work: no memory")
 
-    monkeypatch.setattr("layerzero.tuning.proving.vetting.run_apart", dead)
+    monkeypatch.setattr("layerzero.tuning.verification.vetting.run_apart", dead)
     tuned = lz.tune("norm.rms", [(4, 64), (4, 65)], "float32", "cpu", samples=3, leave_out=OTHERS)
     assert len(tuned.contests) == 2
     assert {(each.kernel_id, each.verdict) for each in tuned.vetted} == {("plug.rms", None)}
@@ -296,7 +296,7 @@ def test_a_child_that_dies_before_it_reads_is_told_by_its_end(plugin, monkeypatc
 
 @pytest.mark.slow
 def test_the_background_vets_once_what_a_miss_would_have_chosen(plugin, monkeypatch):
-    from layerzero.tuning.proving import vetting
+    from layerzero.tuning.verification import vetting
 
     background = Background()
     monkeypatch.setattr(vetting, "BACKGROUND", background)
@@ -374,7 +374,7 @@ def test_a_file_that_changed_is_another_version_of_a_kernel_without_a_package(pl
     assert ledger.verdict(kernel, facts) is Verdict.WRONG
     path = tmp_path / "a_plugin.py"
     path.write_text(path.read_text() + "# repaired\n")
-    from layerzero.tuning.keeping import records
+    from layerzero.tuning.storage import records
 
     records.source_of.cache_clear()
     assert ledger.verdict(kernel, facts) is None

@@ -10,15 +10,15 @@ import torch
 from typer.testing import CliRunner
 
 import layerzero as lz
-from layerzero.asking.subjects import awaits_vetting, example_calls
 from layerzero.cli.app import main
 from layerzero.core.device import Device
 from layerzero.core.ledger import Verdict
 from layerzero.core.reasons import ReasonCode
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
+from layerzero.inspection.subjects import awaits_vetting, example_calls
 from layerzero.testing.sizes import CheckSetting, base_case
-from layerzero.tuning.proving.vetting import class_pairs
+from layerzero.tuning.verification.vetting import class_pairs
 from paged_calls import paged
 
 NAME = "attention.gqa.prefill.paged"

@@ -12,8 +12,8 @@ from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.keeping.store import StoreLedger
-from layerzero.tuning.measuring.comparison import record_times
+from layerzero.tuning.measurement.comparison import record_times
+from layerzero.tuning.storage.store import StoreLedger
 
 X, W = torch.randn(4, 64), torch.randn(64)
 

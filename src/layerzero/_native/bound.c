@@ -105,7 +105,7 @@ PyTypeObject DirectType = {
     .tp_vectorcall_offset = offsetof(Direct, vectorcall),
 };
 
-/* Bound: the callable that layerzero.asking.bind hands out. Whatever is no plain hit goes to its Python owner. */
+/* Bound: the callable that layerzero.inspection.bind hands out. Whatever is no plain hit goes to its Python owner. */
 
 typedef struct {
     PyObject_HEAD

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from layerzero.cli import calls, checks, hub, libraries, measuring, perfdb_exchange, plans, rolling_update
+from layerzero.cli import calls, checks, hub, libraries, measurement, perfdb_exchange, plans, rolling_update
 from layerzero.cli.calls import AsJson, Modules
 from layerzero.cli.output import FINE, NO, Answer, Program, import_modules, say, stdout_console
 from layerzero.cli.output import examples as _examples
@@ -139,11 +139,11 @@ def doctor(
     it; then what is built in the background, and at the end at most five lines that say what would make calls faster
     here. Libraries that are not installed, and those for other hardware, are counted.
     """
-    from layerzero.asking.diagnosis import doctor as diagnose
     from layerzero.cli import doctor as screen
+    from layerzero.inspection.diagnosis import doctor as diagnose
     from layerzero.serving.advice import advice
     from layerzero.serving.jit_status import jit_status
-    from layerzero.tuning.proving.rehearsal import confirm_suspects
+    from layerzero.tuning.verification.rehearsal import confirm_suspects
 
     if (again or module) and not confirm:
         raise ValueError("doctor: --again and --module say how to confirm: wanted --confirm with them, got none")
@@ -206,8 +206,8 @@ def kernels(
 @main.command(**_examples("operations", "operations --json"))
 def operations(json: AsJson = False) -> Answer:
     """List operations and their named cases."""
-    from layerzero.asking.answers import list_operations
     from layerzero.cli import listing
+    from layerzero.inspection.answers import list_operations
 
     found = list_operations()
     return Answer([listing.operation_data(each) for each in found], lambda: listing.operations(found))
@@ -235,8 +235,8 @@ def vet(
     backend: Annotated[
         list[str] | None, typer.Option("--backend", metavar="LIBRARY", help="Vet this library only; again for more.")
     ] = None,
-    shapes: measuring.Shapes = None,
-    manifest: measuring.ManifestFile = None,
+    shapes: measurement.Shapes = None,
+    manifest: measurement.ManifestFile = None,
     dtype: Annotated[
         str | None, typer.Option("--dtype", metavar="DTYPE", help="Dtype of the tensors; by default each in turn.")
     ] = None,
@@ -244,7 +244,7 @@ def vet(
         str | None, typer.Option("--device", metavar="DEVICE", help="Where; a GPU where there is one, else the CPU.")
     ] = None,
     module: Modules = None,
-    param: measuring.Param = None,
+    param: measurement.Param = None,
     graph: Annotated[
         bool, typer.Option("--graph", help="Capture each call in a CUDA graph, and compare what replays give.")
     ] = False,
@@ -254,7 +254,7 @@ def vet(
         typer.Option(
             "--budget-s", metavar="SECONDS", help="End after so long; a second run goes on. inf asks about all."
         ),
-    ] = measuring.VET_S,
+    ] = measurement.VET_S,
     operation_: Annotated[
         str | None, typer.Option("--operation", metavar="OPERATION", help="The same as OPERATION, by name.")
     ] = None,
@@ -351,7 +351,7 @@ def descriptor_check(
     return listing.checked(file)
 
 
-measuring.add_to(main)
+measurement.add_to(main)
 plans.add_to(main)
 rolling_update.add_to(main)
 libraries.add_to(main)

@@ -21,10 +21,10 @@ from layerzero.cli.output import Live
 from layerzero.cli.tables import fitting, new_row, not_measured, some, table_of
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.measuring.bench import TORCH, Benched, Line, TimedBy
-from layerzero.tuning.measuring.comparison import Compared, ComparisonStep
-from layerzero.tuning.measuring.contest import Status
-from layerzero.tuning.measuring.loop import NO_TIME
+from layerzero.tuning.measurement.bench import TORCH, Benched, Line, TimedBy
+from layerzero.tuning.measurement.comparison import Compared, ComparisonStep
+from layerzero.tuning.measurement.contest import Status
+from layerzero.tuning.measurement.loop import NO_TIME
 
 MOST_ROWS = fitting(19)
 """Rows taken by the answer, what is left out, and what the table has around its rows."""

@@ -16,12 +16,12 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from layerzero.asking.diagnosis import doctor
 from layerzero.cli.tables import SMALL, Lines, fitting, folded, lines_of, new_row, some, table_of
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.system.disk import check_place, write_whole
-from layerzero.tuning.keeping.rows import Row
-from layerzero.tuning.measuring.bench import Benched, Line, TimedBy
+from layerzero.inspection.diagnosis import doctor
+from layerzero.tuning.measurement.bench import Benched, Line, TimedBy
+from layerzero.tuning.storage.rows import Row
 
 _ABSENT = frozenset({ReasonCode.NOT_INSTALLED, ReasonCode.PLATFORM_MISMATCH})
 """A library that is not here, or made for other hardware: one line for all of them."""

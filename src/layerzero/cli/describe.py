@@ -13,7 +13,6 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from layerzero import ops
-from layerzero.asking.descriptors import DESCRIPTORS
 from layerzero.cli.tables import new_row, table_of
 from layerzero.core.errors import DescriptorError, PolicyError
 from layerzero.core.kernel import Kernel
@@ -22,6 +21,7 @@ from layerzero.engine.config import plain_yaml
 from layerzero.engine.policy import Policy, names_kernel, read_policy
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.settings import SETTINGS, Setting, checked, nearest
+from layerzero.inspection.descriptors import DESCRIPTORS
 from layerzero.ops import FUNCTIONS
 
 FLAGS = {

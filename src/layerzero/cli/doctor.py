@@ -15,19 +15,19 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from layerzero.asking.diagnosis import Diagnosis, LibraryFinding
-from layerzero.asking.model_sets import OperationFinding, OperationSupport
 from layerzero.cli.tables import counted, hardware, lines_of, new_row, table_of, told
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.plugins import installed, refused, version_of
 from layerzero.engine.registry import REGISTRY
+from layerzero.inspection.diagnosis import Diagnosis, LibraryFinding
+from layerzero.inspection.model_sets import OperationFinding, OperationSupport
 from layerzero.serving.advice import Advice
 from layerzero.serving.jit_status import JitStatus
 from layerzero.testing.child_main import Tell
 from layerzero.testing.children import End, Task, run_apart
-from layerzero.tuning.keeping.files import cache_folder
-from layerzero.tuning.keeping.imports import forgive
+from layerzero.tuning.storage.files import cache_folder
+from layerzero.tuning.storage.imports import forgive
 
 TIMEOUT_S = 300.0
 """How long a plugin may take; some compile on import."""

@@ -15,14 +15,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from packaging.version import InvalidVersion, Version
 
-from layerzero.asking.diagnosis import installed_version
 from layerzero.cli.question import CallQuestion, Flags, device_of, libraries_of, pair_of, settings_of, sizes, value_of
 from layerzero.core.argument_errors import DropIn
 from layerzero.core.dtypes import dtype_named
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.settings import nearest
-from layerzero.tuning.measuring.jobs import Shape, operations_named
-from layerzero.tuning.measuring.timing import Deadline
+from layerzero.inspection.diagnosis import installed_version
+from layerzero.tuning.measurement.jobs import Shape, operations_named
+from layerzero.tuning.measurement.timing import Deadline
 
 _SIZES = re.compile(r"\d+(?:x\d+)*")
 

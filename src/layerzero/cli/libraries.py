@@ -26,8 +26,8 @@ def libraries(
     Each at the newest version that was tested and fits torch, CUDA, driver and device, unless it does harm to one
     that serves more operations. Those that are left out have their reason. Exits with 1 where there is none.
     """
-    from layerzero.asking.library_sets import together
     from layerzero.cli.question import device_of
+    from layerzero.inspection.library_sets import together
 
     found = together(asked_for or (), device_of(device), torch_version)
     return Answer(found.to_dict(), found.lines, FINE if found.libraries else NO)

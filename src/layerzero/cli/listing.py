@@ -13,7 +13,6 @@ import torch
 from rich.console import RenderableType
 from rich.text import Text
 
-from layerzero.asking import descriptors
 from layerzero.cli import describe
 from layerzero.cli.output import NO, Answer
 from layerzero.cli.tables import counted, hardware, lines_of, new_row, table_of
@@ -26,6 +25,7 @@ from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine.probe import this_machine
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.settings import nearest
+from layerzero.inspection import descriptors
 from layerzero.testing.fuzz import FuzzReport
 
 

@@ -14,9 +14,9 @@ from layerzero.cli.calls import AsJson, Modules
 from layerzero.cli.output import FINE, NO, Answer, examples, import_modules
 
 if TYPE_CHECKING:
-    from layerzero.tuning.keeping.database import Database
-    from layerzero.tuning.keeping.rows import Row
-    from layerzero.tuning.predicting.fitting import HeldOut
+    from layerzero.tuning.prediction.fitting import HeldOut
+    from layerzero.tuning.storage.database import Database
+    from layerzero.tuning.storage.rows import Row
 
 perfdb = typer.Typer(help="Show, pass on, take over, forget and check measured times.", no_args_is_help=True)
 perfdb.info.epilog = "\b\nExamples:\n  layerzero perfdb show\n  layerzero perfdb export times.jsonl"
@@ -49,7 +49,7 @@ def show(
     Where they do not fit on the screen and no option says which, each operation has a line.
     """
     from layerzero.cli.bench_tables import on_a_small_screen
-    from layerzero.tuning.keeping import archive
+    from layerzero.tuning.storage import archive
 
     import_modules(module or [])
     database = database_here()
@@ -100,7 +100,7 @@ def prune(
     Whether a time is stale is known for a kernel that is registered: by itself, or by a --module. Times of others are
     kept, and counted, unless --unknown says that they are to go as well.
     """
-    from layerzero.tuning.keeping import archive
+    from layerzero.tuning.storage import archive
 
     if (kernel, operation, older_than, stale, imported) == ("*", "*", None, False, False):
         raise ValueError("prune: wanted an option that says which times to forget, got none")
@@ -134,7 +134,7 @@ def check(json: AsJson = False) -> Answer:
 
     For the last, every fifth time is predicted from the others, in turn. Exits with 1 if something is wrong.
     """
-    from layerzero.tuning.keeping import archive
+    from layerzero.tuning.storage import archive
 
     spool = store_here().spool
     database: Database = spool.database
@@ -157,7 +157,7 @@ def check(json: AsJson = False) -> Answer:
 
 def _first(problems: Iterator[str]) -> list[str]:
     """The first problems, and how many more there are."""
-    from layerzero.tuning.keeping.archive import MAX_PROBLEMS
+    from layerzero.tuning.storage.archive import MAX_PROBLEMS
 
     found = list(itertools.islice(problems, MAX_PROBLEMS))
     more = sum(1 for _ in problems)
@@ -175,7 +175,7 @@ def _prediction(found: HeldOut | None) -> list[str]:
 def store_here() -> Any:
     """The times of this process's ledger; those on disk where it keeps none."""
     from layerzero.engine.dispatch import ENGINE
-    from layerzero.tuning.keeping.store import StoreLedger, TimeStore
+    from layerzero.tuning.storage.store import StoreLedger, TimeStore
 
     ledger = ENGINE.ledger
     return ledger.times if isinstance(ledger, StoreLedger) else TimeStore()

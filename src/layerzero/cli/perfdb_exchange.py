@@ -14,9 +14,9 @@ from layerzero.cli.output import FINE, NO, Answer, examples, import_modules
 from layerzero.cli.perfdb import KernelGlob, OnlyHere, OperationGlob, database_here, readable, store_here
 
 if TYPE_CHECKING:
-    from layerzero.tuning.keeping.findings import Finding
-    from layerzero.tuning.keeping.passed_builds import PassedBuild
-    from layerzero.tuning.keeping.rows import Row
+    from layerzero.tuning.storage.findings import Finding
+    from layerzero.tuning.storage.passed_builds import PassedBuild
+    from layerzero.tuning.storage.rows import Row
 
 
 def export(
@@ -39,8 +39,8 @@ def export(
     capability. A build also names Python, the system's C library and the compilers; those
     that only a library can find (FlashInfer's, and what lives in a process alone) are left out.
     """
-    from layerzero.tuning.keeping import archive, findings
-    from layerzero.tuning.keeping.tables import table_of
+    from layerzero.tuning.storage import archive, findings
+    from layerzero.tuning.storage.tables import table_of
 
     import_modules(module or [])
     database = database_here()
@@ -84,7 +84,7 @@ def take(
     compiler made, and those in whose place other files lie. Exits with 1 and takes nothing if anything in the file is
     wrong.
     """
-    from layerzero.tuning.keeping import archive, findings
+    from layerzero.tuning.storage import archive, findings
 
     import_modules(module or [])
     exported = _exported(file)
@@ -118,7 +118,7 @@ def diff(
 
     Nothing is taken. Exits with 1 if anything in the file is wrong, or none of it counts on this machine.
     """
-    from layerzero.tuning.keeping import archive, findings
+    from layerzero.tuning.storage import archive, findings
 
     import_modules(module or [])
     exported = _exported(file)
@@ -151,7 +151,7 @@ def merge(
 
     Of two times of the same thing the later stays. The other file is not changed.
     """
-    from layerzero.tuning.keeping import archive
+    from layerzero.tuning.storage import archive
 
     _exists(file)
     found = archive.read_database(file)
@@ -162,9 +162,9 @@ def merge(
 def _builds(kernel: str, operation: str) -> list[PassedBuild]:
     """The builds that lie here for calls of this machine."""
     from layerzero.engine.registry import REGISTRY
-    from layerzero.tuning.keeping.environment import devices_here
-    from layerzero.tuning.keeping.passed_builds import builds_of
-    from layerzero.tuning.measuring.tune import every_call
+    from layerzero.tuning.measurement.tune import every_call
+    from layerzero.tuning.storage.environment import devices_here
+    from layerzero.tuning.storage.passed_builds import builds_of
 
     kinds = dict.fromkeys(each.torch_type for each in devices_here())
     calls = (
@@ -175,7 +175,7 @@ def _builds(kernel: str, operation: str) -> list[PassedBuild]:
 
 def _taken(builds: list[PassedBuild], *, with_builds: bool, dry_run: bool) -> tuple[int, dict[str, int]]:
     """How many builds of a file are taken, and why the others are not."""
-    from layerzero.tuning.keeping import passed_builds
+    from layerzero.tuning.storage import passed_builds
 
     if builds and not with_builds:
         return 0, {"they are code; --builds takes them from a file that you trust": len(builds)}
@@ -188,7 +188,7 @@ def _taken(builds: list[PassedBuild], *, with_builds: bool, dry_run: bool) -> tu
 
 def _exported(file: Path) -> tuple[list[Row], list[Finding], list[PassedBuild]] | Answer:
     """What an exported file has, or the answer that says what is wrong in it."""
-    from layerzero.tuning.keeping import archive
+    from layerzero.tuning.storage import archive
 
     _exists(file)
     try:

@@ -9,7 +9,6 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from layerzero.asking.answers import explain
 from layerzero.cli import vet as vetted
 from layerzero.cli.flags import deadline_of
 from layerzero.cli.output import FINE, NO, Answer, say
@@ -22,9 +21,10 @@ from layerzero.core.plan import Report
 from layerzero.engine.config import SCOPES
 from layerzero.engine.plain import plain_facts
 from layerzero.engine.registry import REGISTRY
+from layerzero.inspection.answers import explain
 from layerzero.ops import PLAIN_FUNCTIONS, plain_function_of
-from layerzero.tuning.measuring.plain import PlainBenched, PlainTuned, bench_plain, tune_plain
-from layerzero.tuning.proving.vetting import plain_operations, plain_pairs, vet_calls
+from layerzero.tuning.measurement.plain import PlainBenched, PlainTuned, bench_plain, tune_plain
+from layerzero.tuning.verification.vetting import plain_operations, plain_pairs, vet_calls
 
 
 def covers(pattern: str) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from layerzero.cli.calls import AsJson, Modules
-from layerzero.cli.measuring import ManifestFile, Model, Threads, Where
+from layerzero.cli.measurement import ManifestFile, Model, Threads, Where
 from layerzero.cli.output import FINE, NO, Answer, examples, import_modules, say
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def show(file: PlanFile, json: AsJson = False) -> Answer:
 
     Exits with 1 for a file that is cut, was edited, or is no plan.
     """
-    from layerzero.asking.freeze import Frost
+    from layerzero.inspection.freeze import Frost
 
     found = Frost.load(file)
     return Answer(_plain(found), lambda: [*str(found).splitlines()])
@@ -114,8 +114,8 @@ def diff(
 
     Exits with 1 if anything differs.
     """
-    from layerzero.asking.freeze import Frost
-    from layerzero.asking.plan_text import differences
+    from layerzero.inspection.freeze import Frost
+    from layerzero.inspection.plan_text import differences
 
     found = differences(Frost.load(first), Frost.load(second))
     data = {"same": not found, "differences": [{"what": e.what, "first": e.first, "second": e.second} for e in found]}

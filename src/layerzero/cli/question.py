@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import yaml
 
-from layerzero.asking.answers import explain, unknown_operation
 from layerzero.core.argument_errors import meant
 from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name, dtype_named
@@ -20,6 +19,7 @@ from layerzero.core.plan import Report
 from layerzero.engine.config import SCOPES
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.settings import ALIASES, SETTINGS
+from layerzero.inspection.answers import explain, unknown_operation
 from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, function_of
 from layerzero.ops.calls import accepted, arguments_of, case_of_shapes, function_for
 

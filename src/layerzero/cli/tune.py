@@ -12,10 +12,10 @@ from rich.text import Text
 from layerzero.cli.output import Live
 from layerzero.cli.tables import fitting, new_row, not_measured, some, table_of
 from layerzero.core.ledger import Verdict
-from layerzero.tuning.measuring.contest import Contest
-from layerzero.tuning.measuring.timing import carried
-from layerzero.tuning.measuring.tune import Tuned
-from layerzero.tuning.measuring.tune_run import Step, TunedChoice
+from layerzero.tuning.measurement.contest import Contest
+from layerzero.tuning.measurement.timing import carried
+from layerzero.tuning.measurement.tune import Tuned
+from layerzero.tuning.measurement.tune_run import Step, TunedChoice
 
 MOST_ROWS = fitting(15, a_row=2)
 """Calls that have a row each, which may wrap."""

@@ -13,7 +13,6 @@ import torch
 import typer
 from rich.console import RenderableType
 
-from layerzero.asking.subjects import taken
 from layerzero.cli.flags import deadline_of, shapes_of
 from layerzero.cli.output import FINE, NO, Answer, import_modules, say
 from layerzero.cli.tables import fitting, fold
@@ -24,9 +23,10 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Verdict, capture_text, class_text
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.measuring.jobs import Job, Shape
-from layerzero.tuning.measuring.tune import asked_jobs
-from layerzero.tuning.proving.vetting import Vetted, allows, class_pairs, is_known, is_named, vet_calls
+from layerzero.inspection.subjects import taken
+from layerzero.tuning.measurement.jobs import Job, Shape
+from layerzero.tuning.measurement.tune import asked_jobs
+from layerzero.tuning.verification.vetting import Vetted, allows, class_pairs, is_known, is_named, vet_calls
 
 Pair = tuple[Kernel, Facts]
 

@@ -22,8 +22,8 @@ from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.plain import PLAIN_CALLS, plain_facts
 from layerzero.ops.tokenize.tokenizer import Tokenizer, resolve
-from layerzero.tuning.measuring.plain import PlainTuned, tune_plain
-from layerzero.tuning.measuring.workload import Manifest, cases_of
+from layerzero.tuning.measurement.plain import PlainTuned, tune_plain
+from layerzero.tuning.measurement.workload import Manifest, cases_of
 
 log = logging.getLogger("layerzero")
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-from layerzero.asking.answers import explain
 from layerzero.core.evidence import Provenance
 from layerzero.core.kernel import Kernel
 from layerzero.core.plan import Candidate, Report
@@ -24,9 +23,10 @@ from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.order import costs
 from layerzero.engine.registry import REGISTRY
+from layerzero.inspection.answers import explain
 from layerzero.ops import function_of
-from layerzero.tuning.measuring.jobs import Job, jobs_of_cases
-from layerzero.tuning.measuring.tune import jobs_called
+from layerzero.tuning.measurement.jobs import Job, jobs_of_cases
+from layerzero.tuning.measurement.tune import jobs_called
 
 MOST = 5
 

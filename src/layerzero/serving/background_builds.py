@@ -29,7 +29,7 @@ from layerzero.engine.events import EVENTS
 from layerzero.engine.jit import BuildIdentity, BuildOutcome, build_of
 from layerzero.engine.policy import Policy
 from layerzero.serving.own_builds import Chosen
-from layerzero.tuning.keeping.builds import FailedBuild, Failures, HostLock, compilers
+from layerzero.tuning.storage.builds import FailedBuild, Failures, HostLock, compilers
 
 log = logging.getLogger("layerzero")
 
@@ -261,7 +261,7 @@ class Builds:
     def _run(self, asked: list[_Asked]) -> list[Waiting]:
         """Build, in children what they can build for this process; the calls whose builds failed."""
         from layerzero.serving import own_builds  # here: a call should not wait for what these import
-        from layerzero.tuning.proving.build_child import build_apart
+        from layerzero.tuning.verification.build_child import build_apart
 
         contexts = {each.chosen.identity: each.waiting for each in asked}
         again: list[Waiting] = []

@@ -13,16 +13,16 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import Module, Parameter
 from torch.utils import _pytree as pytree
 
-from layerzero.asking.answers import described
-from layerzero.asking.plan_document import libraries_of
-from layerzero.asking.trace import Trace, TraceRow, traced
 from layerzero.core.arguments import told
 from layerzero.core.device import Device
 from layerzero.core.plan import Report
 from layerzero.engine.probe import Machine
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.transforms import ELSEWHERE, Elsewhere
-from layerzero.tuning.keeping.prior import priors_of
+from layerzero.inspection.answers import described
+from layerzero.inspection.plan_document import libraries_of
+from layerzero.inspection.trace import Trace, TraceRow, traced
+from layerzero.tuning.storage.prior import priors_of
 
 TOKENS = 512
 """Tokens of the one sequence that stands for a language model's inputs where no inputs are given."""

@@ -78,7 +78,7 @@ def state_here(file: FallbackFile | None) -> InstanceState:
     """The state of this process."""
     global _process
     from layerzero import __version__
-    from layerzero.asking import arrivals  # torch.distributed is imported with it
+    from layerzero.inspection import arrivals  # torch.distributed is imported with it
 
     _process = _process or secrets.token_hex(8)
     settings, held = arrivals.settings_here(), ENGINE.frozen

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 from layerzero.engine.config import current_policy
 from layerzero.serving.background_builds import BUILDS
-from layerzero.tuning.keeping.builds import FailedBuild, progress_of_others
+from layerzero.tuning.storage.builds import FailedBuild, progress_of_others
 
 
 @dataclass(frozen=True, slots=True)

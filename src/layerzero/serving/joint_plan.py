@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 import torch
 
-from layerzero.asking.plan_document import Joint
 from layerzero.core.evidence import Provenance
 from layerzero.core.facts import Facts
 from layerzero.core.plan import Report
@@ -19,6 +18,7 @@ from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.frozen_choices import Frozen, FrozenChoice, choice_of
 from layerzero.engine.registry import REGISTRY
+from layerzero.inspection.plan_document import Joint
 from layerzero.serving.joint_times import Kernels, together
 
 NEAR, MOST_KERNELS = 2.0, 3

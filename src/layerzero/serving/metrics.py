@@ -19,7 +19,7 @@ from layerzero.engine.functions import CALLS
 from layerzero.engine.health import Counts
 from layerzero.engine.plain import PLAIN_CALLS
 from layerzero.serving.background_builds import BUILDS
-from layerzero.tuning.keeping.store import StoreLedger
+from layerzero.tuning.storage.store import StoreLedger
 
 
 class KernelMetrics(msgspec.Struct, frozen=True):

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from layerzero.asking.answers import explain
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.plan import Candidate, Report
@@ -19,11 +18,12 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.first_run import first_run
 from layerzero.engine.functions import CALLS
 from layerzero.engine.jit import BUILT, BuildIdentity, BuildOutcome, build_of
+from layerzero.inspection.answers import explain
 from layerzero.ops import function_of
 from layerzero.testing.single_run import duplicate
-from layerzero.tuning.measuring.online import let_others_capture
-from layerzero.tuning.proving.build_child import failed, short_of_memory
-from layerzero.tuning.proving.child import rebuilt
+from layerzero.tuning.measurement.online import let_others_capture
+from layerzero.tuning.verification.build_child import failed, short_of_memory
+from layerzero.tuning.verification.child import rebuilt
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,18 +8,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from layerzero.asking.answers import explain
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.plan import Report
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine.jit import BuildIdentity, build_of
+from layerzero.inspection.answers import explain
 from layerzero.serving.background_builds import BUILDS
 from layerzero.serving.jit_status import jit_status
 from layerzero.serving.own_builds import wanted
 from layerzero.serving.readiness_parts import BEFORE, PARTS, Looked, Part, PartState
-from layerzero.tuning.measuring.tune import every_call
-from layerzero.tuning.measuring.workload import every_call_of_file
+from layerzero.tuning.measurement.tune import every_call
+from layerzero.tuning.measurement.workload import every_call_of_file
 
 SHOWN = 20
 """Builds that the text names; it counts the others."""

@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
-from layerzero.asking.descriptors import DESCRIPTORS
-from layerzero.asking.model_sets import OperationSupport, served
 from layerzero.core.device import Device
 from layerzero.core.errors import DescriptorError, PolicyError
 from layerzero.core.plan import Report
@@ -24,9 +22,11 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.frozen_choices import Agreed, ranks_choose
 from layerzero.engine.graph_safety import capture_reasons
 from layerzero.engine.registry import REGISTRY
+from layerzero.inspection.descriptors import DESCRIPTORS
+from layerzero.inspection.model_sets import OperationSupport, served
 from layerzero.serving.metrics import metrics
-from layerzero.tuning.keeping.prior import problems as problems_of_tables
-from layerzero.tuning.keeping.store import StoreLedger
+from layerzero.tuning.storage.prior import problems as problems_of_tables
+from layerzero.tuning.storage.store import StoreLedger
 
 NAMED = 3
 """Findings of a part that its line names; it counts the others."""

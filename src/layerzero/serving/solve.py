@@ -15,20 +15,6 @@ import torch
 from torch.nn import Module
 from torch.utils import _pytree as pytree
 
-from layerzero.asking.answers import explain
-from layerzero.asking.freeze import Frost, planned
-from layerzero.asking.plan_document import (
-    ERROR,
-    RUNTIME_SELECT,
-    Bucket,
-    Joint,
-    Solved,
-    built_for,
-    capabilities_of,
-    hardware_of,
-    libraries_of,
-    model_of,
-)
 from layerzero.core.device import Device
 from layerzero.core.errors import LayerZeroWarning, PolicyError
 from layerzero.core.facts import Facts
@@ -43,14 +29,28 @@ from layerzero.engine.jit import BuildOutcome, build_of
 from layerzero.engine.probe import Machine
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.transforms import ELSEWHERE, Elsewhere
+from layerzero.inspection.answers import explain
+from layerzero.inspection.freeze import Frost, planned
+from layerzero.inspection.plan_document import (
+    ERROR,
+    RUNTIME_SELECT,
+    Bucket,
+    Joint,
+    Solved,
+    built_for,
+    capabilities_of,
+    hardware_of,
+    libraries_of,
+    model_of,
+)
 from layerzero.serving.background_builds import BUILDS
 from layerzero.serving.dry_run import called, run_on_shapes, token_ids
 from layerzero.serving.joint_plan import chosen_together
 from layerzero.serving.own_builds import Chosen, built_here, taken_over, wanted
-from layerzero.tuning.measuring.clocks import current
-from layerzero.tuning.measuring.timing import Deadline
-from layerzero.tuning.measuring.tune import tune_calls
-from layerzero.tuning.proving.build_child import build_apart
+from layerzero.tuning.measurement.clocks import current
+from layerzero.tuning.measurement.timing import Deadline
+from layerzero.tuning.measurement.tune import tune_calls
+from layerzero.tuning.verification.build_child import build_apart
 
 BUDGET_S = 600.0
 """Seconds that it takes by default."""

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from layerzero.asking.answers import explain
 from layerzero.core.arguments import told
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import NoCompatibleKernelPairError, refuse
@@ -23,6 +22,7 @@ from layerzero.core.plan import Report
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
+from layerzero.inspection.answers import explain
 from layerzero.ops.kv import KVCache
 from layerzero.ops.kv.layer import attention_over
 from layerzero.serving.speculation import SpeculativeConfig

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from layerzero.asking.agreement import agreeing
 from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.facts import Facts
@@ -31,13 +30,14 @@ from layerzero.engine.functions import CALLS
 from layerzero.engine.graph_safety import SETTING
 from layerzero.engine.jit import BUILT, BuildIdentity, BuildOutcome, build_of
 from layerzero.engine.registry import REGISTRY
+from layerzero.inspection.agreement import agreeing
 from layerzero.ops.calls import accepted, function_for
 from layerzero.serving.background_builds import BUILDS
 from layerzero.serving.own_builds import outcome_of, wanted
-from layerzero.tuning.keeping.builds import shortened
-from layerzero.tuning.measuring.jobs import Job, Shape, jobs_of_cases, jobs_of_shape, operations_named
-from layerzero.tuning.measuring.workload import every_call_of_file, jobs_of_file, jobs_of_model
-from layerzero.tuning.proving.build_child import short_of_memory
+from layerzero.tuning.measurement.jobs import Job, Shape, jobs_of_cases, jobs_of_shape, operations_named
+from layerzero.tuning.measurement.workload import every_call_of_file, jobs_of_file, jobs_of_model
+from layerzero.tuning.storage.builds import shortened
+from layerzero.tuning.verification.build_child import short_of_memory
 
 log = logging.getLogger("layerzero")
 
@@ -153,7 +153,7 @@ def warmup(
     if target.type == "cpu":  # a GPU's allocator says so instead
         jobs = list(_that_fit(jobs, target, warmed))
     if any(legality.untrusted(kernel, Device.detect(str(target))) for kernel in REGISTRY.kernels()):
-        from layerzero.tuning.proving.vetting import vet_calls
+        from layerzero.tuning.verification.vetting import vet_calls
 
         vet_calls([pair for job in jobs for pair in _awaiting(*_bound(job, target, params))], go_on=True)
     with bar_or(progress) as tell:
@@ -168,11 +168,11 @@ def warmup(
     if warmed:
         ENGINE.bump()
     if current_policy()[SETTING] and target.type == "cuda":
-        from layerzero.tuning.proving.rehearsal import prove_chosen
+        from layerzero.tuning.verification.rehearsal import prove_chosen
 
         prove_chosen([_facts(*_bound(replace(job, for_graph=True), target, params)) for job in jobs])
     if current_policy()["auto_tune_on_warmup"]:
-        from layerzero.tuning.measuring.tune import tune_calls
+        from layerzero.tuning.measurement.tune import tune_calls
 
         tune_calls([_facts(*_bound(job, target, params)) for job in jobs])
     return warmed

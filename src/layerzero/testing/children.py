@@ -1,7 +1,7 @@
 """The one runner of children that may die: jobs in, messages out, blame on what was running when one ended.
 
     tasks = deque([Task(Question("mine.rms", call), owner="mine.rms", seconds=60.0)])
-    run_apart("layerzero.tuning.proving.child", tasks, found=keep, ended=blame)
+    run_apart("layerzero.tuning.verification.child", tasks, found=keep, ended=blame)
 
 A child imports torch and libraries, which takes seconds, then does one job after another; where one ends it, another
 child goes on. Children are fresh interpreters, never forks. What interrupts this process ends them, and they end when

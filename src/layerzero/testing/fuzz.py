@@ -13,7 +13,6 @@ from itertools import count
 
 import torch
 
-from layerzero.asking.answers import explain
 from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.kernel import Kernel
 from layerzero.core.plan import Report
@@ -22,6 +21,7 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
+from layerzero.inspection.answers import explain
 from layerzero.ops import FUNCTIONS
 from layerzero.testing.compare import Expected, check, expected, for_kernel
 from layerzero.testing.generate import RandomCall, random_call

@@ -12,7 +12,6 @@ from typing import Any, ParamSpec
 import torch
 from torch.nn import Module
 
-from layerzero.asking.agreement import agreed_where_ends
 from layerzero.core import emulation
 from layerzero.core.arguments import told
 from layerzero.core.device import Device
@@ -20,6 +19,7 @@ from layerzero.core.errors import refuse
 from layerzero.core.system.resources import available_bytes
 from layerzero.engine.config import CONFIGURATION, current_policy
 from layerzero.engine.frozen_choices import ranks_choose
+from layerzero.inspection.agreement import agreed_where_ends
 from layerzero.integrations.optimize.attention import diffusers, transformers
 from layerzero.integrations.optimize.attention.transformers import Search
 from layerzero.integrations.optimize.layers import find as layers

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from layerzero.asking.trace import traced
 from layerzero.core import emulation
 from layerzero.core.device import Device
 from layerzero.core.errors import in_short
+from layerzero.inspection.trace import traced
 from layerzero.integrations.optimize.attention.transformers import AttentionSwap, Search
 from layerzero.integrations.optimize.layers import layer_timing
 from layerzero.integrations.optimize.layers.layer_timing import around, attention_costs, cut, shapes_of
@@ -41,8 +41,8 @@ from layerzero.integrations.optimize.times.timing import (
 )
 from layerzero.integrations.optimize.times.workload import RUN, Workload
 from layerzero.serving.warmup import Progress
-from layerzero.tuning.keeping.archive import refused
-from layerzero.tuning.measuring.tune_run import Step
+from layerzero.tuning.measurement.tune_run import Step
+from layerzero.tuning.storage.archive import refused
 
 WHOLE = 5  # runs at least: one compared, and of both ways one that warms up and one timed
 INSTEAD = "instead of which random rows decide, as without inputs"

@@ -26,7 +26,7 @@ from layerzero.engine.policy import Policy
 from layerzero.serving.isolation.arena import Arena
 from layerzero.serving.isolation.messages import Done, Failed, Fetch, Form, Load, Run, Wanted, dtyped, load_of, packed
 from layerzero.serving.isolation.worker import START_S, Worker
-from layerzero.tuning.proving.child import homes
+from layerzero.tuning.verification.child import homes
 
 BUILD_S = 600.0
 """How long a kernel may take to load, and the first call of one that compiles."""

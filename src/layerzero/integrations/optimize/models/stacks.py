@@ -41,7 +41,7 @@ from layerzero.integrations.optimize.swaps.swap import MARK, Swap, has_own_forwa
 from layerzero.integrations.optimize.times import timing
 from layerzero.integrations.optimize.times.report import BY_CALL, NO_TIME, Left, Replaced
 from layerzero.integrations.optimize.times.workload import TimeLeft, tensors_in
-from layerzero.tuning.measuring.timing import TimeOverError
+from layerzero.tuning.measurement.timing import TimeOverError
 
 LENGTHS = (16, 9, 3, 12, 1, 7, 14, 5)
 """Real tokens of the example's rows; unlike ones, so that what reads over a row's end shows."""

@@ -30,7 +30,7 @@ HOOKS, TRAINS = "it has hooks, which wait for calls", "a module is in training m
 _RECORDER = "transformers.utils.output_capturing"
 """Its hooks stay on modules once hidden states were wanted, and mostly record nothing."""
 
-_TRACE = "layerzero.asking.trace"
+_TRACE = "layerzero.inspection.trace"
 """Its hooks only note which module calls."""
 
 _TIMES = "layerzero.integrations.optimize.times.module_times"

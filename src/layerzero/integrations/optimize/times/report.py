@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from layerzero.asking.trace import numbered, ranges
+from layerzero.inspection.trace import numbered, ranges
 from layerzero.integrations.optimize.swaps.candidate import Candidate
 from layerzero.integrations.optimize.swaps.codes import Made, compared
 from layerzero.integrations.optimize.swaps.swap import SIZES, Exchange, State, Swap
@@ -18,7 +18,7 @@ from layerzero.integrations.optimize.swaps.weights import Joined, Packs
 from layerzero.integrations.optimize.times.module_times import Spent
 from layerzero.integrations.optimize.times.timing import Paced
 from layerzero.integrations.optimize.times.workload import TimeLeft, Workload, perplexity
-from layerzero.tuning.measuring.tune import Tuned
+from layerzero.tuning.measurement.tune import Tuned
 
 NO_TIME = "no time was left to check it (budget_s)"
 """Why a module stays that was not looked at."""

@@ -21,7 +21,7 @@ from torch.nn import Module
 
 from layerzero.core.errors import LayerZeroError, in_short
 from layerzero.integrations.optimize.swaps.swap import SIZES, Way
-from layerzero.tuning.measuring.timing import TimeOverError
+from layerzero.tuning.measurement.timing import TimeOverError
 
 LEAST = 0.01
 """A gain below this is noise, and so is a loss: stock stays, which users know."""

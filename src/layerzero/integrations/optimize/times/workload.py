@@ -22,11 +22,11 @@ from layerzero.engine.config import current_policy
 from layerzero.engine.registry import REGISTRY
 from layerzero.integrations.optimize.swaps.candidate import quiet
 from layerzero.integrations.optimize.times import timing
-from layerzero.tuning.measuring.clocks import current
-from layerzero.tuning.measuring.timing import Deadline, Effort
-from layerzero.tuning.measuring.tune import Tuned, run_jobs
-from layerzero.tuning.measuring.tune_run import Step
-from layerzero.tuning.measuring.workload import jobs_of, record
+from layerzero.tuning.measurement.clocks import current
+from layerzero.tuning.measurement.timing import Deadline, Effort
+from layerzero.tuning.measurement.tune import Tuned, run_jobs
+from layerzero.tuning.measurement.tune_run import Step
+from layerzero.tuning.measurement.workload import jobs_of, record
 
 CLOCK: Callable[[], float] = _time.monotonic
 """Tests set another one."""

@@ -1,0 +1,254 @@
+"""Questions about a selection: which kernel, why, which others, is this one valid."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from layerzero.core.argument_errors import bound
+from layerzero.core.arguments import told
+from layerzero.core.device import Device
+from layerzero.core.errors import InvalidCallError, UnknownOperationError
+from layerzero.core.facts import CallState, Facts
+from layerzero.core.kernel import Kernel
+from layerzero.core.operation import Operation, Routed
+from layerzero.core.plain import PlainFunction
+from layerzero.core.plan import Report
+from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.engine import headroom, legality, probe
+from layerzero.engine.config import current_policy
+from layerzero.engine.dispatch import ENGINE, Dispatcher
+from layerzero.engine.functions import CALLS
+from layerzero.engine.isolation import APART
+from layerzero.engine.plain import PLAIN_CALLS, plain_facts
+from layerzero.engine.policy import Policy, covers
+from layerzero.engine.probe import Machine
+from layerzero.engine.registry import REGISTRY
+from layerzero.engine.settings import nearest
+from layerzero.inspection.subjects import Named, call_made, function_named, name_of, refused
+from layerzero.ops import DROP_INS, FUNCTIONS, OPERATION_ALIASES, PLAIN_FUNCTIONS, function_of, plain_function_of
+
+
+def explain(
+    operation: Named | Facts,
+    *args: Any,
+    device: Device | str | None = None,
+    libraries: Mapping[str, str] | None = None,
+    capturing: bool = False,
+    **kwargs: Any,
+) -> Report:
+    """Tell which kernel a call gets and why: every candidate, its score term by term, every reason. Nothing runs.
+
+    Args:
+        operation: a function (``lz.attention``) or its name, an operation or its name, or an alias
+            (``attention.causal``); or the facts of a call made by :func:`facts`. ``lz.scaled_dot_product_attention``
+            stands for the call of ``lz.attention`` that it makes.
+        args, kwargs: the function's arguments. Tensors on ``meta`` will do.
+        device: ask about another device, by name (``"H100"``) or description.
+        libraries: ask about other installed libraries: distribution name to version.
+        capturing: ask as if a CUDA graph were being captured.
+    Raises: InvalidCallError for a call that means nothing, or one that ``lz.scaled_dot_product_attention`` leaves to
+        torch's own function, with the reason; UnknownOperationError for an unknown operation; KeyError for an unknown
+        device; TypeError for what names no function.
+    """
+    if isinstance(device, str):
+        device = described(device)
+    machine = None if device is None else probe.with_device(device)
+    machine = machine if libraries is None else Machine(device, libraries)
+    if isinstance(operation, Facts):
+        if args or kwargs:
+            raise InvalidCallError("explain", ["facts stand for a whole call: wanted no further arguments, got some"])
+        asked = operation.on(device or operation.device, capturing=capturing or bool(operation["capturing"]))
+        return explain_facts(asked, machine or probe.this_machine(), current_policy())
+    name = name_of(operation, "explain", FACTS_TOO)
+    plain = plain_function_of(name)
+    if plain is not None:
+        return _explain_plain(plain, name, args, kwargs, machine)
+    standing = DROP_INS.get(name)
+    if standing is None:
+        return _explain_call(name, args, kwargs, machine, capturing=capturing)
+    call, notes = call_made(standing, args, kwargs, device)
+    try:
+        report = _explain_call(standing.function, (), call, machine, capturing=capturing)
+    except InvalidCallError as error:
+        raise refused(standing, error) from None
+    return msgspec.structs.replace(report, notes=(*report.notes, *notes))
+
+
+FACTS_TOO = ", or facts of lz.facts"
+"""What else explain takes."""
+
+
+def _explain_call(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], machine: Machine | None, *, capturing: bool
+) -> Report:
+    """The same for a call with tensors; ``machine`` is another one than this, if it is about another."""
+    policy, device = current_policy(), None if machine is None else machine.device
+    dispatcher, arguments, wanted = question(name, args, kwargs)
+    call_state = None
+    if capturing or device is not None:
+        call_state = _state(arguments, policy, dispatcher, capturing, device)
+    report, _ = dispatcher.explain(arguments, policy, machine=machine, call_state=call_state)
+    check_operation(wanted, report)
+    return _with_workspaces(report)
+
+
+def _with_workspaces(report: Report) -> Report:
+    """The report, with what each candidate needs besides its results, and how that is known."""
+    before = report.candidates
+    ranked = tuple(
+        [msgspec.structs.replace(each, workspace=headroom.told_need(each.kernel, report.facts)) for each in before]
+    )
+    chosen = next((now for each, now in zip(before, ranked, strict=True) if each is report.chosen), None)
+    return msgspec.structs.replace(report, ranked=ranked, chosen=chosen)
+
+
+def _explain_plain(
+    function: PlainFunction, wanted: str, args: tuple[Any, ...], kwargs: dict[str, Any], machine: Machine | None
+) -> Report:
+    """The same for a call without tensors."""
+    given = bound(function.name, function.signature, args, kwargs)
+    REGISTRY.ready()
+    dispatcher, _ = PLAIN_CALLS[function.name]
+    found = plain_facts(function.route(given), None if machine is None else machine.device)
+    report, _ = dispatcher.explain(found, current_policy(), machine=machine)
+    if wanted not in PLAIN_FUNCTIONS:
+        check_operation(wanted, report)
+    return report
+
+
+def described(name: str) -> Device:
+    """A device by name: ``cpu``, ``cuda``, ``cuda:1`` are this machine's, ``H100`` and the like need not be here."""
+    return Device.detect(name) if name.partition(":")[0] in ("cpu", "cuda") else Device.named(name)
+
+
+def which(operation: Named | Facts, *args: Any, **kwargs: Any) -> dict[str, object]:
+    """Tell which kernel a call gets: ``{"kernel_id", "score", "operation"}``. Takes what explain takes.
+
+    Of a kernel that runs in a process of its own, ``process`` says which, and what that adds to a call.
+    """
+    asked = operation if isinstance(operation, Facts) else name_of(operation, "which", FACTS_TOO)
+    report = explain(asked, *args, **kwargs)
+    apart = [note for note in report.notes if note.startswith(APART)]
+    return {
+        "kernel_id": report.kernel_id,
+        "score": round(report.chosen.score, 3) if report.chosen else None,
+        "operation": report.operation,
+        **({"process": apart[0]} if apart else {}),
+    }
+
+
+def validate(kernel_id: str, *args: Any, **kwargs: Any) -> tuple[bool, tuple[Reason, ...]]:
+    """Tell whether one kernel may run a call: ``(valid, reasons)``.
+
+    Takes the arguments of the kernel's function and what else explain takes. Before them may stand the function itself
+    (``lz.scaled_dot_product_attention``), where a call of another one than the kernel's own is meant.
+    A call that means nothing gives its code as a reason where the catalogue has one, else InvalidCallError is raised.
+    Raises: KeyError for an unknown kernel; TypeError for what is no id.
+    """
+    given_first: object = kernel_id  # without the id, a function or a tensor comes first
+    if not isinstance(given_first, str):
+        name = function_named(given_first)
+        of = "" if name is None else repr(name)
+        got = told(given_first) if name is None else f"the function {name}, which goes behind it"
+        raise TypeError(f"validate: wanted the id of a kernel first, got {got}; lz.list_kernels({of}) has them")
+    kernel = REGISTRY.kernel(kernel_id)
+    given = function_named(args[0]) if args else None
+    function = given or _function_of(kernel)
+    args = args[given is not None :]
+    try:
+        report = explain(function, *args, **kwargs)
+    except InvalidCallError as error:
+        if error.code is None:
+            raise
+        return False, (Reason(error.code, function, "a call that means something", str(error)),)
+    try:
+        reasons = report.reasons(kernel.id)
+    except KeyError:
+        reasons = (_wrong_operation(kernel, report),)
+    return not reasons, reasons
+
+
+def _wrong_operation(kernel: Kernel, report: Report) -> Reason:
+    operation = report.facts.operation
+    if operation.unlike_sibling is not None and operation.sibling in kernel.operations:
+        return operation.unlike_sibling(report.facts)
+    return Reason(ReasonCode.CONSTRAINT_FAILED, "operation", " or ".join(kernel.operations), operation.name)
+
+
+def list_kernels(operation: Named = "*") -> list[Kernel]:
+    """List the kernels of an operation, function, alias or glob, by priority.
+
+    Raises: UnknownOperationError naming the nearest; TypeError for what names nothing.
+    """
+    name = name_of(operation, "list_kernels", ", or a pattern of names")
+    return REGISTRY.kernels(DROP_INS[name].function if name in DROP_INS else name)
+
+
+def list_operations() -> list[Operation]:
+    """List every operation, those of plugins among them."""
+    REGISTRY.ready()
+    return sorted(REGISTRY.operations().values(), key=lambda operation: operation.name)
+
+
+def facts(operation: Named, *args: Any, device: Device | str | None = None, **kwargs: Any) -> Facts:
+    """Name everything about a call; explain and which accept the result in place of tensors."""
+    return explain(name_of(operation, "facts"), *args, device=device, **kwargs).facts
+
+
+def explain_facts(call: Facts, machine: Machine, policy: Policy, *, alone: bool = False) -> Report:
+    """Tell which kernel a call gets on a machine under a policy, or would get if nothing were frozen or agreed."""
+    kernels = REGISTRY.candidates(call.operation.name)
+    judged = legality.judge(kernels, call, policy, machine, ENGINE.health, ENGINE.ledger)
+    routed = Routed(call.operation, {}, call.layout)
+    return _with_workspaces(ENGINE.decide(judged, routed, call, policy, machine, alone=alone)[0])
+
+
+def _state(
+    arguments: Mapping[str, Any], policy: Any, dispatcher: Dispatcher, capturing: bool, device: Device | None
+) -> CallState:
+    from layerzero.engine.transforms import call_state
+
+    state = call_state(dispatcher.tensors(arguments), policy, dispatcher.function.state, device)
+    return msgspec.structs.replace(state, capturing=capturing)
+
+
+def question(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Dispatcher, dict[str, Any], str]:
+    """The dispatcher, bound arguments and wanted operation of a question."""
+    operation = name
+    if name in OPERATION_ALIASES:
+        operations, implied = OPERATION_ALIASES[name]
+        operation, kwargs = operations[0], {**implied, **kwargs}
+    if name not in FUNCTIONS and function_of(operation) is None:
+        REGISTRY.ready()  # a plugin may bring it
+    function = FUNCTIONS.get(name) or function_of(operation)
+    if function is None:
+        raise unknown_operation(name)
+    call = CALLS[function.name]
+    return call.dispatcher, call.function.bind(args, kwargs), name
+
+
+def unknown_operation(name: str) -> UnknownOperationError:
+    """The error for a name without operation or function."""
+    if name in REGISTRY.operations():
+        return UnknownOperationError(f"operation {name!r} has no public function; lz.register_function gives it one")
+    known = [*FUNCTIONS, *DROP_INS, *PLAIN_FUNCTIONS, *REGISTRY.operations(), *OPERATION_ALIASES]
+    near = nearest(name, known) or "; `layerzero operations` lists all"
+    return UnknownOperationError(f"unknown operation {name!r}{near}")
+
+
+def check_operation(wanted: str, report: Report) -> None:
+    """Raise InvalidCallError where a call is not one of the operation that its question named."""
+    if wanted not in FUNCTIONS and not covers(wanted, report.facts):
+        problem = f"these arguments are a call of {report.operation}, wanted {wanted}"
+        raise InvalidCallError(wanted, [problem])
+
+
+def _function_of(kernel: Kernel) -> str:
+    for operation in kernel.operations:
+        function = function_of(operation) or plain_function_of(operation)
+        if function is not None:
+            return function.name
+    raise KeyError(f"{kernel.id} belongs to no public function; its operations: {', '.join(kernel.operations)}")

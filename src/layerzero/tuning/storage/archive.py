@@ -1,0 +1,393 @@
+"""The whole database: every row, files of rows for other machines, what to forget, and whether it is sound."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import itertools
+import sqlite3
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+import torch
+
+from layerzero.core.device import Device
+from layerzero.core.dtypes import DTYPES
+from layerzero.core.system.disk import write_whole
+from layerzero.engine import probe
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.registry import REGISTRY
+from layerzero.tuning.prediction.fitting import HeldOut, held_out_error
+from layerzero.tuning.storage import checksums, connections, journal_merge, learning, passed_builds
+from layerzero.tuning.storage.connections import ForeignError, NewerError
+from layerzero.tuning.storage.database import Database
+from layerzero.tuning.storage.environment import Environment, devices_here, surroundings
+from layerzero.tuning.storage.findings import Finding, sealed
+from layerzero.tuning.storage.findings import check as check_finding
+from layerzero.tuning.storage.passed_builds import PassedBuild
+from layerzero.tuning.storage.rows import Row, check, is_to_come
+from layerzero.tuning.storage.store import StoreLedger
+from layerzero.tuning.storage.tables import Table
+
+FORMAT = 2
+WITH_FINDINGS, WITH_BUILDS = 3, 4
+READS = (1, FORMAT, WITH_FINDINGS, WITH_BUILDS)
+"""Formats that are taken: the first did not tell device and host apart, the last have findings and builds behind."""
+
+MAX_TEXT = 512
+"""Longest text in an imported row; kernel ids and facts are far shorter."""
+
+MAX_PROBLEMS = 20
+
+MOST_REFUSED = 20_000
+"""Rows that :func:`refused` looks at: a folder that many machines share may have very many."""
+
+_PAGE = 5000
+
+_ROWS = f"""SELECT work, graph, kernel, environment, condition, origin, source, works.facts, environments.facts,
+    {checksums.WHOLE} FROM times LEFT JOIN works ON works.key = times.work
+    LEFT JOIN environments ON environments.key = times.environment
+    WHERE (work, graph, kernel, environment, condition, origin, source) > (?, ?, ?, ?, ?, ?, ?)
+    ORDER BY work, graph, kernel, environment, condition, origin, source LIMIT ?"""  # noqa: S608  # names of ours
+
+
+class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """First line of an exported file."""
+
+    format: int
+    kind: str
+    written_at: str
+    rows: int
+    findings: int = 0
+    builds: int = 0
+
+
+KIND = "layerzero times"
+
+
+class BadFileError(ValueError):
+    """A file of rows that cannot be taken; nothing of it was.
+
+    Attributes:
+        problems: each with its line.
+    """
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
+
+
+def rows(database: Database) -> Iterator[Row]:
+    """Every row, a page at a time. Raises: ValueError for one that is not what the database should hold."""
+    for found in _raw(database):
+        yield row_of(found)
+
+
+def problems(database: Database) -> Iterator[str]:
+    """What is wrong with any row, work, environment or model; every one is read and decoded."""
+    to_come = 0
+    for number, found in enumerate(_raw(database), 1):
+        try:
+            row = row_of(found)
+            to_come += is_to_come(row.written_at)
+        except ValueError as error:
+            yield f"row {number}: {error}"
+    if to_come:
+        yield f"{to_come} times are dated in the future; they count as the oldest, and are replaced when measured anew"
+    for model in database.read(f"SELECT {checksums.MODEL_COLUMNS}, crc FROM models"):  # noqa: S608  # names of ours
+        if model[5] == learning.MODEL_FORMAT:
+            try:
+                learning.decode(model[6])
+            except (msgspec.MsgspecError, TypeError) as error:
+                yield f"a model of {_printable(model[2])}: {error}"
+            else:
+                if not checksums.model_holds(model):
+                    yield f"a model of {_printable(model[2])}: its checksum does not hold; it counts for nothing"
+
+
+def _raw(database: Database) -> Iterator[tuple[Any, ...]]:
+    last: tuple[object, ...] = (b"", -1, "", b"", "", "", "")
+    while True:
+        page = database.read(_ROWS, (*last, _PAGE))
+        yield from page
+        if len(page) < _PAGE:
+            return
+        last = page[-1][:7]
+
+
+def row_of(found: tuple[Any, ...]) -> Row:
+    """A row as it was read. Raises: ValueError if it is not as it was written, or breaks a rule."""
+    try:
+        return _row_of(found)
+    except ValueError as error:
+        raise ValueError(_printable(error)) from error
+
+
+def _row_of(found: tuple[Any, ...]) -> Row:
+    work, graph, kernel, environment, _, _, _, facts, surroundings, *values = found
+    data = dict(zip((*checksums.COLUMNS, "crc"), values, strict=True))
+    data |= {"graph": bool(graph), "facts": _decoded(facts), "environment": _decoded(surroundings)}
+    del data["crc"]
+    row = msgspec.convert(data, Row)
+    check(row)
+    if not checksums.holds_whole(checksums.start_of(work, graph), tuple(values)):
+        raise ValueError(f"{kernel}: its checksum does not hold; it counts for nothing")
+    if row.work.key != work or row.environment.key != environment:
+        raise ValueError(f"{kernel}: its work or environment is not the one that it was measured for")
+    return row
+
+
+def _printable(value: object) -> str:
+    return str(value).encode("utf-8", "backslashreplace").decode()
+
+
+def _decoded(text: object) -> Any:
+    if not isinstance(text, str):
+        raise ValueError(f"wanted a work and an environment, got {text!r}")  # noqa: TRY004  # as for all of it
+    try:
+        return msgspec.json.decode(text)
+    except UnicodeError as error:
+        raise ValueError(f"wanted text, got: {error}") from None
+
+
+def export(
+    found: Iterable[Row], file: Path, findings: Iterable[Finding] = (), builds: Iterable[PassedBuild] = ()
+) -> None:
+    """Write rows as lines of JSON, and findings and builds behind them, whole or not at all. Raises: OSError."""
+    lines = [msgspec.json.encode(each) for each in found]
+    more = [msgspec.json.encode(sealed(each)) for each in findings]
+    last = [msgspec.json.encode(each) for each in builds]
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    kind = WITH_BUILDS if last else WITH_FINDINGS if more else FORMAT
+    header = Header(kind, KIND, now, len(lines), len(more), len(last))
+    write_whole(file, b"\n".join([msgspec.json.encode(header), *lines, *more, *last]) + b"\n")
+
+
+def export_prior(table: Table, file: Path) -> None:
+    """Write a table of priors, indented so that changes to it can be read. Raises: OSError."""
+    write_whole(file, msgspec.json.format(msgspec.json.encode(table), indent=1) + b"\n")
+
+
+def read_export(file: Path) -> tuple[list[Row], list[Finding], list[PassedBuild]]:
+    """Read a file of rows that somebody else wrote, strictly; each says where it came from. And what lies behind them.
+
+    Raises: BadFileError with the first problems and their lines, OSError.
+    """
+    content = file.read_bytes()
+    source = f"{file.name} sha256:{hashlib.sha256(content).hexdigest()[:16]}"
+    first, *lines = content.splitlines() or [b""]
+    try:
+        header = msgspec.json.decode(first, type=Header)
+    except msgspec.DecodeError as error:
+        raise BadFileError([f"line 1: wanted the header of an exported file: {error}"]) from None
+    if header.format not in READS or header.kind != KIND:
+        wanted = f"wanted format {' or '.join(map(str, READS))} of {KIND!r}"
+        raise BadFileError([f"line 1: {wanted}, got format {header.format} of {header.kind!r}"])
+    found, problems, findings, builds = [], [], [], []
+    for number, line in enumerate(lines, 2):
+        try:
+            if number > header.rows + header.findings + 1:
+                build = msgspec.json.decode(line, type=PassedBuild)
+                passed_builds.check(build)
+                builds.append(build)
+                continue
+            if number > header.rows + 1:
+                finding = msgspec.json.decode(line, type=Finding)
+                check_finding(finding)
+                findings.append(finding)
+                continue
+            row = msgspec.json.decode(line, type=Row)
+            _plausible(row)
+        except (msgspec.DecodeError, ValueError) as error:
+            problems.append(f"line {number}: {error}")
+            continue
+        found.append(msgspec.structs.replace(row, source=f"{source} < {row.source}" if row.source else source))
+    if len(lines) != (wanted_lines := header.rows + header.findings + header.builds):
+        problems.append(f"line 1: wanted {wanted_lines} rows after it, got {len(lines)}: the file was cut or joined")
+    if problems:
+        more = len(problems) - MAX_PROBLEMS
+        raise BadFileError(problems[:MAX_PROBLEMS] + ([f"and {more} more"] if more > 0 else []))
+    return found, findings, builds
+
+
+def _plausible(row: Row) -> None:
+    """Refuse what no row of ours says. Raises: ValueError with wanted and got."""
+    check(row)
+    facts = row.facts
+    for name, wanted in {
+        "operation": facts.get("operation", "") != "",
+        "dtype": facts.get("dtype") in DTYPES,
+        "device_name": facts.get("device_name") == row.environment.device,
+        "platform": facts.get("platform") == row.environment.platform,
+    }.items():
+        if not wanted:
+            raise ValueError(f"facts: {name}: wanted one that the rest agrees with, got {facts.get(name)!r}")
+    texts = [row.kernel, row.condition, row.origin, row.adapts, row.source, *facts, *facts.values()]
+    texts += [str(value) for value in msgspec.structs.astuple(row.environment)]
+    longest = max(texts, key=len)
+    if not row.kernel or len(longest) > MAX_TEXT or not "".join(texts).isprintable():
+        raise ValueError(f"wanted a kernel and printable text of at most {MAX_TEXT} characters, got {longest[:80]!r}")
+    written = datetime.fromisoformat(row.written_at)
+    if written.tzinfo is None or written > datetime.now(UTC) + timedelta(days=1):
+        raise ValueError(f"written_at: wanted a date in UTC that is not to come, got {row.written_at!r}")
+
+
+def read_database(file: Path) -> list[Row]:
+    """Read another database of times, of this or an older version, without changing it.
+
+    Raises: ValueError if it is none, or damaged, with what was found.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, "copy.sqlite")
+        problem = _copied(file, copy) or damage(copy)
+        if problem:
+            raise ValueError(f"{file}: wanted a sound database of times: {problem}")
+        database = Database(copy)
+        try:
+            return list(rows(database))
+        finally:
+            database.close()
+
+
+def _copied(file: Path, copy: Path) -> str:
+    """Copy a database as of one moment, whatever writes it meanwhile; return what prevents that."""
+    problem = ""
+    for mode in ("ro", "ro&immutable=1"):  # the second for a medium on which nothing can be written
+        source, target = sqlite3.connect(f"file:{quote(str(file))}?mode={mode}", uri=True), sqlite3.connect(copy)
+        try:
+            source.backup(target)
+        except sqlite3.Error as error:
+            problem = problem or str(error)
+        else:
+            return ""
+        finally:
+            source.close()
+            target.close()
+    return problem
+
+
+def damage(file: Path) -> str:
+    """What is wrong with a file as a database of times; empty if it is sound. Reads all of it."""
+    try:
+        connection = sqlite3.connect(file)
+        try:
+            if not connections.check(connection):
+                return "wanted a database of times, got an empty one"
+            found = [str(line) for (line,) in connection.execute("PRAGMA integrity_check(5)")]
+            return "" if found == ["ok"] else "; ".join(found)
+        finally:
+            connection.close()
+    except (sqlite3.Error, ForeignError, NewerError, UnicodeError) as error:
+        return str(error)
+
+
+def registered(row: Row) -> bool:
+    """Whether this process knows a row's kernel; of another one it cannot tell whether its time still holds."""
+    return any(kernel.id == row.kernel for kernel in REGISTRY.kernels())
+
+
+def here() -> Callable[[Row], bool]:
+    """A test whether a row's environment is one that this machine has now."""
+    devices = devices_here()
+    known: dict[tuple[str, Environment], bool] = {}
+
+    def holds(row: Row) -> bool:
+        identity = (row.kernel, row.environment)
+        if identity not in known:
+            known[identity] = _holds(row, devices)
+        return known[identity]
+
+    return holds
+
+
+def _holds(row: Row, devices: list[Device]) -> bool:
+    try:
+        kernel = REGISTRY.kernel(row.kernel)
+    except KeyError:
+        return False
+    if probe.this_machine().state(kernel.backend, devices[0]).version is None:
+        return False
+    return any(surroundings(device).environment(kernel)[0] == row.environment for device in devices)
+
+
+def matching(
+    found: Iterable[Row], *, kernel: str = "*", operation: str = "*", before: str = "", imported: bool = False
+) -> Iterator[Row]:
+    """Rows by glob of kernel and operation, written before a date, imported ones only."""
+    for row in found:
+        if (
+            fnmatch.fnmatchcase(row.kernel, kernel)
+            and fnmatch.fnmatchcase(row.facts.get("operation", ""), operation)
+            and (not before or row.written_at < before)
+            and (not imported or row.source)
+        ):
+            yield row
+
+
+def forget(database: Database, gone: Iterable[Row]) -> int:
+    """Remove rows; return how many. Raises: ValueError where the database cannot be written."""
+    gone = list(gone)
+    try:
+        done = not gone or journal_merge.forget(database, gone)
+    except OSError as error:
+        raise ValueError(f"{database.path}: wanted a database that can be written now: {error}") from error
+    if not done:
+        raise ValueError(f"{database.path}: wanted a database that can be written now: {'; '.join(database.notes())}")
+    return len(gone)
+
+
+def prediction_error(file: Path) -> HeldOut:
+    """How far predictions are from the times in a file that they were not made from."""
+    connection = sqlite3.connect(f"file:{quote(str(file))}?mode=ro", uri=True)
+    try:
+        return held_out_error(learning.groups(connection))
+    finally:
+        connection.close()
+
+
+def refused(operations: Collection[str], device: torch.device) -> Counter[str]:
+    """Why times of operations do not count on a device, and how many."""
+    ledger: Any = ENGINE.ledger
+    found: Counter[str] = Counter()
+    if not isinstance(ledger, StoreLedger):
+        return found
+    here = surroundings(Device.detect(str(device)))
+    known = {kernel.id: kernel for kernel in REGISTRY.kernels()}
+    for row in itertools.islice(rows(ledger.times.database), MOST_REFUSED):
+        kernel = known.get(row.kernel)
+        platform = row.environment.platform
+        if kernel is None or row.facts.get("operation") not in operations or platform != here.device.platform:
+            continue
+        why = differs(here.environment(kernel)[0], row.environment)
+        if why:
+            found[why] += 1
+    return found
+
+
+def differs(here: Environment, there: Environment) -> str:
+    """The first thing in which two environments differ; empty where they do not."""
+    for name in ("device", "capability", "driver", "runtime", "torch", "library", "version", "threads"):
+        wanted, got = getattr(here, name), getattr(there, name)
+        if wanted != got:
+            what = f"{here.library}'s version" if name == "version" else name
+            return f"{what}: wanted {wanted or 'none'}, got {got or 'none'}"
+    return ""
+
+
+def unlike(found: Iterable[Row]) -> Counter[str]:
+    """In what the environments of rows differ from those of this machine, and how many rows each; the same are left."""
+    known, devices = {kernel.id: kernel for kernel in REGISTRY.kernels()}, devices_here()
+    told: Counter[str] = Counter()
+    for row in found:
+        kernel = known.get(row.kernel)
+        mine = [surroundings(each).environment(kernel)[0] for each in devices] if kernel is not None else []
+        here = next((each for each in mine if each.device == row.environment.device), mine[-1] if mine else None)
+        told[f"{row.kernel} is not registered here" if here is None else differs(here, row.environment)] += 1
+    del told[""]
+    return told

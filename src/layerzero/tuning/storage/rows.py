@@ -1,0 +1,265 @@
+"""What the database of times holds: works, and times of kernels on them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import re
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import msgspec
+
+from layerzero.core.arguments import Axis
+from layerzero.core.dtypes import INDEX, dtype_name
+from layerzero.core.evidence import Measurement, call_work
+from layerzero.core.facts import Facts
+from layerzero.core.schema import OperationSchema
+from layerzero.engine.registry import REGISTRY
+from layerzero.tuning.storage.checksums import COLUMNS, NUMBERS
+from layerzero.tuning.storage.environment import Environment
+
+
+@functools.cache
+def _schema(operation: str) -> OperationSchema | None:
+    found = REGISTRY.operations().get(operation)
+    return None if found is None else found.schema
+
+
+def scaling_of(facts: Mapping[str, str]) -> frozenset[str]:
+    """Names of the scaling sizes of a work; none of an operation that this process does not know."""
+    schema = _schema(facts.get("operation", ""))
+    return frozenset() if schema is None else schema.scaling
+
+
+def axes_of(facts: Mapping[str, str]) -> tuple[Axis, ...]:
+    """What sizes of a work mean; nothing of an operation that this process does not know."""
+    schema = _schema(facts.get("operation", ""))
+    return () if schema is None else schema.axes
+
+
+def implied_of(facts: Mapping[str, str]) -> frozenset[str]:
+    """Names of the facts that sizes of a work imply."""
+    schema = _schema(facts.get("operation", ""))
+    return frozenset() if schema is None else schema.implied
+
+
+class Work(msgspec.Struct, frozen=True):
+    """What there is to do, as text: the facts of a call that change its time.
+
+    Attributes:
+        facts: by name, sorted.
+        key: the identity of the work.
+        family: the identity of all works that differ from it in scaling sizes only.
+    """
+
+    facts: tuple[tuple[str, str], ...]
+
+    @property
+    def key(self) -> bytes:
+        """Hash of all facts."""
+        return _digest(self.facts)
+
+    @property
+    def family(self) -> bytes:
+        """Hash of the facts that are no scaling sizes."""
+        named = dict(self.facts)
+        scaling, implied = scaling_of(named), implied_of(named)
+        sized = {name for name, value in self.facts if name in scaling and value.isdigit()}
+        return _digest(tuple([pair for pair in self.facts if pair[0] not in implied and pair[0] not in sized]))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The scaling sizes."""
+        scaling = scaling_of(dict(self.facts))
+        return {name: int(value) for name, value in self.facts if name in scaling and value.isdigit()}
+
+
+_COUNTS = frozenset(map(dtype_name, INDEX))
+"""Dtypes of tables and lengths: whichever it is, a call takes as long."""
+
+_SCATTERED = frozenset({"expanded", "strided", "negated"})
+
+
+def is_plain(memory: str) -> bool:
+    """Whether all tensors are dense, or at least in their rows; of :func:`call_work`'s words."""
+    return all(_SCATTERED.isdisjoint(word.partition(":")[2].split(",")) for word in memory.split())
+
+
+def unusual(memory: str) -> str:
+    """What is left of such words beside dense rows and tables: other dtypes, and how optional tensors broadcast."""
+    left = []
+    for word in memory.split():
+        name, _, about = word.partition(":")
+        told = [each for each in about.split(",") if each != "rows" and each not in _COUNTS]
+        left += [f"{name}:{','.join(told)}"] if told else []
+    return " ".join(left)
+
+
+def in_other_layout(work: Work) -> Work | None:
+    """The same work on dense tensors with their axes in the other order; None where there is no such thing."""
+    facts = dict(work.facts)
+    schema = _schema(facts.get("operation", ""))
+    others = [each for each in (schema.layouts if schema is not None else ()) if each != facts["layout"]]
+    layout = others[0] if others and facts["layout"] != str(None) else None
+    if layout is None or any(word.partition(":")[2] != "rows" for word in facts["memory"].split()):
+        return None
+    return Work(tuple(sorted((facts | {"layout": layout, "memory": ""}).items())))
+
+
+_ALIGNMENTS = "16", "8", "4", "2", "1"
+
+_FIRST_AXIS = re.compile(r"(?<=[:,])([1n])(?=(?:x[1n])+(?: |,|$))")
+"""Whether an optional tensor has one for all along its first axis, in the words of :func:`call_work`."""
+
+
+def alike(work: Work) -> Iterator[Work]:
+    """Of a call with an optional tensor, as a mask: with rows aligned otherwise, then for one batch or for each.
+
+    A mask of 511 keys has rows that nothing is aligned in, and that of a batch of two has another word than that of one
+    sequence; what was measured of either is the best that is known of the other. Where there is none, it is the data
+    itself that is aligned otherwise, and kernels run it another way.
+    """
+    facts = dict(work.facts)
+    memory, rows = facts.get("memory", ""), facts.get("row_alignment", "")
+    if not _FIRST_AXIS.search(memory):
+        return
+    flipped = _FIRST_AXIS.sub(lambda found: "n" if found[1] == "1" else "1", memory)
+    for words in dict.fromkeys((memory, flipped)):
+        for aligned in (rows, *(each for each in _ALIGNMENTS if each != rows)):
+            if (words, aligned) != (memory, rows):
+                yield Work(tuple(sorted((facts | {"memory": words, "row_alignment": aligned}).items())))
+
+
+def work_of(facts: Facts) -> Work:
+    """The work of a call."""
+    return Work(call_work(facts))
+
+
+def _digest(pairs: tuple[tuple[str, str], ...]) -> bytes:
+    return hashlib.blake2b(msgspec.json.encode(pairs), digest_size=16).digest()
+
+
+class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One time, with everything that says what it is worth; a line of an exported file.
+
+    Attributes:
+        kernel: its id.
+        facts: the work, see :class:`Work`.
+        environment: under which it was taken.
+        median_us, p95_us, variance_us2, samples, noise, first_call_us, graph, condition, origin: the measurement.
+        device_us, host_us: its parts, None where they were not measured apart.
+        adapts: what the plan had to adapt, as explain names it.
+        device_uuid, layerzero: the very device, and this library's version; for people, they decide nothing.
+        written_at: ISO 8601, UTC.
+        source: where it was imported from; empty if it was measured here.
+    """
+
+    kernel: str
+    facts: dict[str, str]
+    environment: Environment
+    median_us: float
+    p95_us: float
+    variance_us2: float
+    samples: int
+    noise: float
+    first_call_us: float | None = None
+    graph: bool = False
+    condition: str = ""
+    origin: str = "tune"
+    device_us: float | None = None
+    host_us: float | None = None
+    adapts: str = ""
+    device_uuid: str = ""
+    layerzero: str = ""
+    written_at: str = ""
+    source: str = ""
+
+    @property
+    def work(self) -> Work:
+        """The work that it is about."""
+        return Work(tuple(sorted(self.facts.items())))
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """What the database holds of it behind work and graph, as it is read back."""
+        return tuple([
+            self.environment.key if name == "environment" else _stored(name, getattr(self, name)) for name in COLUMNS
+        ])  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    """A float of the language where a library's was measured: only those are written down."""
+    return float(value) if isinstance(value, float) else value
+
+
+def _stored(name: str, value: Any) -> Any:
+    """A value as SQLite gives it back: numbers as floats, and no negative zero."""
+    return value if value is None or name == "samples" or name not in NUMBERS else float(value) + 0.0
+
+
+def row_of(kernel_id: str, facts: Facts, environment: Environment, measurement: Measurement, adapts: str = "") -> Row:
+    """Write down a measurement that was just made."""
+    from layerzero import __version__
+
+    return Row(
+        kernel=kernel_id,
+        facts=dict(call_work(facts)),
+        environment=environment,
+        **{name: _plain(getattr(measurement, name)) for name in Measurement.__slots__},
+        adapts=adapts,
+        device_uuid=facts.device.uuid,
+        layerzero=__version__,
+        written_at=now(),
+    )
+
+
+def now() -> str:
+    """The time of writing: ISO 8601 in UTC to the millisecond, so that text sorts as time does."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+MAX_SAMPLES = 2**53
+"""More than anybody takes; what is above does not fit the database's integers at some point."""
+
+
+def check(row: Row) -> None:
+    """Refuse numbers that are no times. Raises: ValueError."""
+    wrong = problem({name: getattr(row, name) for name in NUMBERS})
+    if wrong:
+        name, value = wrong
+        raise ValueError(f"{row.kernel}: {name}: wanted a finite number of microseconds or samples, got {value}")
+
+
+def problem(numbers: Mapping[str, Any]) -> tuple[str, Any] | None:
+    """The first of a row's numbers that is none, with its value; None if all are fine. For reading as for writing."""
+    for name, value in numbers.items():
+        if value is None and name in _OPTIONAL:
+            continue
+        whole = name == "samples"
+        if not isinstance(value, int if whole else (float, int)) or not math.isfinite(value):
+            return name, value
+        if value < 0 or (value == 0 and name in _POSITIVE) or (whole and value > MAX_SAMPLES):
+            return name, value
+    return None
+
+
+_OPTIONAL = frozenset({"first_call_us", "device_us", "host_us"})
+_POSITIVE = frozenset({"median_us", "samples", "device_us", "host_us"})
+
+
+def is_to_come(written_at: str) -> bool:
+    """Whether a time says that it was written in the future: some clock was wrong then, or is wrong now."""
+    here = now()
+    if written_at <= here:
+        return False
+    try:
+        return datetime.fromisoformat(written_at) - datetime.fromisoformat(here) > SKEW
+    except (ValueError, TypeError):  # no date, which sorts behind every date
+        return True
+
+
+SKEW = timedelta(minutes=1)
+"""What the clocks of machines that share a folder may be apart."""
