@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,7 +161,7 @@ def experts(module: Module) -> Candidate | str | None:
         return learned
     weight = parameters[learned.down]
     state = Experts(module, learned, tuple(inner), pack=wants_packed(weight))
-    rows, ids, shares = _example(state.weights(module)[0], experts=weight.shape[0], dtype=weight.dtype)
+    rows, ids, shares = example_of(state.weights(module)[0].shape, weight.shape[0], weight.dtype, weight.device)
     packed = {"packed_gate_up": state.packed[0], "packed_down": state.packed[1]}
     asked = "moe_experts", (rows, *state.weights(module), ids, shares), packed | learned.told(parameters)
     calls = f"lz.moe_experts, {learned.activation}"
@@ -205,14 +205,19 @@ def _has_no_gate(parameters: dict[str, Parameter]) -> bool:
     return len(shapes) == 2 and len(parameters) == 2 and shapes[0] == (shapes[1][0], shapes[1][2], shapes[1][1])
 
 
-def _example(gate_up: Tensor, *, experts: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Six rows, each with two experts or, where there is one, with that; made without the caller's random numbers."""
-    generator = torch.Generator().manual_seed(gate_up.shape[1] + experts)
+def example_of(
+    gate_up: Sequence[int], experts: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Six rows for weights of this shape, each with two experts or, where there is one, with that.
+
+    They are made without the caller's random numbers.
+    """
+    generator = torch.Generator().manual_seed(gate_up[1] + experts)
     top_k = min(experts, 2)
-    rows = torch.randn(6, gate_up.shape[2], generator=generator, device="cpu", dtype=torch.float32) + 0.25
+    rows = torch.randn(6, gate_up[2], generator=generator, device="cpu", dtype=torch.float32) + 0.25
     ids = torch.rand(6, experts, generator=generator, device="cpu", dtype=torch.float32).argsort(-1)[:, :top_k]
-    shares = torch.rand(6, top_k, generator=generator, device="cpu", dtype=torch.float32).to(gate_up.device, dtype)
-    return rows.to(gate_up.device, dtype), ids.contiguous().to(gate_up.device), shares
+    shares = torch.rand(6, top_k, generator=generator, device="cpu", dtype=torch.float32).to(device, dtype)
+    return rows.to(device, dtype), ids.contiguous().to(device), shares
 
 
 def _learned(module: Module, parameters: dict[str, Parameter], forms: list[Form]) -> Form | str:
@@ -223,7 +228,7 @@ def _learned(module: Module, parameters: dict[str, Parameter], forms: list[Form]
     off: dict[Form, float] = {}
     for base in forms:
         gate_up, down = ((seen[name].mT if base.transposed else seen[name]) for name in (base.gate_up, base.down))
-        rows, ids, shares = _example(gate_up, experts=1, dtype=dtype)
+        rows, ids, shares = example_of(gate_up.shape, 1, dtype, gate_up.device)
         size = (rows @ gate_up[0].mT).std().item()
         if not 0 < size < math.inf:
             return "its weights are zero or infinite, which tells nothing about what it computes"
