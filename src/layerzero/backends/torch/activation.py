@@ -8,27 +8,18 @@ Library: torch >= 2.10, BSD-3-Clause.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import FLOATS, TORCH
+from layerzero.backends.torch.attention import FLOATS, TORCH, always
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.activation.declare import ALONE, GATED, halves, turns
 from layerzero.ops.activation.formulas import relu2, swiglu_oai
-
-
-def _load_gelu(facts: Facts) -> Callable[..., Any]:
-    operator: Callable[..., Any] = torch._C._nn.gelu
-    return operator
-
-
-def _load_silu(facts: Facts) -> Callable[..., Any]:
-    operator: Callable[..., Any] = torch._C._nn.silu
-    return operator
 
 
 def _load_relu2(facts: Facts) -> Callable[..., Any]:
@@ -57,14 +48,6 @@ def _times(facts: Facts, activation: Callable[..., Tensor]) -> Callable[..., Any
     return apart if "up" in facts.tensors else together
 
 
-def _load_silu_mul(facts: Facts) -> Callable[..., Any]:
-    return _times(facts, torch._C._nn.silu)
-
-
-def _load_gelu_mul(facts: Facts) -> Callable[..., Any]:
-    return _times(facts, torch._C._nn.gelu)
-
-
 def _load_swiglu_oai(facts: Facts) -> Callable[..., Any]:
     dtype: Any = facts["dtype"]
     wide = torch.promote_types(dtype, torch.float32)
@@ -80,11 +63,11 @@ def _load_swiglu_oai(facts: Facts) -> Callable[..., Any]:
 
 
 _LOADS = {
-    "gelu": _load_gelu,
-    "silu": _load_silu,
+    "gelu": always(torch._C._nn.gelu),
+    "silu": always(torch._C._nn.silu),
     "relu2": _load_relu2,
-    "silu_mul": _load_silu_mul,
-    "gelu_mul": _load_gelu_mul,
+    "silu_mul": functools.partial(_times, activation=torch._C._nn.silu),
+    "gelu_mul": functools.partial(_times, activation=torch._C._nn.gelu),
     "swiglu_oai": _load_swiglu_oai,
 }
 """What is better than the expression; others are loaded as that."""

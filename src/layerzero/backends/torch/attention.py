@@ -81,6 +81,24 @@ TORCH = Backend(
 )
 
 
+def kernel(
+    name: str,
+    operations: str | tuple[str, ...],
+    load: Callable[..., Callable[..., Any]],
+    *limits: limit.Limit,
+    priority: int,
+    **fields: Any,
+) -> Kernel:
+    """A kernel of torch, by its id, operations and limits; ``fields`` are others of :class:`Kernel`."""
+    operations = (operations,) if isinstance(operations, str) else operations
+    return Kernel(id=name, operations=operations, backend=TORCH, load=load, limits=limits, priority=priority, **fields)
+
+
+def always(run: Callable[..., Any]) -> Callable[[Facts], Callable[..., Any]]:
+    """What loads one function for every call."""
+    return lambda _facts: run
+
+
 FLOATS = limit.dtype("float32", "float64", "float16", "bfloat16")
 
 UNLISTED = ("rocm", "xpu", "hpu")
@@ -232,27 +250,24 @@ def _load_widened(facts: Facts) -> Callable[..., Any]:
     return load_cpu_flash(facts, attended(sdpa_operator("flash_attention_for_cpu")))
 
 
-_CPU_FLASH = Kernel(
-    id="torch.sdpa.cpu_flash",
-    operations=attention.ALL,
-    backend=TORCH,
-    load=load_cpu_flash,
+_CPU_FLASH = kernel(
+    "torch.sdpa.cpu_flash",
+    attention.ALL,
+    load_cpu_flash,
+    limit.platform("cpu"),
+    FLOATS,
+    limit.equal("value_dim", "head_dim"),
+    limit.one_of("bias_grad", False),  # it refuses to differentiate a mask
+    SquareCausal(),
+    limit.one_of("attn_mask", "none", "float", foldable=True),
+    limit.Custom("float64: a float64 mask", _readable_mask),
+    limit.Custom("causal: scale > 0", positive_beside_causal),
+    LseWithoutGradient(),
+    SdpaEnabled("flash"),
+    limit.last_stride_one("query", "key", "value"),
     layout="BHSD",
     accepts=(*SDPA_ARGUMENTS, "attn_mask", "return_lse"),
     folds=FOLDED,
-    limits=(
-        limit.platform("cpu"),
-        FLOATS,
-        limit.equal("value_dim", "head_dim"),
-        limit.one_of("bias_grad", False),  # it refuses to differentiate a mask
-        SquareCausal(),
-        limit.one_of("attn_mask", "none", "float", foldable=True),
-        limit.Custom("float64: a float64 mask", _readable_mask),
-        limit.Custom("causal: scale > 0", positive_beside_causal),
-        LseWithoutGradient(),
-        SdpaEnabled("flash"),
-        limit.last_stride_one("query", "key", "value"),
-    ),
     grad=True,
     handles_negated=True,
     graph_safe=False,
@@ -264,37 +279,36 @@ _CPU_FLASH = Kernel(
 KERNELS = (
     _CPU_FLASH,
     in_float32(_CPU_FLASH, attends, _load_widened, id="torch.sdpa.cpu_flash_widened"),
-    Kernel(
-        id="torch.sdpa.math",
-        operations=attention.ALL,
-        backend=TORCH,
-        load=_load_math,
+    kernel(
+        "torch.sdpa.math",
+        attention.ALL,
+        _load_math,
+        FLOATS,
+        SquareCausal(),
+        limit.one_of("attn_mask", "none", "float", foldable=True),
+        SdpaEnabled("math"),
         layout="BHSD",
         accepts=(*SDPA_ARGUMENTS, "attn_mask", "dropout_p"),
         folds=FOLDED,
-        limits=(FLOATS, SquareCausal(), limit.one_of("attn_mask", "none", "float", foldable=True), SdpaEnabled("math")),
         grad=True,
         handles_negated=True,
         workspace_bytes=_math_workspace,
         priority=20,
         stock=gives_no_lse,
     ),
-    Kernel(
-        id="torch.sdpa.function",
-        operations=attention.ALL,
-        backend=TORCH,
-        load=_load_function,
+    kernel(
+        "torch.sdpa.function",
+        attention.ALL,
+        _load_function,
+        limit.platform(*UNLISTED),
+        FLOATS,
+        SquareCausal(),
+        limit.one_of("attn_mask", "none", "float", foldable=True),
+        limit.one_of("mask_dtype", "none", "bool", "query"),
+        limit.positive("scale"),
         layout="BHSD",
         accepts=(*SDPA_ARGUMENTS, "attn_mask", "dropout_p"),
         folds=tuple(name for name in FOLDED if name != "alibi_slopes"),  # a mask in 16 bits is too coarse for it
-        limits=(
-            limit.platform(*UNLISTED),
-            FLOATS,
-            SquareCausal(),
-            limit.one_of("attn_mask", "none", "float", foldable=True),
-            limit.one_of("mask_dtype", "none", "bool", "query"),
-            limit.positive("scale"),
-        ),
         grad=True,
         handles_negated=True,
         deterministic=False,
@@ -302,13 +316,12 @@ KERNELS = (
         stock=gives_no_lse,
         aliases=("torch.sdpa.causal", "torch.sdpa"),
     ),
-    Kernel(
-        id="torch.alibi_bias",
-        operations=("posenc.alibi",),
-        backend=TORCH,
-        load=_load,
+    kernel(
+        "torch.alibi_bias",
+        "posenc.alibi",
+        _load,
+        FLOATS,
         accepts=("q_len", "kv_len", "causal", "out_dtype"),
-        limits=(FLOATS,),
         grad=True,
         handles_negated=True,
         priority=50,

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import FLOATS, TORCH, cpu_attend
+from layerzero.backends.torch.attention import FLOATS, always, cpu_attend, kernel
 from layerzero.backends.torch.varlen import Slice, attend_each
 from layerzero.core import limits as limit
 from layerzero.core.errors import refuse
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
 from layerzero.ops.attention.limits import SdpaEnabled
 from layerzero.ops.cascade import CASCADE, MERGE_STATES, shared_problems
 from layerzero.ops.paged.pages import tokens_of
@@ -35,10 +34,6 @@ def weighted(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor) -
     """The output alone, where every query saw a key of the first part."""
     share = torch.sigmoid(lse_b - lse_a).t().unsqueeze(-1)
     return torch.lerp(output_a.float(), output_b.float(), share).to(output_a.dtype)
-
-
-def _load_merge(facts: Facts) -> Callable[..., Any]:
-    return merge
 
 
 def as_decode(output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,10 +69,7 @@ def _load_cascade(facts: Facts) -> Callable[..., Any]:
                 keys, values = (tokens_of(cache, pages, length - shared) for cache in caches)
                 yield tokens[row : row + 1], keys, values, None
 
-        parts = [
-            attend_each(each, tokens, causal=False, scale=scale, window=None, return_lse=True, attend=attend)
-            for each in (prefix(), rest())
-        ]
+        parts = [attend_each(each, tokens, scale=scale, return_lse=True, attend=attend) for each in (prefix(), rest())]
         output, lse = as_decode(*merge(*parts[0], *parts[1]))
         return (output, lse) if return_lse else output
 
@@ -85,28 +77,18 @@ def _load_cascade(facts: Facts) -> Callable[..., Any]:
 
 
 KERNELS = (
-    Kernel(
-        id="torch.merge_states",
-        operations=(MERGE_STATES.name,),
-        backend=TORCH,
-        load=_load_merge,
-        limits=(FLOATS,),
-        priority=40,
-    ),
-    Kernel(
-        id="torch.cascade_sdpa",
-        operations=(CASCADE.name,),
-        backend=TORCH,
-        load=_load_cascade,
+    kernel("torch.merge_states", MERGE_STATES.name, always(merge), FLOATS, priority=40),
+    kernel(
+        "torch.cascade_sdpa",
+        CASCADE.name,
+        _load_cascade,
+        limit.platform("cpu"),
+        FLOATS,
+        limit.equal("value_dim", "head_dim"),
+        SdpaEnabled("flash"),
+        limit.last_stride_one("query", "key_cache", "value_cache"),
         layout="NHD",
         accepts=("scale", "return_lse", "shared_blocks"),
-        limits=(
-            limit.platform("cpu"),
-            FLOATS,
-            limit.equal("value_dim", "head_dim"),
-            SdpaEnabled("flash"),
-            limit.last_stride_one("query", "key_cache", "value_cache"),
-        ),
         graph_safe=False,
         priority=60,
     ),

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from layerzero.backends.torch.attention import FLOATS, TORCH
+from layerzero.backends.torch.attention import FLOATS, TORCH, always
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
@@ -66,10 +66,6 @@ _OF_TORCH: tuple[tuple[Operation, Limit, bool | Callable[[Facts], bool]], ...] =
 """Of each operation, the dtypes that torch.distributed takes, and whether any number of ranks gives the same bits."""
 
 
-def _always(run: Callable[..., Any]) -> Callable[[Facts], Callable[..., Any]]:
-    return lambda _facts: run
-
-
 KERNELS = (
     *(
         Kernel.of_expression(
@@ -91,7 +87,7 @@ KERNELS = (
             id=f"layerzero.tree_{each.name.removeprefix('comm.')}",
             operations=(each.name,),
             backend=OWN,
-            load=_always(run),
+            load=always(run),
             accepts=accepts,
             limits=(FLOATS,),
             tp_invariant=True,

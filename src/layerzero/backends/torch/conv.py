@@ -24,12 +24,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.torch.attention import FLOATS, TORCH
+from layerzero.backends.torch.attention import FLOATS, kernel
 from layerzero.backends.torch.linear import HAS_ONEDNN, ONEDNN
 from layerzero.backends.torch.widened import CPU, wide, widened
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.conv import AXES, CONV1D, CONV2D, each, lies_channels_last, torchs
 from layerzero.ops.linear.packed import BELONGS, PackedWeight
@@ -130,13 +129,12 @@ def _widening_pays(facts: Facts) -> bool:
     return batch * weight * math.prod(map(facts.size, results)) >= LEAST_PRODUCTS
 
 
-_CONV = Kernel(
-    id="torch.conv",
-    operations=_OPERATIONS,
-    backend=TORCH,
-    load=_load,
+_CONV = kernel(
+    "torch.conv",
+    _OPERATIONS,
+    _load,
+    FLOATS,
     accepts=("bias", *_STEPS),
-    limits=(FLOATS,),
     grad=True,
     handles_empty=True,
     handles_negated=True,
@@ -149,13 +147,13 @@ _LARGE = (
     limit.Custom("as much padding at both ends", _even),
     limit.Custom("a weight that is large compared with input and result, or channels last", _is_large),
 )
-_PACKED = Kernel(
-    id="torch.onednn_conv_packed",
-    operations=_OPERATIONS,
-    backend=TORCH,
-    load=_load_packed,
+_PACKED = kernel(
+    "torch.onednn_conv_packed",
+    _OPERATIONS,
+    _load_packed,
+    *ONEDNN,
+    *_LARGE,
     accepts=("bias", *_STEPS, "packed"),
-    limits=(*ONEDNN, *_LARGE),
     graph_safe=False,
     priority=55,
     stock=True,  # torch's own is oneDNN's, too

@@ -15,23 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import FLOATS, TORCH
+from layerzero.backends.torch.attention import FLOATS, TORCH, always, kernel
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.elementwise import OPERATIONS
 from layerzero.ops.tensor import COPY_SLICE, SPLIT_QKV, TRANSPOSE_HEAD_TOKEN, TRANSPOSE_TOKEN_HEAD
 
 
-def _load_add_bias(facts: Facts) -> Callable[..., Any]:
-    operator: Callable[..., Any] = torch.add
-    return operator
-
-
-def _load_add(facts: Facts) -> Callable[..., Any]:
-    def run(residual: Tensor, input: Tensor) -> None:
-        residual.add_(input)
-
-    return run
+def _add(residual: Tensor, input: Tensor) -> None:
+    residual.add_(input)
 
 
 def _load_scaled_add(facts: Facts) -> Callable[..., Any]:
@@ -62,7 +54,7 @@ def _load_softmax(facts: Facts) -> Callable[..., Any]:
     return run
 
 
-_LOADS = {"add_bias": _load_add_bias, "add": _load_add, "scaled_add": _load_scaled_add, "softmax": _load_softmax}
+_LOADS = {"add_bias": always(torch.add), "add": always(_add), "scaled_add": _load_scaled_add, "softmax": _load_softmax}
 
 
 Rows = Callable[[Tensor, Tensor, int | None], Tensor]
@@ -139,13 +131,12 @@ KERNELS = (
         )
     ),
     *(
-        Kernel(
-            id=f"{name}{ending}",
-            operations=(operation,),
-            backend=TORCH,
-            load=_load(rows_of),
+        kernel(
+            f"{name}{ending}",
+            operation,
+            _load(rows_of),
+            FLOATS,
             accepts=("scale", "padding_idx", *accepts),
-            limits=(FLOATS,),
             grad=True,
             batch_invariant=True,
             tp_invariant=True,

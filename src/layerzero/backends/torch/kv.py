@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import FLOATS, TORCH
+from layerzero.backends.torch.attention import FLOATS, always, kernel
 from layerzero.backends.torch.norm import FINITE
 from layerzero.backends.torch.paged import load_append
 from layerzero.backends.torch.rope import load_split, rows_for, turning
@@ -24,10 +24,6 @@ from layerzero.core.kernel import Kernel
 from layerzero.ops.paged.quantized import quantized
 from layerzero.ops.rope_append.declare import write_rows
 from layerzero.ops.rope_append.packed_steps import Append, split_then_append
-
-
-def _load_append(facts: Facts) -> Callable[..., None]:
-    return write_rows
 
 
 def _load_gather(facts: Facts) -> Callable[..., Any]:
@@ -46,12 +42,9 @@ def _load_gather(facts: Facts) -> Callable[..., Any]:
     return gather
 
 
-def _load_copy(facts: Facts) -> Callable[..., None]:
-    def copy(key_cache: Tensor, value_cache: Tensor, from_pages: Tensor, to_pages: Tensor) -> None:
-        for cache in (key_cache, value_cache):
-            cache.index_copy_(0, to_pages, cache.index_select(0, from_pages))
-
-    return copy
+def _copy(key_cache: Tensor, value_cache: Tensor, from_pages: Tensor, to_pages: Tensor) -> None:
+    for cache in (key_cache, value_cache):
+        cache.index_copy_(0, to_pages, cache.index_select(0, from_pages))
 
 
 def load_quantized(facts: Facts) -> Callable[..., None]:
@@ -84,13 +77,12 @@ def load_quantized(facts: Facts) -> Callable[..., None]:
 def _kernel(
     name: str, operation: str, load: Callable[[Facts], Callable[..., Any]], *, graph_safe: bool = True
 ) -> Kernel:
-    return Kernel(
-        id=f"torch.{name}",
-        operations=(operation,),
-        backend=TORCH,
-        load=load,
+    return kernel(
+        f"torch.{name}",
+        operation,
+        load,
+        FLOATS,
         layout="NHD",
-        limits=(FLOATS,),
         batch_invariant=True,
         tp_invariant=True,
         graph_safe=graph_safe,
@@ -134,44 +126,42 @@ def _load_split(facts: Facts) -> Callable[..., Any]:
 
 
 KERNELS = (
-    _kernel("append_rows", "kv.append.contiguous", _load_append),
+    _kernel("append_rows", "kv.append.contiguous", always(write_rows)),
     _kernel("gather_slots", "kv.gather.paged", _load_gather),
-    _kernel("copy_pages", "kv.copy_blocks", _load_copy),
+    _kernel("copy_pages", "kv.copy_blocks", always(_copy)),
     _kernel(
         "append_codes", "kv.append.quantized", load_quantized, graph_safe=False
     ),  # broke captures (H200, 2026-11-22)
-    Kernel(
-        id="torch.rope_append",
-        operations=("kv.rope_append", "kv.rope_append.paged"),
-        backend=TORCH,
-        load=_load,
+    kernel(
+        "torch.rope_append",
+        ("kv.rope_append", "kv.rope_append.paged"),
+        _load,
+        FLOATS,
         layout="NHD",
         accepts=("interleaved",),
-        limits=(FLOATS,),
         grad=True,
         batch_invariant=True,
         tp_invariant=True,
         priority=20,
     ),
-    Kernel(
-        id="torch.rope_append_codes",
-        operations=("kv.rope_append.quantized",),
-        backend=TORCH,
-        load=_load,
+    kernel(
+        "torch.rope_append_codes",
+        "kv.rope_append.quantized",
+        _load,
+        FLOATS,
         layout="NHD",
         accepts=("interleaved",),
-        limits=(FLOATS,),
         graph_safe=False,
         priority=20,
     ),
-    Kernel(
-        id="torch.split_qkv_norm_rope_append",
-        operations=("kv.split_qkv_norm_rope_append", "kv.split_qkv_norm_rope_append.paged"),
-        backend=TORCH,
-        load=_load_split,
+    kernel(
+        "torch.split_qkv_norm_rope_append",
+        ("kv.split_qkv_norm_rope_append", "kv.split_qkv_norm_rope_append.paged"),
+        _load_split,
+        FLOATS,
+        FINITE,
         layout="NHD",
         accepts=("q_weight", "k_weight", "interleaved", "eps", "plus_one"),
-        limits=(FLOATS, FINITE),
         grad=True,
         batch_invariant=True,
         tp_invariant=True,

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.torch.attention import FLOATS, TORCH, cpu_attend, positive_beside_causal
+from layerzero.backends.torch.attention import FLOATS, cpu_attend, kernel, positive_beside_causal
 from layerzero.backends.torch.varlen import Slice, attend_each
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention.limits import SdpaEnabled
 from layerzero.ops.latent import NAME, joined
@@ -102,15 +101,8 @@ def _load_cpu(facts: Facts) -> Callable[..., Any]:
                 keys = torch.cat([tokens_of(plane, pages, length) for plane in cache], -1).unsqueeze(1)
                 yield query[row], keys, keys, None
 
-        found = attend_each(
-            sequences(),
-            query.flatten(0, 1),
-            causal=True,
-            scale=scale,
-            window=None,
-            return_lse=return_lse,
-            attend=attend,
-        )
+        tokens = query.flatten(0, 1)
+        found = attend_each(sequences(), tokens, causal=True, scale=scale, return_lse=return_lse, attend=attend)
         output = (found[0] if return_lse else found)[..., :latent].unflatten(0, (batch, queries)).contiguous()
         return (output, found[1].unflatten(1, (batch, queries)).transpose(0, 1).contiguous()) if return_lse else output
 
@@ -150,23 +142,13 @@ def _load_narrow_values(facts: Facts) -> Callable[..., Any]:
     attend = cpu_attend(facts)
 
     def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        *,
-        causal: bool = False,
-        scale: float | None = None,
-        return_lse: bool = False,
+        query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **scores: Any
     ) -> Any:
         wide = functional.pad(value, (0, lacking))
         pairs = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
         sequences = ((query[a:b], key[c:d], wide[c:d], None) for (a, b), (c, d) in pairs)
-        found = attend_each(
-            sequences, query, causal=causal, scale=scale, window=None, return_lse=return_lse, attend=attend
-        )
-        if not return_lse:
+        found = attend_each(sequences, query, attend=attend, **scores)
+        if isinstance(found, Tensor):
             return found[..., :value_dim].contiguous()
         return found[0][..., :value_dim].contiguous(), found[1]
 
@@ -189,55 +171,50 @@ def _gathered_bytes(facts: Facts) -> int:
 
 
 KERNELS = (
-    Kernel(
-        id="torch.ragged_narrow_values",  # prefill with projected keys of 192 and values of 128
-        operations=ragged.RAGGED,
-        backend=TORCH,
-        load=_load_narrow_values,
+    kernel(
+        "torch.ragged_narrow_values",  # prefill with projected keys of 192 and values of 128
+        ragged.RAGGED,
+        _load_narrow_values,
+        limit.platform("cpu"),
+        FLOATS,
+        limit.Custom("value_dim: below head_dim", _narrow_values),
+        limit.Custom("causal: scale > 0", positive_beside_causal),
+        SdpaEnabled("flash"),
+        limit.last_stride_one("query", "key"),
         accepts=("causal", "scale", "return_lse"),
-        limits=(
-            limit.platform("cpu"),
-            FLOATS,
-            limit.Custom("value_dim: below head_dim", _narrow_values),
-            limit.Custom("causal: scale > 0", positive_beside_causal),
-            SdpaEnabled("flash"),
-            limit.last_stride_one("query", "key"),
-        ),
         graph_safe=False,
         priority=45,
     ),
-    Kernel(
-        id="torch.mla_gather",
-        operations=(NAME,),
-        backend=TORCH,
-        load=_load_expression,
+    kernel(
+        "torch.mla_gather",
+        NAME,
+        _load_expression,
+        FLOATS,
         accepts=("scale", "return_lse", "max_context_len"),
-        limits=(FLOATS,),
         workspace_bytes=_gathered_bytes,
         priority=20,
     ),
-    Kernel(
-        id="torch.mla_sdpa_cpu",
-        operations=(NAME,),
-        backend=TORCH,
-        load=_load_cpu,
+    kernel(
+        "torch.mla_sdpa_cpu",
+        NAME,
+        _load_cpu,
+        limit.platform("cpu"),
+        FLOATS,
+        limit.positive("scale"),
+        SdpaEnabled("flash"),
         accepts=("scale", "return_lse"),
-        limits=(limit.platform("cpu"), FLOATS, limit.positive("scale"), SdpaEnabled("flash")),
         graph_safe=False,
         priority=40,
     ),
-    Kernel(
-        id="torch.mla_sdpa",
-        operations=(NAME,),
-        backend=TORCH,
-        load=_load_cuda,
+    kernel(
+        "torch.mla_sdpa",
+        NAME,
+        _load_cuda,
+        limit.platform("cuda"),
+        limit.dtype("float32", "float16", "bfloat16"),
+        limit.positive("scale"),
+        SdpaEnabled("efficient"),
         accepts=("scale", "max_context_len"),
-        limits=(
-            limit.platform("cuda"),
-            limit.dtype("float32", "float16", "bfloat16"),
-            limit.positive("scale"),
-            SdpaEnabled("efficient"),
-        ),
         workspace_bytes=_gathered_bytes,
         deterministic=False,
         priority=25,

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import FLOATS, TORCH, cpu_attend, positive_beside_causal
-from layerzero.backends.torch.varlen import FLASH, Slice, attend_each, lse_of_tokens
+from layerzero.backends.torch.attention import FLOATS, cpu_attend, kernel, positive_beside_causal
+from layerzero.backends.torch.varlen import FLASH, Slice, attend_each, flash
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -23,10 +23,10 @@ from layerzero.ops.attention import declare as attention
 from layerzero.ops.attention.limits import SdpaEnabled
 
 
-def _by_sequence(found: Any, batch: int, *, return_lse: bool) -> Any:
+def _by_sequence(found: Any, batch: int) -> Any:
     """Tokens one after the other as a batch: (B, S, H, D_v), and (B, H, S) of the log-sum-exp."""
-    if not return_lse:
-        return found.unflatten(0, (batch, -1))
+    if isinstance(found, Tensor):
+        return torch.unflatten(found, 0, (batch, -1))
     output, lse = found
     return output.unflatten(0, (batch, -1)), lse.unflatten(1, (batch, -1)).transpose(0, 1).contiguous()
 
@@ -34,63 +34,25 @@ def _by_sequence(found: Any, batch: int, *, return_lse: bool) -> Any:
 def _load_cpu(facts: Facts) -> Callable[..., Any]:
     attend = cpu_attend(facts)
 
-    def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        kv_lens: Tensor,
-        causal: bool = False,
-        scale: float | None = None,
-        window: tuple[int, int] | None = None,
-        return_lse: bool = False,
-    ) -> Any:
+    def run(query: Tensor, key: Tensor, value: Tensor, *, kv_lens: Tensor, **scores: Any) -> Any:
         def sequences() -> Iterator[Slice]:
             for row, length in enumerate(kv_lens.tolist()):
                 yield query[row], key[row, :length], value[row, :length], None
 
-        found = attend_each(
-            sequences(),
-            query.flatten(0, 1),
-            causal=causal,
-            scale=scale,
-            window=window,
-            return_lse=return_lse,
-            attend=attend,
-        )
-        return _by_sequence(found, len(query), return_lse=return_lse)
+        found = attend_each(sequences(), query.flatten(0, 1), attend=attend, **scores)
+        return _by_sequence(found, len(query))
 
     return run
 
 
 def _load_cuda(facts: Facts) -> Callable[..., Any]:
-    operator = torch.ops.aten._flash_attention_forward.default
-
-    def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        kv_lens: Tensor,
-        causal: bool = False,
-        scale: float | None = None,
-        window: tuple[int, int] | None = None,
-        return_lse: bool = False,
-    ) -> Any:
+    def run(query: Tensor, key: Tensor, value: Tensor, *, kv_lens: Tensor, **scores: Any) -> Any:
         batch, (queries, keys) = len(query), (query.shape[1], key.shape[1])
         rows = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
-        left, right = window or (-1, -1)
-        output, lse, *_ = operator(
-            *(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), rows * queries, rows * keys),
-            *(queries, keys, 0.0, causal, False),
-            scale=scale,
-            window_size_left=left,
-            window_size_right=0 if causal else right,
-            seqused_k=kv_lens.to(torch.int32).contiguous(),  # one of expanded or sliced rows is refused
-        )
-        return _by_sequence(
-            (output, lse_of_tokens(output, lse)) if return_lse else output, batch, return_lse=return_lse
-        )
+        tokens = (query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1))
+        lens = kv_lens.to(torch.int32).contiguous()  # one of expanded or sliced rows is refused
+        found = flash(*tokens, rows * queries, rows * keys, queries, keys, lens=lens, **scores)
+        return _by_sequence(found, batch)
 
     return run
 
@@ -107,38 +69,32 @@ _ARGUMENTS = ("scale", "window", "kv_lens", "return_lse")
 
 def _kernels(name: str, operations: tuple[str, ...], accepts: tuple[str, ...]) -> tuple[Kernel, ...]:
     return (
-        Kernel(
-            id=f"torch.{name}_lengths_cpu",
-            operations=operations,
-            backend=TORCH,
-            load=_load_cpu,
+        kernel(
+            f"torch.{name}_lengths_cpu",
+            operations,
+            _load_cpu,
+            limit.platform("cpu"),
+            FLOATS,
+            limit.equal("value_dim", "head_dim"),
+            _LENGTHS,
+            limit.Custom("causal: scale > 0", positive_beside_causal),
+            SdpaEnabled("flash"),
+            limit.last_stride_one("query", "key", "value"),
             layout="BSHD",
             accepts=accepts,
-            limits=(
-                limit.platform("cpu"),
-                FLOATS,
-                limit.equal("value_dim", "head_dim"),
-                _LENGTHS,
-                limit.Custom("causal: scale > 0", positive_beside_causal),
-                SdpaEnabled("flash"),
-                limit.last_stride_one("query", "key", "value"),
-            ),
             graph_safe=False,
             priority=52,
         ),
-        Kernel(
-            id=f"torch.{name}_lengths",
-            operations=operations,
-            backend=TORCH,
-            load=_load_cuda,
+        kernel(
+            f"torch.{name}_lengths",
+            operations,
+            _load_cuda,
+            *FLASH,
+            _LENGTHS,
+            limit.contiguous("query", "key", "value"),
+            limit.aligned(16, "query", "key", "value"),
             layout="BSHD",
             accepts=accepts,
-            limits=(
-                *FLASH,
-                _LENGTHS,
-                limit.contiguous("query", "key", "value"),
-                limit.aligned(16, "query", "key", "value"),
-            ),
             deterministic=False,
             priority=58,
         ),

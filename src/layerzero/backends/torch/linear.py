@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import FLOATS, TORCH
+from layerzero.backends.torch.attention import FLOATS, TORCH, kernel
 from layerzero.backends.torch.varlen import ROWS_APART, linear_for
 from layerzero.backends.torch.widened import CPU, KEPT_BITS, many, wide, widened
 from layerzero.core import limits as limit
@@ -79,37 +79,41 @@ def _asks_for_more(facts: Facts) -> Reason | None:
     return Reason(ReasonCode.CONSTRAINT_FAILED, "activation", wanted, "a product alone: torch.linear")
 
 
+def by_rows(facts: Facts, product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A product of rows (M, K) for inputs of any number of axes."""
+    features, ndim = facts.size("in_features"), facts["input_ndim"]
+
+    def run(input: Tensor, *weights: Tensor, **named: Any) -> Tensor:
+        return product(input.reshape(-1, features), *weights, **named).view(*input.shape[:-1], -1)
+
+    return product if ndim == 2 else run
+
+
 def _load_wide(facts: Facts) -> Callable[..., Any]:
     """Float32 results of cuBLAS, which adds up in float32 anyway; no copy of the weight."""
     in_place = IN_PLACE.get(str(facts["activation"]))
-    features, ndim = facts.size("in_features"), facts["input_ndim"]
 
     def run(
         input: Tensor, weight: Tensor, *, bias: Tensor | None = None, activation: str | None, out_dtype: torch.dtype
     ) -> Tensor:
-        rows = input if ndim == 2 else input.reshape(-1, features)
-        output = torch.mm(rows, weight.t(), out_dtype=out_dtype)
+        output = torch.mm(input, weight.t(), out_dtype=out_dtype)
         if bias is not None:
             output.add_(bias)
         if in_place is not None:
             in_place(output)
-        return output if ndim == 2 else output.view(*input.shape[:-1], -1)
+        return output
 
-    return run
+    return by_rows(facts, run)
 
 
 def _load_epilogue(facts: Facts) -> Callable[..., Any]:
     """``torch._addmm_activation``: its gelu is the one by tanh."""
-    use_gelu, features, ndim = facts["activation"] == "gelu_tanh", facts.size("in_features"), facts["input_ndim"]
-    operator = torch._addmm_activation
+    use_gelu, operator = facts["activation"] == "gelu_tanh", torch._addmm_activation
 
     def run(input: Tensor, weight: Tensor, *, bias: Tensor, activation: str) -> Tensor:
-        if ndim == 2:
-            return operator(bias, input, weight.t(), use_gelu=use_gelu)
-        output = operator(bias, input.reshape(-1, features), weight.t(), use_gelu=use_gelu)
-        return output.view(*input.shape[:-1], -1)
+        return operator(bias, input, weight.t(), use_gelu=use_gelu)
 
-    return run
+    return by_rows(facts, run)
 
 
 _FUSED: dict[str | None, tuple[str, str]] = {
@@ -242,13 +246,13 @@ def _load(facts: Facts, product: Callable[..., Tensor] | None = None) -> Callabl
     return run
 
 
-_THEN = Kernel(
-    id="torch.linear_then",
-    operations=_OPERATIONS,
-    backend=TORCH,
-    load=_load_then,
+_THEN = kernel(
+    "torch.linear_then",
+    _OPERATIONS,
+    _load_then,
+    FLOATS,
+    limit.Custom("an activation or another dtype of the result", _asks_for_more),
     accepts=("bias", "activation", "out_dtype"),
-    limits=(FLOATS, limit.Custom("an activation or another dtype of the result", _asks_for_more)),
     grad=True,
     handles_empty=True,
     handles_negated=True,
@@ -257,13 +261,12 @@ _THEN = Kernel(
 )
 
 _MLPS = [
-    Kernel(
-        id=f"torch.mlp{ending}",
-        operations=operations,
-        backend=TORCH,
-        load=_load,
+    kernel(
+        f"torch.mlp{ending}",
+        operations,
+        _load,
+        FLOATS,
         accepts=("activation", *biases),
-        limits=(FLOATS,),
         grad=True,
         handles_empty=True,
         handles_negated=True,
@@ -290,13 +293,12 @@ _KEPT = packed_blocks.kernels(
 )
 
 KERNELS = (
-    Kernel(
-        id="torch.linear",
-        operations=_OPERATIONS,
-        backend=TORCH,
-        load=_load_linear,
+    kernel(
+        "torch.linear",
+        _OPERATIONS,
+        _load_linear,
+        FLOATS,
         accepts=("bias",),
-        limits=(FLOATS,),
         grad=True,
         handles_empty=True,
         handles_negated=True,
@@ -305,39 +307,37 @@ KERNELS = (
     ),
     _THEN,
     widened(_THEN, many("rows"), _load_then, id="torch.linear_widened", limits=CPU),
-    Kernel(
-        id="torch.mm_wide",
-        operations=_OPERATIONS,
-        backend=TORCH,
-        load=_load_wide,
+    kernel(
+        "torch.mm_wide",
+        _OPERATIONS,
+        _load_wide,
+        limit.platform("cuda"),
+        limit.dtype("float16", "bfloat16"),
+        limit.one_of("out_dtype", torch.float32),
         accepts=("bias", "activation", "out_dtype"),
-        limits=(limit.platform("cuda"), limit.dtype("float16", "bfloat16"), limit.one_of("out_dtype", torch.float32)),
         handles_negated=True,
         priority=55,
         stock=True,  # torch's one function for such a result
     ),
-    Kernel(
-        id="torch.addmm_activation",
-        operations=_OPERATIONS,
-        backend=TORCH,
-        load=_load_epilogue,
+    kernel(
+        "torch.addmm_activation",
+        _OPERATIONS,
+        _load_epilogue,
+        limit.platform("cuda"),
+        limit.dtype("float32", "float16", "bfloat16"),
+        limit.one_of("activation", "relu", "gelu_tanh"),
+        limit.one_of("bias", "float"),
         accepts=("bias", "activation"),
-        limits=(
-            limit.platform("cuda"),
-            limit.dtype("float32", "float16", "bfloat16"),
-            limit.one_of("activation", "relu", "gelu_tanh"),
-            limit.one_of("bias", "float"),
-        ),
         handles_negated=True,
         priority=45,
     ),
-    Kernel(
-        id="torch.onednn_linear",
-        operations=_OPERATIONS,
-        backend=TORCH,
-        load=_load_onednn,
+    kernel(
+        "torch.onednn_linear",
+        _OPERATIONS,
+        _load_onednn,
+        *ONEDNN,
+        _DENSE_BIAS,
         accepts=("bias", "activation"),
-        limits=(*ONEDNN, _DENSE_BIAS),
         graph_safe=False,
         priority=45,
     ),

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import FLOATS, TORCH
+from layerzero.backends.torch.attention import FLOATS, TORCH, kernel
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.sampling.checks import check_draft, check_target
@@ -92,13 +92,12 @@ def _load_logprobs(facts: Facts) -> Callable[..., Any]:
 
 
 _MADE = tuple(
-    Kernel(
-        id=name,
-        operations=(operation,),
-        backend=TORCH,
-        load=load,
+    kernel(
+        name,
+        operation,
+        load,
+        FLOATS,
         accepts=accepts,
-        limits=(FLOATS,),
         grad=name != "torch.penalties",  # torch adds up the gradient of a place once for each time it is named
         handles_negated=True,
         priority=30 if name == "torch.penalties_whole" else 40,
@@ -207,13 +206,12 @@ KERNELS = (
     Kernel.of_expression(BIAS, id="torch.logit_bias", **_EXPRESSED),
     Kernel.of_expression(BITMASK, id="torch.token_bitmask", **_EXPRESSED),
     *(
-        Kernel(
-            id=name,
-            operations=(operation,),
-            backend=TORCH,
-            load=load,
+        kernel(
+            name,
+            operation,
+            load,
+            FLOATS,
             accepts=accepts,
-            limits=(FLOATS,),
             grad=True,
             graph_safe=name == "torch.verify_greedy",  # a captured draw of a seed would draw the same on each replay
             handles_negated=True,

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from layerzero.backends.torch.attention import FLOATS, TORCH
+from layerzero.backends.torch.attention import FLOATS, TORCH, kernel
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -280,13 +280,12 @@ KERNELS = (
         for each in (CROSS_ENTROPY, CROSS_ENTROPY_ROWS)
     ),
     *(
-        Kernel(
-            id=f"torch.{name}{'_rows' if operation == BY_ROW else ''}",
-            operations=(operation,),
-            backend=TORCH,
-            load=load,
+        kernel(
+            f"torch.{name}{'_rows' if operation == BY_ROW else ''}",
+            operation,
+            load,
+            *limits,
             accepts=("bias", "class_weight", "ignore_index", *more, *(() if operation == BY_ROW else ("reduction",))),
-            limits=limits,
             grad=True,
             handles_negated=True,
             priority=priority,

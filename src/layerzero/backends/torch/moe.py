@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.torch.attention import FLOATS, TORCH
+from layerzero.backends.torch.attention import FLOATS, TORCH, kernel
 from layerzero.backends.torch.varlen import ROWS_APART, has_tiles, linear_for
 from layerzero.backends.torch.widened import many, widened
 from layerzero.core import limits as limit
@@ -68,9 +68,6 @@ def _load_chosen(facts: Facts) -> Callable[..., Pair]:
         return (weights if scale == 1.0 else weights * scale).float(), places.int()
 
     return route
-
-
-_COMMON: dict[str, Any] = {"operations": ("moe.route",), "backend": TORCH, "grad": True, "handles_negated": True}
 
 
 def added_up(made: Tensor, expert_ids: Tensor, shares: Tensor, dtype: torch.dtype) -> Tensor:
@@ -200,9 +197,8 @@ def _own(facts: Facts) -> bool:
 
 
 _EXPERTS: dict[str, Any] = {
-    "operations": ("moe.experts",),
-    "backend": TORCH,
     "accepts": ("gate_up_bias", "down_bias", "activation", "alpha", "limit"),
+    "grad": True,
     "handles_negated": True,
 }
 
@@ -241,25 +237,20 @@ def _load_grouped_products(facts: Facts) -> Callable[..., Tensor]:
     return grouped
 
 
-_PRODUCTS: dict[str, Any] = {"backend": TORCH, "grad": True, "handles_negated": True}
+_PRODUCTS: dict[str, Any] = {"grad": True, "handles_negated": True}
 
-_EACH = Kernel(
-    id="torch.experts_each",
-    load=load_each,
-    limits=(FLOATS,),
-    grad=True,
-    graph_safe=False,
-    priority=50,
-    stock=_own,
-    **_EXPERTS,
+_EACH = kernel(
+    "torch.experts_each", "moe.experts", load_each, FLOATS, graph_safe=False, priority=50, stock=_own, **_EXPERTS
 )
-_BATCHED = Kernel.of_expression(BATCHED, id="torch.bmm", limits=(FLOATS,), priority=50, stock=True, **_PRODUCTS)
-_GROUPS = Kernel(
-    id="torch.linear_each",
-    operations=("mlp.grouped",),
-    load=_load_loop,
+_BATCHED = Kernel.of_expression(
+    BATCHED, id="torch.bmm", backend=TORCH, limits=(FLOATS,), priority=50, stock=True, **_PRODUCTS
+)
+_GROUPS = kernel(
+    "torch.linear_each",
+    "mlp.grouped",
+    _load_loop,
+    FLOATS,
     accepts=("bias",),
-    limits=(FLOATS,),
     graph_safe=False,
     priority=30,
     stock=True,
@@ -267,45 +258,48 @@ _GROUPS = Kernel(
 )
 
 KERNELS = (
-    Kernel(
-        id="torch.moe_route",
-        load=_load_route,
+    kernel(
+        "torch.moe_route",
+        "moe.route",
+        _load_route,
+        FLOATS,
         accepts=("bias", "top_k", "scoring", "renormalize", "expert_groups", "top_groups", "scale"),
-        limits=(FLOATS,),
         priority=50,
         stock=True,
-        **_COMMON,
+        **_PRODUCTS,
     ),
-    Kernel(
-        id="torch.moe_route.chosen",
-        load=_load_chosen,
+    kernel(
+        "torch.moe_route.chosen",
+        "moe.route",
+        _load_chosen,
+        FLOATS,
         accepts=("top_k", "renormalize", "scale"),
-        limits=(FLOATS,),
         priority=30,
-        **_COMMON,
+        **_PRODUCTS,
     ),
     _EACH,
     widened(_EACH, many("tokens", of="top_k", over="experts"), load_each),
-    Kernel(
-        id="torch.experts_grouped",
-        load=_load_grouped,
-        limits=(
-            limit.platform("cuda", "rocm", "xpu"),
-            limit.arch(min=(8, 0)),
-            limit.dtype("bfloat16"),
-            *_GROUPED,
-            limit.dim("experts", max=1023),
-        ),
-        grad=True,
+    kernel(
+        "torch.experts_grouped",
+        "moe.experts",
+        _load_grouped,
+        limit.platform("cuda", "rocm", "xpu"),
+        limit.arch(min=(8, 0)),
+        limit.dtype("bfloat16"),
+        *_GROUPED,
+        limit.dim("experts", max=1023),
         priority=55,
         stock=_own,
         **_EXPERTS,
     ),
-    Kernel(
-        id="torch.experts_grouped.cpu",
-        load=_load_grouped,
-        limits=(limit.platform("cpu"), limit.dtype("float32", "float16", "bfloat16"), *_GROUPED, ROWS_APART),
-        grad=True,
+    kernel(
+        "torch.experts_grouped.cpu",
+        "moe.experts",
+        _load_grouped,
+        limit.platform("cpu"),
+        limit.dtype("float32", "float16", "bfloat16"),
+        *_GROUPED,
+        ROWS_APART,
         graph_safe=False,
         priority=30,
         **_EXPERTS,
@@ -314,22 +308,19 @@ KERNELS = (
     widened(_BATCHED, many("rows_each")),
     _GROUPS,
     widened(_GROUPS, many("rows", over="experts"), _load_loop),
-    Kernel(
-        id="torch.grouped_mm",
-        operations=("mlp.grouped",),
-        load=_load_grouped_products,
-        limits=(
-            limit.platform("cuda"),
-            limit.arch(min=(8, 0)),
-            limit.dtype("bfloat16"),
-            limit.dim("in_features", multiple=8),
-            limit.dim("out_features", multiple=8),
-            limit.contiguous(
-                "input", "weight", "group_ends"
-            ),  # strided ends give other rows (H200, torch 2.11, 2026-11-22)
-            limit.aligned(16, "input", "weight"),
-            limit.dim("experts", max=1023),
-        ),
+    kernel(
+        "torch.grouped_mm",
+        "mlp.grouped",
+        _load_grouped_products,
+        limit.platform("cuda"),
+        limit.arch(min=(8, 0)),
+        limit.dtype("bfloat16"),
+        limit.dim("in_features", multiple=8),
+        limit.dim("out_features", multiple=8),
+        # strided ends give other rows (H200, torch 2.11, 2026-11-22)
+        limit.contiguous("input", "weight", "group_ends"),
+        limit.aligned(16, "input", "weight"),
+        limit.dim("experts", max=1023),
         priority=50,
         stock=True,
         **_PRODUCTS,

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 
 from layerzero.backends.grouped_weights import ACCEPTS, IN_FOUR_BITS, TENSORS, Products, experts_of, looped
-from layerzero.backends.torch.attention import FLOATS, TORCH
+from layerzero.backends.torch.attention import FLOATS, TORCH, kernel
 from layerzero.backends.torch.grouped_linear import int4, int8
 from layerzero.backends.torch.weight_formats import dequantizing
 from layerzero.backends.torch.widened import many
 from layerzero.core import limits as limit
 from layerzero.core.emulation import lacks
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
 from layerzero.ops.moe.experts import Stack, weights_of
 from layerzero.ops.moe.quantized import QUANTIZED
 
@@ -49,13 +48,12 @@ def _load(facts: Facts) -> Callable[..., Any]:
 
 
 KERNELS = (
-    Kernel(
-        id="torch.experts_dequantized",
-        operations=(QUANTIZED.name,),
-        backend=TORCH,
-        load=_load,
+    kernel(
+        "torch.experts_dequantized",
+        QUANTIZED.name,
+        _load,
+        FLOATS,
         accepts=(*ACCEPTS, *TENSORS),
-        limits=(FLOATS,),
         grad=True,
         graph_safe=False,
         handles_negated=True,

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.norm_limits import sum_then
-from layerzero.backends.torch.attention import FLOATS, TORCH
+from layerzero.backends.torch.attention import FLOATS, kernel
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 
 
@@ -94,13 +93,13 @@ def _load_add_rms_norm_inplace(facts: Facts) -> Callable[..., Any]:
 
 KERNELS = (
     *(
-        Kernel(
-            id=f"torch.{name}",
-            operations=(operation,),
-            backend=TORCH,
-            load=load,
+        kernel(
+            f"torch.{name}",
+            operation,
+            load,
+            FLOATS,
+            FINITE,
             accepts=("eps",),
-            limits=(FLOATS, FINITE),
             grad=True,
             batch_invariant=_summed_by_one,
             tp_invariant=True,
@@ -114,13 +113,13 @@ KERNELS = (
             ("add_rms_norm_inplace", "norm.add_rms.inplace", _load_add_rms_norm_inplace),
         )
     ),
-    Kernel(
-        id="torch.layer_norm",
-        operations=("norm.layer",),
-        backend=TORCH,
-        load=_load_layer_norm,
+    kernel(
+        "torch.layer_norm",
+        "norm.layer",
+        _load_layer_norm,
+        FLOATS,
+        limit.dim("hidden", min=2),  # of one element it returns rounding noise
         accepts=("normalized_shape", "weight", "bias", "eps"),
-        limits=(FLOATS, limit.dim("hidden", min=2)),  # of one element it returns rounding noise
         grad=True,
         batch_invariant=True,
         tp_invariant=True,

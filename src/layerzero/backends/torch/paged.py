@@ -21,12 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import FLOATS, TORCH, cpu_attend, positive_beside_causal, short_mask
-from layerzero.backends.torch.softcap import fitting_cap, load_softcap, needs, with_sinks
-from layerzero.backends.torch.varlen import EACH, FLASH, LANES, Slice, attend_each, longest_queries, lse_of_tokens
+from layerzero.backends.torch.attention import FLOATS, cpu_attend, kernel, positive_beside_causal, short_mask
+from layerzero.backends.torch.softcap import fitting_cap, load_softcap, needs
+from layerzero.backends.torch.varlen import EACH, FLASH, LANES, Slice, attend_each, flash, longest_queries
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
 from layerzero.ops.attention.limits import SdpaEnabled
 from layerzero.ops.cascade import FLAT
 from layerzero.ops.paged import declare as paged
@@ -182,12 +181,9 @@ def load_each(facts: Facts) -> Callable[..., Any]:
         cu_seqlens_q: Tensor,
         *,
         causal: bool = True,
-        scale: float | None = None,
-        window: tuple[int, int] | None = None,
-        sinks: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
         tree_mask: Tensor | None = None,
-        return_lse: bool = False,
+        **scores: Any,
     ) -> Any:
         lengths = [*zip(pairwise(cu_seqlens_q.tolist()), context_lens.tolist(), strict=True)]
 
@@ -199,15 +195,7 @@ def load_each(facts: Facts) -> Callable[..., Any]:
                 yield query[first:last], keys, values, slopes
 
         masks = (of_sequence(tree_mask, first, last, length) for (first, last), length in lengths)
-        needed = return_lse or sinks is not None
-        found: Any = attend_each(
-            sequences(), query, causal=causal, scale=scale, window=window, return_lse=needed, masks=masks, attend=attend
-        )
-        if sinks is None:
-            return found
-        output, lse = found
-        summed = with_sinks(output.transpose(0, 1), lse, sinks, return_lse=return_lse)
-        return (output, summed[1]) if return_lse else output
+        return attend_each(sequences(), query, causal=causal, masks=masks, attend=attend, **scores)
 
     return run
 
@@ -258,7 +246,6 @@ def load_softcapped(facts: Facts) -> Callable[..., Any]:
 
 def load_cuda(facts: Facts) -> Callable[..., Any]:
     """All sequences in one call, over gathered pages."""
-    operator = torch.ops.aten._flash_attention_forward.default
 
     def run(
         query: Tensor,
@@ -269,25 +256,16 @@ def load_cuda(facts: Facts) -> Callable[..., Any]:
         cu_seqlens_q: Tensor,
         *,
         causal: bool = True,
-        scale: float | None = None,
-        window: tuple[int, int] | None = None,
-        return_lse: bool = False,
         max_context_len: int | None = None,
         max_seqlen_q: int | None = None,
+        **scores: Any,
     ) -> Any:
         keys, values = gathered(key_cache, value_cache, block_tables, context_lens, max_context_len)
         batch, capacity = keys.shape[:2]
         starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * capacity
-        longest, (left, right) = longest_queries(max_seqlen_q, len(query), batch), window or (-1, -1)
-        output, lse, *_ = operator(
-            *(query, keys.flatten(0, 1), values.flatten(0, 1), cu_seqlens_q, starts, longest, capacity, 0.0),
-            *(causal, False),
-            scale=scale,
-            window_size_left=left,
-            window_size_right=0 if causal else right,
-            seqused_k=context_lens,
-        )
-        return (output, lse_of_tokens(output, lse)) if return_lse else output
+        longest = longest_queries(max_seqlen_q, len(query), batch), capacity
+        tokens = query, keys.flatten(0, 1), values.flatten(0, 1)
+        return flash(*tokens, cu_seqlens_q, starts, *longest, causal=causal, lens=context_lens, **scores)
 
     return run
 
@@ -299,90 +277,80 @@ def _gathered_bytes_paged_tokens(facts: Facts) -> int:
 
 
 KERNELS = (
-    Kernel(
-        id="torch.paged_gather",
-        operations=FLAT,
-        backend=TORCH,
-        load=load_gather,
+    kernel(
+        "torch.paged_gather",
+        FLAT,
+        load_gather,
+        FLOATS,
+        limit.positive("scale"),
+        SdpaEnabled("math"),
         layout="NHD",
         accepts=("scale", "window", "max_context_len"),
         # torch's own dispatch obeys the caller's sdpa_kernel context; it has a kernel for this while math may run
-        limits=(FLOATS, limit.positive("scale"), SdpaEnabled("math")),
         workspace_bytes=_gathered_bytes,
         deterministic=False,
         priority=20,
     ),
-    Kernel(
-        id="torch.paged_append",
-        operations=("kv.append.paged",),
-        backend=TORCH,
-        load=load_append,
+    kernel(
+        "torch.paged_append",
+        "kv.append.paged",
+        load_append,
+        FLOATS,
         layout="NHD",
-        limits=(FLOATS,),
         batch_invariant=True,
         tp_invariant=True,
         priority=20,
     ),
-    Kernel(
-        id="torch.paged_sdpa",
-        operations=mixed.ALL,
-        backend=TORCH,
-        load=load_each,
+    kernel(
+        "torch.paged_sdpa",
+        mixed.ALL,
+        load_each,
+        limit.platform("cpu"),
+        FLOATS,
+        limit.equal("value_dim", "head_dim"),
+        limit.Custom("causal: scale > 0", positive_beside_causal),
+        SdpaEnabled("flash"),
+        limit.last_stride_one("query"),
         layout="NHD",
         accepts=("causal", "scale", "window", "return_lse", "sinks", "alibi_slopes", "tree_mask"),
-        limits=(
-            limit.platform("cpu"),
-            FLOATS,
-            limit.equal("value_dim", "head_dim"),
-            limit.Custom("causal: scale > 0", positive_beside_causal),
-            SdpaEnabled("flash"),
-            limit.last_stride_one("query"),
-        ),
         graph_safe=False,
         priority=50,
     ),
-    Kernel(
-        id="torch.paged_each",
-        operations=mixed.ALL,
-        backend=TORCH,
-        load=load_each,
+    kernel(
+        "torch.paged_each",
+        mixed.ALL,
+        load_each,
+        *EACH,
         layout="NHD",
         accepts=("causal", "scale", "window", "tree_mask"),
-        limits=EACH,
         deterministic=False,
         graph_safe=False,
         priority=15,
     ),
-    Kernel(
-        id="torch.paged_softcap",
-        operations=(*paged.DECODE_PAGED, *mixed.ALL),
-        backend=TORCH,
-        load=load_softcapped,
+    kernel(
+        "torch.paged_softcap",
+        (*paged.DECODE_PAGED, *mixed.ALL),
+        load_softcapped,
+        limit.platform("cpu"),
+        limit.dtype("float32", "float16", "bfloat16"),
+        limit.Custom("softcap", needs("softcap")),
+        limit.Custom("softcap that leaves queries in range", fitting_cap),
         layout="NHD",
         accepts=("causal", "scale", "window", "softcap"),
-        limits=(
-            limit.platform("cpu"),
-            limit.dtype("float32", "float16", "bfloat16"),
-            limit.Custom("softcap", needs("softcap")),
-            limit.Custom("softcap that leaves queries in range", fitting_cap),
-        ),
         graph_safe=False,
         priority=40,
     ),
-    Kernel(
-        id="torch.paged_varlen",
-        operations=mixed.ALL,
-        backend=TORCH,
-        load=load_cuda,
+    kernel(
+        "torch.paged_varlen",
+        mixed.ALL,
+        load_cuda,
+        *FLASH,
+        # gathering keeps the order of a cache's axes (seen with torch 2.11: "must have contiguous last dimension")
+        limit.last_stride_one("query", "key_cache", "value_cache"),
+        limit.aligned(16, "query"),
+        limit.contiguous("context_lens", "cu_seqlens_q"),
         layout="NHD",
         accepts=("causal", "scale", "window", "return_lse", "max_context_len", "max_seqlen_q"),
-        limits=(
-            *FLASH,
-            # gathering keeps the order of a cache's axes (seen with torch 2.11: "must have contiguous last dimension")
-            limit.last_stride_one("query", "key_cache", "value_cache"),
-            limit.aligned(16, "query"),
-            limit.contiguous("context_lens", "cu_seqlens_q"),
-        ),
         workspace_bytes=_gathered_bytes_paged_tokens,
         deterministic=False,
         priority=20,

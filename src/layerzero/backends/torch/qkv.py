@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import FLOATS, TORCH
+from layerzero.backends.torch.attention import FLOATS, kernel
 from layerzero.backends.torch.linear import own
 from layerzero.backends.torch.varlen import linear_for
 from layerzero.backends.torch.widened import many, widened
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
 from layerzero.ops.linear.qkv import BIASES, Three, pieces
 
 
@@ -91,17 +90,8 @@ _KINDS = (
 )
 
 _OWN = [
-    Kernel(
-        id=name,
-        operations=operations,
-        backend=TORCH,
-        load=load,
-        accepts=accepts,
-        limits=(FLOATS,),
-        grad=True,
-        handles_negated=True,
-        priority=priority,
-        stock=own,
+    kernel(
+        name, operations, load, FLOATS, accepts=accepts, grad=True, handles_negated=True, priority=priority, stock=own
     )
     for name, operations, load, accepts, priority in _KINDS
 ]

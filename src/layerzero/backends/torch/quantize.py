@@ -9,13 +9,13 @@ Library: torch >= 2.10, BSD-3-Clause.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import FLOATS, TORCH
+from layerzero.backends.torch.attention import FLOATS, TORCH, kernel
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -92,35 +92,28 @@ def _load_blocks(divide: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[Fact
     return load
 
 
-_COMMON: dict[str, Any] = {"backend": TORCH, "grad": True, "priority": 20}
+_COMMON: dict[str, Any] = {"grad": True, "priority": 20}
+
+
+def _of(formats: Iterable[Format]) -> tuple[str, ...]:
+    return tuple(f"quantize.{each.name}" for each in formats)
+
 
 KERNELS = (
-    Kernel(
-        id="torch.quantize",
-        operations=tuple(f"quantize.{each.name}" for each in SCALED),
-        load=_load_scaled,
-        accepts=("scale", "per", "block_size"),
-        limits=(FLOATS,),
-        **_COMMON,
-    ),
-    Kernel(
-        id="torch.quantize_mx",
-        operations=tuple(f"quantize.{each.name}" for each in MX),
-        load=_load_blocks(formats.mx_quotients),
-        limits=(FLOATS,),
-        **_COMMON,
-    ),
-    Kernel(
-        id="torch.quantize_nvfp4",
-        operations=tuple(f"quantize.{each.name}" for each in NV),
-        load=_load_blocks(formats.nv_quotients),
+    kernel("torch.quantize", _of(SCALED), _load_scaled, FLOATS, accepts=("scale", "per", "block_size"), **_COMMON),
+    kernel("torch.quantize_mx", _of(MX), _load_blocks(formats.mx_quotients), FLOATS, **_COMMON),
+    kernel(
+        "torch.quantize_nvfp4",
+        _of(NV),
+        _load_blocks(formats.nv_quotients),
+        FLOATS,
         accepts=("tensor_scale",),
-        limits=(FLOATS,),
         **_COMMON,
     ),
     Kernel.of_expression(
         *DEQUANTIZE.values(),
         id="torch.dequantize",
+        backend=TORCH,
         accepts=("tensor_scale", "out_dtype"),
         limits=(limit.dtype("int8", "uint8", "float8_e4m3", "float8_e5m2"),),
         **_COMMON,

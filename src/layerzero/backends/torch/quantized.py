@@ -6,19 +6,19 @@ Library: torch >= 2.10, BSD-3-Clause.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import FLOATS, TORCH, positive_beside_causal
+from layerzero.backends.torch.attention import FLOATS, kernel, positive_beside_causal
 from layerzero.backends.torch.paged import load_cuda, load_each, load_gather
 from layerzero.backends.torch.varlen import EACH, FLASH
 from layerzero.core import limits as limit
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Tolerance
 from layerzero.ops.attention.declare import TOLERANCE
 from layerzero.ops.attention.limits import SdpaEnabled
@@ -26,19 +26,8 @@ from layerzero.ops.paged.pages import gathered
 from layerzero.ops.paged.quantized import DECODE, PREFILL, dequantized
 
 
-def _load(facts: Facts) -> Callable[..., Any]:
-    return _over_gathered(facts, load_gather(facts))
-
-
-def _load_each(facts: Facts) -> Callable[..., Any]:
-    return _over_gathered(facts, load_each(facts))
-
-
-def _load_varlen(facts: Facts) -> Callable[..., Any]:
-    return _over_gathered(facts, load_cuda(facts))
-
-
-def _over_gathered(facts: Facts, attend: Callable[..., Any]) -> Callable[..., Any]:
+def _over_gathered(facts: Facts, load: Callable[[Facts], Callable[..., Any]]) -> Callable[..., Any]:
+    attend = load(facts)
     page_size = facts.size("page_size")
 
     def run(
@@ -81,63 +70,66 @@ calls (float16, codes of float8_e5m2 with a scale for each token, 2026-11-24).""
 _COMMON: dict[str, Any] = {
     "tolerance": {dtype_name(dtype): each for dtype, each in _ROUNDED.items()},
     "tolerance_reason": "products of codes and scales are rounded to the queries' dtype before they are attended to",
-    "backend": TORCH,
     "layout": "NHD",
     "workspace_bytes": _gathered_bytes,
-    "priority": 20,
 }
 _CODES = limit.last_stride_one("key_cache", "value_cache")
+_GATHER, _EACH, _VARLEN = (functools.partial(_over_gathered, load=load) for load in (load_gather, load_each, load_cuda))
 
 KERNELS = (
-    Kernel(
-        id="torch.quantized_gather",
-        deterministic=False,
-        operations=(DECODE.name,),
-        load=_load,
+    kernel(
+        "torch.quantized_gather",
+        DECODE.name,
+        _GATHER,
+        FLOATS,
+        limit.positive("scale"),
+        SdpaEnabled("math"),
+        _CODES,
         accepts=("scale", "window", "narrow_query"),
-        limits=(FLOATS, limit.positive("scale"), SdpaEnabled("math"), _CODES),
+        deterministic=False,
+        priority=20,
         **_COMMON,
     ),
-    Kernel(
-        id="torch.quantized_sdpa",
-        graph_safe=False,
-        operations=(PREFILL.name,),
-        load=_load_each,
+    kernel(
+        "torch.quantized_sdpa",
+        PREFILL.name,
+        _EACH,
+        limit.platform("cpu"),
+        FLOATS,
+        limit.equal("value_dim", "head_dim"),
+        limit.Custom("causal: scale > 0", positive_beside_causal),
+        SdpaEnabled("flash"),
+        limit.last_stride_one("query"),
+        _CODES,
         accepts=_ACCEPTS,
-        limits=(
-            limit.platform("cpu"),
-            FLOATS,
-            limit.equal("value_dim", "head_dim"),
-            limit.Custom("causal: scale > 0", positive_beside_causal),
-            SdpaEnabled("flash"),
-            limit.last_stride_one("query"),
-            _CODES,
-        ),
+        graph_safe=False,
+        priority=20,
         **_COMMON,
     ),
-    Kernel(
-        id="torch.quantized_each",
+    kernel(
+        "torch.quantized_each",
+        PREFILL.name,
+        _EACH,
+        *EACH,
+        _CODES,
+        accepts=("causal", "scale", "window", "narrow_query"),
         deterministic=False,
         graph_safe=False,
-        operations=(PREFILL.name,),
-        load=_load_each,
-        accepts=("causal", "scale", "window", "narrow_query"),
-        limits=(*EACH, _CODES),
-        **(_COMMON | {"priority": 15}),
+        priority=15,
+        **_COMMON,
     ),
-    Kernel(
-        id="torch.quantized_varlen",
-        deterministic=False,
-        operations=(PREFILL.name,),
-        load=_load_varlen,
+    kernel(
+        "torch.quantized_varlen",
+        PREFILL.name,
+        _VARLEN,
+        *FLASH,
+        limit.last_stride_one("query"),
+        limit.aligned(16, "query"),
+        limit.contiguous("context_lens", "cu_seqlens_q"),
+        _CODES,
         accepts=(*_ACCEPTS, "max_context_len", "max_seqlen_q"),
-        limits=(
-            *FLASH,
-            limit.last_stride_one("query"),
-            limit.aligned(16, "query"),
-            limit.contiguous("context_lens", "cu_seqlens_q"),
-            _CODES,
-        ),
+        deterministic=False,
+        priority=20,
         **_COMMON,
     ),
 )

@@ -27,13 +27,12 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.norm_limits import RowsAligned
-from layerzero.backends.torch.attention import FLOATS, TORCH
-from layerzero.backends.torch.linear import HAS_ONEDNN
+from layerzero.backends.torch.attention import FLOATS, kernel
+from layerzero.backends.torch.linear import HAS_ONEDNN, by_rows
 from layerzero.backends.torch.quantize import scales
 from layerzero.backends.torch.varlen import linear_for
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.linear.packed import BELONGS, PackedWeight
 from layerzero.ops.linear.quantized import ACTIVATIONS, QUANTIZED, of_outputs
@@ -80,21 +79,14 @@ def _load_widened(facts: Facts) -> Callable[..., Any]:
 
 
 def _load_int8_packed(facts: Facts) -> Callable[..., Any]:
-    operator, features, ndim = (
-        torch.ops.aten._weight_int8pack_mm.default,
-        facts.size("in_features"),
-        facts["input_ndim"],
-    )
-    outputs = facts.size("out_features")
+    operator, outputs = torch.ops.aten._weight_int8pack_mm.default, facts.size("out_features")
 
     def run(input: Tensor, weight: Tensor, weight_scale: Tensor, *, bias: Tensor | None = None) -> Tensor:
         scales = weight_scale.to(input.dtype).reshape(-1).expand(outputs).contiguous()
-        output: Tensor = operator(on_boundary(input, 32).view(-1, features), weight, scales)
-        if bias is not None:
-            output = output.add_(bias)
-        return output if ndim == 2 else output.view(*input.shape[:-1], -1)
+        output: Tensor = operator(on_boundary(input, 32), weight, scales)
+        return output if bias is None else output.add_(bias)
 
-    return run
+    return by_rows(facts, run)
 
 
 def quantized_rows(rows: Tensor, of: Format) -> tuple[Tensor, Tensor]:
@@ -150,7 +142,7 @@ def _load_rows(facts: Facts) -> Callable[..., Any]:
 
 
 def _load_int_mm(facts: Facts) -> Callable[..., Any]:
-    operator, features, ndim = torch._int_mm, facts.size("in_features"), facts["input_ndim"]
+    operator = torch._int_mm
 
     def run(
         input: Tensor,
@@ -160,14 +152,11 @@ def _load_int_mm(facts: Facts) -> Callable[..., Any]:
         bias: Tensor | None = None,
         out_dtype: torch.dtype | None,
     ) -> Tensor:
-        rows = input if ndim == 2 else input.reshape(-1, features)
-        codes, scale = quantized_rows(rows.to(torch.float32), FORMATS["int8"])
-        output = _behind(
-            operator(_in_rows(codes, torch.int8), weight.t()), scale, weight_scale, bias, out_dtype or input.dtype
-        )
-        return output if ndim == 2 else output.view(*input.shape[:-1], -1)
+        codes, scale = quantized_rows(input.to(torch.float32), FORMATS["int8"])
+        product = operator(_in_rows(codes, torch.int8), weight.t())
+        return _behind(product, scale, weight_scale, bias, out_dtype or input.dtype)
 
-    return run
+    return by_rows(facts, run)
 
 
 def _pack_onednn(weight: Tensor) -> tuple[Tensor, int]:
@@ -177,8 +166,7 @@ def _pack_onednn(weight: Tensor) -> tuple[Tensor, int]:
 
 def _load_onednn(facts: Facts) -> Callable[..., Any]:
     """Codes above 0 by adding 128, which oneDNN takes off its sums: for codes of int8 it has no instruction here."""
-    operator, ndim = torch.ops.onednn.qlinear_pointwise.default, facts["input_ndim"]
-    features, outputs = facts.size("in_features"), facts.size("out_features")
+    operator, outputs = torch.ops.onednn.qlinear_pointwise.default, facts.size("out_features")
     zeros = torch.zeros(outputs, dtype=torch.int64)
 
     def run(
@@ -190,31 +178,26 @@ def _load_onednn(facts: Facts) -> Callable[..., Any]:
         out_dtype: torch.dtype | None,
         packed: PackedWeight,
     ) -> Tensor:
-        rows = input if ndim == 2 else input.reshape(-1, features)
-        codes, scale = quantized_rows(rows.to(torch.float32), FORMATS["int8"])
+        codes, scale = quantized_rows(input.to(torch.float32), FORMATS["int8"])
         numbers = _in_rows(codes.add_(128), torch.uint8)
         scales = weight_scale.reshape(-1).expand(outputs).contiguous()
         form = packed.form("torch.onednn.int8", _pack_onednn)
         output = operator(numbers, 1.0, 128, form, scales, zeros, None, 1.0, 0, torch.float32, "none", [], "")
-        output = (output.mul_(scale) if bias is None else torch.addcmul(bias, output, scale)).to(
-            out_dtype or input.dtype
-        )
-        return output if ndim == 2 else output.view(*input.shape[:-1], -1)
+        output = output.mul_(scale) if bias is None else torch.addcmul(bias, output, scale)
+        return output.to(out_dtype or input.dtype)
 
-    return run
+    return by_rows(facts, run)
 
 
 def _load_scaled_mm(facts: Facts) -> Callable[..., Any]:
-    features, outputs, ndim = facts.size("in_features"), facts.size("out_features"), facts["input_ndim"]
+    outputs = facts.size("out_features")
 
     def run(input: Tensor, weight: Tensor, weight_scale: Tensor, *, bias: Tensor | None = None) -> Tensor:
-        rows = input if ndim == 2 else input.reshape(-1, features)
-        codes, scale = quantized_rows(rows.to(torch.float32), FORMATS["fp8_e4m3"])
+        codes, scale = quantized_rows(input.to(torch.float32), FORMATS["fp8_e4m3"])
         of_weight = on_boundary(weight_scale.reshape(1, -1).expand(1, outputs))
-        output = torch._scaled_mm(codes, weight.t(), scale, of_weight, bias, out_dtype=torch.bfloat16)
-        return output if ndim == 2 else output.view(*input.shape[:-1], -1)
+        return torch._scaled_mm(codes, weight.t(), scale, of_weight, bias, out_dtype=torch.bfloat16)
 
-    return run
+    return by_rows(facts, run)
 
 
 _WHOLE_PRODUCTS = frozenset({"avx_vnni", "avx512_vnni"})
@@ -236,113 +219,96 @@ _LONGEST_SUM = 131072
 
 
 KERNELS = (
-    Kernel(
-        id="torch.quantized_linear",
-        operations=(_PLAIN,),
-        load=_load_widened,
+    kernel(
+        "torch.quantized_linear",
+        _PLAIN,
+        _load_widened,
+        FLOATS,
         accepts=("bias", "out_dtype"),
-        limits=(FLOATS,),
         grad=True,
         handles_negated=True,
         priority=20,
-        backend=TORCH,
     ),
-    Kernel(
-        id="torch.int8pack_mm",
-        operations=(_PLAIN,),
-        load=_load_int8_packed,
+    kernel(
+        "torch.int8pack_mm",
+        _PLAIN,
+        _load_int8_packed,
+        limit.platform("cpu"),
+        limit.dtype("bfloat16"),
+        limit.one_of("weight_dtype", "int8"),
+        limit.dim("rows", max=64),  # the widened weight takes half as long from 256 on
+        limit.dim("in_features", multiple=16),
+        limit.contiguous("input", "weight"),
+        limit.aligned(16, "weight"),
         accepts=("bias",),
-        limits=(
-            limit.platform("cpu"),
-            limit.dtype("bfloat16"),
-            limit.one_of("weight_dtype", "int8"),
-            limit.dim("rows", max=64),  # the widened weight takes half as long from 256 on
-            limit.dim("in_features", multiple=16),
-            limit.contiguous("input", "weight"),
-            limit.aligned(16, "weight"),
-        ),
         graph_safe=False,
         priority=45,
-        backend=TORCH,
     ),
-    Kernel(
-        id="torch.quantized_linear_rows",
-        operations=(_WHOLE, _FLOAT8),
-        load=_load_rows,
+    kernel(
+        "torch.quantized_linear_rows",
+        (_WHOLE, _FLOAT8),
+        _load_rows,
+        FLOATS,
         accepts=("bias", "out_dtype"),
-        limits=(FLOATS,),
         grad=True,
         priority=20,
-        backend=TORCH,
     ),
-    Kernel(
-        id="torch.int_mm",
-        operations=(_WHOLE,),
-        load=_load_int_mm,
+    kernel(
+        "torch.int_mm",
+        _WHOLE,
+        _load_int_mm,
+        limit.platform("cpu"),
+        limit.dtype("float32", "float16", "bfloat16"),
+        limit.dim("in_features", min=2, max=_LONGEST_SUM),
+        limit.dim("out_features", min=2),
+        limit.contiguous("weight"),
+        _WHOLE_SUMS,
         accepts=("bias", "out_dtype"),
-        limits=(
-            limit.platform("cpu"),
-            limit.dtype("float32", "float16", "bfloat16"),
-            limit.dim("in_features", min=2, max=_LONGEST_SUM),
-            limit.dim("out_features", min=2),
-            limit.contiguous("weight"),
-            _WHOLE_SUMS,
-        ),
         graph_safe=False,
         priority=45,
-        backend=TORCH,
     ),
-    Kernel(
-        id="torch.onednn_int8_packed",
-        operations=(_WHOLE,),
-        load=_load_onednn,
+    kernel(
+        "torch.onednn_int8_packed",
+        _WHOLE,
+        _load_onednn,
+        limit.platform("cpu"),
+        HAS_ONEDNN,
+        limit.dtype("float32", "float16", "bfloat16"),
+        limit.dim("rows", min=2),
+        limit.dim("in_features", max=_LONGEST_SUM // 2),
+        _WHOLE_SUMS,
+        BELONGS,
         accepts=("bias", "out_dtype", "packed"),
-        limits=(
-            limit.platform("cpu"),
-            HAS_ONEDNN,
-            limit.dtype("float32", "float16", "bfloat16"),
-            limit.dim("rows", min=2),
-            limit.dim("in_features", max=_LONGEST_SUM // 2),
-            _WHOLE_SUMS,
-            BELONGS,
-        ),
         graph_safe=False,
         priority=40,  # behind torch.int_mm, for measured times to choose: faster for a few rows of large weights alone
-        backend=TORCH,
     ),
-    Kernel(
-        id="torch.cuda.int_mm",
-        operations=(_WHOLE,),
-        load=_load_int_mm,
+    kernel(
+        "torch.cuda.int_mm",
+        _WHOLE,
+        _load_int_mm,
+        limit.platform("cuda"),
+        limit.arch(min=(7, 5)),
+        limit.dtype("float32", "float16", "bfloat16"),
+        limit.dim("rows", min=17),
+        limit.dim("in_features", max=_LONGEST_SUM, multiple=8),
+        limit.dim("out_features", multiple=8),
+        limit.contiguous("weight"),
+        RowsAligned(("weight",), "in_features"),
         accepts=("bias", "out_dtype"),
-        limits=(
-            limit.platform("cuda"),
-            limit.arch(min=(7, 5)),
-            limit.dtype("float32", "float16", "bfloat16"),
-            limit.dim("rows", min=17),
-            limit.dim("in_features", max=_LONGEST_SUM, multiple=8),
-            limit.dim("out_features", multiple=8),
-            limit.contiguous("weight"),
-            RowsAligned(("weight",), "in_features"),
-        ),
         priority=30,
-        backend=TORCH,
     ),
-    Kernel(
-        id="torch.cuda.scaled_mm",
-        operations=(_FLOAT8,),
-        load=_load_scaled_mm,
+    kernel(
+        "torch.cuda.scaled_mm",
+        _FLOAT8,
+        _load_scaled_mm,
+        limit.platform("cuda"),
+        limit.arch(min=(9, 0)),
+        limit.dtype("bfloat16"),
+        limit.dim("in_features", multiple=16),
+        limit.dim("out_features", multiple=16),
+        limit.contiguous("weight", "bias"),
+        limit.aligned(16, "weight", "bias"),
         accepts=("bias",),
-        limits=(
-            limit.platform("cuda"),
-            limit.arch(min=(9, 0)),
-            limit.dtype("bfloat16"),
-            limit.dim("in_features", multiple=16),
-            limit.dim("out_features", multiple=16),
-            limit.contiguous("weight", "bias"),
-            limit.aligned(16, "weight", "bias"),
-        ),
         priority=30,
-        backend=TORCH,
     ),
 )

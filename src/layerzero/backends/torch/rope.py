@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import FLOATS, TORCH
+from layerzero.backends.torch.attention import FLOATS, kernel
 from layerzero.backends.torch.norm import FINITE
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
 from layerzero.ops.rope.declare import wide_dtype
 from layerzero.ops.rope.split import SPLIT_ACCEPTS, parts
 
@@ -83,7 +82,6 @@ def turning(facts: Facts) -> Callable[..., Tensor]:
     """What rotates one tensor, given cosines, sines and whether pairs are interleaved, and what comes ``before``."""
     width, partial = facts.size("rotary_dim"), facts.size("rotary_dim") < facts.size("head_dim")
     on_cpu, seq_axis = facts.device.platform == "cpu", -2 if facts.layout == "BHSD" else -3
-    bool(facts["requires_grad"])
 
     def written(tensor: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, before: Before | None = None) -> Tensor:
         output = torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -265,21 +263,19 @@ def load_split(facts: Facts) -> Callable[..., Any]:
     return run
 
 
+_ALIKE: dict[str, Any] = {"grad": True, "batch_invariant": True, "tp_invariant": True, "priority": 20}
+
 KERNELS = (
     *(
-        Kernel(
-            id=name,
-            operations=(operation,),
-            backend=TORCH,
-            load=load,
+        kernel(
+            name,
+            operation,
+            load,
+            FLOATS,
             accepts=("positions", "interleaved"),
-            limits=(FLOATS,),
-            grad=True,
-            batch_invariant=True,
-            tp_invariant=True,
-            handles_negated=load
-            is not _load_inplace,  # torch 2.13 loses the sign where float32 is copied into a negated float16 view
-            priority=20,
+            # torch 2.13 loses the sign where float32 is copied into a negated float16 view
+            handles_negated=load is not _load_inplace,
+            **_ALIKE,
         )
         for name, operation, load in (
             ("torch.rope", "posenc.rope", _load),
@@ -287,30 +283,24 @@ KERNELS = (
             ("torch.rope_inplace", "posenc.rope.inplace", _load_inplace),
         )
     ),
-    Kernel(
-        id="torch.qk_norm_rope",
-        operations=("posenc.qk_norm_rope",),
-        backend=TORCH,
-        load=_load_normed_rope,
+    kernel(
+        "torch.qk_norm_rope",
+        "posenc.qk_norm_rope",
+        _load_normed_rope,
+        FLOATS,
+        FINITE,
         accepts=("positions", "interleaved", "eps", "plus_one"),
-        limits=(FLOATS, FINITE),
-        grad=True,
-        batch_invariant=True,
-        tp_invariant=True,
         handles_negated=True,
-        priority=20,
+        **_ALIKE,
     ),
-    Kernel(
-        id="torch.split_qkv_norm_rope",
-        operations=("posenc.split_qkv_norm_rope",),
-        backend=TORCH,
-        load=load_split,
+    kernel(
+        "torch.split_qkv_norm_rope",
+        "posenc.split_qkv_norm_rope",
+        load_split,
+        FLOATS,
+        FINITE,
         accepts=(*SPLIT_ACCEPTS, "plus_one"),
-        limits=(FLOATS, FINITE),
-        grad=True,
-        batch_invariant=True,
-        tp_invariant=True,
         handles_negated=True,
-        priority=20,
+        **_ALIKE,
     ),
 )

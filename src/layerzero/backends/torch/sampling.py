@@ -29,22 +29,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import FLOATS, TORCH
-from layerzero.backends.torch.sampling_filters import by_sums, few_of, load_filtered, taken
+from layerzero.backends.torch.attention import FLOATS, kernel
+from layerzero.backends.torch.sampling_filters import by_sums, drawing, few_of, load_filtered, taken
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.sampling.checks import check_drawable, check_signs
-from layerzero.ops.sampling.formulas import count_of, generator_of, nth, of_row, parts, place, probabilities, reach
+from layerzero.ops.sampling.formulas import count_of, nth, of_row, parts, place, reach
 
 _TINY = torch.finfo(torch.float32).tiny
 
 
-def _kind(facts: Facts) -> tuple[str, str, bool]:
-    """The operation's name, what it keeps, and whether it starts from logits."""
+def _kind(facts: Facts) -> tuple[str, str]:
+    """The operation's name, and what it keeps."""
     name = str(facts["operation"])
-    return name, name.split(".")[1], not name.endswith(".probs")
+    return name, name.split(".")[1]
 
 
 def _threshold(kind: str) -> Callable[..., Tensor | None]:
@@ -87,57 +87,36 @@ def _threshold(kind: str) -> Callable[..., Tensor | None]:
 
 
 def _load_sample(facts: Facts) -> Callable[..., Any]:
-    name, kind, logits = _kind(facts)
+    name, kind = _kind(facts)
     threshold, few, on_cpu = _threshold(kind), few_of(facts), facts.device.platform == "cpu"
 
-    def run(
-        tensor: Tensor,
-        *,
-        temperature: float | None = None,
-        temperature_by_row: Tensor | None = None,
-        seed: int | None = None,
-        generator: torch.Generator | None = None,
-        **given: Any,
-    ) -> Tensor:
-        tensor = tensor.detach()
-        if on_cpu:
-            check_signs(tensor, name)
-        if few is not None:
-            found = few(
-                tensor,
-                temperature=temperature,
-                temperature_by_row=temperature_by_row,
-                seed=seed,
-                generator=generator,
-                **given,
-            )
-            if found is not None:
-                return found
-        weights = probabilities(tensor, temperature, temperature_by_row, logits=logits)
-        own = generator_of(seed, generator, tensor.device)
+    def draw(tensor: Tensor, weights: Tensor, own: torch.Generator | None, **given: Any) -> Tensor:
         return taken(weights, threshold(weights, **given), tensor, name, own, on_cpu=on_cpu)
+
+    of_all = drawing(facts, draw)
+    if few is None:
+        return of_all
+
+    def run(tensor: Tensor, **given: Any) -> Tensor:
+        check_signs(tensor.detach(), name)
+        found = few(tensor.detach(), **given)
+        return of_all(tensor, **given) if found is None else found
 
     return run
 
 
 def _load_topp(facts: Facts) -> Callable[..., Any]:
-    name, _, logits = _kind(facts)
+    name, _ = _kind(facts)
 
-    def run(
+    def draw(
         tensor: Tensor,
+        weights: Tensor,
+        own: torch.Generator | None,
         *,
         top_p: float | None = None,
         top_p_by_row: Tensor | None = None,
-        temperature: float | None = None,
-        temperature_by_row: Tensor | None = None,
-        seed: int | None = None,
-        generator: torch.Generator | None = None,
     ) -> Tensor:
-        tensor = tensor.detach()
-        check_signs(tensor, name)
-        weights = probabilities(tensor, temperature, temperature_by_row, logits=logits)
         weights = weights.reshape(-1, weights.shape[-1])
-        own = generator_of(seed, generator, tensor.device)
         upto = weights.cumsum(-1)
         check_drawable(upto[:, -1], tensor, name)
         share = of_row(top_p, None if top_p_by_row is None else top_p_by_row.reshape(-1))
@@ -152,7 +131,7 @@ def _load_topp(facts: Facts) -> Callable[..., Any]:
             low, again = _beyond(weights, drawn, bound)
         return found.reshape(tensor.shape[:-1])
 
-    return run
+    return drawing(facts, draw)
 
 
 def _beyond(weights: Tensor, found: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,23 +142,20 @@ def _beyond(weights: Tensor, found: Tensor, bound: Tensor) -> tuple[Tensor, Tens
 
 
 def _load_sorted(facts: Facts) -> Callable[..., Any]:
-    name, kind, logits = _kind(facts)
+    name, kind = _kind(facts)
     on_cpu, vocab = facts.device.platform == "cpu", facts.size("vocab")
 
-    def run(
+    def draw(
         tensor: Tensor,
+        weights: Tensor,
+        own: torch.Generator | None,
         *,
         top_k: int | None = None,
         top_k_by_row: Tensor | None = None,
         top_p: float | None = None,
         top_p_by_row: Tensor | None = None,
-        temperature: float | None = None,
-        temperature_by_row: Tensor | None = None,
-        seed: int | None = None,
-        generator: torch.Generator | None = None,
     ) -> Tensor:
-        tensor = tensor.detach()
-        values, order = probabilities(tensor, temperature, temperature_by_row, logits=logits).sort(-1, descending=True)
+        values, order = weights.sort(-1, descending=True)
         shares = parts(values)
         if kind != "topp":
             shares = shares * (values >= nth(values, count_of(top_k, top_k_by_row, vocab)))
@@ -187,12 +163,10 @@ def _load_sorted(facts: Facts) -> Callable[..., Any]:
             shares = shares * (values >= nth(values, reach(shares, of_row(top_p, top_p_by_row))))
         upto = shares.cumsum(-1)
         if on_cpu:
-            check_signs(tensor, name)
             check_drawable(upto[..., -1], tensor, name)
-        drawn = place(upto, generator_of(seed, generator, tensor.device))
-        return order.gather(-1, drawn.unsqueeze(-1)).squeeze(-1)
+        return order.gather(-1, place(upto, own).unsqueeze(-1)).squeeze(-1)
 
-    return run
+    return drawing(facts, draw)
 
 
 def _random_in_capture(facts: Facts) -> Reason | None:
@@ -210,29 +184,25 @@ def _counts_on_a_cpu(facts: Facts) -> Reason | None:
     return Reason(ReasonCode.CONSTRAINT_FAILED, "top_k_by_row", "none but on a CPU", "given")
 
 
-def _of(*kinds: str) -> tuple[str, ...]:
-    return tuple(f"sampling.{kind}{ending}" for kind in kinds for ending in ("", ".probs"))
-
-
 _RANDOM = ("temperature", "temperature_by_row", "seed", "generator")
 _CAPTURE = limit.Custom("no seed and no generator inside a capture", _random_in_capture)
 
 
+_COUNTED = _CAPTURE, limit.Custom("top_k_by_row on a CPU only", _counts_on_a_cpu)
+
+
 def _sampler(
-    id: str,  # noqa: A002  # the field's name
-    kinds: tuple[str, ...],
-    load: Callable[[Facts], Callable[..., Any]],
-    accepts: tuple[str, ...],
-    limits: tuple[limit.Limit, ...],
-    priority: int,
+    name: str, kind: str, load: Callable[[Facts], Callable[..., Any]], *limits: limit.Limit, of: str = "", priority: int
 ) -> Kernel:
-    return Kernel(
-        id=id,
-        operations=_of(*kinds),
-        backend=TORCH,
-        load=load,
+    """A kernel that takes numbers for all rows or one for each; ``of`` names them."""
+    accepts = [each for number in of.split() for each in (number, f"{number}_by_row")]
+    return kernel(
+        f"torch.{name}",
+        (f"sampling.{kind}", f"sampling.{kind}.probs"),
+        load,
+        FLOATS,
+        *limits,
         accepts=(*accepts, *_RANDOM),
-        limits=(FLOATS, *limits),
         grad=True,
         handles_negated=True,
         priority=priority,
@@ -266,48 +236,32 @@ def _load_blocks(facts: Facts) -> Callable[..., Any]:
 
 
 KERNELS = (
-    _sampler("torch.sample", ("categorical",), _load_sample, (), (_CAPTURE,), 45),
-    _sampler(
-        "torch.sample_topk",
-        ("topk",),
-        _load_sample,
-        ("top_k", "top_k_by_row"),
-        (_CAPTURE, limit.Custom("top_k_by_row on a CPU only", _counts_on_a_cpu)),
-        45,
-    ),
-    _sampler("torch.sample_minp", ("minp",), _load_sample, ("min_p", "min_p_by_row"), (_CAPTURE,), 45),
-    _sampler(
-        "torch.sample_topk_topp",
-        ("topk_topp",),
-        _load_sample,
-        ("top_k", "top_k_by_row", "top_p", "top_p_by_row"),
-        (_CAPTURE, limit.Custom("top_k_by_row on a CPU only", _counts_on_a_cpu)),
-        45,
-    ),
-    _sampler(
+    _sampler("sample", "categorical", _load_sample, _CAPTURE, priority=45),
+    _sampler("sample_topk", "topk", _load_sample, *_COUNTED, of="top_k", priority=45),
+    _sampler("sample_minp", "minp", _load_sample, _CAPTURE, of="min_p", priority=45),
+    _sampler("sample_topk_topp", "topk_topp", _load_sample, *_COUNTED, of="top_k top_p", priority=45),
+    kernel(
         "torch.sample_filtered",
-        ("filtered",),
+        ("sampling.filtered", "sampling.filtered.probs"),
         load_filtered,
-        ("top_k", "top_k_by_row", "top_p", "top_p_by_row", "min_p", "min_p_by_row", "seed_by_row"),
-        (_CAPTURE,),
-        45,
+        FLOATS,
+        _CAPTURE,
+        accepts=("top_k", "top_k_by_row", "top_p", "top_p_by_row", "min_p", "min_p_by_row", "seed_by_row", *_RANDOM),
+        grad=True,
+        handles_negated=True,
+        priority=45,
     ),
-    _sampler("torch.sample_topp", ("topp",), _load_topp, ("top_p", "top_p_by_row"), (limit.platform("cpu"),), 45),
+    _sampler("sample_topp", "topp", _load_topp, limit.platform("cpu"), of="top_p", priority=45),
+    _sampler("sorted_topk", "topk", _load_sorted, _CAPTURE, of="top_k", priority=40),
+    _sampler("sorted_topp", "topp", _load_sorted, _CAPTURE, of="top_p", priority=40),
+    _sampler("sorted_topk_topp", "topk_topp", _load_sorted, _CAPTURE, of="top_k top_p", priority=40),
     *(
-        _sampler(f"torch.sorted_{kind}", (kind,), _load_sorted, accepts, (_CAPTURE,), 40)
-        for kind, accepts in (
-            ("topk", ("top_k", "top_k_by_row")),
-            ("topp", ("top_p", "top_p_by_row")),
-            ("topk_topp", ("top_k", "top_k_by_row", "top_p", "top_p_by_row")),
-        )
-    ),
-    *(
-        Kernel(
-            id=name,
-            operations=("sampling.greedy",),
-            backend=TORCH,
-            load=load,
-            limits=(FLOATS, *limits),
+        kernel(
+            name,
+            "sampling.greedy",
+            load,
+            FLOATS,
+            *limits,
             grad=True,
             handles_negated=True,
             priority=priority,

@@ -208,13 +208,37 @@ _FEW = 1024
 """The likeliest places that are looked at before a row is sorted: 0.5 ms of 128256 places, where a sort takes 11.7."""
 
 
-def load_filtered(facts: Facts) -> Callable[..., Any]:
-    """The kernel of ``sampling.filtered``."""
+def drawing(facts: Facts, draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """What draws of a call's rows: ``draw`` gets the tensor, its weights, a generator, and what is given besides."""
     name = str(facts["operation"])
     logits, on_cpu = not name.endswith(".probs"), facts.device.platform == "cpu"
 
     def run(
         tensor: Tensor,
+        *,
+        temperature: float | None = None,
+        temperature_by_row: Tensor | None = None,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+        **given: Any,
+    ) -> Tensor:
+        tensor = tensor.detach()
+        if on_cpu:
+            check_signs(tensor, name)
+        weights = probabilities(tensor, temperature, temperature_by_row, logits=logits)
+        return draw(tensor, weights, generator_of(seed, generator, tensor.device), **given)
+
+    return run
+
+
+def load_filtered(facts: Facts) -> Callable[..., Any]:
+    """The kernel of ``sampling.filtered``."""
+    name, on_cpu = str(facts["operation"]), facts.device.platform == "cpu"
+
+    def draw(
+        tensor: Tensor,
+        weights: Tensor,
+        own: torch.Generator | None,
         *,
         top_k: int | None = None,
         top_k_by_row: Tensor | None = None,
@@ -222,16 +246,8 @@ def load_filtered(facts: Facts) -> Callable[..., Any]:
         top_p_by_row: Tensor | None = None,
         min_p: float | None = None,
         min_p_by_row: Tensor | None = None,
-        temperature: float | None = None,
-        temperature_by_row: Tensor | None = None,
-        seed: int | None = None,
         seed_by_row: Tensor | None = None,
-        generator: torch.Generator | None = None,
     ) -> Tensor:
-        tensor = tensor.detach()
-        if on_cpu:
-            check_signs(tensor, name)
-        weights = probabilities(tensor, temperature, temperature_by_row, logits=logits)
         count = None
         if top_k is not None or top_k_by_row is not None:
             count = count_of(top_k, top_k_by_row, weights.shape[-1])
@@ -240,10 +256,9 @@ def load_filtered(facts: Facts) -> Callable[..., Any]:
             most = weights.amax(-1, keepdim=True)
             bound = torch.minimum(most * of_row(min_p, min_p_by_row), most)
             least = bound if least is None else torch.maximum(least, bound)
-        own = generator_of(seed, generator, tensor.device)
         return taken(weights, least, tensor, name, own, seed_by_row, on_cpu=on_cpu)
 
-    return run
+    return drawing(facts, draw)
 
 
 def _least(weights: Tensor, count: Any, share: Any, *, on_cpu: bool) -> Tensor | None:

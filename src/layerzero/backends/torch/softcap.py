@@ -38,16 +38,16 @@ from torch import Tensor
 
 from layerzero.backends.torch.attention import (
     FOLDED,
-    TORCH,
     UNLISTED,
+    always,
     cpu_attend,
+    kernel,
     load_cpu_flash,
     positive_beside_causal,
 )
 from layerzero.core import emulation
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention import declare as attention
 from layerzero.ops.attention.limits import SdpaEnabled, SquareCausal
@@ -194,10 +194,6 @@ TAIL = 8
 """Columns behind the scores of a row for the sink, so that rows of a multiple of 8 stay aligned to 16 bytes."""
 
 
-def _load(_: Facts) -> Callable[..., Any]:
-    return scored
-
-
 def scored(
     query: Tensor,
     key: Tensor,
@@ -325,64 +321,55 @@ def with_sinks(output: Tensor, lse: Tensor, sinks: Tensor, *, return_lse: bool) 
 
 
 KERNELS = (
-    Kernel(
-        id="torch.sdpa.cpu_flash_sinks",
-        operations=attention.ALL,
-        backend=TORCH,
-        load=_load_sinks,
+    kernel(
+        "torch.sdpa.cpu_flash_sinks",
+        attention.ALL,
+        _load_sinks,
+        limit.platform("cpu"),
+        _FLOATS,
+        limit.Custom("sinks", needs("sinks")),
+        limit.equal("value_dim", "head_dim"),
+        SquareCausal(),
+        _MASK,
+        limit.Custom("causal: scale > 0", positive_beside_causal),
+        SdpaEnabled("flash"),
+        limit.last_stride_one("query", "key", "value"),
         layout="BHSD",
         accepts=("causal", "scale", "attn_mask", "sinks", "return_lse"),
         folds=FOLDED,
-        limits=(
-            limit.platform("cpu"),
-            _FLOATS,
-            limit.Custom("sinks", needs("sinks")),
-            limit.equal("value_dim", "head_dim"),
-            SquareCausal(),
-            _MASK,
-            limit.Custom("causal: scale > 0", positive_beside_causal),
-            SdpaEnabled("flash"),
-            limit.last_stride_one("query", "key", "value"),
-        ),
         handles_negated=True,
         graph_safe=False,
         priority=50,
     ),
-    Kernel(
-        id="torch.cpu.softcap",
-        operations=attention.ALL,
-        backend=TORCH,
-        load=load_softcap,
+    kernel(
+        "torch.cpu.softcap",
+        attention.ALL,
+        load_softcap,
+        limit.platform("cpu"),
+        _FLOATS,
+        limit.Custom("softcap", needs("softcap")),
+        limit.Custom(f"softcap: {LEAST_CAP:g} to {MOST_CAP:g}", fitting_cap),
+        _MASK,
         layout="BHSD",
         accepts=("causal", "scale", "attn_mask", "softcap"),
         folds=FOLDED,
-        limits=(
-            limit.platform("cpu"),
-            _FLOATS,
-            limit.Custom("softcap", needs("softcap")),
-            limit.Custom(f"softcap: {LEAST_CAP:g} to {MOST_CAP:g}", fitting_cap),
-            _MASK,
-        ),
         handles_negated=True,
         workspace_bytes=_softcap_workspace,
         graph_safe=False,
         priority=40,
     ),
-    Kernel(
-        id="torch.cuda.scored",
-        operations=attention.ALL,
-        backend=TORCH,
-        load=_load,
+    kernel(
+        "torch.cuda.scored",
+        attention.ALL,
+        always(scored),
+        limit.platform("cuda", *UNLISTED),
+        limit.dtype("float32", "float16", "bfloat16"),
+        limit.Custom("softcap or sinks", _needs_more),
+        limit.Custom(f"softcap: {LEAST_CAP:g} to {MOST_CAP:g}", fitting_cap),
+        limit.one_of("attn_mask", "none", "float", "bool", foldable=True),
         layout="BHSD",
         accepts=("causal", "scale", "attn_mask", "softcap", "sinks", "return_lse"),
         folds=FOLDED,
-        limits=(
-            limit.platform("cuda", *UNLISTED),
-            limit.dtype("float32", "float16", "bfloat16"),
-            limit.Custom("softcap or sinks", _needs_more),
-            limit.Custom(f"softcap: {LEAST_CAP:g} to {MOST_CAP:g}", fitting_cap),
-            limit.one_of("attn_mask", "none", "float", "bool", foldable=True),
-        ),
         workspace_bytes=_workspace,
         deterministic=False,
         priority=35,

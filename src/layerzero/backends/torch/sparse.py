@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.torch.attention import FLOATS, TORCH, cpu_attend
+from layerzero.backends.torch.attention import FLOATS, cpu_attend, kernel
 from layerzero.backends.torch.cuda_attention import aligned_rows, own_heads
-from layerzero.backends.torch.varlen import FLASH, Slice, attend_each, lse_of_tokens
+from layerzero.backends.torch.varlen import FLASH, Slice, attend_each, flash
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
 from layerzero.ops.attention.limits import AlignedOnCuda, SdpaEnabled
 from layerzero.ops.sparse.declare import NAME, block_mask, in_blocks
 from layerzero.ops.sparse.variable import NAME as VARIABLE
@@ -66,8 +65,7 @@ def _load_rows(facts: Facts) -> Callable[..., Any]:
         *,
         block_rows: int,
         block_cols: int,
-        scale: float | None = None,
-        return_lse: bool = False,
+        **scores: Any,
     ) -> Any:
         keys, values = (in_blocks(each, block_cols) for each in (key, value))
 
@@ -77,14 +75,12 @@ def _load_rows(facts: Facts) -> Callable[..., Any]:
                 key, value = (each[blocks].flatten(0, 1) for each in (keys, values))
                 yield query[row * block_rows : (row + 1) * block_rows], key, value, None
 
-        return attend_each(rows(), query, causal=False, scale=scale, window=None, return_lse=return_lse, attend=attend)
+        return attend_each(rows(), query, attend=attend, **scores)
 
     return run
 
 
 def _load_varlen(facts: Facts) -> Callable[..., Any]:
-    operator = torch.ops.aten._flash_attention_forward.default
-
     def run(
         query: Tensor,
         key: Tensor,
@@ -94,17 +90,11 @@ def _load_varlen(facts: Facts) -> Callable[..., Any]:
         *,
         block_rows: int,
         block_cols: int,
-        scale: float | None = None,
-        return_lse: bool = False,
+        **scores: Any,
     ) -> Any:
         keys, values = (in_blocks(each, block_cols)[block_indices.long()].flatten(0, 1) for each in (key, value))
         starts = torch.arange(0, len(query) + 1, block_rows, dtype=torch.int32, device=query.device)
-        longest = max(len(key), 1)
-        output, lse, *_ = operator(
-            *(query, keys, values, starts, block_indptr * block_cols, block_rows, longest, 0.0, False, False),
-            scale=scale,
-        )
-        return (output, lse_of_tokens(output, lse)) if return_lse else output
+        return flash(query, keys, values, starts, block_indptr * block_cols, block_rows, max(len(key), 1), **scores)
 
     return run
 
@@ -159,58 +149,54 @@ def _mask_bytes_sparse_variable(facts: Facts) -> int:
 
 
 KERNELS = (
-    Kernel(
-        id="torch.block_sparse_masked",
-        operations=(NAME,),
-        backend=TORCH,
-        load=_load_masked,
+    kernel(
+        "torch.block_sparse_masked",
+        NAME,
+        _load_masked,
+        FLOATS,
+        limit.positive("scale"),
+        AlignedOnCuda(("query", "key", "value")),
         accepts=_BLOCKS,
-        limits=(FLOATS, limit.positive("scale"), AlignedOnCuda(("query", "key", "value"))),
         workspace_bytes=_mask_bytes,
         deterministic=False,
         graph_safe=False,
         priority=20,
     ),
-    Kernel(
-        id="torch.block_sparse_rows",
-        operations=(NAME,),
-        backend=TORCH,
-        load=_load_rows,
+    kernel(
+        "torch.block_sparse_rows",
+        NAME,
+        _load_rows,
+        limit.platform("cpu"),
+        FLOATS,
+        limit.equal("value_dim", "head_dim"),
+        limit.positive("scale"),
+        SdpaEnabled("flash"),
+        limit.last_stride_one("query", "key", "value"),
         accepts=(*_BLOCKS, "return_lse"),
-        limits=(
-            limit.platform("cpu"),
-            FLOATS,
-            limit.equal("value_dim", "head_dim"),
-            limit.positive("scale"),
-            SdpaEnabled("flash"),
-            limit.last_stride_one("query", "key", "value"),
-        ),
         graph_safe=False,
         priority=50,
     ),
-    Kernel(
-        id="torch.block_sparse_varlen",
-        operations=(NAME,),
-        backend=TORCH,
-        load=_load_varlen,
+    kernel(
+        "torch.block_sparse_varlen",
+        NAME,
+        _load_varlen,
+        *FLASH,
+        limit.last_stride_one("query", "key", "value"),
+        limit.aligned(16, "query", "key", "value"),
+        limit.contiguous("block_indptr"),
         accepts=(*_BLOCKS, "return_lse"),
-        limits=(
-            *FLASH,
-            limit.last_stride_one("query", "key", "value"),
-            limit.aligned(16, "query", "key", "value"),
-            limit.contiguous("block_indptr"),
-        ),
         workspace_bytes=_gathered_bytes,
         deterministic=False,
         priority=40,
     ),
-    Kernel(
-        id="torch.variable_sparse_masked",
-        operations=(VARIABLE,),
-        backend=TORCH,
-        load=_load,
+    kernel(
+        "torch.variable_sparse_masked",
+        VARIABLE,
+        _load,
+        FLOATS,
+        limit.positive("scale"),
+        AlignedOnCuda(("query", "key", "value")),
         accepts=("scale",),
-        limits=(FLOATS, limit.positive("scale"), AlignedOnCuda(("query", "key", "value"))),
         workspace_bytes=_mask_bytes_sparse_variable,
         deterministic=False,
         graph_safe=False,

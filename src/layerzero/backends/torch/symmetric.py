@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import TORCH
+from layerzero.backends.torch.attention import always, kernel
 from layerzero.core import limits as limit
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.kernel import Kernel
@@ -95,20 +95,17 @@ def two_shot(input: Tensor, *, group: Any = None) -> Tensor:
 
 
 def _kernel(name: str, operation: Any, run: Callable[..., Any], least: int, most: int, *more: str) -> Kernel:
-    return Kernel(
-        id=f"torch.{name}",
-        operations=(operation.name,),
-        backend=TORCH,
-        load=lambda _facts: run,
+    return kernel(
+        f"torch.{name}",
+        operation.name,
+        always(run),
+        limit.platform("cuda"),
+        limit.arch(min=(8, 0)),
+        limit.dtype("float32", "bfloat16"),
+        limit.one_of("group_reach", PEERS),
+        limit.dim("rank_count", max=8, one_of=(2, 4, 8)),
+        limit.dim("payload", min=least, max=most, multiple=8),  # 16 bytes of bfloat16
         accepts=("group", *more),
-        limits=(
-            limit.platform("cuda"),
-            limit.arch(min=(8, 0)),
-            limit.dtype("float32", "bfloat16"),
-            limit.one_of("group_reach", PEERS),
-            limit.dim("rank_count", max=8, one_of=(2, 4, 8)),
-            limit.dim("payload", min=least, max=most, multiple=8),  # 16 bytes of bfloat16
-        ),
         priority=60,
     )
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.torch.attention import FLOATS, TORCH
+from layerzero.backends.torch.attention import FLOATS, TORCH, kernel
 from layerzero.backends.torch.qkv import load_three
 from layerzero.backends.torch.varlen import linear_for
 from layerzero.core.facts import Facts
@@ -195,13 +195,12 @@ _KINDS: tuple[tuple[str, tuple[str, ...], Callable[..., Any], tuple[str, ...]], 
 
 KERNELS = (
     *(
-        Kernel(
-            id=f"torch.{name.partition('.')[0]}_{ending}{''.join(name.partition('.')[1:])}",
-            operations=operations,
-            backend=TORCH,
-            load=functools.partial(load, make=make),
+        kernel(
+            f"torch.{name.partition('.')[0]}_{ending}{''.join(name.partition('.')[1:])}",
+            operations,
+            functools.partial(load, make=make),
+            FLOATS,
             accepts=accepts,
-            limits=(FLOATS,),
             grad=True,
             batch_invariant=True,
             asked_for=True,

@@ -20,11 +20,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.torch.attention import FLOATS, FOLDED, SDPA_ARGUMENTS, TORCH, cpu_attend, positive_beside_causal
+from layerzero.backends.torch.attention import (
+    FLOATS,
+    FOLDED,
+    SDPA_ARGUMENTS,
+    cpu_attend,
+    kernel,
+    positive_beside_causal,
+)
 from layerzero.backends.torch.varlen import FLASH, load_cuda_ragged
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
 from layerzero.ops.attention import declare as attention
 from layerzero.ops.attention.limits import SdpaEnabled
 from layerzero.ops.paged import declare as paged
@@ -228,16 +234,13 @@ _CUDA = (
 
 KERNELS = (
     *(
-        Kernel(
-            id=f"torch.{name}",
-            operations=operations,
-            backend=TORCH,
-            load=load,
+        kernel(
+            f"torch.{name}",
+            operations,
+            load,
+            *_TILED,
+            *((limit.one_of("attn_mask", "none", "float", foldable=True),) if "attn_mask" in accepts else ()),
             accepts=accepts,
-            limits=(
-                *_TILED,
-                *((limit.one_of("attn_mask", "none", "float", foldable=True),) if "attn_mask" in accepts else ()),
-            ),
             batch_invariant=True,
             asked_for=True,
             tp_invariant=True,
@@ -248,19 +251,16 @@ KERNELS = (
         for name, operations, load, accepts, more in _CPU
     ),
     *(
-        Kernel(
-            id=f"torch.{name}",
-            operations=operations,
-            backend=TORCH,
-            load=load,
+        kernel(
+            f"torch.{name}",
+            operations,
+            load,
+            *FLASH,
+            limit.contiguous(*_DENSE) if layout else limit.last_stride_one(*_DENSE),
+            limit.aligned(16, *_DENSE),
+            *(() if layout else (limit.contiguous("cu_seqlens_q", "cu_seqlens_k"),)),
             layout=layout,
             accepts=accepts,
-            limits=(
-                *FLASH,
-                limit.contiguous(*_DENSE) if layout else limit.last_stride_one(*_DENSE),
-                limit.aligned(16, *_DENSE),
-                *(() if layout else (limit.contiguous("cu_seqlens_q", "cu_seqlens_k"),)),
-            ),
             batch_invariant=True,
             asked_for=True,
             tp_invariant=True,

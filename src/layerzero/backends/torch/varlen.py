@@ -27,10 +27,10 @@ from torch.nn import functional
 
 from layerzero.backends.torch.attention import (
     FLOATS,
-    TORCH,
     UNLISTED,
     blanked,
     gives_no_lse,
+    kernel,
     positive_beside_causal,
     sdpa_operator,
     short_mask,
@@ -40,7 +40,6 @@ from layerzero.backends.torch.softcap import with_sinks
 from layerzero.backends.torch.widened import Attend, attended, attends, in_float32
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention.limits import LseWithoutGradient, SdpaEnabled
 from layerzero.ops.attention.reference import attention_bias
@@ -97,17 +96,18 @@ def attend_each(
     sequences: Iterable[Slice],
     like: Tensor,
     *,
-    causal: bool,
-    scale: float | None,
-    window: tuple[int, int] | None,
-    return_lse: bool,
+    causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
     masks: Iterable[Tensor | None] = repeat(None),
     attend: Attend | None = None,
 ) -> Any:
     """Attention of one sequence after the other: (T, H, D), and (H, T) of the log-sum-exp; ``like`` is all queries.
 
-    ``masks`` (S, S_k), True where a key is seen, come one with each sequence. There is a log-sum-exp on a CPU alone.
-    ``attend`` is what runs there, torch's operator by default.
+    ``masks`` (S, S_k), True where a key is seen, come one with each sequence. There is a log-sum-exp, and there are
+    sinks, on a CPU alone. ``attend`` is what runs there, torch's operator by default.
     """
     operator = (attend or sdpa_operator("flash_attention_for_cpu")) if like.device.type == "cpu" else _function
     outputs: list[Tensor] = []
@@ -123,9 +123,13 @@ def attend_each(
         outputs.append(output)
         sums.append(lse)
     output = torch.cat(outputs) if outputs else torch.zeros_like(like)
-    if not return_lse:
+    if not return_lse and sinks is None:
         return output
-    return output, torch.cat(sums, 1) if sums else like.new_empty((like.shape[1], 0), dtype=torch.float32)
+    lse = torch.cat(sums, 1) if sums else like.new_empty((like.shape[1], 0), dtype=torch.float32)
+    if sinks is None:
+        return output, lse
+    summed = with_sinks(output.transpose(0, 1), lse, sinks, return_lse=return_lse)
+    return (output, summed[1]) if return_lse else output
 
 
 def _attend(
@@ -190,12 +194,8 @@ def _load_ragged(facts: Facts, attend: Attend | None = None) -> Callable[..., An
         cu_seqlens_q: Tensor,
         cu_seqlens_k: Tensor,
         *,
-        causal: bool = False,
-        scale: float | None = None,
-        window: tuple[int, int] | None = None,
-        sinks: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
-        return_lse: bool = False,
+        **scores: Any,
     ) -> Any:
         pairs = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
         sequences = (
@@ -207,15 +207,7 @@ def _load_ragged(facts: Facts, attend: Attend | None = None) -> Callable[..., An
             )
             for number, ((first, last), (first_k, last_k)) in enumerate(pairs)
         )
-        needed = return_lse or sinks is not None
-        found: Any = attend_each(
-            sequences, query, causal=causal, scale=scale, window=window, return_lse=needed, attend=attend
-        )
-        if sinks is None:
-            return found
-        output, lse = found
-        summed = with_sinks(output.transpose(0, 1), lse, sinks, return_lse=return_lse)
-        return (output, summed[1]) if return_lse else output
+        return attend_each(sequences, query, attend=attend, **scores)
 
     return run
 
@@ -250,7 +242,6 @@ def load_cuda_ragged(
     facts: Facts, queries: Callable[[int | None, int, int], int] = longest_queries
 ) -> Callable[..., Any]:
     """FlashAttention 2 of torch over tokens; ``queries`` gives the longest sequence of queries to say."""
-    operator = torch.ops.aten._flash_attention_forward.default
 
     def run(
         query: Tensor,
@@ -259,25 +250,47 @@ def load_cuda_ragged(
         cu_seqlens_q: Tensor,
         cu_seqlens_k: Tensor,
         *,
-        causal: bool = False,
-        scale: float | None = None,
-        window: tuple[int, int] | None = None,
-        return_lse: bool = False,
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
+        **scores: Any,
     ) -> Any:
-        longest_q = queries(max_seqlen_q, len(query), len(cu_seqlens_q) - 1)
-        longest = longest_q, longest_or(max_seqlen_k, len(key))
-        left, right = window or (-1, -1)
-        output, lse, *_ = operator(
-            *(query, key, value, cu_seqlens_q, cu_seqlens_k, *longest, 0.0, causal, False),
-            scale=scale,
-            window_size_left=left,
-            window_size_right=0 if causal else right,
-        )
-        return (output, lse_of_tokens(output, lse)) if return_lse else output
+        longest = queries(max_seqlen_q, len(query), len(cu_seqlens_q) - 1), longest_or(max_seqlen_k, len(key))
+        return flash(query, key, value, cu_seqlens_q, cu_seqlens_k, *longest, **scores)
 
     return run
+
+
+_FLASH = torch.ops.aten._flash_attention_forward.default
+
+
+def flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts_q: Tensor,
+    starts_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    lens: Tensor | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """FlashAttention 2 of torch over tokens: (T, H, D), and (H, T) of the log-sum-exp.
+
+    Keys of a sequence are read as far as ``lens`` (B,) int32 says, or to where the next one starts.
+    """
+    left, right = window or (-1, -1)
+    output, lse, *_ = _FLASH(
+        *(query, key, value, starts_q, starts_k, longest_q, longest_k, 0.0, causal, False),
+        scale=scale,
+        window_size_left=left,
+        window_size_right=0 if causal else right,
+        seqused_k=lens,
+    )
+    return (output, lse_of_tokens(output, lse)) if return_lse else output
 
 
 def lse_of_tokens(output: Tensor, lse: Tensor) -> Tensor:
@@ -310,23 +323,20 @@ EACH = (limit.platform("cuda", *UNLISTED), FLOATS, limit.positive("scale"), Sdpa
 """What torch's function takes of one sequence after the other; it has a kernel for each while math may run."""
 
 
-_RAGGED = Kernel(
-    id="torch.ragged_sdpa",
-    operations=ragged.RAGGED,
-    backend=TORCH,
-    load=_load_ragged,
+_RAGGED = kernel(
+    "torch.ragged_sdpa",
+    ragged.RAGGED,
+    _load_ragged,
+    limit.platform("cpu"),
+    FLOATS,
+    limit.equal("value_dim", "head_dim"),
+    limit.one_of("bias_grad", False),
+    limit.Custom("causal: scale > 0", positive_beside_causal),
+    LseWithoutGradient(),
+    limit.Custom("sinks: no gradients", _no_gradient_of_sinks),
+    SdpaEnabled("flash"),
+    limit.last_stride_one("query", "key", "value"),
     accepts=("causal", "scale", "window", "sinks", "alibi_slopes", "return_lse"),
-    limits=(
-        limit.platform("cpu"),
-        FLOATS,
-        limit.equal("value_dim", "head_dim"),
-        limit.one_of("bias_grad", False),
-        limit.Custom("causal: scale > 0", positive_beside_causal),
-        LseWithoutGradient(),
-        limit.Custom("sinks: no gradients", _no_gradient_of_sinks),
-        SdpaEnabled("flash"),
-        limit.last_stride_one("query", "key", "value"),
-    ),
     grad=True,
     graph_safe=False,
     priority=50,
@@ -336,31 +346,27 @@ _RAGGED = Kernel(
 KERNELS = (
     _RAGGED,
     in_float32(_RAGGED, attends, _load_widened),
-    Kernel(
-        id="torch.ragged_each",
-        operations=ragged.RAGGED,
-        backend=TORCH,
-        load=_load_ragged,
+    kernel(
+        "torch.ragged_each",
+        ragged.RAGGED,
+        _load_ragged,
+        *EACH,
         accepts=("causal", "scale", "window"),
-        limits=EACH,
         grad=True,
         deterministic=False,
         graph_safe=False,
         priority=30,
         stock=_square,
     ),
-    Kernel(
-        id="torch.varlen",
-        operations=ragged.RAGGED,
-        backend=TORCH,
-        load=load_cuda_ragged,
+    kernel(
+        "torch.varlen",
+        ragged.RAGGED,
+        load_cuda_ragged,
+        *FLASH,
+        limit.last_stride_one("query", "key", "value"),
+        limit.aligned(16, "query", "key", "value"),
+        limit.contiguous("cu_seqlens_q", "cu_seqlens_k"),
         accepts=("causal", "scale", "window", "return_lse", "max_seqlen_q", "max_seqlen_k"),
-        limits=(
-            *FLASH,
-            limit.last_stride_one("query", "key", "value"),
-            limit.aligned(16, "query", "key", "value"),
-            limit.contiguous("cu_seqlens_q", "cu_seqlens_k"),
-        ),
         deterministic=False,
         priority=60,
         stock=gives_no_lse,

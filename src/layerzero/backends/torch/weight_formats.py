@@ -18,12 +18,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.backends.grouped_weights import ROUNDING, Product, grouped
-from layerzero.backends.torch.attention import FLOATS, TORCH
+from layerzero.backends.torch.attention import FLOATS, TORCH, kernel
 from layerzero.backends.torch.widened import FEW_BITS
 from layerzero.core import limits as limit
 from layerzero.core.emulation import lacks
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
 from layerzero.ops.linear.packed import MAY_BE_DENSE, Pack, PackedWeight
 from layerzero.ops.linear.quantized import QUANTIZED, of_outputs
 from layerzero.ops.linear.weight_formats import FORMATTED
@@ -144,13 +143,12 @@ def _load_kept(facts: Facts) -> Callable[..., Any]:
 
 
 KERNELS = tuple(
-    Kernel(
-        id=f"torch.dequantized_{name}",
-        operations=(operation.name,),
-        backend=TORCH,
-        load=_load,
+    kernel(
+        f"torch.dequantized_{name}",
+        operation.name,
+        _load,
+        FLOATS,
         accepts=("weight_format", *(each.name for each in operation.schema.optional), "out_dtype"),
-        limits=(FLOATS,),
         grad=True,
         handles_negated=True,
         priority=20,
@@ -159,13 +157,14 @@ KERNELS = tuple(
 )
 
 KERNELS += (
-    Kernel(
-        id="torch.kept_quant",
-        operations=(QUANTIZED[None].name,),
-        backend=TORCH,
-        load=_load_kept,
+    kernel(
+        "torch.kept_quant",
+        QUANTIZED[None].name,
+        _load_kept,
+        limit.platform("cpu"),
+        FLOATS,
+        MAY_BE_DENSE,
         accepts=("bias", "out_dtype", "packed"),
-        limits=(limit.platform("cpu"), FLOATS, MAY_BE_DENSE),
         priority=25,
     ),
     *(
