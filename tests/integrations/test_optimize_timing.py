@@ -230,6 +230,13 @@ def test_a_gain_within_the_noise_is_none():
     assert not Sizes(ratios, ({Way.PLAIN: 0.05},) * 3, (9,) * 3, 1.0).gains(ways)
 
 
+@pytest.mark.parametrize(("noise", "way"), [(0.02, Way.PLAIN), (0.04, Way.OWN)])
+def test_own_code_stays_where_nothing_is_faster_for_sure(noise, way):
+    ratios = ({Way.STOCK: 1.0, Way.OWN: 1.0, Way.PLAIN: 0.97, Way.PACKED: 1.2},) * 3
+    found = Sizes(ratios, ({**dict.fromkeys(Way, 0.0), Way.PLAIN: noise},) * 3, (9,) * 3, 1.0)
+    assert found.best(among=(Way.OWN, Way.PLAIN, Way.PACKED)) == (way,) * 3
+
+
 def test_no_round_begins_after_the_time(clock):
     ways = {way: lambda: lambda: clock.costs(int, 1.0)() for way in (Way.STOCK, Way.PLAIN)}
     found = timed([ways] * 3)
