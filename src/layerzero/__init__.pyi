@@ -1197,6 +1197,7 @@ def moe_experts(
     activation: str = "silu",
     alpha: float = 1.702,
     limit: float = 7.0,
+    activations: str | None = None,
     packed_gate_up: PackedWeight | None = None,
     packed_down: PackedWeight | None = None,
     gate_up_format: str | None = None,
@@ -1225,6 +1226,8 @@ def moe_experts(
         expert_ids: from 0 to E - 1; -1 is an expert that is elsewhere (on another rank) and adds nothing.
         activation: ``"silu"``, ``"gelu"`` (by erf), ``"gelu_tanh"`` or ``"swiglu_oai"``.
         alpha, limit: of ``"swiglu_oai"``, as for :func:`layerzero.swiglu_oai`.
+        activations: ``"int8"``, with weights of whole numbers by group, lets kernels round the rows of both products to
+            eight bits; no gradient is promised.
         packed_gate_up, packed_down: the :class:`layerzero.PackedWeight` of each weight; kernels that want weights in
             another order want both. They change no result, and have no effect in compiled code.
         gate_up_format, down_format: of quantised weights, such as ``"mxfp4"``. A :class:`layerzero.QuantizedWeight` of

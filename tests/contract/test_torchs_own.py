@@ -42,6 +42,7 @@ COMPOSED = {
     "mlp.swiglu_oai": "clamps, a sigmoid and products",
     "mlp.swiglu_oai.interleaved": "clamps, a sigmoid and products",
     "moe.experts.quant": "numbers of an expert dequantised, then F.linear, for each",
+    "moe.experts.quant.int8": "numbers of an expert dequantised, then F.linear, for each",
     "norm.add_rms": "a sum and F.rms_norm",
     "norm.add_rms.inplace": "a sum, F.rms_norm and a copy",
     "posenc.alibi": "distances times slopes",

@@ -11,7 +11,7 @@ import torch
 import layerzero as lz
 from drawing import at_once
 from layerzero.ops.moe.experts import Stack
-from layerzero.ops.moe.quantized import QUANTIZED
+from layerzero.ops.moe.quantized import QUANTIZED, ROUNDED
 from layerzero.ops.quantize.groups import GROUPED
 from layerzero.ops.quantize.schemes import SCHEMES, scheme_of
 from layerzero.testing import compare
@@ -117,6 +117,34 @@ def test_a_packed_kernel_makes_its_form_once(kernel, tokens):
     assert torch.equal(*found)
     assert gate_up.packed.forms == down.packed.forms == 1
     assert gate_up.packed.bytes > 0
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_rows_may_be_rounded_to_eight_bits(tokens):
+    (gate_up, down), (rows, ids, shares) = stacks("compressed-tensors:bits=8"), around(tokens, torch.bfloat16)
+    given = rows, gate_up, down, ids, shares
+    report = lz.explain("moe_experts", *given, activations="int8")
+    assert report.operation == ROUNDED.name
+    wanted = lz.moe_experts(*given).float()
+    got = lz.moe_experts(*given, activations="int8").float()
+    assert (got - wanted).norm() < 0.03 * wanted.norm()
+    for biases in ({"gate_up_bias": torch.zeros(EXPERTS, 2 * INNER, dtype=torch.bfloat16)}, {"activation": "gelu"}):
+        assert lz.explain("moe_experts", *given, activations="int8", **biases).reasons("vllm.cpu.fused_experts_int8")
+
+
+@pytest.mark.parametrize(
+    ("text", "activations", "wanted"),
+    [
+        ("mxfp4", "int8", "activations: wanted None, or 'int8' with weights of whole numbers by group"),
+        ("compressed-tensors:bits=8", "int4", "activations: wanted None or 'int8', got 'int4'"),
+    ],
+)
+def test_other_formats_and_activations_are_refused(text, activations, wanted):
+    (gate_up, down), (rows, ids, shares) = stacks(text), around()
+    with pytest.raises(lz.InvalidCallError, match=wanted):
+        lz.moe_experts(rows, gate_up, down, ids, shares, activations=activations)
+    with pytest.raises(lz.InvalidCallError, match="activations: wanted None"):
+        lz.moe_experts(rows, gate_up.dequantized(), down.dequantized(), ids, shares, activations=activations)
 
 
 def test_gradients_reach_rows_shares_and_biases():

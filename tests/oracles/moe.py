@@ -76,3 +76,4 @@ def _quantised(c):
 
 
 ORACLES = {"moe.route": _route, "moe.experts": _experts, "moe.experts.quant": _quantised}
+ORACLES["moe.experts.quant.int8"] = _quantised

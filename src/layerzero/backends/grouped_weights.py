@@ -28,7 +28,7 @@ from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.linear.packed import BELONGS, MAY_BE_DENSE, Pack, PackedWeight, belongs
 from layerzero.ops.linear.weight_formats import FORMATTED
 from layerzero.ops.moe.experts import PACKED_OF
-from layerzero.ops.moe.quantized import QUANTIZED
+from layerzero.ops.moe.quantized import QUANTIZED, ROUNDED
 from layerzero.ops.quantize.weight import QuantizedWeight
 from layerzero.ops.quantize.weight_format import Codes, Fields
 
@@ -292,6 +292,9 @@ def _load_experts(facts: Facts, owner: str, parts: Parts) -> Callable[..., Any]:
     return looped(facts, lambda given: [forms(given[name], *own) for name, own in zip(PACKED_OF, made_of, strict=True)])
 
 
+EITHER = QUANTIZED.name, ROUNDED.name
+"""Of kernels for quantised experts: whether rows may be rounded or not, they stay as they are."""
+
 ALIKE = limit.one_of("formats_alike", True)
 """What kernels demand that look at one of both formats alone."""
 
@@ -300,7 +303,7 @@ def experts_of(kernel_id: str, backend: Backend, parts: Parts, priority: int, *l
     """A kernel for quantised experts on a CPU, made of a product's; see :func:`grouped`."""
     return Kernel(
         id=kernel_id,
-        operations=(QUANTIZED.name,),
+        operations=EITHER,
         backend=backend,
         load=lambda facts: _load_experts(facts, kernel_id, parts),
         accepts=(*ACCEPTS, *TENSORS, *PACKED_OF),

@@ -61,7 +61,7 @@ SETS: Mapping[str, OperationSet] = {
         (
             *("mlp.linear.quant", "mlp.linear.quant.int8", "mlp.linear.quant.fp8_e4m3", "mlp.linear.quant.group"),
             *("mlp.linear.quant.group.int8", "mlp.linear.quant.block", "mlp.linear.quant.mx"),
-            *("mlp.linear.quant.codebook", "mlp.linear.quant.gguf", "moe.experts.quant"),
+            *("mlp.linear.quant.codebook", "mlp.linear.quant.gguf", "moe.experts.quant", "moe.experts.quant.int8"),
             *("quantize.int8", "quantize.fp8_e4m3", "quantize.mxfp8_e4m3", "quantize.mxfp4", "quantize.nvfp4"),
             *("dequantize.int8", "dequantize.fp8_e4m3", "dequantize.mxfp8_e4m3", "dequantize.mxfp4"),
             *("dequantize.nvfp4", "kv.append.quantized", "kv.rope_append.quantized"),
@@ -71,7 +71,7 @@ SETS: Mapping[str, OperationSet] = {
     "experts": OperationSet(
         "mixtures of experts: Mixtral, Qwen3-MoE, DeepSeek, gpt-oss",
         (
-            *("moe.route", "moe.experts", "moe.experts.quant", "mlp.grouped", "mlp.batched"),
+            *("moe.route", "moe.experts", "moe.experts.quant", "moe.experts.quant.int8", "mlp.grouped", "mlp.batched"),
             *("mlp.silu_mul.joined", "mlp.swiglu_oai", "mlp.swiglu_oai.interleaved", "norm.add_rms"),
             "attention.mla.decode.paged",
         ),

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from layerzero.backends.grouped_weights import ACCEPTS, IN_FOUR_BITS, TENSORS, Products, experts_of, looped
+from layerzero.backends.grouped_weights import ACCEPTS, EITHER, IN_FOUR_BITS, TENSORS, Products, experts_of, looped
 from layerzero.backends.torch.attention import FLOATS, TORCH, kernel
 from layerzero.backends.torch.grouped_linear import int4, int8
 from layerzero.backends.torch.weight_formats import dequantizing
@@ -21,7 +21,6 @@ from layerzero.core import limits as limit
 from layerzero.core.emulation import lacks
 from layerzero.core.facts import Facts
 from layerzero.ops.moe.experts import Stack, weights_of
-from layerzero.ops.moe.quantized import QUANTIZED
 
 _SPREAD = many("tokens", of="top_k", over="experts")
 
@@ -50,7 +49,7 @@ def _load(facts: Facts) -> Callable[..., Any]:
 KERNELS = (
     kernel(
         "torch.experts_dequantized",
-        QUANTIZED.name,
+        EITHER,
         _load,
         FLOATS,
         accepts=(*ACCEPTS, *TENSORS),

@@ -27,6 +27,7 @@ from torch.nn import functional
 from layerzero.backends.compiler_caches import driver_cache
 from layerzero.backends.grouped_weights import (
     ALIKE,
+    EITHER,
     IN_FOUR_BITS,
     TENSORS,
     Locks,
@@ -53,7 +54,6 @@ from layerzero.core.kernel import Kernel, Trust
 from layerzero.ops.activation.formulas import FUNCTIONS
 from layerzero.ops.linear.packed import PackedWeight, belongs
 from layerzero.ops.moe.experts import EXPERTS, PACKED_OF, gated
-from layerzero.ops.moe.quantized import QUANTIZED
 from layerzero.ops.quantize.weight import QuantizedWeight
 
 _BLOCKS = (8, 16, 32, 48, 64)
@@ -270,7 +270,7 @@ def _kernel(
     optional = [name for name in TENSORS if not name.endswith("group_index")]
     return Kernel(
         id=owner,
-        operations=(QUANTIZED.name,),
+        operations=EITHER if pack is _pack_codes else EITHER[:1],
         backend=VLLM,
         load=functools.partial(_load_marlin, owner=owner, pack=pack),
         accepts=(

@@ -152,9 +152,10 @@ def optimize(
             Where the CPU emulates half precision, one of them is in float32, and that of a quantised weight may be as
             large as a floating one: None means half of the free memory then. What has no room is read as it lies, by
             whichever kernel is fastest then.
-        weights: ``"int8"`` quantises the weights of linear layers, by a scale for each output, ``"int4"`` by one for
-            each 128 columns, ``"int4:32"`` for each 32, ``"fp8"`` to e4m3 by a scale for each output; ``"auto"`` takes
-            for each layer the one that is fastest on the sizes of the inputs' calls, of those within ``accuracy``.
+        weights: ``"int8"`` quantises the weights of linear layers and experts, by a scale for each output, ``"int4"``
+            by one for each 128 columns, ``"int4:32"`` for each 32, ``"fp8"`` to e4m3 by a scale for each output;
+            ``"auto"`` takes int8 for experts, and for each layer the format that is fastest on the sizes of the inputs'
+            calls, of those within ``accuracy``.
             Nothing is quantised unasked. Each layer is compared with its
             own code, on the inputs' rows or, without inputs, on random ones; the report says what each loses, and how
             far the model's output is from its own. Weights stay as they are, for ``undo()``, state dicts, gradients and

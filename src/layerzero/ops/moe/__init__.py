@@ -2,7 +2,7 @@
 
 from layerzero.ops.moe.experts import EXPERTS
 from layerzero.ops.moe.of_ranks import moe_experts_of_ranks
-from layerzero.ops.moe.quantized import MOE_EXPERTS, QUANTIZED
+from layerzero.ops.moe.quantized import MOE_EXPERTS, QUANTIZED, ROUNDED
 from layerzero.ops.moe.routing import MOE_ROUTE, ROUTE
 
 EXPORTS = ("moe_experts_of_ranks",)
@@ -10,4 +10,4 @@ EXPORTS = ("moe_experts_of_ranks",)
 __all__ = ["FUNCTIONS", "OPERATIONS", "moe_experts_of_ranks"]
 
 FUNCTIONS = (MOE_ROUTE, MOE_EXPERTS)
-OPERATIONS = (ROUTE, EXPERTS, QUANTIZED)
+OPERATIONS = (ROUTE, EXPERTS, QUANTIZED, ROUNDED)

@@ -145,6 +145,7 @@ def moe_experts(
     activation: str = "silu",
     alpha: float = 1.702,
     limit: float = 7.0,
+    activations: str | None = None,
     packed_gate_up: PackedWeight | None = None,
     packed_down: PackedWeight | None = None,
     gate_up_format: str | None = None,
@@ -173,6 +174,8 @@ def moe_experts(
         expert_ids: from 0 to E - 1; -1 is an expert that is elsewhere (on another rank) and adds nothing.
         activation: ``"silu"``, ``"gelu"`` (by erf), ``"gelu_tanh"`` or ``"swiglu_oai"``.
         alpha, limit: of ``"swiglu_oai"``, as for :func:`layerzero.swiglu_oai`.
+        activations: ``"int8"``, with weights of whole numbers by group, lets kernels round the rows of both products to
+            eight bits; no gradient is promised.
         packed_gate_up, packed_down: the :class:`layerzero.PackedWeight` of each weight; kernels that want weights in
             another order want both. They change no result, and have no effect in compiled code.
         gate_up_format, down_format: of quantised weights, such as ``"mxfp4"``. A :class:`layerzero.QuantizedWeight` of
@@ -245,8 +248,8 @@ def _examples(
     case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
 ) -> dict[str, Tensor]:
     """Weights whose products are of order 1, and experts that differ, each with a share."""
-    names = ("experts", "joined_features", "inner_features", "hidden", "tokens", "top_k")
-    experts, joined, inner, hidden, tokens, top_k = (case.sizes[name] for name in names)
+    names = "experts joined_features inner_features hidden tokens top_k"
+    experts, joined, inner, hidden, tokens, top_k = map(case.sizes.__getitem__, names.split())
     made: dict[str, Tensor] = {}
     for name, shape in (("gate_up_weight", (experts, joined, hidden)), ("down_weight", (experts, hidden, inner))):
         made[name] = drawn(TensorSchema(name), shape, dtype, device, {}, generator)
@@ -259,10 +262,6 @@ def _examples(
     shares = torch.randn((tokens, top_k), generator=generator, device=where).softmax(-1)
     made["expert_ids"] = choices(tokens, experts, top_k, generator, where).to(device, torch.int32)
     return made | {"expert_weights": shares.to(device)}
-
-
-def _complete(sizes: Mapping[str, int]) -> Mapping[str, int]:
-    return {"inner_features": sizes["joined_features"] // 2}
 
 
 def sized_case(name: str, tokens: int, model: tuple[int, int, int, int], *given: str, **params: object) -> Case:
@@ -326,7 +325,8 @@ EXPERTS = operation(
     tolerance=TOLERANCE,
     tolerance_reason=TOLERANCE_REASON,
     judge=Elementwise(TOLERANCE, TOLERANCE_REASON, summed),
-    complete=_complete,
+    fixed={"activations": None},
+    complete=lambda sizes: {"inner_features": sizes["joined_features"] // 2},
     examples=_examples,
     work=_work,
     scratch=lambda sizes: sizes["hidden"] * sizes["joined_features"] * 2 + sizes["tokens"] * sizes["joined_features"],

@@ -1,4 +1,6 @@
-"""Experts whose weights are quantised, moe.experts.quant, and the function that both kinds of experts share.
+"""Experts whose weights are quantised, moe.experts.quant, and the function that all kinds of experts share.
+
+``moe.experts.quant.int8`` are those with whole numbers by group whose rows a kernel may round to eight bits.
 
 Weights are stacks of what :mod:`layerzero.ops.quantize.schemes` lays out, each tensor with the experts in front. The
 reference makes the numbers of one expert after the other in the dtype that products are in, float32 or wider.
@@ -6,21 +8,25 @@ reference makes the numbers of one expert after the other in the dtype that prod
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from layerzero.core.arguments import Axis, Param, Role, TensorSchema
+from layerzero.core.arguments import Axis, Param, Role, TensorSchema, told
 from layerzero.core.dtypes import dtype_name
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.judge import Elementwise
 from layerzero.core.operation import Case, Operation, Work
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.declaration import function, operation, tensor
 from layerzero.ops.draw import Draw
+from layerzero.ops.linear.declare import CODES, SIGMAS, OfRows
 from layerzero.ops.linear.fused import TOLERANCE, TOLERANCE_REASON
 from layerzero.ops.linear.packed import PackedWeight
 from layerzero.ops.linear.weight_formats import random_weight
@@ -29,6 +35,8 @@ from layerzero.ops.moe.experts import (
     PACKED_OF,
     draw_around,
     draw_experts,
+    gate_and_up,
+    gated,
     moe_experts,
     problems_of,
     sized_case,
@@ -37,6 +45,7 @@ from layerzero.ops.moe.experts import (
     sweep,
     weights_of,
 )
+from layerzero.ops.quantize.groups import GROUPED
 from layerzero.ops.quantize.schemes import SCHEMES, format_problems, scheme_of
 from layerzero.ops.quantize.weight import QuantizedWeight, stack_problems
 from layerzero.ops.quantize.weight_format import ARGUMENTS, Fields, WeightFormat, arguments_of, fields_of
@@ -223,6 +232,7 @@ QUANTIZED: Operation = operation(
     tolerance=TOLERANCE,
     tolerance_reason=TOLERANCE_REASON,
     judge=Elementwise(TOLERANCE, TOLERANCE_REASON, summed),
+    fixed={"activations": None},
     derive=_derive,
     derived_from=_DERIVED,
     examples=_examples,
@@ -231,6 +241,69 @@ QUANTIZED: Operation = operation(
     sweep=_sweep,
     stock=stock,
 )
+
+
+def _moved(arguments: Mapping[str, Any], rows: Tensor) -> Tensor:
+    """What rounding the rows of both products to eight bits adds, as a deviation for each element."""
+    first, second = weights_of(arguments, torch.float64)
+    biases = arguments.get("gate_up_bias"), arguments.get("down_bias")
+    gate = {name: arguments[name] for name in ("activation", "alpha", "limit") if name in arguments}
+    step = rows.abs().amax(-1, keepdim=True) / (CODES * math.sqrt(12.0))
+    total = torch.zeros_like(rows)
+    for number in range(first.shape[0]):
+        weight, down = first[number], second[number]
+        joined = functional.linear(rows, weight, None if biases[0] is None else biases[0][number])
+        through, off = gated(joined, **{"activation": "silu", **gate}), step * weight.square().sum(-1).sqrt()
+        of_gate = torch.zeros_like(off)
+        gate_and_up(of_gate, gate.get("activation", "silu"))[0].fill_(1.0)
+        moved = through.abs().amax(-1, keepdim=True).square() / (12.0 * CODES**2)
+        for part, sign in itertools.product((of_gate, 1.0 - of_gate), (1.0, -1.0)):
+            found = gated(joined + sign * part * off, **{"activation": "silu", **gate}) - through
+            moved = moved + found.square()
+        share = torch.where(arguments["expert_ids"] == number, arguments["expert_weights"], 0.0).sum(-1, keepdim=True)
+        total += share.square() * functional.linear(moved, down.square())
+    return total.sqrt()
+
+
+@dataclass(frozen=True, slots=True)
+class OfNarrowExperts(OfRows):
+    """Experts whose rows a kernel rounds to eight bits before both products, or does not round."""
+
+    sums: Elementwise
+    reason: str = "libraries round the rows of both products by one scale for each, or leave them as they are"
+
+    def __str__(self) -> str:
+        return f"{self.sums}; and {SIGMAS:g} deviations of what rounding the rows of both products to eight bits adds"
+
+    def basis(self, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        rows, shares = arguments["input"].double(), arguments["expert_weights"].double()
+        strange = (~rows.isfinite()).any(-1, keepdim=True) | (~shares.isfinite()).any(-1, keepdim=True)
+        given = {**arguments, "expert_weights": shares.nan_to_num(0.0, 0.0, 0.0)}
+        given["input"] = rows = rows.nan_to_num(0.0, 0.0, 0.0)
+        return summed(given), SIGMAS * _moved(given, rows), strange
+
+
+_OF_CODES = [each for each in QUANTIZED.cases if str(each.params["gate_up_format"]).partition(":")[0] in GROUPED]
+ROUNDED = replace(
+    QUANTIZED,
+    schema=replace(QUANTIZED.schema, operation="moe.experts.quant.int8"),
+    summary="What chosen experts make of each token, with weights by group and rows that may be rounded to eight bits",
+    judge=OfNarrowExperts(Elementwise(TOLERANCE, TOLERANCE_REASON, summed)),
+    cases=tuple(_OF_CODES),
+    fixed={"activations": "int8"},
+)
+
+
+def _chosen(arguments: dict[str, Any]) -> Operation:
+    """The operation of a call; those of experts have no such argument as ``activations``."""
+    formats = [arguments[name] for name in ("gate_up_format", "down_format")]
+    activations, arguments["activations"] = arguments["activations"], None
+    if activations is None:
+        return EXPERTS if formats == [None, None] else QUANTIZED
+    if activations != "int8" or any(str(each).partition(":")[0] not in GROUPED for each in formats):
+        wanted = "None, or 'int8' with weights of whole numbers by group" if activations == "int8" else "None or 'int8'"
+        refuse("moe_experts", [f"activations: wanted {wanted}, got {told(activations)} with {told(formats[0])}"])
+    return ROUNDED
 
 
 def _problems(arguments: dict[str, Any]) -> list[str]:
@@ -297,6 +370,8 @@ def _draw(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         for param in map(packed_of, WEIGHTS):
             assert param.make is not None
             arguments[param.name] = param.make(arguments, False)
+    if {of.scheme, second.scheme} <= GROUPED.keys() and draw.chance(0.4):
+        arguments["activations"] = "int8"
     return arguments
 
 
@@ -304,8 +379,9 @@ MOE_EXPERTS = function(
     "moe_experts",
     EXPERTS,
     QUANTIZED,
+    ROUNDED,
     varies=("tokens",),
-    choose=lambda given: EXPERTS if given["gate_up_format"] is given["down_format"] is None else QUANTIZED,
+    choose=_chosen,
     fits=_problems,
     draw=_draw,
     weight=1,

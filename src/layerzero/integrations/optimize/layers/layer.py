@@ -18,7 +18,7 @@ from layerzero.integrations.optimize.attention.transformers import COMPARED, NAM
 from layerzero.integrations.optimize.layers.inner import Inner, Table, table_for
 from layerzero.integrations.optimize.modules.norms import Normed
 from layerzero.integrations.optimize.modules.products import Block
-from layerzero.integrations.optimize.swaps.codes import CodedParts
+from layerzero.integrations.optimize.swaps.joined_codes import CodedParts
 from layerzero.integrations.optimize.swaps.swap import MARK, State, Way, as_forward, serves, size_of, weight_of
 from layerzero.integrations.optimize.swaps.weights import Joined, Packs, why_apart
 from layerzero.integrations.transformers import ALONE, ONE_TOKEN, attend_one, attention_forward, theirs_of

@@ -26,7 +26,9 @@ from layerzero.integrations.optimize.swaps.swap import MARK, as_forward, is_dens
 from layerzero.integrations.optimize.swaps.weights import Packs, wants_packed
 from layerzero.integrations.transformers_experts import SIZES, numbers_of
 from layerzero.ops.linear import PackedWeight
-from layerzero.ops.moe.experts import ALPHA, GATES, LIMIT, moe_experts
+from layerzero.ops.moe.experts import ALPHA, GATES, LIMIT, PACKED_OF, moe_experts
+from layerzero.ops.quantize.weight import QuantizedWeight
+from layerzero.ops.quantize.weight_format import arguments_of
 
 _COUNT = "num_experts"
 """How many experts there are, as modules of Transformers call it."""
@@ -80,7 +82,7 @@ class Experts(Packs):
         """The parameters of a module that are its weights."""
         return module._parameters[self.form.gate_up], module._parameters[self.form.down]
 
-    def weights(self, module: Module) -> tuple[Tensor, Tensor]:
+    def weights(self, module: Module) -> tuple[Any, Any]:
         """Both as ``lz.moe_experts`` wants them. Shapes: (E, 2 F, D), (E, D, F)."""
         own = self.own(module)
         if not self.form.transposed:
@@ -89,6 +91,10 @@ class Experts(Packs):
             self._views = tuple((each, each.detach().mT) for each in own)
         (_, gate_up), (_, down) = self._views
         return gate_up, down
+
+    def told(self, module: Module) -> dict[str, Any]:
+        """What a call says besides its rows, weights, ids and shares."""
+        return self.form.told(module._parameters)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Experts:
         for each, view in self._views:  # a copy of a view would have memory of its own
@@ -118,7 +124,8 @@ def _is_view(known: tuple[Parameter, Tensor], own: Any) -> bool:
 
 
 @as_forward
-def _experts(self: Module, hidden_states: Tensor, *others: Any, **named: Any) -> Any:
+def mixed(self: Module, hidden_states: Tensor, *others: Any, **named: Any) -> Any:
+    """The forward of experts that are called with rows, ids and shares."""
     mine = not torch.compiler.is_compiling() and not named and [type(each) for each in others] == [Tensor, Tensor]
     if mine and (state := self.__dict__.get(MARK)) is not None:  # None once another thread has undone it
         try:
@@ -130,19 +137,34 @@ def _experts(self: Module, hidden_states: Tensor, *others: Any, **named: Any) ->
                 return compute(state, self, hidden_states, *others)
             except InvalidCallError:
                 if state.renew(*state.weights(self)):
-                    return _experts(self, hidden_states, *others)
+                    return mixed(self, hidden_states, *others)
     return type(self).forward(self, hidden_states, *others, **named)
 
 
 def compute(state: Experts, module: Module, rows: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
     """What the experts of a module make of rows, with its weights as they are now."""
-    packed = state.forms_for(rows)
-    gate_up, down = state.weights(module)
-    told = state.form.told(module._parameters)
-    output: Tensor = lz.moe_experts(
-        rows, gate_up, down, ids, shares, packed_gate_up=packed[0], packed_down=packed[1], **told
-    )
+    weights = state.weights(module)  # first, for packed forms are of these
+    given, named = call_of(rows, weights, ids, shares, state.forms_for(rows))
+    named |= state.told(module)
+    output: Tensor = lz.moe_experts(*given, **named)
     return output
+
+
+def call_of(
+    rows: Tensor, weights: Sequence[Any], ids: Tensor, shares: Tensor, packed: Sequence[PackedWeight | None]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call by place and by name; a quantised weight's tensors, which bring no form of their own."""
+    named: dict[str, Any] = dict(zip(PACKED_OF, packed, strict=True))
+    data = []
+    for of, weight in zip(PACKED_OF.values(), weights, strict=True):
+        if isinstance(weight, QuantizedWeight):
+            names, (first, *others) = arguments_of(of), weight.fields
+            named |= {names[each]: part for each, part in zip(weight.fields._fields[1:], others, strict=True)}
+            named[names["format"]] = str(weight.format)
+            data.append(first)
+        else:
+            data.append(weight)
+    return (rows, *data, ids, shares), named
 
 
 def experts(module: Module) -> Candidate | str | None:
@@ -166,15 +188,7 @@ def experts(module: Module) -> Candidate | str | None:
     asked = "moe_experts", (rows, *state.weights(module), ids, shares), packed | learned.told(parameters)
     calls = f"lz.moe_experts, {learned.activation}"
     return candidate(
-        module,
-        _experts,
-        state,
-        kind="experts",
-        calls=calls,
-        example=rows,
-        others=(ids, shares),
-        asked=asked,
-        stock=True,
+        module, mixed, state, kind="experts", calls=calls, example=rows, others=(ids, shares), asked=asked, stock=True
     )
 
 

@@ -17,7 +17,7 @@ from torch.nn import Module
 import layerzero as lz
 from layerzero.core.errors import InvalidCallError, in_short
 from layerzero.integrations.optimize.attention.transformers import Search
-from layerzero.integrations.optimize.modules.experts import example_of
+from layerzero.integrations.optimize.modules.experts import call_of, example_of
 from layerzero.integrations.optimize.modules.int8 import why_not
 from layerzero.integrations.optimize.swaps.candidate import agrees, distance
 from layerzero.integrations.optimize.swaps.codes import version
@@ -64,14 +64,11 @@ class MxExperts(Packs):
 
     def arguments(self, module: Module, rows: Tensor, ids: Tensor, shares: Tensor) -> tuple[tuple[Any, ...], Any]:
         """Of a call, by place and by name."""
-        gate_up, down = self.weights
-        packed, (alpha, limit) = self.forms_for(rows), numbers_of(module)
-        names = "gate_up_bias", "down_bias"
-        biases = [module._parameters[each].to(rows.dtype) for each in _BIASES]  # type: ignore[union-attr]
-        named = {"activation": "swiglu_oai", "alpha": alpha, "limit": limit, **dict(zip(names, biases, strict=True))}
-        named |= {"gate_up_format": "mxfp4", "gate_up_scale": gate_up.fields.scale, "packed_gate_up": packed[0]}
-        named |= {"down_format": "mxfp4", "down_scale": down.fields.scale, "packed_down": packed[1]}
-        return (rows, gate_up.fields.data, down.fields.data, ids, shares), named
+        given, named = call_of(rows, self.weights, ids, shares, self.forms_for(rows))
+        alpha, limit = numbers_of(module)
+        first, second = (module._parameters[each].to(rows.dtype) for each in _BIASES)  # type: ignore[union-attr]
+        named |= {"gate_up_bias": first, "down_bias": second, "activation": "swiglu_oai"}
+        return given, named | {"alpha": alpha, "limit": limit}
 
 
 class Routed(Swap):

@@ -15,7 +15,7 @@ from torch.nn import Dropout, Identity, Linear, Module
 import layerzero as lz
 from layerzero.core.errors import InvalidCallError, in_short
 from layerzero.integrations.optimize.swaps.candidate import Candidate, agrees, candidate, distance, quiet, random_rows
-from layerzero.integrations.optimize.swaps.codes import CodedParts
+from layerzero.integrations.optimize.swaps.joined_codes import CodedParts
 from layerzero.integrations.optimize.swaps.swap import MARK, as_forward, serves, weight_of
 from layerzero.integrations.optimize.swaps.weights import Joined, Packs, View, is_plain, turns, wants_packed, why_apart
 from layerzero.ops.activation.formulas import FORMULAS, FUNCTIONS, GATED

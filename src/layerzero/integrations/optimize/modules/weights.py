@@ -17,6 +17,8 @@ from torch.nn import Embedding, Module
 from layerzero.core.arguments import told
 from layerzero.core.reasons import ReasonCode
 from layerzero.integrations.optimize.attention.transformers import Search
+from layerzero.integrations.optimize.modules import coded_experts
+from layerzero.integrations.optimize.modules.coded_experts import LEAST_GROUP, ROWS
 from layerzero.integrations.optimize.modules.int8 import KIND, product_of, untimed
 from layerzero.integrations.optimize.swaps.candidate import Candidate, quiet, random_rows, refusal, watching
 from layerzero.integrations.optimize.swaps.codes import CodedProduct, Made, bias_of, call
@@ -34,9 +36,6 @@ columns of it."""
 AUTO = "auto"
 """Of these that which takes the least time, of those within the bound; for each layer."""
 
-LEAST_GROUP = 32
-"""Columns that share a scale, where no more divide a row."""
-
 ACTIVATIONS = (None, "int8")
 
 ACCURACY = {"int8": 0.03, "int4": 0.15, "int4:32": 0.15, "fp8": 0.05, AUTO: 0.03}
@@ -46,9 +45,6 @@ bits in groups of 128, 0.09 in groups of 32, and 0.027 in float8."""
 
 TURNS = 5
 """Rounds in which the formats of a layer are timed, behind the one that packs."""
-
-ROWS = 256
-"""Rows of one call at most whose loss is computed."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +74,9 @@ class Request:
 
     def find(self, search: Search) -> Iterator[Replaced | Left]:
         """Linear layers whose output stays within the bound; what holds them stays as it is, save decoder layers."""
+        of = KIND if self.weights == AUTO else self.weights
+        activations = None if of == "fp8" else self.activations
+        yield from coded_experts.find(search, of, activations, self.accuracy, str(self))
         parents = {id(child): parent for parent in search.root.modules() for child in parent.children()}
         layers: dict[str, tuple[Module, bool]] = {}
         heads = _heads(search.root)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -15,9 +14,8 @@ from torch.nn import Module
 import layerzero as lz
 from layerzero.core.errors import InvalidCallError
 from layerzero.integrations.optimize.swaps.swap import MARK, State, as_forward, serves, size_of
-from layerzero.integrations.optimize.swaps.weights import Budget, Packs, wants_packed
+from layerzero.integrations.optimize.swaps.weights import Packs, wants_packed
 from layerzero.ops.linear.packed import PACKED, PackedWeight
-from layerzero.ops.quantize.schemes import scheme_of
 from layerzero.ops.quantize.weight_format import ARGUMENTS
 
 Weight = tuple[Tensor, Tensor] | lz.QuantizedWeight
@@ -187,17 +185,36 @@ def at(module: Module, place: Place) -> Tensor | None:
     return getattr(found, inner, None) if inner else found
 
 
-class Made(CodedProduct):
+class Requested:
+    """A state whose weights were quantised on request.
+
+    Attributes:
+        loss: how far a result was from the module's own, relative to its size.
+        own_bytes: what the weights take that the codes were made of.
+    """
+
+    loss = 0.0
+    own_bytes = 0
+
+    @property
+    def kind(self) -> str:
+        """What to, for people."""
+        raise NotImplementedError
+
+    @property
+    def code_bytes(self) -> int:
+        """What codes, scales and zero points take."""
+        raise NotImplementedError
+
+
+class Made(CodedProduct, Requested):
     """Those that were made of a module's weight on demand, and are made anew after that was written into.
 
     Attributes:
-        loss: how far the product was from the module's own, relative to its size.
-        own_bytes: what the weight takes that they were made of.
         turned: whether that is (K, N), as Conv1D of Transformers has it.
         of: what it is quantised to: ``int8`` or ``fp8`` with a scale for each row, ``int4:32`` with one for 32 columns.
     """
 
-    loss = 0.0
     dense = False  # the module's own weight is one
 
     def __init__(
@@ -232,13 +249,18 @@ class Made(CodedProduct):
     def _quantised(self, weight: Tensor) -> Weight:
         with torch.no_grad():
             rows = (weight.detach().t() if self.turned else weight.detach()).contiguous()
-            if self.of == "fp8":
-                return lz.quantize_weight(rows, "fp8")
             if self.of != "int8":
-                bits, _, group = self.of.partition(":")
-                return lz.quantize_weight(rows.to(torch.bfloat16), bits, group_size=int(group))
+                return narrowed(rows, self.of)
             codes, scale = lz.quantize(rows, "int8", per="row")
         return codes, scale.reshape(-1)
+
+
+def narrowed(rows: Tensor, of: str) -> lz.QuantizedWeight:
+    """A weight, or a stack, in ``fp8`` by row, in ``int8`` by row, or in ``int4:32`` by groups of 32 columns."""
+    if of == "fp8":
+        return lz.quantize_weight(rows, of)
+    bits, _, group = of.partition(":")
+    return lz.quantize_weight(rows.to(torch.bfloat16), bits, group_size=int(group or 0))
 
 
 def served(module: Module, input: Tensor) -> CodedProduct | None:
@@ -263,108 +285,6 @@ def product(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:
             if state.renew(state.weight):
                 return product(self, input)
     return type(self).forward(self, input, *others, **named)
-
-
-class JoinedCodes:
-    """Codes of products with the same rows one after the other: one product takes them, and each has its part of them.
-
-    Codes that were made here are joined. Those of a file lie in their module, and a copy would take as much again.
-
-    Attributes:
-        state: of the joined product; None where nothing is joined.
-    """
-
-    def __init__(self) -> None:
-        self._parts: tuple[object, ...] = ()
-        self.state: CodedProduct | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> JoinedCodes:
-        """A copy's products have codes of their own."""
-        return JoinedCodes()
-
-    @property
-    def bytes(self) -> int:
-        """What kernels made of the joined codes, which are those of its parts."""
-        return 0 if self.state is None else sum(each.bytes for each in self.state.packed if each is not None)
-
-    def product(self, modules: Iterable[Module], rows: Tensor, budget: Budget | None) -> Tensor | None:
-        """What the modules give, one after the other in each row; None where one of them is not computed from codes."""
-        states, biases = [], []
-        for each in modules:
-            state, bias = served(each, rows), bias_of(each)
-            if not isinstance(state, Made):
-                return None
-            states.append(state)
-            biases += [] if bias is None else [bias]
-        if len(biases) not in {0, len(states)}:
-            return None
-        if len(states) != len(self._parts) or any(
-            each.weight is not part for each, part in zip(states, self._parts, strict=True)
-        ):
-            self.state = _joined(states)
-            self._parts = tuple([each.weight for each in states])
-            if self.state is not None and budget is not None:
-                self.state.bound(budget)
-        if self.state is None:
-            return None
-        return call(self.state, rows, torch.cat(biases) if biases else None)
-
-    def forget(self) -> None:
-        """Let go of what kernels made of it."""
-        if self.state is not None:
-            self.state.forget()
-
-
-class CodedParts(Packs):
-    """Weights of several products of one module, which may be codes.
-
-    Attributes:
-        coded: the codes of those with the same rows as one weight, where modules are called.
-    """
-
-    def __init__(self, weights: Iterable[Tensor], covers: Iterable[tuple[str, Module]] = (), *, pack: bool) -> None:
-        super().__init__(weights, covers, pack=pack)
-        self.coded = JoinedCodes()
-
-    @property
-    def bytes(self) -> int:
-        return super().bytes + self.coded.bytes
-
-    def forget(self) -> None:
-        super().forget()
-        self.coded.forget()
-
-
-def _joined(states: list[Made]) -> CodedProduct | None:
-    """One product of all, whose codes each now shares; None where formats, sizes or the rows' roundings differ."""
-    weights, activations = [each.weight for each in states], states[0].activations
-    if any(each.activations != activations for each in states):
-        return None
-    first, of = weights[0], None
-    if isinstance(first, lz.QuantizedWeight):
-        of, scheme, columns = first.format, scheme_of(first.format), first.shape[1]
-        coded = [each for each in weights if isinstance(each, lz.QuantizedWeight)]
-        if len(coded) != len(weights) or any(each.format != of or each.shape[1] != columns for each in coded):
-            return None
-        fields = scheme.joined(of, [each.fields for each in coded], columns)
-        if fields is None:
-            return None
-        counts = [each.shape[0] for each in coded]
-        whole = lz.QuantizedWeight.unchecked(of, (sum(counts), columns), fields)
-        starts = itertools.accumulate(counts, initial=0)
-        for state, count, start in zip(states, counts, starts, strict=False):
-            cut = scheme.cut(of, fields, columns, start, start + count)
-            state.exchange(lz.QuantizedWeight.unchecked(of, (count, columns), cut))
-        return CodedProduct(whole, activations)
-    pairs = [each.pair for each in states]
-    codes, scales = [each for each, _ in pairs], [each for _, each in pairs if each is not None]
-    if any(isinstance(each, lz.QuantizedWeight) or each.shape[1] != first.shape[1] for each in weights):
-        return None
-    one, scale = torch.cat(codes), torch.cat(scales)
-    rows = [len(each) for each in codes]
-    for state, code, own in zip(states, torch.split(one, rows), torch.split(scale, rows), strict=True):
-        state.exchange((code, own))
-    return CodedProduct((one, scale), activations)
 
 
 def call(state: CodedProduct, input: Tensor, bias: Tensor | None) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from layerzero.inspection.trace import numbered, ranges
 from layerzero.integrations.optimize.swaps.candidate import Candidate
-from layerzero.integrations.optimize.swaps.codes import Made, compared
+from layerzero.integrations.optimize.swaps.codes import Requested, compared
 from layerzero.integrations.optimize.swaps.swap import SIZES, Exchange, State, Swap
 from layerzero.integrations.optimize.swaps.weights import Joined, Packs
 from layerzero.integrations.optimize.times.module_times import Spent
@@ -197,9 +197,9 @@ class Optimized:
         return [part for state in self._states_on for part in state.parts if isinstance(part, Packs)]
 
     @property
-    def made(self) -> list[Made]:
+    def made(self) -> list[Requested]:
         """What was quantised because the caller wanted it."""
-        return [each for each in self._states_on if isinstance(each, Made)]
+        return [each for each in self._states_on if isinstance(each, Requested)]
 
     def compare(self, pairs: Sequence[tuple[Tensor, ...]], workload: Workload) -> None:
         """Note how far outputs with quantised weights are from the model's own, pair by pair."""
@@ -222,7 +222,7 @@ class Optimized:
         ]
         losses: dict[str, list[float]] = defaultdict(list)
         for each in self.replaced:
-            if isinstance(state := getattr(each.exchange, "state", None), Made):
+            if isinstance(state := getattr(each.exchange, "state", None), Requested):
                 losses[each.path.rpartition(".")[2] or "(model)"].append(state.loss)
         for name, of in losses.items():
             lines.append(f"  {name}: {len(of)} lose {statistics.median(of):.2%} of their output, {max(of):.2%} at most")
