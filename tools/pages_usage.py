@@ -132,6 +132,8 @@ _EXAMPLES = {
     "hub.allow": "kernels-community/*,my-owner/activation",
     "hub.folder": "/srv/kernels",
     "hub.lockfile": "hub.lock",
+    "cpu_features": "avx2",
+    "gpu_generations": "rubin=13.0-13.9:6",
     "locks": "attention=torch.sdpa.math,norm.rms=torch.rms_norm",
 }
 
@@ -142,8 +144,6 @@ def _example(key: str, text: str) -> str:
         return _EXAMPLES[key]
     if kind == list[str]:
         return "torch,flash_attn.v2"
-    if SETTINGS[key].at_start:
-        return "avx2"
     choices = [choice for choice in SETTINGS[key].choices if choice is not None]
     return str(choices[0]) if choices else str(SETTINGS[key].default) if kind is int else text
 

@@ -14,7 +14,7 @@ from layerzero.core import device as device_module
 from layerzero.core.device import Device, cpu_of_this_machine, generation_of
 from layerzero.core.known_devices import KNOWN_DEVICES
 from layerzero.core.reasons import ReasonCode
-from layerzero.engine.config import current_policy
+from layerzero.engine.config import Configuration, current_policy
 from layerzero.engine.probe import Machine
 from layerzero.inspection.answers import explain_facts
 from layerzero.ops import OPERATIONS
@@ -186,6 +186,25 @@ def test_generations_follow_compute_capability():
     assert [generation_of(sm) for sm in [(7, 5), (8, 8), (8, 9), (9, 0), (10, 3), (12, 1)]] == [
         "turing", "ampere", "ada", "hopper", "blackwell", "blackwell",
     ]  # fmt: skip
+
+
+def test_a_generation_that_this_version_does_not_know_is_named_by_a_variable(monkeypatch):
+    monkeypatch.setenv(device_module.GENERATIONS_VARIABLE, "rubin=13.0-13.9:6, hopper_next=9.1-9.9:5")
+    device_module.generations.cache_clear()
+    try:
+        assert [generation_of(sm) for sm in [(12, 0), (13, 0), (9, 0), (9, 1)]] == [
+            "blackwell", "rubin", "hopper", "hopper_next",
+        ]  # fmt: skip
+        assert dataclasses.replace(Device.named("RTX 5090"), sm=(13, 4)).tensor_core_generation == 6
+    finally:
+        device_module.generations.cache_clear()
+
+
+@pytest.mark.parametrize("text", ["rubin", "rubin=130-139:6", "rubin=13.0-13.9", "Rubin=13.0-13.9:6"])
+def test_what_is_no_generation_is_refused_with_an_example(text):
+    variable = device_module.GENERATIONS_VARIABLE
+    with pytest.raises(lz.PolicyError, match=f"{variable}.*wanted name=first-last.*rubin=13.0-13.9:6"):
+        Configuration({variable: text}).effective()
 
 
 def test_tcgen05_separates_data_centre_blackwell_from_the_others():

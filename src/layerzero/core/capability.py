@@ -11,7 +11,7 @@ from msgspec import UNSET
 
 from layerzero.core.argument_errors import did_you_mean
 from layerzero.core.descriptor import Entry
-from layerzero.core.device import GENERATIONS
+from layerzero.core.device import generations
 from layerzero.core.dtypes import DTYPES, dtype_name, dtype_named
 from layerzero.core.kernel import Kernel
 from layerzero.core.limit_kinds import Arch, Dim, Dtype, LastStrideOne, Limit, Platform
@@ -183,7 +183,7 @@ def _sm_problems(entry: Entry, *, cuda: bool) -> Iterator[str]:
             if value is UNSET:
                 yield f"{field}: wanted a compute capability as 80, or null for no bound, got nothing"
         return
-    order = [name for _, _, name in GENERATIONS]
+    order = [each.name for each in generations()]
     known = [name for name in names if name in order]
     if len(known) == len(names):
         places = sorted(order.index(name) for name in known)
@@ -262,11 +262,13 @@ def _version(number: Any) -> tuple[int, int] | None:
 
 def _span(names: Sequence[str]) -> Arch | None:
     """The compute capabilities of known, consecutive generations."""
-    known = [(low, high) for low, high, name in GENERATIONS if name in names]
+    known = [(each.low, each.high) for each in generations() if each.name in names]
     return Arch(known[0][0], known[-1][1]) if known else None
 
 
 def _generations(arch: Arch) -> list[str] | None:
     """The generations that these bounds are, exactly; None where they cut through one."""
-    names = [name for low, high, name in GENERATIONS if arch.min and arch.max and arch.min <= low and high <= arch.max]
+    names = [
+        each.name for each in generations() if arch.min and arch.max and arch.min <= each.low and each.high <= arch.max
+    ]
     return names if names and _span(names) == arch else None

@@ -9,6 +9,7 @@ import platform as host
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -16,14 +17,59 @@ import torch
 from layerzero.core import cpu_features
 from layerzero.core.errors import PolicyError
 
-GENERATIONS: tuple[tuple[tuple[int, int], tuple[int, int], str], ...] = (
-    ((7, 5), (7, 9), "turing"),
-    ((8, 0), (8, 8), "ampere"),
-    ((8, 9), (8, 9), "ada"),
-    ((9, 0), (9, 9), "hopper"),
-    ((10, 0), (19, 9), "blackwell"),
+GENERATIONS_VARIABLE = "LAYERZERO_GPU_GENERATIONS"
+
+
+class Generation(NamedTuple):
+    """GPUs of NVIDIA from one compute capability to another, both included, and the generation of their matrix units.
+
+    Tensor cores are numbered as the specification does. Ada's are of the fourth in fact; instruction sets decide, not
+    this number.
+    """
+
+    low: tuple[int, int]
+    high: tuple[int, int]
+    name: str
+    tensor_cores: int
+
+
+_KNOWN = (
+    Generation((7, 5), (7, 9), "turing", 2),
+    Generation((8, 0), (8, 8), "ampere", 3),
+    Generation((8, 9), (8, 9), "ada", 3),
+    Generation((9, 0), (9, 9), "hopper", 4),
+    Generation((10, 0), (19, 9), "blackwell", 5),
 )
-"""Compute capability range (inclusive) to generation; below 7.5 there is none."""
+"""Below 7.5 there is none."""
+
+_GENERATION = re.compile(r"([a-z][a-z0-9_]*)=(\d+)\.(\d)-(\d+)\.(\d):(\d+)")
+
+
+def generations_of(text: str) -> tuple[Generation, ...]:
+    """The known generations, then those of a text: ``rubin=13.0-13.9:6``, with commas between several.
+
+    Raises: PolicyError for another text.
+    """
+    given = []
+    for each in filter(None, map(str.strip, text.split(","))):
+        found = _GENERATION.fullmatch(each)
+        if found is None:
+            wanted = "name=first-last:tensor_cores, as rubin=13.0-13.9:6"
+            raise PolicyError(f"gpu_generations: wanted {wanted}, got {each!r}")
+        name, *numbers = found.groups()
+        major, minor, to_major, to_minor, cores = map(int, numbers)
+        given.append(Generation((major, minor), (to_major, to_minor), name, cores))
+    return (*_KNOWN, *given)
+
+
+@functools.cache
+def generations() -> tuple[Generation, ...]:
+    """The generations of NVIDIA's GPUs; of two with one capability in common the last counts."""
+    try:
+        return generations_of(os.environ.get(GENERATIONS_VARIABLE, ""))
+    except PolicyError as error:
+        raise PolicyError(f"environment: {GENERATIONS_VARIABLE}: {error}") from None
+
 
 PLATFORMS = ("cpu", "cuda", "rocm", "hpu", "xpu", "mps")
 """What a device's ``platform`` may be."""
@@ -31,13 +77,15 @@ PLATFORMS = ("cpu", "cuda", "rocm", "hpu", "xpu", "mps")
 GPU_GRID = (2**31 - 1, 65535, 65535)
 """The largest launch grid of NVIDIA's and AMD's GPUs."""
 
-TENSOR_CORE_GENERATIONS = {"turing": 2, "ampere": 3, "ada": 3, "hopper": 4, "blackwell": 5}
-"""As the specification numbers them. Ada's cores are fourth generation in fact; instruction sets decide, not this."""
+
+def _generation(sm: tuple[int, int] | None) -> Generation | None:
+    return next((each for each in reversed(generations()) if sm is not None and each.low <= sm <= each.high), None)
 
 
 def generation_of(sm: tuple[int, int] | None) -> str | None:
     """Name the NVIDIA generation of a compute capability, None below 7.5 and for other vendors."""
-    return next((name for low, high, name in GENERATIONS if sm is not None and low <= sm <= high), None)
+    found = _generation(sm)
+    return found and found.name
 
 
 def cuda_instruction_sets(sm: tuple[int, int]) -> frozenset[str]:
@@ -92,8 +140,8 @@ class Device:
     @property
     def tensor_core_generation(self) -> int | None:
         """Number of the tensor core generation, None without tensor cores."""
-        generation = self.generation
-        return TENSOR_CORE_GENERATIONS[generation] if generation else None
+        found = _generation(self.sm)
+        return found and found.tensor_cores
 
     @property
     def torch_type(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from layerzero.core.device import TENSOR_CORE_GENERATIONS
+from layerzero.core.device import generations
 from layerzero.core.facts import Facts
 from layerzero.core.limit_kinds import NOTHING, Finding, Findings, Limit, Repair, violated
 from layerzero.core.reasons import Reason, ReasonCode
@@ -114,8 +114,8 @@ class Generation(Limit):
 
     def __post_init__(self) -> None:
         for name in self.names:
-            if name not in TENSOR_CORE_GENERATIONS:
-                raise ValueError(f"generation: wanted {' or '.join(TENSOR_CORE_GENERATIONS)}, got {name!r}")
+            if name not in (known := [each.name for each in generations()]):
+                raise ValueError(f"generation: wanted {' or '.join(known)}, got {name!r}")
 
     def check(self, facts: Facts) -> Findings:
         got = facts.device.generation

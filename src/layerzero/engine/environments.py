@@ -52,7 +52,7 @@ class Container(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ]
 
 
-_PASSED = ("OMP_NUM_THREADS", "LAYERZERO_CPU_FEATURES")
+_PASSED = ("OMP_NUM_THREADS", "LAYERZERO_CPU_FEATURES", "LAYERZERO_GPU_GENERATIONS")
 
 
 def containers(given: Mapping[str, Any]) -> dict[str, Container]:

@@ -8,10 +8,9 @@ from typing import Any
 
 import msgspec
 
-from layerzero.core import cpu_features
+from layerzero.core import cpu_features, device
 from layerzero.core.argument_errors import did_you_mean
 from layerzero.core.arguments import told
-from layerzero.core.device import cpu_of_this_machine
 from layerzero.core.errors import PolicyError
 from layerzero.engine import environments
 from layerzero.ops import FORMER_NAMES, FUNCTIONS
@@ -178,7 +177,16 @@ SETTINGS: dict[str, Setting] = {
         "(see below)",
         scoped=False,
         at_start=True,
-        fits=lambda text: cpu_features.limited(cpu_of_this_machine().instruction_sets, text),
+        fits=lambda text: cpu_features.limited(device.cpu_of_this_machine().instruction_sets, text),
+    ),
+    "gpu_generations": Setting(
+        str | None,
+        None,
+        "names and tensor core generations of NVIDIA's compute capabilities, besides the known ones: "
+        "`rubin=13.0-13.9:6`",
+        scoped=False,
+        at_start=True,
+        fits=lambda text: device.generations_of(text or ""),
     ),
     "cache.enabled": Setting(bool, True, "keep plans; false chooses anew on each call"),
     "cache.max_size": Setting(int, 10_000, "plans kept for each policy"),

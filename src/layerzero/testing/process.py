@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from layerzero.core import cpu_features
-from layerzero.core.device import Device
+from layerzero.core.device import GENERATIONS_VARIABLE, Device
 from layerzero.core.facts import Facts
 from layerzero.core.system import resources
 from layerzero.engine.registry import REGISTRY
@@ -74,7 +74,7 @@ def child_environment(modules: Iterable[str], more: Mapping[str, str]) -> dict[s
     kept = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith("LAYERZERO_") or name == cpu_features.VARIABLE
+        if not name.startswith("LAYERZERO_") or name in (cpu_features.VARIABLE, GENERATIONS_VARIABLE)
     }
     plugins = REGISTRY.plugins.admitted() if REGISTRY.plugins is not None else ()
     ours = {"PYTHONPATH": os.pathsep.join(_import_path(modules)), "LAYERZERO_PLUGINS": ",".join(plugins)}
