@@ -11,7 +11,8 @@ WORKERS ?= 2
 # Workers keep what they compiled, whatever the shell says: each makes the assertions of 175 files anew otherwise.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: site demo test test-all test-portable test-engines stress torture check fuzz bench docs install clean
+.PHONY: site demo test test-all test-portable test-engines stress torture check fuzz conformance against-release nightly \
+	bench docs install clean
 
 demo: $(VENV)/.demo ## an encoder and a decoder, stock and optimised: times, equality, what changed and why
 	@$(BIN)/layerzero demo
@@ -54,9 +55,26 @@ check: $(VENV)/.dev ## lint, types, and generated files
 	$(BIN)/python -m pytest -q tests/contract
 	$(BIN)/python -m tools docs --check
 
-fuzz: $(VENV)/.dev ## 100,000 random calls against the references in float64, 20,000 against numpy
-	$(BIN)/layerzero fuzz --calls 100000
-	PYTHONPATH=tests $(BIN)/python -m oracles --calls 20000
+FUZZ_CALLS ?= 100000
+fuzz: $(VENV)/.dev ## FUZZ_CALLS random calls against the references in float64, a fifth as many against numpy
+	$(BIN)/layerzero fuzz --calls $(FUZZ_CALLS)
+	PYTHONPATH=$(CURDIR)/tests:$$PYTHONPATH $(BIN)/python -m oracles --calls $$(($(FUZZ_CALLS) / 5))
+
+RUN ?= build/conformance.json
+conformance: $(VENV)/.dev ## kernels of every installed library against their references; docs/compatibility keeps what came out
+	@mkdir -p $(dir $(RUN))
+	-$(BIN)/layerzero conformance $(CONFORMANCE) --json > $(RUN)
+	$(BIN)/python -m tools matrix $(RUN)
+
+PAIRS ?= 5
+# what pip can install: a wheel, or the last tag
+RELEASE ?= $(addprefix git+file://$(CURDIR)@,$(shell git describe --tags --abbrev=0 2>/dev/null))
+against-release: $(VENV)/.dev ## the last release beside this checkout, in pairs of processes: build/against_release.md says what moved
+	@if [ -z "$(RELEASE)" ]; then echo "skipped: no release is tagged here; name one: RELEASE=WHEEL"; \
+	else $(BIN)/python benchmarks/against_release.py --release $(RELEASE) --pairs $(PAIRS) $(AGAINST); fi
+
+NIGHTLY ?= fuzz torture conformance against-release test-engines
+nightly: $(NIGHTLY) ## all of NIGHTLY; NIGHTLY="fuzz torture" runs those alone, make -k goes on after one that fails
 
 bench: $(VENV)/.dev ## what a call costs beside its kernel
 	@$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[plots]'

@@ -21,6 +21,7 @@ from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.schema import OperationSchema
 from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, OPERATIONS, PLAIN_FUNCTIONS, PLAIN_OPERATIONS
 from layerzero.ops.attention.limits import SameHeads, SdpaEnabled, SquareCausal
+from tools import matrix
 
 HEADER = "<!-- Written by `python -m tools docs` from the declarations; edit those. -->"
 
@@ -328,8 +329,20 @@ def compatibility() -> str:
         for backend in backends
         for package, harm in backend.conflicts
     )
-    blocks = [table(headers, rows), "## Packages that do harm beside each other"]
-    return _page("# Compatibility", intro, *blocks, table(["package", "beside", "what goes wrong"], pairs))
+    ran = ["library", "package", "torch", "device", "passed", "wrong", "refused", "run on"]
+    taken = (
+        "Kernels of libraries that were installed, by the latest run that was kept of each device and torch. `make "
+        "conformance` makes a run and takes it in, and names what passed before and does no more."
+    )
+    blocks = [
+        table(headers, rows),
+        "## What runs of conformance showed",
+        taken,
+        table(ran, matrix.cells(matrix.CHECKOUT)),
+        "## Packages that do harm beside each other",
+        table(["package", "beside", "what goes wrong"], pairs),
+    ]
+    return _page("# Compatibility", intro, *blocks)
 
 
 def reasons() -> str:

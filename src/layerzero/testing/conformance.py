@@ -16,6 +16,7 @@ import functools
 import importlib
 import itertools
 import logging
+import platform
 import time
 import traceback
 from collections import deque
@@ -91,14 +92,33 @@ def described(kernel: Kernel, operation: str, device: Device) -> KernelReport:
     if reason is None and device.platform not in kernel.backend.platforms and kernel.backend.origin != "decorator":
         wanted = " or ".join(kernel.backend.platforms)
         reason = Reason(ReasonCode.PLATFORM_MISMATCH, "platform", wanted, device.platform)
+    package = next((name for name in kernel.backend.distributions if name), "")
     widened = ", ".join(f"{name}: rtol {each.rtol}, atol {each.atol}" for name, each in kernel.tolerance.items())
     return KernelReport(
         kernel.id,
         kernel.source,
         tuple(name for name in kernel.operations if name in names),
-        refused=str(reason) if reason else "",
+        f"{package} {state.version}".strip(),
+        str(reason) if reason else "",
         tolerance=f"{widened}, because {kernel.tolerance_reason}" if widened else "",
     )
+
+
+def machine(device: Device) -> dict[str, object]:
+    """What a run was made with: versions, and the device with its runtime and driver, or a CPU's instructions."""
+    from layerzero import __version__
+
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "layerzero": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": device.platform,
+        "device": device.name,
+        "instructions": sorted(device.instruction_sets),
+        "runtime": device.runtime,
+        "driver": device.driver,
+    }
 
 
 @functools.cache
@@ -224,6 +244,7 @@ def run(
     )
     if not modules:
         checks.in_this_process()
+    report.machine = machine(Device.detect(target))
     report.seconds = time.perf_counter() - started
     return report
 

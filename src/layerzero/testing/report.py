@@ -43,6 +43,7 @@ class KernelReport:
     Attributes:
         kernel_id, source: the kernel and its library.
         operations: those in question.
+        package: the library's package, with the version that is installed: ``onnxruntime 1.32.0``.
         refused: why nothing ran: not installed, another platform; empty if something did.
         tolerance: how far it may be off beyond its operation's tolerance, and why; empty if it may not.
         note: what else to know, as that it ran in the caller's own process.
@@ -52,6 +53,7 @@ class KernelReport:
     kernel_id: str
     source: str
     operations: tuple[str, ...]
+    package: str = ""
     refused: str = ""
     tolerance: str = ""
     note: str = ""
@@ -152,12 +154,14 @@ class ConformanceReport:
 
     Attributes:
         seed, device: what draws the calls, and where they ran.
+        machine: versions, device and driver, as :func:`layerzero.testing.conformance.machine` gives them.
         kernels: one report each.
         seconds: time taken, processes included.
     """
 
     seed: int
     device: str
+    machine: dict[str, object] = field(default_factory=dict)
     kernels: list[KernelReport] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -189,11 +193,13 @@ class ConformanceReport:
             "ok": self.ok,
             "seed": self.seed,
             "device": self.device,
+            "machine": self.machine,
             "seconds": round(self.seconds, 3),
             "kernels": [
                 {
                     "id": each.kernel_id,
                     "library": each.source,
+                    "package": each.package,
                     "operations": list(each.operations),
                     "refused": each.refused or None,
                     "tolerance": each.tolerance or None,
