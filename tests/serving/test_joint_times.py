@@ -14,7 +14,7 @@ from layerzero.core.evidence import Measurement
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.inspection.freeze import Frost
-from layerzero.serving import joint_plan
+from layerzero.serving import joint_times
 from layerzero.serving import solve as solving
 from layerzero.serving.joint_times import LAST_ROUNDS, LEAST, ROUNDS, together
 from layerzero.tuning.measurement.comparison import record_times
@@ -125,7 +125,7 @@ class Chain(nn.Module):
 def clock(monkeypatch):
     """Microseconds that kernels of our own take; nothing else counts."""
     taken = [0.0]
-    monkeypatch.setattr(joint_plan, "_now_s", lambda: taken[0] / 1e6)
+    monkeypatch.setattr(joint_times, "_now_s", lambda: taken[0] / 1e6)
     monkeypatch.setattr(solving, "_measured", lambda *_, **__: [])
     lz.configure(plan_mode=True)
     yield taken

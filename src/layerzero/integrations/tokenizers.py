@@ -97,10 +97,7 @@ def optimize_tokenizer(tokenizer: Any, *, tune: bool = True, budget_s: float | N
         raise InvalidCallError("optimize", [f"tokenizer: {wanted}, got {type(tokenizer).__name__}"])
     if isinstance(tokenizer, _Wrapped):
         return tokenizer
-    base: Any = type(tokenizer)
-    made = _class_over(base)
-    wrapped = made.__new__(made)
-    wrapped.__dict__.update(tokenizer.__dict__)
+    wrapped = _rebuilt(type(tokenizer), tokenizer.__dict__)
     if tune and wrapped.lz_tokenizer.identity.format != "transformers":
         tune_tokenizer(wrapped.lz_tokenizer, budget_s=budget_s)
     return wrapped
@@ -164,7 +161,7 @@ class _Wrapped:
 
 
 def _rebuilt(base: type, state: dict[str, Any]) -> Any:
-    """A wrapped tokenizer in another process, or of a copy."""
+    """A wrapped tokenizer of a state, as in another process, or of a copy."""
     made = _class_over(base)
     wrapped = made.__new__(made)
     wrapped.__dict__.update(state)

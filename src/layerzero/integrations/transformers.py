@@ -25,6 +25,7 @@ from layerzero.core.errors import InvalidCallError
 from layerzero.integrations.transformers_experts import is_reserved, register_experts
 from layerzero.integrations.transformers_patches import (
     check_at_load,
+    check_class,
     is_of_a_batch,
     keys_of,
     packed_by,
@@ -100,7 +101,7 @@ def register_with_transformers(name: str = "layerzero") -> None:
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)
     _registered.add(name)
-    check_at_load(_registered)
+    check_at_load("_check_and_adjust_attn_implementation", _registered, check_class, batch)
     register_experts(name, _registered)
 
 
@@ -290,9 +291,7 @@ def attend_one(
     Tensors as they lie, so that no kernel of this layout needs views: six of them took an H200's host 8 us, and the
     checks of other calls 7 (2026-11-24).
     """
-    window = None
-    if sliding_window is not None and key.shape[1] > sliding_window:
-        window = (sliding_window - 1, 0)
+    window = (sliding_window - 1, 0) if sliding_window is not None and key.shape[1] > sliding_window else None
     attended: Tensor = lz.attention(
         query, key, value, False, scaling, layout="BSHD", window=window, softcap=softcap, sinks=s_aux
     )

@@ -12,7 +12,6 @@ Weights are read as they lie: only ``lz.optimize`` keeps them in a second order,
 
 from __future__ import annotations
 
-import functools
 import warnings
 import weakref
 from collections.abc import Collection
@@ -26,9 +25,9 @@ from torch.nn import Module, Parameter
 import layerzero as lz
 from layerzero.core.errors import LayerZeroWarning, in_short
 from layerzero.engine.transforms import in_transform
+from layerzero.integrations.transformers_patches import check_at_load
 from layerzero.ops.moe.experts import ALPHA, GATES, LIMIT, gated
 
-_CHECK = "_check_and_adjust_experts_implementation"
 SIZES = (1.0, 10.0, 1000.0)
 """Sizes of the values that tell a gate: what is cut off from 7 or 10 on looks like another gate below."""
 
@@ -62,7 +61,7 @@ def register_experts(name: str, registered: Collection[str]) -> None:
     interface = _interface()
     if interface is not None:
         interface.register(name, experts_forward)
-        _check_at_load(registered)
+        check_at_load("_check_and_adjust_experts_implementation", registered, _tell_without)
 
 
 def _interface() -> Any:
@@ -182,24 +181,6 @@ def _tell(experts: type, why: str) -> None:
         _told.add((experts, why))
         text = f"experts_implementation='layerzero': {experts.__name__} runs as 'grouped_mm': {why}"
         warnings.warn(text, LayerZeroWarning, stacklevel=3)
-
-
-def _check_at_load(names: Collection[str]) -> None:
-    """Warn about models that would not call what was registered; doing it again changes nothing."""
-    from transformers import PreTrainedModel
-
-    original = getattr(PreTrainedModel, _CHECK, None)
-    if original is None or hasattr(original, "_layerzero"):
-        return
-
-    @functools.wraps(original)
-    def checked(self: Any, experts_implementation: str | None, *others: Any, **named: Any) -> Any:
-        if experts_implementation in names:
-            _tell_without(type(self))
-        return original(self, experts_implementation, *others, **named)
-
-    checked._layerzero = True  # type: ignore[attr-defined]
-    setattr(PreTrainedModel, _CHECK, checked)
 
 
 def _tell_without(model: Any) -> None:

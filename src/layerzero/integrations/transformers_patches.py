@@ -113,31 +113,30 @@ def serve_batches(names: Collection[str]) -> None:
     input_outputs.attn_mask_is_needed = needed
 
 
-_CHECK = "_check_and_adjust_attn_implementation"
-
-
 _CALL = "ALL_ATTENTION_FUNCTIONS"
 """How code of Transformers names the functions from which a model takes the wanted one."""
 
 
-def check_at_load(names: Collection[str]) -> None:
-    """Have models checked when they are made, or switched, to one of these names; doing it again changes nothing."""
+def check_at_load(method: str, names: Collection[str], *checks: Callable[[Any], None]) -> None:
+    """Have classes of models checked where a method of theirs gets one of these names; again changes nothing.
+
+    Transformers calls it when models are made, or switched. A version without the method is left as it is.
+    """
     from transformers import PreTrainedModel
 
-    original = getattr(PreTrainedModel, _CHECK)
-    if hasattr(original, "_layerzero"):
+    original = getattr(PreTrainedModel, method, None)
+    if original is None or hasattr(original, "_layerzero"):
         return
 
     @functools.wraps(original)
-    def checked(self: Any, attn_implementation: str | None, *others: Any, **named: Any) -> Any:
-        if attn_implementation in names:
-            check_class(type(self))
-            if hasattr(self, "generate_batch"):
-                serve_batches(names)
-        return original(self, attn_implementation, *others, **named)
+    def checked(self: Any, *given: Any, **named: Any) -> Any:
+        if any(isinstance(each, str) and each in names for each in (*given, *named.values())):
+            for check in checks:
+                check(type(self))
+        return original(self, *given, **named)
 
     checked._layerzero = True  # type: ignore[attr-defined]
-    setattr(PreTrainedModel, _CHECK, checked)
+    setattr(PreTrainedModel, method, checked)
 
 
 def check_class(model: Any) -> None:
@@ -164,7 +163,7 @@ def check_class(model: Any) -> None:
             f"attn_implementation='layerzero': {name} computes no attention through Transformers' AttentionInterface, "
             "so nothing of it is LayerZero's. lz.optimize(model) may find norms and products in it",
             LayerZeroWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

@@ -49,17 +49,9 @@ class JitStatus:
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
-        return {
-            "setting": self.setting,
-            "building": list(self.building),
-            "waiting": self.waiting,
-            "dropped": self.dropped,
-            "built": [asdict(each) for each in self.built],
-            "failed": [
-                {"kernel_id": each.kernel, "call_class": each.call_class, "log": each.log} for each in self.failed
-            ],
-            "elsewhere": self.elsewhere,
-        }
+        failed = [{"kernel_id": each.kernel, "call_class": each.call_class, "log": each.log} for each in self.failed]
+        built = [asdict(each) for each in self.built]
+        return {**asdict(self), "building": list(self.building), "built": built, "failed": failed}
 
     def lines(self) -> list[str]:
         """What there is to say, a line each; nothing where nothing ever compiled."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -58,16 +58,7 @@ class LackingBuild:
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
-        return {
-            "code": str(self.reason.code),
-            "kernel_id": self.kernel_id,
-            "instead": self.instead,
-            "operation": self.operation,
-            "call": self.call,
-            "calls": self.calls,
-            "error": self.error,
-            "message": self.reason.message,
-        }
+        return {"code": str(self.reason.code), **asdict(self), "message": self.reason.message}
 
     def __str__(self) -> str:
         return f"failed: {self.error}: {self.reason}" if self.error else str(self.reason)

@@ -45,7 +45,7 @@ from layerzero.inspection.plan_document import (
 )
 from layerzero.serving.background_builds import BUILDS
 from layerzero.serving.dry_run import called, run_on_shapes, token_ids
-from layerzero.serving.joint_plan import chosen_together
+from layerzero.serving.joint_times import chosen_together
 from layerzero.serving.own_builds import Chosen, built_here, taken_over, wanted
 from layerzero.tuning.measurement.clocks import current
 from layerzero.tuning.measurement.timing import Deadline

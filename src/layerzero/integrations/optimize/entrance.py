@@ -33,7 +33,7 @@ from layerzero.integrations.optimize.selection import WHOLE, time_inputs, time_r
 from layerzero.integrations.optimize.swaps.candidate import watching
 from layerzero.integrations.optimize.swaps.swap import Swap, is_dense, is_swapped
 from layerzero.integrations.optimize.swaps.weights import Budget, Packs
-from layerzero.integrations.optimize.times.report import NO_TIME, Left, Optimized, Replaced
+from layerzero.integrations.optimize.times.report import NO_TIME, Left, Optimized, Replaced, switch_all
 from layerzero.integrations.optimize.times.workload import RUN, TimeLeft, Workload, is_function, stock_of, workload_of
 from layerzero.integrations.tokenizers import is_tokenizer, optimize_tokenizer
 from layerzero.serving.warmup import Progress, bar_or
@@ -237,9 +237,8 @@ def optimize(
             report.seconds = time.deadline.spent_s
             return report
         with bar_or(progress) as tell:
-            _optimized(
-                model, root, report, inputs, tell, asked, graph=graph, padding=padding, rounds=rounds, isolate=isolate
-            )
+            workload = None if inputs is None else workload_of(model, inputs, time)
+            _optimized(Search(root, time, workload, tell, graph, rounds, isolate), report, asked, padding=padding)
     except BaseException:  # all or nothing, whatever failed and however late
         report.undo()
         raise
@@ -256,22 +255,9 @@ def _evaluates_itself(root: Module) -> bool:
     return library == "sentence_transformers" and any(hasattr(root, name) for name in ("encode", "predict"))
 
 
-def _optimized(
-    model: Any,
-    root: Module,
-    report: Optimized,
-    inputs: Any,
-    tell: Progress,
-    asked: requested.Request | None,
-    *,
-    graph: bool,
-    padding: bool,
-    rounds: int,
-    isolate: bool,
-) -> None:
+def _optimized(search: Search, report: Optimized, asked: requested.Request | None, *, padding: bool) -> None:
     """Find, check, put on and time, for a model that may be changed."""
-    time = report.time
-    workload = None if inputs is None else workload_of(model, inputs, time)
+    root, time, workload = search.root, search.time, search.workload
     if not time.allows("everything, the first run of the model included", RUN):
         report.left.append(Left("", type(root).__name__, NO_TIME))
         return
@@ -281,7 +267,6 @@ def _optimized(
     dtypes = dict.fromkeys(each.dtype for each in root.parameters() if each.device.type == "cpu")
     report.emulated = emulation.told(Device.detect("cpu"), dtypes)
     report.stock = "" if workload is None else stock_of(root, workload.device)
-    search = Search(root, time, workload, tell)
     finders = FINDERS if asked is None else (asked.find, *FINDERS)
     with time.holding_back(0.0 if workload is None else time.expected_s(RUN, WHOLE)):  # else nothing tells what slows
         found = [each for finder in finders for each in report.sort(finder(search))]
@@ -302,20 +287,20 @@ def _optimized(
     if invariant:
         _tell_cost_of_invariance(report, workload)
     elif workload is None:
-        time_random_rows(search, report, graph=graph)
+        time_random_rows(search, report)
         requested.keep_sizes(search, report)
     if padding and not invariant:  # behind the timing of modules, which is at sizes of their own
         for each in list(report.sort(stacks.find(search))):
             report.put_on(each)
-    if graph:  # behind the timing, whose runs of the model are no steps
+    if search.graph:  # behind the timing, whose runs of the model are no steps
         for each in report.sort(find_steps(search)):
             report.put_on(each)
     report._forget()
     if workload is not None and not invariant:
-        with time.holding_back(compiled_calls.timing_s(targets, workload, rounds)):
-            time_inputs(search, report, before, rounds=rounds, isolate=isolate, graph=graph)
+        with time.holding_back(compiled_calls.timing_s(targets, workload, search.rounds)):
+            time_inputs(search, report, before)
         requested.keep_sizes(search, report)
-        compiled_calls.keep_faster(targets, report, workload, rounds)
+        compiled_calls.keep_faster(targets, report, workload, search.rounds)
     elif report.replaced and not invariant:
         report.tune.append("pass inputs= so that the calls which they make are measured and the gain is shown")
     if asked is not None and not report.made:
@@ -361,9 +346,7 @@ def _tell_cost_of_invariance(report: Optimized, workload: Workload | None) -> No
         times: dict[bool, list[float]] = {False: [], True: []}
         for turn in range(_TURNS):
             for on, samples in times.items():
-                for each in report.replaced:
-                    if each.exchange is not None:
-                        each.exchange.on() if on else each.exchange.off()
+                switch_all(report.replaced, on)
                 sample = workload.sample()
                 samples.extend([sample] if turn else [])
         own_s, ours_s = (statistics.median(each) for each in times.values())

@@ -6,7 +6,7 @@ import functools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -24,7 +24,7 @@ from layerzero.integrations.optimize.models.padding import noted, without_paddin
 from layerzero.integrations.optimize.modules import find as modules
 from layerzero.integrations.optimize.swaps.candidate import TOLERANCE, distance, quiet
 from layerzero.integrations.optimize.times.module_times import ROUNDS, Spent, spent
-from layerzero.integrations.optimize.times.report import BY_CALL, Optimized, Replaced, Timed
+from layerzero.integrations.optimize.times.report import BY_CALL, Optimized, Replaced, Timed, switch_all
 from layerzero.integrations.optimize.times.timing import (
     LEAST,
     TIMED,
@@ -48,15 +48,13 @@ WHOLE = 5  # runs at least: one compared, and of both ways one that warms up and
 INSTEAD = "instead of which random rows decide, as without inputs"
 
 
-def time_inputs(
-    search: Search, report: Optimized, before: list[Tensor], *, rounds: int, isolate: bool, graph: bool
-) -> None:
+def time_inputs(search: Search, report: Optimized, before: list[Tensor]) -> None:
     """Measure the calls that the inputs make, compare the outputs, and take out what does not pay.
 
     Kernels are measured in the time that runs of the model leave, or half of what there is. Where there is no time to
     time the whole, what is known without inputs decides: modules are timed on random rows.
     """
-    time, workload, tell = report.time, search.workload, search.tell
+    time, workload = report.time, search.workload
     assert workload is not None
     stock_s = time.expected_s(RUN)
     by_kind: dict[str, list[Replaced]] = defaultdict(list)
@@ -65,10 +63,10 @@ def time_inputs(
     if not _has_time(report, stock_s) and time.fits(RUN):
         workload.run()  # it may take a part of stock's time now: products that the CPU emulated
     if _has_time(report, stock_s) and time.allows("measuring kernels on the inputs' calls", RUN, WHOLE + 1):
-        reserved_s = min(time.expected_s(RUN, _runs(len(by_kind), rounds)), time.deadline.left_s / 2)
+        reserved_s = min(time.expected_s(RUN, _runs(len(by_kind), search.rounds)), time.deadline.left_s / 2)
         deadline = time.deadline.sooner(max(reserved_s, _whole_s(report, stock_s)))
-        told = functools.partial(_told, tell=tell)
-        tuned = report.tuned = workload.tune(deadline=deadline, isolate=isolate, progress=told)
+        told = functools.partial(_told, tell=search.tell)
+        tuned = report.tuned = workload.tune(deadline=deadline, isolate=search.isolate, progress=told)
         report.refused = refused({each.report.operation for each in tuned.contests}, workload.device)
         if tuned.left:
             said = "calls were not measured within the budget; call again with more, or lz.tune"
@@ -76,22 +74,22 @@ def time_inputs(
     if not _has_time(report, stock_s):
         runs = _whole_s(report, stock_s) / (time.expected_s(RUN) or 1.0)
         time.leave(f"comparing and timing the whole, {INSTEAD}", RUN, runs)
-        time_random_rows(search, report, graph=graph)
+        time_random_rows(search, report)
         return
     pairs = _outputs(workload, before)
     if "padding" in by_kind and _largest(pairs) > 1:
-        _switch(by_kind["padding"], on=False)
+        switch_all(by_kind["padding"], on=False)
         without = _outputs(workload, before)
         if _largest(without) < _largest(pairs) / 2:
             report.take_out(by_kind.pop("padding"), "padding: the output on these inputs depends on padded positions")
             pairs = without
         else:
-            _switch(by_kind["padding"], on=True)
+            switch_all(by_kind["padding"], on=True)
     errors = [distance(*pair) for pair in pairs]
     report.error = max(errors, key=lambda each: math.inf if math.isnan(each) else each, default=None)
     report.compare(pairs, workload)
-    if by_kind and not _keep_what_gains(report, workload, by_kind, rounds, tell):
-        time_random_rows(search, report, graph=graph)
+    if by_kind and not _keep_what_gains(search, report, by_kind):
+        time_random_rows(search, report)
     report._forget()
     if time.allows("naming the kernels of each module", RUN, 2):
         workload.run()  # packs what these inputs' kernels want, and nothing that was only tried
@@ -127,19 +125,18 @@ def _runs(kinds: int, rounds: int) -> int:
     return 3 + (kinds + 4) * (rounds + 1) + 2 * ROUNDS
 
 
-def _keep_what_gains(
-    report: Optimized, workload: Workload, by_kind: Mapping[str, list[Replaced]], rounds: int, tell: Progress
-) -> bool:
+def _keep_what_gains(search: Search, report: Optimized, by_kind: Mapping[str, list[Replaced]]) -> bool:
     """Time the model as a whole, and take out what does not pay; whether there was time for it."""
-    switches = {kind: functools.partial(_switch, found) for kind, found in by_kind.items()}
+    workload, rounds = search.workload, search.rounds
+    assert workload is not None
+    switches = {kind: functools.partial(switch_all, found) for kind, found in by_kind.items()}
     left_s = report.time.deadline.left_s
-    timed = report.timed = time_kinds(
-        switches, workload.sample, rounds, lambda turn, of: tell("timing kinds of modules", turn, of), workload.fits
-    )
+    tell = functools.partial(search.tell, "timing kinds of modules")
+    timed = report.timed = time_kinds(switches, workload.sample, rounds, tell, workload.fits)
     each = workload.samples(rounds + 1)
     if timed is None:
         report.time.leave(f"timing the whole, {INSTEAD}", RUN, workload.samples(WHOLE - 1), left_s)
-        _switch(report.replaced, on=True)
+        switch_all(report.replaced, on=True)
         return False
     if timed.together:
         report.time.leave("timing kinds of modules apart", RUN, (len(switches) + 2) * each, left_s)
@@ -159,25 +156,19 @@ def _told(step: Step, tell: Progress) -> None:
     tell(f"measuring {step.job.name}{left}", step.number, step.total)
 
 
-def _switch(found: Iterable[Replaced], on: bool) -> None:
-    for each in found:
-        if each.exchange is not None:
-            each.exchange.on() if on else each.exchange.off()
-
-
 def _spent(root: Module, report: Optimized, workload: Workload) -> Spent:
     """Time by modules; a captured step runs none of them, so it is off meanwhile."""
     steps = [each for each in report.replaced if each.kind == "step"]
     others = [each for each in report.replaced if each.kind != "step"]
     kinds = {each.path: each.kind for each in report.replaced if each.kind not in {"attention", "padding", "step"}}
-    _switch(steps, on=False)
+    switch_all(steps, on=False)
     try:
-        switch = functools.partial(_switch, others) if others else None
+        switch = functools.partial(switch_all, others) if others else None
         found = spent(root, kinds, workload.call, switch, workload.device)
         found.steps_off = bool(steps)
         return found
     finally:
-        _switch(steps, on=True)
+        switch_all(steps, on=True)
 
 
 def _name_kernels(root: Module, report: Optimized, workload: Workload) -> None:
@@ -286,13 +277,11 @@ def _is_on_one_side(before: Sequence[float], after: Sequence[float]) -> bool:
     return agree(above, 2.0) or agree([not each for each in above], 2.0)
 
 
-def time_random_rows(search: Search, report: Optimized, *, graph: bool) -> None:
+def time_random_rows(search: Search, report: Optimized) -> None:
     """Take out what is slower than the model's own code at one of a few sizes, or raises there; say what each takes.
 
     Attention goes where layers that are not kept are slower with it. What is kept then is timed again without it.
-
-    Args:
-        graph: whether steps are taken from the layers: then these, and the attention, stay.
+    Where steps are taken from the layers, these, and the attention, stay.
     """
     beside: Around | None = None
     untimed: dict[str, list[str]] = {}
@@ -303,16 +292,16 @@ def time_random_rows(search: Search, report: Optimized, *, graph: bool) -> None:
         if not layers or next(layers[0].swap.module.parameters()).device.type not in TIMED:
             continue
         search.tell("timing layers", 0, 1)
-        found = _settled_layers(layers, exchange, report, ours=ours, stays=graph)
+        found = _settled_layers(layers, exchange, report, ours=ours, stays=search.graph)
         costs = attention_costs([each for each, _ in found])
-        if costs and ours and not exchange.chosen and not graph:
+        if costs and ours and not exchange.chosen and not search.graph:
             report.take_out([each for each in report.replaced if each.exchange is exchange], f"attention: {costs}")
             again = [one for each, group in found if isinstance(each, Paced) and each.kept for one in group]
             found = [(each, group) for each, group in found if not isinstance(each, Paced) or not each.kept]
             found += _settled_layers(again, exchange, report, ours=False)  # it was on in what they took
         for each, _ in found:
-            _tell(each, report, untimed, stays=graph)
-        if graph or passed() or not any(isinstance(each, Paced) for each, _ in found):
+            _tell(each, report, untimed, stays=search.graph)
+        if search.graph or passed() or not any(isinstance(each, Paced) for each, _ in found):
             continue
         try:
             beside = beside or around(layers, exchange)

@@ -157,6 +157,8 @@ class Search:
         time: what is left of it.
         workload: the caller's inputs; None without any.
         tell: hears what is done, how much of it, and of how much.
+        graph, rounds, isolate: as of ``lz.optimize``; with ``graph`` layers and their attention stay, for steps are
+            taken from them.
         models: what :func:`find` found, for layers and steps: of each of Transformers' models the path, the
             exchange, and whether attention is LayerZero's.
         taken: identities of modules that layers compute for.
@@ -167,6 +169,9 @@ class Search:
     time: TimeLeft
     workload: Workload | None = None
     tell: Progress = lambda *_: None
+    graph: bool = False
+    rounds: int = 5
+    isolate: bool = True
     models: list[tuple[str, AttentionSwap, bool]] = field(default_factory=list)
     taken: set[int] = field(default_factory=set)
     holders: set[int] = field(default_factory=set)

@@ -10,6 +10,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,13 +143,14 @@ class Parts:
 
     calls = CALLS
     forward = staticmethod(forward)
+    still = nullcontext
 
     def cache(self) -> None:
         """No cache of an encoder."""
 
     def forms(
         self, calls: Sequence[tuple[Tensor, Mapping[str, Any]]], seen: Mapping[int, Seen], of: str
-    ) -> list[tuple[tuple[Any, ...], Callable[[], Encoder]]] | str:
+    ) -> list[tuple[tuple[Any, ...], Callable[[], Layer]]] | str:
         """Every way in which a layer could compute with these parts, the likeliest first; or why there is none."""
         attending = {path: each for path, each in self.module.named_modules() if id(each) in seen}
         if len(attending) != 1 or not calls:
@@ -164,8 +166,20 @@ class Parts:
             return "it clamps what it computes in float16"
         got = seen[id(module)]
         inner = [name for name in self.products if name.startswith(f"{path}." if path else "")]
-        made = functools.partial(self._made, module, got, of, given)
-        found: list[tuple[tuple[Any, ...], Callable[[], Encoder]]]
+
+        def made(
+            names: tuple[str, ...], block: tuple[str, ...], norms: Any, scales: Any, after: bool, scaling: float
+        ) -> Encoder:
+            products = tuple(self.products[name] for name in names)
+            pack = wants_packed(weight_of(products[-1]))
+            told = {**got.told, "scaling": got.told["scaling"] * scaling} if scaling != 1.0 else got.told
+            heads = Heads(module, products, got.sizes, None, told, of=of, pack=pack)
+            between = Between(block, dict(self.products), self.activation, pack=pack)
+            first, second = (self.norms[name] for name in norms)
+            scaled = tuple(self.scales[name] for name in scales)
+            return Encoder(heads, between, (first, second), scaled, self.order, given, after=after)
+
+        found: list[tuple[tuple[Any, ...], Callable[[], Layer]]]
         found = [(key, functools.partial(made, *key)) for key in self._orders(inner, got)]
         return found or "its products and norms have the sizes of no form of a layer that LayerZero computes"
 
@@ -193,27 +207,6 @@ class Parts:
                     scalings,
                 ):
                     yield (*names, last), block, norms, scales, after, scaling
-
-    def _made(
-        self,
-        module: Module,
-        got: Seen,
-        of: str,
-        given: Mapping[str, Any],
-        names: tuple[str, ...],
-        block: tuple[str, ...],
-        norms: tuple[str, str],
-        scales: tuple[str, ...],
-        after: bool,
-        scaling: float,
-    ) -> Encoder:
-        products = tuple(self.products[name] for name in names)
-        pack = wants_packed(weight_of(products[-1]))
-        told = {**got.told, "scaling": got.told["scaling"] * scaling} if scaling != 1.0 else got.told
-        heads = Heads(module, products, got.sizes, None, told, of=of, pack=pack)
-        made = Between(block, dict(self.products), self.activation, pack=pack)
-        pair = self.norms[norms[0]], self.norms[norms[1]]
-        return Encoder(heads, made, pair, tuple(map(self.scales.get, scales)), self.order, given, after=after)  # type: ignore[arg-type]
 
 
 def _unlike(names: tuple[str, ...]) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,10 @@ class Parts:
         from transformers import DynamicCache
 
         return DynamicCache(config=self.heads.config)
+
+    def still(self) -> AbstractContextManager[None]:
+        """Put something smooth in the place of what computes by its own code, while the layer is compared."""
+        return self.block.still() if isinstance(self.block, Inner) else nullcontext()
 
     def forms(self, calls: list[Call], seen: Mapping[int, Seen], of: str) -> list[Form] | str:
         """Every way in which a layer could compute with these parts; or why there is none."""
@@ -142,7 +146,7 @@ def _checked(
         if not time.allows(step, step):
             found.append(Left(path, cls, f"as a whole: {NO_TIME}"))
             continue
-        with time.taking(step):
+        with time.taking(step), made.still():
             each, liked = _tried(path, made, calls.get(id(made.module), []), seen, exchange, liked, ours=ours)
         if isinstance(each, Left) and isinstance(made, encoders.Parts):  # which have dozens of forms
             unknown[type(made.module)] = each.why
@@ -232,22 +236,6 @@ def _tried(
     ours: bool,
 ) -> tuple[Replaced | Left, tuple[Any, ...]]:
     """The form of a layer that gives the original's values; that of the layer before is tried first."""
-    if isinstance(made, Parts) and isinstance(made.block, Inner):
-        with made.block.still():
-            return _compared(path, made, calls, seen, exchange, liked, ours=ours)
-    return _compared(path, made, calls, seen, exchange, liked, ours=ours)
-
-
-def _compared(
-    path: str,
-    made: Parts | encoders.Parts,
-    calls: list[Call],
-    seen: Mapping[int, Seen],
-    exchange: AttentionSwap,
-    liked: tuple[Any, ...],
-    *,
-    ours: bool,
-) -> tuple[Replaced | Left, tuple[Any, ...]]:
     module = made.module
     cls = type(module).__name__
     forms = made.forms(calls, seen, exchange.of)

@@ -244,12 +244,7 @@ class _Switch:
             return
         self._now = way
         for each in self._row:
-            if way is Way.STOCK:
-                each.swap.off()
-            elif not each.swap.is_on:
-                each.swap.on()
-            if way is not Way.STOCK:
-                _state(each).take((way,) * len(SIZES))
+            each.swap.compute(way)
         if self._exchange is not None:
             self._exchange.flip(ours=way is not Way.STOCK)
 

@@ -31,7 +31,7 @@ from layerzero.integrations.optimize.models.compiled import (
 from layerzero.integrations.optimize.models.compilers import COMPILERS, Compiler, Flat
 from layerzero.integrations.optimize.swaps.candidate import agrees, distance, outermost, quiet, refusal, watching
 from layerzero.integrations.optimize.times import timing
-from layerzero.integrations.optimize.times.report import Left, Optimized, Replaced, Timed
+from layerzero.integrations.optimize.times.report import Left, Optimized, Replaced, Timed, switch_all
 from layerzero.integrations.optimize.times.timing import LEAST, agree, gain, in_fastest, race
 from layerzero.integrations.optimize.times.workload import RUN, SHORTEST_S, TimeLeft, Workload
 
@@ -302,17 +302,14 @@ def keep_faster(targets: Sequence[Target], report: Optimized, workload: Workload
             put.append(found)
     if not put:
         return
-    everything = [each.exchange for each in report.replaced if each.exchange is not None]
+    everything = list(report.replaced)
     for each in put:
         report.put_on(each)
 
     def timed_as(way: str) -> float:
-        for each in put:  # what lies over another comes off first
-            each.swap.off()
-        for exchange in everything:
-            exchange.off() if way == "stock" else exchange.on()
-        for each in put if way == "compiled" else ():
-            each.swap.on()
+        switch_all(put, on=False)  # what lies over another comes off first
+        switch_all(everything, on=way != "stock")
+        switch_all(put if way == "compiled" else (), on=True)
         return workload.sample()
 
     ways = ("stock", "as it is", "compiled")
@@ -327,8 +324,7 @@ def keep_faster(targets: Sequence[Target], report: Optimized, workload: Workload
     if more < LEAST:
         report.take_out(put, f"{KIND}: end to end it gained {more:+.1%}, less than 1 %")
         return
-    for each in put:
-        each.swap.on()
+    switch_all(put, on=True)
     pairs = list(zip(times["stock"], times["compiled"], strict=True))
     before = report.timed or Timed(0.0, 0.0)
     report.timed = replace(

@@ -147,14 +147,9 @@ class Drawing:
 
     def of_rows(self, logits: Tensor, numbers: Numbers) -> Tensor:
         """Draw by the numbers of each row, from torch's own generator of the device."""
-        told: dict[str, Any] = {"temperature": numbers.temperature}
-        if self.top_k is not None:
-            told["top_k"] = numbers.k
-        if self.top_p is not None:
-            told["top_p"] = numbers.p
-        if self.min_p is not None:
-            told["min_p"] = numbers.min_p
-        return self._by(logits, told, None)
+        of_rows = {"top_k": numbers.k, "top_p": numbers.p, "min_p": numbers.min_p}
+        told = {name: each for name, each in of_rows.items() if getattr(self, name) is not None}
+        return self._by(logits, told | {"temperature": numbers.temperature}, None)
 
     def _by(self, logits: Tensor, told: dict[str, Any], seed: int | None) -> Tensor:
         if not self.is_random:

@@ -288,13 +288,9 @@ def _fastest(runs: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
         run()
     began = timing.CLOCK()
 
-    def sample(name: str) -> float:
-        started = timing.CLOCK()
-        runs[name]()
-        return timing.CLOCK() - started
-
     def undecided(_: Mapping[str, Sequence[float]], turn: int) -> Sequence[str]:
         over = turn == ROUNDS or (turn > 1 and timing.CLOCK() - began > SECONDS)
         return () if over else list(runs)
 
-    return {name: min(times) for name, times in timing.race(list(runs), sample, undecided).items()}
+    times = timing.race(list(runs), lambda name: timing.taken(runs[name]), undecided)
+    return {name: min(each) for name, each in times.items()}

@@ -246,29 +246,21 @@ def release(layer: Any, only: Held | None = None) -> None:
 
 
 def _reading(name: str) -> property:
-    """Tokens, which a read or an assignment takes out first: they are the caller's, to be written into and kept."""
+    """Tokens, which a read or an assignment takes out first: they are the caller's, to be written into and kept.
+
+    The count of a layer with a window every step reads, where it lies.
+    """
 
     def read(layer: Any) -> Any:
+        held = vars(layer).get("_held")
+        if held is not None and name == _LENGTH:
+            return held.length
         release(layer)
         return getattr(layer, name)
 
     def write(layer: Any, value: Any) -> None:
         release(layer)
         setattr(layer, name, value)
-
-    return property(read, write)
-
-
-def _counting() -> property:
-    """The count of a layer with a window, which every step reads."""
-
-    def read(layer: Any) -> Any:
-        held = vars(layer).get("_held")
-        return getattr(layer, _LENGTH) if held is None else held.length
-
-    def write(layer: Any, value: Any) -> None:
-        release(layer)
-        setattr(layer, _LENGTH, value)
 
     return property(read, write)
 
@@ -290,7 +282,7 @@ def _classes() -> tuple[Any, Any]:
     made = {name: _reading(name) for name in _TENSORS} | {"__reduce_ex__": __reduce_ex__, "__module__": __name__}
     return (
         type("HeldLayer", (plain,), made | {"get_seq_length": get_seq_length}),
-        type("HeldWindowLayer", (window,), made | {_LENGTH: _counting()}),
+        type("HeldWindowLayer", (window,), made | {_LENGTH: _reading(_LENGTH)}),
     )
 
 

@@ -25,7 +25,7 @@ from layerzero.integrations.optimize.modules.norms import Norm, norm
 from layerzero.integrations.optimize.swaps.candidate import TOLERANCE, Candidate, compared, refusal
 from layerzero.integrations.optimize.swaps.swap import MARK, State, Swap, as_forward, is_dense
 from layerzero.integrations.optimize.times import timing
-from layerzero.integrations.optimize.times.report import NO_TIME, Left, Optimized, Replaced
+from layerzero.integrations.optimize.times.report import NO_TIME, Left, Optimized, Replaced, switch_all
 
 NORM, LOSS = "norm in training", "loss of a language model"
 LOSES = -0.01
@@ -46,10 +46,6 @@ TAKEN = frozenset(
     ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache", "labels", "num_items_in_batch")
 )
 """Arguments of calls that LayerZero computes the loss of; a call with any other is the model's own."""
-
-
-class InTraining(Norm):
-    """A norm that is computed with gradients, too."""
 
 
 @as_forward
@@ -184,7 +180,7 @@ def _norms(root: Module) -> Iterator[Replaced | Left]:
         if why:
             yield Left(path, type(module).__name__, why)
             continue
-        swap = Swap(module, _norm, InTraining(state.form, state.eps))
+        swap = Swap(module, _norm, Norm(state.form, state.eps))
         yield Replaced(path, type(module).__name__, NORM, found.calls, found.kernel, found.error, swap)
 
 
@@ -304,20 +300,14 @@ def _slow(root: Module, given: Any, mine: list[Replaced], rounds: int, report: O
     """Whether steps take longer with one kind than with the model's own code, round by round; empty where not."""
 
     def sample(on: bool) -> float:
-        for each in mine:
-            each.swap.on() if on else each.swap.off()
-        began = timing.CLOCK()
-        _step(root, given)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return timing.CLOCK() - began
+        switch_all(mine, on)
+        return timing.taken(lambda: _step(root, given), next(root.parameters()).device)
 
     def open_(times: Mapping[bool, Sequence[float]], turn: int) -> Sequence[bool]:
         return (False, True) if turn < rounds and report.time.allows("timing of a kind", STEP, 2.0) else ()
 
     times = timing.race((False, True), sample, open_)
-    for each in mine:
-        each.swap.on()
+    switch_all(mine, on=True)
     if not times[True]:
         return NO_TIME
     gained = timing.gain(list(zip(times[False], times[True], strict=True)))
@@ -328,10 +318,8 @@ def _slow(root: Module, given: Any, mine: list[Replaced], rounds: int, report: O
 def _only(report: Optimized, kind: str) -> Iterator[None]:
     """One kind alone."""
     others = [each for each in report.replaced if each.kind != kind]
-    for each in others:
-        each.swap.off()
+    switch_all(others, on=False)
     try:
         yield
     finally:
-        for each in others:
-            each.swap.on()
+        switch_all(others, on=True)

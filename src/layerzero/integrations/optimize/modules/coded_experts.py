@@ -95,7 +95,7 @@ def find(search: Search, of: str, activations: str | None, accuracy: float, aske
         if loss <= accuracy:
             each.swap.state.loss = loss  # type: ignore[attr-defined]
             search.taken.add(id(module))
-            yield Replaced(path, type(module).__name__, each.kind, each.calls, each.kernel, loss, each.swap, each)
+            yield Replaced.of(path, each)
             continue
         code = ReasonCode.QUANT_ACCURACY_THRESHOLD_EXCEEDED
         why = f"[{code}] it loses {loss:.2g} of its output, accuracy={accuracy:g} allows less"

@@ -142,9 +142,7 @@ def find(search: Search) -> Iterator[Replaced | Left]:
                 yield Left(path, name, each)
                 continue
             taken |= {id(covered) for covered in each.covered}
-            yield Replaced(
-                path, name, each.kind, each.calls, each.kernel, each.error, each.swap, each if each.timed else None
-            )
+            yield Replaced.of(path, each)
 
 
 def _looked_at(module: Module, *, measured: bool) -> Iterator[Candidate | str]:
@@ -237,9 +235,7 @@ def _given(found: Candidate, count: int) -> tuple[Tensor, list[Tensor]]:
 def _lasts(run: Callable[[], object]) -> float:
     """The seconds of a second run."""
     run()
-    began = timing.CLOCK()
-    run()
-    return timing.CLOCK() - began
+    return timing.taken(run)
 
 
 def _prepared(
@@ -247,22 +243,13 @@ def _prepared(
 ) -> dict[Way, Prepare]:
     """What puts each way on, and then runs the module ``once`` or as often as fills a sample."""
     module: Any = found.swap.module
-    state = found.swap.state
-
-    def on(way: Way) -> None:
-        if way is Way.STOCK:
-            found.swap.off()
-            return
-        if not found.swap.is_on:  # what its proof rests on is looked at anew then
-            found.swap.on()
-        state.take((way,) * len(SIZES))
 
     def run() -> None:
         for _ in range(often):
             module(rows, *others)
 
     def prepare(way: Way) -> Callable[[], Any]:
-        on(way)
+        found.swap.compute(way)
         return run
 
     often = 1

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.functional import linear
 
-from layerzero.core.errors import in_short
+from layerzero.core.errors import InvalidCallError, in_short
 from layerzero.integrations.optimize.attention.transformers import Search
 from layerzero.integrations.optimize.swaps.candidate import (
     Candidate,
@@ -27,7 +27,7 @@ from layerzero.integrations.optimize.swaps.candidate import (
     random_rows,
     refusal,
 )
-from layerzero.integrations.optimize.swaps.codes import CodedProduct, Found, Place, at, bias_of, call, product
+from layerzero.integrations.optimize.swaps.codes import CodedProduct, Held, Place, at, bias_of, call, product
 from layerzero.integrations.optimize.swaps.swap import stock_forward
 from layerzero.integrations.optimize.times.report import NO_TIME, Left, Replaced
 from layerzero.integrations.optimize.times.timing import TIMED
@@ -68,16 +68,13 @@ def tried(
     search: Search, path: str, module: Module, weight: Tensor | None, candidate: Callable[[], Candidate | str]
 ) -> Replaced | Left:
     """What a candidate makes of a module with a quantised weight, as far as there is time to check it."""
-    name = type(module).__name__
     found: Candidate | str = NO_TIME
-    step = f"checking modules of {name}"
+    step = f"checking modules of {type(module).__name__}"
     if search.time.allows(step, step):
         with search.time.taking(step):
             found = why_not(module) or untimed(search, weight) or candidate()
     search.taken.add(id(module))
-    if isinstance(found, str):
-        return Left(path, name, found)
-    return Replaced(path, name, found.kind, found.calls, found.kernel, found.error, found.swap, found)
+    return Left(path, type(module).__name__, found) if isinstance(found, str) else Replaced.of(path, found)
 
 
 def _pairs(module: Module) -> list[tuple[Place, Place]]:
@@ -143,8 +140,35 @@ def _by_value(module: Module, pairs: list[tuple[Place, Place]]) -> Candidate | s
             activations = _rounding(rows, exact_weight, got, bias_of(module))
             if activations == "":
                 continue
-            return _checked(module, places, activations, rows, got)
+            with quiet(module):
+                state = Held(module, functools.partial(_read, places), _weight, activations)
+                ours = call(state, rows, bias_of(module))
+            found = product_of(module, state, rows)
+            found.error = distance(ours, got)
+            same = agrees(found.error, rows.dtype)
+            if activations is not None:
+                same = _rounding(rows, exact_weight, ours, bias_of(module)) == activations
+            off = f"{found.calls} by {found.kernel} was off by {found.error:.2g} of the largest value"
+            return found if same else off
     return why or raised
+
+
+def _read(places: tuple[Place, Place], module: Module) -> tuple[Tensor | None, ...]:
+    """Codes and scales as they lie now; neither where one is gone, or gradients of what holds them are recorded."""
+    codes, scale = (at(module, place) for place in places)
+    if codes is None or scale is None:
+        return None, None
+    held = [getattr(module, kind)[name] for kind, name, inner in places if inner]
+    recorded = torch.is_grad_enabled() and any(each.requires_grad for each in held)
+    return (None, None) if recorded else (codes, scale)
+
+
+def _weight(_: Module, codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Both. Raises: InvalidCallError for what is no codes and scales any more."""
+    if codes.dtype is not torch.int8 or codes.ndim != 2 or scale.numel() not in {1, codes.shape[0]}:
+        wanted = f"weight: wanted int8 codes (N, K) and 1 or N scales, got {codes.dtype} {tuple(codes.shape)}"
+        raise InvalidCallError("optimize", [wanted])
+    return codes, scale
 
 
 def _dtypes(module: Module, places: tuple[Place, Place]) -> Iterable[torch.dtype]:
@@ -179,23 +203,6 @@ def _rounding(rows: Tensor, weight: Tensor, got: Tensor, bias: Tensor | None) ->
     least, most = ROUNDED
     rounded = bool(((off >= least * expected) & (off <= most * expected))[:-PLAIN].all())
     return "int8" if rounded and bool((scaled.abs() <= chance.clamp(min=SCALED)).all()) else ""
-
-
-def _checked(
-    module: Module, places: tuple[Place, Place], activations: str | None, rows: Tensor, got: Tensor
-) -> Candidate | str:
-    state = Found(module, places, activations)
-    found = product_of(module, state, rows)
-    with quiet(module), torch.no_grad():
-        ours = call(state, rows, bias_of(module))
-    found.error = distance(ours, got)
-    codes, scale = state.pair
-    assert scale is not None
-    weight = codes.double() * scale.double().reshape(-1, 1)
-    same = agrees(found.error, rows.dtype)
-    if activations is not None:
-        same = _rounding(rows, weight, ours, bias_of(module)) == activations
-    return found if same else f"{found.calls} by {found.kernel} was off by {found.error:.2g} of the largest value"
 
 
 def product_of(module: Module, state: CodedProduct, rows: Tensor) -> Candidate:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -58,6 +58,12 @@ class Norm(State):
         """Torch's norm without one takes the smallest step from 1."""
         return torch.finfo(input.dtype).eps if self.eps is None else self.eps
 
+    def compute(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The norm of an input. Raises: InvalidCallError for one of another kind than it was made for."""
+        if self.form == "layer":
+            return lz.layer_norm(input, weight.shape, weight, bias, self.eps_for(input))
+        return lz.rms_norm(input, weight, self.eps_for(input))
+
 
 class OneAndWeight:
     """1 + weight, made anew once the weight was written into or moved: in float32, or rounded to the weight's dtype."""
@@ -98,41 +104,19 @@ class OnePlus(Norm):
     def bytes(self) -> int:
         return self.factor.bytes
 
-
-@as_forward
-def _rms(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:
-    state: Any = self.__dict__.get(MARK)
-    mine = not others and not named and serves(state, input, *self._parameters.values())
-    if mine and (own := state.weights_of(self)) is not None and own[0].dtype is input.dtype:
-        try:
-            return lz.rms_norm(input, own[0], state.eps_for(input))
-        except InvalidCallError:  # an input of another kind than it was made for: the module knows what to say
-            pass
-    return type(self).forward(self, input, *others, **named)
+    def compute(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: ARG002
+        return lz.rms_norm(input.float(), self.factor.of(weight), self.eps_for(input)).to(input.dtype)
 
 
 @as_forward
-def _rms_one_plus(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:
+def _norm(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:
     state: Any = self.__dict__.get(MARK)
     mine = not others and not named and serves(state, input, *self._parameters.values())
-    if mine and (own := state.weights_of(self)) is not None:
+    own = state.weights_of(self) if mine else None
+    if own is not None and (own[0].dtype is input.dtype or state.form == "one_plus"):
         try:
-            factor = state.factor.of(own[0])
-            return lz.rms_norm(input.float(), factor, state.eps_for(input)).to(input.dtype)
-        except InvalidCallError:
-            pass
-    return type(self).forward(self, input, *others, **named)
-
-
-@as_forward
-def _layer(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:
-    state: Any = self.__dict__.get(MARK)
-    mine = not others and not named and serves(state, input, *self._parameters.values())
-    if mine and (own := state.weights_of(self)) is not None and own[0].dtype is input.dtype:
-        weight, bias = own
-        try:
-            return lz.layer_norm(input, weight.shape, weight, bias, state.eps_for(input))
-        except InvalidCallError:
+            return state.compute(input, *own)
+        except InvalidCallError:  # the module knows what to say
             pass
     return type(self).forward(self, input, *others, **named)
 
@@ -151,23 +135,17 @@ def norm(module: Module) -> Candidate | str | None:
     form, eps, why = _form_of(module, has_bias="bias" in parameters)
     if form is None:
         return why or None
-    kinds: dict[str, tuple[Callable[..., Any], type[Norm], str]] = {
-        "rms": (_rms, Norm, "lz.rms_norm"),
-        "one_plus": (_rms_one_plus, OnePlus, "lz.rms_norm by 1 + weight"),
-        "layer": (_layer, Norm, "lz.layer_norm"),
-    }
-    forward, state, calls = kinds[form]
     number = torch.finfo(weight.dtype).eps if eps is None else eps
-    asked: tuple[str, tuple[Any, ...], dict[str, Any]]
-    if form == "layer":
-        asked = "layer_norm", (example, tuple(weight.shape), weight, parameters.get("bias"), number), {}
-    elif form == "one_plus":
-        asked = "rms_norm", (example.float(), weight.detach().float(), number), {}
-    else:
-        asked = "rms_norm", (example, weight, number), {}
-    is_torchs = type(module).forward in {LayerNorm.forward, RMSNorm.forward}
+    kinds: dict[str, tuple[type[Norm], str, str, tuple[Any, ...]]] = {
+        "rms": (Norm, "lz.rms_norm", "rms_norm", (example, weight)),
+        "one_plus": (OnePlus, "lz.rms_norm by 1 + weight", "rms_norm", (example.float(), weight.detach().float())),
+        "layer": (Norm, "lz.layer_norm", "layer_norm", (example, tuple(weight.shape), weight, parameters.get("bias"))),
+    }
+    state, calls, function, given = kinds[form]
+    asked: tuple[str, tuple[Any, ...], dict[str, Any]] = function, (*given, number), {}
+    stock = type(module).forward in {LayerNorm.forward, RMSNorm.forward}
     return candidate(
-        module, forward, state(form, eps), kind="norm", calls=calls, example=example, asked=asked, stock=is_torchs
+        module, _norm, state(form, eps), kind="norm", calls=calls, example=example, asked=asked, stock=stock
     )
 
 

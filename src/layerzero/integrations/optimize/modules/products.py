@@ -239,17 +239,8 @@ def _call(state: Block, input: Tensor, weights: list[Tensor], biases: list[Tenso
     packed, activation = state.forms_for(input), state.activation
     if len(weights) == 2 and packed[0] is None and biases[0] is None and weights[0].shape[0] == 2 * weights[1].shape[1]:
         return _in_one(input, weights[0], weights[1], biases[1], activation)
-    if len(weights) == 2:
-        return lz.mlp(
-            input,
-            *weights,
-            up_bias=biases[0],
-            down_bias=biases[1],
-            activation=activation,
-            packed_up=packed[0],
-            packed_down=packed[1],
-        )
-    if state.joined is not None:
+    gated = len(weights) == 3
+    if gated and state.joined is not None:
         if state.joined.holds(weights[2], weights[0]):
             return _in_one(input, state.joined.weight, weights[1], biases[1], activation)
         state.joined = None  # moved or cast since; what is left of it is not used
@@ -258,11 +249,11 @@ def _call(state: Block, input: Tensor, weights: list[Tensor], biases: list[Tenso
         *weights,
         up_bias=biases[0],
         down_bias=biases[1],
-        gate_bias=biases[2],
+        gate_bias=biases[2] if gated else None,
         activation=activation,
         packed_up=packed[0],
         packed_down=packed[1],
-        packed_gate=packed[2],
+        packed_gate=packed[2] if gated else None,
     )
 
 

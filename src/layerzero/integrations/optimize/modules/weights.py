@@ -120,7 +120,7 @@ class Request:
                 del layers[path]
                 each.error = each.swap.state.loss = loss  # type: ignore[attr-defined]
                 taken.add(id(module))
-                yield Replaced(path, type(module).__name__, each.kind, each.calls, each.kernel, loss, each.swap, each)
+                yield Replaced.of(path, each)
         for module in search.root.modules():
             if any(id(each) in taken for each in module.modules()):
                 search.taken.add(id(module))
@@ -176,11 +176,7 @@ class Request:
             given = given.reshape(-1, columns).repeat(-(-rows // 6), 1)[:rows]
 
             def sample(name: str, given: Tensor = given) -> float:
-                began = timing.CLOCK()
-                call(made[name], given, bias_of(module))  # type: ignore[arg-type]
-                if given.is_cuda:
-                    torch.cuda.synchronize(given.device)
-                return timing.CLOCK() - began
+                return timing.taken(lambda: call(made[name], given, bias_of(module)), given.device)  # type: ignore[arg-type]
 
             with torch.no_grad(), quiet(module):
                 seconds = timing.race(list(made), sample, lambda _, turn: list(made) if turn <= TURNS else ())
@@ -263,14 +259,8 @@ def _ratio(each: Replaced, rows: int) -> float:
     own, turns = stock_forward(swap.module), TURNS if rows < LONG else 2
 
     def sample(ours: bool) -> float:
-        began = timing.CLOCK()
-        if ours:
-            call(state, given, bias_of(swap.module))
-        else:
-            own(given)
-        if given.is_cuda:
-            torch.cuda.synchronize(given.device)
-        return timing.CLOCK() - began
+        run = (lambda: call(state, given, bias_of(swap.module))) if ours else (lambda: own(given))
+        return timing.taken(run, given.device)
 
     with quiet(swap.module):
         seconds = timing.race((True, False), sample, lambda _, turn: (True, False) if turn <= turns else ())

@@ -94,56 +94,25 @@ class CodedProduct(Packs):
         raise NotImplementedError
 
 
-class Found(CodedProduct):
-    """Those that a module of another library has: read where they lie.
-
-    Attributes:
-        places: of the codes and of the scales.
-    """
-
-    def __init__(self, module: Module, places: tuple[Place, Place], activations: str | None) -> None:
-        self.places = places
-        codes, scale = (at(module, place) for place in places)
-        assert codes is not None
-        assert scale is not None
-        super().__init__((codes, scale), activations)
-        self._read, self._version = scale, version(scale)
-
-    def read(self, module: Module) -> tuple[Tensor, ...] | None:
-        codes, scale = (at(module, place) for place in self.places)
-        if codes is None or scale is None:
-            return None
-        held = [getattr(module, kind)[name] for kind, name, inner in self.places if inner]
-        if torch.is_grad_enabled() and any(each.requires_grad for each in held):
-            return None
-        return codes, scale
-
-    def follow(self, read: tuple[Tensor, ...]) -> bool:
-        codes, scale = read
-        if codes is self.pair[0] and scale is self._read and version(scale) == self._version:
-            return True
-        if codes.dtype is not torch.int8 or codes.ndim != 2 or scale.numel() not in {1, codes.shape[0]}:
-            return False
-        self.exchange((codes, scale))
-        self._version, self._read = version(scale), scale
-        return True
-
-
 class Held(CodedProduct):
-    """Those in a format of its own that a module of another library has.
+    """Those that a module of another library has: read where they lie.
 
     Attributes:
         columns: of the weight.
     """
 
     def __init__(
-        self, module: Module, tensors: Callable[[Module], tuple[Tensor | None, ...]], make: Callable[..., Weight]
+        self,
+        module: Module,
+        tensors: Callable[[Module], tuple[Tensor | None, ...]],
+        make: Callable[..., Weight],
+        activations: str | None = None,
     ) -> None:
         self._tensors, self._make = tensors, functools.partial(make, module)
         self._note(tensors(module))
         made = make(module, *self._read)
         self.columns = (made if isinstance(made, lz.QuantizedWeight) else made[0]).shape[1]
-        super().__init__(made)
+        super().__init__(made, activations)
 
     def _note(self, read: tuple[Tensor | None, ...]) -> None:
         self._read, self._versions = read, [0 if each is None else version(each) for each in read]

@@ -209,6 +209,15 @@ class Swap:
         if self.is_on:
             _strip(self.module.__dict__, self.forward)
 
+    def compute(self, way: Way) -> None:
+        """Compute calls of every size that way."""
+        if way is Way.STOCK:
+            self.off()
+            return
+        if not self.is_on:  # what its proof rests on is looked at anew then
+            self.on()
+        self.state.take((way,) * len(SIZES))
+
 
 def _methods(forward: Forward) -> Iterator[tuple[str, Forward]]:
     """What a swap puts on a module."""

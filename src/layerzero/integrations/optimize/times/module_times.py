@@ -139,22 +139,17 @@ def _timed(kinds: Mapping[Module, str], run: Callable[[], Any], device: Any) -> 
         events[kinds[module]].append((event, mark()))
 
     with watching(kinds, enter, leave), torch.no_grad():
-        _wait(device)
+        timing.wait(device)
         first, started = mark(), timing.WALL()
         run()
         host[OUTSIDE] = timing.WALL() - started - sum(host.values())
         last = mark()
-        _wait(device)
+        timing.wait(device)
     if not on_device:
         return {kind: Share(seconds) for kind, seconds in host.items()}
     of_device = {kind: sum(a.elapsed_time(b) for a, b in pairs) / 1e3 for kind, pairs in events.items()}
     of_device[OUTSIDE] = first.elapsed_time(last) / 1e3 - sum(of_device.values())
     return {kind: Share(seconds, of_device[kind]) for kind, seconds in host.items()}
-
-
-def _wait(device: Any) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _medians(runs: list[dict[str, Share]]) -> dict[str, Share]:

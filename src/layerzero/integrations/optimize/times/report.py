@@ -63,11 +63,24 @@ class Replaced:
     exchange: Exchange | None = field(default=None, repr=False, compare=False)
     candidate: Candidate | None = field(default=None, repr=False, compare=False)
 
+    @classmethod
+    def of(cls, path: str, found: Candidate) -> Replaced:
+        """A module that a candidate was checked for."""
+        module, timed = type(found.swap.module).__name__, found if found.timed else None
+        return cls(path, module, found.kind, found.calls, found.kernel, found.error, found.swap, timed)
+
     @property
     def swap(self) -> Swap:
         """The exchange of what is one module."""
         assert isinstance(self.exchange, Swap)
         return self.exchange
+
+
+def switch_all(found: Iterable[Replaced], on: bool) -> None:
+    """Put them all on, or off."""
+    for each in found:
+        if each.exchange is not None:
+            each.exchange.on() if on else each.exchange.off()
 
 
 @dataclass

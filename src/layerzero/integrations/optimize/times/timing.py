@@ -55,6 +55,21 @@ def _seconds() -> float:
 CLOCK: Callable[[], float] = _seconds
 """The clock for modules on random rows; tests set another one."""
 
+
+def wait(device: torch.device | None) -> None:
+    """Wait for what a GPU was given to do, where it is one."""
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def taken(run: Callable[[], object], device: torch.device | None = None) -> float:
+    """Seconds of a run, and of what a GPU was given by it."""
+    began = CLOCK()
+    run()
+    wait(device)
+    return CLOCK() - began
+
+
 _Name = TypeVar("_Name", bound=Hashable)
 _Found = TypeVar("_Found")
 
@@ -118,7 +133,6 @@ That is tested after every one of up to 60 rounds, and so more strictly than of 
 
 LOWEST = 5
 """Of so many runs the fastest counts: a neighbour on the same cores makes runs slower, and none faster."""
-
 
 Prepare = Callable[[], Callable[[], Any]]
 """Puts a way on and gives what is to be timed."""
@@ -365,9 +379,7 @@ def _rounds(
         run = ways[way]()
         if around is not None:
             around()
-        started = CLOCK()
-        run()
-        return CLOCK() - started
+        return taken(run)
 
     def undecided(times: Mapping[Way, Sequence[float]], turn: int) -> Sequence[Way]:
         nonlocal order

@@ -150,7 +150,7 @@ class Workload:
         with self.time.taking(RUN):
             with torch.no_grad():
                 found = [each.detach().clone() for each in tensors_in(self.call())]
-            self._wait()
+            timing.wait(self.device)
         return found
 
     def samples(self, count: int) -> int:
@@ -169,17 +169,13 @@ class Workload:
         return min(self._seconds() for _ in range(self._often))
 
     def _seconds(self) -> float:
-        self._wait()
+        timing.wait(self.device)
         started = timing.WALL()
         with self.time.taking(RUN):
             with torch.no_grad():
                 self.call()
-            self._wait()
+            timing.wait(self.device)
         return timing.WALL() - started
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def tune(self, *, deadline: Deadline, isolate: bool, progress: Callable[[Step], None] | None = None) -> Tuned:
         """Record the calls of one run and measure each class of them, the most frequent first."""
