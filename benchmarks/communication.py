@@ -27,7 +27,7 @@ from torch import Tensor, distributed
 from torch.nn import functional
 
 import layerzero as lz
-from layerzero.backends.torch import symmetric
+from layerzero.backends.torch import collectives
 from layerzero.core.evidence import Measurement
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.measurement.comparison import record_times
@@ -204,9 +204,9 @@ def by_size(device: torch.device, sizes: list[int]) -> list[dict[str, object]]:
         for name in legal("all_reduce", x):
             run = functools.partial(took_us, functools.partial(lz.all_reduce, x), device, calls)
             row[name] = under(name, "comm.all_reduce", run)
-        for shots, run in (("one", symmetric.one_shot), ("two", symmetric.two_shot)):  # beyond their limits, too
+        for shots, run in (("one", collectives.one_shot), ("two", collectives.two_shot)):  # beyond their limits, too
             name = f"torch.symm_{shots}_shot_all_reduce"
-            if name not in row and facts["group_reach"] == "peers" and 2**18 <= size <= symmetric.BUFFER_BYTES:
+            if name not in row and facts["group_reach"] == "peers" and 2**18 <= size <= collectives.BUFFER_BYTES:
                 row[name] = took_us(functools.partial(run, x), device, calls)
         rows.append(row)
     return rows

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.backends.torch import symmetric
+from layerzero.backends.torch import collectives
 from layerzero.core import limits as limit
 from layerzero.core.evidence import Measurement
 from layerzero.engine import graph_safety
@@ -247,7 +247,7 @@ def test_symmetric_memory_is_made_once_for_a_group_and_without_multicast(monkeyp
         group_name = "some"
 
     def rendezvous(buffer, group):
-        made.append((buffer.numel(), group.group_name, os.environ[symmetric.NO_MULTICAST]))
+        made.append((buffer.numel(), group.group_name, os.environ[collectives.NO_MULTICAST]))
 
     def one_shot(buffer, local, op, name):
         assert (buffer.shape, local.data_ptr() % 16, op, name) == (local.shape, 0, "sum", "some")
@@ -261,22 +261,22 @@ def test_symmetric_memory_is_made_once_for_a_group_and_without_multicast(monkeyp
     monkeypatch.setattr(memory, "empty", torch.empty)
     monkeypatch.setattr(torch.ops.symm_mem, "one_shot_all_reduce_copy", one_shot, raising=False)
     monkeypatch.setattr(torch.ops.symm_mem, "two_shot_all_reduce_out", two_shot, raising=False)
-    monkeypatch.delenv(symmetric.NO_MULTICAST, raising=False)
+    monkeypatch.delenv(collectives.NO_MULTICAST, raising=False)
     group = Group()
     ranks = lz.Ranks(group, 2, 0)
     for x in (torch.randn(3, 8), torch.randn(4, 3).T, torch.randn(9, dtype=torch.bfloat16)[1:], torch.randn(2**17 + 8)):
-        for run in (symmetric.one_shot, symmetric.two_shot):
+        for run in (collectives.one_shot, collectives.two_shot):
             got = run(x, group=ranks)
             assert torch.equal(got, x)
             assert got.is_contiguous()
-    assert made == [(symmetric.BUFFER_BYTES, "some", "1")]
-    assert len(symmetric._BUFFERS) == 1
+    assert made == [(collectives.BUFFER_BYTES, "some", "1")]
+    assert len(collectives._BUFFERS) == 1
     del group
     gc.collect()
-    assert not symmetric._BUFFERS, "it goes with the group"
+    assert not collectives._BUFFERS, "it goes with the group"
     with pytest.raises(lz.InvalidCallError, match="got one that was destroyed"):
-        symmetric.one_shot(x, group=ranks)
-    assert symmetric.NO_MULTICAST not in os.environ
+        collectives.one_shot(x, group=ranks)
+    assert collectives.NO_MULTICAST not in os.environ
 
 
 def test_calls_of_other_sizes_that_came_before_decide_nothing():

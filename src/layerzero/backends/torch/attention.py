@@ -177,16 +177,9 @@ def _load_math(facts: Facts) -> Callable[..., Any]:
     enable_gqa = facts["group"] != 1
 
     def math(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        causal: bool = False,
-        scale: float | None = None,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
+        *qkv: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, causal: bool = False, **scale: Any
     ) -> Any:
-        return operator(query, key, value, attn_mask, dropout_p, causal, scale=scale, enable_gqa=enable_gqa)[0]
+        return operator(*qkv, attn_mask, dropout_p, causal, enable_gqa=enable_gqa, **scale)[0]
 
     return math
 
@@ -224,6 +217,16 @@ SDPA_ARGUMENTS = ("causal", "scale")
 
 FOLDED = ("causal", "attn_mask", "window", "alibi_slopes", "kv_lens")
 """What those with a float mask may have folded into it."""
+
+
+CPU_FLASH = (
+    limit.platform("cpu"),
+    FLOATS,
+    limit.equal("value_dim", "head_dim"),
+    limit.Custom("causal: scale > 0", positive_beside_causal),
+    SdpaEnabled("flash"),
+)
+"""What kernels demand that run the CPU's fused kernel sequence by sequence, or by tiles."""
 
 
 def _load(facts: Facts) -> Callable[..., Any]:

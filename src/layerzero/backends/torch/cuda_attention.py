@@ -36,16 +36,9 @@ def _load_cuda_flash(facts: Facts) -> Callable[..., Any]:
     operator = sdpa_operator("flash_attention")
 
     def flash(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        causal: bool = False,
-        scale: float | None = None,
-        dropout_p: float = 0.0,
-        return_lse: bool = False,
+        *qkv: Tensor, causal: bool = False, dropout_p: float = 0.0, return_lse: bool = False, **scale: Any
     ) -> Any:
-        output, lse, *_ = operator(query, key, value, dropout_p, causal, False, scale=scale)
+        output, lse, *_ = operator(*qkv, dropout_p, causal, False, **scale)
         if not return_lse:
             return output
         return output, lse_of_hidden_rows(output, lse)
@@ -117,39 +110,21 @@ def _load_cuda_cudnn(facts: Facts) -> Callable[..., Any]:
         return _through_torch
     operator = sdpa_operator("cudnn_attention")
 
-    def cudnn(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        causal: bool = False,
-        scale: float | None = None,
-        dropout_p: float = 0.0,
-    ) -> Any:
-        keep = query.requires_grad or key.requires_grad or value.requires_grad
-        return operator(query, key, value, None, keep, dropout_p, causal, False, scale=scale)[0]
+    def cudnn(*qkv: Tensor, causal: bool = False, dropout_p: float = 0.0, **scale: Any) -> Any:
+        keep = any(each.requires_grad for each in qkv)
+        return operator(*qkv, None, keep, dropout_p, causal, False, **scale)[0]
 
     return cudnn
 
 
-def _through_torch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-) -> Tensor:
+def _through_torch(query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, **named: Any) -> Tensor:
     """``F.scaled_dot_product_attention``, which gives one result and not nine.
 
     Calls that wait for their host took 22.3 and 25.0 us where the operator took 35.5 and 26.5 (decoding B3 KV384 and
     prefill B5 S319 of 8 heads of 256, two H200s, torch 2.11, 2026-11-22).
     """
     grouped = query.shape[1] != key.shape[1]
-    return functional.scaled_dot_product_attention(
-        query, key, value, dropout_p=dropout_p, is_causal=causal, scale=scale, enable_gqa=grouped
-    )
+    return functional.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=grouped, **named)
 
 
 def _cudnn_expanded(facts: Facts) -> Reason | None:

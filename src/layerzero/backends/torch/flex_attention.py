@@ -15,18 +15,18 @@ Library: torch 2.13, BSD-3-Clause; arXiv:2412.05496.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import warnings
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.inductor import cache_folder, compiled, files, found, loaded, name_of, note
+from layerzero.backends.torch.inductor import apart, cache_folder, compiled, files, loaded, name_of, parts_of
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kept_files import KeptFiles
@@ -147,13 +147,12 @@ def _built(facts: Facts, device: torch.device) -> Runner:
     dtype = facts.tensors["query"].dtype
     key = (device, dtype, *sizes.values())
     with _BUILDING:
-        if ranged and key not in _BUILT and (noted := found(_name(facts))):
-            _BUILT[key] = _runner(noted[0][1])
         if key not in _BUILT:
-            # in a thread of its own: autocast, inference mode and other state belong to the caller's
-            with ThreadPoolExecutor(1) as other:
-                build = _for_a_range if ranged else _for_exact_sizes
-                _BUILT[key] = other.submit(build, facts, device, dtype, sizes).result()
+            if ranged:
+                ((_, path),) = parts_of(_name(facts), functools.partial(_for_a_range, facts, device, dtype, sizes))
+                _BUILT[key] = _runner(path)
+            else:
+                _BUILT[key] = apart(functools.partial(_for_exact_sizes, facts, device, dtype, sizes))
     return _BUILT[key]
 
 
@@ -169,7 +168,9 @@ def _example(device: torch.device, dtype: torch.dtype, sizes: dict[str, int]) ->
     )
 
 
-def _for_a_range(facts: Facts, device: torch.device, dtype: torch.dtype, sizes: dict[str, int]) -> Runner:
+def _for_a_range(
+    facts: Facts, device: torch.device, dtype: torch.dtype, sizes: dict[str, int]
+) -> list[tuple[int, Path]]:
     """Export for batch and lengths from the given ones up to their doubles, and compile ahead of time."""
     ranges = {
         name: torch.export.Dim(name, min=sizes[name], max=2 * sizes[name] - 1)
@@ -188,8 +189,7 @@ def _for_a_range(facts: Facts, device: torch.device, dtype: torch.dtype, sizes: 
         program = torch.export.export(_Attention(), _example(device, dtype, example), dynamic_shapes=named)
         options = {"cpp.dynamic_threads": True, "cpp.threads": _THREADS}
         path, top = compiled(program, facts, options, _no_guards)
-    note(_name(facts), [(top, path)])
-    return _runner(path)
+    return [(top, path)]
 
 
 def _runner(path: Path) -> Runner:

@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -52,6 +52,7 @@ INDUCTOR = Backend(
 )
 
 Runner = Callable[[list[Tensor]], list[Tensor]]
+_Made = TypeVar("_Made")
 
 _BUILT: dict[tuple[object, ...], list[tuple[int, Runner]]] = {}
 """Of each class, the largest row length that an artefact serves, and the artefact, in rising order."""
@@ -85,15 +86,10 @@ def _bound(facts: Facts, operation: Operation, axes: tuple[int, ...], **extra: o
     hidden, device = facts.size("hidden"), torch.device(facts.device.torch_type, facts.device.index)
     key = (operation.name, facts["dtype"], facts.device, rows, low)
     with _BUILDING:
-        if key not in _BUILT and (noted := found(_name(operation, facts))):
-            _BUILT[key] = [(top, _loaded(path, device)) for top, path in noted]
         if key not in _BUILT:
             formula = _Formula(operation, extra)
-            # in a thread of its own: autocast, inference mode and other state belong to the caller's
-            with ThreadPoolExecutor(1) as other:
-                parts = other.submit(_build, formula, facts, device, axes, rows, low).result()
-            note(_name(operation, facts), parts)
-            _BUILT[key] = [(top, _loaded(path, device)) for top, path in parts]
+            build = functools.partial(_build, formula, facts, device, axes, rows, low)
+            _BUILT[key] = [(top, _loaded(path, device)) for top, path in parts_of(_name(operation, facts), build)]
         run = next(each for top, each in _BUILT[key] if hidden <= top)
     return run, torch.tensor(facts["eps"], dtype=torch.float64, device=device), hidden
 
@@ -192,6 +188,21 @@ def found(name: str) -> list[tuple[int, Path]]:
     except (OSError, ValueError, TypeError):  # none, or a damaged one: it is built anew
         return []
     return parts if all(path.is_file() for _, path in parts) else []
+
+
+def apart(build: Callable[[], _Made]) -> _Made:
+    """Build in a thread of its own: autocast, inference mode and other state belong to the caller's."""
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(build).result()
+
+
+def parts_of(name: str, build: Callable[[], Sequence[tuple[int, Path]]]) -> Sequence[tuple[int, Path]]:
+    """The artefacts of a build, which is made and noted if there is none."""
+    parts: Sequence[tuple[int, Path]] = found(name)
+    if not parts:
+        parts = apart(build)
+        note(name, parts)
+    return parts
 
 
 def files(name: str) -> list[str]:

@@ -13,7 +13,6 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.shape_cache import GRAIN
-from layerzero.backends.torch.inductor import INDUCTOR, cache_folder, compiled, files, found, loaded, name_of, note
+from layerzero.backends.torch.inductor import INDUCTOR, cache_folder, compiled, files, loaded, name_of, parts_of
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kept_files import KeptFiles
@@ -63,12 +62,7 @@ def _built(facts: Facts) -> list[Callable[[list[Tensor]], list[Tensor]]]:
     name = _name(facts)
     with _BUILDING:
         if name not in _BUILT:
-            parts = found(name)
-            if not parts:
-                # in a thread of its own: autocast, inference mode and other state belong to the caller's
-                with ThreadPoolExecutor(1) as other:
-                    parts = other.submit(_build, facts).result()
-                note(name, parts)
+            parts = parts_of(name, functools.partial(_build, facts))
             _BUILT[name] = [loaded(path).run for _, path in parts]
     return _BUILT[name]
 

@@ -27,10 +27,9 @@ from layerzero.ops.paged.pages import gathered, tokens_of
 from layerzero.ops.ragged import declare as ragged
 
 
-def _keys(
-    ckv_cache: Tensor, kpe_cache: Tensor, block_tables: Tensor, context_lens: Tensor, max_context_len: int | None
-) -> tuple[Tensor, Tensor]:
+def _keys(*pages: Tensor, max_context_len: int | None = None) -> tuple[Tensor, Tensor]:
     """Keys (B, L, C + R) with zeros beyond each sequence, and where those are: (B, L)."""
+    ckv_cache, kpe_cache, block_tables, context_lens = pages
     planes = ckv_cache.unsqueeze(2), kpe_cache.unsqueeze(2)
     keys = torch.cat([each.squeeze(2) for each in gathered(*planes, block_tables, context_lens, max_context_len)], -1)
     beyond = torch.arange(keys.shape[1], device=keys.device) >= context_lens.unsqueeze(1)
@@ -48,25 +47,14 @@ def _hidden(beyond: Tensor, context_lens: Tensor, queries: int) -> Tensor:
 def _load_expression(facts: Facts) -> Callable[..., Any]:
     latent = facts.size("latent_dim")
 
-    def run(
-        q_nope: Tensor,
-        q_pe: Tensor,
-        ckv_cache: Tensor,
-        kpe_cache: Tensor,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        *,
-        scale: float,
-        return_lse: bool = False,
-        max_context_len: int | None = None,
-    ) -> Any:
+    def run(q_nope: Tensor, q_pe: Tensor, *pages: Tensor, scale: float, return_lse: bool = False, **bound: Any) -> Any:
         batch, queries, heads, _ = q_nope.shape
         wide = torch.promote_types(q_nope.dtype, torch.float32)
-        keys, beyond = _keys(ckv_cache, kpe_cache, block_tables, context_lens, max_context_len)
+        keys, beyond = _keys(*pages, **bound)
         keys = keys.to(wide)
         query = torch.cat((q_nope, q_pe), -1).to(wide).flatten(1, 2)
         scores = torch.bmm(query, keys.transpose(1, 2)).mul_(scale).view(batch, queries, heads, -1)
-        scores = scores.masked_fill_(_hidden(beyond, context_lens, queries), -torch.inf)
+        scores = scores.masked_fill_(_hidden(beyond, pages[-1], queries), -torch.inf)
         lse = scores.logsumexp(-1)
         blind = (lse == -torch.inf).unsqueeze(-1)
         weights = (scores - lse.unsqueeze(-1)).exp_().masked_fill_(blind, 0.0)
@@ -112,20 +100,10 @@ def _load_cpu(facts: Facts) -> Callable[..., Any]:
 def _load_cuda(facts: Facts) -> Callable[..., Any]:
     latent = facts.size("latent_dim")
 
-    def run(
-        q_nope: Tensor,
-        q_pe: Tensor,
-        ckv_cache: Tensor,
-        kpe_cache: Tensor,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        *,
-        scale: float,
-        max_context_len: int | None = None,
-    ) -> Tensor:
+    def run(q_nope: Tensor, q_pe: Tensor, *pages: Tensor, scale: float, **bound: Any) -> Tensor:
         batch, queries, heads, _ = q_nope.shape
-        keys, beyond = _keys(ckv_cache, kpe_cache, block_tables, context_lens, max_context_len)
-        hidden = _hidden(beyond, context_lens, queries)
+        keys, beyond = _keys(*pages, **bound)
+        hidden = _hidden(beyond, pages[-1], queries)
         query = joined(q_nope, q_pe).flatten(1, 2).unsqueeze(1)
         mask = ~hidden.expand(-1, -1, heads, -1).flatten(1, 2).unsqueeze(1)
         keys = keys.unsqueeze(1)

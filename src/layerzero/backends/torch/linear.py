@@ -19,7 +19,7 @@ Library: torch >= 2.10, BSD-3-Clause; oneDNN 3, Apache-2.0.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -44,10 +44,14 @@ def _load_linear(facts: Facts) -> Callable[..., Any]:
     return linear_for(facts)
 
 
-def _load_then(facts: Facts, product: Callable[..., Tensor] | None = None) -> Callable[..., Any]:
+def load_then(
+    facts: Facts,
+    product: Callable[..., Tensor] | None = None,
+    formulas: Mapping[str, Callable[..., Tensor]] = FUNCTIONS,
+) -> Callable[..., Any]:
     """The product, and after it what the call asks for; a wider result is computed wide."""
     linear = product or linear_for(facts)
-    formula = FUNCTIONS.get(str(facts["activation"]))
+    formula = formulas.get(str(facts["activation"]))
     # relu2 doubles the rounding of what it squares: 1.5e-3 of a result in float16, three times that of the result alone
     squared = facts["activation"] == "relu2" and facts["dtype"] is torch.float16
     between = torch.float32 if squared and product is None else None
@@ -214,9 +218,13 @@ ONEDNN = (
 _DENSE_BIAS = limit.contiguous("bias")  # it reads one element after the other, whatever the strides say
 
 
-def _load(facts: Facts, product: Callable[..., Tensor] | None = None) -> Callable[..., Any]:
+def load_block(
+    facts: Facts,
+    product: Callable[..., Tensor] | None = None,
+    formulas: Mapping[str, Callable[..., Tensor]] = FUNCTIONS,
+) -> Callable[..., Any]:
     """Written over the activation where no gradient is recorded, as the activations' own kernels are."""
-    linear, after = product or linear_for(facts), FUNCTIONS[str(facts["activation"])]
+    linear, after = product or linear_for(facts), formulas[str(facts["activation"])]
     in_place, joined = not facts["requires_grad"], facts["operation"] == "mlp.fused.joined"
 
     def times(gate: Tensor, up: Tensor) -> Tensor:
@@ -249,7 +257,7 @@ def _load(facts: Facts, product: Callable[..., Tensor] | None = None) -> Callabl
 _THEN = kernel(
     "torch.linear_then",
     _OPERATIONS,
-    _load_then,
+    load_then,
     FLOATS,
     limit.Custom("an activation or another dtype of the result", _asks_for_more),
     accepts=("bias", "activation", "out_dtype"),
@@ -264,7 +272,7 @@ _MLPS = [
     kernel(
         f"torch.mlp{ending}",
         operations,
-        _load,
+        load_block,
         FLOATS,
         accepts=("activation", *biases),
         grad=True,
@@ -306,7 +314,7 @@ KERNELS = (
         stock=own,
     ),
     _THEN,
-    widened(_THEN, many("rows"), _load_then, id="torch.linear_widened", limits=CPU),
+    widened(_THEN, many("rows"), load_then, id="torch.linear_widened", limits=CPU),
     kernel(
         "torch.mm_wide",
         _OPERATIONS,
@@ -342,7 +350,7 @@ KERNELS = (
         priority=45,
     ),
     *_MLPS,
-    *(widened(each, many("rows"), _load) for each in _MLPS),
+    *(widened(each, many("rows"), load_block) for each in _MLPS),
     *packed_blocks.kernels(
         "torch.onednn_", _product, _times, ONEDNN, backend=TORCH, graph_safe=False, priority=55, stock=packed_as_stock
     ),

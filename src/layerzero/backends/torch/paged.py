@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import FLOATS, cpu_attend, kernel, positive_beside_causal, short_mask
+from layerzero.backends.torch.attention import CPU_FLASH, FLOATS, cpu_attend, kernel, short_mask
 from layerzero.backends.torch.softcap import fitting_cap, load_softcap, needs
 from layerzero.backends.torch.varlen import EACH, FLASH, LANES, Slice, attend_each, flash, longest_queries
 from layerzero.core import limits as limit
@@ -101,20 +101,11 @@ def _load_at_once(facts: Facts) -> Callable[..., Any]:
     on_gpu = facts.device.platform != "cpu"
 
     def gather(
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        *,
-        scale: float | None = None,
-        window: tuple[int, int] | None = None,
-        max_context_len: int | None = None,
+        query: Tensor, *pages: Tensor, scale: float | None = None, window: tuple[int, int] | None = None, **bound: Any
     ) -> Tensor:
-        keys, values = (
-            each.transpose(1, 2)
-            for each in gathered(key_cache, value_cache, block_tables, context_lens, max_context_len)
-        )
+        key_cache, value_cache, block_tables, context_lens = pages
+        caches = gathered(key_cache, value_cache, block_tables, context_lens, **bound)
+        keys, values = (each.transpose(1, 2) for each in caches)
         positions, lengths = torch.arange(keys.shape[2], device=query.device), context_lens.unsqueeze(1)
         if not on_gpu:
             beyond = (positions >= lengths)[:, None, :, None]  # what lies there may be NaN, which no mask hides
@@ -305,11 +296,7 @@ KERNELS = (
         "torch.paged_sdpa",
         mixed.ALL,
         load_each,
-        limit.platform("cpu"),
-        FLOATS,
-        limit.equal("value_dim", "head_dim"),
-        limit.Custom("causal: scale > 0", positive_beside_causal),
-        SdpaEnabled("flash"),
+        *CPU_FLASH,
         limit.last_stride_one("query"),
         layout="NHD",
         accepts=("causal", "scale", "window", "return_lse", "sinks", "alibi_slopes", "tree_mask"),

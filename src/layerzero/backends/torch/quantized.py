@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import FLOATS, kernel, positive_beside_causal
+from layerzero.backends.torch.attention import CPU_FLASH, FLOATS, kernel
 from layerzero.backends.torch.paged import load_cuda, load_each, load_gather
 from layerzero.backends.torch.varlen import EACH, FLASH
 from layerzero.core import limits as limit
@@ -94,11 +94,7 @@ KERNELS = (
         "torch.quantized_sdpa",
         PREFILL.name,
         _EACH,
-        limit.platform("cpu"),
-        FLOATS,
-        limit.equal("value_dim", "head_dim"),
-        limit.Custom("causal: scale > 0", positive_beside_causal),
-        SdpaEnabled("flash"),
+        *CPU_FLASH,
         limit.last_stride_one("query"),
         _CODES,
         accepts=_ACCEPTS,

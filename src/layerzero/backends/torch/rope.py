@@ -49,13 +49,7 @@ def _load(facts: Facts) -> Callable[..., Any]:
     rows, turn = rows_for(facts), turning(facts)
 
     def run(
-        query: Tensor,
-        key: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        *,
-        positions: Tensor | None = None,
-        interleaved: bool = False,
+        query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | None = None, interleaved: bool
     ) -> tuple[Tensor, Tensor]:
         pair = rows(query, cos, sin, positions)
         return turn(query, *pair, interleaved), turn(key, *pair, interleaved)
@@ -66,9 +60,7 @@ def _load(facts: Facts) -> Callable[..., Any]:
 def _load_one(facts: Facts) -> Callable[..., Any]:
     rows, turn = rows_for(facts, "input"), turning(facts)
 
-    def run(
-        input: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | None = None, interleaved: bool = False
-    ) -> Tensor:
+    def run(input: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | None = None, interleaved: bool) -> Tensor:
         return turn(input, *rows(input, cos, sin, positions), interleaved)
 
     return run
@@ -131,13 +123,7 @@ def _load_inplace(facts: Facts) -> Callable[..., Any]:
     by_rows, half = rows_for(facts), width // 2
 
     def run(
-        query: Tensor,
-        key: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        *,
-        positions: Tensor | None = None,
-        interleaved: bool = False,  # never here
+        query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | None = None, interleaved: bool
     ) -> None:
         cos, sin = by_rows(query, cos, sin, positions)
         cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
@@ -160,13 +146,7 @@ def _by_halves(facts: Facts) -> Callable[..., Any]:
     recording = bool(facts["requires_grad"])
 
     def run(
-        query: Tensor,
-        key: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        *,
-        positions: Tensor | None = None,
-        interleaved: bool = False,
+        query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | None = None, interleaved: bool
     ) -> None:
         pair = rows(query, cos, sin, positions)
         for tensor in (query, key):

@@ -63,18 +63,8 @@ LEAST_CAP, MOST_CAP = 1e-6, 1e30
 def _load_sinks(facts: Facts) -> Callable[..., Any]:
     flash = load_cpu_flash(facts, cpu_attend(facts))
 
-    def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        sinks: Tensor,
-        causal: bool = False,
-        scale: float | None = None,
-        attn_mask: Tensor | None = None,
-        return_lse: bool = False,
-    ) -> Any:
-        output, lse = flash(query, key, value, causal=causal, scale=scale, attn_mask=attn_mask, return_lse=True)
+    def run(*qkv: Tensor, sinks: Tensor, return_lse: bool = False, **named: Any) -> Any:
+        output, lse = flash(*qkv, return_lse=True, **named)
         return with_sinks(output, lse, sinks, return_lse=return_lse)
 
     return run

@@ -16,7 +16,7 @@ Library: torch >= 2.10, BSD-3-Clause.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.backends.torch.attention import FLOATS, TORCH, kernel
+from layerzero.backends.torch.linear import load_block, load_then
 from layerzero.backends.torch.qkv import load_three
 from layerzero.backends.torch.varlen import linear_for
 from layerzero.core.facts import Facts
@@ -112,60 +113,19 @@ def by_vectors(formula: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     return output if output.is_contiguous() else output.contiguous()
 
 
-def _formulas(facts: Facts) -> Callable[[str], Callable[..., Tensor]]:
+def _formulas(facts: Facts) -> Mapping[str, Callable[..., Tensor]]:
     """Activations by name, as products are followed by them."""
     if facts.device.platform != "cpu":
-        return FUNCTIONS.__getitem__
-    return lambda name: functools.partial(by_vectors, FUNCTIONS[name])
+        return FUNCTIONS
+    return {name: functools.partial(by_vectors, each) for name, each in FUNCTIONS.items()}
 
 
 def _load_linear(facts: Facts, make: Callable[[Facts], Product]) -> Callable[..., Any]:
-    product = make(facts)
-    after = None if facts["activation"] is None else _formulas(facts)(str(facts["activation"]))
-
-    def run(
-        input: Tensor,
-        weight: Tensor,
-        *,
-        bias: Tensor | None = None,
-        activation: str | None = None,  # it is a fact
-        out_dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        result = out_dtype or input.dtype
-        if result != input.dtype:
-            input, weight, bias = input.to(result), weight.to(result), None if bias is None else bias.to(result)
-        output = product(input, weight, bias)
-        return output if after is None else after(output)
-
-    return run
+    return load_then(facts, make(facts), _formulas(facts))
 
 
 def _load_block(facts: Facts, make: Callable[[Facts], Product]) -> Callable[..., Any]:
-    product, after = make(facts), _formulas(facts)(str(facts["activation"]))
-    joined = facts["operation"] == "mlp.fused.joined"
-
-    def run(
-        input: Tensor,
-        up_weight: Tensor,
-        down_weight: Tensor,
-        gate_weight: Tensor | None = None,
-        *,
-        up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
-        gate_bias: Tensor | None = None,
-        activation: str,  # it is a fact
-    ) -> Tensor:
-        through = product(input, up_weight, up_bias)
-        if gate_weight is not None:
-            through = after(product(input, gate_weight, gate_bias)) * through
-        elif joined:
-            gate, up = halves(through)
-            through = after(gate) * up
-        else:
-            through = after(through)
-        return product(through, down_weight, down_bias)
-
-    return run
+    return load_block(facts, make(facts), _formulas(facts))
 
 
 def _load_three(facts: Facts, make: Callable[[Facts], Product]) -> Callable[..., Any]:

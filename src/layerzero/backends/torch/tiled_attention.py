@@ -20,19 +20,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.torch.attention import (
-    FLOATS,
-    FOLDED,
-    SDPA_ARGUMENTS,
-    cpu_attend,
-    kernel,
-    positive_beside_causal,
-)
+from layerzero.backends.torch.attention import CPU_FLASH, FOLDED, SDPA_ARGUMENTS, cpu_attend, kernel
 from layerzero.backends.torch.varlen import FLASH, load_cuda_ragged
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.ops.attention import declare as attention
-from layerzero.ops.attention.limits import SdpaEnabled
 from layerzero.ops.paged import declare as paged
 from layerzero.ops.paged import mixed
 from layerzero.ops.paged.pages import tokens_of
@@ -206,13 +198,6 @@ def _load_unsplit(facts: Facts) -> Callable[..., Any]:
     return run
 
 
-_TILED = (
-    limit.platform("cpu"),
-    FLOATS,
-    limit.equal("value_dim", "head_dim"),
-    limit.Custom("causal: scale > 0", positive_beside_causal),
-    SdpaEnabled("flash"),
-)
 _DENSE = ("query", "key", "value")
 _CPU: tuple[tuple[str, tuple[str, ...], Callable[..., Any], tuple[str, ...], dict[str, Any]], ...] = (
     ("sdpa.tiled", attention.PREFILL, _load_dense, (*SDPA_ARGUMENTS, "attn_mask"), {"layout": "BHSD", "folds": FOLDED}),
@@ -238,7 +223,7 @@ KERNELS = (
             f"torch.{name}",
             operations,
             load,
-            *_TILED,
+            *CPU_FLASH,
             *((limit.one_of("attn_mask", "none", "float", foldable=True),) if "attn_mask" in accepts else ()),
             accepts=accepts,
             batch_invariant=True,
