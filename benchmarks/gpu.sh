@@ -6,7 +6,7 @@
 #
 #     STEPS="layers hour" bash benchmarks/gpu.sh results    some of the steps: doctor, conformance, tests, build, times
 #                               by default; when named, minutes each: layers, weights, hour, tune, ship, serving, diffusion,
-#                               engine, cache, tokens and models
+#                               engine, cache, tokens, models and training
 #
 # Writes doctor.txt, conformance-<library>.{txt,json}, tests.txt, judge.{json,md} and conformance.md, and of the other
 # steps a text and what the script keeps. Steps go on where one fails; LIMIT_S is the longest that a command may take.
@@ -64,6 +64,10 @@ for step in $steps; do
     engine) measured python3 examples/engine.py --shape 8b --requests 64 --prompt 1024 --tokens 128 --compare 2 ;;
     cache) measured python3 benchmarks/kv_cache.py ;;
     tokens) measured python3 benchmarks/same_tokens.py --device cuda ;;
+    training) measured python3 -m layerzero conformance --device cuda --calls 20 --kernel "*.grad" --kernel "liger.*cross_entropy*" \
+        --kernel "quack.*cross_entropy*" --kernel "flash_attn.v[23]*"
+      step=training_times
+      measured python3 benchmarks/training_gpu.py ;;
     models) for step in ${MODELS:-llama8b}; do measured python3 benchmarks/optimize_gpu.py "$step"; done ;;
   esac
 done

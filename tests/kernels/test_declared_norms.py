@@ -274,3 +274,16 @@ def test_liger_gets_a_float_where_triton_would_make_a_constant(monkeypatch):
     assert isinstance(eps, float)
     assert math.isclose(eps, 0.0)
     assert others == [0.0, "gemma", None]
+
+
+@at_once("kernel", ["liger.rms_norm", "quack.rms_norm", "liger.layer_norm", "quack.layer_norm"])
+def test_a_backward_pass_that_never_ran_waits_for_its_verdict_and_keeps_no_forward_pass_waiting(kernel):
+    arguments = call(kernel)
+    assert codes(f"{kernel}.grad", arguments) == set()
+    arguments["input"].requires_grad_()
+    assert (codes(kernel, arguments), codes(f"{kernel}.grad", arguments)) == ({ReasonCode.GRAD_UNSUPPORTED}, set())
+    (operation,) = REGISTRY.kernel(kernel).operations
+    with lz.scope(allow_jit_compile=True):
+        function = f"{operation.removeprefix('norm.')}_norm"
+        report = lz.explain(function, **arguments, device="H200", libraries=LIBRARIES)
+    assert {each.code for each in report.reasons(f"{kernel}.grad")} == {ReasonCode.NOT_VETTED}

@@ -1,9 +1,11 @@
 """FlashAttention 2 and 3 through their own Python packages, and the cache of what FlashAttention 4 compiled.
 
 Limits follow the packages' documentation and argument checks (flash_attn_interface.py and flash_api.cpp of both, commit
-0251105a of 2026-08-15, read 2026-11-21). Their causal mask is aligned bottom-right, as LayerZero's is. Both have a
-backward pass that was not compared with the reference yet, so ``grad`` stays False. FlashAttention 3 uses Hopper's
-wgmma: sm_90 only, refused before and after (it fails to launch on sm_100 and sm_120). FlashAttention 2 has code for
+0251105a of 2026-08-15, read 2026-11-21). Their causal mask is aligned bottom-right, as LayerZero's is. Both packages'
+functions have a backward pass, which never ran here, as the packages did not: they are refused until vetted. It gives
+neither the log-sum-exp nor slopes a gradient, and FlashAttention 2's launches nothing, without an error, for dropout
+with heads wider than 192 where a block has less than 144 KB of shared memory. FlashAttention 3 uses Hopper's wgmma:
+sm_90 only, refused before and after (it fails to launch on sm_100 and sm_120). FlashAttention 2 has code for
 sm_100 and sm_120 since 2.7.4, which is therefore the oldest version that is accepted. On ROCm the package runs
 Composable Kernel; that half is declared from its sources (MI200 to MI355, RDNA 3 and 4, head dimensions up to 256,
 softcap ignored) and has not been run.
@@ -37,6 +39,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention import declare as attention
+from layerzero.ops.attention.limits import LseWithoutGradient
 from layerzero.ops.attention.reference import with_lse
 
 NAME = "flash_attention_cute_dsl_cache"
@@ -210,6 +213,19 @@ def _rocm_softcap(facts: Facts) -> Reason | None:
     return Reason(ReasonCode.SOFTCAP_UNSUPPORTED, "softcap", "None on ROCm", facts["softcap"])
 
 
+def _little_shared_memory(facts: Facts) -> Reason | None:
+    """Its backward pass leaves gradients unwritten (flash_bwd_launch_template.h)."""
+    sm, width = facts.device.sm, facts.size("head_dim")
+    if not (facts["requires_grad"] and facts["dropout_p"]) or sm is None or width <= 192:
+        return None
+    if sm not in ((8, 6), (8, 9)) and sm < (12, 0):
+        return None
+    return Reason(ReasonCode.HEAD_DIM_TOO_LARGE, "head_dim", "at most 192 with dropout and gradients here", width)
+
+
+WITH_GRADIENTS = (LseWithoutGradient(), limit.one_of("bias_grad", False))
+"""What the backward passes lack."""
+
 _SHAPES = (
     limit.dtype("float16", "bfloat16"),
     limit.dim("head_dim", max=256, multiple=8),
@@ -228,7 +244,8 @@ KERNELS = (
         load=_load_v3,
         layout="BSHD",
         accepts=("causal", "scale", "window", "softcap", "return_lse"),
-        limits=(limit.arch(min=(9, 0), max=(9, 9)), limit.instruction("wgmma"), *_SHAPES),
+        limits=(limit.arch(min=(9, 0), max=(9, 9)), limit.instruction("wgmma"), *_SHAPES, *WITH_GRADIENTS),
+        grad=True,
         priority=100,
         aliases=("flash_attn.v3.causal",),
     ),
@@ -248,7 +265,10 @@ KERNELS = (
             *_SHAPES,
             ALIBI_WITHOUT_LSE,
             limit.Custom("no softcap on ROCm", _rocm_softcap),
+            *WITH_GRADIENTS,
+            limit.Custom("head_dim <= 192 with dropout and gradients on sm 8.6, 8.9 and 12.x", _little_shared_memory),
         ),
+        grad=True,
         priority=90,
         # it knows nothing of the units of Hopper and of large Blackwell: an H200 takes 1.5 times what cuDNN takes
         # (vLLM's build of the same code, torch 2.11, 2026-11-20); small Blackwell (12.0) has none of them

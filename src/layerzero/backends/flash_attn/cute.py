@@ -11,7 +11,8 @@ the package, a recorder in place of its table of compiled functions writes down 
 the next calls alike call that function with their own tensors. A decode step has a new length, for which its first
 layer asks the package again: another plan for it would cost 2 ms. The recorder stands in a copy of the package's
 function: nothing of the package changes. No keys are split between blocks: Hopper's kernels cannot, and a split is two
-functions. What it compiled serves other processes, too (``attention``).
+functions. What it compiled serves other processes, too (``attention``). Where gradients are recorded the package's own
+function runs, whose backward pass never ran here; it gives sinks their gradient, too.
 Library: flash-attn-4 4.0, BSD-3-Clause.
 """
 
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from layerzero.backends.compiler_caches import stamps
 from layerzero.backends.flash_attn.attention import cache_folder, kept
+from layerzero.backends.gradients import with_gradients
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
@@ -33,6 +35,7 @@ from layerzero.core.limit_kinds import Limit
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.system import forking
 from layerzero.ops.attention import declare as attention
+from layerzero.ops.attention.limits import LseWithoutGradient
 
 FLASH_ATTN_4 = Backend(
     name="flash_attn",
@@ -149,6 +152,36 @@ def _load(facts: Facts) -> Callable[..., Any]:
     return v4
 
 
+def _load_with_gradients(facts: Facts) -> Callable[..., Any]:
+    from flash_attn.cute.interface import flash_attn_func
+
+    def v4(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        window: tuple[int, int] | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Tensor:
+        output: Tensor = flash_attn_func(
+            query,
+            key,
+            value,
+            softmax_scale=scale,
+            causal=causal,
+            window_size=tuple(side if side >= 0 else None for side in window or (-1, -1)),
+            learnable_sink=sinks,
+            softcap=softcap or 0.0,
+        )[0]
+        return output
+
+    return v4
+
+
 def _build_key(facts: Facts) -> Hashable:
     """What its compile key reads of a dense call."""
     device, head_dim, group = facts.device, facts.size("head_dim"), facts.size("group")
@@ -225,7 +258,7 @@ def _kernel(kernel_id: str, aliases: tuple[str, ...], priority: int, *limits: Li
     )
 
 
-KERNELS = (
+_FORWARD = (
     _kernel(
         "flash_attn.v4",
         ("flash_attn.v4.causal",),
@@ -241,4 +274,9 @@ KERNELS = (
         limit.arch(min=(9, 0), max=(9, 9)),
         limit.instruction("wgmma"),
     ),
+)
+
+KERNELS = (
+    *_FORWARD,
+    *(with_gradients(each, _load_with_gradients, limits=(*each.limits, LseWithoutGradient())) for each in _FORWARD),
 )

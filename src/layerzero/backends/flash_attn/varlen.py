@@ -17,7 +17,14 @@ from typing import Any
 from torch import Tensor
 
 from layerzero.backends.compiler_caches import stamps
-from layerzero.backends.flash_attn.attention import ALIBI_WITHOUT_LSE, FLASH_ATTN_2, FLASH_ATTN_3, cache_folder, kept
+from layerzero.backends.flash_attn.attention import (
+    ALIBI_WITHOUT_LSE,
+    FLASH_ATTN_2,
+    FLASH_ATTN_3,
+    WITH_GRADIENTS,
+    cache_folder,
+    kept,
+)
 from layerzero.backends.flash_attn.cute import FLASH_ATTN_4
 from layerzero.backends.torch.varlen import longest_or, longest_queries
 from layerzero.core import limits as limit
@@ -244,7 +251,8 @@ KERNELS = (
         backend=FLASH_ATTN_3,
         load=_load_v3,
         accepts=(*_SCORES, "max_seqlen_k"),
-        limits=(*_HOPPER, *_RAGGED),
+        limits=(*_HOPPER, *_RAGGED, *WITH_GRADIENTS),
+        grad=True,
         priority=91,
     ),
     Kernel(
@@ -253,7 +261,8 @@ KERNELS = (
         backend=FLASH_ATTN_2,
         load=_load_v2,
         accepts=(*_SCORES, "max_seqlen_k", "alibi_slopes"),
-        limits=(limit.arch(min=(8, 0)), *_RAGGED, ALIBI_WITHOUT_LSE),
+        limits=(limit.arch(min=(8, 0)), *_RAGGED, ALIBI_WITHOUT_LSE, *WITH_GRADIENTS),
+        grad=True,
         priority=70,
         priority_since={(9, 0): 54, (12, 0): 70},  # as for dense calls
     ),

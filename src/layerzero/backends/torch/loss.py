@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from layerzero.backends.gradients import FromKept, GivenAway
 from layerzero.backends.torch.attention import FLOATS, TORCH, kernel
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -179,49 +179,8 @@ def _over_chunks(
     return losses, of_hidden, of_weight, None if of_bias is None else of_bias.to(weight.dtype)
 
 
-class _Reduced(torch.autograd.Function):
-    """A sum of losses that computes its gradients with the loss, and gives them away in the backward pass.
-
-    Not in float16: gradients of a mean over 2048 rows of 32,000 classes are below its smallest number, and the factor
-    that GradScaler lifts them by is known in the backward pass alone. There :class:`_ByRow` serves sums, too.
-
-    The mean of no row is NaN, and has gradients of 0.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        hidden, _, _, loss, target, share, extra, divisor = arguments
-        losses, *ctx.gradients = _over_chunks(loss, hidden, target, share, extra, ctx.needs_input_grad[:3])
-        return losses.sum() if divisor is None else losses.sum() * (divisor / divisor)
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
-            raise RuntimeError(
-                "linear_cross_entropy: wanted one backward pass, got another: its gradients were given away; call it "
-                "again, or lock the operation's reference (lz.scope) for retain_graph=True"
-            )
-        return (*(None if each is None else each.mul_(gradient) for each in gradients), *[None] * 5)
-
-
-class _ByRow(torch.autograd.Function):
-    """The loss of each row; its backward pass makes the logits again, with what comes from behind as shares."""
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        hidden, weight, _, loss, target, share, extra = arguments
-        ctx.save_for_backward(hidden, weight, target, share, extra)
-        ctx.loss = loss
-        return _over_chunks(loss, hidden, target, share, extra, (False, False, False))[0]
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        hidden, _, target, share, extra = ctx.saved_tensors
-        of = share * gradient, extra * gradient
-        return (*_over_chunks(ctx.loss, hidden, target, *of, ctx.needs_input_grad[:3])[1:], *[None] * 4)
+def _scaled(gradient: Tensor, *gradients: Tensor | None) -> list[Tensor | None]:
+    return [None if each is None else each.mul_(gradient) for each in gradients]
 
 
 def _load_chunked(facts: Facts) -> Callable[..., Any]:
@@ -254,14 +213,29 @@ def _load_chunked(facts: Facts) -> Callable[..., Any]:
         if reduction == "mean" and not by_row:
             divisor = (extra if loss.of_classes is None else extra * loss.of_classes[places]).sum()
             share, extra = (share / divisor).nan_to_num_(0.0), (extra / extra.sum()).nan_to_num_(0.0)
-        if by_row or (recording and hidden.dtype is torch.float16):
-            found: Tensor = _ByRow.apply(rows, weight, bias, loss, places, share, extra)  # type: ignore[no-untyped-call]
-            if by_row:
-                return found.view(target.shape).to(dtype)
-            found = found.sum()
-            return (found if divisor is None else torch.where(divisor == 0, torch.nan, found)).to(dtype)
-        found = _Reduced.apply(rows, weight, bias, loss, places, share, extra, divisor)  # type: ignore[no-untyped-call]
-        return found.to(dtype)
+
+        def once(needed: tuple[bool, bool, bool], hidden: Tensor, *_: Tensor | None) -> tuple[Tensor, Any]:
+            losses, *gradients = _over_chunks(loss, hidden, places, share, extra, needed)
+            return losses.sum() if divisor is None else losses.sum() * (divisor / divisor), gradients  # NaN of no row
+
+        def again(hidden: Tensor, weight: Tensor, *_: Tensor | None) -> tuple[Tensor, Any]:
+            kept = hidden, weight, places, share, extra
+            return _over_chunks(loss, hidden, places, share, extra, (False, False, False))[0], kept
+
+        def differentiate(kept: Any, needed: tuple[bool, bool, bool], gradient: Tensor) -> Any:
+            hidden, _, places, share, extra = kept
+            return _over_chunks(loss, hidden, places, share * gradient, extra * gradient, needed)[1:]
+
+        if not by_row and not (recording and hidden.dtype is torch.float16):
+            found: Tensor = GivenAway.apply(once, _scaled, rows, weight, bias)  # type: ignore[no-untyped-call]
+            return found.to(dtype)
+        # Gradients of a mean over 2048 rows of 32,000 classes are below float16's smallest number, and the factor that
+        # GradScaler lifts them by is known in the backward pass alone.
+        found = FromKept.apply(again, differentiate, rows, weight, bias)  # type: ignore[no-untyped-call]
+        if by_row:
+            return found.view(target.shape).to(dtype)
+        found = found.sum()
+        return (found if divisor is None else torch.where(divisor == 0, torch.nan, found)).to(dtype)
 
     return run
 

@@ -1,0 +1,126 @@
+"""Liger's kernels under Triton's interpreter, on a CPU: results and gradients are the reference's.
+
+Skipped without Triton and Liger: ``pip install --no-deps triton==3.9.0 liger-kernel==0.8.5`` beside a torch for CPUs,
+then ``TRITON_INTERPRET=1 pytest tests/kernels/test_liger_gradients.py``. It shows no race between threads, and nothing
+of what a GPU's compiler makes of the kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.core.limits import Arch
+from layerzero.engine.registry import REGISTRY
+from layerzero.testing.generate import RandomCall, draw, drawn_numbers
+from layerzero.testing.quick_checks import gradients
+from layerzero.testing.single_run import attempt
+
+CALLS, DRAWS = 25, 400
+
+pytestmark = pytest.mark.slow
+
+PAIRS = [(kernel, each) for kernel in REGISTRY.kernels() if kernel.backend.name == "liger" and kernel.grad
+         for each in kernel.operations]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreter():
+    """What Triton 3.9's interpreter lacks: floats given, bfloat16's arithmetic and rounding, CUDA's functions."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("TRITON_INTERPRET=1 is not set")
+    pytest.importorskip("liger_kernel")
+    runtime = pytest.importorskip("triton.runtime.interpreter")
+    from liger_kernel.ops import cross_entropy, geglu, layer_norm, rms_norm
+
+    np, tl, builder, handle = runtime.np, runtime.tl, runtime.InterpreterBuilder, runtime.TensorHandle
+    argument, cast = runtime._implicit_cvt, builder.cast_impl
+
+    def widened(each):
+        return handle((each.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def rounded(each):
+        bits = torch.from_numpy(np.ascontiguousarray(each.data)).bfloat16().view(torch.int16)
+        return handle(bits.numpy().view(np.uint16), tl.bfloat16)
+
+    def converted(self, source, kind):
+        pair = source.dtype.scalar, kind.scalar
+        ways = {(tl.bfloat16, tl.float32): widened, (tl.float32, tl.bfloat16): rounded}
+        return ways[pair](source) if pair in ways else cast(self, source, kind)
+
+    def computed(own):
+        def run(self, *operands):
+            *given, operator = operands
+            if given[0].dtype.scalar != tl.bfloat16:
+                return own(self, *operands)
+            return rounded(own(self, *map(widened, given), operator))
+
+        return run
+
+    def given(value):
+        whole = isinstance(value, float)
+        return tl.tensor(handle(np.array([value], np.float32), tl.float32), tl.float32) if whole else argument(value)
+
+    with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
+        patch.setattr(runtime, "_implicit_cvt", given)
+        patch.setattr(builder, "cast_impl", converted)
+        patch.setattr(builder, "create_fp_to_fp", lambda self, source, kind, _: converted(self, source, kind))
+        for name in ("unary_op", "binary_op"):
+            patch.setattr(builder, name, computed(getattr(builder, name)))
+        for module in (cross_entropy, geglu):
+            patch.setattr(module, "tanh", lambda value: 2.0 * tl.sigmoid(2.0 * value) - 1.0)
+        for module in (rms_norm, layer_norm):
+            patch.setattr(module, "rsqrt", lambda value: tl.math.rsqrt(value))
+        yield
+
+
+def here(kernel):
+    """The kernel as if its library served CPUs."""
+    limits = tuple(each for each in kernel.limits if not isinstance(each, Arch))
+    return dataclasses.replace(kernel, backend=dataclasses.replace(kernel.backend, platforms=("cpu",)), limits=limits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("kernel", "name"), PAIRS, ids=[f"{kernel.id} of {name}" for kernel, name in PAIRS])
+def test_results_and_gradients(kernel, name, dtype):
+    kernel, operation, passed = here(kernel), REGISTRY.operation(name), 0
+    for number in drawn_numbers(operation, dtype, 0, DRAWS):
+        call = draw(operation, dtype, 0, number, "cpu")
+        with lz.scope(allow_jit_compile=True):
+            trial = attempt(kernel, operation, call)
+            if trial.reasons:
+                continue
+            found = trial.outcome()
+            assert found.status == "passed", (call.text, found.message)
+            if all(each.isfinite().all() for each in call.arguments.values() if isinstance(each, torch.Tensor)):
+                found = gradients(trial)
+                assert found.status == "passed", (call.text, found.message)
+                passed += 1
+        if passed == CALLS:
+            break
+    assert passed >= 5
+
+
+def test_backward_passes_leave_what_they_were_given_alone():
+    """Liger's own functions write over gate, up and logits, and multiply gradients again in a second pass."""
+    gate, up, logits, target = torch.randn(3, 8), torch.randn(3, 8), torch.randn(4, 8), torch.tensor([0, 7, -100, 3])
+    for name, arguments in (("mlp.silu_mul", (gate, up)), ("loss.cross_entropy", (logits, target))):
+        kernel = here(next(kernel for kernel, each in PAIRS if each == name))
+        given = [each.clone().requires_grad_(each.is_floating_point()) for each in arguments]
+        schema = REGISTRY.operation(name).schema
+        call = RandomCall(name.split(".")[1], dict(zip([each.name for each in schema.required], given, strict=True)))
+        with lz.scope(allow_jit_compile=True):
+            result = attempt(kernel, REGISTRY.operation(name), call).run(**call.arguments)
+        result.sum().backward(retain_graph=True)
+        assert all(map(torch.equal, (each.detach() for each in given), arguments))
+        first = given[0].grad.clone()
+        if name == "mlp.silu_mul":
+            result.sum().backward()
+            torch.testing.assert_close(given[0].grad, 2 * first)
+        else:
+            with pytest.raises(RuntimeError, match="wanted one backward pass"):
+                result.sum().backward()
