@@ -20,7 +20,7 @@ from layerzero.testing.generate import RandomCall, draw, drawn_numbers
 from layerzero.testing.quick_checks import gradients
 from layerzero.testing.single_run import attempt
 
-CALLS, DRAWS = 25, 400
+CALLS, DRAWS = 12, 400
 
 pytestmark = pytest.mark.slow
 
