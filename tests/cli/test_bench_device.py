@@ -100,7 +100,7 @@ def test_a_time_between_events_stands_in_where_there_is_one(counting, monkeypatc
         def calmer(self):  # where times differ, as on a busy machine, the CPU's own would take over
             return None
 
-    monkeypatch.setattr("layerzero.tuning.measurement.clocks.clock_of", lambda _: Events())
+    monkeypatch.setattr("layerzero.cli.bench.clock_of", lambda _: Events())
     _, lines = answer(QUICK)
     assert (lines["mine.unsafe"]["device_us"], lines["mine.unsafe"]["device_from"]) == (11.0, "events")
     assert (lines["mine.safe"]["device_us"], lines["mine.safe"]["events_us"]) == (7.0, 11.0)

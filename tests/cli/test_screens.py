@@ -151,7 +151,7 @@ def over(_):
 
 def test_bench_without_time_measures_nothing_and_says_how_long_it_had(monkeypatch):
     lz.configure(deny=OTHERS)
-    monkeypatch.setattr("layerzero.cli.flags.deadline_of", over)
+    monkeypatch.setattr("layerzero.cli.bench.deadline_of", over)
     ask = "bench rms_norm --dtype float32 --shapes 8x64 --budget-s 1"
     assert "1 call was left when 1 s were over (norm.rms 8x64 float32)" in run(ask, code=1).stdout.replace("\n", " ")
     data = json.loads(run(f"{ask} --json", code=1).stdout)

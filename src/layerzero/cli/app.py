@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from layerzero.cli import calls, checks, hub, libraries, measurement, perfdb_exchange, plans, rolling_update
-from layerzero.cli.calls import AsJson, Modules
+from layerzero.cli import checks, hub, libraries, measurement, perfdb_exchange, plans, rolling_update
+from layerzero.cli.calls import AsJson, CallFlags, ExplainFlags, Modules, command
 from layerzero.cli.output import FINE, NO, Answer, Program, import_modules, say, stdout_console
 from layerzero.cli.output import examples as _examples
 from layerzero.cli.perfdb import perfdb
@@ -84,9 +84,6 @@ def demo(
 
 main.command(
     "explain",
-    help="Tell which kernel a call gets, and why.\n\n"
-    "Every candidate is listed with its score or every reason against it; those for other hardware are counted. "
-    "Nothing runs.",
     **_examples(
         "explain attention --shape 1x2048x32x128 --kv-shape 1x2048x8x128 --dtype bfloat16 --causal",
         "explain attention --shape 1x2048x32x128 --device H100 --with flash_attn_3=3.0.0",
@@ -94,12 +91,11 @@ main.command(
         "explain attention.gqa.decode --case llama3_8b_b64 --dtype bfloat16 --param softcap=30.0",
         "explain rms_norm --shape 512x1024 --set prefer=torch --json",
     ),
-)(calls.command(calls.explained, lists=True))
+)(command(ExplainFlags, "layerzero.cli.explain_screen:explain"))
 main.command(
     "which",
-    help="Print the id of the kernel that a call gets. Takes the options of explain.",
     **_examples("which rms_norm --shape 512x1024", "which attention --shape 1x1x32x128 --kv-shape 1x4096x8x128"),
-)(calls.command(calls.named, lists=False))
+)(command(CallFlags, "layerzero.cli.explain_screen:which"))
 
 
 @main.command(
@@ -215,85 +211,6 @@ def operations(json: AsJson = False) -> Answer:
 
 checks.add_to(main)
 hub.add_to(main)
-
-
-@main.command(
-    **_examples(
-        "vet",
-        "vet rms_norm --shapes 512x1024,1x4096 --dtype bfloat16",
-        "vet attention --kernel torch.sdpa.cpu_flash --shapes 1x8x4x16:1x8x2x16 --dtype float32 --device cpu",
-        "vet layer_norm --backend torch --shapes 4x64 --again",
-        "vet tokenize --param tokenizer_id=tokenizer.json",
-    )
-)
-def vet(
-    operation: Annotated[str, typer.Argument(metavar="OPERATION", help="A function, operation, alias or glob.")] = "*",
-    kernel: Annotated[
-        list[str] | None,
-        typer.Option("--kernel", metavar="KERNEL", help="Vet these kernels only: id, glob or library; again for more."),
-    ] = None,
-    backend: Annotated[
-        list[str] | None, typer.Option("--backend", metavar="LIBRARY", help="Vet this library only; again for more.")
-    ] = None,
-    shapes: measurement.Shapes = None,
-    manifest: measurement.ManifestFile = None,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", metavar="DTYPE", help="Dtype of the tensors; by default each in turn.")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option("--device", metavar="DEVICE", help="Where; a GPU where there is one, else the CPU.")
-    ] = None,
-    module: Modules = None,
-    param: measurement.Param = None,
-    graph: Annotated[
-        bool, typer.Option("--graph", help="Capture each call in a CUDA graph, and compare what replays give.")
-    ] = False,
-    again: Annotated[bool, typer.Option("--again", help="Also what has a verdict.")] = False,
-    budget_s: Annotated[
-        float,
-        typer.Option(
-            "--budget-s", metavar="SECONDS", help="End after so long; a second run goes on. inf asks about all."
-        ),
-    ] = measurement.VET_S,
-    operation_: Annotated[
-        str | None, typer.Option("--operation", metavar="OPERATION", help="The same as OPERATION, by name.")
-    ] = None,
-    json: AsJson = False,
-) -> Answer:
-    """Let kernels prove themselves on this machine, in a child process.
-
-    With neither --kernel nor --backend: those that may not run before. Without --shapes or --manifest: the operations'
-    own cases. A verdict holds for sizes of the same powers of two, and until the library has another version. Kernels
-    take turns; a class that time did not suffice for has no verdict. Exits with 1 if a kernel is wrong, dies or hangs,
-    or if a class was left.
-    """
-    from layerzero.cli import plain
-    from layerzero.cli import vet as command
-
-    if plain.covers(operation_ or operation):
-        flags = {"--shapes": shapes, "--manifest": manifest, "--dtype": dtype, "--device": device, "--graph": graph}
-        if unfit := [name for name, value in flags.items() if value]:
-            raise ValueError(
-                f"vet {operation_ or operation}: it has no tensors: wanted no {', '.join(flags)}, got {unfit}"
-            )
-        named = [*(kernel or []), *(backend or [])]
-        return plain.vet(operation_ or operation, param or [], named, budget_s=budget_s, again=again, quiet=json)
-    if param:
-        raise ValueError("--param: wanted an operation without tensors with it, as `vet tokenize`, got another")
-    return command.answer(
-        kernels=kernel,
-        backends=backend,
-        operation=operation_ or operation,
-        shapes=shapes,
-        manifest=manifest,
-        dtype=dtype,
-        device=device,
-        modules=module or [],
-        budget_s=budget_s,
-        graph=graph,
-        again=again,
-        quiet=json,
-    )
 
 
 @config.command("show", **_examples("config show", "config show --json"))

@@ -15,16 +15,23 @@ import torch
 from rich.console import RenderableType
 from rich.text import Text
 
-from layerzero.cli import describe
-from layerzero.cli.bench_tables import details, refusals, tables
-from layerzero.cli.output import Live
+from layerzero.cli import describe, plain
+from layerzero.cli.bench_tables import check, details, page, plot, refusals, tables
+from layerzero.cli.flags import covers_plain, deadline_of, params_of, shapes_of, with_threads
+from layerzero.cli.measurement import BenchFlags
+from layerzero.cli.output import FINE, NO, Answer, Live, live, say
 from layerzero.cli.tables import fitting, new_row, not_measured, some, table_of
+from layerzero.engine.config import current_policy
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.measurement.bench import TORCH, Benched, Line, TimedBy
-from layerzero.tuning.measurement.comparison import Compared, ComparisonStep
+from layerzero.tuning.measurement.clocks import clock_of, current
+from layerzero.tuning.measurement.comparison import Compared, ComparisonStep, compare, long_calls
 from layerzero.tuning.measurement.contest import Status
+from layerzero.tuning.measurement.jobs import telling
 from layerzero.tuning.measurement.loop import NO_TIME
+from layerzero.tuning.measurement.timing import Effort
+from layerzero.tuning.measurement.tune import asked_jobs, dtypes_of
 
 MOST_ROWS = fitting(19)
 """Rows taken by the answer, what is left out, and what the table has around its rows."""
@@ -34,6 +41,65 @@ WINNERS = 4
 
 AS_GOOD = 1.05
 """Times the fastest one's time: as good, by what times differ between two runs."""
+
+
+def answer(flags: BenchFlags) -> Answer:
+    """Measure and compare; exit with 1 if a kernel is wrong or fails, or if nothing was measured."""
+    if covers_plain(flags.operation):
+        return plain.bench(flags)
+    deadline = deadline_of(flags.budget_s)
+    if flags.plot is not None or flags.html is not None:
+        check(flags.plot, flags.html)
+    describe.kernels_exist(flags.kernel)
+    target = torch.device(flags.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    times = timed_of(flags.timed, target)
+    dtypes: Sequence[str] = dtypes_of(flags.dtypes, target)
+    if flags.kernel and flags.dtype is None:
+        dtypes = dtypes_taken(flags.kernel, flags.operation, dtypes)
+    wanted = shapes_of(flags.shapes) or (None if flags.manifest else "cases")
+    jobs = asked_jobs(
+        flags.operation,
+        wanted,
+        dtypes,
+        target.type,
+        manifest=flags.manifest,
+        layout=flags.layout,
+        params=params_of(flags.param, flags.operation),
+        named=None if flags.dtype is None else dtypes,
+    )
+    if not jobs:
+        raise ValueError(f"{flags.operation}: wanted calls on {target.type}, got none")
+    if wanted == "cases":
+        jobs = telling(jobs)
+    with with_threads(flags.threads), current(target), live(quiet=flags.json) as screen:
+        compared = compare(
+            jobs,
+            target,
+            effort=Effort(flags.samples or current_policy()["tune_samples"], fill=target.type == "cpu"),
+            clock=clock_of(target),
+            deadline=deadline,
+            leave_out=flags.without,
+            only=flags.kernel,
+            timed=times,
+            modules=flags.module or [],
+            is_long=long_calls(target, deadline) if wanted == "cases" else lambda _: False,
+            told=lambda looked: tell(screen, looked),
+        )
+    found = compared.found
+    bad = not found or any(line.status in (Status.WRONG, Status.FAILED) for each in found for line in each.lines)
+    try:
+        if flags.plot is not None and found:
+            plot(found, flags.plot)
+        if flags.html is not None and found:
+            page(found, flags.html)
+    except OSError as error:  # what was measured is printed all the same
+        say(f"error: {error.filename}: wanted a place to write to, got: {error.strerror}")
+        bad = True
+    return Answer(
+        {**compared.to_dict(), "budget_s": None if flags.budget_s == math.inf else flags.budget_s},
+        lambda: shown_on_screen(compared, flags.operation, flags.budget_s, everything=flags.everything),
+        NO if bad else FINE,
+    )
 
 
 def shown_on_screen(

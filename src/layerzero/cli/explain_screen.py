@@ -1,19 +1,26 @@
-"""What ``layerzero explain`` shows: every candidate with its reasons, or, on a small screen, those that may run."""
+"""``layerzero explain`` and ``which``: every candidate with its reasons, or, on a small screen, those that may run."""
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from rich.console import RenderableType
 from rich.text import Text
 
+from layerzero.cli import plain
+from layerzero.cli.calls import CallFlags, ExplainFlags
+from layerzero.cli.flags import drop_in_question
+from layerzero.cli.output import FINE, NO, Answer, say
+from layerzero.cli.question import question
 from layerzero.cli.tables import PLATFORMS, SMALL, counted, fitting, folded, lines_of, new_row, some, table_of, told
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.facts import Facts
 from layerzero.core.limit_kinds import Platform
 from layerzero.core.plan import Candidate, Report
 from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.ops import DROP_INS, plain_function_of
 
 MOST_ROWS, FEW = fitting(16, screen=SMALL), 4
 """Kernels that may run and have a row each, and refused ones that a line names."""
@@ -25,6 +32,35 @@ _MEANS = {
     ReasonCode.NOT_VETTED: "has to prove itself here first",
 }
 """Codes that do not say it themselves."""
+
+
+def _report(flags: CallFlags) -> Report:
+    if plain_function_of(flags.name) is not None:
+        return plain.report(flags)
+    return (drop_in_question(flags, DROP_INS[flags.name]) if flags.name in DROP_INS else question(flags)).ask()
+
+
+def explain(flags: ExplainFlags) -> Answer:
+    """Show the whole report; as text, kernels for other hardware are one line unless ``everything`` is set.
+
+    On a screen that does not hold that, what keeps kernels from the call is a line for each kind of reason, too.
+    """
+    report = _report(flags)
+    shown = functools.partial(explained, report, everything=flags.everything)
+    fits = None if flags.everything else functools.partial(on_a_small_screen, report)
+    return Answer(report.to_dict(), shown, FINE if report.chosen else NO, fits)
+
+
+def which(flags: CallFlags) -> Answer:
+    """Show the kernel's id alone, so that a script can use it."""
+    report = _report(flags)
+    score = round(report.chosen.score, 3) if report.chosen else None
+    data = {"kernel_id": report.kernel_id, "score": score, "operation": report.operation}
+    if report.kernel_id is None:
+        say(f"no kernel of {report.operation} is legal for this call; `layerzero explain` with these options says why")
+        return Answer(data, tuple, NO)
+    kernel_id = report.kernel_id
+    return Answer(data, lambda: [kernel_id])
 
 
 def explained(report: Report, *, everything: bool = True) -> Iterator[RenderableType]:

@@ -11,16 +11,19 @@ import time
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from packaging.version import InvalidVersion, Version
 
-from layerzero.cli.question import CallQuestion, Flags, device_of, libraries_of, pair_of, settings_of, sizes, value_of
+from layerzero.cli.calls import CallFlags
+from layerzero.cli.question import CallQuestion, device_of, libraries_of, pair_of, settings_of, sizes, value_of
 from layerzero.core.argument_errors import DropIn
 from layerzero.core.dtypes import dtype_named
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.settings import nearest
 from layerzero.inspection.diagnosis import installed_version
+from layerzero.ops import PLAIN_FUNCTIONS
 from layerzero.tuning.measurement.jobs import Shape, operations_named
 from layerzero.tuning.measurement.timing import Deadline
 
@@ -87,6 +90,35 @@ def params_of(texts: Sequence[str], operation: str) -> dict[str, object]:
     return found
 
 
+def covers_plain(pattern: str) -> bool:
+    """Whether a name means operations without tensors, and no others."""
+    if pattern in PLAIN_FUNCTIONS:
+        return True
+    try:
+        names = REGISTRY.operations_named(pattern)
+    except KeyError:
+        return False
+    return all(REGISTRY.operation(name).plain is not None for name in names)
+
+
+def plain_params(texts: Sequence[str], pattern: str) -> dict[str, Any]:
+    """What ``--param`` says of operations without tensors: at least which tokenizer.
+
+    Raises: ValueError for a name that neither the function nor a schema has.
+    """
+    operations = [REGISTRY.operation(name) for name in REGISTRY.operations_named(pattern)]
+    kinds = {each.name: each.types for one in operations for each in one.schema.params}
+    found = {}
+    for name, text in (pair_of(each, "--param", "name=value") for each in texts):
+        if name != "tokenizer_id" and name not in kinds:  # what a case is drawn for
+            known = ", ".join(["tokenizer_id", *kinds])
+            raise ValueError(f"--param: wanted one of {known}, got {name!r}")
+        found[name] = value_of(kinds.get(name, str), text, f"--param {name}")
+    if "tokenizer_id" not in found:
+        raise ValueError(f"{pattern}: wanted --param tokenizer_id=FILE_OR_NAME, got none")
+    return found
+
+
 def pretend(installed: Mapping[str, str], missing: Iterable[str]) -> dict[str, str]:
     """Give distribution names and versions as ``lz.explain(libraries=...)`` takes them: what is here, changed.
 
@@ -129,7 +161,7 @@ def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def drop_in_question(flags: Flags, of: DropIn) -> CallQuestion:
+def drop_in_question(flags: CallFlags, of: DropIn) -> CallQuestion:
     """Read the flags. Raises: KeyError or ValueError with wanted and got."""
     function = getattr(importlib.import_module(of.home), of.name)
     kinds = {

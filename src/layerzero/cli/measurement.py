@@ -1,45 +1,22 @@
-"""The flags of ``layerzero tune``, ``bench`` and ``ready``."""
+"""The flags of ``layerzero tune``, ``bench`` and ``vet``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from layerzero.cli.calls import AsJson, Modules
-from layerzero.cli.output import FINE, NO, Answer, examples, import_modules, live, say
+from layerzero.cli.calls import NONE, AsJson, Modules, command
+from layerzero.cli.output import examples
 
-BENCH_S, VET_S = 60.0, 100.0
-"""Seconds that `bench` and `vet` take by default."""
-
-Name = Annotated[str, typer.Argument(metavar="OPERATION", help="A function, operation, alias or glob.")]
-Shapes = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--shapes",
-        metavar="SIZES",
-        help="Shape of the query or input, 1x2048x32x128; with :1x2048x8x128 for other keys; with commas or again for "
-        "more.",
-    ),
-]
-Cases = Annotated[bool, typer.Option("--cases", help="The operations' own cases; `layerzero operations` lists them.")]
 ManifestFile = Annotated[
     Path | None, typer.Option("--manifest", metavar="FILE", help="A workload that lz.record wrote.")
 ]
 Model = Annotated[
     str,
     typer.Option("--model", metavar="NAME", help="What the manifest must have been recorded of; another is an error."),
-]
-Dtypes = Annotated[
-    str | None,
-    typer.Option(
-        "--dtype", metavar="DTYPE", help="With commas for more; by default bfloat16, on a CPU float32 and bfloat16."
-    ),
-]
-Layout = Annotated[
-    str | None, typer.Option("--layout", metavar="LAYOUT", help="BSHD or BHSD of attention, NHD or HND of a cache.")
 ]
 
 
@@ -62,49 +39,71 @@ Where = Annotated[
 Threads = Annotated[
     int | None, typer.Option("--threads", metavar="N", help="Threads on a CPU; by default as torch has them.", min=1)
 ]
-Samples = Annotated[
-    int | None,
-    typer.Option("--samples", metavar="N", help="Samples of each kernel; by default the setting tune_samples.", min=3),
-]
-Without = Annotated[
-    list[str] | None,
-    typer.Option("--without", metavar="KERNEL", help="Leave this library or kernel glob out. Again for more."),
-]
-
-Param = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--param", metavar="NAME=VALUE", help="A parameter of the operation, in every call measured. Again for more."
-    ),
+Kernels = Annotated[
+    list[str],
+    typer.Option("--kernel", metavar="KERNEL", help="These kernels only: id, glob or library; again for more."),
 ]
 
 
-def tune(
-    operation: Name = "*",
-    shapes: Shapes = None,
-    cases: Cases = False,
-    manifest: ManifestFile = None,
-    model: Model = "",
-    dtype: Dtypes = None,
-    layout: Layout = None,
-    device: Where = None,
-    threads: Threads = None,
-    samples: Samples = None,
-    budget_s: Annotated[
-        float | None,
-        typer.Option("--budget-s", metavar="SECONDS", help="End after so long; a second run goes on.", min=0),
-    ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Measure what is known, too.")] = False,
-    graph: Annotated[bool, typer.Option("--graph", help="Time replays of CUDA graphs, not eager calls.")] = False,
-    no_isolation: Annotated[
-        bool, typer.Option("--no-isolation", help="Run what is new on this machine in this very process.")
-    ] = False,
-    module: Modules = None,
-    without: Without = None,
-    param: Param = None,
-    everything: Annotated[bool, typer.Option("--all", help="Show each call, not only those that changed.")] = False,
-    json: AsJson = False,
-) -> Answer:
+@dataclass(frozen=True, kw_only=True)
+class _CallsToRun:
+    """Which calls, and where."""
+
+    operation: Annotated[str, typer.Argument(metavar="OPERATION", help="A function, operation, alias or glob.")] = "*"
+    shapes: Annotated[
+        list[str],
+        typer.Option(
+            "--shapes",
+            metavar="SIZES",
+            help="Shape of the query or input, 1x2048x32x128; with :1x2048x8x128 for other keys; with commas or again "
+            "for more.",
+        ),
+    ] = NONE
+    manifest: ManifestFile = None
+    device: Where = None
+    param: Annotated[
+        list[str],
+        typer.Option(
+            "--param", metavar="NAME=VALUE", help="A parameter of the operation, in every call. Again for more."
+        ),
+    ] = NONE
+    module: Modules = None
+    json: AsJson = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CallsToTime(_CallsToRun):
+    """How they are timed, too."""
+
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--dtype", metavar="DTYPE", help="With commas for more; by default bfloat16, on a CPU float32 and bfloat16."
+        ),
+    ] = None
+    layout: Annotated[
+        str | None, typer.Option("--layout", metavar="LAYOUT", help="BSHD or BHSD of attention, NHD or HND of a cache.")
+    ] = None
+    threads: Threads = None
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            "--samples", metavar="N", help="Samples of each kernel; by default the setting tune_samples.", min=3
+        ),
+    ] = None
+    without: Annotated[
+        list[str],
+        typer.Option("--without", metavar="KERNEL", help="Leave this library or kernel glob out. Again for more."),
+    ] = NONE
+
+    @property
+    def dtypes(self) -> list[str] | None:
+        """The dtypes that were named."""
+        return self.dtype.split(",") if self.dtype else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneFlags(_CallsToTime):
     """Measure kernels, so that the fastest is chosen.
 
     Without --shapes, --cases or --manifest: a grid of sizes between which times can be predicted. What is known is
@@ -113,75 +112,25 @@ def tune(
     out what was called or recorded in others. --param goes with --shapes or --cases; operations without tensors take it
     alone: what their kernels are measured for.
     """
-    import torch
 
-    from layerzero.cli import plain
-    from layerzero.cli import tune as screen
-    from layerzero.cli.flags import left_of, params_of, shapes_of, with_threads
-    from layerzero.tuning.measurement.tune import tune as run
-
-    if plain.covers(operation):
-        return plain.tune(
-            operation, param or [], samples=samples, budget_s=budget_s, again=again, leave_out=without or [], quiet=json
-        )
-    if shapes and cases:
-        raise ValueError("--cases: wanted either --shapes or --cases, got both")
-    import_modules(module or ())
-    usual = torch.get_num_threads()
-    with with_threads(threads), live(quiet=json) as shown:
-        tuned = run(
-            operation, "cases" if cases else shapes_of(shapes), dtype.split(",") if dtype else None, device,
-            manifest=manifest, model=model, layout=layout, params=params_of(param or [], operation), samples=samples,
-            budget_s=None if budget_s is None else left_of(budget_s), again=again, graph=graph,
-            isolate=not no_isolation, modules=module or [], leave_out=without or [],
-            progress=lambda step: screen.tell(shown, step),
-        )  # fmt: skip
-        used = torch.get_num_threads()
-    return Answer(
-        tuned.to_dict(),
-        lambda: screen.shown(tuned, used, usual, everything=everything),
-        FINE if tuned.contests or tuned.known else NO,
-    )
-
-
-def bench(
-    operation: Name,
-    shapes: Shapes = None,
-    manifest: ManifestFile = None,
-    dtype: Dtypes = None,
-    layout: Layout = None,
-    device: Where = None,
-    threads: Threads = None,
-    samples: Samples = None,
+    cases: Annotated[
+        bool, typer.Option("--cases", help="The operations' own cases; `layerzero operations` lists them.")
+    ] = False
+    model: Model = ""
     budget_s: Annotated[
-        float,
-        typer.Option("--budget-s", metavar="SECONDS", help="End after so long, whatever compiles; inf has no end."),
-    ] = BENCH_S,
-    kernel: Annotated[
-        list[str] | None,
-        typer.Option("--kernel", metavar="KERNEL", help="Run these kernels only: id, glob or library; again for more."),
-    ] = None,
-    without: Without = None,
-    param: Param = None,
-    module: Modules = None,
-    timed: Annotated[
-        str | None,
-        typer.Option(
-            "--timed",
-            metavar="TIMES",
-            help="call: what a caller waits for; device: what a GPU needs, launching apart; both. On a GPU both by "
-            "default.",
-        ),
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the times into a PNG or SVG file.")
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write one page with tables and a chart an operation.")
-    ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="A table for each call, and each reason in full.")] = False,
-    json: AsJson = False,
-) -> Answer:
+        float | None,
+        typer.Option("--budget-s", metavar="SECONDS", help="End after so long; a second run goes on.", min=0),
+    ] = None
+    again: Annotated[bool, typer.Option("--again", help="Measure what is known, too.")] = False
+    graph: Annotated[bool, typer.Option("--graph", help="Time replays of CUDA graphs, not eager calls.")] = False
+    no_isolation: Annotated[
+        bool, typer.Option("--no-isolation", help="Run what is new on this machine in this very process.")
+    ] = False
+    everything: Annotated[bool, typer.Option("--all", help="Show each call, not only those that changed.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchFlags(_CallsToTime):
     """Run every legal kernel side by side, and compare.
 
     Without --shapes or --manifest: the operations' own cases, those first that tell most of models. With --kernel and
@@ -197,93 +146,82 @@ def bench(
     --again` passes it, and failures are remembered. What this machine's memory does not hold is left out. Exits with 1
     if a kernel is wrong or fails, or if nothing was measured.
     """
-    import math
 
-    import torch
+    operation: Annotated[str, typer.Argument(metavar="OPERATION", help="A function, operation, alias or glob.")]
+    budget_s: Annotated[
+        float,
+        typer.Option("--budget-s", metavar="SECONDS", help="End after so long, whatever compiles; inf has no end."),
+    ] = 60.0
+    kernel: Kernels = NONE
+    timed: Annotated[
+        str | None,
+        typer.Option(
+            "--timed",
+            metavar="TIMES",
+            help="call: what a caller waits for; device: what a GPU needs, launching apart; both. On a GPU both by "
+            "default.",
+        ),
+    ] = None
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the times into a PNG or SVG file.")
+    ] = None
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write one page with tables and a chart an operation.")
+    ] = None
+    everything: Annotated[bool, typer.Option("--all", help="A table for each call, and each reason in full.")] = False
 
-    from layerzero.cli import bench as screen
-    from layerzero.cli import bench_tables, describe, plain
-    from layerzero.cli.flags import deadline_of, params_of, shapes_of, with_threads
-    from layerzero.engine.config import current_policy
-    from layerzero.tuning.measurement.clocks import clock_of, current
-    from layerzero.tuning.measurement.comparison import compare, long_calls
-    from layerzero.tuning.measurement.contest import Status
-    from layerzero.tuning.measurement.jobs import telling
-    from layerzero.tuning.measurement.timing import Effort
-    from layerzero.tuning.measurement.tune import asked_jobs, dtypes_of
 
-    if plain.covers(operation):
-        if timed not in (None, "call"):
-            raise ValueError(f"--timed: wanted call for an operation without tensors, got {timed!r}")
-        return plain.bench(
-            operation, param or [], samples=samples, budget_s=budget_s, only=kernel or [], leave_out=without or [],
-            quiet=json,
-        )  # fmt: skip
-    deadline = deadline_of(budget_s)
-    if plot is not None or html is not None:
-        bench_tables.check(plot, html)
-    import_modules(module or ())
-    only = kernel or []
-    describe.kernels_exist(only)
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    times = screen.timed_of(timed, target)
-    dtypes: Sequence[str] = dtypes_of(dtype.split(",") if dtype else None, target)
-    if only and dtype is None:
-        dtypes = screen.dtypes_taken(only, operation, dtypes)
-    wanted = shapes_of(shapes) or (None if manifest else "cases")
-    jobs = asked_jobs(
-        operation,
-        wanted,
-        dtypes,
-        target.type,
-        manifest=manifest,
-        layout=layout,
-        params=params_of(param or [], operation),
-        named=None if dtype is None else dtypes,
-    )
-    if not jobs:
-        raise ValueError(f"{operation}: wanted calls on {target.type}, got none")
-    if wanted == "cases":
-        jobs = telling(jobs)
-    with with_threads(threads), current(target), live(quiet=json) as shown:
-        compared = compare(
-            jobs,
-            target,
-            effort=Effort(samples or current_policy()["tune_samples"], fill=target.type == "cpu"),
-            clock=clock_of(target),
-            deadline=deadline,
-            leave_out=without or [],
-            only=only,
-            timed=times,
-            modules=module or [],
-            is_long=long_calls(target, deadline) if wanted == "cases" else lambda _: False,
-            told=lambda looked: screen.tell(shown, looked),
-        )
-    found = compared.found
-    bad = not found or any(line.status in (Status.WRONG, Status.FAILED) for each in found for line in each.lines)
-    try:
-        if plot is not None and found:
-            bench_tables.plot(found, plot)
-        if html is not None and found:
-            bench_tables.page(found, html)
-    except OSError as error:  # what was measured is printed all the same
-        say(f"error: {error.filename}: wanted a place to write to, got: {error.strerror}")
-        bad = True
-    data = {**compared.to_dict(), "budget_s": None if budget_s == math.inf else budget_s}
-    return Answer(
-        data, lambda: screen.shown_on_screen(compared, operation, budget_s, everything=everything), NO if bad else FINE
-    )
+@dataclass(frozen=True, kw_only=True)
+class VetFlags(_CallsToRun):
+    """Let kernels prove themselves on this machine, in a child process.
+
+    With neither --kernel nor --backend: those that may not run before. Without --shapes or --manifest: the operations'
+    own cases. A verdict holds for sizes of the same powers of two, and until the library has another version. Kernels
+    take turns; a class that time did not suffice for has no verdict. Exits with 1 if a kernel is wrong, dies or hangs,
+    or if a class was left.
+    """
+
+    kernel: Kernels = NONE
+    backend: Annotated[
+        list[str], typer.Option("--backend", metavar="LIBRARY", help="Vet this library only; again for more.")
+    ] = NONE
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", metavar="DTYPE", help="Dtype of the tensors; by default each in turn.")
+    ] = None
+    graph: Annotated[
+        bool, typer.Option("--graph", help="Capture each call in a CUDA graph, and compare what replays give.")
+    ] = False
+    again: Annotated[bool, typer.Option("--again", help="Also what has a verdict.")] = False
+    budget_s: Annotated[
+        float,
+        typer.Option(
+            "--budget-s", metavar="SECONDS", help="End after so long; a second run goes on. inf asks about all."
+        ),
+    ] = 100.0
+    operation_: Annotated[
+        str | None, typer.Option("--operation", metavar="OPERATION", help="The same as OPERATION, by name.")
+    ] = None
 
 
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
+    app.command(
+        "vet",
+        **examples(
+            "vet",
+            "vet rms_norm --shapes 512x1024,1x4096 --dtype bfloat16",
+            "vet attention --kernel torch.sdpa.cpu_flash --shapes 1x8x4x16:1x8x2x16 --dtype float32 --device cpu",
+            "vet layer_norm --backend torch --shapes 4x64 --again",
+            "vet tokenize --param tokenizer_id=tokenizer.json",
+        ),
+    )(command(VetFlags, "layerzero.cli.vet:answer"))
     app.command(
         "tune",
         **examples(
             "tune", "tune attention --dtype bfloat16 --budget-s 120", "tune --manifest workload.json",
             "tune rms_norm --shapes 1x4096,64x4096 --dtype float32", "tune tokenize --param tokenizer_id=cl100k_base",
         ),
-    )(tune)  # fmt: skip
+    )(command(TuneFlags, "layerzero.cli.tune:answer"))  # fmt: skip
     app.command(
         "bench",
         **examples(
@@ -294,4 +232,4 @@ def add_to(app: typer.Typer) -> None:
             "bench tokenize --param tokenizer_id=cl100k_base",
             'bench "norm.*" --html norms.html --plot norms.png',
         ),
-    )(bench)  # fmt: skip
+    )(command(BenchFlags, "layerzero.cli.bench:answer"))  # fmt: skip

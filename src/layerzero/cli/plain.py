@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from layerzero.cli import vet as vetted
-from layerzero.cli.flags import deadline_of
+from layerzero.cli.calls import CallFlags
+from layerzero.cli.flags import deadline_of, plain_params
+from layerzero.cli.measurement import BenchFlags, TuneFlags
 from layerzero.cli.output import FINE, NO, Answer, say
-from layerzero.cli.question import Flags, pair_of, settings_of, value_of
+from layerzero.cli.question import settings_of
 from layerzero.cli.tables import new_row, table_of
 from layerzero.core.ledger import Verdict
 from layerzero.core.operation import Operation, Routed
@@ -20,47 +20,22 @@ from layerzero.core.plain import PlainFunction
 from layerzero.core.plan import Report
 from layerzero.engine.config import SCOPES
 from layerzero.engine.plain import plain_facts
-from layerzero.engine.registry import REGISTRY
 from layerzero.inspection.answers import explain
-from layerzero.ops import PLAIN_FUNCTIONS, plain_function_of
+from layerzero.ops import plain_function_of
 from layerzero.tuning.measurement.plain import PlainBenched, PlainTuned, bench_plain, tune_plain
-from layerzero.tuning.verification.vetting import plain_operations, plain_pairs, vet_calls
+from layerzero.tuning.verification.vetting import plain_operations
 
 
-def covers(pattern: str) -> bool:
-    """Whether a name means operations without tensors, and no others."""
-    if pattern in PLAIN_FUNCTIONS:
-        return True
-    try:
-        names = REGISTRY.operations_named(pattern)
-    except KeyError:
-        return False
-    return all(REGISTRY.operation(name).plain is not None for name in names)
-
-
-def params_of(texts: Sequence[str], pattern: str) -> dict[str, Any]:
-    """What ``--param`` says. Raises: ValueError for a name that neither the function nor a schema has."""
-    operations = [REGISTRY.operation(name) for name in REGISTRY.operations_named(pattern)]
-    kinds = {each.name: each.types for one in operations for each in one.schema.params}
-    found = {}
-    for name, text in (pair_of(each, "--param", "name=value") for each in texts):
-        if name != "tokenizer_id" and name not in kinds:  # what a case is drawn for
-            known = ", ".join(["tokenizer_id", *kinds])
-            raise ValueError(f"--param: wanted one of {known}, got {name!r}")
-        found[name] = value_of(kinds.get(name, str), text, f"--param {name}")
-    return found
-
-
-def report(flags: Flags) -> Report:
+def report(flags: CallFlags) -> Report:
     """What ``explain`` tells of a case, or of texts of a size (``--shape 16x100``: 16 texts of 100 characters)."""
     function = plain_function_of(flags.name)
     assert function is not None, flags.name
     operation = _operation(function, flags.name)
     assert operation.plain is not None
-    params = params_of(flags.params, flags.name)
+    params = plain_params(flags.params, flags.name)
     case = _case(operation, flags)
     with SCOPES.scope(settings_of(flags.settings)):
-        arguments = operation.plain.draw(case, _named(params, flags.name))
+        arguments = operation.plain.draw(case, params)
         arguments |= {name: value for name, value in params.items() if name in arguments}
         return explain(plain_facts(Routed(operation, arguments)))
 
@@ -69,7 +44,7 @@ def _operation(function: PlainFunction, name: str) -> Operation:
     return next((each for each in function.operations if each.name == name), function.operations[0])
 
 
-def _case(operation: Operation, flags: Flags) -> Any:
+def _case(operation: Operation, flags: CallFlags) -> Any:
     if flags.shape is None:
         named = flags.case or operation.cases[0].name
         found = next((each for each in operation.cases if each.name == named), None)
@@ -86,41 +61,11 @@ def _case(operation: Operation, flags: Flags) -> Any:
     return type(first)(flags.shape, {names[0]: sizes[-1] * count, names[1]: count}, params)
 
 
-def _named(params: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    if "tokenizer_id" not in params:
-        raise ValueError(f"{name}: wanted --param tokenizer_id=FILE_OR_NAME, got none")
-    return params
-
-
-def vet(
-    operation: str, params: Sequence[str], named: Sequence[str], *, budget_s: float, again: bool, quiet: bool
-) -> Answer:
-    """Let what works on a form of its own prove itself; exits with 1 where something is not the same, or was left."""
-    deadline = deadline_of(budget_s)
-    asked = list(plain_pairs(operation, _named(params_of(params, operation), operation), named, again=again))
-    found = vet_calls(asked, progress=say if quiet else typer.echo, stop=deadline.passed)
-
-    def show() -> Iterator[RenderableType]:
-        yield from vetted.shown(found, budget_s, again=again) if found else ("nothing to vet",)
-
-    return Answer(vetted.data_of(found), show, vetted.code_of(found))
-
-
-def tune(
-    operation: str,
-    params: Sequence[str],
-    *,
-    samples: int | None,
-    budget_s: float | None,
-    again: bool,
-    leave_out: Sequence[str],
-    quiet: bool,
-) -> Answer:
+def tune(flags: TuneFlags) -> Answer:
     """Prove and measure, and remember it; exits with 1 if nothing was measured or known."""
-    given = _named(params_of(params, operation), operation)
     tuned = tune_plain(
-        operation, given, samples=samples, budget_s=budget_s, again=again, leave_out=leave_out,
-        progress=None if quiet else say,
+        flags.operation, plain_params(flags.param, flags.operation), samples=flags.samples, budget_s=flags.budget_s,
+        again=flags.again, leave_out=flags.without, progress=None if flags.json else say,
     )  # fmt: skip
     return Answer(tuned.to_dict(), lambda: _tuned(tuned), FINE if tuned.contests or tuned.known else NO)
 
@@ -133,27 +78,19 @@ def _tuned(tuned: PlainTuned) -> Iterator[RenderableType]:
     yield Text(str(tuned))
 
 
-def bench(
-    operation: str,
-    params: Sequence[str],
-    *,
-    samples: int | None,
-    budget_s: float,
-    only: Sequence[str],
-    leave_out: Sequence[str],
-    quiet: bool,
-) -> Answer:
+def bench(flags: BenchFlags) -> Answer:
     """Measure and compare; exits with 1 if a kernel is wrong."""
-    deadline = deadline_of(budget_s)
-    given = _named(params_of(params, operation), operation)
+    if flags.timed not in (None, "call"):
+        raise ValueError(f"--timed: wanted call for an operation without tensors, got {flags.timed!r}")
+    operation, budget_s = flags.operation, flags.budget_s
     found = bench_plain(
         operation,
-        given,
-        samples=samples,
-        only=only,
-        leave_out=leave_out,
-        deadline=deadline,
-        told=lambda each: None if quiet else say(f"measured {each.operation} {each.case}"),
+        plain_params(flags.param, operation),
+        samples=flags.samples,
+        only=flags.kernel,
+        leave_out=flags.without,
+        deadline=deadline_of(budget_s),
+        told=lambda each: None if flags.json else say(f"measured {each.operation} {each.case}"),
     )
     left = sum(len(each.cases) for each in plain_operations(operation)) - len(found)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import yaml
 
+from layerzero.cli.calls import CallFlags
 from layerzero.core.argument_errors import meant
 from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name, dtype_named
@@ -25,26 +26,6 @@ from layerzero.ops.calls import accepted, arguments_of, case_of_shapes, function
 
 _SIZES = re.compile(r"\d+(?:[x,]\d+)*")
 _WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-
-
-@dataclass(frozen=True, slots=True)
-class Flags:
-    """A call as it was typed; the names are those of the flags."""
-
-    name: str
-    shape: str | None = None
-    kv_shape: str | None = None
-    case: str | None = None
-    dtype: str | None = None
-    layout: str | None = None
-    causal: bool | None = None
-    params: Sequence[str] = ()
-    device: str | None = None
-    installed: Sequence[str] = ()
-    missing: Sequence[str] = ()
-    settings: Sequence[str] = ()
-    grad: bool = False
-    capturing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +47,7 @@ class CallQuestion:
             )
 
 
-def question(flags: Flags) -> CallQuestion:
+def question(flags: CallFlags) -> CallQuestion:
     """Read the flags. Raises: KeyError or ValueError with wanted and got."""
     function, operations = _named(flags.name)
     device = device_of(flags.device)
@@ -126,7 +107,7 @@ def _named(name: str) -> tuple[Function, Sequence[Operation]]:
     raise unknown_operation(name)
 
 
-def _of_case(flags: Flags, operations: Sequence[Operation], dtype: torch.dtype) -> dict[str, Any]:
+def _of_case(flags: CallFlags, operations: Sequence[Operation], dtype: torch.dtype) -> dict[str, Any]:
     """The arguments of a named case."""
     if flags.shape is not None or flags.kv_shape is not None:
         raise ValueError("--case: wanted either --case or --shape, got both")
@@ -134,13 +115,13 @@ def _of_case(flags: Flags, operations: Sequence[Operation], dtype: torch.dtype) 
     return _made(operation, case, flags, dtype)
 
 
-def _made(operation: Operation, case: Case, flags: Flags, dtype: torch.dtype) -> dict[str, Any]:
+def _made(operation: Operation, case: Case, flags: CallFlags, dtype: torch.dtype) -> dict[str, Any]:
     made = arguments_of(operation, case, dtype, "meta", layout=flags.layout or None)
     return accepted(function_for(operation), made)
 
 
 def _of_shapes(
-    flags: Flags, operations: Sequence[Operation], dtype: torch.dtype, values: Mapping[str, Any]
+    flags: CallFlags, operations: Sequence[Operation], dtype: torch.dtype, values: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The arguments that the shapes of the first tensors say; the others follow from them."""
     first = operations[0].schema

@@ -6,15 +6,19 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
+import torch
 from rich.console import RenderableType
 from rich.text import Text
 
-from layerzero.cli.output import Live
+from layerzero.cli import plain
+from layerzero.cli.flags import covers_plain, left_of, params_of, shapes_of, with_threads
+from layerzero.cli.measurement import TuneFlags
+from layerzero.cli.output import FINE, NO, Answer, Live, live
 from layerzero.cli.tables import fitting, new_row, not_measured, some, table_of
 from layerzero.core.ledger import Verdict
 from layerzero.tuning.measurement.contest import Contest
 from layerzero.tuning.measurement.timing import carried
-from layerzero.tuning.measurement.tune import Tuned
+from layerzero.tuning.measurement.tune import Tuned, tune
 from layerzero.tuning.measurement.tune_run import Step, TunedChoice
 
 MOST_ROWS = fitting(15, a_row=2)
@@ -24,6 +28,30 @@ FEW = 3
 """Calls that are named where one line stands for many."""
 
 _BRACKETS = "in brackets: how many times as long the next one takes; noise: no longer than times of both vary"
+
+
+def answer(flags: TuneFlags) -> Answer:
+    """Measure; exit with 1 if nothing was measured or known."""
+    if covers_plain(flags.operation):
+        return plain.tune(flags)
+    if flags.shapes and flags.cases:
+        raise ValueError("--cases: wanted either --shapes or --cases, got both")
+    usual = torch.get_num_threads()
+    with with_threads(flags.threads), live(quiet=flags.json) as screen:
+        tuned = tune(
+            flags.operation, "cases" if flags.cases else shapes_of(flags.shapes), flags.dtypes, flags.device,
+            manifest=flags.manifest, model=flags.model, layout=flags.layout,
+            params=params_of(flags.param, flags.operation), samples=flags.samples,
+            budget_s=None if flags.budget_s is None else left_of(flags.budget_s), again=flags.again, graph=flags.graph,
+            isolate=not flags.no_isolation, modules=flags.module or [], leave_out=flags.without,
+            progress=lambda step: tell(screen, step),
+        )  # fmt: skip
+        used = torch.get_num_threads()
+    return Answer(
+        tuned.to_dict(),
+        lambda: shown(tuned, used, usual, everything=flags.everything),
+        FINE if tuned.contests or tuned.known else NO,
+    )
 
 
 def tell(shown: Live, step: Step) -> None:

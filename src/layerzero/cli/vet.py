@@ -7,14 +7,14 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 import typer
 from rich.console import RenderableType
 
-from layerzero.cli.flags import deadline_of, shapes_of
-from layerzero.cli.output import FINE, NO, Answer, import_modules, say
+from layerzero.cli.flags import covers_plain, deadline_of, plain_params, shapes_of
+from layerzero.cli.measurement import VetFlags
+from layerzero.cli.output import FINE, NO, Answer, say
 from layerzero.cli.tables import fitting, fold
 from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name, dtype_named
@@ -26,7 +26,15 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.inspection.subjects import taken
 from layerzero.tuning.measurement.jobs import Job, Shape
 from layerzero.tuning.measurement.tune import asked_jobs
-from layerzero.tuning.verification.vetting import Vetted, allows, class_pairs, is_known, is_named, vet_calls
+from layerzero.tuning.verification.vetting import (
+    Vetted,
+    allows,
+    class_pairs,
+    is_known,
+    is_named,
+    plain_pairs,
+    vet_calls,
+)
 
 Pair = tuple[Kernel, Facts]
 
@@ -39,57 +47,65 @@ MOST_KERNELS = fitting(15)
 NOT_REACHED = "not reached"
 
 
-def answer(
-    *,
-    kernels: Sequence[str] | None,
-    backends: Sequence[str] | None,
-    operation: str,
-    shapes: Sequence[str] | None,
-    manifest: Path | None,
-    dtype: str | None,
-    device: str | None,
-    modules: Sequence[str],
-    budget_s: float,
-    graph: bool,
-    again: bool,
-    quiet: bool,
-) -> Answer:
+def answer(flags: VetFlags) -> Answer:
     """Vet; exit with 1 if a verdict is bad, or time did not suffice for all.
 
     Raises: ValueError for a name that means nothing, a bad shape or a bad budget.
     """
-    deadline = deadline_of(budget_s)
-    import_modules(modules)
-    names = [*(kernels or []), *(backends or [])]
-    for name in names:
-        if not any(names_kernel(name, kernel) for kernel in REGISTRY.kernels()):
-            hint = "`layerzero kernels` lists them, --module brings yours"
-            raise ValueError(f"wanted kernels, got none of {name}; {hint}")
-    sizes = shapes_of(shapes)
-    target = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    here, asked_of = Device.detect(target), (kernels or None, backends or None)
-    chosen = [each for each in REGISTRY.kernels(operation) if is_named(each, *asked_of, here, graph=graph)]
-    if sizes is None and manifest is None:
-        dtypes = None if dtype is None else [dtype_named(each) for each in dtype.split(",")]
-        asked = list(class_pairs(chosen, operation, here, None, dtypes, graph=graph))
+    operation, deadline = flags.operation_ or flags.operation, deadline_of(flags.budget_s)
+    if covers_plain(operation):
+        pairs, nothing = _of_plain(flags, operation), ""
     else:
-        asked = list(_of_jobs(chosen, operation, target, dtype, sizes, manifest, graph=graph))
-    pairs = in_turn([pair for pair in asked if again or not is_known(*pair, graph=graph)])
-    text = capture_text if graph else class_text
+        pairs, nothing = _of_tensors(flags, operation)
+    text = capture_text if flags.graph else class_text
     classes = len({(kernel.id, text(facts)) for kernel, facts in pairs})
     if classes > MANY:
-        end = "" if budget_s == math.inf else f" for {budget_s:g} s (--budget-s)"
+        end = "" if flags.budget_s == math.inf else f" for {flags.budget_s:g} s (--budget-s)"
         say(f"{classes} classes, one after the other in a child process{end}; what is found is kept by Ctrl-C, too")
     numbers = itertools.count(1)
 
     def told(text: str) -> None:
-        (say if quiet else typer.echo)(f"{next(numbers)} of {classes}: {text}" if classes > 1 else text)
+        (say if flags.json else typer.echo)(f"{next(numbers)} of {classes}: {text}" if classes > 1 else text)
 
-    found = vet_calls(pairs, modules=modules, progress=told, stop=deadline.passed, graph=graph)
+    found = vet_calls(pairs, modules=flags.module or [], progress=told, stop=deadline.passed, graph=flags.graph)
     if not found:
-        why = _nothing(chosen, asked, names, own_cases=sizes is None and manifest is None)
-        return Answer(data_of(found), lambda: [f"nothing to vet: {why}"], FINE)
-    return Answer(data_of(found), lambda: shown(found, budget_s, again=again), code_of(found))
+        return Answer(data_of(found), lambda: [f"nothing to vet{nothing}"], FINE)
+    return Answer(data_of(found), lambda: shown(found, flags.budget_s, again=flags.again), code_of(found))
+
+
+def _of_plain(flags: VetFlags, operation: str) -> list[Pair]:
+    """What works on a form of its own, and has to prove itself for it."""
+    given = {
+        "--shapes": flags.shapes, "--manifest": flags.manifest, "--dtype": flags.dtype, "--device": flags.device,
+        "--graph": flags.graph,
+    }  # fmt: skip
+    if unfit := [name for name, value in given.items() if value]:
+        raise ValueError(f"vet {operation}: it has no tensors: wanted no {', '.join(given)}, got {unfit}")
+    named = [*flags.kernel, *flags.backend]
+    return list(plain_pairs(operation, plain_params(flags.param, operation), named, again=flags.again))
+
+
+def _of_tensors(flags: VetFlags, operation: str) -> tuple[list[Pair], str]:
+    """The kernels that take turns, each with its classes; and why there are none, where that is so."""
+    if flags.param:
+        raise ValueError("--param: wanted an operation without tensors with it, as `vet tokenize`, got another")
+    names = [*flags.kernel, *flags.backend]
+    for name in names:
+        if not any(names_kernel(name, kernel) for kernel in REGISTRY.kernels()):
+            hint = "`layerzero kernels` lists them, --module brings yours"
+            raise ValueError(f"wanted kernels, got none of {name}; {hint}")
+    sizes = shapes_of(flags.shapes)
+    here = Device.detect(flags.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    asked_of = (flags.kernel or None, flags.backend or None)
+    chosen = [each for each in REGISTRY.kernels(operation) if is_named(each, *asked_of, here, graph=flags.graph)]
+    own_cases = sizes is None and flags.manifest is None
+    if own_cases:
+        dtypes = None if flags.dtype is None else [dtype_named(each) for each in flags.dtype.split(",")]
+        asked = list(class_pairs(chosen, operation, here, None, dtypes, graph=flags.graph))
+    else:
+        asked = list(_of_jobs(chosen, operation, flags, sizes))
+    pairs = in_turn([pair for pair in asked if flags.again or not is_known(*pair, graph=flags.graph)])
+    return pairs, f": {_nothing(chosen, asked, names, own_cases=own_cases)}"
 
 
 def in_turn(pairs: Sequence[Pair]) -> list[Pair]:
@@ -158,21 +174,14 @@ def _nothing(chosen: Sequence[Kernel], asked: Sequence[Pair], names: Sequence[st
 
 
 def _of_jobs(
-    chosen: Sequence[Kernel],
-    operation: str,
-    device: str,
-    dtype: str | None,
-    shapes: Sequence[Shape] | None,
-    manifest: Path | None,
-    *,
-    graph: bool,
+    chosen: Sequence[Kernel], operation: str, flags: VetFlags, shapes: Sequence[Shape] | None
 ) -> Iterator[Pair]:
     """The calls of shapes, in each layout, or of a workload, where the kernels' limits allow them."""
     known = {dtype_name(each) for one in REGISTRY.operations().values() for each in one.dtypes}
-    named = dtype.split(",") if dtype else None
-    dtypes = named or sorted(known)
-    jobs = asked_jobs(operation, shapes, dtypes, torch.device(device).type, manifest=manifest, named=named)
-    for job in (dataclasses.replace(each, for_graph=graph) for each in jobs):
+    named = flags.dtype.split(",") if flags.dtype else None
+    dtypes, device = named or sorted(known), flags.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    jobs = asked_jobs(operation, shapes, dtypes, torch.device(device).type, manifest=flags.manifest, named=named)
+    for job in (dataclasses.replace(each, for_graph=flags.graph) for each in jobs):
         known_here = REGISTRY.operation(job.operation).dtypes
         kernels = [each for each in chosen if job.operation in each.operations]
         if not kernels or (job.recipe is None and dtype_named(job.dtype) not in known_here):
