@@ -269,7 +269,7 @@ def test_a_budget_counts_from_where_the_process_began(monkeypatch, worked_s, lef
         given.append(budget_s)
         raise ValueError("seen")
 
-    monkeypatch.setattr("layerzero.tuning.measurement.tune.tune", tune)
+    monkeypatch.setattr("layerzero.cli.tune.tune", tune)
     for more in ("--budget-s 90", ""):
         assert CliRunner().invoke(main, shlex.split(f"tune rms_norm --shapes 8x64 {more}")).exit_code
     assert given == [left_s, None]

@@ -91,7 +91,7 @@ def test_a_budget_of_nothing_proves_and_measures_no_tokens(place, monkeypatch):
     """Proofs went on without an end, and only then the budget was looked at."""
     asked = []
     monkeypatch.setattr(loop, "vet_calls", lambda pairs, **_: asked.append(pairs) or ())
-    tuned = plain.tune_plain("tokenize.encode", {"tokenizer_id": place}, budget_s=0)
+    tuned = plain.tune_plain(plain.plain_jobs("tokenize.encode", {"tokenizer_id": place}), budget_s=0)
     assert (tuned.contests, tuned.known, asked) == ((), 0, [])
 
 
@@ -111,6 +111,6 @@ def test_tokens_are_proved_first_and_what_time_cut_is_asked_again(place, monkeyp
     waiting = list(plain.plain_pairs("tokenize.encode", {"tokenizer_id": place}))
     if not waiting:
         pytest.skip("no tokenizer library here has to prove itself")
-    tuned = plain.tune_plain("tokenize.encode", {"tokenizer_id": place}, budget_s=1000.0)
+    tuned = plain.tune_plain(plain.plain_jobs("tokenize.encode", {"tokenizer_id": place}), budget_s=1000.0)
     assert rounds == [len(waiting)] * 2
     assert all(each.reached for each in tuned.vetted)

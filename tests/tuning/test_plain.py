@@ -17,7 +17,7 @@ from layerzero.ops.tokenize.declare import ENCODE
 from layerzero.ops.tokenize.identity import digest
 from layerzero.ops.tokenize.tokenizer import resolve
 from layerzero.tuning.measurement import plain
-from layerzero.tuning.measurement.plain import tune_plain
+from layerzero.tuning.measurement.plain import plain_jobs, tune_plain
 from layerzero.tuning.prediction.fitting import FULL_SAMPLES
 
 
@@ -150,9 +150,14 @@ def test_times_are_taken_of_what_is_right_and_remembered(place):
         ENGINE.ledger.record_verdict(kernels[name], facts, Verdict.PASSED)
     leave_out = ["fastokens", "kitoken"]
     with lz.scope(deny=leave_out):
-        tuned = tune_plain("tokenize.encode", {"tokenizer_id": place}, samples=3, budget_s=0.5, leave_out=leave_out)
+        tuned = tune_plain(
+            plain_jobs("tokenize.encode", {"tokenizer_id": place}), samples=3, budget_s=0.5, leave_out=leave_out
+        )
     assert tuned.contests
-    assert all(not each.wrong and len(each.times) == 3 for each in tuned.contests)
+    assert all(len(each.entries) == len(each.times) == 3 for each in tuned.contests)
+    assert [(each.before, bool(each.kernel_id)) for each in tuned.choices] == [
+        (tuned.contests[0].report.kernel_id, True)
+    ] * len(tuned.contests)
     report = lz.explain("tokenize", "abcdef", place)
     assert {each.provenance for each in report.candidates if each.legal} == {"measured"}
     assert json.dumps(tuned.to_dict())
@@ -174,9 +179,9 @@ def test_a_few_samples_of_near_ones_are_not_enough(place, monkeypatch):
     leave_out = ["fastokens", "kitoken", "gigatoken"]
     cases = ENCODE.cases[:1]
     with lz.scope(deny=leave_out):
-        tuned = tune_plain("tokenize.encode", {"tokenizer_id": place}, leave_out=leave_out, cases=cases)
+        tuned = tune_plain(plain_jobs("tokenize.encode", {"tokenizer_id": place}, cases), leave_out=leave_out)
     (contest,) = tuned.contests
-    assert set(contest.times) == {"tokenizers.encode", "splintr.encode"}
+    assert {each.id for each in contest.times} == {"tokenizers.encode", "splintr.encode"}
     assert all(each.samples >= FULL_SAMPLES and each.median_us < 1e5 for each in contest.times.values())
 
 

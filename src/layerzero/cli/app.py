@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from layerzero.cli import checks, hub, libraries, measurement, perfdb_exchange, plans, rolling_update
+from layerzero.cli import checks, libraries, measurement, perfdb_exchange, plans, rolling_update
 from layerzero.cli.calls import AsJson, CallFlags, ExplainFlags, Modules, command
 from layerzero.cli.output import FINE, NO, Answer, Program, import_modules, say, stdout_console
 from layerzero.cli.output import examples as _examples
@@ -144,7 +144,7 @@ def doctor(
     if (again or module) and not confirm:
         raise ValueError("doctor: --again and --module say how to confirm: wanted --confirm with them, got none")
     screen.ask_a_child()
-    hub.try_builds()
+    libraries.try_builds()
     confirmed = confirm_suspects(modules=module or [], again=again) if confirm else ()
     diagnosis = diagnose(load=load, asked_for=asked_for)
     code = NO if strict and diagnosis.issues else FINE
@@ -210,7 +210,6 @@ def operations(json: AsJson = False) -> Answer:
 
 
 checks.add_to(main)
-hub.add_to(main)
 
 
 @config.command("show", **_examples("config show", "config show --json"))

@@ -15,9 +15,9 @@ import torch
 from rich.console import RenderableType
 from rich.text import Text
 
-from layerzero.cli import describe, plain
+from layerzero.cli import describe
 from layerzero.cli.bench_tables import check, details, page, plot, refusals, tables
-from layerzero.cli.flags import covers_plain, deadline_of, params_of, shapes_of, with_threads
+from layerzero.cli.flags import covers_plain, deadline_of, params_of, plain_params, shapes_of, with_threads
 from layerzero.cli.measurement import BenchFlags
 from layerzero.cli.output import FINE, NO, Answer, Live, live, say
 from layerzero.cli.tables import fitting, new_row, not_measured, some, table_of
@@ -30,7 +30,8 @@ from layerzero.tuning.measurement.comparison import Compared, ComparisonStep, co
 from layerzero.tuning.measurement.contest import Status
 from layerzero.tuning.measurement.jobs import telling
 from layerzero.tuning.measurement.loop import NO_TIME
-from layerzero.tuning.measurement.timing import Effort
+from layerzero.tuning.measurement.plain import bench_plain, plain_jobs
+from layerzero.tuning.measurement.timing import Deadline, Effort
 from layerzero.tuning.measurement.tune import asked_jobs, dtypes_of
 
 MOST_ROWS = fitting(19)
@@ -45,11 +46,39 @@ AS_GOOD = 1.05
 
 def answer(flags: BenchFlags) -> Answer:
     """Measure and compare; exit with 1 if a kernel is wrong or fails, or if nothing was measured."""
-    if covers_plain(flags.operation):
-        return plain.bench(flags)
     deadline = deadline_of(flags.budget_s)
     if flags.plot is not None or flags.html is not None:
         check(flags.plot, flags.html)
+    compared = (_compared_plain if covers_plain(flags.operation) else _compared)(flags, deadline)
+    found = compared.found
+    bad = not found or any(line.status in (Status.WRONG, Status.FAILED) for each in found for line in each.lines)
+    try:
+        if flags.plot is not None and found:
+            plot(found, flags.plot)
+        if flags.html is not None and found:
+            page(found, flags.html)
+    except OSError as error:  # what was measured is printed all the same
+        say(f"error: {error.filename}: wanted a place to write to, got: {error.strerror}")
+        bad = True
+    return Answer(
+        {**compared.to_dict(), "budget_s": None if flags.budget_s == math.inf else flags.budget_s},
+        lambda: shown_on_screen(compared, flags.operation, flags.budget_s, everything=flags.everything),
+        NO if bad else FINE,
+    )
+
+
+def _compared_plain(flags: BenchFlags, deadline: Deadline) -> Compared:
+    if flags.timed not in (None, TimedBy.CALL):
+        raise ValueError(f"--timed: wanted call for an operation without tensors, got {flags.timed!r}")
+    jobs = plain_jobs(flags.operation, plain_params(flags.param, flags.operation))
+    with live(quiet=flags.json) as screen:
+        return bench_plain(
+            jobs, samples=flags.samples, only=flags.kernel, leave_out=flags.without, deadline=deadline,
+            told=lambda each: screen.row(result(each)),
+        )  # fmt: skip
+
+
+def _compared(flags: BenchFlags, deadline: Deadline) -> Compared:
     describe.kernels_exist(flags.kernel)
     target = torch.device(flags.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     times = timed_of(flags.timed, target)
@@ -72,7 +101,7 @@ def answer(flags: BenchFlags) -> Answer:
     if wanted == "cases":
         jobs = telling(jobs)
     with with_threads(flags.threads), current(target), live(quiet=flags.json) as screen:
-        compared = compare(
+        return compare(
             jobs,
             target,
             effort=Effort(flags.samples or current_policy()["tune_samples"], fill=target.type == "cpu"),
@@ -85,21 +114,6 @@ def answer(flags: BenchFlags) -> Answer:
             is_long=long_calls(target, deadline) if wanted == "cases" else lambda _: False,
             told=lambda looked: tell(screen, looked),
         )
-    found = compared.found
-    bad = not found or any(line.status in (Status.WRONG, Status.FAILED) for each in found for line in each.lines)
-    try:
-        if flags.plot is not None and found:
-            plot(found, flags.plot)
-        if flags.html is not None and found:
-            page(found, flags.html)
-    except OSError as error:  # what was measured is printed all the same
-        say(f"error: {error.filename}: wanted a place to write to, got: {error.strerror}")
-        bad = True
-    return Answer(
-        {**compared.to_dict(), "budget_s": None if flags.budget_s == math.inf else flags.budget_s},
-        lambda: shown_on_screen(compared, flags.operation, flags.budget_s, everything=flags.everything),
-        NO if bad else FINE,
-    )
 
 
 def shown_on_screen(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from layerzero.cli.tables import SMALL, Lines, fitting, folded, lines_of, new_row, some, table_of
@@ -263,33 +264,27 @@ MOST_ROWS, FEW = fitting(12, screen=SMALL), 2
 """Operations that have a row, and kernels that one names."""
 
 
-def times(rows: Sequence[Row], here: Sequence[bool]) -> RenderableType:
-    """Measured times, a line each where that is wide enough, and whether each counts on this machine."""
-    table = table_of("kernel", "work", "time", "from", kind=Lines)
-    for row, counts in zip(rows, here, strict=True):
-        whence = "imported" if row.source else row.written_at[:10]
-        whence += "" if counts else ", does not count here"
-        time = ", ".join([f"{row.median_us:.1f} us", *_parts(row)])
-        new_row(table, row.kernel, " ".join(_work(row)), time, Text(whence, style="dim" if counts else "yellow"))
-    return table
+def times(rows: Sequence[Row], here: Sequence[bool], *, everything: bool) -> Iterator[RenderableType]:
+    """Measured times, a line each where that is wide enough, and whether each counts on this machine.
 
-
-def times_in_full(rows: Sequence[Row], here: Sequence[bool]) -> RenderableType:
-    """The same with spread, samples and the state of the machine, some lines each."""
-    table = table_of("kernel", "work", "time", "from")
+    ``everything`` has their spread, samples and the state of the machine, too, in some lines each.
+    """
+    table = table_of("kernel", "work", "time", "from", kind=Table if everything else Lines)
     for row, counts in zip(rows, here, strict=True):
-        head, sizes = _work(row)
-        spread = "\n".join([f"{row.median_us:.1f} us, p95 {row.p95_us:.1f}", *_parts(row)])
-        origin = f"{row.origin}, {row.samples} samples{f', {row.condition}' if row.condition else ''}"
-        whence = f"imported from {row.source}" if row.source else row.written_at[:16]
-        new_row(
-            table,
-            row.kernel,
-            lines_of(head, Text(sizes, style="dim")),
-            lines_of(spread, Text("" if counts else "does not count here", style="yellow")),
-            lines_of(origin, Text(whence, style="dim")),
-        )
-    return table
+        elsewhere = "" if counts else "does not count here"
+        if everything:
+            head, sizes = _work(row)
+            origin = f"{row.origin}, {row.samples} samples{f', {row.condition}' if row.condition else ''}"
+            whence = f"imported from {row.source}" if row.source else row.written_at[:16]
+            spread = "\n".join([f"{row.median_us:.1f} us, p95 {row.p95_us:.1f}", *_parts(row)])
+            told = lines_of(head, Text(sizes, style="dim")), lines_of(spread, Text(elsewhere, style="yellow"))
+            new_row(table, row.kernel, *told, lines_of(origin, Text(whence, style="dim")))
+        else:
+            whence = ", ".join(filter(None, ["imported" if row.source else row.written_at[:10], elsewhere]))
+            time = ", ".join([f"{row.median_us:.1f} us", *_parts(row)])
+            new_row(table, row.kernel, " ".join(_work(row)), time, Text(whence, style="dim" if counts else "yellow"))
+    if rows:
+        yield table
 
 
 def _work(row: Row) -> tuple[str, str]:

@@ -117,18 +117,12 @@ def _wrong_descriptors(policy: Policy) -> Iterator[str]:
 
 def kernels_exist(patterns: Iterable[str]) -> None:
     """Refuse a pattern that names no kernel. Raises: ValueError with the nearest name."""
+    kernels = REGISTRY.kernels()
     for pattern in patterns:
-        if not _names_something(pattern):
-            raise ValueError(f"--kernel: {_unknown(pattern)}")
-
-
-def _names_something(pattern: str) -> bool:
-    return any(names_kernel(pattern, kernel) for kernel in REGISTRY.kernels())
-
-
-def _unknown(pattern: str) -> str:
-    known = {name for kernel in REGISTRY.kernels() for name in (kernel.id, kernel.source)}
-    return f"wanted a library or kernel, got {pattern!r}, which names none here{nearest(pattern, sorted(known))}"
+        if not any(names_kernel(pattern, kernel) for kernel in kernels):
+            known = sorted({name for kernel in kernels for name in (kernel.id, kernel.source)})
+            wanted = f"wanted a library or kernel, got {pattern!r}, which names none here{nearest(pattern, known)}"
+            raise ValueError(f"--kernel: {wanted}")
 
 
 def effective(settings: Mapping[str, tuple[Any, str]]) -> Iterator[RenderableType]:

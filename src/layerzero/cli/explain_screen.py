@@ -9,9 +9,8 @@ from collections.abc import Iterator, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from layerzero.cli import plain
 from layerzero.cli.calls import CallFlags, ExplainFlags
-from layerzero.cli.flags import drop_in_question
+from layerzero.cli.flags import drop_in_question, plain_report
 from layerzero.cli.output import FINE, NO, Answer, say
 from layerzero.cli.question import question
 from layerzero.cli.tables import PLATFORMS, SMALL, counted, fitting, folded, lines_of, new_row, some, table_of, told
@@ -36,7 +35,7 @@ _MEANS = {
 
 def _report(flags: CallFlags) -> Report:
     if plain_function_of(flags.name) is not None:
-        return plain.report(flags)
+        return plain_report(flags)
     return (drop_in_question(flags, DROP_INS[flags.name]) if flags.name in DROP_INS else question(flags)).ask()
 
 

@@ -17,13 +17,27 @@ import torch
 from packaging.version import InvalidVersion, Version
 
 from layerzero.cli.calls import CallFlags
-from layerzero.cli.question import CallQuestion, device_of, libraries_of, pair_of, settings_of, sizes, value_of
+from layerzero.cli.question import (
+    CallQuestion,
+    case_named,
+    device_of,
+    libraries_of,
+    pair_of,
+    settings_of,
+    sizes,
+    value_of,
+)
 from layerzero.core.argument_errors import DropIn
 from layerzero.core.dtypes import dtype_named
+from layerzero.core.operation import Case, Routed
+from layerzero.core.plan import Report
+from layerzero.engine.config import SCOPES
+from layerzero.engine.plain import plain_facts
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.settings import nearest
+from layerzero.inspection.answers import explain
 from layerzero.inspection.diagnosis import installed_version
-from layerzero.ops import PLAIN_FUNCTIONS
+from layerzero.ops import PLAIN_FUNCTIONS, plain_function_of
 from layerzero.tuning.measurement.jobs import Shape, operations_named
 from layerzero.tuning.measurement.timing import Deadline
 
@@ -117,6 +131,32 @@ def plain_params(texts: Sequence[str], pattern: str) -> dict[str, Any]:
     if "tokenizer_id" not in found:
         raise ValueError(f"{pattern}: wanted --param tokenizer_id=FILE_OR_NAME, got none")
     return found
+
+
+def plain_report(flags: CallFlags) -> Report:
+    """What ``explain`` tells of a case, or of texts of a size (``--shape 16x100``: 16 texts of 100 characters)."""
+    function = plain_function_of(flags.name)
+    assert function is not None, flags.name
+    operation = next((each for each in function.operations if each.name == flags.name), function.operations[0])
+    assert operation.plain is not None
+    params = plain_params(flags.params, flags.name)
+    if flags.shape is None:
+        _, case = case_named(flags.case or operation.cases[0].name, [operation])
+    else:
+        case = _case_of_size(operation.cases[0], flags.shape)
+    with SCOPES.scope(settings_of(flags.settings)):
+        arguments = operation.plain.draw(case, params)
+        arguments |= {name: value for name, value in params.items() if name in arguments}
+        return explain(plain_facts(Routed(operation, arguments)))
+
+
+def _case_of_size(first: Case, shape: str) -> Case:
+    sizes = [int(each) for each in shape.split("x") if each.isdigit()]
+    if len(sizes) != len(shape.split("x")) or not 1 <= len(sizes) <= 2 or not all(sizes):
+        raise ValueError(f"--shape: wanted a size, or how many times a size (2000x100), got {shape!r}")
+    names, count = list(first.sizes), sizes[0] if len(sizes) == 2 else 1
+    params = {"batched": True} if len(sizes) == 2 else {}
+    return Case(shape, {names[0]: sizes[-1] * count, names[1]: count}, params)
 
 
 def pretend(installed: Mapping[str, str], missing: Iterable[str]) -> dict[str, str]:

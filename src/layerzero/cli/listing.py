@@ -106,25 +106,14 @@ def operation_data(operation: Operation) -> dict[str, Any]:
 
 def fuzz_data(report: FuzzReport) -> dict[str, Any]:
     """A fuzz report for JSON."""
+    names = ("number", "kernel_id", "way", "problem", "call", "reproducer")
+    failures = [{name: getattr(each, name) for name in names} for each in report.failures]
+    data = {name: getattr(report, name) for name in ("ok", "seed", "calls", "comparisons", "reused")}
     return {
-        "ok": report.ok,
-        "seed": report.seed,
-        "calls": report.calls,
-        "comparisons": report.comparisons,
-        "reused": report.reused,
+        **data,
         "seconds": round(report.seconds, 3),
         "kernels": dict(report.kernels.most_common()),
-        "failures": [
-            {
-                "number": each.number,
-                "kernel_id": each.kernel_id,
-                "way": each.way,
-                "problem": each.problem,
-                "call": each.call,
-                "reproducer": each.reproducer,
-            }
-            for each in report.failures
-        ],
+        "failures": failures,
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -48,7 +48,7 @@ def show(
 
     Where they do not fit on the screen and no option says which, each operation has a line.
     """
-    from layerzero.cli.bench_tables import on_a_small_screen
+    from layerzero.cli import bench_tables
     from layerzero.tuning.storage import archive
 
     import_modules(module or [])
@@ -70,13 +70,17 @@ def show(
     latest = [f"the latest {most} of them:"] if len(found) > most else []
     if not found:
         head.append("next step: `layerzero tune` measures here; with a filter, look without it")
-    counts = [holds(each) for each in shown]
-    fits = None
-    if shown and (kernel, operation, limit, everything) == ("*", "*", None, False):
-        fits = lambda: [*database.notes(), *head, *on_a_small_screen(found, [holds(each) for each in found])]  # noqa: E731
-    return Answer(
-        data, lambda: [*database.notes(), *head, *latest, *_table(shown, counts, everything=everything)], folded=fits
-    )
+
+    def rows() -> list[Any]:
+        table = bench_tables.times(shown, [holds(each) for each in shown], everything=everything)
+        return [*database.notes(), *head, *latest, *table]
+
+    def by_operation() -> list[Any]:
+        table = bench_tables.on_a_small_screen(found, [holds(each) for each in found])
+        return [*database.notes(), *head, *table]
+
+    as_asked = not shown or (kernel, operation, limit, everything) != ("*", "*", None, False)
+    return Answer(data, rows, folded=None if as_asked else by_operation)
 
 
 @perfdb.command("prune", **examples("perfdb prune --stale", "perfdb prune --older-than 90 --dry-run"))
@@ -203,10 +207,3 @@ def _plain(value: Row | HeldOut) -> dict[str, Any]:
 
     data: dict[str, Any] = msgspec.to_builtins(value)
     return {key: None if isinstance(each, float) and math.isnan(each) else each for key, each in data.items()}
-
-
-def _table(shown: Sequence[Row], here: Sequence[bool], *, everything: bool) -> list[Any]:
-    from layerzero.cli import bench_tables
-
-    table = bench_tables.times_in_full if everything else bench_tables.times
-    return [table(shown, here)] if shown else []

@@ -111,7 +111,7 @@ def _of_case(flags: CallFlags, operations: Sequence[Operation], dtype: torch.dty
     """The arguments of a named case."""
     if flags.shape is not None or flags.kv_shape is not None:
         raise ValueError("--case: wanted either --case or --shape, got both")
-    operation, case = _case(flags.case or "", operations)
+    operation, case = case_named(flags.case or "", operations)
     return _made(operation, case, flags, dtype)
 
 
@@ -158,7 +158,8 @@ def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
-def _case(name: str, operations: Sequence[Operation]) -> tuple[Operation, Case]:
+def case_named(name: str, operations: Sequence[Operation]) -> tuple[Operation, Case]:
+    """A case of one of these operations, and whose it is. Raises: ValueError with the names that there are."""
     found = [(operation, case) for operation in operations for case in operation.cases if case.name == name]
     if len(found) == 1:
         return found[0]

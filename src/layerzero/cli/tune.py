@@ -10,13 +10,13 @@ import torch
 from rich.console import RenderableType
 from rich.text import Text
 
-from layerzero.cli import plain
-from layerzero.cli.flags import covers_plain, left_of, params_of, shapes_of, with_threads
+from layerzero.cli.flags import covers_plain, left_of, params_of, plain_params, shapes_of, with_threads
 from layerzero.cli.measurement import TuneFlags
 from layerzero.cli.output import FINE, NO, Answer, Live, live
 from layerzero.cli.tables import fitting, new_row, not_measured, some, table_of
 from layerzero.core.ledger import Verdict
 from layerzero.tuning.measurement.contest import Contest
+from layerzero.tuning.measurement.plain import plain_jobs, tune_plain
 from layerzero.tuning.measurement.timing import carried
 from layerzero.tuning.measurement.tune import Tuned, tune
 from layerzero.tuning.measurement.tune_run import Step, TunedChoice
@@ -32,26 +32,36 @@ _BRACKETS = "in brackets: how many times as long the next one takes; noise: no l
 
 def answer(flags: TuneFlags) -> Answer:
     """Measure; exit with 1 if nothing was measured or known."""
-    if covers_plain(flags.operation):
-        return plain.tune(flags)
     if flags.shapes and flags.cases:
         raise ValueError("--cases: wanted either --shapes or --cases, got both")
     usual = torch.get_num_threads()
     with with_threads(flags.threads), live(quiet=flags.json) as screen:
-        tuned = tune(
-            flags.operation, "cases" if flags.cases else shapes_of(flags.shapes), flags.dtypes, flags.device,
-            manifest=flags.manifest, model=flags.model, layout=flags.layout,
-            params=params_of(flags.param, flags.operation), samples=flags.samples,
-            budget_s=None if flags.budget_s is None else left_of(flags.budget_s), again=flags.again, graph=flags.graph,
-            isolate=not flags.no_isolation, modules=flags.module or [], leave_out=flags.without,
-            progress=lambda step: tell(screen, step),
-        )  # fmt: skip
+        tuned = (_tuned_plain if covers_plain(flags.operation) else _tuned)(flags, screen)
         used = torch.get_num_threads()
     return Answer(
         tuned.to_dict(),
         lambda: shown(tuned, used, usual, everything=flags.everything),
         FINE if tuned.contests or tuned.known else NO,
     )
+
+
+def _tuned_plain(flags: TuneFlags, screen: Live) -> Tuned:
+    jobs = plain_jobs(flags.operation, plain_params(flags.param, flags.operation))
+    return tune_plain(
+        jobs, samples=flags.samples, budget_s=flags.budget_s, again=flags.again, leave_out=flags.without,
+        progress=screen.row,
+    )  # fmt: skip
+
+
+def _tuned(flags: TuneFlags, screen: Live) -> Tuned:
+    return tune(
+        flags.operation, "cases" if flags.cases else shapes_of(flags.shapes), flags.dtypes, flags.device,
+        manifest=flags.manifest, model=flags.model, layout=flags.layout,
+        params=params_of(flags.param, flags.operation), samples=flags.samples,
+        budget_s=None if flags.budget_s is None else left_of(flags.budget_s), again=flags.again, graph=flags.graph,
+        isolate=not flags.no_isolation, modules=flags.module or [], leave_out=flags.without,
+        progress=lambda step: tell(screen, step),
+    )  # fmt: skip
 
 
 def tell(shown: Live, step: Step) -> None:

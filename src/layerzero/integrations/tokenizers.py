@@ -22,7 +22,8 @@ from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.plain import PLAIN_CALLS, plain_facts
 from layerzero.ops.tokenize.tokenizer import Tokenizer, resolve
-from layerzero.tuning.measurement.plain import PlainTuned, tune_plain
+from layerzero.tuning.measurement.plain import plain_jobs, tune_plain
+from layerzero.tuning.measurement.tune import Tuned
 from layerzero.tuning.measurement.workload import Manifest, cases_of
 
 log = logging.getLogger("layerzero")
@@ -45,8 +46,8 @@ def tune_tokenizer(
     manifest: str | os.PathLike[str] | None = None,
     budget_s: float | None = None,
     again: bool = False,
-    progress: Callable[[str], None] | None = None,
-) -> PlainTuned:
+    progress: Callable[[str], None] = lambda _: None,
+) -> Tuned:
     """Let libraries prove that they are exact for a tokenizer, in a child process, and measure those that are.
 
     Both are remembered on this machine: the second time takes no longer than reading the tokenizer.
@@ -61,20 +62,15 @@ def tune_tokenizer(
     """
     if (tokenizer_id is None) is (manifest is None):
         raise ValueError("tune_tokenizer: wanted a tokenizer or a manifest, got " + ("both" if manifest else "neither"))
-    if manifest is not None:
-        found = [
-            tune_plain(
-                operation.name, {"tokenizer_id": params["source"]}, budget_s=budget_s, again=again, cases=cases,
-                progress=progress,
-            )
+    if manifest is None:
+        jobs = plain_jobs("tokenize.*", {"tokenizer_id": tokenizer_id})
+    else:
+        jobs = [
+            job
             for operation, params, cases in cases_of(Manifest.load(manifest))
-        ]  # fmt: skip
-        return PlainTuned(
-            tuple(each for one in found for each in one.vetted), tuple(each for one in found for each in one.contests),
-            sum(each.known for each in found), sum(each.winners_changed for each in found),
-            sum(each.seconds for each in found),
-        )  # fmt: skip
-    return tune_plain("tokenize.*", {"tokenizer_id": tokenizer_id}, budget_s=budget_s, again=again, progress=progress)
+            for job in plain_jobs(operation.name, {"tokenizer_id": params["source"]}, cases)
+        ]
+    return tune_plain(jobs, budget_s=budget_s, again=again, progress=progress)
 
 
 def is_tokenizer(value: object) -> bool:

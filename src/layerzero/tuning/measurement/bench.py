@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core.dtypes import dtype_name
+from layerzero.core.evidence import Measurement
 from layerzero.core.handle import CAPTURABLE, Handle
 from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Work
@@ -26,7 +27,15 @@ from layerzero.engine.policy import names_kernel
 from layerzero.inspection.answers import explain
 from layerzero.testing.generate import RandomCall
 from layerzero.tuning.measurement.admission import Ceiling, ceiling
-from layerzero.tuning.measurement.clocks import Clock, DeviceClock, Run, cache_bytes, copies_needed, device_times
+from layerzero.tuning.measurement.clocks import (
+    Clock,
+    DeviceClock,
+    DeviceTime,
+    Run,
+    cache_bytes,
+    copies_needed,
+    device_times,
+)
 from layerzero.tuning.measurement.contest import (
     Contest,
     ContestEntry,
@@ -54,21 +63,6 @@ class TimedBy(StrEnum):
     BOTH = "both"
 
 
-@dataclass(frozen=True, slots=True)
-class OnDevice:
-    """The device's time of one kernel on one call.
-
-    Attributes:
-        time_us: microseconds of a call; None where it could not be captured.
-        cache: ``cold`` where calls took turns through more copies than the cache holds, else ``warm``.
-        problem: why it was not captured.
-    """
-
-    time_us: float | None
-    cache: str
-    problem: str = ""
-
-
 def on_device(
     call: RandomCall,
     report: Report,
@@ -78,7 +72,7 @@ def on_device(
     samples: int = 10,
     graphs: DeviceClock | None = None,
     cache: int | None = None,
-) -> dict[str, OnDevice]:
+) -> dict[str, DeviceTime]:
     """Time what the device needs for a call, by kernels that ran it and were right.
 
     Args:
@@ -91,18 +85,17 @@ def on_device(
     held = cache_bytes(_tensors(call)[0].device) if cache is None else cache
     calls, cold = _copies(call, report, held)
     runs: dict[str, list[Run]] = {}
-    found: dict[str, OnDevice] = {}
-    state = "cold" if cold else "warm"
+    found: dict[str, DeviceTime] = {}
     with window():
         for candidate in report.candidates:
             if candidate.kernel.id not in kernels:
                 continue
             if not candidate.kernel.graph_safe:
-                found[candidate.kernel.id] = OnDevice(None, state, UNSAFE)
+                found[candidate.kernel.id] = DeviceTime(None, problem=UNSAFE)
                 continue
             inside = plan_in_a_capture(candidate.kernel, report, call)
             if isinstance(inside, str):
-                found[candidate.kernel.id] = OnDevice(None, state, inside)
+                found[candidate.kernel.id] = DeviceTime(None, problem=inside)
                 continue
             plan, _ = inside
             bind = CALLS[call.function].dispatcher.function.bind
@@ -113,7 +106,7 @@ def on_device(
         if default and default[0] is not None:
             runs[beside] = [each for each in default if each is not None]
         times = device_times(runs, samples=samples, device=graphs)
-    return found | {name: OnDevice(each.time_us, state, each.problem) for name, each in times.items()}
+    return {name: replace(each, cache="cold" if cold else "warm") for name, each in (found | times).items()}
 
 
 def _copies(call: RandomCall, report: Report, held: int) -> tuple[list[RandomCall], bool]:
@@ -304,7 +297,7 @@ def bench(
     best = ceiling(device, dtype_name(dtype)) if work is not None else None
     lines = [_line(entry, before.kernel_id) for entry in found.entries]
     if default is not None:
-        lines.append(_of_torch(found))
+        lines.append(Line(TORCH, "timed", **_times(measurement(found.others[TORCH]))))
     if timed is not TimedBy.CALL:
         ran = {line.name for line in lines if line.median_us is not None}
         beside_name = TORCH if default is not None else ""
@@ -324,33 +317,30 @@ def bench(
     )
 
 
+def benched(found: Contest) -> Benched:
+    """A contest without more than its times: of a call that says neither its work nor its sizes."""
+    report = found.report
+    lines = tuple(_line(entry, report.kernel_id) for entry in found.entries)
+    return Benched(found.name, report.operation, {}, None, None, lines, report.failures, report.kernel_id)
+
+
 def _named(patterns: Sequence[str], kernel: Kernel) -> bool:
     return any(names_kernel(pattern, kernel) for pattern in patterns)
 
 
 def _line(entry: ContestEntry, chosen: str | None) -> Line:
-    kernel, measured = entry.kernel.id, entry.measurement
-    if measured is None:
-        return Line(kernel, str(entry.status), kernel == chosen, error=entry.error, detail=entry.detail)
+    name = entry.kernel.id
     return Line(
-        kernel,
-        str(entry.status),
-        kernel == chosen,
-        measured.median_us,
-        measured.p95_us,
-        measured.noise,
-        measured.samples,
-        measured.first_call_us,
-        error=entry.error,
+        name, str(entry.status), name == chosen, **_times(entry.measurement), error=entry.error, detail=entry.detail
     )
 
 
-def _of_torch(found: Contest) -> Line:
-    kept = measurement(found.others[TORCH])
-    return Line(TORCH, "timed", False, kept.median_us, kept.p95_us, kept.noise, kept.samples)
+def _times(measured: Measurement | None) -> dict[str, Any]:
+    names = ("median_us", "p95_us", "noise", "samples", "first_call_us") if measured is not None else ()
+    return {name: getattr(measured, name) for name in names}
 
 
-def _with_device(line: Line, alone: OnDevice | None, events_us: float | None) -> Line:
+def _with_device(line: Line, alone: DeviceTime | None, events_us: float | None) -> Line:
     """A line with the device's time: a graph's, or what lay between two events."""
     line = replace(line, events_us=events_us)
     if alone is None:

@@ -281,6 +281,7 @@ class DeviceTime:
         copies: of the inputs through which they took turns.
         samples: microseconds of a call, in order.
         problem: why there is no time.
+        cache: ``cold`` where calls took turns through more copies than the cache holds, else ``warm``.
     """
 
     time_us: float | None
@@ -288,6 +289,7 @@ class DeviceTime:
     copies: int = 1
     samples: tuple[float, ...] = field(default=(), repr=False)
     problem: str = ""
+    cache: str = ""
 
 
 def copies_needed(call_bytes: float, cache_bytes: int) -> tuple[int, bool]:

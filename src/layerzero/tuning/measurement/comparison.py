@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
+import msgspec
 import torch
 
 from layerzero.core.errors import LayerZeroError
@@ -112,15 +113,8 @@ class Compared:
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
-        return {
-            "calls": [each.to_dict() for each in self.found],
-            "cut": self.cut,
-            "left": list(self.left),
-            "skipped": dict(self.skipped),
-            "needs_bytes": dict(self.needs_bytes),
-            "not_built": dict(self.not_built),
-            "seconds": self.seconds,
-        }
+        others = {name: getattr(self, name) for name in Compared.__slots__ if name != "found"}
+        return {"calls": [each.to_dict() for each in self.found], "cut": self.cut, **msgspec.to_builtins(others)}
 
 
 @dataclass(slots=True, kw_only=True)

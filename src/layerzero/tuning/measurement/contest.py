@@ -86,20 +86,11 @@ class ContestEntry:
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
-        measured = self.measurement
-        times = (
-            {}
-            if measured is None
-            else {
-                "median_us": measured.median_us, "p95_us": measured.p95_us, "samples": measured.samples,
-                "noise": measured.noise, "first_call_us": measured.first_call_us,
-                "device_us": measured.device_us, "host_us": measured.host_us,
-            }
-        )  # fmt: skip
+        names = ("median_us", "p95_us", "samples", "noise", "first_call_us", "device_us", "host_us")
         return {
             "kernel_id": self.kernel.id,
             "status": str(self.status),
-            **times,
+            **{name: getattr(self.measurement, name) for name in names if self.measurement is not None},
             "detail": self.detail,
             "error": self.error,
         }

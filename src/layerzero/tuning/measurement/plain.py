@@ -1,6 +1,6 @@
 """Times of operations without tensors: every legal kernel on the operation's cases, in turn, and remembered by tuning.
 
-    lz.tune("tokenize", params={"tokenizer_id": "model/tokenizer.json"})
+    lz.tune_tokenizer("model/tokenizer.json")
 
 What has to prove itself first does so in a child. Each result is compared with the reference before a time counts. What
 is timed is the kernel's own call.
@@ -21,7 +21,6 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import class_text
 from layerzero.core.operation import Case, Operation, Routed
 from layerzero.core.plan import Report
-from layerzero.core.reasons import Reason
 from layerzero.engine import failures
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
@@ -29,74 +28,24 @@ from layerzero.engine.order import DECIDED, costs
 from layerzero.engine.plain import PLAIN_CALLS, plain_facts
 from layerzero.engine.policy import names_any
 from layerzero.ops import plain_function_of
+from layerzero.tuning.measurement.bench import Benched, benched
 from layerzero.tuning.measurement.clocks import CpuClock, clock_of
-from layerzero.tuning.measurement.comparison import record_times
+from layerzero.tuning.measurement.comparison import Compared, record_times
+from layerzero.tuning.measurement.contest import Contest, ContestEntry, Status
 from layerzero.tuning.measurement.loop import Children, Pairs, Party, run_loop
 from layerzero.tuning.measurement.timing import Deadline, Effort, measurement, race
+from layerzero.tuning.measurement.tune import Tuned
+from layerzero.tuning.measurement.tune_run import USABLE, choice_now
 from layerzero.tuning.prediction.fitting import FULL_SAMPLES
-from layerzero.tuning.verification.vetting import Vetted, facts_of_case, plain_operations, plain_pairs
+from layerzero.tuning.verification.vetting import facts_of_case, plain_operations, plain_pairs
 
 CPU = torch.device("cpu")
 
 CALM, CALM_TRIES = 0.1, 3
 """Noise of those that may be the fastest above which a case is measured again, and how often."""
 
-USABLE = 0.5
-"""Confidence from which on a time is not measured again."""
-
 LONG_S = 4.0
 """Seconds that each of those that may be the fastest gets where a few samples did not tell which is."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlainBenched:
-    """One case: times by kernel, the quickest first, what went wrong or may not run, and what was chosen before."""
-
-    operation: str
-    case: str
-    times: Mapping[str, Measurement]
-    wrong: Mapping[str, str]
-    refused: Mapping[str, tuple[Reason, ...]]
-    chosen: str | None
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
-        return {
-            "operation": self.operation,
-            "case": self.case,
-            "chosen": self.chosen,
-            "kernels": {
-                name: {"median_us": each.median_us, "p95_us": each.p95_us, "noise": each.noise, "samples": each.samples}
-                for name, each in self.times.items()
-            },
-            "wrong": dict(self.wrong),
-            "refused": {kernel: [str(reason) for reason in reasons] for kernel, reasons in self.refused.items()},
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class PlainTuned:
-    """What a tuning run found: proofs, times, and for how many cases the winner changed."""
-
-    vetted: tuple[Vetted, ...]
-    contests: tuple[PlainBenched, ...]
-    known: int
-    winners_changed: int
-    seconds: float
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
-        return {
-            "vetted": [each.to_dict() for each in self.vetted],
-            "contests": [each.to_dict() for each in self.contests],
-            "known": self.known,
-            "winners_changed": self.winners_changed,
-            "seconds": self.seconds,
-        }
-
-    def __str__(self) -> str:
-        measured = f"{len(self.contests)} cases measured, {self.known} known already"
-        return f"{measured}, {self.winners_changed} winners changed, in {self.seconds:.0f} s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +55,11 @@ class PlainJob:
     operation: Operation
     case: Case
     params: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Operation and case in a line."""
+        return f"{self.operation.name} {self.case.name}"
 
     def report(self, facts: Facts) -> Report:
         """Which kernels may run."""
@@ -121,7 +75,7 @@ class _Contest:
     facts: Facts
     report: Report
     runs: dict[Kernel, Callable[[], Any]] = field(default_factory=dict)
-    wrong: dict[str, str] = field(default_factory=dict)
+    out: list[ContestEntry] = field(default_factory=list)
 
 
 def _contest(job: PlainJob, only: Sequence[str], leave: Sequence[str]) -> _Contest:
@@ -139,13 +93,14 @@ def _contest(job: PlainJob, only: Sequence[str], leave: Sequence[str]) -> _Conte
         except Exception as error:  # whatever a library raises
             if failures.out_of_memory(error):
                 raise
-            found.wrong[kernel.id] = f"{type(error).__name__}: {error}"
-            ENGINE.ledger.record_failure(kernel, facts, found.wrong[kernel.id])
+            text = f"{type(error).__name__}: {error}"
+            found.out.append(ContestEntry(kernel, Status.FAILED, None, text))
+            ENGINE.ledger.record_failure(kernel, facts, text)
             continue
         if fits:
             found.runs[kernel] = run
         else:
-            found.wrong[kernel.id] = "another result than the reference"
+            found.out.append(ContestEntry(kernel, Status.WRONG, None, "another result than the reference"))
     return found
 
 
@@ -194,8 +149,8 @@ class _PlainParty(Party[PlainJob]):
     only: Sequence[str] = ()
     again: bool = False
     proofs: Pairs = ()
-    told: Callable[[PlainBenched], None] = lambda _: None
-    found: list[PlainBenched] = field(default_factory=list)
+    told: Callable[[Contest], None] = lambda _: None
+    found: list[Contest] = field(default_factory=list)
     known: int = 0
     changed: int = 0
 
@@ -222,10 +177,8 @@ class _PlainParty(Party[PlainJob]):
             self.known += 1
             return ""
         measured = self._remembered(contest) if self.remembers else _times(contest, self.samples, "bench")
-        times, report = {kernel.id: each for kernel, each in measured.items()}, contest.report
-        self.found.append(
-            PlainBenched(report.operation, job.case.name, times, contest.wrong, report.failures, report.kernel_id)
-        )
+        timed = [ContestEntry(kernel, Status.TIMED, each) for kernel, each in measured.items()]
+        self.found.append(Contest(job.name, contest.report, (*timed, *contest.out)))
         self.told(self.found[-1])
         return ""
 
@@ -262,57 +215,54 @@ class _PlainParty(Party[PlainJob]):
 
 
 def bench_plain(
-    pattern: str,
-    params: Mapping[str, Any],
+    jobs: Sequence[PlainJob],
     *,
     samples: int | None = None,
     only: Sequence[str] = (),
     leave_out: Sequence[str] = (),
     deadline: Deadline | None = None,
-    told: Callable[[PlainBenched], None] = lambda _: None,
-) -> list[PlainBenched]:
-    """Measure the operations' cases until the time is over; times are not remembered. ``told`` gets each result."""
+    told: Callable[[Benched], None] = lambda _: None,
+) -> Compared:
+    """Measure cases until the time is over; times are not remembered. ``told`` gets each result."""
     party = _PlainParty(
-        jobs=_jobs(pattern, params), device=CPU, deadline=deadline or Deadline(None), leave_out=leave_out, only=only,
-        samples=samples or current_policy()["tune_samples"], remembers=False, told=told,
+        jobs=jobs, device=CPU, deadline=deadline or Deadline(None), leave_out=leave_out, only=only,
+        samples=samples or current_policy()["tune_samples"], remembers=False, told=lambda each: told(benched(each)),
     )  # fmt: skip
-    run_loop(party)
-    return party.found
+    left = tuple(job.name for job in run_loop(party))
+    return Compared(tuple(map(benched, party.found)), left, {}, {}, {}, party.deadline.spent_s)
 
 
 def tune_plain(
-    pattern: str,
-    params: Mapping[str, Any],
+    jobs: Sequence[PlainJob],
     *,
     samples: int | None = None,
     budget_s: float | None = None,
     again: bool = False,
     leave_out: Sequence[str] = (),
-    cases: Sequence[Case] | None = None,
-    progress: Callable[[str], None] | None = None,
-) -> PlainTuned:
-    """Prove what has to be proved, measure every legal kernel on the operations' cases, and remember it.
+    progress: Callable[[str], None] = lambda _: None,
+) -> Tuned:
+    """Prove what has to be proved, measure every legal kernel on cases, and remember it."""
 
-    ``cases`` are others than the operations' own.
-    """
-    deadline = Deadline(budget_s)
-
-    def told(each: PlainBenched) -> None:
+    def told(each: Contest) -> None:
         first, time = next(iter(each.times.items()))
-        if progress is not None:
-            progress(f"{each.operation} {each.case}: {first} {time.median_us:.1f} us")
+        progress(f"{each.name}: {first.id} {time.median_us:.1f} us")
 
-    proofs = [pair for pair in plain_pairs(pattern, params, again=again) if not names_any(leave_out, pair[0])]
+    asked = {(each.operation.name, str(each.params)): each for each in jobs}.values()
+    proofs = [pair for each in asked for pair in plain_pairs(each.operation.name, each.params, again=again)]
     party = _PlainParty(
-        jobs=_jobs(pattern, params, cases), device=CPU, deadline=deadline, leave_out=leave_out,
-        samples=samples or current_policy()["tune_samples"], remembers=True, again=again, proofs=proofs,
-        vet_told=progress, told=told,
+        jobs=jobs, device=CPU, deadline=Deadline(budget_s), leave_out=leave_out,
+        samples=samples or current_policy()["tune_samples"], remembers=True, again=again,
+        proofs=[pair for pair in proofs if not names_any(leave_out, pair[0])], vet_told=progress, told=told,
     )  # fmt: skip
-    run_loop(party)
-    vetted = tuple(party.verdicts.values())
-    return PlainTuned(vetted, tuple(party.found), party.known, party.changed, deadline.spent_s)
+    left = run_loop(party)
+    choices = [choice_now(each, each.facts, each.report.kernel_id, USABLE) for each in party.found]
+    return Tuned(
+        tuple(party.found), tuple(choices), party.known, {}, {}, len(left), tuple(party.verdicts.values()), {}, {},
+        party.changed, 0, party.deadline.spent_s, 0.0,
+    )  # fmt: skip
 
 
-def _jobs(pattern: str, params: Mapping[str, Any], cases: Sequence[Case] | None = None) -> list[PlainJob]:
+def plain_jobs(pattern: str, params: Mapping[str, Any], cases: Sequence[Case] | None = None) -> list[PlainJob]:
+    """The cases of operations without tensors, or others than their own, with what ``params`` name."""
     operations = plain_operations(pattern)
     return [PlainJob(each, case, params) for each in operations for case in (each.cases if cases is None else cases)]

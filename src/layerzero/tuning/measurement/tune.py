@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec
 
+import msgspec
 import torch
 
 from layerzero.core.dtypes import dtype_name, dtype_named
@@ -179,30 +180,12 @@ class Tuned:
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
-        return {
-            "measured": [
-                found.to_dict()
-                | {
-                    "before": now.before,
-                    "after": now.kernel_id,
-                    "confidence": now.confidence,
-                    "too_noisy": now.too_noisy,
-                    "builds": now.builds,
-                }
-                for found, now in zip(self.contests, self.choices, strict=True)
-            ],
-            "known": self.known,
-            "skipped": dict(self.skipped),
-            "needs_bytes": dict(self.needs_bytes),
-            "left": self.left,
-            "vetted": [each.to_dict() for each in self.vetted],
-            "in_process": dict(self.in_process),
-            "not_built": dict(self.not_built),
-            "winners_changed": self.winners_changed,
-            "spared": self.spared,
-            "seconds": self.seconds,
-            "compile_s": self.compile_s,
-        }
+        measured = []
+        for found, choice in zip(self.contests, self.choices, strict=True):
+            now = msgspec.to_builtins(choice)
+            measured.append({**found.to_dict(), "after": now.pop("kernel_id"), **now})
+        others = [name for name in Tuned.__slots__ if name not in ("contests", "choices")]
+        return {"measured": measured, **msgspec.to_builtins({name: getattr(self, name) for name in others})}
 
     def __str__(self) -> str:
         text = f"{len(self.contests)} calls measured in {self.seconds:.0f} s, {self.compile_s:.0f} s of it first calls"

@@ -304,19 +304,23 @@ class TuningRun(TensorParty):
         Plans that were kept because their kernel is about as good as another one go, so that calls get what is
         reported.
         """
-        found = [self._choice(self.contests[number], self.before[number]) for number in sorted(self.contests)]
+        found = [
+            choice_now(each, self.served_facts(each.facts), self.before[number], self.usable)
+            for number, each in sorted(self.contests.items())
+        ]
         if any(each.kernel_id != each.before for each in found):
             ENGINE.new_winner()
         return found
 
-    def _choice(self, found: Contest, before: str | None) -> TunedChoice:
-        facts = self.served_facts(found.facts)
-        evidence = costs(ENGINE.ledger.evidence(list(found.times), facts), found.times)
-        confidence = min((each.confidence for each in evidence.values()), default=0.0)
-        chosen = explain(facts).chosen
-        builds = chosen is not None and chosen.kernel.jit and not is_kept(chosen.kernel, facts)
-        too_noisy = bool(found.times) and confidence < self.usable
-        return TunedChoice(None if chosen is None else chosen.kernel.id, confidence, too_noisy, builds, before)
+
+def choice_now(found: Contest, facts: Facts, before: str | None, usable: float) -> TunedChoice:
+    """What a call gets after its times were recorded; ``usable`` is the confidence that is enough."""
+    evidence = costs(ENGINE.ledger.evidence(list(found.times), facts), found.times)
+    confidence = min((each.confidence for each in evidence.values()), default=0.0)
+    chosen = explain(facts).chosen
+    builds = chosen is not None and chosen.kernel.jit and not is_kept(chosen.kernel, facts)
+    too_noisy = bool(found.times) and confidence < usable
+    return TunedChoice(None if chosen is None else chosen.kernel.id, confidence, too_noisy, builds, before)
 
 
 def times_the_chosen(kernel: Kernel, report: Report) -> float:

@@ -47,10 +47,7 @@ class Confirmation:
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
-        verdict = "unknown" if self.verdict is None else str(self.verdict)
-        return {
-            "kernel_id": self.kernel_id, "call_class": self.call_class, "verdict": verdict, "detail": self.detail,
-        }  # fmt: skip
+        return {**msgspec.to_builtins(self), "verdict": self.verdict or "unknown"}
 
     def __str__(self) -> str:
         verdict = "still a suspect" if self.verdict is None else str(self.verdict)

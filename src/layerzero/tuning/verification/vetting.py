@@ -118,11 +118,8 @@ class Vetted:
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
-        verdict = None if self.verdict is None else str(self.verdict)
-        return {
-            "kernel_id": self.kernel_id, "call_class": self.call_class, "verdict": verdict, "detail": self.detail,
-            "reached": self.reached,
-        }  # fmt: skip
+        found: dict[str, object] = msgspec.to_builtins(self)
+        return found
 
     def __str__(self) -> str:
         return f"{self.kernel_id} for {self.call_class}: {self.verdict or 'not vetted'}: {self.detail}"
