@@ -30,7 +30,7 @@ from layerzero.tuning.measurement.workload import jobs_of
 from layerzero.tuning.storage import calls
 from layerzero.tuning.storage.files import FileLedger
 from layerzero.tuning.storage.store import StoreLedger
-from layerzero.tuning.verification.rehearsal import Rehearsed
+from layerzero.tuning.verification.child import Reply
 from layerzero.tuning.verification.vetting import Vetted
 from others import OTHERS
 
@@ -175,7 +175,7 @@ def test_what_no_child_was_asked_about_in_time_is_not_called_banned(monkeypatch,
         return rms_norm(input, weight.shape, weight, eps)
 
     def rehearse(pairs, **_):
-        return [Rehearsed(kernel, facts, None, "nobody waited", unsafe=True) for kernel, facts in pairs]
+        return [(kernel, facts, Reply(None, "nobody waited", unsafe=True)) for kernel, facts in pairs]
 
     monkeypatch.setattr(tune_run, "rehearse", rehearse)
     ENGINE.ledger = FileLedger(tmp_path)

@@ -76,7 +76,7 @@ def test_a_call_is_looked_at_when_its_turn_comes_and_none_when_the_time_is_over(
     is_long = long_calls(CPU, deadline)
 
     def looked(each):
-        clock.now += 4.0 if each.found is not None else 0.0
+        clock.now += 4.0 if each.contest is not None else 0.0
 
     class Seen(Job):
         def facts(self, device):
@@ -84,7 +84,7 @@ def test_a_call_is_looked_at_when_its_turn_comes_and_none_when_the_time_is_over(
             return super().facts(device)
 
     jobs = [Seen(each.operation, each.case, each.dtype) for each in norms(32, 64, 128, 256, 512)]
-    found = run(jobs, deadline, told=looked, is_long=lambda job: job is jobs[0] or is_long(job))
+    found = run(jobs, deadline, progress=looked, is_long=lambda job: job is jobs[0] or is_long(job))
     assert hiddens(found.found) == [64, 128, 256]
     assert len(found.left) == 2
     assert set(asked) == {64, 128, 256}
@@ -97,10 +97,10 @@ def test_no_call_is_begun_after_the_end_and_what_is_left_is_told():
     clock, told = Clock(), []
 
     def looked(each):
-        told.append((each.number, each.left_s, each.found is not None))
-        clock.now += 4.0 if each.found is not None else 0.0
+        told.append((each.number, each.left_s, each.contest is not None))
+        clock.now += 4.0 if each.contest is not None else 0.0
 
-    found = run(norms(64, 128, 256, 512), Deadline(10.0, clock), told=looked)
+    found = run(norms(64, 128, 256, 512), Deadline(10.0, clock), progress=looked)
     assert hiddens(found.found) == [64, 128, 256]
     assert (found.left, found.cut, found.seconds) == (("norm.rms 8x512 float32",), True, 12.0)
     assert [each for each in told if each[2]] == [(1, 10.0, True), (2, 6.0, True), (3, 2.0, True)]
@@ -189,12 +189,12 @@ def test_what_compiles_is_built_after_half_of_the_time_and_its_calls_are_measure
             told(kernel, facts, BuildOutcome())
 
     def looked(each):
-        if each.found is not None:
-            order.append((each.number, each.again, "mine.compiled" in {line.name for line in each.found.lines}))
+        if each.contest is not None:
+            order.append((each.number, each.again, "mine.compiled" in {line.name for line in each.contest.lines}))
             clock.now += 100.0 * BEFORE_BUILDS if not each.again else 0.0
 
     monkeypatch.setattr(loop, "build_apart", build_apart)
-    found = run(norms(64, 128), Deadline(100.0, clock), told=looked)
+    found = run(norms(64, 128), Deadline(100.0, clock), progress=looked)
     assert order == [(1, False, False), "build", (1, True, True), (2, False, True)]
     assert (found.cut, found.not_built) == (False, {})
 
@@ -209,13 +209,13 @@ def test_what_is_left_to_build_when_all_is_measured_is_built_then(compiled, monk
             told(kernel, facts, BuildOutcome())
 
     def looked(each):
-        if each.found is not None:
-            order.append((each.number, each.again, "mine.compiled" in {line.name for line in each.found.lines}))
+        if each.contest is not None:
+            order.append((each.number, each.again, "mine.compiled" in {line.name for line in each.contest.lines}))
             clock.now = 100.0 * BEFORE_BUILDS
 
     monkeypatch.setattr(comparison, "FIRST", 1)
     monkeypatch.setattr(loop, "build_apart", build_apart)
-    found = run(norms(64, 128, 256), Deadline(100.0, clock), told=looked)
+    found = run(norms(64, 128, 256), Deadline(100.0, clock), progress=looked)
     assert order[-2:] == [(3, False, False), (3, True, True)]
     assert (found.cut, found.not_built) == (False, {})
 

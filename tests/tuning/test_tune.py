@@ -352,7 +352,7 @@ def test_what_no_child_knows_runs_here_and_is_told(monkeypatch, tmp_path):
         return rms_norm(input, weight.shape, weight, eps)
 
     def unasked(pairs, **_):
-        return [rehearsal.Rehearsed(*pair, None, "no such module") for pair in pairs]
+        return [(*pair, rehearsal.Reply(None, "no such module")) for pair in pairs]
 
     monkeypatch.setattr(tune_run, "rehearse", unasked)
     ENGINE.ledger = FileLedger(tmp_path)
@@ -368,7 +368,7 @@ def test_what_writes_and_returns_nothing_runs_in_a_child(tmp_path):
     ENGINE.ledger = FileLedger(tmp_path)
     kernel = next(each for each in lz.list_kernels() if each.id == "torch.paged_append")
     facts = Job("kv.append.paged", slots_case("small", ("tokens", 3), 16, 2, 64), "float32").facts("cpu")
-    (found,) = rehearsal.rehearse([(kernel, facts)])
+    ((_, _, found),) = rehearsal.rehearse([(kernel, facts)])
     assert found.verdict is Verdict.PASSED, found.detail
 
 

@@ -26,10 +26,10 @@ from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.measurement.bench import TORCH, Benched, Line, TimedBy
 from layerzero.tuning.measurement.clocks import clock_of, current
-from layerzero.tuning.measurement.comparison import Compared, ComparisonStep, compare, long_calls
+from layerzero.tuning.measurement.comparison import Compared, compare, long_calls
 from layerzero.tuning.measurement.contest import Status
 from layerzero.tuning.measurement.jobs import telling
-from layerzero.tuning.measurement.loop import NO_TIME
+from layerzero.tuning.measurement.loop import NO_TIME, Step
 from layerzero.tuning.measurement.plain import bench_plain, plain_jobs
 from layerzero.tuning.measurement.timing import Deadline, Effort
 from layerzero.tuning.measurement.tune import asked_jobs, dtypes_of
@@ -112,7 +112,7 @@ def _compared(flags: BenchFlags, deadline: Deadline) -> Compared:
             timed=times,
             modules=flags.module or [],
             is_long=long_calls(target, deadline) if wanted == "cases" else lambda _: False,
-            told=lambda looked: tell(screen, looked),
+            progress=lambda step: tell(screen, step),
         )
 
 
@@ -318,16 +318,16 @@ def left_out(compared: Compared, budget_s: float, *, everything: bool) -> Iterat
     yield from not_measured(compared.skipped, compared.needs_bytes, everything=everything)
 
 
-def tell(shown: Live, looked: ComparisonStep) -> None:
+def tell(shown: Live, step: Step) -> None:
     """Say what is measured, or what was found."""
-    ended = looked.found is not None or looked.why
-    text = "building what has to compile" if looked.builds else looked.job.name
-    shown.at(text, looked.number - (not ended), looked.total, looked.left_s)
-    if looked.found is not None:
-        again = ", with what was built since" if looked.again else ""
-        shown.row(f"{looked.number} of {looked.total}{again}: {result(looked.found)}")
-    elif looked.why and looked.why != NO_TIME:
-        shown.row(f"not measured: {looked.job.name}: {looked.why}")
+    ended = step.contest is not None or step.skipped
+    text = "building what has to compile" if step.builds else step.job.name
+    shown.at(text, step.number - (not ended), step.total, step.left_s)
+    if step.contest is not None:
+        again = ", with what was built since" if step.again else ""
+        shown.row(f"{step.number} of {step.total}{again}: {result(step.contest)}")
+    elif step.skipped and step.skipped != NO_TIME:
+        shown.row(f"not measured: {step.job.name}: {step.skipped}")
 
 
 def timed_of(text: str | None, device: torch.device) -> TimedBy:

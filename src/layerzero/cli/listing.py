@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import RenderableType
 from rich.text import Text
 
 from layerzero.cli import describe
 from layerzero.cli.output import NO, Answer
 from layerzero.cli.tables import counted, hardware, lines_of, new_row, table_of
-from layerzero.core.device import Device
+from layerzero.core.device import Device, devices_here
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import DescriptorError
 from layerzero.core.kernel import Kernel
@@ -44,9 +43,7 @@ class Listed:
 
 def on_this_machine(kernels: Iterable[Kernel]) -> list[Listed]:
     """Look at each kernel's library and platforms; what a call must fulfil besides is not checked."""
-    devices = [Device.detect("cpu")]
-    if torch.cuda.is_available():
-        devices.append(Device.detect("cuda"))
+    devices = devices_here()
     return [_listed(kernel, devices) for kernel in kernels]
 
 

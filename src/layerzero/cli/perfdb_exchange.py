@@ -161,9 +161,9 @@ def merge(
 
 def _builds(kernel: str, operation: str) -> list[PassedBuild]:
     """The builds that lie here for calls of this machine."""
+    from layerzero.core.device import devices_here
     from layerzero.engine.registry import REGISTRY
     from layerzero.tuning.measurement.tune import every_call
-    from layerzero.tuning.storage.environment import devices_here
     from layerzero.tuning.storage.passed_builds import builds_of
 
     kinds = dict.fromkeys(each.torch_type for each in devices_here())

@@ -16,10 +16,11 @@ from layerzero.cli.output import FINE, NO, Answer, Live, live
 from layerzero.cli.tables import fitting, new_row, not_measured, some, table_of
 from layerzero.core.ledger import Verdict
 from layerzero.tuning.measurement.contest import Contest
+from layerzero.tuning.measurement.loop import Step
 from layerzero.tuning.measurement.plain import plain_jobs, tune_plain
 from layerzero.tuning.measurement.timing import carried
 from layerzero.tuning.measurement.tune import Tuned, tune
-from layerzero.tuning.measurement.tune_run import Step, TunedChoice
+from layerzero.tuning.measurement.tune_run import TunedChoice
 
 MOST_ROWS = fitting(15, a_row=2)
 """Calls that have a row each, which may wrap."""

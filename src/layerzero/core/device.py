@@ -323,6 +323,12 @@ _DRIVERS = {"cuda": Path("/proc/driver/nvidia/version"), "rocm": Path("/sys/modu
 _NUMBER = re.compile(r"\b\d+(?:\.\d+){1,3}\b")
 
 
+def devices_here() -> list[Device]:
+    """The devices of this machine, its CPU first."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [Device.detect("cpu"), *(Device.detect(f"cuda:{index}") for index in range(count))]
+
+
 def capability_hash(device: Device) -> str:
     """Hash of what decides which code runs on a device and how fast; whole GiB, since drivers keep some of them."""
     parts = (

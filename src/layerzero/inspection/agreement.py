@@ -186,7 +186,7 @@ def _agreed(
     if verdict.told:
         warnings.warn(f"agree: {'; '.join(verdict.told)}", LayerZeroWarning, stacklevel=3)
     same = held if isinstance(held, Agreed) and verdict.kind == "same" else None
-    shared: Frost = document({}).sealed()
+    shared: Frost = document({})
     own: Mapping[str, FrozenChoice] = {}
     if verdict.kind == "choose":
         shared, own = _chosen(board, verdict, known)

@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch.nn import Module
 
-from layerzero.core.device import Device
+from layerzero.core.device import Device, devices_here
 from layerzero.core.errors import FrozenChoiceError, LayerZeroWarning, PolicyError
 from layerzero.core.facts import Facts
 from layerzero.core.operation import Routed
@@ -150,11 +150,11 @@ def freeze(
             if otherwise == "error":
                 raise
             warnings.warn(f"freeze: nothing is frozen, choices go on: {error}", LayerZeroWarning, stacklevel=2)
-            return _document(Frozen({}))
+            return document({})
         tell_if_short("freeze", found.choices)
         _take(found, strict)
     assert ENGINE.frozen is not None
-    return _document(ENGINE.frozen)
+    return document(ENGINE.frozen.choices, ENGINE.frozen.solved)
 
 
 def alone(call: Facts) -> Report:
@@ -254,7 +254,7 @@ def thaw() -> Frost:
         raise PolicyError("thaw: wanted frozen choices, got none; lz.freeze() makes them")
     ENGINE.frozen = None
     ENGINE.bump()
-    return _document(held)
+    return document(held.choices, held.solved)
 
 
 def frozen() -> Frozen | None:
@@ -262,21 +262,12 @@ def frozen() -> Frozen | None:
     return ENGINE.frozen
 
 
-def _document(held: Frozen) -> Frost:
-    return document(held.choices, held.solved).sealed()
-
-
 def document(choices: Mapping[str, FrozenChoice], solved: Solved | None = None) -> Frost:
-    """Choices of this process as a document, with the versions that are here and without a hash."""
+    """Choices of this process as a document, with the versions that are here and its hash."""
     choices = dict(choices)  # another thread may add to them
     versions = {kernel: version_of(kernel) for kernel in {each.kernel for each in choices.values()}}
     told = {name: msgspec.structs.replace(each, version=versions[each.kernel]) for name, each in choices.items()}
-    return Frost(FORMAT, choices=told, solved=solved, **_here())
-
-
-def planned(choices: Mapping[str, FrozenChoice], solved: Solved) -> Frost:
-    """A plan's document, made here and now."""
-    return document(choices, solved).sealed()
+    return Frost(FORMAT, choices=told, solved=solved, **_here()).sealed()
 
 
 def _here() -> dict[str, Any]:
@@ -285,14 +276,9 @@ def _here() -> dict[str, Any]:
     return {
         "layerzero": __version__,
         "torch": str(torch.__version__),
-        "device": "; ".join(_devices()),
+        "device": "; ".join(dict.fromkeys(each.name for each in devices_here())),
         "settings": told_of(CONFIGURATION.policy),
     }
-
-
-def _devices() -> list[str]:
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return [Device.detect("cpu").name, *sorted({Device.detect(f"cuda:{index}").name for index in range(count)})]
 
 
 def version_of(kernel_id: str) -> str:

@@ -79,7 +79,7 @@ class Known:
             chosen = alone(self.calls[name]).chosen
             if chosen is not None:
                 found[name] = choice_of(chosen.kernel, self.calls[name], CONFIGURATION.policy)
-        return document(found).sealed()
+        return document(found)
 
     def unable(self, shared: Mapping[str, FrozenChoice], own: Mapping[str, FrozenChoice]) -> Unable:
         """The classes whose kernel cannot run here, and why; of those that this process did not choose itself."""

@@ -30,7 +30,7 @@ from layerzero.engine.probe import Machine
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.transforms import ELSEWHERE, Elsewhere
 from layerzero.inspection.answers import explain
-from layerzero.inspection.freeze import Frost, planned
+from layerzero.inspection.freeze import Frost, document
 from layerzero.inspection.plan_document import (
     ERROR,
     RUNTIME_SELECT,
@@ -180,7 +180,7 @@ def solve(
     name, configuration, digest = model_of(model)
     hardware = hardware_of(device)
     libraries = libraries_of(device, {each.operation.name for each in calls.values()})
-    return planned(
+    return document(
         choices,
         Solved(
             model=name,

@@ -41,7 +41,7 @@ from layerzero.integrations.optimize.times.timing import (
 )
 from layerzero.integrations.optimize.times.workload import RUN, Workload
 from layerzero.serving.warmup import Progress
-from layerzero.tuning.measurement.tune_run import Step
+from layerzero.tuning.measurement.loop import Step
 from layerzero.tuning.storage.archive import refused
 
 WHOLE = 5  # runs at least: one compared, and of both ways one that warms up and one timed

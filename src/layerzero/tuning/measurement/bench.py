@@ -27,15 +27,7 @@ from layerzero.engine.policy import names_kernel
 from layerzero.inspection.answers import explain
 from layerzero.testing.generate import RandomCall
 from layerzero.tuning.measurement.admission import Ceiling, ceiling
-from layerzero.tuning.measurement.clocks import (
-    Clock,
-    DeviceClock,
-    DeviceTime,
-    Run,
-    cache_bytes,
-    copies_needed,
-    device_times,
-)
+from layerzero.tuning.measurement.clocks import Clock, DeviceTime, Graphs, Run, cache_bytes, copies_needed, device_times
 from layerzero.tuning.measurement.contest import (
     Contest,
     ContestEntry,
@@ -70,7 +62,7 @@ def on_device(
     *,
     beside: str = "",
     samples: int = 10,
-    graphs: DeviceClock | None = None,
+    graphs: Graphs | None = None,
     cache: int | None = None,
 ) -> dict[str, DeviceTime]:
     """Time what the device needs for a call, by kernels that ran it and were right.

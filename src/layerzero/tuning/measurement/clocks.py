@@ -223,16 +223,6 @@ LEAD = 2
 """Replays before the first event: the queue is full by then."""
 
 
-class DeviceClock(Protocol):
-    """What captures and times; a test brings its own."""
-
-    def captured(self, calls: Sequence[Run]) -> Run:
-        """Calls in their order as one replay. Raises whatever capturing raises, RuntimeError mostly."""
-
-    def elapsed_us(self, run: Run, times: int) -> float:
-        """Microseconds of so many runs back to back, behind a queue that is full."""
-
-
 class Graphs:
     """CUDA graphs on the current device."""
 
@@ -309,7 +299,7 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def device_times(
-    runs: Mapping[str, Sequence[Run]], *, samples: int = 10, device: DeviceClock | None = None
+    runs: Mapping[str, Sequence[Run]], *, samples: int = 10, device: Graphs | None = None
 ) -> dict[str, DeviceTime]:
     """Time what the device needs for calls, side by side: a sample of each in turn, in an order drawn anew.
 
@@ -352,23 +342,7 @@ def _calls(about_us: float, copies: int) -> int:
     return max(1, -(-wanted // copies)) * copies
 
 
-class Counters(Protocol):
-    """The counters of ``torch.cuda``."""
-
-    def synchronize(self, device: Any = None) -> None:
-        """Wait for the device."""
-
-    def reset_peak_memory_stats(self, device: Any = None) -> None:
-        """Count the most that is allocated from now on."""
-
-    def max_memory_allocated(self, device: Any = None) -> int:
-        """The most since then."""
-
-    def memory_allocated(self, device: Any = None) -> int:
-        """What is allocated now."""
-
-
-def taken_bytes(run: Callable[[], object], device: torch.device, counters: Counters = torch.cuda) -> int:
+def taken_bytes(run: Callable[[], object], device: torch.device, counters: Any = torch.cuda) -> int:
     """Bytes that a run had at its peak and gave back: neither its results nor what it keeps for later calls."""
     counters.synchronize(device)
     counters.reset_peak_memory_stats(device)
@@ -376,10 +350,10 @@ def taken_bytes(run: Callable[[], object], device: torch.device, counters: Count
     counters.synchronize(device)
     taken = counters.max_memory_allocated(device) - counters.memory_allocated(device)
     del result
-    return max(0, taken)
+    return max(0, int(taken))
 
 
-def note(kernel: Kernel, facts: Facts, run: Callable[[], object], counters: Counters = torch.cuda) -> None:
+def note(kernel: Kernel, facts: Facts, run: Callable[[], object], counters: Any = torch.cuda) -> None:
     """Measure a kernel that declares nothing, and remember it for its class; it ran before, and is warm."""
     if kernel.workspace_bytes is not None or facts.device.torch_type != "cuda":
         return

@@ -36,7 +36,7 @@ from layerzero.engine.pick import ranked
 from layerzero.tuning.measurement.bench import Benched, TimedBy, bench
 from layerzero.tuning.measurement.clocks import Clock, CpuClock
 from layerzero.tuning.measurement.jobs import Job, long_last
-from layerzero.tuning.measurement.loop import NO_TIME, Children, Pairs, TensorParty, run_loop
+from layerzero.tuning.measurement.loop import NO_TIME, Children, Pairs, Progress, TensorParty, run_loop
 from layerzero.tuning.measurement.timing import Deadline, Effort, Pace, TimeOverError
 from layerzero.tuning.storage.machine_state import needed_bytes, too_large
 from layerzero.tuning.storage.rows import work_of
@@ -60,30 +60,6 @@ LEAST_S = 0.02
 """Seconds of samples that each kernel gets at least: a hundred bursts of a short call."""
 
 TIME_OVER = "the time was over"
-
-
-@dataclass(frozen=True, slots=True)
-class ComparisonStep:
-    """Called before and after each call.
-
-    Attributes:
-        job: the call.
-        number, total: which of how many.
-        left_s: seconds that are left; infinite without an end.
-        found: what was measured; None before, and where nothing was.
-        why: why nothing was.
-        builds: whether children build now what calls wait for, before this one.
-        again: whether it was measured before, without what was built since.
-    """
-
-    job: Job
-    number: int
-    total: int
-    left_s: float
-    found: Benched | None = None
-    why: str = ""
-    builds: bool = False
-    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +99,6 @@ class _Comparison(TensorParty):
 
     timed: TimedBy
     is_long: Callable[[Job], bool]
-    told: Callable[[ComparisonStep], None]
     time_to_build: Callable[[], bool]
     found: dict[int, Benched] = field(default_factory=dict)
     waits: dict[int, set[str]] = field(default_factory=dict)
@@ -151,15 +126,14 @@ class _Comparison(TensorParty):
         """On a CPU the measuring waits for builds."""
         if children.parallel:
             return False
-        self.told(ComparisonStep(job, number, len(self.jobs), self.deadline.left_s, builds=children.open))
+        self.tell(number, job, builds=children.open)
         return True
 
     def look(self, number: int, job: Job, todo: int, *, again: bool = False) -> str:
         """Measure a call, and tell of it before and after."""
-        place = job, number, len(self.jobs)
-        self.told(ComparisonStep(*place, self.deadline.left_s, again=again))
+        self.tell(number, job, again=again)
         why = self._measure(number, job, todo)
-        self.told(ComparisonStep(*place, self.deadline.left_s, None if why else self.found[number], why, again=again))
+        self.tell(number, job, None if why else self.found[number], why, again=again)
         if why not in ("", NO_TIME) and not again:
             self.skipped[job.name] = why
         self.rest()
@@ -232,7 +206,7 @@ def compare(
     timed: TimedBy = TimedBy.CALL,
     modules: Sequence[str] = (),
     is_long: Callable[[Job], bool] = lambda _: False,
-    told: Callable[[ComparisonStep], None] = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> Compared:
     """Measure calls in their order until the time is over; the arguments are those of ``bench``.
 
@@ -240,7 +214,7 @@ def compare(
         deadline: when that is. Without one, whatever compiles does so in this process.
         modules: modules that register kernels, for the children that build.
         is_long: whether a call comes after all others; called when its turn comes.
-        told: called before and after each call.
+        progress: called before and after each call.
     """
     if deadline.left_s < math.inf and type(clock) is CpuClock:
         clock = CpuClock(clock.bursts, ONE_BURST_US)
@@ -256,7 +230,7 @@ def compare(
         batch=FIRST,
         timed=timed,
         is_long=is_long,
-        told=told,
+        progress=progress,
         time_to_build=deadline.part(BEFORE_BUILDS),
     )
     left = tuple(job.name for job in run_loop(party))

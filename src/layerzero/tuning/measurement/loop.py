@@ -258,16 +258,50 @@ class Children:
             amid.add_note(f"the work of child processes ended, too: {raised(error)}")
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Where a run is, before and after each call that it looks at.
+
+    Attributes:
+        job: the call.
+        number, total: which of how many.
+        contest: what was found, of a comparison :class:`layerzero.tuning.measurement.bench.Benched`; None before, and
+            where there was nothing to measure.
+        skipped: why nothing was measured; empty where something was, or will be.
+        left_s: seconds that are left of the budget; None without one.
+        builds: whether children build now what calls wait for, before this one.
+        again: whether it was measured before, without what was built since.
+    """
+
+    job: Job
+    number: int
+    total: int
+    contest: Any = None
+    skipped: str = ""
+    left_s: float | None = None
+    builds: bool = False
+    again: bool = False
+
+
+Progress = Callable[[Step], None]
+
+
 @dataclass(slots=True, kw_only=True)
 class TensorParty(Party[Job]):
-    """What tuning and comparing share of calls with tensors."""
+    """What tuning and comparing share of calls with tensors; ``progress`` is called before and after each."""
 
     clock: Clock
     effort: Effort
+    progress: Progress = lambda _: None
     only: Sequence[str] = ()
     graph: bool = False
     pace: Pace = field(default_factory=Pace)
     needs_bytes: dict[str, int] = field(default_factory=dict)
+
+    def tell(self, number: int, job: Job, contest: Any = None, skipped: str = "", **more: bool) -> None:
+        """Say where the run is."""
+        left_s = None if self.deadline.left_s == math.inf else max(self.deadline.left_s, 0.0)
+        self.progress(Step(job, number, len(self.jobs), contest, skipped, left_s, **more))
 
     def report(self, job: Job) -> Report:
         """Which kernels would take part, judged without the call's data."""

@@ -30,9 +30,9 @@ from layerzero.inspection.agreement import agreeing, is_first
 from layerzero.tuning.measurement.clocks import clock_of, current
 from layerzero.tuning.measurement.contest import Contest
 from layerzero.tuning.measurement.jobs import Job, Shape, default_grid, jobs_of_cases, jobs_of_shape, operations_named
-from layerzero.tuning.measurement.loop import run_loop
+from layerzero.tuning.measurement.loop import Progress, run_loop
 from layerzero.tuning.measurement.timing import MIN_SAMPLES, Deadline, Effort
-from layerzero.tuning.measurement.tune_run import Progress, TunedChoice, TuningRun
+from layerzero.tuning.measurement.tune_run import TunedChoice, TuningRun
 from layerzero.tuning.measurement.workload import (
     FORMAT,
     Manifest,

@@ -11,7 +11,7 @@ import math
 import operator
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from layerzero.core.device import Device
@@ -47,29 +47,6 @@ MOST_SHARE = 3
 of three runs of 90 s two ended after 100 and 104, and one after 92 with it (AMD EPYC, two cores, 2026-11-23)."""
 
 
-Progress = Callable[["Step"], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Where a tuning run is, before and after each call that it looks at.
-
-    Attributes:
-        job: the call.
-        number, total: which of how many.
-        contest: what was found; None before, and where there was nothing to measure.
-        skipped: why nothing was measured; empty where something was, or will be.
-        left_s: seconds that are left of the budget; None without one.
-    """
-
-    job: Job
-    number: int
-    total: int
-    contest: Contest | None = None
-    skipped: str = ""
-    left_s: float | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class TunedChoice:
     """What a call gets after it was measured.
@@ -95,7 +72,6 @@ class TuningRun(TensorParty):
 
     again: bool
     isolate: bool
-    progress: Progress = lambda _: None
     banned: dict[tuple[str, str], tuple[Status, str]] = field(default_factory=dict)
     in_process: dict[str, str] = field(default_factory=dict)
     contests: dict[int, Contest] = field(default_factory=dict)
@@ -211,17 +187,16 @@ class TuningRun(TensorParty):
             if self.unknown(ready, report):
                 pairs += [(kernel, report.facts) for kernel in ready if is_new(kernel, report.facts)]
         stop = self.deadline.part(BETWEEN)
-        for each in rehearse(pairs, modules=self.modules, stop=stop) if pairs else ():
-            if each.guilty or each.unsafe:
-                told = (
-                    (Status.BANNED, f"{each.verdict}: {each.detail}") if each.guilty else (Status.UNTRIED, each.detail)
-                )
-                self.banned[each.kernel.id, class_text(each.facts)] = told
-            elif each.verdict is None and each.kernel.id not in self.in_process:
-                self.in_process[each.kernel.id] = each.detail
-                what = f"{each.kernel.id} runs in this process for the first time, although isolate=True"
+        for kernel, facts, reply in rehearse(pairs, modules=self.modules, stop=stop) if pairs else ():
+            if reply.guilty:
+                self.banned[kernel.id, class_text(facts)] = Status.BANNED, f"{reply.verdict}: {reply.detail}"
+            elif reply.unsafe:
+                self.banned[kernel.id, class_text(facts)] = Status.UNTRIED, reply.detail
+            elif reply.verdict is None and kernel.id not in self.in_process:
+                self.in_process[kernel.id] = reply.detail
+                what = f"{kernel.id} runs in this process for the first time, although isolate=True"
                 repair = "modules=[...] names what registers it, leave_out leaves it out"
-                text = f"{what}: no child process could try it: {each.detail}; {repair}"
+                text = f"{what}: no child process could try it: {reply.detail}; {repair}"
                 warnings.warn(text, LayerZeroWarning, stacklevel=2)
 
     def _measure(self, number: int, job: Job) -> str:
@@ -270,18 +245,14 @@ class TuningRun(TensorParty):
             if why not in ("", "known"):
                 self.skipped.setdefault(job.name, why)
             return why
-        self._step(number, job, done=False)
+        self.tell(number, job)
         why = self._measure(number, job)
-        self._step(number, job, why)
+        self.tell(number, job, self.contests.get(number), why)
         self.known += why == "known"
         if why not in ("", "known", NO_TIME):
             self.skipped[job.name] = why
         self.rest()
         return why
-
-    def _step(self, number: int, job: Job, skipped: str = "", *, done: bool = True) -> None:
-        left = None if self.deadline.left_s == math.inf else max(self.deadline.left_s, 0.0)
-        self.progress(Step(job, number, len(self.jobs), self.contests.get(number) if done else None, skipped, left))
 
     def _contest(self, job: Job, facts: Facts, unbuilt: Collection[str], only: Sequence[str], count: int) -> Contest:
         banned = {kernel: text for (kernel, class_), text in self.banned.items() if class_ == class_text(facts)}

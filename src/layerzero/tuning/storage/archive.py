@@ -17,7 +17,7 @@ from urllib.parse import quote
 import msgspec
 import torch
 
-from layerzero.core.device import Device
+from layerzero.core.device import Device, devices_here
 from layerzero.core.dtypes import DTYPES
 from layerzero.core.system.disk import write_whole
 from layerzero.engine import probe
@@ -27,7 +27,7 @@ from layerzero.tuning.prediction.fitting import HeldOut, held_out_error
 from layerzero.tuning.storage import checksums, connections, journal_merge, learning, passed_builds
 from layerzero.tuning.storage.connections import ForeignError, NewerError
 from layerzero.tuning.storage.database import Database
-from layerzero.tuning.storage.environment import Environment, devices_here, surroundings
+from layerzero.tuning.storage.environment import Environment, surroundings
 from layerzero.tuning.storage.findings import Finding, sealed
 from layerzero.tuning.storage.findings import check as check_finding
 from layerzero.tuning.storage.passed_builds import PassedBuild

@@ -77,12 +77,6 @@ class Surroundings:
         return found
 
 
-def devices_here() -> list[Device]:
-    """The devices of this machine, its CPU first."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return [Device.detect("cpu"), *(Device.detect(f"cuda:{index}") for index in range(count))]
-
-
 @functools.lru_cache(maxsize=64)
 def _surroundings(device: Device, threads: int) -> Surroundings:
     return Surroundings(device, threads)

@@ -13,10 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
-from layerzero.core.device import Device
+from layerzero.core.device import Device, devices_here
 from layerzero.core.ledger import Ledger
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.storage.environment import devices_here
 from layerzero.tuning.storage.files import FileLedger, versions_of
 from layerzero.tuning.storage.records import CAPTURE, VERDICT, WORKSPACE, Name, Record, Versions, slug_of
 from layerzero.tuning.storage.rows import Row

@@ -20,12 +20,12 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
+from layerzero.core.device import devices_here
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.system import disk
 from layerzero.engine.jit import NOTED, files_of, folder_of
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.storage.environment import devices_here
 from layerzero.tuning.storage.files import versions_of
 from layerzero.tuning.storage.records import Versions
 

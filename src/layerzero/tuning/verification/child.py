@@ -143,6 +143,11 @@ class Reply(msgspec.Struct, frozen=True):
     detail: str
     unsafe: bool = False
 
+    @property
+    def guilty(self) -> bool:
+        """Whether the kernel must not run calls of this class here."""
+        return self.verdict not in (None, Verdict.PASSED)
+
 
 def homes(kernels: Iterable[Kernel]) -> list[str]:
     """Modules that a child has to import to know kernels; built-in ones and entry points it finds by itself."""

@@ -123,28 +123,6 @@ _CORES_A_CHILD = 2
 """A child imports torch, and the compilers that it starts have threads of their own."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rehearsed:
-    """What a child found about a kernel and a call.
-
-    Attributes:
-        verdict: None where it could not be tried.
-        detail: a line about it.
-        unsafe: whether it may end this process, too: without a verdict, the child that ran it was killed.
-    """
-
-    kernel: Kernel
-    facts: Facts
-    verdict: Verdict | None
-    detail: str
-    unsafe: bool = False
-
-    @property
-    def guilty(self) -> bool:
-        """Whether the kernel must not run calls of this class here."""
-        return self.verdict not in (None, Verdict.PASSED)
-
-
 def is_new(kernel: Kernel, facts: Facts) -> bool:
     """Whether a kernel never ran a call's class on this machine, as far as the ledger remembers machines.
 
@@ -157,7 +135,7 @@ def is_new(kernel: Kernel, facts: Facts) -> bool:
 
 def rehearse(
     pairs: Sequence[tuple[Kernel, Facts]], *, modules: Sequence[str] = (), stop: Callable[[], bool] = lambda: False
-) -> list[Rehearsed]:
+) -> list[tuple[Kernel, Facts, Reply]]:
     """Run each kernel on a call like its own in child processes; remember which were wrong, crashed or hung.
 
     Args:
@@ -166,12 +144,12 @@ def rehearse(
     """
     classes = {(kernel.id, class_text(facts)): (kernel, facts) for kernel, facts in pairs}
     most = max(1, min(_MOST_CHILDREN, (os.cpu_count() or 1) // _CORES_A_CHILD))
-    found: list[Rehearsed] = []
+    found: list[tuple[Kernel, Facts, Reply]] = []
 
     def told(task: Task, reply: Reply) -> None:
         kernel, facts = task.about
-        found.append(Rehearsed(kernel, facts, reply.verdict, reply.detail, reply.unsafe))
-        if reply.verdict is not None and found[-1].guilty:
+        found.append((kernel, facts, reply))
+        if reply.verdict is not None and reply.guilty:
             ENGINE.ledger.record_verdict(kernel, facts, reply.verdict)
 
     for of_one in by_device(classes.values()):
@@ -182,7 +160,7 @@ def rehearse(
                 question = ChildTask(kernel.id, CallRecipe.of(facts), named, compare=False)
                 tasks.append(Task(question, kernel.id, TIMEOUT_S, f"child {lane}", (kernel, facts)))
         ask(tasks, told, len(shares), stop, apart_on(of_one[0][1].device))
-    if any(each.guilty for each in found):
+    if any(reply.guilty for _, _, reply in found):
         ENGINE.bump()
     return found
 

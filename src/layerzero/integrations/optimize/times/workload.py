@@ -23,9 +23,9 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.integrations.optimize.swaps.candidate import quiet
 from layerzero.integrations.optimize.times import timing
 from layerzero.tuning.measurement.clocks import current
+from layerzero.tuning.measurement.loop import Step
 from layerzero.tuning.measurement.timing import Deadline, Effort
 from layerzero.tuning.measurement.tune import Tuned, run_jobs
-from layerzero.tuning.measurement.tune_run import Step
 from layerzero.tuning.measurement.workload import jobs_of, record
 
 CLOCK: Callable[[], float] = _time.monotonic
