@@ -17,14 +17,12 @@ from layerzero.cli.measurement import VetFlags
 from layerzero.cli.output import FINE, NO, Answer, say
 from layerzero.cli.tables import fitting, fold
 from layerzero.core.device import Device
-from layerzero.core.dtypes import dtype_name, dtype_named
+from layerzero.core.dtypes import dtype_named
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Verdict, capture_text, class_text
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
-from layerzero.inspection.subjects import taken
-from layerzero.tuning.measurement.jobs import Job, Shape
 from layerzero.tuning.measurement.tune import asked_jobs
 from layerzero.tuning.verification.vetting import (
     Vetted,
@@ -98,13 +96,19 @@ def _of_tensors(flags: VetFlags, operation: str) -> tuple[list[Pair], str]:
     here = Device.detect(flags.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     asked_of = (flags.kernel or None, flags.backend or None)
     chosen = [each for each in REGISTRY.kernels(operation) if is_named(each, *asked_of, here, graph=flags.graph)]
-    own_cases = sizes is None and flags.manifest is None
-    if own_cases:
-        dtypes = None if flags.dtype is None else [dtype_named(each) for each in flags.dtype.split(",")]
-        asked = list(class_pairs(chosen, operation, here, None, dtypes, graph=flags.graph))
+    named = flags.dtype.split(",") if flags.dtype else None
+    if flags.manifest is None:
+        if sizes:  # to say what is no call at all
+            asked_jobs(operation, sizes, named or ["float32"], here.torch_type)
+        dtypes = None if named is None else [dtype_named(each) for each in named]
+        asked = list(class_pairs(chosen, operation, here, sizes, dtypes, graph=flags.graph))
     else:
-        asked = list(_of_jobs(chosen, operation, flags, sizes))
+        jobs = asked_jobs(operation, sizes, named or (), here.torch_type, manifest=flags.manifest, named=named)
+        calls = [dataclasses.replace(each, for_graph=flags.graph).facts(here.torch_type) for each in jobs]
+        of = [(kernel, facts) for facts in calls for kernel in chosen if facts.operation.name in kernel.operations]
+        asked = [(kernel, facts) for kernel, facts in of if allows(kernel, facts)]
     pairs = in_turn([pair for pair in asked if flags.again or not is_known(*pair, graph=flags.graph)])
+    own_cases = sizes is None and flags.manifest is None
     return pairs, f": {_nothing(chosen, asked, names, own_cases=own_cases)}"
 
 
@@ -171,37 +175,3 @@ def _nothing(chosen: Sequence[Kernel], asked: Sequence[Pair], names: Sequence[st
     if own_cases:
         return "each of the operation's cases has a verdict (--again asks once more); other sizes need --shapes"
     return "each class of these calls has a verdict (--again asks once more)"
-
-
-def _of_jobs(
-    chosen: Sequence[Kernel], operation: str, flags: VetFlags, shapes: Sequence[Shape] | None
-) -> Iterator[Pair]:
-    """The calls of shapes, in each layout, or of a workload, where the kernels' limits allow them."""
-    known = {dtype_name(each) for one in REGISTRY.operations().values() for each in one.dtypes}
-    named = flags.dtype.split(",") if flags.dtype else None
-    dtypes, device = named or sorted(known), flags.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    jobs = asked_jobs(operation, shapes, dtypes, torch.device(device).type, manifest=flags.manifest, named=named)
-    for job in (dataclasses.replace(each, for_graph=flags.graph) for each in jobs):
-        known_here = REGISTRY.operation(job.operation).dtypes
-        kernels = [each for each in chosen if job.operation in each.operations]
-        if not kernels or (job.recipe is None and dtype_named(job.dtype) not in known_here):
-            continue
-        for facts in _in_each_layout(job, device):
-            for kernel in kernels:
-                fitting = facts if allows(kernel, facts) else _with_demanded(kernel, job, facts)
-                if fitting is not None:
-                    yield kernel, fitting
-
-
-def _with_demanded(kernel: Kernel, job: Job, facts: Facts) -> Facts | None:
-    """The same shapes with the optional tensors that a kernel takes no call without; a recorded call stays as it is."""
-    if job.recipe is not None:
-        return None
-    dtype = dtype_named(job.dtype)
-    return taken(kernel, facts.operation, job.case, dtype, facts.device, facts.layout, capturable=job.for_graph)
-
-
-def _in_each_layout(job: Job, device: str) -> Iterator[Facts]:
-    layouts = REGISTRY.operation(job.operation).layouts if job.recipe is None else ()
-    for layout in layouts or (job.layout,):
-        yield dataclasses.replace(job, layout=layout).facts(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import hashlib
 import itertools
 import sqlite3
@@ -31,7 +32,7 @@ from layerzero.tuning.storage.environment import Environment, surroundings
 from layerzero.tuning.storage.findings import Finding, sealed
 from layerzero.tuning.storage.findings import check as check_finding
 from layerzero.tuning.storage.passed_builds import PassedBuild
-from layerzero.tuning.storage.rows import Row, check, is_to_come
+from layerzero.tuning.storage.rows import Row, check, is_to_come, stored_row
 from layerzero.tuning.storage.store import StoreLedger
 from layerzero.tuning.storage.tables import Table
 
@@ -123,24 +124,11 @@ def _raw(database: Database) -> Iterator[tuple[Any, ...]]:
 
 def row_of(found: tuple[Any, ...]) -> Row:
     """A row as it was read. Raises: ValueError if it is not as it was written, or breaks a rule."""
+    work, graph, _, _, _, _, _, facts, environment, *values = found
     try:
-        return _row_of(found)
+        return stored_row(work, graph, _decoded(facts), _decoded(environment), values)
     except ValueError as error:
         raise ValueError(_printable(error)) from error
-
-
-def _row_of(found: tuple[Any, ...]) -> Row:
-    work, graph, kernel, environment, _, _, _, facts, surroundings, *values = found
-    data = dict(zip((*checksums.COLUMNS, "crc"), values, strict=True))
-    data |= {"graph": bool(graph), "facts": _decoded(facts), "environment": _decoded(surroundings)}
-    del data["crc"]
-    row = msgspec.convert(data, Row)
-    check(row)
-    if not checksums.holds_whole(checksums.start_of(work, graph), tuple(values)):
-        raise ValueError(f"{kernel}: its checksum does not hold; it counts for nothing")
-    if row.work.key != work or row.environment.key != environment:
-        raise ValueError(f"{kernel}: its work or environment is not the one that it was measured for")
-    return row
 
 
 def _printable(value: object) -> str:
@@ -294,26 +282,24 @@ def registered(row: Row) -> bool:
 
 def here() -> Callable[[Row], bool]:
     """A test whether a row's environment is one that this machine has now."""
-    devices = devices_here()
-    known: dict[tuple[str, Environment], bool] = {}
-
-    def holds(row: Row) -> bool:
-        identity = (row.kernel, row.environment)
-        if identity not in known:
-            known[identity] = _holds(row, devices)
-        return known[identity]
-
-    return holds
+    unlike = unlike_here(*devices_here())
+    return lambda row: not unlike(row)
 
 
-def _holds(row: Row, devices: list[Device]) -> bool:
-    try:
-        kernel = REGISTRY.kernel(row.kernel)
-    except KeyError:
-        return False
-    if probe.this_machine().state(kernel.backend, devices[0]).version is None:
-        return False
-    return any(surroundings(device).environment(kernel)[0] == row.environment for device in devices)
+def unlike_here(*devices: Device) -> Callable[[Row], str]:
+    """A question in what a row's environment differs from those of devices; the answer is empty where it counts."""
+
+    @functools.cache
+    def unlike(kernel_id: str, there: Environment) -> str:
+        kernel = next((each for each in REGISTRY.kernels() if each.id == kernel_id), None)
+        if kernel is None:
+            return f"{kernel_id} is not registered here"
+        if probe.this_machine().state(kernel.backend, devices[0]).version is None:
+            return f"{kernel.source} is not installed here"
+        mine = [surroundings(each).environment(kernel)[0] for each in devices]
+        return differs(next((each for each in mine if each.device == there.device), mine[-1]), there)
+
+    return lambda row: unlike(row.kernel, row.environment)
 
 
 def matching(
@@ -354,20 +340,26 @@ def prediction_error(file: Path) -> HeldOut:
 def refused(operations: Collection[str], device: torch.device) -> Counter[str]:
     """Why times of operations do not count on a device, and how many."""
     ledger: Any = ENGINE.ledger
-    found: Counter[str] = Counter()
     if not isinstance(ledger, StoreLedger):
-        return found
-    here = surroundings(Device.detect(str(device)))
-    known = {kernel.id: kernel for kernel in REGISTRY.kernels()}
-    for row in itertools.islice(rows(ledger.times.database), MOST_REFUSED):
-        kernel = known.get(row.kernel)
-        platform = row.environment.platform
-        if kernel is None or row.facts.get("operation") not in operations or platform != here.device.platform:
-            continue
-        why = differs(here.environment(kernel)[0], row.environment)
-        if why:
-            found[why] += 1
-    return found
+        return Counter()
+    here = Device.detect(str(device))
+    asked = [
+        row
+        for row in itertools.islice(rows(ledger.times.database), MOST_REFUSED)
+        if row.facts.get("operation") in operations and row.environment.platform == here.platform and registered(row)
+    ]
+    return _counted(asked, here)
+
+
+def unlike(found: Iterable[Row]) -> Counter[str]:
+    """In what the environments of rows differ from those of this machine, and how many rows each; the same are left."""
+    return _counted(found, *devices_here())
+
+
+def _counted(found: Iterable[Row], *devices: Device) -> Counter[str]:
+    told = Counter(map(unlike_here(*devices), found))
+    del told[""]
+    return told
 
 
 def differs(here: Environment, there: Environment) -> str:
@@ -378,16 +370,3 @@ def differs(here: Environment, there: Environment) -> str:
             what = f"{here.library}'s version" if name == "version" else name
             return f"{what}: wanted {wanted or 'none'}, got {got or 'none'}"
     return ""
-
-
-def unlike(found: Iterable[Row]) -> Counter[str]:
-    """In what the environments of rows differ from those of this machine, and how many rows each; the same are left."""
-    known, devices = {kernel.id: kernel for kernel in REGISTRY.kernels()}, devices_here()
-    told: Counter[str] = Counter()
-    for row in found:
-        kernel = known.get(row.kernel)
-        mine = [surroundings(each).environment(kernel)[0] for each in devices] if kernel is not None else []
-        here = next((each for each in mine if each.device == row.environment.device), mine[-1] if mine else None)
-        told[f"{row.kernel} is not registered here" if here is None else differs(here, row.environment)] += 1
-    del told[""]
-    return told

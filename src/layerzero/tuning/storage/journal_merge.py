@@ -24,7 +24,7 @@ from layerzero.tuning.storage.database import Database
 from layerzero.tuning.storage.environment import Environment
 from layerzero.tuning.storage.journal import Piece
 from layerzero.tuning.storage.learning import Kept, Subject
-from layerzero.tuning.storage.rows import Row, Work, check
+from layerzero.tuning.storage.rows import Row, Work, stored_row
 
 MERGE_S = 0.1
 """How long a write merges and learns, for others too; what is left is done by the next write or question."""
@@ -223,20 +223,12 @@ def _rows(connection: sqlite3.Connection) -> Iterator[list[Row]]:
     order = "work, graph, kernel, environment, condition, origin, source"
     statement = f"SELECT work, graph, {checksums.WHOLE} FROM times"  # noqa: S608  # names of ours
     for work, graph, *found in _walk(connection, statement, order):
-        environment = environments.get(found[1])
-        if (
-            work not in works
-            or environment is None
-            or not checksums.holds_whole(checksums.start_of(work, graph), tuple(found))
-        ):
+        if work not in works or found[1] not in environments:
             continue
-        values = dict(zip(checksums.COLUMNS, found[:-1], strict=True))
-        row = Row(facts=works[work], graph=bool(graph), **(values | {"environment": environment}))
         try:
-            check(row)
+            page.append(stored_row(work, graph, works[work], environments[found[1]], found))
         except ValueError:
             continue
-        page.append(row)
         if len(page) >= _PAGE:
             yield page
             page = []

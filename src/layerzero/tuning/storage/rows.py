@@ -6,7 +6,7 @@ import functools
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -18,7 +18,7 @@ from layerzero.core.evidence import Measurement, call_work
 from layerzero.core.facts import Facts
 from layerzero.core.schema import OperationSchema
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.storage.checksums import COLUMNS, NUMBERS
+from layerzero.tuning.storage.checksums import COLUMNS, NUMBERS, holds_whole, start_of
 from layerzero.tuning.storage.environment import Environment
 
 
@@ -214,6 +214,18 @@ def row_of(kernel_id: str, facts: Facts, environment: Environment, measurement: 
         layerzero=__version__,
         written_at=now(),
     )
+
+
+def stored_row(work: bytes, graph: int, facts: Any, environment: Any, values: Sequence[Any]) -> Row:
+    """A row of the database's columns, its checksum last. Raises: ValueError if it is not as it was written."""
+    data = dict(zip(COLUMNS, values, strict=False))
+    row = msgspec.convert(data | {"graph": bool(graph), "facts": facts, "environment": environment}, Row)
+    check(row)
+    if not holds_whole(start_of(work, graph), tuple(values)):
+        raise ValueError(f"{row.kernel}: its checksum does not hold; it counts for nothing")
+    if row.work.key != work or row.environment.key != data["environment"]:
+        raise ValueError(f"{row.kernel}: its work or environment is not the one that it was measured for")
+    return row
 
 
 def now() -> str:
