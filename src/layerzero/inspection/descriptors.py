@@ -238,17 +238,13 @@ class Descriptors:
                 wrong = list(misfits(entry, operations, loaded.descriptor, kernel))
                 problems += [f"{kernel_id}: {each}" for each in wrong]
                 if not wrong:
-                    problems += self._unregistrable(self._narrowed(kernel, loaded, kernel_id))
+                    try:
+                        self._registry.check(self._narrowed(kernel, loaded, kernel_id))
+                    except RegistrationError as error:
+                        problems.append(str(error))
             if problems:
                 raise DescriptorError(loaded.name, problems)
         return loaded
-
-    def _unregistrable(self, kernel: Kernel) -> list[str]:
-        try:
-            self._registry.check(kernel)
-        except RegistrationError as error:
-            return [str(error)]
-        return []
 
     def load(self, source: Source) -> LoadedDescriptor:
         """Put a descriptor in force. Raises: DescriptorError with every problem, and then nothing changed."""

@@ -159,13 +159,7 @@ def _why(reports: list[Report]) -> str:
     """The first reason of a kernel that a library has for such calls: what to install, or what it lacks."""
     for report in reports:
         for each in report.candidates:
-            if each.kernel.backend.name not in (_STOCK, "reference") and device_fits(
-                report, each.kernel.backend.platforms
-            ):
+            backend = each.kernel.backend
+            if backend.name not in (_STOCK, "reference") and report.facts.device.platform in backend.platforms:
                 return f"{each.kernel.id}: {each.reasons[0]}"
     return ""
-
-
-def device_fits(report: Report, platforms: tuple[str, ...]) -> bool:
-    """Whether a library could run on a call's device."""
-    return report.facts.device.platform in platforms

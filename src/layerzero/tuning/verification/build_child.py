@@ -306,31 +306,6 @@ def build_apart(
         begins: called with each build that begins, for several are under way at once.
     """
     unique = {build_of(kernel, facts): (kernel, facts) for kernel, facts in pairs if not BUILT.ready(kernel, facts)}
-    for of_one in by_device(unique.values()):
-        _build(of_one, told, stop, modules, at_once, begins)
-
-
-def _build(
-    pairs: Sequence[tuple[Kernel, Facts]],
-    told: Told,
-    stop: Callable[[], bool],
-    modules: Sequence[str],
-    at_once: int,
-    begins: Callable[[Kernel, Facts], None],
-) -> None:
-    """The same for calls of one device, each build being there once."""
-    named = list(dict.fromkeys([*modules, *homes(kernel for kernel, _ in pairs)]))
-    lanes = _lanes(pairs)
-    tasks = deque(
-        Task(
-            Build(kernel.id, CallRecipe.of(facts), named),
-            kernel.id,
-            BUILD_S,
-            lane=f"lane {lanes[build_of(kernel, facts)]}",
-            about=(kernel, facts),
-        )
-        for kernel, facts in pairs
-    )
 
     def ended(task: Task, end: End) -> None:
         if end.kind != "stopped":
@@ -338,17 +313,30 @@ def _build(
             hangs = end.kind == "hung" and end.started  # wherever it is stuck, the next process would wait as long
             told(kernel, facts, BuildOutcome(str(end), lasting=hangs or end.verdict is not None))
 
-    run_apart(
-        "layerzero.tuning.verification.build_child",
-        tasks,
-        found=lambda task, value: told(task.about[0], task.about[1], msgspec.convert(value, BuildOutcome)),
-        ended=ended,
-        begins=lambda task: begins(*task.about),
-        at_once=at_once,
-        modules=named,
-        environment=apart_on(pairs[0][1].device),
-        stop=stop,
-    )
+    for of_one in by_device(unique.values()):
+        named = list(dict.fromkeys([*modules, *homes(kernel for kernel, _ in of_one)]))
+        lanes = _lanes(of_one)
+        tasks = deque(
+            Task(
+                Build(kernel.id, CallRecipe.of(facts), named),
+                kernel.id,
+                BUILD_S,
+                lane=f"lane {lanes[build_of(kernel, facts)]}",
+                about=(kernel, facts),
+            )
+            for kernel, facts in of_one
+        )
+        run_apart(
+            "layerzero.tuning.verification.build_child",
+            tasks,
+            found=lambda task, value: told(task.about[0], task.about[1], msgspec.convert(value, BuildOutcome)),
+            ended=ended,
+            begins=lambda task: begins(*task.about),
+            at_once=at_once,
+            modules=named,
+            environment=apart_on(of_one[0][1].device),
+            stop=stop,
+        )
 
 
 def _lanes(pairs: Iterable[tuple[Kernel, Facts]]) -> dict[BuildIdentity, int]:
