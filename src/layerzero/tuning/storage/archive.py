@@ -177,31 +177,24 @@ def read_export(file: Path) -> tuple[list[Row], list[Finding], list[PassedBuild]
     if header.format not in READS or header.kind != KIND:
         wanted = f"wanted format {' or '.join(map(str, READS))} of {KIND!r}"
         raise BadFileError([f"line 1: {wanted}, got format {header.format} of {header.kind!r}"])
-    found, problems, findings, builds = [], [], [], []
+    found: dict[type, list[Any]] = {Row: [], Finding: [], PassedBuild: []}
+    first_finding = 2 + header.rows
+    first_build = first_finding + header.findings
+    problems = []
     for number, line in enumerate(lines, 2):
+        kind = Row if number < first_finding else Finding if number < first_build else PassedBuild
         try:
-            if number > header.rows + header.findings + 1:
-                build = msgspec.json.decode(line, type=PassedBuild)
-                passed_builds.check(build)
-                builds.append(build)
-                continue
-            if number > header.rows + 1:
-                finding = msgspec.json.decode(line, type=Finding)
-                check_finding(finding)
-                findings.append(finding)
-                continue
-            row = msgspec.json.decode(line, type=Row)
-            _plausible(row)
+            found[kind].append(msgspec.json.decode(line, type=kind))
+            _CHECKS[kind](found[kind][-1])
         except (msgspec.DecodeError, ValueError) as error:
             problems.append(f"line {number}: {error}")
-            continue
-        found.append(msgspec.structs.replace(row, source=f"{source} < {row.source}" if row.source else source))
     if len(lines) != (wanted_lines := header.rows + header.findings + header.builds):
         problems.append(f"line 1: wanted {wanted_lines} rows after it, got {len(lines)}: the file was cut or joined")
     if problems:
         more = len(problems) - MAX_PROBLEMS
         raise BadFileError(problems[:MAX_PROBLEMS] + ([f"and {more} more"] if more > 0 else []))
-    return found, findings, builds
+    rows = [msgspec.structs.replace(row, source=" < ".join(filter(None, [source, row.source]))) for row in found[Row]]
+    return rows, found[Finding], found[PassedBuild]
 
 
 def _plausible(row: Row) -> None:
@@ -224,6 +217,9 @@ def _plausible(row: Row) -> None:
     written = datetime.fromisoformat(row.written_at)
     if written.tzinfo is None or written > datetime.now(UTC) + timedelta(days=1):
         raise ValueError(f"written_at: wanted a date in UTC that is not to come, got {row.written_at!r}")
+
+
+_CHECKS: dict[type, Callable[[Any], None]] = {Row: _plausible, Finding: check_finding, PassedBuild: passed_builds.check}
 
 
 def read_database(file: Path) -> list[Row]:

@@ -13,7 +13,6 @@ import logging
 import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -36,18 +35,14 @@ TIMEOUT_S = START_S
 """How long a kernel may run before it counts as hanging; compiling is part of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Confirmation:
+class Confirmation(Vetted):
     """What a child found about a suspect; ``verdict`` is None where it could not be run, and it stays a suspect."""
-
-    kernel_id: str
-    call_class: str
-    verdict: Verdict | None
-    detail: str
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
-        return {**msgspec.to_builtins(self), "verdict": self.verdict or "unknown"}
+        told = super().to_dict()
+        del told["reached"]
+        return {**told, "verdict": told["verdict"] or "unknown"}
 
     def __str__(self) -> str:
         verdict = "still a suspect" if self.verdict is None else str(self.verdict)
