@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from stored import right
+from kernels_to_vet import PLUGIN, registered
+from one_time import right
 from torch.nn.functional import rms_norm
-from vetted import PLUGIN, registered
 
 import layerzero as lz
 from layerzero.core.kernel import Trust

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from roofs import POWERS, PREFILL, WITHIN, measured, roofline, sizes
+from roofline_times import POWERS, PREFILL, WITHIN, measured, roofline, sizes
 
 from layerzero.core.arguments import Axis
 from layerzero.ops import OPERATIONS

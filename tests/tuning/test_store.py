@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from stored import TIME, facts, fresh, times
+from one_time import TIME, facts, fresh, times
 
 import layerzero as lz
 from layerzero.core.evidence import Provenance, call_work

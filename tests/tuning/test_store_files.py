@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from stored import TIME, facts, fresh, run, times
+from one_time import TIME, facts, fresh, run, times
 
 import layerzero as lz
 from layerzero.engine.registry import REGISTRY

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from stored import TIME, facts, fresh, run, times
+from one_time import TIME, facts, fresh, run, times
 
 import layerzero as lz
 from counting import events

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from norm_tuning import tuned
 from torch.nn.functional import rms_norm
-from tuned_norms import tuned
 
 import layerzero as lz
 from counting import Told

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from norm_tuning import tuned
 from torch.nn.functional import rms_norm
-from tuned_norms import tuned
 from typer.testing import CliRunner
 
 import layerzero as lz

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from vetted import CALL, found, installed
+from kernels_to_vet import CALL, found, installed
 
 import layerzero as lz
 from layerzero.backends import zentorch

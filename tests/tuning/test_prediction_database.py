@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from roofs import TIME
+from roofline_times import TIME
 
 import layerzero as lz
 from layerzero.core.evidence import Evidence, Provenance

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from vetted import CALL, found
+from kernels_to_vet import CALL, found
 
 import layerzero as lz
 from layerzero.core.kernel import Backend, Trust
