@@ -101,7 +101,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     ),
     "cli/app.py": dict.fromkeys(
         (
-            *("attention", "attention.gqa", "attention.gqa.decode", "attn_mask", "causal", "kv", "layer_norm"),
+            *("attention", "attention.gqa", "attention.gqa.decode", "attn_mask", "causal", "kv"),
             *("rms_norm", "softcap"),
         ),
         _EXAMPLES,
@@ -116,7 +116,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     ),
     "cli/demo_screen.py": dict.fromkeys(("attention", "packed"), _EXAMPLES),
     "cli/checks.py": dict.fromkeys(("norm", "rms_norm"), _EXAMPLES),
-    "cli/measurement.py": dict.fromkeys(("attention", "norm", "query", "rms_norm"), _EXAMPLES),
+    "cli/measurement.py": dict.fromkeys(("attention", "layer_norm", "norm", "query", "rms_norm"), _EXAMPLES),
     "cli/perfdb.py": {"rows": "of the database, in what it writes as JSON"},
     "cli/perfdb_exchange.py": {"attention": _EXAMPLES, "rows": "of the database, in what it writes as JSON"},
     "cli/question.py": dict.fromkeys(("causal", "kv"), _OPTION),
