@@ -23,6 +23,7 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.storage import archive, environment, migrations
 from layerzero.tuning.storage import rows as rows_module
 from layerzero.tuning.storage.database import Database
+from layerzero.tuning.storage.journal import line_of
 
 WRITERS = """
 import os, sys, torch, layerzero as lz
@@ -162,8 +163,10 @@ def test_threads_read_and_write_at_once(folder, kernels):
 
     with ThreadPoolExecutor(8) as pool:
         readers = [pool.submit(read) for _ in range(4)]
-        list(pool.map(lambda each: store.record(kernels[0], each, TIME), asked))
-        stop.set()
+        try:
+            list(pool.map(lambda each: store.record(kernels[0], each, TIME), asked))
+        finally:
+            stop.set()
         for reader in readers:
             reader.result()
     assert len(held(folder)) == 40
@@ -320,3 +323,29 @@ def timed(act):
     start = time.perf_counter()
     act()
     return time.perf_counter() - start
+
+
+class LockThatOthersWaitFor:
+    """As it is let go a second time, another thread has it, and adds a line."""
+
+    def __init__(self, lock, then):
+        self.lock, self.then, self.turns = lock, then, 2
+
+    def __enter__(self):
+        self.lock.acquire()
+
+    def __exit__(self, *told):
+        self.turns -= 1
+        if self.turns == 0:
+            self.then()
+        self.lock.release()
+
+
+def test_what_another_thread_adds_meanwhile_is_no_failure_to_write(folder, kernels):
+    store = fresh()
+    store.record(kernels[0], facts(1), TIME)
+    spool = store.spool
+    spool._lock = LockThatOthersWaitFor(spool._lock, lambda: spool._unwritten.append((line_of([]), 0)))
+    store.record(kernels[0], facts(2), TIME)  # warned that the place cannot be written, without a reason
+    assert times(store, kernels, facts(2)) == {"user.a": 10.0}
+    assert store.notes() == ()

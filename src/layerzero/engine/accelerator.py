@@ -1,4 +1,7 @@
-"""The hit path in C, where it was built and torch has what it reads; ``LAYERZERO_NATIVE=0`` leaves it out."""
+"""The hit path in C, where it was built and torch has what it reads; ``LAYERZERO_NATIVE=0`` leaves it out.
+
+It needs the GIL: a free-threaded interpreter switches the GIL on for all when it is imported, so Python serves there.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import importlib
 import inspect
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -52,10 +56,16 @@ def _classify() -> int:
     return int(torch._C._is_any_autocast_enabled())
 
 
+def _without_gil() -> bool:
+    return not getattr(sys, "_is_gil_enabled", lambda: True)()  # from Python 3.13 on
+
+
 def _load() -> Any:
-    wish = os.environ.get("LAYERZERO_NATIVE", "1").lower()
+    wish = os.environ.get("LAYERZERO_NATIVE", "").lower()
     if wish in ("0", "false", "no", "off"):
         raise _Absent("LAYERZERO_NATIVE is 0")
+    if not wish and _without_gil():
+        raise _Absent("this process has no GIL, and the extension would switch it on; LAYERZERO_NATIVE=1 lets it")
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     if exchange is None:
         raise _Absent(f"torch {torch.__version__} has no DLPack exchange API")
@@ -63,6 +73,8 @@ def _load() -> Any:
         hot = importlib.import_module("layerzero._native.hot")
     except ImportError as error:
         raise _Absent(f"the extension was not built: {error}") from error
+    if _without_gil():
+        raise _Absent("the extension needs the GIL, which this process keeps off (PYTHON_GIL=0, -X gil=0)")
     if getattr(hot, "INTERFACE", 1) != INTERFACE:
         raise _Absent("the extension was built of other sources; build it again")
     sources = {

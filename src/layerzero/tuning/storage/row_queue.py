@@ -93,8 +93,9 @@ class Spool:
                 else:
                     self._waiting.append(place)
                     del self._unwritten[0]
-        if self._unwritten:
-            self.database.tell_once("write", self._cannot())
+            told = self._cannot() if self._unwritten else ""  # a line that another thread adds from here on is its own
+        if told:
+            self.database.tell_once("write", told)
 
     def _cannot(self) -> str:
         return f"{self.database.path} cannot be written: measured times end with this process ({self._problem})"
