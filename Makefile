@@ -12,7 +12,7 @@ WORKERS ?= 2
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 .PHONY: site demo test test-all test-portable test-engines stress torture check fuzz conformance against-release nightly \
-	bench docs install clean
+	bench docs wheels install clean
 
 demo: $(VENV)/.demo ## an encoder and a decoder, stock and optimised: times, equality, what changed and why
 	@$(BIN)/layerzero demo
@@ -82,6 +82,11 @@ bench: $(VENV)/.dev ## what a call costs beside its kernel
 
 docs: $(VENV)/.dev ## write the generated tables
 	$(BIN)/python -m tools docs
+
+wheels: $(VENV)/.base ## sdist, a wheel of pure Python, and those with the extension (cibuildwheel: Linux needs Docker) in dist/
+	@$(BIN)/python -m pip install $(PIP_FLAGS) "build>=1.2,<2" "cibuildwheel>=4.3,<5"
+	LAYERZERO_NATIVE=0 $(BIN)/python -m build --outdir dist
+	$(BIN)/python -m cibuildwheel --output-dir dist
 
 site: $(VENV)/.site ## a site of the documents in build/site; a link that leads nowhere is an error
 	rm -rf build/pages && mkdir -p build/pages && cp -r README.md CHANGELOG.md docs examples containers build/pages/

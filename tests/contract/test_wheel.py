@@ -1,4 +1,4 @@
-"""A wheel that was built without a compiler serves, from its own files and with torch alone; versions are one."""
+"""Wheels serve from their own files and with torch alone: built without a compiler, and of pure Python."""
 
 import os
 import re
@@ -34,7 +34,8 @@ def test_the_version_is_said_once():
 
 
 @pytest.mark.slow
-def test_a_wheel_without_a_compiler_serves_with_torch_alone(tmp_path):
+@pytest.mark.parametrize("without", [{"CC": "false"}, {"LAYERZERO_NATIVE": "0"}], ids=["no compiler", "pure Python"])
+def test_a_wheel_without_the_extension_serves_with_torch_alone(tmp_path, without):
     setuptools = pytest.importorskip("setuptools")
     if int(setuptools.__version__.split(".")[0]) < SETUPTOOLS:
         pytest.skip(f"wanted setuptools {SETUPTOOLS} or newer, got {setuptools.__version__}")
@@ -48,9 +49,10 @@ def test_a_wheel_without_a_compiler_serves_with_torch_alone(tmp_path):
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes((ROOT / name).read_bytes())
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(built)]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    subprocess.run([*command, str(source)], check=True, env=environment | {"CC": "false"}, timeout=300)
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "LAYERZERO_NATIVE")}
+    subprocess.run([*command, str(source)], check=True, env=environment | without, timeout=300)
     (wheel,) = built.glob("layerzero-*.whl")
+    assert ("-py3-none-any." in wheel.name) == ("LAYERZERO_NATIVE" in without or sys.platform == "win32")
     with zipfile.ZipFile(wheel) as opened:
         opened.extractall(place)
         names = set(opened.namelist())
