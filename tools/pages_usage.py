@@ -59,8 +59,7 @@ _ELSEWHERE = {
     ),
     "LAYERZERO_CONFIG": ("the YAML file to load", "`layerzero.yaml`"),
     "LAYERZERO_NATIVE": (
-        "whether plans are found in C, where that was built; `dlpack`: and tensors read by DLPack alone; `1`: where there "
-        "is no GIL, too, which switches it on; read once",
+        "whether plans are found in C, if built; `dlpack`: and tensors read by DLPack alone; `1`: without a GIL, too",
         "`0`",
     ),
     "LAYERZERO_VLLM_OPERATORS": (
