@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -33,21 +34,37 @@ def test_the_version_is_said_once():
     assert cited[1] == lz.__version__
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("without", [{"CC": "false"}, {"LAYERZERO_NATIVE": "0"}], ids=["no compiler", "pure Python"])
-def test_a_wheel_without_the_extension_serves_with_torch_alone(tmp_path, without):
+@pytest.fixture
+def source(tmp_path):
+    """What a checkout has of the package, without what was built in it."""
     setuptools = pytest.importorskip("setuptools")
     if int(setuptools.__version__.split(".")[0]) < SETUPTOOLS:
         pytest.skip(f"wanted setuptools {SETUPTOOLS} or newer, got {setuptools.__version__}")
-    source, built, place = tmp_path / "source", tmp_path / "built", tmp_path / "place"
     files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
     if files.returncode:
         pytest.skip("wanted a checkout of git, whose files are the source")
     for name in filter(None, files.stdout.split("\0")):
         if (ROOT / name).is_file() and not name.startswith(("tests/", "benchmarks/", "docs/")):
-            target = source / name
+            target = tmp_path / "source" / name
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes((ROOT / name).read_bytes())
+    return tmp_path / "source"
+
+
+@pytest.mark.slow
+def test_the_sources_of_the_extension_are_packed_even_where_it_is_left_out(source):
+    environment = os.environ | {"LAYERZERO_NATIVE": "0"}
+    subprocess.run([sys.executable, "setup.py", "-q", "sdist"], cwd=source, check=True, env=environment, timeout=300)
+    (packed,) = (source / "dist").glob("*.tar.gz")
+    with tarfile.open(packed) as opened:
+        names = {Path(name).name for name in opened.getnames()}
+    assert {path.name for path in (ROOT / "src/layerzero/_native").glob("*.[ch]")} <= names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("without", [{"CC": "false"}, {"LAYERZERO_NATIVE": "0"}], ids=["no compiler", "pure Python"])
+def test_a_wheel_without_the_extension_serves_with_torch_alone(source, tmp_path, without):
+    built, place = tmp_path / "built", tmp_path / "place"
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(built)]
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "LAYERZERO_NATIVE")}
     subprocess.run([*command, str(source)], check=True, env=environment | without, timeout=300)
