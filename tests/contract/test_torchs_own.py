@@ -13,6 +13,7 @@ from layerzero.core.dtypes import dtype_name
 from layerzero.core.reasons import ReasonCode
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import function_of
+from layerzero.ops.quantize.formats import FORMATS
 from layerzero.tuning.measurement.jobs import jobs_of_cases
 
 COMPOSED = {
@@ -99,7 +100,7 @@ WITHOUT = {
     **{
         f"{name}.{of}": "torch.quantize_per_channel has other formats, roundings and scales"
         for name in ("quantize", "dequantize")
-        for of in ("int8", "fp8_e4m3", "fp8_e5m2", "mxfp8_e4m3", "mxfp8_e5m2", "mxfp4", "nvfp4")
+        for of in FORMATS
     },
 }
 """Operations that torch has no way to."""

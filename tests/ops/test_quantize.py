@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 import layerzero as lz
 from drawing import at_once, examples
-from layerzero.ops.quantize.formats import FORMATS, as_floats, e2m1_codes, e2m1_numbers
+from layerzero.ops.quantize.formats import (
+    FORMATS,
+    as_floats,
+    e2m1_codes,
+    e2m1_numbers,
+    four_in_three,
+    of_six_bits,
+    six_bits,
+)
 from layerzero.testing import compare
 from layerzero.testing.generate import random_call
 
@@ -77,6 +85,24 @@ def test_four_bits_hold_the_nearest_of_fifteen_numbers(number):
     every = torch.cat((every, -every))
     found = e2m1_numbers(e2m1_codes(torch.tensor([number])), torch.float32)
     assert (found - number).abs() == (every - number).abs().min()
+
+
+@pytest.mark.parametrize(("name", "steps"), [("mxfp6_e2m3", 8), ("mxfp6_e3m2", 4)])
+@given(number=st.floats(-1e3, 1e3, width=32))
+@settings(max_examples=examples(100))
+def test_six_bits_hold_the_nearest_number_and_lie_side_by_side(name, steps, number):
+    of, lowest = FORMATS[name], 1.0 if steps == 8 else 0.25
+    every = [lowest * each / steps for each in range(steps)]
+    every += [lowest * 2.0**power * (1 + each / steps) for power in range(8) for each in range(steps)]
+    every = torch.tensor(every[:32])
+    assert every[-1] == of.largest
+    found = of_six_bits(six_bits(torch.tensor([number]), of), of, torch.float32)
+    both = torch.cat((every, -every))
+    assert (found - number).abs() == (both - number).abs().min()
+    codes = torch.arange(64, dtype=torch.uint8)
+    assert torch.equal(of_six_bits(codes, of, torch.float64), both.double())
+    stream = sum(int(code) << 6 * place for place, code in enumerate(codes))
+    assert bytes(four_in_three(codes).tolist()) == stream.to_bytes(48, "little")
 
 
 @given(st.integers(0, 2**32), st.sampled_from(SCALED), st.floats(1e-3, 1e3))

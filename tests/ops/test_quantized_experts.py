@@ -20,7 +20,16 @@ from layerzero.testing.generate import random_call
 HIDDEN, INNER, EXPERTS = 256, 64, 4
 FORMATS = (
     *("compressed-tensors:bits=4,group=32", "compressed-tensors:bits=8", "awq:bits=4,group=32,zeros=stored"),
-    *("gptq:bits=4,group=32,zeros=minus_one", "fp8", "fp8:rows=0", "fp8:group=128,rows=128", "mxfp4", "mxfp8", "nvfp4"),
+    *(
+        "gptq:bits=4,group=32,zeros=minus_one",
+        "fp8",
+        "fp8:rows=0",
+        "fp8:group=128,rows=128",
+        "mxfp4",
+        "mxfp6_e3m2",
+        "mxfp8",
+        "nvfp4",
+    ),
     "nf4:group=64",
 )
 

@@ -34,6 +34,8 @@ LOSSES = {
     "fp8": 0.04,
     "fp8:rows=0": 0.04,
     "mxfp4": 0.2,
+    "mxfp6_e2m3": 0.05,
+    "mxfp6_e3m2": 0.08,
     "mxfp8": 0.05,
     "nvfp4": 0.15,
     "nvfp4:over": 0.15,

@@ -16,6 +16,7 @@ def _grid(exponent_bits, mantissa_bits, bias, largest):
 
 
 GRIDS = {"fp8_e4m3": _grid(4, 3, 7, 448.0), "fp8_e5m2": _grid(5, 2, 15, 57344.0), "fp4": _grid(2, 1, 1, 6.0)}
+GRIDS |= {"mxfp6_e2m3": _grid(2, 3, 1, 7.5), "mxfp6_e3m2": _grid(3, 2, 3, 28.0)}
 
 
 def _codes(numbers, grid):
@@ -43,6 +44,19 @@ def bytes_of(numbers):
 def numbers_of(narrow):
     grid = np.concatenate((GRIDS["fp4"], -GRIDS["fp4"]))
     return grid[np.stack((narrow % 16, narrow // 16), -1).reshape(*narrow.shape[:-1], 2 * narrow.shape[-1])]
+
+
+def six_bits(numbers, name):
+    """Bytes of a stream of bits, the lowest first."""
+    codes = _codes(numbers, GRIDS[name]) + 32 * (numbers < 0)
+    bits = (codes[..., None] >> np.arange(6) & 1).reshape(*codes.shape[:-1], -1, 8)
+    return (bits << np.arange(8)).sum(-1).astype(np.uint8)
+
+
+def of_six_bits(narrow, name):
+    grid = np.concatenate((GRIDS[name], -GRIDS[name]))
+    bits = (narrow[..., None] >> np.arange(8) & 1).reshape(*narrow.shape[:-1], -1, 6)
+    return grid[(bits << np.arange(6)).sum(-1)]
 
 
 def _repeated(scale, shape):
@@ -80,10 +94,12 @@ def _blocks(x, size):
 def _mx(c, name):
     blocks, most = _blocks(c["input"], 32)
     exponent = np.floor(np.log2(np.where((most > 0) & np.isfinite(most), most, 1.0)))
-    exponent = exponent - {"mxfp8_e4m3": 8, "mxfp8_e5m2": 15, "mxfp4": 2}[name]
+    exponent = exponent - {"mxfp8_e4m3": 8, "mxfp8_e5m2": 15, "mxfp4": 2, "mxfp6_e2m3": 2, "mxfp6_e3m2": 4}[name]
     scale = 2.0 ** np.clip(np.where(most > 0, exponent, -127), -127, 127)
     scale = np.where(np.isfinite(most), scale, np.nan)
     quotients = (blocks / scale[..., None]).reshape(c["input"].shape)
+    if name.startswith("mxfp6"):
+        return six_bits(quotients, name), scale
     return (bytes_of(quotients) if name == "mxfp4" else nearest(quotients, name[2:])), scale
 
 
@@ -100,13 +116,14 @@ def _nv(c):
 
 def _back(c, name):
     narrow, scale = c["quantized"], c["scale"]
-    x = numbers_of(narrow) if name.endswith("fp4") else np.float64(narrow)
+    x = of_six_bits(narrow, name) if name.startswith("mxfp6") else narrow
+    x = numbers_of(narrow) if name.endswith("fp4") else np.float64(x)
     whole = c.get("tensor_scale")
     factor = scale if whole is None else scale * whole.reshape(())
     return (x * _repeated(factor, x.shape),)
 
 
-_NAMES = ("int8", "fp8_e4m3", "fp8_e5m2", "mxfp8_e4m3", "mxfp8_e5m2", "mxfp4", "nvfp4")
+_NAMES = ("int8", "fp8_e4m3", "fp8_e5m2", "mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4")
 
 
 def _of(name):

@@ -3,6 +3,8 @@
 import numpy as np
 import torch
 
+from oracles.quantize import of_six_bits
+
 AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
@@ -85,6 +87,8 @@ def micro(c, scheme, of, columns):
     data, scale = c["weight"], c["weight_scale"]
     if scale.dtype == np.uint8:
         scale = 2.0 ** (np.float64(scale) - 127)
+    if scheme.startswith("mxfp6"):
+        return of_six_bits(data, scheme) * np.repeat(scale, columns // scale.shape[1], 1)
     numbers = data if scheme == "mxfp8" else np.array((*E2M1, *(-each for each in E2M1)))[halves(data, True)]
     if scheme == "nvfp4":
         scale = scale / c["second_scale"] if of["kind"] == "over" else scale * c["second_scale"]
@@ -106,7 +110,7 @@ def gguf(c, scheme, of, columns):
 READERS = {
     **dict.fromkeys(("gptq", "awq", "compressed-tensors"), grouped),
     "fp8": blocks,
-    **dict.fromkeys(("mxfp4", "mxfp8", "nvfp4"), micro),
+    **dict.fromkeys(("mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8", "nvfp4"), micro),
     **dict.fromkeys(("nf4", "fp4"), codebook),
     "gguf": gguf,
 }

@@ -63,6 +63,7 @@ SETS: Mapping[str, OperationSet] = {
             *("mlp.linear.quant.group.int8", "mlp.linear.quant.block", "mlp.linear.quant.mx"),
             *("mlp.linear.quant.codebook", "mlp.linear.quant.gguf", "moe.experts.quant", "moe.experts.quant.int8"),
             *("quantize.int8", "quantize.fp8_e4m3", "quantize.mxfp8_e4m3", "quantize.mxfp4", "quantize.nvfp4"),
+            *("quantize.mxfp6_e2m3", "quantize.mxfp6_e3m2", "dequantize.mxfp6_e2m3", "dequantize.mxfp6_e3m2"),
             *("dequantize.int8", "dequantize.fp8_e4m3", "dequantize.mxfp8_e4m3", "dequantize.mxfp4"),
             *("dequantize.nvfp4", "kv.append.quantized", "kv.rope_append.quantized"),
             *("attention.quantized.prefill.paged", "attention.quantized.decode.paged"),

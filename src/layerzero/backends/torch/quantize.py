@@ -83,7 +83,7 @@ def _load_blocks(divide: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[Fact
 
         def run(input: Tensor, **params: Any) -> tuple[Tensor, Tensor]:
             quotients, scale = divide(input, of, **params)
-            if of.is_packed and in_float32:
+            if of.bits == 4 and in_float32:
                 return packed(e2m1_by_bits(quotients)), scale
             return rounded(quotients, of), scale
 

@@ -2,6 +2,7 @@
 
     quantize.int8, quantize.fp8_e4m3, quantize.fp8_e5m2     scales in float32, of a tensor, rows, columns or blocks
     quantize.mxfp8_e4m3, quantize.mxfp8_e5m2, quantize.mxfp4   a power of two for each 32 numbers
+    quantize.mxfp6_e2m3, quantize.mxfp6_e3m2                the same
     quantize.nvfp4                                          an e4m3 scale for each 16, one in float32 for the tensor
 
 A right rounding is the reference's, or its neighbour where a quotient lies as good as between both.
@@ -248,7 +249,7 @@ def _sizes(of: Format, rows: int, features: int) -> dict[str, int]:
     if of.block:
         sizes["scale_blocks"] = features // of.block
     if of.is_packed:
-        sizes["packed_features"] = features // 2
+        sizes["packed_features"] = features * of.bits // 8
     return sizes
 
 
@@ -313,8 +314,8 @@ QUANTIZE: dict[str, Operation] = {of.name: _quantize(of) for of in (*SCALED, *MX
 """By the format's name."""
 
 
-def _packed_features(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
-    return {"features": 2 * arguments["quantized"].shape[-1]}
+def _features(bits: int, arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
+    return {"features": arguments["quantized"].shape[-1] * 8 // bits}
 
 
 def _examples_back(of: Format) -> Callable[..., dict[str, Any]]:
@@ -351,7 +352,7 @@ def _dequantize(of: Format) -> Operation:
         cases=tuple(cases),
         judge=RoundedOnce(),
         fixed={"dtype": of.name},
-        derive=_packed_features if of.is_packed else _granularity,
+        derive=functools.partial(_features, of.bits) if of.is_packed else _granularity,
         derived_from={"features": ("packed_features",)} if of.is_packed else {"granularity": ()},
         examples=_examples_back(of),
         check_values=_check_dequantize,

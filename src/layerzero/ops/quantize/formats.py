@@ -3,7 +3,7 @@
 int8, float8_e4m3fn and float8_e5m2 go with scales in float32. The MX formats have a power of two for each 32 numbers
 (OCP Microscaling Formats 1.0), nvfp4 an e4m3 scale for each 16. Numbers of four bits are e2m1: 0, 0.5, 1, 1.5, 2, 3, 4
 and 6 with a sign, two in a byte, the first one in its low bits; uint8, because torch's float4_e2m1fn_x2 is copied and
-nothing else.
+nothing else. Numbers of six bits are e2m3 or e3m2, four in three bytes, the first one in the lowest bits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Format:
         exponent: that of the largest power of two; 0 for whole numbers.
         block: how many numbers share a scale where the format says so, else 0.
         scale_dtype: that of its scales.
-        is_packed: whether two lie in a byte.
+        bits: of a number; of fewer than 8 a byte holds parts of several.
     """
 
     name: str
@@ -40,7 +40,12 @@ class Format:
     exponent: int = 0
     block: int = 0
     scale_dtype: torch.dtype = torch.float32
-    is_packed: bool = False
+    bits: int = 8
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a byte holds parts of several numbers."""
+        return self.bits < 8
 
     @property
     def least_scale(self) -> float:
@@ -65,11 +70,13 @@ SCALED = (
 MX = (
     Format("mxfp8_e4m3", _E4M3, E4M3_LARGEST, 8, MX_BLOCK, _E8M0),
     Format("mxfp8_e5m2", _E5M2, 57344.0, 15, MX_BLOCK, _E8M0),
-    Format("mxfp4", torch.uint8, E2M1_LARGEST, 2, MX_BLOCK, _E8M0, is_packed=True),
+    Format("mxfp4", torch.uint8, E2M1_LARGEST, 2, MX_BLOCK, _E8M0, bits=4),
+    Format("mxfp6_e2m3", torch.uint8, 7.5, 2, MX_BLOCK, _E8M0, bits=6),
+    Format("mxfp6_e3m2", torch.uint8, 28.0, 4, MX_BLOCK, _E8M0, bits=6),
 )
 """With a power of two for each block."""
 
-NV = (Format("nvfp4", torch.uint8, E2M1_LARGEST, 2, NV_BLOCK, _E4M3, is_packed=True),)
+NV = (Format("nvfp4", torch.uint8, E2M1_LARGEST, 2, NV_BLOCK, _E4M3, bits=4),)
 """With an e4m3 scale for each block, and one in float32 for the tensor."""
 
 FORMATS: dict[str, Format] = {each.name: each for each in (*SCALED, *MX, *NV)}
@@ -92,11 +99,11 @@ def in_blocks(tensor: Tensor, size: int) -> Tensor:
 def rounded(quotients: Tensor, to: Format) -> Tensor:
     """Numbers as the nearest ones of a format, of two as near the even one; beyond its range its largest, -128 in int8.
 
-    NaN stays NaN in float8, and becomes 0 elsewhere. Shapes: (*, W) → (*, W), or (*, W / 2) where two lie in a byte.
+    NaN stays NaN in float8, and becomes 0 elsewhere. Shapes: (*, W) → (*, W), of fewer bits (*, W * bits / 8).
     Dtype: float32 or float64 → that of the format.
     """
     if to.is_packed:
-        return packed(e2m1_codes(quotients))
+        return packed(e2m1_codes(quotients)) if to.bits == 4 else four_in_three(six_bits(quotients, to))
     if to.is_whole:
         return quotients.nan_to_num(0.0).round().clamp(-128.0, 127.0).to(to.dtype)
     return quotients.clamp(-to.largest, to.largest).to(to.dtype)
@@ -117,8 +124,46 @@ def as_floats(narrow: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def widened(narrow: Tensor, of: Format, dtype: torch.dtype) -> Tensor:
-    """The numbers that a format's tensor holds. Shapes: (*, W), or (*, W / 2) where two lie in a byte → (*, W)."""
-    return e2m1_numbers(unpacked(narrow), dtype) if of.is_packed else as_floats(narrow, dtype)
+    """The numbers that a format's tensor holds. Shapes: (*, W), of fewer bits (*, W * bits / 8) → (*, W)."""
+    if not of.is_packed:
+        return as_floats(narrow, dtype)
+    return e2m1_numbers(unpacked(narrow), dtype) if of.bits == 4 else of_six_bits(of_three(narrow), of, dtype)
+
+
+def six_bits(quotients: Tensor, to: Format) -> Tensor:
+    """Codes from 0 to 63 of the nearest e2m3 or e3m2 numbers, of two as near the even one; 0 of NaN."""
+    size, (mantissa, least) = quotients.abs().nan_to_num(0.0).clamp(max=to.largest), _six_bits(to)
+    exponent = (torch.frexp(size).exponent - 1).clamp(min=least)  # below the least, numbers lie evenly
+    exponent = exponent.masked_fill(size == 0.0, least)
+    steps = torch.ldexp(size, mantissa - exponent).round().to(torch.int32)  # which may reach the next exponent's first
+    code = (exponent - least << mantissa) + steps
+    return code.to(torch.uint8) + (quotients < 0.0).to(torch.uint8) * 32
+
+
+def of_six_bits(codes: Tensor, of: Format, dtype: torch.dtype) -> Tensor:
+    """The numbers that codes from 0 to 63 stand for."""
+    field, (mantissa, least) = (codes & 31).to(torch.int32), _six_bits(of)
+    exponent = (field >> mantissa).clamp(min=1) - 1
+    size = torch.ldexp((field - (exponent << mantissa)).to(dtype), exponent + (least - mantissa))
+    return torch.where(codes > 31, -size, size)
+
+
+def _six_bits(of: Format) -> tuple[int, int]:
+    """Bits behind the point, and the least exponent of normal numbers: of e2m3, or of e3m2."""
+    return (3, 0) if of.exponent == 2 else (2, -2)
+
+
+def four_in_three(codes: Tensor) -> Tensor:
+    """Four codes of six bits in three bytes, the first one in the lowest bits. Shapes: (*, W) → (*, 3 W / 4)."""
+    one, two, three, four = in_blocks(codes.contiguous(), 4).unbind(-1)
+    return torch.stack((one | two << 6, two >> 2 | three << 4, three >> 4 | four << 2), -1).flatten(-2)
+
+
+def of_three(narrow: Tensor) -> Tensor:
+    """The codes of bytes. Shapes: (*, 3 W / 4) → (*, W)."""
+    one, two, three = in_blocks(narrow.contiguous(), 3).unbind(-1)
+    codes = one & 63, one >> 6 | (two & 15) << 2, two >> 4 | (three & 3) << 4, three >> 2
+    return torch.stack(codes, -1).flatten(-2)
 
 
 def e2m1_codes(quotients: Tensor) -> Tensor:

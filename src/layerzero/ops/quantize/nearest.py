@@ -14,7 +14,8 @@ from layerzero.ops.quantize.schemes import SCHEMES, format_problems, scheme_of
 from layerzero.ops.quantize.weight_format import WeightFormat
 
 _WHOLE = {2: 0.454, 3: 0.203, 4: 0.102, 5: 0.052, 6: 0.026, 7: 0.013, 8: 0.0065}
-_OTHERS = {"fp8": 0.026, "mxfp8": 0.029, "nf4": 0.092, "nvfp4": 0.095, "mxfp4": 0.115, "fp4": 0.122}
+_OTHERS = {"fp8": 0.026, "mxfp6_e2m3": 0.028, "mxfp8": 0.029, "mxfp6_e3m2": 0.054, "nf4": 0.092, "nvfp4": 0.095}
+_OTHERS |= {"mxfp4": 0.115, "fp4": 0.122}
 """What ``lz.quantize_weight`` loses of normal numbers, as a share of their norm: of whole numbers by bits in groups of
 128, of others by scheme (512 x 4096 numbers, 2026-11-26)."""
 

@@ -81,12 +81,13 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """Divide numbers by scales and round them to a narrow format, to even where two are as near.
 
-    Shapes: input (*, W) → (*, W), or (*, W / 2) where two lie in a byte; scales as below
-    Dtype: input floating; int8, float8 or, of four bits, uint8 with the first number in a byte's low bits; scales
+    Shapes: input (*, W) → (*, W), or (*, W / 2) of four bits and (*, 3 W / 4) of six; scales as below
+    Dtype: input floating; int8, float8 or, of four and six bits, uint8 with the first number in the lowest bits; scales
         float32, float8_e8m0fnu of the MX formats, float8_e4m3fn of nvfp4.
     Args:
-        dtype: ``"int8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``; ``"mxfp8_e4m3"``, ``"mxfp8_e5m2"`` and ``"mxfp4"`` with a
-            power of two for each 32 numbers; ``"nvfp4"`` with an e4m3 scale for each 16.
+        dtype: ``"int8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``; ``"mxfp8_e4m3"``, ``"mxfp8_e5m2"``, ``"mxfp6_e2m3"``,
+            ``"mxfp6_e3m2"`` and ``"mxfp4"`` with a power of two for each 32 numbers; ``"nvfp4"`` with an e4m3 scale for
+            each 16.
         scale: what to divide by, for int8 and fp8; float32 above 0: () or (1,) for all numbers, (*, 1) for each row,
             (W,) for each column, (*, W / b) for each block of b. None computes it: the largest absolute value over the
             format's largest number; in int8 1 where all are 0, in float8 at least 1 / (512 * largest), as vLLM.
@@ -97,8 +98,8 @@ def quantize(
     Returns: the numbers, and their scales: (), (*, 1) or (*, W / block_size); those given as a copy.
     What lies beyond the range of a given scale becomes the largest number (int8: -128 to 127). Infinity makes a
     computed scale infinite (NaN in the MX formats and nvfp4), so that what shares it reads as NaN. NaN stays NaN in
-    float8; of a scale's numbers in int8 and four bits, where one is NaN, nothing is said. Debug mode refuses what is
-    not finite in int8 and four bits. Nothing flows back: the results need no gradients.
+    float8; of a scale's numbers in int8 and fewer bits, where one is NaN, nothing is said. Debug mode refuses what is
+    not finite in int8 and fewer bits. Nothing flows back: the results need no gradients.
     Raises: InvalidCallError for an unknown format, for scales whose shape, dtype or device does not fit, and for rows
         that blocks do not divide; in debug mode for scales that are not above 0.
     Source: OCP Microscaling Formats 1.0; arXiv:2209.05433 for float8.
@@ -116,8 +117,8 @@ def dequantize(
 ) -> Tensor:
     """Multiply narrow numbers with their scales: what :func:`layerzero.quantize` made, as floating numbers.
 
-    Shapes: quantized (*, W), or (*, W / 2) where two lie in a byte; scale as :func:`layerzero.quantize` takes or
-        returns it → (*, W)
+    Shapes: quantized (*, W), or (*, W / 2) of four bits and (*, 3 W / 4) of six; scale as :func:`layerzero.quantize`
+        takes or returns it → (*, W)
     Dtype: quantized and scale those of the format; computes in float32, rounds once, to out_dtype.
     Args:
         dtype: the format, as of :func:`layerzero.quantize`.
@@ -218,7 +219,7 @@ def _route_back(arguments: dict[str, Any], default_layout: str | None) -> Routed
         if of in SCALED:
             problems += _scale_problems("scale", scale, shape)
         else:
-            width = shape[-1] * (2 if of.is_packed else 1)
+            width = shape[-1] * 8 // of.bits
             wanted = (*shape[:-1], width // of.block)
             if width % of.block or tuple(scale.shape) != wanted:
                 told_shape = f"{wanted}, one for each {of.block} numbers"

@@ -98,7 +98,7 @@ class Blocks(Scheme):
 
 
 class Micro(Scheme):
-    """MX and NVFP4: data uint8 (N, K / 2), the first number in a byte's low bits, or float8 (N, K).
+    """MX and NVFP4: data float8 (N, K), or uint8 (N, K / 2), of six bits (N, 3 K / 4), the first number in low bits.
 
     The scales of MX are powers of two for each 32 numbers, (N, K / 32), as float8_e8m0fnu or their bytes; those of
     nvfp4 float8_e4m3fn for each 16, (N, K / 16), and multiples of ``second_scale`` (), or with ``nvfp4:over``, as
@@ -122,10 +122,11 @@ class Micro(Scheme):
         return [f"data: wanted a multiple of {self.narrow.block} columns, the block of {of}, got {inputs}"]
 
     def bits(self, of: WeightFormat, scale: str = "float16") -> float:
-        return (4.0 if self.narrow.is_packed else 8.0) + 8.0 / self.narrow.block
+        return self.narrow.bits + 8.0 / self.narrow.block
 
     def wanted(self, of: WeightFormat, outputs: int, inputs: int) -> Wanted:
-        data = ((outputs, inputs), _FLOAT8) if self.name == "mxfp8" else ((outputs, inputs // 2), _BYTES)
+        width = inputs * self.narrow.bits // 8
+        data = (outputs, width), _BYTES if self.narrow.is_packed else _FLOAT8
         dtypes = frozenset({torch.float8_e4m3fn}) if self.name == "nvfp4" else _POWERS
         found = {"data": data, "scale": ((outputs, inputs // self.narrow.block), dtypes)}
         return {**found, "second_scale": ((), _FLOAT32)} if self.name == "nvfp4" else found
@@ -287,7 +288,7 @@ class Gguf(Scheme):
 SCHEMES: dict[str, Scheme] = {
     **GROUPED,
     "fp8": Blocks(),
-    **{name: Micro(name) for name in ("mxfp4", "mxfp8", "nvfp4")},
+    **{name: Micro(name) for name in ("mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8", "nvfp4")},
     "nf4": Codebook("nf4", _NF4),
     "fp4": Codebook("fp4", (*_FP4, *(-each for each in _FP4))),
     "gguf": Gguf(),

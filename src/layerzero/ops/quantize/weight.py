@@ -182,16 +182,17 @@ class QuantizedWeight(Bundle):
         return cls(of, tuple(weight.shape), weight, scale.reshape(*lead, -1, 1) if of.rows else scale.reshape(lead))
 
     @classmethod
-    def from_mx(cls, weight: Tensor, scale: Tensor) -> QuantizedWeight:
+    def from_mx(cls, weight: Tensor, scale: Tensor, of: str = "") -> QuantizedWeight:
         """Of MX: uint8 (N, K / 2) or, as gpt-oss has it, (N, K / 32, 16), or float8 (N, K); scale (N, K / 32).
 
-        Of a stack with an axis more: gpt-oss's ``gate_up_proj_blocks`` (E, N, K / 32, 16).
+        Of a stack with an axis more: gpt-oss's ``gate_up_proj_blocks`` (E, N, K / 32, 16). Of six bits are (N, 3 K / 4)
+        with ``of="mxfp6_e2m3"`` or ``"mxfp6_e3m2"``, which no dtype tells.
         """
         refuse("QuantizedWeight.from_mx", _tensors_missing({"weight": weight, "scale": scale}, 2, exactly=False))
         weight = weight.flatten(min(scale.ndim, weight.ndim) - 1)
-        columns = weight.shape[-1] * (2 if weight.dtype is torch.uint8 else 1)
-        shape = (*weight.shape[:-1], columns)
-        return cls("mxfp4" if weight.dtype is torch.uint8 else "mxfp8", shape, weight, scale)
+        name = of or ("mxfp4" if weight.dtype is torch.uint8 else "mxfp8")
+        bits = {"mxfp4": 4.0, "mxfp8": 8.0}.get(name, 6.0)
+        return cls(name, (*weight.shape[:-1], int(weight.shape[-1] * 8 // bits)), weight, scale)
 
     @classmethod
     def from_nvfp4(
