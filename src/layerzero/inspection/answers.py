@@ -11,7 +11,7 @@ from layerzero.core.argument_errors import bound
 from layerzero.core.arguments import told
 from layerzero.core.device import Device
 from layerzero.core.errors import InvalidCallError, UnknownOperationError
-from layerzero.core.facts import CallState, Facts
+from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Operation, Routed
 from layerzero.core.plain import PlainFunction
@@ -27,6 +27,7 @@ from layerzero.engine.policy import Policy, covers
 from layerzero.engine.probe import Machine
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.settings import nearest
+from layerzero.engine.transforms import call_state
 from layerzero.inspection.subjects import Named, call_made, function_named, name_of, refused
 from layerzero.ops import DROP_INS, FUNCTIONS, OPERATION_ALIASES, PLAIN_FUNCTIONS, function_of, plain_function_of
 
@@ -86,12 +87,13 @@ def _explain_call(
 ) -> Report:
     """The same for a call with tensors; ``machine`` is another one than this, if it is about another."""
     policy, device = current_policy(), None if machine is None else machine.device
-    dispatcher, arguments, wanted = question(name, args, kwargs)
-    call_state = None
+    dispatcher, arguments = question(name, args, kwargs)
+    state = None
     if capturing or device is not None:
-        call_state = _state(arguments, policy, dispatcher, capturing, device)
-    report, _ = dispatcher.explain(arguments, policy, machine=machine, call_state=call_state)
-    check_operation(wanted, report)
+        state = call_state(dispatcher.tensors(arguments), policy, dispatcher.function.state, device)
+        state = msgspec.structs.replace(state, capturing=capturing)
+    report, _ = dispatcher.explain(arguments, policy, machine=machine, call_state=state)
+    check_operation(name, report)
     return _with_workspaces(report)
 
 
@@ -206,17 +208,8 @@ def explain_facts(call: Facts, machine: Machine, policy: Policy, *, alone: bool 
     return _with_workspaces(ENGINE.decide(judged, routed, call, policy, machine, alone=alone)[0])
 
 
-def _state(
-    arguments: Mapping[str, Any], policy: Any, dispatcher: Dispatcher, capturing: bool, device: Device | None
-) -> CallState:
-    from layerzero.engine.transforms import call_state
-
-    state = call_state(dispatcher.tensors(arguments), policy, dispatcher.function.state, device)
-    return msgspec.structs.replace(state, capturing=capturing)
-
-
-def question(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Dispatcher, dict[str, Any], str]:
-    """The dispatcher, bound arguments and wanted operation of a question."""
+def question(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Dispatcher, dict[str, Any]]:
+    """The dispatcher and the bound arguments of a question."""
     operation = name
     if name in OPERATION_ALIASES:
         operations, implied = OPERATION_ALIASES[name]
@@ -227,7 +220,7 @@ def question(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     if function is None:
         raise unknown_operation(name)
     call = CALLS[function.name]
-    return call.dispatcher, call.function.bind(args, kwargs), name
+    return call.dispatcher, call.function.bind(args, kwargs)
 
 
 def unknown_operation(name: str) -> UnknownOperationError:

@@ -264,7 +264,7 @@ def bind(function_or_operation: Named, *args: Any, guard: bool = True, **kwargs:
     plain = plain_function_of(wanted)
     if plain is not None:
         return bind_plain(plain, wanted, args, kwargs, guard=guard)
-    dispatcher, arguments, _ = question(wanted, args, kwargs)
+    dispatcher, arguments = question(wanted, args, kwargs)
     function = dispatcher.function
     passed = list(inspect.Signature(function.parameters).bind_partial(*args, **kwargs).arguments)
     for name, number in function.given_as.items():

@@ -24,13 +24,11 @@ from layerzero.core.evidence import Evidence, Measurement
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger
-from layerzero.core.plan import Report
 from layerzero.core.system import forking
 from layerzero.engine import probe
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.failures import out_of_memory
-from layerzero.engine.jit import BUILT
 from layerzero.engine.order import replaces
 from layerzero.engine.pick import ranked
 from layerzero.tuning.measurement.bench import Benched, TimedBy, bench
@@ -106,12 +104,6 @@ class _Comparison(TensorParty):
     def order(self) -> Iterator[Job]:
         """The calls in their order, those that would take much of the time behind all others."""
         return long_last(self.jobs, self.is_long)
-
-    def unbuilt(self, report: Report) -> list[Kernel]:
-        """Those of them that would compile in this process: for children, or not at all; without an end they may."""
-        if self.deadline.left_s == math.inf:
-            return []
-        return [each for each in self.entrants(report) if each.jit and not BUILT.ready(each, report.facts)]
 
     def to_build(self, jobs: Sequence[Job]) -> Pairs:
         """What children can build for these calls. What must be vetted is refused, and the table says so."""

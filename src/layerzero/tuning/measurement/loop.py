@@ -23,7 +23,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.plan import Report
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.failures import out_of_memory
-from layerzero.engine.jit import BuildIdentity, BuildOutcome, build_of
+from layerzero.engine.jit import BUILT, BuildIdentity, BuildOutcome, build_of
 from layerzero.inspection.answers import explain
 from layerzero.testing.single_run import lost_context, raised
 from layerzero.tuning.measurement.clocks import Clock
@@ -322,6 +322,15 @@ class TensorParty(Party[Job]):
     def entrants(self, report: Report) -> list[Kernel]:
         """The kernels that would be measured if all were built."""
         return [each.kernel for each in taking_part(report, self.leave_out, self.only, graph=self.graph)]
+
+    def unbuilt(self, report: Report) -> list[Kernel]:
+        """Those of them that would compile in this process, and do not: for children, or not at all."""
+        new = [each for each in self.entrants(report) if each.jit and not BUILT.ready(each, report.facts)]
+        return [each for each in new if self.compiles_elsewhere(each)]
+
+    def compiles_elsewhere(self, kernel: Kernel) -> bool:  # noqa: ARG002
+        """Whether a kernel may not compile in this process; without an end it may."""
+        return self.deadline.left_s < math.inf
 
     def trouble(self, error: Exception, job: Job, report: Report) -> str:
         """Why a call was not measured, so that one call's trouble is reported, and the others are measured.

@@ -23,7 +23,7 @@ from layerzero.core.ledger import class_text
 from layerzero.core.plan import Report
 from layerzero.engine import legality
 from layerzero.engine.dispatch import ENGINE
-from layerzero.engine.jit import BUILT, build_of, is_kept
+from layerzero.engine.jit import build_of, is_kept
 from layerzero.engine.order import costs
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
@@ -123,15 +123,9 @@ class TuningRun(TensorParty):
         evidence = costs(ENGINE.ledger.evidence(parties, self.served_facts(report.facts)), parties)
         return self.out(report, evidence) & {each.id for each in parties}
 
-    def unbuilt(self, report: Report) -> list[Kernel]:
-        """Those of them that would compile in this process: for children, or, with a deadline, not at all."""
-        return [
-            kernel
-            for kernel in self.entrants(report)
-            if kernel.jit
-            and not BUILT.ready(kernel, report.facts)
-            and ((self.isolate and kernel.builds_apart) or self.deadline.left_s < math.inf)
-        ]
+    def compiles_elsewhere(self, kernel: Kernel) -> bool:
+        """Whether children build it, or, with a deadline, nothing does."""
+        return (self.isolate and kernel.builds_apart) or self.deadline.left_s < math.inf
 
     def to_vet(self, jobs: Iterable[Job]) -> Pairs:
         """What only vetting keeps from these calls, and no child was given before."""
