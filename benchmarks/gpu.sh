@@ -66,6 +66,8 @@ for step in $steps; do
     tokens) measured python3 benchmarks/same_tokens.py --device cuda ;;
     training) measured python3 -m layerzero conformance --device cuda --calls 20 --kernel "*.grad" --kernel "liger.*cross_entropy*" \
         --kernel "quack.*cross_entropy*" --kernel "flash_attn.v[23]*"
+      step=training_arguments
+      measured python3 -m pytest -q -p no:cacheprovider -m "" tests/kernels/test_library_gradients.py
       step=training_times
       measured python3 benchmarks/training_gpu.py ;;
     models) for step in ${MODELS:-llama8b}; do measured python3 benchmarks/optimize_gpu.py "$step"; done ;;

@@ -1,7 +1,7 @@
 """Liger's Triton kernels with their backward passes: norms, gates and cross-entropy, on NVIDIA's and AMD's GPUs.
 
 None of them ran on a GPU yet. Under Triton's interpreter, on a CPU, results and gradients in float32 and bfloat16 are
-the reference's (``tests/kernels/test_liger_gradients.py``). What is done otherwise than in Liger's own functions:
+the reference's (``tests/kernels/test_library_gradients.py``). What is done otherwise than in Liger's own functions:
 
 - The gates' backward kernels write over gate and up, which a caller may still read: they get copies.
 - Cross-entropy writes gradients over the logits, and zeros over ignored rows without gradients, too: it gets a copy.
