@@ -125,7 +125,7 @@ DEVICES = {
     ),
 }
 
-QUICK = ("MI300X", "M3 Max", "H100", "AVX2")
+QUICK = ("MI300X", "H100", "AVX2")
 EACH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in DEVICES]
 
 TORCH = {"torch": "2.13.0"}
