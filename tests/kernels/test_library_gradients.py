@@ -7,89 +7,40 @@ threads, and nothing of what a GPU's compiler makes of the kernels. Skipped else
 
 from __future__ import annotations
 
-import dataclasses
-import os
-
 import pytest
 import torch
+from triton_interpreter import CALLS, DEVICE, DRAWS, INTERPRETED, here, interpreting
 
 import layerzero as lz
-from layerzero.core.limits import Arch
 from layerzero.engine.registry import REGISTRY
 from layerzero.testing.generate import RandomCall, draw, drawn_numbers
 from layerzero.testing.quick_checks import gradients
 from layerzero.testing.single_run import attempt
-
-CALLS, DRAWS = 12, 400
 
 pytestmark = pytest.mark.slow
 
 LIBRARIES = ("liger", "quack", "flash_attn")
 PAIRS = [(kernel, each) for kernel in REGISTRY.kernels() if kernel.backend.name in LIBRARIES and kernel.grad
          for each in kernel.operations]  # fmt: skip
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def interpreter():
-    """What Triton 3.9's interpreter lacks: floats given, bfloat16's arithmetic and rounding, CUDA's functions."""
+    """CUDA's functions are not the interpreter's."""
     if not INTERPRETED:
         if not torch.cuda.is_available():
             pytest.skip("no CUDA device, and TRITON_INTERPRET=1 is not set")
         yield
         return
     pytest.importorskip("liger_kernel")
-    runtime = pytest.importorskip("triton.runtime.interpreter")
-    from liger_kernel.ops import cross_entropy, geglu, layer_norm, rms_norm
+    with interpreting() as (patch, tl):
+        from liger_kernel.ops import cross_entropy, geglu, layer_norm, rms_norm
 
-    np, tl, builder, handle = runtime.np, runtime.tl, runtime.InterpreterBuilder, runtime.TensorHandle
-    argument, cast = runtime._implicit_cvt, builder.cast_impl
-
-    def widened(each):
-        return handle((each.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
-
-    def rounded(each):
-        bits = torch.from_numpy(np.ascontiguousarray(each.data)).bfloat16().view(torch.int16)
-        return handle(bits.numpy().view(np.uint16), tl.bfloat16)
-
-    def converted(self, source, kind):
-        pair = source.dtype.scalar, kind.scalar
-        ways = {(tl.bfloat16, tl.float32): widened, (tl.float32, tl.bfloat16): rounded}
-        return ways[pair](source) if pair in ways else cast(self, source, kind)
-
-    def computed(own):
-        def run(self, *operands):
-            *given, operator = operands
-            if given[0].dtype.scalar != tl.bfloat16:
-                return own(self, *operands)
-            return rounded(own(self, *map(widened, given), operator))
-
-        return run
-
-    def given(value):
-        whole = isinstance(value, float)
-        return tl.tensor(handle(np.array([value], np.float32), tl.float32), tl.float32) if whole else argument(value)
-
-    with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
-        patch.setattr(runtime, "_implicit_cvt", given)
-        patch.setattr(builder, "cast_impl", converted)
-        patch.setattr(builder, "create_fp_to_fp", lambda self, source, kind, _: converted(self, source, kind))
-        for name in ("unary_op", "binary_op"):
-            patch.setattr(builder, name, computed(getattr(builder, name)))
         for module in (cross_entropy, geglu):
             patch.setattr(module, "tanh", lambda value: 2.0 * tl.sigmoid(2.0 * value) - 1.0)
         for module in (rms_norm, layer_norm):
             patch.setattr(module, "rsqrt", lambda value: tl.math.rsqrt(value))
         yield
-
-
-def here(kernel):
-    """The kernel as it is; interpreted, as if its library served CPUs."""
-    if not INTERPRETED or kernel.backend.name != "liger":
-        return kernel
-    limits = tuple(each for each in kernel.limits if not isinstance(each, Arch))
-    return dataclasses.replace(kernel, backend=dataclasses.replace(kernel.backend, platforms=("cpu",)), limits=limits)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -24,6 +24,7 @@ BUILTIN: tuple[str, ...] = (
     "gigatoken",
     "habana",
     "humming",
+    "layerzero_triton",
     "liger",
     "liger_gradients",
     "onnxruntime",

@@ -1,0 +1,163 @@
+"""Kernels of our own in Triton, where no library has one for what Triton serves: NVIDIA's and AMD's GPUs.
+
+    layerzero_triton.swiglu_oai     gpt-oss's gate in one launch; torch takes seven
+    layerzero_triton.paged_tokens   queries over pages where drafts branch, with windows, softcaps and sinks; torch runs
+                                    each sequence by itself, which waits for the device
+
+None of them ran on a GPU yet: they are refused until ``layerzero vet`` proved them. Under Triton's interpreter, on a
+CPU, their results in float32 and bfloat16 are the reference's (``tests/kernels/test_layerzero_triton.py``).
+A program computes one query token, so that a key is read once for each token of its sequence: right for drafts and
+decodes, slow for long prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.compiler_caches import triton_cache
+from layerzero.core import limits as limit
+from layerzero.core.facts import MAX_ALIGNMENT_BYTES, Facts
+from layerzero.core.kernel import Backend, Kernel
+from layerzero.ops.paged import mixed
+
+OURS = Backend(
+    name="layerzero_triton",
+    summary="LayerZero's own kernels in Triton, where no library has one",
+    import_name="triton",
+    distribution=("triton", "pytorch-triton-rocm"),
+    versions=">=3.3",
+    platforms=("cuda", "rocm"),
+    homepage="https://triton-lang.org",
+    flags=("deterministic", "graph_safe", "jit"),
+)
+
+_BLOCK = 1024
+_LEAST = 16
+"""Rows and columns of a product, at least: what Triton's ``dot`` takes."""
+
+
+def _load_swiglu_oai(facts: Facts) -> Callable[..., Any]:
+    from layerzero.backends import triton_kernels
+
+    launch, turns = triton_kernels.swiglu_oai, "up" not in facts.tensors
+
+    def run(input: Tensor, up: Tensor | None = None, *, alpha: float, limit: float) -> Tensor:
+        shape = (*input.shape[:-1], input.shape[-1] // 2) if turns else input.shape
+        output = input.new_empty(shape)
+        count = output.numel()
+        given = input, input if up is None else up, output
+        if count:
+            launch[(-(-count // _BLOCK),)](*given, float(alpha), float(limit), count, by_turns=turns, block=_BLOCK)
+        return output
+
+    return run
+
+
+def _power(number: int) -> int:
+    return max(_LEAST, 1 << (number - 1).bit_length())
+
+
+def _load_paged_tokens(facts: Facts) -> Callable[..., Any]:
+    from layerzero.backends import triton_kernels
+
+    launch = triton_kernels.paged_tokens
+    heads, kv_heads, width, value_width, page = (
+        facts.size(each) for each in ("heads", "kv_heads", "head_dim", "value_dim", "page_size")
+    )
+    group = heads // kv_heads
+    blocks = {"group_block": _power(group), "head_block": _power(width), "value_block": _power(value_width)}
+    blocks["key_block"] = 64 if max(width, value_width) <= 128 else 32
+    usual = width**-0.5
+    sizes = {"head_dim": width, "value_dim": value_width, "group": group, "page_size": page}
+
+    def run(
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_tables: Tensor,
+        context_lens: Tensor,
+        cu_seqlens_q: Tensor,
+        *,
+        causal: bool = True,
+        scale: float | None = None,
+        window: tuple[int, int] | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        tree_mask: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        tokens = query.shape[0]
+        output = query.new_empty((tokens, heads, value_width))
+        lse = torch.empty((heads, tokens), dtype=torch.float32, device=query.device) if return_lse else output
+        left, right = (-1, -1) if window is None else window
+        numbers = torch.arange(tokens, dtype=torch.int32, device=query.device)
+        owners = torch.searchsorted(cu_seqlens_q[1:], numbers, right=True, out_int32=True)
+        tree = None if tree_mask is None else tree_mask.view(torch.uint8)
+        grown = tree is not None and tree.shape[1] > 0
+        said = {"causal": causal, "has_softcap": softcap is not None, "has_left": left >= 0, "has_right": right >= 0}
+        said |= {"has_sinks": sinks is not None, "has_tree": grown, "has_lse": return_lse}
+        if tokens:
+            launch[(tokens, kv_heads)](
+                *(query, key_cache, value_cache, block_tables, context_lens, cu_seqlens_q, owners),
+                *(query if sinks is None else sinks, query if tree is None else tree, output, lse),
+                *(usual if scale is None else float(scale), 1.0 if softcap is None else float(softcap), left, right),
+                *(0 if tree is None else tree.shape[1], tokens, *query.stride()[:2]),
+                *(*key_cache.stride()[:3], *value_cache.stride()[:3], block_tables.stride(0)),
+                *(0 if tree is None else tree.stride(0), heads),
+                **sizes,
+                **blocks,
+                **said,
+            )
+        return (output, lse) if return_lse else output
+
+    return run
+
+
+def _specialised(*names: str) -> Callable[[Facts], Hashable]:
+    """What Triton makes a variant for: sizes that are constants, dtypes, and whether data lie at multiples of 16."""
+
+    def key(facts: Facts) -> Hashable:
+        tensors = sorted(facts.tensors.items())
+        laid = tuple((name, each.dtype, each.alignment_bytes == MAX_ALIGNMENT_BYTES) for name, each in tensors)
+        return facts.device.sm, facts["operation"], laid, tuple(map(facts.size, names))
+
+    return key
+
+
+_LIMITS = (limit.arch(min=(8, 0)), limit.dtype("float32", "float16", "bfloat16"))  # Triton has no bfloat16 before
+
+KERNELS = (
+    Kernel(
+        id="layerzero_triton.swiglu_oai",
+        operations=("mlp.swiglu_oai", "mlp.swiglu_oai.interleaved"),
+        backend=OURS,
+        load=_load_swiglu_oai,
+        accepts=("alpha", "limit"),
+        limits=(*_LIMITS, limit.contiguous("input", "up")),
+        cache_folder=triton_cache,
+        build_key=_specialised(),
+        priority=50,
+    ),
+    Kernel(
+        id="layerzero_triton.paged_tokens",
+        operations=mixed.ALL,
+        backend=OURS,
+        load=_load_paged_tokens,
+        layout="NHD",
+        accepts=("causal", "scale", "window", "softcap", "sinks", "tree_mask", "return_lse"),
+        limits=(
+            *_LIMITS,
+            limit.dim("head_dim", max=256),
+            limit.dim("value_dim", max=256),
+            limit.last_stride_one("query", "key_cache", "value_cache", "block_tables", "tree_mask"),
+            limit.contiguous("context_lens", "cu_seqlens_q", "sinks"),
+        ),
+        cache_folder=triton_cache,
+        build_key=_specialised("heads", "kv_heads", "head_dim", "value_dim", "page_size"),
+        priority=16,
+    ),
+)
