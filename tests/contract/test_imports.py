@@ -211,7 +211,7 @@ OF_FRAMEWORKS = {
     "integrations/vllm.py": {"vllm"},
     "integrations/vllm_operators.py": {"vllm"},
 }
-"""Classes that a framework's registry imports by their names derive from its own, and a language's kernels are its functions.
+"""Classes that a framework's registry imports by their names derive from its own; Triton's kernels are its functions.
 
 What declares kernels imports none of these files at its top."""
 
