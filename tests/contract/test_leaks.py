@@ -87,6 +87,7 @@ _VERSION_1 = "version 1.0 of the descriptor had flags for attention alone, which
 _CATALOGUE = "the specification's codes of heads, and the catalogue of codes with their sentences is closed"
 _ENGINE = "a serving engine's attention layers are calls of these functions, with these arguments"
 _TRANSFORMERS = "an attention function for Transformers: its arguments are what it translates"
+_EXPERTS = "activation alpha down_bias experts gate_up_bias limit moe_experts swiglu_oai"
 _REPLACED = "a model's modules, whose parameters have these names, and what is called in their place"
 _LAYER = "a decoder layer of Transformers: its modules and arguments are named so, and so is what is called instead"
 _DRAWN = "the next tokens of a model, which its functions draw"
@@ -148,14 +149,10 @@ ALLOWED: dict[str, dict[str, str]] = {
                 "activation attention bias heads layer_norm linear mlp qkv qkv_linear weight",
             ),
             ("attention/dynamic_cache", _CACHE, "append_paged_kv_ tokens"),
-            (
-                "modules/experts",
-                _REPLACED,
-                (
-                    "activation alpha down_bias experts gate_up_bias limit moe_experts packed_down "
-                    "packed_gate_up silu swiglu_oai"
-                ),
-            ),
+            ("modules/coded_experts", _REPLACED, "activations experts moe_experts packed"),
+            ("modules/experts", _REPLACED, f"{_EXPERTS} silu"),
+            ("modules/mx_experts", _REPLACED, f"{_EXPERTS} weight_scale"),
+            ("swaps/joined_codes", _REPLACED, "activations weight"),
             (
                 "models/generation",
                 _DRAWN,

@@ -184,8 +184,8 @@ def experts(module: Module) -> Candidate | str | None:
     weight = parameters[learned.down]
     state = Experts(module, learned, tuple(inner), pack=wants_packed(weight))
     rows, ids, shares = example_of(state.weights(module)[0].shape, weight.shape[0], weight.dtype, weight.device)
-    packed = {"packed_gate_up": state.packed[0], "packed_down": state.packed[1]}
-    asked = "moe_experts", (rows, *state.weights(module), ids, shares), packed | learned.told(parameters)
+    given, named = call_of(rows, state.weights(module), ids, shares, state.packed)
+    asked = "moe_experts", given, named | learned.told(parameters)
     calls = f"lz.moe_experts, {learned.activation}"
     return candidate(
         module, mixed, state, kind="experts", calls=calls, example=rows, others=(ids, shares), asked=asked, stock=True
