@@ -14,6 +14,7 @@ from layerzero.core.handle import CAPTURABLE
 from layerzero.core.operation import Case, Function, Operation, OpKind
 from layerzero.core.recipe import CallRecipe, TensorRecipe
 from layerzero.ops.calls import accepted, drawn, function_for, read
+from layerzero.ops.linear.packed import DENSE, PACKED, PackedWeight
 
 
 def arguments_of_recipe(
@@ -58,7 +59,9 @@ def arguments_of_recipe(
     for name in schema.handles:  # of the kind that the call had
         kind, param = recipe.params.get(name, "none"), schema.param(name)
         if kind != "none" and param.make is not None:
-            values[name] = param.make(values, kind == CAPTURABLE)
+            values[name] = made = param.make(values, kind == CAPTURABLE)
+            if isinstance(made, PackedWeight) and kind in (PACKED, DENSE):
+                made.kind = kind
     values = {**operation.fixed, **values, "layout": recipe.layout}
     return function, accepted(function, values)
 
