@@ -65,14 +65,13 @@ class JoinedCodes:
         if len(states) != len(self.parts) or any(
             each.weight is not part for each, part in zip(states, self.parts, strict=True)
         ):
-            self.state, joined = None, _joined(states)  # another thread sees a state with its own parts, or none
+            self.state = _joined(states)
             self.parts = tuple([each.weight for each in states])
-            if joined is not None and budget is not None:
-                joined.bound(budget)
-            self.state = joined
-        if (state := self.state) is None:
+            if self.state is not None and budget is not None:
+                self.state.bound(budget)
+        if self.state is None:
             return None
-        return call(state, rows, torch.cat(biases) if biases else None)
+        return call(self.state, rows, torch.cat(biases) if biases else None)
 
     def forget(self) -> None:
         """Let go of what kernels made of it."""
@@ -182,9 +181,8 @@ class CalledAlike:
         known, states = self._coded.parts, [each.__dict__.get(MARK) for each in self._members]
         biases = [bias for each in self._members if (bias := bias_of(each)) is not None]
         same = all(getattr(each, "weight", None) is part for each, part in zip(states, known, strict=False))
-        joined = self._coded.state
-        if joined is not None and known and same and len(biases) in {0, len(known)}:
-            return call(joined, input, torch.cat(biases) if biases else None)
+        if self._coded.state is not None and same and len(biases) in {0, len(known)}:
+            return call(self._coded.state, input, torch.cat(biases) if biases else None)
         return self._coded.product(self._members, input, budget) if self._has_room(budget) else None
 
     def _has_room(self, budget: Budget | None) -> bool:
