@@ -31,7 +31,6 @@ from layerzero.integrations.optimize.modules import int8, mx_experts, quantised
 from layerzero.integrations.optimize.modules import weights as requested
 from layerzero.integrations.optimize.selection import WHOLE, time_inputs, time_random_rows
 from layerzero.integrations.optimize.swaps.candidate import watching
-from layerzero.integrations.optimize.swaps.joined_codes import let_share
 from layerzero.integrations.optimize.swaps.swap import Swap, is_dense, is_swapped
 from layerzero.integrations.optimize.swaps.weights import Budget, Packs
 from layerzero.integrations.optimize.times.report import NO_TIME, Left, Optimized, Replaced, switch_all
@@ -275,7 +274,6 @@ def _optimized(search: Search, report: Optimized, asked: requested.Request | Non
     left = workload is None or asked is not None or invariant
     targets = [] if left else compiled_calls.compile_calls(search, report, watched)
     _join(found, root, report)
-    let_share([each.swap for each in found if isinstance(each.exchange, Swap)], root)
     for each in found:
         report.put_on(each)
     room = report.memory_limit

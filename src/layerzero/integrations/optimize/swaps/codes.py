@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,15 +35,11 @@ class CodedProduct(Packs):
         pair: the first two arguments of a call behind the rows; of int8 the codes and float32 scales, of GGUF none.
         named: what a call brings by name.
         most: calls with more rows run the module's own code, which is faster there; None for any number.
-        joins: whether it may take its part of a product of several.
-        same_rows: what computes that; None without another product in the same module.
         activations: None for rows as they are, ``"int8"`` for a scale of its own for each row.
     """
 
     dense = True
-    joins = False
     most: int | None = None
-    same_rows: SameRows | None = None
 
     def __init__(self, of: Weight, activations: str | None = None) -> None:
         self.activations = activations
@@ -76,15 +72,6 @@ class CodedProduct(Packs):
         return self.most is not None and input.numel() > self.most * input.shape[-1]
 
     @property
-    def bytes(self) -> int:
-        return super().bytes + (0 if self.same_rows is None else self.same_rows.bytes_for(self))
-
-    def forget(self) -> None:
-        super().forget()
-        if self.same_rows is not None:
-            self.same_rows.forget()
-
-    @property
     def kind(self) -> str:
         """What the weight is made of, for people."""
         if isinstance(self.weight, Tensor):
@@ -107,27 +94,12 @@ class CodedProduct(Packs):
         raise NotImplementedError
 
 
-class SameRows(Protocol):
-    """Products that one module calls with the same rows."""
-
-    def part(self, module: Module, state: CodedProduct, input: Tensor) -> Tensor | None:
-        """What a module of them gives; None where that is computed by itself."""
-
-    def bytes_for(self, state: CodedProduct) -> int:
-        """What the product of all keeps, where this state accounts for it."""
-
-    def forget(self) -> None:
-        """Let go of what kernels made of it."""
-
-
 class Held(CodedProduct):
     """Those that a module of another library has: read where they lie.
 
     Attributes:
         columns: of the weight.
     """
-
-    joins = True
 
     def __init__(
         self,
@@ -212,7 +184,6 @@ class Made(CodedProduct, Requested):
         of: what it is quantised to: ``int8`` or ``fp8`` with a scale for each row, ``int4:32`` with one for 32 columns.
     """
 
-    joins = True
     dense = False  # the module's own weight is one
 
     def __init__(
@@ -278,9 +249,7 @@ def product(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:
     state = None if others or named else served(self, input)
     if state is not None:
         try:
-            same = state.same_rows
-            found = None if same is None else same.part(self, state, input)
-            return call(state, input, bias_of(self)) if found is None else found
+            return call(state, input, bias_of(self))
         except InvalidCallError:
             if state.renew(state.weight):
                 return product(self, input)
