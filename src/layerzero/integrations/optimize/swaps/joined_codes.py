@@ -52,13 +52,14 @@ class JoinedCodes:
         if len(states) != len(self._parts) or any(
             each.weight is not part for each, part in zip(states, self._parts, strict=True)
         ):
-            self.state = _joined(states)
+            self.state, joined = None, _joined(states)  # another thread sees a state with its own parts, or none
             self._parts = tuple([each.weight for each in states])
-            if self.state is not None and budget is not None:
-                self.state.bound(budget)
-        if self.state is None:
+            if joined is not None and budget is not None:
+                joined.bound(budget)
+            self.state = joined
+        if (state := self.state) is None:
             return None
-        return call(self.state, rows, torch.cat(biases) if biases else None)
+        return call(state, rows, torch.cat(biases) if biases else None)
 
     def forget(self) -> None:
         """Let go of what kernels made of it."""
