@@ -152,7 +152,7 @@ ALLOWED: dict[str, dict[str, str]] = {
             ("modules/coded_experts", _REPLACED, "activations experts moe_experts packed"),
             ("modules/experts", _REPLACED, f"{_EXPERTS} silu"),
             ("modules/mx_experts", _REPLACED, f"{_EXPERTS} weight_scale"),
-            ("swaps/joined_codes", _REPLACED, "activations weight"),
+            ("swaps/joined_codes", _REPLACED, "activations"),
             (
                 "models/generation",
                 _DRAWN,
