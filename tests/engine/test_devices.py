@@ -200,7 +200,9 @@ def test_a_generation_that_this_version_does_not_know_is_named_by_a_variable(mon
         device_module.generations.cache_clear()
 
 
-@pytest.mark.parametrize("text", ["rubin", "rubin=130-139:6", "rubin=13.0-13.9", "Rubin=13.0-13.9:6"])
+@pytest.mark.parametrize(
+    "text", ["rubin", "rubin=130-139:6", "rubin=13.0-13.9", "rubin=13.9-13.0:6", "Rubin=13.0-13.9:6"]
+)
 def test_what_is_no_generation_is_refused_with_an_example(text):
     variable = device_module.GENERATIONS_VARIABLE
     with pytest.raises(lz.PolicyError, match=f"{variable}.*wanted name=first-last.*rubin=13.0-13.9:6"):

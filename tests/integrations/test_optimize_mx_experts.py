@@ -112,8 +112,11 @@ def test_copies_follow_their_own_numbers_and_files_are_stock(unmeasured: None) -
     file = io.BytesIO()
     torch.save(narrow, file)
     file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    for stock in (loaded.model.layers[0].mlp.experts, copy.copy(narrow.model.layers[0].mlp.experts)):
+        assert not hasattr(stock, "_is_hooked")
     with pytest.raises(NameError, match="triton_kernels_hub"):
-        logits(torch.load(file, weights_only=False))
+        logits(loaded)
 
 
 def test_what_is_no_mxfp4_or_computed_by_another_kernel_stays(unmeasured: None) -> None:
@@ -123,6 +126,9 @@ def test_what_is_no_mxfp4_or_computed_by_another_kernel_stays(unmeasured: None) 
         (4, 3, 64), 127, dtype=torch.uint8
     )
     second.forward = lambda rows: (rows, None)
+    third, _ = models(torch.float32)
+    third.model.layers[0].mlp.experts._is_hooked = True
+    assert served(lz.optimize(third)) == ["model.layers.1.mlp.experts"]
     report = lz.optimize(narrow)
     assert served(report) == []
     why = {each.path: each.why for each in report.left}

@@ -237,6 +237,12 @@ def test_own_code_stays_where_nothing_is_faster_for_sure(noise, way):
     assert found.best(among=(Way.OWN, Way.PLAIN, Way.PACKED)) == (way,) * 3
 
 
+def test_a_way_that_loses_nothing_is_kept_where_own_code_loses():
+    ratios = {Way.STOCK: 1.0, Way.OWN: 1.025, Way.PLAIN: 1.0}
+    found = Sizes((ratios,) * 3, ({Way.STOCK: 0.0, Way.OWN: 0.01, Way.PLAIN: 0.03},) * 3, (9,) * 3, 1.0)
+    assert found.best(among=(Way.OWN, Way.PLAIN)) == (Way.PLAIN,) * 3
+
+
 def test_no_round_begins_after_the_time(clock):
     ways = {way: lambda: lambda: clock.costs(int, 1.0)() for way in (Way.STOCK, Way.PLAIN)}
     found = timed([ways] * 3)

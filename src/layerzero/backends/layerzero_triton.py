@@ -117,15 +117,27 @@ def _load_paged_tokens(facts: Facts) -> Callable[..., Any]:
     return run
 
 
-def _specialised(*names: str) -> Callable[[Facts], Hashable]:
-    """What Triton makes a variant for: sizes that are constants, dtypes, and whether data lie at multiples of 16."""
+def _seen(number: int) -> tuple[bool, bool]:
+    """What Triton sees of an integer."""
+    return number == 1, number % 16 == 0
 
-    def key(facts: Facts) -> Hashable:
-        tensors = sorted(facts.tensors.items())
-        laid = tuple((name, each.dtype, each.alignment_bytes == MAX_ALIGNMENT_BYTES) for name, each in tensors)
-        return facts.device.sm, facts["operation"], laid, tuple(map(facts.size, names))
 
-    return key
+def _laid(facts: Facts) -> Hashable:
+    """What Triton makes a variant for: dtypes, strides, and whether data lie at multiples of 16."""
+    tensors = sorted(facts.tensors.items())
+    laid = (
+        (name, each.dtype, each.alignment_bytes == MAX_ALIGNMENT_BYTES, *map(_seen, (*each.shape, *each.strides)))
+        for name, each in tensors
+    )
+    return facts.device.sm, facts["operation"], tuple(laid)
+
+
+def _paged_key(facts: Facts) -> Hashable:
+    """The same, with what is a constant there."""
+    sizes = tuple(facts.size(each) for each in ("heads", "kv_heads", "head_dim", "value_dim", "page_size"))
+    given: Any = facts["window"]
+    window = given and tuple(each >= 0 for each in given)
+    return _laid(facts), sizes, window, facts["causal"], facts["softcap"] is not None, facts["return_lse"]
 
 
 _LIMITS = (limit.arch(min=(8, 0)), limit.dtype("float32", "float16", "bfloat16"))  # Triton has no bfloat16 before
@@ -139,7 +151,7 @@ KERNELS = (
         accepts=("alpha", "limit"),
         limits=(*_LIMITS, limit.contiguous("input", "up")),
         cache_folder=triton_cache,
-        build_key=_specialised(),
+        build_key=_laid,
         priority=50,
     ),
     Kernel(
@@ -157,7 +169,7 @@ KERNELS = (
             limit.contiguous("context_lens", "cu_seqlens_q", "sinks"),
         ),
         cache_folder=triton_cache,
-        build_key=_specialised("heads", "kv_heads", "head_dim", "value_dim", "page_size"),
+        build_key=_paged_key,
         priority=16,
     ),
 )

@@ -263,7 +263,7 @@ def _version(number: Any) -> tuple[int, int] | None:
 def _span(names: Sequence[str]) -> Arch | None:
     """The compute capabilities of known, consecutive generations."""
     known = [(each.low, each.high) for each in generations() if each.name in names]
-    return Arch(known[0][0], known[-1][1]) if known else None
+    return Arch(min(known)[0], max(high for _, high in known)) if known else None
 
 
 def _generations(arch: Arch) -> list[str] | None:

@@ -53,11 +53,11 @@ def generations_of(text: str) -> tuple[Generation, ...]:
     given = []
     for each in filter(None, map(str.strip, text.split(","))):
         found = _GENERATION.fullmatch(each)
-        if found is None:
+        name, *numbers = found.groups() if found else ("", 1, 0, 0, 0, 0)
+        major, minor, to_major, to_minor, cores = map(int, numbers)
+        if (major, minor) > (to_major, to_minor):
             wanted = "name=first-last:tensor_cores, as rubin=13.0-13.9:6"
             raise PolicyError(f"gpu_generations: wanted {wanted}, got {each!r}")
-        name, *numbers = found.groups()
-        major, minor, to_major, to_minor, cores = map(int, numbers)
         given.append(Generation((major, minor), (to_major, to_minor), name, cores))
     return (*_KNOWN, *given)
 
@@ -325,8 +325,9 @@ _NUMBER = re.compile(r"\b\d+(?:\.\d+){1,3}\b")
 
 def devices_here() -> list[Device]:
     """The devices of this machine, its CPU first."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return [Device.detect("cpu"), *(Device.detect(f"cuda:{index}") for index in range(count))]
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    count = 0 if kind is None else torch.accelerator.device_count()
+    return [Device.detect("cpu"), *(Device.detect(torch.device(kind.type, index)) for index in range(count) if kind)]
 
 
 def capability_hash(device: Device) -> str:

@@ -1,13 +1,14 @@
 """Experts of gpt-oss in mxfp4 as Transformers keeps them, on a CPU.
 
-Their own code calls a Triton kernel of the hub, which no CPU runs, so that there is nothing to compare with or to time:
-they are known by what they keep, and compared with their class's formula in float32 on the dequantised numbers of two
-experts. Transformers 5.24, ``integrations/mxfp4.py``.
+Their own code calls a Triton kernel of the hub, which no CPU runs: nothing can be compared with it or timed beside it.
+So the tensors that a module keeps tell its format. Results are compared with the class's formula, in float32, on the
+dequantised numbers of two experts. Transformers 5.24, ``integrations/mxfp4.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ class MxExperts(Packs):
         weights: gate and up, and down.
     """
 
+    sets = MappingProxyType({_ROUTES: True})
+
     def __init__(self, module: Module) -> None:
         self._note(_kept(module))
         super().__init__(self.weights, pack=True)
@@ -69,19 +72,6 @@ class MxExperts(Packs):
         first, second = (module._parameters[each].to(rows.dtype) for each in _BIASES)  # type: ignore[union-attr]
         named |= {"gate_up_bias": first, "down_bias": second, "activation": "swiglu_oai"}
         return given, named | {"alpha": alpha, "limit": limit}
-
-
-class Routed(Swap):
-    """A forward that the block around the experts calls."""
-
-    def on(self) -> None:
-        self.module.__dict__[_ROUTES] = True
-        super().on()
-
-    def off(self) -> None:
-        if self.is_on:
-            self.module.__dict__.pop(_ROUTES, None)
-        super().off()
 
 
 @as_forward
@@ -124,6 +114,8 @@ def _checked(module: Module, parent: Module | None) -> tuple[str, str | None, fl
     """What it calls, the kernel, how far it is from the formula and its swap; or why it is left."""
     if why := why_not(module):
         return why
+    if _ROUTES in module.__dict__:
+        return f"its {_ROUTES} is set: another hook has the block call it"
     if parent is not None and has_own_forward(parent):
         return "the forward of the block around it was exchanged on the instance, and reads the weights by itself"
     try:
@@ -144,4 +136,4 @@ def _checked(module: Module, parent: Module | None) -> tuple[str, str | None, fl
         kernel = str(lz.which("moe_experts", *given, **named)["kernel_id"])
     if not agrees(error, dtype):
         return f"{_CALLS} by {kernel} was off by {error:.2g} of the largest value"
-    return _CALLS, kernel, error, Routed(module, _mx_experts, state)
+    return _CALLS, kernel, error, Swap(module, _mx_experts, state)

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from types import MethodType
+from types import MappingProxyType, MethodType
 from typing import Any, Protocol
 
 import torch
@@ -74,11 +74,13 @@ class State:
         own_at: of each size of :data:`SIZES`, whether the module's own code is
             faster; empty where it nowhere is.
         called: a submodule that the new forward calls as the module's own does, so that nothing in it was proved.
+        sets: what the module has on itself while the new forward is on it, and had not before.
         over: what lies over it (:class:`~layerzero.integrations.optimize.models.compiled.Over`), and the forward
             beneath.
     """
 
     stamp: Stamp | None = None
+    sets: Mapping[str, object] = MappingProxyType({})
     own_at: tuple[bool, ...] = ()
     called: Module | None = None
     over: tuple[State, Forward] | None = None
@@ -196,6 +198,7 @@ class Swap:
         Shallow copies (``copy.copy``, replicas of DataParallel) and pickles are made without it: a method that is bound
         to this module would compute with this module's weights in theirs. A deep copy gets one of its own.
         """
+        self.module.__dict__ |= self.state.sets  # first: the proof rests on them, too
         if self.state.stamp is None:
             self.state.stamp = Stamp(self.module, called=self.state.called)
         self.module.__dict__[MARK] = self.state
@@ -226,7 +229,8 @@ def _methods(forward: Forward) -> Iterator[tuple[str, Forward]]:
 
 def _strip(attributes: dict[str, Any], forward: Forward) -> None:
     """Take what a swap put there out of a module's attributes."""
-    del attributes[MARK]
+    for name in attributes.pop(MARK).sets:
+        attributes.pop(name, None)
     for name, made in _methods(forward):
         if getattr(attributes.get(name), "__func__", None) is made:
             del attributes[name]
@@ -270,6 +274,7 @@ def _deep_copy(self: Module, memo: dict[int, Any]) -> Module:
         twin = memo[id(self)] = made[0](*copy.deepcopy(made[1], memo))
         _of_class(twin, "__setstate__")(copy.deepcopy(made[2], memo))
     if state is not None and isinstance(forward, MethodType) and forward.__func__ in _OURS:
+        twin.__dict__ |= state.sets  # before its proof is copied, which rests on them
         Swap(twin, forward.__func__, copy.deepcopy(state, memo)).on()
     return twin
 

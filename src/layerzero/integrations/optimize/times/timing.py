@@ -157,16 +157,16 @@ class Sizes:
     def best(self, *, among: Sequence[Way]) -> tuple[Way, ...]:
         """The fastest way at each size; of two within half of :data:`LEAST`, the later one named.
 
-        The module's own code stays where no way is faster than it by more than the noise: two layers of 256 features
-        were 0.97 +- 0.04 of a step's time here, and 1.07 in the next process (AMD EPYC Zen 4, float32, 2026-11-27).
+        Own code that loses nothing stays where no way is surely faster: 0.97 +- 0.04 became 1.07 (2026-11-27).
         """
         found = []
         for ratios, noise in zip(self.ratios, self.noise, strict=True):
             known = [way for way in among if way in ratios]
-            least = min(ratios[way] for way in known)
-            best = [way for way in known if ratios[way] <= least + LEAST / 2][-1]
-            surely = ratios[best] + max(LEAST, noise[best])
-            found.append(Way.OWN if Way.OWN in known and surely > ratios[Way.OWN] else best)
+            best = [way for way in known if ratios[way] <= min(ratios[each] for each in known) + LEAST / 2][-1]
+            if Way.OWN in known and ratios[best] + max(LEAST, noise[best]) > ratios[Way.OWN]:
+                loses = [ratios[way] > 1 + max(LEAST, noise[way]) for way in (best, Way.OWN)]
+                best = best if loses == [False, True] else Way.OWN
+            found.append(best)
         return tuple(found)
 
     def gains(self, ways: Sequence[Way], *, emulated: bool = False) -> bool:
