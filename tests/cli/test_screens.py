@@ -143,6 +143,20 @@ def test_a_budget_is_more_than_nothing(command, budget):
     assert f"--budget-s: wanted more than 0 seconds, got {budget}; leave it out for the default, inf has no end" in told
 
 
+@pytest.mark.parametrize("flag", ["bench --shapes 1x2", "bench --dtype float32", "tune --graph", "vet --device cpu"])
+def test_flags_of_tensors_are_refused_where_there_are_none(flag):
+    command, *given = flag.split()
+    told = run(f"{command} tokenize --param tokenizer_id=x {' '.join(given)}", code=2).stderr
+    assert f"{command} tokenize: it has no tensors: wanted no --shapes," in told
+    assert f"got {given[0]}; leave" in told
+
+
+@pytest.mark.parametrize("command", ["bench", "vet"])
+def test_a_kernel_that_nothing_has_is_refused_without_tensors_too(command):
+    told = run(f"{command} tokenize --param tokenizer_id=x --kernel zork", code=2).stderr
+    assert "--kernel: wanted a library or kernel, got 'zork'" in told
+
+
 def over(_):
     """A deadline that has passed."""
     hands = iter([0.0, 0.0])

@@ -17,7 +17,15 @@ from rich.text import Text
 
 from layerzero.cli import describe
 from layerzero.cli.bench_tables import check, details, page, plot, refusals, tables
-from layerzero.cli.flags import covers_plain, deadline_of, params_of, plain_params, shapes_of, with_threads
+from layerzero.cli.flags import (
+    covers_plain,
+    deadline_of,
+    params_of,
+    plain_params,
+    refuse_tensors,
+    shapes_of,
+    with_threads,
+)
 from layerzero.cli.measurement import BenchFlags
 from layerzero.cli.output import FINE, NO, Answer, Live, live, say
 from layerzero.cli.tables import fitting, new_row, not_measured, some, table_of
@@ -70,6 +78,8 @@ def answer(flags: BenchFlags) -> Answer:
 def _compared_plain(flags: BenchFlags, deadline: Deadline) -> Compared:
     if flags.timed not in (None, TimedBy.CALL):
         raise ValueError(f"--timed: wanted call for an operation without tensors, got {flags.timed!r}")
+    refuse_tensors("bench", flags.operation, flags)
+    describe.kernels_exist(flags.kernel)
     jobs = plain_jobs(flags.operation, plain_params(flags.param, flags.operation))
     with live(quiet=flags.json) as screen:
         return bench_plain(

@@ -133,6 +133,17 @@ def plain_params(texts: Sequence[str], pattern: str) -> dict[str, Any]:
     return found
 
 
+_OF_TENSORS = ("shapes", "manifest", "dtype", "device", "layout", "threads", "graph", "model", "cases", "no_isolation")
+
+
+def refuse_tensors(command: str, operation: str, flags: object) -> None:
+    """Raises: ValueError where flags of calls with tensors were given to an operation without any."""
+    known = {f"--{name.replace('_', '-')}": getattr(flags, name) for name in _OF_TENSORS if hasattr(flags, name)}
+    if unfit := [flag for flag, value in known.items() if value]:
+        wanted = f"wanted no {', '.join(known)}, got {', '.join(unfit)}"
+        raise ValueError(f"{command} {operation}: it has no tensors: {wanted}; leave them out")
+
+
 def plain_report(flags: CallFlags) -> Report:
     """What ``explain`` tells of a case, or of texts of a size (``--shape 16x100``: 16 texts of 100 characters)."""
     function = plain_function_of(flags.name)

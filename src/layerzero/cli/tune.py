@@ -10,7 +10,7 @@ import torch
 from rich.console import RenderableType
 from rich.text import Text
 
-from layerzero.cli.flags import covers_plain, left_of, params_of, plain_params, shapes_of, with_threads
+from layerzero.cli.flags import covers_plain, left_of, params_of, plain_params, refuse_tensors, shapes_of, with_threads
 from layerzero.cli.measurement import TuneFlags
 from layerzero.cli.output import FINE, NO, Answer, Live, live
 from layerzero.cli.tables import fitting, new_row, not_measured, some, table_of
@@ -47,6 +47,7 @@ def answer(flags: TuneFlags) -> Answer:
 
 
 def _tuned_plain(flags: TuneFlags, screen: Live) -> Tuned:
+    refuse_tensors("tune", flags.operation, flags)
     jobs = plain_jobs(flags.operation, plain_params(flags.param, flags.operation))
     return tune_plain(
         jobs, samples=flags.samples, budget_s=flags.budget_s, again=flags.again, leave_out=flags.without,

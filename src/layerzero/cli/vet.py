@@ -12,7 +12,8 @@ import torch
 import typer
 from rich.console import RenderableType
 
-from layerzero.cli.flags import covers_plain, deadline_of, plain_params, shapes_of
+from layerzero.cli import describe
+from layerzero.cli.flags import covers_plain, deadline_of, plain_params, refuse_tensors, shapes_of
 from layerzero.cli.measurement import VetFlags
 from layerzero.cli.output import FINE, NO, Answer, say
 from layerzero.cli.tables import fitting, fold
@@ -73,12 +74,8 @@ def answer(flags: VetFlags) -> Answer:
 
 def _of_plain(flags: VetFlags, operation: str) -> list[Pair]:
     """What works on a form of its own, and has to prove itself for it."""
-    given = {
-        "--shapes": flags.shapes, "--manifest": flags.manifest, "--dtype": flags.dtype, "--device": flags.device,
-        "--graph": flags.graph,
-    }  # fmt: skip
-    if unfit := [name for name, value in given.items() if value]:
-        raise ValueError(f"vet {operation}: it has no tensors: wanted no {', '.join(given)}, got {unfit}")
+    refuse_tensors("vet", operation, flags)
+    describe.kernels_exist([*flags.kernel, *flags.backend])
     named = [*flags.kernel, *flags.backend]
     return list(plain_pairs(operation, plain_params(flags.param, operation), named, again=flags.again))
 

@@ -300,9 +300,12 @@ def _chosen(arguments: dict[str, Any]) -> Operation:
     activations, arguments["activations"] = arguments["activations"], None
     if activations is None:
         return EXPERTS if formats == [None, None] else QUANTIZED
-    if activations != "int8" or any(str(each).partition(":")[0] not in GROUPED for each in formats):
-        wanted = "None, or 'int8' with weights of whole numbers by group" if activations == "int8" else "None or 'int8'"
-        refuse("moe_experts", [f"activations: wanted {wanted}, got {told(activations)} with {told(formats[0])}"])
+    unfit = [each for each in formats if str(each).partition(":")[0] not in GROUPED]
+    if activations != "int8":
+        refuse("moe_experts", [f"activations: wanted None or 'int8', got {told(activations)}"])
+    if unfit:
+        wanted = "None, or 'int8' with weights of whole numbers by group"
+        refuse("moe_experts", [f"activations: wanted {wanted}, got 'int8' with {told(unfit[0])}"])
     return ROUNDED
 
 
