@@ -1,7 +1,7 @@
 """``python -m tools matrix RUN...``: take runs of ``layerzero conformance --json`` into the page of compatibility.
 
-A file for each device and torch keeps what the latest run showed of each kernel that could run there; kernels of
-libraries that a run did not have keep what an earlier one showed.
+A file for each device and torch keeps what the latest run showed of each kernel that could run there. A kernel that no
+run had since keeps its result and the date of that.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def answer(root: Path, runs: Iterable[Path]) -> tuple[int, list[str]]:
         kept = json.loads(place.read_text()) if place.is_file() else {"kernels": {}}
         found = [*_drift(kept["kernels"], row["kernels"]), *_wrong(row["kernels"])]
         lines += [*found, *_to_declare(row)]
+        counts = Counter(each["status"] for each in row["kernels"].values())
         row["kernels"] = dict(sorted((kept["kernels"] | row["kernels"]).items()))
         place.parent.mkdir(parents=True, exist_ok=True)
         write_whole(place, (json.dumps(row, indent=1) + "\n").encode())
-        counts = Counter(each["status"] for each in row["kernels"].values())
         code |= bool(found) or "passed" not in counts
         lines.append(f"{place.name}: {', '.join(f'{count} {status}' for status, count in sorted(counts.items()))}")
     return int(code), [*lines, "next step: `python -m tools docs` writes the page"]
@@ -69,7 +69,7 @@ def reduced(path: Path) -> Row:
                 f"{path}: wanted every operation of {each['id']}, got none of {', '.join(sorted(left))}; leave "
                 "--operation out"
             )
-        found[each["id"]] = status | {"library": each["library"], "package": each["package"]}
+        found[each["id"]] = status | {"library": each["library"], "package": each["package"], "date": machine["date"]}
     return {"machine": machine, "kernels": found}
 
 
@@ -123,10 +123,10 @@ def cells(root: Path) -> Iterator[list[object]]:
         machine = row["machine"]
         more = ", ".join(filter(None, [machine["runtime"], machine["driver"] and f"driver {machine['driver']}"]))
         device = f"{machine['device']} ({more or ', '.join(machine['instructions'])})"
-        by_library: dict[tuple[str, str], dict[str, list[str]]] = {}
+        by_library: dict[tuple[str, str, str], dict[str, list[str]]] = {}
         for kernel, each in row["kernels"].items():
-            found = by_library.setdefault((each["library"], each["package"]), {})
+            found = by_library.setdefault((each["library"], each["package"], each["date"]), {})
             found.setdefault(each["status"], []).append(f"`{kernel}`")
-        for (library, package), found in sorted(by_library.items()):
+        for (library, package, date), found in sorted(by_library.items()):
             counts = [len(found.get("passed", [])), ", ".join(found.get("wrong", [])), len(found.get("refused", []))]
-            yield [library, package or "comes with torch", machine["torch"], device, *counts, machine["date"]]
+            yield [library, package or "comes with torch", machine["torch"], device, *counts, date]

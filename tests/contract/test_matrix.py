@@ -41,10 +41,23 @@ def kept(root):
 def test_a_run_becomes_a_row_of_what_could_run_there(take, tmp_path):
     code, said = take("passed", "refused", "passed")
     assert (code, "1 passed" in said) == (0, True)
-    assert kept(tmp_path) == {KERNEL: {"status": "passed", "checks": 2, "library": "torch", "package": "torch 2.13.0"}}
+    found = kept(tmp_path)[KERNEL]
+    date = found.pop("date")
+    assert found == {"status": "passed", "checks": 2, "library": "torch", "package": "torch 2.13.0"}
     (cells,) = matrix.cells(tmp_path)
     assert cells[:2] == ["torch", "torch 2.13.0"]
-    assert cells[4:7] == [1, "", 0]
+    assert cells[4:] == [1, "", 0, date]
+
+
+def test_what_a_run_did_not_have_keeps_its_date_and_does_not_count(take, tmp_path):
+    take("passed")
+    (path,) = (tmp_path / matrix.FOLDER).glob("*.json")
+    row = json.loads(path.read_text())
+    row["kernels"]["torch.layer_norm"] = row["kernels"][KERNEL] | {"date": "2026-01-01"}
+    path.write_text(json.dumps(row))
+    code, said = take("refused", refused="[DTYPE_UNSUPPORTED] why")
+    assert (code, "1 refused" in said, "passed" in said.splitlines()[-2]) == (1, True, False)
+    assert {each["date"] for each in kept(tmp_path).values()} > {"2026-01-01"}
 
 
 def test_what_passed_and_does_no_more_is_drift(take, tmp_path):
