@@ -1,6 +1,6 @@
 """Experts of gpt-oss in mxfp4 as Transformers keeps them, on a CPU.
 
-Their own code calls a Triton kernel of the hub, which no CPU runs: nothing can be compared with it or timed beside it.
+Their own code calls a Triton kernel of the hub, which no CPU runs: nothing can be compared with it or timed against it.
 So the tensors that a module keeps tell its format. Results are compared with the class's formula, in float32, on the
 dequantised numbers of two experts. Transformers 5.24, ``integrations/mxfp4.py``.
 """
