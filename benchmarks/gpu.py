@@ -33,9 +33,9 @@ from judged import judged_jobs
 import layerzero as lz
 from layerzero.tuning.measurement.clocks import CpuClock, clock_of
 from layerzero.tuning.measurement.jobs import Job, default_grid
+from layerzero.tuning.measurement.loop import Step
 from layerzero.tuning.measurement.timing import Effort
 from layerzero.tuning.measurement.tune import run_jobs
-from layerzero.tuning.measurement.tune_run import Step
 
 STEPS = ("tune", "judge", "host")
 

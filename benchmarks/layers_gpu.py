@@ -32,7 +32,7 @@ import torch
 from build_kernels import artefacts, compile_all
 
 import layerzero as lz
-from layerzero.core.device import KNOWN_DEVICES
+from layerzero.core.known_devices import KNOWN_DEVICES
 from layerzero.core.operation import Case
 from layerzero.ops.linear.weight_formats import FORMATTED
 from layerzero.ops.quantize.schemes import scheme_of

@@ -26,9 +26,9 @@ import layerzero as lz
 from layerzero.engine.dispatch import ENGINE
 from layerzero.ops.attention.sweep import decode_case, prefill_case
 from layerzero.tuning.measurement.jobs import Job, default_grid, spread
+from layerzero.tuning.measurement.loop import Step
 from layerzero.tuning.measurement.timing import Effort
 from layerzero.tuning.measurement.tune import run_jobs
-from layerzero.tuning.measurement.tune_run import Step
 from layerzero.tuning.storage import archive
 from layerzero.tuning.storage.environment import capability_hash
 from layerzero.tuning.storage.tables import slug, table_of

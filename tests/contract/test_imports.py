@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import fnmatch
 import functools
+import importlib
 import re
 import subprocess
 import sys
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -294,3 +296,25 @@ def test_names_say_what_is_inside():
 def test_everything_exported_exists():
     for name in layerzero.__all__:
         assert getattr(layerzero, name) is not None
+
+
+def test_what_benchmarks_examples_and_tools_import_is_there():
+    """No type checker reads them, and some run on a GPU only."""
+    checkout = ROOT.parents[1]
+    absent = []
+    for path in (each for folder in ("benchmarks", "examples", "tools") for each in (checkout / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("layerzero"):
+                continue
+            try:
+                module = importlib.import_module(node.module)
+            except ImportError as error:
+                if not (error.name or "").startswith("layerzero"):
+                    continue  # a library that is not here
+                absent.append(f"{path.name}:{node.lineno}: {node.module}")
+                continue
+            names = [each.name for each in node.names if not hasattr(module, each.name)]
+            if hasattr(module, "__path__"):
+                names = [each for each in names if find_spec(f"{node.module}.{each}") is None]
+            absent += [f"{path.name}:{node.lineno}: {each} of {node.module}" for each in names]
+    assert not absent
