@@ -225,6 +225,7 @@ EXPECTED = {
     "MI300X": ("torch.sdpa.function", "torch.ragged_each", "torch.linear", "torch.rms_norm", "torch.experts_grouped"),
     "Arc": ("torch.sdpa.function", "torch.ragged_each", "torch.linear", "torch.rms_norm", "torch.experts_grouped"),
     "Gaudi 3": ("torch.sdpa.function", "torch.ragged_each", "torch.linear", "torch.rms_norm", "torch.experts_each"),
+    "M3 Max": ("torch.sdpa.function", "torch.ragged_each", "torch.linear", "torch.rms_norm", "torch.experts_each"),
     "H100": ("torch.sdpa.cudnn", "torch.varlen", "torch.linear", "torch.rms_norm", "torch.experts_grouped"),
     "A100": ("torch.sdpa.flash", "torch.varlen", "torch.linear", "torch.rms_norm", "torch.experts_grouped"),
     "T4": ("torch.sdpa.math", "torch.ragged_each", "torch.linear", "torch.rms_norm", "torch.experts_each"),

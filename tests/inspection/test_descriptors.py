@@ -589,8 +589,18 @@ def test_what_data_cannot_build(changes, loads, message):
 # laws
 
 
+@at_once("kernel", list({kernel.source: kernel for kernel in DECLARED}.values()))
+def test_a_kernel_of_each_library_survives_the_round_trip(kernel):
+    survives(kernel)
+
+
+@pytest.mark.slow
 @at_once("kernel", DECLARED)
 def test_a_kernel_survives_the_round_trip(kernel):
+    survives(kernel)
+
+
+def survives(kernel):
     data = json.loads(json.dumps(exported(kernel.backend, [kernel])))
     loaded = lz.load_descriptor(data)
     assert loaded.kernels == (kernel.id,)
