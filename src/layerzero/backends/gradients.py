@@ -19,13 +19,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel, Trust
 
 
-class FromKept(torch.autograd.Function):
-    """Gradients that are computed in the backward pass, from tensors that the forward pass kept.
-
-    ``compute(*tensors)`` gives the result and what is kept, ``differentiate(kept, needed, gradient)`` a gradient for
-    each tensor, or None.
-    """
-
+class _FromKept(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, compute: Callable[..., Any], differentiate: Callable[..., Any], *tensors: Any) -> Tensor:
         result: Tensor
@@ -40,13 +34,7 @@ class FromKept(torch.autograd.Function):
         return None, None, *ctx.differentiate(ctx.saved_tensors, ctx.needs_input_grad[2:], gradient.contiguous())
 
 
-class GivenAway(torch.autograd.Function):
-    """Gradients that are computed with the result, and given away in the one backward pass.
-
-    ``compute(needed, *tensors)`` gives the result and a gradient for each tensor, or None; ``scaled(gradient,
-    *gradients)`` multiplies them with what comes from behind, in their own memory.
-    """
-
+class _GivenAway(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, compute: Callable[..., Any], scaled: Callable[..., Any], *tensors: Any) -> Tensor:
         result: Tensor
@@ -66,6 +54,26 @@ class GivenAway(torch.autograd.Function):
                 "or lock the operation's reference (lz.scope) for retain_graph=True"
             )
         return None, None, *ctx.scaled(gradient, *gradients)
+
+
+def from_kept(compute: Callable[..., Any], differentiate: Callable[..., Any], *tensors: Tensor | None) -> Tensor:
+    """A result whose gradients are computed in the backward pass, from tensors that the forward pass kept.
+
+    ``compute(*tensors)`` gives the result and what is kept, ``differentiate(kept, needed, gradient)`` a gradient for
+    each tensor, or None.
+    """
+    result: Tensor = _FromKept.apply(compute, differentiate, *tensors)  # type: ignore[no-untyped-call]
+    return result
+
+
+def given_away(compute: Callable[..., Any], scaled: Callable[..., Any], *tensors: Tensor | None) -> Tensor:
+    """A result whose gradients are computed with it, and given away in the one backward pass.
+
+    ``compute(needed, *tensors)`` gives the result and a gradient for each tensor, or None; ``scaled(gradient,
+    *gradients)`` multiplies them with what comes from behind, in their own memory.
+    """
+    result: Tensor = _GivenAway.apply(compute, scaled, *tensors)  # type: ignore[no-untyped-call]
+    return result
 
 
 def with_gradients(forward: Kernel, load: Callable[[Facts], Callable[..., Any]], **fields: Any) -> Kernel:

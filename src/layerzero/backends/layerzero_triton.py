@@ -36,6 +36,9 @@ OURS = Backend(
 )
 
 _BLOCK = 1024
+_SIZES = ("heads", "kv_heads", "head_dim", "value_dim", "page_size")
+"""Constants of a variant over pages."""
+
 _LEAST = 16
 """Rows and columns of a product, at least: what Triton's ``dot`` takes."""
 
@@ -65,9 +68,7 @@ def _load_paged_tokens(facts: Facts) -> Callable[..., Any]:
     from layerzero.backends import triton_kernels
 
     launch = triton_kernels.paged_tokens
-    heads, kv_heads, width, value_width, page = (
-        facts.size(each) for each in ("heads", "kv_heads", "head_dim", "value_dim", "page_size")
-    )
+    heads, kv_heads, width, value_width, page = map(facts.size, _SIZES)
     group = heads // kv_heads
     blocks = {"group_block": _power(group), "head_block": _power(width), "value_block": _power(value_width)}
     blocks["key_block"] = 64 if max(width, value_width) <= 128 else 32
@@ -134,7 +135,7 @@ def _laid(facts: Facts) -> Hashable:
 
 def _paged_key(facts: Facts) -> Hashable:
     """The same, with what is a constant there."""
-    sizes = tuple(facts.size(each) for each in ("heads", "kv_heads", "head_dim", "value_dim", "page_size"))
+    sizes = tuple(map(facts.size, _SIZES))
     given: Any = facts["window"]
     window = given and tuple(each >= 0 for each in given)
     return _laid(facts), sizes, window, facts["causal"], facts["softcap"] is not None, facts["return_lse"]

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from layerzero.backends import liger
 from layerzero.backends.compiler_caches import triton_cache
-from layerzero.backends.gradients import FromKept, GivenAway, with_gradients
+from layerzero.backends.gradients import from_kept, given_away, with_gradients
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel, Trust
@@ -51,8 +51,7 @@ def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
             output, rows, scales, *_ = rms_norm_forward(input, weight, float(eps), 0.0, mode, None)
             return output, (rows, weight, scales)
 
-        output: Tensor = FromKept.apply(compute, differentiate, input, weight)  # type: ignore[no-untyped-call]
-        return output
+        return from_kept(compute, differentiate, input, weight)
 
     return run
 
@@ -71,7 +70,7 @@ def _load_layer_norm(facts: Facts) -> Callable[..., Any]:
             return output, (rows, weight, bias, mean, scales)
 
         given = input.view(-1, hidden), weight.view(hidden), bias.view(hidden)
-        output: Tensor = FromKept.apply(compute, differentiate, *given)  # type: ignore[no-untyped-call]
+        output = from_kept(compute, differentiate, *given)
         return output.view(input.shape)
 
     return run
@@ -85,8 +84,7 @@ def _gate(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable
         return backward(*(each.clone() for each in kept), gradient)
 
     def run(gate: Tensor, up: Tensor, *, approximate: str = "tanh") -> Tensor:
-        output: Tensor = FromKept.apply(compute, differentiate, gate, up)  # type: ignore[no-untyped-call]
-        return output
+        return from_kept(compute, differentiate, gate, up)
 
     return run
 
@@ -111,8 +109,7 @@ def _load_silu_mul(facts: Facts) -> Callable[..., Any]:
         return (found.view(kept[0].shape),)
 
     def together(input: Tensor) -> Tensor:
-        output: Tensor = FromKept.apply(compute, differentiate, input)  # type: ignore[no-untyped-call]
-        return output
+        return from_kept(compute, differentiate, input)
 
     return together
 
@@ -147,7 +144,7 @@ def _load_cross_entropy(facts: Facts) -> Callable[..., Any]:
             found, *_, made = cross_entropy_forward(over, places, weight, ignore_index, *more)
             return _of_rows(found, places, ignore_index, reduction), (made.detach(),)
 
-        loss: Tensor = GivenAway.apply(  # type: ignore[no-untyped-call]
+        loss = given_away(
             compute,
             lambda gradient, made: (cross_entropy_backward(made, gradient),),
             logits.reshape(-1, logits.shape[-1]),
@@ -212,10 +209,10 @@ def _load_linear_cross_entropy(facts: Facts) -> Callable[..., Any]:
 
         given = hidden.reshape(-1, hidden.shape[-1]), weight, bias
         if by_row:
-            loss: Tensor = FromKept.apply(losses, differentiate, *given)  # type: ignore[no-untyped-call]
+            loss = from_kept(losses, differentiate, *given)
             loss = loss.view(target.shape)
         else:
-            loss = GivenAway.apply(all_of, fused_linear_cross_entropy_backward, *given)  # type: ignore[no-untyped-call]
+            loss = given_away(all_of, fused_linear_cross_entropy_backward, *given)
         return loss.to(out_dtype or hidden.dtype)
 
     return run

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from layerzero.backends import quack
 from layerzero.backends.compiler_caches import stamps
-from layerzero.backends.gradients import FromKept, with_gradients
+from layerzero.backends.gradients import from_kept, with_gradients
 from layerzero.backends.norm_limits import RowsAligned
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -42,7 +42,7 @@ def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
             return output, (rows, weight, scales)
 
         rows = input.view(-1, hidden)
-        output: Tensor = FromKept.apply(compute, differentiate, rows, weight)  # type: ignore[no-untyped-call]
+        output = from_kept(compute, differentiate, rows, weight)
         return output.view(input.shape)
 
     return run
@@ -65,7 +65,7 @@ def _load_layer_norm(facts: Facts) -> Callable[..., Any]:
             return output, (rows, weight, scales, mean)
 
         given = input.view(-1, hidden), weight.view(hidden), bias.view(hidden)
-        output: Tensor = FromKept.apply(compute, differentiate, *given)  # type: ignore[no-untyped-call]
+        output = from_kept(compute, differentiate, *given)
         return output.view(input.shape)
 
     return run
@@ -91,7 +91,7 @@ def _load_cross_entropy(facts: Facts) -> Callable[..., Any]:
             return (cross_entropy_bwd(logits, places, gradient, sums, weight, ignore_index),)
 
         rows = logits.reshape(-1, logits.shape[-1])
-        losses: Tensor = FromKept.apply(compute, differentiate, rows)  # type: ignore[no-untyped-call]
+        losses = from_kept(compute, differentiate, rows)
         if by_row:
             return losses.view(target.shape).to(logits.dtype)
         if reduction == "mean":

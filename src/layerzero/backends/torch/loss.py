@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.gradients import FromKept, GivenAway
+from layerzero.backends.gradients import from_kept, given_away
 from layerzero.backends.torch.attention import FLOATS, TORCH, kernel
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -227,11 +227,11 @@ def _load_chunked(facts: Facts) -> Callable[..., Any]:
             return _over_chunks(loss, hidden, places, share * gradient, extra * gradient, needed)[1:]
 
         if not by_row and not (recording and hidden.dtype is torch.float16):
-            found: Tensor = GivenAway.apply(once, _scaled, rows, weight, bias)  # type: ignore[no-untyped-call]
+            found = given_away(once, _scaled, rows, weight, bias)
             return found.to(dtype)
         # Gradients of a mean over 2048 rows of 32,000 classes are below float16's smallest number, and the factor that
         # GradScaler lifts them by is known in the backward pass alone.
-        found = FromKept.apply(again, differentiate, rows, weight, bias)  # type: ignore[no-untyped-call]
+        found = from_kept(again, differentiate, rows, weight, bias)
         if by_row:
             return found.view(target.shape).to(dtype)
         found = found.sum()
