@@ -109,7 +109,7 @@ def decodes_problems(starts: Tensor, decodes: int) -> list[str]:
 
 
 def _decodes_checks(starts: Tensor, decodes: int) -> list[Check]:
-    if decodes >= len(starts):  # the route says so
+    if not 0 <= decodes < len(starts):  # the route and the schema say so
         return []
     first = starts[: decodes + 1]
     unlike = (first != torch.arange(decodes + 1, device=starts.device)).any()

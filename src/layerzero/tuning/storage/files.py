@@ -206,11 +206,16 @@ class FileLedger(MemoryLedger):
         self.files.put(self._about(kernel, facts, text=detail, verdict=verdict), VERDICT)
 
     def record_failure(self, kernel: Kernel, facts: Facts, error: str) -> None:
-        """Remember an error here and, for doctor, for later processes."""
+        """Remember an error here and, for doctor, for later processes.
+
+        Another process may write the same file at this moment. What it wrote may be lost, never what this one saw.
+        """
         super().record_failure(kernel, facts, error)
         record = self._record(kernel, facts, str(facts["operation"]))
         before = self.files.load(Name(records.slug_of(kernel.id), record.key, FAILURES))
-        errors = [*(before.errors if before else []), error][-self.MAX_FAILURES_PER_KERNEL :]
+        mine = super().failures()[kernel.id, record.what]
+        others = [each for each in (before.errors if before else []) if each not in mine]
+        errors = [*others, *mine][-self.MAX_FAILURES_PER_KERNEL :]
         self.files.put(msgspec.structs.replace(record, errors=errors), FAILURES)
 
     def record_capture(self, kernel: Kernel, facts: Facts, why: str, *, work: bool = False) -> None:
