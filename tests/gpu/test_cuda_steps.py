@@ -64,6 +64,22 @@ def test_logits_of_a_replay_are_stocks():
     assert not steps_of(model).left
 
 
+def test_steps_are_captured_anew_once_all_graphs_are_gone():
+    model = made()
+    expected = logits_of(model, tokens())
+    lz.optimize(model, graph=True)
+    near(logits_of(model, tokens()), expected)
+    attention, model.config._attn_implementation = model.config._attn_implementation, "eager"
+    logits_of(model, tokens())
+    assert steps_of(model).left
+    model.config._attn_implementation = attention
+    steps_of(model)._look()
+    steps_of(model).left.clear()
+    near(logits_of(model, tokens()), expected)
+    assert steps_of(model).graphs >= 1
+    assert not steps_of(model).left
+
+
 def test_streams_share_one_models_steps():
     """Two caches of one size in turn, each on a stream of its own, without a synchronisation between."""
     model = made()

@@ -320,7 +320,7 @@ class Steps(State):
 
     def _captured(self, run: Callable[[], Any], device: torch.device) -> tuple[Any, Any]:
         """Capture a step that has just run: all that is chosen, compiled and planned on the way is there."""
-        if self._pool is None:
+        if not self._graphs:  # torch refuses a pool whose graphs are all gone (2.11: "use_count > 0", H200, 2026-11-27)
             self._pool = torch.cuda.graph_pool_handle()
         if self._stream is None or self._stream.device != device:  # the same one: graphs share the memory of their pool
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
