@@ -68,6 +68,7 @@ class Engine:
         self, model: Llama, pages: int = 256, budget: int = 128, most: int = 32, capture: Any = None, draft: int = 0
     ) -> None:
         self.model, self.budget, self.most, self.capture, self.device = model, budget, most, capture, model.head.device
+        self.by = model.packed()
         shape, form = model.shape, {"page_size": PAGE, "dtype": model.head.dtype, "device": self.device}
         aside = most if capture else 0  # pages for rows that fill a graph up, each with a token
         self.cache = lz.KVCache(shape.layers, shape.kv_heads, shape.head_dim, pages=pages + aside, **form)
@@ -166,7 +167,7 @@ class Engine:
         most, ends = max(each.drafts for each in chosen), torch.tensor(counts).cumsum(0)
         lens = torch.tensor([each.drafts for each in chosen])
         rows = torch.minimum((ends - 1 - lens).unsqueeze(1) + torch.arange(most + 1), (ends - 1).unsqueeze(1))
-        logits = self.model.logits(hidden[rows.flatten().to(self.device)], lz)
+        logits = self.model.logits(hidden[rows.flatten().to(self.device)], self.by)
         if not most:
             return lz.greedy(logits).unsqueeze(1), logits
         drafts = ids[(rows[:, :-1] + 1).clamp(max=len(ids) - 1)].to(self.device)  # behind a row's own any token may be
@@ -196,7 +197,7 @@ class Engine:
         return found
 
     def _greedy(self, ids: Tensor, step: lz.CacheStep) -> tuple[Tensor, Tensor]:
-        logits = self.model.logits(self._hidden(ids, step), lz)
+        logits = self.model.logits(self._hidden(ids, step), self.by)
         return lz.greedy(logits).unsqueeze(1), logits
 
     def _hidden(self, ids: Tensor, step: lz.CacheStep) -> Tensor:
@@ -210,14 +211,14 @@ class Engine:
             query, read = query.unsqueeze(1) if starts is None else query, (keys, values, step.block_tables)
             return lz.paged_attention(query, *read, step.context_lens, step=step, cu_seqlens_q=starts, **promised)
 
-        return self.model.hidden(ids, lz, attend)
+        return self.model.hidden(ids, self.by, attend)
 
     @torch.inference_mode()
     def warm(self) -> None:
         """Choose the kernels of every step that may come, so that no request waits for a choice."""
         for step in self.cache.rehearsal(self.most, self.budget, self.model.shape.longest):
             hidden = self._hidden(torch.zeros(len(step.slots), dtype=torch.long, device=self.device), step)
-            lz.greedy(self.model.logits(hidden[: len(step.sequences)], lz))
+            lz.greedy(self.model.logits(hidden[: len(step.sequences)], self.by))
 
 
 def sampling_of(number: int, vocabulary: int) -> Sampling:

@@ -42,6 +42,17 @@ class Llama:
         self.embedding, self.head, self.norm = made(shape.vocabulary, width), made(shape.vocabulary, width), made(width)
         self.cos, self.sin = lz.rope_table(shape.longest, shape.head_dim, base=10000.0, device=device)
 
+    def packed(self) -> Any:
+        """LayerZero's operations; each weight is packed once for kernels that take it so, and stays as it is."""
+        every = [self.head, *(each for layer in self.layers for each in layer.values() if each.ndim == 2)]
+        packed = {id(each): lz.PackedWeight(each) for each in every}
+        return SimpleNamespace(
+            embedding=lz.embedding,
+            rms_norm=lz.rms_norm,
+            silu_mul=lz.silu_mul,
+            linear=lambda input, weight: lz.linear(input, weight, packed=packed[id(weight)]),
+        )
+
     def hidden(self, ids: Tensor, by: Any, attend: Callable[..., Tensor]) -> Tensor:
         """What the layers make of tokens; ``by`` has operations, ``attend`` keys and values."""
         hidden, counts = by.embedding(ids, self.embedding), (self.shape.heads, *[self.shape.kv_heads] * 2)
