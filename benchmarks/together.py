@@ -1,6 +1,7 @@
-"""What choosing kernels together gains over choosing each for itself, over the layers of models on a CPU.
+"""What choosing kernels together gains over choosing each for itself, over the layers of models.
 
     python benchmarks/together.py --dtype bfloat16 --budget-s 120
+    python benchmarks/together.py --device cuda llama vit
 
 Two layers of models of ``benchmarks/optimize.py``, after ``lz.optimize``. ``lz.solve`` with ``plan_mode`` measures each
 call, then runs of the model with other kernels in one place and in two. A row gives the last comparison, in turn in one
@@ -18,6 +19,7 @@ from typing import Any
 import optimize
 import torch
 import transformers
+from torch.utils import _pytree as pytree
 
 import layerzero as lz
 from layerzero.serving import joint_times
@@ -28,10 +30,10 @@ MODELS = {
 COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers")
 
 
-def small(name: str, dtype: torch.dtype) -> Any:
+def small(name: str, dtype: torch.dtype, device: str) -> Any:
     """A model of two layers."""
     torch.manual_seed(0)
-    model = optimize.WORKLOADS[name].make().eval().to(dtype)
+    model = optimize.WORKLOADS[name].make().eval().to(device, dtype)
     for module in model.modules():
         for child, layers in module._modules.items():
             if isinstance(layers, torch.nn.ModuleList) and len({type(each) for each in layers}) == 1:
@@ -42,10 +44,25 @@ def small(name: str, dtype: torch.dtype) -> Any:
     return model
 
 
+class There:
+    """A model whose inputs are moved to where it is."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        given, named = pytree.tree_map_only(torch.Tensor, lambda each: each.to(self.model.device), (given, named))
+        return self.model(*given, **named)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=[*MODELS])
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--budget-s", type=float, default=120.0)
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -63,10 +80,11 @@ def main() -> None:
     joint_times.shortest = counting
     ratios = []
     for name in asked.models:
-        model, run = small(name, getattr(torch, asked.dtype)), optimize.WORKLOADS[name].runs[MODELS[name]]
+        model = small(name, getattr(torch, asked.dtype), asked.device)
+        run, there = optimize.WORKLOADS[name].runs[MODELS[name]], There(model)
         with torch.no_grad():
             lz.optimize(model)
-            plan = lz.solve(model, lambda run=run, model=model: run.call(run.prepare(model)), budget_s=asked.budget_s)
+            plan = lz.solve(model, lambda run=run, model=there: run.call(run.prepare(model)), budget_s=asked.budget_s)
         (joint,) = plan.solved.joint
         ratio = joint.alone_us / joint.together_us if joint.together_us else 1.0
         ratios.append(ratio)
