@@ -29,9 +29,10 @@ from torch.autograd.graph import increment_version
 
 from layerzero.backends.compiler_caches import triton_cache
 from layerzero.backends.norm_limits import specialised
+from layerzero.backends.torch.collectives import ONE_SHOT, one_shot
 from layerzero.core import limits as limit
 from layerzero.core.facts import MAX_ALIGNMENT_BYTES, Facts
-from layerzero.core.kernel import Backend, Kernel
+from layerzero.core.kernel import Backend, Kernel, Trust
 from layerzero.ops.rope.split import rope
 
 LIGER = Backend(
@@ -81,6 +82,16 @@ def _load_add_rms_norm(facts: Facts) -> Callable[..., Any]:
         )
         increment_version(residual)  # Triton writes behind autograd's back
         return output
+
+    return run
+
+
+def _load_all_reduce_add_rms_norm(facts: Facts) -> Callable[..., Any]:
+    add_norm = _load_add_rms_norm(facts)
+
+    def run(input: Tensor, residual: Tensor, weight: Tensor, *, eps: float, group: Any = None) -> tuple[Tensor, Tensor]:
+        total = one_shot(input, group=group)
+        return add_norm(residual, total, weight, eps=eps), total
 
     return run
 
@@ -202,6 +213,18 @@ KERNELS = (
         limits=(*_LIMITS, _IN_PLACE),
         cache_folder=triton_cache,
         build_key=specialised,
+        priority=65,
+    ),
+    Kernel(
+        id="liger.symm_all_reduce_add_rms_norm",  # torch's one shot, then one launch where torch has two
+        operations=("comm.all_reduce_add_rms_norm",),
+        backend=LIGER,
+        load=_load_all_reduce_add_rms_norm,
+        accepts=("eps", "group"),
+        limits=(*_LIMITS, _IN_PLACE, *ONE_SHOT),
+        cache_folder=triton_cache,
+        build_key=specialised,
+        trust=Trust.UNTRIED,
         priority=65,
     ),
     Kernel(

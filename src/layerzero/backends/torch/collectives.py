@@ -16,8 +16,9 @@ long as the group: a capture finds it there. Launches of one group share it, so 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,6 +32,8 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.limit_kinds import Limit
 from layerzero.core.operation import Operation
+from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.core.reuse_conditions import Condition, SizedCall, conditions
 from layerzero.ops.comm import declare
 from layerzero.ops.comm.formulas import DENSE, gathered, then_norm, tree_sum
 from layerzero.ops.comm.ranks import PEERS, Ranks, ranks_of
@@ -82,11 +85,14 @@ _OF_TORCH: tuple[tuple[Operation, Limit, bool | Callable[[Facts], bool]], ...] =
 BUFFER_BYTES = 2**24
 ONE_SHOT_ELEMENTS = 2**17 - 1  # where a class of calls ends, so that all sizes of one have the same kernel
 """256 KiB of bfloat16, the bound of vLLM's custom all-reduce for 8 GPUs of one host: 7.8 us where NCCL takes 9.2 (of
-16 KiB), 10.6 for 11.4 (of 256 KiB). This and the next on two H200, torch 2.11, in CUDA graphs, 2026-11-26."""
+16 KiB). This and the next two on two H200, torch 2.11, in CUDA graphs, 2026-11-26 and 27."""
+
+ONE_SHOT_OF_TWO = 2**20 - 1
+"""Of two ranks it is the quickest to 1 MiB: 10.9, 13.2 and 16.5 us of 256 KiB, 512 KiB and 1 MiB, where NCCL takes
+11.6, 13.4 and 17.3, and two shots 13.2, 15.0 and 17.5; of 2 MiB 23.3, 30.7 and 20.8."""
 
 TWO_SHOT_ELEMENTS = 2**19, 2**22 - 1
-"""From 1 MiB of bfloat16, where it takes 17.7 us and NCCL 17.3 (13.1 for 11.4 at 256 KiB), to what the buffer holds of
-float32; of 4 MiB it takes 29.2 us, NCCL 36.7."""
+"""From 1 MiB of bfloat16 to what the buffer holds of float32; of 4 MiB it takes 29.2 us, NCCL 36.7."""
 
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
@@ -146,20 +152,46 @@ def two_shot(input: Tensor, *, group: Any = None) -> Tensor:
     return output
 
 
-def _symmetric(name: str, operation: Operation, run: Callable[..., Any], least: int, most: int, *more: str) -> Kernel:
-    return kernel(
-        f"torch.symm_{name}",
-        operation.name,
-        always(run),
-        limit.platform("cuda"),
-        limit.arch(min=(8, 0)),
-        limit.dtype("float32", "bfloat16"),
-        limit.one_of("group_reach", PEERS),
-        limit.dim("rank_count", max=8, one_of=(2, 4, 8)),
-        limit.dim("payload", min=least, max=most, multiple=8),  # 16 bytes of bfloat16
-        accepts=("group", *more),
-        priority=60,
-    )
+@dataclass(frozen=True, slots=True)
+class InOneShot(limit.Limit):
+    """So few numbers that one shot is quicker than two, or than NCCL; of two ranks they are more."""
+
+    def check(self, facts: Facts) -> limit.Findings:
+        most = ONE_SHOT_OF_TWO if facts.size("rank_count") == 2 else ONE_SHOT_ELEMENTS
+        got = facts.size("payload")
+        if got <= most:
+            return ()
+        return (limit.Finding(Reason(ReasonCode.CONSTRAINT_FAILED, "payload", f"at most {most}", got)),)
+
+    def facts_named(self) -> tuple[str, ...]:
+        return "payload", "rank_count"
+
+    def describe(self) -> str:
+        return f"payload <= {ONE_SHOT_ELEMENTS}, of two ranks {ONE_SHOT_OF_TWO}"
+
+
+@conditions.register
+def _in_one_shot(limit: InOneShot, call: SizedCall) -> Iterable[Condition] | None:
+    return () if not limit.check(call.largest()) else None
+
+
+_OF_PEERS = (
+    limit.platform("cuda"),
+    limit.arch(min=(8, 0)),
+    limit.dtype("float32", "bfloat16"),
+    limit.one_of("group_reach", PEERS),
+    limit.dim("rank_count", max=8, one_of=(2, 4, 8)),
+)
+ONE_SHOT = (*_OF_PEERS, limit.dim("payload", min=8, multiple=8), InOneShot())  # 16 bytes of bfloat16
+"""Where :func:`one_shot` may run, and pays."""
+
+_TWO_SHOT = (*_OF_PEERS, limit.dim("payload", min=TWO_SHOT_ELEMENTS[0], max=TWO_SHOT_ELEMENTS[1], multiple=8))
+
+
+def _symmetric(
+    name: str, operation: Operation, run: Callable[..., Any], limits: tuple[Limit, ...], **more: Any
+) -> Kernel:
+    return kernel(f"torch.symm_{name}", operation.name, always(run), *limits, **more)
 
 
 KERNELS = (
@@ -197,9 +229,14 @@ KERNELS = (
             (declare.ALL_REDUCE_ADD_RMS_NORM, then_norm(tree_all_reduce), ("eps", "group")),
         )
     ),
-    _symmetric("one_shot_all_reduce", declare.ALL_REDUCE, one_shot, 8, ONE_SHOT_ELEMENTS),
-    _symmetric("two_shot_all_reduce", declare.ALL_REDUCE, two_shot, *TWO_SHOT_ELEMENTS),
+    _symmetric("one_shot_all_reduce", declare.ALL_REDUCE, one_shot, ONE_SHOT, accepts=("group",), priority=62),
+    _symmetric("two_shot_all_reduce", declare.ALL_REDUCE, two_shot, _TWO_SHOT, accepts=("group",), priority=60),
     _symmetric(
-        "all_reduce_add_rms_norm", declare.ALL_REDUCE_ADD_RMS_NORM, then_norm(one_shot), 8, ONE_SHOT_ELEMENTS, "eps"
+        "all_reduce_add_rms_norm",
+        declare.ALL_REDUCE_ADD_RMS_NORM,
+        then_norm(one_shot),
+        ONE_SHOT,
+        accepts=("group", "eps"),
+        priority=60,
     ),
 )
