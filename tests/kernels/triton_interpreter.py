@@ -66,7 +66,10 @@ def interpreting():
 
 def here(kernel):
     """The kernel as it is; interpreted, as if its library served CPUs."""
-    if not INTERPRETED or kernel.backend.name not in LIBRARIES:
-        return kernel
+    return on_cpu(kernel) if INTERPRETED and kernel.backend.name in LIBRARIES else kernel
+
+
+def on_cpu(kernel):
+    """The kernel as if its library served CPUs."""
     limits = tuple(each for each in kernel.limits if not isinstance(each, Arch))
     return dataclasses.replace(kernel, backend=dataclasses.replace(kernel.backend, platforms=("cpu",)), limits=limits)

@@ -42,6 +42,9 @@ _SIZES = ("heads", "kv_heads", "head_dim", "value_dim", "page_size")
 _LEAST = 16
 """Rows and columns of a product, at least: what Triton's ``dot`` takes."""
 
+_KEYS_BYTES = 2**14
+"""Of the keys of a step. With twice as many a program of float32 asks for 68 KiB of shared memory; MI300 has 64."""
+
 
 def _load_swiglu_oai(facts: Facts) -> Callable[..., Any]:
     from layerzero.backends import triton_kernels
@@ -71,7 +74,8 @@ def _load_paged_tokens(facts: Facts) -> Callable[..., Any]:
     heads, kv_heads, width, value_width, page = map(facts.size, _SIZES)
     group = heads // kv_heads
     blocks = {"group_block": _power(group), "head_block": _power(width), "value_block": _power(value_width)}
-    blocks["key_block"] = 64 if max(width, value_width) <= 128 else 32
+    row_bytes = max(blocks["head_block"], blocks["value_block"]) * facts.tensors["key_cache"].dtype.itemsize
+    blocks["key_block"] = min(64, max(_LEAST, _KEYS_BYTES // row_bytes))
     usual = width**-0.5
     sizes = {"head_dim": width, "value_dim": value_width, "group": group, "page_size": page}
 

@@ -1,22 +1,20 @@
 """Triton's code of the kernels in :mod:`layerzero.backends.layerzero_triton`; imported when one of them was chosen.
 
-Everything is computed in float32. What a launch leaves out is a constant to the compiler, which drops it.
+Everything is computed in float32. What a launch leaves out is a constant to the compiler, which drops it. The compiler
+takes an annotation for a name of its language: arguments have none, but constants (``Any`` does not compile).
 Library: triton 3.3 and later.
 """
-# mypy: disable-error-code="untyped-decorator"
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+# ruff: noqa: ANN001
 
 from __future__ import annotations
-
-from typing import Any
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def swiglu_oai(
-    gate: Any, up: Any, output: Any, alpha: Any, limit: Any, count: Any, by_turns: tl.constexpr, block: tl.constexpr
-) -> None:
+def swiglu_oai(gate, up, output, alpha, limit, count, by_turns: tl.constexpr, block: tl.constexpr) -> None:
     """``g * sigmoid(alpha * g) * (u + 1)``, g the gate up to the limit, u within it on both sides.
 
     Args:
@@ -39,11 +37,11 @@ def swiglu_oai(
 
 @triton.jit
 def paged_tokens(
-    query: Any, key: Any, value: Any, tables: Any, lengths: Any, starts: Any, owners: Any, sinks: Any, tree: Any,
-    output: Any, lse: Any,
-    scale: Any, softcap: Any, left: Any, right: Any, columns: Any, tokens: Any,
-    query_token: Any, query_head: Any, key_page: Any, key_slot: Any, key_head: Any,
-    value_page: Any, value_slot: Any, value_head: Any, table_row: Any, tree_row: Any, heads: Any,
+    query, key, value, tables, lengths, starts, owners, sinks, tree,
+    output, lse,
+    scale, softcap, left, right, columns, tokens,
+    query_token, query_head, key_page, key_slot, key_head,
+    value_page, value_slot, value_head, table_row, tree_row, heads,
     head_dim: tl.constexpr, value_dim: tl.constexpr, group: tl.constexpr, page_size: tl.constexpr,
     causal: tl.constexpr, has_softcap: tl.constexpr, has_left: tl.constexpr, has_right: tl.constexpr,
     has_sinks: tl.constexpr, has_tree: tl.constexpr, has_lse: tl.constexpr,
