@@ -8,8 +8,8 @@ On the CPU the program is exported with batch and lengths as ranges and compiled
 kept in Inductor's cache; compared with float64 on a Skylake Xeon with torch 2.13.0 (2026-11-21). There 1 x 512 tokens
 with 16/4 heads of 64 take one thread 50 ms in float32 and 150 in bfloat16. torch's SDPA takes 13 and 37, the reference,
 which alone knows a softcap, 130 and 350: hence a priority below every kernel that takes the call otherwise.
-On GPUs it is compiled by ``aot_compile`` for exact sizes and lives in this process only. That way ran on the CPU alone;
-its GPU limits are those of torch 2.13's source (inductor/kernel/flex), and no GPU has run it yet.
+On GPUs it is compiled by ``aot_compile`` for exact sizes and lives in this process only. That way ran on the CPU alone,
+with torch 2.11 and 2.13; its GPU limits are those of torch 2.13's source (inductor/kernel/flex), and no GPU has run it.
 Library: torch 2.13, BSD-3-Clause; arXiv:2412.05496.
 """
 
@@ -215,7 +215,8 @@ def _no_guards(guards: Sequence[Any], known: object) -> int:
 
 def _for_exact_sizes(facts: Facts, device: torch.device, dtype: torch.dtype, sizes: dict[str, int]) -> Runner:
     """Compile for the very sizes; other ones raise in it, without further checks."""
-    with warnings.catch_warnings(), torch.no_grad():
+    ahead = torch._dynamo.config.patch(enable_aot_compile=True)  # torch 2.11 and before have no ``aot_compile`` without
+    with warnings.catch_warnings(), torch.no_grad(), ahead:
         warnings.simplefilter("ignore")
         traced: Any = torch.compile(_attention, fullgraph=True, dynamic=False)
         artefact = traced.aot_compile((_example(device, dtype, sizes), {}))
