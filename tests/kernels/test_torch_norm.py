@@ -64,3 +64,22 @@ def test_norms_give_the_bits_of_torchs_functions(shape, dtype, grad):
             got, wanted = results(ours, tensors, grad=grad), results(theirs, tensors, grad=grad)
             assert len(got) == (1 + len(tensors) if grad else 1)
             assert all(map(torch.equal, got, wanted))
+
+
+NVIDIA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NVIDIA)])
+@pytest.mark.parametrize("kernel", ["torch.all_reduce_add_rms_norm", "layerzero.tree_all_reduce_add_rms_norm"])
+def test_an_infinity_of_float64_leaves_zeros_beside_it(monkeypatch, kernel, device):
+    """On a GPU torch's own makes the whole row NaN (H200, torch 2.11); on a CPU this stands for it."""
+    if device == "cpu":
+        monkeypatch.setattr(functional, "rms_norm", lambda input, *_: torch.full_like(input, torch.nan))
+    rows = torch.ones(3, 96, dtype=torch.float64, device=device)
+    rows[2, -1] = torch.inf
+    with lz.scope(locks={"all_reduce_add_rms_norm": kernel}, fallback_enabled=False):
+        output, total = lz.all_reduce_add_rms_norm(rows, rows, torch.ones_like(rows[0]), group=lz.Ranks.alone())
+    assert torch.equal(total, rows + rows)
+    assert output[:2].isfinite().all()
+    assert not output[2, :-1].any()
+    assert output[2, -1].isnan()

@@ -13,6 +13,7 @@ from layerzero.core.arguments import told
 from layerzero.core.errors import InvalidCallError
 from layerzero.ops.comm.ranks import distributed, ranks_of
 from layerzero.ops.declaration import wide
+from layerzero.ops.norm.declare import rms_norm
 
 DENSE = torch.contiguous_format
 _gather: Any = getattr(distributed, "all_gather_single", None) or getattr(distributed, "all_gather_into_tensor", None)
@@ -85,12 +86,14 @@ def torch_all_reduce(input: Tensor, reduce_op: str = "sum", group: Any = None) -
 
 
 def then_norm(reduce: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """A sum over ranks, a new tensor, with a residual added and its norm by torch behind it."""
+    """A sum over ranks, a new tensor, with a residual added and its norm behind it: torch's, but of float64."""
 
     def run(
         input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, group: Any = None
     ) -> tuple[Tensor, Tensor]:
         total = reduce(input, group=group).add_(residual)
+        if total.dtype is torch.float64:  # torch's, on a GPU, makes NaN of a row with an infinity (H200, torch 2.11)
+            return rms_norm(total, weight, eps), total
         return functional.rms_norm(total, weight.shape, weight, eps), total
 
     return run
