@@ -174,13 +174,13 @@ def test_a_step_that_cannot_be_captured_is_told_and_runs_as_it_is(where: str, mo
 def test_masks_that_hide_more_are_refused() -> None:
     from transformers.masking_utils import chunked_overlay, sliding_window_causal_mask_function
 
-    from layerzero.integrations.transformers import _check_only_causal
+    from layerzero.integrations.transformers_masks import check_only_causal
 
     config = transformers.MistralConfig(sliding_window=8)
-    _check_only_causal(sliding_window_causal_mask_function(8), config)
+    check_only_causal(sliding_window_causal_mask_function(8), config)
     for wrong in (sliding_window_causal_mask_function(9), chunked_overlay(8, torch.zeros(1, dtype=torch.long))):
         with pytest.raises(lz.InvalidCallError, match="hides more"):
-            _check_only_causal(wrong, config)
+            check_only_causal(wrong, config)
 
 
 @pytest.mark.parametrize("kind", ["bert", "T5", "softcap"])

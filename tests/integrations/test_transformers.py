@@ -14,6 +14,7 @@ import layerzero as lz
 transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
 
 from layerzero.integrations import transformers as integration  # noqa: E402  # it imports nothing of transformers itself
+from layerzero.integrations import transformers_masks  # noqa: E402
 
 pytestmark = [
     # gradients through a softcap or sinks have no kernel on the CPU but the reference, and LayerZero says so once
@@ -364,16 +365,33 @@ def test_a_prompt_in_an_empty_cache_needs_no_mask_and_may_be_cut() -> None:
     mask = integration.attention_mask(batch_size=2, q_length=7, kv_length=12, q_offset=0, kv_offset=0)
     assert mask is not None
     assert mask.tolist() == torch.ones(7, 12).tril().bool().expand(2, 1, 7, 12).tolist()
-    assert integration._only_hides_the_future(mask, 7)
+    assert integration.keys_seen(mask, 7)
     square, _ = integration.attention_forward(Module(), query, key[:, :, :7], value[:, :, :7], None)
     whole, _ = integration.attention_forward(Module(), query, key, value, mask)
     torch.testing.assert_close(whole, square)
     cut, _ = integration.attention_forward(Module(), query[:, :, -2:], key, value, mask[:, :, -2:])
     torch.testing.assert_close(cut, square[:, -2:])
     changed = mask.clone()
-    changed._layerzero_version = changed._version
+    transformers_masks.mark(changed, 7)
     changed[:, :, :, 7] = True
-    assert not integration._only_hides_the_future(changed, 7)
+    assert not integration.keys_seen(changed, 7)
+
+
+@pytest.mark.parametrize("padded", [None, "ones", "hidden"])
+def test_a_later_part_of_a_prompt_needs_no_mask_where_no_token_is_hidden(padded: str | None) -> None:
+    query, key, value = tensors(4, 9)
+    seen = None if padded is None else torch.ones(2, 9, dtype=torch.bool)
+    if seen is not None and padded == "hidden":
+        seen[0, 0] = False
+    call = {"batch_size": 2, "q_offset": 5, "kv_offset": 0, "attention_mask": seen}
+    mask = integration.attention_mask(q_length=4, kv_length=9, **call)
+    assert mask is not None
+    assert integration.keys_seen(mask, 4) == (0 if padded == "hidden" else 9)
+    got, _ = integration.attention_forward(Module(), query, key, value, mask)
+    wanted, _ = integration.attention_forward(Module(), query, key, value, mask.clone())
+    torch.testing.assert_close(got, wanted)
+    windowed = integration.attention_mask(q_length=4, kv_length=9, local_size=8, **call)
+    assert integration.keys_seen(windowed, 4) == 0
 
 
 @pytest.mark.parametrize(

@@ -112,9 +112,9 @@ def test_float_masks_that_hide_only_the_future_are_not_read(name: str, monkeypat
         mask_function=transformers.masking_utils.causal_mask_function, q_offset=0, kv_offset=0,
     )  # fmt: skip
     assert mask is not None
-    assert integration._only_hides_the_future(mask, 3)
+    assert integration.keys_seen(mask, 3)
     mask[..., 0] = -1.0
-    assert not integration._only_hides_the_future(mask, 3)
+    assert not integration.keys_seen(mask, 3)
 
 
 @pytest.mark.usefixtures("packs")

@@ -23,6 +23,7 @@ from torch import Tensor
 import layerzero as lz
 from layerzero.core.errors import InvalidCallError
 from layerzero.integrations.transformers_experts import is_reserved, register_experts
+from layerzero.integrations.transformers_masks import check_only_causal, ends_with_its_keys, keys_seen, mark
 from layerzero.integrations.transformers_patches import (
     check_at_load,
     check_class,
@@ -73,7 +74,6 @@ _COMPILED = frozenset({"cuda"})
 EXCHANGED = "_layerzero_setting"
 """An attribute of modules whose attention ``lz.optimize`` exchanged: ours was not requested where it serves no call."""
 
-_VERSION = "_layerzero_version"
 _registered: set[str] = set()
 _checked: set[type] = set()
 _float_masked: set[type] = set()
@@ -116,7 +116,8 @@ def attention_mask(*, q_length: int, kv_length: int, allow_is_causal_skip: bool 
 
     This is Transformers' ``sdpa_mask`` with one difference. For a prompt in an empty static cache it also returns None,
     which its attention reads as "aligned top-left"; a model that cuts queries off afterwards (gemma4 keeping the last
-    logits) would then be wrong. Here that mask is made, and marked so that :func:`attention_forward` may skip it.
+    logits) would then be wrong. Here that mask is made, and marked so that :func:`attention_forward` may skip it. So is
+    that of a later part of a prompt: without a mask kernels are faster, and have the bits of the whole.
 
     Models that do not support ``sdpa`` get the float mask of ``eager`` instead, for they do more with it than hand it
     on: pegasus_x, bigbird_pegasus and nllb-moe say that decoders are not causal, informer adds it to its own scores,
@@ -132,7 +133,7 @@ def attention_mask(*, q_length: int, kv_length: int, allow_is_causal_skip: bool 
         if not allow_is_causal_skip:
             problem = "wanted a model that leaves its masks to attention, got one that reads them itself"
             raise InvalidCallError("lz.optimize(graph=True)", [problem])
-        _check_only_causal(call["mask_function"], call.get("config"))
+        check_only_causal(call["mask_function"], call.get("config"))
         return None
     config = type(call.get("config"))
     if not compiling and config not in _checked:
@@ -141,14 +142,19 @@ def attention_mask(*, q_length: int, kv_length: int, allow_is_causal_skip: bool 
     if config in _float_masked:
         added: Tensor = eager_mask(**sizes, **call)
         skips = allow_is_causal_skip and not call.get("allow_is_bidirectional_skip") and q_length in (1, kv_length)
-        if skips and not compiling and not added.is_inference() and sdpa_mask(**sizes, **call) is None:
-            setattr(added, _VERSION, added._version)
+        if skips and not compiling and sdpa_mask(**sizes, **call) is None:
+            mark(added, q_length)
         return added
     mask: Tensor | None = sdpa_mask(**sizes, allow_is_causal_skip=allow_is_causal_skip, **call)
+    seen = q_length
     if mask is None and allow_is_causal_skip and q_length not in (1, kv_length):
         mask = sdpa_mask(**sizes, allow_is_causal_skip=False, **call)
-        if mask is not None and not compiling and not mask.is_inference():
-            setattr(mask, _VERSION, mask._version)
+    elif mask is not None and allow_is_causal_skip and not compiling and ends_with_its_keys(**sizes, **call):
+        seen = kv_length
+    else:
+        return mask
+    if mask is not None and not compiling:
+        mark(mask, seen)
     return mask
 
 
@@ -224,10 +230,10 @@ def attention_forward(
             raise InvalidCallError("lz.optimize(graph=True)", [problem])
         told = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
         return one_token(query, key, value, scaling, told), None
-    if attention_mask is not None and _only_hides_the_future(attention_mask, q_length):
+    if attention_mask is not None and (seen := keys_seen(attention_mask, q_length)):
         attention_mask, is_causal = None, True
         if q_length > 1:
-            key, value = key[:, :, :q_length], value[:, :, :q_length]
+            key, value = key[:, :, :seen], value[:, :, :seen]
     kv_length = key.shape[2]
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     causal = q_length > 1 and attention_mask is None and causal
@@ -337,39 +343,6 @@ def _check_unpacked(kwargs: dict[str, Any]) -> None:
             step = "pass position_ids that start at 0 for each of them"
             problem = f"{wanted}, got {got.numel() - 1} sequences and no mask; {step}"
             raise InvalidCallError("attn_implementation='layerzero'", [problem])
-
-
-def _only_hides_the_future(mask: Tensor, q_length: int) -> bool:
-    """Whether this is, unchanged, a mask that causality alone says: on the first ``q_length`` keys of an empty cache.
-
-    For one query it hides nothing then.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    version = getattr(mask, _VERSION, None)
-    return version is not None and version == mask._version and mask.shape[2] == q_length
-
-
-def _check_only_causal(visible: Callable[..., Any], config: Any) -> None:
-    """Refuse a mask that hides more than the future and what lies before a window: it is not made for one token.
-
-    Checked at the beginning of windows, where one of another kind (chunks) differs.
-    """
-    from transformers.masking_utils import causal_mask_function
-
-    if visible is causal_mask_function:
-        return
-    window = getattr(config, "sliding_window", None) or 0
-    known = type(window) is int and window > 0
-    for query in (window * 3, window * 1000 + 1) if known else ():
-        keys = torch.tensor([0, query - window - 1, query - window, query - window + 1, query - 1, query])
-        seen = [bool(visible(torch.tensor(0), torch.tensor(0), torch.tensor(query), each)) for each in keys]
-        known = known and seen == [query - window < int(each) for each in keys]
-    if not known:
-        problem = (
-            "wanted masks that hide the future and what lies before config.sliding_window, got one that hides more"
-        )
-        raise InvalidCallError("lz.optimize(graph=True)", [problem])
 
 
 def _check_model(config: Any) -> None:
