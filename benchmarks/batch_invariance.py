@@ -2,10 +2,12 @@
 
     python benchmarks/batch_invariance.py --rows 20000
     python benchmarks/batch_invariance.py --device cuda --dtype bfloat16 --shape 1b --steps 20
-    python benchmarks/batch_invariance.py --device cuda --kernels
+    python benchmarks/batch_invariance.py --device cuda --kernels attention
+    python benchmarks/batch_invariance.py --device cuda --dtype bfloat16 --shape 8b --layers 2 --first
 
 Counts the rows whose logits have other bits than in the whole batch, and times a prompt and a step of one token with
-the model's own code, with LayerZero, and with the setting. ``--kernels`` proves the kernels that declare it instead.
+the model's own code, with LayerZero, and with the setting. ``--kernels`` proves the kernels that declare it instead, of
+operations whose names begin so. ``--first`` says of some parts of a batch which call's result is the first that differs.
 """
 
 from __future__ import annotations
@@ -15,12 +17,17 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import layerzero as lz
+from layerzero.engine.dispatch import ENGINE
+from layerzero.ops import FUNCTIONS
 
 SHAPES = {
     "tiny": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 2, "heads": (8, 2), "vocab_size": 1003},
@@ -43,12 +50,13 @@ COUNTS = (1, 2, 3, 7, 64, 256)
 TOKENS = 20
 
 
-def model_of(shape: str, device: str, dtype: torch.dtype) -> Any:
-    """A Llama with random weights."""
+def model_of(shape: str, device: str, dtype: torch.dtype, layers: int = 0) -> Any:
+    """A Llama with random weights; ``layers`` instead of the shape's own number."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes: dict[str, Any] = dict(SHAPES[shape])
     heads, kv_heads = sizes.pop("heads")
+    sizes["num_hidden_layers"] = layers or sizes["num_hidden_layers"]
     config = LlamaConfig(**sizes, num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=4096)
     torch.manual_seed(0)
     default = torch.get_default_dtype()
@@ -88,6 +96,101 @@ def other_bits(model: Any, rows: int, batch: int, device: str) -> tuple[int, int
     return compared, wrong
 
 
+Saw = Callable[[str, str, list[Tensor]], None]
+"""What hears of a call: the function, the kernel, and the tensors that it got and gave."""
+
+
+@contextmanager
+def heard(saw: Saw) -> Iterator[None]:
+    """Tell of every call of a function of LayerZero, as models make them: ``lz.linear(...)``."""
+    kernels: list[str] = []
+
+    def ran(_: object, plan: Any) -> None:
+        kernels.append(plan.kernel_id)
+
+    def telling(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            got = [each.clone() for each in (*given, *named.values()) if isinstance(each, Tensor) and each.ndim > 2]
+            kernels.clear()
+            found = run(*given, **named)
+            made = [each for each in (found if isinstance(found, tuple) else (found,)) if isinstance(each, Tensor)]
+            written = [each for each in given if isinstance(each, Tensor) and each.ndim > 2]
+            saw(name, "+".join(dict.fromkeys(kernels)), [*got, *made, *written])
+            return found
+
+        return call
+
+    before = {name: getattr(lz, name) for name in FUNCTIONS}
+    ENGINE.watch(ran)
+    try:
+        for name, run in before.items():
+            setattr(lz, name, telling(name, run))
+        yield
+    finally:
+        for name, run in before.items():
+            setattr(lz, name, run)
+        ENGINE.unwatch(ran)
+
+
+def part_of(whole: Tensor, like: Tensor, batch: int, rows: slice, tokens: slice) -> Tensor | None:
+    """The rows of sequences and tokens, of a tensor whose tokens lie in one axis or in two; None where it has none."""
+    if whole.shape[0] == batch * TOKENS:
+        whole = whole.view(batch, TOKENS, *whole.shape[1:])
+    if whole.shape[0] != batch:
+        return None
+    cut = whole[rows]
+    axis = next((place for place in (1, 2) if cut.ndim > place and cut.shape[place] == TOKENS), None)
+    if axis is None:
+        return None
+    narrow = [slice(None)] * axis
+    several = cut[(*narrow, tokens)]
+    seen = cut[(*narrow, slice(0, tokens.stop))]  # keys and values of a part behind others
+    fits = several if several.numel() == like.numel() else seen
+    if fits.ndim == 4 and fits.shape != like.shape and fits.transpose(1, 2).shape == like.shape:
+        fits = fits.transpose(1, 2)  # one query is attended to in another layout
+    return fits.reshape(like.shape) if fits.numel() == like.numel() else None
+
+
+@torch.no_grad()
+def first_differences(model: Any, batch: int, device: str) -> None:
+    """Print for some parts of a batch the first tensor of a call that has other bits than in the whole."""
+    ids = torch.randint(0, model.config.vocab_size, (batch, TOKENS), generator=torch.Generator().manual_seed(1))
+    ids = ids.to(device)
+    parts = [(f"{count} of {batch}", slice(5, 5 + count), (0, TOKENS)) for count in (1, 2, 3, 7, 64) if count + 5 <= batch]
+    parts += [(f"3 in parts {cuts}", slice(0, 3), cuts) for cuts in chunks(TOKENS)]
+    for text, rows, cuts in parts:
+        calls: list[tuple[str, str, list[Tensor]]] = []
+        cache, logits = None, None
+        for start, end in itertools.pairwise(cuts):
+            calls.clear()
+            with heard(lambda name, kernel, seen: calls.append((name, kernel, [each.clone() for each in seen]))):
+                out = model(ids[rows, start:end], past_key_values=cache, use_cache=True)
+            cache, logits = out.past_key_values, out.logits
+        tokens, wrong, number = slice(*cuts[-2:]), Counter[str](), itertools.count()
+
+        def compare(name: str, kernel: str, seen: list[Tensor]) -> None:
+            place = next(number)
+            if place >= len(calls) or calls[place][0] != name:
+                wrong["another call"] += 1
+                return
+            of_part = calls[place]
+            for which, (one, other) in enumerate(zip(of_part[2], seen, strict=False)):
+                want = part_of(other, one, batch, rows, tokens)
+                if want is not None and not torch.equal(want, one):
+                    kernels = kernel if kernel == of_part[1] else f"{of_part[1]}, in the whole {kernel}"
+                    wrong[f"call {place} {name} ({kernels}), tensor {which} of {tuple(one.shape)}"] += 1
+
+        with heard(compare):
+            whole = model(ids).logits[rows, tokens]
+        other = int((whole != logits).any(-1).sum())
+        first = next(iter(wrong), "none")
+        print(f"{text}: {other} of {logits.shape[0] * logits.shape[1]} rows of logits differ; first: {first}", flush=True)
+    ran = Counter[str]()
+    with heard(lambda name, kernel, _: ran.update([f"{name}: {kernel}"])):
+        model(ids)
+    print("; ".join(f"{each} x{count}" for each, count in ran.items()), flush=True)
+
+
 @torch.no_grad()
 def times_ms(model: Any, device: str, batch: int, context: int, steps: int) -> tuple[float, float]:
     """Medians of a prompt, and of a step of one token behind it."""
@@ -109,7 +212,7 @@ def _timed(run: Any, device: str) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-def prove(device: str, seconds: float) -> None:
+def prove(device: str, seconds: float, of: str) -> None:
     """Check every kernel that declares batch_invariant or tp_invariant, and that may run here."""
     from layerzero.engine.registry import REGISTRY
     from layerzero.ops import OPERATIONS
@@ -118,7 +221,7 @@ def prove(device: str, seconds: float) -> None:
 
     REGISTRY.ready()
     end, tally = time.monotonic() + seconds, {"passed": 0, "wrong": 0, "not tried": 0}
-    for operation in OPERATIONS.values():
+    for operation in [each for each in OPERATIONS.values() if each.name.startswith(of)]:
         for kernel in REGISTRY.candidates(operation.name):
             for check, declared in (
                 (invariance.batches, kernel.batch_invariant),
@@ -137,10 +240,8 @@ def prove(device: str, seconds: float) -> None:
                         continue
                     found = check(kernel, setting, case)
                     tally[found.status] += 1
-                    if found.status == "wrong":
-                        print(
-                            f"{operation.name} {kernel.id} {dtype} {check.__name__}: {found.message[:230]}", flush=True
-                        )
+                    text = f"{operation.name} {kernel.id} {dtype} {check.__name__}: {found.status}"
+                    print(f"{text} {found.message[:230] if found.status == 'wrong' else ''}", flush=True)
     print("kernels that declare invariance on", device, tally, flush=True)
 
 
@@ -155,13 +256,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--decode-batch", type=int, default=8)
-    parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--layers", type=int, default=0)
+    parser.add_argument("--first", action="store_true")
+    parser.add_argument("--kernels", nargs="?", const="")
     parser.add_argument("--seconds", type=float, default=120.0)
     given = parser.parse_args()
-    if given.kernels:
-        prove(given.device, given.seconds)
+    if given.kernels is not None:
+        prove(given.device, given.seconds, given.kernels)
         return
-    model = model_of(given.shape, given.device, getattr(torch, given.dtype))
+    model = model_of(given.shape, given.device, getattr(torch, given.dtype), given.layers)
+    if given.first:
+        with lz.scope(batch_invariant=True):
+            lz.optimize(model, budget_s=60)
+            first_differences(model, given.batch, given.device)
+        return
     print(f"{given.shape} {given.dtype} {given.device} torch {torch.__version__} threads {torch.get_num_threads()}")
     step_of = {}
     for name, invariant in (("own code", None), ("LayerZero", False), ("batch_invariant", True)):
