@@ -2,17 +2,19 @@
 
     python benchmarks/batch_invariance.py --rows 20000
     python benchmarks/batch_invariance.py --device cuda --dtype bfloat16 --shape 1b --steps 20
-    python benchmarks/batch_invariance.py --device cuda --kernels attention
+    python benchmarks/batch_invariance.py --device cuda --kernels "torch.*unsplit*" --unsplit
     python benchmarks/batch_invariance.py --device cuda --dtype bfloat16 --shape 8b --layers 2 --first
 
 Counts the rows whose logits have other bits than in the whole batch, and times a prompt and a step of one token with
-the model's own code, with LayerZero, and with the setting. ``--kernels`` proves the kernels that declare it instead, of
-operations whose names begin so. ``--first`` says of some parts of a batch which call's result is the first that differs.
+the model's own code, with LayerZero, and with the setting; with ``--unsplit`` also once torch shares out no sum.
+``--kernels`` proves kernels that declare it instead, those of this pattern. ``--first`` says of some parts of a batch
+which call is the first with other bits. ``--untried`` lets kernels run that never ran before they were shipped.
 """
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import functools
 import itertools
 import statistics
@@ -151,40 +153,53 @@ def part_of(whole: Tensor, like: Tensor, batch: int, rows: slice, tokens: slice)
     return fits.reshape(like.shape) if fits.numel() == like.numel() else None
 
 
+class Comparison:
+    """The calls of a part of a batch, and how often each differs in the whole."""
+
+    def __init__(self, batch: int, rows: slice, tokens: slice) -> None:
+        self.batch, self.rows, self.tokens = batch, rows, tokens
+        self.calls: list[tuple[str, str, list[Tensor]]] = []
+        self.wrong = Counter[str]()
+        self._number = itertools.count()
+
+    def keep(self, name: str, kernel: str, seen: list[Tensor]) -> None:
+        """Hear of a call of the part."""
+        self.calls.append((name, kernel, [each.clone() for each in seen]))
+
+    def compare(self, name: str, kernel: str, seen: list[Tensor]) -> None:
+        """Hear of a call of the whole."""
+        place = next(self._number)
+        if place >= len(self.calls) or self.calls[place][0] != name:
+            self.wrong[f"call {place} is another one: {name}"] += 1
+            return
+        _, of_part, kept = self.calls[place]
+        for which, (one, other) in enumerate(zip(kept, seen, strict=False)):
+            want = part_of(other, one, self.batch, self.rows, self.tokens)
+            if want is not None and not torch.equal(want, one):
+                kernels = kernel if kernel == of_part else f"{of_part}, in the whole {kernel}"
+                self.wrong[f"call {place} {name} ({kernels}), tensor {which} of {tuple(one.shape)}"] += 1
+
+
 @torch.no_grad()
 def first_differences(model: Any, batch: int, device: str) -> None:
     """Print for some parts of a batch the first tensor of a call that has other bits than in the whole."""
     ids = torch.randint(0, model.config.vocab_size, (batch, TOKENS), generator=torch.Generator().manual_seed(1))
     ids = ids.to(device)
-    parts = [(f"{count} of {batch}", slice(5, 5 + count), (0, TOKENS)) for count in (1, 2, 3, 7, 64) if count + 5 <= batch]
+    counts = [each for each in (1, 2, 3, 7, 64) if each + 5 <= batch]
+    parts = [(f"{count} of {batch}", slice(5, 5 + count), (0, TOKENS)) for count in counts]
     parts += [(f"3 in parts {cuts}", slice(0, 3), cuts) for cuts in chunks(TOKENS)]
     for text, rows, cuts in parts:
-        calls: list[tuple[str, str, list[Tensor]]] = []
-        cache, logits = None, None
+        found = Comparison(batch, rows, slice(*cuts[-2:]))
+        cache, logits = None, torch.empty(0)
         for start, end in itertools.pairwise(cuts):
-            calls.clear()
-            with heard(lambda name, kernel, seen: calls.append((name, kernel, [each.clone() for each in seen]))):
+            found.calls.clear()
+            with heard(found.keep):
                 out = model(ids[rows, start:end], past_key_values=cache, use_cache=True)
             cache, logits = out.past_key_values, out.logits
-        tokens, wrong, number = slice(*cuts[-2:]), Counter[str](), itertools.count()
-
-        def compare(name: str, kernel: str, seen: list[Tensor]) -> None:
-            place = next(number)
-            if place >= len(calls) or calls[place][0] != name:
-                wrong["another call"] += 1
-                return
-            of_part = calls[place]
-            for which, (one, other) in enumerate(zip(of_part[2], seen, strict=False)):
-                want = part_of(other, one, batch, rows, tokens)
-                if want is not None and not torch.equal(want, one):
-                    kernels = kernel if kernel == of_part[1] else f"{of_part[1]}, in the whole {kernel}"
-                    wrong[f"call {place} {name} ({kernels}), tensor {which} of {tuple(one.shape)}"] += 1
-
-        with heard(compare):
-            whole = model(ids).logits[rows, tokens]
-        other = int((whole != logits).any(-1).sum())
-        first = next(iter(wrong), "none")
-        print(f"{text}: {other} of {logits.shape[0] * logits.shape[1]} rows of logits differ; first: {first}", flush=True)
+        with heard(found.compare):
+            whole = model(ids).logits[rows, found.tokens]
+        other, first = int((whole != logits).any(-1).sum()), next(iter(found.wrong), "none")
+        print(f"{text}: {other} of {whole[..., 0].numel()} rows of logits differ; first: {first}", flush=True)
     ran = Counter[str]()
     with heard(lambda name, kernel, _: ran.update([f"{name}: {kernel}"])):
         model(ids)
@@ -212,7 +227,14 @@ def _timed(run: Any, device: str) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-def prove(device: str, seconds: float, of: str) -> None:
+def share_out_no_sum() -> None:
+    """Let torch multiply by cuBLASLt without split-K, in all of the process."""
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)  # type: ignore[assignment]
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)  # type: ignore[assignment]
+
+
+def prove(device: str, seconds: float, pattern: str) -> None:
     """Check every kernel that declares batch_invariant or tp_invariant, and that may run here."""
     from layerzero.engine.registry import REGISTRY
     from layerzero.ops import OPERATIONS
@@ -221,8 +243,8 @@ def prove(device: str, seconds: float, of: str) -> None:
 
     REGISTRY.ready()
     end, tally = time.monotonic() + seconds, {"passed": 0, "wrong": 0, "not tried": 0}
-    for operation in [each for each in OPERATIONS.values() if each.name.startswith(of)]:
-        for kernel in REGISTRY.candidates(operation.name):
+    for operation in OPERATIONS.values():
+        for kernel in [each for each in REGISTRY.candidates(operation.name) if fnmatch.fnmatch(each.id, pattern)]:
             for check, declared in (
                 (invariance.batches, kernel.batch_invariant),
                 (invariance.ranks, kernel.tp_invariant),
@@ -258,9 +280,15 @@ def main() -> None:
     parser.add_argument("--decode-batch", type=int, default=8)
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--first", action="store_true")
-    parser.add_argument("--kernels", nargs="?", const="")
+    parser.add_argument("--unsplit", action="store_true")
+    parser.add_argument("--untried", action="store_true")
+    parser.add_argument("--kernels", nargs="?", const="*")
     parser.add_argument("--seconds", type=float, default=120.0)
     given = parser.parse_args()
+    if given.untried:
+        lz.configure(require_vetting=False)
+    if given.unsplit and (given.first or given.kernels is not None):
+        share_out_no_sum()
     if given.kernels is not None:
         prove(given.device, given.seconds, given.kernels)
         return
@@ -272,7 +300,10 @@ def main() -> None:
         return
     print(f"{given.shape} {given.dtype} {given.device} torch {torch.__version__} threads {torch.get_num_threads()}")
     step_of = {}
-    for name, invariant in (("own code", None), ("LayerZero", False), ("batch_invariant", True)):
+    ways = [("own code", None), ("LayerZero", False), ("batch_invariant", True)]
+    for name, invariant in [*ways, *([("without split-K", True)] if given.unsplit else [])]:
+        if name == "without split-K":
+            share_out_no_sum()
         report = None
         with lz.scope(batch_invariant=bool(invariant)):
             if invariant is not None:

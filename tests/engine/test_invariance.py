@@ -8,11 +8,18 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero.backends.torch import tiled
 from layerzero.core.errors import NoKernelFoundError
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import OPERATIONS
 from layerzero.testing import invariance
 from layerzero.testing.sizes import CheckSetting, base_case
+
+LIBRARIES = {"torch": "2.11.0+cu130", "vllm": "0.20.0"}
+
+
+def _meta(*shape):
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
 
 def _kernel(operation, name):
@@ -114,3 +121,47 @@ def test_attention_by_tiles_adds_a_mask_as_exactly_as_it_was_given():
         found = lz.attention(query, key, value, **call)
     scores = query.double() @ key.double().transpose(-1, -2) / 8 + mask.double()
     torch.testing.assert_close(found.double(), scores.softmax(-1) @ value.double(), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("device", "more", "name"),
+    [
+        ("H200", {}, "vllm.flash_attn.v3.unsplit"),
+        ("H200", {"softcap": 5.0}, "vllm.flash_attn.v3.unsplit"),
+        ("H200", {"window": (4, 0)}, "torch.sdpa.unsplit"),  # version 3 drops a window wider than the keys
+        ("A100", {}, "vllm.flash_attn.v2.unsplit"),
+        ("B200", {}, "torch.sdpa.unsplit"),  # a build of version 2 in the background would change bits
+    ],
+)
+@pytest.mark.parametrize("queries", [1, 13, 20])
+def test_prompts_their_parts_and_steps_take_one_kernel_on_a_gpu(device, more, name, queries):
+    given = _meta(3, queries, 32, 128), _meta(3, 20, 8, 128), _meta(3, 20, 8, 128)
+    call = {"layout": "BSHD", "device": device, "libraries": LIBRARIES, "causal": queries > 1, **more}
+    with lz.scope(batch_invariant=True, require_vetting=False):
+        assert lz.explain("attention", *given, **call).chosen.kernel.id.removesuffix("_decode") == name
+    with lz.scope(batch_invariant=True):  # what never ran proves itself first
+        assert "vllm" not in name or lz.explain("attention", *given, **call).reasons(name)
+    assert not lz.explain("attention", *given, **call).chosen.kernel.asked_for
+
+
+def test_one_product_of_all_rows_runs_only_where_torch_was_set_to_share_out_no_sum(monkeypatch):
+    given, call = (_meta(8, 4096), _meta(4096, 4096)), {"device": "H200", "libraries": LIBRARIES}
+    with lz.scope(batch_invariant=True, require_vetting=False):
+        report = lz.explain("linear", *given, **call)
+        assert report.chosen.kernel.id == "torch.linear_tiled"
+        (reason,) = report.reasons("torch.linear_unsplit")
+        assert "preferred_blas_library('cublaslt')" in str(reason)
+        assert "allow_bf16_reduced_precision_reduction = (False, False)" in str(reason)
+        monkeypatch.setattr(tiled, "_splits", lambda dtype: dtype is not torch.bfloat16)
+        assert lz.explain("linear", *given, **call).chosen.kernel.id == "torch.linear_unsplit"
+        assert lz.explain("linear", *given, **call, bias=_meta(4096)).chosen.kernel.id == "torch.linear_tiled"
+
+
+def test_one_product_of_all_rows_raises_once_torch_may_share_out_a_sum(monkeypatch):
+    rows, weight = torch.randn(2, 3, 8).bfloat16(), torch.randn(5, 8).bfloat16()
+    product = tiled.unsplit({"dtype": torch.bfloat16})
+    monkeypatch.setattr(tiled, "_splits", lambda _: False)
+    assert torch.equal(product(rows, weight), rows @ weight.t())
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="split-K"):
+        product(rows, weight)

@@ -6,7 +6,8 @@ in it, in a prompt, in any part of it, and as the one token of a step; and each 
 Its price: a copy of keys and values, and 16 queries for one.
 
 On CUDA torch's FlashAttention 2 shares out keys among more blocks where a batch is small, and adds up what they give.
-Its way for sequences of unlike lengths does so for one query each alone, so that calls say two.
+Its way for sequences of unlike lengths does so for one query each alone, so that calls say two. The one query of a step
+is causal there, for kernels with causality and without have other blocks of keys on some devices.
 Library: torch >= 2.10, BSD-3-Clause.
 """
 
@@ -181,16 +182,37 @@ def _load_unsplit_ragged(facts: Facts) -> Callable[..., Any]:
     return load_cuda_ragged(facts, _two_at_least)
 
 
-def _load_unsplit(facts: Facts) -> Callable[..., Any]:
-    attend = _load_unsplit_ragged(facts)
+def starts_of(facts: Facts) -> Callable[[int, int, int], tuple[Tensor, Tensor]]:
+    """Where queries and keys of so many sequences of one length begin, int32: the layers of a step ask for the same.
 
-    def run(query: Tensor, key: Tensor, value: Tensor, **scores: Any) -> Tensor:
+    What one stream made another one may not read yet, and a captured graph may not hold what goes with the next call.
+    """
+    where, capturing = torch.device("cuda", facts.device.index), bool(facts["capturing"])
+    last: tuple[Any, Any] = (None, None)
+
+    def starts(batch: int, queries: int, keys: int) -> tuple[Tensor, Tensor]:
+        nonlocal last
+        asked = batch, queries, keys, torch._C._cuda_getCurrentRawStream(where.index)
+        known = last  # once: another thread may write it
+        if capturing or known[0] != asked:
+            rows = torch.arange(batch + 1, dtype=torch.int32, device=where)
+            last = known = asked, (rows * queries, rows * keys)
+        found: tuple[Tensor, Tensor] = known[1]
+        return found
+
+    return starts
+
+
+def _load_unsplit(facts: Facts) -> Callable[..., Any]:
+    attend, starts, decodes = _load_unsplit_ragged(facts), starts_of(facts), facts["operation"] in attention.DECODE
+
+    def run(query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, **scores: Any) -> Tensor:
         batch, queries, keys = len(query), query.shape[1], key.shape[1]
-        rows = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
         output: Tensor = attend(
-            *(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), rows * queries, rows * keys),
+            *(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), *starts(batch, queries, keys)),
             max_seqlen_q=queries,
             max_seqlen_k=keys,
+            causal=causal or decodes,
             **scores,
         )
         return output.view(batch, queries, *output.shape[1:])

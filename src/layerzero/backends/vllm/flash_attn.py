@@ -73,6 +73,9 @@ def lengths(where: str, batch: int, seq_k: int, *, capturing: bool) -> Tensor:
     return table[seq_k % _rows(batch)]
 
 
+OF_LENGTHS = TABLES.before_capture("its table of lengths", _table_of)
+
+
 def with_lse_of_sinks(output: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Both results of FlashAttention 3: where a query sees no key, the sinks are all that the second one sums.
 
@@ -234,7 +237,7 @@ KERNELS = (
             limit.dim("value_dim", max=256, multiple=8),
             limit.Custom(FITTING_VALUES, fitting_values),
             *OF_SINKS,
-            TABLES.before_capture("its table of lengths", _table_of),
+            OF_LENGTHS,
         ),
         priority=98,
     ),

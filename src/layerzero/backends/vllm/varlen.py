@@ -82,8 +82,8 @@ class Forward(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
-def forward_of_v2() -> Forward:
-    """Version 2's call for unlike lengths."""
+def forward_of_v2(splits: int = 0) -> Forward:
+    """Version 2's call for unlike lengths; ``splits`` of the keys, 0 as many as the library thinks best."""
     operator = operators("vllm_flash_attn/_vllm_fa2_C.abi3.so", "_vllm_fa2_C").varlen_fwd.default
 
     def forward(
@@ -95,14 +95,14 @@ def forward_of_v2() -> Forward:
         output, lse, *_ = operator(
             *(query, keys.keys, keys.values, out, starts, starts_k, keys.lens, None, keys.table, slopes),
             *(longest, keys.longest, 0.0, scores.scale, False, scores.causal, *scores.window, scores.softcap),
-            *(False, 0, None),
+            *(False, splits, None),
         )
         return output, lse
 
     return forward
 
 
-def forward_of_v3() -> Forward:
+def forward_of_v3(splits: int = 0) -> Forward:
     """Version 3's; it takes nothing else."""
     operator = operators("vllm_flash_attn/_vllm_fa3_C.abi3.so", "_vllm_fa3_C").fwd.default
 
@@ -113,7 +113,7 @@ def forward_of_v3() -> Forward:
             *(query, keys.keys, keys.values, None, None, None, out, starts, keys.starts, None, None, keys.lens),
             *(longest, keys.longest, keys.table, None, None),
             *(None, None, None, *scores.descales, scores.scale, scores.causal, *scores.window, scores.softcap),
-            *(True, None, 0, None, 0, scores.sinks, 1, 0, None),
+            *(True, None, splits, None, 0, scores.sinks, 1, 0, None),
         )
         return output, lse
 
@@ -163,13 +163,13 @@ def shapes(*tensors: str) -> tuple[Limit, ...]:
 
 
 _RAGGED = (*shapes("query", "key", "value"), limit.contiguous("cu_seqlens_q", "cu_seqlens_k"))
-_HOPPER = (
+HOPPER = (
     limit.arch(min=(9, 0), max=(9, 9)),
     limit.instruction("wgmma"),
     limit.dim("value_dim", max=256, multiple=8),
     limit.Custom(FITTING_VALUES, fitting_values),
 )
-_AMPERE = limit.equal("value_dim", "head_dim")
+AMPERE = limit.equal("value_dim", "head_dim")
 OF_SLOPES: tuple[Limit, ...] = (limit.last_stride_one("alibi_slopes"), ALIBI_WITHOUT_LSE)
 SCORES = ("causal", "scale", "window", "softcap", "return_lse", "max_seqlen_q")
 _PAGES_OF_V2 = limit.dim("page_size", multiple=16)
@@ -186,8 +186,8 @@ class Own(NamedTuple):
     cache_folder: Callable[[], Path | None] | None = None
 
 
-OF_V3 = Own(VLLM_FLASH_ATTN_3, (*_HOPPER, _NARROWEST))
-OF_V2 = Own(VLLM_FLASH_ATTN_2, (_AMPERE, _PAGES_OF_V2), variant_of_tokens_v2, has_machine_code_of_v2, driver_cache)
+OF_V3 = Own(VLLM_FLASH_ATTN_3, (*HOPPER, _NARROWEST))
+OF_V2 = Own(VLLM_FLASH_ATTN_2, (AMPERE, _PAGES_OF_V2), variant_of_tokens_v2, has_machine_code_of_v2, driver_cache)
 """Over pages."""
 
 
@@ -245,7 +245,7 @@ def _load_paged(facts: Facts, library: Callable[[], Forward], split: bool) -> Ca
     return run
 
 
-_PAGED = (
+PAGED = (
     *shapes("query", "key_cache", "value_cache"),
     limit.last_stride_one("block_tables"),
     limit.contiguous("context_lens", "cu_seqlens_q"),
@@ -267,7 +267,7 @@ def _over_pages(
         load=functools.partial(_load_paged, library=forward, split=split),
         layout="NHD",
         accepts=(*SCORES, "max_context_len", *(("decodes",) if split else ()), *((bias,) if bias else ())),
-        limits=(*own.limits, *_PAGED, *((limit.one_of(bias, "float"), *of_bias) if bias else ())),
+        limits=(*own.limits, *PAGED, *((limit.one_of(bias, "float"), *of_bias) if bias else ())),
         build_key=own.build_key,
         prebuilt=own.prebuilt,
         cache_folder=own.cache_folder,
@@ -283,7 +283,7 @@ KERNELS = (
         backend=VLLM_FLASH_ATTN_3,
         load=functools.partial(_load_ragged, library=forward_of_v3),
         accepts=(*SCORES, "max_seqlen_k", "sinks"),
-        limits=(*_HOPPER, *_RAGGED, *OF_SINKS),
+        limits=(*HOPPER, *_RAGGED, *OF_SINKS),
         priority=90,
     ),
     Kernel(
@@ -292,7 +292,7 @@ KERNELS = (
         backend=VLLM_FLASH_ATTN_2,
         load=functools.partial(_load_ragged, library=forward_of_v2),
         accepts=(*SCORES, "max_seqlen_k", "alibi_slopes"),
-        limits=(_AMPERE, *_RAGGED, *OF_SLOPES),
+        limits=(AMPERE, *_RAGGED, *OF_SLOPES),
         build_key=variant_of_tokens_v2,
         prebuilt=has_machine_code_of_v2,
         cache_folder=driver_cache,

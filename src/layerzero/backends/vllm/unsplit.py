@@ -1,0 +1,206 @@
+"""vLLM's builds of FlashAttention 2 and 3 with all keys in one part: no bit of a sequence depends on the others.
+
+Left to themselves both share out keys among more blocks where few sequences fill the device, and add up what they give.
+With one split none does: vLLM's own batch-invariant mode calls them so, without a schedule made before
+(``supports_batch_invariance`` and ``num_splits`` in vllm/v1/attention/backends/flash_attn.py of vllm 0.20.0).
+
+That mode says nothing of a prompt that is cut, or computed token by token. Of one query both take another kernel, of
+other blocks of keys: version 2 lays the heads of a group in place of queries, version 3 leaves out the causal mask, by
+which its blocks are picked (``is_causal`` in hopper/flash_api.cpp, hopper/tile_size.h of vllm-project/flash-attention,
+6bf4ce25). So calls say two queries and a causal mask. Windows are refused: version 3 drops one that is wider than the
+keys, and picks other blocks then. So are pages of 128 tokens and more, which it reads by TMA for long prompts alone.
+Library: vllm 0.20, Apache-2.0; FlashAttention, BSD-3-Clause, arXiv:2307.08691 and arXiv:2407.08608.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from layerzero.backends.torch.tiled_attention import starts_of
+from layerzero.backends.torch.varlen import longest_or
+from layerzero.backends.vllm.flash_attn import OF_LENGTHS, lengths
+from layerzero.backends.vllm.varlen import (
+    AMPERE,
+    HOPPER,
+    OF_V2,
+    OF_V3,
+    PAGED,
+    Forward,
+    Keys,
+    Own,
+    Scores,
+    forward_of_v2,
+    forward_of_v3,
+    shapes,
+)
+from layerzero.core import limits as limit
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel, Trust
+from layerzero.core.limit_kinds import Limit
+from layerzero.ops.attention import declare as attention
+from layerzero.ops.paged import mixed
+from layerzero.ops.ragged import declare as ragged
+
+_NO_WINDOW = (-1, -1)
+
+
+def _scores(facts: Facts) -> Callable[[float | None, bool, float | None], Scores]:
+    default = float(facts.size("head_dim") ** -0.5)
+
+    def scores(scale: float | None, causal: bool, softcap: float | None) -> Scores:
+        return Scores(default if scale is None else scale, causal, _NO_WINDOW, softcap or 0.0)
+
+    return scores
+
+
+def _load_dense(facts: Facts, forward: Forward, strided: bool) -> Callable[..., Any]:
+    """Keys as they lie with their lengths where ``strided``, for version 3; one after the other for version 2."""
+    starts, scores, decodes = starts_of(facts), _scores(facts), facts["operation"] in attention.DECODE
+    where, capturing = f"cuda:{facts.device.index}", bool(facts["capturing"])
+
+    def run(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        batch, queries, length = len(query), query.shape[1], key.shape[1]
+        of_queries, of_keys = starts(batch, queries, 0 if strided else length)
+        if strided:
+            keys = Keys(key, value, None, lengths(where, batch, length, capturing=capturing), None, length)
+        else:
+            keys = Keys(key.flatten(0, 1), value.flatten(0, 1), of_keys, None, None, length)
+        told = scores(scale, causal or decodes, softcap)
+        output, _ = forward(query.flatten(0, 1), of_queries, max(queries, 2), keys, told, None)
+        return output.view(batch, queries, *output.shape[1:])
+
+    return run
+
+
+def _load_ragged(facts: Facts, forward: Forward) -> Callable[..., Any]:
+    scores = _scores(facts)
+
+    def run(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        softcap: float | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
+    ) -> Tensor:
+        keys = Keys(key, value, cu_seqlens_k, None, None, longest_or(max_seqlen_k, len(key)))
+        longest = max(longest_or(max_seqlen_q, len(query)), 2)
+        return forward(query, cu_seqlens_q, longest, keys, scores(scale, causal, softcap), None)[0]
+
+    return run
+
+
+def _load_paged(facts: Facts, forward: Forward) -> Callable[..., Any]:
+    scores, page_size = _scores(facts), facts.size("page_size")
+
+    def run(
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_tables: Tensor,
+        context_lens: Tensor,
+        cu_seqlens_q: Tensor,
+        *,
+        causal: bool = True,
+        scale: float | None = None,
+        softcap: float | None = None,
+        max_context_len: int | None = None,
+        max_seqlen_q: int | None = None,
+    ) -> Tensor:
+        bound = longest_or(max_context_len, block_tables.shape[1] * page_size)
+        keys = Keys(key_cache, value_cache, None, context_lens, block_tables, bound)
+        longest = max(longest_or(max_seqlen_q, len(query)), 2)
+        return forward(query, cu_seqlens_q, longest, keys, scores(scale, causal, softcap), None)[0]
+
+    return run
+
+
+class _Kind(NamedTuple):
+    name: str
+    operations: tuple[str, ...]
+    load: Callable[[Facts, Forward], Callable[..., Any]]
+    layout: str | None
+    accepts: tuple[str, ...]
+    limits: tuple[Limit, ...]
+
+
+_DENSE = ("query", "key", "value")
+_SCORES = ("causal", "scale", "softcap")
+
+
+def _dense(*limits: Limit, strided: bool) -> _Kind:
+    load = functools.partial(_load_dense, strided=strided)
+    return _Kind("", attention.ALL, load, "BSHD", _SCORES, (*shapes(*_DENSE), *limits))
+
+
+_OTHERS = (
+    _Kind(
+        ".ragged",
+        ragged.RAGGED,
+        _load_ragged,
+        None,
+        (*_SCORES, "max_seqlen_q", "max_seqlen_k"),
+        (*shapes(*_DENSE), limit.contiguous("cu_seqlens_q", "cu_seqlens_k")),
+    ),
+    _Kind(
+        ".paged_tokens",
+        mixed.ALL,
+        _load_paged,
+        "NHD",
+        (*_SCORES, "max_seqlen_q", "max_context_len"),
+        (*PAGED, limit.dim("page_size", multiple=16, max=64)),
+    ),
+)
+
+
+def _load(facts: Facts, kind: _Kind, library: Callable[[int], Forward]) -> Callable[..., Any]:
+    return kind.load(facts, library(1))
+
+
+def _kernels(
+    own: Own, version: str, priority: int, library: Callable[[int], Forward], dense: _Kind, *limits: Limit
+) -> Iterator[Kernel]:
+    """What version 2 or 3 has: of dense keys, one sequence after the other, and over pages."""
+    for kind in (dense, *_OTHERS):
+        yield Kernel(
+            id=f"vllm.flash_attn.{version}.unsplit{kind.name}",
+            operations=kind.operations,
+            backend=own.backend,
+            load=functools.partial(_load, kind=kind, library=library),
+            layout=kind.layout,
+            accepts=kind.accepts,
+            limits=(*limits, *(own.limits if kind.operations is mixed.ALL else ()), *kind.limits),
+            batch_invariant=True,
+            asked_for=True,
+            jit=False,
+            priority=priority,
+            trust=Trust.UNTRIED,
+        )
+
+
+_COMPILED = limit.arch(min=(8, 0), max=(8, 9))
+"""What version 2 came compiled for: elsewhere a build in the background would end with other bits than before it."""
+
+KERNELS = (
+    *_kernels(OF_V3, "v3", 8, forward_of_v3, _dense(OF_LENGTHS, strided=True), *HOPPER),
+    *_kernels(
+        OF_V2, "v2", 6, forward_of_v2, _dense(limit.contiguous("key", "value"), strided=False), _COMPILED, AMPERE
+    ),
+)
