@@ -9,6 +9,7 @@ import torch
 
 import layerzero as lz
 from layerzero.backends.torch import tiled
+from layerzero.core.device import Device
 from layerzero.core.errors import NoKernelFoundError
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import OPERATIONS
@@ -155,6 +156,29 @@ def test_one_product_of_all_rows_runs_only_where_torch_was_set_to_share_out_no_s
         monkeypatch.setattr(tiled, "_splits", lambda dtype: dtype is not torch.bfloat16)
         assert lz.explain("linear", *given, **call).chosen.kernel.id == "torch.linear_unsplit"
         assert lz.explain("linear", *given, **call, bias=_meta(4096)).chosen.kernel.id == "torch.linear_tiled"
+
+
+class _Facts(dict):
+    """Of a call on a GPU that is not here."""
+
+    device = Device("cuda", "NVIDIA H200", "nvidia")
+
+
+def test_rows_are_filled_up_to_whole_tiles_once_for_all_products_of_a_call():
+    given, seen = torch.randn(2, 3, 8), []
+
+    def run(rows, weight):
+        seen.append(rows)
+        return rows @ weight, rows @ (2 * weight)
+
+    filled, weight = tiled.filling(_Facts(requires_grad=False), run), torch.eye(8)
+    found = filled(given, weight)
+    assert [each.shape for each in seen] == [(128, 8)]
+    assert torch.equal(found[0], given)
+    assert torch.equal(found[1], 2 * given)
+    whole = torch.randn(128, 8)
+    assert torch.equal(filled(whole, weight)[0], whole)
+    assert seen[1] is whole  # nothing is copied
 
 
 def test_one_product_of_all_rows_raises_once_torch_may_share_out_a_sum(monkeypatch):

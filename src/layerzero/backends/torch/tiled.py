@@ -66,16 +66,8 @@ _VECTORS, _PIECE = 64, 2**14
 
 
 def tiled(facts: Facts) -> Product:
-    """The product of any number of rows, a tile at a time."""
+    """The product of rows that fill whole tiles, a tile at a time."""
     size, product = ROWS.get(facts.device.platform, ROWS_ELSEWHERE), linear_for(facts)
-    zeros = facts.device.platform == "cpu" or bool(facts["requires_grad"])  # else nothing reads rows of no input
-
-    def fill(tile: Tensor, count: int) -> Tensor:
-        if zeros:
-            return functional.pad(tile, (0, 0, 0, size - count))
-        filled = tile.new_empty((size, tile.shape[1]))  # a launch less, in a step that waits for its host
-        filled[:count].copy_(tile)
-        return filled
 
     def run(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         outputs, uneven = len(weight), -input.shape[-1] % _STEP
@@ -84,15 +76,33 @@ def tiled(facts: Facts) -> Product:
         rows = input.reshape(-1, input.shape[-1])
         if not rows.is_contiguous() or rows.data_ptr() % _LINE:
             rows = rows.clone(memory_format=torch.contiguous_format)
-        found = []
-        for tile in torch.split(rows, size):
-            count = len(tile)
-            filled = tile if count == size else fill(tile, count)
-            found.append(product(filled, weight, bias)[:count])
+        found = [product(tile, weight, bias) for tile in torch.split(rows, size)]
         output = found[0] if len(found) == 1 else torch.cat(found)
         return output.view(*input.shape[:-1], outputs)
 
     return run
+
+
+def filling(facts: Facts, run: Callable[..., Any]) -> Callable[..., Any]:
+    """A call of products whose rows are filled up to whole tiles, once for all of them."""
+    size = ROWS.get(facts.device.platform, ROWS_ELSEWHERE)
+    zeros = facts.device.platform == "cpu" or bool(facts["requires_grad"])  # else nothing reads rows of no input
+
+    def filled(input: Tensor, *weights: Tensor, **named: Any) -> Any:
+        rows = input.reshape(-1, input.shape[-1])
+        count, beyond = len(rows), -len(rows) % size
+        if not beyond:
+            return run(input, *weights, **named)
+        if zeros:
+            more = functional.pad(rows, (0, 0, 0, beyond))
+        else:
+            more = rows.new_empty((count + beyond, rows.shape[1]))  # a launch less, in a step that waits for its host
+            more[:count].copy_(rows)
+        found = run(more, *weights, **named)
+        parts = [each[:count].view(*input.shape[:-1], -1) for each in (found if isinstance(found, tuple) else (found,))]
+        return tuple(parts) if isinstance(found, tuple) else parts[0]
+
+    return filled
 
 
 _SETTINGS = {
@@ -176,15 +186,19 @@ def _formulas(facts: Facts) -> Mapping[str, Callable[..., Tensor]]:
 
 
 def _load_linear(facts: Facts, make: Callable[[Facts], Product]) -> Callable[..., Any]:
-    return load_then(facts, make(facts), _formulas(facts))
+    return _whole_tiles(facts, make, load_then(facts, make(facts), _formulas(facts)))
 
 
 def _load_block(facts: Facts, make: Callable[[Facts], Product]) -> Callable[..., Any]:
-    return load_block(facts, make(facts), _formulas(facts))
+    return _whole_tiles(facts, make, load_block(facts, make(facts), _formulas(facts)))
 
 
 def _load_three(facts: Facts, make: Callable[[Facts], Product]) -> Callable[..., Any]:
-    return load_three(facts, make(facts))
+    return _whole_tiles(facts, make, load_three(facts, make(facts)))
+
+
+def _whole_tiles(facts: Facts, make: Callable[[Facts], Product], run: Callable[..., Any]) -> Callable[..., Any]:
+    return run if make is unsplit else filling(facts, run)
 
 
 def _load_activation(facts: Facts, formula: Callable[..., Tensor], gated: bool) -> Callable[..., Any]:
