@@ -158,8 +158,29 @@ def test_time_decides_what_stays(monkeypatch):
     assert kinds(lz.optimize(made(), training=True, rounds=2)) == {NORM, LOSS}  # each step takes one tick
     seconds = {False: [1.0], True: [1.1]}
     monkeypatch.setattr(training.timing, "race", lambda *_: seconds)
+    monkeypatch.setattr(training, "_memory", lambda *given: f" and {1 + given[-1]} MiB")
     report = lz.optimize(made(), training=True)
-    assert "a step forward and back takes 1.10 times as long with it" in str(report)
+    assert "takes 1.10 times as long with it: 1100.0 ms and 2 MiB, without 1000.0 ms and 1 MiB" in str(report)
+
+
+def test_a_step_that_has_no_room_is_tried_with_fewer_tokens(monkeypatch):
+    """As on a GPU, whose texts are longer; what finds no room beside the gradients to compare with is left."""
+    sizes = []
+    own = training._step
+
+    def step(root, given):
+        sizes.append(given["input_ids"].numel())
+        if sizes[-1] > 2 * 64 or len(sizes) == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return own(root, given)
+
+    monkeypatch.setattr(training, "_step", step)
+    own_example = training._example
+    monkeypatch.setattr(training, "_example", lambda root, kind: own_example(root, kind if sizes else "cuda"))
+    report = lz.optimize(made(), training=True)
+    assert sizes == [2048, 128, 128, 128]
+    assert kinds(report) == {NORM}
+    assert "CUDA out of memory" in str(report)
 
 
 REFUSED = [

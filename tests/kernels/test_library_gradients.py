@@ -17,7 +17,11 @@ from layerzero.testing.generate import RandomCall, draw, drawn_numbers
 from layerzero.testing.quick_checks import gradients
 from layerzero.testing.single_run import attempt
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings(r"ignore:cutlass\..* is deprecated:DeprecationWarning"),  # the CuTe DSL, of quack's use
+    pytest.mark.filterwarnings("ignore:Argument aux_data .*JitArgument:UserWarning"),  # of FlashAttention 4's
+]
 
 LIBRARIES = ("liger", "quack", "flash_attn")
 PAIRS = [(kernel, each) for kernel in REGISTRY.kernels() if kernel.backend.name in LIBRARIES and kernel.grad

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero as lz
 from drawing import at_once
+from layerzero.backends import linear_loss
 from layerzero.backends.torch import loss as kernels
 
 CHUNKED = "torch.linear_cross_entropy_chunked"
@@ -62,8 +63,8 @@ def test_an_ignored_class_may_be_one_that_no_logit_has(ignored):
 @pytest.fixture
 def few_rows(monkeypatch):
     """Chunks of three rows."""
-    monkeypatch.setattr(kernels, "_LOGITS", 150)
-    monkeypatch.setattr(kernels, "_ROWS", 1)
+    monkeypatch.setattr(linear_loss, "_LOGITS", 150)
+    monkeypatch.setattr(linear_loss, "_ROWS", 1)
 
 
 @pytest.mark.parametrize("kernel", WAYS)
@@ -83,6 +84,31 @@ def test_chunks_give_the_loss_and_the_gradients_of_all_logits(few_rows, kernel, 
         for inputs in ((hidden, weight, bias),)
     ]
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("block", [3, 6, 10])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_of_several_chunks_are_multiplied_together(monkeypatch, block, dtype):
+    """As on a GPU: a block of one chunk, of two with a rest, and of all rows."""
+    monkeypatch.setattr(kernels, "sizes", lambda rows, weight: linear_loss.Sizes(3, block))
+    hidden, weight, target = made(rows=(10,), dtype=dtype)
+    bias = torch.randn(50, dtype=dtype, requires_grad=True)
+    run = kernels._load_chunked({"operation": "loss.linear_cross_entropy", "requires_grad": True})
+    got = run(hidden, weight, target, bias=bias, ignore_index=-100, label_smoothing=0.0, z_loss=0.0)
+    inputs = hidden, weight, bias
+    wide = [each.detach().double().requires_grad_() for each in inputs]
+    wanted = functional.cross_entropy(functional.linear(*wide), target)
+    pairs = zip((got, *torch.autograd.grad(got, inputs)), (wanted, *torch.autograd.grad(wanted, wide)), strict=True)
+    for one, other in pairs:
+        assert (one.double() - other).norm() <= {torch.float32: 1e-6, torch.bfloat16: 8e-3}[dtype] * other.norm()
+
+
+def test_rows_of_a_gpu_take_what_the_weights_gradient_takes():
+    """A meta tensor is no CPU's; 250 and 1002 MiB are an eighth of the features in float32, and the sum in float32."""
+    weight = torch.empty(128256, 2048, dtype=torch.bfloat16, device="meta")
+    assert [linear_loss.sizes(rows, weight) for rows in (100, 4096, 4097)] == [(256, 1024), (256, 4096), (256, 1024)]
+    assert linear_loss.sizes(4096, weight.float()) == (512, 512)
+    assert linear_loss.sizes(4096, torch.empty(128256, 2048)) == (128, 128)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

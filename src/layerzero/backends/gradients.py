@@ -76,20 +76,24 @@ def given_away(compute: Callable[..., Any], scaled: Callable[..., Any], *tensors
     return result
 
 
-def with_gradients(forward: Kernel, load: Callable[[Facts], Callable[..., Any]], **fields: Any) -> Kernel:
-    """The kernel that runs a proven one, and its library's backward pass, which never ran here.
+def with_gradients(
+    forward: Kernel, load: Callable[[Facts], Callable[..., Any]], *, priority: int, trust: Trust, **fields: Any
+) -> Kernel:
+    """The kernel that runs a proven one, and its library's backward pass.
 
-    It is another kernel, so that a wrong gradient bans no forward pass, and a step behind that one where no gradients
-    are recorded.
+    It is another kernel, so that a wrong gradient bans no forward pass.
+
+    Args:
+        priority: among kernels that record gradients; below the forward kernel's.
     """
     return dataclasses.replace(
         forward,
         id=f"{forward.id}.grad",
         load=lambda facts: load(facts) if facts["requires_grad"] else forward.load(facts),
         grad=True,
-        priority=forward.priority - 1,
+        priority=priority,
         priority_since={},
-        trust=Trust.UNTRIED,
+        trust=trust,
         aliases=(),
         **fields,
     )

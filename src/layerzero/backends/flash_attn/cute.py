@@ -12,7 +12,9 @@ the next calls alike call that function with their own tensors. A decode step ha
 layer asks the package again: another plan for it would cost 2 ms. The recorder stands in a copy of the package's
 function: nothing of the package changes. No keys are split between blocks: Hopper's kernels cannot, and a split is two
 functions. What it compiled serves other processes, too (``attention``). Where gradients are recorded the package's own
-function runs, whose backward pass never ran here; it gives sinks their gradient, too.
+function runs, which gives sinks their gradient, too. On Hopper results and gradients are the reference's in float16 and
+bfloat16 (conformance, 4.0.0b36, H200, torch 2.11, 2026-11-27); 4 x 1024 tokens of 32 heads of 64 took forward and back
+2.13 ms, torch's three fused kernels 1.54 to 1.82: they come first. On Blackwell no backward pass ran.
 Library: flash-attn-4 4.0, BSD-3-Clause.
 """
 
@@ -30,7 +32,7 @@ from layerzero.backends.flash_attn.attention import cache_folder, kept
 from layerzero.backends.gradients import with_gradients
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Backend, Kernel
+from layerzero.core.kernel import Backend, Kernel, Trust
 from layerzero.core.limit_kinds import Limit
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.system import forking
@@ -278,5 +280,10 @@ _FORWARD = (
 
 KERNELS = (
     *_FORWARD,
-    *(with_gradients(each, _load_with_gradients, limits=(*each.limits, LseWithoutGradient())) for each in _FORWARD),
+    *(
+        with_gradients(
+            each, _load_with_gradients, priority=priority, trust=trust, limits=(*each.limits, LseWithoutGradient())
+        )
+        for each, priority, trust in zip(_FORWARD, (99, 39), (Trust.UNTRIED, Trust.DECLARED), strict=True)
+    ),
 )

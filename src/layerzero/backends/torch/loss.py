@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.backends.gradients import from_kept, given_away
+from layerzero.backends.linear_loss import Needed, over_chunks, scaled, sizes, wide_product
 from layerzero.backends.torch.attention import FLOATS, TORCH, kernel
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -30,9 +31,6 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.declaration import wide
 from layerzero.ops.loss.declare import CROSS_ENTROPY, CROSS_ENTROPY_ROWS
-
-_LOGITS, _ROWS = 2**23, 128
-"""Numbers of a chunk's logits, 32 MiB in float32, as far as that is 128 rows: products of fewer take longer a row."""
 
 
 def _from_2_13(facts: Facts) -> Reason | None:
@@ -45,11 +43,6 @@ _HAS_ONE = limit.Custom("torch 2.13, which brought the function", _from_2_13)
 
 
 REDUCED, BY_ROW = "loss.linear_cross_entropy", "loss.linear_cross_entropy.rows"
-
-
-def rows_each(classes: int) -> int:
-    """Rows of a chunk."""
-    return max(_ROWS, _LOGITS // classes)
 
 
 def _load_torchs(facts: Facts) -> Callable[..., Any]:
@@ -76,7 +69,7 @@ def _load_torchs(facts: Facts) -> Callable[..., Any]:
             weight=class_weight,
             reduction="none" if by_row else "sum",
             ignore_index=ignore_index,
-            options=made(batch_chunk_size=rows_each(weight.shape[0]), acc_policy="compact"),
+            options=made(batch_chunk_size=sizes(len(flat), weight).chunk, acc_policy="compact"),
         )
         if by_row:
             return found.view(target.shape)
@@ -108,79 +101,59 @@ class _Loss:
         self.of_classes = None if class_weight is None else class_weight.to(wide(weight.dtype))
         self.all_classes = weight.shape[0] if self.of_classes is None else self.of_classes.sum()
 
-    def chunk(
-        self, rows: Tensor, target: Tensor, share: Tensor, extra: Tensor, *, gradient: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """The losses of rows, each times its share, and the gradient of their logits.
+    def logits(self, rows: Tensor, room: Tensor | None) -> Tensor:
+        """In float32 or wider; in the room for their gradient where that has the dtype."""
+        dtype = wide(rows.dtype)
+        if rows.dtype is not dtype:
+            found = wide_product(rows, self.weight.t())
+            return found if self.bias is None else found.add_(self.bias)
+        if self.bias is None:
+            return torch.mm(rows, self.weight.t(), out=room)
+        return torch.addmm(self.bias, rows, self.weight.t(), out=room)
 
-        Shapes: rows (n, D), target, share and extra (n,) → (n,), (n, V). ``extra`` weighs the z-loss.
+    def chunk(self, rows: Tensor, target: Tensor, share: Tensor, extra: Tensor, room: Tensor | None) -> Tensor:
+        """The losses of rows, each times its share; the gradient of their logits is left in room.
+
+        Shapes: rows (n, D), target, share and extra (n,), room (n, V) → (n,). ``extra`` weighs the z-loss.
         """
-        logits = functional.linear(rows, self.weight, self.bias).to(share.dtype)
+        logits = self.logits(rows, room)
         slope = None
         if self.softcap is not None:
             bounded = logits.div_(self.softcap).tanh_()
-            slope = 1.0 - bounded.square() if gradient else None
+            slope = None if room is None else 1.0 - bounded.square()
             logits = bounded.mul_(self.softcap)
-        places, total = target.unsqueeze(-1), None
-        at_class = logits.gather(-1, places)[:, 0]
-        likely = torch.log_softmax(logits, -1)
-        picked = share if self.of_classes is None else share * self.of_classes[target]
-        found = -self.certain * picked * likely.gather(-1, places)[:, 0]
+        places, largest = target.unsqueeze(-1), logits.amax(-1)
+        at_class, of_all = logits.gather(-1, places)[:, 0], None
         if self.smoothing:
-            of_all = likely.sum(-1) if self.of_classes is None else likely @ self.of_classes
-            found -= self.smoothing * share * of_all
+            of_all = logits.sum(-1) if self.of_classes is None else logits @ self.of_classes
+        likely = torch.softmax(logits, -1)
+        del logits
+        # The likeliest class has 1 / V at least: its logarithm is exact where that of the target's may be of 0.
+        beyond = likely.amax(-1).log_()
+        log_likely, total = at_class - largest + beyond, largest - beyond
+        picked = share if self.of_classes is None else share * self.of_classes[target]
+        found = -self.certain * picked * log_likely
+        if of_all is not None:
+            found -= self.smoothing * share * (of_all - self.all_classes * total)
         if self.z_loss:
-            total = at_class - likely.gather(-1, places)[:, 0]
             found += self.z_loss * extra * total.square()
-        if not gradient:
-            return found, None
+        found.masked_fill_(share == 0.0, 0.0)  # what counts nowhere may be NaN
+        if room is None:
+            return found
         of_softmax = self.certain * picked + self.smoothing * self.all_classes * share
-        if total is not None:
+        if self.z_loss:
             of_softmax += 2.0 * self.z_loss * extra * total
-        made = likely.exp_().mul_(of_softmax.unsqueeze(-1))
+        at_class = of_softmax * likely.gather(-1, places)[:, 0] - self.certain * picked
+        more = self.smoothing > 0.0 or slope is not None  # what is computed before a gradient is rounded
+        made = torch.mul(likely, of_softmax.unsqueeze(-1), out=likely if more else room)
+        made.scatter_(-1, places, at_class.unsqueeze(-1).to(made.dtype))
         if self.smoothing:
             made -= self.smoothing * share.unsqueeze(-1) * (1.0 if self.of_classes is None else self.of_classes)
-        made.scatter_add_(-1, places, -self.certain * picked.unsqueeze(-1))
-        return found, made if slope is None else made.mul_(slope)
-
-
-def _over_chunks(
-    loss: _Loss, hidden: Tensor, target: Tensor, share: Tensor, extra: Tensor, needed: tuple[bool, bool, bool]
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The loss of each row and the gradients of rows, weight and bias that are needed, of the sum of all losses.
-
-    Gradients of weight and bias are added up in float32 or wider, and rounded once.
-    """
-    weight, dtype = loss.weight, share.dtype
-    losses = torch.empty_like(share)
-    of_hidden = torch.empty_like(hidden) if needed[0] else None
-    of_weight = torch.empty_like(weight, dtype=dtype) if needed[1] else None
-    of_bias = weight.new_zeros(weight.shape[0], dtype=dtype) if needed[2] else None
-    step = rows_each(weight.shape[0])
-    for start in range(0, len(hidden), step):
-        part = slice(start, start + step)
-        found, made = loss.chunk(hidden[part], target[part], share[part], extra[part], gradient=any(needed))
-        losses[part] = found.masked_fill_(share[part] == 0.0, 0.0)  # what counts nowhere may be NaN
-        if made is None:
-            continue
-        if of_bias is not None:
-            of_bias += made.sum(0)
-        made = made.to(weight.dtype)
-        if of_hidden is not None:
-            torch.mm(made, weight, out=of_hidden[part])
-        if of_weight is not None and dtype == weight.dtype:
-            torch.addmm(of_weight, made.t(), hidden[part], beta=1.0 if start else 0.0, out=of_weight)
-        elif of_weight is not None and start:
-            of_weight += made.t() @ hidden[part]
-        elif of_weight is not None:
-            of_weight.copy_(made.t() @ hidden[part])
-        del made
-    of_weight = None if of_weight is None else of_weight.to(weight.dtype)
-    return losses, of_hidden, of_weight, None if of_bias is None else of_bias.to(weight.dtype)
-
-
-def _scaled(gradient: Tensor, *gradients: Tensor | None) -> list[Tensor | None]:
-    return [None if each is None else each.mul_(gradient) for each in gradients]
+        if slope is not None:
+            made.mul_(slope)
+        if more:
+            room.copy_(made)
+        return found
 
 
 def _load_chunked(facts: Facts) -> Callable[..., Any]:
@@ -214,20 +187,27 @@ def _load_chunked(facts: Facts) -> Callable[..., Any]:
             divisor = (extra if loss.of_classes is None else extra * loss.of_classes[places]).sum()
             share, extra = (share / divisor).nan_to_num_(0.0), (extra / extra.sum()).nan_to_num_(0.0)
 
-        def once(needed: tuple[bool, bool, bool], hidden: Tensor, *_: Tensor | None) -> tuple[Tensor, Any]:
-            losses, *gradients = _over_chunks(loss, hidden, places, share, extra, needed)
+        cut = sizes(len(rows), loss.weight)
+
+        def all_of(hidden: Tensor, shares: tuple[Tensor, Tensor], needed: Needed = (False, False, False)) -> Any:
+            def chunk(rows: Tensor, part: slice, room: Tensor | None) -> Tensor:
+                return loss.chunk(rows, places[part], shares[0][part], shares[1][part], room)
+
+            return over_chunks(chunk, hidden, loss.weight, needed, cut)
+
+        def once(needed: Needed, hidden: Tensor, *_: Tensor | None) -> tuple[Tensor, Any]:
+            losses, *gradients = all_of(hidden, (share, extra), needed)
             return losses.sum() if divisor is None else losses.sum() * (divisor / divisor), gradients  # NaN of no row
 
         def again(hidden: Tensor, weight: Tensor, *_: Tensor | None) -> tuple[Tensor, Any]:
-            kept = hidden, weight, places, share, extra
-            return _over_chunks(loss, hidden, places, share, extra, (False, False, False))[0], kept
+            return all_of(hidden, (share, extra))[0], (hidden, weight, share, extra)
 
-        def differentiate(kept: Any, needed: tuple[bool, bool, bool], gradient: Tensor) -> Any:
-            hidden, _, places, share, extra = kept
-            return _over_chunks(loss, hidden, places, share * gradient, extra * gradient, needed)[1:]
+        def differentiate(kept: Any, needed: Needed, gradient: Tensor) -> Any:
+            hidden, _, share, extra = kept
+            return all_of(hidden, (share * gradient, extra * gradient), needed)[1:]
 
         if not by_row and not (recording and hidden.dtype is torch.float16):
-            found = given_away(once, _scaled, rows, weight, bias)
+            found = given_away(once, scaled, rows, weight, bias)
             return found.to(dtype)
         # Gradients of a mean over 2048 rows of 32,000 classes are below float16's smallest number, and the factor that
         # GradScaler lifts them by is known in the backward pass alone.

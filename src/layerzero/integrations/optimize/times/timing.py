@@ -39,12 +39,8 @@ WALL: Callable[[], float] = time.perf_counter
 """What a caller waits for; runs of the whole model count by it."""
 
 
-def _alone() -> Callable[[], float]:
-    """The time of this thread, which no neighbour disturbs; the clock on the wall where that is too coarse."""
-    return time.thread_time if time.get_clock_info("thread_time").resolution <= FINE_S else WALL
-
-
-_ALONE = _alone()
+_ALONE = time.thread_time if time.get_clock_info("thread_time").resolution <= FINE_S else WALL
+"""The time of this thread, which no neighbour disturbs; the clock on the wall where that is too coarse."""
 
 
 def _seconds() -> float:
@@ -63,11 +59,12 @@ def wait(device: torch.device | None) -> None:
 
 
 def taken(run: Callable[[], object], device: torch.device | None = None) -> float:
-    """Seconds of a run, and of what a GPU was given by it."""
-    began = CLOCK()
+    """Seconds of a run, and of what a GPU was given by it, whose backward passes run in threads of their own."""
+    clock = WALL if device is not None and device.type == "cuda" else CLOCK
+    began = clock()
     run()
     wait(device)
-    return CLOCK() - began
+    return clock() - began
 
 
 _Name = TypeVar("_Name", bound=Hashable)
