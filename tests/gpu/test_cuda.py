@@ -10,6 +10,9 @@ from layerzero.testing import fuzz
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
+CALLS = 250
+"""A thousand, by all that was installed, took minutes on a busy H200 host (2026-11-27); conformance draws more."""
+
 CUDA_ATTENTION = ["torch.sdpa.flash", "torch.sdpa.efficient", "torch.sdpa.cudnn", "torch.sdpa.math"]
 
 
@@ -33,12 +36,12 @@ def run(kernel, *tensors, **arguments):
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_random_calls_agree_with_float64(seed):
-    report = fuzz.run(1000, seed, device="cuda")
+    report = fuzz.run(CALLS, seed, device="cuda")
     assert report.ok, "\n".join(str(failure) for failure in report.failures[:10])
 
 
 def test_random_calls_reach_every_kernel_of_torch():
-    report = fuzz.run(500, 1, device="cuda", kernels=CUDA_ATTENTION, operations=["attention"])
+    report = fuzz.run(CALLS, 1, device="cuda", kernels=CUDA_ATTENTION, operations=["attention"])
     assert report.ok, "\n".join(str(failure) for failure in report.failures[:10])
     assert set(CUDA_ATTENTION) <= set(report.kernels)
 
