@@ -15,7 +15,7 @@ from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.calls import arguments_of, case_of_sizes, facts_of
 from layerzero.ops.ragged.declare import GQA_RAGGED
 from layerzero.ops.ragged.reference import ragged_attention
-from layerzero.ops.ragged.starts import spread
+from layerzero.ops.ragged.starts import sequences_of, spread
 
 
 def starts(*lengths):
@@ -265,3 +265,13 @@ def test_gradients_pass_where_there_are_no_tokens(tokens):
     starts = [torch.tensor([0, count], dtype=torch.int32) for count in tokens]
     lz.ragged_attention(query, key, key, *starts, causal=False).sum().backward()
     assert query.grad is not None
+
+
+@pytest.mark.parametrize(("starts", "wanted"), [
+    ([0, 3, 3, 5], [0, 0, 0, 2, 2, 2, 2]),  # places 5 and 6 lie behind the end
+    ([0, 0, 2, 2], [1, 1, 2, 2, 2, 2, 2]),
+    ([0, 4], [0, 0, 0, 0, 0, 0, 0]),
+])  # fmt: skip
+def test_places_have_the_sequence_they_lie_in_and_the_last_behind_the_end(starts, wanted):
+    found = sequences_of(torch.tensor(starts, dtype=torch.int32), torch.arange(7, dtype=torch.int32))
+    assert found.tolist() == wanted

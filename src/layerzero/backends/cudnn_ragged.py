@@ -24,7 +24,7 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.ragged import declare as ragged
-from layerzero.ops.ragged.starts import RaggedMetadata
+from layerzero.ops.ragged.starts import RaggedMetadata, sequences_of
 
 _Q, _K, _V, _OUT, _Q_OFFSETS, _K_OFFSETS, _Q_LENS, _K_LENS = _UIDS = tuple(range(1, 9))
 _SHORTEST = 64
@@ -105,7 +105,7 @@ class SequencePlaces:
         queries, keys = self.lens
         hidden = queries - keys if self._causal else queries.where(keys == 0, 0)
         token = torch.arange(self._tokens, dtype=torch.int32, device=queries.device)
-        owner = torch.searchsorted(starts[0][1:].contiguous(), token, right=True)
+        owner = sequences_of(starts[0], token)
         self.unseeing = (token - starts[0][owner] < hidden[owner]).view(-1, 1, 1)
 
 

@@ -5,7 +5,8 @@
                                     each sequence by itself, which waits for the device
 
 None of them ran on a GPU yet: they are refused until ``layerzero vet`` proved them. Under Triton's interpreter, on a
-CPU, their results in float32 and bfloat16 are the reference's (``tests/kernels/test_layerzero_triton.py``).
+CPU, their results in float32 and bfloat16 are the reference's (``tests/kernels/test_layerzero_triton.py``), and Triton
+3.3 to 3.9 compiles them for sm_90, 3.6 and 3.9 for gfx942 (``tests/kernels/test_triton_compiles.py``).
 A program computes one query token, so that a key is read once for each token of its sequence: right for drafts and
 decodes, slow for long prompts.
 """
@@ -23,6 +24,7 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import MAX_ALIGNMENT_BYTES, Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.ops.paged import mixed
+from layerzero.ops.ragged.starts import sequences_of
 
 OURS = Backend(
     name="layerzero_triton",
@@ -100,7 +102,7 @@ def _load_paged_tokens(facts: Facts) -> Callable[..., Any]:
         lse = torch.empty((heads, tokens), dtype=torch.float32, device=query.device) if return_lse else output
         left, right = (-1, -1) if window is None else window
         numbers = torch.arange(tokens, dtype=torch.int32, device=query.device)
-        owners = torch.searchsorted(cu_seqlens_q[1:], numbers, right=True, out_int32=True)
+        owners = sequences_of(cu_seqlens_q, numbers)
         tree = None if tree_mask is None else tree_mask.view(torch.uint8)
         grown = tree is not None and tree.shape[1] > 0
         said = {"causal": causal, "has_softcap": softcap is not None, "has_left": left >= 0, "has_right": right >= 0}

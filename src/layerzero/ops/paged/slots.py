@@ -15,7 +15,7 @@ from layerzero.core.arguments import told
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.handle import Handle
 from layerzero.core.indices import IN_C
-from layerzero.ops.ragged.starts import is_readable
+from layerzero.ops.ragged.starts import is_readable, sequences_of
 
 if TYPE_CHECKING:
     from layerzero.ops.paged.step import StepMetadata
@@ -57,7 +57,7 @@ class SlotMapping:
             return torch.arange(len(lens), device=lens.device).repeat_interleave(self._tokens), positions.flatten()
         starts, on_host = cast(Tensor, step.cu_seqlens_q), step.host[1]
         tokens = torch.arange(int(on_host[-1]), device=lens.device)
-        owner = torch.searchsorted(starts[1:].contiguous(), tokens.int(), right=True).clamp(max=max(len(lens) - 1, 0))
+        owner = sequences_of(starts, tokens.int())
         return owner, tokens + (lens - starts[1:])[owner]
 
     def _compute(self, step: StepMetadata) -> Tensor:

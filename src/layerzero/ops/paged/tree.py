@@ -16,7 +16,7 @@ from torch import Tensor
 from layerzero.core import values
 from layerzero.core.errors import refuse
 from layerzero.core.values import Check
-from layerzero.ops.ragged.starts import lengths_of, to_the_right
+from layerzero.ops.ragged.starts import lengths_of, sequences_of, to_the_right
 
 _MAX_TOLD = 4
 _COLUMNS_TOLD = 8
@@ -44,10 +44,10 @@ def checks(mask: Tensor, starts: Tensor) -> list[Check]:
     if not tokens or not columns or len(starts) < 2:
         return []
     numbers = torch.arange(max(mask.shape) + 1, dtype=torch.int32, device=mask.device)
-    token, column, ends = numbers[:tokens], numbers[:columns], starts[1:].contiguous()
-    sequence = torch.searchsorted(ends, token, right=True).clamp_(max=len(ends) - 1)
+    token, column = numbers[:tokens], numbers[:columns]
+    sequence = sequences_of(starts, token)
     first = starts[sequence]
-    place, count = (token - first).unsqueeze(1), (ends[sequence] - first).unsqueeze(1)
+    place, count = (token - first).unsqueeze(1), (starts[1:][sequence] - first).unsqueeze(1)
     parent = ((mask & (column < place)) * numbers[1 : columns + 1]).amax(1)  # counted from 1, 0 is none
     wanted = mask[(first + parent - 1).clamp_(0, tokens - 1)]
     wanted &= (parent > 0).unsqueeze(1)

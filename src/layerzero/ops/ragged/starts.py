@@ -173,10 +173,18 @@ def one_after_the_other(padded: Tensor, starts: Tensor, tokens: int) -> Tensor:
     if padded.shape[0] == 0 or padded.shape[1] == 0:
         none = padded.flatten(0, 1)[:0]  # of the input still, as gradients want it
         return none if tokens == 0 else padded.new_zeros((tokens, *padded.shape[2:]))
-    ends, places = starts[1:].contiguous(), torch.arange(tokens, device=starts.device, dtype=torch.int32)
-    owner = torch.searchsorted(ends, places, right=True).clamp(max=len(ends) - 1)
-    row = (places - ends[owner] + padded.shape[1]).clamp(0, padded.shape[1] - 1).long()
+    places = torch.arange(tokens, device=starts.device, dtype=torch.int32)
+    owner = sequences_of(starts, places)
+    row = (places - starts[1:][owner] + padded.shape[1]).clamp(0, padded.shape[1] - 1).long()
     return padded[owner, row]
+
+
+def sequences_of(starts: Tensor, places: Tensor) -> Tensor:
+    """The sequence that each place lies in; behind the end the last: only where others begin is looked for.
+
+    Shapes: starts (B + 1,), places (N,) of the same dtype → (N,) int64, from 0 to B - 1
+    """
+    return torch.searchsorted(starts[1:-1].contiguous(), places, right=True)
 
 
 def lengths_of(starts: Tensor) -> Tensor:

@@ -32,14 +32,14 @@ from layerzero.ops.checks import check_dense, number_problems, shape_problems
 from layerzero.ops.draw import Draw
 from layerzero.ops.ragged.declare import INT32, starts_of
 from layerzero.ops.ragged.starts import checks as start_checks
+from layerzero.ops.ragged.starts import sequences_of, spread
 from layerzero.ops.ragged.starts import shape_problems as start_problems
-from layerzero.ops.ragged.starts import spread
 
 
 def owners(block_indptr: Tensor, block_indices: Tensor) -> Tensor:
     """The row of each block, (Z,) int64; nothing is read on the host."""
     numbers = torch.arange(len(block_indices), device=block_indptr.device, dtype=torch.int32)
-    return torch.searchsorted(block_indptr[1:].contiguous(), numbers, right=True)
+    return sequences_of(block_indptr, numbers)
 
 
 def in_blocks(tensor: Tensor, size: int) -> Tensor:
