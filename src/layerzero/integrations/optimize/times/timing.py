@@ -39,8 +39,12 @@ WALL: Callable[[], float] = time.perf_counter
 """What a caller waits for; runs of the whole model count by it."""
 
 
-_ALONE = time.thread_time if time.get_clock_info("thread_time").resolution <= FINE_S else WALL
-"""The time of this thread, which no neighbour disturbs; the clock on the wall where that is too coarse."""
+def _alone() -> Callable[[], float]:
+    """The time of this thread, which no neighbour disturbs; the clock on the wall where that is too coarse."""
+    return time.thread_time if time.get_clock_info("thread_time").resolution <= FINE_S else WALL
+
+
+_ALONE = _alone()
 
 
 def _seconds() -> float:
@@ -286,8 +290,7 @@ def decided(
         why = "no time was left to time it against the model's own code (budget_s)"
         return Untimed(module, why, stays=emulated, late=True)
     except Exception as error:  # noqa: BLE001  # what a model raises on arguments that were made for another
-        said = in_short(error)
-        return Untimed(module, f"it could not be timed against the model's own code ({said})")
+        return Untimed(module, f"it could not be timed against the model's own code ({in_short(error)})")
     if found is None:
         return Untimed(module, "the clock stood still, or locks leave no kernel", stays=True)
     _KNOWN.setdefault(about, found)
