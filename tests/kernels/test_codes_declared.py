@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from layerzero.backends import grouped_weights
 from layerzero.backends.vllm import grouped_linear as of_vllm
 from layerzero.core.device import Device
 from layerzero.core.reasons import ReasonCode
+from layerzero.engine.registry import REGISTRY
 from layerzero.ops.quantize.weight_format import unpacked
 
 WRONG, DTYPE, PLATFORM = ReasonCode.CONSTRAINT_FAILED, ReasonCode.DTYPE_UNSUPPORTED, ReasonCode.PLATFORM_MISMATCH
@@ -122,6 +124,16 @@ def test_each_library_is_called_as_it_reads_codes(stood_in, kernel):
 def test_humming_compiles_what_a_format_may_need_before_a_weight_is_seen(stood_in, text, tables):
     product("group", "humming.linear", weight(text), torch.randn(1, 256).to(BF16))
     assert len(stood_in.compiled) == tables
+
+
+@pytest.mark.parametrize(("ending", "mode"), [("", None), ("_invariant", {"use_batch_invariant": True})])
+def test_humming_computes_in_its_batch_invariant_mode_where_that_is_asked_for(stood_in, ending, mode):
+    known, input = weight(GPTQ), torch.randn(3, 256).to(BF16)
+    got = product("group", f"humming.linear{ending}", known, input)
+    torch.testing.assert_close(got.double(), input.double() @ known.dequantized(torch.float64).t(), rtol=0, atol=0.04)
+    assert [each and json.loads(each) for each in stood_in.modes] == [mode]
+    kernel = REGISTRY.kernel(f"humming.linear{ending}")
+    assert kernel.batch_invariant is kernel.asked_for is bool(ending)
 
 
 def test_zero_points_that_are_all_in_the_middle_are_left_out(stood_in):

@@ -185,7 +185,7 @@ class Humming:
     """Its functions that are called, with their meaning."""
 
     def __init__(self):
-        self.layers, self.compiled = {}, []
+        self.layers, self.compiled, self.modes = {}, [], set()
         self.schema = types.SimpleNamespace(HummingWeightSchema=types.SimpleNamespace)
         self.transform = types.SimpleNamespace(prepare_layer_config=self.layer, transform_humming_tensors=self.kept)
         kernel = types.SimpleNamespace(prepare_kernels=self.prepare)
@@ -199,8 +199,9 @@ class Humming:
         return schema
 
     def prepare(self, text, compute, tuning, device):
-        assert compute is tuning is None
+        assert tuning is None
         self.compiled.append(text)
+        self.modes.add(compute)
         return text
 
     def kept(self, layer, tensors):

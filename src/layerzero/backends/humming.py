@@ -9,11 +9,16 @@ outputs steps of 128 alone are offered, which its tables of tiles take whole. Of
 zero points both tables are compiled, because a weight whose zero points are all in the middle takes none. Scales of
 128 x 128 numbers are repeated for each row (schema/fp8.py); those of nvfp4 are multiples of a second one. Its import
 starts a process that loads its launcher, which is turned off here.
+
+Its batch-invariant mode (``use_batch_invariant`` in humming/config/config.py) shares out no sum, and keeps "the same
+reduction tile for every batch size" (tune/sm90_policies.py); its own tests compare the bits of all numbers of rows
+(testing/runner.py). Kernels in that mode never ran here.
 Library: humming-kernels 0.1.19, Apache-2.0; no function that is called is documented, hence one version only.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Hashable
 from pathlib import Path
@@ -25,7 +30,7 @@ from torch import Tensor
 from layerzero.backends.grouped_weights import Locks, Product, as_powers, by_rows, bytes_of, grouped, second_factor
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Backend, Kernel
+from layerzero.core.kernel import Backend, Kernel, Trust
 from layerzero.ops.linear.packed import Pack
 from layerzero.ops.quantize.weight import QuantizedWeight
 from layerzero.ops.quantize.weight_format import Codes, packed
@@ -114,7 +119,11 @@ def _of_weight(weight: QuantizedWeight, dtype: torch.dtype) -> dict[str, Tensor]
     return made if weight.fields.second_scale is None else made | {"weight_scale_2": second_factor(weight)}
 
 
-def _parts(facts: Facts) -> tuple[Pack, Product]:
+_INVARIANT = '{"use_batch_invariant": true}'
+"""A text, as ``HummingKernel.prepare_kernels`` takes its configurations."""
+
+
+def _parts(facts: Facts, compute: str | None = None) -> tuple[Pack, Product]:
     library, device = _library(), torch.device("cuda", facts.device.index or 0)
     dtype, given = facts.tensors["input"].dtype, _schema(facts)
     outputs, inputs = facts.size("out_features"), facts.size("in_features")
@@ -123,7 +132,7 @@ def _parts(facts: Facts) -> tuple[Pack, Product]:
         """What a layer is, and its table of kernels, compiled."""
         schema = library.schema.HummingWeightSchema(**given, has_zero_point=zeros)
         layer = library.transform.prepare_layer_config(outputs, inputs, schema, torch_dtype=dtype, device=device)
-        return layer, library.kernel.humming.HummingKernel.prepare_kernels(layer.to_str(), None, None, device)
+        return layer, library.kernel.humming.HummingKernel.prepare_kernels(layer.to_str(), compute, None, device)
 
     may_have = {False, facts["weight_zeros"] != "none"} if facts.size("weight_bits") not in (2, 3) else {True}
     known = {zeros: configured(zeros=zeros) for zeros in may_have}
@@ -154,37 +163,34 @@ _LIMITS = (
 )
 
 
-def _kernel(name: str, operation: str, *limits: limit.Limit) -> Kernel:
-    return grouped(
-        name,
-        HUMMING,
-        _parts,
-        35,
-        *_LIMITS,
-        *limits,
-        platform="cuda",
-        operation=operation,
-        build_key=_build_key,
-        deterministic=False,  # two runs gave other bits (H200, 2026-11-26)
-        cache_folder=_cache_folder,
+def _kernels(name: str, operation: str, *limits: limit.Limit) -> tuple[Kernel, Kernel]:
+    """A kernel, of which two runs gave other bits (H200, 2026-11-26), and the same in the batch-invariant mode."""
+    make = functools.partial(
+        grouped, platform="cuda", operation=operation, build_key=_build_key, cache_folder=_cache_folder
+    )
+    every = *_LIMITS, *limits
+    invariant = {"deterministic": True, "batch_invariant": True, "asked_for": True, "trust": Trust.UNTRIED}
+    return (
+        make(name, HUMMING, _parts, 35, *every, deterministic=False),
+        make(f"{name}_invariant", HUMMING, functools.partial(_parts, compute=_INVARIANT), 5, *every, **invariant),
     )
 
 
 KERNELS = (
-    _kernel(
+    *_kernels(
         "humming.linear",
         "group",
         limit.one_of("weight_bits", 2, 3, 4, 5, 6, 7, 8),
         limit.dim("weight_group", multiple=16),
     ),
-    _kernel(
+    *_kernels(
         "humming.linear_fp8",
         "block",
         limit.one_of("weight_dtype", "float8_e4m3"),
         limit.dim("weight_group", one_of=(0, 128)),
     ),
-    _kernel("humming.linear_nvfp4", "mx", limit.one_of("weight_scheme", "nvfp4")),
-    _kernel(
+    *_kernels("humming.linear_nvfp4", "mx", limit.one_of("weight_scheme", "nvfp4")),
+    *_kernels(
         "humming.linear_mx",
         "mx",
         limit.dtype("bfloat16"),  # of float16 it shifts powers of two into its range, and takes off what lies below
