@@ -103,6 +103,7 @@ def test_sizes_between_those_of_the_table_are_predicted_with_less_confidence(fir
     found = asked(attention(1, 4096))
     assert 200 < found["torch.sdpa.cudnn"].time_us < 400
     assert all(each.confidence < prior.CONFIDENCE for each in found.values())
+    assert all("us predicted from shipped times" in each.told for each in found.values())
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ class Evidence(msgspec.Struct, frozen=True):
         noise: relative spread between repeated measurements, as measured, or what the time may be off by.
         device_us: what the device takes of it; None where that is not measured apart.
         stands_in: whether it is of eager calls, for replays that were not timed.
+        fitted: whether a shipped time was computed from those of other sizes.
         cost_us: what kernels are compared by; no measurement. The ledger gives how long a caller waits at the host's
             usual pace, which is the time unless something else is known. :func:`layerzero.engine.order.costs` compares
             the kernels of a call, so that plans for new sizes and the device's part count.
@@ -54,6 +55,7 @@ class Evidence(msgspec.Struct, frozen=True):
     stands_in: bool = False
     cost_us: float = -1.0
     cost_noise: float = -1.0
+    fitted: bool = False
 
     def __post_init__(self) -> None:
         """Let the time and its noise decide where no cost is given."""
@@ -65,7 +67,9 @@ class Evidence(msgspec.Struct, frozen=True):
     @property
     def told(self) -> str:
         """The time and where it is from; the device's part and the cost where those are other numbers."""
-        source = "as shipped" if self.provenance is Provenance.PRIOR else str(self.provenance)
+        source = str(self.provenance)
+        if self.provenance is Provenance.PRIOR:
+            source = "predicted from shipped times" if self.fitted else "as shipped"
         others = {"device": self.device_us, "cost": self.cost_us}
         unlike = {name: us for name, us in others.items() if us and not math.isclose(us, self.time_us, rel_tol=1e-3)}
         return ", ".join([f"{self.time_us:.1f} us {source}", *(f"{name} {us:.1f} us" for name, us in unlike.items())])

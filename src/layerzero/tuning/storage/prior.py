@@ -85,7 +85,8 @@ class Learnt:
         found = None if model is None else predict(model, sizes)
         if found is None:
             return None
-        return Evidence(found.time_us, Provenance.PRIOR, worth * found.confidence, NOISE, device_us=found.device_us)
+        worth, device_us = worth * found.confidence, found.device_us
+        return Evidence(found.time_us, Provenance.PRIOR, worth, NOISE, device_us=device_us, fitted=True)
 
 
 class Priors:
