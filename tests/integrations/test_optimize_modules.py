@@ -322,6 +322,25 @@ def test_what_gains_less_than_one_percent_is_left_as_it_was() -> None:
     assert "1.43 times as fast" in str(found)
 
 
+def test_steps_keep_the_attention_that_they_need() -> None:
+    found, on, order = timed({"attention": -5.0, "layer": -7.0, "step": 40.0})
+    assert on == {"attention": True, "layer": False, "step": True}
+    assert found.dropped == ["layer"]
+    assert ("layer", "step") not in order, "steps without their attention are none"
+
+
+def test_a_run_that_captures_counts_for_nothing() -> None:
+    on, state = {}, {"before": None}
+
+    def sample() -> float:
+        changed, state["before"] = dict(on) != state["before"], dict(on)
+        return (0.5 if on["step"] else 1.0) + (9.0 if changed and on["step"] else 0.0)
+
+    found = time_kinds({"step": lambda state: on.__setitem__("step", state)}, sample, 3, captured={"step"})
+    assert on == {"step": True}
+    assert found.speedup == pytest.approx(2.0)
+
+
 def test_where_nothing_gains_everything_is_taken_out() -> None:
     found, on, _ = timed({"a": 0.0})
     assert on == {"a": False}
