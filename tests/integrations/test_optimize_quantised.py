@@ -364,6 +364,19 @@ def test_layers_that_lose_too_much_and_rows_that_no_group_divides_stay(unmeasure
     assert "no group of 32 divides its 40 columns" in said["2"]
 
 
+def test_a_weight_stays_as_it_is_on_a_gpu_where_no_kernel_takes_its_codes(
+    monkeypatch: pytest.MonkeyPatch, unmeasured: None
+) -> None:
+    """Stands in for a GPU by a CPU whose products are not timed."""
+    model, rows = nn.Sequential(nn.Linear(256, 96)).eval(), torch.randn(7, 256)
+    monkeypatch.setattr(timing, "TIMED", frozenset())
+    with lz.scope(locks={"mlp.linear.quant": "torch.quantized_linear"}):
+        report = lz.optimize(model, (rows,), weights="fp8", isolate=False, rounds=1)
+    assert not taken(report)
+    (why,) = [each.why for each in report.left if "fp8" in each.why]
+    assert "torch.quantized_linear writes a weight of fp8 out before each product" in why
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_weights_are_quantised_to_float8_when_asked_for(dtype: torch.dtype, unmeasured: None) -> None:
     torch.manual_seed(0)
