@@ -377,6 +377,21 @@ def test_a_prompt_in_an_empty_cache_needs_no_mask_and_may_be_cut() -> None:
     assert not integration.keys_seen(changed, 7)
 
 
+def test_a_mask_is_marked_in_inference_mode_until_it_is_written_into() -> None:
+    with torch.inference_mode():
+        hidden = torch.ones(2, 9, dtype=torch.bool)
+        call = {"batch_size": 2, "q_offset": 5, "kv_offset": 0, "attention_mask": hidden}
+        mask = integration.attention_mask(q_length=4, kv_length=9, **call)
+        assert mask is not None
+        assert integration.keys_seen(mask, 4) == 9
+        query, key, value = tensors(4, 9)
+        got, _ = integration.attention_forward(Module(), query, key, value, mask)
+        wanted, _ = integration.attention_forward(Module(), query, key, value, mask.clone())
+        torch.testing.assert_close(got, wanted)
+        mask[:, :, :, 0] = False
+        assert integration.keys_seen(mask, 4) == 0
+
+
 @pytest.mark.parametrize("padded", [None, "ones", "hidden"])
 def test_a_later_part_of_a_prompt_needs_no_mask_where_no_token_is_hidden(padded: str | None) -> None:
     query, key, value = tensors(4, 9)

@@ -169,7 +169,12 @@ def _kernels(name: str, operation: str, *limits: limit.Limit) -> tuple[Kernel, K
         grouped, platform="cuda", operation=operation, build_key=_build_key, cache_folder=_cache_folder
     )
     every = *_LIMITS, *limits
-    invariant: dict[str, Any] = {"deterministic": True, "batch_invariant": True, "asked_for": True, "trust": Trust.UNTRIED}
+    invariant: dict[str, Any] = {
+        "deterministic": True,
+        "batch_invariant": True,
+        "asked_for": True,
+        "trust": Trust.UNTRIED,
+    }
     return (
         make(name, HUMMING, _parts, 35, *every, deterministic=False),
         make(f"{name}_invariant", HUMMING, functools.partial(_parts, compute=_INVARIANT), 5, *every, **invariant),

@@ -135,6 +135,11 @@ def attention_mask(*, q_length: int, kv_length: int, allow_is_causal_skip: bool 
             raise InvalidCallError("lz.optimize(graph=True)", [problem])
         check_only_causal(call["mask_function"], call.get("config"))
         return None
+    if not compiling and torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):  # a tensor with a version, so that it can be marked
+            return attention_mask(
+                q_length=q_length, kv_length=kv_length, allow_is_causal_skip=allow_is_causal_skip, **call
+            )
     config = type(call.get("config"))
     if not compiling and config not in _checked:
         _check_model(call.get("config"))
