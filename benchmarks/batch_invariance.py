@@ -2,11 +2,11 @@
 
     python benchmarks/batch_invariance.py --rows 20000
     python benchmarks/batch_invariance.py --device cuda --dtype bfloat16 --shape 1b --steps 20
-    python benchmarks/batch_invariance.py --device cuda --kernels "torch.*unsplit*" --unsplit
+    python benchmarks/batch_invariance.py --device cuda --kernels "torch.*unsplit*"
     python benchmarks/batch_invariance.py --device cuda --dtype bfloat16 --shape 8b --layers 2 --first
 
 Counts the rows whose logits have other bits than in the whole batch, and times a prompt and a step of one token with
-the model's own code, with LayerZero, and with the setting; with ``--unsplit`` also once torch shares out no sum.
+the model's own code, with LayerZero, and with the setting.
 ``--kernels`` proves kernels that declare it instead, those of this pattern. ``--first`` says of some parts of a batch
 which call is the first with other bits. ``--untried`` lets kernels run that never ran before they were shipped.
 """
@@ -227,13 +227,6 @@ def _timed(run: Any, device: str) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-def share_out_no_sum() -> None:
-    """Let torch multiply by cuBLASLt without split-K, in all of the process."""
-    torch.backends.cuda.preferred_blas_library("cublaslt")
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)  # type: ignore[assignment]
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)  # type: ignore[assignment]
-
-
 def prove(device: str, seconds: float, pattern: str) -> None:
     """Check every kernel that declares batch_invariant or tp_invariant, and that may run here."""
     from layerzero.engine.registry import REGISTRY
@@ -280,15 +273,12 @@ def main() -> None:
     parser.add_argument("--decode-batch", type=int, default=8)
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--first", action="store_true")
-    parser.add_argument("--unsplit", action="store_true")
     parser.add_argument("--untried", action="store_true")
     parser.add_argument("--kernels", nargs="?", const="*")
     parser.add_argument("--seconds", type=float, default=120.0)
     given = parser.parse_args()
     if given.untried:
         lz.configure(require_vetting=False)
-    if given.unsplit and (given.first or given.kernels is not None):
-        share_out_no_sum()
     if given.kernels is not None:
         prove(given.device, given.seconds, given.kernels)
         return
@@ -300,10 +290,7 @@ def main() -> None:
         return
     print(f"{given.shape} {given.dtype} {given.device} torch {torch.__version__} threads {torch.get_num_threads()}")
     step_of = {}
-    ways = [("own code", None), ("LayerZero", False), ("batch_invariant", True)]
-    for name, invariant in [*ways, *([("without split-K", True)] if given.unsplit else [])]:
-        if name == "without split-K":
-            share_out_no_sum()
+    for name, invariant in (("own code", None), ("LayerZero", False), ("batch_invariant", True)):
         report = None
         with lz.scope(batch_invariant=bool(invariant)):
             if invariant is not None:

@@ -145,19 +145,6 @@ def test_prompts_their_parts_and_steps_take_one_kernel_on_a_gpu(device, more, na
     assert not lz.explain("attention", *given, **call).chosen.kernel.asked_for
 
 
-def test_one_product_of_all_rows_runs_only_where_torch_was_set_to_share_out_no_sum(monkeypatch):
-    given, call = (_meta(8, 4096), _meta(4096, 4096)), {"device": "H200", "libraries": LIBRARIES}
-    with lz.scope(batch_invariant=True, require_vetting=False):
-        report = lz.explain("linear", *given, **call)
-        assert report.chosen.kernel.id == "torch.linear_tiled"
-        (reason,) = report.reasons("torch.linear_unsplit")
-        assert "preferred_blas_library('cublaslt')" in str(reason)
-        assert "allow_bf16_reduced_precision_reduction = (False, False)" in str(reason)
-        monkeypatch.setattr(tiled, "_splits", lambda dtype: dtype is not torch.bfloat16)
-        assert lz.explain("linear", *given, **call).chosen.kernel.id == "torch.linear_unsplit"
-        assert lz.explain("linear", *given, **call, bias=_meta(4096)).chosen.kernel.id == "torch.linear_tiled"
-
-
 class _Facts(dict):
     """Of a call on a GPU that is not here."""
 
@@ -179,13 +166,3 @@ def test_rows_are_filled_up_to_whole_tiles_once_for_all_products_of_a_call():
     whole = torch.randn(128, 8)
     assert torch.equal(filled(whole, weight)[0], whole)
     assert seen[1] is whole  # nothing is copied
-
-
-def test_one_product_of_all_rows_raises_once_torch_may_share_out_a_sum(monkeypatch):
-    rows, weight = torch.randn(2, 3, 8).bfloat16(), torch.randn(5, 8).bfloat16()
-    product = tiled.unsplit({"dtype": torch.bfloat16})
-    monkeypatch.setattr(tiled, "_splits", lambda _: False)
-    assert torch.equal(product(rows, weight), rows @ weight.t())
-    monkeypatch.undo()
-    with pytest.raises(RuntimeError, match="split-K"):
-        product(rows, weight)

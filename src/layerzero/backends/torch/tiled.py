@@ -2,16 +2,15 @@
 
 A library picks its blocks by the number of rows: of torch's float32 products on a CPU 18 of 32 parts of a batch, of 1
 to 256 rows, had other bits than in the whole, of tiles of 32 rows none (AMD EPYC, torch 2.13, 2026-11-26). So 32 rows
-are multiplied at a time, on a GPU 128, the last tile filled up with zeros: every call has the same shape.
+are multiplied at a time, on a GPU 128, the last tile filled up: every call has the same shape.
 
 torch's loops over elements compute the end of a range, which no vector fills, by another exponential: of 65,536 numbers
 silu gave 2,552 other bits there, gelu by tanh 10,380. So rows are filled up to whole vectors, and given to torch in
 pieces that one thread takes as a whole. On a GPU each element is computed alike.
 
-On Hopper one product of all rows does as well where torch lets cuBLASLt share out no sum (split-K): it is "the only
-source" of other bits there, says vllm/model_executor/layers/batch_invariant.py of vllm 0.20.0, and for the sake of
-batch invariance bgemm_internal_cublaslt of torch 2.11 (ATen/cuda/CUDABlas.cpp) treats that very setting apart. The
-setting is the whole process's, so that the program makes it: other threads' products read it meanwhile.
+One product of all rows is none of these. cuBLASLt that may not share out sums (split-K), as vLLM's batch-invariant mode
+has it on Hopper, gave a row of a block of 1,024 and 2,816 features other bits alone than among 256, and took 322 us for
+8 x 14,336 by 4,096 where cuBLAS took 33 (H200, torch 2.11, CUDA 13, 2026-11-27).
 
 For ranks that share a product, its sum is a tree, too: blocks of a fixed length are multiplied, halves of the sum are
 added up, and so are halves of these. A rank that has half of the inputs has a branch, whatever the number of ranks.
@@ -32,10 +31,8 @@ from layerzero.backends.torch.attention import FLOATS, TORCH, kernel
 from layerzero.backends.torch.linear import load_block, load_then
 from layerzero.backends.torch.qkv import load_three
 from layerzero.backends.torch.varlen import linear_for
-from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel, Trust
-from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.core.kernel import Kernel
 from layerzero.ops.activation.declare import ALONE, GATED, halves, turns
 from layerzero.ops.activation.formulas import FUNCTIONS
 from layerzero.ops.comm import tree_sum
@@ -53,9 +50,6 @@ LEAF, OUTPUTS = 256, 256
 
 _LINE = 64
 """Bytes at which torch's own memory begins: libraries take another way for rows that begin elsewhere."""
-
-_LT_LINE = 256
-"""The most bytes of an address that torch tells cuBLASLt, which picks by it."""
 
 _STEP = 16
 """Inputs that a row is filled up to, so that rows of a tile begin alike: of float64 and 101 inputs the second row of
@@ -105,43 +99,6 @@ def filling(facts: Facts, run: Callable[..., Any]) -> Callable[..., Any]:
     return filled
 
 
-_SETTINGS = {
-    torch.bfloat16: ("allow_bf16_reduced_precision_reduction", "_get_cublas_allow_bf16_reduced_precision_reduction"),
-    torch.float16: ("allow_fp16_reduced_precision_reduction", "_get_cublas_allow_fp16_reduced_precision_reduction"),
-}
-"""By dtype, the setting of ``torch.backends.cuda.matmul`` whose second part is split-K, and what reads it."""
-
-
-def _splits(dtype: Any) -> bool:
-    """Whether torch's products of a dtype may share out a sum as they are set now."""
-    reads = getattr(torch._C, _SETTINGS[dtype][1])
-    return bool(reads()[1]) or torch._C._get_blas_preferred_backend() != torch._C._BlasBackend.Cublaslt
-
-
-def _may_split(facts: Facts) -> Reason | None:
-    dtype: Any = facts["dtype"]
-    if dtype not in _SETTINGS or not _splits(dtype):
-        return None
-    wanted = f"preferred_blas_library('cublaslt') and matmul.{_SETTINGS[dtype][0]} = (False, False)"
-    hint = "Set both of torch.backends.cuda before the first call; they hold for all products of the process"
-    return Reason(ReasonCode.CONSTRAINT_FAILED, "torch.backends.cuda", wanted, "split-K, or cuBLAS", hint)
-
-
-def unsplit(facts: Facts) -> Product:
-    """One product of any number of rows, as long as no sum is shared out. Raises: RuntimeError once one may be."""
-    dtype = facts["dtype"]
-
-    def run(input: Tensor, weight: Tensor, bias: None = None) -> Tensor:
-        if _splits(dtype):
-            raise RuntimeError("torch.backends.cuda: wanted cuBLASLt without split-K, as this kernel was chosen for")
-        rows = input.reshape(-1, input.shape[-1])
-        if rows.data_ptr() % _LT_LINE:
-            rows = rows.clone(memory_format=torch.contiguous_format)
-        return torch.mm(rows, weight.t()).view(*input.shape[:-1], len(weight))
-
-    return run
-
-
 def tree(facts: Facts) -> Product:
     """The same by blocks of outputs, each the tree of the sums of its leaves, in float32 or wider."""
     multiply, dtype = tiled(facts), facts["dtype"]
@@ -186,19 +143,15 @@ def _formulas(facts: Facts) -> Mapping[str, Callable[..., Tensor]]:
 
 
 def _load_linear(facts: Facts, make: Callable[[Facts], Product]) -> Callable[..., Any]:
-    return _whole_tiles(facts, make, load_then(facts, make(facts), _formulas(facts)))
+    return filling(facts, load_then(facts, make(facts), _formulas(facts)))
 
 
 def _load_block(facts: Facts, make: Callable[[Facts], Product]) -> Callable[..., Any]:
-    return _whole_tiles(facts, make, load_block(facts, make(facts), _formulas(facts)))
+    return filling(facts, load_block(facts, make(facts), _formulas(facts)))
 
 
 def _load_three(facts: Facts, make: Callable[[Facts], Product]) -> Callable[..., Any]:
-    return _whole_tiles(facts, make, load_three(facts, make(facts)))
-
-
-def _whole_tiles(facts: Facts, make: Callable[[Facts], Product], run: Callable[..., Any]) -> Callable[..., Any]:
-    return run if make is unsplit else filling(facts, run)
+    return filling(facts, load_three(facts, make(facts)))
 
 
 def _load_activation(facts: Facts, formula: Callable[..., Tensor], gated: bool) -> Callable[..., Any]:
@@ -222,32 +175,24 @@ _KINDS: tuple[tuple[str, tuple[str, ...], Callable[..., Any], tuple[str, ...]], 
     ("qkv.joined", ("mlp.qkv.joined",), _load_three, ("kv_features", "q_bias")),
 )
 
-_UNSPLIT = (
-    limit.platform("cuda"),
-    limit.arch(min=(9, 0), max=(9, 9)),
-    limit.dtype("float16", "bfloat16"),
-    limit.Custom("torch is set to use cuBLASLt without split-K", _may_split),
-)
-
 KERNELS = (
     *(
         kernel(
             f"torch.{name.partition('.')[0]}_{ending}{''.join(name.partition('.')[1:])}",
             operations,
             functools.partial(load, make=make),
-            *(_UNSPLIT if make is unsplit else (FLOATS,)),
-            accepts=tuple(each for each in accepts if make is not unsplit or each in ("activation", "kv_features")),
+            FLOATS,
+            accepts=accepts,
             grad=True,
             batch_invariant=True,
             asked_for=True,
             tp_invariant=make is tree,
             handles_negated=True,
             priority=priority,
-            trust=Trust.UNTRIED if make is unsplit else Trust.DECLARED,
         )
-        for ending, make, priority in (("unsplit", unsplit, 4), ("tiled", tiled, 3), ("tree", tree, 2))
+        for ending, make, priority in (("tiled", tiled, 3), ("tree", tree, 2))
         for name, operations, load, accepts in _KINDS
-        if make is not tree or name in ("linear", "qkv")  # what a block sums up of ranks it would have rounded before
+        if make is tiled or name in ("linear", "qkv")  # what a block sums up of ranks it would have rounded before
     ),
     *(
         Kernel.of_expression(

@@ -13,7 +13,9 @@ vLLM's activations on CUDA, loaded as an operator library of an installed vllm, 
 Read: the operators that ``vllm/_C.abi3.so`` of 0.20.0 defines, and csrc/activation_kernels.cu. They read dense rows,
 whatever the strides say; where a row is whole vectors of 16 bytes they load those from wherever the data begins, so it
 has to begin at 16. A block a row; row starts in 64 bits. gpt-oss's gate comes by turns, clamped by the device's
-minimum, which drops a NaN: it is left out.
+minimum, which drops a NaN: it is left out. Each number is computed by itself, so that it is the same in every batch.
+
+Norms are not: blocks have 1,024 threads below 256 rows and 256 from there on (csrc/layernorm_kernels.cu).
 Library: vllm 0.20, Apache-2.0.
 """
 
@@ -150,6 +152,7 @@ KERNELS = (
                 limit.aligned(16, "input"),
                 limit.dim("joined", multiple=8),  # no copy aligns rows of other lengths
             ),
+            batch_invariant=True,
             priority=85,
         )
         for name, accepts in (("silu_mul", ()), ("gelu_mul", ("approximate",)))

@@ -3,7 +3,8 @@
 Limits follow csrc/pos_encoding_kernels.cu of 0.20.0: it works in place, a block for each token, reads one joined table
 in float32 (it would convert another one on every call, whole) and int64 positions, computes in float32, steps over the
 heads of keys by the head stride of the query, and wants heads that are a multiple of kv heads. Conforms on an H200
-(torch 2.11, 2026-11-22).
+(torch 2.11, 2026-11-22). Its block is sized by heads, and no thread needs another's number: a token turns alike in
+every batch, and vLLM's batch-invariant mode leaves it as it is.
 
 vLLM's rotation of copies, then its write into the slots of a paged cache; see ``rope.py`` and ``paged.py`` here.
 
@@ -196,6 +197,7 @@ KERNELS = (
         layout="BSHD",
         accepts=("positions", "interleaved"),
         limits=_LIMITS,  # it works on copies of its own
+        batch_invariant=True,
         priority=75,
     ),
     Kernel(
@@ -211,6 +213,7 @@ KERNELS = (
             HeadsDense(("query", "key")),
             TokensInLine(("query", "key")),
         ),
+        batch_invariant=True,
         priority=85,
     ),
     Kernel(
