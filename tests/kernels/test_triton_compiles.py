@@ -48,7 +48,7 @@ VARIANTS = {
 
 @pytest.fixture(params=TARGETS)
 def compiled(request, monkeypatch):
-    """A function that runs a call with launches that only compile; gives what came of them."""
+    """A function that runs a call with launches that only compile; gives its key and what was compiled for it."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
 
@@ -78,9 +78,8 @@ def compiled(request, monkeypatch):
             trial = attempt(kernel, REGISTRY.operation(name), call)
             assert not trial.reasons
             trial.run(**call.arguments)
-        assert made
-        assert max(each.metadata.shared for each in made) <= kib * 1024
-        return made
+        assert made[-1].metadata.shared <= kib * 1024
+        return kernel.build_key(trial.facts), made[-1]
 
     kernels = {name: each for name, each in vars(triton_kernels).items() if isinstance(each, triton.JITFunction)}
     assert set(kernels) == {"swiglu_oai", "paged_tokens"}, "each has a test below"
@@ -104,7 +103,7 @@ def compiled(request, monkeypatch):
 def test_gates(compiled, turns, dtype):
     rows = {"input": torch.ones(3, 2 * 24, dtype=dtype)} | ({} if turns else {"up": torch.ones(3, 2 * 24, dtype=dtype)})
     name = "mlp.swiglu_oai.interleaved" if turns else "mlp.swiglu_oai"
-    assert len(compiled("layerzero_triton.swiglu_oai", name, RandomCall("swiglu_oai", rows))) == 1
+    compiled("layerzero_triton.swiglu_oai", name, RandomCall("swiglu_oai", rows))
 
 
 def paged(sizes, dtype, tokens=8, *, sinks=False, tree_mask=0, **more):
@@ -129,7 +128,7 @@ def paged(sizes, dtype, tokens=8, *, sinks=False, tree_mask=0, **more):
 def of_pages(compiled, sizes, dtype, **more):
     name = "standard" if sizes[0] == sizes[1] else "gqa"
     call = paged(sizes, dtype, **more)
-    assert len(compiled("layerzero_triton.paged_tokens", f"attention.{name}.prefill.paged", call)) == 1
+    return compiled("layerzero_triton.paged_tokens", f"attention.{name}.prefill.paged", call)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -141,3 +140,23 @@ def test_what_is_asked_of_pages(compiled, variant):
 @pytest.mark.parametrize("sizes", HEADS, ids=str)
 def test_widths_of_pages(compiled, sizes, dtype):
     of_pages(compiled, sizes, dtype, **VARIANTS["all"])
+
+
+def of_one_key_one_build(found):
+    """Calls of one key have one build: else the second would wait for the compiler."""
+    builds = {key: {id(each) for other, each in found if other == key} for key, _ in found}
+    assert len(builds) > 1
+    assert all(len(each) == 1 for each in builds.values())
+    assert max(sum(other == key for other, _ in found) for key in builds) > 1
+
+
+def test_gates_of_one_key_share_a_build(compiled):
+    shapes = [(3, 5), (4, 4), (2, 2), (1, 1), (8, 16), (5, 7), (4, 5)]
+    rows = [RandomCall("swiglu_oai", {"input": torch.ones(each), "up": torch.ones(each)}) for each in shapes]
+    of_one_key_one_build([compiled("layerzero_triton.swiglu_oai", "mlp.swiglu_oai", each) for each in rows])
+
+
+def test_pages_of_one_key_share_a_build(compiled):
+    calls = [{"window": each, "causal": False} for each in ((6, 1), (16, 0), (1, 32))]
+    calls += [{"tokens": each} for each in (2, 6, 16)] + [{"tree_mask": each} for each in (1, 4, 16)]
+    of_one_key_one_build([of_pages(compiled, HEADS[0], torch.float32, **each) for each in calls])

@@ -13,6 +13,7 @@ decodes, slow for long prompts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from layerzero.backends.compiler_caches import triton_cache
 from layerzero.core import limits as limit
-from layerzero.core.facts import MAX_ALIGNMENT_BYTES, Facts
+from layerzero.core.facts import MAX_ALIGNMENT_BYTES, Facts, TensorFacts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.ops.paged import mixed
 from layerzero.ops.ragged.starts import sequences_of
@@ -104,9 +105,8 @@ def _load_paged_tokens(facts: Facts) -> Callable[..., Any]:
         numbers = torch.arange(tokens, dtype=torch.int32, device=query.device)
         owners = sequences_of(cu_seqlens_q, numbers)
         tree = None if tree_mask is None else tree_mask.view(torch.uint8)
-        grown = tree is not None and tree.shape[1] > 0
         said = {"causal": causal, "has_softcap": softcap is not None, "has_left": left >= 0, "has_right": right >= 0}
-        said |= {"has_sinks": sinks is not None, "has_tree": grown, "has_lse": return_lse}
+        said |= {"has_sinks": sinks is not None, "has_tree": _grown(tree), "has_lse": return_lse}
         if tokens:
             launch[(tokens, kv_heads)](
                 *(query, key_cache, value_cache, block_tables, context_lens, cu_seqlens_q, owners),
@@ -130,21 +130,29 @@ def _seen(number: int) -> tuple[bool, bool]:
 
 
 def _laid(facts: Facts) -> Hashable:
-    """What Triton makes a variant for: dtypes, strides, and whether data lie at multiples of 16."""
+    """What Triton makes a variant for in every kernel: dtypes, and whether data lie at multiples of 16."""
     tensors = sorted(facts.tensors.items())
-    laid = (
-        (name, each.dtype, each.alignment_bytes == MAX_ALIGNMENT_BYTES, *map(_seen, (*each.shape, *each.strides)))
-        for name, each in tensors
-    )
+    laid = ((name, each.dtype, each.alignment_bytes == MAX_ALIGNMENT_BYTES) for name, each in tensors)
     return facts.device.sm, facts["operation"], tuple(laid)
 
 
+def _gate_key(facts: Facts) -> Hashable:
+    """The same, with the number of elements."""
+    return _laid(facts), _seen(math.prod(facts.tensors["input"].shape) // (1 if "up" in facts.tensors else 2))
+
+
 def _paged_key(facts: Facts) -> Hashable:
-    """The same, with what is a constant there."""
-    sizes = tuple(map(facts.size, _SIZES))
+    """The same, with the strides that a launch passes and what is a constant there."""
+    strides = [_seen(each) for name in ("query", "key_cache", "value_cache") for each in facts.tensors[name].strides]
     given: Any = facts["window"]
     window = given and tuple(each >= 0 for each in given)
-    return _laid(facts), sizes, window, facts["causal"], facts["softcap"] is not None, facts["return_lse"]
+    said = facts["causal"], facts["softcap"] is not None, facts["return_lse"], _grown(facts.tensors.get("tree_mask"))
+    return _laid(facts), tuple(strides), tuple(map(facts.size, _SIZES)), window, said
+
+
+def _grown(tree: Tensor | TensorFacts | None) -> bool:
+    """Whether there is a tree, with columns."""
+    return tree is not None and tree.shape[1] > 0
 
 
 _LIMITS = (limit.arch(min=(8, 0)), limit.dtype("float32", "float16", "bfloat16"))  # Triton has no bfloat16 before
@@ -158,7 +166,7 @@ KERNELS = (
         accepts=("alpha", "limit"),
         limits=(*_LIMITS, limit.contiguous("input", "up")),
         cache_folder=triton_cache,
-        build_key=_laid,
+        build_key=_gate_key,
         priority=50,
     ),
     Kernel(

@@ -35,7 +35,7 @@ def swiglu_oai(gate, up, output, alpha, limit, count, by_turns: tl.constexpr, bl
     tl.store(output + places, found.to(output.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("left", "right", "columns", "tokens", "table_row", "tree_row"))  # they differ by call
 def paged_tokens(
     query, key, value, tables, lengths, starts, owners, sinks, tree,
     output, lse,
