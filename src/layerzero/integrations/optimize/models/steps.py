@@ -119,10 +119,12 @@ class Steps(State):
 
     def _why_not(self, named: Mapping[str, Any]) -> str:
         """Say why a call with one token is no step; empty where it is one."""
-        if self._stamp is None or not self._stamp.last.same:
+        last = None if self._stamp is None else self._stamp.last  # 100 us of 450 modules: one glance a step
+        if last is None or not last.same:
             self._look()
             assert self._stamp is not None
-        changed = self._stamp.last.why
+            last = self._stamp.last
+        changed = last.why
         if torch.is_grad_enabled() and any(each.requires_grad for each in self._tensors):
             return "gradients are on"
         if torch._C._is_any_autocast_enabled():
