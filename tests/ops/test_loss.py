@@ -104,9 +104,9 @@ def test_gradients_of_several_chunks_are_multiplied_together(monkeypatch, block,
 
 
 def test_rows_of_a_gpu_take_what_the_weights_gradient_takes():
-    """A meta tensor is no CPU's; 250 and 1002 MiB are an eighth of the features in float32, and the sum in float32."""
+    """A meta tensor is no CPU's; 512 rows of logits and softmax in float32 are 501 MiB, as the weight's gradient is."""
     weight = torch.empty(128256, 2048, dtype=torch.bfloat16, device="meta")
-    assert [linear_loss.sizes(rows, weight) for rows in (100, 4096, 4097)] == [(256, 1024), (256, 4096), (256, 1024)]
+    assert [linear_loss.sizes(rows, weight) for rows in (100, 4096, 4097)] == [(512, 1024), (512, 4096), (256, 1024)]
     assert linear_loss.sizes(4096, weight.float()) == (512, 512)
     assert linear_loss.sizes(4096, torch.empty(128256, 2048)) == (128, 128)
 
