@@ -145,6 +145,20 @@ def test_prompts_their_parts_and_steps_take_one_kernel_on_a_gpu(device, more, na
     assert not lz.explain("attention", *given, **call).chosen.kernel.asked_for
 
 
+def test_what_computes_each_number_by_itself_runs_in_one_launch_and_a_norm_that_knows_the_batch_does_not():
+    query, key, table = _meta(2, 4, 8, 64), _meta(2, 4, 2, 64), torch.empty(4, 32, device="meta")
+    calls = {
+        "vllm.rope_inplace": ("rope_", query, key, table, table),
+        "vllm.silu_mul": ("silu_mul", _meta(8, 256)),
+        "torch.rms_norm": ("rms_norm", _meta(8, 256), _meta(256)),
+    }
+    with lz.scope(batch_invariant=True):
+        for name, call in calls.items():
+            more = {"layout": "BSHD"} if call[0] == "rope_" else {}
+            found = lz.explain(*call, device="H200", libraries=LIBRARIES, **more)
+            assert found.chosen.kernel.id == name
+
+
 class _Facts(dict):
     """Of a call on a GPU that is not here."""
 
