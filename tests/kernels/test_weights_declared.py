@@ -15,8 +15,10 @@ from layerzero.core.device import Device
 from layerzero.core.errors import NotPreparedError
 from layerzero.core.facts import FactsBuilder
 from layerzero.core.reasons import ReasonCode
+from layerzero.engine.legality import limit_findings
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import OPERATIONS
+from layerzero.ops.linear.quantized import QUANTIZED
 from layerzero.ops.quantize.weight_format import Fields
 
 WRONG, DTYPE, PLATFORM = ReasonCode.CONSTRAINT_FAILED, ReasonCode.DTYPE_UNSUPPORTED, ReasonCode.PLATFORM_MISMATCH
@@ -102,6 +104,26 @@ def test_a_scale_that_marlins_bias_makes_infinite_is_refused(monkeypatch):
     )
     with pytest.raises(NotPreparedError, match=r"stay finite in torch\.bfloat16 times 2\^120"):
         product("block", "vllm.marlin_fp8", large, torch.randn(1, 256).to(BF16))
+
+
+@pytest.mark.parametrize("rows", [(), (1,), (128,), (128, 1)], ids=str)
+@pytest.mark.parametrize("held", ["codes", "QuantizedWeight"])
+def test_marlin_takes_float8_by_row_without_its_scales(monkeypatch, rows, held):
+    stand_in(monkeypatch)
+    known, scale = weight("fp8"), torch.rand(rows) + 0.5
+    codes, operation = known.fields.data, QUANTIZED[None]
+    packed = lz.PackedWeight(codes) if held == "codes" else known.packed
+    given = {"bias": torch.randn(128).to(BF16), "packed": packed}
+    for shape in ((3, 256), (2, 3, 256)):
+        call = {"input": torch.randn(shape).to(BF16), "weight": codes, "weight_scale": scale, **given}
+        device = Device.named("H100")
+        facts = FactsBuilder(operation).of_valid({**operation.schema.neutral, **call}, device=device)
+        declared = REGISTRY.kernel("vllm.marlin_fp8_rows")
+        assert not any(limit_findings(declared, facts))
+        got = declared.load(facts)(call["input"], codes, scale, **given)
+        exact = call["input"].double() @ (codes.double() * scale.double().reshape(-1, 1)).t() + given["bias"].double()
+        assert (got.dtype, got.shape) == (BF16, exact.shape)
+        torch.testing.assert_close(got.double(), exact, rtol=1e-2, atol=0.1 * float(exact.abs().mean()))
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)

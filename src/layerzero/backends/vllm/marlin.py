@@ -22,7 +22,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.grouped_weights import Locks, Product, as_powers, by_rows, bytes_of, grouped, second_factor
+from layerzero.backends.grouped_weights import (
+    Locks,
+    Product,
+    as_powers,
+    before_capture,
+    by_rows,
+    bytes_of,
+    grouped,
+    made_for,
+    of_call,
+    second_factor,
+)
 from layerzero.backends.vllm.grouped_linear import (
     MARLIN,
     marlin,
@@ -35,9 +46,10 @@ from layerzero.backends.vllm.library import VLLM, operators
 from layerzero.core import limits as limit
 from layerzero.core.errors import NotPreparedError
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
+from layerzero.core.kernel import Kernel, Trust
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.ops.linear.packed import Pack
+from layerzero.ops.linear.packed import BELONGS, Pack, PackedWeight
+from layerzero.ops.linear.quantized import QUANTIZED, of_outputs
 from layerzero.ops.linear.weight_formats import FORMATTED
 from layerzero.ops.quantize.weight import QuantizedWeight
 from layerzero.ops.quantize.weight_format import unpacked
@@ -80,6 +92,33 @@ def _parts(facts: Facts, kind: int, tensors: Callable[..., Tensors]) -> tuple[Pa
 
 def _blocks(facts: Facts) -> tuple[Pack, Product]:
     return _parts(facts, E4M3, block_tensors)
+
+
+_OF_ROWS = ("dtype", "weight_dtype", "out_features", "in_features")
+
+
+def _load_by_row(facts: Facts) -> Callable[..., Any]:
+    """float8 with scales of outputs, or one for all, which no handle holds: behind a product whose scales are 1."""
+    name, dtype, product = "vllm.marlin_fp8_rows", facts.tensors["input"].dtype, marlin(facts, E4M3)
+    call, ndim, features = of_call(name, facts, _OF_ROWS), facts["input_ndim"], facts.size("in_features")
+
+    def made(weight: Tensor | QuantizedWeight) -> tuple[tuple[Any, ...], int]:
+        made_for(call)
+        data = weight if isinstance(weight, Tensor) else weight.fields.data
+        words = marlin_codes(data.contiguous().view(torch.uint8), 8)
+        scale = torch.full((1, len(data)), 2.0 ** _BIAS[dtype], dtype=dtype, device=data.device)
+        locks = Locks(multiprocessors(words.device), words.device)
+        return (words, scale, None, None, locks), bytes_of(words, scale)
+
+    def run(
+        input: Tensor, weight: Tensor, weight_scale: Tensor, *, bias: Tensor | None = None, packed: PackedWeight
+    ) -> Tensor:
+        rows = input if ndim == 2 else input.reshape(-1, features)
+        output = product(rows.contiguous(), packed.form(name, made)).mul_(of_outputs(weight_scale))
+        output = output if bias is None else output.add_(bias)
+        return output if ndim == 2 else output.view(*input.shape[:-1], -1)
+
+    return run
 
 
 def _swapped(scale: Tensor) -> Tensor:
@@ -158,6 +197,23 @@ KERNELS = (
         "block",
         limit.one_of("weight_dtype", "float8_e4m3"),
         limit.dim("weight_group", one_of=(0, 128)),
+    ),
+    Kernel(
+        id="vllm.marlin_fp8_rows",
+        operations=(QUANTIZED[None].name,),
+        backend=VLLM,
+        load=_load_by_row,
+        accepts=("bias", "packed"),
+        limits=(
+            limit.platform("cuda"),
+            *MARLIN,
+            limit.dtype("bfloat16"),  # a sum with scales of 1 may be too large for float16
+            limit.one_of("weight_dtype", "float8_e4m3"),
+            BELONGS,
+            before_capture("vllm.marlin_fp8_rows", _OF_ROWS),
+        ),
+        trust=Trust.UNTRIED,
+        priority=40,
     ),
     _kernel(
         "vllm.marlin_mx",

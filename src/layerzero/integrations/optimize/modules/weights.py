@@ -193,7 +193,7 @@ class Request:
 
 
 def _widens(found: Candidate) -> str:
-    """Why a weight on a GPU stays as it is: no kernel takes its codes; a CPU is asked by the clock."""
+    """Why a weight on a GPU stays as it is: no kernel takes its codes. On a CPU the clock decides."""
     kernel = found.kernel or ""
     if found.example.device.type in timing.TIMED or not kernel.startswith(WIDENING):
         return ""
