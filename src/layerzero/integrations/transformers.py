@@ -63,6 +63,9 @@ not know to their attention. All others are errors: one that a later version giv
 _SERVED = HARMLESS - set(_UNSERVED)
 """What a call may have besides its tensors."""
 
+_IDLE = _SERVED - {"cache", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "deterministic"}
+"""What attention does not even look at."""
+
 _UNKNOWN = "no argument whose effect on attention is not known; leave it out, or use attn_implementation='sdpa'"
 
 ONE_TOKEN: ContextVar[Callable[..., Tensor] | None] = ContextVar("layerzero_one_token", default=None)
@@ -209,6 +212,23 @@ def attention_forward(
         asks for weights, or has arguments that are not served, Transformers' own function computes it.
     Raises: InvalidCallError for what cannot be honoured, with wanted and got.
     """
+    if (
+        attention_mask is None
+        and not torch.compiler.is_compiling()
+        and query.shape[2] == 1
+        and _IDLE.issuperset(kwargs)
+        and not dropout
+        and position_bias is None
+        and indices is None
+        and key.shape[0] == query.shape[0]
+        and ONE_TOKEN.get() is None
+        and not torch._C._is_any_autocast_enabled()
+    ):  # all that follows looks at what such a call has not, which took 13 us of each layer's step (EPYC, 2026-11-27)
+        window = (sliding_window - 1, 0) if sliding_window is not None and key.shape[2] > sliding_window else None
+        one: Tensor = lz.attention(
+            query, key, value, False, scaling, layout="BHSD", window=window, softcap=softcap, sinks=s_aux
+        )
+        return one.transpose(1, 2).contiguous(), None
     if "cache" in kwargs and is_of_a_batch(kwargs):
         key, value = keys_of(module, key, value, attention_mask, kwargs)
     strange = () if _SERVED.issuperset(kwargs) else _strange(kwargs)

@@ -20,6 +20,7 @@ from layerzero.inspection.trace import traced
 from layerzero.integrations.optimize.attention.transformers import AttentionSwap, Search
 from layerzero.integrations.optimize.layers import layer_timing
 from layerzero.integrations.optimize.layers.layer_timing import around, attention_costs, cut, shapes_of
+from layerzero.integrations.optimize.layers.whole_steps import Settled, keep_what_steps_gain
 from layerzero.integrations.optimize.models.padding import noted, without_padding
 from layerzero.integrations.optimize.modules import find as modules
 from layerzero.integrations.optimize.swaps.candidate import TOLERANCE, distance, quiet
@@ -298,6 +299,7 @@ def time_random_rows(search: Search, report: Optimized) -> None:
     Where steps are taken from the layers, these, and the attention, stay.
     """
     beside: Around | None = None
+    decoders: list[tuple[AttentionSwap, list[Replaced], list[Settled]]] = []
     untimed: dict[str, list[str]] = {}
     passed = report.time.deadline.passed
     for _, exchange, ours in search.models:
@@ -315,6 +317,7 @@ def time_random_rows(search: Search, report: Optimized) -> None:
             found += _settled_layers(again, exchange, report, ours=False)  # it was on in what they took
         for each, _ in found:
             _tell(each, report, untimed, stays=search.graph)
+        decoders.append((exchange, layers, [(each, some) for each, some in found if isinstance(each, Paced)]))
         if search.graph or passed() or not any(isinstance(each, Paced) for each, _ in found):
             continue
         try:
@@ -335,6 +338,9 @@ def time_random_rows(search: Search, report: Optimized) -> None:
     with nullcontext() if beside is None else quiet(beside.model):
         for each, _ in _settled(alike, measure, report):
             _tell(each, report, untimed)
+    for exchange, layers, settled in [] if search.graph else decoders:
+        search.tell("timing steps", 0, 1)
+        keep_what_steps_gain(exchange, layers, settled, report)
     step = "pass inputs= to measure" if search.workload is None else "a larger budget_s gives time for it"
     for why, names in untimed.items():
         told = ", ".join(dict.fromkeys(names))

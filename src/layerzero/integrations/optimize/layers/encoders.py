@@ -24,6 +24,7 @@ from layerzero.integrations.optimize.layers.layer import Heads, Layer, forward
 from layerzero.integrations.optimize.modules.norms import Normed, normed
 from layerzero.integrations.optimize.modules.products import Block, activations_of, orders
 from layerzero.integrations.optimize.swaps.candidate import watching
+from layerzero.integrations.optimize.swaps.joined_codes import following_weights
 from layerzero.integrations.optimize.swaps.stamp import code_of
 from layerzero.integrations.optimize.swaps.swap import weight_of
 from layerzero.integrations.optimize.swaps.weights import is_plain, wants_packed
@@ -53,6 +54,7 @@ class Between(Block):
         super().__init__(names, children, named, pack=pack)
         self.function = activation if isinstance(activation, Module) else None
 
+    @following_weights
     def compute(self, rows: Tensor) -> Any:
         """What the block gives, with its weights as they are now."""
         if self.function is None:

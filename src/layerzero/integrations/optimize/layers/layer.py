@@ -18,7 +18,7 @@ from layerzero.integrations.optimize.attention.transformers import COMPARED, NAM
 from layerzero.integrations.optimize.layers.inner import Inner, Table, table_for
 from layerzero.integrations.optimize.modules.norms import Normed
 from layerzero.integrations.optimize.modules.products import Block
-from layerzero.integrations.optimize.swaps.joined_codes import CodedParts
+from layerzero.integrations.optimize.swaps.joined_codes import CodedParts, following_weights
 from layerzero.integrations.optimize.swaps.swap import MARK, State, Way, as_forward, serves, size_of, weight_of
 from layerzero.integrations.optimize.swaps.weights import Joined, Packs, why_apart
 from layerzero.integrations.transformers import ALONE, ONE_TOKEN, attend_one, attention_forward, theirs_of
@@ -143,6 +143,7 @@ class Heads(CodedParts):
         query, key = lz.qk_norm_rope(query, key, *pair, cos, sin, positions, eps=eps, plus_one=plus_one, layout="BSHD")
         return query, key, value
 
+    @following_weights
     def _in_one(self, rows: Tensor) -> Tensor | None:
         """Queries, keys and values of one product, where there is one."""
         if self.by_module:
@@ -155,6 +156,7 @@ class Heads(CodedParts):
             return None
         return lz.linear(rows, *one, packed=self.forms_for(rows)[0] if len(self.products) == 2 else None)
 
+    @following_weights
     def _three(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of three weights."""
         heads, kv_heads, width = self.sizes
@@ -218,11 +220,16 @@ class Heads(CodedParts):
             if ROW_ARGUMENTS[0] in named:
                 told = {**told, **{name: named[name] for name in ROW_ARGUMENTS}}
             attended = self._function()(module, query.transpose(1, 2), key, value, mask, **told)[0]
-        last, attended = self.products[-1], attended.reshape(*rows.shape[:2], -1)
+        return self._last(attended.reshape(*rows.shape[:2], -1))
+
+    @following_weights
+    def _last(self, attended: Tensor) -> Tensor:
+        """What leaves the module of what attended (B, S, heads * D)."""
+        last = self.products[-1]
         if self.by_module:
             output: Tensor = last(attended)
             return output
-        return lz.linear(attended, weight_of(last), last._parameters["bias"], packed=self.forms_for(rows)[-1])
+        return lz.linear(attended, weight_of(last), last._parameters["bias"], packed=self.forms_for(attended)[-1])
 
 
 class Layer(State):
@@ -234,7 +241,6 @@ class Layer(State):
         norms: before attention, behind it, before the block, behind it; None where there is none.
         others: further modules with weights.
         following: the norm with which the next layer begins.
-        packs: whether weights are packed at any size.
         order: names of the arguments behind the hidden states that may come by place.
     """
 
@@ -247,7 +253,6 @@ class Layer(State):
         self.heads, self.block, self.norms = heads, block, norms
         self.called = block.module if isinstance(block, Inner) else None
         self.following: Normed | None = None
-        self.packs = self.may_pack
         normed = [each.module for each in (*norms, *(heads.norms or ())) if each is not None]
         modules = (*heads.products, *block.products, *normed, *others)
         self._learned = [(each, name) for each in modules for name in each._parameters]
@@ -277,14 +282,8 @@ class Layer(State):
 
     def take(self, ways: Sequence[Way]) -> None:
         super().take(ways)
-        self.packs = self.may_pack and (not ways or Way.PACKED in ways)
         for each in self.parts:
             each.take(ways)
-
-    def renew(self) -> None:
-        """Let packed weights follow those that were written into, moved or exchanged, before anything is computed."""
-        self.block.renew(*self.block.weights)
-        self.heads.renew(*self.heads.weights)
 
     def is_proved(self, hidden: Tensor) -> bool:
         """Whether rows, weights and settings are those of the proof, and nothing wants the module's own code."""
@@ -343,8 +342,6 @@ def forward(self: Module, hidden_states: Tensor, *others: Any, **named: Any) -> 
     told = {**dict(zip(state.order, others, strict=False)), **named} if others else named
     if not state.is_proved(hidden_states) or not state.takes(told):
         return type(self).forward(self, hidden_states, *others, **named)
-    if state.packs and not (state.block.plain and state.block.plain[size_of(hidden_states)]):
-        state.renew()
     return state.compute(hidden_states, told)
 
 

@@ -161,7 +161,7 @@ def around(whole: Sequence[Replaced], exchange: AttentionSwap) -> Around:
 
     def run() -> None:
         forget_table(named)
-        cached = {} if isinstance(state, Encoder) else {name_in(named): _filled([first], 0)}
+        cached = {} if isinstance(state, Encoder) else {name_in(named): filled([first], 0)}
         first.swap.module(hidden, *others, **{**named, **cached})
 
     return Around(exchange.model, run, (_shape_of(first), first.swap.is_on, state.own_at))
@@ -174,7 +174,7 @@ def _hidden(found: Replaced, count: int) -> Tensor:
     return rows.to(weight.device, weight.dtype)
 
 
-def _filled(whole: Sequence[Replaced], past: int) -> Any:
+def filled(whole: Sequence[Replaced], past: int) -> Any:
     """A cache with so many tokens in each of these layers."""
     from transformers import DynamicCache
 
@@ -187,7 +187,7 @@ def _filled(whole: Sequence[Replaced], past: int) -> Any:
     return cache
 
 
-def _called_with(model: Any, count: int) -> dict[str, Any]:
+def called_with(model: Any, count: int) -> dict[str, Any]:
     """What a model is called with for so many tokens, of which the last one's logits are wanted."""
     ids = torch.ones(1, count, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
     asked = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
@@ -222,7 +222,7 @@ def _handed(model: Any, whole: Sequence[Replaced], count: int, past: int) -> dic
     try:
         for module, _ in before:
             module.__dict__["forward"] = passing(module, module.forward)
-        model(**_called_with(model, count), **{name_of(model): _filled(whole, past)})
+        model(**called_with(model, count), **{name_of(model): filled(whole, past)})
     finally:
         for module, forward in before:
             if forward is None:
@@ -253,11 +253,11 @@ def _stepping(
     way: Way, whole: Sequence[Replaced], model: Any, count: int, past: int, switch: Callable[[Way], None]
 ) -> Prepare:
     """What puts a way on, and then calls the model as a generation does: a prompt, or a step after the one before."""
-    given, cache = _called_with(model, count), _filled(whole, past) if past else None
+    given, cache = called_with(model, count), filled(whole, past) if past else None
 
     def prepare() -> Callable[[], Any]:
         switch(way)
-        return functools.partial(model, **given, **{name_of(model): _filled(whole, 0) if cache is None else cache})
+        return functools.partial(model, **given, **{name_of(model): filled(whole, 0) if cache is None else cache})
 
     return prepare
 
@@ -278,7 +278,7 @@ def _prepared(
 
     def prepare() -> Callable[[], Any]:
         switch(way)
-        cache = None if isinstance(_state(row[0]), Encoder) else _filled(row, past)
+        cache = None if isinstance(_state(row[0]), Encoder) else filled(row, past)
         ready = []
         for module, others, named in calls:
             forget_table(named)

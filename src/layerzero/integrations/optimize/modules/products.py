@@ -15,7 +15,7 @@ from torch.nn import Dropout, Identity, Linear, Module
 import layerzero as lz
 from layerzero.core.errors import InvalidCallError, in_short
 from layerzero.integrations.optimize.swaps.candidate import Candidate, agrees, candidate, distance, quiet, random_rows
-from layerzero.integrations.optimize.swaps.joined_codes import CodedParts
+from layerzero.integrations.optimize.swaps.joined_codes import CodedParts, following_weights
 from layerzero.integrations.optimize.swaps.swap import MARK, as_forward, serves, weight_of
 from layerzero.integrations.optimize.swaps.weights import Joined, Packs, View, is_plain, turns, wants_packed, why_apart
 from layerzero.ops.activation.formulas import FORMULAS, FUNCTIONS, GATED
@@ -189,6 +189,7 @@ class Block(CodedParts):
         """Whether it is gated by an activation that has a kernel of its own with the multiplication."""
         return self.activation in _TIMES
 
+    @following_weights
     def compute(self, rows: Tensor) -> Any:
         """What the block gives, with its weights as they are now."""
         if self.by_module:
