@@ -299,7 +299,7 @@ def time_random_rows(search: Search, report: Optimized) -> None:
     Where steps are taken from the layers, these, and the attention, stay.
     """
     beside: Around | None = None
-    decoders: list[tuple[AttentionSwap, list[Replaced], list[Settled]]] = []
+    decoders: list[tuple[AttentionSwap, list[Replaced], set[int], list[Settled]]] = []
     untimed: dict[str, list[str]] = {}
     passed = report.time.deadline.passed
     for _, exchange, ours in search.models:
@@ -317,14 +317,13 @@ def time_random_rows(search: Search, report: Optimized) -> None:
             found += _settled_layers(again, exchange, report, ours=False)  # it was on in what they took
         for each, _ in found:
             _tell(each, report, untimed, stays=search.graph)
-        decoders.append((exchange, layers, [(each, some) for each, some in found if isinstance(each, Paced)]))
+        decoders.append((exchange, layers, mine, [(each, some) for each, some in found if isinstance(each, Paced)]))
         if search.graph or passed() or not any(isinstance(each, Paced) for each, _ in found):
             continue
         try:
             beside = beside or around(layers, exchange)
         except Exception as error:  # noqa: BLE001  # what a model raises on arguments that were made for another
-            said = in_short(error)
-            report.tune.append(f"modules were timed alone, not behind a layer of the model ({said})")
+            report.tune.append(f"modules were timed alone, not behind a layer of the model ({in_short(error)})")
     alike: dict[Hashable, list[Replaced]] = defaultdict(list)
     for one in report.replaced:
         if one.candidate is not None and one.candidate.example.device.type in TIMED:
@@ -338,13 +337,11 @@ def time_random_rows(search: Search, report: Optimized) -> None:
     with nullcontext() if beside is None else quiet(beside.model):
         for each, _ in _settled(alike, measure, report):
             _tell(each, report, untimed)
-    for exchange, layers, settled in [] if search.graph else decoders:
-        search.tell("timing steps", 0, 1)
-        keep_what_steps_gain(exchange, layers, settled, report)
+    for each_of in [] if search.graph else decoders:
+        keep_what_steps_gain(*each_of, report)
     step = "pass inputs= to measure" if search.workload is None else "a larger budget_s gives time for it"
     for why, names in untimed.items():
-        told = ", ".join(dict.fromkeys(names))
-        report.tune.append(f"{told}: not timed against the model's own code ({why}); {step}")
+        report.tune.append(f"{', '.join(dict.fromkeys(names))}: not timed against the model's own code ({why}); {step}")
 
 
 _Found = list[tuple[Paced | Untimed, list[Replaced]]]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 
 import torch
 
@@ -40,7 +40,11 @@ Settled = tuple[Paced, list[Replaced]]
 
 
 def keep_what_steps_gain(
-    exchange: AttentionSwap, whole: Sequence[Replaced], settled: Sequence[Settled], report: Optimized
+    exchange: AttentionSwap,
+    whole: Sequence[Replaced],
+    inside: Container[int],
+    settled: Sequence[Settled],
+    report: Optimized,
 ) -> None:
     """Let layers compute another way where steps are slower for sure; take off what makes them so in any way.
 
@@ -49,9 +53,9 @@ def keep_what_steps_gain(
     Args:
         exchange: of the model's attention.
         whole: all layers of the model that were found, on or not.
+        inside: ids of the model's modules.
         settled: what was decided for them.
     """
-    inside = {id(each) for each in exchange.model.modules()}
     mine = [one for one in report.replaced if one.exchange is exchange or _is_in(one, inside)]
     first = [one for one in mine if one.exchange is exchange or one.kind == "layer"]
     kept = [(each, group) for each, group in settled if each.kept]
@@ -69,7 +73,7 @@ def keep_what_steps_gain(
             report.tune.append(f"steps of the whole model were not timed ({in_short(error)}); pass inputs= to measure")
             return
         finally:
-            switch_all(on, on=True)
+            steps.switch(ours=True)
         if not slower:
             return
         for one in out:
@@ -77,7 +81,7 @@ def keep_what_steps_gain(
                 report.take_out([one], f"{one.kind}: steps of the model took {slower}")
 
 
-def _is_in(found: Replaced, modules: set[int]) -> bool:
+def _is_in(found: Replaced, modules: Container[int]) -> bool:
     return isinstance(found.exchange, Swap) and id(found.swap.module) in modules
 
 
@@ -150,14 +154,16 @@ class _Steps:
         ratios = [mine / other for mine, other in zip(times[True], times[False], strict=True) if other]
         return statistics.median(ratios) if agree(slow, DOUBTS) and ratios else 0.0
 
+    def switch(self, *, ours: bool) -> None:
+        """Put on what is timed, or take it off."""
+        switch_all([one for one in self._on if one.exchange is not self._exchange], on=ours)
+        if any(one.exchange is self._exchange for one in self._on):
+            self._exchange.flip(ours=ours)
+
     def _row(self, count: int, steps: int, *, ours: bool) -> float:
         """Seconds of so many steps in a row."""
         model = self._exchange.model
-        for one in self._on:
-            if one.exchange is self._exchange:
-                self._exchange.flip(ours=ours)
-            elif one.exchange is not None:
-                switch_all([one], on=ours)
+        self.switch(ours=ours)
         given = {**called_with(model, count), name_of(model): filled(self._whole, PAST)}
         model(**given)  # looks anew at what proofs rest on
         return timing.taken(lambda: [model(**given) for _ in range(steps)])
