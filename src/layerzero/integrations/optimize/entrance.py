@@ -178,11 +178,13 @@ def optimize(
     they are; any other call runs the model's own code. Each keeps a copy of the weights, which counts against
     ``memory_limit``, and compiling takes at most half of ``budget_s``.
 
-    Without inputs, on a CPU, whole layers and modules of each shape are timed against the model's own code on 1,
-    4 and 64 random tokens, for a second or two a shape and once a process: the layers of a small model as steps of the
-    model itself. What is slower at one of them by more than 1 % or the noise is left as it was, and so is what raises
-    while it is timed. Attention that is in no such layer is compared, and not timed. With ``graph=True`` all layers and
-    their attention stay, for steps are taken from them: then what loses is shown, and not left.
+    Without inputs, on a CPU, whole layers and modules of each shape are timed against the model's own code on 1, 4 and
+    64 random tokens, for a second or two a shape and once a process: the layers of a small model as steps of the model
+    itself. What is slower at one of them by more than 1 % or the noise is left as it was, and so is what raises while
+    it is timed. Then steps of a whole decoder are timed, up to 16 of one token and of four in a row: where they are
+    slower for sure, layers compute another way, or the model keeps its own. Attention that is in no such layer is
+    compared, and not timed. With ``graph=True`` all layers and their attention stay, for steps are taken from them:
+    then what loses is shown, and not left.
 
     No other thread may use the model until this returns: its modules and settings are switched to and fro meanwhile.
 
