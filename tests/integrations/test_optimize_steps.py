@@ -286,9 +286,13 @@ def test_steps_of_a_model_are_captured_in_one_stream(monkeypatch: pytest.MonkeyP
     state = steps.Steps(made("Llama"))
     for number in (0, 0, 1):
         state._captured(lambda: None, torch.device("cuda", number))
+        state._graphs[0, number, ""] = object()  # type: ignore[assignment]
     first, second, third = captured
     assert first == second
     assert (third[0], third[2].index) == (first[0], 1)
+    state._graphs.clear()
+    state._captured(lambda: None, torch.device("cuda", 1))
+    assert captured[-1][0] != first[0], "torch refuses a pool whose graphs are all gone"
 
 
 def test_a_model_whose_cache_keeps_latents_takes_no_steps(where: str) -> None:

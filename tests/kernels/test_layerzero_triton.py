@@ -76,8 +76,9 @@ def test_branches_of_drafts_beside_what_was_cached(interpreter, columns):
         assert found.status == "passed", (more, found.message)
 
 
-def test_they_are_refused_on_a_gpu_until_they_were_vetted_there():
-    rows = torch.empty(4, 64, device="meta")
-    report = lz.explain("swiglu_oai", rows, device="H100", libraries={"triton": "3.5.1"})
-    refused = {each.kernel.id: each.reasons for each in report.candidates if not each.legal}
-    assert [each.code for each in refused["layerzero_triton.swiglu_oai"]] == [lz.ReasonCode.NOT_VETTED]
+@pytest.mark.parametrize(("device", "wanted"), [("H100", []), ("MI300X", [lz.ReasonCode.NOT_VETTED])])
+def test_where_none_ever_ran_they_are_vetted_first(device, wanted):
+    rows, library = torch.empty(4, 64, device="meta"), "triton" if device == "H100" else "pytorch-triton-rocm"
+    with lz.scope(allow_jit_compile=True):
+        report = lz.explain("swiglu_oai", rows, device=device, libraries={library: "3.6.0"})
+    assert [each.code for each in report.reasons("layerzero_triton.swiglu_oai")] == wanted

@@ -46,7 +46,7 @@ from layerzero.backends.vllm.library import VLLM, operators
 from layerzero.core import limits as limit
 from layerzero.core.errors import NotPreparedError
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel, Trust
+from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.linear.packed import BELONGS, Pack, PackedWeight
 from layerzero.ops.linear.quantized import QUANTIZED, of_outputs
@@ -212,8 +212,7 @@ KERNELS = (
             BELONGS,
             before_capture("vllm.marlin_fp8_rows", _OF_ROWS),
         ),
-        trust=Trust.UNTRIED,
-        priority=40,
+        priority=40,  # 24 checks passed, 0 wrong (H200, vllm 0.20.0, 2026-11-27)
     ),
     _kernel(
         "vllm.marlin_mx",

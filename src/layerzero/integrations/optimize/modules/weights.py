@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Embedding, Module
 
+from layerzero.backends.torch.quantized_linear import WIDENING
 from layerzero.core.arguments import told
 from layerzero.core.reasons import ReasonCode
 from layerzero.integrations.optimize.attention.transformers import Search
@@ -42,10 +43,6 @@ ACCURACY = {"int8": 0.03, "int4": 0.15, "int4:32": 0.15, "fp8": 0.05, AUTO: 0.03
 """How far a layer's output may be from its own, relative to its size. Normal rows lose 0.011 in int8, rows that are
 products of two such numbers, as in gated blocks, 0.026 (1024 inputs, 2816 of them). Normal weights lose 0.10 in four
 bits in groups of 128, 0.09 in groups of 32, and 0.027 in float8."""
-
-WIDENING = ("torch.quantized_linear", "torch.dequantized_")
-"""Kernels that write the whole weight in the dtype of rows before each product. A GPU takes longer for that than for
-the product with the weight itself: a token of an 8B Llama in fp8 took 29 ms of it, in bfloat16 5 (H200, 2026-11-27)."""
 
 TURNS = 5
 """Rounds in which the formats of a layer are timed, behind the one that packs."""
@@ -197,7 +194,7 @@ def _widens(found: Candidate) -> str:
     kernel = found.kernel or ""
     if found.example.device.type in timing.TIMED or not kernel.startswith(WIDENING):
         return ""
-    step = "`layerzero vet quantized_linear` may allow others"
+    step = f"`layerzero vet {found.asked[0]}` may allow others"
     return f"{kernel} writes a weight of {found.kind} out before each product, and no other kernel may run; {step}"
 
 
