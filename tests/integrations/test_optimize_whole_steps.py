@@ -70,7 +70,7 @@ def test_what_makes_steps_slower_in_every_way_is_taken_off_and_the_report_says_s
     assert model.config._attn_implementation == "sdpa"
     assert all(vars(each).get("_layerzero") is None for each in model.model.layers)
     why = {each.why for each in report.left if "layers" in each.path}
-    assert why == {"layer: steps of the model took 2.00 times its own time on 1 tokens"}, str(report)
+    assert why == {"layer: steps of the model took 2.00 times its own time at 1 a step"}, str(report)
     again = lz.optimize(llama())
     assert not layers(again)  # and what is known is not timed again
 

@@ -94,7 +94,7 @@ def _times(found: Paced) -> list[tuple[float, float]]:
 def _slower(number: int, steps: _Steps, settled: Sequence[Settled]) -> str:
     """How much steps of one of :data:`SIZES` lose, whichever way layers compute them; empty where one loses nothing."""
     lost = steps.lost(SIZES[number])
-    text = f"{lost:.2f} times its own time on {SIZES[number]} tokens"
+    text = f"{lost:.2f} times its own time at {SIZES[number]} a step"
     sizes = [each.sizes.ratios[number] for each, _ in settled]
     now = {each.ways[number] for each, _ in settled}
     for way in [
