@@ -16,6 +16,7 @@ from layerzero.integrations.optimize.attention.transformers import AttentionSwap
 from layerzero.integrations.optimize.layers import find as whole
 from layerzero.integrations.optimize.layers.layer import Heads, Layer
 from layerzero.integrations.optimize.swaps import weights as packing
+from layerzero.integrations.optimize.swaps.joined_codes import CodedParts, following_weights
 
 transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
 
@@ -360,3 +361,18 @@ def test_a_form_that_cannot_be_compared_is_told_by_what_happened(spoil: Any, tol
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(whole, "_run", run)
         assert whole._error(Swapped(), rows, [rows[0] * 2], [((2, 5, 32), {})], None) == told
+
+
+def test_a_refused_weight_that_another_thread_packed_anew_is_computed_with_once_more() -> None:
+    class Parts(CodedParts):
+        weights: Any = ()  # renewing them finds nothing to follow
+        calls = 0
+
+        @following_weights
+        def compute(self) -> int:
+            self.calls += 1
+            if self.calls == 1:
+                raise lz.InvalidCallError("linear", ["packed: wanted the weight's, got another's"])
+            return self.calls
+
+    assert Parts((), pack=False).compute() == 2

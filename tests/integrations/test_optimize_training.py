@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -165,22 +166,30 @@ def test_time_decides_what_stays(monkeypatch):
 
 def test_a_step_that_has_no_room_is_tried_with_fewer_tokens(monkeypatch):
     """As on a GPU, whose texts are longer; what finds no room beside the gradients to compare with is left."""
-    sizes = []
+    sizes, tensors = [], []
     own = training._step
 
     def step(root, given):
+        assert not [each for each in tensors if each() is not None], "the step that had no room still takes it"
         sizes.append(given["input_ids"].numel())
         if sizes[-1] > 2 * 64 or len(sizes) == 4:
+            activations = torch.ones(1)
+            tensors.append(weakref.ref(activations))
             raise torch.OutOfMemoryError("CUDA out of memory")
         return own(root, given)
 
     monkeypatch.setattr(training, "_step", step)
     own_example = training._example
-    monkeypatch.setattr(training, "_example", lambda root, kind: own_example(root, kind if sizes else "cuda"))
+    monkeypatch.setattr(training, "_example", lambda root, *kind: own_example(root, *kind or ("cuda",)))
     report = lz.optimize(made(), training=True)
     assert sizes == [2048, 128, 128, 128]
     assert kinds(report) == {NORM}
     assert "CUDA out of memory" in str(report)
+
+
+def test_a_model_without_weights_is_left_as_it_is():
+    (left,) = lz.optimize(nn.ReLU(), training=True).left
+    assert "wanted inputs=" in left.why
 
 
 REFUSED = [

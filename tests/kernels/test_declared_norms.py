@@ -293,11 +293,12 @@ def test_a_backward_pass_is_another_kernel_behind_torchs_own_which_were_faster(k
 
 
 def test_a_backward_pass_that_never_ran_waits_for_its_verdict():
-    hidden, weight = torch.randn(4, 16, requires_grad=True), torch.randn(32, 16)
+    query = torch.randn(1, 64, 4, 128).to(torch.bfloat16).requires_grad_()
     with lz.scope(allow_jit_compile=True):
         report = lz.explain(
-            *("linear_cross_entropy", hidden, weight, torch.zeros(4, dtype=torch.int64)),
-            device="H200",
-            libraries=LIBRARIES,
+            *("attention", query, query, query),
+            layout="BSHD",
+            device="B200",
+            libraries={"torch": "2.11.0+cu130", "flash-attn-4": "4.0.0b36"},
         )
-    assert {each.code for each in report.reasons("liger.linear_cross_entropy")} == {ReasonCode.NOT_VETTED}
+    assert {each.code for each in report.reasons("flash_attn.v4.grad")} == {ReasonCode.NOT_VETTED}

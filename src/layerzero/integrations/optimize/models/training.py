@@ -214,7 +214,7 @@ def optimize_training(root: Module, report: Optimized, inputs: Any, rounds: int)
     if isinstance(root, (DataParallel, DistributedDataParallel)) or "FullyShardedDataParallel" in name:
         report.left.append(Left("", name, "it wraps a model; optimize that before it is wrapped"))
         return
-    given = _example(root, next(root.parameters()).device.type) if inputs is None else inputs
+    given = _example(root) if inputs is None else inputs
     if not isinstance(given, Mapping) or "labels" not in given:
         why = "wanted inputs= as a dict with labels, for a step forward and back proves what is put on"
         report.left.append(Left("", name, why))
@@ -224,11 +224,14 @@ def optimize_training(root: Module, report: Optimized, inputs: Any, rounds: int)
         return
     with _trains(root):
         with report.time.taking(STEP):
+            fits = True
             try:
                 wanted = _step(root, given)
             except torch.OutOfMemoryError:
                 if inputs is not None:
                     raise
+                fits = False
+            if not fits:  # behind the handler, in which the error keeps the first step's tensors
                 given = _example(root, "cpu") or given  # fewer tokens
                 wanted = _step(root, given)
         for each in [*report.sort(_norms(root)), *report.sort(_losses(root))]:
@@ -262,15 +265,16 @@ def _trains(root: Module) -> Iterator[None]:
                 buffer.copy_(before)
 
 
-def _example(root: Module, device: str) -> Mapping[str, Tensor] | None:
-    """Random texts for a language model, as many as fit a kind of device; None for any other model."""
+def _example(root: Module, kind: str = "") -> Mapping[str, Tensor] | None:
+    """Random texts for a language model, as many as fit its device, or one of that kind; None for any other model."""
     config = getattr(root, "config", None)
     vocab = getattr(config, "vocab_size", None)
     if getattr(root, "loss_type", "") != "ForCausalLM" or not isinstance(vocab, int):
         return None
-    rows, length = TOKENS.get(device, TOKENS["cpu"])
+    device = next(root.parameters()).device
+    rows, length = TOKENS.get(kind or device.type, TOKENS["cpu"])
     shape = rows, min(length, getattr(config, "max_position_embeddings", None) or length)
-    ids = torch.randint(vocab, shape, generator=torch.Generator().manual_seed(0)).to(next(root.parameters()).device)
+    ids = torch.randint(vocab, shape, generator=torch.Generator().manual_seed(0)).to(device)
     return {"input_ids": ids, "labels": ids}
 
 

@@ -113,8 +113,9 @@ def following_weights(
         try:
             return compute(self, *args, **kwargs)
         except InvalidCallError:
-            if self.by_module or not self.renew(*self.weights):
+            if self.by_module:
                 raise
+            self.renew(*self.weights)  # finds nothing where another thread packed them anew meanwhile
         return compute(self, *args, **kwargs)
 
     return computing
