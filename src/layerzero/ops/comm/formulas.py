@@ -92,7 +92,8 @@ def then_norm(reduce: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tens
         input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, group: Any = None
     ) -> tuple[Tensor, Tensor]:
         total = reduce(input, group=group).add_(residual)
-        if total.dtype is torch.float64:  # torch's, on a GPU, makes NaN of a row with an infinity (H200, torch 2.11)
+        if total.dtype is torch.float64:
+            # torch's, on a GPU, makes NaN of a row with an infinity (H200, torch 2.11, 2026-11-27)
             return rms_norm(total, weight, eps), total
         return functional.rms_norm(total, weight.shape, weight, eps), total
 
