@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import layerzero as lz
-from layerzero.backends.torch import tiled
+from layerzero.backends.torch import tiled, tiled_attention
 from layerzero.core.device import Device
 from layerzero.core.errors import NoKernelFoundError
 from layerzero.engine.registry import REGISTRY
@@ -180,3 +182,18 @@ def test_rows_are_filled_up_to_whole_tiles_once_for_all_products_of_a_call():
     whole = torch.randn(128, 8)
     assert torch.equal(filled(whole, weight)[0], whole)
     assert seen[1] is whole  # nothing is copied
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_layers_of_a_step_share_where_sequences_begin_and_a_capture_keeps_none_of_it(monkeypatch, capturing):
+    streams = [7]
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: streams[-1], raising=False)
+    starts = tiled_attention.starts_of_one_length(_Facts(capturing=capturing))
+    with FakeTensorMode():
+        first = starts(3, 4, 5)
+        assert first[0].shape == (4,)
+        assert (starts(3, 4, 5) is first) is not capturing
+        streams.append(8)
+        assert starts(3, 4, 5) is not first
+        made = weakref.ref(starts(2, 1, 9)[0])
+    assert (made() is None) is capturing

@@ -182,10 +182,11 @@ def _load_unsplit_ragged(facts: Facts) -> Callable[..., Any]:
     return load_cuda_ragged(facts, _two_at_least)
 
 
-def starts_of(facts: Facts) -> Callable[[int, int, int], tuple[Tensor, Tensor]]:
+def starts_of_one_length(facts: Facts) -> Callable[[int, int, int], tuple[Tensor, Tensor]]:
     """Where queries and keys of so many sequences of one length begin, int32: the layers of a step ask for the same.
 
-    What one stream made another one may not read yet, and a captured graph may not hold what goes with the next call.
+    What one stream made another one may not read yet. A captured graph may not read what goes with the next call, and
+    what it made itself lies in its own memory: a capture keeps nothing here.
     """
     where, capturing = torch.device("cuda", facts.device.index), bool(facts["capturing"])
     last: tuple[Any, Any] = (None, None)
@@ -194,9 +195,11 @@ def starts_of(facts: Facts) -> Callable[[int, int, int], tuple[Tensor, Tensor]]:
         nonlocal last
         asked = batch, queries, keys, torch._C._cuda_getCurrentRawStream(where.index)
         known = last  # once: another thread may write it
-        if capturing or known[0] != asked:
+        if known[0] != asked:
             rows = torch.arange(batch + 1, dtype=torch.int32, device=where)
-            last = known = asked, (rows * queries, rows * keys)
+            known = asked, (rows * queries, rows * keys)
+            if not capturing:
+                last = known
         found: tuple[Tensor, Tensor] = known[1]
         return found
 
@@ -204,7 +207,8 @@ def starts_of(facts: Facts) -> Callable[[int, int, int], tuple[Tensor, Tensor]]:
 
 
 def _load_unsplit(facts: Facts) -> Callable[..., Any]:
-    attend, starts, decodes = _load_unsplit_ragged(facts), starts_of(facts), facts["operation"] in attention.DECODE
+    attend, starts = _load_unsplit_ragged(facts), starts_of_one_length(facts)
+    decodes = facts["operation"] in attention.DECODE
 
     def run(query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, **scores: Any) -> Tensor:
         batch, queries, keys = len(query), query.shape[1], key.shape[1]

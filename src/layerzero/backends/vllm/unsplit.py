@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from layerzero.backends.torch.tiled_attention import starts_of
+from layerzero.backends.torch.tiled_attention import starts_of_one_length
 from layerzero.backends.torch.varlen import longest_or
 from layerzero.backends.vllm.flash_attn import OF_LENGTHS, lengths
 from layerzero.backends.vllm.varlen import (
@@ -59,7 +59,7 @@ def _scores(facts: Facts) -> Callable[[float | None, bool, float | None], Scores
 
 def _load_dense(facts: Facts, forward: Forward, strided: bool) -> Callable[..., Any]:
     """Keys as they lie with their lengths where ``strided``, for version 3; one after the other for version 2."""
-    starts, scores, decodes = starts_of(facts), _scores(facts), facts["operation"] in attention.DECODE
+    starts, scores, decodes = starts_of_one_length(facts), _scores(facts), facts["operation"] in attention.DECODE
     where, capturing = f"cuda:{facts.device.index}", bool(facts["capturing"])
 
     def run(
