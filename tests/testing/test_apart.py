@@ -15,12 +15,13 @@ from types import SimpleNamespace
 import apart_worker
 import msgspec
 import pytest
+import torch
 
 from layerzero.core.ledger import Verdict
 from layerzero.core.system import resources
 from layerzero.core.system.resources import Kills
-from layerzero.testing import children, process
-from layerzero.testing.child_main import jobs_of
+from layerzero.testing import children, conformance, process
+from layerzero.testing.child_main import Tell, jobs_of
 from layerzero.testing.children import DEATHS, Task, Waits, run_apart
 
 HANGS_S = 0.01
@@ -304,3 +305,18 @@ def test_who_waits_for_the_machine_is_not_to_blame(monkeypatch):
     (end,) = Asker(task("hang")).run().ended["hang"]
     assert (end.kind, end.verdict, end.step) == ("starved", None, "the step")
     assert "no sign of life for 0.01 s: it waited for a core for 90 s" in str(end)
+
+
+@pytest.mark.parametrize(("error", "status"), [
+    (torch.OutOfMemoryError("CUDA out of memory"), "not tried"),  # the reference may need more than a kernel
+    (TypeError("none"), "wrong"),
+])  # fmt: skip
+def test_a_check_that_finds_no_memory_for_itself_says_nothing_of_the_kernel(error, status):
+    def play(_):
+        raise error
+
+    said = []
+    job = conformance.Play(conformance.Ask(None, None, "", "cpu", 0, 1, []), "torch.silu", "mlp.silu", False, [])
+    conformance._run(conformance.KernelCheck("small", play), job, Tell(said.append))
+    assert said[-1].value.status == status
+    assert said[-1].value.message.startswith("the check itself raised")

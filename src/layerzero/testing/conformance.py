@@ -31,6 +31,7 @@ from layerzero.core.errors import LayerZeroError
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import home_of
 from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.engine.failures import out_of_memory
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.probe import this_machine
 from layerzero.engine.registry import REGISTRY
@@ -143,7 +144,8 @@ def _run(check: KernelCheck, job: Play, tell: Tell) -> None:
         status, message = (outcome.status, outcome.message) if outcome else ("nothing", "")
     except Exception as error:  # noqa: BLE001  # a check that fails itself is reported, as something wrong
         where = traceback.extract_tb(error.__traceback__)[-1]
-        status, message = "wrong", f"the check itself {raised(error)} ({where.name}, line {where.lineno})"
+        status = "not tried" if out_of_memory(error) else "wrong"  # another process on the device may have it all
+        message = f"the check itself {raised(error)} ({where.name}, line {where.lineno})"
     if lost := lost_context(Device.detect(job.asked.device)):
         tell.leave(f"{message}; {lost}" if message else lost)
     seconds = time.perf_counter() - started
