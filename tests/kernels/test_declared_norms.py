@@ -302,3 +302,17 @@ def test_a_backward_pass_that_never_ran_waits_for_its_verdict():
             libraries={"torch": "2.11.0+cu130", "flash-attn-4": "4.0.0b36"},
         )
     assert {each.code for each in report.reasons("flash_attn.v4.grad")} == {ReasonCode.NOT_VETTED}
+
+
+@pytest.mark.parametrize(("device", "wanted"), [("H100", set()), ("MI300X", {ReasonCode.NOT_VETTED})])
+def test_backward_passes_that_ran_on_nvidias_gpus_alone_are_vetted_first_on_amds(device, wanted):
+    rows, weight = torch.randn(64, 512, requires_grad=True), torch.randn(1000, 512, requires_grad=True)
+    libraries = {"torch": "2.11.0+rocm6.4" if wanted else "2.11.0+cu130", "liger-kernel": "0.8.5"}
+    calls = {
+        "liger.linear_cross_entropy": ("linear_cross_entropy", rows, weight, torch.zeros(64, dtype=torch.int64)),
+        "liger.rms_norm.grad": ("rms_norm", rows, weight[0]),
+    }
+    with lz.scope(allow_jit_compile=True):
+        for name, call in calls.items():
+            report = lz.explain(*call, device=device, libraries=libraries)
+            assert {each.code for each in report.reasons(name)} == wanted, name

@@ -157,8 +157,8 @@ def _grown(tree: Tensor | TensorFacts | None) -> bool:
     return tree is not None and tree.shape[1] > 0
 
 
-def _never_ran(facts: Facts) -> bool:
-    """Whether no run on such a device was seen: AMD's prove themselves first."""
+def on_amd(facts: Facts) -> bool:
+    """Whether it is one of AMD's GPUs: ``proved_first`` of kernels that ran on NVIDIA's alone."""
     return facts.device.platform == "rocm"
 
 
@@ -174,7 +174,7 @@ KERNELS = (
         limits=(*_LIMITS, limit.contiguous("input", "up")),
         cache_folder=triton_cache,
         build_key=_gate_key,
-        proved_first=_never_ran,
+        proved_first=on_amd,
         priority=50,
     ),
     Kernel(
@@ -193,7 +193,7 @@ KERNELS = (
         ),
         cache_folder=triton_cache,
         build_key=_paged_key,
-        proved_first=_never_ran,
+        proved_first=on_amd,
         priority=16,
     ),
 )

@@ -35,6 +35,7 @@ from torch import Tensor
 from layerzero.backends import liger
 from layerzero.backends.compiler_caches import triton_cache
 from layerzero.backends.gradients import from_kept, given_away, with_gradients
+from layerzero.backends.layerzero_triton import on_amd
 from layerzero.backends.linear_loss import Needed, Sizes, over_chunks, scaled, sizes
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -284,7 +285,7 @@ _FORWARD = {each.id.removeprefix("liger."): each for each in liger.KERNELS}
 
 KERNELS = (
     *(
-        with_gradients(_FORWARD[name], load, priority=priority, trust=Trust.DECLARED)
+        with_gradients(_FORWARD[name], load, priority=priority, trust=Trust.DECLARED, proved_first=on_amd)
         for name, load, priority in (
             ("rms_norm", _load_rms_norm, 8),
             ("layer_norm", _load_layer_norm, 38),
@@ -315,6 +316,7 @@ KERNELS = (
             graph_safe=False,
             cache_folder=triton_cache,
             build_key=_specialised,
+            proved_first=on_amd,
             priority=priority,  # 175 checks passed, 0 wrong (H200, liger-kernel 0.8.5, 2026-11-27)
         )
         for name, load, accepts, priority in (

@@ -246,8 +246,8 @@ class Kernel:
         widens: of a kernel that computes half precision in float32: whether that pays for such a call where the CPU
             emulates the dtype. Of sizes that calls of one plan may differ in (rows, a batch) it reads the class alone;
             sizes that are alike in all of them (channels) it may read. None for every other kernel.
-        proved_first: whether it works on a form of its own of what a call names (a converted tokenizer), so that it is
-            always refused until a proof found that form the same; one of the facts that tell its class.
+        proved_first: whether it works on a form of its own of what a call names (a converted tokenizer), or never ran
+            on such a device, so that it is always refused until a proof; one of the facts that tell its class.
         stock: whether torch's own function for the operation runs this kernel for such a call: what a caller without
             LayerZero has, which no other library replaces by a priority alone. It may read no size. Leave it, but for
             kernels of torch itself.
