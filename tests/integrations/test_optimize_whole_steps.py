@@ -83,3 +83,19 @@ def test_a_model_that_takes_no_step_is_left_as_it_was_decided(clock, monkeypatch
     report = lz.optimize(llama())
     assert len(layers(report)) == 2
     assert any("no such step" in each for each in report.tune)
+
+
+def test_a_way_that_could_not_be_timed_is_not_left_on(clock, monkeypatch):
+    lost = iter([1.5])
+
+    def of_steps(steps, count):
+        found = next(lost, None)
+        if found is None:
+            raise RuntimeError("no such step")
+        return found
+
+    monkeypatch.setattr(whole_steps._Steps, "lost", of_steps)
+    report = lz.optimize(llama())
+    assert [each.ways for each in report.paced if each.module == "LlamaDecoderLayer"] == [(Way.PLAIN,) * 3]
+    assert not any(any(each.exchange.state.own_at) for each in layers(report))
+    assert "steps of the whole model were not timed (RuntimeError: no such step)" in str(report)

@@ -233,6 +233,7 @@ def test_sizes_and_what_all_ranks_know_choose_on_gpus():
     one, two, nccl = "torch.symm_one_shot_all_reduce", "torch.symm_two_shot_all_reduce", "torch.all_reduce"
     sizes = (8, 2**17 - 8, 2**17, 2**19, 2**20 - 8, 2**20, 2**22 - 8, 2**22, 12)
     assert [chosen("2 nccl peers", each) for each in sizes] == [*[one] * 5, two, two, nccl, nccl]
+    assert [chosen("2 nccl peers", each, torch.float32) for each in (2**19 - 8, 2**19)] == [one, two]
     assert [chosen("4 nccl peers", each) for each in sizes] == [one, one, nccl, *[two] * 4, nccl, nccl]
     assert chosen("2 nccl peers", 8, torch.float16) == nccl  # which the operators do not take
     for kind in ("3 nccl peers", "2 nccl host", "2 nccl unlike", "16 nccl apart"):

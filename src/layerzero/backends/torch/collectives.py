@@ -154,20 +154,22 @@ def two_shot(input: Tensor, *, group: Any = None) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class InOneShot(limit.Limit):
-    """So few numbers that one shot is quicker than two, or than NCCL; of two ranks they are more."""
+    """So few numbers that one shot is quicker than two, or than NCCL; on two ranks more, of float32 half as many."""
 
     def check(self, facts: Facts) -> limit.Findings:
         most = ONE_SHOT_OF_TWO if facts.size("rank_count") == 2 else ONE_SHOT_ELEMENTS
+        if most == ONE_SHOT_OF_TWO and facts["dtype"] is torch.float32:
+            most //= 2
         got = facts.size("payload")
         if got <= most:
             return ()
         return (limit.Finding(Reason(ReasonCode.CONSTRAINT_FAILED, "payload", f"at most {most}", got)),)
 
     def facts_named(self) -> tuple[str, ...]:
-        return "payload", "rank_count"
+        return "payload", "rank_count", "dtype"
 
     def describe(self) -> str:
-        return f"payload <= {ONE_SHOT_ELEMENTS}, of two ranks {ONE_SHOT_OF_TWO}"
+        return f"payload <= {ONE_SHOT_ELEMENTS}, of two ranks {ONE_SHOT_OF_TWO}, {ONE_SHOT_OF_TWO // 2} of float32"
 
 
 @conditions.register

@@ -67,9 +67,12 @@ def keep_what_steps_gain(
         if not on or report.time.deadline.passed():
             return
         steps = _Steps(exchange, whole, on, loss, report.time.deadline.passed)
+        before = [(each, group, each.ways) for each, group in ways]
         try:
             slower = next(filter(None, (_slower(number, steps, ways) for number in range(len(SIZES) - 1))), "")
         except Exception as error:  # noqa: BLE001  # what a model raises on arguments that were made for another
+            for each in before:
+                _compute(*each)
             report.tune.append(f"steps of the whole model were not timed ({in_short(error)}); pass inputs= to measure")
             return
         finally:
@@ -103,11 +106,16 @@ def _slower(number: int, steps: _Steps, settled: Sequence[Settled]) -> str:
         if not lost or not settled:
             break
         for each, group in settled:
-            each.ways = (*each.ways[:number], way, *each.ways[number + 1 :])
-            for one in group:
-                one.swap.state.take(each.ways)
+            _compute(each, group, (*each.ways[:number], way, *each.ways[number + 1 :]))
         lost = steps.lost(SIZES[number])
     return text if lost else ""
+
+
+def _compute(found: Paced, group: Sequence[Replaced], ways: tuple[Way, ...]) -> None:
+    """Let modules compute in these ways, one for each size."""
+    found.ways = ways
+    for one in group:
+        one.swap.state.take(ways)
 
 
 class _Steps:
