@@ -65,9 +65,7 @@ def test_one_query_a_sequence_is_only_said_where_each_has_one(monkeypatch, promi
     facts = FactsBuilder(REGISTRY.operation("attention.gqa.prefill.ragged")).build(
         query, key, key, starts, starts.clamp(max=5), device=Device.named("A100")
     )
-    varlen._load_ragged(facts, varlen.forward_of_v2)(
-        query, key, key, starts, starts.clamp(max=5), max_seqlen_q=promised
-    )
+    varlen.load_ragged(facts, varlen.forward_of_v2)(query, key, key, starts, starts.clamp(max=5), max_seqlen_q=promised)
     assert told == [wanted]
 
 

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from layerzero.backends.torch.tiled_attention import starts_of_one_length
-from layerzero.backends.torch.varlen import longest_or
 from layerzero.backends.vllm.flash_attn import OF_LENGTHS, lengths
 from layerzero.backends.vllm.varlen import (
     AMPERE,
@@ -35,6 +34,8 @@ from layerzero.backends.vllm.varlen import (
     Scores,
     forward_of_v2,
     forward_of_v3,
+    load_paged,
+    load_ragged,
     shapes,
 )
 from layerzero.core import limits as limit
@@ -45,21 +46,29 @@ from layerzero.ops.attention import declare as attention
 from layerzero.ops.paged import mixed
 from layerzero.ops.ragged import declare as ragged
 
-_NO_WINDOW = (-1, -1)
+Library = Callable[[], Forward]
 
 
-def _scores(facts: Facts) -> Callable[[float | None, bool, float | None], Scores]:
-    default = float(facts.size("head_dim") ** -0.5)
+def _of_two(library: Callable[[int], Forward]) -> Library:
+    """A version's call with one split, which hears of two queries at least."""
 
-    def scores(scale: float | None, causal: bool, softcap: float | None) -> Scores:
-        return Scores(default if scale is None else scale, causal, _NO_WINDOW, softcap or 0.0)
+    def load() -> Forward:
+        forward = library(1)
 
-    return scores
+        def run(
+            query: Tensor, starts: Tensor, longest: int, keys: Keys, scores: Scores, out: Tensor | None
+        ) -> tuple[Tensor, Tensor]:
+            return forward(query, starts, max(longest, 2), keys, scores, out)
+
+        return run
+
+    return load
 
 
-def _load_dense(facts: Facts, forward: Forward, strided: bool) -> Callable[..., Any]:
+def _load_dense(facts: Facts, library: Library, strided: bool) -> Callable[..., Any]:
     """Keys as they lie with their lengths where ``strided``, for version 3; one after the other for version 2."""
-    starts, scores, decodes = starts_of_one_length(facts), _scores(facts), facts["operation"] in attention.DECODE
+    starts, decodes, forward = starts_of_one_length(facts), facts["operation"] in attention.DECODE, library()
+    default = float(facts.size("head_dim") ** -0.5)
     where, capturing = f"cuda:{facts.device.index}", bool(facts["capturing"])
 
     def run(
@@ -77,57 +86,9 @@ def _load_dense(facts: Facts, forward: Forward, strided: bool) -> Callable[..., 
             keys = Keys(key, value, None, lengths(where, batch, length, capturing=capturing), None, length)
         else:
             keys = Keys(key.flatten(0, 1), value.flatten(0, 1), of_keys, None, None, length)
-        told = scores(scale, causal or decodes, softcap)
-        output, _ = forward(query.flatten(0, 1), of_queries, max(queries, 2), keys, told, None)
+        scores = Scores(default if scale is None else scale, causal or decodes, (-1, -1), softcap or 0.0)
+        output, _ = forward(query.flatten(0, 1), of_queries, queries, keys, scores, None)
         return output.view(batch, queries, *output.shape[1:])
-
-    return run
-
-
-def _load_ragged(facts: Facts, forward: Forward) -> Callable[..., Any]:
-    scores = _scores(facts)
-
-    def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        *,
-        causal: bool = False,
-        scale: float | None = None,
-        softcap: float | None = None,
-        max_seqlen_q: int | None = None,
-        max_seqlen_k: int | None = None,
-    ) -> Tensor:
-        keys = Keys(key, value, cu_seqlens_k, None, None, longest_or(max_seqlen_k, len(key)))
-        longest = max(longest_or(max_seqlen_q, len(query)), 2)
-        return forward(query, cu_seqlens_q, longest, keys, scores(scale, causal, softcap), None)[0]
-
-    return run
-
-
-def _load_paged(facts: Facts, forward: Forward) -> Callable[..., Any]:
-    scores, page_size = _scores(facts), facts.size("page_size")
-
-    def run(
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        *,
-        causal: bool = True,
-        scale: float | None = None,
-        softcap: float | None = None,
-        max_context_len: int | None = None,
-        max_seqlen_q: int | None = None,
-    ) -> Tensor:
-        bound = longest_or(max_context_len, block_tables.shape[1] * page_size)
-        keys = Keys(key_cache, value_cache, None, context_lens, block_tables, bound)
-        longest = max(longest_or(max_seqlen_q, len(query)), 2)
-        return forward(query, cu_seqlens_q, longest, keys, scores(scale, causal, softcap), None)[0]
 
     return run
 
@@ -135,7 +96,7 @@ def _load_paged(facts: Facts, forward: Forward) -> Callable[..., Any]:
 class _Kind(NamedTuple):
     name: str
     operations: tuple[str, ...]
-    load: Callable[[Facts, Forward], Callable[..., Any]]
+    load: Callable[..., Callable[..., Any]]
     layout: str | None
     accepts: tuple[str, ...]
     limits: tuple[Limit, ...]
@@ -154,7 +115,7 @@ _OTHERS = (
     _Kind(
         ".ragged",
         ragged.RAGGED,
-        _load_ragged,
+        load_ragged,
         None,
         (*_SCORES, "max_seqlen_q", "max_seqlen_k"),
         (*shapes(*_DENSE), limit.contiguous("cu_seqlens_q", "cu_seqlens_k")),
@@ -162,16 +123,12 @@ _OTHERS = (
     _Kind(
         ".paged_tokens",
         mixed.ALL,
-        _load_paged,
+        functools.partial(load_paged, split=False),
         "NHD",
         (*_SCORES, "max_seqlen_q", "max_context_len"),
         (*PAGED, limit.dim("page_size", multiple=16, max=64)),
     ),
 )
-
-
-def _load(facts: Facts, kind: _Kind, library: Callable[[int], Forward]) -> Callable[..., Any]:
-    return kind.load(facts, library(1))
 
 
 def _kernels(
@@ -183,7 +140,7 @@ def _kernels(
             id=f"vllm.flash_attn.{version}.unsplit{kind.name}",
             operations=kind.operations,
             backend=own.backend,
-            load=functools.partial(_load, kind=kind, library=library),
+            load=functools.partial(kind.load, library=_of_two(library)),
             layout=kind.layout,
             accepts=kind.accepts,
             limits=(*limits, *(own.limits if kind.operations is mixed.ALL else ()), *kind.limits),

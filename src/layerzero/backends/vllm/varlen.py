@@ -120,7 +120,8 @@ def forward_of_v3(splits: int = 0) -> Forward:
     return forward
 
 
-def _load_ragged(facts: Facts, library: Callable[[], Forward]) -> Callable[..., Any]:
+def load_ragged(facts: Facts, library: Callable[[], Forward]) -> Callable[..., Any]:
+    """Sequences of unlike lengths, one after the other."""
     forward, default = library(), float(facts.size("head_dim") ** -0.5)
 
     def run(
@@ -201,7 +202,8 @@ def _into(
     return lse
 
 
-def _load_paged(facts: Facts, library: Callable[[], Forward], split: bool) -> Callable[..., Any]:
+def load_paged(facts: Facts, library: Callable[[], Forward], split: bool) -> Callable[..., Any]:
+    """Sequences over pages; decodes in a call of their own where ``split``."""
     forward, default = library(), float(facts.size("head_dim") ** -0.5)
     heads, value_dim, page_size = facts.size("heads"), facts.size("value_dim"), facts.size("page_size")
 
@@ -264,7 +266,7 @@ def _over_pages(
         id=name,
         operations=mixed.MIXED_PAGED if split else mixed.ALL,
         backend=own.backend,
-        load=functools.partial(_load_paged, library=forward, split=split),
+        load=functools.partial(load_paged, library=forward, split=split),
         layout="NHD",
         accepts=(*SCORES, "max_context_len", *(("decodes",) if split else ()), *((bias,) if bias else ())),
         limits=(*own.limits, *PAGED, *((limit.one_of(bias, "float"), *of_bias) if bias else ())),
@@ -281,7 +283,7 @@ KERNELS = (
         id="vllm.flash_attn.v3.ragged",
         operations=ragged.RAGGED,
         backend=VLLM_FLASH_ATTN_3,
-        load=functools.partial(_load_ragged, library=forward_of_v3),
+        load=functools.partial(load_ragged, library=forward_of_v3),
         accepts=(*SCORES, "max_seqlen_k", "sinks"),
         limits=(*HOPPER, *_RAGGED, *OF_SINKS),
         priority=90,
@@ -290,7 +292,7 @@ KERNELS = (
         id="vllm.flash_attn.v2.ragged",
         operations=ragged.RAGGED,
         backend=VLLM_FLASH_ATTN_2,
-        load=functools.partial(_load_ragged, library=forward_of_v2),
+        load=functools.partial(load_ragged, library=forward_of_v2),
         accepts=(*SCORES, "max_seqlen_k", "alibi_slopes"),
         limits=(AMPERE, *_RAGGED, *OF_SLOPES),
         build_key=variant_of_tokens_v2,
