@@ -154,18 +154,6 @@ def test_device_and_host_are_shown_and_passed_on(monkeypatch, tmp_path):
     assert run("perfdb check").exit_code == 0
 
 
-def test_a_file_that_does_not_tell_device_and_host_apart_is_taken(monkeypatch, tmp_path):
-    file = tmp_path / "times.jsonl"
-    run(f"perfdb export {file}")
-    header, *rows = (json.loads(line) for line in file.read_text().splitlines())
-    header["format"] = 1
-    rows = [{name: value for name, value in row.items() if name not in ("device_us", "host_us")} for row in rows]
-    file.write_text("".join(f"{json.dumps(each)}\n" for each in (header, *rows)))
-    another_machine(monkeypatch, tmp_path / "second")
-    assert run(f"perfdb import {file}").exit_code == 0
-    assert {(each["device_us"], each["host_us"]) for each in answer("perfdb show")["times"]} == {(None, None)}
-
-
 def changed(**values):
     return lambda row: row | values
 
@@ -211,8 +199,8 @@ def test_a_strangers_file_is_taken_whole_or_not_at_all(monkeypatch, tmp_path, sp
     [
         ("", "line 1: wanted the header"),
         ("{}\n", "missing required field `format`"),
-        ('{"format":5,"kind":"layerzero times","written_at":"","rows":0}\n', "wanted format 1 or 2 or 3 or 4 of"),
-        ('{"format":1,"kind":"layerzero times","written_at":"","rows":7}\n', "wanted 7 rows after it, got 0"),
+        ('{"format":3,"kind":"layerzero times","written_at":"","rows":0}\n', "wanted format 4 of"),
+        ('{"format":4,"kind":"layerzero times","written_at":"","rows":7}\n', "wanted 7 rows after it, got 0"),
     ],
 )
 def test_a_file_of_something_else_is_refused(tmp_path, content, message):

@@ -22,7 +22,7 @@ from layerzero.core.evidence import Measurement, Provenance
 from layerzero.core.ledger import MemoryLedger
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.storage import archive, connections, migrations
+from layerzero.tuning.storage import archive, connections
 from layerzero.tuning.storage import rows as rows_module
 from layerzero.tuning.storage.store import StoreLedger, TimeStore
 
@@ -227,30 +227,6 @@ def test_flipped_bits_raise_nothing_and_nothing_wrong_is_believed(path, kernels,
             assert store.evidence(kernels, facts(8))["user.a"].time_us == 10.0
             store.notes()
         ended(store)
-
-
-def test_rows_of_an_earlier_version_get_checksums(path, kernels):
-    sql(path, "DROP TABLE stale", "ALTER TABLE times DROP COLUMN crc", "ALTER TABLE models DROP COLUMN crc")
-    sql(path, "UPDATE times SET noise = 9e999 WHERE kernel = 'user.b'", "PRAGMA user_version = 3")
-    older = migrations._made_by(3)
-    connection = sqlite3.connect(path)
-    assert migrations._statements(connection) == older
-    connection.close()
-    with pytest.warns(lz.LayerZeroWarning, match="damaged times count for nothing"):
-        measured, _ = used(kernels)
-    assert measured == {key: value for key, value in WHOLE.items() if key[1] == "user.a"}, (
-        "what breaks a rule gets none"
-    )
-
-
-def test_an_earlier_version_that_cannot_be_written_is_read(path, kernels, monkeypatch):
-    sql(path, "DROP TABLE stale", "ALTER TABLE times DROP COLUMN crc", "ALTER TABLE models DROP COLUMN crc")
-    sql(path, "PRAGMA user_version = 3")
-    monkeypatch.setattr(
-        connections, "turn", lambda *_, **__: (_ for _ in ()).throw(OSError(30, "Read-only file system"))
-    )
-    assert TimeStore().evidence(kernels, facts(8))["user.a"].time_us == 20.0
-    assert migrations.version(sqlite3.connect(path)) == 3
 
 
 @pytest.fixture

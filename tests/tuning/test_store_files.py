@@ -12,7 +12,7 @@ from one_time import TIME, facts, fresh, run, times
 
 import layerzero as lz
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.storage import connections, migrations
+from layerzero.tuning.storage import connections, schema
 
 
 def damaged(path):
@@ -56,17 +56,18 @@ def test_a_file_that_is_not_ours_is_set_aside_and_named(folder, kernels, ruin, r
     assert times(fresh(), kernels, facts()) == {"user.b": 10.0}
 
 
-def test_a_newer_file_is_left_alone(folder, kernels):
+@pytest.mark.parametrize("version", [schema.VERSION - 1, schema.VERSION + 1])
+def test_a_file_of_another_version_is_left_alone(folder, kernels, version):
     path = folder / "perfdb.sqlite"
     fresh().record(kernels[0], facts(), TIME)
     with sqlite3.connect(path) as connection:
-        connection.execute(f"PRAGMA user_version = {migrations.LATEST + 1}")
+        connection.execute(f"PRAGMA user_version = {version}")
     connection.close()
     store = fresh()
     assert times(store, kernels, facts()) == {}
     store.record(kernels[1], facts(), TIME)
     assert times(fresh(), kernels, facts()) == {"user.b": 10.0}
-    assert f"a newer version wrote it (schema {migrations.LATEST + 1}" in store.notes()[0]
+    assert f"another version wrote it (schema {version}, wanted {schema.VERSION})" in store.notes()[0]
     with sqlite3.connect(path) as connection:
         assert connection.execute("SELECT kernel FROM times").fetchall() == [("user.a",)]
     connection.close()

@@ -1,4 +1,4 @@
-"""Many processes and threads at one file of times, files of earlier versions, and what a miss costs."""
+"""Many processes and threads at one file of times, and what a miss costs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -20,7 +18,7 @@ from one_time import TIME, facts, fresh, run, times
 import layerzero as lz
 from counting import events
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.storage import archive, environment, migrations
+from layerzero.tuning.storage import environment, schema
 from layerzero.tuning.storage import rows as rows_module
 from layerzero.tuning.storage.database import Database
 from layerzero.tuning.storage.journal import line_of
@@ -174,67 +172,12 @@ def test_threads_read_and_write_at_once(folder, kernels):
     assert max(seen, default=0) <= 40
 
 
-def test_migration_waits_for_nobody_twice(folder, kernels):
-    """Every step is applied once, whoever opens the file first."""
+def test_the_tables_are_made_once(folder, kernels):
     databases = [Database(folder / "perfdb.sqlite") for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda each: each.write(lambda connection: None), databases))
-    assert {each.read("PRAGMA user_version")[0][0] for each in databases} == {migrations.LATEST}
+    assert {each.read("PRAGMA user_version")[0][0] for each in databases} == {schema.VERSION}
     assert all(each.notes() == () for each in databases)
-
-
-def to_version(path, version):
-    """Make a file what an older version left: its tables, and what it knew of the rows."""
-    with sqlite3.connect(path) as connection:
-        held = {
-            table: (names, connection.execute(f"SELECT {', '.join(names)} FROM {table}").fetchall())
-            for table, names in OLD_COLUMNS.items()
-            if table != "models" or version > 1
-        }
-    connection.close()
-    for suffix in ("", "-wal", "-shm"):
-        Path(f"{path}{suffix}").unlink(missing_ok=True)
-    connection = sqlite3.connect(path, isolation_level=None)
-    migrations.migrate(connection, version)
-    for table, (names, rows) in held.items():
-        connection.executemany(f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})", rows)
-    connection.close()
-
-
-OLD_COLUMNS = {
-    "works": ("key", "family", "operation", "dtype", "facts"),
-    "environments": ("key", "device", "torch", "library", "facts"),
-    "models": ("family", "graph", "kernel", "environment", "adapts", "format", "model"),
-    "times": (
-        *("work", "graph", "kernel", "environment", "condition", "origin", "source", "median_us", "p95_us"),
-        *("variance_us2", "samples", "noise", "first_call_us", "adapts", "device_uuid", "layerzero", "written_at"),
-    ),
-}
-
-
-def test_a_database_that_did_not_tell_host_and_device_apart_keeps_working(folder, kernels):
-    for rows in (8, 16, 32, 64):
-        fresh().record(kernels[0], facts(rows), replace(TIME, median_us=rows * 1.0))
-    before = times(fresh(), kernels, facts(24))
-    to_version(folder / "perfdb.sqlite", 2)
-    store = fresh()
-    assert times(store, kernels, facts(24)) == before != {}
-    assert [(row.device_us, row.host_us) for row in archive.rows(store.database)] == [(None, None)] * 4
-    store.record(kernels[0], facts(8), replace(TIME, device_us=4.0, host_us=9.0))
-    assert [(row.device_us, row.host_us) for row in archive.rows(store.database) if row.device_us] == [(4.0, 9.0)]
-    assert store.notes() == ()
-
-
-def test_a_database_of_version_one_is_brought_up_to_date(folder, kernels):
-    fresh().record(kernels[0], facts(), TIME)
-    to_version(folder / "perfdb.sqlite", 1)
-    store = fresh()
-    assert times(store, kernels, facts()) == {"user.a": 10.0}
-    assert store.database.read("SELECT count(*) FROM models") == [(0,)]
-    for rows in (8, 16, 32):
-        store.record(kernels[0], facts(rows), TIME)
-    assert store.database.read("SELECT count(*) FROM models") == [(1,)]
-    assert store.notes() == ()
 
 
 # cost

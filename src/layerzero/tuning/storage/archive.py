@@ -26,7 +26,7 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.prediction.fitting import HeldOut, held_out_error
 from layerzero.tuning.storage import checksums, connections, journal_merge, learning, passed_builds
-from layerzero.tuning.storage.connections import ForeignError, NewerError
+from layerzero.tuning.storage.connections import ForeignError, OtherVersionError
 from layerzero.tuning.storage.database import Database
 from layerzero.tuning.storage.environment import Environment, surroundings
 from layerzero.tuning.storage.findings import Finding, sealed
@@ -36,10 +36,7 @@ from layerzero.tuning.storage.rows import Row, check, is_to_come, stored_row
 from layerzero.tuning.storage.store import StoreLedger
 from layerzero.tuning.storage.tables import Table
 
-FORMAT = 2
-WITH_FINDINGS, WITH_BUILDS = 3, 4
-READS = (1, FORMAT, WITH_FINDINGS, WITH_BUILDS)
-"""Formats that are taken: the first did not tell device and host apart, the last have findings and builds behind."""
+FORMAT = 4
 
 MAX_TEXT = 512
 """Longest text in an imported row; kernel ids and facts are far shorter."""
@@ -152,8 +149,7 @@ def export(
     more = [msgspec.json.encode(sealed(each)) for each in findings]
     last = [msgspec.json.encode(each) for each in builds]
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    kind = WITH_BUILDS if last else WITH_FINDINGS if more else FORMAT
-    header = Header(kind, KIND, now, len(lines), len(more), len(last))
+    header = Header(FORMAT, KIND, now, len(lines), len(more), len(last))
     write_whole(file, b"\n".join([msgspec.json.encode(header), *lines, *more, *last]) + b"\n")
 
 
@@ -174,8 +170,8 @@ def read_export(file: Path) -> tuple[list[Row], list[Finding], list[PassedBuild]
         header = msgspec.json.decode(first, type=Header)
     except msgspec.DecodeError as error:
         raise BadFileError([f"line 1: wanted the header of an exported file: {error}"]) from None
-    if header.format not in READS or header.kind != KIND:
-        wanted = f"wanted format {' or '.join(map(str, READS))} of {KIND!r}"
+    if (header.format, header.kind) != (FORMAT, KIND):
+        wanted = f"wanted format {FORMAT} of {KIND!r}"
         raise BadFileError([f"line 1: {wanted}, got format {header.format} of {header.kind!r}"])
     found: dict[type, list[Any]] = {Row: [], Finding: [], PassedBuild: []}
     first_finding = 2 + header.rows
@@ -223,7 +219,7 @@ _CHECKS: dict[type, Callable[[Any], None]] = {Row: _plausible, Finding: check_fi
 
 
 def read_database(file: Path) -> list[Row]:
-    """Read another database of times, of this or an older version, without changing it.
+    """Read another database of times without changing it.
 
     Raises: ValueError if it is none, or damaged, with what was found.
     """
@@ -267,7 +263,7 @@ def damage(file: Path) -> str:
             return "" if found == ["ok"] else "; ".join(found)
         finally:
             connection.close()
-    except (sqlite3.Error, ForeignError, NewerError, UnicodeError) as error:
+    except (sqlite3.Error, ForeignError, OtherVersionError, UnicodeError) as error:
         return str(error)
 
 

@@ -7,7 +7,6 @@ time has two in one number, since a call reads only what decides: the lower 32 b
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Sequence
 from typing import Any
 from zlib import crc32
@@ -92,25 +91,3 @@ def model_holds(found: Sequence[Any]) -> bool:
         return bool(model_crc(*found[:-1]) == found[-1])
     except (TypeError, ValueError, OverflowError):
         return False
-
-
-def add_functions(connection: sqlite3.Connection) -> None:
-    """Let statements of a migration sum up what an older version wrote; None for what the rules refuse."""
-    from layerzero.tuning.storage.rows import problem
-
-    def time_crc(work: Any, graph: Any, *values: Any) -> int | None:
-        try:
-            if problem({name: values[COLUMNS.index(name)] for name in NUMBERS}):
-                return None
-            return crc_of(start_of(work, graph), values)
-        except (TypeError, ValueError, OverflowError):
-            return None
-
-    def old_model_crc(*values: Any) -> int | None:
-        try:
-            return model_crc(*values)
-        except (TypeError, ValueError, OverflowError):
-            return None
-
-    connection.create_function("time_crc", 2 + len(COLUMNS), time_crc, deterministic=True)
-    connection.create_function("model_crc", 7, old_model_crc, deterministic=True)

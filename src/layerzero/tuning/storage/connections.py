@@ -6,7 +6,6 @@ Also where it lies: what file system that is, how processes take turns there, an
 from __future__ import annotations
 
 import errno
-import math
 import os
 import re
 import sqlite3
@@ -20,7 +19,7 @@ from typing import TypeVar
 from urllib.parse import quote
 
 from layerzero.core.system import disk, forking
-from layerzero.tuning.storage import migrations
+from layerzero.tuning.storage import schema
 
 Result = TypeVar("Result")
 
@@ -44,12 +43,8 @@ class ForeignError(Exception):
     """The file is no database of times, or none that can be one any more."""
 
 
-class NewerError(Exception):
+class OtherVersionError(Exception):
     """The file has a schema that this version does not know."""
-
-
-COPY_S = 5.0
-"""How long a copy in memory serves in place of a file that could not be upgraded."""
 
 
 class Link:
@@ -61,19 +56,15 @@ class Link:
         self._connect = connect
         self._connection: sqlite3.Connection | None = None
         self._identity: tuple[int, int] | None = None
-        self._until = math.inf
 
     def get(self) -> sqlite3.Connection:
         """The connection to what now has this name. Raises: FileNotFoundError, sqlite3.Error, and what opening does."""
         identity = plain_identity(self.path)
-        same = identity == self._identity and identity is not None
-        if self._connection is not None and same and (self._until is math.inf or time.monotonic() < self._until):
+        if self._connection is not None and identity is not None and identity == self._identity:
             return self._connection
         self.close()
         self._connection = self._connect(self.path)
         self._identity = plain_identity(self.path)
-        copied = not self._connection.execute("PRAGMA database_list").fetchone()[2]
-        self._until = time.monotonic() + COPY_S if copied else math.inf
         return self._connection
 
     @property
@@ -112,28 +103,28 @@ def open_file(path: Path, mode: str, wait_s: float) -> sqlite3.Connection:
 
 
 def check(connection: sqlite3.Connection) -> bool:
-    """Whether a file is a database of times; an empty one is not yet. Raises: ForeignError, NewerError."""
+    """Whether a file is a database of times; an empty one is not yet. Raises: ForeignError, OtherVersionError."""
     found = connection.execute("PRAGMA application_id").fetchone()[0]
     if found == 0 and connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
         return False
-    if found != migrations.APPLICATION_ID:
+    if found != schema.APPLICATION_ID:
         raise ForeignError(f"it is another program's database (application_id {found:#x})")
-    version = migrations.version(connection)
-    if version > migrations.LATEST:
-        raise NewerError(f"a newer version wrote it (schema {version}, known are 1 to {migrations.LATEST})")
+    version = schema.version(connection)
     if version < 1:
-        raise ForeignError(f"wanted schema 1 to {migrations.LATEST}, got {version}")
-    difference = migrations.difference(connection)
+        raise ForeignError(f"wanted schema {schema.VERSION}, got {version}")
+    if version != schema.VERSION:
+        raise OtherVersionError(f"another version wrote it (schema {version}, wanted {schema.VERSION})")
+    difference = schema.difference(connection)
     if difference:
         raise ForeignError(difference)
     return True
 
 
 def writing(path: Path) -> tuple[sqlite3.Connection, str, str]:
-    """Open a file to write, make it where there is none, and bring it to the latest schema.
+    """Open a file to write, and make it where there is none.
 
     Returns: the connection, the journal that it keeps, and the type of the network file system that it lies on.
-    Raises: ForeignError, NewerError, OSError, sqlite3.Error.
+    Raises: ForeignError, OtherVersionError, OSError, sqlite3.Error.
     """
     disk.make_private(path.parent)
     check_folder(path.parent)
@@ -144,7 +135,7 @@ def writing(path: Path) -> tuple[sqlite3.Connection, str, str]:
         connection = open_file(path, "rw", WRITE_WAIT_S)
         try:
             check(connection)
-            migrations.migrate(connection)
+            schema.make(connection)
             wanted = "delete" if network else "wal"
             mode = connection.execute(f"PRAGMA journal_mode = {wanted}").fetchone()[0]
         except BaseException:
@@ -154,10 +145,10 @@ def writing(path: Path) -> tuple[sqlite3.Connection, str, str]:
     return connection, mode, network
 
 
-def reading(path: Path, upgrade: Callable[[], None]) -> sqlite3.Connection:
-    """Open a file to read; ``upgrade`` migrates one that an older version wrote, or a copy in memory is migrated.
+def reading(path: Path) -> sqlite3.Connection:
+    """Open a file to read.
 
-    Raises: FileNotFoundError while there is none, ForeignError, NewerError, OSError, sqlite3.Error.
+    Raises: FileNotFoundError while there is none, ForeignError, OtherVersionError, OSError, sqlite3.Error.
     """
     check_folder(path.parent)
     if plain_identity(path) is None:
@@ -167,8 +158,6 @@ def reading(path: Path, upgrade: Callable[[], None]) -> sqlite3.Connection:
         connection = open_file(path, mode, READ_WAIT_S)
         try:
             _check_made(connection, path)
-            if migrations.version(connection) < migrations.LATEST:
-                connection = _upgraded(connection, upgrade)
             connection.execute("PRAGMA query_only = 1")
         except sqlite3.OperationalError as error:
             connection.close()
@@ -184,24 +173,6 @@ def reading(path: Path, upgrade: Callable[[], None]) -> sqlite3.Connection:
 def _check_made(connection: sqlite3.Connection, path: Path) -> None:
     if not check(connection):
         raise FileNotFoundError(path)  # a process is making it
-
-
-def _upgraded(connection: sqlite3.Connection, upgrade: Callable[[], None]) -> sqlite3.Connection:
-    try:
-        upgrade()
-    except (sqlite3.OperationalError, OSError) as error:
-        if isinstance(error, TimeoutError) or code_of(error) in PASSING:
-            raise
-        copy = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-        try:
-            connection.backup(copy)
-            migrations.migrate(copy)
-        except BaseException:
-            copy.close()
-            raise
-        connection.close()
-        return copy
-    return connection
 
 
 def in_transaction(connection: sqlite3.Connection, change: Callable[[sqlite3.Connection], Result]) -> Result:
@@ -263,7 +234,7 @@ _HELD: set[int] = set()
 
 @contextmanager
 def turn(path: Path, *, of: str = "lock", wait_s: float = TURN_WAIT_S) -> Iterator[None]:
-    """Hold the lock under which a file is made, upgraded or replaced, or another one by which processes take turns.
+    """Hold the lock under which a file is made or replaced, or another one by which processes take turns.
 
     Raises: TimeoutError where another process keeps it, OSError where there can be no lock file.
     """

@@ -1,7 +1,7 @@
 """One SQLite file that many processes read and write at once, or memory where there can be none.
 
 The file is opened anew after it was replaced and after a fork. A damaged or foreign file is moved aside under a lock;
-one that a newer version wrote is left alone, and this version works in a file next to it. What cannot be read or
+one that another version wrote is left alone, and this version works in a file next to it. What cannot be read or
 written just now is tried again a few seconds later.
 """
 
@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.system import forking
-from layerzero.tuning.storage import connections, migrations
-from layerzero.tuning.storage.connections import PASSING, ForeignError, Link, NewerError, code_of, in_transaction
+from layerzero.tuning.storage import connections, schema
+from layerzero.tuning.storage.connections import PASSING, ForeignError, Link, OtherVersionError, code_of, in_transaction
 
 Result = TypeVar("Result")
 
@@ -62,7 +62,7 @@ class Database:
 
     def _use(self, path: Path) -> None:
         self.path, self._name = path, os.fspath(path)
-        self._reader = Link(path, self._connect_reader)
+        self._reader = Link(path, connections.reading)
         self._writer = Link(path, self._connect_writer)
 
     # reading and writing
@@ -108,7 +108,7 @@ class Database:
         with self._memory_lock:
             if self._memory is None:
                 memory = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-                migrations.migrate(memory)
+                schema.make(memory)
                 self._memory = memory
             return act(self._memory)
 
@@ -176,8 +176,8 @@ class Database:
         """Whether there is something to try again after an error: a fresh file, or another one."""
         assert self.path is not None
         code = code_of(error)
-        if isinstance(error, NewerError):
-            path = self.path.with_name(f"{self.path.stem}.schema-{migrations.LATEST}{self.path.suffix}")
+        if isinstance(error, OtherVersionError):
+            path = self.path.with_name(f"{self.path.stem}.schema-{schema.VERSION}{self.path.suffix}")
             self.tell(f"{self.path}: {error}; it is left alone, and this version keeps its times in {path}")
             self._use(path)
             return True
@@ -224,7 +224,7 @@ class Database:
             connection = connections.open_file(self.path, "rw", connections.READ_WAIT_S)
             connections.check(connection)
             return bool(connection.execute("PRAGMA quick_check(1)").fetchone()[0] == "ok")
-        except NewerError:
+        except OtherVersionError:
             return True
         except Exception as error:  # noqa: BLE001  # whatever reading it raises
             return code_of(error) in (*PASSING, *_ELSEWHERE)
@@ -289,16 +289,6 @@ class Database:
         elif mode != "wal":
             self.tell(f"{path}: this file system keeps no write-ahead log (journal: {mode}); writes are slower")
         return connection
-
-    def _connect_reader(self, path: Path) -> sqlite3.Connection:
-        return connections.reading(path, self._upgrade)
-
-    def _upgrade(self) -> None:
-        """Migrate a file that an older version wrote."""
-        assert self._writer is not None
-        with self._writer.lock:
-            self._writer.close()
-            self._writer.get()
 
     def close(self) -> None:
         """Let go of the file; the next question opens it again."""

@@ -35,10 +35,8 @@ MAX_BYTES = 1 << 20
 
 PROVED, SUSPECT, VERDICT, FAILURES, RUNNING = "proved", "suspect", "verdict", "failures", "running"
 CAPTURE, WORKSPACE = "capture", "workspace"
-_FORMER = "uncaptured"
-"""What an earlier version kept of captures; it counts for nothing."""
 
-_KINDS = frozenset({PROVED, SUSPECT, VERDICT, FAILURES, RUNNING, CAPTURE, WORKSPACE, _FORMER})
+_KINDS = frozenset({PROVED, SUSPECT, VERDICT, FAILURES, RUNNING, CAPTURE, WORKSPACE})
 
 _NAME = re.compile(r"^(?P<slug>[^@/]{1,120})@(?P<key>[0-9a-f]{24})\.(?P<kind>[a-z]+)(?:-[0-9a-f]{32})?\.json$")
 
@@ -65,7 +63,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             the elements of the call.
         verdict: what a child found.
         errors: what the kernel raised, oldest first.
-        check: checksum of the rest; empty in what an earlier version wrote.
+        check: checksum of the rest.
     """
 
     format: int
@@ -161,7 +159,7 @@ def read(path: Path, name: Name) -> Record:
         record = msgspec.json.decode(data, type=Record)
     except msgspec.DecodeError as error:
         raise ValueError(str(error)) from error
-    if record.check and record.check != f"{crc32(data[:-10] + data[-2:]):08x}":
+    if record.check != f"{crc32(data[:-10] + data[-2:]):08x}":
         raise ValueError("its content is not what was written")
     if record.format != FORMAT or slug_of(record.kernel) != name.slug or record.key != name.key:
         raise ValueError("its content is not what its name says")
