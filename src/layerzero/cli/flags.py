@@ -216,7 +216,8 @@ def drop_in_question(flags: CallFlags, of: DropIn) -> CallQuestion:
     """Read the flags. Raises: KeyError or ValueError with wanted and got."""
     function = getattr(importlib.import_module(of.home), of.name)
     kinds = {
-        name: _types_of(each.annotation) for name, each in inspect.signature(function, eval_str=True).parameters.items()
+        name: (typing.get_args(each.annotation) if isinstance(each.annotation, types.UnionType) else (each.annotation,))
+        for name, each in inspect.signature(function, eval_str=True).parameters.items()
     }
     tensors = [name for name, types_ in kinds.items() if types_ == (torch.Tensor,)]
     for flag, value in (("--case", flags.case), ("--layout", flags.layout), ("--causal", flags.causal)):
@@ -240,11 +241,6 @@ def drop_in_question(flags: CallFlags, of: DropIn) -> CallQuestion:
         arguments[name] = _drop_in_value(kinds[name], value, f"--param {name}", dtype)
     libraries = libraries_of(flags.installed, flags.missing)
     return CallQuestion(of.name, arguments, device, libraries, settings_of(flags.settings), flags.capturing)
-
-
-def _types_of(annotation: object) -> tuple[object, ...]:
-    """The types that an argument has."""
-    return typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
 
 
 def _drop_in_value(kinds: tuple[object, ...], text: str, flag: str, dtype: torch.dtype) -> object:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -243,7 +243,7 @@ def _tensor_problem(
 ) -> list[str]:
     problems = []
     shape = tuple(value.shape)
-    if axes and not _rank_fits(axes, shape):
+    if axes and not (len(shape) >= len(axes) - 1 if axes[0] == "..." else len(shape) == len(axes)):
         wanted = f"a {len(axes)}D tensor" if axes[0] != "..." else f"at least a {len(axes) - 1}D tensor"
         return [f"{schema.label}: wanted {wanted} ({', '.join(axes)}), got {value.ndim}D {shape}"]
     if schema.dtype_constraint is not None and value.dtype not in schema.dtype_constraint:
@@ -264,10 +264,6 @@ def _tensor_problem(
         if size != wanted_size:
             problems.append(f"{schema.label}: wanted {axis} {wanted_size} as in {owner}, got {size} in {shape}")
     return problems
-
-
-def _rank_fits(axes: Sequence[str], shape: Sequence[int]) -> bool:
-    return len(shape) >= len(axes) - 1 if axes[0] == "..." else len(shape) == len(axes)
 
 
 def schema_problems(schema: OperationSchema) -> list[str]:

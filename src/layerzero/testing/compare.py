@@ -141,7 +141,7 @@ def expected(call: RandomCall) -> Expected:
     with torch.no_grad(), seeded(0, first.device) if chance else nullcontext():
         results = as_tuple(reference_call(wide))
     outputs = operation.schema.results(routed.arguments)
-    dtypes = _dtypes(routed)
+    dtypes = tuple(each.dtype for each in fakes(routed))
     if not len(results) == len(outputs) == len(dtypes):
         counts = f"{len(results)} of its reference, {len(dtypes)} of its fake function, {len(outputs)} in its schema"
         raise ValueError(f"{operation.name}: wanted as many results from each, got {counts}")
@@ -177,11 +177,6 @@ def canonical(routed: Routed) -> dict[str, Any]:
 def _to_canonical(routed: Routed, tensor: TensorSchema) -> Callable[[Tensor], Tensor]:
     layout, target = routed.layout, routed.operation.schema.canonical
     return lambda value: moved(value, tensor, layout, target)
-
-
-def _dtypes(routed: Routed) -> tuple[torch.dtype, ...]:
-    """Those of the results, as the fake function gives them."""
-    return tuple(each.dtype for each in fakes(routed))
 
 
 def fakes(routed: Routed) -> tuple[Tensor, ...]:

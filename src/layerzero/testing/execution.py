@@ -265,7 +265,7 @@ def captured(trial: Trial) -> Finding:
             torch.cuda.synchronize()
             if _allocations(trial) != before:
                 return Finding("wrong", f"replay {number} allocated memory of torch")
-            left.append(_free_bytes(trial))
+            left.append(torch.cuda.mem_get_info()[0] if trial.facts.device.torch_type == "cuda" else 0)
             problems = compare.problems(result, call.arguments, truth)
             if problems:
                 return Finding("wrong", f"replay {number}: {'; '.join(problems)}")
@@ -291,11 +291,6 @@ def _allocations(trial: Trial) -> dict[str, int]:
     own, counted = trial.facts.device.index, "allocation.all.allocated"
     devices = range(torch.cuda.device_count())
     return {"" if each == own else f"cuda:{each}": torch.cuda.memory_stats(each).get(counted, 0) for each in devices}
-
-
-def _free_bytes(trial: Trial) -> int:
-    """What is free on the device, by whatever it is taken; 0 where there is none."""
-    return torch.cuda.mem_get_info()[0] if trial.facts.device.torch_type == "cuda" else 0
 
 
 def _run_in_capture(trial: Trial, call: RandomCall, bound: Mapping[str, Any]) -> Any:

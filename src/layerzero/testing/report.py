@@ -72,7 +72,7 @@ class KernelReport:
     @property
     def counts(self) -> Counter[str]:
         """How often each status came, without what lies beyond the limits."""
-        return Counter(result.status for result in self.results if not _beyond(result))
+        return Counter(result.status for result in self.results if not result.check.startswith("beyond "))
 
     @property
     def passed(self) -> int:
@@ -127,10 +127,6 @@ class KernelReport:
 def _untried(result: Result) -> bool:
     """Whether a check was not tried, and the reason stands nowhere else in the report."""
     return result.status == "not tried" and not result.check.startswith((EVERY_CHECK, "limit ", "beyond "))
-
-
-def _beyond(result: Result) -> bool:
-    return result.check.startswith("beyond ")
 
 
 def _limit_line(limit: Result, results: Sequence[Result]) -> str:

@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 import torch
 
-from layerzero.core.arguments import Axis
 from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.evidence import call_work
 from layerzero.core.facts import Facts, plain
@@ -220,16 +219,11 @@ def spread(jobs: Sequence[Job]) -> list[Job]:
     kinds: dict[tuple[object, ...], list[Job]] = defaultdict(list)
     for job in jobs:
         schema = REGISTRY.operation(job.operation).schema
-        fixed = tuple((name, size) for name, size in job.case.sizes.items() if not _goes_on(schema.axis(name)))
+        fixed = tuple((name, size) for name, size in job.case.sizes.items() if not schema.axis(name).live)
         kinds[job.operation, job.dtype, job.layout, tuple(job.case.params.items()), fixed].append(job)
     ordered = [_farthest_first(each) for each in kinds.values()]
     longest = max((len(each) for each in ordered), default=0)
     return [each[turn] for turn in range(longest) for each in ordered if turn < len(each)]
-
-
-def _goes_on(axis: Axis) -> bool:
-    """Whether times are expected to carry over along it: it changes while a program runs."""
-    return axis.live
 
 
 def _farthest_first(jobs: list[Job]) -> list[Job]:

@@ -187,7 +187,7 @@ class HostLock:
         if self._file is not None or not disk.HAS_LOCKS:
             return True
         try:
-            file = _opened()
+            file = disk.open_plain(_lock_path(), os.O_RDWR | os.O_CREAT)
         except OSError:
             return True
         with contextlib.suppress(OSError):
@@ -240,7 +240,3 @@ def _lock_path() -> Path:
         if folder is not None and os.access(folder, os.W_OK):
             return folder / LOCK
     return Path(tempfile.gettempdir()) / f"layerzero-{os.getuid()}-{LOCK}"
-
-
-def _opened() -> int:
-    return disk.open_plain(_lock_path(), os.O_RDWR | os.O_CREAT)

@@ -17,7 +17,6 @@ from torch.nn import Module
 from torch.nn.functional import cross_entropy
 
 from layerzero.core.device import Device
-from layerzero.core.kernel import Kernel
 from layerzero.engine.config import current_policy
 from layerzero.engine.registry import REGISTRY
 from layerzero.integrations.optimize.swaps.candidate import quiet
@@ -183,15 +182,11 @@ class Workload:
             self.call()
         jobs = jobs_of(recording.manifest(), self.device.type)
         effort = Effort(current_policy()["tune_samples"], fill=self.device.type == "cpu")
-        slow = [kernel.id for kernel in REGISTRY.kernels() if self._takes_minutes(kernel)]
+        slow = [kernel.id for kernel in REGISTRY.kernels() if (kernel.jit and self.device.type == "cpu")]
         with current(self.device):
             return run_jobs(
                 jobs, self.device, effort=effort, deadline=deadline, isolate=isolate, leave_out=slow, progress=progress
             )
-
-    def _takes_minutes(self, kernel: Kernel) -> bool:
-        """Compilers for the CPU take half a minute a call, more than most runs would ever win."""
-        return kernel.jit and self.device.type == "cpu"
 
 
 def _noted(call: Callable[[], Any], how: str) -> Callable[[], Any]:
