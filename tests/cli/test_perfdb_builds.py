@@ -19,7 +19,7 @@ from layerzero.cli.app import main
 from layerzero.core.evidence import Measurement
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.storage import passed_builds, records
+from layerzero.tuning.storage import passed_on, records
 
 KERNEL = "inductor.rms_norm"
 
@@ -112,9 +112,9 @@ def test_what_another_thing_made_is_left_by_name(built, key):
     data = json.loads(last)
     data["versions" if key in records.Versions.__struct_fields__ else "made_by"][key] = "another"
     file.write_text("\n".join([*lines, json.dumps(data)]) + "\n")
-    here = passed_builds.made_by()
+    here = passed_on.made_by()
     done = answer(f"perfdb import {file} --builds")
-    if key in passed_builds.HOST_COMPILERS and key not in here:
+    if key in passed_on.HOST_COMPILERS and key not in here:
         assert done["builds"] == 1, "what has no compiler takes what one made"
         return
     (why,) = done["builds_left"]
@@ -202,7 +202,7 @@ def test_where_builds_cannot_be_written_nothing_is_taken(built):
 def test_a_dry_run_leaves_what_is_known_of_builds(built, monkeypatch):
     _, _, file, _ = built
     forgotten = []
-    monkeypatch.setattr(passed_builds.NOTED, "forget", lambda: forgotten.append(True))
+    monkeypatch.setattr(passed_on.NOTED, "forget", lambda: forgotten.append(True))
     run(f"perfdb import {file} --builds --dry-run")
     assert not forgotten
     run(f"perfdb import {file} --builds")
@@ -245,7 +245,7 @@ def test_a_compiler_of_the_same_name_and_another_version_is_another(monkeypatch,
     for text in ("echo 'g++ (Distribution) 12.2.0'; echo more", "echo 'g++ (Distribution) 13.1.0'", "exit 1"):
         compiler.write_text(f"#!/bin/sh\n{text}\n")
         compiler.chmod(0o755)
-        found.append(passed_builds.made_by.__wrapped__().get("c++"))
+        found.append(passed_on.made_by.__wrapped__().get("c++"))
     assert found == ["(Distribution) 12.2.0", "(Distribution) 13.1.0", None]
 
 

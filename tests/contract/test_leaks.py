@@ -108,7 +108,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         _EXAMPLES,
     ),
     "cli/calls.py": {
-        **dict.fromkeys(("attention", "attention.causal", "norm", "norm.rms"), _EXAMPLES),
+        **dict.fromkeys(("attention", "attention.causal", "layer_norm", "norm", "norm.rms", "rms_norm"), _EXAMPLES),
         **dict.fromkeys(("attn_mask", "return_lse", "softcap", "window"), _EXAMPLES),
         **dict.fromkeys(("causal", "kv", "query"), _OPTION),
     },
@@ -117,7 +117,6 @@ ALLOWED: dict[str, dict[str, str]] = {
     ),
     "cli/demo_screen.py": dict.fromkeys(("attention", "packed"), _EXAMPLES),
     "cli/checks.py": dict.fromkeys(("norm", "rms_norm"), _EXAMPLES),
-    "cli/measurement.py": dict.fromkeys(("attention", "layer_norm", "norm", "query", "rms_norm"), _EXAMPLES),
     "cli/perfdb.py": {"rows": "of the database, in what it writes as JSON"},
     "cli/perfdb_exchange.py": {"attention": _EXAMPLES, "rows": "of the database, in what it writes as JSON"},
     "cli/question.py": dict.fromkeys(("causal", "kv"), _OPTION),
@@ -149,9 +148,8 @@ ALLOWED: dict[str, dict[str, str]] = {
                 "activation attention bias heads layer_norm linear mlp qkv qkv_linear weight",
             ),
             ("attention/dynamic_cache", _CACHE, "append_paged_kv_ tokens"),
-            ("modules/coded_experts", _REPLACED, "activations experts moe_experts packed"),
+            ("modules/coded_experts", _REPLACED, f"{_EXPERTS} activations packed weight_scale"),
             ("modules/experts", _REPLACED, f"{_EXPERTS} silu"),
-            ("modules/mx_experts", _REPLACED, f"{_EXPERTS} weight_scale"),
             ("swaps/joined_codes", _REPLACED, "activations"),
             (
                 "models/generation",

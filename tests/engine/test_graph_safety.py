@@ -17,7 +17,7 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
 from layerzero.engine.registry import REGISTRY
 from layerzero.serving import readiness_parts
-from layerzero.tuning.storage import files, records
+from layerzero.tuning.storage import files
 from layerzero.tuning.storage.files import FileLedger
 from layerzero.tuning.storage.store import StoreLedger
 
@@ -118,12 +118,6 @@ def test_readiness_tells_what_a_capture_refuses(ledger):
     told = readiness_parts.graphs(looked)
     assert (told.state, told.step) == (readiness_parts.PartState.DEGRADED, "`layerzero vet --graph` proves captures")
     assert WHY in told.text
-
-
-def test_a_record_of_an_earlier_version_counts_for_nothing_and_stays():
-    name = records.name_of("torch.rms_norm@0123456789abcdef01234567.uncaptured.json")
-    assert name is not None
-    assert name.kind not in (records.CAPTURE, records.VERDICT)
 
 
 def test_an_unsafe_verdict_of_another_process_makes_calls_be_chosen_anew(ledger, tmp_path):

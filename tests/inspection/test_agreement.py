@@ -15,11 +15,10 @@ from layerzero.engine import dispatch
 from layerzero.engine.frozen_choices import Agreed
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.settings import DECIDE_NOTHING, SETTINGS
-from layerzero.inspection import agreement, known_classes
-from layerzero.inspection.arrivals import Arrival, arrival, arrived
+from layerzero.inspection import agreement, arrivals
+from layerzero.inspection.arrivals import Arrival, Known, arrival, arrived, marks_of, merged
 from layerzero.inspection.board import Board
 from layerzero.inspection.freeze import Frost
-from layerzero.inspection.known_classes import Known, marks_of, merged
 from layerzero.tuning.measurement.comparison import record_times
 
 X, WEIGHT = torch.randn(4, 64), torch.ones(64)
@@ -113,8 +112,8 @@ def test_the_lowest_ranks_kernel_runs_on_all(monkeypatch):
 def test_each_class_is_chosen_for_by_the_lowest_rank_that_knows_it(monkeypatch):
     name, told = of_rank("mine.two")
     lz.rms_norm(torch.ones(4, 96), torch.ones(96))
-    asked, real = [], known_classes.alone
-    monkeypatch.setattr(known_classes, "alone", lambda call: asked.append(call["hidden"]) or real(call))
+    asked, real = [], arrivals.alone
+    monkeypatch.setattr(arrivals, "alone", lambda call: asked.append(call["hidden"]) or real(call))
     ranks(monkeypatch, told)
     found = lz.agree()
     assert 96 in asked

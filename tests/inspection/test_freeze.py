@@ -339,13 +339,6 @@ def test_a_document_is_told_in_one_line(norm):
     assert len(repr(document)) < 160
 
 
-def test_a_document_with_a_hash_of_settings_alone_is_still_read():
-    from layerzero.engine.settings_text import unlike
-
-    assert unlike("aaaa", "aaaa {}") == []
-    assert unlike("aaaa", "bbbb {}") == ["settings: wanted aaaa, got bbbb; that document does not say which they were"]
-
-
 @pytest.fixture
 def of_rows():
     """Which kernel ran; the better one takes no views, and nobody copies any."""

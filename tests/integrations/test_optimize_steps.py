@@ -174,7 +174,7 @@ def test_a_step_that_cannot_be_captured_is_told_and_runs_as_it_is(where: str, mo
 def test_masks_that_hide_more_are_refused() -> None:
     from transformers.masking_utils import chunked_overlay, sliding_window_causal_mask_function
 
-    from layerzero.integrations.transformers_masks import check_only_causal
+    from layerzero.integrations.transformers_patches import check_only_causal
 
     config = transformers.MistralConfig(sliding_window=8)
     check_only_causal(sliding_window_causal_mask_function(8), config)

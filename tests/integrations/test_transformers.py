@@ -14,7 +14,7 @@ import layerzero as lz
 transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
 
 from layerzero.integrations import transformers as integration  # noqa: E402  # it imports nothing of transformers itself
-from layerzero.integrations import transformers_masks  # noqa: E402
+from layerzero.integrations import transformers_patches  # noqa: E402
 
 pytestmark = [
     # gradients through a softcap or sinks have no kernel on the CPU but the reference, and LayerZero says so once
@@ -372,7 +372,7 @@ def test_a_prompt_in_an_empty_cache_needs_no_mask_and_may_be_cut() -> None:
     cut, _ = integration.attention_forward(Module(), query[:, :, -2:], key, value, mask[:, :, -2:])
     torch.testing.assert_close(cut, square[:, -2:])
     changed = mask.clone()
-    transformers_masks.mark(changed, 7)
+    transformers_patches.mark(changed, 7)
     changed[:, :, :, 7] = True
     assert not integration.keys_seen(changed, 7)
 

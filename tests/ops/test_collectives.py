@@ -15,7 +15,7 @@ import layerzero as lz
 from layerzero.backends.torch import collectives
 from layerzero.core import limits as limit
 from layerzero.core.evidence import Measurement
-from layerzero.engine import graph_safety
+from layerzero.engine import proofs
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.frozen_choices import class_name
@@ -374,10 +374,10 @@ def test_a_verdict_of_one_machine_keeps_no_collective_out_of_a_capture():
     x = torch.ones(3, 5)
     kernel, facts = REGISTRY.kernel("torch.all_reduce"), lz.facts("all_reduce", x, group=ALONE)
     with lz.scope(graph_strict_mode=True):
-        assert graph_safety.capture_reasons(kernel, facts, current_policy(), ENGINE.ledger) == []
+        assert proofs.capture_reasons(kernel, facts, current_policy(), ENGINE.ledger) == []
         report = lz.explain("all_reduce", x, group=ALONE, capturing=True)
         assert report.chosen.kernel is kernel
-        assert graph_safety.UNPROVED not in report.notes
+        assert proofs.UNPROVED not in report.notes
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter"])

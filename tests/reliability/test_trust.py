@@ -108,7 +108,7 @@ CHILDREN = {
     "tuning/verification/build_child.py",  # asks the compiler that torch uses
     "serving/rolling_update.py",  # runs an operator's hooks
     "engine/environments.py",  # asks an operator's interpreter or container for its packages, and kills a container
-    "tuning/storage/passed_builds.py",  # asks a C++ compiler for its version
+    "tuning/storage/passed_on.py",  # asks a C++ compiler for its version
 }
 CONNECTED = {
     ("serving/probes.py", "http.server"),

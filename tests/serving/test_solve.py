@@ -23,7 +23,7 @@ from layerzero.engine.jit import BUILT
 from layerzero.engine.registry import REGISTRY
 from layerzero.inspection import plan_document
 from layerzero.inspection.freeze import Frost
-from layerzero.inspection.plan_text import differences
+from layerzero.inspection.plan_document import differences
 from layerzero.serving import solve as solving
 from layerzero.serving.background_builds import BUILDS
 from layerzero.tuning.measurement.comparison import record_times

@@ -17,8 +17,8 @@ from layerzero.core.device import Device
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Verdict
 from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.proofs import how_to_vet
 from layerzero.engine.registry import REGISTRY
-from layerzero.engine.vet_command import how_to_vet
 from layerzero.tuning.verification.vetting import class_pairs
 
 

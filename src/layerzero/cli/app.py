@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from layerzero.cli import checks, libraries, measurement, perfdb_exchange, plans, rolling_update
+from layerzero.cli import calls, checks, libraries, perfdb_exchange, plans, rolling_update
 from layerzero.cli.calls import AsJson, CallFlags, ExplainFlags, Modules, command
 from layerzero.cli.output import FINE, NO, Answer, Program, import_modules, say, stdout_console
 from layerzero.cli.output import examples as _examples
@@ -267,7 +267,7 @@ def descriptor_check(
     return listing.checked(file)
 
 
-measurement.add_to(main)
+calls.add_to(main)
 plans.add_to(main)
 rolling_update.add_to(main)
 libraries.add_to(main)

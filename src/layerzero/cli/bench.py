@@ -17,6 +17,7 @@ from rich.text import Text
 
 from layerzero.cli import describe
 from layerzero.cli.bench_tables import check, details, page, plot, refusals, tables
+from layerzero.cli.calls import BenchFlags
 from layerzero.cli.flags import (
     covers_plain,
     deadline_of,
@@ -26,7 +27,6 @@ from layerzero.cli.flags import (
     shapes_of,
     with_threads,
 )
-from layerzero.cli.measurement import BenchFlags
 from layerzero.cli.output import FINE, NO, Answer, Live, live, say
 from layerzero.cli.tables import fitting, new_row, not_measured, some, table_of
 from layerzero.engine.config import current_policy

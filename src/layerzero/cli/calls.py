@@ -6,11 +6,12 @@ import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Protocol, TypeVar
 
 import typer
 
-from layerzero.cli.output import Answer, import_modules
+from layerzero.cli.output import Answer, examples, import_modules
 
 NONE: Any = ()
 """The default of an option that may be given several times, of which typer makes a list."""
@@ -134,3 +135,227 @@ class ExplainFlags(CallFlags):
     everything: Annotated[
         bool, typer.Option("--all", help="Also list each kernel that is made for other hardware.")
     ] = False
+
+
+ManifestFile = Annotated[
+    Path | None, typer.Option("--manifest", metavar="FILE", help="A workload that lz.record wrote.")
+]
+Model = Annotated[
+    str,
+    typer.Option("--model", metavar="NAME", help="What the manifest must have been recorded of; another is an error."),
+]
+
+
+def _device(text: str | None) -> str | None:
+    """A device's name as torch reads it. Raises: BadParameter."""
+    if text is not None:
+        import torch
+
+        try:
+            torch.device(text)
+        except RuntimeError as error:
+            raise typer.BadParameter(f"wanted a device such as cpu, cuda or cuda:1, got {text!r}") from error
+    return text
+
+
+Where = Annotated[
+    str | None,
+    typer.Option("--device", metavar="DEVICE", help="Where; a GPU where there is one, else the CPU.", callback=_device),
+]
+Threads = Annotated[
+    int | None, typer.Option("--threads", metavar="N", help="Threads on a CPU; by default as torch has them.", min=1)
+]
+Kernels = Annotated[
+    list[str],
+    typer.Option("--kernel", metavar="KERNEL", help="These kernels only: id, glob or library; again for more."),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CallsToRun:
+    """Which calls, and where."""
+
+    operation: Annotated[str, typer.Argument(metavar="OPERATION", help="A function, operation, alias or glob.")] = "*"
+    shapes: Annotated[
+        list[str],
+        typer.Option(
+            "--shapes",
+            metavar="SIZES",
+            help="Shape of the query or input, 1x2048x32x128; with :1x2048x8x128 for other keys; with commas or again "
+            "for more.",
+        ),
+    ] = NONE
+    manifest: ManifestFile = None
+    device: Where = None
+    param: Annotated[
+        list[str],
+        typer.Option(
+            "--param", metavar="NAME=VALUE", help="A parameter of the operation, in every call. Again for more."
+        ),
+    ] = NONE
+    module: Modules = None
+    json: AsJson = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CallsToTime(_CallsToRun):
+    """How they are timed, too."""
+
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--dtype", metavar="DTYPE", help="With commas for more; by default bfloat16, on a CPU float32 and bfloat16."
+        ),
+    ] = None
+    layout: Annotated[
+        str | None, typer.Option("--layout", metavar="LAYOUT", help="BSHD or BHSD of attention, NHD or HND of a cache.")
+    ] = None
+    threads: Threads = None
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            "--samples", metavar="N", help="Samples of each kernel; by default the setting tune_samples.", min=3
+        ),
+    ] = None
+    without: Annotated[
+        list[str],
+        typer.Option("--without", metavar="KERNEL", help="Leave this library or kernel glob out. Again for more."),
+    ] = NONE
+
+    @property
+    def dtypes(self) -> list[str] | None:
+        """The dtypes that were named."""
+        return self.dtype.split(",") if self.dtype else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneFlags(_CallsToTime):
+    """Measure kernels, so that the fastest is chosen.
+
+    Without --shapes, --cases or --manifest: a grid of sizes between which times can be predicted. What is known is
+    skipped, so that an interrupted run goes on. Every kernel is compared with the reference first; a new one runs in a
+    child process before. Kernels may compile. Exits with 1 if nothing was measured or known. --dtype and --layout leave
+    out what was called or recorded in others. --param goes with --shapes or --cases; operations without tensors take it
+    alone: what their kernels are measured for.
+    """
+
+    cases: Annotated[
+        bool, typer.Option("--cases", help="The operations' own cases; `layerzero operations` lists them.")
+    ] = False
+    model: Model = ""
+    budget_s: Annotated[
+        float | None,
+        typer.Option("--budget-s", metavar="SECONDS", help="End after so long; a second run goes on.", min=0),
+    ] = None
+    again: Annotated[bool, typer.Option("--again", help="Measure what is known, too.")] = False
+    graph: Annotated[bool, typer.Option("--graph", help="Time replays of CUDA graphs, not eager calls.")] = False
+    no_isolation: Annotated[
+        bool, typer.Option("--no-isolation", help="Run what is new on this machine in this very process.")
+    ] = False
+    everything: Annotated[bool, typer.Option("--all", help="Show each call, not only those that changed.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchFlags(_CallsToTime):
+    """Run every legal kernel side by side, and compare.
+
+    Without --shapes or --manifest: the operations' own cases, those first that tell most of models. With --kernel and
+    without --dtype: the usual dtypes that these kernels take. Each result is printed as it comes. The end says which
+    kernel is fastest where, what that gains over torch's own function, what LayerZero chooses now, and what time did
+    not suffice for. With --all, or where it fits on a screen, each call has a table: median, p95 and noise, GB/s,
+    TFLOP/s and the share of what this machine's copy and matrix product reach, speed against torch's own function,
+    distance from the reference in float64, what LayerZero chooses, and why other kernels are refused. On a GPU there is
+    the device's own time, too: of replays of a CUDA graph that holds many calls, which find their tensors outside of
+    the L2 cache (cold) or, where a call is too small for that, in it (warm); a kernel that cannot be captured says why
+    and has the time of one launch between two events. With --timed device, order, rates and speed go by it. Times are
+    not remembered. A kernel that gives a wrong result is banned until its library has another version or `layerzero vet
+    --again` passes it, and failures are remembered. What this machine's memory does not hold is left out. Exits with 1
+    if a kernel is wrong or fails, or if nothing was measured.
+    """
+
+    operation: Annotated[str, typer.Argument(metavar="OPERATION", help="A function, operation, alias or glob.")]
+    budget_s: Annotated[
+        float,
+        typer.Option("--budget-s", metavar="SECONDS", help="End after so long, whatever compiles; inf has no end."),
+    ] = 60.0
+    kernel: Kernels = NONE
+    timed: Annotated[
+        str | None,
+        typer.Option(
+            "--timed",
+            metavar="TIMES",
+            help="call: what a caller waits for; device: what a GPU needs, launching apart; both. On a GPU both by "
+            "default.",
+        ),
+    ] = None
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the times into a PNG or SVG file.")
+    ] = None
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write one page with tables and a chart an operation.")
+    ] = None
+    everything: Annotated[bool, typer.Option("--all", help="A table for each call, and each reason in full.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class VetFlags(_CallsToRun):
+    """Let kernels prove themselves on this machine, in a child process.
+
+    With neither --kernel nor --backend: those that may not run before. Without --shapes or --manifest: the operations'
+    own cases. A verdict holds for sizes of the same powers of two, and until the library has another version. Kernels
+    take turns; a class that time did not suffice for has no verdict. Exits with 1 if a kernel is wrong, dies or hangs,
+    or if a class was left.
+    """
+
+    kernel: Kernels = NONE
+    backend: Annotated[
+        list[str], typer.Option("--backend", metavar="LIBRARY", help="Vet this library only; again for more.")
+    ] = NONE
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", metavar="DTYPE", help="Dtype of the tensors; by default each in turn.")
+    ] = None
+    graph: Annotated[
+        bool, typer.Option("--graph", help="Capture each call in a CUDA graph, and compare what replays give.")
+    ] = False
+    again: Annotated[bool, typer.Option("--again", help="Also what has a verdict.")] = False
+    budget_s: Annotated[
+        float,
+        typer.Option(
+            "--budget-s", metavar="SECONDS", help="End after so long; a second run goes on. inf asks about all."
+        ),
+    ] = 100.0
+    operation_: Annotated[
+        str | None, typer.Option("--operation", metavar="OPERATION", help="The same as OPERATION, by name.")
+    ] = None
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the commands."""
+    app.command(
+        "vet",
+        **examples(
+            "vet",
+            "vet rms_norm --shapes 512x1024,1x4096 --dtype bfloat16",
+            "vet attention --kernel torch.sdpa.cpu_flash --shapes 1x8x4x16:1x8x2x16 --dtype float32 --device cpu",
+            "vet layer_norm --backend torch --shapes 4x64 --again",
+            "vet tokenize --param tokenizer_id=tokenizer.json",
+        ),
+    )(command(VetFlags, "layerzero.cli.vet:answer"))
+    app.command(
+        "tune",
+        **examples(
+            "tune", "tune attention --dtype bfloat16 --budget-s 120", "tune --manifest workload.json",
+            "tune rms_norm --shapes 1x4096,64x4096 --dtype float32", "tune tokenize --param tokenizer_id=cl100k_base",
+        ),
+    )(command(TuneFlags, "layerzero.cli.tune:answer"))  # fmt: skip
+    app.command(
+        "bench",
+        **examples(
+            "bench attention", "bench attention --budget-s 300 --all",
+            "bench attention --shapes 1x512x32x128:1x512x8x128 --dtype bfloat16",
+            "bench rms_norm --shapes 1x4096,64x4096 --json", "bench rms_norm --shapes 8x64 --kernel torch.rms_norm",
+            "bench rms_norm --shapes 64x4096 --timed device",
+            "bench tokenize --param tokenizer_id=cl100k_base",
+            'bench "norm.*" --html norms.html --plot norms.png',
+        ),
+    )(command(BenchFlags, "layerzero.cli.bench:answer"))  # fmt: skip

@@ -87,20 +87,7 @@ def diagnosis(found: Diagnosis, *, everything: bool = False) -> Iterator[Rendera
     else:
         yield from (Text(f"memory {name}: {free}") for name, free in found.memory.items())
         yield from _libraries(found.libraries, everything)
-    for kernel, error in found.resting.items():
-        yield Text(f"resting: {kernel}: {error}", style="red")
-    for line in (*found.health_lines(), *found.processes):
-        yield Text(line)
-    for line in found.builds:
-        yield Text(f"jit: {line}")
-    for name, error in found.plugin_errors.items():
-        yield Text(f"plugin {name}: {error}", style="red")
-    for each in found.descriptors:
-        yield Text(f"descriptor: {each['name']} (sha256 {each['sha256']})")
-    for issue in found.issues:
-        yield Text(f"issue: {issue}", style="yellow")
-    if not found.issues:
-        yield Text("no issues found", style="green")
+    yield from (Text(line, style=style) for line, style in found.faults())
 
 
 _FOLDED = (ReasonCode.PLATFORM_MISMATCH, ReasonCode.NOT_INSTALLED)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layerzero.cli.calls import AsJson, Modules
-from layerzero.cli.measurement import ManifestFile, Model, Threads, Where
+from layerzero.cli.calls import AsJson, ManifestFile, Model, Modules, Threads, Where
 from layerzero.cli.output import FINE, NO, Answer, examples, import_modules, say
 
 if TYPE_CHECKING:
@@ -115,7 +114,7 @@ def diff(
     Exits with 1 if anything differs.
     """
     from layerzero.inspection.freeze import Frost
-    from layerzero.inspection.plan_text import differences
+    from layerzero.inspection.plan_document import differences
 
     found = differences(Frost.load(first), Frost.load(second))
     data = {"same": not found, "differences": [{"what": e.what, "first": e.first, "second": e.second} for e in found]}

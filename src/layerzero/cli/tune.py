@@ -10,8 +10,8 @@ import torch
 from rich.console import RenderableType
 from rich.text import Text
 
+from layerzero.cli.calls import TuneFlags
 from layerzero.cli.flags import covers_plain, left_of, params_of, plain_params, refuse_tensors, shapes_of, with_threads
-from layerzero.cli.measurement import TuneFlags
 from layerzero.cli.output import FINE, NO, Answer, Live, live
 from layerzero.cli.tables import fitting, new_row, not_measured, some, table_of
 from layerzero.core.ledger import Verdict

@@ -13,8 +13,8 @@ import typer
 from rich.console import RenderableType
 
 from layerzero.cli import describe
+from layerzero.cli.calls import VetFlags
 from layerzero.cli.flags import covers_plain, deadline_of, plain_params, refuse_tensors, shapes_of
-from layerzero.cli.measurement import VetFlags
 from layerzero.cli.output import FINE, NO, Answer, say
 from layerzero.cli.tables import fitting, fold
 from layerzero.core.device import Device

@@ -5,17 +5,20 @@ Later wins, and each effective value knows its origin.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import msgspec
+
 from layerzero.core.errors import PolicyError
 from layerzero.core.system import forking
 from layerzero.engine.policy import Policy, parse_policy
 from layerzero.engine.scopes import Scopes
-from layerzero.engine.settings import ALIASES, ENVIRONMENT, PREFIX, SETTINGS, checked, nearest
+from layerzero.engine.settings import ALIASES, DECIDE_NOTHING, ENVIRONMENT, PREFIX, SETTINGS, checked, nearest
 
 _FLAGS = {"DISABLED": ("enabled", False), "VERBOSE": ("log_selections", True)}
 _LISTS = {"PREFER": "prefer_sources", "AVOID": "avoid_sources", "ALLOW": "allow", "DENY": "deny"}
@@ -332,3 +335,40 @@ SCOPES = Scopes(CONFIGURATION)
 def current_policy() -> Policy:
     """The policy that holds here and now."""
     return SCOPES.policy() if SCOPES.active else CONFIGURATION.policy
+
+
+def told_of(policy: Policy) -> str:
+    """As JSON, the settings that decide something and are not at their defaults, locks and rules, behind its hash."""
+    deciding = {name: each for name, each in unusual(policy).items() if name not in DECIDE_NOTHING}
+    text = msgspec.json.encode(deciding, order="deterministic")
+    return f"{hashlib.sha256(text).hexdigest()[:12]} {text.decode()}"
+
+
+def unusual(policy: Policy) -> dict[str, str]:
+    """The settings that are not at their defaults, locks and rules, as text."""
+    values = {key: repr(value) for key, value in policy.values if not _is_default(key, value)}
+    return values | {name: repr(each) for name, each in (("locks", policy.locks), ("rules", policy.rules)) if each}
+
+
+def _is_default(key: str, value: object) -> bool:
+    if key not in SETTINGS:
+        return False
+    default = SETTINGS[key].default
+    return value == (tuple(default) if isinstance(default, list) else default)
+
+
+def unlike(wanted: str, here: str) -> list[str]:
+    """Which settings differ, by what :func:`told_of` said of them."""
+    (first, _, theirs), (second, _, mine) = wanted.partition(" "), here.partition(" ")
+    if first == second:
+        return []
+    known, ours = (msgspec.json.decode(each, type=dict[str, str]) for each in (theirs, mine))
+    keys = [key for key in sorted({*known, *ours}) if known.get(key) != ours.get(key)]
+    default = "its default"
+    found = [f"settings: {key}: wanted {known.get(key, default)}, got {ours.get(key, default)}" for key in keys]
+    return found or [f"settings: wanted {first}, got {second}; defaults differ"]
+
+
+def digest_of(policy: Policy) -> str:
+    """A short hash of effective settings, locks and rules."""
+    return hashlib.sha256(repr((policy.values, policy.locks, policy.rules)).encode()).hexdigest()[:12]

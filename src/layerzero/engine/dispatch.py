@@ -25,12 +25,12 @@ from layerzero.core.system import forking
 from layerzero.engine import (
     batch_split,
     failures,
-    graph_safety,
     invariance,
     legality,
     logging_once,
     plan_source,
     probe,
+    proofs,
     reuse,
     substitutes,
     transforms,
@@ -206,7 +206,7 @@ class Dispatcher:
                 kernels, facts, policy, machine, health, ledger, failed=failed, by_priority=alone, capturing=inside
             )
         report, ordered = self.engine.decide(judged, routed, facts, policy, machine, later)
-        return graph_safety.noted(report, ledger) if inside else report, ordered
+        return proofs.noted(report, ledger) if inside else report, ordered
 
     def choose(self, arguments: dict[str, Any], policy: Policy, failed: Collection[str] = ()) -> Plan:
         """Choose a kernel, write its plan, and prove its limits on the tensors that it will get.

@@ -18,9 +18,8 @@ from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.core.recipe import CallRecipe
 from layerzero.core.system import forking
 from layerzero.engine import legality
-from layerzero.engine.config import CONFIGURATION
+from layerzero.engine.config import CONFIGURATION, digest_of
 from layerzero.engine.policy import Policy
-from layerzero.engine.settings_text import digest_of
 
 if TYPE_CHECKING:
     from layerzero.engine.bucket_table import BucketTable

@@ -21,8 +21,7 @@ from layerzero.core.plan import Adaptation, Candidate, moves_data
 from layerzero.core.reasons import Reason
 from layerzero.engine import headroom, invariance, isolation, legality
 from layerzero.engine.health import Health
-from layerzero.engine.policy import Policy
-from layerzero.engine.preference import may_come_first
+from layerzero.engine.policy import Policy, may_come_first
 from layerzero.engine.probe import Machine
 
 Value = TypeVar("Value")

@@ -18,12 +18,11 @@ from layerzero.core.operation import Routed
 from layerzero.core.plan import Adaptation, Candidate
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine import batch_split, headroom, invariance, isolation
-from layerzero.engine.graph_safety import capture_reasons
 from layerzero.engine.health import Health, let_pass
 from layerzero.engine.jit import BUILT
 from layerzero.engine.policy import Lock, Policy, names_kernel
 from layerzero.engine.probe import Machine, this_machine
-from layerzero.engine.vet_command import how_to_vet
+from layerzero.engine.proofs import capture_reasons, how_to_vet
 
 
 def judge(

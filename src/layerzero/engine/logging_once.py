@@ -11,7 +11,7 @@ from layerzero.core.plan import Plan
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.system import forking
 from layerzero.core.system.free_memory import FREE, mib
-from layerzero.engine import graph_safety, headroom
+from layerzero.engine import headroom, proofs
 from layerzero.engine.events import EVENTS
 from layerzero.engine.policy import Policy
 
@@ -88,9 +88,9 @@ def tell_adaptations(plan: Plan, policy: Policy) -> None:
 
 def tell_capture(plan: Plan) -> None:
     """Log once for each kernel and operation that a graph holds a kernel whose captures were not proved."""
-    if graph_safety.UNPROVED in plan.report.notes and _is_new((plan.kernel.id, f"capture {plan.report.operation}")):
-        hint = graph_safety.how_to_prove(plan.report.facts)
-        log.info("%s in %s: %s. %s", plan.kernel.id, plan.report.operation, graph_safety.UNPROVED, hint)
+    if proofs.UNPROVED in plan.report.notes and _is_new((plan.kernel.id, f"capture {plan.report.operation}")):
+        hint = proofs.how_to_prove(plan.report.facts)
+        log.info("%s in %s: %s. %s", plan.kernel.id, plan.report.operation, proofs.UNPROVED, hint)
 
 
 def _distance(reasons: tuple[Reason, ...]) -> tuple[bool, bool, int]:

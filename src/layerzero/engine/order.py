@@ -34,8 +34,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.plan import Candidate, Term
 from layerzero.engine import isolation
 from layerzero.engine.isolation import NO_MORE
-from layerzero.engine.policy import Policy
-from layerzero.engine.preference import Named, kept_first, named, policy_terms
+from layerzero.engine.policy import Named, Policy, kept_first, named, policy_terms
 
 DECIDED = 2.0
 """A kernel that is so many times slower, noise aside, is slower for sure: rough times of it blur nothing."""

@@ -23,7 +23,7 @@ from layerzero.core.ledger import Ledger, Libraries
 from layerzero.core.operation import Routed
 from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.engine import fusion, graph_safety, isolation, legality
+from layerzero.engine import fusion, isolation, legality, proofs
 from layerzero.engine.judgements import Later
 from layerzero.engine.order import EMULATED, order
 from layerzero.engine.policy import Lock, Policy, names_kernel
@@ -177,7 +177,7 @@ def require(report: Report) -> Candidate:
             for kernel_id, reasons in report.failures.items()
             if {reason.code for reason in reasons} <= {ReasonCode.CUDA_GRAPH_UNSAFE, ReasonCode.JIT_DISABLED}
         ]
-        told = {name: each for name in unsafe for each in report.failures[name] if graph_safety.is_verdict(each)}
+        told = {name: each for name in unsafe for each in report.failures[name] if proofs.is_verdict(each)}
         raise CudaGraphUnsafeError(report.operation, unsafe, told)
     advice = report.facts.operation.advice
     hint = "" if advice is None else advice(report.facts, report.failures)

@@ -23,7 +23,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger
 from layerzero.core.operation import Function, Operation
 from layerzero.core.plan import Candidate, Plan, Report
-from layerzero.engine import accelerator, batch_split, graph_safety, isolation
+from layerzero.engine import accelerator, batch_split, isolation, proofs
 from layerzero.engine.accelerator import ArgumentPlaces, Passed
 from layerzero.engine.judgements import EpochValues
 from layerzero.engine.legality import checked, flag_findings
@@ -55,7 +55,7 @@ def build(
     guard = None if made is None else made(function.name, facts.layout)
     number_guard = None if look is None else look(function.name, facts.layout)
     graphs = facts.device.supports_graphs
-    barred = graphs and ledger is not None and graph_safety.barred(kernel, facts, policy, ledger)
+    barred = graphs and ledger is not None and proofs.barred(kernel, facts, policy, ledger)
     text = _text_of(function, candidate, facts, policy, reads, guarded=guard is not None, barred=barred)
     rules = _rules(facts)
     namespace: dict[str, Any] = {

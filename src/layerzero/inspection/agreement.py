@@ -22,10 +22,20 @@ from layerzero.core.errors import FrozenChoiceError, LayerZeroWarning, PolicyErr
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.frozen_choices import Agreed, FrozenChoice, ranks_choose
-from layerzero.inspection.arrivals import Arrival, Verdict, arrival, arrived, first_at, place_of
+from layerzero.inspection.arrivals import (
+    Arrival,
+    Known,
+    Unable,
+    Verdict,
+    arrival,
+    arrived,
+    first_at,
+    marks_in,
+    merged,
+    place_of,
+)
 from layerzero.inspection.board import Board, world
 from layerzero.inspection.freeze import Frost, document, hold, tell_if_short
-from layerzero.inspection.known_classes import Known, Unable, marks_in, merged
 
 if TYPE_CHECKING:
     from pathlib import Path

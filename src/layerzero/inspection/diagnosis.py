@@ -191,6 +191,17 @@ class Diagnosis:
             *(f"{what} {self.versions[name]}".strip() for name, what in state.items() if name in self.versions),
         ]
 
+    def faults(self) -> Iterator[tuple[str, str]]:
+        """What there is to say behind devices and libraries: each line, and the colour in which a screen shows it."""
+        yield from ((f"resting: {kernel}: {error}", "red") for kernel, error in self.resting.items())
+        yield from ((line, "") for line in (*self.health_lines(), *self.processes))
+        yield from ((f"jit: {line}", "") for line in self.builds)
+        yield from ((f"plugin {name}: {error}", "red") for name, error in self.plugin_errors.items())
+        yield from ((f"descriptor: {each['name']} (sha256 {each['sha256']})", "") for each in self.descriptors)
+        yield from ((f"issue: {issue}", "yellow") for issue in self.issues)
+        if not self.issues:
+            yield "no issues found", "green"
+
     def __str__(self) -> str:
         lines = self.head()
         lines += [f"device {device.platform}:{device.index} {device.name}" for device in self.devices]
@@ -198,15 +209,8 @@ class Diagnosis:
         for library in self.libraries:
             state = f"usable{library.known}" if library.reason is None else str(library.reason)
             lines.append(f"  {library.name} {library.version or ''}: {state}")
-        lines += [f"  resting: {kernel}: {error}" for kernel, error in self.resting.items()]
-        lines += [f"  {line}" for line in self.health_lines()]
-        lines += [f"  {line}" for line in self.processes]
-        lines += [f"  jit: {line}" for line in self.builds]
-        lines += [f"  plugin {name}: {error}" for name, error in self.plugin_errors.items()]
-        lines += [f"  descriptor {each['name']} (sha256 {each['sha256']})" for each in self.descriptors]
         lines += [f"  {each}" for each in self.asked_for]
-        lines += [f"issue: {issue}" for issue in self.issues] or ["no issues found"]
-        return "\n".join(lines)
+        return "\n".join((*lines, *(line for line, _ in self.faults())))
 
 
 def _devices() -> tuple[list[Device], list[str]]:

@@ -14,22 +14,25 @@ import torch
 from torch.nn import Module
 
 from layerzero.core.device import Device, devices_here
+from layerzero.core.dtypes import dtype_named
+from layerzero.core.eager_state import STATE_FACTS
 from layerzero.core.errors import FrozenChoiceError, LayerZeroWarning, PolicyError
-from layerzero.core.facts import Facts
+from layerzero.core.facts import CallState, Facts, FactsBuilder, TensorFacts
+from layerzero.core.handle import OfKind
 from layerzero.core.operation import Routed
 from layerzero.core.plan import Candidate, Report
+from layerzero.core.recipe import CallRecipe
 from layerzero.core.system.disk import write_whole
 from layerzero.engine import frozen_choices, probe
 from layerzero.engine.bucket_table import BucketTable
-from layerzero.engine.config import CONFIGURATION
+from layerzero.engine.config import CONFIGURATION, told_of, unlike
 from layerzero.engine.dispatch import ENGINE
-from layerzero.engine.frozen_choices import Agreed, Frozen, FrozenChoice, choice_of, class_name
+from layerzero.engine.frozen_choices import STATE, Agreed, Frozen, FrozenChoice, choice_of, class_name
 from layerzero.engine.fusion import FUSING
 from layerzero.engine.judgements import Later
+from layerzero.engine.plain import plain_facts
 from layerzero.engine.registry import REGISTRY
-from layerzero.engine.settings_text import told_of, unlike
 from layerzero.inspection.answers import explain_facts
-from layerzero.inspection.choice_facts import facts_of
 from layerzero.inspection.plan_document import ERROR, Solved
 
 FORMAT = 2
@@ -64,7 +67,7 @@ class Frost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __str__(self) -> str:
         """A plan as its decision table; else one line."""
-        from layerzero.inspection.plan_text import table
+        from layerzero.inspection.plan_document import table
 
         return repr(self) if self.solved is None else "\n".join(table(self))
 
@@ -334,3 +337,35 @@ def difference(choice: FrozenChoice, *, may_differ: bool = False) -> str:
 
 def _is_legal(kernel_id: str, report: Report) -> bool:
     return any(each.legal and each.kernel.id == kernel_id for each in report.candidates)
+
+
+def facts_of(choice: FrozenChoice) -> Facts:
+    """The facts of a written call, without its tensors."""
+    recipe: CallRecipe = choice.call
+    operation = REGISTRY.operation(recipe.operation)
+    if operation.plain is not None:
+        arguments, sizes = operation.plain.described(recipe.params)
+        return plain_facts(Routed(operation, dict(arguments))).of_sizes(sizes, {})
+    params: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in recipe.params.items()
+    }
+    for name in operation.schema.handles:
+        params[name] = None if params[name] == "none" else OfKind(str(params[name]))
+    tensors = {
+        name: torch.empty_strided(each.shape, each.strides, dtype=dtype_named(each.dtype), device="meta")
+        for name, each in recipe.tensors.items()
+    }
+    general = {name: value for name, value in choice.state.items() if name not in STATE_FACTS}
+    if set(general) != set(STATE) - STATE_FACTS.keys():
+        raise TypeError(f"state: wanted {', '.join(STATE)}, got {', '.join(choice.state)}")
+    read = {name: row.restored(choice.state[name]) for name, row in STATE_FACTS.items() if name in choice.state}
+    facts = FactsBuilder(operation).of_valid(
+        {**params, **tensors},
+        device=Device.detect(recipe.device),
+        layout=recipe.layout,
+        state=CallState(requires_grad=recipe.requires_grad, read=read, **general),  # type: ignore[arg-type]
+    )
+    aligned = {name: recipe.tensors[name].alignment_bytes for name in facts.tensors}
+    return facts.with_tensors({
+        name: TensorFacts(each.shape, each.strides, each.dtype, aligned[name]) for name, each in facts.tensors.items()
+    })  # fmt: skip

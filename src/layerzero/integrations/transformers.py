@@ -23,12 +23,15 @@ from torch import Tensor
 import layerzero as lz
 from layerzero.core.errors import InvalidCallError
 from layerzero.integrations.transformers_experts import is_reserved, register_experts
-from layerzero.integrations.transformers_masks import check_only_causal, ends_with_its_keys, keys_seen, mark
 from layerzero.integrations.transformers_patches import (
     check_at_load,
     check_class,
+    check_only_causal,
+    ends_with_its_keys,
     is_of_a_batch,
     keys_of,
+    keys_seen,
+    mark,
     packed_by,
     serve_batches,
     settings_of,

@@ -20,7 +20,7 @@ from layerzero.engine import headroom
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.frozen_choices import Agreed, ranks_choose
-from layerzero.engine.graph_safety import capture_reasons
+from layerzero.engine.proofs import capture_reasons
 from layerzero.engine.registry import REGISTRY
 from layerzero.inspection.descriptors import DESCRIPTORS
 from layerzero.inspection.model_sets import OperationSupport, served

@@ -27,8 +27,8 @@ from layerzero.engine.events import EVENTS
 from layerzero.engine.first_run import first_run
 from layerzero.engine.frozen_choices import class_name
 from layerzero.engine.functions import CALLS
-from layerzero.engine.graph_safety import SETTING
 from layerzero.engine.jit import BUILT, BuildIdentity, BuildOutcome, build_of
+from layerzero.engine.proofs import SETTING
 from layerzero.engine.registry import REGISTRY
 from layerzero.inspection.agreement import agreeing
 from layerzero.ops.calls import accepted, function_for

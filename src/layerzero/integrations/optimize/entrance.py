@@ -26,8 +26,8 @@ from layerzero.integrations.optimize.layers import find as layers
 from layerzero.integrations.optimize.models import compiled_calls, stacks
 from layerzero.integrations.optimize.models.steps import find_steps
 from layerzero.integrations.optimize.models.training import optimize_training
+from layerzero.integrations.optimize.modules import coded_experts, int8, quantised
 from layerzero.integrations.optimize.modules import find as modules
-from layerzero.integrations.optimize.modules import int8, mx_experts, quantised
 from layerzero.integrations.optimize.modules import weights as requested
 from layerzero.integrations.optimize.selection import WHOLE, time_inputs, time_random_rows
 from layerzero.integrations.optimize.swaps.candidate import watching
@@ -42,7 +42,7 @@ Params = ParamSpec("Params")
 
 FINDERS: tuple[Callable[[Search], Iterator[Replaced | Left]], ...] = (
     transformers.find,
-    mx_experts.find,
+    coded_experts.find_kept,
     layers.find,
     quantised.find,
     int8.find,

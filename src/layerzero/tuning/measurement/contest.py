@@ -29,9 +29,9 @@ from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.first_run import first_run
 from layerzero.engine.functions import CALLS
-from layerzero.engine.graph_safety import SETTING
 from layerzero.engine.jit import BUILT
 from layerzero.engine.policy import names_kernel
+from layerzero.engine.proofs import SETTING
 from layerzero.inspection.answers import explain
 from layerzero.testing.compare import copied
 from layerzero.testing.generate import RandomCall

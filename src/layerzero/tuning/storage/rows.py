@@ -18,8 +18,8 @@ from layerzero.core.evidence import Measurement, call_work
 from layerzero.core.facts import Facts
 from layerzero.core.schema import OperationSchema
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.storage.checksums import COLUMNS, NUMBERS, holds_whole, start_of
 from layerzero.tuning.storage.environment import Environment
+from layerzero.tuning.storage.schema import COLUMNS, NUMBERS, holds_whole, start_of
 
 
 @functools.cache

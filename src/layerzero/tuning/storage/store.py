@@ -26,7 +26,7 @@ from layerzero.engine.legality import limit_findings
 from layerzero.engine.policy import Policy
 from layerzero.tuning.prediction.fitting import OTHER_LAYOUT, Time, weighed
 from layerzero.tuning.prediction.predict import MAX_DISTANCE, predict
-from layerzero.tuning.storage import checksums, journal_merge, learning, machine_state
+from layerzero.tuning.storage import journal_merge, learning, machine_state, schema
 from layerzero.tuning.storage import rows as rows_of_times
 from layerzero.tuning.storage.ban_watch import WATCH
 from layerzero.tuning.storage.calls import CallsMade
@@ -40,11 +40,11 @@ from layerzero.tuning.storage.rows import Row, alike, check, in_other_layout, is
 NOTES: list[Callable[[], Iterable[str]]] = []
 """What else has notes for the ledger: the sampling of production's calls, where it was imported."""
 
-_ASK = f"SELECT {checksums.SELECTED} FROM times WHERE work = ? AND graph = ?"  # noqa: S608  # names of ours
+_ASK = f"SELECT {schema.SELECTED} FROM times WHERE work = ? AND graph = ?"  # noqa: S608  # names of ours
 
 
 _FIELDS = len(Time.__struct_fields__) - 1  # what stands for a replay is not kept
-assert Time.__struct_fields__[:_FIELDS] == checksums.DECIDING[:_FIELDS]
+assert Time.__struct_fields__[:_FIELDS] == schema.DECIDING[:_FIELDS]
 
 
 def times_path(policy: Policy) -> Path | None:
@@ -178,8 +178,8 @@ class TimeStore:
         found = database.read(_ASK, (key, graph))
         if not found:
             return []
-        start = checksums.start_of(key, int(graph))
-        sound = checksums.sound(start, found)
+        start = schema.start_of(key, int(graph))
+        sound = schema.sound(start, found)
         if len(sound) < len(found):
             database.tell(f"{database.path}: damaged times count for nothing", warn=True)
         times = [Time(*row[:_FIELDS]) for row in sound]
@@ -196,13 +196,13 @@ class TimeStore:
     def _models(self, database: Database, family: bytes, graph: bool) -> list[tuple[Any, ...]]:
         """What is known about a family; what is stale, damaged, or learnt by an earlier version is learnt first."""
         found = database.read(learning.MODELS, (family, graph))
-        damaged = [row[:5] for row in found if row[5] == learning.MODEL_FORMAT and not checksums.model_holds(row)]
+        damaged = [row[:5] for row in found if row[5] == learning.MODEL_FORMAT and not schema.model_holds(row)]
         if damaged:
             database.tell(f"{database.path}: damaged models count for nothing, and are learnt anew", warn=True)
         if damaged or any(type(row[5]) is int and row[5] < learning.MODEL_FORMAT for row in found):
             journal_merge.learn_family(database, family, damaged)
             found = database.read(learning.MODELS, (family, graph))
-        return [row[2:5] + row[6:7] for row in found if row[5] == learning.MODEL_FORMAT and checksums.model_holds(row)]
+        return [row[2:5] + row[6:7] for row in found if row[5] == learning.MODEL_FORMAT and schema.model_holds(row)]
 
     def record(self, kernel: Kernel, facts: Facts, measurement: Measurement) -> None:
         """Keep a time. Raises: ValueError if it is none."""

@@ -23,7 +23,7 @@ from layerzero.core.recipe import CallRecipe
 from layerzero.engine.config import SCOPES
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.first_run import marked
-from layerzero.engine.graph_safety import SETTING
+from layerzero.engine.proofs import SETTING
 from layerzero.engine.registry import REGISTRY
 from layerzero.inspection.answers import explain
 from layerzero.testing.children import START_S, End, Task, run_apart

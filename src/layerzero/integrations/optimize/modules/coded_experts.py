@@ -1,9 +1,16 @@
-"""Experts of a mixture whose weights are quantised because a caller asks for it, within a bound on what they lose."""
+"""Experts of a mixture as codes: quantised because a caller asks for it, within a bound on what they lose, or kept so.
+
+Those that gpt-oss keeps in mxfp4, by Transformers, call a Triton kernel of the hub, which no CPU runs: nothing can be
+compared with it or timed against it there. So the tensors that a module keeps tell its format. Results are compared
+with the class's formula, in float32, on the dequantised numbers of two experts. Transformers 5.24,
+``integrations/mxfp4.py``.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,17 +18,31 @@ from torch import Tensor
 from torch.nn import Module
 
 import layerzero as lz
+from layerzero.core.errors import InvalidCallError, in_short
 from layerzero.core.plan import Report
 from layerzero.core.reasons import ReasonCode
 from layerzero.integrations.optimize.attention.transformers import Search
-from layerzero.integrations.optimize.modules.experts import Experts, call_of, compute, experts, mixed
-from layerzero.integrations.optimize.swaps.candidate import Candidate, candidate, quiet, refusal, watching
-from layerzero.integrations.optimize.swaps.codes import Requested, narrowed
-from layerzero.integrations.optimize.swaps.swap import stock_forward
+from layerzero.integrations.optimize.modules.experts import Experts, call_of, compute, example_of, experts, mixed
+from layerzero.integrations.optimize.modules.int8 import why_not
+from layerzero.integrations.optimize.swaps.candidate import (
+    Candidate,
+    agrees,
+    candidate,
+    distance,
+    quiet,
+    refusal,
+    watching,
+)
+from layerzero.integrations.optimize.swaps.codes import Requested, narrowed, version
+from layerzero.integrations.optimize.swaps.swap import MARK, Swap, as_forward, has_own_forward, serves, stock_forward
+from layerzero.integrations.optimize.swaps.weights import Packs
 from layerzero.integrations.optimize.times.report import NO_TIME, Left, Replaced
 from layerzero.integrations.optimize.times.workload import RUN
+from layerzero.integrations.transformers_experts import numbers_of
 from layerzero.ops.linear.packed import PACKED, PackedWeight
+from layerzero.ops.moe.experts import moe_experts
 from layerzero.ops.moe.quantized import ROUNDED
+from layerzero.ops.quantize.weight import QuantizedWeight
 
 
 class CodedExperts(Experts, Requested):
@@ -88,10 +109,10 @@ def find(search: Search, of: str, activations: str | None, accuracy: float, aske
             made[path] = found
         elif found is not None:
             yield Left(path, type(module).__name__, f"{asked}: {found}")
-    losses = _losses(list(made.values()), search)
+    lost = losses(list(made.values()), _of_experts, search, "what quantised experts lose on inputs")
     for path, each in made.items():
         module = each.swap.module
-        each.error = loss = losses[id(module)]
+        each.error = loss = lost[id(module)]
         if loss <= accuracy:
             each.swap.state.loss = loss  # type: ignore[attr-defined]
             search.taken.add(id(module))
@@ -144,31 +165,151 @@ LEAST_GROUP = 32
 """Columns that share a scale, where no more divide a row."""
 
 
-def _losses(made: list[Candidate], search: Search) -> dict[int, float]:
-    """How far results are from the modules' own, relative to their size: on the inputs' rows, else on random ones."""
-    states: dict[Module, Any] = {each.swap.module: each.swap.state for each in made}
-    sums = {module: [0.0, 0.0] for module in states}
+def losses(made: Sequence[Candidate], compute: Callable[..., Tensor], search: Search, what: str) -> dict[int, float]:
+    """How far results are from the modules' own, relative to their size: on the inputs' rows, else on random ones.
+
+    ``compute`` takes a candidate and rows of what its module is called with.
+    """
+    of = {each.swap.module: each for each in made}
+    sums: dict[Module, list[float]] = {}
 
     def note(module: Module, given: tuple[Any, ...], output: Any) -> None:
-        if len(given) == 3 and isinstance(output, Tensor) and given[0].numel():
-            apart = -(-given[0].shape[0] // ROWS)
-            rows, ids, shares = (each[::apart] for each in given)
-            wanted = output[::apart].float()
+        if len(given) == 1 + len(of[module].others) and isinstance(output, Tensor) and given[0].numel():
+            apart = -(-given[0].numel() // given[0].shape[-1] // ROWS)
             with torch.no_grad():
-                off = compute(states[module], module, rows, ids, shares).float() - wanted
-            sums[module][0] += off.square().sum().item()
-            sums[module][1] += wanted.square().sum().item()
+                few = [each.reshape(-1, each.shape[-1])[::apart] for each in (output, *given)]
+                wanted = few[0].float()
+                off = compute(of[module], *(each.contiguous() for each in few[1:])).float() - wanted
+            known = sums.setdefault(module, [0.0, 0.0])
+            known[0] += off.square().sum().item()
+            known[1] += wanted.square().sum().item()
 
-    if search.workload is not None and made and search.time.allows("what quantised experts lose on inputs", RUN, 2):
-        with watching(states, after=note):
+    if search.workload is not None and made and search.time.allows(what, RUN, 2):
+        with watching(of, after=note):
             search.workload.run()
-    for each in made:
-        module, given = each.swap.module, (each.example, *each.others)
-        if not any(sums[module]):  # no input came there
-            with torch.no_grad(), quiet(module):
+    for number, (module, each) in enumerate(of.items()):
+        search.tell("quantising", number, len(of))
+        if module not in sums:  # no input came there
+            given = each.example, *each.others
+            with quiet(module):
                 note(module, given, stock_forward(module)(*given))
     return {id(module): math.sqrt(off / whole if whole else off) for module, (off, whole) in sums.items()}
 
 
 ROWS = 256
 """Rows of one call at most whose loss is computed."""
+
+
+def _of_experts(found: Candidate, rows: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
+    assert isinstance(found.swap.state, Experts)
+    return compute(found.swap.state, found.swap.module, rows, ids, shares)
+
+
+_CALLS = "lz.moe_experts in mxfp4, swiglu_oai"
+_BIASES = "gate_up_proj_bias", "down_proj_bias"
+_ROUTES = "_is_hooked"
+"""With it the block around the experts asks its router, and calls their forward with ids and shares."""
+
+
+class MxExperts(Packs):
+    """Both stacks, read where the module keeps them.
+
+    Attributes:
+        weights: gate and up, and down.
+    """
+
+    sets = MappingProxyType({_ROUTES: True})
+
+    def __init__(self, module: Module) -> None:
+        self._note(_kept(module))
+        super().__init__(self.weights, pack=True)
+
+    def _note(self, kept: list[Tensor]) -> None:
+        gate_up, gate_up_scale, down, down_scale = (each.mT.contiguous() for each in kept)
+        self.weights = QuantizedWeight.from_mx(gate_up, gate_up_scale), QuantizedWeight.from_mx(down, down_scale)
+        self._kept, self._versions = kept, list(map(version, kept))
+
+    def follow(self, module: Module) -> bool:
+        """Take what the module keeps now; whether that still is mxfp4."""
+        now = _kept(module)
+        if list(map(id, now)) == list(map(id, self._kept)) and list(map(version, now)) == self._versions:
+            return True
+        try:
+            self._note(now)
+        except (InvalidCallError, ValueError):  # another layout: its own code knows
+            return False
+        self.renew(*self.weights)
+        return True
+
+    def arguments(self, module: Module, rows: Tensor, ids: Tensor, shares: Tensor) -> tuple[tuple[Any, ...], Any]:
+        """Of a call, by place and by name."""
+        given, named = call_of(rows, self.weights, ids, shares, self.forms_for(rows))
+        alpha, limit = numbers_of(module)
+        first, second = (module._parameters[each].to(rows.dtype) for each in _BIASES)  # type: ignore[union-attr]
+        named |= {"gate_up_bias": first, "down_bias": second, "activation": "swiglu_oai"}
+        return given, named | {"alpha": alpha, "limit": limit}
+
+
+@as_forward
+def _mx_experts(self: Module, hidden_states: Tensor, *others: Any, **named: Any) -> Any:
+    state: Any = self.__dict__.get(MARK)
+    mine = not torch.compiler.is_compiling() and not named and [type(each) for each in others] == [Tensor, Tensor]
+    if mine and serves(state, hidden_states, *map(self._parameters.get, _BIASES), others[1]) and state.follow(self):
+        given, told = state.arguments(self, hidden_states, *others)
+        return lz.moe_experts(*given, **told)
+    return type(self).forward(self, hidden_states, *others, **named)
+
+
+def _kept(module: Module) -> list[Tensor]:
+    """Numbers and scales of both stacks, (E, K / 2, N) and (E, K / 32, N); none where it keeps none of mxfp4."""
+    found = []
+    for name in ("gate_up_proj", "down_proj"):
+        config = getattr(module, f"{name}_precision_config", None)
+        for each in (getattr(module, name, None), getattr(config, "weight_scale", None)):
+            storage = getattr(each, "storage", None)
+            data = getattr(storage, "data", None)
+            if not isinstance(data, Tensor) or data.ndim != 3 or data.dtype is not torch.uint8:
+                return []
+            found.append(data)
+    return found if set(_BIASES) <= module._parameters.keys() else []
+
+
+def find_kept(search: Search) -> Iterator[Replaced | Left]:
+    """Stacks of mxfp4 on a CPU, as modules of Transformers keep them."""
+    parents = {id(child): parent for parent in search.root.modules() for child in parent.children()}
+    for path, module in search.root.named_modules():
+        if not (kept := _kept(module)) or kept[0].device.type != "cpu":
+            continue
+        search.taken.add(id(module))
+        found = _checked(module, parents.get(id(module)))
+        name = type(module).__name__
+        yield Left(path, name, found) if isinstance(found, str) else Replaced(path, name, "experts", *found, None)
+
+
+def _checked(module: Module, parent: Module | None) -> tuple[str, str | None, float, Swap] | str:
+    """What it calls, the kernel, how far it is from the formula and its swap; or why it is left."""
+    if why := why_not(module):
+        return why
+    if _ROUTES in module.__dict__:
+        return f"its {_ROUTES} is set: another hook has the block call it"
+    if parent is not None and has_own_forward(parent):
+        return "the forward of the block around it was exchanged on the instance, and reads the weights by itself"
+    try:
+        state = MxExperts(module)
+    except (InvalidCallError, ValueError) as wrong:
+        return in_short(wrong)
+    near = (parent or module).parameters()
+    dtype = next((each.dtype for each in near if each.is_floating_point()), torch.float32)
+    shape = state.weights[0].shape
+    example = example_of(shape, min(shape[0], 2), dtype, torch.device("cpu"))
+    with torch.no_grad():
+        given, named = state.arguments(module, *example)
+        few: Any = {name: each[:2] if isinstance(each, Tensor) else each for name, each in named.items()}
+        rows, gate_up, down, *others = given
+        error = distance(
+            lz.moe_experts(*given, **named), moe_experts(rows.float(), gate_up[:2], down[:2], *others, **few)
+        )
+        kernel = str(lz.which("moe_experts", *given, **named)["kernel_id"])
+    if not agrees(error, dtype):
+        return f"{_CALLS} by {kernel} was off by {error:.2g} of the largest value"
+    return _CALLS, kernel, error, Swap(module, _mx_experts, state)

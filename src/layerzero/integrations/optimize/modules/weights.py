@@ -6,7 +6,7 @@ import copy
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from layerzero.core.arguments import told
 from layerzero.core.reasons import ReasonCode
 from layerzero.integrations.optimize.attention.transformers import Search
 from layerzero.integrations.optimize.modules import coded_experts
-from layerzero.integrations.optimize.modules.coded_experts import LEAST_GROUP, ROWS
+from layerzero.integrations.optimize.modules.coded_experts import LEAST_GROUP, losses
 from layerzero.integrations.optimize.modules.int8 import KIND, product_of, untimed
 from layerzero.integrations.optimize.swaps.candidate import Candidate, quiet, random_rows, refusal, watching
 from layerzero.integrations.optimize.swaps.codes import CodedProduct, Made, bias_of, call
@@ -109,9 +109,9 @@ class Request:
                     continue
                 del layers[path]
                 yield Left(path, type(module).__name__, f"{self}: {last[path] or found}")
-            losses = _losses(made.values(), search)
+            lost = losses(list(made.values()), _of_rows, search, "what quantised weights lose on the inputs")
             for path, each in made.items():
-                module, loss = each.swap.module, losses[id(each.swap.module)]
+                module, loss = each.swap.module, lost[id(each.swap.module)]
                 if widens := _widens(each):
                     last[path] = "; ".join(filter(None, [last[path], widens]))
                     continue
@@ -336,36 +336,6 @@ def _heads(root: Module) -> set[int]:
     return found
 
 
-def _losses(made: Iterable[Candidate], search: Search) -> dict[int, float]:
-    """How far each product is from the module's own, relative to its size: on the inputs' rows, else on random ones."""
-    sums: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
-
-    def note(module: Module, given: tuple[Any, ...], output: Any) -> None:
-        if len(given) == 1 and isinstance(given[0], Tensor) and isinstance(output, Tensor) and given[0].numel():
-            _add(sums[id(module)], of[module], given[0].detach(), output.detach())
-
-    made = list(made)
-    of = {each.swap.module: each for each in made}
-    if search.workload is not None and made and search.time.allows("what quantised weights lose on the inputs", RUN, 2):
-        with watching(of, after=note):
-            search.workload.run()
-    with torch.no_grad():
-        for number, each in enumerate(made):
-            search.tell("quantising", number, len(made))
-            module = each.swap.module
-            if id(module) not in sums:  # no input came there
-                with quiet(module):
-                    _add(sums[id(module)], each, each.example, stock_forward(module)(each.example))
-    return {key: math.sqrt(off / whole) if whole else math.sqrt(off) for key, (off, whole) in sums.items()}
-
-
-def _add(sums: list[float], found: Candidate, input: Tensor, output: Tensor) -> None:
-    rows, wanted = input.reshape(-1, input.shape[-1]), output.reshape(-1, output.shape[-1])
-    apart = -(-rows.shape[0] // ROWS)
-    rows, wanted = rows[::apart], wanted[::apart].float()
-    state = found.swap.state
-    assert isinstance(state, CodedProduct)
-    with torch.no_grad():
-        got = call(state, rows.contiguous(), bias_of(found.swap.module)).float()
-    sums[0] += (got - wanted).square().sum().item()
-    sums[1] += wanted.square().sum().item()
+def _of_rows(found: Candidate, rows: Tensor) -> Tensor:
+    assert isinstance(found.swap.state, CodedProduct)
+    return call(found.swap.state, rows, bias_of(found.swap.module))
