@@ -215,8 +215,8 @@ def test_lost_tokens_are_counted_behind_the_copy_of_their_device(monkeypatch):
     class OnDevice(torch.Tensor):
         is_cuda = True
 
-    recorded = []
-    event = types.SimpleNamespace(record=recorded.append, query=lambda: True)
+    recorded, arrived = [], [True]
+    event = types.SimpleNamespace(record=recorded.append, query=lambda: arrived[0])
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *sizes, pin_memory=False, **more: zeros(*sizes, **more))
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
@@ -225,3 +225,12 @@ def test_lost_tokens_are_counted_behind_the_copy_of_their_device(monkeypatch):
     count.add(torch.tensor([False, True]).as_subclass(OnDevice))
     assert recorded == ["stream of cpu"]
     assert (count.untold(), count.untold()) == (1, 0)
+
+    more = torch.tensor([True, True]).as_subclass(OnDevice)
+    arrived[0] = False  # the device is steps behind: each step counts before it asks
+    count.add(more)
+    assert count.untold() == 0
+    count.add(more)
+    assert len(recorded) == 2, "a newer copy sends the first, which is told, away"
+    arrived[0] = True
+    assert (count.untold(), len(recorded), count.untold()) == (2, 3, 2)

@@ -104,20 +104,25 @@ def _buffer(ranks: Ranks, like: Tensor) -> Tensor:
     of_group = _BUFFERS.setdefault(ranks.group, {})
     found = of_group.get(like.device.index)
     if found is None:
-        if like.is_cuda and torch.cuda.is_current_stream_capturing():
-            wanted = "wanted one collective of this group before the capture, which makes its buffer, got none"
-            raise InvalidCallError("all_reduce", [f"group: {wanted}"])
+        refuse_in_capture(like)
         from torch.distributed import _symmetric_memory as memory
 
         found = memory.empty(BUFFER_BYTES, dtype=torch.uint8, device=like.device)
-        with _without_multicast():
+        with without_multicast():
             memory.rendezvous(found, ranks.group)
         of_group[like.device.index] = found
     return found.view(like.dtype)[: like.numel()].view(like.shape)
 
 
+def refuse_in_capture(like: Tensor) -> None:
+    """Raise InvalidCallError in a capture: a group's buffers are made by all ranks together, and synchronise."""
+    if like.is_cuda and torch.cuda.is_current_stream_capturing():
+        wanted = "wanted one collective of this group before the capture, which makes its buffer, got none"
+        raise InvalidCallError("all_reduce", [f"group: {wanted}"])
+
+
 @contextmanager
-def _without_multicast() -> Iterator[None]:
+def without_multicast() -> Iterator[None]:
     """Let torch make no multicast object for a buffer that no kernel here reads by one; it reads the variable anew."""
     before = os.environ.get(NO_MULTICAST)
     os.environ[NO_MULTICAST] = "1"
@@ -130,7 +135,7 @@ def _without_multicast() -> Iterator[None]:
             os.environ[NO_MULTICAST] = before
 
 
-def _dense(input: Tensor) -> Tensor:
+def dense(input: Tensor) -> Tensor:
     """A dense tensor that begins at 16 bytes, as the buffer does: launches of all ranks must have one shape."""
     dense = input.contiguous()
     return dense.clone() if dense.data_ptr() % 16 else dense
@@ -138,7 +143,7 @@ def _dense(input: Tensor) -> Tensor:
 
 def one_shot(input: Tensor, *, group: Any = None) -> Tensor:
     """Each rank reads what all others have."""
-    ranks, local = ranks_of(group), _dense(input)
+    ranks, local = ranks_of(group), dense(input)
     buffer = _buffer(ranks, local)
     output: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(buffer, local, "sum", ranks.group.group_name)
     return output

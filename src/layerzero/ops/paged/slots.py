@@ -281,7 +281,8 @@ def host_table_problems(tables: object, like: Tensor) -> list[str]:
 class LateCount:
     """How many values were wrong so far, wherever they were counted.
 
-    A count on a GPU is copied behind the work that made it; the host knows it once it has arrived.
+    A count on a GPU is copied behind the work that made it; the host knows it once it has arrived. One copy is on its
+    way at a time: where each step counts before it asks, a newer copy would never have arrived.
 
     Attributes:
         is_late: whether something was counted on a GPU, so that a later query may report it.
@@ -292,6 +293,7 @@ class LateCount:
         self._counted: Tensor | None = None
         self._seen: Tensor | None = None
         self._arrived: torch.cuda.Event | None = None
+        self._is_sent = self._is_newer = False
 
     def add(self, wrong: Tensor | int) -> None:
         """Count what is wrong: a number, or a tensor of bool where it lies."""
@@ -300,12 +302,17 @@ class LateCount:
             return
         count = wrong.sum()
         self._counted = count if self._counted is None else self._counted + count
-        if self._counted.is_cuda:
-            self._seen = torch.zeros((), dtype=torch.int64, pin_memory=True) if self._seen is None else self._seen
-            if self._arrived is None:
-                self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._seen.copy_(self._counted, non_blocking=True)
-            self._arrived.record(torch.cuda.current_stream(self._counted.device))
+        self._is_newer = self._counted.is_cuda
+        if self._is_newer and not self._is_sent:
+            self._send(self._counted)
+
+    def _send(self, counted: Tensor) -> None:
+        self._seen = torch.zeros((), dtype=torch.int64, pin_memory=True) if self._seen is None else self._seen
+        if self._arrived is None:
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._seen.copy_(counted, non_blocking=True)
+        self._arrived.record(torch.cuda.current_stream(counted.device))
+        self._is_sent, self._is_newer = True, False
 
     @property
     def is_late(self) -> bool:
@@ -313,9 +320,11 @@ class LateCount:
 
     def untold(self) -> int:
         """How many were counted since the last question, as far as the host knows by now."""
-        if self._arrived is not None and not self._arrived.query():  # type: ignore[no-untyped-call]
+        if self._is_sent and self._arrived is not None and not self._arrived.query():  # type: ignore[no-untyped-call]
             return 0
         seen = self._counted if self._seen is None else self._seen
         total = self._on_host + (0 if seen is None else int(seen))
-        count, self._told = total - self._told, total
+        count, self._told, self._is_sent = total - self._told, total, False
+        if self._is_newer and self._counted is not None:
+            self._send(self._counted)
         return count
