@@ -15,7 +15,7 @@ from torch import Tensor
 
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Backend, Kernel
+from layerzero.core.kernel import Backend
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention import declare as attention
 from layerzero.ops.attention.reference import with_lse
@@ -68,22 +68,19 @@ def _instinct(facts: Facts) -> Reason | None:
 _TENSORS = ("query", "key", "value")
 
 KERNELS = (
-    Kernel(
-        id="aiter.flash_attn",
-        operations=attention.ALL,
-        backend=AITER,
-        load=_load,
+    AITER.kernel(
+        "aiter.flash_attn",
+        attention.ALL,
+        _load,
+        limit.Custom("gfx942 or gfx950", _instinct),
+        limit.dtype("float16", "bfloat16"),
+        limit.dim("head_dim", max=256, multiple=8),
+        limit.equal("value_dim", "head_dim"),
+        limit.positive("scale"),
+        limit.last_stride_one(*_TENSORS),
+        limit.aligned(16, *_TENSORS),
         layout="BSHD",
         accepts=("causal", "scale", "window", "return_lse"),
-        limits=(
-            limit.Custom("gfx942 or gfx950", _instinct),
-            limit.dtype("float16", "bfloat16"),
-            limit.dim("head_dim", max=256, multiple=8),
-            limit.equal("value_dim", "head_dim"),
-            limit.positive("scale"),
-            limit.last_stride_one(*_TENSORS),
-            limit.aligned(16, *_TENSORS),
-        ),
         jit=True,
         priority=90,
     ),

@@ -19,7 +19,7 @@ from torch import Tensor
 from layerzero.backends.norm_limits import ElementsBelow
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Backend, Kernel
+from layerzero.core.kernel import Backend
 
 APEX = Backend(
     name="apex",
@@ -66,20 +66,18 @@ def _load_layer_norm(facts: Facts) -> Callable[..., Any]:
 _LIMITS = (ElementsBelow(2**31), limit.contiguous("input", "weight", "bias"))
 
 KERNELS = (
-    Kernel(
-        id="apex.rms_norm",
-        operations=("norm.rms",),
-        backend=APEX,
-        load=_load_rms_norm,
+    APEX.kernel(
+        "apex.rms_norm",
+        "norm.rms",
+        _load_rms_norm,
         accepts=("eps",),
         limits=(*_LIMITS, limit.dtype("float32", "float16", "bfloat16")),
         priority=50,
     ),
-    Kernel(
-        id="apex.layer_norm",
-        operations=("norm.layer",),
-        backend=APEX,
-        load=_load_layer_norm,
+    APEX.kernel(
+        "apex.layer_norm",
+        "norm.layer",
+        _load_layer_norm,
         accepts=("normalized_shape", "weight", "bias", "eps"),
         limits=(*_LIMITS, limit.dtype("float32"), limit.one_of("weight", "float"), limit.one_of("bias", "float")),
         priority=35,

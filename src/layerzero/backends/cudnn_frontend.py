@@ -24,7 +24,7 @@ from torch import Tensor
 from layerzero.backends.shape_cache import Prepared
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Backend, Kernel
+from layerzero.core.kernel import Backend
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention import declare as attention
 from layerzero.ops.attention.limits import NotDecoding
@@ -221,26 +221,23 @@ def _window(facts: Facts) -> Reason | None:
 _TENSORS = ("query", "key", "value")
 
 KERNELS = (
-    Kernel(
-        id="cudnn.sdpa",
-        operations=attention.ALL,
-        backend=CUDNN,
-        load=_load,
+    CUDNN.kernel(
+        "cudnn.sdpa",
+        attention.ALL,
+        _load,
+        limit.dtype("float16", "bfloat16"),
+        limit.dim("head_dim", max=256, multiple=8),
+        limit.dim("value_dim", max=256, multiple=8),
+        limit.Custom("head_dim > 128 on sm 9, or 192 with a value_dim of 128 on sm 10", _wide_heads),
+        NotDecoding(),
+        limit.Custom("causal or window: seq_q <= seq_k", _alignment),
+        limit.Custom("window: (left, 0), seq_q > 1", _window),
+        limit.positive("scale"),  # the maximum is taken before scaling
+        limit.last_stride_one(*_TENSORS),
+        limit.aligned(16, *_TENSORS),
+        _GRAPHS.before_capture("its graph", _graph_key),
         layout="BHSD",
         accepts=("causal", "scale", "window", "return_lse"),
-        limits=(
-            limit.dtype("float16", "bfloat16"),
-            limit.dim("head_dim", max=256, multiple=8),
-            limit.dim("value_dim", max=256, multiple=8),
-            limit.Custom("head_dim > 128 on sm 9, or 192 with a value_dim of 128 on sm 10", _wide_heads),
-            NotDecoding(),
-            limit.Custom("causal or window: seq_q <= seq_k", _alignment),
-            limit.Custom("window: (left, 0), seq_q > 1", _window),
-            limit.positive("scale"),  # the maximum is taken before scaling
-            limit.last_stride_one(*_TENSORS),
-            limit.aligned(16, *_TENSORS),
-            _GRAPHS.before_capture("its graph", _graph_key),
-        ),
         graph_safe=True,
         plans_sizes=True,
         device_guard=True,

@@ -22,7 +22,6 @@ from layerzero.backends.shape_cache import Prepared
 from layerzero.backends.torch.varlen import longest_or
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
 from layerzero.ops.ragged import declare as ragged
 from layerzero.ops.ragged.starts import RaggedMetadata, sequences_of
 
@@ -160,20 +159,17 @@ def _load(facts: Facts) -> Callable[..., Any]:
 _TENSORS = ("query", "key", "value")
 
 KERNELS = (
-    Kernel(
-        id="cudnn.ragged",
-        operations=ragged.RAGGED,
-        backend=CUDNN,
-        load=_load,
+    CUDNN.kernel(
+        "cudnn.ragged",
+        ragged.RAGGED,
+        _load,
+        limit.dtype("float16", "bfloat16"),
+        limit.dim("head_dim", max=128, multiple=8),
+        limit.equal("value_dim", "head_dim"),
+        limit.positive("scale"),  # the maximum is taken before scaling
+        limit.contiguous(*_TENSORS, "cu_seqlens_q", "cu_seqlens_k"),
+        limit.aligned(16, *_TENSORS),
         accepts=("causal", "scale", "max_seqlen_q", "max_seqlen_k", "step"),
-        limits=(
-            limit.dtype("float16", "bfloat16"),
-            limit.dim("head_dim", max=128, multiple=8),
-            limit.equal("value_dim", "head_dim"),
-            limit.positive("scale"),  # the maximum is taken before scaling
-            limit.contiguous(*_TENSORS, "cu_seqlens_q", "cu_seqlens_k"),
-            limit.aligned(16, *_TENSORS),
-        ),
         device_guard=True,
         priority=45,
     ),

@@ -301,11 +301,10 @@ ALIKE = limit.one_of("formats_alike", True)
 
 def experts_of(kernel_id: str, backend: Backend, parts: Parts, priority: int, *limits: Limit) -> Kernel:
     """A kernel for quantised experts on a CPU, made of a product's; see :func:`grouped`."""
-    return Kernel(
-        id=kernel_id,
-        operations=EITHER,
-        backend=backend,
-        load=lambda facts: _load_experts(facts, kernel_id, parts),
+    return backend.kernel(
+        kernel_id,
+        EITHER,
+        lambda facts: _load_experts(facts, kernel_id, parts),
         accepts=(*ACCEPTS, *TENSORS, *PACKED_OF),
         limits=(limit.platform("cpu"), ALIKE, *limits, *(belongs(packed, of) for packed, of in PACKED_OF.items())),
         graph_safe=False,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Backend, Kernel
+from layerzero.core.kernel import Backend
 from layerzero.ops.attention import declare as attention
 from layerzero.ops.attention.limits import SameHeads, SquareCausal
 
@@ -49,22 +49,19 @@ def _load(facts: Facts) -> Callable[..., Any]:
 
 
 KERNELS = (
-    Kernel(
-        id="habana.fused_sdpa",
-        operations=attention.ALL,
-        backend=HABANA,
-        load=_load,
+    HABANA.kernel(
+        "habana.fused_sdpa",
+        attention.ALL,
+        _load,
+        limit.dtype("float32", "bfloat16"),
+        SquareCausal(),
+        limit.one_of("attn_mask", "none", "float", foldable=True),
+        limit.one_of("mask_dtype", "none", "bool", "query"),
+        SameHeads(),
+        limit.positive("scale"),
         layout="BHSD",
         accepts=("causal", "scale", "attn_mask"),
         folds=("causal", "attn_mask", "window", "alibi_slopes", "kv_lens"),
-        limits=(
-            limit.dtype("float32", "bfloat16"),
-            SquareCausal(),
-            limit.one_of("attn_mask", "none", "float", foldable=True),
-            limit.one_of("mask_dtype", "none", "bool", "query"),
-            SameHeads(),
-            limit.positive("scale"),
-        ),
         priority=90,
     ),
 )

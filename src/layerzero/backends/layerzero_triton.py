@@ -25,7 +25,7 @@ from torch import Tensor
 from layerzero.backends.compiler_caches import triton_cache
 from layerzero.core import limits as limit
 from layerzero.core.facts import MAX_ALIGNMENT_BYTES, Facts, TensorFacts
-from layerzero.core.kernel import Backend, Kernel
+from layerzero.core.kernel import Backend
 from layerzero.ops.paged import mixed
 from layerzero.ops.ragged.starts import sequences_of
 
@@ -166,11 +166,10 @@ def on_amd(facts: Facts) -> bool:
 _LIMITS = (limit.arch(min=(8, 0)), limit.dtype("float32", "float16", "bfloat16"))  # Triton has no bfloat16 before
 
 KERNELS = (
-    Kernel(
-        id="layerzero_triton.swiglu_oai",
-        operations=("mlp.swiglu_oai", "mlp.swiglu_oai.interleaved"),
-        backend=OURS,
-        load=_load_swiglu_oai,
+    OURS.kernel(
+        "layerzero_triton.swiglu_oai",
+        ("mlp.swiglu_oai", "mlp.swiglu_oai.interleaved"),
+        _load_swiglu_oai,
         accepts=("alpha", "limit"),
         limits=(*_LIMITS, limit.contiguous("input", "up")),
         cache_folder=triton_cache,
@@ -178,20 +177,17 @@ KERNELS = (
         proved_first=on_amd,
         priority=50,
     ),
-    Kernel(
-        id="layerzero_triton.paged_tokens",
-        operations=mixed.ALL,
-        backend=OURS,
-        load=_load_paged_tokens,
+    OURS.kernel(
+        "layerzero_triton.paged_tokens",
+        mixed.ALL,
+        _load_paged_tokens,
+        *_LIMITS,
+        limit.dim("head_dim", max=256),
+        limit.dim("value_dim", max=256),
+        limit.last_stride_one("query", "key_cache", "value_cache", "block_tables", "tree_mask"),
+        limit.contiguous("context_lens", "cu_seqlens_q", "sinks"),
         layout="NHD",
         accepts=("causal", "scale", "window", "softcap", "sinks", "tree_mask", "return_lse"),
-        limits=(
-            *_LIMITS,
-            limit.dim("head_dim", max=256),
-            limit.dim("value_dim", max=256),
-            limit.last_stride_one("query", "key_cache", "value_cache", "block_tables", "tree_mask"),
-            limit.contiguous("context_lens", "cu_seqlens_q", "sinks"),
-        ),
         cache_folder=triton_cache,
         build_key=_paged_key,
         proved_first=on_amd,

@@ -32,7 +32,7 @@ from layerzero.backends.norm_limits import specialised
 from layerzero.backends.torch.collectives import ONE_SHOT, one_shot
 from layerzero.core import limits as limit
 from layerzero.core.facts import MAX_ALIGNMENT_BYTES, Facts
-from layerzero.core.kernel import Backend, Kernel, Trust
+from layerzero.core.kernel import Backend, Trust
 from layerzero.ops.rope.split import rope
 
 LIGER = Backend(
@@ -193,33 +193,30 @@ def _specialised(facts: Facts) -> Hashable:
 
 
 KERNELS = (
-    Kernel(
-        id="liger.rms_norm",
-        operations=("norm.rms",),
-        backend=LIGER,
-        load=_load_rms_norm,
+    LIGER.kernel(
+        "liger.rms_norm",
+        "norm.rms",
+        _load_rms_norm,
         accepts=("eps",),
         limits=(*_LIMITS, limit.dim("hidden", max=_WIDEST)),
         cache_folder=triton_cache,
         build_key=specialised,
         priority=60,
     ),
-    Kernel(
-        id="liger.add_rms_norm",
-        operations=("norm.add_rms",),
-        backend=LIGER,
-        load=_load_add_rms_norm,
+    LIGER.kernel(
+        "liger.add_rms_norm",
+        "norm.add_rms",
+        _load_add_rms_norm,
         accepts=("eps",),
         limits=(*_LIMITS, _IN_PLACE),
         cache_folder=triton_cache,
         build_key=specialised,
         priority=65,
     ),
-    Kernel(
-        id="liger.symm_all_reduce_add_rms_norm",  # torch's one shot, then one launch where torch has two
-        operations=("comm.all_reduce_add_rms_norm",),
-        backend=LIGER,
-        load=_load_all_reduce_add_rms_norm,
+    LIGER.kernel(
+        "liger.symm_all_reduce_add_rms_norm",  # torch's one shot, then one launch where torch has two
+        "comm.all_reduce_add_rms_norm",
+        _load_all_reduce_add_rms_norm,
         accepts=("eps", "group"),
         limits=(*_LIMITS, _IN_PLACE, *ONE_SHOT),
         cache_folder=triton_cache,
@@ -227,36 +224,30 @@ KERNELS = (
         trust=Trust.UNTRIED,
         priority=65,
     ),
-    Kernel(
-        id="liger.layer_norm",
-        operations=("norm.layer",),
-        backend=LIGER,
-        load=_load_layer_norm,
+    LIGER.kernel(
+        "liger.layer_norm",
+        "norm.layer",
+        _load_layer_norm,
+        *_LIMITS,
+        limit.dim("hidden", max=_WIDEST),
+        limit.one_of("weight", "float"),
+        limit.one_of("bias", "float"),
         accepts=("normalized_shape", "weight", "bias", "eps"),
-        limits=(
-            *_LIMITS,
-            limit.dim("hidden", max=_WIDEST),
-            limit.one_of("weight", "float"),
-            limit.one_of("bias", "float"),
-        ),
         cache_folder=triton_cache,
         build_key=specialised,
         priority=45,
     ),
     *(
-        Kernel(
-            id=name,
-            operations=(operation,),
-            backend=LIGER,
-            load=load,
+        LIGER.kernel(
+            name,
+            operation,
+            load,
+            limit.arch(min=(8, 0)),
+            limit.dtype("float32", "float16", "bfloat16"),
+            limit.one_of("table_dtype", "float32", "float16", "bfloat16"),
+            *((limit.contiguous("query", "key"),) if load is _load_rope_inplace else ()),  # a copy is lost
             layout="BSHD",
             accepts=("positions",),
-            limits=(
-                limit.arch(min=(8, 0)),
-                limit.dtype("float32", "float16", "bfloat16"),
-                limit.one_of("table_dtype", "float32", "float16", "bfloat16"),
-                *((limit.contiguous("query", "key"),) if load is _load_rope_inplace else ()),  # a copy is lost
-            ),
             cache_folder=triton_cache,
             build_key=_rope_specialised,
             priority=60,
@@ -267,19 +258,16 @@ KERNELS = (
         )
     ),
     *(
-        Kernel(
-            id=f"liger.{name}",
-            operations=operations,
-            backend=LIGER,
-            load=load,
+        LIGER.kernel(
+            f"liger.{name}",
+            operations,
+            load,
+            limit.arch(min=(8, 0)),  # of NVIDIA's: Triton has no bfloat16 before
+            limit.dtype("float32", "float16", "bfloat16"),
+            limit.contiguous("input", "up"),
+            limit.dim("features", max=65536),
+            *limits,
             accepts=accepts,
-            limits=(
-                limit.arch(min=(8, 0)),  # of NVIDIA's: Triton has no bfloat16 before
-                limit.dtype("float32", "float16", "bfloat16"),
-                limit.contiguous("input", "up"),
-                limit.dim("features", max=65536),
-                *limits,
-            ),
             cache_folder=triton_cache,
             build_key=_specialised,
             priority=50,

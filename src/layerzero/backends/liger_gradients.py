@@ -39,7 +39,7 @@ from layerzero.backends.layerzero_triton import on_amd
 from layerzero.backends.linear_loss import Needed, Sizes, over_chunks, scaled, sizes
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel, Trust
+from layerzero.core.kernel import Trust
 
 
 def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
@@ -294,11 +294,13 @@ KERNELS = (
         )
     ),
     *(
-        Kernel(
-            id=f"liger.{name}{'_rows' if rows else ''}",
-            operations=(f"loss.{name}{'.rows' if rows else ''}",),
-            backend=liger.LIGER,
-            load=load,
+        liger.LIGER.kernel(
+            f"liger.{name}{'_rows' if rows else ''}",
+            f"loss.{name}{'.rows' if rows else ''}",
+            load,
+            limit.arch(min=(8, 0)),  # of NVIDIA's: Triton has no bfloat16 before
+            limit.dtype("float32", "bfloat16"),
+            limit.contiguous("logits", "hidden", "weight"),
             accepts=(
                 "ignore_index",
                 "label_smoothing",
@@ -306,11 +308,6 @@ KERNELS = (
                 "z_loss",
                 *accepts,
                 *(() if rows else ("reduction",)),
-            ),
-            limits=(
-                limit.arch(min=(8, 0)),  # of NVIDIA's: Triton has no bfloat16 before
-                limit.dtype("float32", "bfloat16"),
-                limit.contiguous("logits", "hidden", "weight"),
             ),
             grad=True,
             graph_safe=False,

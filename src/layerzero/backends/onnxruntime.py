@@ -26,7 +26,7 @@ from torch import Tensor
 from layerzero.backends.grouped_weights import IN_FOUR_BITS, ROUNDING, Product, grouped, regrouped
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Backend, Kernel
+from layerzero.core.kernel import Backend
 from layerzero.ops.attention import declare as attention
 from layerzero.ops.attention.limits import SquareCausal
 from layerzero.ops.linear.packed import Pack
@@ -198,50 +198,42 @@ def _codes(facts: Facts, accuracy: int = 1) -> tuple[Pack, Product]:
 
 
 KERNELS = (
-    Kernel(
-        id="onnxruntime.attention",
-        operations=attention.ALL,
-        backend=ONNXRUNTIME,
-        load=_load_attention,
+    ONNXRUNTIME.kernel(
+        "onnxruntime.attention",
+        attention.ALL,
+        _load_attention,
+        limit.dtype("float32"),
+        SquareCausal(),
+        limit.one_of("attn_mask", "none", "float", foldable=True),
+        limit.positive("scale"),  # it takes the root of it
+        limit.contiguous("query", "key", "value"),
         layout="BHSD",
         accepts=("causal", "scale", "attn_mask"),
         folds=("causal", "attn_mask", "window", "alibi_slopes"),
-        limits=(
-            limit.dtype("float32"),
-            SquareCausal(),
-            limit.one_of("attn_mask", "none", "float", foldable=True),
-            limit.positive("scale"),  # it takes the root of it
-            limit.contiguous("query", "key", "value"),
-        ),
         priority=30,
     ),
-    Kernel(
-        id="onnxruntime.rms_norm",
-        operations=("norm.rms",),
-        backend=ONNXRUNTIME,
-        load=_load_rms_norm,
+    ONNXRUNTIME.kernel(
+        "onnxruntime.rms_norm",
+        "norm.rms",
+        _load_rms_norm,
         accepts=("eps",),
         limits=(limit.dtype("float32", "float16"), limit.contiguous("input", "weight")),
         priority=20,
     ),
-    Kernel(
-        id="onnxruntime.gelu",
-        operations=("activation.gelu",),
-        backend=ONNXRUNTIME,
-        load=_load_gelu,
+    ONNXRUNTIME.kernel(
+        "onnxruntime.gelu",
+        "activation.gelu",
+        _load_gelu,
+        limit.dtype("float32", "bfloat16"),  # bfloat16 is widened on the way in and rounded once on the way out
+        limit.one_of("approximate", "tanh"),  # that by erf takes 1.1 to 1.4 times torch's time
+        limit.contiguous("input"),
         accepts=("approximate",),
-        limits=(
-            limit.dtype("float32", "bfloat16"),  # bfloat16 is widened on the way in and rounded once on the way out
-            limit.one_of("approximate", "tanh"),  # that by erf takes 1.1 to 1.4 times torch's time
-            limit.contiguous("input"),
-        ),
         priority=20,
     ),
-    Kernel(
-        id="onnxruntime.layer_norm",
-        operations=("norm.layer",),
-        backend=ONNXRUNTIME,
-        load=_load_layer_norm,
+    ONNXRUNTIME.kernel(
+        "onnxruntime.layer_norm",
+        "norm.layer",
+        _load_layer_norm,
         accepts=("normalized_shape", "weight", "bias", "eps"),
         limits=(limit.dtype("float32"), limit.one_of("weight", "float"), limit.contiguous("input", "weight", "bias")),
         priority=30,

@@ -25,7 +25,7 @@ from layerzero.backends.compiler_caches import stamps, temporary
 from layerzero.backends.norm_limits import RowsAligned, row_length
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Backend, Kernel
+from layerzero.core.kernel import Backend
 
 QUACK = Backend(
     name="quack",
@@ -131,11 +131,10 @@ _TENSORS = ("input", "residual", "weight", "bias")
 _LIMITS = (limit.dtype("float32", "float16", "bfloat16"), limit.contiguous(*_TENSORS), RowsAligned(_TENSORS))
 
 KERNELS = tuple(
-    Kernel(
-        id=f"quack.{name}",
-        operations=(operation,),
-        backend=QUACK,
-        load=load,
+    QUACK.kernel(
+        f"quack.{name}",
+        operation,
+        load,
         accepts=accepts,
         limits=(*_LIMITS, limit.dim("hidden", max=widest, multiple=8)),
         build_key=_build_key,

@@ -25,7 +25,7 @@ from layerzero.backends.gradients import from_kept, with_gradients
 from layerzero.backends.norm_limits import RowsAligned
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel, Trust
+from layerzero.core.kernel import Trust
 
 Needed = tuple[bool, ...]
 
@@ -127,18 +127,15 @@ KERNELS = (
         limits=(*_FORWARD["layer_norm"].limits, *_AFFINE),
     ),
     *(
-        Kernel(
-            id=f"quack.cross_entropy{'_rows' if rows else ''}",
-            operations=(f"loss.cross_entropy{'.rows' if rows else ''}",),
-            backend=quack.QUACK,
-            load=_load_cross_entropy,
+        quack.QUACK.kernel(
+            f"quack.cross_entropy{'_rows' if rows else ''}",
+            f"loss.cross_entropy{'.rows' if rows else ''}",
+            _load_cross_entropy,
+            limit.dtype("float32", "float16", "bfloat16"),
+            limit.contiguous("logits", "target", "weight"),
+            RowsAligned(_LOGITS, size="vocab"),
+            limit.dim("vocab", multiple=8),
             accepts=("weight", "ignore_index", *(() if rows else ("reduction",))),
-            limits=(
-                limit.dtype("float32", "float16", "bfloat16"),
-                limit.contiguous("logits", "target", "weight"),
-                RowsAligned(_LOGITS, size="vocab"),
-                limit.dim("vocab", multiple=8),
-            ),
             grad=True,
             build_key=_loss_key,
             cache_folder=_FORWARD["rms_norm"].cache_folder,

@@ -51,11 +51,10 @@ def _kernel(
     declared: dict[str, Any],
 ) -> Kernel:
     """A kernel; one that does not define the format works on a form of its own, and has to prove it."""
-    return Kernel(
-        id=f"{backend.name}.{name}",
-        operations=(operation,),
-        backend=backend,
-        load=functools.partial(_loaded, load),
+    return backend.kernel(
+        f"{backend.name}.{name}",
+        operation,
+        functools.partial(_loaded, load),
         accepts=accepts,
         deterministic=True,
         stock=(lambda facts: facts["format"] == native) if native else False,

@@ -23,7 +23,7 @@ from torch import Tensor
 from layerzero.backends.torch.cuda_attention import own_heads, padded_mask
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Backend, Kernel
+from layerzero.core.kernel import Backend
 from layerzero.ops.attention import declare as attention
 from layerzero.ops.attention.limits import SameHeads
 
@@ -93,26 +93,23 @@ def _load(facts: Facts) -> Callable[..., Any]:
 _TENSORS = ("query", "key", "value")
 
 KERNELS = (
-    Kernel(
-        id="xformers.memory_efficient",
-        operations=attention.ALL,
-        backend=XFORMERS,
-        load=_load,
+    XFORMERS.kernel(
+        "xformers.memory_efficient",
+        attention.ALL,
+        _load,
+        limit.arch(min=(7, 5), max=(9, 9)),  # its kernel for sm_10 has neither float32 nor a bias
+        limit.dtype("float32", "float16", "bfloat16"),
+        limit.dim("head_dim", max=256, multiple=8),
+        limit.equal("value_dim", "head_dim"),
+        limit.one_of("attn_mask", "none", "float", foldable=True),
+        limit.one_of("mask_dtype", "none", "bool", "query"),
+        SameHeads(),
+        limit.positive("scale"),
+        limit.last_stride_one(*_TENSORS),
+        limit.aligned(16, *_TENSORS),
         layout="BSHD",
         accepts=("causal", "scale", "attn_mask"),
         folds=("causal", "attn_mask", "window", "kv_lens"),  # a mask in 16 bits is too coarse for ALiBi
-        limits=(
-            limit.arch(min=(7, 5), max=(9, 9)),  # its kernel for sm_10 has neither float32 nor a bias
-            limit.dtype("float32", "float16", "bfloat16"),
-            limit.dim("head_dim", max=256, multiple=8),
-            limit.equal("value_dim", "head_dim"),
-            limit.one_of("attn_mask", "none", "float", foldable=True),
-            limit.one_of("mask_dtype", "none", "bool", "query"),
-            SameHeads(),
-            limit.positive("scale"),
-            limit.last_stride_one(*_TENSORS),
-            limit.aligned(16, *_TENSORS),
-        ),
         graph_safe=True,
         priority=75,
         aliases=("xformers.memory_efficient_attention",),

@@ -54,7 +54,7 @@ from layerzero.backends.grouped_weights import IN_FOUR_BITS, Product, grouped
 from layerzero.backends.shape_cache import small_alone
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts, TensorFacts
-from layerzero.core.kernel import Backend, Kernel, Release
+from layerzero.core.kernel import Backend, Release
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.reuse_conditions import WITHIN, Condition, SizedCall, conditions
 from layerzero.core.system import forking
@@ -294,40 +294,34 @@ _EPS = limit.Custom("eps >= 1e-37", _eps_normal)
 
 
 KERNELS = (
-    Kernel(
-        id="zentorch.sdpa",
-        operations=attention.ALL,
-        backend=ZENTORCH,
-        load=_load_sdpa,
+    ZENTORCH.kernel(
+        "zentorch.sdpa",
+        attention.ALL,
+        _load_sdpa,
+        VECTORS,
+        DTYPES,
+        limit.equal("value_dim", "head_dim"),
+        limit.dim("seq_k", min=16),  # of fewer keys than vector lanes, a row of NaN passes for hidden and gives 0
+        SquareCausal(),
+        limit.one_of("attn_mask", "none", "float", foldable=True),
+        limit.Custom("scale: not 0, above 0 with causal", _scale),
+        RowsApart(("query", "key", "value")),
         layout="BHSD",
         accepts=("causal", "scale", "attn_mask"),  # its second result is not the log-sum-exp but unwritten memory
         folds=("causal", "attn_mask", "window", "alibi_slopes"),
-        limits=(
-            VECTORS,
-            DTYPES,
-            limit.equal("value_dim", "head_dim"),
-            limit.dim("seq_k", min=16),  # of fewer keys than vector lanes, a row of NaN passes for hidden and gives 0
-            SquareCausal(),
-            limit.one_of("attn_mask", "none", "float", foldable=True),
-            limit.Custom("scale: not 0, above 0 with causal", _scale),
-            RowsApart(("query", "key", "value")),
-        ),
         priority=45,
     ),
     *packed_blocks.kernels("zentorch.", _product, _times, (VECTORS, BFLOAT16, DTYPES), backend=ZENTORCH, priority=60),
-    Kernel(
-        id="zentorch.int8_linear_packed",
-        operations=(QUANTIZED["int8"].name,),
-        backend=ZENTORCH,
-        load=_load_int8,
+    ZENTORCH.kernel(
+        "zentorch.int8_linear_packed",
+        QUANTIZED["int8"].name,
+        _load_int8,
+        limit.cpu_feature("avx512_vnni"),
+        DTYPES,
+        limit.dim("in_features", max=2048, multiple=4),
+        limit.contiguous("bias"),
+        BELONGS,
         accepts=("bias", "packed"),
-        limits=(
-            limit.cpu_feature("avx512_vnni"),
-            DTYPES,
-            limit.dim("in_features", max=2048, multiple=4),
-            limit.contiguous("bias"),
-            BELONGS,
-        ),
         priority=52,
     ),
     grouped(
@@ -341,21 +335,19 @@ KERNELS = (
         limit.dim("in_features", multiple=8),
         limit.Custom(f"{_MEMORY}=0", _forgets),
     ),
-    Kernel(
-        id="zentorch.rms_norm",
-        operations=("norm.rms",),
-        backend=ZENTORCH,
-        load=_load_rms_norm,
+    ZENTORCH.kernel(
+        "zentorch.rms_norm",
+        "norm.rms",
+        _load_rms_norm,
         accepts=("eps",),
         renames={"eps": "epsilon"},
         limits=(VECTORS, BFLOAT16, DTYPES, _EPS, limit.contiguous("input", "weight")),
         priority=60,
     ),
-    Kernel(
-        id="zentorch.add_rms_norm",
-        operations=("norm.add_rms",),
-        backend=ZENTORCH,
-        load=_load_add_rms_norm,
+    ZENTORCH.kernel(
+        "zentorch.add_rms_norm",
+        "norm.add_rms",
+        _load_add_rms_norm,
         accepts=("eps",),
         limits=(VECTORS, BFLOAT16, DTYPES, _EPS, limit.contiguous("residual", "weight")),
         priority=60,

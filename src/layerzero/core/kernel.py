@@ -52,6 +52,8 @@ def _is_range(text: str) -> bool:
 _OF_BACKEND: Any = None
 """Default of a flag: what the backend says."""
 
+Load = Callable[[Facts], Callable[..., Any]]
+
 
 class Trust(StrEnum):
     """Why a kernel may run before it proved itself on this machine."""
@@ -138,8 +140,7 @@ class Backend:
     flags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        unknown = set(self.flags) - set(FLAGS)
-        if unknown:
+        if unknown := set(self.flags) - set(FLAGS):
             raise RegistrationError(f"{self.name}: flags: wanted names among {', '.join(FLAGS)}, got {sorted(unknown)}")
         ranges = [each for each in (self.versions, self.known_bad) if each]
         ranges += [release.versions for release in self.releases]
@@ -148,8 +149,7 @@ class Backend:
             if not _is_range(text):
                 wanted = "ranges such as '>=2.5,<3' and 'torch>=2.10'"
                 raise RegistrationError(f"{self.name}: versions and requires: wanted {wanted}, got {text!r}")
-        outside = [each for each in self.tested if self.versions and not within(each, self.versions)]
-        if outside:
+        if outside := [each for each in self.tested if self.versions and not within(each, self.versions)]:
             raise RegistrationError(f"{self.name}: tested: wanted versions within {self.versions!r}, got {outside}")
 
     def __hash__(self) -> int:
@@ -175,6 +175,11 @@ class Backend:
     def distributions(self) -> tuple[str, ...]:
         """Package names to look for, in order."""
         return self.distribution if isinstance(self.distribution, tuple) else (self.distribution,)
+
+    def kernel(self, name: str, operations: str | tuple[str, ...], load: Load, *more: Limit, **fields: Any) -> Kernel:
+        """Declare a kernel of this library: its id, operations and limits; ``fields`` are others of ``Kernel``."""
+        of, limits = (operations,) if isinstance(operations, str) else operations, (*fields.pop("limits", ()), *more)
+        return Kernel(id=name, operations=of, backend=self, load=load, limits=limits, **fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +266,7 @@ class Kernel:
     id: str
     operations: tuple[str, ...]
     backend: Backend
-    load: Callable[[Facts], Callable[..., Any]]
+    load: Load
     layout: str | None = None
     accepts: tuple[str, ...] = ()
     implies: tuple[str, ...] = ()
@@ -315,8 +320,7 @@ class Kernel:
                 raise RegistrationError(f"{self.id}: priority must be 0 to 100, is {priority!r}")
         if not self.operations:
             raise RegistrationError(f"{self.id}: declares no operation")
-        unknown = set(self.renames) - set(self.accepts)
-        if unknown:
+        if unknown := set(self.renames) - set(self.accepts):
             raise RegistrationError(f"{self.id}: renames {sorted(unknown)} without accepting them")
         for name in self.renames.values():
             if not name.isidentifier() or keyword.iskeyword(name):  # it becomes a word of the plan's text
@@ -385,10 +389,6 @@ class Kernel:
     def needs_proof(self, facts: Facts) -> bool:
         """Whether it is refused for such a call until it was proved."""
         return self.proved_first if isinstance(self.proved_first, bool) else self.proved_first(facts)
-
-    def workspace_for(self, facts: Facts) -> int:
-        """Bytes it needs besides its results."""
-        return self.workspace_bytes(facts) if self.workspace_bytes else 0
 
 
 REFERENCE_BACKEND = Backend(

@@ -36,7 +36,7 @@ from torch import Tensor
 from layerzero.backends.compiler_caches import temporary
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Backend, Kernel
+from layerzero.core.kernel import Backend
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention import declare as attention
 from layerzero.ops.attention.limits import LseWithoutGradient
@@ -237,11 +237,10 @@ _SHAPES = (
 
 
 KERNELS = (
-    Kernel(
-        id="flash_attn.v3",
-        operations=attention.ALL,
-        backend=FLASH_ATTN_3,
-        load=_load_v3,
+    FLASH_ATTN_3.kernel(
+        "flash_attn.v3",
+        attention.ALL,
+        _load_v3,
         layout="BSHD",
         accepts=("causal", "scale", "window", "softcap", "return_lse"),
         limits=(limit.arch(min=(9, 0), max=(9, 9)), limit.instruction("wgmma"), *_SHAPES, *WITH_GRADIENTS),
@@ -249,25 +248,22 @@ KERNELS = (
         priority=100,
         aliases=("flash_attn.v3.causal",),
     ),
-    Kernel(
-        id="flash_attn.v2",
-        operations=attention.ALL,
-        backend=FLASH_ATTN_2,
-        load=_load_v2,
+    FLASH_ATTN_2.kernel(
+        "flash_attn.v2",
+        attention.ALL,
+        _load_v2,
+        limit.platform("cuda", "rocm"),
+        limit.arch(min=(8, 0)),
+        limit.grid(
+            x=(("seq_q", 64),), y=("batch",), z=("heads",)
+        ),  # flash_fwd_launch_template.h; Dao-AILab/flash-attention#1786
+        *_SHAPES,
+        ALIBI_WITHOUT_LSE,
+        limit.Custom("no softcap on ROCm", _rocm_softcap),
+        *WITH_GRADIENTS,
+        limit.Custom("head_dim <= 192 with dropout and gradients on sm 8.6, 8.9 and 12.x", _little_shared_memory),
         layout="BSHD",
         accepts=("causal", "scale", "dropout_p", "window", "softcap", "alibi_slopes", "return_lse"),
-        limits=(
-            limit.platform("cuda", "rocm"),
-            limit.arch(min=(8, 0)),
-            limit.grid(
-                x=(("seq_q", 64),), y=("batch",), z=("heads",)
-            ),  # flash_fwd_launch_template.h; Dao-AILab/flash-attention#1786
-            *_SHAPES,
-            ALIBI_WITHOUT_LSE,
-            limit.Custom("no softcap on ROCm", _rocm_softcap),
-            *WITH_GRADIENTS,
-            limit.Custom("head_dim <= 192 with dropout and gradients on sm 8.6, 8.9 and 12.x", _little_shared_memory),
-        ),
         grad=True,
         priority=90,
         # it knows nothing of the units of Hopper and of large Blackwell: an H200 takes 1.5 times what cuDNN takes

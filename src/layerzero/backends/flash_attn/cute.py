@@ -233,25 +233,22 @@ _TENSORS = ("query", "key", "value")
 
 
 def _kernel(kernel_id: str, aliases: tuple[str, ...], priority: int, *limits: Limit) -> Kernel:
-    return Kernel(
-        id=kernel_id,
-        operations=attention.ALL,
-        backend=FLASH_ATTN_4,
-        load=_load,
+    return FLASH_ATTN_4.kernel(
+        kernel_id,
+        attention.ALL,
+        _load,
+        *limits,
+        limit.dtype("float16", "bfloat16"),
+        limit.dim("head_dim", min=8, max=256, multiple=8),
+        limit.dim("value_dim", min=8, max=256, multiple=8),
+        limit.Custom("value_dim <= head_dim", _narrow_values),
+        limit.positive("scale"),
+        limit.last_stride_one(*_TENSORS),
+        limit.aligned(16, *_TENSORS),  # it copies otherwise, and what was recorded would not
+        limit.contiguous("sinks"),
+        limit.Custom("sinks: float16, bfloat16, float32", _sinks),
         layout="BSHD",
         accepts=("causal", "scale", "window", "softcap", "sinks", "return_lse"),
-        limits=(
-            *limits,
-            limit.dtype("float16", "bfloat16"),
-            limit.dim("head_dim", min=8, max=256, multiple=8),
-            limit.dim("value_dim", min=8, max=256, multiple=8),
-            limit.Custom("value_dim <= head_dim", _narrow_values),
-            limit.positive("scale"),
-            limit.last_stride_one(*_TENSORS),
-            limit.aligned(16, *_TENSORS),  # it copies otherwise, and what was recorded would not
-            limit.contiguous("sinks"),
-            limit.Custom("sinks: float16, bfloat16, float32", _sinks),
-        ),
         graph_safe=True,
         build_key=_build_key,
         cache_folder=cache_folder,

@@ -20,7 +20,6 @@ from layerzero.backends.flash_attn.attention import FLASH_ATTN_2, FLASH_ATTN_3, 
 from layerzero.backends.flash_attn.cute import FLASH_ATTN_4
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
 from layerzero.ops.attention.reference import lse_of_hidden_rows
 from layerzero.ops.cascade import FLAT
 
@@ -134,31 +133,22 @@ _ACCEPTS = ("scale", "window", "softcap", "return_lse")
 _HOPPER = (limit.arch(min=(9, 0), max=(9, 9)), limit.instruction("wgmma"))
 
 KERNELS = (
-    Kernel(
-        id="flash_attn.v3.paged",
-        operations=FLAT,
-        backend=FLASH_ATTN_3,
-        load=_load_v3,
-        layout="NHD",
-        accepts=_ACCEPTS,
-        limits=(*_HOPPER, *_SHAPES),
-        priority=84,
+    FLASH_ATTN_3.kernel(
+        "flash_attn.v3.paged", FLAT, _load_v3, layout="NHD", accepts=_ACCEPTS, limits=(*_HOPPER, *_SHAPES), priority=84
     ),
-    Kernel(
-        id="flash_attn.v2.paged",
-        operations=FLAT,
-        backend=FLASH_ATTN_2,
-        load=_load_v2,
+    FLASH_ATTN_2.kernel(
+        "flash_attn.v2.paged",
+        FLAT,
+        _load_v2,
         layout="NHD",
         accepts=_ACCEPTS,
         limits=(limit.arch(min=(8, 0)), limit.dim("page_size", multiple=256), *_SHAPES),
         priority=69,
     ),
-    Kernel(
-        id="flash_attn.v4.paged",
-        operations=FLAT,
-        backend=FLASH_ATTN_4,
-        load=_load_v4,
+    FLASH_ATTN_4.kernel(
+        "flash_attn.v4.paged",
+        FLAT,
+        _load_v4,
         layout="NHD",
         accepts=(*_ACCEPTS, "max_context_len"),
         limits=(*_HOPPER, *_SHAPES),

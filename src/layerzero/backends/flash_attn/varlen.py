@@ -29,7 +29,6 @@ from layerzero.backends.flash_attn.cute import FLASH_ATTN_4
 from layerzero.backends.torch.varlen import longest_or, longest_queries
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
 from layerzero.ops.attention.reference import with_lse
 from layerzero.ops.paged import mixed
 from layerzero.ops.ragged import declare as ragged
@@ -245,32 +244,29 @@ _SCORES = ("causal", "scale", "window", "softcap", "return_lse", "max_seqlen_q")
 _HOPPER = (limit.arch(min=(9, 0), max=(9, 9)), limit.instruction("wgmma"))
 
 KERNELS = (
-    Kernel(
-        id="flash_attn.v3.ragged",
-        operations=ragged.RAGGED,
-        backend=FLASH_ATTN_3,
-        load=_load_v3,
+    FLASH_ATTN_3.kernel(
+        "flash_attn.v3.ragged",
+        ragged.RAGGED,
+        _load_v3,
         accepts=(*_SCORES, "max_seqlen_k"),
         limits=(*_HOPPER, *_RAGGED, *WITH_GRADIENTS),
         grad=True,
         priority=91,
     ),
-    Kernel(
-        id="flash_attn.v2.ragged",
-        operations=ragged.RAGGED,
-        backend=FLASH_ATTN_2,
-        load=_load_v2,
+    FLASH_ATTN_2.kernel(
+        "flash_attn.v2.ragged",
+        ragged.RAGGED,
+        _load_v2,
         accepts=(*_SCORES, "max_seqlen_k", "alibi_slopes"),
         limits=(limit.arch(min=(8, 0)), *_RAGGED, ALIBI_WITHOUT_LSE, *WITH_GRADIENTS),
         grad=True,
         priority=70,
         priority_since={(9, 0): 54, (12, 0): 70},  # as for dense calls
     ),
-    Kernel(
-        id="flash_attn.v4.ragged",
-        operations=ragged.RAGGED,
-        backend=FLASH_ATTN_4,
-        load=_load_v4,
+    FLASH_ATTN_4.kernel(
+        "flash_attn.v4.ragged",
+        ragged.RAGGED,
+        _load_v4,
         accepts=(*_SCORES, "max_seqlen_k", "sinks"),
         limits=(*_HOPPER, *_RAGGED, limit.contiguous("sinks")),
         jit=True,
@@ -278,21 +274,19 @@ KERNELS = (
         cache_folder=cache_folder,
         priority=50,
     ),
-    Kernel(
-        id="flash_attn.v3.paged_tokens",
-        operations=mixed.ALL,
-        backend=FLASH_ATTN_3,
-        load=_load_v3_paged,
+    FLASH_ATTN_3.kernel(
+        "flash_attn.v3.paged_tokens",
+        mixed.ALL,
+        _load_v3_paged,
         layout="NHD",
         accepts=_SCORES,
         limits=(*_HOPPER, *_PAGED),
         priority=84,
     ),
-    Kernel(
-        id="flash_attn.v4.paged_tokens",
-        operations=mixed.ALL,
-        backend=FLASH_ATTN_4,
-        load=_load_v4_paged,
+    FLASH_ATTN_4.kernel(
+        "flash_attn.v4.paged_tokens",
+        mixed.ALL,
+        _load_v4_paged,
         layout="NHD",
         accepts=(*_SCORES, "max_context_len"),
         limits=(*_HOPPER, limit.dim("page_size", max=64), *_PAGED),

@@ -268,11 +268,10 @@ _TEMPLATES = (*_SHARED, TEMPLATE_DIMS, limit.last_stride_one(*_TENSORS), _OneSte
 
 def _template(backend: str, operations: tuple[str, ...], kind: str, priority: int, *limits: Limit) -> Kernel:
     masks = ("attn_mask",) if backend == "fa2" else ()
-    return Kernel(
-        id=f"flashinfer.{backend}.{kind}",
-        operations=operations,
-        backend=FLASHINFER,
-        load=_loader(backend),
+    return FLASHINFER.kernel(
+        f"flashinfer.{backend}.{kind}",
+        operations,
+        _loader(backend),
         layout="BSHD",
         accepts=tuple(name for name in (*_ARGUMENTS, *masks) if kind == "prefill" or name != "causal"),
         limits=(*limits, *_TEMPLATES, plan_before_capture(backend)),
@@ -293,22 +292,19 @@ KERNELS = (
     _template("fa3", attention.PREFILL, "prefill", 85, *_HOPPER),
     _template("fa2", attention.PREFILL, "prefill", 75, *_MASKED),
     _template("fa2", attention.DECODE, "decode", 80, *_MASKED),  # packs the query heads of a kv head into one tile
-    Kernel(
-        id="flashinfer.decode",
-        operations=attention.DECODE,
-        backend=FLASHINFER,
-        load=_load_decode,
+    FLASHINFER.kernel(
+        "flashinfer.decode",
+        attention.DECODE,
+        _load_decode,
+        limit.arch(min=(7, 5)),
+        limit.dim("batch", max=1),  # more sequences only as pages
+        *_SHARED,
+        limit.dim("head_dim", one_of=(64, 128, 256)),
+        limit.equal("value_dim", "head_dim"),
+        limit.dim("group", one_of=(1, 2, 3, 4, 6, 8, 16)),
+        limit.contiguous(*_TENSORS),  # it takes strides for granted
         layout="BSHD",
         accepts=tuple(name for name in _ARGUMENTS if name != "causal"),
-        limits=(
-            limit.arch(min=(7, 5)),
-            limit.dim("batch", max=1),  # more sequences only as pages
-            *_SHARED,
-            limit.dim("head_dim", one_of=(64, 128, 256)),
-            limit.equal("value_dim", "head_dim"),
-            limit.dim("group", one_of=(1, 2, 3, 4, 6, 8, 16)),
-            limit.contiguous(*_TENSORS),  # it takes strides for granted
-        ),
         build_key=build_key("decode"),
         prebuilt=prebuilt("decode"),
         workspace_bytes=lambda _: _SCRATCH_BYTES,

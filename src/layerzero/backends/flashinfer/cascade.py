@@ -42,7 +42,6 @@ from layerzero.backends.flashinfer.varlen import (
 )
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.cascade import CASCADE, MERGE_STATES
 from layerzero.ops.paged import mixed
@@ -207,11 +206,10 @@ def _load(facts: Facts) -> Callable[..., Any]:
 
 
 KERNELS = (
-    Kernel(
-        id="flashinfer.cascade",
-        operations=(CASCADE.name,),
-        backend=FLASHINFER,
-        load=_load_cascade,
+    FLASHINFER.kernel(
+        "flashinfer.cascade",
+        CASCADE.name,
+        _load_cascade,
         layout="NHD",
         accepts=("scale", "softcap", "return_lse", "step", "shared_blocks"),
         limits=(*OF_PAGES, *STEPPED, _MERGED_HEADS),
@@ -220,28 +218,24 @@ KERNELS = (
         workspace_bytes=lambda _: WORKSPACE_BYTES,
         priority=58,  # 636 us against 454 of a flat decode, 64 sequences behind 8192 tokens, eager (H200, 2026-11-22)
     ),
-    Kernel(
-        id="flashinfer.merge_states",
-        operations=(MERGE_STATES.name,),
-        backend=FLASHINFER,
-        load=_load_merge,
-        limits=(
-            limit.dtype("float16", "bfloat16"),
-            limit.dim("value_dim", one_of=(64, 128, 256)),
-            _MERGED_HEADS,
-            limit.contiguous("output_a", "output_b"),
-            limit.aligned(16, "output_a", "output_b"),
-        ),
+    FLASHINFER.kernel(
+        "flashinfer.merge_states",
+        MERGE_STATES.name,
+        _load_merge,
+        limit.dtype("float16", "bfloat16"),
+        limit.dim("value_dim", one_of=(64, 128, 256)),
+        _MERGED_HEADS,
+        limit.contiguous("output_a", "output_b"),
+        limit.aligned(16, "output_a", "output_b"),
         deterministic=True,
         build_key=lambda facts: ("merge", facts.device.sm),
         prebuilt=_merge_built,
         priority=60,
     ),
-    Kernel(
-        id="flashinfer.pod.paged",
-        operations=mixed.MIXED_PAGED,
-        backend=FLASHINFER,
-        load=_load,
+    FLASHINFER.kernel(
+        "flashinfer.pod.paged",
+        mixed.MIXED_PAGED,
+        _load,
         layout="NHD",
         accepts=("causal", "scale", "window", "return_lse", "step", "decodes"),
         limits=(*OF_PAGES, *LEFT_WINDOW, *STEPPED, limit.one_of("step", "eager")),

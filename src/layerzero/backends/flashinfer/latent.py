@@ -137,22 +137,19 @@ _TENSORS = ("q_nope", "q_pe", "ckv_cache", "kpe_cache")
 
 
 def _kernel(backend: str, priority: int) -> Kernel:
-    return Kernel(
-        id=f"flashinfer.{backend}.mla",
-        operations=(NAME,),
-        backend=FLASHINFER,
-        load=functools.partial(_load, backend=backend),
+    return FLASHINFER.kernel(
+        f"flashinfer.{backend}.mla",
+        NAME,
+        functools.partial(_load, backend=backend),
+        *_ARCH[backend],
+        limit.dtype("float16", "bfloat16"),
+        *WIDTHS,
+        limit.positive("scale"),
+        limit.Custom("seq_q: 1, or heads that fill a tile", _whole_tiles),
+        limit.Custom("capture: a capturable step", plannable),
+        limit.last_stride_one(*_TENSORS),
+        limit.aligned(16, *_TENSORS),
         accepts=("scale", "return_lse", "step"),
-        limits=(
-            *_ARCH[backend],
-            limit.dtype("float16", "bfloat16"),
-            *WIDTHS,
-            limit.positive("scale"),
-            limit.Custom("seq_q: 1, or heads that fill a tile", _whole_tiles),
-            limit.Custom("capture: a capturable step", plannable),
-            limit.last_stride_one(*_TENSORS),
-            limit.aligned(16, *_TENSORS),
-        ),
         build_key=lambda facts: ("mla", backend, facts.device.sm, facts["dtype"]),
         prebuilt=functools.partial(_built, backend=backend),
         workspace_bytes=lambda _: WORKSPACE_BYTES,

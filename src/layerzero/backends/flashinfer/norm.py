@@ -39,7 +39,6 @@ from layerzero.backends.flashinfer.modules import is_built, of_modules
 from layerzero.backends.norm_limits import ElementsBelow, RowsAligned, sum_then
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
 
 
 def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
@@ -140,57 +139,49 @@ def _load_linear(facts: Facts) -> Callable[..., Any]:
 
 
 KERNELS = (
-    Kernel(
-        id="flashinfer.rms_norm",
-        operations=("norm.rms",),
-        backend=FLASHINFER,
-        load=_load_rms_norm,
+    FLASHINFER.kernel(
+        "flashinfer.rms_norm",
+        "norm.rms",
+        _load_rms_norm,
         accepts=("eps",),
         limits=(*_LIMITS, limit.contiguous("input", "weight"), RowsAligned(("input", "weight"))),
         deterministic=True,
         **of_modules("norm"),
         priority=95,
     ),
-    Kernel(
-        id="flashinfer.add_rms_norm",
-        operations=("norm.add_rms",),
-        backend=FLASHINFER,
-        load=_load_add_rms_norm,
+    FLASHINFER.kernel(
+        "flashinfer.add_rms_norm",
+        "norm.add_rms",
+        _load_add_rms_norm,
         accepts=("eps",),
         limits=(*_LIMITS, limit.contiguous("residual", "weight"), RowsAligned(("residual", "weight"))),
         deterministic=True,
         **of_modules("norm"),
         priority=85,
     ),
-    Kernel(
-        id="flashinfer.add_rms_norm_inplace",
-        operations=("norm.add_rms.inplace",),
-        backend=FLASHINFER,
-        load=_load_add_rms_norm_inplace,
+    FLASHINFER.kernel(
+        "flashinfer.add_rms_norm_inplace",
+        "norm.add_rms.inplace",
+        _load_add_rms_norm_inplace,
+        limit.dtype("bfloat16"),  # it normalises the sum before that is rounded: of float16 more than its tolerance
+        *_LIMITS[1:],
+        limit.contiguous("input", "residual", "weight"),
+        RowsAligned(("input", "residual", "weight")),
         accepts=("eps",),
-        limits=(
-            limit.dtype("bfloat16"),  # it normalises the sum before that is rounded: of float16 more than its tolerance
-            *_LIMITS[1:],
-            limit.contiguous("input", "residual", "weight"),
-            RowsAligned(("input", "residual", "weight")),
-        ),
         deterministic=True,
         **of_modules("norm"),
         priority=85,
     ),
     *(
-        Kernel(
-            id=f"flashinfer.{name}",
-            operations=(f"mlp.{name}.joined",),
-            backend=FLASHINFER,
-            load=_load,
+        FLASHINFER.kernel(
+            f"flashinfer.{name}",
+            f"mlp.{name}.joined",
+            _load,
+            limit.dtype("float16", "bfloat16"),
+            limit.contiguous("input"),
+            limit.aligned(16, "input"),
+            limit.dim("joined", multiple=8),  # no copy aligns rows of other lengths
             accepts=accepts,
-            limits=(
-                limit.dtype("float16", "bfloat16"),
-                limit.contiguous("input"),
-                limit.aligned(16, "input"),
-                limit.dim("joined", multiple=8),  # no copy aligns rows of other lengths
-            ),
             deterministic=True,
             build_key=_module_activation,
             prebuilt=_prebuilt_activation,
@@ -199,21 +190,18 @@ KERNELS = (
         )
         for name, accepts in (("silu_mul", ()), ("gelu_mul", ("approximate",)))
     ),
-    Kernel(
-        id="flashinfer.tinygemm",
-        operations=("mlp.linear",),
-        backend=FLASHINFER,
-        load=_load_linear,
+    FLASHINFER.kernel(
+        "flashinfer.tinygemm",
+        "mlp.linear",
+        _load_linear,
+        limit.arch(min=(9, 0)),
+        limit.dtype("bfloat16"),
+        limit.dim("rows", max=64),  # beyond, each block of 8 rows reads the weight again
+        limit.dim("in_features", multiple=64),
+        limit.dim("out_features", multiple=16),
+        limit.contiguous("input", "weight", "bias"),
+        limit.aligned(16, "input", "weight"),
         accepts=("bias",),
-        limits=(
-            limit.arch(min=(9, 0)),
-            limit.dtype("bfloat16"),
-            limit.dim("rows", max=64),  # beyond, each block of 8 rows reads the weight again
-            limit.dim("in_features", multiple=64),
-            limit.dim("out_features", multiple=16),
-            limit.contiguous("input", "weight", "bias"),
-            limit.aligned(16, "input", "weight"),
-        ),
         deterministic=True,
         **of_modules("tinygemm2"),
         device_guard=False,

@@ -194,11 +194,10 @@ _LIMITS = (
 
 
 def _kernel(kernel_id: str, tensor_cores: bool, priority: int, *more: limit.Limit) -> Kernel:
-    return Kernel(
-        id=kernel_id,
-        operations=FLAT,
-        backend=FLASHINFER,
-        load=functools.partial(_load, tensor_cores=tensor_cores),
+    return FLASHINFER.kernel(
+        kernel_id,
+        FLAT,
+        functools.partial(_load, tensor_cores=tensor_cores),
         layout="NHD",
         accepts=("scale", "window", "softcap", "return_lse", "step"),
         limits=(*_LIMITS, *more),

@@ -24,7 +24,6 @@ from layerzero.backends.norm_limits import ElementsBelow
 from layerzero.backends.rotary import TABLE_IN_FLOAT32, TokensInLine, table_and_places
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
 from layerzero.ops.rope.split import SPLIT_ACCEPTS, Norm, Rotate, norm_then_rope, split_then_norm_rope
 
 
@@ -117,19 +116,16 @@ _SHAPES = (
 )
 
 _ROTATIONS = tuple(
-    Kernel(
-        id=name,
-        operations=(operation,),
-        backend=FLASHINFER,
-        load=load,
+    FLASHINFER.kernel(
+        name,
+        operation,
+        load,
+        *_SHAPES,
+        limit.last_stride_one("query", "key"),
+        TokensInLine(("query", "key")),
+        limit.aligned(16, "query", "key", "cos"),
         layout="BSHD",
         accepts=("positions",),
-        limits=(
-            *_SHAPES,
-            limit.last_stride_one("query", "key"),
-            TokensInLine(("query", "key")),
-            limit.aligned(16, "query", "key", "cos"),
-        ),
         deterministic=True,
         **of_modules("rope"),
         priority=90,
@@ -141,19 +137,16 @@ _ROTATIONS = tuple(
 )
 
 _NORMED = tuple(
-    Kernel(
-        id=name,
-        operations=(operation,),
-        backend=FLASHINFER,
-        load=load,
+    FLASHINFER.kernel(
+        name,
+        operation,
+        load,
+        *_SHAPES,
+        limit.contiguous(*tensors, "q_weight", "k_weight"),
+        limit.aligned(16, *tensors, "q_weight", "k_weight", "cos"),
+        ElementsBelow(2**31, sizes),  # where a row starts is computed in 32 bits
         layout=layout,
         accepts=accepts,
-        limits=(
-            *_SHAPES,
-            limit.contiguous(*tensors, "q_weight", "k_weight"),
-            limit.aligned(16, *tensors, "q_weight", "k_weight", "cos"),
-            ElementsBelow(2**31, sizes),  # where a row starts is computed in 32 bits
-        ),
         deterministic=True,
         **of_modules("rope", "norm"),
         priority=70,

@@ -149,11 +149,10 @@ def _kernel(kind: str, source: str, draw: Draw, accepts: tuple[str, ...], number
     ending = "" if kind == "categorical" else f"_{kind}"
     dense = (limit.dtype("float32", "float16", "bfloat16"), limit.contiguous(source))
     given = (limit.dtype("float32"), limit.contiguous(source), limit.aligned(16, source))
-    return Kernel(
-        id=f"flashinfer.sample{ending}" if logits else f"flashinfer.sample{ending}_probs",
-        operations=(f"sampling.{kind}" if logits else f"sampling.{kind}.probs",),
-        backend=FLASHINFER,
-        load=_loader(draw, numbers, logits=logits),
+    return FLASHINFER.kernel(
+        f"flashinfer.sample{ending}" if logits else f"flashinfer.sample{ending}_probs",
+        f"sampling.{kind}" if logits else f"sampling.{kind}.probs",
+        _loader(draw, numbers, logits=logits),
         accepts=(*accepts, *(("temperature", "temperature_by_row") if logits else ()), "seed", "generator"),
         limits=(*(dense if logits else given), ElementsBelow(2**32, ("rows", "vocab"))),
         grad=True,
@@ -207,18 +206,15 @@ KERNELS = (
         )
         for source in ("logits", "probs")
     ),
-    Kernel(
-        id="flashinfer.verify",
-        operations=("sampling.verify",),
-        backend=FLASHINFER,
-        load=_load,
+    FLASHINFER.kernel(
+        "flashinfer.verify",
+        "sampling.verify",
+        _load,
+        limit.dtype("float32"),
+        limit.contiguous("target_probs", "draft_probs"),
+        limit.aligned(16, "target_probs", "draft_probs"),
+        ElementsBelow(2**32, ("batch", "verified", "vocab")),
         accepts=("draft_probs", "seed", "generator"),
-        limits=(
-            limit.dtype("float32"),
-            limit.contiguous("target_probs", "draft_probs"),
-            limit.aligned(16, "target_probs", "draft_probs"),
-            ElementsBelow(2**32, ("batch", "verified", "vocab")),
-        ),
         grad=True,
         deterministic=True,
         **of_modules("sampling"),

@@ -27,7 +27,6 @@ from layerzero.backends.flashinfer.paged import WORKSPACE_BYTES, planned_alone, 
 from layerzero.backends.flashinfer.plan import Staging
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
 from layerzero.ops.sparse.declare import NAME, BlockPattern
 from layerzero.ops.sparse.variable import NAME as VARIABLE
 
@@ -141,39 +140,33 @@ def _load_sparse_variable(facts: Facts) -> Callable[..., Any]:
 
 
 KERNELS = (
-    Kernel(
-        id="flashinfer.block_sparse",
-        operations=(NAME,),
-        backend=FLASHINFER,
-        load=_load,
+    FLASHINFER.kernel(
+        "flashinfer.block_sparse",
+        NAME,
+        _load,
+        limit.dtype("float16", "bfloat16"),
+        limit.dim("head_dim", one_of=(64, 128, 256)),
+        limit.equal("value_dim", "head_dim"),
+        limit.positive("scale"),
+        limit.contiguous("query", "key", "value"),
+        limit.aligned(16, "query", "key", "value"),
         accepts=("block_rows", "block_cols", "scale", "return_lse", "block_pattern"),
-        limits=(
-            limit.dtype("float16", "bfloat16"),
-            limit.dim("head_dim", one_of=(64, 128, 256)),
-            limit.equal("value_dim", "head_dim"),
-            limit.positive("scale"),
-            limit.contiguous("query", "key", "value"),
-            limit.aligned(16, "query", "key", "value"),
-        ),
         build_key=_module,
         prebuilt=blocks_prebuilt(_tiles),
         workspace_bytes=lambda _: WORKSPACE_BYTES,
         graph_safe=False,
         priority=60,
     ),
-    Kernel(
-        id="flashinfer.variable_sparse",
-        operations=(VARIABLE,),
-        backend=FLASHINFER,
-        load=_load_sparse_variable,
+    FLASHINFER.kernel(
+        "flashinfer.variable_sparse",
+        VARIABLE,
+        _load_sparse_variable,
+        limit.dtype("float16", "bfloat16"),
+        limit.dim("head_dim", one_of=(64, 128, 256)),
+        limit.equal("value_dim", "head_dim"),
+        limit.positive("scale"),
+        limit.contiguous("seen_blocks", "row_sizes", "col_sizes"),
         accepts=("scale",),
-        limits=(
-            limit.dtype("float16", "bfloat16"),
-            limit.dim("head_dim", one_of=(64, 128, 256)),
-            limit.equal("value_dim", "head_dim"),
-            limit.positive("scale"),
-            limit.contiguous("seen_blocks", "row_sizes", "col_sizes"),
-        ),
         build_key=lambda facts: ("variable_sparse", facts.device.sm, facts["dtype"], facts.size("head_dim")),
         prebuilt=blocks_prebuilt(lambda _: True),
         workspace_bytes=lambda _: WORKSPACE_BYTES,

@@ -327,11 +327,10 @@ _ACCEPTS = ("causal", "scale", "window", "softcap", "return_lse", "step")
 def _kernel(backend: str, kind: str, priority: int) -> Kernel:
     paged, split = kind != "ragged", kind == "paged_split"
     load = functools.partial(_load_paged, backend=backend, split=split) if paged else None
-    return Kernel(
-        id=f"flashinfer.{backend}.{kind}",
-        operations=(mixed.MIXED_PAGED if split else mixed.ALL) if paged else ragged.RAGGED,
-        backend=FLASHINFER,
-        load=load or functools.partial(_load_ragged, backend=backend),
+    return FLASHINFER.kernel(
+        f"flashinfer.{backend}.{kind}",
+        (mixed.MIXED_PAGED if split else mixed.ALL) if paged else ragged.RAGGED,
+        load or functools.partial(_load_ragged, backend=backend),
         layout="NHD" if paged else None,
         accepts=(*_ACCEPTS, *(("decodes",) if split else ())),
         limits=(*_ARCH[backend], *(OF_PAGES if paged else _RAGGED), *LEFT_WINDOW, *(STEPPED if split else ())),

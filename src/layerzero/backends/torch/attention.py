@@ -34,7 +34,7 @@ from layerzero.core import emulation
 from layerzero.core import limits as limit
 from layerzero.core.device import PLATFORMS
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Backend, Kernel
+from layerzero.core.kernel import Backend
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention import declare as attention
 from layerzero.ops.attention.layout import by_group
@@ -80,19 +80,7 @@ TORCH = Backend(
     homepage="https://pytorch.org",
     flags=("deterministic", "graph_safe", "device_guard"),
 )
-
-
-def kernel(
-    name: str,
-    operations: str | tuple[str, ...],
-    load: Callable[..., Callable[..., Any]],
-    *limits: limit.Limit,
-    priority: int,
-    **fields: Any,
-) -> Kernel:
-    """A kernel of torch, by its id, operations and limits; ``fields`` are others of :class:`Kernel`."""
-    operations = (operations,) if isinstance(operations, str) else operations
-    return Kernel(id=name, operations=operations, backend=TORCH, load=load, limits=limits, priority=priority, **fields)
+kernel = TORCH.kernel
 
 
 def always(run: Callable[..., Any]) -> Callable[[Facts], Callable[..., Any]]:

@@ -218,13 +218,12 @@ KERNELS = (
         for each, taken, alike in _OF_TORCH
     ),
     *(
-        Kernel(
-            id=f"layerzero.tree_{each.name.removeprefix('comm.')}",
-            operations=(each.name,),
-            backend=OWN,
-            load=always(run),
+        OWN.kernel(
+            f"layerzero.tree_{each.name.removeprefix('comm.')}",
+            each.name,
+            always(run),
+            FLOATS,
             accepts=accepts,
-            limits=(FLOATS,),
             tp_invariant=True,
             handles_empty=True,
             handles_negated=True,

@@ -31,7 +31,7 @@ from layerzero.backends.torch.inductor import apart, cache_folder, compiled, fil
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kept_files import KeptFiles
-from layerzero.core.kernel import Backend, Kernel
+from layerzero.core.kernel import Backend
 from layerzero.core.ledger import call_class
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.system import forking
@@ -254,11 +254,10 @@ _SLOPES = limit.Custom("alibi_slopes: (H,)", _slopes_of_a_batch)
 _DENSE = limit.contiguous("query", "key", "value")  # strides are compiled in
 
 KERNELS = (
-    Kernel(
-        id="flex_attention.cpu",
-        operations=attention.ALL,
-        backend=FLEX_ATTENTION,
-        load=_load,
+    FLEX_ATTENTION.kernel(
+        "flex_attention.cpu",
+        attention.ALL,
+        _load,
         layout="BSHD",
         accepts=_ARGUMENTS,
         limits=(limit.platform("cpu"), _DTYPES, _SLOPES, _DENSE),
@@ -268,23 +267,20 @@ KERNELS = (
         prebuilt=KeptFiles(cache_folder, lambda facts: files(_name(facts))),
         priority=15,
     ),
-    Kernel(
-        id="flex_attention.cuda",
-        operations=attention.ALL,
-        backend=FLEX_ATTENTION,
-        load=_load,
+    FLEX_ATTENTION.kernel(
+        "flex_attention.cuda",
+        attention.ALL,
+        _load,
+        limit.platform("cuda"),
+        limit.arch(min=(8, 0)),
+        _DTYPES,
+        limit.dim("head_dim", min=16, max=256),  # tl.dot takes no less; wider heads outgrow the shared memory
+        limit.dim("value_dim", min=16, max=256),
+        _SLOPES,
+        _DENSE,
+        limit.aligned(16, "query", "key", "value"),
         layout="BSHD",
         accepts=_ARGUMENTS,
-        limits=(
-            limit.platform("cuda"),
-            limit.arch(min=(8, 0)),
-            _DTYPES,
-            limit.dim("head_dim", min=16, max=256),  # tl.dot takes no less; wider heads outgrow the shared memory
-            limit.dim("value_dim", min=16, max=256),
-            _SLOPES,
-            _DENSE,
-            limit.aligned(16, "query", "key", "value"),
-        ),
         jit=True,
         build_key=_exact_build_key,
         priority=15,

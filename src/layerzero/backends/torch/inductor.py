@@ -32,7 +32,7 @@ from layerzero.backends.torch.attention import FLOATS
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kept_files import KeptFiles
-from layerzero.core.kernel import Backend, Kernel
+from layerzero.core.kernel import Backend
 from layerzero.core.operation import Operation
 from layerzero.core.system import disk, forking
 from layerzero.ops.norm import declare as norm
@@ -307,11 +307,10 @@ def _load_add_rms_norm(facts: Facts) -> Callable[..., Any]:
 _LIMITS = (FLOATS, limit.contiguous("input", "residual", "weight", "bias"))
 
 KERNELS = tuple(
-    Kernel(
-        id=f"inductor.{name}",
-        operations=(operation.name,),
-        backend=INDUCTOR,
-        load=load,
+    INDUCTOR.kernel(
+        f"inductor.{name}",
+        operation.name,
+        load,
         accepts=accepts,
         limits=_LIMITS,
         prebuilt=KeptFiles(cache_folder, functools.partial(_files, operation)),

@@ -24,7 +24,6 @@ from layerzero.backends.torch.inductor import INDUCTOR, cache_folder, compiled, 
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kept_files import KeptFiles
-from layerzero.core.kernel import Kernel
 from layerzero.core.system import forking
 
 _LINEAR = 2.0 * math.sqrt(2.0 / math.pi)
@@ -95,18 +94,15 @@ def _name(facts: Facts) -> str:
 
 
 KERNELS = (
-    Kernel(
-        id="inductor.gelu_tanh",
-        operations=("activation.gelu",),
-        backend=INDUCTOR,
-        load=_load,
+    INDUCTOR.kernel(
+        "inductor.gelu_tanh",
+        "activation.gelu",
+        _load,
+        limit.dtype("float32", "float16", "bfloat16"),
+        limit.one_of("approximate", "tanh"),
+        limit.dim("features", multiple=8),
+        limit.contiguous("input"),
         accepts=("approximate",),
-        limits=(
-            limit.dtype("float32", "float16", "bfloat16"),
-            limit.one_of("approximate", "tanh"),
-            limit.dim("features", multiple=8),
-            limit.contiguous("input"),
-        ),
         build_key=_build_key,
         prebuilt=KeptFiles(cache_folder, lambda facts: files(_name(facts))),
         priority=30,

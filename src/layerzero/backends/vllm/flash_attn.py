@@ -34,7 +34,6 @@ from layerzero.backends.vllm.library import (
 )
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention import declare as attention
 from layerzero.ops.attention.reference import with_lse
@@ -223,38 +222,32 @@ _SHAPES = (
 )
 
 KERNELS = (
-    Kernel(
-        id="vllm.flash_attn.v3",
-        operations=attention.ALL,
-        backend=VLLM_FLASH_ATTN_3,
-        load=_load_v3,
+    VLLM_FLASH_ATTN_3.kernel(
+        "vllm.flash_attn.v3",
+        attention.ALL,
+        _load_v3,
+        limit.arch(min=(9, 0), max=(9, 9)),
+        limit.instruction("wgmma"),
+        *_SHAPES,
+        limit.dim("value_dim", max=256, multiple=8),
+        limit.Custom(FITTING_VALUES, fitting_values),
+        *OF_SINKS,
+        OF_LENGTHS,
         layout="BSHD",
         accepts=("causal", "scale", "window", "softcap", "sinks", "return_lse"),
-        limits=(
-            limit.arch(min=(9, 0), max=(9, 9)),
-            limit.instruction("wgmma"),
-            *_SHAPES,
-            limit.dim("value_dim", max=256, multiple=8),
-            limit.Custom(FITTING_VALUES, fitting_values),
-            *OF_SINKS,
-            OF_LENGTHS,
-        ),
         priority=98,
     ),
-    Kernel(
-        id="vllm.flash_attn.v2",
-        operations=attention.ALL,
-        backend=VLLM_FLASH_ATTN_2,
-        load=_load_v2,
+    VLLM_FLASH_ATTN_2.kernel(
+        "vllm.flash_attn.v2",
+        attention.ALL,
+        _load_v2,
+        *_SHAPES,
+        limit.equal("value_dim", "head_dim"),
+        limit.last_stride_one("alibi_slopes"),
+        limit.contiguous("kv_lens"),
+        ALIBI_WITHOUT_LSE,
         layout="BSHD",
         accepts=("causal", "scale", "window", "softcap", "alibi_slopes", "kv_lens", "return_lse"),
-        limits=(
-            *_SHAPES,
-            limit.equal("value_dim", "head_dim"),
-            limit.last_stride_one("alibi_slopes"),
-            limit.contiguous("kv_lens"),
-            ALIBI_WITHOUT_LSE,
-        ),
         build_key=variant_of_v2,
         prebuilt=has_machine_code_of_v2,
         cache_folder=driver_cache,

@@ -20,7 +20,6 @@ from torch import Tensor
 from layerzero.backends.vllm.library import VLLM_FLASH_MLA, operators
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
 from layerzero.ops.latent import COLUMNS_OF_ONE, NAME, WIDTHS, joined
 from layerzero.ops.paged.step import StepMetadata
 
@@ -79,11 +78,10 @@ _SHARED = (
 )
 
 KERNELS = (
-    Kernel(
-        id="vllm.flashmla",
-        operations=(NAME,),
-        backend=VLLM_FLASH_MLA,
-        load=_load_flash_mla,
+    VLLM_FLASH_MLA.kernel(
+        "vllm.flashmla",
+        NAME,
+        _load_flash_mla,
         accepts=("scale", "return_lse", "step"),
         limits=(*_SHARED, limit.dim("page_size", one_of=(64,)), COLUMNS_OF_ONE),
         priority=90,

@@ -29,7 +29,6 @@ from layerzero.backends.norm_limits import RowsAligned
 from layerzero.backends.vllm.library import VLLM, operators
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
 from layerzero.ops.sampling.formulas import of_row, penalised
 
 
@@ -78,11 +77,10 @@ def _load_moe(facts: Facts) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 KERNELS = (
-    Kernel(
-        id="vllm.penalties",
-        operations=("sampling.penalties.counted",),
-        backend=VLLM,
-        load=_load,
+    VLLM.kernel(
+        "vllm.penalties",
+        "sampling.penalties.counted",
+        _load,
         accepts=(
             "prompt_mask",
             *(f"{name}{ending}" for ending in ("", "_by_row") for name in ("repetition", "presence", "frequency")),
@@ -90,18 +88,15 @@ KERNELS = (
         limits=(limit.dtype("float32"), limit.contiguous("logits")),
         priority=60,
     ),
-    Kernel(
-        id="vllm.topk_softmax",
-        operations=("moe.route",),
-        backend=VLLM,
-        load=_load_moe,
+    VLLM.kernel(
+        "vllm.topk_softmax",
+        "moe.route",
+        _load_moe,
+        limit.dtype("float32", "float16", "bfloat16"),
+        limit.dim("experts", max=512),
+        limit.contiguous("logits"),
+        RowsAligned(("logits",), "experts"),
         accepts=("top_k", "renormalize", "scale"),
-        limits=(
-            limit.dtype("float32", "float16", "bfloat16"),
-            limit.dim("experts", max=512),
-            limit.contiguous("logits"),
-            RowsAligned(("logits",), "experts"),
-        ),
         priority=30,
     ),
 )

@@ -198,20 +198,17 @@ KERNELS = (
         limit.one_of("weight_dtype", "float8_e4m3"),
         limit.dim("weight_group", one_of=(0, 128)),
     ),
-    Kernel(
-        id="vllm.marlin_fp8_rows",
-        operations=(QUANTIZED[None].name,),
-        backend=VLLM,
-        load=_load_by_row,
+    VLLM.kernel(
+        "vllm.marlin_fp8_rows",
+        QUANTIZED[None].name,
+        _load_by_row,
+        limit.platform("cuda"),
+        *MARLIN,
+        limit.dtype("bfloat16"),  # a sum with scales of 1 may be too large for float16
+        limit.one_of("weight_dtype", "float8_e4m3"),
+        BELONGS,
+        before_capture("vllm.marlin_fp8_rows", _OF_ROWS),
         accepts=("bias", "packed"),
-        limits=(
-            limit.platform("cuda"),
-            *MARLIN,
-            limit.dtype("bfloat16"),  # a sum with scales of 1 may be too large for float16
-            limit.one_of("weight_dtype", "float8_e4m3"),
-            BELONGS,
-            before_capture("vllm.marlin_fp8_rows", _OF_ROWS),
-        ),
         priority=40,  # 24 checks passed, 0 wrong (H200, vllm 0.20.0, 2026-11-27)
     ),
     _kernel(
@@ -223,18 +220,15 @@ KERNELS = (
         limit.one_of("weight_dtype", "uint8", "float8_e4m3"),
     ),
     _kernel("vllm.marlin_nvfp4", _micro, "mx", limit.one_of("weight_scheme", "nvfp4")),
-    Kernel(
-        id="vllm.gguf",
-        operations=(FORMATTED["gguf"].name,),
-        backend=VLLM,
-        load=_load_gguf,
+    VLLM.kernel(
+        "vllm.gguf",
+        FORMATTED["gguf"].name,
+        _load_gguf,
+        limit.dtype("float16", "bfloat16"),
+        limit.one_of("weight_kind", *_KINDS),
+        limit.contiguous("weight"),
+        limit.Custom("weight: its halves on a boundary", _halves_on_boundary),
         accepts=("weight_format", "bias"),
-        limits=(
-            limit.dtype("float16", "bfloat16"),
-            limit.one_of("weight_kind", *_KINDS),
-            limit.contiguous("weight"),
-            limit.Custom("weight: its halves on a boundary", _halves_on_boundary),
-        ),
         workspace_bytes=wide_weight,
         priority=25,
     ),

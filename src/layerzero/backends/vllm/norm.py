@@ -31,7 +31,6 @@ from layerzero.backends.norm_limits import ElementsBelow, RowsAligned, sum_then
 from layerzero.backends.vllm.library import VLLM, operators
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
 
 
 def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
@@ -96,62 +95,50 @@ def _load_gated(facts: Facts) -> Callable[..., Any]:
 
 
 KERNELS = (
-    Kernel(
-        id="vllm.rms_norm",
-        operations=("norm.rms",),
-        backend=VLLM,
-        load=_load_rms_norm,
+    VLLM.kernel(
+        "vllm.rms_norm",
+        "norm.rms",
+        _load_rms_norm,
+        *_LIMITS,
+        limit.dtype("float32", "float16", "bfloat16"),
+        limit.last_stride_one("input"),
+        RowsAligned(("input", "weight")),
         accepts=("eps",),
-        limits=(
-            *_LIMITS,
-            limit.dtype("float32", "float16", "bfloat16"),
-            limit.last_stride_one("input"),
-            RowsAligned(("input", "weight")),
-        ),
         priority=90,
     ),
-    Kernel(
-        id="vllm.add_rms_norm",
-        operations=("norm.add_rms",),
-        backend=VLLM,
-        load=_load_add_rms_norm,
+    VLLM.kernel(
+        "vllm.add_rms_norm",
+        "norm.add_rms",
+        _load_add_rms_norm,
+        *_LIMITS,
+        limit.dtype("float32", "bfloat16"),  # three roundings: of float16 more than its tolerance at times
+        limit.last_stride_one("residual"),
+        RowsAligned(("residual", "weight")),
         accepts=("eps",),
-        limits=(
-            *_LIMITS,
-            limit.dtype("float32", "bfloat16"),  # three roundings: of float16 more than its tolerance at times
-            limit.last_stride_one("residual"),
-            RowsAligned(("residual", "weight")),
-        ),
         priority=80,
     ),
-    Kernel(
-        id="vllm.add_rms_norm_inplace",
-        operations=("norm.add_rms.inplace",),
-        backend=VLLM,
-        load=_load_add_rms_norm_inplace,
+    VLLM.kernel(
+        "vllm.add_rms_norm_inplace",
+        "norm.add_rms.inplace",
+        _load_add_rms_norm_inplace,
+        *_LIMITS,
+        limit.dtype("float32", "bfloat16"),
+        limit.contiguous("input", "residual"),
+        limit.aligned(16, "input", "residual", "weight"),
         accepts=("eps",),
         renames={"eps": "epsilon"},
-        limits=(
-            *_LIMITS,
-            limit.dtype("float32", "bfloat16"),
-            limit.contiguous("input", "residual"),
-            limit.aligned(16, "input", "residual", "weight"),
-        ),
         priority=90,
     ),
     *(
-        Kernel(
-            id=f"vllm.{name}",
-            operations=(f"mlp.{name}.joined",),
-            backend=VLLM,
-            load=_load_gated,
+        VLLM.kernel(
+            f"vllm.{name}",
+            f"mlp.{name}.joined",
+            _load_gated,
+            limit.dtype("float32", "float16", "bfloat16"),
+            limit.contiguous("input"),
+            limit.aligned(16, "input"),
+            limit.dim("joined", multiple=8),  # no copy aligns rows of other lengths
             accepts=accepts,
-            limits=(
-                limit.dtype("float32", "float16", "bfloat16"),
-                limit.contiguous("input"),
-                limit.aligned(16, "input"),
-                limit.dim("joined", multiple=8),  # no copy aligns rows of other lengths
-            ),
             batch_invariant=True,
             priority=85,
         )

@@ -250,11 +250,10 @@ _PAGED = (
 
 def _cascade(version: int, priority: int) -> Kernel:
     own = OF_V3 if version == 3 else OF_V2
-    return Kernel(
-        id=f"vllm.flash_attn.v{version}.cascade",
-        operations=(CASCADE.name,),
-        backend=own.backend,
-        load=functools.partial(_load_cascade, library=forward_of_v3 if version == 3 else forward_of_v2),
+    return own.backend.kernel(
+        f"vllm.flash_attn.v{version}.cascade",
+        CASCADE.name,
+        functools.partial(_load_cascade, library=forward_of_v3 if version == 3 else forward_of_v2),
         layout="NHD",
         accepts=("scale", "softcap", "return_lse", "max_context_len", "shared_blocks"),
         limits=(*own.limits, *_PAGED),
@@ -266,31 +265,27 @@ def _cascade(version: int, priority: int) -> Kernel:
 
 
 KERNELS = (
-    Kernel(
-        id="vllm.flash_attn.v3.paged",
-        operations=FLAT,
-        backend=VLLM_FLASH_ATTN_3,
-        load=_load_v3,
+    VLLM_FLASH_ATTN_3.kernel(
+        "vllm.flash_attn.v3.paged",
+        FLAT,
+        _load_v3,
+        limit.arch(min=(9, 0), max=(9, 9)),
+        limit.instruction("wgmma"),
+        *_SHAPES,
+        limit.dim(
+            "head_dim", min=64
+        ),  # its narrowest tile: of heads of 8 and 16 it left half of a page unread (H200, 2026-11-21)
+        limit.dim("value_dim", max=256, multiple=8),
+        limit.Custom(FITTING_VALUES, fitting_values),
         layout="NHD",
         accepts=(*_ACCEPTS, "step"),
-        limits=(
-            limit.arch(min=(9, 0), max=(9, 9)),
-            limit.instruction("wgmma"),
-            *_SHAPES,
-            limit.dim(
-                "head_dim", min=64
-            ),  # its narrowest tile: of heads of 8 and 16 it left half of a page unread (H200, 2026-11-21)
-            limit.dim("value_dim", max=256, multiple=8),
-            limit.Custom(FITTING_VALUES, fitting_values),
-        ),
         device_guard=False,
         priority=85,
     ),
-    Kernel(
-        id="vllm.flash_attn.v2.paged",
-        operations=FLAT,
-        backend=VLLM_FLASH_ATTN_2,
-        load=_load_v2,
+    VLLM_FLASH_ATTN_2.kernel(
+        "vllm.flash_attn.v2.paged",
+        FLAT,
+        _load_v2,
         layout="NHD",
         accepts=_ACCEPTS,
         limits=(limit.dim("page_size", multiple=16), limit.equal("value_dim", "head_dim"), *_SHAPES),
@@ -300,38 +295,32 @@ KERNELS = (
         device_guard=False,
         priority=70,
     ),
-    Kernel(
-        id="vllm.append_paged",
-        operations=("kv.append.paged",),
-        backend=VLLM,
-        load=load_append,
+    VLLM.kernel(
+        "vllm.append_paged",
+        "kv.append.paged",
+        load_append,
+        limit.dtype("float32", "float16", "bfloat16"),
+        limit.equal("value_dim", "head_dim"),
+        DenseTokens(("key", "value")),  # strides of a token's own axes are ignored in silence
+        limit.contiguous("slot_mapping"),
+        limit.last_stride_one("key_cache", "value_cache"),
+        limit.Custom("key_cache and value_cache: the same strides", same_strides),
+        SCALES.before_capture("its scales", lambda facts: (facts.device.index,)),
+        limit.aligned(16, "key", "value", "key_cache", "value_cache"),  # a misaligned address otherwise
         layout="NHD",
-        limits=(
-            limit.dtype("float32", "float16", "bfloat16"),
-            limit.equal("value_dim", "head_dim"),
-            DenseTokens(("key", "value")),  # strides of a token's own axes are ignored in silence
-            limit.contiguous("slot_mapping"),
-            limit.last_stride_one("key_cache", "value_cache"),
-            limit.Custom("key_cache and value_cache: the same strides", same_strides),
-            SCALES.before_capture("its scales", lambda facts: (facts.device.index,)),
-            limit.aligned(16, "key", "value", "key_cache", "value_cache"),  # a misaligned address otherwise
-        ),
         device_guard=False,
         priority=80,
     ),
     _cascade(3, 60),  # below those that follow each table: eager, its launches cost more than it saves
     _cascade(2, 50),
-    Kernel(
-        id="vllm.merge_states",
-        operations=(MERGE_STATES.name,),
-        backend=VLLM,
-        load=_load_merge,
-        limits=(
-            limit.dtype("float32", "float16", "bfloat16"),
-            limit.dim("value_dim", multiple=8),
-            limit.contiguous(*_STATES),
-            limit.aligned(16, "output_a", "output_b"),
-        ),
+    VLLM.kernel(
+        "vllm.merge_states",
+        MERGE_STATES.name,
+        _load_merge,
+        limit.dtype("float32", "float16", "bfloat16"),
+        limit.dim("value_dim", multiple=8),
+        limit.contiguous(*_STATES),
+        limit.aligned(16, "output_a", "output_b"),
         priority=80,
     ),
 )

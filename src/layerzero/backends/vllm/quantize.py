@@ -22,7 +22,6 @@ from layerzero.backends.torch.quantized_linear import on_boundary, quantized_row
 from layerzero.backends.vllm.library import STABLE, VLLM, operators
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
 from layerzero.ops.linear.quantized import QUANTIZED
 from layerzero.ops.quantize.formats import FORMATS
 
@@ -89,54 +88,46 @@ def _load_linear(facts: Facts) -> Callable[..., Any]:
 _LIMITS = (limit.dtype("float32", "float16", "bfloat16"), limit.contiguous("input"), limit.aligned(16, "input"))
 
 KERNELS = (
-    Kernel(
-        id="vllm.quantize_rows",
-        operations=("quantize.int8",),
-        load=_load_rows,
+    VLLM.kernel(
+        "vllm.quantize_rows",
+        "quantize.int8",
+        _load_rows,
         accepts=("per",),
         limits=(*_LIMITS, limit.one_of("per", "row")),
         priority=55,
-        backend=VLLM,
     ),
-    Kernel(
-        id="vllm.quantize_by_one",
-        operations=("quantize.int8",),
-        load=_load_given,
+    VLLM.kernel(
+        "vllm.quantize_by_one",
+        "quantize.int8",
+        _load_given,
         accepts=("scale",),
         limits=(*_LIMITS, limit.one_of("scale", "float"), limit.one_of("granularity", "tensor")),
         priority=55,
-        backend=VLLM,
     ),
-    Kernel(
-        id="vllm.int8_linear",
-        operations=(QUANTIZED["int8"].name,),
-        load=_load_linear,
+    VLLM.kernel(
+        "vllm.int8_linear",
+        QUANTIZED["int8"].name,
+        _load_linear,
+        limit.arch(min=(8, 0), max=(9, 9)),  # its products of int8 end with Hopper
+        limit.dtype("float16", "bfloat16"),
+        limit.dim("in_features", multiple=16),
+        limit.dim("out_features", multiple=16),
+        limit.contiguous("input", "weight", "bias"),
+        limit.aligned(16, "input", "weight", "bias"),
         accepts=("bias",),
-        limits=(
-            limit.arch(min=(8, 0), max=(9, 9)),  # its products of int8 end with Hopper
-            limit.dtype("float16", "bfloat16"),
-            limit.dim("in_features", multiple=16),
-            limit.dim("out_features", multiple=16),
-            limit.contiguous("input", "weight", "bias"),
-            limit.aligned(16, "input", "weight", "bias"),
-        ),
         priority=55,
-        backend=VLLM,
     ),
-    Kernel(
-        id="vllm.fp8_linear",
-        operations=(QUANTIZED["fp8_e4m3"].name,),
-        load=_load_linear,
+    VLLM.kernel(
+        "vllm.fp8_linear",
+        QUANTIZED["fp8_e4m3"].name,
+        _load_linear,
+        limit.arch(min=(8, 9)),
+        limit.dtype("bfloat16"),  # Hopper adds up float8 in 14 bits: float16 was off by 1.6 of its tolerance, H200
+        limit.dim("in_features", multiple=16),
+        limit.dim("out_features", multiple=16),
+        limit.contiguous("input", "weight", "bias"),
+        limit.aligned(16, "input", "weight", "bias"),
         accepts=("bias",),
-        limits=(
-            limit.arch(min=(8, 9)),
-            limit.dtype("bfloat16"),  # Hopper adds up float8 in 14 bits: float16 was off by 1.6 of its tolerance, H200
-            limit.dim("in_features", multiple=16),
-            limit.dim("out_features", multiple=16),
-            limit.contiguous("input", "weight", "bias"),
-            limit.aligned(16, "input", "weight", "bias"),
-        ),
         priority=32,  # 1.01 to 1.25 times as fast as torch's in 6 of 7 sizes of Llama-3-8B (H200, 2026-11-26)
-        backend=VLLM,
     ),
 )

@@ -164,22 +164,19 @@ KERNELS = (
         priority=75,
         **_OF_V3,
     ),
-    Kernel(
-        id="vllm.append_codes",
-        operations=("kv.append.quantized",),
-        backend=VLLM,
-        load=load_append_codes,
+    VLLM.kernel(
+        "vllm.append_codes",
+        "kv.append.quantized",
+        load_append_codes,
+        limit.dtype("float32", "float16", "bfloat16"),
+        *OF_CODES,
+        limit.equal("value_dim", "head_dim"),
+        DenseTokens(("key", "value")),  # strides of a token's own axes are ignored in silence
+        limit.contiguous("slot_mapping"),
+        limit.last_stride_one("key_cache", "value_cache"),
+        limit.Custom("key_cache and value_cache: the same strides", same_strides),
+        limit.aligned(16, "key", "value", "key_cache", "value_cache"),
         layout="NHD",
-        limits=(
-            limit.dtype("float32", "float16", "bfloat16"),
-            *OF_CODES,
-            limit.equal("value_dim", "head_dim"),
-            DenseTokens(("key", "value")),  # strides of a token's own axes are ignored in silence
-            limit.contiguous("slot_mapping"),
-            limit.last_stride_one("key_cache", "value_cache"),
-            limit.Custom("key_cache and value_cache: the same strides", same_strides),
-            limit.aligned(16, "key", "value", "key_cache", "value_cache"),
-        ),
         priority=80,
     ),
 )

@@ -41,7 +41,6 @@ from layerzero.backends.vllm.paged import SCALES, load_append
 from layerzero.backends.vllm.quantized import OF_CODES, load_append_codes
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
 from layerzero.core.limit_kinds import Limit
 from layerzero.ops.rope.split import (
     ACCEPTS,
@@ -189,112 +188,96 @@ FUSED_LIMITS = (
 
 
 KERNELS = (
-    Kernel(
-        id="vllm.rope",
-        operations=("posenc.rope",),
-        backend=VLLM,
-        load=_load,
+    VLLM.kernel(
+        "vllm.rope",
+        "posenc.rope",
+        _load,
         layout="BSHD",
         accepts=("positions", "interleaved"),
         limits=_LIMITS,  # it works on copies of its own
         batch_invariant=True,
         priority=75,
     ),
-    Kernel(
-        id="vllm.rope_inplace",
-        operations=("posenc.rope.inplace",),
-        backend=VLLM,
-        load=_load_inplace,
+    VLLM.kernel(
+        "vllm.rope_inplace",
+        "posenc.rope.inplace",
+        _load_inplace,
+        *_LIMITS,
+        limit.last_stride_one("query", "key"),
+        HeadsDense(("query", "key")),
+        TokensInLine(("query", "key")),
         layout="BSHD",
         accepts=("positions", "interleaved"),
-        limits=(
-            *_LIMITS,
-            limit.last_stride_one("query", "key"),
-            HeadsDense(("query", "key")),
-            TokensInLine(("query", "key")),
-        ),
         batch_invariant=True,
         priority=85,
     ),
-    Kernel(
-        id="vllm.rope_append",
-        operations=("kv.rope_append.paged",),
-        backend=VLLM,
-        load=_load_rope_append,
+    VLLM.kernel(
+        "vllm.rope_append",
+        "kv.rope_append.paged",
+        _load_rope_append,
         layout="NHD",
         accepts=("interleaved",),
         limits=(*_TOKENS, SCALES.before_capture("its scales", lambda facts: (facts.device.index,))),
         device_guard=False,
         priority=80,
     ),
-    Kernel(
-        id="vllm.rope_append_codes",
-        operations=("kv.rope_append.quantized",),
-        backend=VLLM,
-        load=_load_codes,
+    VLLM.kernel(
+        "vllm.rope_append_codes",
+        "kv.rope_append.quantized",
+        _load_codes,
         layout="NHD",
         accepts=("interleaved",),
         limits=(*_TOKENS, *OF_CODES),
         device_guard=False,
         priority=80,
     ),
-    Kernel(
-        id="vllm.qk_norm_rope",
-        operations=("posenc.qk_norm_rope",),
-        backend=VLLM,
-        load=_load_composed,
+    VLLM.kernel(
+        "vllm.qk_norm_rope",
+        "posenc.qk_norm_rope",
+        _load_composed,
+        limit.dtype("float32", "float16", "bfloat16"),
+        limit.dim("head_dim", min=2),
+        TABLE_IN_FLOAT32,
+        HEADS_DIVIDE,
+        limit.contiguous("query", "key", "q_weight", "k_weight"),
+        limit.aligned(16, "query", "key", "q_weight", "k_weight"),
+        ElementsBelow(2**31, ("batch", "seq", "heads", "head_dim")),
         layout="BSHD",
         accepts=ACCEPTS,
-        limits=(
-            limit.dtype("float32", "float16", "bfloat16"),
-            limit.dim("head_dim", min=2),
-            TABLE_IN_FLOAT32,
-            HEADS_DIVIDE,
-            limit.contiguous("query", "key", "q_weight", "k_weight"),
-            limit.aligned(16, "query", "key", "q_weight", "k_weight"),
-            ElementsBelow(2**31, ("batch", "seq", "heads", "head_dim")),
-        ),
         priority=65,
     ),
-    Kernel(
-        id="vllm.fused_qk_norm_rope",
-        operations=("posenc.qk_norm_rope",),
-        backend=VLLM,
-        load=_load_fused,
+    VLLM.kernel(
+        "vllm.fused_qk_norm_rope",
+        "posenc.qk_norm_rope",
+        _load_fused,
+        *FUSED_LIMITS,
+        HEADS_DIVIDE,
+        ElementsBelow(2**30, ("batch", "seq", "heads", "head_dim")),  # and at most as many keys
         layout="BSHD",
         accepts=ACCEPTS,
-        limits=(
-            *FUSED_LIMITS,
-            HEADS_DIVIDE,
-            ElementsBelow(2**30, ("batch", "seq", "heads", "head_dim")),  # and at most as many keys
-        ),
         device_guard=True,
         # it was the best at 1 to 16384 tokens of three shapes; FlashInfer's took 1.9 to 3.5 times as long at 16384
         # on an H200 in bfloat16, 2026-11-22
         priority=75,
     ),
-    Kernel(
-        id="vllm.split_qkv_norm_rope",
-        operations=("posenc.split_qkv_norm_rope",),
-        backend=VLLM,
-        load=_load_split,
+    VLLM.kernel(
+        "vllm.split_qkv_norm_rope",
+        "posenc.split_qkv_norm_rope",
+        _load_split,
+        limit.dtype("float32", "float16", "bfloat16"),
+        limit.dim("head_dim", min=2),
+        TABLE_IN_FLOAT32,
+        HEADS_DIVIDE,
+        limit.contiguous("q_weight", "k_weight"),
+        limit.aligned(16, "q_weight", "k_weight"),
+        ElementsBelow(2**31, ("batch", "seq", "features")),
         accepts=SPLIT_ACCEPTS,
-        limits=(
-            limit.dtype("float32", "float16", "bfloat16"),
-            limit.dim("head_dim", min=2),
-            TABLE_IN_FLOAT32,
-            HEADS_DIVIDE,
-            limit.contiguous("q_weight", "k_weight"),
-            limit.aligned(16, "q_weight", "k_weight"),
-            ElementsBelow(2**31, ("batch", "seq", "features")),
-        ),
         priority=65,
     ),
-    Kernel(
-        id="vllm.fused_split_qkv_norm_rope",
-        operations=("posenc.split_qkv_norm_rope",),
-        backend=VLLM,
-        load=_load_fused_split,
+    VLLM.kernel(
+        "vllm.fused_split_qkv_norm_rope",
+        "posenc.split_qkv_norm_rope",
+        _load_fused_split,
         accepts=SPLIT_ACCEPTS,
         limits=(*FUSED_LIMITS, ElementsBelow(2**31, ("batch", "seq", "features")), limit.one_of("q_weight", "float")),
         priority=75,

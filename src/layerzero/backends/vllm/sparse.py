@@ -64,22 +64,19 @@ def _blocks_of_16(facts: Facts) -> Reason | None:
 
 def _kernel(own: Own, version: int, priority: int) -> Kernel:
     variant = functools.partial(variant_of_blocks, version=version)
-    return Kernel(
-        id=f"vllm.flash_attn.v{version}.block_sparse",
-        operations=(NAME,),
-        backend=own.backend,
-        load=functools.partial(_load, library=forward_of_v3 if version == 3 else forward_of_v2),
+    return own.backend.kernel(
+        f"vllm.flash_attn.v{version}.block_sparse",
+        NAME,
+        functools.partial(_load, library=forward_of_v3 if version == 3 else forward_of_v2),
+        *(each for each in own.limits if "page_size" not in each.facts_named()),
+        limit.dtype("float16", "bfloat16"),
+        limit.dim("head_dim", max=256, multiple=8),
+        limit.positive("scale"),
+        limit.Custom("block_cols: a multiple of 16", _blocks_of_16),
+        limit.last_stride_one("query", "key", "value"),
+        limit.aligned(16, "query", "key", "value"),
+        limit.contiguous("block_indptr"),
         accepts=("block_rows", "block_cols", "scale", "return_lse"),
-        limits=(
-            *(each for each in own.limits if "page_size" not in each.facts_named()),
-            limit.dtype("float16", "bfloat16"),
-            limit.dim("head_dim", max=256, multiple=8),
-            limit.positive("scale"),
-            limit.Custom("block_cols: a multiple of 16", _blocks_of_16),
-            limit.last_stride_one("query", "key", "value"),
-            limit.aligned(16, "query", "key", "value"),
-            limit.contiguous("block_indptr"),
-        ),
         build_key=None if own.build_key is None else variant,
         prebuilt=own.prebuilt,
         cache_folder=own.cache_folder,

@@ -136,11 +136,10 @@ def _kernels(
 ) -> Iterator[Kernel]:
     """What version 2 or 3 has: of dense keys, one sequence after the other, and over pages."""
     for kind in (dense, *_OTHERS):
-        yield Kernel(
-            id=f"vllm.flash_attn.{version}.unsplit{kind.name}",
-            operations=kind.operations,
-            backend=own.backend,
-            load=functools.partial(kind.load, library=_of_two(library)),
+        yield own.backend.kernel(
+            f"vllm.flash_attn.{version}.unsplit{kind.name}",
+            kind.operations,
+            functools.partial(kind.load, library=_of_two(library)),
             layout=kind.layout,
             accepts=kind.accepts,
             limits=(*limits, *(own.limits if kind.operations is mixed.ALL else ()), *kind.limits),

@@ -262,11 +262,10 @@ def _over_pages(
     Slopes may be each sequence's own, which nothing here divides among two calls: no kernel that splits takes them.
     """
     forward = forward_of_v3 if own is OF_V3 else forward_of_v2
-    return Kernel(
-        id=name,
-        operations=mixed.MIXED_PAGED if split else mixed.ALL,
-        backend=own.backend,
-        load=functools.partial(load_paged, library=forward, split=split),
+    return own.backend.kernel(
+        name,
+        mixed.MIXED_PAGED if split else mixed.ALL,
+        functools.partial(load_paged, library=forward, split=split),
         layout="NHD",
         accepts=(*SCORES, "max_context_len", *(("decodes",) if split else ()), *((bias,) if bias else ())),
         limits=(*own.limits, *PAGED, *((limit.one_of(bias, "float"), *of_bias) if bias else ())),
@@ -279,20 +278,18 @@ def _over_pages(
 
 
 KERNELS = (
-    Kernel(
-        id="vllm.flash_attn.v3.ragged",
-        operations=ragged.RAGGED,
-        backend=VLLM_FLASH_ATTN_3,
-        load=functools.partial(load_ragged, library=forward_of_v3),
+    VLLM_FLASH_ATTN_3.kernel(
+        "vllm.flash_attn.v3.ragged",
+        ragged.RAGGED,
+        functools.partial(load_ragged, library=forward_of_v3),
         accepts=(*SCORES, "max_seqlen_k", "sinks"),
         limits=(*HOPPER, *_RAGGED, *OF_SINKS),
         priority=90,
     ),
-    Kernel(
-        id="vllm.flash_attn.v2.ragged",
-        operations=ragged.RAGGED,
-        backend=VLLM_FLASH_ATTN_2,
-        load=functools.partial(load_ragged, library=forward_of_v2),
+    VLLM_FLASH_ATTN_2.kernel(
+        "vllm.flash_attn.v2.ragged",
+        ragged.RAGGED,
+        functools.partial(load_ragged, library=forward_of_v2),
         accepts=(*SCORES, "max_seqlen_k", "alibi_slopes"),
         limits=(AMPERE, *_RAGGED, *OF_SLOPES),
         build_key=variant_of_tokens_v2,

@@ -47,7 +47,6 @@ from layerzero.backends.shape_cache import small_alone
 from layerzero.backends.vllm_cpu.norm import VLLM_CPU, build_for, operators
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
 from layerzero.ops.activation.formulas import IN_PLACE
 from layerzero.ops.linear import packed_blocks
 from layerzero.ops.linear.packed import BELONGS, Pack, PackedWeight
@@ -264,38 +263,33 @@ _FP8 = (
 
 KERNELS = (
     *packed_blocks.kernels("vllm.cpu.", _product, _times, _ROWS, _MORE, backend=VLLM_CPU, priority=55),
-    Kernel(
-        id="vllm.cpu.quantize_rows",
-        operations=("quantize.int8",),
-        backend=VLLM_CPU,
-        load=_load_rows,
+    VLLM_CPU.kernel(
+        "vllm.cpu.quantize_rows",
+        "quantize.int8",
+        _load_rows,
         accepts=("per",),
         limits=(*_LIMITS_QUANTIZE, limit.one_of("per", "row")),
         priority=55,
     ),
-    Kernel(
-        id="vllm.cpu.quantize_by_one",
-        operations=("quantize.int8",),
-        backend=VLLM_CPU,
-        load=_load_given,
+    VLLM_CPU.kernel(
+        "vllm.cpu.quantize_by_one",
+        "quantize.int8",
+        _load_given,
         accepts=("scale",),
         limits=(*_LIMITS_QUANTIZE, limit.one_of("scale", "float"), limit.one_of("granularity", "tensor")),
         priority=55,
     ),
-    Kernel(
-        id="vllm.cpu.int8_linear_packed",
-        operations=(QUANTIZED["int8"].name,),
-        backend=VLLM_CPU,
-        load=_load,
+    VLLM_CPU.kernel(
+        "vllm.cpu.int8_linear_packed",
+        QUANTIZED["int8"].name,
+        _load,
+        limit.cpu_feature("avx512_bf16"),
+        limit.dtype("bfloat16"),
+        limit.contiguous("input", "bias"),
+        limit.dim("in_features", multiple=32),
+        limit.dim("out_features", multiple=32),
+        BELONGS,
         accepts=("bias", "packed"),
-        limits=(
-            limit.cpu_feature("avx512_bf16"),
-            limit.dtype("bfloat16"),
-            limit.contiguous("input", "bias"),
-            limit.dim("in_features", multiple=32),
-            limit.dim("out_features", multiple=32),
-            BELONGS,
-        ),
         priority=55,
     ),
     grouped(
@@ -319,11 +313,10 @@ KERNELS = (
         *_FP8,
         operation="block",
     ),
-    Kernel(
-        id="vllm.cpu.fp8",
-        operations=(QUANTIZED[None].name,),
-        backend=VLLM_CPU,
-        load=_load_fp8,
+    VLLM_CPU.kernel(
+        "vllm.cpu.fp8",
+        QUANTIZED[None].name,
+        _load_fp8,
         accepts=("bias", "packed"),
         limits=(*_FP8, limit.contiguous("input"), BELONGS),
         priority=55,

@@ -183,24 +183,21 @@ def _dropped_bias(facts: Facts) -> Reason | None:
 
 def _fused(owner: str, operation: str, method: _Method, priority: int, *limits: limit.Limit) -> Kernel:
     quantised = operation != EXPERTS.name
-    return Kernel(
-        id=owner,
-        operations=(operation,),
-        backend=VLLM_CPU,
-        load=functools.partial(_load_fused, owner=owner, method=method),
+    return VLLM_CPU.kernel(
+        owner,
+        operation,
+        functools.partial(_load_fused, owner=owner, method=method),
+        limit.cpu_feature("avx512_bf16"),
+        limit.dtype("bfloat16"),
+        limit.one_of("activation", "silu", "swiglu_oai"),
+        limit.dim("hidden", multiple=32),
+        limit.dim("inner_features", multiple=32),
+        limit.contiguous("input"),
+        *limits,
+        *(belongs(packed, of) for packed, of in PACKED_OF.items()),
         accepts=(
             *("gate_up_bias", "down_bias", "activation", "alpha", "limit", *PACKED_OF),
             *(("gate_up_format", "down_format", "gate_up_scale", "down_scale") if quantised else ()),
-        ),
-        limits=(
-            limit.cpu_feature("avx512_bf16"),
-            limit.dtype("bfloat16"),
-            limit.one_of("activation", "silu", "swiglu_oai"),
-            limit.dim("hidden", multiple=32),
-            limit.dim("inner_features", multiple=32),
-            limit.contiguous("input"),
-            *limits,
-            *(belongs(packed, of) for packed, of in PACKED_OF.items()),
         ),
         priority=priority,
     )
@@ -243,25 +240,22 @@ KERNELS = (
         limit.one_of("activation", "silu"),
         *map(limit.absent, _BIASES),
     ),
-    Kernel(
-        id="vllm.cpu.experts_packed",
-        operations=("moe.experts",),
-        backend=VLLM_CPU,
-        load=_load,
+    VLLM_CPU.kernel(
+        "vllm.cpu.experts_packed",
+        "moe.experts",
+        _load,
+        limit.cpu_feature("avx2"),
+        limit.cpu_feature("avx512_bf16", dtype="bfloat16"),  # other builds cut off where they should round
+        limit.dtype("float32", "float16", "bfloat16"),
+        limit.Custom("few rows an expert in bfloat16", _many_rows),
+        limit.one_of("alpha", ALPHA),
+        limit.one_of("limit", LIMIT),
+        limit.dim("hidden", multiple=32),
+        limit.dim("inner_features", multiple=32),
+        limit.contiguous("input", "gate_up_bias", "down_bias"),
+        *(belongs(packed, of) for packed, of in PACKED_OF.items()),
         accepts=("gate_up_bias", "down_bias", "activation", *PACKED_OF),
         implies=("alpha", "limit"),
-        limits=(
-            limit.cpu_feature("avx2"),
-            limit.cpu_feature("avx512_bf16", dtype="bfloat16"),  # other builds cut off where they should round
-            limit.dtype("float32", "float16", "bfloat16"),
-            limit.Custom("few rows an expert in bfloat16", _many_rows),
-            limit.one_of("alpha", ALPHA),
-            limit.one_of("limit", LIMIT),
-            limit.dim("hidden", multiple=32),
-            limit.dim("inner_features", multiple=32),
-            limit.contiguous("input", "gate_up_bias", "down_bias"),
-            *(belongs(packed, of) for packed, of in PACKED_OF.items()),
-        ),
         priority=55,
     ),
 )

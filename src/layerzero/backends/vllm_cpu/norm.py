@@ -30,7 +30,7 @@ from layerzero.backends.shape_cache import small_alone
 from layerzero.backends.vllm.norm import gate_of, gated
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Backend, Kernel, Release
+from layerzero.core.kernel import Backend, Release
 
 VLLM_CPU = Backend(
     name="vllm",
@@ -128,16 +128,13 @@ _PAIRS = limit.dim("joined", multiple=16)
 
 KERNELS = (
     *(
-        Kernel(
-            id=f"vllm.cpu.{name}",
-            operations=(operation,),
-            backend=VLLM_CPU,
-            load=load,
+        VLLM_CPU.kernel(
+            f"vllm.cpu.{name}",
+            operation,
+            load,
+            *_LIMITS,
+            limit.contiguous(rows, "weight"),  # strides of the rows are ignored in silence, others raise
             accepts=("eps",),
-            limits=(
-                *_LIMITS,
-                limit.contiguous(rows, "weight"),
-            ),  # strides of the rows are ignored in silence, others raise
             priority=55,
         )
         for name, operation, load, rows in (
@@ -146,14 +143,8 @@ KERNELS = (
         )
     ),
     *(
-        Kernel(
-            id=f"vllm.cpu.{name}",
-            operations=(operation,),
-            backend=VLLM_CPU,
-            load=load,
-            accepts=accepts,
-            limits=(*_LIMITS_ACTIVATION, *limits),
-            priority=35,
+        VLLM_CPU.kernel(
+            f"vllm.cpu.{name}", operation, load, accepts=accepts, limits=(*_LIMITS_ACTIVATION, *limits), priority=35
         )
         for name, operation, load, accepts, limits in (
             ("gelu_tanh", "activation.gelu", _load_gelu, ("approximate",), _BY_TANH),

@@ -31,7 +31,6 @@ from torch.autograd.graph import increment_version
 from layerzero.backends.vllm_cpu.norm import VLLM_CPU, build_for, operators
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.system import forking
 from layerzero.ops.latent import COLUMNS_OF_ONE, NAME, WIDTHS, joined
@@ -270,83 +269,71 @@ def _load(facts: Facts) -> Callable[..., Any]:
 
 
 KERNELS = (
-    Kernel(
-        id="vllm.cpu.paged_attention",
-        operations=paged.DECODE_PAGED,
-        backend=VLLM_CPU,
-        load=_load_attention,
+    VLLM_CPU.kernel(
+        "vllm.cpu.paged_attention",
+        paged.DECODE_PAGED,
+        _load_attention,
         layout="HND",
         accepts=("scale", "window", "softcap", "step"),
         limits=(*LIMITS, limit.last_stride_one("query", "block_tables"), limit.contiguous("context_lens")),
         priority=60,
     ),
-    Kernel(
-        id="vllm.cpu.paged_tokens",
-        operations=mixed.ALL,
-        backend=VLLM_CPU,
-        load=_load_attention,
+    VLLM_CPU.kernel(
+        "vllm.cpu.paged_tokens",
+        mixed.ALL,
+        _load_attention,
+        *LIMITS,
+        limit.Custom("without causal: windows to both sides, no alibi_slopes; float32 slopes by head", _masks),
+        limit.last_stride_one("query", "block_tables"),
+        limit.contiguous("context_lens", "cu_seqlens_q"),
         layout="HND",
         accepts=("causal", "scale", "window", "softcap", "sinks", "alibi_slopes", "step"),
-        limits=(
-            *LIMITS,
-            limit.Custom("without causal: windows to both sides, no alibi_slopes; float32 slopes by head", _masks),
-            limit.last_stride_one("query", "block_tables"),
-            limit.contiguous("context_lens", "cu_seqlens_q"),
-        ),
         graph_safe=False,
         priority=60,
     ),
-    Kernel(
-        id="vllm.cpu.paged_codes",
-        operations=tuple(each.name for each in quantized.OPERATIONS),
-        backend=VLLM_CPU,
-        load=_load_attention,
+    VLLM_CPU.kernel(
+        "vllm.cpu.paged_codes",
+        tuple(each.name for each in quantized.OPERATIONS),
+        _load_attention,
+        *LIMITS_CODES,
+        limit.Custom("without causal: windows to both sides", _masks),
+        limit.last_stride_one("query", "block_tables"),
+        limit.contiguous("context_lens"),
         layout="HND",
         accepts=("causal", "scale", "window", "softcap", "step"),
-        limits=(
-            *LIMITS_CODES,
-            limit.Custom("without causal: windows to both sides", _masks),
-            limit.last_stride_one("query", "block_tables"),
-            limit.contiguous("context_lens"),
-        ),
         graph_safe=False,
         priority=60,
     ),
-    Kernel(
-        id="vllm.cpu.append_codes",
-        operations=("kv.append.quantized",),
-        backend=VLLM_CPU,
-        load=load_append,
+    VLLM_CPU.kernel(
+        "vllm.cpu.append_codes",
+        "kv.append.quantized",
+        load_append,
         layout="HND",
         limits=(*LIMITS_CODES, limit.last_stride_one("key", "value"), limit.contiguous("slot_mapping")),
         priority=60,
     ),
-    Kernel(
-        id="vllm.cpu.append_paged",
-        operations=("kv.append.paged",),
-        backend=VLLM_CPU,
-        load=load_append,
+    VLLM_CPU.kernel(
+        "vllm.cpu.append_paged",
+        "kv.append.paged",
+        load_append,
         layout="HND",
         limits=(*LIMITS, limit.last_stride_one("key", "value"), limit.contiguous("slot_mapping")),
         priority=60,
     ),
-    Kernel(
-        id="vllm.cpu.mla_decode",
-        operations=(NAME,),
-        backend=VLLM_CPU,
-        load=_load,
+    VLLM_CPU.kernel(
+        "vllm.cpu.mla_decode",
+        NAME,
+        _load,
+        limit.cpu_feature("avx2"),
+        # the other builds cut a float32 off where they should round it
+        limit.cpu_feature("avx512_bf16", dtype="bfloat16"),
+        limit.dtype("float32", "float16", "bfloat16"),
+        *WIDTHS,
+        limit.dim("page_size", one_of=(16,)),
+        limit.dim("seq_q", one_of=(1,)),
+        COLUMNS_OF_ONE,
+        limit.contiguous("block_tables", "context_lens"),
         accepts=("scale",),
-        limits=(
-            limit.cpu_feature("avx2"),
-            # the other builds cut a float32 off where they should round it
-            limit.cpu_feature("avx512_bf16", dtype="bfloat16"),
-            limit.dtype("float32", "float16", "bfloat16"),
-            *WIDTHS,
-            limit.dim("page_size", one_of=(16,)),
-            limit.dim("seq_q", one_of=(1,)),
-            COLUMNS_OF_ONE,
-            limit.contiguous("block_tables", "context_lens"),
-        ),
         priority=55,
     ),
 )

@@ -27,7 +27,6 @@ from layerzero.backends.vllm_cpu.paged import load_append
 from layerzero.core import limits as limit
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.rope.split import ACCEPTS, SPLIT_ACCEPTS, Norm, Rotate, norm_then_rope, rope, split_then_norm_rope
 from layerzero.ops.rope_append.packed_steps import rotate_then_append, split_then_append
@@ -182,95 +181,81 @@ def _load_split(facts: Facts) -> Callable[..., Any]:
 
 
 KERNELS = (
-    Kernel(
-        id="vllm.cpu.rope",
-        operations=("posenc.rope",),
-        backend=VLLM_CPU,
-        load=_load,
+    VLLM_CPU.kernel(
+        "vllm.cpu.rope",
+        "posenc.rope",
+        _load,
         layout="BSHD",
         accepts=("positions", "interleaved"),
         limits=LIMITS,  # it works on copies of its own
         priority=60,
     ),
-    Kernel(
-        id="vllm.cpu.rope_one",
-        operations=("posenc.rope.one",),
-        backend=VLLM_CPU,
-        load=_load_one,
+    VLLM_CPU.kernel(
+        "vllm.cpu.rope_one",
+        "posenc.rope.one",
+        _load_one,
         layout="BSHD",
         accepts=("positions", "interleaved"),
         limits=LIMITS,
         priority=60,
     ),
-    Kernel(
-        id="vllm.cpu.qk_norm_rope",
-        operations=("posenc.qk_norm_rope",),
-        backend=VLLM_CPU,
-        load=_load_normed,
+    VLLM_CPU.kernel(
+        "vllm.cpu.qk_norm_rope",
+        "posenc.qk_norm_rope",
+        _load_normed,
+        *LIMITS,
+        limit.dim("head_dim", multiple=8),  # the width of a vector of its norm; others raise
+        limit.contiguous("query", "key", "q_weight", "k_weight"),
         layout="BSHD",
         accepts=ACCEPTS,
-        limits=(
-            *LIMITS,
-            limit.dim("head_dim", multiple=8),  # the width of a vector of its norm; others raise
-            limit.contiguous("query", "key", "q_weight", "k_weight"),
-        ),
         priority=55,
     ),
-    Kernel(
-        id="vllm.cpu.split_qkv_norm_rope",
-        operations=("posenc.split_qkv_norm_rope",),
-        backend=VLLM_CPU,
-        load=load_split,
+    VLLM_CPU.kernel(
+        "vllm.cpu.split_qkv_norm_rope",
+        "posenc.split_qkv_norm_rope",
+        load_split,
         accepts=SPLIT_ACCEPTS,
         limits=SPLIT_LIMITS,
         priority=55,
     ),
-    Kernel(
-        id="vllm.cpu.rope_inplace",
-        operations=("posenc.rope.inplace",),
-        backend=VLLM_CPU,
-        load=_load_inplace,
+    VLLM_CPU.kernel(
+        "vllm.cpu.rope_inplace",
+        "posenc.rope.inplace",
+        _load_inplace,
+        *LIMITS,
+        limit.last_stride_one("query", "key"),
+        HeadsDense(("query", "key")),
+        TokensInLine(("query", "key")),
+        limit.aligned(16, "query", "key"),
         layout="BSHD",
         accepts=("positions", "interleaved"),
-        limits=(
-            *LIMITS,
-            limit.last_stride_one("query", "key"),
-            HeadsDense(("query", "key")),
-            TokensInLine(("query", "key")),
-            limit.aligned(16, "query", "key"),
-        ),
         priority=60,
     ),
-    Kernel(
-        id="vllm.cpu.rope_append",
-        operations=("kv.rope_append", "kv.rope_append.paged"),
-        backend=VLLM_CPU,
-        load=_load_rope_append,
+    VLLM_CPU.kernel(
+        "vllm.cpu.rope_append",
+        ("kv.rope_append", "kv.rope_append.paged"),
+        _load_rope_append,
         layout="NHD",
         accepts=("interleaved",),
         limits=LIMITS,
         priority=50,
     ),
-    Kernel(
-        id="vllm.cpu.rope_append_transposed",
-        operations=("kv.rope_append.paged",),
-        backend=VLLM_CPU,
-        load=_load_transposed,
+    VLLM_CPU.kernel(
+        "vllm.cpu.rope_append_transposed",
+        "kv.rope_append.paged",
+        _load_transposed,
+        *LIMITS,
+        *(each for each in CACHE_LIMITS if each not in LIMITS),
+        limit.last_stride_one("value"),
+        limit.contiguous("slot_mapping"),
         layout="HND",
         accepts=("interleaved",),
-        limits=(
-            *LIMITS,
-            *(each for each in CACHE_LIMITS if each not in LIMITS),
-            limit.last_stride_one("value"),
-            limit.contiguous("slot_mapping"),
-        ),
         priority=55,
     ),
-    Kernel(
-        id="vllm.cpu.split_qkv_norm_rope_append",
-        operations=("kv.split_qkv_norm_rope_append", "kv.split_qkv_norm_rope_append.paged"),
-        backend=VLLM_CPU,
-        load=_load_split,
+    VLLM_CPU.kernel(
+        "vllm.cpu.split_qkv_norm_rope_append",
+        ("kv.split_qkv_norm_rope_append", "kv.split_qkv_norm_rope_append.paged"),
+        _load_split,
         layout="NHD",
         accepts=("q_weight", "k_weight", "interleaved", "eps"),
         limits=SPLIT_LIMITS,
