@@ -14,7 +14,7 @@ from drawing import at_once, examples
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
 from layerzero.ops import FUNCTIONS, PLAIN_FUNCTIONS
-from layerzero.ops.attention import torch_call
+from layerzero.ops.attention import layout
 
 X, W = torch.randn(3, 8), torch.randn(8)
 
@@ -122,13 +122,13 @@ def test_tensors_without_memory_know_no_autocast():
 
 Q, K, V = heads()
 OF_TORCH = {
-    torch_call.RANK: ((Q[0], K[0], V[0]), {}),
-    torch_call.TWO_MASKS: ((Q, K, V), {"attn_mask": torch.ones(5, 5, dtype=torch.bool), "is_causal": True}),
-    torch_call.EMPTY: ((Q[:, :, :0], K, V), {}),
-    torch_call.BROADCAST: ((Q, K[:1], V[:1]), {}),
-    torch_call.HEADS: ((Q, K[:, :2], V[:, :2]), {}),
-    torch_call.QUERIES: ((Q, K[:, :, :4], V[:, :, :4]), {"is_causal": True}),
-    torch_call.NESTED: ((torch.nested.nested_tensor([*Q], layout=torch.jagged),) * 3, {}),
+    layout.RANK: ((Q[0], K[0], V[0]), {}),
+    layout.TWO_MASKS: ((Q, K, V), {"attn_mask": torch.ones(5, 5, dtype=torch.bool), "is_causal": True}),
+    layout.EMPTY: ((Q[:, :, :0], K, V), {}),
+    layout.BROADCAST: ((Q, K[:1], V[:1]), {}),
+    layout.HEADS: ((Q, K[:, :2], V[:, :2]), {}),
+    layout.QUERIES: ((Q, K[:, :, :4], V[:, :, :4]), {"is_causal": True}),
+    layout.NESTED: ((torch.nested.nested_tensor([*Q], layout=torch.jagged),) * 3, {}),
     "since lz.attention does not take it: dropout_p: wanted 0 <= p < 1": ((Q, K, V), {"dropout_p": 1.5}),
 }
 
@@ -145,7 +145,7 @@ def test_where_torchs_own_function_runs_the_reason_is_told(why):
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_of_the_older_kind():
     nested = torch.nested.nested_tensor([*Q])
-    with pytest.raises(lz.InvalidCallError, match=torch_call.NESTED.partition(";")[0]):
+    with pytest.raises(lz.InvalidCallError, match=layout.NESTED.partition(";")[0]):
         lz.explain(lz.scaled_dot_product_attention, nested, nested, nested)
 
 

@@ -13,8 +13,8 @@ import layerzero as lz
 from drawing import examples
 from layerzero.backends.torch import quantized_linear
 from layerzero.backends.torch.quantize import e2m1_by_bits
+from layerzero.backends.vllm import grouped_linear
 from layerzero.backends.vllm import library as library_of_vllm
-from layerzero.backends.vllm import quantize
 from layerzero.core.device import Device
 from layerzero.core.facts import FactsBuilder
 from layerzero.ops import OPERATIONS
@@ -103,7 +103,7 @@ def library(monkeypatch):
     names = {name: types.SimpleNamespace(default=function) for name, function in stand.items()}
     product = {"cutlass_scaled_mm": types.SimpleNamespace(default=Operators.product)}
     libraries = {"_C.abi3.so": names, "_C_stable_libtorch.abi3.so": product}
-    monkeypatch.setattr(quantize, "operators", lambda name, *_: types.SimpleNamespace(**libraries[name]))
+    monkeypatch.setattr(grouped_linear, "operators", lambda name, *_: types.SimpleNamespace(**libraries[name]))
 
 
 @pytest.mark.parametrize("kernel", [each for each in OF if each.startswith("vllm")])
@@ -111,7 +111,7 @@ def test_vllm_gets_rows_and_gives_what_the_reference_does(library, kernel):
     arguments = call(kernel)
     arguments["input"][0, 3] = 0.0
     found, facts = facts_of(kernel, arguments)
-    declared = next(each for each in quantize.KERNELS if each.id == kernel)
+    declared = next(each for each in grouped_linear.KERNELS if each.id == kernel)
     operation = found.operation
     given = {name: found.arguments[name] for name in declared.accepts if found.arguments.get(name) is not None}
     got = declared.load(facts)(*[found.arguments[each.name] for each in operation.schema.required], **given)
@@ -169,7 +169,7 @@ def test_products_get_rows_columns_and_scales_on_a_boundary(library, products, k
     if kernel.startswith("vllm"):  # its limits have the input copied
         arguments["input"] = arguments["input"].contiguous()
     found, facts = facts_of(kernel, arguments)
-    declared = next(each for each in (*quantized_linear.KERNELS, *quantize.KERNELS) if each.id == kernel)
+    declared = next(each for each in (*quantized_linear.KERNELS, *grouped_linear.KERNELS) if each.id == kernel)
     tensors = [found.arguments[each.name] for each in found.operation.schema.required]
     given = {name: found.arguments.get(name) for name in declared.accepts}
     got = declared.load(facts)(*tensors, **given)
@@ -225,8 +225,8 @@ def test_products_come_from_the_second_library_whatever_owns_the_name_space(monk
     monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda name, key: bool(loaded))
     product = types.SimpleNamespace(default=Operators.product)
     monkeypatch.setattr(torch.ops._C, "cutlass_scaled_mm", product, raising=False)
-    monkeypatch.setattr(quantize, "_rows", lambda: None)
-    monkeypatch.setattr(quantize, "operators", library_of_vllm.operators.__wrapped__)  # without its memory
+    monkeypatch.setattr(grouped_linear, "_rows", lambda: None)
+    monkeypatch.setattr(grouped_linear, "operators", library_of_vllm.operators.__wrapped__)  # without its memory
     _, facts = facts_of("vllm.int8_linear", call("vllm.int8_linear"))
-    quantize._load_linear(facts)
+    grouped_linear._load_linear(facts)
     assert loaded == ["_C_stable_libtorch.abi3.so"]

@@ -10,7 +10,7 @@ from weight_operators import BF16, F16, LIBRARIES, product, refused, stand_in, w
 
 import layerzero as lz
 from drawing import at_once
-from layerzero.backends.vllm import marlin, quantize
+from layerzero.backends.vllm import grouped_linear, marlin
 from layerzero.core.device import Device
 from layerzero.core.errors import NotPreparedError
 from layerzero.core.facts import FactsBuilder
@@ -136,7 +136,7 @@ def test_float8_rows_go_to_cutlass_with_their_scales(monkeypatch, dtype):
 
     names = {"cutlass_scaled_mm": scaled_mm, "dynamic_scaled_int8_quant": None}
     library = types.SimpleNamespace(**{name: types.SimpleNamespace(default=each) for name, each in names.items()})
-    monkeypatch.setattr(quantize, "operators", lambda *_: library)
+    monkeypatch.setattr(grouped_linear, "operators", lambda *_: library)
     operation, declared = OPERATIONS["mlp.linear.quant.fp8_e4m3"], REGISTRY.kernel("vllm.fp8_linear")
     numbers, scale = lz.quantize(torch.randn(48, 64) / 8, "fp8_e4m3", per="row")
     input, bias = torch.randn(2, 3, 64).to(dtype), torch.randn(48).to(dtype)

@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import layerzero as lz
 from layerzero.engine.dispatch import Dispatcher
 from layerzero.engine.functions import CALLS
-from layerzero.ops.attention.torch_call import stock
+from layerzero.ops.attention.layout import stock
 
 QUERY = torch.randn(2, 6, 4, 8)
 MASK = (torch.rand(2, 1, 6, 6) > 0.3) | torch.eye(6, dtype=torch.bool)

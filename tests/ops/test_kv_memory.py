@@ -11,7 +11,8 @@ import torch
 import layerzero as lz
 from drawing import at_once
 from kv_caches import FORMS, appended, drawn, made, plain
-from layerzero.ops.kv import ranges, strategy
+from layerzero.ops.kv import form as forms
+from layerzero.ops.kv import ranges
 
 # strategies
 
@@ -52,7 +53,7 @@ def test_a_strategy_that_cannot_be_had_is_refused(facts, code):
 
 def test_without_a_driver_there_is_no_virtual_memory(monkeypatch):
     monkeypatch.setattr(ranges, "driver", lambda: None)
-    assert strategy._driver_version() == 0
+    assert forms._driver_version() == 0
     assert lz.kv_cache_strategy("cuda").strategy is lz.KVCacheStrategy.CONTIGUOUS
 
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero as lz
 from drawing import at_once
-from layerzero.backends import linear_loss
+from layerzero.backends import gradients
 from layerzero.backends.torch import loss as kernels
 
 CHUNKED = "torch.linear_cross_entropy_chunked"
@@ -63,8 +63,8 @@ def test_an_ignored_class_may_be_one_that_no_logit_has(ignored):
 @pytest.fixture
 def few_rows(monkeypatch):
     """Chunks of three rows."""
-    monkeypatch.setattr(linear_loss, "_LOGITS", 150)
-    monkeypatch.setattr(linear_loss, "_ROWS", 1)
+    monkeypatch.setattr(gradients, "_LOGITS", 150)
+    monkeypatch.setattr(gradients, "_ROWS", 1)
 
 
 @pytest.mark.parametrize("kernel", WAYS)
@@ -90,7 +90,7 @@ def test_chunks_give_the_loss_and_the_gradients_of_all_logits(few_rows, kernel, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_of_several_chunks_are_multiplied_together(monkeypatch, block, dtype):
     """As on a GPU: a block of one chunk, of two with a rest, and of all rows."""
-    monkeypatch.setattr(kernels, "sizes", lambda rows, weight: linear_loss.Sizes(3, block))
+    monkeypatch.setattr(kernels, "sizes", lambda rows, weight: gradients.Sizes(3, block))
     hidden, weight, target = made(rows=(10,), dtype=dtype)
     bias = torch.randn(50, dtype=dtype, requires_grad=True)
     run = kernels._load_chunked({"operation": "loss.linear_cross_entropy", "requires_grad": True})
@@ -106,9 +106,9 @@ def test_gradients_of_several_chunks_are_multiplied_together(monkeypatch, block,
 def test_rows_of_a_gpu_take_what_the_weights_gradient_takes():
     """A meta tensor is no CPU's; 512 rows of logits and softmax in float32 are 501 MiB, as the weight's gradient is."""
     weight = torch.empty(128256, 2048, dtype=torch.bfloat16, device="meta")
-    assert [linear_loss.sizes(rows, weight) for rows in (100, 4096, 4097)] == [(512, 1024), (512, 4096), (256, 1024)]
-    assert linear_loss.sizes(4096, weight.float()) == (512, 512)
-    assert linear_loss.sizes(4096, torch.empty(128256, 2048)) == (128, 128)
+    assert [gradients.sizes(rows, weight) for rows in (100, 4096, 4097)] == [(512, 1024), (512, 4096), (256, 1024)]
+    assert gradients.sizes(4096, weight.float()) == (512, 512)
+    assert gradients.sizes(4096, torch.empty(128256, 2048)) == (128, 128)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

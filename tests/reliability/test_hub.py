@@ -13,7 +13,7 @@ import torch
 import layerzero as lz
 from hub_builds import ACTIVATION, OWNER, module_of, plant, plant_in, settings
 from layerzero._native import __path__ as native
-from layerzero.backends.hub import checks, find, lock
+from layerzero.backends.hub import checks, find
 from layerzero.engine.registry import REGISTRY
 
 pytest.importorskip("kernels.variants", reason="the package that reads hub kernels is not installed")
@@ -167,7 +167,7 @@ def test_two_of_one_name_or_of_one_module_are_not_both_taken(tmp_path):
 
 def locked(folder, change=lambda text: text):
     file = folder.parent / "hub.lock"
-    file.write_text(change(lock.text_of(find.repositories(folder))))
+    file.write_text(change(find.text_of(find.repositories(folder))))
     return str(file)
 
 
@@ -219,7 +219,7 @@ def test_of_a_cache_of_the_hub_the_locked_commit_is_taken(tmp_path):
         plant_in(cached / commit, text=f"{ACTIVATION}# {commit}\n")
     first = [each for each in find.repositories(tmp_path) if each.revision == COMMITS[0]]
     lockfile = tmp_path.parent / "cache.lock"
-    lockfile.write_text(lock.text_of(first))
+    lockfile.write_text(find.text_of(first))
     look_again(tmp_path, lockfile=str(lockfile))
     assert [each.revision for each in REGISTRY.hub.builds] == [COMMITS[0]]
     assert REGISTRY.hub.builds[0].refused is None

@@ -15,7 +15,8 @@ import torch
 
 import layerzero as lz
 from hub_builds import OWNER, RMSNORM, ROTARY, module_of, plant, settings
-from layerzero.backends.hub import ADAPTERS, build, checks, find
+from layerzero.backends.hub import build, checks, find
+from layerzero.backends.hub.adapters import ADAPTERS
 from layerzero.core.ledger import Verdict
 from layerzero.engine.registry import REGISTRY
 from layerzero.testing import hub_trial

@@ -82,12 +82,12 @@ class Hub:
         self._policy = policy
 
     def _find(self, policy: Policy) -> None:
-        from layerzero.backends.hub import kernels_of  # most processes look at no hub: 3 ms
-        from layerzero.backends.hub.search import builds_in
+        from layerzero.backends.hub.adapters import ADAPTERS  # most processes look at no hub: 3 ms
+        from layerzero.backends.hub.checks import builds_in
 
         found, self.problems = builds_in(policy["hub.folder"], policy["hub.lockfile"], policy["hub.allow"])
         for build in found:
-            kernels = [self._guarded(each, build) for each in kernels_of(build)]
+            kernels = [self._guarded(each, build) for each in ADAPTERS[build.name](build)]
             try:
                 self._registry.add_all(kernels)
             except RegistrationError as error:

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 import layerzero as lz
 from layerzero.core.errors import InvalidCallError
-from layerzero.ops.attention.torch_call import LAYOUT, as_attention
+from layerzero.ops.attention.layout import LAYOUT, as_attention
 
 _torch_function = functional.scaled_dot_product_attention
 """torch's, as it was when this was imported: code that puts ours in its place must not call itself."""

@@ -28,8 +28,7 @@ from layerzero.ops.attention import declare as attn
 from layerzero.ops.attention.declare import HEAD_DIM, TOLERANCE
 from layerzero.ops.attention.route import score_problems, without_defaults
 from layerzero.ops.attention.sweep import extent_of
-from layerzero.ops.checks import check_dense, shape_problems
-from layerzero.ops.declaration import function, operation
+from layerzero.ops.declaration import check_dense, function, operation, shape_problems
 from layerzero.ops.draw import Draw
 from layerzero.ops.paged import declare as paged
 from layerzero.ops.paged.draw import fill, tables

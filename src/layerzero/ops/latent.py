@@ -27,7 +27,7 @@ from layerzero.ops.attention import declare as attn
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.attention.route import score_problems
 from layerzero.ops.attention.sweep import extent_of
-from layerzero.ops.checks import check_dense, shape_problems
+from layerzero.ops.declaration import check_dense, shape_problems
 from layerzero.ops.draw import Draw
 from layerzero.ops.paged.declare import (
     BOUND,

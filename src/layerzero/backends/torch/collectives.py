@@ -35,8 +35,7 @@ from layerzero.core.operation import Operation
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.reuse_conditions import Condition, SizedCall, conditions
 from layerzero.ops.comm import declare
-from layerzero.ops.comm.formulas import DENSE, gathered, then_norm, tree_sum
-from layerzero.ops.comm.ranks import PEERS, Ranks, ranks_of
+from layerzero.ops.comm.ranks import DENSE, PEERS, Ranks, gathered, ranks_of, then_norm, tree_sum
 
 _ADDED = limit.dtype("float64", "float32", "float16", "bfloat16", "int64", "int32")
 _MOVED = limit.dtype("float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8")

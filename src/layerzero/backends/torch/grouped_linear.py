@@ -12,21 +12,43 @@ byte with the first one higher (aten/src/ATen/native/cuda/int4mm.cu; torchao 0.1
 weight again: 4096 x 28672 took 43, 261 and 1036 us for 1, 32 and 128 rows, where bfloat16 took 96 to 100 (H100, torch
 2.11). It never ran through this adapter.
 Library: torch >= 2.10, BSD-3-Clause.
+
+torch's experts with quantised weights: those that have tokens, one after another, dequantised block by block.
+
+Every format runs on every device; nothing is made of a weight but blocks of it, which stay in a CPU's caches.
+With packed weights torch's products of codes of four and eight bits serve each expert: see ``grouped_linear.py``.
+Library: torch >= 2.10, BSD-3-Clause.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerzero.backends.grouped_weights import IN_FOUR_BITS, Product, grouped, regrouped
-from layerzero.backends.torch.attention import TORCH
+from layerzero.backends.grouped_weights import (
+    ACCEPTS,
+    EITHER,
+    IN_FOUR_BITS,
+    TENSORS,
+    Product,
+    Products,
+    experts_of,
+    grouped,
+    looped,
+    regrouped,
+)
+from layerzero.backends.torch.attention import FLOATS, TORCH, kernel
 from layerzero.backends.torch.quantized_linear import on_boundary
+from layerzero.backends.torch.weight_formats import dequantizing
+from layerzero.backends.torch.widened import many
 from layerzero.core import limits as limit
+from layerzero.core.emulation import lacks
 from layerzero.core.facts import Facts
 from layerzero.ops.linear.packed import Pack
+from layerzero.ops.moe.experts import Stack, weights_of
 from layerzero.ops.quantize.gguf import AFFINE, affine
 from layerzero.ops.quantize.weight import QuantizedWeight
 from layerzero.ops.quantize.weight_format import Codes
@@ -95,6 +117,30 @@ def int8(facts: Facts) -> tuple[Pack, Product]:
     return pack, lambda rows, form: operator(on_boundary(rows, 32), *form)
 
 
+_SPREAD = many("tokens", of="top_k", over="experts")
+
+
+def _dtypes(facts: Facts) -> tuple[torch.dtype, torch.dtype]:
+    """The dtype that numbers are dequantised in, and that of the products: of few rows on a CPU it is the same."""
+    dtype = facts["dtype"]
+    assert isinstance(dtype, torch.dtype)
+    exact = torch.promote_types(dtype, torch.float32)
+    on_cpu = facts["platform"] == "cpu"
+    if on_cpu and (dtype is torch.float16 or lacks(facts.device, dtype) or not _SPREAD(facts)):
+        return exact, exact
+    return exact, dtype
+
+
+def _load(facts: Facts) -> Callable[..., Any]:
+    dtypes, platform, whole = _dtypes(facts), str(facts["platform"]), bool(facts["requires_grad"])
+
+    def products(stack: Stack) -> Products:
+        run = dequantizing(stack.of, (stack.shape[1], stack.shape[2]), dtypes, platform, whole=whole)
+        return Products(stack.shape[0], lambda rows, number: run(rows, stack.given.of_expert(number)))
+
+    return looped(facts, lambda given: map(products, weights_of(given, given["input"].dtype)))
+
+
 KERNELS = (
     grouped(
         "torch.int4pack_mm",
@@ -151,5 +197,40 @@ KERNELS = (
         limit.dim("in_features", multiple=16),
         accepts=("weight_format", "bias", "group_index", "packed"),
         graph_safe=False,
+    ),
+    kernel(
+        "torch.experts_dequantized",
+        EITHER,
+        _load,
+        FLOATS,
+        accepts=(*ACCEPTS, *TENSORS),
+        grad=True,
+        graph_safe=False,
+        handles_negated=True,
+        priority=20,
+    ),
+    experts_of(
+        "torch.experts_int4",
+        TORCH,
+        int4,
+        45,
+        limit.cpu_feature("avx2"),
+        limit.dtype("bfloat16"),
+        IN_FOUR_BITS,
+        limit.dim("weight_group", multiple=32),
+        limit.dim("hidden", multiple=32),
+        limit.dim("inner_features", multiple=32),
+    ),
+    experts_of(
+        "torch.experts_int8",
+        TORCH,
+        int8,
+        45,
+        limit.dtype("bfloat16"),
+        limit.one_of("weight_bits", 8),
+        limit.one_of("weight_zeros", "none"),
+        limit.one_of("weight_group", 0),
+        limit.dim("hidden", multiple=16),
+        limit.dim("inner_features", multiple=16),
     ),
 )

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.gradients import from_kept, given_away
-from layerzero.backends.linear_loss import Needed, over_chunks, scaled, sizes, wide_product
+from layerzero.backends.gradients import Needed, from_kept, given_away, over_chunks, scaled, sizes, wide_product
 from layerzero.backends.torch.attention import FLOATS, TORCH, kernel
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from layerzero.ops.attention.declare import DECODE, OPERATIONS, PREFILL
+from layerzero.ops.attention.layout import DROP_IN
 from layerzero.ops.attention.limits import KINDS as LIMITS
 from layerzero.ops.attention.route import FUNCTIONS
-from layerzero.ops.attention.torch_call import DROP_IN
 
 __all__ = ["ALIASES", "DROP_INS", "FUNCTIONS", "LIMITS", "OPERATIONS"]
 

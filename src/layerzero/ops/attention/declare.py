@@ -19,7 +19,7 @@ from layerzero.core.dtypes import FLOATING, INDEX, dtype_name
 from layerzero.core.operation import Case, Operation, Work
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops import declaration
-from layerzero.ops.attention import torch_call
+from layerzero.ops.attention import layout
 from layerzero.ops.attention.layout import LAYOUTS
 from layerzero.ops.attention.limits import ADAPTERS, grouped, torch_alone
 from layerzero.ops.attention.reference import (
@@ -222,7 +222,7 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
         scratch=scratch,
         parts=parts,
         sweep=sweep_of(name),
-        stock=torch_call.stock,
+        stock=layout.stock,
     )
 
 

@@ -1,15 +1,27 @@
 """Axis letters of attention, the rules that decide an unnamed layout, and heads seen as queries.
 
 B batch, S sequence, H heads, D head dim. ``BSHD`` is the layout that attention's schemas are written in.
+
+torch's attention function: its calls as calls of ``lz.attention``, and what calls it with the arguments of ours.
+
+``lz.scaled_dot_product_attention`` makes these calls (:mod:`layerzero.integrations.torch`), and questions about it ask
+about them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.overrides import has_torch_function
 
+from layerzero.core.argument_errors import DropIn, Made
+from layerzero.core.arguments import told
+from layerzero.core.dtypes import dtype_name
+from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.facts import Facts
 
 CANONICAL = "BSHD"
@@ -97,3 +109,141 @@ def by_group(run: Callable[..., Any], facts: Facts) -> Callable[..., Any]:
         return result.reshape(batch, heads, 1, -1)
 
     return folded
+
+
+FUNCTION, NAME = "attention", "scaled_dot_product_attention"
+LAYOUT = "BHSD"
+
+LISTENING = (
+    "a mode listens to torch's functions (a default device, `with torch.device(...)`), or a tensor's class does; "
+    "call it outside of that, with plain tensors"
+)
+OTHERS = "query, key or value is no tensor"
+SWITCH = "enable_gqa is neither True nor False"
+TRACED = "torch.jit.trace is at work, which sees torch's operators alone"
+NESTED = "a tensor is nested; lz.ragged_attention takes sequences of several lengths one after the other"
+RANK = "a tensor has other than four axes; pass query, key and value as (B, H, S, D)"
+TWO_MASKS = "attn_mask comes with is_causal=True; put the causal part into the mask"
+FLAT_MASK = "attn_mask has fewer than two axes; pass attn_mask[None]"
+EMPTY = "a tensor has no elements, so that there is nothing to choose"
+BROADCAST = "batches, or heads and lengths of key and value, differ; expand them to equal sizes"
+HEADS = "key has other heads than query; pass enable_gqa=True, with a multiple of key's heads in query"
+QUERIES = "there are more causal queries than keys, counted from the top left; pass attn_mask in place of is_causal"
+
+
+def as_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool, enable_gqa: bool, kind: str = ""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | str:
+    """The tensors that ``lz.attention`` gets, or why torch's function runs and what would change that.
+
+    From the top left no query sees more keys than there are queries, so that further ones are left out. ``kind`` is the
+    type of device whose autocast counts, that of the tensors if empty.
+    """
+    tensors: tuple[Any, Any, Any] = query, key, value  # whatever a caller gives
+    if has_torch_function(tensors) or (mask is not None and has_torch_function((mask,))):
+        return LISTENING
+    if not (isinstance(tensors[0], Tensor) and isinstance(tensors[1], Tensor) and isinstance(tensors[2], Tensor)):
+        return OTHERS
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # what dynamo knows
+        return TRACED
+    switch: Any = enable_gqa
+    if type(switch) is not bool:
+        return SWITCH
+    if query.is_nested or key.is_nested or value.is_nested:
+        return NESTED
+    if not query.ndim == key.ndim == value.ndim == 4:
+        return RANK
+    if mask is not None and is_causal:
+        return TWO_MASKS
+    if mask is not None and mask.ndim < 2:
+        return FLAT_MASK
+    (batch, heads, queries, _), (_, kv_heads, keys, _) = query.shape, key.shape
+    if 0 in (*query.shape, *key.shape, *value.shape):
+        return EMPTY
+    if key.shape[:3] != value.shape[:3] or key.shape[0] != batch:
+        return BROADCAST
+    if heads != kv_heads and not (enable_gqa and heads % kv_heads == 0):
+        return HEADS
+    if is_causal and queries != keys:
+        if queries > keys:
+            return QUERIES
+        key, value = key[:, :, :queries], value[:, :, :queries]
+    kind = kind or query.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind) and query.dtype is not torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        if mask is not None and mask.is_floating_point():
+            mask = mask.to(dtype)
+    return query, key, value, mask
+
+
+def _call(given: Mapping[str, Any], kind: str) -> Made:
+    """The call of ``lz.attention`` that a call of it becomes. Raises: InvalidCallError where torch's own runs."""
+    query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = given.values()
+    asked = {"query": query, "key": key, "value": value} | ({} if mask is None else {"attn_mask": mask})
+    problems = [
+        f"{name}: wanted a tensor, got {told(each)}" for name, each in asked.items() if not isinstance(each, Tensor)
+    ]
+    refuse(NAME, problems)
+    made = as_attention(query, key, value, mask, is_causal=is_causal, enable_gqa=enable_gqa, kind=kind)
+    if isinstance(made, str):  # nested tensors of the newer kind are a class with torch functions of its own, too
+        why = NESTED if query.is_nested or key.is_nested or value.is_nested else made
+        raise InvalidCallError(NAME, [f"torch's own function runs this call: {why}"])
+    notes = []
+    if made[1].shape != key.shape:
+        seen, there = made[1].shape[2], key.shape[2]
+        notes.append(f"{NAME} is causal from the top left: {seen} of {there} keys are seen, the others left out")
+    if made[0].dtype != query.dtype:
+        notes.append(f"{NAME} casts to {dtype_name(made[0].dtype)} first, as autocast has it")
+    query, key, value, mask = made
+    arguments = {"query": query, "key": key, "value": value, "causal": is_causal, "scale": scale, "layout": LAYOUT}
+    return arguments | {"attn_mask": mask, "dropout_p": dropout_p}, tuple(notes)
+
+
+DROP_IN = DropIn(
+    name=NAME,
+    function=FUNCTION,
+    home="layerzero.integrations.torch",
+    library="torch",
+    call=_call,
+    instead=f'lz.{FUNCTION}, ..., causal=False, layout="{LAYOUT}"',
+)
+
+
+def stock(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool | None = None, **others: Any
+) -> Callable[[], torch.Tensor] | None:
+    """``torch.nn.functional.scaled_dot_product_attention``; None for what it has no argument for."""
+    layout, scale = others.pop("layout", None) or CANONICAL, others.pop("scale", None)
+    mask = others.pop("attn_mask", None)
+    causal = mask is None if causal is None else causal
+    axis = sequence_axis(layout)
+    single = query.shape[axis] == 1
+    aligned = not causal or single or query.shape[axis] == key.shape[axis]  # torch aligns top-left
+    if not aligned or any(not _neutral(each) for each in others.values()):
+        return None
+    heads = 1 if layout != CANONICAL else 2
+    is_causal, grouped = causal and not single, query.shape[heads] != key.shape[heads]
+
+    def run() -> torch.Tensor:
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=grouped
+        )
+
+    def run_transposed() -> torch.Tensor:  # such tensors cost their views in each call
+        output = functional.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=grouped,
+        )
+        return output.transpose(1, 2)
+
+    return run if layout != CANONICAL else run_transposed
+
+
+def _neutral(value: object) -> bool:
+    return value is None or (not isinstance(value, torch.Tensor) and value in (False, 0.0))

@@ -16,7 +16,7 @@ from layerzero.core.operation import Function, Operation, Routed
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.attention import layout as layouts
 from layerzero.ops.attention.declare import GQA_DECODE, GQA_PREFILL, OPERATIONS, STANDARD_DECODE, STANDARD_PREFILL
-from layerzero.ops.checks import check_dense
+from layerzero.ops.declaration import check_dense
 from layerzero.ops.draw import Draw
 
 _HEAD_DIMS = (1, 7, 8, 16, 32, 33, 64, 96, 128)

@@ -1,8 +1,7 @@
 """Sums, pieces and rows that ranks of a process group exchange."""
 
 from layerzero.ops.comm.declare import FUNCTIONS, OPERATIONS
-from layerzero.ops.comm.formulas import tree_sum
-from layerzero.ops.comm.ranks import Ranks
+from layerzero.ops.comm.ranks import Ranks, tree_sum
 
 EXPORTS = ("Ranks", "tree_sum")
 

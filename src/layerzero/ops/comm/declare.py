@@ -24,25 +24,23 @@ from layerzero.core.errors import InvalidCallError
 from layerzero.core.judge import Exact
 from layerzero.core.operation import Case, Function, Operation, OpKind, Tolerance, Work
 from layerzero.core.reasons import ReasonCode
-from layerzero.ops.comm.formulas import (
+from layerzero.ops.comm.ranks import (
     DENSE,
     REDUCTIONS,
+    ProcessGroup,
+    Ranks,
     along,
     back,
+    distributed,
+    facts_of_group,
     gathered,
+    kind_of_group,
+    problem_of,
+    ranks_of,
     reduced,
     then_norm,
     torch_all_reduce,
     torch_reduce_scatter,
-)
-from layerzero.ops.comm.ranks import (
-    ProcessGroup,
-    Ranks,
-    distributed,
-    facts_of_group,
-    kind_of_group,
-    problem_of,
-    ranks_of,
 )
 from layerzero.ops.declaration import cases, function, operation, tensor
 from layerzero.ops.norm.declare import rms_norm

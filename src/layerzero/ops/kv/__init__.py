@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from layerzero.ops.kv.cache import KVCache
 from layerzero.ops.kv.declare import APPEND, OPERATIONS
+from layerzero.ops.kv.form import KVCacheError, KVCacheStrategy, StrategyChoice, kv_cache_strategy
 from layerzero.ops.kv.route import FUNCTIONS
 from layerzero.ops.kv.step import CacheStep
-from layerzero.ops.kv.strategy import KVCacheError, KVCacheStrategy, StrategyChoice, kv_cache_strategy
 
 __all__ = [
     "ALIASES",

@@ -14,10 +14,10 @@ from torch import Tensor
 from layerzero.core.arguments import told
 from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.ops.kv import storage as memory
+from layerzero.ops.kv.form import KVCacheError, KVCacheStrategy
 from layerzero.ops.kv.page_table import PrefixGroup, groups_of
 from layerzero.ops.kv.sequences import CachedSequences, alone, several
 from layerzero.ops.kv.step import CacheStep, columns_for, counts_of, numbers_to
-from layerzero.ops.kv.strategy import KVCacheError, KVCacheStrategy
 
 
 def _no_rows(places: list[int]) -> str:

@@ -15,8 +15,8 @@ from layerzero.core.bundle import MISSING, Bundle
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.reasons import ReasonCode
+from layerzero.ops.kv.form import GONE, KVCacheError, KVCacheStrategy
 from layerzero.ops.kv.step import CacheStep
-from layerzero.ops.kv.strategy import GONE, KVCacheError, KVCacheStrategy
 from layerzero.ops.paged import layout_record
 from layerzero.ops.paged.append import append_paged_kv_
 from layerzero.ops.paged.cache import PagedCache, hint_of_step, of_step

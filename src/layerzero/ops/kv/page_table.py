@@ -15,8 +15,8 @@ from typing import Any
 
 from layerzero.core.arguments import told
 from layerzero.core.reasons import ReasonCode
+from layerzero.ops.kv.form import KVCacheError
 from layerzero.ops.kv.prefixes import Prefixes
-from layerzero.ops.kv.strategy import KVCacheError
 
 
 @dataclass(slots=True)

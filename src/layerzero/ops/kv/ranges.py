@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core.reasons import ReasonCode
-from layerzero.ops.kv.strategy import KVCacheError
+from layerzero.ops.kv.form import KVCacheError
 
 _OUT_OF_MEMORY = 2
 _BY_ALL = 1

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from layerzero.core.errors import refuse
 from layerzero.core.operation import Function, Operation, Routed
-from layerzero.ops.checks import check_dense, overlaps, shape_problems, write_problems
+from layerzero.ops.declaration import check_dense, overlaps, shape_problems, write_problems
 from layerzero.ops.draw import Draw
 from layerzero.ops.kv import declare
 from layerzero.ops.paged.append import SHARED

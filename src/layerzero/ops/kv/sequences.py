@@ -15,12 +15,11 @@ from layerzero.core.bundle import Bundle
 from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.reasons import ReasonCode
 from layerzero.core.system import forking
-from layerzero.ops.kv.form import form_of
+from layerzero.ops.kv.form import GONE, KVCacheError, KVCacheStrategy, form_of
 from layerzero.ops.kv.layer import CacheLayer, LatentLayer, SplitLayer
 from layerzero.ops.kv.page_table import Book, Growth, has_hash
 from layerzero.ops.kv.step import CacheStep, columns_for
 from layerzero.ops.kv.storage import Fixed, Virtual, copy_pages
-from layerzero.ops.kv.strategy import GONE, KVCacheError, KVCacheStrategy
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 

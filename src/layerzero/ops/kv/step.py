@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
+from layerzero.ops.kv.form import KVCacheError
 from layerzero.ops.kv.page_table import Growth
-from layerzero.ops.kv.strategy import KVCacheError
 from layerzero.ops.paged.step import StepMetadata
 
 if TYPE_CHECKING:

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from layerzero.core.reasons import ReasonCode
 from layerzero.core.system import forking
-from layerzero.ops.kv.form import Plane, are_columns
+from layerzero.ops.kv.form import KVCacheError, Plane, are_columns
 from layerzero.ops.kv.page_table import Book
 from layerzero.ops.kv.ranges import AddressRange, managed_zeros, reserve
-from layerzero.ops.kv.strategy import KVCacheError
 from layerzero.ops.paged import layout_record
 
 OVERREAD = 256

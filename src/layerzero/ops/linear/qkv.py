@@ -15,8 +15,7 @@ from torch.nn import functional
 from layerzero.core.arguments import Axis, Param, told
 from layerzero.core.errors import refuse
 from layerzero.core.operation import Case, Function, Operation, Routed, Work
-from layerzero.ops.checks import check_dense
-from layerzero.ops.declaration import operation, tensor, wide
+from layerzero.ops.declaration import check_dense, operation, tensor, wide
 from layerzero.ops.draw import Draw
 from layerzero.ops.linear import stock
 from layerzero.ops.linear.declare import ALIASES, AXES, TOLERANCE, TOLERANCE_REASON, judged_by_products, scaled

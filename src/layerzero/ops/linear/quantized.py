@@ -25,8 +25,7 @@ from layerzero.core.judge import Elementwise
 from layerzero.core.operation import Case, Function, Operation, Routed, Work
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.calls import drawn
-from layerzero.ops.checks import check_dense
-from layerzero.ops.declaration import operation, tensor, wide
+from layerzero.ops.declaration import check_dense, operation, tensor, wide
 from layerzero.ops.draw import Draw
 from layerzero.ops.linear import route as of_linear
 from layerzero.ops.linear.declare import (
@@ -47,8 +46,7 @@ from layerzero.ops.linear.stock import quantized_linear as stock_linear
 from layerzero.ops.linear.weight_formats import FORMATTED, packed_of, random_weight
 from layerzero.ops.quantize.declare import NEAR
 from layerzero.ops.quantize.formats import FORMATS, Format, computed_scale, divided, quantize_scaled, rounded, widened
-from layerzero.ops.quantize.nearest import instead
-from layerzero.ops.quantize.schemes import SCHEMES, format_problems, scheme_of
+from layerzero.ops.quantize.schemes import SCHEMES, format_problems, instead, scheme_of
 from layerzero.ops.quantize.weight_format import ARGUMENTS, WeightFormat, fields_of
 
 

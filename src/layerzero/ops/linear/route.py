@@ -12,8 +12,7 @@ from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import refuse
 from layerzero.core.operation import Function, Operation, Routed
 from layerzero.ops.activation.formulas import FORMULAS
-from layerzero.ops.checks import check_dense
-from layerzero.ops.declaration import function, wide
+from layerzero.ops.declaration import check_dense, function, wide
 from layerzero.ops.draw import Draw
 from layerzero.ops.linear.declare import ACTIVATIONS, LINEAR, deviation
 from layerzero.ops.linear.fused import FEW, FUSED, FUSED_GATED, FUSED_JOINED, PACKED_OF, mlp

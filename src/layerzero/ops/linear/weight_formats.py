@@ -47,9 +47,8 @@ from layerzero.ops.linear.packed import PackedWeight
 from layerzero.ops.linear.stock import quantized_linear
 from layerzero.ops.quantize.gguf import KINDS
 from layerzero.ops.quantize.groups import Grouped
-from layerzero.ops.quantize.nearest import taken_instead
 from layerzero.ops.quantize.scheme import Scheme
-from layerzero.ops.quantize.schemes import SCHEMES, format_problems, scheme_of
+from layerzero.ops.quantize.schemes import SCHEMES, format_problems, scheme_of, taken_instead
 from layerzero.ops.quantize.weight import QuantizedWeight
 from layerzero.ops.quantize.weight_format import ARGUMENTS, Fields, WeightFormat, fields_of
 

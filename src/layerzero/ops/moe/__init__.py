@@ -1,9 +1,8 @@
 """Mixtures of experts: which experts a token goes to, and what they make of it."""
 
 from layerzero.ops.moe.experts import EXPERTS
-from layerzero.ops.moe.of_ranks import moe_experts_of_ranks
 from layerzero.ops.moe.quantized import MOE_EXPERTS, QUANTIZED, ROUNDED
-from layerzero.ops.moe.routing import MOE_ROUTE, ROUTE
+from layerzero.ops.moe.routing import MOE_ROUTE, ROUTE, moe_experts_of_ranks
 
 EXPORTS = ("moe_experts_of_ranks",)
 

@@ -24,8 +24,18 @@ from layerzero.core.dtypes import FLOATING
 from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.operation import Case, Function, Operation, Routed
 from layerzero.ops.calls import drawn
-from layerzero.ops.checks import check_dense, overlaps, write_problems
-from layerzero.ops.declaration import NDIM, ROUNDED_TWICE, cases, moved, operation, tensor, wide
+from layerzero.ops.declaration import (
+    NDIM,
+    ROUNDED_TWICE,
+    cases,
+    check_dense,
+    moved,
+    operation,
+    overlaps,
+    tensor,
+    wide,
+    write_problems,
+)
 from layerzero.ops.norm import draw
 
 TOLERANCE_REASON = "twice the rounding of the output; the sums are in float32"

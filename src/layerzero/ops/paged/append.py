@@ -18,7 +18,7 @@ from layerzero.core.errors import refuse
 from layerzero.core.operation import Case, Function, Routed, Tolerance, Work
 from layerzero.ops import declaration
 from layerzero.ops.attention.declare import HEAD_DIMS, TOLERANCE
-from layerzero.ops.checks import check_dense, overlaps, shape_problems
+from layerzero.ops.declaration import check_dense, overlaps, shape_problems
 from layerzero.ops.paged import draw, layout_record
 from layerzero.ops.paged.declare import CACHE_LAYOUTS, PAGES
 from layerzero.ops.paged.pages import nhd

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from layerzero.core.arguments import told
 from layerzero.core.errors import refuse
-from layerzero.ops.checks import number_problems
+from layerzero.ops.declaration import number_problems
 from layerzero.ops.ragged.starts import lengths_of, shape_problems, value_problems
 
 _FUNCTION = "StepMetadata.of_ragged_tables"

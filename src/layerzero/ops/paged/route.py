@@ -12,7 +12,7 @@ from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.operation import Function, Operation, Routed
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.attention.route import score_problems, slope_problems, without_defaults
-from layerzero.ops.checks import check_dense, shape_problems
+from layerzero.ops.declaration import check_dense, shape_problems
 from layerzero.ops.paged import declare, draw, layout_record, mixed, quantized, tree
 from layerzero.ops.paged.mixed import OF_FLOATS
 from layerzero.ops.paged.step import StepMetadata, step_problems, table_problems

@@ -13,7 +13,7 @@ from layerzero.core.arguments import out_of_range, told
 from layerzero.core.errors import refuse
 from layerzero.core.handle import CAPTURABLE, FOREIGN, STALE, Handle
 from layerzero.core.values import Check
-from layerzero.ops.checks import number_problems
+from layerzero.ops.declaration import number_problems
 from layerzero.ops.paged.pages import padded_tables
 from layerzero.ops.paged.slots import LateCount, SlotMapping, host_table_problems, numbers_on_host
 from layerzero.ops.ragged.starts import host_problems, is_readable, shape_problems

@@ -15,8 +15,7 @@ from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.quantize.gguf import KINDS
 from layerzero.ops.quantize.groups import GROUPED
-from layerzero.ops.quantize.nearest import LOSSES, conversion
-from layerzero.ops.quantize.schemes import format_problems, scheme_of
+from layerzero.ops.quantize.schemes import LOSSES, conversion, format_problems, scheme_of
 from layerzero.ops.quantize.weight import QuantizedWeight
 from layerzero.ops.quantize.weight_format import Fields, WeightFormat
 

@@ -11,7 +11,7 @@ from layerzero.core.arguments import told
 from layerzero.core.dtypes import FLOATING, dtype_name, names_of
 from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.operation import Function, Routed
-from layerzero.ops.checks import check_dense
+from layerzero.ops.declaration import check_dense
 from layerzero.ops.draw import Draw
 from layerzero.ops.quantize.declare import DEQUANTIZE, GRANULARITIES, QUANTIZE
 from layerzero.ops.quantize.formats import FORMATS, NV, SCALED, SPELLINGS, Format, format_named

@@ -14,8 +14,7 @@ from layerzero.core.bundle import MISSING, Bundle
 from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.quantize.groups import GROUPED
-from layerzero.ops.quantize.nearest import conversion, instead
-from layerzero.ops.quantize.schemes import format_problems, scheme_of
+from layerzero.ops.quantize.schemes import conversion, format_problems, instead, scheme_of
 from layerzero.ops.quantize.weight_format import Codes, Fields, WeightFormat, arguments_of
 
 if TYPE_CHECKING:

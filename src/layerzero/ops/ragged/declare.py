@@ -23,8 +23,8 @@ from layerzero.ops.attention import declare as attn
 from layerzero.ops.attention.limits import torch_alone
 from layerzero.ops.attention.route import check_heads, score_problems, slope_problems, without_defaults
 from layerzero.ops.attention.sweep import Heads, extent_of
-from layerzero.ops.checks import check_dense
-from layerzero.ops.checks import shape_problems as rank_problems
+from layerzero.ops.declaration import check_dense
+from layerzero.ops.declaration import shape_problems as rank_problems
 from layerzero.ops.draw import Draw
 from layerzero.ops.ragged.reference import parts_of_keys, ragged_attention, stock
 from layerzero.ops.ragged.starts import RaggedMetadata, bounds_of, checks, guard, shape_problems, spread, value_problems

@@ -17,7 +17,7 @@ from layerzero.core.argument_errors import public
 from layerzero.core.errors import refuse
 from layerzero.core.handle import CAPTURABLE, FOREIGN, STALE, Handle
 from layerzero.core.values import Check
-from layerzero.ops.checks import number_problems
+from layerzero.ops.declaration import number_problems
 
 _MAX_TOLD = 8
 

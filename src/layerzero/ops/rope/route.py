@@ -12,7 +12,7 @@ from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.operation import Function, Operation, Routed
 from layerzero.ops.attention.layout import MAX_PLAUSIBLE_HEADS, both_fit
-from layerzero.ops.checks import check_dense, overlaps, write_problems
+from layerzero.ops.declaration import check_dense, overlaps, write_problems
 from layerzero.ops.rope import draw
 from layerzero.ops.rope.declare import ROPE, ROPE_INPLACE
 

@@ -13,8 +13,7 @@ from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.operation import Case, Function, Routed, Work
 from layerzero.ops.attention.declare import HEAD_DIM
 from layerzero.ops.attention.layout import both_fit
-from layerzero.ops.checks import check_dense
-from layerzero.ops.declaration import operation, tensor
+from layerzero.ops.declaration import check_dense, operation, tensor
 from layerzero.ops.rope import draw, stock
 from layerzero.ops.rope.declare import (
     CASES,

@@ -16,8 +16,7 @@ from layerzero.core.arguments import Axis, Param, told
 from layerzero.core.errors import refuse
 from layerzero.core.operation import Case, Function, Routed, Work
 from layerzero.ops.attention.declare import HEAD_DIM
-from layerzero.ops.checks import check_dense
-from layerzero.ops.declaration import operation, tensor
+from layerzero.ops.declaration import check_dense, operation, tensor
 from layerzero.ops.rope import draw, stock
 from layerzero.ops.rope.declare import COS_SIN, INTERLEAVED, OF_TABLE, POSITIONS, cos_sin, of_table, rotated, wide_dtype
 from layerzero.ops.rope.normed import (

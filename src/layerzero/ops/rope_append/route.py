@@ -11,7 +11,7 @@ from layerzero.core.arguments import told
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import refuse
 from layerzero.core.operation import Function, Routed
-from layerzero.ops.checks import check_dense, overlaps, write_problems
+from layerzero.ops.declaration import check_dense, overlaps, write_problems
 from layerzero.ops.draw import Draw
 from layerzero.ops.paged import layout_record
 from layerzero.ops.paged.declare import CACHE_LAYOUTS

@@ -21,8 +21,7 @@ from layerzero.core.errors import refuse
 from layerzero.core.judge import Elementwise
 from layerzero.core.operation import Case, Function, Routed, Work
 from layerzero.ops.attention.declare import HEAD_DIM
-from layerzero.ops.checks import check_dense
-from layerzero.ops.declaration import operation, tensor
+from layerzero.ops.declaration import check_dense, operation, tensor
 from layerzero.ops.paged import layout_record
 from layerzero.ops.paged.append import append_paged_kv_
 from layerzero.ops.paged.declare import CACHE_LAYOUTS

@@ -18,8 +18,7 @@ from layerzero.core.arguments import Axis, Param, Role, TensorSchema
 from layerzero.core.dtypes import FLOATING
 from layerzero.core.errors import refuse
 from layerzero.core.operation import Case, Function, Operation, Routed, Tolerance, Work
-from layerzero.ops.checks import check_dense
-from layerzero.ops.declaration import function, operation, tensor
+from layerzero.ops.declaration import check_dense, function, operation, tensor
 from layerzero.ops.sampling import draw, stock
 from layerzero.ops.sampling.declare import AXES, COUNTS, TEMPERATURE, TEMPERATURE_BY_ROW, of_rows
 from layerzero.ops.sampling.formulas import biased, counts_of, of_row, penalised, tempered

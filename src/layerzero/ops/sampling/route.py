@@ -16,7 +16,7 @@ from torch import Tensor
 from layerzero.core.arguments import told
 from layerzero.core.errors import refuse
 from layerzero.core.operation import Function, Operation, Routed
-from layerzero.ops.checks import check_dense
+from layerzero.ops.declaration import check_dense
 from layerzero.ops.sampling import declare, draw
 from layerzero.ops.sampling.formulas import TEMPERATURES
 

@@ -21,7 +21,7 @@ from layerzero.core.judges import Distribution
 from layerzero.core.operation import Case, Function, Operation, OpKind, Routed, Work
 from layerzero.core.schema import OperationSchema
 from layerzero.core.values import Check
-from layerzero.ops.checks import check_dense
+from layerzero.ops.declaration import check_dense
 from layerzero.ops.draw import Draw
 from layerzero.ops.sampling import stock
 from layerzero.ops.sampling.checks import NEAR, check_draft, check_target, drafted_problem, drawable, rows_read

@@ -28,7 +28,7 @@ from layerzero.ops.attention import declare as attn
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.attention.route import check_heads, score_problems, without_defaults
 from layerzero.ops.attention.sweep import extent_of
-from layerzero.ops.checks import check_dense, number_problems, shape_problems
+from layerzero.ops.declaration import check_dense, number_problems, shape_problems
 from layerzero.ops.draw import Draw
 from layerzero.ops.ragged.declare import INT32, starts_of
 from layerzero.ops.ragged.starts import checks as start_checks

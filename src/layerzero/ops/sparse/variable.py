@@ -18,7 +18,7 @@ from layerzero.core.values import Check
 from layerzero.ops.attention import declare as attn
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.attention.route import check_heads, score_problems, without_defaults
-from layerzero.ops.checks import check_dense, shape_problems
+from layerzero.ops.declaration import check_dense, shape_problems
 from layerzero.ops.draw import Draw
 from layerzero.ops.ragged.declare import INT32
 from layerzero.ops.ragged.starts import spread

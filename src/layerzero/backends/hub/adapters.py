@@ -1,0 +1,327 @@
+"""Kernels of repositories of huggingface/kernels-community, a function for each adapter, named in ``ADAPTERS``.
+
+Read at commit 40d4194f (2026-08); no build for an accelerator ran here.
+
+activation: gates and activations with vLLM's signatures, which write into a tensor that is given. On a CPU it has
+``silu_and_mul`` alone (activation_cpu), with AVX512-BF16 for bfloat16 and torch's own operators else. A build that has
+no shared library may run anywhere; its limits are those of the strictest build.
+
+fp8-fbgemm (quantizer.py) and finegrained-fp8 (utils.py): Triton kernels that quantise to float8.
+``quantize_fp8_per_row`` gives the scale of each row, ``fp8_act_quant`` that of each block of a row; both are what the
+numbers are multiplied with afterwards. The repositories for weights (gptq, eetq, bitsandbytes) have formats that no
+operation here has.
+
+flash-attn2 and flash-attn3: ``flash_attn_func`` has the arguments of flash-attn 2.8 and flash-attn-3 3.0, gives the
+same results, and has the packages' limits.
+
+rmsnorm, for CPUs and Intel GPUs: ``apply_rms_norm`` reads whole vectors of a dense row with a weight of the same dtype.
+layer-norm (ln_api.cpp), for NVIDIA's: ``dropout_add_ln_fwd`` is FlashAttention's dropout_layer_norm: two axes, rows of
+multiples of 8 up to 8192 elements.
+
+rotary (rotary-cpu, rotary_cuda.cu): FlashAttention's rotation of two halves, written over what it is given. Queries and
+tables have one dtype there, so that half precision needs tables in half precision. Its CPU code for bfloat16 takes axes
+(batch, heads, seq, half) and reads tables by their strides, so that they are expanded here.
+
+vllm-moe (fused_moe.py): vLLM's Triton products of experts with a gate between them. ``fused_experts`` takes weights
+(E, 2 I, H) and (E, H, I), gate first, as ``moe.experts`` does. Experts that are elsewhere get a number more, which
+``expert_map`` sends nowhere.
+Library: activation and vllm-moe are vLLM's, Apache-2.0; rmsnorm and finegrained-fp8 Apache-2.0; the others
+BSD-3-Clause, arXiv:2307.08691 and arXiv:2407.08608.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.compiler_caches import triton_cache
+from layerzero.backends.flash_attn import attention as dense
+from layerzero.backends.hub.build import Build
+from layerzero.core import limits as limit
+from layerzero.core.dtypes import dtype_name
+from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
+from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.ops.rope.split import rope
+
+
+def activation(build: Build) -> Sequence[Kernel]:
+    """Declare what the repository serves on the build's platform."""
+
+    def load(name: str, *, halves: bool) -> Callable[[Facts], Callable[..., Any]]:
+        def loaded(facts: Facts) -> Callable[..., Any]:
+            function = name
+            if name.startswith("gelu") and facts["approximate"] == "tanh":
+                function = name.replace("gelu", "gelu_tanh")
+            compute = getattr(build.module(), function)
+
+            def run(input: Tensor, **_: object) -> Tensor:
+                width = input.shape[-1] // 2 if halves else input.shape[-1]
+                output = input.new_empty((*input.shape[:-1], width))
+                compute(output, input)
+                return output
+
+            return run
+
+        return loaded
+
+    dense = (limit.dtype("float32", "float16", "bfloat16"), limit.contiguous("input"), limit.aligned(16, "input"))
+    halves = (*dense, limit.dim("joined", multiple=8))
+    rows = (*dense, limit.dim("features", multiple=8))
+    found = [build.kernel("silu_mul", "mlp.silu_mul.joined", load=load("silu_and_mul", halves=True), limits=halves)]
+    if build.platform == "cpu" and build.compiled:
+        return found
+    given = {"accepts": ("approximate",)}
+    return [
+        *found,
+        build.kernel("gelu_mul", "mlp.gelu_mul.joined", load=load("gelu_and_mul", halves=True), limits=halves, **given),
+        build.kernel("gelu", "activation.gelu", load=load("gelu", halves=False), limits=rows, **given),
+        build.kernel("silu", "activation.silu", load=load("silu", halves=False), limits=rows),
+    ]
+
+
+_NARROW = (limit.arch(min=(8, 9)), limit.dtype("float32", "float16", "bfloat16"), limit.contiguous("input"))
+
+
+def quantization(build: Build) -> Sequence[Kernel]:
+    """Declare what the repository serves."""
+    load, name, per = (_load_rows, "rows", "row") if build.name == "fp8-fbgemm" else (_load_blocks, "blocks", "block")
+    return (
+        build.kernel(
+            f"quantize_{name}",
+            "quantize.fp8_e4m3",
+            load=lambda facts: load(build, facts),
+            accepts=("per",) if per == "row" else ("per", "block_size"),
+            limits=(*_NARROW, limit.one_of("per", per), limit.absent("scale")),
+            jit=True,
+            cache_folder=triton_cache,
+        ),
+    )
+
+
+def _load_rows(build: Build, facts: Facts) -> Callable[..., Any]:
+    compute, features = build.module().quantize_fp8_per_row, facts.size("features")
+
+    def run(input: Tensor, *, per: str) -> tuple[Tensor, Tensor]:
+        output, scale = compute(input.view(-1, features))
+        return output.view(input.shape), scale.view(*input.shape[:-1], 1)
+
+    return run
+
+
+def _load_blocks(build: Build, facts: Facts) -> Callable[..., Any]:
+    compute = build.module().fp8_act_quant
+
+    def run(input: Tensor, *, per: str, block_size: int) -> tuple[Tensor, Tensor]:
+        output, scale = compute(input, block_size)
+        return output, scale
+
+    return run
+
+
+_OF = {"flash-attn2": ("flash_attn.v2", dense.run_v2), "flash-attn3": ("flash_attn.v3", dense.run_v3)}
+
+
+def attention(build: Build) -> Sequence[Kernel]:
+    """Declare the package's kernel as one of this build."""
+    name, run = _OF[build.name]
+    declared = next(each for each in dense.KERNELS if each.id == name)
+
+    def load(facts: Facts) -> Callable[..., Any]:
+        return run(build.module().flash_attn_func, facts)
+
+    fields = build.fields("attention")
+    return (dataclasses.replace(declared, **fields, load=load, aliases=(), priority_since={}, graph_safe=False),)
+
+
+_DTYPES = limit.dtype("float32", "float16", "bfloat16")
+
+
+def norms(build: Build) -> Sequence[Kernel]:
+    """Declare what the repository serves."""
+    return _rmsnorm(build) if build.name == "rmsnorm" else _layer_norm(build)
+
+
+def _rmsnorm(build: Build) -> Sequence[Kernel]:
+    def load(facts: Facts) -> Callable[..., Any]:
+        compute, hidden = build.module().apply_rms_norm, facts.size("hidden")
+
+        def run(input: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+            output: Tensor = compute(input.view(-1, hidden), weight, eps)
+            return output.view(input.shape)
+
+        return run
+
+    limits = (
+        limit.dtype("float32", "bfloat16") if build.compiled else _DTYPES,
+        limit.contiguous("input", "weight"),
+        limit.dim("hidden", multiple=32),
+    )
+    return (build.kernel("rms_norm", "norm.rms", load=load, accepts=("eps",), limits=limits),)
+
+
+def _layer_norm(build: Build) -> Sequence[Kernel]:
+    def load_rms(facts: Facts) -> Callable[..., Any]:
+        norm, hidden = _forward(build, rms=True), facts.size("hidden")
+
+        def run(input: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+            return norm(input.view(-1, hidden), weight, None, eps).view(input.shape)
+
+        return run
+
+    def load_layer(facts: Facts) -> Callable[..., Any]:
+        norm, hidden = _forward(build, rms=False), facts.size("hidden")
+
+        def run(
+            input: Tensor, *, normalized_shape: tuple[int, ...], weight: Tensor, bias: Tensor, eps: float
+        ) -> Tensor:
+            rows = input.view(-1, hidden)
+            return norm(rows, weight.view(hidden), bias.view(hidden), eps).view(input.shape)
+
+        return run
+
+    shared = (_DTYPES, limit.dim("hidden", max=8192, multiple=8))
+    return (
+        build.kernel(
+            "rms_norm",
+            "norm.rms",
+            load=load_rms,
+            accepts=("eps",),
+            limits=(*shared, limit.contiguous("input", "weight"), limit.aligned(16, "input", "weight")),
+        ),
+        build.kernel(
+            "layer_norm",
+            "norm.layer",
+            load=load_layer,
+            accepts=("normalized_shape", "weight", "bias", "eps"),
+            limits=(
+                *shared,
+                limit.contiguous("input", "weight", "bias"),
+                limit.aligned(16, "input", "weight", "bias"),
+                limit.one_of("weight", "float"),
+                limit.one_of("bias", "float"),
+            ),
+        ),
+    )
+
+
+def _forward(build: Build, *, rms: bool) -> Callable[[Tensor, Tensor, Tensor | None, float], Tensor]:
+    """The norm alone: no dropout, no residual, no scales of rows and columns, no subsets."""
+    compute = build.module().dropout_add_ln_fwd
+
+    def run(rows: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        output: Tensor = compute(rows, weight, bias, None, None, None, None, 0.0, eps, 1.0, 0, None, False, rms)[0]
+        return output
+
+    return run
+
+
+def rotary(build: Build) -> Sequence[Kernel]:
+    """Declare the rotation, into new memory and in place."""
+
+    def load(*, in_place: bool) -> Callable[[Facts], Callable[..., Any]]:
+        return lambda facts: rope(_rotating(build, facts), in_place=in_place)
+
+    shared: dict[str, Any] = {
+        "layout": "BSHD",
+        "accepts": ("positions",),
+        "limits": (limit.dtype("float32", "float16", "bfloat16"), _ONE_DTYPE),
+    }
+    return (
+        build.kernel("rope", "posenc.rope", load=load(in_place=False), **shared),
+        build.kernel("rope_inplace", "posenc.rope.inplace", load=load(in_place=True), **shared),
+    )
+
+
+def _rotating(build: Build, facts: Facts) -> Callable[..., None]:
+    compute, half = build.module().apply_rotary, facts.size("rotary_half")
+
+    def run(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool) -> None:
+        seq = query.shape[-3]
+        batch = query.shape[0] if query.ndim == 4 else 1
+        if positions is None:
+            tables = [each[:seq].expand(batch, 1, seq, half) for each in (cos, sin)]
+        else:
+            places = positions.expand(batch, seq)
+            tables = [each[places].unsqueeze(1) for each in (cos, sin)]
+        for each in (query, key):
+            rows = each.view(batch, seq, *each.shape[-2:]).transpose(1, 2)
+            first, second = rows[..., :half], rows[..., half : 2 * half]
+            compute(first, second, *tables, first, second, False)
+
+    return run
+
+
+def _same_dtype(facts: Facts) -> Reason | None:
+    dtype, table = dtype_name(facts.tensors["query"].dtype), facts["table_dtype"]
+    return None if dtype == table else Reason(ReasonCode.DTYPE_UNSUPPORTED, "cos and sin", dtype, table)
+
+
+_ONE_DTYPE = limit.Custom("cos and sin in the dtype of query", _same_dtype)
+
+
+def moe(build: Build) -> Sequence[Kernel]:
+    """Declare the experts without biases."""
+
+    def load(facts: Facts) -> Callable[..., Any]:
+        compute, experts = build.module().fused_experts, facts.size("experts")
+        where = torch.arange(experts + 1, dtype=torch.int32, device=torch.device(facts.device.torch_type))
+        where[-1] = -1
+
+        def run(
+            input: Tensor,
+            gate_up_weight: Tensor,
+            down_weight: Tensor,
+            expert_ids: Tensor,
+            expert_weights: Tensor,
+            *,
+            activation: str,
+        ) -> Tensor:
+            output: Tensor = compute(
+                input,
+                gate_up_weight,
+                down_weight,
+                expert_weights.to(torch.float32),
+                expert_ids.to(torch.int32).remainder(experts + 1),
+                activation=activation,
+                global_num_experts=experts + 1,
+                expert_map=where,
+            )
+            return output
+
+        return run
+
+    return (
+        build.kernel(
+            "experts",
+            "moe.experts",
+            load=load,
+            accepts=("activation",),
+            limits=(
+                limit.arch(min=(8, 0)),
+                limit.dtype("float16", "bfloat16"),
+                limit.one_of("activation", "silu", "gelu"),
+                limit.contiguous("input", "gate_up_weight", "down_weight"),
+            ),
+            jit=True,
+            cache_folder=triton_cache,
+        ),
+    )
+
+
+ADAPTERS: dict[str, Callable[[Build], Sequence[Kernel]]] = {
+    "activation": activation,
+    "finegrained-fp8": quantization,
+    "flash-attn2": attention,
+    "flash-attn3": attention,
+    "fp8-fbgemm": quantization,
+    "layer-norm": norms,
+    "rmsnorm": norms,
+    "rotary": rotary,
+    "vllm-moe": moe,
+}
+"""Repository, without its owner, to what declares the kernels of a build of it."""
