@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.compiler_caches import stamps
-from layerzero.backends.flash_attn.attention import cache_folder, kept
+from layerzero.backends.flash_attn.attention import cache_folder, in_its_words, kept
 from layerzero.backends.gradients import with_gradients
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -106,12 +106,9 @@ def _load(facts: Facts) -> Callable[..., Any]:
         key: Tensor,
         value: Tensor,
         *,
-        causal: bool = False,
-        scale: float | None = None,
-        window: tuple[int, int] | None = None,
-        softcap: float | None = None,
         sinks: Tensor | None = None,
         return_lse: bool = False,
+        **scores: Any,
     ) -> Any:
         nonlocal last
         if query.requires_grad or key.requires_grad or value.requires_grad:  # a leaf, in no_grad: no exchange takes it
@@ -126,23 +123,9 @@ def _load(facts: Facts) -> Callable[..., Any]:
         if known[0] == about:
             known[1](query, key, value, output, lse, *known[2], sinks, *known[3])
             return (output, lse) if return_lse else output
-        left, right = window or (-1, -1)
+        own = {"learnable_sink": sinks, "num_splits": 1, "return_lse": return_lse, "out": output, "lse": lse}
         with recording:
-            forward(
-                query,
-                key,
-                value,
-                softmax_scale=scale,
-                causal=causal,
-                softcap=softcap,
-                window_size_left=left if left >= 0 else None,
-                window_size_right=right if right >= 0 else None,
-                learnable_sink=sinks,
-                num_splits=1,
-                return_lse=return_lse,
-                out=output,
-                lse=lse,
-            )
+            forward(query, key, value, **own, **of_v4(**scores))
             function, arguments = recorder.function, recorder.arguments
             recorder.arguments = ()  # a caller's tensors are its own
         given = (arguments[_K].shape, arguments[_OUT].data_ptr(), arguments[_LSE], arguments[_SINK])
@@ -157,31 +140,21 @@ def _load(facts: Facts) -> Callable[..., Any]:
 def _load_with_gradients(facts: Facts) -> Callable[..., Any]:
     from flash_attn.cute.interface import flash_attn_func
 
-    def v4(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        causal: bool = False,
-        scale: float | None = None,
-        window: tuple[int, int] | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        return_lse: bool = False,
-    ) -> Tensor:
-        output: Tensor = flash_attn_func(
-            query,
-            key,
-            value,
-            softmax_scale=scale,
-            causal=causal,
-            window_size=tuple(side if side >= 0 else None for side in window or (-1, -1)),
-            learnable_sink=sinks,
-            softcap=softcap or 0.0,
-        )[0]
+    def v4(*tensors: Tensor, sinks: Tensor | None = None, return_lse: bool = False, **scores: Any) -> Tensor:
+        acting = in_its_words(learnable_sink=sinks, **scores)
+        acting["window_size"] = tuple(side if side >= 0 else None for side in acting["window_size"])
+        output: Tensor = flash_attn_func(*tensors, **acting)[0]
         return output
 
     return v4
+
+
+def of_v4(**scores: Any) -> dict[str, Any]:
+    """What acts on scores, in the words of FlashAttention 4's own function."""
+    acting = in_its_words(**scores)
+    left, right = acting.pop("window_size")
+    bounds = {"window_size_left": left if left >= 0 else None, "window_size_right": right if right >= 0 else None}
+    return {**acting, **bounds, "softcap": scores.get("softcap")}
 
 
 def _build_key(facts: Facts) -> Hashable:

@@ -1,11 +1,12 @@
-"""FlashAttention 2, 3 and 4 over sequences of unlike lengths, through their own packages.
+"""FlashAttention 2, 3 and 4 over sequences of unlike lengths and over paged caches, through their own packages.
 
 Starts, lengths and block tables are read on the device. FlashAttention 2 and 3 follow their interfaces
-(flash_attn_varlen_func, and flash_attn_with_kvcache of 3, read 2026-11-22) and were not run: their packages are built
-from source; vLLM's builds of both were. FlashAttention 4 compiles for a configuration on its
-first call; its own Python, 78 us a call on an H200 host, is called here. Where a page holds a whole tile of keys it
-multiplies what lies beyond a sequence by 0, and a NaN there reaches the result (flash_attn/cute/interface.py of
-4.0.0b36): larger pages are refused.
+(flash_attn_varlen_func, flash_attn_with_kvcache, read 2026-11-21) and were not run: their packages are built
+from source; vLLM's builds of both were (backends/vllm/paged.py). FlashAttention 4 compiles for a configuration on its
+first call; its own Python, 78 us a call on an H200 host, is called here, since block tables move and what it derives of
+them was not compared. For one query a sequence it was right in 43 checks there (2026-11-23); its caches of float8 want
+a GPU of compute capability 10. With several, where a page holds a whole tile of keys it multiplies what lies beyond a
+sequence by 0, and a NaN there reaches the result (flash_attn/cute/interface.py of 4.0.0b36): larger pages are refused.
 Library: flash-attn 2.7, flash-attn-3 3.0, flash-attn-4 4.0.0b36, BSD-3-Clause.
 """
 
@@ -23,13 +24,16 @@ from layerzero.backends.flash_attn.attention import (
     FLASH_ATTN_3,
     WITH_GRADIENTS,
     cache_folder,
+    in_its_words,
     kept,
 )
-from layerzero.backends.flash_attn.cute import FLASH_ATTN_4
+from layerzero.backends.flash_attn.cute import FLASH_ATTN_4, of_v4
 from layerzero.backends.torch.varlen import longest_or, longest_queries
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.ops.attention.reference import with_lse
+from layerzero.core.limit_kinds import Limit
+from layerzero.ops.attention.reference import lse_of_hidden_rows, with_lse
+from layerzero.ops.cascade import FLAT
 from layerzero.ops.paged import mixed
 from layerzero.ops.ragged import declare as ragged
 
@@ -41,28 +45,22 @@ def _load_ragged(function: Callable[..., Any]) -> Callable[..., Any]:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
+        starts_q: Tensor,
+        starts_k: Tensor,
         *,
-        causal: bool = False,
-        scale: float | None = None,
-        window: tuple[int, int] | None = None,
-        softcap: float | None = None,
         alibi_slopes: Tensor | None = None,
         return_lse: bool = False,
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
+        **scores: Any,
     ) -> Any:
         own = {} if alibi_slopes is None else {"alibi_slopes": alibi_slopes.float()}
         result = function(
-            *(query, key, value, cu_seqlens_q, cu_seqlens_k),
-            *(longest_queries(max_seqlen_q, len(query), len(cu_seqlens_q) - 1), longest_or(max_seqlen_k, len(key))),
-            softmax_scale=scale,
-            causal=causal,
-            window_size=window or (-1, -1),
-            softcap=softcap or 0.0,
+            *(query, key, value, starts_q, starts_k),
+            *(longest_queries(max_seqlen_q, len(query), len(starts_q) - 1), longest_or(max_seqlen_k, len(key))),
             return_attn_probs=return_lse,
             **own,
+            **in_its_words(**scores),
         )
         if return_lse:
             return with_lse(*result[:2])
@@ -83,41 +81,48 @@ def _load_v3(facts: Facts) -> Callable[..., Any]:
     return _load_ragged(flash_attn_varlen_func)
 
 
-def _load_v3_paged(facts: Facts) -> Callable[..., Any]:
-    from flash_attn_interface import flash_attn_with_kvcache
+def _over_pages(function: Callable[..., Any], table: str) -> Callable[..., Any]:
+    """FlashAttention 2 and 3 over pages, for one query a sequence or, by their starts, for several.
+
+    They differ in the name of the block table.
+    """
 
     def run(
         query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        *,
-        causal: bool = True,
-        scale: float | None = None,
-        window: tuple[int, int] | None = None,
-        softcap: float | None = None,
+        keys: Tensor,
+        values: Tensor,
+        tables: Tensor,
+        lens: Tensor,
+        *starts: Tensor,
         return_lse: bool = False,
         max_seqlen_q: int | None = None,
+        **scores: Any,
     ) -> Any:
-        result = flash_attn_with_kvcache(
-            query,
-            key_cache,
-            value_cache,
-            cache_seqlens=context_lens,
-            page_table=block_tables,
-            cu_seqlens_q=cu_seqlens_q,
-            max_seqlen_q=longest_or(max_seqlen_q, len(query)),
-            softmax_scale=scale,
-            causal=causal,
-            window_size=window or (-1, -1),
-            softcap=softcap or 0.0,
-            return_softmax_lse=return_lse,
-        )
-        return with_lse(*result[:2]) if return_lse else result
+        own: dict[str, Any] = {"cache_seqlens": lens, table: tables, "return_softmax_lse": return_lse}
+        if starts:
+            own |= {"cu_seqlens_q": starts[0], "max_seqlen_q": longest_or(max_seqlen_q, len(query))}
+        result = function(query, keys, values, **own, **in_its_words(**scores))
+        if not return_lse:
+            return result
+        return with_lse(*result[:2]) if starts else _with_lse(*result[:2])
 
     return run
+
+
+def _with_lse(output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    return output, lse_of_hidden_rows(output.transpose(1, 2), lse)
+
+
+def _load_v2_paged(facts: Facts) -> Callable[..., Any]:
+    from flash_attn import flash_attn_with_kvcache
+
+    return _over_pages(flash_attn_with_kvcache, "block_table")
+
+
+def _load_v3_paged(facts: Facts) -> Callable[..., Any]:
+    from flash_attn_interface import flash_attn_with_kvcache
+
+    return _over_pages(flash_attn_with_kvcache, "page_table")
 
 
 def _load_v4(facts: Facts) -> Callable[..., Any]:
@@ -129,8 +134,8 @@ def _load_v4(facts: Facts) -> Callable[..., Any]:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
+        starts_q: Tensor,
+        starts_k: Tensor,
         *,
         sinks: Tensor | None = None,
         return_lse: bool = False,
@@ -138,39 +143,15 @@ def _load_v4(facts: Facts) -> Callable[..., Any]:
         max_seqlen_k: int | None = None,
         **scores: Any,
     ) -> Any:
-        output, lse, *_ = forward(
-            query,
-            key,
-            value,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=longest_or(max_seqlen_q, len(query)),
-            max_seqlen_k=longest_or(max_seqlen_k, len(key)),
-            learnable_sink=sinks,
-            return_lse=return_lse,
-            **_of_v4(**scores),
-        )
+        own = {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k, "learnable_sink": sinks, "return_lse": return_lse}
+        longest = {
+            "max_seqlen_q": longest_or(max_seqlen_q, len(query)),
+            "max_seqlen_k": longest_or(max_seqlen_k, len(key)),
+        }
+        output, lse, *_ = forward(query, key, value, **own, **longest, **of_v4(**scores))
         return with_lse(output, lse) if return_lse else output
 
     return run
-
-
-def _of_v4(
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-) -> dict[str, Any]:
-    """What acts on scores, in the words of FlashAttention 4."""
-    left, right = window or (-1, -1)
-    return {
-        "causal": causal,
-        "softmax_scale": scale,
-        "softcap": softcap,
-        "window_size_left": left if left >= 0 else None,
-        "window_size_right": right if right >= 0 else None,
-    }
 
 
 def _load_v4_paged(facts: Facts) -> Callable[..., Any]:
@@ -181,30 +162,24 @@ def _load_v4_paged(facts: Facts) -> Callable[..., Any]:
 
     def run(
         query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        *,
+        keys: Tensor,
+        values: Tensor,
+        tables: Tensor,
+        lens: Tensor,
+        *starts: Tensor,
         return_lse: bool = False,
         max_seqlen_q: int | None = None,
         max_context_len: int | None = None,
         **scores: Any,
     ) -> Any:
-        output, lse, *_ = forward(
-            query,
-            key_cache,
-            value_cache,
-            cu_seqlens_q=cu_seqlens_q,
-            seqused_k=context_lens,
-            max_seqlen_q=longest_or(max_seqlen_q, len(query)),
-            max_seqlen_k=longest_or(max_context_len, capacity),
-            page_table=block_tables,
-            return_lse=return_lse,
-            **_of_v4(**scores),
-        )
-        return with_lse(output, lse) if return_lse else output
+        own: dict[str, Any] = {"seqused_k": lens, "page_table": tables, "return_lse": return_lse}
+        own["max_seqlen_k"] = longest_or(max_context_len, capacity)
+        if starts:
+            own |= {"cu_seqlens_q": starts[0], "max_seqlen_q": longest_or(max_seqlen_q, len(query))}
+        output, lse, *_ = forward(query, keys, values, **own, **of_v4(**scores))
+        if not return_lse:
+            return output
+        return with_lse(output, lse) if starts else _with_lse(output, lse)
 
     return run
 
@@ -216,7 +191,7 @@ def _build_key(facts: Facts) -> Hashable:
     window: tuple[int, int] = facts["window"] or (-1, -1)  # type: ignore[assignment]
     sides = tuple(side >= 0 for side in window)
     sinks = facts.tensors.get("sinks")
-    flags = facts["causal"], sides, facts["softcap"], facts["return_lse"], None if sinks is None else sinks.dtype
+    flags = facts.get("causal"), sides, facts["softcap"], facts["return_lse"], None if sinks is None else sinks.dtype
     return facts.device.sm, facts["dtype"], *sizes, *flags, stamps()
 
 
@@ -233,15 +208,23 @@ _RAGGED = (
     limit.aligned(16, "query", "key", "value"),
     limit.contiguous("cu_seqlens_q", "cu_seqlens_k"),
 )
-_PAGED = (
-    *_SHAPES,
-    limit.last_stride_one("query", "key_cache", "value_cache"),
-    limit.last_stride_one("block_tables"),
-    limit.contiguous("context_lens", "cu_seqlens_q"),
-    limit.aligned(16, "query", "key_cache", "value_cache"),
-)
+
+
+def _paged(*lens: str) -> tuple[Limit, ...]:
+    return (
+        *_SHAPES,
+        limit.last_stride_one("query", "key_cache", "value_cache"),
+        limit.last_stride_one("block_tables"),
+        limit.contiguous(*lens),
+        limit.aligned(16, "query", "key_cache", "value_cache"),
+    )
+
+
+_PAGED, _ONE_EACH = _paged("context_lens", "cu_seqlens_q"), _paged("context_lens")
 _SCORES = ("causal", "scale", "window", "softcap", "return_lse", "max_seqlen_q")
+_ACTING = ("scale", "window", "softcap", "return_lse")
 _HOPPER = (limit.arch(min=(9, 0), max=(9, 9)), limit.instruction("wgmma"))
+_COMPILED: dict[str, Any] = {"jit": True, "build_key": _build_key, "cache_folder": cache_folder}
 
 KERNELS = (
     FLASH_ATTN_3.kernel(
@@ -269,9 +252,7 @@ KERNELS = (
         _load_v4,
         accepts=(*_SCORES, "max_seqlen_k", "sinks"),
         limits=(*_HOPPER, *_RAGGED, limit.contiguous("sinks")),
-        jit=True,
-        build_key=_build_key,
-        cache_folder=cache_folder,
+        **_COMPILED,
         priority=50,
     ),
     FLASH_ATTN_3.kernel(
@@ -290,9 +271,35 @@ KERNELS = (
         layout="NHD",
         accepts=(*_SCORES, "max_context_len"),
         limits=(*_HOPPER, limit.dim("page_size", max=64), *_PAGED),
-        jit=True,
-        build_key=_build_key,
-        cache_folder=cache_folder,
+        **_COMPILED,
+        priority=40,
+    ),
+    FLASH_ATTN_3.kernel(
+        "flash_attn.v3.paged",
+        FLAT,
+        _load_v3_paged,
+        layout="NHD",
+        accepts=_ACTING,
+        limits=(*_HOPPER, *_ONE_EACH),
+        priority=84,
+    ),
+    FLASH_ATTN_2.kernel(
+        "flash_attn.v2.paged",
+        FLAT,
+        _load_v2_paged,
+        layout="NHD",
+        accepts=_ACTING,
+        limits=(limit.arch(min=(8, 0)), limit.dim("page_size", multiple=256), *_ONE_EACH),
+        priority=69,
+    ),
+    FLASH_ATTN_4.kernel(
+        "flash_attn.v4.paged",
+        FLAT,
+        _load_v4_paged,
+        layout="NHD",
+        accepts=(*_ACTING, "max_context_len"),
+        limits=(*_HOPPER, *_ONE_EACH),
+        **_COMPILED,
         priority=40,
     ),
 )
