@@ -10,7 +10,6 @@ vLLM's FlashAttention 2 and 3 behind a shared prefix: one call for the prefix, o
 To the prefix all queries are those of one sequence, so that a tile of queries reads each page once. Both calls are
 merged by torch's expression; as an operation of its own there is vLLM's, which takes one launch.
 Library: vllm 0.20, Apache-2.0; FlashAttention, BSD-3-Clause, arXiv:2307.08691 and arXiv:2407.08608.
-Library: vllm 0.20, Apache-2.0; FlashAttention, BSD-3-Clause.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from layerzero.backends.vllm.library import (
     operators,
     variant_of_v2,
 )
-from layerzero.backends.vllm.varlen import OF_V2, OF_V3, Forward, Keys, Scores, forward_of_v2, forward_of_v3
+from layerzero.backends.vllm.varlen import OF_V2, OF_V3, Forward, Keys, Own, acting
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -188,7 +187,7 @@ _ACCEPTS = ("scale", "window", "softcap", "return_lse", "max_context_len")
 
 
 def _load_cascade(facts: Facts, library: Callable[[], Forward]) -> Callable[..., Any]:
-    forward, default = library(), float(facts.size("head_dim") ** -0.5)
+    forward, scored = library(), acting(facts)
     page_size = facts.size("page_size")
 
     def run(
@@ -199,14 +198,13 @@ def _load_cascade(facts: Facts, library: Callable[[], Forward]) -> Callable[...,
         context_lens: Tensor,
         *,
         shared_blocks: int,
-        scale: float | None = None,
-        softcap: float | None = None,
         return_lse: bool = False,
         max_context_len: int | None = None,
+        **given: Any,
     ) -> Any:
         batch, blocks = block_tables.shape
         tokens, shared = query.squeeze(1), shared_blocks * page_size
-        scores = Scores(default if scale is None else scale, False, (-1, -1), softcap or 0.0)
+        scores = scored(**given)
         numbers = functools.partial(torch.arange, dtype=torch.int32, device=query.device)
         lens = torch.full((1,), shared, dtype=torch.int32, device=query.device)
         prefix = Keys(key_cache, value_cache, None, lens, block_tables[:1, :shared_blocks], shared)
@@ -248,18 +246,15 @@ _PAGED = (
 )
 
 
-def _cascade(version: int, priority: int) -> Kernel:
-    own = OF_V3 if version == 3 else OF_V2
+def _cascade(own: Own, version: int, priority: int) -> Kernel:
     return own.backend.kernel(
         f"vllm.flash_attn.v{version}.cascade",
         CASCADE.name,
-        functools.partial(_load_cascade, library=forward_of_v3 if version == 3 else forward_of_v2),
+        functools.partial(_load_cascade, library=own.forward),
         layout="NHD",
         accepts=("scale", "softcap", "return_lse", "max_context_len", "shared_blocks"),
         limits=(*own.limits, *_PAGED),
-        build_key=own.build_key,
-        prebuilt=own.prebuilt,
-        cache_folder=own.cache_folder,
+        **own.fields,
         priority=priority,
     )
 
@@ -311,8 +306,8 @@ KERNELS = (
         device_guard=False,
         priority=80,
     ),
-    _cascade(3, 60),  # below those that follow each table: eager, its launches cost more than it saves
-    _cascade(2, 50),
+    _cascade(OF_V3, 3, 60),  # below those that follow each table: eager, its launches cost more than it saves
+    _cascade(OF_V2, 2, 50),
     VLLM.kernel(
         "vllm.merge_states",
         MERGE_STATES.name,

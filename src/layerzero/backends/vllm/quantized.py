@@ -21,10 +21,9 @@ from layerzero.backends.flashinfer.paged import same_strides
 from layerzero.backends.torch.varlen import longest_or
 from layerzero.backends.vllm.library import VLLM, VLLM_FLASH_ATTN_3, operators
 from layerzero.backends.vllm.paged import STARTS, starts_key
-from layerzero.backends.vllm.varlen import Keys, Scores, forward_of_v3
+from layerzero.backends.vllm.varlen import Keys, acting, forward_of_v3
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
 from layerzero.core.limit_kinds import Limit
 from layerzero.core.operation import Tolerance
 from layerzero.core.reasons import Reason, ReasonCode
@@ -52,7 +51,7 @@ def _load(facts: Facts) -> Callable[..., Any]:
     forward, single = forward_of_v3(), facts["operation"] == DECODE.name
     kv_heads, page_size = facts.size("kv_heads"), facts.size("page_size")
     own = STARTS.get(*starts_key(facts), capturing=bool(facts["capturing"])) if single else None
-    default = float(facts.size("head_dim") ** -0.5)
+    scored = acting(facts)
 
     def run(
         query: Tensor,
@@ -62,12 +61,10 @@ def _load(facts: Facts) -> Callable[..., Any]:
         context_lens: Tensor,
         *rest: Tensor,
         causal: bool = True,
-        scale: float | None = None,
-        window: tuple[int, int] | None = None,
-        softcap: float | None = None,
         return_lse: bool = False,
         max_context_len: int | None = None,
         max_seqlen_q: int | None = None,
+        **acting_too: Any,
     ) -> Any:
         *given, key_scale, value_scale = rest
         starts, longest = (own, 1) if own is not None else (given[0], longest_or(max_seqlen_q, len(query)))
@@ -77,8 +74,8 @@ def _load(facts: Facts) -> Callable[..., Any]:
         scales = query_scale.expand(shape), of_keys.expand(shape), of_values.expand(shape)
         bound = longest_or(max_context_len, block_tables.shape[1] * page_size)
         keys = Keys(key_cache, value_cache, None, context_lens, block_tables, bound)
-        acting = (default if scale is None else scale, causal and not single, window or (-1, -1), softcap or 0.0)
-        output, lse = forward(codes, starts, longest, keys, Scores(*acting, descales=scales), None)
+        scores = scored(causal=causal and not single, **acting_too)._replace(descales=scales)
+        output, lse = forward(codes, starts, longest, keys, scores, None)
         output = output.to(query.dtype)
         if not return_lse:
             return output.unsqueeze(1) if single else output
@@ -139,8 +136,6 @@ _LIMITS = (
 )
 _ACCEPTS = ("scale", "window", "softcap", "return_lse", "max_context_len")
 _OF_V3: dict[str, Any] = {
-    "backend": VLLM_FLASH_ATTN_3,
-    "load": _load,
     "layout": "NHD",
     "implies": ("narrow_query",),
     "tolerance": {"float16": _ROUNDED, "bfloat16": _ROUNDED},
@@ -148,17 +143,19 @@ _OF_V3: dict[str, Any] = {
 }
 
 KERNELS = (
-    Kernel(
-        id="vllm.flash_attn.v3.quantized",
-        operations=(DECODE.name,),
+    VLLM_FLASH_ATTN_3.kernel(
+        "vllm.flash_attn.v3.quantized",
+        DECODE.name,
+        _load,
         accepts=_ACCEPTS,
         limits=(*_LIMITS, limit.contiguous("context_lens"), STARTS.before_capture("its tensor of starts", starts_key)),
         priority=75,
         **_OF_V3,
     ),
-    Kernel(
-        id="vllm.flash_attn.v3.quantized_tokens",
-        operations=(PREFILL.name,),
+    VLLM_FLASH_ATTN_3.kernel(
+        "vllm.flash_attn.v3.quantized_tokens",
+        PREFILL.name,
+        _load,
         accepts=("causal", *_ACCEPTS, "max_seqlen_q"),
         limits=(*_LIMITS, limit.contiguous("context_lens", "cu_seqlens_q")),
         priority=75,

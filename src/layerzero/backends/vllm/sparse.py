@@ -16,7 +16,7 @@ from torch import Tensor
 
 from layerzero.backends.torch.varlen import lse_of_tokens
 from layerzero.backends.vllm.library import driver_version
-from layerzero.backends.vllm.varlen import OF_V2, OF_V3, Forward, Keys, Own, Scores, forward_of_v2, forward_of_v3
+from layerzero.backends.vllm.varlen import OF_V2, OF_V3, Forward, Keys, Own, acting
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -25,7 +25,7 @@ from layerzero.ops.sparse.declare import NAME, block_table, in_blocks
 
 
 def _load(facts: Facts, library: Callable[[], Forward]) -> Callable[..., Any]:
-    forward, default = library(), float(facts.size("head_dim") ** -0.5)
+    forward, scored = library(), acting(facts)
 
     def run(
         query: Tensor,
@@ -36,15 +36,14 @@ def _load(facts: Facts, library: Callable[[], Forward]) -> Callable[..., Any]:
         *,
         block_rows: int,
         block_cols: int,
-        scale: float | None = None,
         return_lse: bool = False,
+        **given: Any,
     ) -> Any:
         pages = in_blocks(key, block_cols), in_blocks(value, block_cols)
         table, counts = block_table(block_indptr, block_indices, len(pages[0]))
         starts = torch.arange(0, len(query) + 1, block_rows, dtype=torch.int32, device=query.device)
         keys = Keys(*pages, None, counts * block_cols, table, max(len(key), 1))
-        scores = Scores(default if scale is None else scale, False, (-1, -1), 0.0)
-        output, lse = forward(query, starts, block_rows, keys, scores, None)
+        output, lse = forward(query, starts, block_rows, keys, scored(**given), None)
         if not return_lse:
             return output
         # version 2 leaves what lay there for rows without a block (2.4e-38 on an H200, 2026-11-23)
@@ -67,7 +66,7 @@ def _kernel(own: Own, version: int, priority: int) -> Kernel:
     return own.backend.kernel(
         f"vllm.flash_attn.v{version}.block_sparse",
         NAME,
-        functools.partial(_load, library=forward_of_v3 if version == 3 else forward_of_v2),
+        functools.partial(_load, library=own.forward),
         *(each for each in own.limits if "page_size" not in each.facts_named()),
         limit.dtype("float16", "bfloat16"),
         limit.dim("head_dim", max=256, multiple=8),
@@ -77,9 +76,7 @@ def _kernel(own: Own, version: int, priority: int) -> Kernel:
         limit.aligned(16, "query", "key", "value"),
         limit.contiguous("block_indptr"),
         accepts=("block_rows", "block_cols", "scale", "return_lse"),
-        build_key=None if own.build_key is None else variant,
-        prebuilt=own.prebuilt,
-        cache_folder=own.cache_folder,
+        **{**own.fields, **({"build_key": variant} if own.fields else {})},
         priority=priority,
     )
 

@@ -32,8 +32,7 @@ from layerzero.backends.vllm.varlen import (
     Keys,
     Own,
     Scores,
-    forward_of_v2,
-    forward_of_v3,
+    acting,
     load_paged,
     load_ragged,
     shapes,
@@ -68,25 +67,17 @@ def _of_two(library: Callable[[int], Forward]) -> Library:
 def _load_dense(facts: Facts, library: Library, strided: bool) -> Callable[..., Any]:
     """Keys as they lie with their lengths where ``strided``, for version 3; one after the other for version 2."""
     starts, decodes, forward = starts_of_one_length(facts), facts["operation"] in attention.DECODE, library()
-    default = float(facts.size("head_dim") ** -0.5)
+    scored = acting(facts)
     where, capturing = f"cuda:{facts.device.index}", bool(facts["capturing"])
 
-    def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        causal: bool = False,
-        scale: float | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
+    def run(query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, **given: Any) -> Tensor:
         batch, queries, length = len(query), query.shape[1], key.shape[1]
         of_queries, of_keys = starts(batch, queries, 0 if strided else length)
         if strided:
             keys = Keys(key, value, None, lengths(where, batch, length, capturing=capturing), None, length)
         else:
             keys = Keys(key.flatten(0, 1), value.flatten(0, 1), of_keys, None, None, length)
-        scores = Scores(default if scale is None else scale, causal or decodes, (-1, -1), softcap or 0.0)
+        scores = scored(causal=causal or decodes, **given)
         output, _ = forward(query.flatten(0, 1), of_queries, queries, keys, scores, None)
         return output.view(batch, queries, *output.shape[1:])
 
@@ -131,15 +122,13 @@ _OTHERS = (
 )
 
 
-def _kernels(
-    own: Own, version: str, priority: int, library: Callable[[int], Forward], dense: _Kind, *limits: Limit
-) -> Iterator[Kernel]:
+def _kernels(own: Own, version: str, priority: int, dense: _Kind, *limits: Limit) -> Iterator[Kernel]:
     """What version 2 or 3 has: of dense keys, one sequence after the other, and over pages."""
     for kind in (dense, *_OTHERS):
         yield own.backend.kernel(
             f"vllm.flash_attn.{version}.unsplit{kind.name}",
             kind.operations,
-            functools.partial(kind.load, library=_of_two(library)),
+            functools.partial(kind.load, library=_of_two(own.forward)),
             layout=kind.layout,
             accepts=kind.accepts,
             limits=(*limits, *(own.limits if kind.operations is mixed.ALL else ()), *kind.limits),
@@ -157,8 +146,6 @@ _COMPILED = limit.arch(min=(8, 0), max=(8, 9))
 """What version 2 came compiled for: elsewhere a build in the background would end with other bits than before it."""
 
 KERNELS = (
-    *_kernels(OF_V3, "v3", 8, forward_of_v3, _dense(OF_LENGTHS, strided=True), *HOPPER),
-    *_kernels(
-        OF_V2, "v2", 6, forward_of_v2, _dense(limit.contiguous("key", "value"), strided=False), _COMPILED, AMPERE
-    ),
+    *_kernels(OF_V3, "v3", 8, _dense(OF_LENGTHS, strided=True), *HOPPER),
+    *_kernels(OF_V2, "v2", 6, _dense(limit.contiguous("key", "value"), strided=False), _COMPILED, AMPERE),
 )

@@ -16,16 +16,14 @@ sink to the sum of the first part of a context that it splits, in bfloat16, for 
 in the kernel that follows tables, and splits no context then, so that taking decodes apart would gain nothing.
 Sources: hopper/flash_api.cpp, hopper/mainloop_fwd_sm90_tma_gmma_ws.hpp and csrc/flash_attn/flash_api.cpp of
 vllm-project/flash-attention (6bf4ce25, read 2026-11-24).
-arXiv:2108.12409; sinks, arXiv:2309.17453.
-Library: vllm 0.20, Apache-2.0; FlashAttention, BSD-3-Clause, arXiv:2307.08691 and arXiv:2407.08608.
 Library: vllm 0.20, Apache-2.0; FlashAttention, BSD-3-Clause, arXiv:2307.08691 and arXiv:2407.08608; ALiBi,
+arXiv:2108.12409; sinks, arXiv:2309.17453.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -120,34 +118,45 @@ def forward_of_v3(splits: int = 0) -> Forward:
     return forward
 
 
-def load_ragged(facts: Facts, library: Callable[[], Forward]) -> Callable[..., Any]:
-    """Sequences of unlike lengths, one after the other."""
-    forward, default = library(), float(facts.size("head_dim") ** -0.5)
+def acting(facts: Facts) -> Callable[..., Scores]:
+    """Makes the scores of a call of its arguments; the scale is that of the head dim where none is given."""
+    default = float(facts.size("head_dim") ** -0.5)
 
-    def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
+    def made(
         *,
         causal: bool = False,
         scale: float | None = None,
         window: tuple[int, int] | None = None,
         softcap: float | None = None,
-        sinks: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Scores:
+        scale = default if scale is None else scale
+        return Scores(scale, causal, window or (-1, -1), softcap or 0.0, alibi_slopes, sinks)
+
+    return made
+
+
+def load_ragged(facts: Facts, library: Callable[[], Forward]) -> Callable[..., Any]:
+    """Sequences of unlike lengths, one after the other."""
+    forward, scored = library(), acting(facts)
+
+    def run(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        starts_q: Tensor,
+        starts_k: Tensor,
+        *,
         return_lse: bool = False,
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
+        **given: Any,
     ) -> Any:
-        keys = Keys(key, value, cu_seqlens_k, None, None, longest_or(max_seqlen_k, len(key)))
-        scores = Scores(
-            default if scale is None else scale, causal, window or (-1, -1), softcap or 0.0, alibi_slopes, sinks
-        )
-        longest = longest_or(max_seqlen_q, len(query))
-        output, lse = forward(query, cu_seqlens_q, longest, keys, scores, None)
-        return with_lse_of_sinks(output, lse, sinks) if return_lse else output
+        keys = Keys(key, value, starts_k, None, None, longest_or(max_seqlen_k, len(key)))
+        scores = scored(**given)
+        output, lse = forward(query, starts_q, longest_or(max_seqlen_q, len(query)), keys, scores, None)
+        return with_lse_of_sinks(output, lse, scores.sinks) if return_lse else output
 
     return run
 
@@ -178,18 +187,21 @@ _NARROWEST = limit.dim("head_dim", min=64)  # of narrower heads it left half of 
 
 
 class Own(NamedTuple):
-    """What all kernels of one version have."""
+    """What all kernels of one version have over pages; ``fields`` are those of ``Kernel``."""
 
     backend: Backend
+    forward: Callable[..., Forward]
     limits: tuple[Limit, ...]
-    build_key: Callable[[Facts], Hashable] | None = None
-    prebuilt: Callable[[Facts], bool] | None = None
-    cache_folder: Callable[[], Path | None] | None = None
+    fields: Mapping[str, Any]
 
 
-OF_V3 = Own(VLLM_FLASH_ATTN_3, (*HOPPER, _NARROWEST))
-OF_V2 = Own(VLLM_FLASH_ATTN_2, (AMPERE, _PAGES_OF_V2), variant_of_tokens_v2, has_machine_code_of_v2, driver_cache)
-"""Over pages."""
+COMPILED_V2: dict[str, Any] = {
+    "build_key": variant_of_tokens_v2,
+    "prebuilt": has_machine_code_of_v2,
+    "cache_folder": driver_cache,
+}
+OF_V3 = Own(VLLM_FLASH_ATTN_3, forward_of_v3, (*HOPPER, _NARROWEST), {})
+OF_V2 = Own(VLLM_FLASH_ATTN_2, forward_of_v2, (AMPERE, _PAGES_OF_V2), COMPILED_V2)
 
 
 def _into(
@@ -204,7 +216,7 @@ def _into(
 
 def load_paged(facts: Facts, library: Callable[[], Forward], split: bool) -> Callable[..., Any]:
     """Sequences over pages; decodes in a call of their own where ``split``."""
-    forward, default = library(), float(facts.size("head_dim") ** -0.5)
+    forward, scored = library(), acting(facts)
     heads, value_dim, page_size = facts.size("heads"), facts.size("value_dim"), facts.size("page_size")
 
     def run(
@@ -215,34 +227,27 @@ def load_paged(facts: Facts, library: Callable[[], Forward], split: bool) -> Cal
         context_lens: Tensor,
         cu_seqlens_q: Tensor,
         *,
-        causal: bool = True,
-        scale: float | None = None,
-        window: tuple[int, int] | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
         return_lse: bool = False,
         max_context_len: int | None = None,
         max_seqlen_q: int | None = None,
         decodes: int | None = None,
+        **given: Any,
     ) -> Any:
-        scores = Scores(
-            default if scale is None else scale, causal, window or (-1, -1), softcap or 0.0, alibi_slopes, sinks
-        )
+        scores = scored(**given)
         bound = longest_or(max_context_len, block_tables.shape[1] * page_size)
         longest = longest_or(max_seqlen_q, len(query))
         keys = Keys(key_cache, value_cache, None, context_lens, block_tables, bound)
         count = decodes or 0
         if not split or count == 0 or count == len(context_lens):
             output, lse = forward(query, cu_seqlens_q, longest, keys, scores, None)
-            return with_lse_of_sinks(output, lse, sinks) if return_lse else output
+            return with_lse_of_sinks(output, lse, scores.sinks) if return_lse else output
         output = query.new_empty((len(query), heads, value_dim))
         first = keys._replace(lens=context_lens[:count], table=block_tables[:count])
         rest = keys._replace(lens=context_lens[count:], table=block_tables[count:])
         starts = cu_seqlens_q[count:] - count
         lse = _into(output[:count], forward, query[:count], cu_seqlens_q[: count + 1], 1, first, scores)
         lse_of_rest = _into(output[count:], forward, query[count:], starts, longest, rest, scores)
-        return with_lse_of_sinks(output, torch.cat((lse, lse_of_rest), 1), sinks) if return_lse else output
+        return with_lse_of_sinks(output, torch.cat((lse, lse_of_rest), 1), scores.sinks) if return_lse else output
 
     return run
 
@@ -261,17 +266,14 @@ def _over_pages(
 
     Slopes may be each sequence's own, which nothing here divides among two calls: no kernel that splits takes them.
     """
-    forward = forward_of_v3 if own is OF_V3 else forward_of_v2
     return own.backend.kernel(
         name,
         mixed.MIXED_PAGED if split else mixed.ALL,
-        functools.partial(load_paged, library=forward, split=split),
+        functools.partial(load_paged, library=own.forward, split=split),
         layout="NHD",
         accepts=(*SCORES, "max_context_len", *(("decodes",) if split else ()), *((bias,) if bias else ())),
         limits=(*own.limits, *PAGED, *((limit.one_of(bias, "float"), *of_bias) if bias else ())),
-        build_key=own.build_key,
-        prebuilt=own.prebuilt,
-        cache_folder=own.cache_folder,
+        **own.fields,
         priority=priority,
         trust=Trust.UNTRIED if bias else Trust.DECLARED,
     )
@@ -292,9 +294,7 @@ KERNELS = (
         functools.partial(load_ragged, library=forward_of_v2),
         accepts=(*SCORES, "max_seqlen_k", "alibi_slopes"),
         limits=(AMPERE, *_RAGGED, *OF_SLOPES),
-        build_key=variant_of_tokens_v2,
-        prebuilt=has_machine_code_of_v2,
-        cache_folder=driver_cache,
+        **COMPILED_V2,
         priority=55,
     ),
     _over_pages(OF_V3, "vllm.flash_attn.v3.paged_tokens", 85),
