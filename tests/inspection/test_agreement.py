@@ -323,7 +323,14 @@ def test_each_setting_is_one_that_decides_or_one_that_does_not():
     decide |= {"avoid_sources", "allow", "deny", "locks", "unmeasured", "rules", "descriptors", "cpu_features"}
     decide |= {"batch_invariant", "require_tp_invariant", "hub.enabled", "hub.folder", "hub.lockfile", "hub.allow"}
     decide |= {"graph_strict_mode", "backend_isolation", "distributed_selection", "on_version_mismatch"}
-    decide |= {"isolate", "isolation.memory_mb", "isolation.pythons", "backend_containers", "gpu_generations"}
+    decide |= {
+        "max_error",
+        "isolate",
+        "isolation.memory_mb",
+        "isolation.pythons",
+        "backend_containers",
+        "gpu_generations",
+    }
     assert not decide & DECIDE_NOTHING
     assert decide | DECIDE_NOTHING == set(SETTINGS)
     assert "telemetry_sampling_rate" in DECIDE_NOTHING

@@ -294,10 +294,10 @@ def _work(row: Row) -> tuple[str, str]:
 
 
 def _parts(row: Row) -> list[str]:
-    """What the device and the host take of a time, where they were measured apart."""
-    if row.device_us is None:
-        return []
-    return [f"device {row.device_us:.1f} us{f', host {row.host_us:.1f}' if row.host_us is not None else ''}"]
+    """What the device and the host take of a time, where they were measured apart, and how far the result was off."""
+    host = "" if row.host_us is None else f", host {row.host_us:.1f}"
+    device = [] if row.device_us is None else [f"device {row.device_us:.1f} us{host}"]
+    return device if row.error is None else [*device, f"error {row.error:.1e}"]
 
 
 def on_a_small_screen(rows: Sequence[Row], here: Sequence[bool]) -> Iterator[RenderableType]:

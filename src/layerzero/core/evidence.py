@@ -41,6 +41,7 @@ class Evidence(msgspec.Struct, frozen=True):
         device_us: what the device takes of it; None where that is not measured apart.
         stands_in: whether it is of eager calls, for replays that were not timed.
         fitted: whether a shipped time was computed from those of other sizes.
+        error: distance of the result from the reference in float64, relative to its norm; None where none was measured.
         cost_us: what kernels are compared by; no measurement. The ledger gives how long a caller waits at the host's
             usual pace, which is the time unless something else is known. :func:`layerzero.engine.order.costs` compares
             the kernels of a call, so that plans for new sizes and the device's part count.
@@ -56,6 +57,7 @@ class Evidence(msgspec.Struct, frozen=True):
     cost_us: float = -1.0
     cost_noise: float = -1.0
     fitted: bool = False
+    error: float | None = None
 
     def __post_init__(self) -> None:
         """Let the time and its noise decide where no cost is given."""
@@ -66,13 +68,15 @@ class Evidence(msgspec.Struct, frozen=True):
 
     @property
     def told(self) -> str:
-        """The time and where it is from; the device's part and the cost where those are other numbers."""
+        """The time and where it is from; the device's part and the cost where those are other numbers; the error."""
         source = str(self.provenance)
         if self.provenance is Provenance.PRIOR:
             source = "predicted from shipped times" if self.fitted else "as shipped"
         others = {"device": self.device_us, "cost": self.cost_us}
         unlike = {name: us for name, us in others.items() if us and not math.isclose(us, self.time_us, rel_tol=1e-3)}
-        return ", ".join([f"{self.time_us:.1f} us {source}", *(f"{name} {us:.1f} us" for name, us in unlike.items())])
+        error = [] if self.error is None else [f"error {self.error:.1e}"]
+        parts = [f"{self.time_us:.1f} us {source}", *(f"{name} {us:.1f} us" for name, us in unlike.items()), *error]
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,8 @@ class Measurement:
         origin: what measured: ``tune``, ``bench``, ``online``.
         device_us: median of the device's own time; None where it was not measured apart, as on a CPU.
         host_us: what calls back to back take when little interrupts the host (10th percentile); None as above.
+        error: distance of the first result from the reference in float64, relative to its norm; None where nothing was
+            compared.
     """
 
     median_us: float
@@ -103,6 +109,7 @@ class Measurement:
     origin: str = "tune"
     device_us: float | None = None
     host_us: float | None = None
+    error: float | None = None
 
 
 _NO_WORK = frozenset({"capturing", "deterministic", *(each.fact for each in STATE_FACTS.values() if not each.works)})

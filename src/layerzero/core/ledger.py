@@ -277,7 +277,7 @@ class MemoryLedger:
         """Remember a time; the latest wins."""
         with self._lock:
             times = self._times.setdefault(call_work(facts), {})
-            times[kernel.id] = Evidence(measurement.median_us, noise=measurement.noise)
+            times[kernel.id] = Evidence(measurement.median_us, noise=measurement.noise, error=measurement.error)
 
     def record_verdict(self, kernel: Kernel, facts: Facts, verdict: Verdict, detail: str = "") -> None:
         """Remember a verdict; the latest wins."""

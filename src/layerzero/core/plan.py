@@ -118,6 +118,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
             "time_us": self.time_us,
             "device_us": None if self.evidence is None else self.evidence.device_us,
             "noise": None if self.evidence is None else self.evidence.noise,
+            "error": None if self.evidence is None else self.evidence.error,
             "cost_us": self.cost_us,
             "evidence": self.provenance,
             "confidence": self.confidence,

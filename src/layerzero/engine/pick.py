@@ -17,6 +17,7 @@ import msgspec
 
 from layerzero.core import emulation
 from layerzero.core.errors import CudaGraphUnsafeError, NoKernelFoundError
+from layerzero.core.evidence import Evidence
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger, Libraries
@@ -57,7 +58,17 @@ def ranked(
     if ledger is None:
         return order(judged, facts, policy, {}, widening, extra_us)
     evidence = ledger.evidence(legal, facts) if libraries is None else ledger.evidence(legal, facts, libraries)
+    if policy["max_error"]:
+        judged = [_within(each, evidence.get(each.kernel.id), policy["max_error"]) for each in judged]
     return order(judged, facts, policy, evidence, widening, extra_us)
+
+
+def _within(candidate: Candidate, found: Evidence | None, most: float) -> Candidate:
+    """The candidate, refused where a larger error was measured of it in such a call."""
+    if candidate.reasons or found is None or found.error is None or found.error <= most:
+        return candidate
+    code, got = ReasonCode.QUANT_ACCURACY_THRESHOLD_EXCEEDED, f"{found.error:.2g} measured"
+    return _refused(candidate, Reason(code, "max_error", f"at most {most:g} of the result's norm", got))
 
 
 def quicker_than_emulated(kernels: Sequence[Kernel], facts: Facts) -> frozenset[str]:

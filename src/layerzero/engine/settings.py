@@ -84,6 +84,12 @@ SETTINGS: dict[str, Setting] = {
     "require_tp_invariant": Setting(
         bool, False, "choose only kernels whose results have the same bits for every number of ranks, by priority"
     ),
+    "max_error": Setting(
+        float,
+        0.0,
+        "refuse kernels whose result was measured farther from the reference, as a share of its norm, where times "
+        "decide; 0 refuses none",
+    ),
     "require_vetting": Setting(bool, True, "refuse plugin kernels that were not vetted on this machine"),
     "graph_strict_mode": Setting(
         bool,

@@ -162,7 +162,7 @@ class Line:
         gb_s, tflop_s: by the operation's declared work.
         ceiling_share: the least time that the machine's ceiling allows over its time; above 1 from a cache.
         against_torch: how many times quicker than torch's own function, by these times, whatever their noise.
-        error: largest distance from the reference in float64.
+        error: distance from the reference in float64, relative to its norm.
         detail: why it has no time.
         device_us: what the device needs, however slow the host launches; None on a CPU or where it was not wanted.
         device_from: ``graph, cold`` or ``graph, warm``: replays of a CUDA graph that finds the tensors outside of the

@@ -73,7 +73,7 @@ class ContestEntry:
         status: what became of it.
         measurement: its time, None where it has none.
         detail: why it has none.
-        error: largest distance of its result from the reference in float64, None where nothing was compared.
+        error: relative distance of its result from the reference in float64, None where nothing was compared.
         samples: microseconds of a call, in order.
     """
 
@@ -255,7 +255,7 @@ def contest(
         kept = measurement(
             [max(us - more_us, 0.1) for us in runner.samples],
             device_us=runner.device_us, host_us=runner.host_us, noise=runner.noise,
-            first_call_us=each.first_call_us, graph=graph, condition=state, origin=origin,
+            first_call_us=each.first_call_us, graph=graph, condition=state, origin=origin, error=each.error,
         )  # fmt: skip
         status = Status.STOPPED if runner.stopped else Status.TIMED
         timed.append(ContestEntry(each.kernel, status, kept, "", each.error, tuple(runner.samples)))

@@ -216,6 +216,7 @@ def measurement(
     graph: bool = False,
     condition: str = "",
     origin: str = "tune",
+    error: float | None = None,
 ) -> Measurement:
     """What is kept of samples; there is at least one, and they are in the order in which they were taken.
 
@@ -234,6 +235,7 @@ def measurement(
         origin=origin,
         device_us=device_us,
         host_us=host_us,
+        error=error,
     )
 
 

@@ -220,6 +220,7 @@ class Time(msgspec.Struct, frozen=True):
     adapts: str = ""
     device_us: float | None = None
     host_us: float | None = None
+    error: float | None = None
     as_measured_us: float | None = None
     """The median that was measured, where ``median_us`` is another number that stands for a replay."""
 
@@ -239,9 +240,9 @@ def weighed(
     That is the ``present`` condition of the machine where two kernels have times of it, else the one that most have,
     the latest of several. It is read only where times of several conditions are known.
 
-    Of several times, those measured here come first, then enough samples, then the latest. ``hosts`` says what the host
-    takes as a rule for a kernel with its adaptations over its family: by that, the host's pace just then is known, and
-    taken out.
+    Of several times, those measured here come first, then enough samples, then the latest; of several errors the
+    largest counts. ``hosts`` says what the host takes as a rule for a kernel with its adaptations over its family: by
+    that, the host's pace just then is known, and taken out.
     """
     shared = _shared(times, present)
 
@@ -249,7 +250,10 @@ def weighed(
         return time.source == "", time.condition == shared, time.samples >= FULL_SAMPLES, time.written_at
 
     best: dict[str, Time] = {}
+    errors: dict[str, float] = {}
     for time in times:
+        if time.error is not None:
+            errors[time.kernel] = max(time.error, errors.get(time.kernel, 0.0))
         other = best.get(time.kernel)
         if other is None or rank(time) > rank(other):
             best[time.kernel] = time
@@ -259,7 +263,7 @@ def weighed(
     for run in _runs([time for time in best.values() if time.host_us is not None and time.waits]):
         paces |= dict.fromkeys([time.kernel for time in run], _pace(run, hosts or {}))
     return {
-        kernel: _evidence(time, alike=time.condition == shared, pace=paces.get(kernel, 1.0), margin=margin)
+        kernel: _evidence(time, errors.get(kernel), time.condition == shared, paces.get(kernel, 1.0), margin)
         for kernel, time in best.items()
     }
 
@@ -313,13 +317,13 @@ def _pace(times: Iterable[Time], hosts: Mapping[tuple[str, str], float]) -> floa
     return statistics.median_low(factors) if len(factors) > 1 else 1.0
 
 
-def _evidence(time: Time, *, alike: bool, pace: float, margin: float) -> Evidence:
+def _evidence(time: Time, error: float | None, alike: bool, pace: float, margin: float) -> Evidence:
     confidence = min(1.0, time.samples / FULL_SAMPLES) / (1 + (_spread(time) / SPREAD_AT_HALF) ** 2)
     confidence *= (1.0 if alike else OTHER_CONDITION) * (FROM_ELSEWHERE if time.source else 1.0)
     provenance = Provenance.IMPORTED if time.source else Provenance.MEASURED
     measured_us = time.median_us if time.as_measured_us is None else time.as_measured_us
     cost_us = _cost_us(time, pace, margin)
-    return Evidence(measured_us, provenance, confidence, time.noise, time.device_us, cost_us=cost_us)
+    return Evidence(measured_us, provenance, confidence, time.noise, time.device_us, cost_us=cost_us, error=error)
 
 
 def _cost_us(time: Time, pace: float, margin: float) -> float:

@@ -151,6 +151,7 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         environment: under which it was taken.
         median_us, p95_us, variance_us2, samples, noise, first_call_us, graph, condition, origin: the measurement.
         device_us, host_us: its parts, None where they were not measured apart.
+        error: of the result, relative; None where nothing was compared.
         adapts: what the plan had to adapt, as explain names it.
         device_uuid, layerzero: the very device, and this library's version; for people, they decide nothing.
         written_at: ISO 8601, UTC.
@@ -171,6 +172,7 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     origin: str = "tune"
     device_us: float | None = None
     host_us: float | None = None
+    error: float | None = None
     adapts: str = ""
     device_uuid: str = ""
     layerzero: str = ""
@@ -242,7 +244,7 @@ def check(row: Row) -> None:
     wrong = problem({name: getattr(row, name) for name in NUMBERS})
     if wrong:
         name, value = wrong
-        raise ValueError(f"{row.kernel}: {name}: wanted a finite number of microseconds or samples, got {value}")
+        raise ValueError(f"{row.kernel}: {name}: wanted a finite number, got {value}")
 
 
 def problem(numbers: Mapping[str, Any]) -> tuple[str, Any] | None:
@@ -258,7 +260,7 @@ def problem(numbers: Mapping[str, Any]) -> tuple[str, Any] | None:
     return None
 
 
-_OPTIONAL = frozenset({"first_call_us", "device_us", "host_us"})
+_OPTIONAL = frozenset({"first_call_us", "device_us", "host_us", "error"})
 _POSITIVE = frozenset({"median_us", "samples", "device_us", "host_us"})
 
 

@@ -18,7 +18,7 @@ import msgspec
 APPLICATION_ID = 0x4C5A5044
 """``LZPD``: tells this database from any other one."""
 
-VERSION = 4
+VERSION = 5
 """Counts up with each change of a table: a file of another version is left alone."""
 
 _STATEMENTS = (
@@ -36,7 +36,8 @@ _STATEMENTS = (
         noise REAL NOT NULL, first_call_us REAL, adapts TEXT NOT NULL, device_uuid TEXT NOT NULL,
         layerzero TEXT NOT NULL, written_at TEXT NOT NULL,
         device_us REAL CHECK (device_us IS NULL OR device_us > 0),
-        host_us REAL CHECK (host_us IS NULL OR host_us > 0), crc INTEGER,
+        host_us REAL CHECK (host_us IS NULL OR host_us > 0), error REAL CHECK (error IS NULL OR error >= 0),
+        crc INTEGER,
         CHECK (typeof(median_us) = 'real' AND median_us > 0 AND typeof(noise) = 'real' AND noise >= 0),
         CHECK (typeof(variance_us2) = 'real' AND variance_us2 >= 0),
         CHECK (typeof(samples) = 'integer' AND samples > 0),
@@ -107,7 +108,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 DECIDING = (
     *("kernel", "environment", "condition", "source", "median_us", "noise", "samples", "variance_us2", "written_at"),
-    *("adapts", "device_us", "host_us", "origin"),
+    *("adapts", "device_us", "host_us", "error", "origin"),
 )
 """Columns of a time behind its work and graph that decide what it is worth, in the order in which they are summed.
 
@@ -118,7 +119,7 @@ COLUMNS = (*DECIDING, "p95_us", "first_call_us", "device_uuid", "layerzero")
 """All columns behind work and graph."""
 
 NUMBERS = (
-    *("median_us", "p95_us", "variance_us2", "samples", "noise", "first_call_us", "device_us", "host_us"),
+    *("median_us", "p95_us", "variance_us2", "samples", "noise", "first_call_us", "device_us", "host_us", "error"),
 )  # fmt: skip
 """Those that rules bind."""
 

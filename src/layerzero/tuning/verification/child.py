@@ -7,6 +7,7 @@ the pieces that their operation cuts out of them.
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -75,13 +76,23 @@ class Truth:
         return [problem for part in self.parts for problem in part.problems(results, kernel)]
 
     def error(self, result: Any) -> float | None:
-        """Largest distance from the truth in the first result; None where the call returns nothing."""
+        """Distance of the first result from the truth, relative to its norm, where that is finite.
+
+        None where the call returns nothing, where two right results differ, and where the result is not finite there.
+        """
         results = as_tuple(result)
-        if not results:
+        if not results or (self.whole is not None and self.whole.random):
             return None
         pairs = [(results[0], self.whole.results[0])] if self.whole is not None else []
         pairs += [(part.place(results[0]), part.truth.results[0]) for part in self.parts]
-        return max(float((got.double() - want.double()).abs().max()) for got, want in pairs)
+        off = whole = 0.0
+        for got, want in pairs:
+            finite = want.isfinite()
+            wanted = want.double().where(finite, 0.0)
+            off += float((got.double().where(finite, 0.0) - wanted).square().sum())
+            whole += float(wanted.square().sum())
+        error = math.sqrt(off / whole) if whole else math.sqrt(off)
+        return error if math.isfinite(error) else None
 
 
 def truth_of(call: RandomCall, facts: Facts) -> Truth:
