@@ -34,7 +34,7 @@ from layerzero.tuning.storage.rows import Row, check, is_to_come, stored_row
 from layerzero.tuning.storage.store import StoreLedger
 from layerzero.tuning.storage.tables import Table
 
-FORMAT = 4
+FORMAT = 5
 
 MAX_TEXT = 512
 """Longest text in an imported row; kernel ids and facts are far shorter."""
