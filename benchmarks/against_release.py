@@ -6,8 +6,8 @@
 The release is what pip can install: a wheel, a tag, ``layerzero==0.1.0``. It gets an environment of its own that sees
 this one's torch and libraries. Whole processes run in pairs, the first place in turn: ``layerzero bench``, then
 ``overhead.py``. A time is taken as a multiple of torch's own function in the same process, where there is one, so that
-a machine that others load moves both. *Moved* is what every pair shows on the same side by more than 5 %. Exits with 1
-if something became slower.
+a machine that others load moves both. *Moved* is what every pair shows on the same side by more than 5 %. *Gone* is a
+case that only the release has. Exits with 1 if something became slower.
 """
 
 from __future__ import annotations
@@ -62,8 +62,14 @@ def compared(pairs: Sequence[tuple[Times, Times]]) -> list[Row]:
     return sorted(rows, key=lambda row: -max(row.ratio, 1 / row.ratio))
 
 
-def page(rows: Sequence[Row], head: str, pairs: int) -> str:
-    """One page of what moved."""
+def gone(pairs: Sequence[tuple[Times, Times]]) -> list[Case]:
+    """The cases that the release has and this checkout in no process."""
+    before, after = (set().union(*(pair[side] for pair in pairs)) for side in (0, 1))
+    return sorted(before - after)
+
+
+def page(rows: Sequence[Row], head: str, pairs: int, lost: Sequence[Case] = ()) -> str:
+    """One page of what moved and what is gone."""
     moved = [row for row in rows if row.moved]
     slower = sum(row.ratio > 1 for row in moved)
     lines = ["# Against the last release", "", head, ""]
@@ -73,6 +79,9 @@ def page(rows: Sequence[Row], head: str, pairs: int) -> str:
     for row in moved:
         times = f"{row.before:.2f} | {row.after:.2f} | {row.ratio:.2f} | {row.noise:.0%}"
         lines.append(f"| {row.case[0]} | {row.case[1]} | {times} |")
+    if lost:
+        lines += ["", f"Gone: only the release has them ({len(lost)}):", ""]
+        lines += [f"- {operation}: {case}" for operation, case in lost]
     return "\n".join(lines) + "\n"
 
 
@@ -157,7 +166,7 @@ def main() -> int:
         pairs.append((times[0], times[1]) if number % 2 == 0 else (times[1], times[0]))
         print(f"pair {number + 1} of {options.pairs}", file=sys.stderr, flush=True)
     rows = compared(pairs)
-    text = page(rows, f"Before: {heads[0]}. After: {heads[1]}.", len(pairs))
+    text = page(rows, f"Before: {heads[0]}. After: {heads[1]}.", len(pairs), gone(pairs))
     options.page.parent.mkdir(parents=True, exist_ok=True)
     options.page.write_text(text)
     print(text)

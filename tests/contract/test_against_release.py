@@ -1,4 +1,4 @@
-"""``benchmarks/against_release.py``: what it reads of both commands, and what it calls moved."""
+"""``benchmarks/against_release.py``: what it reads of both commands, and what it calls moved or gone."""
 
 from pathlib import Path
 
@@ -39,6 +39,9 @@ def test_only_what_every_pair_shows_has_moved(against):
     text = against.page(rows, "Before and after.", 3)
     assert "3 cases, 3 pairs: 1 slower, 0 faster" in text
     assert "| op | slower | 10.00 | 12.00 | 1.20 | 8% |" in text
+    assert against.gone(pairs) == [("op", "gone")]
+    assert "only the release has them (1):\n\n- op: gone\n" in against.page(rows, "", 3, against.gone(pairs))
+    assert "Gone" not in text
     assert not any(row.moved for row in against.compared(pairs[:1]))  # one pair tells nothing of noise
 
 

@@ -9,9 +9,11 @@ from typer.testing import CliRunner
 import layerzero as lz
 import vocabularies
 from layerzero.cli.app import main
+from layerzero.cli.tune import shown
 from layerzero.core.evidence import Measurement
 from layerzero.core.ledger import Verdict
 from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.registry import REGISTRY
 from layerzero.ops.tokenize.corpus import EDITION, SCRIPTS, differential, prove_decode, prove_encode, sample
 from layerzero.ops.tokenize.declare import ENCODE
 from layerzero.ops.tokenize.identity import digest
@@ -183,6 +185,32 @@ def test_a_few_samples_of_near_ones_are_not_enough(place, monkeypatch):
     (contest,) = tuned.contests
     assert {each.id for each in contest.times} == {"tokenizers.encode", "splintr.encode"}
     assert all(each.samples >= FULL_SAMPLES and each.median_us < 1e5 for each in contest.times.values())
+
+
+@pytest.mark.parametrize("status", ["failed", "wrong"])
+def test_a_kernel_that_is_lost_is_told_where_one_remains(place, status):
+    def run(items):
+        if status == "failed":
+            raise RuntimeError("no such text")
+        return [0]
+
+    library = lz.Backend("mine", "a library of a test", origin="code")
+    mine = lz.Kernel(
+        id="mine.encode", operations=("tokenize.encode",), backend=library, load=lambda _: run,
+        accepts=ENCODE.schema.arguments,
+    )  # fmt: skip
+    REGISTRY.register_kernel(mine)
+    others = sorted({each.source for each in REGISTRY.kernels("tokenize.encode")} - {"mine", "tokenizers"})
+    lines, jobs = [], plain_jobs("tokenize.encode", {"tokenizer_id": place}, ENCODE.cases[:1])
+    with lz.scope(deny=others):
+        tuned = tune_plain(jobs, leave_out=others, progress=lines.append)
+        assert (status == "wrong") is bool(lz.explain("tokenize", "abc", place).reasons("mine.encode"))
+    why = "RuntimeError: no such text" if status == "failed" else "another result than the reference"
+    assert [(each.kernel, str(each.status), each.detail) for each in tuned.contests[0].entries] == [(mine, status, why)]
+    assert lines == [f"{jobs[0].name}: mine.encode {status}: {why}"]
+    assert tuned.known == 0
+    assert json.dumps(tuned.to_dict())
+    assert any(why in str(each) for each in shown(tuned))
 
 
 def test_who_is_far_behind_is_not_measured_longer():

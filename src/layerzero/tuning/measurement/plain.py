@@ -18,7 +18,7 @@ import torch
 from layerzero.core.evidence import Measurement, Provenance
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.ledger import class_text
+from layerzero.core.ledger import Verdict, class_text
 from layerzero.core.operation import Case, Operation, Routed
 from layerzero.core.plan import Report
 from layerzero.engine import failures
@@ -101,6 +101,8 @@ def _contest(job: PlainJob, only: Sequence[str], leave: Sequence[str]) -> _Conte
             found.runs[kernel] = run
         else:
             found.out.append(ContestEntry(kernel, Status.WRONG, None, "another result than the reference"))
+            ENGINE.ledger.record_verdict(kernel, facts, Verdict.WRONG)
+            ENGINE.bump()
     return found
 
 
@@ -173,10 +175,13 @@ class _PlainParty(Party[PlainJob]):
             self.known += 1
             return ""
         contest = _contest(job, self.only, self.leave_out)
-        if self.remembers and len(contest.runs) < 2:  # nothing to choose between
+        alone = self.remembers and len(contest.runs) < 2  # nothing to choose between, so no time is needed
+        if alone and not contest.out:
             self.known += 1
             return ""
-        measured = self._remembered(contest) if self.remembers else _times(contest, self.samples, "bench")
+        measured: dict[Kernel, Measurement] = {}
+        if not alone:
+            measured = self._remembered(contest) if self.remembers else _times(contest, self.samples, "bench")
         timed = [ContestEntry(kernel, Status.TIMED, each) for kernel, each in measured.items()]
         self.found.append(Contest(job.name, contest.report, (*timed, *contest.out)))
         self.told(self.found[-1])
@@ -244,8 +249,9 @@ def tune_plain(
     """Prove what has to be proved, measure every legal kernel on cases, and remember it."""
 
     def told(each: Contest) -> None:
-        first, time = next(iter(each.times.items()))
-        progress(f"{each.name}: {first.id} {time.median_us:.1f} us")
+        best = next((f"{kernel.id} {time.median_us:.1f} us" for kernel, time in each.times.items()), "")
+        lost = [f"{entry.kernel.id} {entry.status}: {entry.detail}" for entry in each.entries if not entry.measurement]
+        progress(f"{each.name}: {'; '.join(filter(None, [best, *lost]))}")
 
     asked = {(each.operation.name, str(each.params)): each for each in jobs}.values()
     proofs = [pair for each in asked for pair in plain_pairs(each.operation.name, each.params, again=again)]
