@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -16,8 +17,8 @@ from layerzero.core.errors import IsolatedKernelError
 from layerzero.core.reasons import ReasonCode
 from layerzero.engine import isolation
 from layerzero.engine.config import current_policy
-from layerzero.serving.isolation import kernels
-from layerzero.serving.isolation.messages import Run
+from layerzero.serving.isolation import kernels, messages
+from layerzero.serving.isolation.messages import Awake, Run
 from layerzero.serving.isolation.worker import Worker
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes of their own need Linux")
@@ -132,3 +133,17 @@ def test_each_environment_of_a_library_has_a_cost_of_its_own(module, python, mon
         assert isolation.cost(foreign, current_policy()) == cost
     with lz.scope(**{pythons: {"foreign": sys.executable}}):
         assert isolation.cost(foreign, current_policy()) == isolation.BEFORE_MEASURED
+
+
+def test_each_wait_that_was_in_vain_doubles_how_many_are_slept_through(monkeypatch):
+    monkeypatch.setattr(messages, "AWAKE_NS", 0)
+    ours, its = socket.socketpair()
+    with ours, its:
+        awake = Awake(ours)
+        assert not any(awake.came() for _ in range(3))  # in vain, asleep once, in vain again
+        its.send(b"a message")
+        assert [awake.came() for _ in range(5)] == [False, False, False, True, True]
+        ours.recv(16)
+        assert not any(awake.came() for _ in range(2))  # in vain, asleep once: both gains halved it
+        its.close()
+        assert awake.came()  # what ends the wait is a message, too

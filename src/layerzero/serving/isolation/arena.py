@@ -73,8 +73,7 @@ def tensor_in(
     """A tensor at so many bytes of a buffer; it is no view, since autograd forbids writing into some of these."""
     if 0 in shape:
         return torch.empty_strided(shape, strides, dtype=dtype)
-    flat = torch.frombuffer(memory, dtype=dtype, count=span(shape, strides), offset=at)
-    return torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, shape, strides)
+    return torch.frombuffer(memory, dtype=dtype, count=span(shape, strides), offset=at).as_strided_(shape, strides)
 
 
 class _Gone(weakref.ref["ctypes.Array[ctypes.c_char]"]):

@@ -21,6 +21,7 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.serving.isolation.arena import Mapping
 from layerzero.serving.isolation.messages import (
     Answer,
+    Awake,
     Done,
     Dtyped,
     Failed,
@@ -50,10 +51,11 @@ def work(job: Serve, tell: Tell) -> None:
     server = Server(Mapping(job.memory))
     os.close(job.memory)
     tell.found(Hello(__version__, str(torch.__version__), os.getpid()))
-    decoder, encoder = msgspec.msgpack.Decoder(Request), msgspec.msgpack.Encoder()
+    decoder, encoder, awake = msgspec.msgpack.Decoder(Request), msgspec.msgpack.Encoder(), Awake(calls)
     with torch.no_grad():
         while request := calls.recv(MOST_BYTES):
             calls.send(encoder.encode(server.answer(decoder.decode(request))))
+            awake.came()
     os._exit(0)  # what a library does at the end of a process is not waited for
 
 

@@ -22,7 +22,7 @@ from layerzero.core.errors import IsolatedKernelError
 from layerzero.engine import environments
 from layerzero.engine.isolation import COSTS
 from layerzero.serving.isolation.child import MOST_BYTES
-from layerzero.serving.isolation.messages import Answer, Failed, Hello, Request, Serve
+from layerzero.serving.isolation.messages import Answer, Awake, Failed, Hello, Request, Serve
 from layerzero.testing.process import Process, child_environment, how_it_ended
 
 log = logging.getLogger("layerzero")
@@ -79,7 +79,7 @@ class Worker:
             text = f"the process of {self.name} ended {self._in_a_row} times without a result between"
             raise IsolatedKernelError(f"{text}; it is started again in {left_s:.0f} s")
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket, self._timeout_s = ours, 0.0
+        self._socket, self._awake, self._timeout_s = ours, Awake(ours), 0.0
         try:
             with its:
                 handed, command = (memory, its.fileno()), self._command
@@ -106,6 +106,7 @@ class Worker:
             self._timeout_s = timeout_s
         try:
             self._socket.send(self._encoder.encode(request))
+            self._awake.came()
             answer = self._socket.recv(MOST_BYTES)
         except BlockingIOError:
             raise self._gone(what, f"gave no answer for {timeout_s:g} s and was killed") from None
