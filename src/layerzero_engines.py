@@ -25,6 +25,7 @@ VLLM_GROUP, SGLANG_GROUP = "vllm.general_plugins", "sglang.srt.plugins"
 VLLM_LEAST, VLLM_BELOW = (0, 20), (0, 34)
 SGLANG_LEAST, SGLANG_BELOW = (0, 5, 23), (0, 6, 0)
 BACKEND = "layerzero.integrations.vllm.LayerZeroAttentionBackend"
+LATENT = "layerzero.integrations.vllm_latent.LayerZeroLatentBackend"
 OPERATORS = "LAYERZERO_VLLM_OPERATORS"
 
 log = logging.getLogger("layerzero")
@@ -118,8 +119,7 @@ def _register_vllm() -> None:
     custom = AttentionBackendEnum.CUSTOM
     if custom.is_overridden() and custom.get_path() != BACKEND:
         raise RuntimeError(f"CUSTOM: wanted a backend that nobody registered, got {custom.get_path()}")
-    if current_platform.is_cpu():
-        _choose_on_cpu(custom)
+    _choose(type(current_platform), custom, on_cpu=bool(current_platform.is_cpu()))
     register_backend(custom, BACKEND)
 
 
@@ -129,30 +129,34 @@ def _replace_operators(names: list[str]) -> None:
     log.info("layers of vLLM that LayerZero computes where vLLM calls them: %s", ", ".join(replaced))
 
 
-def _choose_on_cpu(custom: Any) -> None:
-    """Let vLLM's CPU platform take ``CUSTOM`` where it is asked for, by the checks of its CUDA platform.
+def _choose(platform: Any, custom: Any, *, on_cpu: bool) -> None:
+    """Let ``CUSTOM`` name two backends, vLLM's latent attention having its own, and let vLLM's CPU platform take it.
 
-    On its own it logs "Cannot use CUSTOM backend on CPU." and runs CPU_ATTN, whatever the name.
+    On its own that one logs "Cannot use CUSTOM backend on CPU." and runs CPU_ATTN, whatever the name. The checks are
+    those of vLLM's CUDA platform, which chooses by itself where attention is not latent.
     """
-    from vllm.platforms.cpu import CpuPlatform
-
-    stock: Any = vars(CpuPlatform).get("get_attn_backend_cls")
+    stock: Any = getattr(platform, "get_attn_backend_cls", None)
     if stock is None:
-        problem = "wanted a class method CpuPlatform.get_attn_backend_cls, got none"
-        raise RuntimeError(f"{problem}: this vLLM chooses attention on a CPU in another way, and would ignore CUSTOM")
+        problem = f"wanted a class method {platform.__name__}.get_attn_backend_cls, got none"
+        raise RuntimeError(f"{problem}: this vLLM chooses attention in another way, and would ignore CUSTOM")
     if getattr(stock.__func__, "takes_custom", False):
         return
 
     @functools.wraps(stock.__func__)
     def get_attn_backend_cls(cls: Any, selected_backend: Any, *args: Any, **more: Any) -> Any:
-        if selected_backend is not custom or custom.get_path() != BACKEND:
-            return stock.__func__(cls, selected_backend, *args, **more)
         asked = more["attn_selector_config"] if "attn_selector_config" in more else args[0]
-        reasons = custom.get_class().validate_configuration(device_capability=None, **asked._asdict())
+        ours = selected_backend is custom and custom.get_path() == BACKEND
+        if not ours or not (asked.use_mla or on_cpu):
+            return stock.__func__(cls, selected_backend, *args, **more)
+        path = LATENT if asked.use_mla else BACKEND
+        module, _, name = path.rpartition(".")
+        backend = getattr(importlib.import_module(module), name)
+        capability = None if on_cpu else cls.get_device_capability()
+        reasons = backend.validate_configuration(device_capability=capability, **asked._asdict())
         if reasons:
             raise ValueError(f"Selected backend CUSTOM is not valid for this configuration. Reason: {reasons}")
-        log.info("vLLM takes LayerZero's attention on this CPU")
-        return BACKEND
+        log.info("vLLM takes LayerZero's %sattention", "latent " * asked.use_mla)
+        return path
 
     get_attn_backend_cls.takes_custom = True  # type: ignore[attr-defined]
-    CpuPlatform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
+    platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)

@@ -211,6 +211,7 @@ OF_FRAMEWORKS = {
     "backends/triton_kernels.py": {"triton"},
     "integrations/sglang.py": {"sglang"},
     "integrations/vllm.py": {"vllm"},
+    "integrations/vllm_latent.py": {"vllm"},
     "integrations/vllm_operators.py": {"vllm"},
 }
 """Classes that a framework's registry imports by their names derive from its own; Triton's kernels are its functions.

@@ -32,6 +32,20 @@ def prompts(turn: int) -> list[dict[str, Any]]:
     return [{"prompt_token_ids": each} for each in made]
 
 
+def heard() -> list[dict[str, Any]]:
+    """Four prompts with a sound each, of different lengths; the text begins with what starts a transcript."""
+    import numpy as np
+    from tiny_models import AUDIO
+
+    draw, made = np.random.default_rng(0), []
+    for place in range(4):
+        sound = draw.standard_normal(AUDIO - 3000 * place).astype("float32"), 16000
+        encoder = {"prompt": "", "multi_modal_data": {"audio": sound}}
+        decoder = {"prompt_token_ids": [1, 2, *range(5, 8 + place)]}
+        made.append({"encoder_prompt": encoder, "decoder_prompt": decoder})
+    return made
+
+
 def implementations(worker: Any) -> list[str]:
     """The classes of a worker's attention layers."""
     layers = worker.model_runner.vllm_config.compilation_config.static_forward_context.values()
@@ -45,12 +59,13 @@ def replaced(worker: Any) -> list[str]:
 
 
 def served(root: str, kind: str, backend: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Tokens of two turns, the second of which finds prefixes; of an encoder its embeddings."""
+    """Tokens of two turns, the second of which finds prefixes; of an encoder embeddings, of a Whisper one turn."""
     import vllm
 
-    encodes = kind == "Bert"
+    encodes, hears = kind == "Bert", kind == "Whisper"
     pooling = {"runner": "pooling", "max_num_batched_tokens": 512, "skip_tokenizer_init": False}
-    more = pooling if encodes else {}
+    hearing = {"max_model_len": 100, "max_num_seqs": 3, "max_num_batched_tokens": 256, "skip_tokenizer_init": False}
+    more = pooling if encodes else hearing if hears else {}
     engine = vllm.LLM(model=str(Path(root) / kind), **OPTIONS | more | BACKENDS[backend] | options)
     try:
         said = {name: engine.collective_rpc(ask) for name, ask in (("layers", implementations), ("replaced", replaced))}
@@ -58,7 +73,8 @@ def served(root: str, kind: str, backend: str, options: dict[str, Any]) -> dict[
             found = engine.embed(prompts(0), use_tqdm=False)
             return said | {"result": [list(each.outputs.embedding) for each in found]}
         wanted = vllm.SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
-        turns = [engine.generate(prompts(turn), wanted, use_tqdm=False) for turn in (0, 1)]
+        asked = [heard()] if hears else [prompts(turn) for turn in (0, 1)]
+        turns = [engine.generate(each, wanted, use_tqdm=False) for each in asked]
         return said | {"result": [list(each.outputs[0].token_ids) for turn in turns for each in turn]}
     finally:
         del engine

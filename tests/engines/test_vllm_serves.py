@@ -55,12 +55,12 @@ def serve(root, kinds, *, processes=False, environment=None, **asked):
     return json.loads(found[0].removeprefix(serve_vllm.MARK)) | {"written": done.stdout + done.stderr}
 
 
-def the_same(found, kind, impl="LayerZeroAttentionImpl"):
+def the_same(found, kind, impl="LayerZeroAttentionImpl", stock="CPUAttentionBackendImpl"):
     """Both backends' results, which are of vLLM's own class and of LayerZero's, and no call of which was slow."""
     own, ours = found[f"{kind} own"], found[f"{kind} layerzero"]
     assert "error" not in own, own
     assert "error" not in ours, ours
-    assert {name for each in own["layers"] for name in each} == {"CPUAttentionBackendImpl"}
+    assert {name for each in own["layers"] for name in each} == {stock}
     assert {name for each in ours["layers"] for name in each} == {impl}
     assert not [text for text in ours["log"] if SLOW in text]
     assert SLOW not in found["written"], "a worker's own log reaches nobody, its warnings are written"
@@ -82,6 +82,23 @@ def test_chunks_and_shared_prefixes_write_the_same_tokens(decoders, kind):
 def test_an_encoder_embeds_the_same(root):
     own, ours = the_same(serve(root, ["Bert"]), "Bert")
     assert ours == [pytest.approx(each, abs=1e-5) for each in own]
+
+
+def test_a_decoder_over_an_encoder_writes_the_same_tokens(root):
+    found = serve(root, ["Whisper"])
+    own, ours = found["Whisper own"], found["Whisper layerzero"]
+    assert [set(each) for each in own["layers"]] == [{"CPUAttentionBackendImpl", "CrossAttentionImpl"}]
+    assert [set(each) for each in ours["layers"]] == [{"LayerZeroAttentionImpl", "CrossAttentionImpl"}]
+    assert ours["result"] == own["result"]
+    assert len({token for each in own["result"] for token in each}) > 5, "tokens that say something"
+
+
+def test_latent_attention_writes_the_same_tokens(root):
+    options = {"max_num_batched_tokens": 512, "block_size": 16}  # vLLM takes no chunks of it on a CPU
+    own, ours = the_same(
+        serve(root, ["DeepseekV2"], options=options), "DeepseekV2", "LayerZeroLatentImpl", "CPUMLAImpl"
+    )
+    assert ours == own
 
 
 def test_drafts_of_n_grams_write_the_same_tokens(root):

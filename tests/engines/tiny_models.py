@@ -31,7 +31,15 @@ DECODERS: dict[str, dict[str, Any]] = {
 }
 """By Transformers' name of the kind, the arguments of its configuration."""
 
+LATENT = _SEQUENTIAL | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+LATENT |= {"q_lora_rank": None, "first_k_dense_replace": 3, "intermediate_size": 256, "num_key_value_heads": 4}
+"""DeepSeek: widths of the latent vector and of its rotated part that vLLM's own kernel for CPUs has."""
+
 ENCODERS = {"Bert": _ALL | _SIZES | {"num_hidden_layers": 2, "intermediate_size": 256}}
+
+
+AUDIO = 32000
+"""Samples that a Whisper hears at once, 2 s of them: 100 places of its encoder."""
 
 
 def write(root: Path, kind: str) -> Path:
@@ -39,8 +47,10 @@ def write(root: Path, kind: str) -> Path:
     import torch
     import transformers
 
+    if kind == "Whisper":
+        return _whisper(root / kind)
     encodes, head = kind in ENCODERS, {"GPT2": "LMHeadModel"}.get(kind, "ForCausalLM")
-    arguments = ENCODERS[kind] if encodes else DECODERS[kind]
+    arguments = ENCODERS[kind] if encodes else DECODERS.get(kind, LATENT)
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}Model" if encodes else f"{kind}{head}")
     model(getattr(transformers, f"{kind}Config")(**arguments)).save_pretrained(root / kind)
@@ -51,3 +61,24 @@ def write(root: Path, kind: str) -> Path:
         named = {"unk_token": "[UNK]", "pad_token": "[PAD]"}
         transformers.PreTrainedTokenizerFast(tokenizer_object=words, **named).save_pretrained(root / kind)
     return root / kind
+
+
+def _whisper(folder: Path) -> Path:
+    """An encoder of sound and a decoder that attends to it."""
+    import torch
+    import transformers
+
+    special = ["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>"]
+    words = {word: place for place, word in enumerate([*special, *map(chr, range(33, 127))])}
+    tokens = transformers.WhisperTokenizer(vocab=words, merges=[], unk_token=special[0])  # no password
+    tokens.add_special_tokens({"additional_special_tokens": special[1:]})
+    sound = transformers.WhisperFeatureExtractor(chunk_length=AUDIO // 16000)
+    transformers.WhisperProcessor(sound, tokens).save_pretrained(folder)
+    sizes = {"d_model": 128, "max_source_positions": AUDIO // 320, "max_target_positions": 128, "vocab_size": 512}
+    for side in ("encoder", "decoder"):
+        sizes |= {f"{side}_layers": 2, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 256}
+    named = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "decoder_start_token_id": 1}
+    torch.manual_seed(0)
+    model = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**sizes, **named, init_std=0.1))
+    model.save_pretrained(folder)
+    return folder

@@ -7,14 +7,11 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
-import subprocess
 import sys
-import tomllib
 import types
 from collections import namedtuple
 from enum import Enum
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -105,8 +102,7 @@ def metadata_of(vllm, made, builder=None, **more):
         slot_mapping=torch.cat(
             [each[len(each) - count :] for each, count in zip(made.slots(), made.counts, strict=True)]
         ),
-        causal=True,
-        **more,
+        **{"causal": True, **more},
     )
     builder = builder or vllm.LayerZeroAttentionBackend.get_builder_cls()(None, ["layer"], None, torch.device("cpu"))
     return builder.build(0, common)
@@ -198,9 +194,26 @@ def test_encoders_attend_without_a_cache_and_the_rest_is_refused(vllm):
     assert windowed.scores["window"] == (2, 2), "to both sides, as vLLM's own backends have it"
     assert impl.forward(None, *[made.query] * 3, None, None, output).abs().max() == 0
     with pytest.raises(NotImplementedError, match="attn_type: wanted"):
-        vllm.LayerZeroAttentionImpl(4, 16, 0.25, 2, attn_type="encoder_decoder")
+        vllm.LayerZeroAttentionImpl(4, 16, 0.25, 2, attn_type="prefix")
     with pytest.raises(NotImplementedError, match="sinks: wanted None over a cache of fp8"):
         vllm.LayerZeroAttentionImpl(4, 16, 0.25, 2, kv_cache_dtype="fp8", sinks=torch.zeros(4))
+
+
+@needs_vllm
+@pytest.mark.parametrize("shape", ["stacked", "heads first"])
+def test_cross_attention_writes_an_encoders_keys_once_and_attends_to_all_of_them(vllm, shape):
+    """By what vLLM's builder and layer of cross attention bring: an encoder's lengths, places and keys."""
+    made = Sequences((19, 33, 7), (1, 1, 1), dim=32)  # tokens of three audios; the text is one token each
+    cache = torch.zeros((2, made.pages, PAGE, 2, 32) if shape == "stacked" else (made.pages, 2, PAGE, 64))
+    impl = vllm.LayerZeroAttentionImpl(4, 32, 0.2, 2, attn_type="encoder_decoder")
+    assert vllm.LayerZeroAttentionBackend.supports_attn_type("encoder_decoder")
+    metadata = metadata_of(vllm, made, causal=False, encoder_seq_lens=made.lens)
+    metadata.slot_mapping = torch.cat(list(made.slots()))
+    padded, wanted = torch.cat((made.query, torch.zeros(2, 4, 32))), made.wanted(causal=False, scale=0.2)
+    for keys, values in ((torch.cat(made.keys), torch.cat(made.values)), (None, None)):  # a prefill, then a decode
+        output = torch.zeros(5, 4, 32)
+        impl.forward(None, padded, keys, values, cache, metadata, output)
+        torch.testing.assert_close(output[:3], wanted, rtol=1e-5, atol=1e-5)
 
 
 @needs_vllm
@@ -262,141 +275,6 @@ def test_steps_are_planned_from_lengths_on_the_host(vllm):
     assert vllm.LayerZeroAttentionBackend.supports_device_cpu_query_lens_mismatch() is False
 
 
-BACKEND = "layerzero.integrations.vllm.LayerZeroAttentionBackend"
-
-
-class Selected(NamedTuple):
-    """What vLLM's selector tells a platform, as far as the fake below reads it."""
-
-    use_mla: bool = False
-
-
-class Checked:
-    """A backend that vLLM may ask."""
-
-    @staticmethod
-    def validate_configuration(device_capability, use_mla):
-        return ["MLA not supported"] if use_mla else []
-
-
-@pytest.fixture
-def platform(monkeypatch):
-    """vLLM's registry and CPU platform by their names of 0.32, where vLLM is not installed."""
-    for name in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"):
-        module(monkeypatch, name)
-    taken = {}
-
-    class Member:
-        def is_overridden(self):
-            return self in taken
-
-        def get_path(self):
-            return taken[self]
-
-        def get_class(self):
-            return Checked
-
-    class CpuPlatform:
-        @classmethod
-        def is_cpu(cls):
-            return cls is CpuPlatform
-
-        @classmethod
-        def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads=None):
-            return f"CPU_ATTN {num_heads}"
-
-    class Gpu(CpuPlatform):
-        pass
-
-    made = types.SimpleNamespace(custom=Member(), other=Member(), cpu=CpuPlatform, gpu=Gpu, taken=taken)
-    made.platforms = module(monkeypatch, "vllm.platforms", current_platform=CpuPlatform)
-    module(monkeypatch, "vllm.platforms.cpu", CpuPlatform=CpuPlatform)
-    module(
-        monkeypatch,
-        "vllm.v1.attention.backends.registry",
-        AttentionBackendEnum=types.SimpleNamespace(CUSTOM=made.custom),
-        register_backend=taken.__setitem__,
-    )
-    return made
-
-
-def test_a_cpu_takes_custom_where_it_is_asked_for_and_nothing_else_changes(platform):
-    for _ in range(2):  # as in each of vLLM's processes, and again by hand
-        layerzero_engines.vllm_plugin()
-    layerzero_engines.register_vllm()
-    choose = platform.cpu.get_attn_backend_cls
-    assert choose(platform.custom, Selected()) == BACKEND
-    assert choose(platform.custom, attn_selector_config=Selected(), num_heads=4) == BACKEND
-    for other in (None, platform.other):
-        assert choose(other, Selected(), num_heads=4) == "CPU_ATTN 4"
-    with pytest.raises(ValueError, match=r"CUSTOM is not valid for this configuration.*MLA not supported"):
-        choose(platform.custom, Selected(use_mla=True))
-    platform.taken[platform.custom] = "another.Backend"
-    assert choose(platform.custom, Selected()) == "CPU_ATTN None", "whose CUSTOM it is, is theirs"
-
-
-def test_on_other_devices_registering_is_all(platform):
-    platform.platforms.current_platform = platform.gpu
-    stock = vars(platform.cpu)["get_attn_backend_cls"]
-    layerzero_engines.vllm_plugin()
-    assert platform.taken == {platform.custom: BACKEND}
-    assert vars(platform.cpu)["get_attn_backend_cls"] is stock
-
-
-def test_the_entry_point_says_why_it_refuses_and_lets_vllm_start(platform, caplog):
-    platform.taken[platform.custom] = "another.Backend"
-    layerzero_engines.vllm_plugin()
-    assert "CUSTOM: wanted a backend that nobody registered, got another.Backend" in caplog.text
-    assert platform.taken == {platform.custom: "another.Backend"}
-    with pytest.raises(RuntimeError, match="wanted a backend that nobody registered"):
-        layerzero_engines.register_vllm()
-    platform.taken.clear()
-    del platform.cpu.get_attn_backend_cls
-    layerzero_engines.vllm_plugin()
-    assert "would ignore CUSTOM" in caplog.text
-    assert not platform.taken
-    with pytest.raises(RuntimeError, match="chooses attention on a CPU in another way"):
-        layerzero_engines.register_vllm()
-
-
-@pytest.mark.parametrize("version", ["0.19.9", "0.34.0", "1.0"])
-def test_a_version_that_was_not_tried_is_named_with_the_range(platform, monkeypatch, caplog, version):
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    layerzero_engines.vllm_plugin()
-    assert f"vllm: wanted a version from 0.20 to below 0.34, which were tried, got {version}" in caplog.text
-    assert not platform.taken
-    with pytest.raises(RuntimeError, match="which were tried"):
-        layerzero_engines.register_vllm()
-
-
-@pytest.mark.parametrize(("names", "allowed", "told"), [
-    ((), None, "got none: install layerzero"), (("layerzero",), "another", "got VLLM_PLUGINS=another"),
-    (("layerzero",), "another,layerzero", ""), (("layerzero",), None, ""),
-])  # fmt: skip
-def test_registering_says_where_other_processes_will_not(platform, monkeypatch, caplog, names, allowed, told):
-    found = [types.SimpleNamespace(name=each) for each in names]
-    monkeypatch.setattr(
-        importlib.metadata, "entry_points", lambda group: found if group == layerzero_engines.VLLM_GROUP else []
-    )
-    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    if allowed is not None:
-        monkeypatch.setenv("VLLM_PLUGINS", allowed)
-    layerzero_engines.register_vllm()
-    assert told in caplog.text
-    assert bool(told) is bool(caplog.text)
-
-
-def test_the_entry_point_is_declared_and_imports_neither_library():
-    project = tomllib.loads((Path(layerzero_engines.__file__).parents[1] / "pyproject.toml").read_text())
-    points = project["project"]["entry-points"]
-    for group, name in ((layerzero_engines.VLLM_GROUP, "vllm"), (layerzero_engines.SGLANG_GROUP, "sglang")):
-        assert points[group] == {layerzero_engines.NAME: f"layerzero_engines:{name}_plugin"}
-    assert project["tool"]["setuptools"]["py-modules"] == ["layerzero_engines"]
-    code = "import sys, layerzero_engines; print({'layerzero', 'torch', 'vllm'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
-
-
 @needs_vllm
 def test_vllms_own_cpu_platform_and_registry_take_it(monkeypatch, vllm):
     """By vLLM's own files: what they import of the rest of vLLM are names here."""
@@ -432,10 +310,10 @@ def test_vllms_own_cpu_platform_and_registry_take_it(monkeypatch, vllm):
     sys.modules["vllm.envs"].VLLM_PLUGINS = None
     sourced(monkeypatch, "vllm.plugins", VLLM / "plugins/__init__.py").load_general_plugins()  # as its workers do
     choose = platforms.current_platform.get_attn_backend_cls
-    assert choose(custom, asked) == BACKEND
+    assert choose(custom, asked) == layerzero_engines.BACKEND
     assert resolve(choose(custom, asked)) is vllm.LayerZeroAttentionBackend
     assert choose(None, asked) == choose(registry.AttentionBackendEnum.CPU_ATTN, asked) == stock
-    for wrong in ({"kv_cache_dtype": "nvfp4"}, {"use_mla": True}, {"use_adaptive_verification": True}):
+    for wrong in ({"kv_cache_dtype": "nvfp4"}, {"use_sparse": True}, {"use_adaptive_verification": True}):
         if set(wrong) <= set(names):
             with pytest.raises(ValueError, match="Selected backend CUSTOM is not valid"):
                 choose(custom, asked._replace(**wrong))

