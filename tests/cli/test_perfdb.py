@@ -199,8 +199,8 @@ def test_a_strangers_file_is_taken_whole_or_not_at_all(monkeypatch, tmp_path, sp
     [
         ("", "line 1: wanted the header"),
         ("{}\n", "missing required field `format`"),
-        ('{"format":3,"kind":"layerzero times","written_at":"","rows":0}\n', "wanted format 4 of"),
-        ('{"format":4,"kind":"layerzero times","written_at":"","rows":7}\n', "wanted 7 rows after it, got 0"),
+        ('{"format":4,"kind":"layerzero times","written_at":"","rows":0}\n', "wanted format 5 of"),
+        ('{"format":5,"kind":"layerzero times","written_at":"","rows":7}\n', "wanted 7 rows after it, got 0"),
     ],
 )
 def test_a_file_of_something_else_is_refused(tmp_path, content, message):
