@@ -32,7 +32,7 @@ def weight(text: str) -> lz.QuantizedWeight:
     zero = torch.randint(6, 11, codes.scale.shape, dtype=torch.uint8)
     of = lz.WeightFormat.of(text)
     index = (torch.randperm(INPUTS) // GROUP).to(torch.int32) if of.permuted else None
-    codes = Codes(codes.numbers, codes.scale.to(torch.float16), zero, 4, GROUP, index)
+    codes = Codes(codes.numbers, codes.scale.to(torch.float16), None if of.zeros == "none" else zero, 4, GROUP, index)
     return lz.QuantizedWeight(of, (OUTPUTS, INPUTS), *scheme_of(of).encoded(of, codes))
 
 
@@ -57,6 +57,8 @@ def module(text: str, dtype: torch.dtype) -> Product:
     if of.format.scheme == "compressed-tensors":
         shape = torch.tensor(of.shape)
         return Product(of, dtype, weight_packed=data, weight_scale=scale, weight_shape=shape)
+    if of.format.scheme == "marlin":
+        return Product(of, dtype, B=data, s=scale)
     index = torch.arange(INPUTS, dtype=torch.int32) // GROUP if index is None else index
     return Product(of, dtype, qweight=data, qzeros=zero, scales=scale, g_idx=index)
 
@@ -67,6 +69,7 @@ TEXTS = (
     f"gptq:bits=4,group={GROUP},zeros=minus_one,permuted=True",
     f"awq:bits=4,group={GROUP},zeros=stored",
     f"compressed-tensors:bits=4,group={GROUP}",
+    f"marlin:bits=4,group={GROUP}",
 )
 
 

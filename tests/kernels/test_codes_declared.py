@@ -13,10 +13,10 @@ from weight_operators import BF16, F16, LIBRARIES, marlin_place, marlin_words, p
 import layerzero as lz
 from drawing import at_once
 from layerzero.backends import grouped_weights
-from layerzero.backends.vllm import grouped_linear as of_vllm
 from layerzero.core.device import Device
 from layerzero.core.reasons import ReasonCode
 from layerzero.engine.registry import REGISTRY
+from layerzero.ops.quantize import marlin_order
 from layerzero.ops.quantize.weight_format import unpacked
 
 WRONG, DTYPE, PLATFORM = ReasonCode.CONSTRAINT_FAILED, ReasonCode.DTYPE_UNSUPPORTED, ReasonCode.PLATFORM_MISMATCH
@@ -67,16 +67,16 @@ def test_each_kernel_says_what_it_is_not_for(kernel, given, wanted):
 @pytest.mark.parametrize("bits", [4, 8])
 def test_marlins_codes_lie_as_its_threads_read_them(bits):
     numbers = torch.randint(0, 1 << bits, (128, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(of_vllm.marlin_codes(numbers, bits), marlin_words(numbers, bits))
+    assert torch.equal(marlin_order.marlin_codes(numbers, bits), marlin_words(numbers, bits))
 
 
 @pytest.mark.parametrize("groups", [1, 3])
 def test_marlins_scales_and_zero_points_lie_as_its_threads_read_them(groups):
     scale = torch.arange(128 * groups, dtype=torch.float32).view(128, groups)
-    ordered = of_vllm.marlin_scale(scale, torch.float32)
+    ordered = marlin_order.marlin_scale(scale, torch.float32)
     assert ordered.is_contiguous()
     zero = torch.randint(0, 16, (128, groups), dtype=torch.uint8)
-    codes = unpacked(of_vllm.marlin_zero(zero), 4, 128)
+    codes = unpacked(marlin_order.marlin_zero(zero), 4, 128)
     for output in range(128):
         assert torch.equal(ordered[:, marlin_place(output, groups)], scale[output])
         place = marlin_place(output, 2)

@@ -197,7 +197,14 @@ WRONG = {
     "zeros: wanted stored with awq, got 'none'": lambda: lz.QuantizedWeight(
         "awq:bits=4,group=32", (64, 128), *weight(AWQ).fields
     ),
-    "format: wanted one of gptq, awq": lambda: lz.QuantizedWeight("marlin", (64, 128), torch.zeros(2, 2)),
+    "format: wanted one of gptq, awq": lambda: lz.QuantizedWeight("marlin_24", (64, 128), torch.zeros(2, 2)),
+    "B: wanted 8 rows for 1 groups of 128, got 4, as 2:4 sparse weights have (marlin_24)": lambda: (
+        lz.QuantizedWeight.from_marlin(torch.zeros(4, 128, dtype=torch.int32), torch.ones(1, 64))
+    ),
+    "B: wanted a tensor of 2 axes, got None": lambda: lz.QuantizedWeight.from_marlin(None, torch.ones(1, 64)),
+    "data: wanted multiples of 64 rows and 16 columns in marlin:bits=4, got 32 x 64": lambda: lz.QuantizedWeight(
+        "marlin:bits=4", (32, 64), torch.zeros(4, 64, dtype=torch.int32), torch.ones(1, 32)
+    ),
     "format: wanted kind=str, bits=int": lambda: lz.WeightFormat.of("gptq:bits=four"),
     "shape: wanted 64 rows, which data (16, 64) holds, got 32": lambda: lz.QuantizedWeight(
         lz.WeightFormat.of(GPTQ), (32, 128), *weight(GPTQ).fields

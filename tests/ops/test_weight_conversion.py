@@ -113,10 +113,27 @@ def test_numbers_stay_as_they_are_in_another_order(text, other):
     assert made.format.scheme == other.split(":")[0]
 
 
+@at_once("text", ["marlin:bits=4,group=32", "marlin:bits=4"])
+def test_a_weight_in_marlins_order_becomes_a_plain_one_and_comes_back(text):
+    known = weight(text)
+    plain = lz.repack(known, "compressed-tensors")
+    assert plain.format == lz.WeightFormat.of(text.replace("marlin", "compressed-tensors"))
+    assert torch.equal(plain.dequantized(), known.dequantized())
+    for through in (plain, lz.repack(known, "gptq")):  # which has zero points, all of them in the middle
+        again = lz.repack(through, "marlin")
+        assert again.format == known.format
+        assert all(torch.equal(*each) for each in zip(again.fields[:2], known.fields[:2], strict=True))
+
+
 @at_once(
     "problem, code, again",
     [
         ("zeros: wanted a format with zero points", "REQUANTIZATION_REQUIRED", lambda: lz.repack(weight(AWQ), PACKED)),
+        (
+            "zeros: wanted a format with zero points",
+            "REQUANTIZATION_REQUIRED",
+            lambda: lz.repack(weight(AWQ), "marlin"),
+        ),
         (
             "permuted: wanted True, which the weight has",
             "REQUANTIZATION_REQUIRED",

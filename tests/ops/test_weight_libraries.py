@@ -9,6 +9,7 @@ import layerzero as lz
 from drawing import at_once
 from layerzero.ops.quantize.gguf import KINDS, dequantized
 from layerzero.ops.quantize.schemes import scheme_of
+from layerzero.ops.quantize.weight_format import packed
 
 OUTPUTS, INPUTS = 64, 256
 
@@ -85,6 +86,25 @@ def test_autoawq_gives_the_same_numbers():
     dequantize_gemm = pytest.importorskip("awq.utils.packing_utils").dequantize_gemm
     mine = weight("awq:bits=4,group=64,zeros=stored")
     same_bits(mine.dequantized(), dequantize_gemm(mine.fields.data, mine.fields.zero, mine.fields.scale, 4, 64).t())
+
+
+PACKED = {128: "8b85b3faa4155a00", -1: "f1108503ffb52441"}
+"""By size of group, the SHA-256 of B and s as ``Layer.pack`` of IST-DASLab's marlin writes them of these numbers."""
+
+
+@at_once("group", PACKED)
+def test_a_weight_lies_as_marlin_packs_it(group):
+    places, groups = torch.arange(256 * 256).view(256, 256), 2 if group > 0 else 1
+    codes = (places * 197 + (places >> 8) * 31 + (places >> 3) * 7) % 16
+    scale = ((torch.arange(256 * groups) % 61 + 32).half() / 4096).view(256, groups)
+    plain = lz.QuantizedWeight.from_compressed_tensors(
+        packed(codes.to(torch.uint8), 4), scale, (256, 256), group_size=group
+    )
+    data, scale, *_ = lz.repack(plain, "marlin").fields
+    held = b"".join(bytes(each.view(torch.uint8).flatten().tolist()) for each in (data, scale))
+    assert hashlib.sha256(held).hexdigest()[:16] == PACKED[group]
+    again = lz.QuantizedWeight.from_marlin(data, scale, group_size=group)
+    same_bits(again.dequantized(), plain.dequantized())
 
 
 @at_once("bits", [2, 3, 4, 5, 6, 7, 8])

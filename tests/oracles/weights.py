@@ -53,6 +53,23 @@ def grouped(c, scheme, of, columns):
     return (codes - (half if zero is None else zero[:, place])) * scale[:, place]
 
 
+def marlin(c, scheme, of, columns):
+    """A word for each thread of four warps, of two outputs eight apart and four inputs each."""
+    words, scale = np.asarray(c["weight"]).astype(np.uint32), np.float64(c["weight_scale"])
+    rows, groups = words.shape[1] // 2, len(scale)
+    codes = np.empty((rows, columns))
+    for tile, line in enumerate(words):
+        for number, word in enumerate(line):
+            of_64, thread, warp = number // 128, number % 128 // 4, number % 4
+            for place, value in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
+                row = 64 * of_64 + 16 * warp + thread // 4 + 8 * (value // 4)
+                codes[row, 16 * tile + 2 * (thread % 4) + (0, 1, 8, 9)[value % 4]] = int(word) >> 4 * place & 15
+    places = [n // 64 * 64 + n % 8 * 8 + n % 64 // 8 for n in range(rows)]
+    if groups == 1:
+        places = [n // 32 * 32 + n % 8 // 2 * 8 + n % 32 // 8 * 2 + n % 2 for n in range(rows)]
+    return (codes - 8) * scale[:, places].T[:, np.arange(columns) // (of["group"] or columns)]
+
+
 def numbers(c):
     """The weight (N, K) of a call."""
     scheme, of = options(c["weight_format"])
@@ -109,6 +126,7 @@ def gguf(c, scheme, of, columns):
 
 READERS = {
     **dict.fromkeys(("gptq", "awq", "compressed-tensors"), grouped),
+    "marlin": marlin,
     "fp8": blocks,
     **dict.fromkeys(("mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8", "nvfp4"), micro),
     **dict.fromkeys(("nf4", "fp4"), codebook),

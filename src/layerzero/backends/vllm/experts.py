@@ -38,15 +38,7 @@ from layerzero.backends.grouped_weights import (
     regrouped,
 )
 from layerzero.backends.vllm import marlin
-from layerzero.backends.vllm.grouped_linear import (
-    BIASED,
-    ROWS_ORDER,
-    UNSIGNED,
-    marlin_codes,
-    marlin_scale,
-    marlin_zero,
-    multiprocessors,
-)
+from layerzero.backends.vllm.grouped_linear import BIASED, UNSIGNED, multiprocessors
 from layerzero.backends.vllm.library import VLLM, operators
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -54,6 +46,7 @@ from layerzero.core.kernel import Kernel, Trust
 from layerzero.ops.activation.formulas import FUNCTIONS
 from layerzero.ops.linear.packed import PackedWeight, belongs
 from layerzero.ops.moe.experts import EXPERTS, PACKED_OF, gated
+from layerzero.ops.quantize.marlin_order import ROWS_ORDER, marlin_codes, marlin_scale, marlin_zero
 from layerzero.ops.quantize.weight import QuantizedWeight
 
 _BLOCKS = (8, 16, 32, 48, 64)

@@ -2,12 +2,9 @@
 
 Operators and their arguments are those that vllm 0.20.0's ``_C.abi3.so`` registers; limits follow
 csrc/quantization/{marlin,machete,gptq,awq} and, of Marlin, the instantiations in that library: codes of 4 and 8 bits
-with a scale for each row or for 32, 64 or 128 numbers, zero points with 4 bits alone. Marlin's order of codes is made
-here by torch: a tile of 16 inputs and 64 outputs becomes a word for each thread of four warps
-(csrc/quantization/marlin/gptq_marlin_repack.cu), scales lie in the order in which a thread needs them
-(``marlin_permute_scales`` and ``marlin_zero_points`` of marlin_utils.py). Machete is Hopper's alone, and adds zero
-points as ``-scale * zero`` in the dtype of the rows. ExLlama's kernel adds up in float16 by atomics, and makes the wide
-weight for more than 50 rows; AutoAWQ's writes eight partial sums.
+with a scale for each row or for 32, 64 or 128 numbers, zero points with 4 bits alone. Machete is Hopper's alone, and
+adds zero points as ``-scale * zero`` in the dtype of the rows. ExLlama's kernel adds up in float16 by atomics, and
+makes the wide weight for more than 50 rows; AutoAWQ's writes eight partial sums.
 Library: vllm 0.20, Apache-2.0; CUTLASS, BSD-3-Clause.
 
 vLLM's int8 on CUDA: rows by scales of their own, all by one that is given, and CUTLASS' products of what they give.
@@ -24,7 +21,6 @@ Library: vllm 0.20, Apache-2.0; CUTLASS, BSD-3-Clause.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -41,51 +37,12 @@ from layerzero.ops.linear.packed import Pack
 from layerzero.ops.linear.quantized import QUANTIZED
 from layerzero.ops.quantize.formats import FORMATS
 from layerzero.ops.quantize.groups import GROUPED
+from layerzero.ops.quantize.marlin_order import marlin_codes, marlin_scale, marlin_zero
 from layerzero.ops.quantize.weight_format import Codes, WeightFormat, packed
 
 UNSIGNED = {4: 1125899906843648, 8: 1125899906844672}
 BIASED = {4: 1125899907892224, 8: 1125899923621888}
 """Numbers of ``scalar_types.uint4`` and ``uint8``, and of ``uint4b8`` and ``uint8b128`` (vllm/scalar_type.py)."""
-
-_ORDER = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 2, 1, 3, 4, 6, 5, 7)}
-"""In which a thread's eight codes lie, the lowest bits first."""
-
-_GROUPS = tuple(eights + 8 * each for eights in range(8) for each in range(8))
-ROWS_ORDER = tuple(2 * pair + each for pair in range(4) for each in (0, 1, 8, 9, 16, 17, 24, 25))
-"""Orders of scales: of 64 outputs where groups have their own, of 32 where rows have."""
-
-
-@functools.cache
-def _places(bits: int) -> Tensor:
-    """Which number of a tile, input by input, each of Marlin's codes is."""
-    inputs = (0, 1, 8, 9)
-    return torch.tensor(
-        [
-            64 * (2 * (thread % 4) + inputs[code % 4]) + 16 * warp + thread // 4 + 8 * (code // 4)
-            for thread in range(32)
-            for warp in range(4)
-            for code in _ORDER[bits]
-        ]
-    )
-
-
-def marlin_codes(numbers: Tensor, bits: int) -> Tensor:
-    """Codes in Marlin's order. Shapes: (N, K) → int32 (K / 16, N * bits / 2)."""
-    outputs, inputs = numbers.shape
-    tiles = numbers.view(outputs // 64, 64, inputs // 16, 16).permute(2, 0, 3, 1).reshape(-1, 1024)
-    return packed(tiles[:, _places(bits).to(tiles.device)], bits).view(inputs // 16, -1)
-
-
-def marlin_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales in Marlin's order. Shapes: (N, G) → (G, N)."""
-    order = _GROUPS if scale.shape[1] > 1 else ROWS_ORDER
-    return scale.t().to(dtype).reshape(-1, len(order))[:, list(order)].view(scale.shape[1], -1)
-
-
-def marlin_zero(zero: Tensor) -> Tensor:
-    """Zero points of 4 bits in Marlin's order. Shapes: (N, G) → int32 (G, N / 8)."""
-    ordered = zero.t().reshape(-1, 64)[:, list(_GROUPS)].view(-1, 8)[:, list(_ORDER[4])]
-    return packed(ordered.view(zero.shape[1], -1), 4)
 
 
 def marlin(facts: Facts, kind: int) -> Product:

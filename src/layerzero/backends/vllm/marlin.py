@@ -34,14 +34,7 @@ from layerzero.backends.grouped_weights import (
     of_call,
     second_factor,
 )
-from layerzero.backends.vllm.grouped_linear import (
-    MARLIN,
-    marlin,
-    marlin_codes,
-    marlin_scale,
-    multiprocessors,
-    wide_weight,
-)
+from layerzero.backends.vllm.grouped_linear import MARLIN, marlin, multiprocessors, wide_weight
 from layerzero.backends.vllm.library import VLLM, operators
 from layerzero.core import limits as limit
 from layerzero.core.errors import NotPreparedError
@@ -51,6 +44,7 @@ from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.linear.packed import BELONGS, Pack, PackedWeight
 from layerzero.ops.linear.quantized import QUANTIZED, of_outputs
 from layerzero.ops.linear.weight_formats import FORMATTED
+from layerzero.ops.quantize.marlin_order import marlin_codes, marlin_scale
 from layerzero.ops.quantize.weight import QuantizedWeight
 from layerzero.ops.quantize.weight_format import unpacked
 

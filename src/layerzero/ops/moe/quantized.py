@@ -358,7 +358,7 @@ def _draw(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     if draw.chance(0.5):
         return draw_experts(draw, dtype)
     of, outputs, inputs = SCHEMES[draw.of(tuple(SCHEMES))].drawn(draw)
-    unit = 32 if of.scheme in ("gptq", "awq") else 1
+    unit = 32 if of.scheme in ("gptq", "awq", "marlin") else 1
     hidden, inner, experts = inputs, max(outputs // (2 * unit), 1) * unit, draw.of((1, 2, 3, 5))
     second = of if not scheme_of(of).size_problems(of, hidden, inner) else WeightFormat("fp8", rows=draw.of((0, 1)))
     weights: dict[str, Any] = {}

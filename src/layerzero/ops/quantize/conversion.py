@@ -115,7 +115,7 @@ def repack(weight: QuantizedWeight, format: WeightFormat | str) -> QuantizedWeig
         problem = f"format: wanted one of {', '.join(GROUPED)}, got {of}; {conversion(of, weight.shape)}"
         raise InvalidCallError("repack", [problem], ReasonCode.REQUANTIZATION_REQUIRED)
     if of == WeightFormat(of.scheme):
-        zeros = "none" if codes.zero is None and "none" in scheme.zeros else "stored"
+        zeros = "none" if scheme.zeros == ("none",) or (codes.zero is None and "none" in scheme.zeros) else "stored"
         group = 0 if codes.group == weight.shape[1] else codes.group
         of = WeightFormat(of.scheme, bits=codes.bits, group=group, zeros=zeros, permuted=codes.group_index is not None)
     problems = format_problems(of) or scheme.size_problems(of, *weight.shape)

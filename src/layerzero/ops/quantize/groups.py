@@ -10,6 +10,7 @@ from torch import Tensor
 
 from layerzero.core.dtypes import dtype_named
 from layerzero.ops.draw import Draw
+from layerzero.ops.quantize.marlin_order import codes_of_marlin, marlin_codes, marlin_scale, scale_of_marlin
 from layerzero.ops.quantize.scheme import Scheme, Wanted, strange_options
 from layerzero.ops.quantize.weight_format import Codes, Fields, WeightFormat, packed, unpacked
 
@@ -180,6 +181,50 @@ class Grouped(Scheme):
         return of, outputs, draw.of((1, 2, 3, 4, 5)) * math.lcm(group or draw.of((1, 8, 31)), unit)
 
 
+class Marlin(Grouped):
+    """Four bits without zero points in the order of the kernel that IST-DASLab's Marlin is.
+
+    data int32 (K / 16, 2 N), named B; scale (G, N), named s: see :mod:`layerzero.ops.quantize.marlin_order`. Files have
+    groups of 128, or one for a row, and columns and rows that 128 and 256 divide, which the order does not need.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("marlin", (4,), ("none",), permuted=False)
+
+    def size_problems(self, of: WeightFormat, outputs: int, inputs: int) -> list[str]:
+        problems = super().size_problems(of, outputs, inputs)
+        if not problems and (inputs % 16 or outputs % 64):
+            wanted = "multiples of 64 rows and 16 columns"
+            problems.append(f"data: wanted {wanted} in {of}, got {outputs} x {inputs}")
+        return problems
+
+    def outputs(self, of: WeightFormat, data: tuple[int, ...], inputs: int) -> int:
+        return data[1] // 2 if len(data) == 2 else 0
+
+    def wanted(self, of: WeightFormat, outputs: int, inputs: int) -> Wanted:
+        scale = (inputs // of.group if of.group else 1, outputs)
+        return {"data": ((inputs // 16, 2 * outputs), _INT32), "scale": (scale, HALVES)}
+
+    def step(self, of: WeightFormat, inputs: int) -> int:
+        return 64
+
+    def cut(self, of: WeightFormat, given: Fields, inputs: int, start: int, stop: int) -> Fields:
+        assert given.scale is not None
+        return given._replace(data=given.data[:, 2 * start : 2 * stop], scale=given.scale[:, start:stop])
+
+    def codes(self, of: WeightFormat, given: Fields, inputs: int) -> Codes:
+        assert given.scale is not None
+        return Codes(codes_of_marlin(given.data, 4), scale_of_marlin(given.scale), None, 4, of.group or inputs)
+
+    def encoded(self, of: WeightFormat, codes: Codes) -> Fields:
+        return Fields(marlin_codes(codes.numbers, 4), marlin_scale(codes.scale, codes.scale.dtype))
+
+    def drawn(self, draw: Draw) -> tuple[WeightFormat, int, int]:
+        group = draw.of((0, 16, 32, 64, 128))
+        of = WeightFormat(self.name, bits=4, group=group)
+        return of, draw.of((64, 128, 192)), draw.of((1, 2, 3, 5)) * math.lcm(group or 16, 16)
+
+
 CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8)
 """Shares of a group's range that the codes cover: that with the least squared error is taken. With the first alone
 normal numbers lose 0.114 in groups of 128 in four bits, with all of them 0.102."""
@@ -266,5 +311,6 @@ GROUPED = {
     "compressed-tensors": Grouped(
         "compressed-tensors", (2, 3, 4, 5, 6, 7, 8), ("none", "stored", "signed"), permuted=True
     ),
+    "marlin": Marlin(),
 }
 """By name."""

@@ -136,6 +136,24 @@ class Scheme:
                 problems.append(f"{name}: wanted {wish}, got {_told(tensor)}")
         return problems
 
+    def problems_of_values(self, of: WeightFormat, given: Fields) -> list[str]:
+        """What is wrong with the values of a weight's tensors or of a stack's, whose shapes are right."""
+        if given.data.is_meta:
+            return []
+        problems = []
+        for name in ("scale", "second_scale"):
+            tensor: Tensor | None = getattr(given, name)
+            if tensor is None:
+                continue
+            numbers = (tensor.view(torch.float8_e8m0fnu) if tensor.dtype is torch.uint8 else tensor).to(torch.float32)
+            nonzero = self.positive or name == "second_scale"
+            wrong = ~numbers.isfinite() | (numbers == 0.0) if nonzero else ~numbers.isfinite()
+            if bool(wrong.any()):
+                place, wanted = tuple(int(each) for each in wrong.nonzero()[0]), "finite numbers"
+                wanted += " other than 0" if nonzero else ""
+                problems.append(f"{name}: wanted {wanted} with {of}, got {numbers[place]:g} at {place}")
+        return problems + self.value_problems(of, given)
+
 
 def strange_options(of: WeightFormat, *known: str) -> list[str]:
     """The options of a format that its scheme has not."""

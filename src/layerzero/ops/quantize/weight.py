@@ -61,7 +61,7 @@ class QuantizedWeight(Bundle):
         if problems := format_problems(of):
             problems[-1] += f"; {instead(of, shape)}"
             raise InvalidCallError("QuantizedWeight", problems, ReasonCode.QUANT_FORMAT_UNSUPPORTED)
-        if problems := _shape_problems(of, shape, given) or value_problems(of, given):
+        if problems := _shape_problems(of, shape, given) or scheme_of(of).problems_of_values(of, given):
             raise InvalidCallError("QuantizedWeight", problems)
         self.format, self.shape, self.fields = of, tuple(int(each) for each in shape), given
         self._packed: PackedWeight | None = None
@@ -134,6 +134,22 @@ class QuantizedWeight(Bundle):
         refuse("QuantizedWeight.from_awq", problems)
         of = WeightFormat("awq", bits=4, group=max(group_size, 0), zeros="stored")
         return cls(of, (qweight.shape[1] * 8, qweight.shape[0]), qweight, scales, qzeros)
+
+    @classmethod
+    def from_marlin(cls, B: Tensor, s: Tensor, *, group_size: int = 128) -> QuantizedWeight:  # noqa: N803  # its names
+        """Of a file whose weights lie in Marlin's order (``checkpoint_format: marlin``): four bits, no zero points.
+
+        Shapes: B (K / 16, 2 N), s (G, N). A ``group_size`` of -1 is a whole column. :func:`layerzero.repack` lays the
+        same numbers out as another format. 2:4 sparse weights (``marlin_24``: ``B_24``, ``B_meta``) are refused.
+        """
+        refuse("QuantizedWeight.from_marlin", _tensors_missing({"B": B, "s": s}, 2))
+        of, shape = WeightFormat("marlin", bits=4, group=max(group_size, 0)), (s.shape[1], B.shape[0] * 16)
+        if of.group and len(s) * of.group == 2 * shape[1]:
+            wanted = f"B: wanted {len(s) * of.group // 16} rows for {len(s)} groups of {of.group}, got {len(B)}"
+            sparse = WeightFormat("marlin_24", bits=4, group=of.group)
+            problem = f"{wanted}, as 2:4 sparse weights have (marlin_24); {instead(sparse, (shape[0], 2 * shape[1]))}"
+            raise InvalidCallError("QuantizedWeight.from_marlin", [problem], ReasonCode.QUANT_FORMAT_UNSUPPORTED)
+        return cls(of, shape, B, s)
 
     @classmethod
     def from_compressed_tensors(
@@ -372,23 +388,3 @@ def stack_problems(of: WeightFormat, given: Fields, inputs: int, experts: int | 
     return problems or [
         f"{each} for each expert" for each in scheme_of(of).field_problems(of, given.of_expert(0), inputs)
     ]
-
-
-def value_problems(of: WeightFormat, given: Fields) -> list[str]:
-    """What is wrong with the values of a weight's tensors or of a stack's, whose shapes are right."""
-    if given.data.is_meta:
-        return []
-    problems = []
-    for name in ("scale", "second_scale"):
-        tensor: Tensor | None = getattr(given, name)
-        if tensor is None:
-            continue
-        numbers = (tensor.view(torch.float8_e8m0fnu) if tensor.dtype is torch.uint8 else tensor).to(torch.float32)
-        wrong = ~numbers.isfinite()
-        if scheme_of(of).positive or name == "second_scale":
-            wrong |= numbers == 0.0
-        if bool(wrong.any()):
-            place, wanted = tuple(int(each) for each in wrong.nonzero()[0]), "finite numbers"
-            wanted += " other than 0" if scheme_of(of).positive or name == "second_scale" else ""
-            problems.append(f"{name}: wanted {wanted} with {of}, got {numbers[place]:g} at {place}")
-    return problems + scheme_of(of).value_problems(of, given)

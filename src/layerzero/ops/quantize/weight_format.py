@@ -27,8 +27,8 @@ class WeightFormat:
     """How a file holds the numbers of a weight (N, K).
 
     Attributes:
-        scheme: the way of laying it out: ``gptq``, ``awq``, ``compressed-tensors``, ``fp8``, ``mxfp4``, ``mxfp8``,
-            ``nvfp4``, ``nf4``, ``fp4`` or ``gguf``.
+        scheme: the way of laying it out: ``gptq``, ``awq``, ``marlin``, ``compressed-tensors``, ``fp8``, ``mxfp4``,
+            ``mxfp8``, ``nvfp4``, ``nf4``, ``fp4`` or ``gguf``.
         kind: what else a scheme tells apart: GGUF's type, ``Q4_K``; of nvfp4 ``over`` where the second scale divides.
         bits: of a whole number; 0 where the scheme says it.
         group: numbers of a row (of nf4 and fp4, of the whole weight) that share a scale; 0 for a row.

@@ -1,6 +1,6 @@
 """Products of other libraries whose weight is quantised.
 
-Modules of GPTQ, AWQ, compressed-tensors, torchao and bitsandbytes, and Transformers' own of float8 and of GGUF blocks.
+Modules of GPTQ, AWQ, Marlin, compressed-tensors, torchao and bitsandbytes, and Transformers' own of float8 and GGUF.
 They are known by the names, shapes and dtypes of what they keep, so that their libraries need not be there, and each is
 compared with the module's own output: GPTQ's two versions of zero points differ in nothing else. Some modules round
 their rows to eight bits, or scales to bfloat16. LayerZero's product does not, and is only as near as such roundings.
@@ -58,6 +58,10 @@ def _gptq(version: int) -> Make:
 
 def _awq(module: Module, words: Tensor, zeros: Tensor, scales: Tensor, index: Tensor | None) -> QuantizedWeight:
     return QuantizedWeight.from_awq(words, zeros, scales, group_size=words.shape[0] // scales.shape[0])
+
+
+def _marlin(module: Module, words: Tensor, scales: Tensor) -> QuantizedWeight:
+    return QuantizedWeight.from_marlin(words, scales, group_size=words.shape[0] * 16 // len(scales))
 
 
 def _compressed(
@@ -182,6 +186,7 @@ KINDS = (
     Kind(_GPTQ, 3, lambda words, _, scales, *__: words.shape[1:] == scales.shape[1:], _gptq(2)),
     Kind(_GPTQ, 3, lambda words, _, scales, *__: words.shape[1:] == scales.shape[1:], _gptq(1)),
     Kind(_GPTQ, 3, lambda words, _, scales, *__: (words.shape[1] * 8,) == scales.shape[1:], _awq),
+    Kind(_named("B", "s"), 2, lambda words, scales: words.shape[1] == 2 * scales.shape[1], _marlin),
     Kind(
         _named("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
         3,
