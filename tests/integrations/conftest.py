@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from engine_steps import module
 
 import layerzero as lz
 
@@ -43,3 +46,31 @@ def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
         monkeypatch.setattr(steps.Steps, "_captured", captured)
         Recorded.captured = 0
     return str(request.param)
+
+
+@pytest.fixture
+def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The integration on top of modules that have the names of sglang 0.5.23."""
+    for name in ("", ".srt", ".srt.layers", ".srt.layers.attention", ".srt.mem_cache", ".srt.arg_groups"):
+        module(monkeypatch, f"sglang{name}")
+
+    class AttentionBackend:
+        pass
+
+    registered: dict[str, Any] = {}
+    choices: list[str] = []
+    module(monkeypatch, "sglang.srt.layers.attention.base_attn_backend", AttentionBackend=AttentionBackend)
+    module(
+        monkeypatch,
+        "sglang.srt.layers.attention.attention_registry",
+        ATTENTION_BACKENDS=registered,
+        register_attention_backend=lambda name: lambda made: registered.setdefault(name, made),
+    )
+    module(monkeypatch, "sglang.srt.arg_groups.choices", add_attention_backend_choices=choices.extend)
+    pools = module(monkeypatch, "sglang.srt.mem_cache.memory_pool", KVWriteLoc=lambda slots: ("at", slots))
+    sys.modules["sglang.srt.mem_cache"].memory_pool = pools
+    monkeypatch.delitem(sys.modules, "layerzero.integrations.sglang", raising=False)
+    made = importlib.import_module("layerzero.integrations.sglang")
+    made.tested = registered, choices
+    yield made
+    sys.modules.pop("layerzero.integrations.sglang", None)

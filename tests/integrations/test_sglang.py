@@ -2,57 +2,29 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import inspect
 import sys
 import types
-from enum import Enum
 
 import pytest
 import torch
-from engine_steps import PAGE, STEPS, Sequences, module
+from engine_steps import PAGE, STEPS, Sequences
 
 import layerzero_engines
+from sglang_batches import Pool, RadixAttention, mode_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::layerzero.LayerZeroFallbackWarning")  # a softcap on a CPU
 
 SGLANG = {
     "init_forward_metadata": ("self", "forward_batch"),
+    "init_forward_metadata_out_graph": ("self", "forward_batch", "in_capture"),
+    "init_cuda_graph_state": ("self", "max_bs", "max_num_tokens"),
     "get_cuda_graph_seq_len_fill_value": ("self",),
     "support_triton": ("self",),
     "forward_extend": ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "**kwargs"),
     "forward_decode": ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "**kwargs"),
 }
 """Of sglang 0.5.23, srt/layers/attention/base_attn_backend.py: what its runner calls."""
-
-
-@pytest.fixture
-def sglang(monkeypatch):
-    """The integration on top of modules that have the names of sglang 0.5.23."""
-    for name in ("", ".srt", ".srt.layers", ".srt.layers.attention", ".srt.mem_cache", ".srt.arg_groups"):
-        module(monkeypatch, f"sglang{name}")
-
-    class AttentionBackend:
-        pass
-
-    registered = {}
-    choices = []
-    module(monkeypatch, "sglang.srt.layers.attention.base_attn_backend", AttentionBackend=AttentionBackend)
-    module(
-        monkeypatch,
-        "sglang.srt.layers.attention.attention_registry",
-        ATTENTION_BACKENDS=registered,
-        register_attention_backend=lambda name: lambda made: registered.setdefault(name, made),
-    )
-    module(monkeypatch, "sglang.srt.arg_groups.choices", add_attention_backend_choices=choices.extend)
-    pools = module(monkeypatch, "sglang.srt.mem_cache.memory_pool", KVWriteLoc=lambda slots: ("at", slots))
-    sys.modules["sglang.srt.mem_cache"].memory_pool = pools
-    monkeypatch.delitem(sys.modules, "layerzero.integrations.sglang", raising=False)
-    made = importlib.import_module("layerzero.integrations.sglang")
-    made.tested = registered, choices
-    yield made
-    sys.modules.pop("layerzero.integrations.sglang", None)
 
 
 def test_sglang_calls_what_is_there(sglang):
@@ -83,63 +55,25 @@ def test_sglangs_entry_point_registers_without_importing_the_backend(sglang, mon
         layerzero_engines.register_sglang()
 
 
-def mode_of(kind):
-    """SGLang's forward mode: what it is asked for here."""
-    names = ("decode", "idle", "dllm_extend")
-    return types.SimpleNamespace(**{f"is_{name}": functools.partial(kind.__eq__, name) for name in names})
-
-
 def test_what_sglang_computes_otherwise_is_refused_before_a_forward_pass(sglang):
     runner = types.SimpleNamespace(req_to_token_pool=None, token_to_kv_pool=None, page_size=1)
     backend = sglang.LayerZeroAttnBackend(runner)
-    for kind, spec_info in (("decode", object()), ("extend", object()), ("dllm_extend", None)):
+    for kind, spec_info, told in (("decode", object(), "wanted none in a decode"), ("dllm_extend", None, "got blocks")):
         batch = types.SimpleNamespace(forward_mode=mode_of(kind), spec_info=spec_info)
-        with pytest.raises(NotImplementedError, match="wanted a prefill or a decode, got drafts or blocks"):
+        with pytest.raises(NotImplementedError, match=told):
             backend.init_forward_metadata(batch)
     backend.init_forward_metadata(types.SimpleNamespace(forward_mode=mode_of("idle"), spec_info=None))
     assert backend.step is None
 
 
-class Pool:
-    """SGLang's pool of one layer: tokens by index."""
-
-    def __init__(self, tokens):
-        self.keys, self.values = torch.zeros(2, tokens, 2, 16)
-
-    def set_kv_buffer(self, layer, location, keys, values):
-        name, slots = location
-        assert name == "at"
-        self.keys[slots], self.values[slots] = keys.view(-1, 2, 16), values.view(-1, 2, 16)
-
-    def get_key_buffer(self, layer_id):
-        return self.keys
-
-    def get_value_buffer(self, layer_id):
-        return self.values
-
-
-class RadixAttention(torch.nn.Module):
-    """SGLang's layer: attributes of sglang 0.5.23, srt/layers/radix_attention.py."""
-
-    def __init__(self, **changes):
-        super().__init__()
-        self.tp_q_head_num, self.tp_k_head_num, self.tp_v_head_num = 4, 2, 2
-        self.head_dim = self.qk_head_dim = self.v_head_dim = 16
-        self.scaling, self.layer_id, self.logit_cap, self.sliding_window_size = 0.2, 0, 30.0, 7
-        self.is_cross_attention, self.use_irope = False, False
-        self.k_scale = self.v_scale = self.k_scale_float = self.v_scale_float = None
-        self.q_scale_float = self.idx_q_scale_float = self.idx_k_scale_float = self.idx_v_scale_float = None
-        self.quant_method, self.use_prefill_attention_wrapper = None, True
-        self.attn_type = Enum("AttentionType", {"DECODER": "decoder"}).DECODER
-        self.pos_encoding_mode, self.logit_capping_method, self.xai_temperature_len = "NONE", "tanh", -1
-        for name, value in changes.items():
-            setattr(self, name, value)
+def layer(**changes):
+    return RadixAttention(**{"logit_cap": 30.0, "sliding_window_size": 7} | changes)
 
 
 def sglang_step(sglang, step, page_size=1, pool_dtype=torch.float32, **runs):
     """Sequences, the backend, and its forward and batch, in a pool that holds what was there before."""
     made = Sequences(*step)
-    pool = Pool(made.pages * PAGE)
+    pool = Pool(made.pages * PAGE, page_size, 2, 16, torch.float32)
     made.fill(pool.keys, pool.values)
     pool.keys, pool.values = pool.keys.to(pool_dtype), pool.values.to(pool_dtype)
     rows = torch.full((len(made.counts) + 1, 64), 10**6)
@@ -168,7 +102,7 @@ def sglang_step(sglang, step, page_size=1, pool_dtype=torch.float32, **runs):
 @pytest.mark.parametrize("step", STEPS, ids=["decodes", "mixed", "prefills"])
 def test_a_step_of_sglang_writes_its_tokens_and_attends_over_the_pool(sglang, step, page_size):
     made, backend, forward, batch = sglang_step(sglang, step, page_size)
-    call = (made.query.flatten(1), made.new(made.keys), made.new(made.values), RadixAttention(), batch)
+    call = (made.query.flatten(1), made.new(made.keys), made.new(made.values), layer(), batch)
     with pytest.raises(NotImplementedError, match="wanted init_forward_metadata before a forward pass"):
         forward(*call)
     backend.init_forward_metadata(batch)
@@ -200,7 +134,7 @@ def test_what_a_layer_of_sglang_asks_for_is_applied_or_refused_by_its_name(sglan
     backend.init_forward_metadata(batch)
     changes, told = SGLANG_REFUSES[wrong]
     before = backend.token_to_kv_pool.keys.clone()
-    call = (made.query.flatten(1), made.new(made.keys), made.new(made.values), RadixAttention(**changes), batch)
+    call = (made.query.flatten(1), made.new(made.keys), made.new(made.values), layer(**changes), batch)
     with pytest.raises(NotImplementedError, match=f"{told}.*; use another attention backend of SGLang"):
         forward(*call)
     assert torch.equal(backend.token_to_kv_pool.keys, before), "refused before anything is written"
@@ -209,7 +143,7 @@ def test_what_a_layer_of_sglang_asks_for_is_applied_or_refused_by_its_name(sglan
 def test_scales_of_a_layer_are_neutral_beside_a_pool_as_wide_as_its_keys(sglang):
     made, backend, forward, batch = sglang_step(sglang, STEPS[0])
     backend.init_forward_metadata(batch)
-    scaled = RadixAttention(k_scale=torch.nn.Parameter(torch.tensor(2.0)), k_scale_float=2.0, quant_method=object())
+    scaled = layer(k_scale=torch.nn.Parameter(torch.tensor(2.0)), k_scale_float=2.0, quant_method=object())
     output = forward(made.query.flatten(1), made.new(made.keys), made.new(made.values), scaled, batch)
     torch.testing.assert_close(output, made.wanted(scale=0.2, window=(7, 0), softcap=30.0).flatten(1))
 
@@ -218,12 +152,14 @@ def test_a_pool_that_is_narrower_or_another_is_refused(sglang):
     made, backend, forward, batch = sglang_step(sglang, STEPS[0], pool_dtype=torch.bfloat16)
     backend.init_forward_metadata(batch)
     call = (made.query.flatten(1), None, None)
-    with pytest.raises(NotImplementedError, match=r"key buffer: wanted torch\.float32 as the query, got torch\.bf"):
-        forward(*call, RadixAttention(), batch)
+    with pytest.raises(
+        NotImplementedError, match=r"key buffer: wanted torch\.float32 as the query, or float8 with scales, got"
+    ):
+        forward(*call, layer(), batch)
     _, backend, forward, batch = sglang_step(sglang, STEPS[0])
     backend.init_forward_metadata(batch)
     with pytest.raises(NotImplementedError, match=r"value buffer: wanted heads and width \(2, 8\), got \(2, 16\)"):
-        forward(*call, RadixAttention(v_head_dim=8), batch)
+        forward(*call, layer(v_head_dim=8), batch)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import layerzero as lz
 
-_OF_TOKENS = {"sinks", "alibi_slopes"}
+_OF_TOKENS = {"sinks", "alibi_slopes", "tree_mask"}
 """What calls of one token a sequence know only by their starts."""
 
 
@@ -71,20 +71,21 @@ class PagedStep(NamedTuple):
         return PagedStep(tables, lens, starts, None, None, None, metadata)
 
     @staticmethod
-    def captured(tables: Tensor, lens: Tensor, starts: Tensor, longest_k: int) -> PagedStep:
-        """Make it for a CUDA graph of one token a sequence, over tensors that stay where they are.
+    def captured(tables: Tensor, lens: Tensor, starts: Tensor, longest_k: int, each: int = 1) -> PagedStep:
+        """Make it for a CUDA graph of as many tokens ``each`` sequence, over tensors that stay where they are.
 
         Before each replay ``metadata.advance()`` brings up to date what kernels planned. ``longest_k`` bounds the
         lengths of every replay.
         """
-        metadata = lz.StepMetadata(tables, lens, capturable=True, max_context_len=longest_k)
-        return PagedStep(tables, lens, starts, len(lens), 1, longest_k, metadata)
+        begins = None if each == 1 else starts
+        metadata = lz.StepMetadata(tables, lens, cu_seqlens_q=begins, capturable=True, max_context_len=longest_k)
+        return PagedStep(tables, lens, starts, len(lens) if each == 1 else 0, each, longest_k, metadata)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, *, causal: bool = True, **scores: Any) -> Tensor:
         """Attention of this step's queries, (T, H, D), over pages of a layout, (P, N, K, D) in NHD: (T, H, D_v).
 
-        ``scores`` are ``scale``, ``window``, ``softcap``, ``sinks``, ``alibi_slopes`` and ``layout`` as in
-        ``lz.paged_attention``.
+        ``scores`` are ``scale``, ``window``, ``softcap``, ``sinks``, ``alibi_slopes``, ``tree_mask``, ``key_scale``,
+        ``value_scale`` and ``layout`` as in ``lz.paged_attention``.
         """
         caches, batch = (keys, values, self.tables, self.lens), len(self.lens)
         found: Any
