@@ -42,6 +42,11 @@ def greedy(model: Any, ids: torch.Tensor, new: int = 24, **more: Any) -> torch.T
     return found
 
 
+def output(model: Any, ids: torch.Tensor | None = None, **arguments: Any) -> Any:
+    with torch.no_grad():
+        return model(tokens() if ids is None else ids, **arguments)[0]
+
+
 class Recorded:
     """Stands for a CUDA graph where there is none: replayed, it writes into the outputs that it has."""
 

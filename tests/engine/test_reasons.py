@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import tempfile
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from layerzero.engine.registry import REGISTRY
 
 FA2 = {"flash-attn": "2.8.3"}
 FA3 = {"flash-attn-3": "3.0.0"}
+C = ReasonCode
 
 
 def qkv(heads=8, kv_heads=8, seq_q=64, seq_k=64, head_dim=64, value_dim=None, dtype=torch.bfloat16, batch=2):
@@ -152,9 +154,12 @@ def outside_of_a_plan():
     return {code for code in ReasonCode if f"[{code}]" in str(caught.value)}
 
 
-def in_strict_mode(produce):
-    with lz.scope(strict_mode=True):
+def under(produce, **settings):
+    with lz.scope(**settings):
         return produce()
+
+
+in_strict_mode = functools.partial(under, strict_mode=True)
 
 
 def misaligned():
@@ -199,9 +204,8 @@ def grid_axis():
 
 
 def grid_blocks():
-    own_kernel("user.counted", "attention.standard.prefill", lambda q, k, v: q, limits=[
-        lz.limits.grid(x=("batch", "heads"), max_blocks=8),
-    ])  # fmt: skip
+    limit = lz.limits.grid(x=("batch", "heads"), max_blocks=8)
+    own_kernel("user.counted", "attention.standard.prefill", lambda q, k, v: q, limits=[limit])
     return refusals("user.counted", *qkv(), causal=False)
 
 
@@ -218,18 +222,12 @@ def tensor_core():
 
 
 def invariant(**settings):
-    with lz.scope(**settings):
-        return refusals("torch.sdpa.math", *qkv())
+    return under(lambda: refusals("torch.sdpa.math", *qkv()), **settings)
 
 
 def deterministic():
     with lz.deterministic():
         return refusals("flash_attn.v2", *qkv(), device="H100", libraries=FA2)
-
-
-def denied():
-    with lz.scope(deny=["torch"]):
-        return norm_refusals("torch.rms_norm")
 
 
 def valid(kernel, *tensors, **call):
@@ -249,48 +247,44 @@ def library_tokenizer(text):
     return pytest.importorskip("tokenizers").Tokenizer.from_str(text)
 
 
-C = ReasonCode
-
-
 def isolated():
-    with lz.scope(backend_isolation="subprocess", isolate=["torch"]):
-        return refusals("torch.sdpa.flash", *qkv(), device="H100")
+    asked = functools.partial(refusals, "torch.sdpa.flash", *qkv(), device="H100")
+    return under(asked, backend_isolation="subprocess", isolate=["torch"])
+
+
+def code_of(error, call):
+    with pytest.raises(error) as caught:
+        call()
+    return {caught.value.code}
 
 
 def read_in_another_layout():
     cache = lz.PagedCache.allocate(pages=4, page_size=16, kv_heads=16, head_dim=8, dtype=torch.float32)
     tables, lens = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
-    with pytest.raises(lz.InvalidCallError) as caught:
-        lz.paged_attention(torch.randn(1, 1, 16, 8), cache.keys, cache.values, tables, lens, layout="HND")
-    return {caught.value.code}
+    given = torch.randn(1, 1, 16, 8), cache.keys, cache.values, tables, lens
+    return code_of(lz.InvalidCallError, lambda: lz.paged_attention(*given, layout="HND"))
 
 
 def strategy_refused(**facts):
-    with pytest.raises(lz.KVCacheError) as caught:
-        lz.kv_cache_strategy("cuda", strategy="virtual", **facts)
-    return {caught.value.code}
+    return code_of(lz.KVCacheError, lambda: lz.kv_cache_strategy("cuda", strategy="virtual", **facts))
 
 
 def cache_full(**sizes):
     cache = lz.KVCache(1, 1, 64, dtype=torch.float32, **sizes)
     cache.allocate("a")
-    with pytest.raises(lz.KVCacheError) as caught:
-        cache.writing(["a"], [4000])
-    return {caught.value.code}
+    return code_of(lz.KVCacheError, lambda: cache.writing(["a"], [4000]))
 
 
 def weight_codes(format, again):
     """What a weight of another format is refused with, or laying one out anew."""
     known = lz.quantize_weight(torch.ones(4, 32), "int4", group_size=32)
-    with pytest.raises(lz.InvalidCallError) as caught:
-        lz.repack(lz.QuantizedWeight(format or known.format, known.shape, *known.fields), again)
-    return {caught.value.code}
+    weight = functools.partial(lz.QuantizedWeight, format or known.format, known.shape, *known.fields)
+    return code_of(lz.InvalidCallError, lambda: lz.repack(weight(), again))
 
 
 def too_little_accuracy():
-    with pytest.raises(lz.InvalidCallError) as caught:
-        lz.quantize_weight(torch.randn(4, 32), "int4", group_size=32, accuracy=0.01)
-    return {caught.value.code}
+    lossy = torch.randn(4, 32)
+    return code_of(lz.InvalidCallError, lambda: lz.quantize_weight(lossy, "int4", group_size=32, accuracy=0.01))
 
 
 def small_cache(**form):
@@ -310,6 +304,13 @@ def tree_over_codes():
     return {each.code for each in raised.value.reasons}
 
 
+MASK = torch.ones(64, 64, dtype=torch.bool, device="meta")
+
+
+def of_flash_attn(*tensors, **call):
+    return refusals("flash_attn.v2", *tensors, device="H100", libraries=FA2, **call)
+
+
 PRODUCERS = {
     C.PLATFORM_MISMATCH: lambda: refusals("torch.sdpa.flash", *qkv(), device="CPU"),
     C.SM_TOO_OLD: lambda: refusals("flash_attn.v3", *qkv(), device="A100", libraries=FA3),
@@ -320,10 +321,10 @@ PRODUCERS = {
     C.TENSOR_CORE_GEN_UNSUPPORTED: tensor_core,
     C.CUDA_GRID_DIM_EXCEEDED: grid_axis,
     C.CUDA_BLOCK_LIMIT_EXCEEDED: grid_blocks,
-    C.DTYPE_UNSUPPORTED: lambda: refusals("flash_attn.v2", *qkv(dtype=torch.float32), device="H100", libraries=FA2),
-    C.HEAD_DIM_INVALID: lambda: refusals("flash_attn.v2", *qkv(value_dim=32), device="H100", libraries=FA2),
-    C.HEAD_DIM_ALIGNMENT: lambda: refusals("flash_attn.v2", *qkv(head_dim=84), device="H100", libraries=FA2),
-    C.HEAD_DIM_TOO_LARGE: lambda: refusals("flash_attn.v2", *qkv(head_dim=264), device="H100", libraries=FA2),
+    C.DTYPE_UNSUPPORTED: lambda: of_flash_attn(*qkv(dtype=torch.float32)),
+    C.HEAD_DIM_INVALID: lambda: of_flash_attn(*qkv(value_dim=32)),
+    C.HEAD_DIM_ALIGNMENT: lambda: of_flash_attn(*qkv(head_dim=84)),
+    C.HEAD_DIM_TOO_LARGE: lambda: of_flash_attn(*qkv(head_dim=264)),
     C.SEQ_TOO_LONG: too_long,
     C.GQA_UNSUPPORTED: lambda: in_strict_mode(
         lambda: refusals("torch.sdpa.efficient", *qkv(kv_heads=2), device="H100")
@@ -332,7 +333,7 @@ PRODUCERS = {
     C.STRIDE_LAST_DIM: lambda: in_strict_mode(strided),
     C.NOT_CONTIGUOUS: lambda: in_strict_mode(not_contiguous),
     C.QUANT_FORMAT_UNSUPPORTED: lambda: weight_codes("exl2", "awq"),
-    C.QUANT_ACCURACY_THRESHOLD_EXCEEDED: lambda: too_little_accuracy(),
+    C.QUANT_ACCURACY_THRESHOLD_EXCEEDED: too_little_accuracy,
     C.REQUANTIZATION_REQUIRED: lambda: weight_codes(None, "mxfp4"),
     C.KV_CACHE_LAYOUT_MISMATCH: read_in_another_layout,
     C.KV_CACHE_EXHAUSTED: lambda: cache_full(pages=2),
@@ -346,17 +347,8 @@ PRODUCERS = {
     C.SPEC_DECODE_KV_INCOMPATIBLE: lambda: pair_refused(share_kv_cache=True),
     C.SPEC_DECODE_ALGORITHM_UNSUPPORTED: tree_over_codes,
     C.MISALIGNED: lambda: in_strict_mode(misaligned),
-    C.ATTN_MASK_UNSUPPORTED: lambda: refusals(
-        "flash_attn.v2",
-        *qkv(),
-        causal=False,
-        attn_mask=torch.ones(64, 64, dtype=torch.bool, device="meta"),
-        device="H100",
-        libraries=FA2,
-    ),
-    C.ATTN_MASK_INVALID: lambda: valid(
-        "torch.sdpa.math", *qkv(), causal=True, attn_mask=torch.ones(64, 64, dtype=torch.bool, device="meta")
-    ),
+    C.ATTN_MASK_UNSUPPORTED: lambda: of_flash_attn(*qkv(), causal=False, attn_mask=MASK),
+    C.ATTN_MASK_INVALID: lambda: valid("torch.sdpa.math", *qkv(), causal=True, attn_mask=MASK),
     C.DROPOUT_UNSUPPORTED: lambda: refusals("flash_attn.v3", *qkv(), dropout_p=0.1, device="H100", libraries=FA3),
     C.WINDOW_UNSUPPORTED: lambda: refusals("torch.sdpa.flash", *qkv(), window=(16, 0), device="H100"),
     C.SOFTCAP_UNSUPPORTED: lambda: refusals("torch.sdpa.math", *qkv(), softcap=30.0),
@@ -379,7 +371,7 @@ PRODUCERS = {
     C.BACKEND_ERROR: backend_error,
     C.UNHEALTHY: unhealthy,
     C.NOT_VETTED: not_vetted,
-    C.POLICY_DENIED: denied,
+    C.POLICY_DENIED: lambda: under(lambda: norm_refusals("torch.rms_norm"), deny=["torch"]),
     C.HUB_REFUSED: not_allowed,
     C.ISOLATION_UNSUPPORTED: isolated,
     C.TOKENIZER_ID_MISMATCH: lambda: tokenizer_codes(vocabularies.encoding(), "tokenizers.encode"),

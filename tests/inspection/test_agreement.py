@@ -2,86 +2,21 @@
 
 from __future__ import annotations
 
-import datetime as dt
-import warnings
-
 import msgspec
 import pytest
 import torch
 
 import layerzero as lz
+from agreeing_ranks import WEIGHT, X, of_rank, own, ranks, said_of, torch_norm
 from layerzero.core.evidence import Measurement
 from layerzero.engine import dispatch
 from layerzero.engine.frozen_choices import Agreed
 from layerzero.engine.registry import REGISTRY
-from layerzero.engine.settings import DECIDE_NOTHING, SETTINGS
-from layerzero.inspection import agreement, arrivals
-from layerzero.inspection.arrivals import Arrival, Known, arrival, arrived, marks_of, merged
-from layerzero.inspection.board import Board
-from layerzero.inspection.freeze import Frost
+from layerzero.inspection import arrivals
+from layerzero.inspection.arrivals import Known
 from layerzero.tuning.measurement.comparison import record_times
 
-X, WEIGHT = torch.randn(4, 64), torch.ones(64)
-
-
-@pytest.fixture(autouse=True)
-def _two_kernels():
-    for name in ("mine.one", "mine.two"):
-        lz.register_kernel("norm.rms", name, supported_dtypes=["float32"])(_norm)
-    yield
-    if lz.frozen() is not None:
-        lz.thaw()
-    for name in ("mine.one", "mine.two"):
-        lz.unregister_kernel(name)
-
-
-def _norm(input, weight, *, eps):
-    return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
-
-
-def of_rank(kernel, hidden=64):
-    """The class of a call, and what a rank would choose that takes this kernel for it; nothing of it is called here."""
-    lz.rms_norm(torch.ones(4, hidden), torch.ones(hidden))
-    found = own()
-    name = next(name for name in found.choices if f"hidden={hidden} " in name)
-    choice = msgspec.structs.replace(found.choices[name], kernel=kernel, version="")
-    return name, msgspec.structs.replace(found, choices={name: choice}).sealed()
-
-
-def own():
-    return Known(anew=True).proposed()
-
-
-def said_of(document):
-    """What a rank says that knows these classes, and holds them if this process does."""
-    held = lz.frozen()
-    changed = not isinstance(held, Agreed) or held.document.hash != document.hash
-    return msgspec.structs.replace(
-        arrival(Known(anew=True), changed=changed), classes=marks_of(document.choices), named=document.device
-    )
-
-
-class Group:
-    pass
-
-
-def ranks(monkeypatch, *others, unable=(), **changes):
-    """Let ``agree`` find other ranks that came before with these documents, and told that of themselves."""
-    store, count = torch.distributed.HashStore(), len(others)
-    store.set_timeout(dt.timedelta(seconds=30))
-    boards = [Board(range(count + 1), rank, 30.0, store, 1, Group()) for rank in range(count + 1)]
-    for rank, document in enumerate(others):
-        told = msgspec.structs.replace(said_of(document), **changes)
-        if told.versions != said_of(document).versions or changes.get("settings"):
-            told = msgspec.structs.replace(told, word=1)
-        chosen_ = agreement.Answer(msgspec.msgpack.encode(document))
-        said = {"arrive": told, "choose": chosen_, "able": agreement.Answer(unable=dict(unable))}
-        for stage, value in said.items():
-            boards[rank]._told(
-                torch.distributed.PrefixStore("layerzero", store), stage, msgspec.json.encode(value), None, 0.0
-            )
-    monkeypatch.setattr(Board, "of", staticmethod(lambda group, timeout_s: boards[-1]))
-    return boards
+pytestmark = pytest.mark.usefixtures("_two_kernels")
 
 
 def chosen(x=X, weight=WEIGHT):
@@ -155,7 +90,7 @@ def test_a_class_that_came_since_gets_no_kernel_that_times_or_builds_of_one_rank
 
     @lz.register_kernel("norm.rms", "mine.built", priority=100, jit=True, supported_dtypes=["float32"])
     def built(input, weight, *, eps):
-        return _norm(input, weight, eps=eps)
+        return torch_norm(input, weight, eps=eps)
 
     try:
         with lz.scope(allow_jit_compile=True, unmeasured="priority"):
@@ -264,7 +199,7 @@ def test_ranks_of_one_version_agree_among_themselves(monkeypatch):
 def test_a_kernel_that_a_rank_cannot_run_runs_on_none_for_classes_without_agreement(monkeypatch):
     """It is first by priority here, and the plan that calls it goes, too."""
     mismatch("best_effort")
-    lz.register_kernel("norm.rms", "mine.first", priority=100, supported_dtypes=["float32"])(_norm)
+    lz.register_kernel("norm.rms", "mine.first", priority=100, supported_dtypes=["float32"])(torch_norm)
     try:
         with lz.scope(unmeasured="priority"):
             first = chosen()
@@ -314,111 +249,3 @@ def test_other_settings_are_refused_unless_they_decide_nothing(monkeypatch):
     ranks(monkeypatch, told)
     lz.configure(log_selections=True)
     lz.agree()
-
-
-def test_each_setting_is_one_that_decides_or_one_that_does_not():
-    """A new one is added here or there: ranks may not differ in this one, or may."""
-    decide = {"version", "enabled", "fallback_enabled", "strict_mode", "allow_adaptation", "allow_jit_compile", "jit"}
-    decide |= {"deterministic", "require_vetting", "debug", "layout", "memory_headroom_mb", "prefer_sources", "plugins"}
-    decide |= {"avoid_sources", "allow", "deny", "locks", "unmeasured", "rules", "descriptors", "cpu_features"}
-    decide |= {"batch_invariant", "require_tp_invariant", "hub.enabled", "hub.folder", "hub.lockfile", "hub.allow"}
-    decide |= {"graph_strict_mode", "backend_isolation", "distributed_selection", "on_version_mismatch"}
-    decide |= {
-        "max_error",
-        "isolate",
-        "isolation.memory_mb",
-        "isolation.pythons",
-        "backend_containers",
-        "gpu_generations",
-    }
-    assert not decide & DECIDE_NOTHING
-    assert decide | DECIDE_NOTHING == set(SETTINGS)
-    assert "telemetry_sampling_rate" in DECIDE_NOTHING
-
-
-def test_rank_0s_choices_alone_count_where_the_setting_says_so(monkeypatch):
-    _, told = of_rank("mine.two")
-    name, _ = of_rank("mine.one", hidden=96)
-    lz.configure(distributed_selection="rank0_broadcast")
-    try:
-        ranks(monkeypatch, told)
-        assert name not in lz.agree().choices
-    finally:
-        lz.configure(distributed_selection="independent")
-
-
-def test_a_rank_that_fails_is_told_on_every_rank(monkeypatch):
-    lz.rms_norm(X, WEIGHT)
-    ranks(monkeypatch, own())
-
-    def failing(_, changed):
-        raise RuntimeError("planted")
-
-    monkeypatch.setattr(agreement, "arrival", failing)
-    with pytest.raises(lz.FrozenChoiceError, match="rank 1: RuntimeError: planted"):
-        lz.agree()
-
-
-def test_choices_that_lz_freeze_froze_are_told_on_every_rank(monkeypatch):
-    lz.rms_norm(X, WEIGHT)
-    ranks(monkeypatch, own())
-    lz.freeze()
-    with pytest.raises(lz.FrozenChoiceError, match=r"rank 1: PolicyError: choices are frozen already; wanted lz\.thaw"):
-        lz.agree()
-
-
-def test_ranks_that_called_nothing_are_warned(monkeypatch):
-    dispatch.ENGINE.history.forget()
-    with pytest.warns(lz.LayerZeroWarning, match="agree: wanted calls that were made or warmed up, got none"):
-        lz.agree()
-
-
-def test_what_another_version_says_is_told_by_rank(monkeypatch):
-    told = msgspec.structs.replace(Arrival(), word=1)
-    with pytest.raises(lz.FrozenChoiceError, match="rank 4: wanted what this version says of itself, got"):
-        arrived(Board((2, 4)), [msgspec.json.encode(told), b'{"word": "?"}'])
-
-
-def test_every_nth_call_alone_is_an_agreement():
-    lz.rms_norm(X, WEIGHT)
-    found = [lz.agree(every=3) for _ in range(7)]
-    assert [each is not None for each in found] == [False, False, True, False, False, True, False]
-    with pytest.raises(lz.PolicyError, match="got one that was destroyed"):
-        for _ in range(2):
-            lz.agree("a group", every=2)
-    for wrong in (0, True, 1.5):
-        with pytest.raises(lz.PolicyError, match="agree: every: wanted a number of calls of at least 1, got"):
-            lz.agree(every=wrong)
-    with pytest.raises(lz.PolicyError, match="agree: timeout_s: wanted seconds above 0, got 0"):
-        lz.agree(timeout_s=0)
-
-
-def test_classes_of_all_ranks_are_held_and_the_lowest_rank_counts():
-    name, one = of_rank("mine.one")
-    other = msgspec.structs.replace(one.choices[name], kernel="mine.two")
-    more = msgspec.structs.replace(one, choices={name: other, "only there": other})
-    packed = merged([b"", *(msgspec.msgpack.encode(each) for each in (one, more))])
-    found = msgspec.msgpack.decode(packed, type=Frost)
-    assert found.choices[name].kernel == "mine.one"
-    assert found.choices["only there"].kernel == "mine.two"
-    assert found.hash == found.sealed().hash
-    assert merged([b"", packed]) == packed
-
-
-def test_a_warmup_that_fails_tells_the_others(monkeypatch):
-    boards = ranks(monkeypatch, own())
-    monkeypatch.setattr(agreement, "ranks_choose", lambda policy: True)
-    with pytest.raises(lz.UnknownOperationError):
-        lz.warmup("no.such.operation")
-    decided = boards[0].store.get("layerzero/1/arrive/decided").decode()
-    assert "rank 1: warmup: UnknownOperationError" in decided
-
-
-@pytest.mark.parametrize("run", [lz.warmup, lz.tune])
-def test_ranks_agree_where_a_window_ends(monkeypatch, run):
-    monkeypatch.setattr(agreement, "ranks_choose", lambda policy: True)
-    given = {"budget_s": 0} if run is lz.tune else {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        run("elementwise.softmax", [(4, 64)], **given)  # has no kernel that compiles
-    assert isinstance(lz.frozen(), Agreed)

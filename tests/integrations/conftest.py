@@ -12,6 +12,7 @@ import torch
 from engine_steps import module
 
 import layerzero as lz
+from clock import Clock
 
 
 @pytest.fixture
@@ -74,3 +75,59 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     made.tested = registered, choices
     yield made
     sys.modules.pop("layerzero.integrations.sglang", None)
+
+
+@pytest.fixture(scope="module")
+def registered() -> None:
+    lz.register_with_transformers()
+
+
+@pytest.fixture(scope="module")
+def quiet_transformers() -> Iterator[None]:
+    """Transformers says nothing, and one thread computes: two wait for each other on a busy machine."""
+    import transformers
+
+    before, threads = transformers.logging.get_verbosity(), torch.get_num_threads()
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    yield
+    transformers.logging.set_verbosity(before)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def whatever_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding is left out wherever it can be: no time of this machine decides."""
+    from layerzero.integrations.optimize.models import stacks
+
+    costs = stacks.Costs(4.0, 1.0, 0.0, 0.0, torch.get_num_threads())
+    monkeypatch.setattr(stacks, "_costs", lambda *_: costs)
+
+
+@pytest.fixture
+def layer_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    """What layers are timed by."""
+    from layerzero.integrations.optimize.times import timing
+
+    timing.forget()
+    made = Clock()
+    monkeypatch.setattr(timing, "CLOCK", made)
+    yield made
+    timing.forget()
+
+
+@pytest.fixture
+def clock_of_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs of a model are timed by."""
+    from compiled_models import CLOCK
+
+    from layerzero.integrations.optimize.times import timing, workload
+
+    CLOCK.now = 0.0
+    monkeypatch.setattr(workload, "CLOCK", CLOCK)
+    monkeypatch.setattr(timing, "WALL", CLOCK)

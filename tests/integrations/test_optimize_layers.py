@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from decoders import output, tokens
 from drawing import mostly
 from layerzero.engine.dispatch import ENGINE
 from layerzero.integrations.optimize.attention.transformers import AttentionSwap
@@ -55,15 +56,6 @@ def made(kind: str = "Llama", layers: int = 2, dtype: torch.dtype = torch.float3
             if "norm" in name or "bias" in name:  # ones and zeros would hide much
                 each.add_(0.3 * torch.randn(each.shape).to(dtype))
     return model
-
-
-def tokens(rows: int = 2, length: int = 9) -> torch.Tensor:
-    return torch.randint(1, 101, (rows, length), generator=torch.Generator().manual_seed(1))
-
-
-def output(model: Any, ids: torch.Tensor | None = None, **arguments: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model(tokens() if ids is None else ids, **arguments)[0]
 
 
 @pytest.fixture(params=["packed", "joined"])

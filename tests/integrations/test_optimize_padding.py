@@ -4,85 +4,28 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from padded_models import MODELS, PADDED, SIZES, T5, counted, made, state_of
 
 import layerzero as lz
 from drawing import examples, mostly
 
 transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
 
-from layerzero.integrations.optimize.models import stacks  # noqa: E402
-from layerzero.integrations.optimize.models.padding import GROUPS, ONE_ROW, Costs, Unpadded, cheapest, noted  # noqa: E402
-from layerzero.integrations.optimize.times import timing  # noqa: E402
+from layerzero.integrations.optimize.models.padding import noted  # noqa: E402
 
-SIZES = {
-    "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2,
-}  # fmt: skip
-T5 = {"vocab_size": 101, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "pad_token_id": 0}
-DISTIL = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "vocab_size": 101, "pad_token_id": 0}
-BOTH = {ONE_ROW, GROUPS}
+pytestmark = pytest.mark.usefixtures("whatever_it_takes")
 
-MODELS: dict[str, tuple[Callable[[], Any], set[str]]] = {
-    "bert": (lambda: transformers.BertModel(transformers.BertConfig(**SIZES)), BOTH),
-    "roberta": (lambda: transformers.RobertaModel(transformers.RobertaConfig(**SIZES)), BOTH),
-    "xlm-roberta": (lambda: transformers.XLMRobertaModel(transformers.XLMRobertaConfig(**SIZES)), BOTH),
-    "camembert": (lambda: transformers.CamembertModel(transformers.CamembertConfig(**SIZES)), BOTH),
-    "electra": (lambda: transformers.ElectraModel(transformers.ElectraConfig(**SIZES, embedding_size=16)), BOTH),
-    "distilbert": (lambda: transformers.DistilBertModel(transformers.DistilBertConfig(**DISTIL)), BOTH),
-    "mpnet": (lambda: transformers.MPNetModel(transformers.MPNetConfig(**SIZES)), {GROUPS}),
-    "t5": (lambda: transformers.T5EncoderModel(transformers.T5Config(**T5)), {GROUPS}),
-    "modernbert": (
-        lambda: transformers.ModernBertModel(
-            transformers.ModernBertConfig(**SIZES, cls_token_id=1, sep_token_id=2, local_attention=8)
-        ),
-        {GROUPS},
-    ),
-}  # fmt: skip
+
 UNLIKE = {"bert", "distilbert", "mpnet", "t5", "modernbert"}
 """The others are BERT by other names."""
-
-
-@pytest.fixture(autouse=True)
-def whatever_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padding is left out wherever it can be: no time of this machine decides."""
-    monkeypatch.setattr(stacks, "_costs", lambda *_: Costs(4.0, 1.0, 0.0, 0.0, torch.get_num_threads()))
-
-
-def made(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    torch.manual_seed(0)
-    return MODELS[name][0]().to(dtype).eval()
-
-
-def batch(*lengths: int, longest: int | None = None) -> dict[str, torch.Tensor]:
-    """Random words, padded behind."""
-    size = longest or max(lengths)
-    mask = torch.arange(size) < torch.tensor(lengths).unsqueeze(1)
-    ids = torch.randint(3, 101, mask.shape, generator=torch.Generator().manual_seed(sum(lengths)))
-    return {"input_ids": ids.masked_fill(~mask, 0), "attention_mask": mask.long()}
-
-
-PADDED = batch(3, 17, 1, 9, 9)
-
-
-def state_of(model: Any) -> Unpadded:
-    (found,) = (each for part in model.modules() if isinstance(each := vars(part).get("_layerzero"), Unpadded))
-    return found
-
-
-@contextmanager
-def counted(times: int) -> Iterator[None]:
-    """So many calls of a stack are computed without padding."""
-    with noted() as found, torch.no_grad():
-        yield
-    assert len(found) == times
 
 
 def check_same(got: torch.Tensor, expected: torch.Tensor, mask: torch.Tensor, dtype: torch.dtype) -> None:
@@ -344,64 +287,3 @@ def test_inputs_show_what_reads_padding() -> None:
     report = lz.optimize(made("bert"), PADDED, rounds=1, isolate=False)
     assert report.error is not None
     assert report.error < 1e-4  # of positions that are promised
-
-
-def test_groups_take_the_least() -> None:
-    groups, seconds = cheapest([3, 17, 1, 9, 9], call_s=4.0, token_s=1.0)
-    assert sorted(row for group in groups for row in group) == [0, 1, 2, 3, 4]
-    assert sorted(map(sorted, groups)) == [[0, 2], [1], [3, 4]]
-    assert seconds == 4 * 3 + 17 + 18 + 6
-    many = torch.randint(1, 200, (300,), generator=torch.Generator().manual_seed(0)).tolist()
-    groups, seconds = cheapest(many, call_s=50.0, token_s=1.0)
-    assert sorted(row for group in groups for row in group) == list(range(300))
-    assert seconds == sum(50.0 + len(group) * max(many[row] for row in group) for group in groups)
-    assert seconds < 50.0 + 300 * max(many)
-
-
-@pytest.mark.parametrize(
-    ("costs", "times"), [((1.0, 0.0, 1.0), 0), ((1.0, 1.0, 100.0), 0), ((1000.0, 1.0, 0.0), 0), ((0.0, 1.0, 1.0), 1)]
-)
-def test_the_costs_decide(costs: tuple[float, float, float], times: int) -> None:
-    """Tokens that take no time, sequences that take more than their padding, a call beside which padding is little."""
-    model = made("bert")
-    lz.optimize(model)
-    call_s, token_s, sequence_s = costs
-    state_of(model).costs = Costs(call_s, token_s, sequence_s, 0.0, torch.get_num_threads())
-    with counted(times):
-        model(**PADDED)
-    with counted(0):
-        model(**batch(17, 17, 17, 16))
-
-
-def test_a_packed_row_is_attended_by_sequences() -> None:
-    """Transformers' own names tell sequences apart, as its flash attention reads them."""
-    from layerzero.integrations.transformers import attention_forward
-
-    class Module(torch.nn.Module):
-        is_causal = False
-
-    query, key, value = torch.randn(3, 1, 4, 11, 8)
-    starts = torch.tensor([0, 4, 5, 11], dtype=torch.int32)
-    told = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 6, "max_length_k": 6}
-    for is_causal in (False, True):
-        got, _ = attention_forward(Module(), query, key, value, None, is_causal=is_causal, **told)
-        for first, last in ((0, 4), (4, 5), (5, 11)):
-            rows = (each[:, :, first:last] for each in (query, key, value))
-            wanted = torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=is_causal)
-            torch.testing.assert_close(got[:, first:last], wanted.transpose(1, 2))
-    for refused in ({"dropout": 0.1}, {"deterministic": True}):
-        with pytest.raises(lz.InvalidCallError, match="position_ids"):
-            attention_forward(Module(), query, key, value, None, **told, **refused)
-
-
-def test_what_a_stack_takes_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    timing.forget()
-    model = made("bert")
-    lz.optimize(model)
-    costs = state_of(model).costs
-    assert costs.threads == torch.get_num_threads()
-    assert min(costs.call_s, costs.token_s, costs.sequence_s, costs.check_s) >= 0
-    other = made("bert")
-    lz.optimize(other)
-    assert state_of(other).costs is costs

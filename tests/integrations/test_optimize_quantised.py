@@ -8,60 +8,15 @@ from typing import Any, Self
 
 import pytest
 import torch
+from coded_modules import GROUP, INPUTS, OUTPUTS, Product, module, numbers, off, weight
 from torch import Tensor, nn
 from torch.nn import functional
 
 import layerzero as lz
 from layerzero.integrations.optimize import selection
-from layerzero.integrations.optimize.modules import weights
 from layerzero.integrations.optimize.times import timing
 from layerzero.ops.quantize.schemes import scheme_of
-from layerzero.ops.quantize.weight_format import Codes, packed
-
-OUTPUTS, INPUTS, GROUP = 64, 128, 32
-
-
-def weight(text: str) -> lz.QuantizedWeight:
-    """A weight of a format whose products are of order 1."""
-    torch.manual_seed(0)
-    numbers = torch.randn(OUTPUTS, INPUTS) / INPUTS**0.5
-    made = lz.quantize_weight(numbers.to(torch.bfloat16), "int4", group_size=GROUP)
-    if text.startswith("compressed-tensors"):
-        return made
-    codes = made.codes
-    zero = torch.randint(6, 11, codes.scale.shape, dtype=torch.uint8)
-    of = lz.WeightFormat.of(text)
-    index = (torch.randperm(INPUTS) // GROUP).to(torch.int32) if of.permuted else None
-    codes = Codes(codes.numbers, codes.scale.to(torch.float16), None if of.zeros == "none" else zero, 4, GROUP, index)
-    return lz.QuantizedWeight(of, (OUTPUTS, INPUTS), *scheme_of(of).encoded(of, codes))
-
-
-class Product(nn.Module):
-    """As a library keeps a weight: its tensors are buffers, and each call dequantises."""
-
-    def __init__(self, of: lz.QuantizedWeight, dtype: torch.dtype, **names: Tensor | None) -> None:
-        super().__init__()
-        self.in_features, self.out_features, self.of = of.shape[1], of.shape[0], of
-        for name, each in names.items():
-            self.register_buffer(name, each)
-        self.register_buffer("bias", torch.randn(OUTPUTS).to(dtype))
-        self.times = 1.0
-
-    def forward(self, input: Tensor) -> Tensor:
-        return functional.linear(input, self.of.dequantized(input.dtype), self.bias) * self.times
-
-
-def module(text: str, dtype: torch.dtype) -> Product:
-    of = weight(text)
-    data, scale, zero, index, _ = of.fields
-    if of.format.scheme == "compressed-tensors":
-        shape = torch.tensor(of.shape)
-        return Product(of, dtype, weight_packed=data, weight_scale=scale, weight_shape=shape)
-    if of.format.scheme == "marlin":
-        return Product(of, dtype, B=data, s=scale)
-    index = torch.arange(INPUTS, dtype=torch.int32) // GROUP if index is None else index
-    return Product(of, dtype, qweight=data, qzeros=zero, scales=scale, g_idx=index)
-
+from layerzero.ops.quantize.weight_format import packed
 
 TEXTS = (
     f"gptq:bits=4,group={GROUP},zeros=minus_one",
@@ -71,10 +26,6 @@ TEXTS = (
     f"compressed-tensors:bits=4,group={GROUP}",
     f"marlin:bits=4,group={GROUP}",
 )
-
-
-def off(got: Tensor, wanted: Tensor) -> float:
-    return ((got.double() - wanted.double()).norm() / wanted.double().norm()).item()
 
 
 def taken(report: Any) -> dict[str, str]:
@@ -207,11 +158,6 @@ class Params4bit(nn.Parameter):
 
 def frozen(data: Tensor) -> nn.Parameter:
     return nn.Parameter(data, requires_grad=False)
-
-
-def numbers() -> Tensor:
-    torch.manual_seed(0)
-    return torch.randn(OUTPUTS, 256) / 16
 
 
 def as_float8(text: str = "fp8:group=128,rows=16", **more: Any) -> Blocks:
@@ -378,174 +324,3 @@ def test_a_weight_stays_as_it_is_on_a_gpu_where_no_kernel_takes_its_codes(
     assert not taken(report)
     (why,) = [each.why for each in report.left if "fp8" in each.why]
     assert "torch.quantized_linear writes a weight of fp8 out before each product" in why
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_weights_are_quantised_to_float8_when_asked_for(dtype: torch.dtype, unmeasured: None) -> None:
-    torch.manual_seed(0)
-    model, rows = nn.Sequential(nn.Linear(256, 96), nn.Linear(96, 40)).eval().to(dtype), torch.randn(7, 256).to(dtype)
-    with torch.no_grad():
-        own = model(rows)
-        report = lz.optimize(model, weights="fp8")
-        assert {each.path for each in report.replaced if each.kind == "fp8"} == {"0", "1"}
-        assert all(0.015 < each.loss < 0.04 for each in report.made)
-        assert 0.005 < off(model(rows), own) < 0.06
-        assert "2 weights in fp8: " in str(report)
-        model[0].weight.data.zero_()
-        assert torch.allclose(model[0](rows), model[0].bias.expand(7, 96))
-        report.undo()
-    with pytest.raises(lz.InvalidCallError, match="activations: wanted None with weights='fp8'"):
-        lz.optimize(model, weights="fp8", activations="int8")
-
-
-ORDER = ["int4", "fp8", "int8", "int4:32"]
-
-
-@pytest.mark.parametrize(("accuracy", "kind"), [(0.15, "int4"), (0.05, "fp8"), (None, "fp8"), (0.015, "int8")])
-def test_the_fastest_format_within_the_bound_is_taken(
-    accuracy: float | None, kind: str, unmeasured: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(512, 96)).eval()
-    monkeypatch.setattr(weights.Request, "_fastest", lambda *_, **__: list(ORDER))
-    report = lz.optimize(model, weights="auto", accuracy=accuracy)
-    assert [each.kind for each in report.replaced] == [kind]
-    report.undo()
-    report = lz.optimize(model, weights="auto", accuracy=0.001)
-    said = next(each.why for each in report.left if each.path == "0")
-    assert said.count("[QUANT_ACCURACY_THRESHOLD_EXCEEDED] it loses") == 4
-    assert "of its output in fp8, accuracy=0.001 allows less" in said
-
-
-def test_formats_that_are_one_for_a_layer_are_tried_once(unmeasured: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups of 128 and of 32 divide 96 columns into the same groups of 32."""
-    made: list[str] = []
-    usual = weights.Request._made
-
-    def noted(self: weights.Request, module: nn.Module, of: str, **more: Any) -> Any:
-        made.append(of)
-        return usual(self, module, of, **more)
-
-    monkeypatch.setattr(weights.Request, "_made", noted)
-    report = lz.optimize(nn.Sequential(nn.Linear(96, 64)).eval(), weights="auto", accuracy=0.0001)
-    assert sorted(made) == sorted(2 * ["fp8", "int4:32", "int8"])  # timed, then computed
-    said = next(each.why for each in report.left if each.path == "0")
-    assert said.count("it loses") == 3
-
-
-def test_formats_are_timed_on_the_sizes_of_the_inputs_calls(unmeasured: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four bits are said to be fastest for one row, and int8 for many."""
-    now, few = [0.0], {"int8": 3.0, "int4": 1.0, "fp8": 2.0}
-    monkeypatch.setattr(timing, "CLOCK", lambda: now[0])
-    own = weights.call
-
-    def call(state: Any, rows: Tensor, bias: Tensor | None) -> Tensor:
-        now[0] += few[state.kind] if len(rows) == 1 else 4.0 - few[state.kind]
-        return own(state, rows, bias)
-
-    monkeypatch.setattr(weights, "call", call)
-    monkeypatch.setattr(selection, "_keep_what_gains", lambda *_: True)
-    torch.manual_seed(0)
-    model, rows = nn.Sequential(nn.Linear(512, 96)).eval(), torch.randn(40, 512)
-    kinds = []
-    for inputs in (rows, rows[:1]):
-        report = lz.optimize(model, inputs, weights="auto", accuracy=1.0)
-        kinds += [each.kind for each in report.replaced]
-        report.undo()
-    assert kinds == ["int8", "int4"]
-
-
-@pytest.mark.parametrize(
-    ("rows", "slower", "own", "ours"),
-    [
-        (1, (256,), (100, 300), (1, 5, 64)),  # of which one token was called: others were timed
-        (1, (64, 256), (40, 300), (1, 5)),
-        (1, (4,), (5,), (1, 40, 300)),
-        (40, (256,), (100, 300), (1, 5, 40)),
-        (200, (1,), (1,), (5, 40, 300)),  # long rows were called, so that nothing speaks against longer ones
-        (None, (256,), (100, 300), (1, 5, 64)),
-    ],
-)
-def test_sizes_that_no_input_calls_are_left_to_own_code_where_it_is_faster(
-    rows: int | None,
-    slower: tuple[int, ...],
-    own: tuple[int, ...],
-    ours: tuple[int, ...],
-    unmeasured: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(selection, "_keep_what_gains", lambda *_: True)
-    monkeypatch.setattr(weights, "_ratio", lambda _, size: asked.append(size) or (1.7 if size in slower else 0.5))
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(256, 96)).eval()
-    stock = copy.deepcopy(model)
-    with torch.no_grad():
-        inputs = None if rows is None else torch.randn(rows, 256)
-        report = lz.optimize(model, inputs, weights="int8")
-        if not report.made:  # random rows were slower
-            pytest.skip(str(report))
-        for count in own:
-            given = torch.randn(count, 256)
-            assert torch.equal(model(given), stock(given)), count
-            assert torch.equal(copy.deepcopy(model)(given), stock(given)), count
-        for count in ours:
-            given = torch.randn(count, 256)
-            assert not torch.equal(model(given), stock(given)), count
-    assert "of the module's own time" in str(report)
-    assert len(asked) == len(set(asked))
-    assert not set(asked) & ({1} if rows == 1 else {64} if rows == 40 else {64, 256} if rows == 200 else {1, 4, 64})
-
-
-def test_a_layer_that_no_input_calls_keeps_its_own_code_for_long_prompts(
-    unmeasured: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(selection, "_keep_what_gains", lambda *_: True)
-    monkeypatch.setattr(weights, "_ratio", lambda _, size: 1.7 if size == weights.LONG else 0.5)
-    model = OneOfTwo().eval()
-    report = lz.optimize(model, torch.randn(1, 256), weights="int8")
-    most = {each.path: each.swap.state.most for each in report.replaced if each.swap is not None}
-    assert most == {"called": 64, "other": 64}
-
-
-class OneOfTwo(nn.Module):
-    """Two products, one of which every call takes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.called, self.other = nn.Linear(256, 96), nn.Linear(256, 96)
-
-    def forward(self, input: Tensor) -> Tensor:
-        output: Tensor = self.called(input)
-        return output
-
-
-def test_a_product_is_timed_beside_the_modules_own_code_on_so_many_rows(
-    unmeasured: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now, before = [0.0], weights.call
-    monkeypatch.setattr(selection, "_keep_what_gains", lambda *_: True)
-    model = nn.Sequential(Timed(256, 96, now)).eval()
-    report = lz.optimize(model, torch.randn(1, 256), weights="int8")
-
-    def call(state: Any, given: Tensor, bias: Tensor | None) -> Tensor:
-        now[0] += 6.0 * len(given)
-        return before(state, given, bias)
-
-    monkeypatch.setattr(weights, "call", call)
-    monkeypatch.setattr(timing, "CLOCK", lambda: now[0])
-    forms = report.packs[0].forms
-    assert weights._ratio(report.replaced[0], 64) == pytest.approx(3.0)
-    assert report.packs[0].forms == forms
-
-
-class Timed(nn.Linear):
-    """One that takes two seconds a row, by a clock of its own."""
-
-    def __init__(self, inputs: int, outputs: int, now: list[float]) -> None:
-        super().__init__(inputs, outputs)
-        self.now = now
-
-    def forward(self, input: Tensor) -> Tensor:
-        self.now[0] += 2.0 * len(input)
-        return functional.linear(input, self.weight, self.bias)

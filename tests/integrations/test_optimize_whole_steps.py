@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from timed_llamas import llama
 
 import layerzero as lz
 from clock import Clock
@@ -33,14 +34,6 @@ def clock(monkeypatch):
 
 def costing(clock, monkeypatch, owner, name, seconds):
     monkeypatch.setattr(owner, name, clock.costs(getattr(owner, name), seconds))
-
-
-def llama():
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).eval()
 
 
 def layers(report):

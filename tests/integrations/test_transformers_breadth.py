@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from layerzero.engine.dispatch import ENGINE  # noqa: E402
 from layerzero.integrations import transformers as integration  # noqa: E402
 
 pytestmark = [
+    pytest.mark.usefixtures("registered", "quiet_transformers"),
     # gradients through a softcap or sinks have no kernel on the CPU but the reference, and LayerZero says so once
     pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -38,17 +38,6 @@ def named(given: list[Architecture], quick: frozenset[str] | set[str] = frozense
         "architecture",
         [pytest.param(each, id=each.name, marks=[] if each.name in quick else pytest.mark.slow) for each in given],
     )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _registered() -> Iterator[None]:
-    lz.register_with_transformers()
-    before, threads = transformers.logging.get_verbosity(), torch.get_num_threads()
-    transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)  # two wait for each other on a busy machine
-    yield
-    transformers.logging.set_verbosity(before)
-    torch.set_num_threads(threads)
 
 
 def result(output: Any) -> torch.Tensor:

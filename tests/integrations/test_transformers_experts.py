@@ -22,20 +22,11 @@ import mixtures  # noqa: E402  # it imports transformers
 from layerzero.core.errors import LayerZeroWarning  # noqa: E402
 from layerzero.integrations import transformers_experts as integration  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("registered", "quiet_transformers")
+
 UNLIKE = {"Mixtral", "GptOss", "DeepseekV3", "Qwen3Next"}
 
 OURS = {"experts_implementation": "layerzero"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _registered() -> Iterator[None]:
-    lz.register_with_transformers()
-    before, threads = transformers.logging.get_verbosity(), torch.get_num_threads()
-    transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)
-    yield
-    transformers.logging.set_verbosity(before)
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers", "5.0", reason="needs transfor
 
 import architectures  # noqa: E402  # it imports transformers
 from architectures import Architecture, inputs  # noqa: E402
-from test_transformers_breadth import DECODERS, EVERY, _registered, assert_equal, named, pytestmark  # noqa: E402, F401
+from test_transformers_breadth import DECODERS, EVERY, assert_equal, named, pytestmark  # noqa: E402, F401
 
 from counting import events  # noqa: E402
 from layerzero.integrations import transformers as integration  # noqa: E402

@@ -39,7 +39,12 @@ WALL: Callable[[], float] = time.perf_counter
 """What a caller waits for; runs of the whole model count by it."""
 
 
-_ALONE = time.thread_time if time.get_clock_info("thread_time").resolution <= FINE_S else WALL
+def _alone() -> Callable[[], float]:
+    """The time of this thread, which no neighbour disturbs; the clock on the wall where that is too coarse."""
+    return time.thread_time if time.get_clock_info("thread_time").resolution <= FINE_S else WALL
+
+
+_ALONE = _alone()
 
 
 def _seconds() -> float:

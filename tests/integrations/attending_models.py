@@ -1,0 +1,59 @@
+"""Small models whose attention is LayerZero's, beside stock's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+
+
+SMALL = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "initializer_range": 0.2,  # attention that differs from uniform, so that a dropped mask shows
+}
+GQA = SMALL | {"num_key_value_heads": 2}
+
+
+def bert() -> Any:
+    return transformers.BertForMaskedLM, transformers.BertConfig(**SMALL, attention_probs_dropout_prob=0.0)
+
+
+def llama() -> Any:
+    return transformers.LlamaForCausalLM, transformers.LlamaConfig(**GQA)
+
+
+def pair(make: Callable[[], Any]) -> tuple[Any, Any]:
+    """The same random model with eager attention and with LayerZero's."""
+    kind, config = make()
+    eager = kind._from_config(config, attn_implementation="eager").eval()
+    for name, parameter in eager.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(parameter)
+    ours = kind._from_config(copy.deepcopy(config), attn_implementation="layerzero").eval()
+    ours.load_state_dict(eager.state_dict())
+    assert ours.config._attn_implementation == "layerzero"
+    return eager, ours
+
+
+def padded(side: str, batch: int = 3, length: int = 17) -> dict[str, torch.Tensor]:
+    ids = torch.randint(2, 99, (batch, length))
+    mask = torch.ones_like(ids)
+    for row, count in enumerate(range(0, 4 * batch, 4)):
+        if side == "right":
+            mask[row, length - count :] = 0
+        elif side == "left":
+            mask[row, :count] = 0
+    return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}

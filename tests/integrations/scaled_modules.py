@@ -1,0 +1,30 @@
+"""Modules that tests of single modules make."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import layerzero as lz
+
+PACKED = "packed" in str(lz.which("linear", torch.ones(1, 8), w := torch.ones(8, 8), packed=lz.PackedWeight(w)))
+
+
+class Scaled(nn.Module):
+    """A norm of some kind, whose class says nothing."""
+
+    def __init__(self, size: int, kind: str) -> None:
+        super().__init__()
+        self.kind, self.tiny = kind, 1e-5
+        self.weight = nn.Parameter(torch.ones(size) if kind != "one plus" else torch.zeros(size))
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        if gate is not None:
+            x = x * gate
+        if self.kind == "mean":
+            return functional.layer_norm(x, self.weight.shape, self.weight, None, self.tiny)
+        unit = x / (x.square().mean(-1, keepdim=True) + self.tiny).sqrt()
+        if self.kind == "squared":
+            return unit * self.weight.square()
+        return unit * (1 + self.weight) if self.kind == "one plus" else unit * self.weight
