@@ -37,8 +37,9 @@ test-portable: $(VENV)/.dev ## kernels, integrations and operations on poorer CP
 	PYTHONPATH=$(CURDIR)/tests/torch_alone $(PORTABLE)
 
 ENGINES ?= .venv-engines
+ENGINE_TESTS ?= tests/engines
 test-engines: $(ENGINES)/.made ## vLLM and SGLang themselves on the CPU, by their own attention and by LayerZero's: the same tokens
-	$(ENGINES)/bin/python -m pytest -q -m engines tests/engines
+	$(ENGINES)/bin/python -m pytest -q -m engines $(ENGINE_TESTS)
 
 stress: $(VENV)/.dev ## what takes minutes: 20 million hits while tables are replaced
 	$(BIN)/python -m pytest -q -m "stress and not gpu"
