@@ -186,7 +186,7 @@ def test_the_tables_are_made_once(folder, kernels):
 def filled(store, kernels, works):
     """Times of every kernel for this many works."""
     here = environment.surroundings(facts().device)
-    template = rows_module.row_of("", facts(), here.environment(kernels[0])[0], TIME)
+    template = rows_module.row_of("", rows_module.work_of(facts()), "", here.environment(kernels[0])[0], TIME)
     environments = {kernel.id: here.environment(kernel)[0] for kernel in kernels}
     batch = []
     for number in range(1, works + 1):

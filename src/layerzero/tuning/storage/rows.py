@@ -202,17 +202,19 @@ def _stored(name: str, value: Any) -> Any:
     return value if value is None or name == "samples" or name not in NUMBERS else float(value) + 0.0
 
 
-def row_of(kernel_id: str, facts: Facts, environment: Environment, measurement: Measurement, adapts: str = "") -> Row:
+def row_of(
+    kernel_id: str, work: Work, uuid: str, environment: Environment, measurement: Measurement, adapts: str = ""
+) -> Row:
     """Write down a measurement that was just made."""
     from layerzero import __version__
 
     return Row(
         kernel=kernel_id,
-        facts=dict(call_work(facts)),
+        facts=dict(work.facts),
         environment=environment,
         **{name: _plain(getattr(measurement, name)) for name in Measurement.__slots__},
         adapts=adapts,
-        device_uuid=facts.device.uuid,
+        device_uuid=uuid,
         layerzero=__version__,
         written_at=now(),
     )

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from layerzero.core.device import Device
 from layerzero.core.evidence import Evidence, Measurement, Provenance
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -24,6 +25,7 @@ from layerzero.core.system import forking
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.legality import limit_findings
 from layerzero.engine.policy import Policy
+from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.prediction.fitting import OTHER_LAYOUT, Time, weighed
 from layerzero.tuning.prediction.predict import MAX_DISTANCE, predict
 from layerzero.tuning.storage import journal_merge, learning, machine_state, schema
@@ -35,7 +37,7 @@ from layerzero.tuning.storage.environment import surroundings
 from layerzero.tuning.storage.files import FileLedger, cache_folder
 from layerzero.tuning.storage.prior import priors_of, problems
 from layerzero.tuning.storage.row_queue import Spool
-from layerzero.tuning.storage.rows import Row, alike, check, in_other_layout, is_to_come, row_of, work_of
+from layerzero.tuning.storage.rows import Row, Work, alike, check, in_other_layout, is_to_come, row_of, work_of
 
 NOTES: list[Callable[[], Iterable[str]]] = []
 """What else has notes for the ledger: the sampling of production's calls, where it was imported."""
@@ -206,8 +208,26 @@ class TimeStore:
 
     def record(self, kernel: Kernel, facts: Facts, measurement: Measurement) -> None:
         """Keep a time. Raises: ValueError if it is none."""
-        environment, _ = surroundings(facts.device).environment(kernel)
-        self.add([row_of(kernel.id, facts, environment, measurement, adapted(kernel, facts))])
+        self.record_work(kernel, work_of(facts), facts.device, measurement, adapted(kernel, facts))
+
+    def record_work(
+        self, kernel: Kernel, work: Work, device: Device, measurement: Measurement, adapts: str = ""
+    ) -> None:
+        """The same of a work that need not be a call's."""
+        environment, _ = surroundings(device).environment(kernel)
+        self.add([row_of(kernel.id, work, device.uuid, environment, measurement, adapts)])
+
+    def errors(self, work: Work, device: Device) -> dict[str, float]:
+        """The errors that were measured of a work, by kernel, in this process's environment."""
+        self.spool.refresh()
+        here, kernels = surroundings(device), {each.id: each for each in REGISTRY.kernels()}
+        return {
+            time.kernel: time.error
+            for time in self._times(self.database, work.key, graph=False)
+            if time.error is not None
+            and time.kernel in kernels
+            and here.environment(kernels[time.kernel])[1] == time.environment
+        }
 
     def add(self, rows: Iterable[Row]) -> None:
         """Keep rows, all or none; what was written later about the same thing stays. Raises: ValueError."""

@@ -18,7 +18,7 @@ from layerzero.backends.torch.quantized_linear import WIDENING
 from layerzero.core.arguments import told
 from layerzero.core.reasons import ReasonCode
 from layerzero.integrations.optimize.attention.transformers import Search
-from layerzero.integrations.optimize.modules import coded_experts
+from layerzero.integrations.optimize.modules import coded_experts, known_losses
 from layerzero.integrations.optimize.modules.coded_experts import LEAST_GROUP, losses
 from layerzero.integrations.optimize.modules.int8 import KIND, product_of, untimed
 from layerzero.integrations.optimize.swaps.candidate import Candidate, quiet, random_rows, refusal, watching
@@ -29,6 +29,7 @@ from layerzero.integrations.optimize.times import timing
 from layerzero.integrations.optimize.times.report import NO_TIME, Left, Optimized, Replaced
 from layerzero.integrations.optimize.times.workload import RUN
 from layerzero.ops.linear.packed import DENSE, PackedWeight
+from layerzero.tuning.storage.rows import Work
 
 FORMATS = ("int8", "int4", "int4:32", "fp8")
 """What weights may be quantised to: int8 and float8 with a scale for each output, four bits with one for each 128 or 32
@@ -100,10 +101,11 @@ class Request:
         sizes = _sizes([module for module, _ in layers.values()], search) if len(self.formats) > 1 else {}
         orders = {path: self._order(search, *layer, sizes) for path, layer in layers.items()}
         taken, last = set[int](), dict.fromkeys(layers, "")
+        kept: dict[int, Work] = {}
         while layers:
             made: dict[str, Candidate] = {}
             for path, (module, turned) in list(layers.items()):
-                found = self._next(search, module, orders[path], turned=turned)
+                found = self._next(search, module, orders[path], kept, turned=turned)
                 if isinstance(found, Candidate):
                     made[path] = found
                     continue
@@ -115,11 +117,9 @@ class Request:
                 if widens := _widens(each):
                     last[path] = "; ".join(filter(None, [last[path], widens]))
                     continue
+                known_losses.keep(each, kept[id(module)], loss)
                 if not loss <= self.accuracy:
-                    code = ReasonCode.QUANT_ACCURACY_THRESHOLD_EXCEEDED
-                    of = f" in {each.kind}" if len(self.formats) > 1 else ""
-                    said = f"it loses {loss:.2g} of its output{of}, accuracy={self.accuracy:g} allows less"
-                    last[path] = "; ".join(filter(None, [last[path], f"[{code}] {said}"]))
+                    last[path] = "; ".join(filter(None, [last[path], self._exceeded(each.kind, loss)]))
                     continue
                 del layers[path]
                 each.error = each.swap.state.loss = loss  # type: ignore[attr-defined]
@@ -131,8 +131,18 @@ class Request:
                 if id(module) not in taken and search.workload is not None:  # else nothing times both together
                     search.holders.add(id(module))
 
-    def _next(self, search: Search, module: Module, order: list[str], *, turned: bool) -> Candidate | str:
-        """A layer in the next format of an order that divides its columns, or why there is none."""
+    def _exceeded(self, of: str, loss: float, when: str = "") -> str:
+        """That a layer loses more in a format than is allowed."""
+        code, of = ReasonCode.QUANT_ACCURACY_THRESHOLD_EXCEEDED, f" in {of}" if len(self.formats) > 1 else ""
+        return f"[{code}] it loses {loss:.2g} of its output{of}{when}, accuracy={self.accuracy:g} allows less"
+
+    def _next(
+        self, search: Search, module: Module, order: list[str], kept: dict[int, Work], *, turned: bool
+    ) -> Candidate | str:
+        """A layer in the next format of an order that divides its columns, or why there is none.
+
+        A format in which this very weight is known to lose too much is left out; ``kept`` gets the work of its loss.
+        """
         weight, why = weight_of(module), "no format comes into question"
         step = f"quantising {type(module).__name__}"
         columns = weight.shape[0 if turned else 1]
@@ -140,9 +150,16 @@ class Request:
             of = _for_columns(order.pop(0), columns)
             if of is None:
                 why = f"no group of {LEAST_GROUP} divides its {columns} columns"
+                continue
+            rows = None if of == "fp8" else self.activations
+            work = known_losses.work_of(weight, of, rows, on_inputs=search.workload is not None)
+            lost = known_losses.known(work, weight.device)
+            if lost is not None and lost > known_losses.SURELY * self.accuracy:
+                why = self._exceeded(of, lost, " as measured before")
             elif not search.time.allows(step, step):
                 return NO_TIME
             else:
+                kept[id(module)] = work
                 with search.time.taking(step):
                     return self._made(module, of, turned=turned)
         return why
