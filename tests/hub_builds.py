@@ -6,6 +6,8 @@ import base64
 import hashlib
 import json
 
+import torch
+
 ACTIVATION = """
 import torch
 
@@ -33,14 +35,16 @@ def apply_rotary(x1, x2, cos, sin, out1, out2, conj):
 """
 
 OWNER = "kernels-community"
+VARIANT = "torch-universal" if torch.version.cuda or torch.version.hip else "torch-cpu"
+"""The package takes a build for CPUs where torch is one, and builds of Python alone with every torch."""
 
 
-def plant(folder, name="activation", text=ACTIVATION, *, owner=OWNER, variant="torch-cpu", files=None, **metadata):
+def plant(folder, name="activation", text=ACTIVATION, *, owner=OWNER, variant=VARIANT, files=None, **metadata):
     """Write a build as kernel-builder does; returns the variant's folder."""
     return plant_in(folder / owner / name, name, text, variant=variant, files=files, **metadata)
 
 
-def plant_in(repository, name="activation", text=ACTIVATION, *, variant="torch-cpu", files=None, **metadata):
+def plant_in(repository, name="activation", text=ACTIVATION, *, variant=VARIANT, files=None, **metadata):
     """The same in a repository's folder, as a cache of the hub names it."""
     place = repository / "build" / variant
     place.mkdir(parents=True, exist_ok=True)

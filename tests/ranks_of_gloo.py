@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -28,4 +29,5 @@ def two_ranks(folder, script, case, ranks=2):
         for each in started:
             each.kill()
     assert [each.returncode for each in started] == [0] * ranks, said
+    said = [(re.sub(r"(?m)^\[Gloo\] .*\n", "", out), err) for out, err in said]  # torch 2.10 prints it there
     return [out.strip().split("|") for out, _ in said]

@@ -288,6 +288,7 @@ def test_the_roles_in_the_documentation_are_those_of_parameters():
     assert listed == set(lz.Role.__members__)
 
 
+@pytest.mark.skipif((torch.backends.cudnn.version() or 91501) <= 91500, reason="torch asks an older cuDNN last")
 def test_the_documented_explanation_is_real(tmp_path, monkeypatch):
     (block,) = blocks("console", page("choices.md"))
     command, _, shown = block.partition("\n")

@@ -230,8 +230,12 @@ def test_autocast_and_transforms_run_as_stock() -> None:
     call = calls_of(experts)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(experts(*call), stock_of(experts, call))
-    wanted, got = (torch.func.grad(lambda rows, of=of: of(rows).sum())(call[0]) for of in _both(experts, call))
-    assert torch.equal(got, wanted)
+    stock, ours = _both(experts, call)
+    try:
+        wanted = torch.func.grad(lambda rows: stock(rows).sum())(call[0])
+    except RuntimeError as error:
+        pytest.skip(f"stock has no such gradient with torch {torch.__version__}: {error}")
+    assert torch.equal(torch.func.grad(lambda rows: ours(rows).sum())(call[0]), wanted)
 
 
 def _both(experts: Any, call: list[torch.Tensor]) -> tuple[Any, Any]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from hub_builds import ACTIVATION, OWNER, module_of, plant, plant_in, settings
+from hub_builds import ACTIVATION, OWNER, VARIANT, module_of, plant, plant_in, settings
 from layerzero._native import __path__ as native
 from layerzero.backends.hub import checks, find
 from layerzero.engine.registry import REGISTRY
@@ -20,6 +20,7 @@ pytest.importorskip("kernels.variants", reason="the package that reads hub kerne
 pytest.importorskip("kernel_abi_check", reason="the package that checks shared libraries is not installed")
 
 X = torch.ones(4, 64)
+OTHER = "torch-universal" if VARIANT == "torch-cpu" else "torch-rocm" if torch.version.hip else "torch-cuda"
 COMMITS = "a" * 40, "b" * 40
 HERE = f"torch{torch.__version__.split('.')[0]}{torch.__version__.split('.')[1]}"
 
@@ -184,7 +185,7 @@ def test_what_a_lockfile_pins_is_found_and_nothing_else(tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda text: text.replace('"torch-cpu": "', '"torch-cpu": "0'),
+        lambda text: text.replace(f'"{VARIANT}": "', f'"{VARIANT}": "0'),
         lambda text: text.replace('"revision": ""', f'"revision": "{COMMITS[0]}"'),
         lambda text: text.replace(OWNER, "somebody"),
         lambda text: json.dumps(json.loads(text) | {"more": 1}),
@@ -209,7 +210,7 @@ def test_other_content_than_was_locked_is_refused(tmp_path):
     plant(folder, text=f"{ACTIVATION}\n")  # whole by itself
     assert "activation hash" in refusal(folder, lockfile=lockfile)
     shutil.rmtree(folder)
-    plant(folder, variant="torch-universal")
+    plant(folder, variant=OTHER)
     assert "no such variant by hub.lockfile" in refusal(folder, lockfile=lockfile)
 
 

@@ -72,7 +72,7 @@ def _load_all_reduce(_facts: Facts) -> Callable[..., Any]:
         ranks, local = ranks_of(group), dense(input)
         output, rows = torch.empty_like(local), local.numel() // _ROW
         given = local, ranks.size, ranks.rank, rows, _ROW, _workspace(ranks, local), True, True, True, True
-        operator(*given, _SUM, output, *[None] * 12)
+        operator(*given, _SUM, output, *[None] * 11)
         return output
 
     return run
@@ -86,7 +86,7 @@ def _load_all_reduce_add_rms_norm(facts: Facts) -> Callable[..., Any]:
         output, total, rows = torch.empty_like(local), torch.empty_like(local), local.numel() // hidden
         given = local, ranks.size, ranks.rank, rows, hidden, _workspace(ranks, local), True, True, True, True
         normed = None, dense(residual), total, output, None, None, dense(weight), eps
-        operator(*given, _SUM_ADD_NORM, *normed, *[None] * 5)
+        operator(*given, _SUM_ADD_NORM, *normed, *[None] * 4)
         return output, total
 
     return run
