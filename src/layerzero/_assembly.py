@@ -144,17 +144,6 @@ def unable_to_isolate(kernel: Kernel, policy: Policy) -> tuple[str, object, obje
 
 
 def install(services: Services) -> None:
-    """Fill the engine's ports."""
-    services.ledger = ledger
-    services.update_descriptors = update_descriptors
-    services.call = call
-    services.register_function = register_function
-    services.importing = importing
-    services.try_hub = try_hub
-    services.sample = sample
-    services.vet_later = vet_later
-    services.build_later = build_later
-    services.workspace = workspace
-    services.builds = builds
-    services.isolate = isolate
-    services.unable_to_isolate = unable_to_isolate
+    """Fill the engine's ports: each has a function of its name here."""
+    for port in services.__slots__:
+        setattr(services, port, globals()[port])

@@ -114,7 +114,7 @@ def test_bench_runs_the_kernels_that_are_named_in_the_dtypes_that_they_have():
 
 @pytest.mark.parametrize(("state", "told"), [("load=high", "load=high: these times are rough"), ("load=low", "")])
 def test_bench_tells_noise_and_when_times_are_rough(state, told, monkeypatch):
-    monkeypatch.setattr("layerzero.tuning.storage.machine_state.condition", lambda _: state)
+    monkeypatch.setattr("layerzero.tuning.storage.environment.condition", lambda _: state)
     (found,) = calls(f"bench rms_norm --shapes 8x64 {QUICK}")
     assert found["condition"] == state
     assert all(line["noise"] is not None for line in found["kernels"] if line["median_us"] is not None)

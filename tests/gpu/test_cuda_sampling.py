@@ -10,7 +10,7 @@ import torch
 import layerzero as lz
 from layerzero.tuning.measurement import online
 from layerzero.tuning.measurement.online import Sampler
-from layerzero.tuning.storage import machine_state as conditions
+from layerzero.tuning.storage import environment as conditions
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

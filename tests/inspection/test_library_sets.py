@@ -16,7 +16,7 @@ from layerzero.core.reasons import ReasonCode
 from layerzero.engine.probe import Machine
 from layerzero.engine.registry import REGISTRY
 from layerzero.inspection import diagnosis
-from layerzero.inspection.library_sets import together
+from layerzero.inspection.model_sets import together
 
 H100 = Device.named("H100")
 

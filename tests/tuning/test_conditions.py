@@ -11,8 +11,8 @@ import layerzero as lz
 from layerzero.core.evidence import Measurement
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.prediction.fitting import Time, weighed
-from layerzero.tuning.storage import machine_state as conditions
-from layerzero.tuning.storage.machine_state import of_nvml
+from layerzero.tuning.storage import environment as conditions
+from layerzero.tuning.storage.environment import of_nvml
 from layerzero.tuning.storage.store import TimeStore
 from others import OTHERS
 

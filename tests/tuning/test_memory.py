@@ -15,7 +15,7 @@ from layerzero.inspection.answers import facts as facts_of
 from layerzero.ops import OPERATIONS
 from layerzero.tuning.measurement import tune_run
 from layerzero.tuning.measurement.jobs import Job
-from layerzero.tuning.storage import machine_state
+from layerzero.tuning.storage import environment
 from layerzero.tuning.verification import child
 from others import OTHERS
 
@@ -26,21 +26,19 @@ def norm(rows: int, **on):
 
 
 def test_what_a_call_needs_grows_with_its_elements():
-    one, two = (machine_state.needed_bytes(norm(rows)) for rows in (100, 200))
-    assert two - one == 100 * 64 * (4 + machine_state.WIDE_BYTES)
+    one, two = (environment.needed_bytes(norm(rows)) for rows in (100, 200))
+    assert two - one == 100 * 64 * (4 + environment.WIDE_BYTES)
 
 
 def test_scores_that_a_reference_makes_at_once_count():
     (_, sparse) = OPERATIONS["attention.sparse.block"].cases
-    assert machine_state.needed_bytes(Job("attention.sparse.block", sparse, "float32").facts("cpu")) > 17e9
+    assert environment.needed_bytes(Job("attention.sparse.block", sparse, "float32").facts("cpu")) > 17e9
     decode = next(each for each in OPERATIONS["attention.gqa.decode"].cases if each.name == "llama3_8b_b64")
-    assert machine_state.needed_bytes(Job("attention.gqa.decode", decode, "float32").facts("cpu")) < 5e9, (
-        "done in parts"
-    )
+    assert environment.needed_bytes(Job("attention.gqa.decode", decode, "float32").facts("cpu")) < 5e9, "done in parts"
 
 
 def test_a_call_that_does_not_fit_is_left_before_anything_is_made(monkeypatch):
-    monkeypatch.setattr(machine_state, "available_bytes", lambda: 2.0 * machine_state.needed_bytes(norm(8)))
+    monkeypatch.setattr(environment, "available_bytes", lambda: 2.0 * environment.needed_bytes(norm(8)))
     made, asked = [], []
     make = Job.make
     monkeypatch.setattr(Job, "make", lambda self, device: (made.append(self.case.sizes["rows"]), make(self, device))[1])
@@ -57,9 +55,9 @@ def test_a_call_that_does_not_fit_is_left_before_anything_is_made(monkeypatch):
 
 
 def test_other_devices_say_so_themselves(monkeypatch):
-    monkeypatch.setattr(machine_state, "available_bytes", lambda: 0.0)
-    assert machine_state.too_large(norm(8))
-    assert machine_state.too_large(norm(8, device="H200")) == ""
+    monkeypatch.setattr(environment, "available_bytes", lambda: 0.0)
+    assert environment.too_large(norm(8))
+    assert environment.too_large(norm(8, device="H200")) == ""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="bounds of Linux")
@@ -67,7 +65,7 @@ def test_a_reference_that_takes_more_than_its_share_fails_and_leaves_the_bound_a
     import resource
 
     before = resource.getrlimit(resource.RLIMIT_AS)
-    monkeypatch.setattr(machine_state, "available_bytes", lambda: 2.0 * 2**28)
+    monkeypatch.setattr(environment, "available_bytes", lambda: 2.0 * 2**28)
     call = Job("norm.rms", OPERATIONS["norm.rms"].cases[0], "float32").make("cpu")
     facts = facts_of(call.function, **call.arguments)
     assert child.truth_of(call, facts).whole is not None

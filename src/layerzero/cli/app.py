@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from layerzero.cli import calls, checks, libraries, perfdb_exchange, plans, rolling_update
+from layerzero.cli import calls, checks, deployment, perfdb_exchange, plans
 from layerzero.cli.calls import AsJson, CallFlags, ExplainFlags, Modules, command
 from layerzero.cli.output import FINE, NO, Answer, Program, import_modules, say, stdout_console
 from layerzero.cli.output import examples as _examples
@@ -144,7 +144,7 @@ def doctor(
     if (again or module) and not confirm:
         raise ValueError("doctor: --again and --module say how to confirm: wanted --confirm with them, got none")
     screen.ask_a_child()
-    libraries.try_builds()
+    deployment.try_builds()
     confirmed = confirm_suspects(modules=module or [], again=again) if confirm else ()
     diagnosis = diagnose(load=load, asked_for=asked_for)
     code = NO if strict and diagnosis.issues else FINE
@@ -269,5 +269,4 @@ def descriptor_check(
 
 calls.add_to(main)
 plans.add_to(main)
-rolling_update.add_to(main)
-libraries.add_to(main)
+deployment.add_to(main)

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -25,6 +25,7 @@ from layerzero.inspection.answers import explain
 from layerzero.ops import FUNCTIONS
 from layerzero.testing.compare import Expected, check, expected, for_kernel
 from layerzero.testing.generate import RandomCall, random_call
+from layerzero.testing.single_run import all_threads
 
 Truth = Callable[[RandomCall], Expected]
 """Says what a call should give."""
@@ -220,7 +221,7 @@ def _run(
 ) -> FuzzReport:
     started = told = time.perf_counter()
     threads = torch.get_num_threads()
-    with warnings.catch_warnings(), _restored_threads():
+    with warnings.catch_warnings(), all_threads():  # put back whatever happens
         warnings.simplefilter("ignore", LayerZeroWarning)  # the reference runs often here, and says so
         for number in numbers:
             torch.set_num_threads(1 if number % _THREADS_EVERY else threads)
@@ -234,15 +235,6 @@ def _run(
             if report.calls % _FORGET_EVERY == 0:
                 ENGINE.bump()
     return report
-
-
-@contextmanager
-def _restored_threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 class _Round:

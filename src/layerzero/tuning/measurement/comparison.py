@@ -36,7 +36,7 @@ from layerzero.tuning.measurement.clocks import Clock, CpuClock
 from layerzero.tuning.measurement.jobs import Job, long_last
 from layerzero.tuning.measurement.loop import NO_TIME, Children, Pairs, Progress, TensorParty, run_loop
 from layerzero.tuning.measurement.timing import Deadline, Effort, Pace, TimeOverError
-from layerzero.tuning.storage.machine_state import needed_bytes, too_large
+from layerzero.tuning.storage.environment import needed_bytes, too_large
 from layerzero.tuning.storage.rows import work_of
 
 BEFORE_BUILDS = 0.5

@@ -40,7 +40,7 @@ from layerzero.tuning.measurement import clocks
 from layerzero.tuning.measurement.admission import copied_bytes, least_us
 from layerzero.tuning.measurement.clocks import Clock, Graphs, Run, Sample, clock_of
 from layerzero.tuning.measurement.timing import CONTENDS, Effort, TimeOverError, measurement, race
-from layerzero.tuning.storage import machine_state as conditions
+from layerzero.tuning.storage import environment as conditions
 from layerzero.tuning.verification.child import Truth, truth_of
 
 

@@ -30,7 +30,7 @@ from layerzero.tuning.measurement.clocks import Clock
 from layerzero.tuning.measurement.contest import taking_part, window
 from layerzero.tuning.measurement.jobs import Job
 from layerzero.tuning.measurement.timing import Deadline, Effort, Pace
-from layerzero.tuning.storage.machine_state import needed_bytes
+from layerzero.tuning.storage.environment import needed_bytes
 from layerzero.tuning.verification.build_child import build_apart
 from layerzero.tuning.verification.vetting import Vetted, vet_calls
 

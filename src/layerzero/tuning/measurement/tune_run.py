@@ -35,7 +35,7 @@ from layerzero.tuning.measurement.jobs import Job
 from layerzero.tuning.measurement.loop import BETWEEN, NO_TIME, Children, Pairs, TensorParty
 from layerzero.tuning.measurement.timing import TimeOverError
 from layerzero.tuning.prediction.fitting import FULL_SAMPLES
-from layerzero.tuning.storage.machine_state import needed_bytes, too_large
+from layerzero.tuning.storage.environment import needed_bytes, too_large
 from layerzero.tuning.verification.rehearsal import is_new, rehearse
 
 USABLE = 0.5

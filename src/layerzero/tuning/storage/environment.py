@@ -1,10 +1,27 @@
-"""Under what a time was taken: the device, its driver, and the versions of torch and of the kernel's library."""
+"""Under what a time was taken: the device, its driver, and the versions of torch and of the kernel's library.
+
+And the state that the machine was in, and the memory that a call may use there. Times compare within a condition, in
+buckets. On NVIDIA GPUs it is read through NVML, where nvidia-ml-py is installed (``layerzero[nvml]``): temperature,
+memory pressure, power state. On a CPU: load, and the clock where the system tells it. What cannot be read is left out.
+Where times of one call were taken under several conditions, those under the present one count, or else those under the
+one that most kernels share, and others count less. No time is multiplied by a factor for its condition: none was
+calibrated.
+
+Linux gives out more memory than there is, and kills the process that then uses it. A GPU's allocator says so instead,
+and its error is caught where it is raised.
+"""
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
@@ -12,8 +29,11 @@ import msgspec
 import torch
 
 from layerzero.core.device import Device, capability_hash, driver_version
+from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Libraries
+from layerzero.core.system import resources
+from layerzero.core.system.resources import available_bytes
 from layerzero.engine import probe
 
 
@@ -114,3 +134,159 @@ def code_version(function: Callable[..., Any]) -> str:
 
 
 _EMPTY = CellType()
+
+
+log = logging.getLogger("layerzero")
+
+WARM_C, HOT_C = 50.0, 70.0
+"""From here on a GPU is warm, hot."""
+
+MEDIUM_MEMORY, HIGH_MEMORY = 0.5, 0.8
+"""Share of a GPU's memory in use from which on the pressure is medium, high."""
+
+MEDIUM_LOAD, HIGH_LOAD = 1.0, 2.0
+"""Runnable threads a core beyond which the load is medium, high; what measures is one of them."""
+
+LATELY_S = 30.0
+"""How old a state may be that a choice is made by."""
+
+_LATELY: dict[str, tuple[float, str]] = {}
+
+BOOST = 0.9
+"""Share of the highest clock from which on a device boosts."""
+
+_THROTTLES = 0x8 | 0x20 | 0x40 | 0x80  # NVML's bits: hardware and software slowdown for heat, and the power brake
+_CLOCK = Path("/sys/devices/system/cpu/cpu0/cpufreq")
+
+
+def bucket(value: float, low: float, high: float, names: tuple[str, str, str]) -> str:
+    """The name of the third that a value lies in; the bounds belong to the upper one."""
+    return names[(value >= low) + (value >= high)]
+
+
+def condition(device: torch.device) -> str:
+    """The state of a device now, ``memory=low,power=boost,temperature=warm``; empty where nothing can be read."""
+    state = _of_gpu(device.index or 0) if device.type == "cuda" and torch.version.cuda else {}
+    if device.type == "cpu":
+        state = _of_cpu()
+    return text(state)
+
+
+def lately(device_type: str) -> str:
+    """The state of the current device of a kind, at most half a minute old: a choice must not wait for it."""
+    now = time.monotonic()
+    found = _LATELY.get(device_type)
+    if found is None or now - found[0] > LATELY_S:
+        device = (
+            torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device(device_type)
+        )
+        found = _LATELY[device_type] = now, condition(device)
+    return found[1]
+
+
+def text(state: Mapping[str, str]) -> str:
+    """Write a condition down, sorted by what is said."""
+    return ",".join(f"{name}={value}" for name, value in sorted(state.items()))
+
+
+def _of_cpu() -> dict[str, str]:
+    state = {}
+    try:
+        load = os.getloadavg()[0] / (os.cpu_count() or 1)
+        state["load"] = bucket(load, MEDIUM_LOAD, HIGH_LOAD, ("low", "medium", "high"))
+        now, most = (float((_CLOCK / name).read_text()) for name in ("scaling_cur_freq", "cpuinfo_max_freq"))
+        state["power"] = _power(now / most, throttled=False)
+    except (AttributeError, OSError, ValueError):  # Windows has no load, virtual machines hide the clock
+        return state
+    return state
+
+
+def _power(share: float, *, throttled: bool) -> str:
+    return "throttled" if throttled else "boost" if share >= BOOST else "nominal"
+
+
+@functools.cache
+def _nvml() -> Any:
+    """NVML, None where its bindings or the driver's library are missing; looked for once."""
+    try:
+        import pynvml
+    except ImportError:
+        log.info("no conditions of GPUs are recorded: nvidia-ml-py is not installed (pip install layerzero[nvml])")
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        log.info("no conditions of GPUs are recorded: NVML does not start: %s", error)
+        return None
+    return pynvml
+
+
+def _of_gpu(index: int) -> dict[str, str]:
+    nvml = _nvml()
+    if nvml is None:
+        return {}
+    uuid = str(torch.cuda.get_device_properties(index).uuid)
+    return of_nvml(nvml, uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+
+
+def of_nvml(nvml: Any, uuid: str) -> dict[str, str]:
+    """What NVML tells of a device; a number that this device does not have is left out."""
+
+    def temperature(handle: Any) -> str:
+        degrees = nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
+        return bucket(degrees, WARM_C, HOT_C, ("cold", "warm", "hot"))
+
+    def memory(handle: Any) -> str:
+        found = nvml.nvmlDeviceGetMemoryInfo(handle)
+        return bucket(found.used / found.total, MEDIUM_MEMORY, HIGH_MEMORY, ("low", "medium", "high"))
+
+    def power(handle: Any) -> str:
+        now = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
+        most = nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM)
+        reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+        return _power(now / most, throttled=bool(reasons & _THROTTLES))
+
+    state: dict[str, str] = {}
+    try:
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+    except nvml.NVMLError as error:  # a part of a device, or one that the container hides
+        log.info("no condition of %s is recorded: %s", uuid, error)
+        return state
+    for name, read in (("temperature", temperature), ("memory", memory), ("power", power)):
+        try:
+            state[name] = read(handle)
+        except nvml.NVMLError as error:
+            log.info("%s of %s is not recorded: %s", name, uuid, error)
+    return state
+
+
+SHARE = 0.5
+"""Of what is available, so much may be used: the machine belongs to others, too."""
+
+WIDE_BYTES = 12
+"""What an element needs beside its own memory: eight bytes in float64, and half as much where it is drawn or compared.
+The peak of a call in float32 was 11.8 and 12.4 bytes an element (embedding, linear; AMD EPYC, 2026-11-23)."""
+
+
+def needed_bytes(facts: Facts) -> int:
+    """What its tensors need, as they are and in float64, and the scores of a reference that is not cut in parts."""
+    operation = facts.operation
+    whole = operation.scratch(facts.sizes()) if operation.scratch is not None and operation.parts is None else 0
+    sizes = [(math.prod(each.shape), each.dtype.itemsize) for each in facts.tensors.values()]
+    return sum(count * (own + WIDE_BYTES) for count, own in sizes) + 8 * whole
+
+
+def too_large(facts: Facts) -> str:
+    """Why a call is not made at all; empty if it may be."""
+    if facts.device.torch_type != "cpu":
+        return ""
+    needed, free = needed_bytes(facts), available_bytes()
+    if needed <= SHARE * free:
+        return ""
+    wanted = f"it needs about {needed / 1e9:.1f} GB with its values in float64"
+    return f"too little memory: {wanted}, and of {free / 1e9:.1f} free ones {SHARE:.0%} may be used"
+
+
+def bounded(facts: Facts) -> AbstractContextManager[None]:
+    """Let what runs here fail to allocate where it would take more than its share of a CPU's memory."""
+    return resources.bounded(SHARE * available_bytes() if facts.device.torch_type == "cpu" else math.inf)

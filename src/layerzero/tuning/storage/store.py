@@ -28,7 +28,8 @@ from layerzero.engine.policy import Policy
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.prediction.fitting import OTHER_LAYOUT, Time, weighed
 from layerzero.tuning.prediction.predict import MAX_DISTANCE, predict
-from layerzero.tuning.storage import journal_merge, learning, machine_state, schema
+from layerzero.tuning.storage import environment as conditions
+from layerzero.tuning.storage import journal_merge, learning, schema
 from layerzero.tuning.storage import rows as rows_of_times
 from layerzero.tuning.storage.ban_watch import WATCH
 from layerzero.tuning.storage.calls import CallsMade
@@ -147,7 +148,7 @@ class TimeStore:
             for kernel_id, environment, adapted_then, model in (known if waits else ())
             if wanted.get(kernel_id) == environment
         }
-        present = functools.partial(machine_state.lately, facts.device.torch_type)
+        present = functools.partial(conditions.lately, facts.device.torch_type)
         found = weighed([time for time in times if wanted.get(time.kernel) == time.environment], hosts, present)
         by_id = {kernel.id: kernel for kernel in kernels if kernel.id not in found}
         adapts: dict[str, str] = {}

@@ -40,7 +40,7 @@ from layerzero.testing.compare import Expected, check, expected, for_kernel, pro
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.single_run import attempt, build, duplicate, lost_context
 from layerzero.testing.sizes import CheckSetting
-from layerzero.tuning.storage.machine_state import bounded
+from layerzero.tuning.storage.environment import bounded
 
 MAX_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}
 """What the reference may need besides the tensors, in float64: several of 0.1 GB on a CPU, of 2 GB on a GPU."""
