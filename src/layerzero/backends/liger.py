@@ -136,10 +136,6 @@ def _load_rope_inplace(facts: Facts) -> Callable[..., Any]:
     return rope(_rotating(facts), in_place=True)
 
 
-def _load_rope(facts: Facts) -> Callable[..., Any]:
-    return rope(_rotating(facts), in_place=False)
-
-
 def _rope_specialised(facts: Facts) -> Hashable:
     """What Triton makes a variant of the rotation for."""
     tokens = facts.size("batch") * facts.size("seq")
@@ -253,7 +249,7 @@ KERNELS = (
             priority=60,
         )
         for name, operation, load in (
-            ("liger.rope", "posenc.rope", _load_rope),
+            ("liger.rope", "posenc.rope", lambda facts: rope(_rotating(facts), in_place=False)),
             ("liger.rope_inplace", "posenc.rope.inplace", _load_rope_inplace),
         )
     ),

@@ -54,10 +54,6 @@ QUACK = Backend(
 )
 
 
-def _build_key(facts: Facts) -> Hashable:
-    return row_length(facts), stamps()
-
-
 def _cache_folder() -> Path | None:
     """Where the library keeps compiled functions (quack/cache); none where the user turned that off."""
     if os.environ.get("QUACK_CACHE_ENABLED", "1") != "1":
@@ -148,7 +144,7 @@ _FORWARD = {
         load,
         accepts=accepts,
         limits=(*_LIMITS, limit.dim("hidden", max=widest, multiple=8)),
-        build_key=_build_key,
+        build_key=lambda facts: (row_length(facts), stamps()),
         cache_folder=_cache_folder,
         priority=priority,
     )

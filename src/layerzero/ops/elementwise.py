@@ -198,10 +198,6 @@ def _residual_problems(arguments: dict[str, Any]) -> list[str]:
     return problems
 
 
-def _choose(arguments: dict[str, Any]) -> Operation:
-    return ADD if arguments["scale"] is None and arguments["scale_by_row"] is None else SCALED_ADD
-
-
 _WIDTHS = (1, 2, 3, 7, 8, 16, 33, 64, 100, 257, 1536)
 
 
@@ -235,7 +231,9 @@ FUNCTIONS = (
         "add_residual_",
         *(ADD, SCALED_ADD),
         signature=add_residual_,
-        choose=_choose,
+        choose=lambda arguments: (
+            ADD if arguments["scale"] is None and arguments["scale_by_row"] is None else SCALED_ADD
+        ),
         values=_scale_problems,
         fits=_residual_problems,
         draw=_drawn("residual"),

@@ -175,10 +175,6 @@ LOOKUP = _operation("embedding.lookup", "Rows of a table by ids", shard=False)
 LOOKUP_SHARD = _operation("embedding.lookup.shard", "Rows of a shard of a vocabulary, zeros for other ids", shard=True)
 
 
-def _choose(arguments: dict[str, Any]) -> Operation:
-    return LOOKUP if arguments["vocab_start"] is None else LOOKUP_SHARD
-
-
 def _problems(arguments: dict[str, Any]) -> list[str]:
     problems, shard = [], "vocab_start" in arguments
     weight, scale, padding = (arguments[name] for name in ("weight", "scale", "padding_idx"))
@@ -227,7 +223,7 @@ OPERATIONS = (LOOKUP, LOOKUP_SHARD)
 FUNCTIONS = (
     function(
         *("embedding", LOOKUP, LOOKUP_SHARD),
-        choose=_choose,
+        choose=lambda arguments: LOOKUP if arguments["vocab_start"] is None else LOOKUP_SHARD,
         fits=_problems,
         canonical=_count_from_the_start,
         draw=_draw,

@@ -61,10 +61,6 @@ def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
     return matrix if is_matrix else run
 
 
-def _load_add_rms_norm(facts: Facts) -> Callable[..., Any]:
-    return sum_then(_load_rms_norm(facts))
-
-
 def _load_add_rms_norm_inplace(facts: Facts) -> Callable[..., Any]:
     from flashinfer.norm import get_norm_module
 
@@ -88,10 +84,6 @@ def _activation(facts: Facts) -> str:
 
 def _module_activation(facts: Facts) -> Hashable:
     return facts.device.sm, _activation(facts)
-
-
-def _prebuilt_activation(facts: Facts) -> bool:
-    return is_built(f"{_activation(facts)}_and_mul", facts)
 
 
 @functools.cache
@@ -152,7 +144,7 @@ KERNELS = (
     FLASHINFER.kernel(
         "flashinfer.add_rms_norm",
         "norm.add_rms",
-        _load_add_rms_norm,
+        lambda facts: sum_then(_load_rms_norm(facts)),
         accepts=("eps",),
         limits=(*_LIMITS, limit.contiguous("residual", "weight"), RowsAligned(("residual", "weight"))),
         deterministic=True,
@@ -184,7 +176,7 @@ KERNELS = (
             accepts=accepts,
             deterministic=True,
             build_key=_module_activation,
-            prebuilt=_prebuilt_activation,
+            prebuilt=lambda facts: is_built(f"{_activation(facts)}_and_mul", facts),
             device_guard=False,
             priority=90,
         )

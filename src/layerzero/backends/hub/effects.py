@@ -139,13 +139,10 @@ def _state() -> dict[str, Any]:
             logging.root.disabled,
         ),
         "LayerZero's settings": repr(
-            getattr(sys.modules.get("layerzero.engine.config"), "CONFIGURATION", None) and _policy()
+            getattr(sys.modules.get("layerzero.engine.config"), "CONFIGURATION", None)
+            and sys.modules["layerzero.engine.config"].CONFIGURATION.policy
         ),
     }
-
-
-def _policy() -> object:
-    return sys.modules["layerzero.engine.config"].CONFIGURATION.policy
 
 
 def _handler(number: signal.Signals) -> str:

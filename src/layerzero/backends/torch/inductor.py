@@ -225,10 +225,6 @@ def _name(operation: Operation, facts: Facts) -> str:
     return name_of(made_of, str(norm.__file__))
 
 
-def _files(operation: Operation, facts: Facts) -> list[str]:
-    return files(_name(operation, facts))
-
-
 def compiled(
     program: torch.export.ExportedProgram,
     facts: Facts,
@@ -313,7 +309,9 @@ KERNELS = tuple(
         load,
         accepts=accepts,
         limits=_LIMITS,
-        prebuilt=KeptFiles(cache_folder, functools.partial(_files, operation)),
+        prebuilt=KeptFiles(
+            cache_folder, functools.partial(lambda operation, facts: files(_name(operation, facts)), operation)
+        ),
         priority=30,
     )
     for name, operation, load, accepts in (

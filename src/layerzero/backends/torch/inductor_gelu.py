@@ -85,10 +85,6 @@ def _unguarded(most: int, guards: Sequence[Any], _: object) -> int:
     return most
 
 
-def _build_key(facts: Facts) -> Hashable:
-    return facts["dtype"]
-
-
 def _name(facts: Facts) -> str:
     return name_of((facts.device.name, str(facts["dtype"]), "gelu"), __file__)
 
@@ -103,7 +99,7 @@ KERNELS = (
         limit.dim("features", multiple=8),
         limit.contiguous("input"),
         accepts=("approximate",),
-        build_key=_build_key,
+        build_key=lambda facts: facts["dtype"],
         prebuilt=KeptFiles(cache_folder, lambda facts: files(_name(facts))),
         priority=30,
     ),

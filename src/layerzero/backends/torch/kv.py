@@ -134,10 +134,6 @@ def _load(facts: Facts) -> Callable[..., Any]:
     return run
 
 
-def _load_split(facts: Facts) -> Callable[..., Any]:
-    return split_then_append(load_split(facts), appending(facts), facts.size("heads"), facts.size("kv_heads"))
-
-
 def _over_gathered(facts: Facts, load: Callable[[Facts], Callable[..., Any]]) -> Callable[..., Any]:
     attend = load(facts)
     page_size = facts.size("page_size")
@@ -220,7 +216,9 @@ KERNELS = (
     kernel(
         "torch.split_qkv_norm_rope_append",
         ("kv.split_qkv_norm_rope_append", "kv.split_qkv_norm_rope_append.paged"),
-        _load_split,
+        lambda facts: split_then_append(
+            load_split(facts), appending(facts), facts.size("heads"), facts.size("kv_heads")
+        ),
         FLOATS,
         FINITE,
         layout="NHD",

@@ -77,10 +77,6 @@ def _load_layer_norm(facts: Facts) -> Callable[..., Any]:
     return run
 
 
-def _load_add_rms_norm(facts: Facts) -> Callable[..., Any]:
-    return sum_then(_load_rms_norm(facts))
-
-
 def _load_add_rms_norm_inplace(facts: Facts) -> Callable[..., Any]:
     rms_norm = _load_rms_norm(facts)
 
@@ -109,7 +105,7 @@ KERNELS = (
         )
         for name, operation, load in (
             ("rms_norm", "norm.rms", _load_rms_norm),
-            ("add_rms_norm", "norm.add_rms", _load_add_rms_norm),
+            ("add_rms_norm", "norm.add_rms", lambda facts: sum_then(_load_rms_norm(facts))),
             ("add_rms_norm_inplace", "norm.add_rms.inplace", _load_add_rms_norm_inplace),
         )
     ),

@@ -212,10 +212,6 @@ def _load_ragged(facts: Facts, attend: Attend | None = None) -> Callable[..., An
     return run
 
 
-def _load_widened(facts: Facts) -> Callable[..., Any]:
-    return _load_ragged(facts, attended(sdpa_operator("flash_attention_for_cpu")))
-
-
 def _no_gradient_of_sinks(facts: Facts) -> Reason | None:
     """Sinks act on a log-sum-exp, which has no gradient here."""
     if facts["sinks"] == "none" or not facts["requires_grad"]:
@@ -345,7 +341,7 @@ _RAGGED = kernel(
 
 KERNELS = (
     _RAGGED,
-    in_float32(_RAGGED, attends, _load_widened),
+    in_float32(_RAGGED, attends, lambda facts: _load_ragged(facts, attended(sdpa_operator("flash_attention_for_cpu")))),
     kernel(
         "torch.ragged_each",
         ragged.RAGGED,

@@ -139,10 +139,6 @@ def wide_weight(facts: Facts) -> int:
     return 2 * facts.size("in_features") * facts.size("out_features")
 
 
-def _partial_sums(facts: Facts) -> int:
-    return 16 * facts.size("rows") * facts.size("out_features")
-
-
 _HALVES = (limit.dtype("float16", "bfloat16"), limit.aligned(16, "input"))
 MARLIN = (*_HALVES, limit.dim("in_features", multiple=128), limit.dim("out_features", multiple=64))
 """What Marlin demands of every weight."""
@@ -265,7 +261,7 @@ KERNELS = (
         limit.dim("in_features", multiple=32),
         limit.dim("out_features", multiple=128),  # of 64 it has a kernel, too, but groups must divide the outputs
         platform="cuda",
-        workspace_bytes=_partial_sums,
+        workspace_bytes=lambda facts: 16 * facts.size("rows") * facts.size("out_features"),
     ),
     VLLM.kernel(
         "vllm.quantize_rows",

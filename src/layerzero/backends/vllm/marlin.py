@@ -84,10 +84,6 @@ def _parts(facts: Facts, kind: int, tensors: Callable[..., Tensors]) -> tuple[Pa
     return pack, marlin(facts, kind)
 
 
-def _blocks(facts: Facts) -> tuple[Pack, Product]:
-    return _parts(facts, E4M3, block_tensors)
-
-
 _OF_ROWS = ("dtype", "weight_dtype", "out_features", "in_features")
 
 
@@ -187,7 +183,7 @@ def _kernel(name: str, parts: Any, operation: str, *limits: limit.Limit) -> Kern
 KERNELS = (
     _kernel(
         "vllm.marlin_fp8",
-        _blocks,
+        lambda facts: _parts(facts, E4M3, block_tensors),
         "block",
         limit.one_of("weight_dtype", "float8_e4m3"),
         limit.dim("weight_group", one_of=(0, 128)),

@@ -52,10 +52,6 @@ def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
     return run if 2 <= facts.size("input_ndim") <= 4 else flat
 
 
-def _load_add_rms_norm(facts: Facts) -> Callable[..., Any]:
-    return sum_then(_load_rms_norm(facts))
-
-
 def _load_add_rms_norm_inplace(facts: Facts) -> Callable[..., Any]:
     operator: Callable[..., Any] = operators("_C.abi3.so", "_C").fused_add_rms_norm.default
 
@@ -90,10 +86,6 @@ def gated(operator: Callable[..., None]) -> Callable[..., Tensor]:
     return run
 
 
-def _load_gated(facts: Facts) -> Callable[..., Any]:
-    return gated(gate_of(facts, operators("_C.abi3.so", "_C")))
-
-
 KERNELS = (
     VLLM.kernel(
         "vllm.rms_norm",
@@ -109,7 +101,7 @@ KERNELS = (
     VLLM.kernel(
         "vllm.add_rms_norm",
         "norm.add_rms",
-        _load_add_rms_norm,
+        lambda facts: sum_then(_load_rms_norm(facts)),
         *_LIMITS,
         limit.dtype("float32", "bfloat16"),  # three roundings: of float16 more than its tolerance at times
         limit.last_stride_one("residual"),
@@ -133,7 +125,7 @@ KERNELS = (
         VLLM.kernel(
             f"vllm.{name}",
             f"mlp.{name}.joined",
-            _load_gated,
+            lambda facts: gated(gate_of(facts, operators("_C.abi3.so", "_C"))),
             limit.dtype("float32", "float16", "bfloat16"),
             limit.contiguous("input"),
             limit.aligned(16, "input"),

@@ -55,23 +55,11 @@ from layerzero.ops.rope.split import (
 from layerzero.ops.rope_append.packed_steps import rotate_then_append
 
 
-def _load_inplace(facts: Facts) -> Callable[..., Any]:
-    return rope(rotating(facts), in_place=True)
-
-
 def _load(facts: Facts) -> Callable[..., Any]:
     return rope(rotating(facts), in_place=False)
 
 
 _LIMITS = (limit.dtype("float32", "float16", "bfloat16"), TABLE_IN_FLOAT32, HEADS_DIVIDE)
-
-
-def _load_rope_append(facts: Facts) -> Callable[..., Any]:
-    return rotate_then_append(rotating(facts), load_append(facts))
-
-
-def _load_codes(facts: Facts) -> Callable[..., Any]:
-    return rotate_then_append(rotating(facts), load_append_codes(facts))
 
 
 _TOKENS: tuple[Limit, ...] = (
@@ -114,14 +102,6 @@ def rotating(facts: Facts) -> Rotate:
         return query, key
 
     return rotated
-
-
-def _load_composed(facts: Facts) -> Callable[..., Any]:
-    return norm_then_rope(_norming(facts), rotating(facts))
-
-
-def _load_split(facts: Facts) -> Callable[..., Any]:
-    return split_then_norm_rope(_norming(facts), rotating(facts))
 
 
 def _load_fused_split(facts: Facts) -> Callable[..., Any]:
@@ -201,7 +181,7 @@ KERNELS = (
     VLLM.kernel(
         "vllm.rope_inplace",
         "posenc.rope.inplace",
-        _load_inplace,
+        lambda facts: rope(rotating(facts), in_place=True),
         *_LIMITS,
         limit.last_stride_one("query", "key"),
         HeadsDense(("query", "key")),
@@ -214,7 +194,7 @@ KERNELS = (
     VLLM.kernel(
         "vllm.rope_append",
         "kv.rope_append.paged",
-        _load_rope_append,
+        lambda facts: rotate_then_append(rotating(facts), load_append(facts)),
         layout="NHD",
         accepts=("interleaved",),
         limits=(*_TOKENS, SCALES.before_capture("its scales", lambda facts: (facts.device.index,))),
@@ -224,7 +204,7 @@ KERNELS = (
     VLLM.kernel(
         "vllm.rope_append_codes",
         "kv.rope_append.quantized",
-        _load_codes,
+        lambda facts: rotate_then_append(rotating(facts), load_append_codes(facts)),
         layout="NHD",
         accepts=("interleaved",),
         limits=(*_TOKENS, *OF_CODES),
@@ -234,7 +214,7 @@ KERNELS = (
     VLLM.kernel(
         "vllm.qk_norm_rope",
         "posenc.qk_norm_rope",
-        _load_composed,
+        lambda facts: norm_then_rope(_norming(facts), rotating(facts)),
         limit.dtype("float32", "float16", "bfloat16"),
         limit.dim("head_dim", min=2),
         TABLE_IN_FLOAT32,
@@ -263,7 +243,7 @@ KERNELS = (
     VLLM.kernel(
         "vllm.split_qkv_norm_rope",
         "posenc.split_qkv_norm_rope",
-        _load_split,
+        lambda facts: split_then_norm_rope(_norming(facts), rotating(facts)),
         limit.dtype("float32", "float16", "bfloat16"),
         limit.dim("head_dim", min=2),
         TABLE_IN_FLOAT32,

@@ -116,10 +116,6 @@ class _Method(NamedTuple):
     pack: Callable[[Any, Any], Form]
 
 
-def _plain(library: Any, weight: Tensor) -> Form:
-    return library.convert_weight_packed.default(weight), None
-
-
 def _blocks(library: Any, weight: QuantizedWeight) -> Form:
     for number in range(weight.shape[0]):
         if bool(misread(weight[number]).any()):
@@ -207,7 +203,7 @@ KERNELS = (
     _fused(
         "vllm.cpu.fused_experts",
         EXPERTS.name,
-        _Method(0, None, _plain),
+        _Method(0, None, lambda library, weight: (library.convert_weight_packed.default(weight), None)),
         60,
         limit.Custom("no gate_up_bias with silu", _dropped_bias),
     ),

@@ -70,12 +70,8 @@ def build_for(facts: Facts) -> str:
     return next(build for feature, build in _BUILDS.items() if feature in facts.device.instruction_sets)
 
 
-def _rms_norm_operator(facts: Facts) -> Callable[..., None]:
-    return small_alone(operators(build_for(facts)).rms_norm.default)
-
-
 def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
-    operator = _rms_norm_operator(facts)
+    operator = small_alone(operators(build_for(facts)).rms_norm.default)
 
     def rms_norm(input: Tensor, weight: Tensor, *, eps: float) -> Tensor:
         output = torch.empty_like(input, memory_format=torch.contiguous_format)

@@ -107,10 +107,6 @@ def pair_of(facts: Facts, first: str) -> tuple[Norm, Rotate]:
     return normed, rotated
 
 
-def _load_normed(facts: Facts) -> Callable[..., Any]:
-    return norm_then_rope(*pair_of(facts, "query"))
-
-
 def load_split(facts: Facts) -> Callable[..., Any]:
     """What takes a joined product ``qkv`` apart, norms and rotates its parts."""
     return split_then_norm_rope(*pair_of(facts, "qkv"))
@@ -168,18 +164,6 @@ SPLIT_LIMITS = (
 )
 
 
-def _load_rope_append(facts: Facts) -> Callable[..., Any]:
-    return rotate_then_append(pair_of(facts, "query")[1], appending(facts))
-
-
-def _load_transposed(facts: Facts) -> Callable[..., Any]:
-    return rotate_then_append(pair_of(facts, "query")[1], load_append(facts))
-
-
-def _load_split(facts: Facts) -> Callable[..., Any]:
-    return split_then_append(load_split(facts), appending(facts), facts.size("heads"), facts.size("kv_heads"))
-
-
 KERNELS = (
     VLLM_CPU.kernel(
         "vllm.cpu.rope",
@@ -202,7 +186,7 @@ KERNELS = (
     VLLM_CPU.kernel(
         "vllm.cpu.qk_norm_rope",
         "posenc.qk_norm_rope",
-        _load_normed,
+        lambda facts: norm_then_rope(*pair_of(facts, "query")),
         *LIMITS,
         limit.dim("head_dim", multiple=8),  # the width of a vector of its norm; others raise
         limit.contiguous("query", "key", "q_weight", "k_weight"),
@@ -234,7 +218,7 @@ KERNELS = (
     VLLM_CPU.kernel(
         "vllm.cpu.rope_append",
         ("kv.rope_append", "kv.rope_append.paged"),
-        _load_rope_append,
+        lambda facts: rotate_then_append(pair_of(facts, "query")[1], appending(facts)),
         layout="NHD",
         accepts=("interleaved",),
         limits=LIMITS,
@@ -243,7 +227,7 @@ KERNELS = (
     VLLM_CPU.kernel(
         "vllm.cpu.rope_append_transposed",
         "kv.rope_append.paged",
-        _load_transposed,
+        lambda facts: rotate_then_append(pair_of(facts, "query")[1], load_append(facts)),
         *LIMITS,
         *(each for each in CACHE_LIMITS if each not in LIMITS),
         limit.last_stride_one("value"),
@@ -255,7 +239,9 @@ KERNELS = (
     VLLM_CPU.kernel(
         "vllm.cpu.split_qkv_norm_rope_append",
         ("kv.split_qkv_norm_rope_append", "kv.split_qkv_norm_rope_append.paged"),
-        _load_split,
+        lambda facts: split_then_append(
+            load_split(facts), appending(facts), facts.size("heads"), facts.size("kv_heads")
+        ),
         layout="NHD",
         accepts=("q_weight", "k_weight", "interleaved", "eps"),
         limits=SPLIT_LIMITS,

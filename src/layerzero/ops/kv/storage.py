@@ -261,7 +261,7 @@ def to_host(
         {
             plane.name: [
                 layer[plane.name][page]
-                .narrow(plane.token_axis - 1, 0, _used(number, length, page_size))
+                .narrow(plane.token_axis - 1, 0, min(length - number * page_size, page_size))
                 .to("cpu", copy=True)
                 for number, page in enumerate(pages)
             ]
@@ -285,10 +285,6 @@ def from_host(
 def bytes_of(kept: Kept) -> int:
     """What lies on the host."""
     return sum(each.nbytes for layer in kept for tokens in layer.values() for each in tokens)
-
-
-def _used(number: int, length: int, page_size: int) -> int:
-    return min(length - number * page_size, page_size)
 
 
 def to_the_front(book: Book) -> dict[int, int]:

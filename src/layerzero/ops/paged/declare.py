@@ -130,10 +130,6 @@ def bound_of(_: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, object
 BOUND = {"context_bound": ("max_blocks", "page_size")}
 
 
-def _derive(arguments: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, object]:
-    return attn.group_of(arguments, sizes) | bound_of(arguments, sizes)
-
-
 def _work(facts: Mapping[str, Any]) -> Work:
     """Two products over the pages of full sequences, as many as the table or the promised bound has."""
     batch, keys = facts["batch"], facts["batch"] * facts["context_bound"]
@@ -225,7 +221,7 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
         layouts=CACHE_LAYOUTS,
         cases=cases,
         sibling=sibling,
-        derive=_derive,
+        derive=lambda arguments, sizes: attn.group_of(arguments, sizes) | bound_of(arguments, sizes),
         derived_from=attn.GROUP | BOUND,
         work=_work,
         check_values=check_pages,

@@ -60,14 +60,6 @@ def looked_up(codes: Tensor, numbers: tuple[float, ...], dtype: torch.dtype) -> 
     return table[codes.to(torch.int32)]
 
 
-def _q4_0(b: Tensor, dtype: torch.dtype) -> Tensor:
-    return half(b, 0, dtype) * (_nibbles(b[:, 2:]).to(dtype) - 8)
-
-
-def _q4_1(b: Tensor, dtype: torch.dtype) -> Tensor:
-    return half(b, 0, dtype) * _nibbles(b[:, 4:]).to(dtype) + half(b, 2, dtype)
-
-
 def _q5_0(b: Tensor, dtype: torch.dtype) -> Tensor:
     codes = _nibbles(b[:, 6:]) | _bits(b[:, 2:6]) << 4
     return half(b, 0, dtype) * (codes.to(dtype) - 16)
@@ -76,10 +68,6 @@ def _q5_0(b: Tensor, dtype: torch.dtype) -> Tensor:
 def _q5_1(b: Tensor, dtype: torch.dtype) -> Tensor:
     codes = _nibbles(b[:, 8:]) | _bits(b[:, 4:8]) << 4
     return half(b, 0, dtype) * codes.to(dtype) + half(b, 2, dtype)
-
-
-def _q8_0(b: Tensor, dtype: torch.dtype) -> Tensor:
-    return b[:, 2:].view(torch.int8).to(dtype) * half(b, 0, dtype)
 
 
 def _in_parts(scale: Tensor, codes: Tensor, least: Tensor | None = None) -> Tensor:
@@ -129,10 +117,6 @@ def _q6_k(b: Tensor, dtype: torch.dtype) -> Tensor:
 _IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
-def _iq4_nl(b: Tensor, dtype: torch.dtype) -> Tensor:
-    return half(b, 0, dtype) * looked_up(_nibbles(b[:, 2:]), _IQ4_NL, dtype)
-
-
 def _mxfp4(b: Tensor, dtype: torch.dtype) -> Tensor:
     """Half of a power of two, by its bits, and the doubles of e2m1 numbers."""
     code = b[:, :1].to(torch.int32)
@@ -141,17 +125,17 @@ def _mxfp4(b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 KINDS = {
-    "Q4_0": Kind(32, 18, _q4_0),
-    "Q4_1": Kind(32, 20, _q4_1, (0, 2)),
+    "Q4_0": Kind(32, 18, lambda b, dtype: half(b, 0, dtype) * (_nibbles(b[:, 2:]).to(dtype) - 8)),
+    "Q4_1": Kind(32, 20, lambda b, dtype: half(b, 0, dtype) * _nibbles(b[:, 4:]).to(dtype) + half(b, 2, dtype), (0, 2)),
     "Q5_0": Kind(32, 22, _q5_0),
     "Q5_1": Kind(32, 24, _q5_1, (0, 2)),
-    "Q8_0": Kind(32, 34, _q8_0),
+    "Q8_0": Kind(32, 34, lambda b, dtype: b[:, 2:].view(torch.int8).to(dtype) * half(b, 0, dtype)),
     "Q2_K": Kind(256, 84, _q2_k, (80, 82)),
     "Q3_K": Kind(256, 110, _q3_k, (108,)),
     "Q4_K": Kind(256, 144, _q4_k, (0, 2)),
     "Q5_K": Kind(256, 176, _q5_k, (0, 2)),
     "Q6_K": Kind(256, 210, _q6_k, (208,)),
-    "IQ4_NL": Kind(32, 18, _iq4_nl),
+    "IQ4_NL": Kind(32, 18, lambda b, dtype: half(b, 0, dtype) * looked_up(_nibbles(b[:, 2:]), _IQ4_NL, dtype)),
     "MXFP4": Kind(32, 17, _mxfp4, ()),
 }
 """By GGUF's name."""

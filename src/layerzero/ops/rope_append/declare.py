@@ -329,12 +329,6 @@ def _quantized_work(facts: Mapping[str, Any]) -> Work:
     return Work(6.0 * tokens * (heads + kv_heads) * facts["rotary_half"] + 2.0 * tokens * new, tokens * moved)
 
 
-def _examples(
-    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
-) -> dict[str, Any]:
-    return {**paged_examples(case, dtype, device, generator), **codes.examples(case, dtype, device, generator)}
-
-
 ROPE_APPEND_QUANTIZED = replace(
     ROPE_APPEND_PAGED,
     schema=OperationSchema(
@@ -360,7 +354,10 @@ ROPE_APPEND_QUANTIZED = replace(
     derived_from={**ROPE_APPEND_PAGED.derived_from, **dict.fromkeys(codes.DERIVED, ())},
     check_values=codes.check_values,
     guard=codes.guard,
-    examples=_examples,
+    examples=lambda case, dtype, device, generator: {
+        **paged_examples(case, dtype, device, generator),
+        **codes.examples(case, dtype, device, generator),
+    },
     work=_quantized_work,
     stock=None,
 )

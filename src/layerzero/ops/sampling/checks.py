@@ -151,11 +151,7 @@ def check_draft(drafted: Tensor | None, name: str, lens: Tensor | None = None) -
     drafted = rows_read(drafted, lens)
     least, most = drafted.aminmax()  # NaN if there is one
     if not (least >= 0 and most.isfinite()):
-        raise InvalidCallError(called_by(name), _draft_problems(drafted))
-
-
-def _draft_problems(drafted: Tensor) -> list[str]:
-    return values.problems([drafted_problem(drafted)])
+        raise InvalidCallError(called_by(name), values.problems([drafted_problem(drafted)]))
 
 
 def drafted_problem(drafted: Tensor) -> Check:

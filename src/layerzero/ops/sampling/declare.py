@@ -175,10 +175,6 @@ def _fake(tensor: Tensor, **_: object) -> Tensor:
     return tensor.new_empty(tensor.shape[:-1], dtype=torch.int64)
 
 
-def _every(weights: Tensor) -> Tensor:
-    return torch.ones_like(weights, dtype=torch.bool)
-
-
 def _top_k_top_p(
     weights: Tensor,
     top_k: int | None = None,
@@ -281,7 +277,9 @@ _USUAL: Mapping[tuple[str, str], object] = {
     ("filtered", "min_p"): 0.05,
 }
 
-CATEGORICAL = _operation("categorical", "A place by its probability", _every)
+CATEGORICAL = _operation(
+    "categorical", "A place by its probability", lambda weights: torch.ones_like(weights, dtype=torch.bool)
+)
 TOPK = _operation("topk", "A place of the k likeliest", keep_top_k, TOP_K)
 TOPP = _operation("topp", "A place of the likeliest that have the share p", keep_top_p, TOP_P)
 MINP = _operation("minp", "A place at least p times as likely as the likeliest", keep_min_p, MIN_P)
@@ -301,10 +299,6 @@ def greedy(logits: Tensor) -> Tensor:
     return logits.detach().argmax(-1)
 
 
-def _greedy_work(facts: Mapping[str, Any]) -> Work:
-    return Work(_work(facts).flops / 4, _work(facts).bytes)
-
-
 GREEDY = operation(
     "sampling.greedy",
     "The place of the largest logit",
@@ -314,7 +308,7 @@ GREEDY = operation(
     axes=AXES,
     cases=cases({}, {}),
     judge=Exact("it compares numbers and computes none; the first of equals is the one"),
-    work=_greedy_work,
+    work=lambda facts: Work(_work(facts).flops / 4, _work(facts).bytes),
     sweep=sweep({}),
     stock=stock.greedy,
 )

@@ -220,7 +220,9 @@ def _route_any(name: str, place: int) -> Callable[..., Routed]:
     """The route of ``lz.sample`` and of ``lz.sample_probs``, which are the numbers 0 and 1 of each pair."""
 
     def route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
-        kept = [each for each in _NUMBERS[:3] if _is_there(arguments, each)]
+        kept = [
+            each for each in _NUMBERS[:3] if (arguments[each] is not None or arguments[f"{each}_by_row"] is not None)
+        ]
         pair = declare.FILTERED if arguments["seed_by_row"] is not None else _BY_KEPT.get(tuple(kept), declare.FILTERED)
         operation = pair[place]
         told = {
@@ -234,10 +236,6 @@ def _route_any(name: str, place: int) -> Callable[..., Routed]:
         return _route(name, operation)({each: arguments[each] for each in operation.schema.arguments}, default_layout)
 
     return route
-
-
-def _is_there(arguments: dict[str, Any], name: str) -> bool:
-    return arguments[name] is not None or arguments[f"{name}_by_row"] is not None
 
 
 def _route(name: str, operation: Operation) -> Callable[..., Routed]:
