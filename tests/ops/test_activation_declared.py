@@ -16,6 +16,7 @@ from layerzero.backends.vllm import norm as vllm
 from layerzero.core.device import Device
 from layerzero.core.facts import FactsBuilder
 from layerzero.core.reasons import ReasonCode
+from layerzero.engine.registry import REGISTRY
 from layerzero.ops import OPERATIONS
 
 LIBRARIES = {"torch": "2.11.0", "flashinfer-python": "0.7.2.post1", "vllm": "0.20.0", "liger-kernel": "0.8.5"}
@@ -94,7 +95,7 @@ def test_joined_gates_are_called_as_their_libraries_want_them(monkeypatch, name,
     given = torch.randn(shape)
     params = {"approximate": approximate} if name == "gelu_mul" else {}
     facts = facts_of(f"mlp.{name}.joined", {"input": given, **params})
-    for load in (flashinfer._load, vllm._load_gated):
+    for load in (flashinfer._load, REGISTRY.kernel("vllm.silu_mul").load):
         torch.testing.assert_close(load(facts)(given, **params), GATES[name, approximate](*given.chunk(2, -1)))
     assert set(asked) == {"silu" if name == "silu_mul" else "gelu_tanh" if approximate == "tanh" else "gelu"}
 

@@ -12,6 +12,7 @@ from layerzero.backends.flashinfer import rope as flashinfer
 from layerzero.backends.vllm import paged, rope
 from layerzero.core.device import Device
 from layerzero.core.facts import FactsBuilder
+from layerzero.engine.registry import REGISTRY
 from layerzero.ops import OPERATIONS
 from layerzero.ops.rope.declare import cos_sin
 
@@ -128,6 +129,8 @@ def test_vllms_rotation_and_append(monkeypatch, interleaved):
     copies = [each.clone() for each in caches]
     wanted = operation.reference(query, key, value, cos, sin, *copies, positions, slots, interleaved=interleaved)
     before = query.clone(), key.clone()
-    close([rope._load_rope_append(facts)(*given, interleaved=interleaved), *caches], [wanted, *copies])
+    close(
+        [REGISTRY.kernel("vllm.rope_append").load(facts)(*given, interleaved=interleaved), *caches], [wanted, *copies]
+    )
     assert torch.equal(query, before[0])
     assert torch.equal(key, before[1])

@@ -13,6 +13,7 @@ import layerzero as lz
 from drawing import at_once, examples
 from layerzero.backends.vllm import quantized, rope
 from layerzero.core.reasons import ReasonCode
+from layerzero.engine.registry import REGISTRY
 from layerzero.ops import OPERATIONS
 from layerzero.ops.rope.declare import cos_sin
 
@@ -158,7 +159,9 @@ def test_vllms_rotation_and_append_of_codes(monkeypatch, form, interleaved):
     copies = arguments | {name: arguments[name].clone() for name in ("key_cache", "value_cache")}
     names = [each.name for each in OPERATIONS[NAME].schema.inputs]
     facts = lz.explain("rope_append_", **arguments, interleaved=interleaved, **H200).facts
-    got = rope._load_codes(facts)(*(arguments[name] for name in names), interleaved=interleaved)
+    got = REGISTRY.kernel("vllm.rope_append_codes").load(facts)(
+        *(arguments[name] for name in names), interleaved=interleaved
+    )
     wanted = OPERATIONS[NAME].reference(*(copies[name] for name in names), interleaved=interleaved)
     assert torch.equal(got, wanted)
     assert all(torch.equal(one, other) for one, other in zip(bytes_of(arguments), bytes_of(copies), strict=True))

@@ -13,6 +13,7 @@ from layerzero.backends.vllm import rope
 from layerzero.core.device import Device
 from layerzero.core.facts import FactsBuilder
 from layerzero.core.reasons import ReasonCode
+from layerzero.engine.registry import REGISTRY
 from layerzero.ops import OPERATIONS
 from layerzero.ops.rope.declare import cos_sin
 from layerzero.ops.rope.normed import qk_norm_rope_reference
@@ -185,7 +186,7 @@ def _rotate(places, query, key, head_dim, table, half_split):
     key.copy_(pair[1])
 
 
-@pytest.mark.parametrize("load", [rope._load_fused_split, rope._load_split])
+@pytest.mark.parametrize("load", [rope._load_fused_split, REGISTRY.kernel("vllm.split_qkv_norm_rope").load])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("batch", [None, 2])
 def test_vllms_operators_are_called_as_their_sources_want_it(monkeypatch, load, interleaved, batch):
@@ -203,7 +204,7 @@ def test_vllms_operators_are_called_as_their_sources_want_it(monkeypatch, load, 
     assert torch.equal(tensors[0], before)
 
 
-@pytest.mark.parametrize("load", [rope._load_fused, rope._load_composed])
+@pytest.mark.parametrize("load", [rope._load_fused, REGISTRY.kernel("vllm.qk_norm_rope").load])
 @pytest.mark.parametrize("batch", [None, 2])
 def test_the_same_without_a_joined_product(monkeypatch, load, batch):
     operators = {"fused_qk_norm_rope": _fused, "rms_norm": _norm, "rotary_embedding": _rotate}

@@ -79,11 +79,8 @@ def paged_attention_reference(
     block_tables: Tensor,
     context_lens: Tensor,
     *,
-    scale: float | None = None,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    return_lse: bool = False,
     max_context_len: int | None = None,
+    **scores: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Gather the pages of each sequence, then attend by definition; the query is each sequence's newest token.
 
@@ -96,9 +93,7 @@ def paged_attention_reference(
     Source: PagedAttention, arXiv:2309.06180.
     """
     keys, values = gathered(key_cache, value_cache, block_tables, context_lens, max_context_len)
-    return attention_reference(
-        query, keys, values, scale=scale, window=window, softcap=softcap, kv_lens=context_lens, return_lse=return_lse
-    )
+    return attention_reference(query, keys, values, kv_lens=context_lens, **scores)
 
 
 def check_pages(

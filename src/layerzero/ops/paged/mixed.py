@@ -40,17 +40,11 @@ def paged_tokens_reference(
     context_lens: Tensor,
     cu_seqlens_q: Tensor,
     *,
-    causal: bool = True,
-    scale: float | None = None,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
     tree_mask: Tensor | None = None,
-    return_lse: bool = False,
     max_context_len: int | None = None,
     max_seqlen_q: int | None = None,
     decodes: int | None = None,
+    **scores: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Gather the pages of each sequence and pad its queries to the left, then attend by definition.
 
@@ -70,15 +64,9 @@ def paged_tokens_reference(
         to_the_right(query, cu_seqlens_q, longest),
         keys,
         values,
-        causal=causal,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
         attn_mask=mask,
         kv_lens=context_lens,
-        return_lse=return_lse,
+        **{"causal": True, **scores},
     )
     found: Tensor | tuple[Tensor, Tensor] = without_padding(result, cu_seqlens_q, query.shape[0])
     return found

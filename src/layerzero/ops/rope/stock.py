@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,37 +18,25 @@ def rows_of(cos: Tensor, sin: Tensor, positions: Tensor | None, seq: int) -> tup
     return cos[places].unsqueeze(-2), sin[places].unsqueeze(-2)
 
 
-def rope(
-    query: Tensor,
-    key: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None = None,
-    *,
-    interleaved: bool = False,
-    layout: str | None = None,
-) -> Callable[[], tuple[Tensor, Tensor]]:
+def rope(query: Tensor, key: Tensor, *table: Any, **given: Any) -> Callable[[], tuple[Tensor, Tensor]]:
     """``x * cos + rotate_half(x) * sin`` in the dtype of the query, on cosines and sines of full width."""
-    turn = _turning(query, cos, sin, positions, interleaved, layout)
+    turn = _turning(query, *table, **given)
     return lambda: (turn(query), turn(key))
 
 
-def rope_one(
-    input: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None = None,
-    *,
-    interleaved: bool = False,
-    layout: str | None = None,
-) -> Callable[[], Tensor]:
+def rope_one(input: Tensor, *table: Any, **given: Any) -> Callable[[], Tensor]:
     """The same of one tensor."""
-    turn = _turning(input, cos, sin, positions, interleaved, layout)
+    turn = _turning(input, *table, **given)
     return lambda: turn(input)
 
 
 def _turning(
-    query: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, layout: str | None
+    query: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    interleaved: bool = False,
+    layout: str | None = None,
 ) -> Callable[[Tensor], Tensor]:
     heads_first = query.ndim == 4 and layout == "BHSD"
     width, seq = 2 * cos.shape[-1], query.shape[-2 if heads_first else -3]
@@ -69,18 +58,9 @@ def _turning(
     return turn
 
 
-def rope_(
-    query: Tensor,
-    key: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None = None,
-    *,
-    interleaved: bool = False,
-    layout: str | None = None,
-) -> Callable[[], None]:
+def rope_(query: Tensor, key: Tensor, *table: Any, **given: Any) -> Callable[[], None]:
     """The same, copied over query and key."""
-    turn = rope(query, key, cos, sin, positions, interleaved=interleaved, layout=layout)
+    turn = rope(query, key, *table, **given)
 
     def run() -> None:
         for tensor, result in zip((query, key), turn(), strict=True):
@@ -94,17 +74,13 @@ def qk_norm_rope(
     key: Tensor,
     q_weight: Tensor,
     k_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None = None,
-    *,
+    *table: Any,
     eps: float = 1e-6,
     plus_one: bool = False,
-    interleaved: bool = False,
-    layout: str | None = None,
+    **given: Any,
 ) -> Callable[[], tuple[Tensor, Tensor]]:
     """``torch.nn.functional.rms_norm`` of each head, then the rotation."""
-    turn = _turning(query, cos, sin, positions, interleaved, layout)
+    turn = _turning(query, *table, **given)
     return lambda: (turn(_normed(query, q_weight, eps, plus_one)), turn(_normed(key, k_weight, eps, plus_one)))
 
 
@@ -120,21 +96,18 @@ def split_qkv_norm_rope(
     qkv: Tensor,
     heads: int,
     kv_heads: int,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None = None,
-    *,
+    *table: Any,
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 1e-6,
     plus_one: bool = False,
-    interleaved: bool = False,
+    **given: Any,
 ) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
     """Views of the product, the norms, the rotation; the values stay a view."""
     count = heads + 2 * kv_heads
     joined = qkv.view(*qkv.shape[:-1], count, qkv.shape[-1] // count)
     query, key, value = torch.split(joined, [heads, kv_heads, kv_heads], -2)
-    turn = _turning(query, cos, sin, positions, interleaved, None)
+    turn = _turning(query, *table, **given)
 
     def run() -> tuple[Tensor, Tensor, Tensor]:
         if q_weight is None or k_weight is None:

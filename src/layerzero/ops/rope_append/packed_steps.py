@@ -16,8 +16,6 @@ def rope_append(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cos: Tensor,
-    sin: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
     positions: Tensor,
@@ -25,8 +23,8 @@ def rope_append(
     *,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
-    interleaved: bool = False,
     layout: str = "NHD",
+    **table: Any,
 ) -> Callable[[], Tensor] | None:
     """The rotation of Transformers' models, then the new keys and values by index; a slot of -1 is looked for.
 
@@ -34,7 +32,7 @@ def rope_append(
     """
     if key_scale is not None or value_scale is not None:
         return None
-    turn = rope_stock.rope(query, key, cos, sin, positions, interleaved=interleaved, layout="BSHD")
+    turn = rope_stock.rope(query, key, positions=positions, layout="BSHD", **table)
     caches = [each if layout == "NHD" else each.transpose(1, 2) for each in (key_cache, value_cache)]
 
     def run() -> Tensor:
@@ -47,21 +45,19 @@ def rope_append(
 
 def split_qkv_norm_rope_append(
     qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
     positions: Tensor,
     slot_mapping: Tensor | None = None,
     *,
     layout: str = "NHD",
-    **norm: Any,
+    **more: Any,
 ) -> Callable[[], Tensor]:
     """Views of the product, norms and rotation of Transformers' models, then the new keys and values by index."""
     caches = [each if layout == "NHD" else each.transpose(1, 2) for each in (key_cache, value_cache)]
     kv_heads, head_dim = caches[0].shape[-2:]
     heads = qkv.shape[-1] // head_dim - 2 * kv_heads
-    turn = rope_stock.split_qkv_norm_rope(qkv, heads, kv_heads, cos, sin, positions, **norm)
+    turn = rope_stock.split_qkv_norm_rope(qkv, heads, kv_heads, positions=positions, **more)
 
     def run() -> Tensor:
         query, key, value = turn()

@@ -57,12 +57,7 @@ def split_append_reference(
     value_cache: Tensor,
     positions: Tensor,
     slot_mapping: Tensor | None = None,
-    *,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    interleaved: bool = False,
-    eps: float = 1e-6,
-    plus_one: bool = False,
+    **norm: Any,
 ) -> Tensor:
     """``posenc.split_qkv_norm_rope``, whose keys and values are written into a cache.
 
@@ -70,18 +65,9 @@ def split_append_reference(
     ``kv.rope_append.paged`` with slots → (B, S, H, D) or (T, H, D). Mutates both caches.
     Dtype, units and source: as of ``posenc.split_qkv_norm_rope``.
     """
+    heads, kv_heads = heads_of(qkv, key_cache), key_cache.shape[-2]
     query, key, value = split_qkv_norm_rope_reference(
-        qkv,
-        cos,
-        sin,
-        heads=heads_of(qkv, key_cache),
-        kv_heads=key_cache.shape[-2],
-        positions=positions,
-        q_weight=q_weight,
-        k_weight=k_weight,
-        interleaved=interleaved,
-        eps=eps,
-        plus_one=plus_one,
+        qkv, cos, sin, heads=heads, kv_heads=kv_heads, positions=positions, **norm
     )
     if slot_mapping is None:
         write_rows(key, value, key_cache, value_cache, positions)
