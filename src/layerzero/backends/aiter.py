@@ -58,7 +58,6 @@ def _load(facts: Facts) -> Callable[..., Any]:
 
 
 def _instinct(facts: Facts) -> Reason | None:
-    """Composable Kernel and assembly for CDNA 3 and 4."""
     if facts.device.architecture in ("gfx942", "gfx950"):
         return None
     got = facts.device.architecture or "unknown"

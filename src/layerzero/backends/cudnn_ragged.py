@@ -44,7 +44,6 @@ class _Shape(NamedTuple):
 
 
 def _build(index: int, dtype: torch.dtype, shape: _Shape) -> Graph:
-    """Build the graph for a shape."""
     import cudnn
 
     graph, kind = begun("layerzero_ragged_sdpa", index, dtype)

@@ -154,7 +154,6 @@ def _paged_key(facts: Facts) -> Hashable:
 
 
 def _grown(tree: Tensor | TensorFacts | None) -> bool:
-    """Whether there is a tree, with columns."""
     return tree is not None and tree.shape[1] > 0
 
 

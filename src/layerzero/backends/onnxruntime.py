@@ -75,7 +75,6 @@ def _session(node: str, inputs: tuple[tuple[str, int], ...], rank: int, dtype: t
 
 
 def _started(graph: Any) -> Any:
-    """A session for a graph."""
     import onnxruntime
     from onnx import helper
 

@@ -73,7 +73,6 @@ _SMALL_BYTES = 2**18
 
 
 def _small(*tensors: Tensor) -> bool:
-    """Whether all of the memory that these are views of is little."""
     return all(each.untyped_storage().nbytes() <= _SMALL_BYTES for each in tensors)
 
 

@@ -146,7 +146,6 @@ def padded(arguments: Mapping[str, Any], spatial: tuple[int, ...]) -> list[int]:
 
 
 def _lengths(arguments: Mapping[str, Any], axes: int) -> list[int]:
-    """The results along each axis; below 1 where the kernel does not fit."""
     spatial = tuple(arguments["weight"].shape[2:])
     sizes = zip(
         arguments["input"].shape[-axes:],

@@ -99,7 +99,6 @@ def _stock(
 
 
 def _work(facts: Mapping[str, Any]) -> Work:
-    """Each row read and written."""
     elements = facts["rows"] * facts["features"]
     flops = 0.0 if facts["scale"] is None else float(elements)
     return Work(flops, 2.0 * elements * facts["dtype"].itemsize + 8.0 * facts["rows"])

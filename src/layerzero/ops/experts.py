@@ -203,7 +203,6 @@ def _stack(draw: Draw, dtype: torch.dtype, groups: int, inputs: int) -> dict[str
 
 
 def _draw_batched(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
-    """Draw a stack of inputs, and of weights."""
     groups, rows, inputs = draw.of((1, 2, 3, 5)), draw.of((0, 1, 2, 5, 17), (1, 6, 3, 3, 3)), draw.of(FEATURES)
     arguments: dict[str, Any] = {"input": draw.laid_out(draw.normal((groups, rows, inputs), dtype))}
     arguments |= _stack(draw, dtype, groups, inputs)

@@ -179,7 +179,6 @@ ALIBI_WITHOUT_LSE = limit.Custom("no log-sum-exp with alibi_slopes and causal", 
 
 
 def _rocm_softcap(facts: Facts) -> Reason | None:
-    """Composable Kernel has no softcap."""
     if facts.device.platform != "rocm" or facts["softcap"] is None:
         return None
     return Reason(ReasonCode.SOFTCAP_UNSUPPORTED, "softcap", "None on ROCm", facts["softcap"])

@@ -158,7 +158,6 @@ def of_v4(**scores: Any) -> dict[str, Any]:
 
 
 def _build_key(facts: Facts) -> Hashable:
-    """What its compile key reads of a dense call."""
     device, head_dim, group = facts.device, facts.size("head_dim"), facts.size("group")
     window: Any = facts["window"]
     left, right = window or (-1, -1)
@@ -176,7 +175,6 @@ def _build_key(facts: Facts) -> Hashable:
 
 
 def _blackwell_dims(facts: Facts) -> Reason | None:
-    """Widths up to 128, or 192 with 128, or 256."""
     widths = facts.size("head_dim"), facts.size("value_dim")
     if max(widths) <= 128 or widths in ((192, 128), (256, 256)):
         return None
@@ -185,7 +183,6 @@ def _blackwell_dims(facts: Facts) -> Reason | None:
 
 
 def _sinks(facts: Facts) -> Reason | None:
-    """Sinks in 16 or 32 bits."""
     sinks = facts.tensors.get("sinks")
     if sinks is None or sinks.dtype in (torch.float16, torch.bfloat16, torch.float32):
         return None

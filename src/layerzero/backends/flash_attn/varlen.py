@@ -185,7 +185,6 @@ def _load_v4_paged(facts: Facts) -> Callable[..., Any]:
 
 
 def _build_key(facts: Facts) -> Hashable:
-    """What FlashAttention 4's compile key reads of such a call."""
     paged = facts.size("page_size") if "block_tables" in facts.tensors else 0
     sizes = *(facts.size(name) for name in ("head_dim", "value_dim", "group")), paged
     window: tuple[int, int] = facts["window"] or (-1, -1)  # type: ignore[assignment]

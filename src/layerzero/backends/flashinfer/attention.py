@@ -245,7 +245,6 @@ def _mask_for_all_heads(facts: Facts) -> Reason | None:
 
 
 def _dims(facts: Facts) -> Reason | None:
-    """Head dims that the templates have."""
     widths = facts.size("head_dim"), facts.size("value_dim")
     if widths in ((64, 64), (128, 128), (256, 256), (192, 128)):
         return None

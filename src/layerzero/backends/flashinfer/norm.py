@@ -76,7 +76,6 @@ _LIMITS = (limit.dtype("float16", "bfloat16"), limit.dim("hidden", min=2), Eleme
 
 
 def _activation(facts: Facts) -> str:
-    """FlashInfer's name for what a call asks for."""
     if facts["operation"] == "mlp.silu_mul.joined":
         return "silu"
     return "gelu_tanh" if facts["approximate"] == "tanh" else "gelu"

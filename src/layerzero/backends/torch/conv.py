@@ -94,13 +94,11 @@ def _load_packed_wide(facts: Facts, **_: object) -> Callable[..., Any]:
 
 
 def _steps(facts: Facts, axes: int) -> list[list[int]]:
-    """Stride, padding and dilation of height and width."""
     alone = ((1,), (0,), (1,)) if axes == 1 else ((), (), ())
     return [[*first, *each(facts[name], axes)] for first, name in zip(alone, _STEPS[:3], strict=True)]
 
 
 def _sizes(facts: Facts, batch: int) -> tuple[int, int]:
-    """Numbers of the weight, and of input and result."""
     spatial, kernel, results = AXES[facts.operation.name]
     weight = math.prod(facts.size(axis) for axis in ("out_channels", "group_channels", *kernel))
     per_picture = facts.size("channels") * math.prod(map(facts.size, spatial))

@@ -126,7 +126,6 @@ def _load_relu2(facts: Facts) -> Callable[..., Any]:
 
 
 def _times(facts: Facts, activation: Callable[..., Tensor]) -> Callable[..., Any]:
-    """The activation of a gate times up, two tensors or the halves of one."""
     in_place = not facts["requires_grad"]
 
     def apart(gate: Tensor, up: Tensor, **params: Any) -> Tensor:

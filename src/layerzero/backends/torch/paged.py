@@ -262,7 +262,6 @@ def load_cuda(facts: Facts) -> Callable[..., Any]:
 
 
 def _gathered_bytes_paged_tokens(facts: Facts) -> int:
-    """Keys and values of every sequence."""
     width = facts.size("kv_heads") * (facts.size("head_dim") + facts.size("value_dim"))
     return facts.size("batch") * facts.size("context_bound") * width * facts.tensors["query"].dtype.itemsize
 

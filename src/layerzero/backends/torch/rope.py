@@ -109,7 +109,6 @@ def turning(facts: Facts) -> Callable[..., Tensor]:
 
 
 def _halves(tensor: Tensor, width: int, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """The two entries of every pair, as views."""
     if interleaved:
         return tensor[..., 0:width:2], tensor[..., 1:width:2]
     return tensor[..., : width // 2], tensor[..., width // 2 : width]

@@ -130,7 +130,6 @@ def few_of(facts: Facts) -> Few | None:
 
 
 def _numbers(one: Any, of_rows: Tensor | None, values: Tensor) -> list[Any]:
-    """A number for each row, whether one was given for all or one for each."""
     rows = values.numel() // values.shape[-1]
     return [one] * rows if of_rows is None else of_rows.flatten().tolist()
 

@@ -143,7 +143,6 @@ def _load(facts: Facts) -> Callable[..., Any]:
 
 
 def _mask_bytes_sparse_variable(facts: Facts) -> int:
-    """The mask of each key head, and scores where torch has no better way."""
     pairs = facts.size("tokens") * facts.size("kv_tokens")
     return pairs * (facts.size("kv_heads") + 2 * facts.tensors["query"].dtype.itemsize * facts.size("heads"))
 

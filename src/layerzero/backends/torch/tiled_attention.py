@@ -116,7 +116,6 @@ def _load_dense(facts: Facts) -> Callable[..., Any]:
 
 
 def _one(attend: Attend, query: Tensor, key: Tensor, value: Tensor, **named: Any) -> Tensor:
-    """One sequence: (S, H, D)."""
     if not len(query) or not len(key):
         return query.new_zeros((*query.shape[:2], value.shape[2]))
     output = attend(*(each.transpose(0, 1).unsqueeze(0) for each in (query, key, value)), **named)

@@ -36,7 +36,6 @@ layer has, in 64 MB of bfloat16."""
 
 
 def _dtypes(facts: Facts) -> tuple[torch.dtype, torch.dtype]:
-    """The dtype that numbers are dequantised in, and that of the product."""
     dtype = facts["dtype"]
     assert isinstance(dtype, torch.dtype)
     exact = torch.promote_types(dtype, torch.float32)

@@ -289,7 +289,6 @@ def _kernel(
 
 
 def _workspace(facts: Facts) -> int:
-    """Between both products, and behind them."""
     return 2 * facts.size("tokens") * facts.size("top_k") * (facts.size("joined_features") + facts.size("hidden"))
 
 

@@ -43,7 +43,6 @@ _NUMBERS = 2**14
 
 
 def _rows(batch: int) -> int:
-    """Lengths in one table."""
     return max(1, _NUMBERS // max(1, batch))
 
 
@@ -58,7 +57,6 @@ TABLES = Prepared(_table, 1024)
 
 
 def _of_call(where: str, batch: int, seq_k: int) -> tuple[str, int, int]:
-    """Which table has the lengths of a call."""
     return where, batch, seq_k // _rows(batch)
 
 

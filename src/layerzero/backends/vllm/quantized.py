@@ -106,7 +106,6 @@ def load_append_codes(facts: Facts) -> Callable[..., None]:
 
 
 def _one_scale(facts: Facts) -> Reason | None:
-    """One number for all keys, and one for all values."""
     for name in ("key_scale", "value_scale"):
         shape = facts.tensors[name].shape
         if shape not in ((), (1,)):

@@ -123,7 +123,6 @@ ALIASES = {
 
 
 def _mask_dtype(mask: torch.Tensor | None, dtype: torch.dtype) -> str:
-    """``none``, ``query`` for the query's own, or the dtype's name."""
     if mask is None:
         return "none"
     return "query" if mask.dtype == dtype else dtype_name(mask.dtype)

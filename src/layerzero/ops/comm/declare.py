@@ -125,7 +125,6 @@ def _odd_sum(arguments: dict[str, Any]) -> list[str]:
 
 
 def _misplaced(input: Tensor, ranks: Ranks) -> list[str]:
-    """What is wrong with where a tensor lies, and with when it is called."""
     device = input.device.type
     transport = ranks.transport(device)
     if not transport:

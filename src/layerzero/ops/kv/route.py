@@ -106,7 +106,6 @@ def _draw_new(draw: Draw, token: tuple[int, ...], heads: tuple[int, int, int], d
 
 
 def _draw_append(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
-    """Draw a call of ``lz.append_kv_``."""
     lead = draw.of((1, 2, 3)), draw.of((1, 8, 40))
     seq = min(draw.of((0, 1, 2, 5, 17), (1, 8, 4, 4, 2)), lead[1])
     arguments, heads = _draw_caches(draw, lead, dtype)

@@ -245,7 +245,6 @@ class PackedStep:
         self.starts = self._part(3, torch.int32) if self._by_starts else None
 
     def _part(self, number: int, dtype: torch.dtype) -> Tensor:
-        """A part of the buffer as numbers."""
         place = self._places[number]
         if self._hosts:
             return self._device[place].view(dtype)

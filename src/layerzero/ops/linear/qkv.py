@@ -91,7 +91,6 @@ def _outputs(facts: Mapping[str, Any]) -> int:
 
 
 def _work(facts: Mapping[str, Any]) -> Work:
-    """One product into the features of all three; every tensor once."""
     rows, inputs, outputs = facts["rows"], facts["in_features"], _outputs(facts)
     moved = rows * inputs + outputs * inputs + rows * outputs
     return Work(2.0 * rows * inputs * outputs, float(moved * facts["dtype"].itemsize))

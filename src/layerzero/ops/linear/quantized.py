@@ -79,7 +79,6 @@ def routed_operation(arguments: dict[str, Any]) -> Operation:
 
 
 def _as_argument(problem: str) -> str:
-    """A field's problem by the name of its argument."""
     name, colon, rest = problem.partition(":")
     return f"{ARGUMENTS.get(name, name)}{colon}{rest}"
 

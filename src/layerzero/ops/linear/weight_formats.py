@@ -99,7 +99,6 @@ def _terms(arguments: Mapping[str, Any]) -> Tensor:
 
 
 def _numbers(arguments: Mapping[str, Any]) -> Tensor:
-    """The weight in float64."""
     of, inputs = WeightFormat.of(arguments["weight_format"]), arguments["input"].shape[-1]
     return scheme_of(of).dequantized(of, fields_of(arguments), inputs, torch.float64)
 

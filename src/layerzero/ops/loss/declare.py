@@ -111,7 +111,6 @@ def linear_cross_entropy(
 
 
 def _of_rows(reference: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The same for each row."""
     return lambda *tensors, **arguments: reference(*tensors, **arguments, reduction="none")
 
 

@@ -348,7 +348,6 @@ def _format_problems(arguments: dict[str, Any], weight: str, inputs: int, expert
 
 
 def _as_argument(problem: str, names: Mapping[str, str]) -> str:
-    """A field's problem by the name of its argument."""
     name, colon, rest = problem.partition(":")
     return f"{names.get(name, name)}{colon}{rest}"
 

@@ -138,7 +138,6 @@ def _slack(arguments: Mapping[str, Any]) -> Tensor:
 
 
 def _consistent(results: Sequence[tuple[Tensor, ...]], truth: tuple[Tensor, ...], given: Given) -> str:
-    """Weights are those of their experts."""
     arguments = given.basis
     weights, places = results[0]
     scores = scores_of(arguments["logits"], arguments.get("scoring", "softmax")).gather(-1, places.long())

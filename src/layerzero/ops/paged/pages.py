@@ -50,7 +50,6 @@ def padded_tables(
 
 
 def _value_problems(starts: Tensor, last: Tensor, pages: int, page_size: int, max_blocks: int | None) -> list[str]:
-    """What is wrong with the numbers, on the host."""
     end = int(starts[-1])
     problems = value_problems("kv_indptr", starts, end)
     if end != pages:

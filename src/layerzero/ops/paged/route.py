@@ -154,7 +154,6 @@ def _problems_of_one(arguments: dict[str, Any]) -> list[str]:
 
 
 def _has_codes(arguments: dict[str, Any]) -> bool:
-    """Whether a call has such a cache, or scales or a permission as for one."""
     cache = arguments["key_cache"]
     has_scales = arguments["key_scale"] is not None or arguments["value_scale"] is not None
     of_codes = isinstance(cache, Tensor) and cache.dtype in quantized.QUANTIZED

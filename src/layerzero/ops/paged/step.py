@@ -95,7 +95,6 @@ class StepMetadata(Handle):
         *,
         capturable: bool,
     ) -> None:
-        """Be a step of tensors that are right."""
         super().__init__(tensors, CAPTURABLE if capturable else "eager")
         self._max_context_len = max_context_len
         self._beyond = LateCount()

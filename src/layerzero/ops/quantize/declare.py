@@ -171,8 +171,6 @@ def _reference(compute: Callable[..., Any], of: Format) -> Callable[..., Any]:
 
 
 def _check(of: Format) -> Callable[..., list[Check]]:
-    """What a value on the device is wrong with."""
-
     def check(input: Tensor, scale: Tensor | None = None, tensor_scale: Tensor | None = None) -> list[Check]:
         checks = _scale_values({"scale": scale, "tensor_scale": tensor_scale})
         if not of.dtype.is_floating_point:

@@ -238,7 +238,6 @@ _LENGTH_WEIGHTS = (2, 4, 3, 3, 3, 3, 3, 3, 2, 2)
 
 
 def _draw(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
-    """Draw a call of ``lz.ragged_attention``."""
     sequences = draw.of((0, 1, 2, 3, 6), (1, 6, 12, 12, 6))
     kv_heads = draw.of((1, 2, 3, 4))
     heads = kv_heads * draw.of((1, 2, 3, 4), (6, 2, 1, 1))

@@ -60,7 +60,6 @@ def _complete(sizes: Mapping[str, int]) -> Mapping[str, int]:
 
 
 def _alone(of: Iterable[Case]) -> tuple[Case, ...]:
-    """The queries of calls with keys."""
     return tuple(
         Case(
             each.name, {name: size for name, size in each.sizes.items() if name != "kv_heads"}, each.params, each.given

@@ -221,7 +221,6 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
 
 
 def _qkv_problems(arguments: dict[str, Any]) -> list[str]:
-    """What is wrong with what everything else is read by."""
     qkv, heads, kv_heads = (arguments[name] for name in ("qkv", "heads", "kv_heads"))
     problems = [
         f"{name}: wanted a number above 0, got {told(count)}"

@@ -185,14 +185,12 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
 
 
 def _is_quantized(arguments: dict[str, Any]) -> bool:
-    """Whether a call has a cache of codes, or scales as for one."""
     cache = arguments["key_cache"]
     of_codes = isinstance(cache, Tensor) and cache.dtype in QUANTIZED
     return of_codes or any(arguments[name] is not None for name in _SCALES)
 
 
 def _rank_problems(arguments: dict[str, Any], ndim: int) -> list[str]:
-    """What is wrong with the numbers of axes, by which everything else is read."""
     problems = []
     wanted = "(tokens, heads, head dim)" if ndim == 3 else "(batch, sequence, heads, head dim) without slot_mapping"
     for name in ("query", "key", "value", *CACHES, "cos", "sin", "positions"):

@@ -296,7 +296,6 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
 
 
 def _rank_problems(arguments: dict[str, Any], ndim: int) -> list[str]:
-    """What is wrong with the numbers of axes, by which everything else is read."""
     problems = []
     wanted = "(tokens, features)" if ndim == 2 else "(batch, sequence, features) without slot_mapping"
     for name in ("qkv", *CACHES, "cos", "sin", "positions"):

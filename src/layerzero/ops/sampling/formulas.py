@@ -277,7 +277,6 @@ def marks_of(draft_ids: Tensor, dtype: torch.dtype, generator: torch.Generator |
 
 
 def _put(lists: Tensor, place: Tensor, where: Tensor, value: Tensor) -> None:
-    """Write a value into a place of each list, where it is to be."""
     if lists.shape[1]:
         at = place.clamp(max=lists.shape[1] - 1).unsqueeze(-1)
         lists.scatter_(1, at, torch.where(where, value, lists.gather(1, at).squeeze(1)).unsqueeze(-1))

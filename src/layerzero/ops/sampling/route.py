@@ -256,7 +256,6 @@ def _route(name: str, operation: Operation) -> Callable[..., Routed]:
 
 
 def _value_problems(arguments: dict[str, Any], optional: tuple[str, ...]) -> dict[str, str]:
-    """What is wrong with numbers, by argument: said better than by bounds."""
     found = {}
     temperature: Any = arguments.get("temperature")
     for name in ("top_p", "min_p"):

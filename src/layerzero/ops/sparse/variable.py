@@ -89,8 +89,6 @@ def _check_values(query: Tensor, key: Tensor, row_sizes: Tensor, col_sizes: Tens
 
 
 def _checks(name: str, sizes: Tensor, count: int) -> list[Check]:
-    """The same as :func:`size_problems` where they lie."""
-
     def say(place: tuple[int, ...], got: tuple[int, ...]) -> str:
         return f"{name}[{place[0]}]: wanted sizes of at least 0 that sum up to {count}, got {list(got)}"
 

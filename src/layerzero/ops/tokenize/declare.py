@@ -222,7 +222,6 @@ def _recipe(facts: Facts) -> dict[str, Any]:
 
 
 def _within(bound: int) -> int:
-    """A size amid those below a power of two."""
     return max(bound * 3 // 4, 1)
 
 

@@ -342,7 +342,6 @@ def _spread(size: int, count: int) -> list[int]:
 
 
 def _of_native(native: Any) -> Stamp:
-    """The stamp of a ``tokenizers.Tokenizer``."""
     sizes, turn = native.get_vocab_size, itertools.count()
     places = _spread(sizes(with_added_tokens=False), 4)
     settings = attrgetter("__class__", *(name for name in _SETTINGS if hasattr(native.model, name)))
