@@ -10,7 +10,6 @@ Library: flashinfer-python 0.7.2, Apache-2.0; arXiv:2501.01005.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from layerzero.backends.flashinfer.attention import FLASHINFER
 from layerzero.backends.flashinfer.modules import is_built
-from layerzero.backends.flashinfer.paged import WORKSPACE_BYTES, plannable, planned_alone, workspace
+from layerzero.backends.flashinfer.paged import WORKSPACE_BYTES, plannable, planned_for, workspace
 from layerzero.backends.flashinfer.plan import Staging
 from layerzero.backends.flashinfer.varlen import buffers, pages_of
 from layerzero.core import limits as limit
@@ -90,11 +89,7 @@ def _load(facts: Facts, backend: str) -> Callable[..., Any]:
         def make(each: StepMetadata) -> _Planned:
             return _Planned(each, arguments, queries, backend)
 
-        if step is None:
-            here = owner, threading.get_ident(), torch.cuda.current_stream(q_nope.device).cuda_stream
-            planned = planned_alone(here, StepMetadata(block_tables, context_lens), make)
-        else:
-            planned = step.slot(owner, make)
+        planned = planned_for(step, lambda: StepMetadata(block_tables, context_lens), owner, q_nope, make)
         tokens = q_nope.flatten(0, 1), q_pe.flatten(0, 1)
         result = planned.run(
             query=tokens, kv_cache=(ckv_cache, kpe_cache), return_lse=return_lse, return_lse_base_on_e=return_lse

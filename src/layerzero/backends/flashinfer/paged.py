@@ -25,7 +25,7 @@ from layerzero.backends.flashinfer.modules import decode_key, decode_prebuilt
 from layerzero.backends.flashinfer.plan import Staging
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.handle import CAPTURABLE
+from layerzero.core.handle import CAPTURABLE, Handle
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.system import forking
@@ -93,12 +93,20 @@ _ALONE: OrderedDict[Hashable, Any] = OrderedDict()
 """Wrappers of calls without a step, each of one thread and stream; two must not plan into one. 16 MiB each."""
 
 _MAX_ALONE = 16
-Kept = TypeVar("Kept")
+Kept = TypeVar("Kept", bound=Handle)
 _ALONE_LOCK = forking.lock()
 
 
-def planned_alone(key: Hashable, step: Kept, make: Callable[[Kept], Any]) -> Any:
-    """What plans for calls without a step, brought up to date for this one; made where there is none."""
+def planned_for(
+    step: Kept | None, alone: Callable[[], Kept], owner: Hashable, tensor: Tensor, make: Callable[[Kept], Any]
+) -> Any:
+    """What plans for a step; without one what planned for such calls, brought up to date for this one.
+
+    That is one of each thread and stream: two must not plan into one.
+    """
+    if step is not None:
+        return step.slot(owner, make)
+    key, step = (owner, threading.get_ident(), torch.cuda.current_stream(tensor.device).cuda_stream), alone()
     with _ALONE_LOCK:
         planned = _ALONE.pop(key, None)
     if planned is None:
@@ -132,12 +140,6 @@ def _load(facts: Facts, tensor_cores: bool) -> Callable[..., Any]:
     def make(step: StepMetadata) -> Planned:
         return Planned(step, arguments, tensor_cores)
 
-    def unstepped(block_tables: Tensor, context_lens: Tensor) -> Planned:
-        stream = torch.cuda.current_stream(block_tables.device).cuda_stream
-        key = owner, threading.get_ident(), stream
-        planned: Planned = planned_alone(key, StepMetadata(block_tables, context_lens), make)
-        return planned
-
     def decode(
         query: Tensor,
         key_cache: Tensor,
@@ -145,13 +147,11 @@ def _load(facts: Facts, tensor_cores: bool) -> Callable[..., Any]:
         block_tables: Tensor,
         context_lens: Tensor,
         *,
-        window: tuple[int, int] | None = None,
-        softcap: float | None = None,
-        scale: float | None = None,
         return_lse: bool = False,
         step: StepMetadata | None = None,
+        **_: Any,  # what acts on the scores, which the plan has
     ) -> Any:
-        planned = unstepped(block_tables, context_lens) if step is None else step.slot(owner, make)
+        planned = planned_for(step, lambda: StepMetadata(block_tables, context_lens), owner, query, make)
         result = planned.run(query.squeeze(1), (key_cache, value_cache), return_lse=return_lse)
         if not return_lse:
             return result.unsqueeze(1)

@@ -19,14 +19,13 @@ from torch import Tensor
 
 from layerzero.backends.flashinfer.attention import FLASHINFER
 from layerzero.backends.flashinfer.modules import batches_key, batches_prebuilt, decode_key, decode_prebuilt
-from layerzero.backends.flashinfer.paged import WORKSPACE_BYTES, Planned, planned_alone
+from layerzero.backends.flashinfer.paged import WORKSPACE_BYTES, Planned, planned_for
 from layerzero.backends.flashinfer.varlen import (
     LEFT_WINDOW,
     OF_PAGES,
     PlannedPages,
     arguments_of,
     check_belongs,
-    here,
     natural,
     of_decode,
 )
@@ -78,10 +77,7 @@ def _load_decode(facts: Facts, tensor_cores: bool) -> Callable[..., Any]:
         step: StepMetadata | None = None,
         **_: Any,  # what acts on the scores, which the plan has
     ) -> Any:
-        if step is None:
-            planned: Planned = planned_alone(here(owner, query), StepMetadata(block_tables, context_lens), make)
-        else:
-            planned = step.slot(owner, make)
+        planned = planned_for(step, lambda: StepMetadata(block_tables, context_lens), owner, query, make)
         scaled = scaled_query(query.squeeze(1), key_scale, kv_heads)
         result = planned.run(scaled, (key_cache, value_cache), return_lse=return_lse)
         if not return_lse:
@@ -113,12 +109,10 @@ def _load_tokens(facts: Facts) -> Callable[..., Any]:
         step: StepMetadata | None = None,
         **_: Any,
     ) -> Any:
-        if step is None:
-            alone = StepMetadata(block_tables, context_lens, cu_seqlens_q=cu_seqlens_q)
-            planned = planned_alone(here(owner, query), alone, make)
-        else:
+        if step is not None:
             check_belongs(step.cu_seqlens_q is cu_seqlens_q, "paged_attention")
-            planned = step.slot(owner, make)
+        alone = functools.partial(StepMetadata, block_tables, context_lens, cu_seqlens_q=cu_seqlens_q)
+        planned = planned_for(step, alone, owner, query, make)
         result = planned.run(scaled_query(query, key_scale, kv_heads), (key_cache, value_cache), return_lse=return_lse)
         if not return_lse:
             return scale_output(result, value_scale, kv_heads)

@@ -13,8 +13,8 @@ Library: flashinfer-python 0.7.2, Apache-2.0; arXiv:2501.01005.
 
 from __future__ import annotations
 
+import functools
 import math
-import threading
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from layerzero.backends.flashinfer.attention import FLASHINFER
 from layerzero.backends.flashinfer.modules import blocks_prebuilt
-from layerzero.backends.flashinfer.paged import WORKSPACE_BYTES, planned_alone, workspace
+from layerzero.backends.flashinfer.paged import WORKSPACE_BYTES, planned_for, workspace
 from layerzero.backends.flashinfer.plan import Staging
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -80,11 +80,8 @@ def _load(facts: Facts) -> Callable[..., Any]:
         def make(each: BlockPattern) -> _Planned:
             return _Planned(each, arguments, query.device)
 
-        if block_pattern is None:
-            here = owner, threading.get_ident(), torch.cuda.current_stream(query.device).cuda_stream
-            planned = planned_alone(here, BlockPattern(block_indptr, block_indices), make)
-        else:
-            planned = block_pattern.slot(owner, make)
+        alone = functools.partial(BlockPattern, block_indptr, block_indices)
+        planned = planned_for(block_pattern, alone, owner, query, make)
         result = planned.run(query, key, value, return_lse=return_lse)
         return (result[0], (result[1] * math.log(2)).t().contiguous()) if return_lse else result
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +24,7 @@ from layerzero.backends.flashinfer.paged import (
     WORKSPACE_BYTES,
     Planned,
     plannable,
-    planned_alone,
+    planned_for,
     same_strides,
     workspace,
 )
@@ -218,20 +217,14 @@ def _load_ragged(facts: Facts, backend: str) -> Callable[..., Any]:
         step: RaggedMetadata | None = None,
         **_: Any,
     ) -> Any:
-        if step is None:
-            planned = planned_alone(here(owner, query), RaggedMetadata(cu_seqlens_q, cu_seqlens_k), make)
-        else:
+        if step is not None:
             check_belongs(step.cu_seqlens_q is cu_seqlens_q and step.cu_seqlens_k is cu_seqlens_k, "ragged_attention")
-            planned = step.slot(owner, make)
+        alone = functools.partial(RaggedMetadata, cu_seqlens_q, cu_seqlens_k)
+        planned = planned_for(step, alone, owner, query, make)
         result = planned.run(query, key, value, return_lse=return_lse)
         return (result[0], natural(result[1])) if return_lse else result
 
     return run
-
-
-def here(owner: tuple[Any, ...], tensor: Tensor) -> tuple[Any, ...]:
-    """Whose wrapper it is: one of each thread and stream; two must not plan into one."""
-    return (owner, threading.get_ident(), torch.cuda.current_stream(tensor.device).cuda_stream)
 
 
 def check_belongs(belongs: bool, function: str) -> None:
@@ -264,13 +257,14 @@ def _load_paged(facts: Facts, backend: str, split: bool) -> Callable[..., Any]:
         caches, count = (key_cache, value_cache), decodes or 0
         if step is not None:
             check_belongs(step.cu_seqlens_q is cu_seqlens_q, "paged_attention")
-        alone = step is None
-        step = StepMetadata(block_tables, context_lens, cu_seqlens_q=cu_seqlens_q) if step is None else step
+        alone = functools.partial(StepMetadata, block_tables, context_lens, cu_seqlens_q=cu_seqlens_q)
         if not split or count == 0 or count == len(context_lens):
-            planned = planned_alone(here(owner, query), step, whole) if alone else step.slot(owner, whole)
+            planned = planned_for(step, alone, owner, query, whole)
             result = planned.run(query, caches, return_lse=return_lse)
             return (result[0], natural(result[1])) if return_lse else result
-        both = step.slot((owner, count), lambda each: _Split(each, arguments, page_size, backend, count))
+        both = (alone() if step is None else step).slot(
+            (owner, count), lambda each: _Split(each, arguments, page_size, backend, count)
+        )
         output = query.new_empty((len(query), heads, value_dim))
         parts = (both.decode, slice(count)), (both.prefill, slice(count, None))
         found = [each.run(query[rows], caches, out=output[rows], return_lse=return_lse) for each, rows in parts]

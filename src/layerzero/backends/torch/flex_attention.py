@@ -117,21 +117,11 @@ def _load(facts: Facts) -> Callable[..., Any]:
     no_slopes = torch.zeros(facts.size("heads"), device=device)
 
     def attend(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        causal: bool = False,
-        scale: float | None = None,
-        window: tuple[int, int] | None = None,
-        softcap: float | None = None,
-        alibi_slopes: Tensor | None = None,
+        query: Tensor, key: Tensor, value: Tensor, *, alibi_slopes: Tensor | None = None, **scores: Any
     ) -> Tensor:
         if on_cpu and not math.isfinite(query.sum(dtype=torch.float32) + key.sum(dtype=torch.float32)):
             # the CPU's kernel takes a row of NaN for one without keys, and gives 0
-            return attention_reference(  # type: ignore[return-value]  # without the log-sum-exp
-                query, key, value, causal=causal, scale=scale, window=window, softcap=softcap, alibi_slopes=alibi_slopes
-            )
+            return attention_reference(query, key, value, alibi_slopes=alibi_slopes, **scores)  # type: ignore[return-value]
         # a plan has but one causal, scale, window and softcap: they are in ``numbers``
         slopes = no_slopes if alibi_slopes is None else alibi_slopes.float().contiguous().view(-1)
         offset = torch.tensor(key.shape[1] - query.shape[1]) if exact_offset is None else exact_offset

@@ -101,16 +101,8 @@ def _by_group(mask: Tensor, kv_heads: int, group: int) -> Tensor:
 def _load_dense(facts: Facts) -> Callable[..., Any]:
     attend, decodes = tiles(facts), facts["operation"] in attention.DECODE
 
-    def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        causal: bool = False,
-        scale: float | None = None,
-        attn_mask: Tensor | None = None,
-    ) -> Tensor:
-        return attend(query, key, value, causal=causal or decodes, scale=scale, attn_mask=attn_mask)
+    def run(*tensors: Tensor, causal: bool = False, **scores: Any) -> Tensor:
+        return attend(*tensors, causal=causal or decodes, **scores)
 
     return run
 
@@ -126,18 +118,11 @@ def _load_ragged(facts: Facts) -> Callable[..., Any]:
     attend = tiles(facts)
 
     def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        *,
-        causal: bool = False,
-        scale: float | None = None,
+        query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **scores: Any
     ) -> Tensor:
         pairs = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
         found = [
-            _one(attend, query[first:last], key[start:end], value[start:end], causal=causal, scale=scale)
+            _one(attend, query[first:last], key[start:end], value[start:end], **scores)
             for (first, last), (start, end) in pairs
         ]
         return torch.cat(found) if found else query.new_zeros((0, query.shape[1], value.shape[2]))
@@ -155,9 +140,7 @@ def _load_paged(facts: Facts) -> Callable[..., Any]:
         block_tables: Tensor,
         context_lens: Tensor,
         cu_seqlens_q: Tensor | None = None,
-        *,
-        causal: bool = True,
-        scale: float | None = None,
+        **scores: Any,
     ) -> Tensor:
         tokens = query if several else query.flatten(0, 1)
         starts = [*range(len(tokens) + 1)] if cu_seqlens_q is None else cu_seqlens_q.tolist()
@@ -165,7 +148,7 @@ def _load_paged(facts: Facts) -> Callable[..., Any]:
         for row, ((first, last), length) in enumerate(zip(pairwise(starts), context_lens.tolist(), strict=True)):
             pages = block_tables[row, : -(-length // page_size)]
             keys, values = (tokens_of(cache, pages, length) for cache in (key_cache, value_cache))
-            found.append(_one(attend, tokens[first:last], keys, values, causal=causal, scale=scale))
+            found.append(_one(attend, tokens[first:last], keys, values, **scores))
         output = torch.cat(found) if found else tokens.new_zeros((0, tokens.shape[1], value_cache.shape[-1]))
         return output if several else output.unsqueeze(1)
 

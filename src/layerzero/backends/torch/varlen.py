@@ -96,13 +96,11 @@ def attend_each(
     sequences: Iterable[Slice],
     like: Tensor,
     *,
-    causal: bool = False,
-    scale: float | None = None,
-    window: tuple[int, int] | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
     masks: Iterable[Tensor | None] = repeat(None),
     attend: Attend | None = None,
+    **scores: Any,
 ) -> Any:
     """Attention of one sequence after the other: (T, H, D), and (H, T) of the log-sum-exp; ``like`` is all queries.
 
@@ -119,7 +117,7 @@ def attend_each(
             outputs.append(query.new_zeros((*query.shape[:2], value.shape[2])))
             sums.append(query.new_full((query.shape[1], len(query)), -torch.inf, dtype=torch.float32))
             continue
-        output, lse = _attend(operator, query, key, value, slopes, mask, causal=causal, scale=scale, window=window)
+        output, lse = _attend(operator, query, key, value, slopes, mask, **scores)
         outputs.append(output)
         sums.append(lse)
     output = torch.cat(outputs) if outputs else torch.zeros_like(like)
@@ -140,9 +138,9 @@ def _attend(
     slopes: Tensor | None,
     seen: Tensor | None,
     *,
-    causal: bool,
-    scale: float | None,
-    window: tuple[int, int] | None,
+    causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     queries, heads, width = query.shape
     keys, kv_heads = key.shape[:2]
