@@ -225,7 +225,7 @@ def test_products_come_from_the_second_library_whatever_owns_the_name_space(monk
     monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda name, key: bool(loaded))
     product = types.SimpleNamespace(default=Operators.product)
     monkeypatch.setattr(torch.ops._C, "cutlass_scaled_mm", product, raising=False)
-    monkeypatch.setattr(grouped_linear, "_rows", lambda: None)
+    monkeypatch.setattr(grouped_linear, "_operator", lambda *_: None)
     monkeypatch.setattr(grouped_linear, "operators", library_of_vllm.operators.__wrapped__)  # without its memory
     _, facts = facts_of("vllm.int8_linear", call("vllm.int8_linear"))
     grouped_linear._load_linear(facts)

@@ -257,7 +257,7 @@ def stand_in(monkeypatch):
     )
     for module in (of_vllm, of_marlin):
         monkeypatch.setattr(module, "operators", lambda *_: vllm)
-        monkeypatch.setattr(module, "multiprocessors", lambda _: 132)
+    monkeypatch.setattr(of_vllm, "multiprocessors", lambda _: 132)
     monkeypatch.setattr(grouped_weights.Locks, "now", lambda self: self._captured)
     packets = Recorded(_weight_int4pack_mm=tinygemm, _convert_weight_to_int4pack=tinygemm_pack)
     for name, packet in vars(packets).items():

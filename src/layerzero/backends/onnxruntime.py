@@ -244,8 +244,7 @@ KERNELS = (
         45,
         limit.dtype("float32", "float16"),
         IN_FOUR_BITS,
-        limit.dim("weight_group", multiple=16),
-        limit.dim("in_features", multiple=16),
+        *limit.dims("weight_group", "in_features", multiple=16),
     ),
     grouped(
         "onnxruntime.codes_linear_int8",
@@ -254,8 +253,7 @@ KERNELS = (
         55,
         limit.dtype("float32", "float16", "bfloat16"),
         IN_FOUR_BITS,
-        limit.dim("weight_group", multiple=16),
-        limit.dim("in_features", multiple=16),
+        *limit.dims("weight_group", "in_features", multiple=16),
         operations=ROUNDING,
     ),
 )

@@ -209,6 +209,11 @@ def dim(
     return Dim(name, min, max, multiple, one_of)
 
 
+def dims(*names: str, **bounds: Any) -> tuple[Limit, ...]:
+    """Bound several sizes alike."""
+    return tuple(dim(name, **bounds) for name in names)
+
+
 def absent(fact: str) -> Limit:
     """Refuse a call that brings this optional tensor."""
     return OneOf(fact, ("none",))

@@ -203,8 +203,7 @@ _EXPERTS: dict[str, Any] = {
 }
 
 _GROUPED = (
-    limit.dim("hidden", multiple=8),
-    limit.dim("inner_features", multiple=8),
+    *limit.dims("hidden", "inner_features", multiple=8),
     limit.contiguous("gate_up_weight", "down_weight"),
     limit.aligned(16, "gate_up_weight", "down_weight"),
 )
@@ -315,8 +314,7 @@ KERNELS = (
         limit.platform("cuda"),
         limit.arch(min=(8, 0)),
         limit.dtype("bfloat16"),
-        limit.dim("in_features", multiple=8),
-        limit.dim("out_features", multiple=8),
+        *limit.dims("in_features", "out_features", multiple=8),
         # strided ends give other rows (H200, torch 2.11, 2026-11-22)
         limit.contiguous("input", "weight", "group_ends"),
         limit.aligned(16, "input", "weight"),

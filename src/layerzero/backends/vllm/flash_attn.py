@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.backends.compiler_caches import driver_cache
 from layerzero.backends.flash_attn.attention import ALIBI_WITHOUT_LSE
 from layerzero.backends.shape_cache import Prepared
 from layerzero.backends.vllm.library import (
     VLLM_FLASH_ATTN_2,
     VLLM_FLASH_ATTN_3,
-    driver_cache,
     has_machine_code_of_v2,
     operators,
     variant_of_v2,

@@ -33,6 +33,7 @@ from layerzero.backends.torch.quantized_linear import on_boundary, quantized_row
 from layerzero.backends.vllm.library import STABLE, VLLM, operators
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
+from layerzero.core.kernel import Backend, Kernel
 from layerzero.ops.linear.packed import Pack
 from layerzero.ops.linear.quantized import QUANTIZED
 from layerzero.ops.quantize.formats import FORMATS
@@ -67,6 +68,14 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def marlin_form(
+    words: Tensor, scale: Tensor, zero: Tensor | None = None, second: Tensor | None = None
+) -> tuple[tuple[Any, ...], int]:
+    """What :func:`marlin` multiplies with, its locks among it, and the bytes of that."""
+    locks = Locks(multiprocessors(words.device), words.device)
+    return (words, scale, zero, second, locks), bytes_of(words, scale, zero, second)
+
+
 def _marlin(facts: Facts) -> tuple[Pack, Product]:
     dtype, bits = facts.tensors["input"].dtype, max(facts.size("weight_bits"), 4)
 
@@ -75,8 +84,7 @@ def _marlin(facts: Facts) -> tuple[Pack, Product]:
             codes = regrouped(codes, (128, 64, 32))
         words, scale = marlin_codes(codes.numbers, bits), marlin_scale(codes.scale, dtype)
         zero = None if (points := codes.zero_points) is None else marlin_zero(points)
-        locks = Locks(multiprocessors(words.device), words.device)
-        return (words, scale, zero, None, locks), bytes_of(words, scale, zero)
+        return marlin_form(words, scale, zero)
 
     return pack, marlin(facts, BIASED[bits])
 
@@ -146,13 +154,16 @@ MARLIN = (*_HALVES, limit.dim("in_features", multiple=128), limit.dim("out_featu
 _FLOAT16 = (limit.dtype("float16"), limit.aligned(16, "input"))
 
 
-def _library() -> Any:
-    return operators("_C.abi3.so", "_C")
+Operator = Callable[..., None]
 
 
-def _rows() -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+def _operator(_: Facts, name: str) -> Operator:
+    operator: Operator = getattr(operators("_C.abi3.so", "_C"), name).default
+    return operator
+
+
+def _rows(operator: Operator) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """Rows as int8, and the scale of each, (rows, 1)."""
-    operator = _library().dynamic_scaled_int8_quant.default
 
     def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
         output = torch.empty_like(rows, dtype=torch.int8)
@@ -163,26 +174,36 @@ def _rows() -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     return quantized
 
 
-def _load_rows(facts: Facts) -> Callable[..., Any]:
-    features = facts.size("features")
-    quantized = _rows()
+def int8_kernels(
+    backend: Backend, prefix: str, operator: Callable[[Facts, str], Operator], *limits: limit.Limit
+) -> tuple[Kernel, Kernel]:
+    """Numbers as int8, rows by scales of their own or all by one that is given: vLLM's operators of any device."""
 
-    def run(input: Tensor, *, per: str) -> tuple[Tensor, Tensor]:
-        output, scale = quantized(input.view(-1, features))
-        return output.view(input.shape), scale.view(*input.shape[:-1], 1)
+    def load_rows(facts: Facts) -> Callable[..., Any]:
+        quantized, features = _rows(operator(facts, "dynamic_scaled_int8_quant")), facts.size("features")
 
-    return run
+        def run(input: Tensor, *, per: str) -> tuple[Tensor, Tensor]:
+            output, scale = quantized(input.view(-1, features))
+            return output.view(input.shape), scale.view(*input.shape[:-1], 1)
 
+        return run
 
-def _load_given(facts: Facts) -> Callable[..., Any]:
-    operator, features = _library().static_scaled_int8_quant.default, facts.size("features")
+    def load_given(facts: Facts) -> Callable[..., Any]:
+        compute, features = operator(facts, "static_scaled_int8_quant"), facts.size("features")
 
-    def run(input: Tensor, *, scale: Tensor) -> tuple[Tensor, Tensor]:
-        output = torch.empty_like(input, dtype=torch.int8)
-        operator(output.view(-1, features), input.view(-1, features), scale, None)
-        return output, scale.clone()
+        def run(input: Tensor, *, scale: Tensor) -> tuple[Tensor, Tensor]:
+            output = torch.empty_like(input, dtype=torch.int8)
+            compute(output.view(-1, features), input.view(-1, features), scale, None)
+            return output, scale.clone()
 
-    return run
+        return run
+
+    by_row, by_one = limit.one_of("per", "row"), (limit.one_of("scale", "float"), limit.one_of("granularity", "tensor"))
+    shared: dict[str, Any] = {"limits": limits, "priority": 55}
+    return (
+        backend.kernel(f"{prefix}.quantize_rows", "quantize.int8", load_rows, by_row, accepts=("per",), **shared),
+        backend.kernel(f"{prefix}.quantize_by_one", "quantize.int8", load_given, *by_one, accepts=("scale",), **shared),
+    )
 
 
 def _float8_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,7 +211,7 @@ def _float8_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _load_linear(facts: Facts) -> Callable[..., Any]:
-    of_int8 = _rows()  # first: it finds out whose the name space is
+    of_int8 = _rows(_operator(facts, "dynamic_scaled_int8_quant"))  # first: it finds out whose the name space is
     quantized = of_int8 if facts["operation"] == QUANTIZED["int8"].name else _float8_rows
     operator = operators(f"{STABLE}.abi3.so", "_C", STABLE).cutlass_scaled_mm.default
     features, outputs, ndim = facts.size("in_features"), facts.size("out_features"), facts["input_ndim"]
@@ -231,8 +252,7 @@ KERNELS = (
         limit.arch(min=(9, 0), max=(9, 0)),
         *_HALVES,
         limit.one_of("weight_bits", 2, 3, 4, 8),
-        limit.dim("weight_group", multiple=64),
-        limit.dim("in_features", multiple=64),
+        *limit.dims("weight_group", "in_features", multiple=64),
         limit.dim("out_features", multiple=128),
         platform="cuda",
     ),
@@ -243,9 +263,7 @@ KERNELS = (
         22,
         *_FLOAT16,
         limit.one_of("weight_bits", 2, 3, 4, 8),
-        limit.dim("weight_group", multiple=32),
-        limit.dim("in_features", multiple=32),
-        limit.dim("out_features", multiple=32),
+        *limit.dims("weight_group", "in_features", "out_features", multiple=32),
         platform="cuda",
         deterministic=False,
         workspace_bytes=wide_weight,
@@ -263,30 +281,14 @@ KERNELS = (
         platform="cuda",
         workspace_bytes=lambda facts: 16 * facts.size("rows") * facts.size("out_features"),
     ),
-    VLLM.kernel(
-        "vllm.quantize_rows",
-        "quantize.int8",
-        _load_rows,
-        accepts=("per",),
-        limits=(*_LIMITS, limit.one_of("per", "row")),
-        priority=55,
-    ),
-    VLLM.kernel(
-        "vllm.quantize_by_one",
-        "quantize.int8",
-        _load_given,
-        accepts=("scale",),
-        limits=(*_LIMITS, limit.one_of("scale", "float"), limit.one_of("granularity", "tensor")),
-        priority=55,
-    ),
+    *int8_kernels(VLLM, "vllm", _operator, *_LIMITS),
     VLLM.kernel(
         "vllm.int8_linear",
         QUANTIZED["int8"].name,
         _load_linear,
         limit.arch(min=(8, 0), max=(9, 9)),  # its products of int8 end with Hopper
         limit.dtype("float16", "bfloat16"),
-        limit.dim("in_features", multiple=16),
-        limit.dim("out_features", multiple=16),
+        *limit.dims("in_features", "out_features", multiple=16),
         limit.contiguous("input", "weight", "bias"),
         limit.aligned(16, "input", "weight", "bias"),
         accepts=("bias",),
@@ -298,8 +300,7 @@ KERNELS = (
         _load_linear,
         limit.arch(min=(8, 9)),
         limit.dtype("bfloat16"),  # Hopper adds up float8 in 14 bits: float16 was off by 1.6 of its tolerance, H200
-        limit.dim("in_features", multiple=16),
-        limit.dim("out_features", multiple=16),
+        *limit.dims("in_features", "out_features", multiple=16),
         limit.contiguous("input", "weight", "bias"),
         limit.aligned(16, "input", "weight", "bias"),
         accepts=("bias",),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
@@ -56,22 +55,6 @@ def has_machine_code_of_v2(facts: Facts) -> bool:
     variant on an H200 (2026-11-21), kept in its cache for the next process.
     """
     return facts.device.sm is not None and facts.device.sm[0] == 8
-
-
-def driver_cache() -> Path | None:
-    """Where the CUDA driver keeps what it compiled of PTX, by its own key; none where it keeps nothing.
-
-    What a child compiled is noted there, so that no later process compiles it again: until 2026-11-23 every one took a
-    minute of its background for it. The driver drops what is oldest beyond CUDA_CACHE_MAXSIZE (1 GB).
-    Source: CUDA programming guide 13.0, environment variables.
-    """
-    if os.environ.get("CUDA_CACHE_DISABLE") == "1":
-        return None
-    named = os.environ.get("CUDA_CACHE_PATH")
-    try:
-        return Path(named) if named else Path.home() / ".nv" / "ComputeCache"
-    except RuntimeError:  # a user without a home
-        return None
 
 
 @functools.cache

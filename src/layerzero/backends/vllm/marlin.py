@@ -23,18 +23,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.backends.grouped_weights import (
-    Locks,
     Product,
     as_powers,
     before_capture,
     by_rows,
-    bytes_of,
     grouped,
     made_for,
     of_call,
     second_factor,
 )
-from layerzero.backends.vllm.grouped_linear import MARLIN, marlin, multiprocessors, wide_weight
+from layerzero.backends.vllm.grouped_linear import MARLIN, marlin, marlin_form, wide_weight
 from layerzero.backends.vllm.library import VLLM, operators
 from layerzero.core import limits as limit
 from layerzero.core.errors import NotPreparedError
@@ -78,8 +76,7 @@ def _parts(facts: Facts, kind: int, tensors: Callable[..., Tensors]) -> tuple[Pa
 
     def pack(weight: QuantizedWeight) -> tuple[tuple[Any, ...], int]:
         words, scale, second = tensors(weight, dtype)
-        locks = Locks(multiprocessors(words.device), words.device)
-        return (words, scale, None, second, locks), bytes_of(words, scale, second)
+        return marlin_form(words, scale, second=second)
 
     return pack, marlin(facts, kind)
 
@@ -97,8 +94,7 @@ def _load_by_row(facts: Facts) -> Callable[..., Any]:
         data = weight if isinstance(weight, Tensor) else weight.fields.data
         words = marlin_codes(data.contiguous().view(torch.uint8), 8)
         scale = torch.full((1, len(data)), 2.0 ** _BIAS[dtype], dtype=dtype, device=data.device)
-        locks = Locks(multiprocessors(words.device), words.device)
-        return (words, scale, None, None, locks), bytes_of(words, scale)
+        return marlin_form(words, scale)
 
     def run(
         input: Tensor, weight: Tensor, weight_scale: Tensor, *, bias: Tensor | None = None, packed: PackedWeight

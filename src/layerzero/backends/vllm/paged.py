@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.backends.compiler_caches import driver_cache
 from layerzero.backends.flashinfer.paged import same_strides
 from layerzero.backends.shape_cache import Prepared
 from layerzero.backends.torch.cascade import as_decode, merge, weighted
@@ -29,7 +30,6 @@ from layerzero.backends.vllm.library import (
     VLLM,
     VLLM_FLASH_ATTN_2,
     VLLM_FLASH_ATTN_3,
-    driver_cache,
     has_machine_code_of_v2,
     operators,
     variant_of_v2,

@@ -29,13 +29,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from layerzero.backends.compiler_caches import driver_cache
 from layerzero.backends.flash_attn.attention import ALIBI_WITHOUT_LSE
 from layerzero.backends.torch.varlen import longest_or, longest_queries
 from layerzero.backends.vllm.flash_attn import FITTING_VALUES, OF_SINKS, fitting_values, with_lse_of_sinks
 from layerzero.backends.vllm.library import (
     VLLM_FLASH_ATTN_2,
     VLLM_FLASH_ATTN_3,
-    driver_cache,
     has_machine_code_of_v2,
     operators,
     variant_of_tokens_v2,

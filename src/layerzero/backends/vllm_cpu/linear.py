@@ -44,6 +44,7 @@ from torch import Tensor
 
 from layerzero.backends.grouped_weights import IN_FOUR_BITS, ROUNDING, Product, by_rows, grouped, regrouped
 from layerzero.backends.shape_cache import small_alone
+from layerzero.backends.vllm.grouped_linear import int8_kernels
 from layerzero.backends.vllm_cpu.norm import VLLM_CPU, build_for, operators
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -101,31 +102,6 @@ _MORE: dict[str, tuple[limit.Limit, ...]] = {
     "mlp.qkv": tuple(limit.dim(f"{letter}_features", multiple=16) for letter in "qkv"),
     "mlp.qkv.joined": (limit.dim("joined_features", multiple=16),),
 }
-
-
-def _load_rows(facts: Facts) -> Callable[..., Any]:
-    operator = small_alone(operators(build_for(facts)).dynamic_scaled_int8_quant.default)
-    features = facts.size("features")
-
-    def run(input: Tensor, *, per: str) -> tuple[Tensor, Tensor]:
-        output = torch.empty_like(input, dtype=torch.int8)
-        scale = input.new_empty((*input.shape[:-1], 1), dtype=torch.float32)
-        operator(output.view(-1, features), input.view(-1, features), scale, None)
-        return output, scale.masked_fill_(scale == 0.0, 1.0)
-
-    return run
-
-
-def _load_given(facts: Facts) -> Callable[..., Any]:
-    operator = small_alone(operators(build_for(facts)).static_scaled_int8_quant.default)
-    features = facts.size("features")
-
-    def run(input: Tensor, *, scale: Tensor) -> tuple[Tensor, Tensor]:
-        output = torch.empty_like(input, dtype=torch.int8)
-        operator(output.view(-1, features), input.view(-1, features), scale, None)
-        return output, scale.clone()
-
-    return run
 
 
 _LIMITS_QUANTIZE = (
@@ -257,27 +233,16 @@ _FP8 = (
     limit.cpu_feature("avx512_bf16"),
     limit.dtype("bfloat16"),
     limit.one_of("weight_dtype", "float8_e4m3"),
-    limit.dim("in_features", multiple=32),
-    limit.dim("out_features", multiple=32),
+    *limit.dims("in_features", "out_features", multiple=32),
 )
 
 KERNELS = (
     *packed_blocks.kernels("vllm.cpu.", _product, _times, _ROWS, _MORE, backend=VLLM_CPU, priority=55),
-    VLLM_CPU.kernel(
-        "vllm.cpu.quantize_rows",
-        "quantize.int8",
-        _load_rows,
-        accepts=("per",),
-        limits=(*_LIMITS_QUANTIZE, limit.one_of("per", "row")),
-        priority=55,
-    ),
-    VLLM_CPU.kernel(
-        "vllm.cpu.quantize_by_one",
-        "quantize.int8",
-        _load_given,
-        accepts=("scale",),
-        limits=(*_LIMITS_QUANTIZE, limit.one_of("scale", "float"), limit.one_of("granularity", "tensor")),
-        priority=55,
+    *int8_kernels(
+        VLLM_CPU,
+        "vllm.cpu",
+        lambda facts, name: small_alone(getattr(operators(build_for(facts)), name).default),
+        *_LIMITS_QUANTIZE,
     ),
     VLLM_CPU.kernel(
         "vllm.cpu.int8_linear_packed",
@@ -286,8 +251,7 @@ KERNELS = (
         limit.cpu_feature("avx512_bf16"),
         limit.dtype("bfloat16"),
         limit.contiguous("input", "bias"),
-        limit.dim("in_features", multiple=32),
-        limit.dim("out_features", multiple=32),
+        *limit.dims("in_features", "out_features", multiple=32),
         BELONGS,
         accepts=("bias", "packed"),
         priority=55,
@@ -301,8 +265,7 @@ KERNELS = (
         limit.dtype("float16", "bfloat16"),
         IN_FOUR_BITS,
         limit.dim("weight_group", multiple=2),
-        limit.dim("in_features", multiple=32),
-        limit.dim("out_features", multiple=32),
+        *limit.dims("in_features", "out_features", multiple=32),
     ),
     grouped(
         "vllm.cpu.fp8_blocks",
@@ -329,9 +292,7 @@ KERNELS = (
         limit.cpu_feature("avx512_bf16"),
         limit.dtype("float16", "bfloat16"),
         IN_FOUR_BITS,
-        limit.dim("weight_group", multiple=32),
-        limit.dim("in_features", multiple=32),
-        limit.dim("out_features", multiple=32),
+        *limit.dims("weight_group", "in_features", "out_features", multiple=32),
         operations=ROUNDING,
     ),
 )

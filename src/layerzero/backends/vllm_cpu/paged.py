@@ -242,8 +242,7 @@ LIMITS_CODES = (
     limit.cpu_feature("avx512"),
     limit.one_of("cache_dtype", "float8_e4m3", "float8_e5m2"),
     limit.one_of("scale_axes", 0),
-    limit.dim("head_dim", multiple=32),
-    limit.dim("page_size", multiple=32),
+    *limit.dims("head_dim", "page_size", multiple=32),
 )
 
 
