@@ -272,15 +272,16 @@ def check_dense(function: str, arguments: Mapping[str, object]) -> None:
         refuse(function, problems)
 
 
-def shape_problems(arguments: Mapping[str, Any], names: tuple[str, ...], ndim: int) -> list[str]:
-    """Tensors that are none, or have another number of axes."""
+def shape_problems(arguments: Mapping[str, Any], names: tuple[str, ...], ndim: int = -1, wanted: str = "") -> list[str]:
+    """Tensors that are none, or have another number of axes; ``wanted`` says in words what these are."""
     problems = []
     for name in names:
         tensor = arguments[name]
         if not isinstance(tensor, torch.Tensor):
             problems.append(f"{name}: wanted a tensor, got {type(tensor).__name__}")
-        elif tensor.ndim != ndim:
-            problems.append(f"{name}: wanted a {ndim}D tensor, got {tensor.ndim}D {tuple(tensor.shape)}")
+        elif ndim not in (-1, tensor.ndim):
+            shape = wanted or f"a {ndim}D tensor"
+            problems.append(f"{name}: wanted {shape}, got {tensor.ndim}D {tuple(tensor.shape)}")
     return problems
 
 

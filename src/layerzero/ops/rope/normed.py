@@ -143,6 +143,12 @@ def _work(facts: Mapping[str, Any]) -> Work:
     return Work(rotation.flops + 4.0 * elements, rotation.bytes)
 
 
+def both_weights(arguments: Mapping[str, Any]) -> list[str]:
+    """What is wrong where there is one of two weights."""
+    given = [name for name in ("q_weight", "k_weight") if arguments[name] is not None]
+    return [f"wanted both q_weight and k_weight or none of them, got {given[0]} alone"] if len(given) == 1 else []
+
+
 def norm_problems(arguments: Mapping[str, Any]) -> list[str]:
     """List what is wrong with the numbers of a norm; types are the schema's business."""
     eps = arguments["eps"]

@@ -171,21 +171,27 @@ def shape_problems(arguments: dict[str, Any]) -> list[str]:
     return problems
 
 
+def table_problems(cos: Tensor, sin: Tensor, head_dim: int, *, interleaved: bool) -> list[str]:
+    """What is wrong with the width and the dtypes of a table."""
+    problems, half = [], cos.shape[-1]
+    if not 0 < 2 * half <= head_dim:
+        hint = ""
+        if 0 < half <= head_dim and not half % 2 and not interleaved:
+            first = f"[:, :{half // 2}]"
+            hint = f"; of Transformers' tables, which hold each angle twice, pass cos{first} and sin{first}"
+        problems.append(f"cos: wanted a width of half of 2 to {head_dim} rotated entries of a head, got {half}{hint}")
+    if cos.dtype != sin.dtype:
+        problems.append(f"sin: wanted dtype {dtype_name(cos.dtype)} like cos, got {dtype_name(sin.dtype)}")
+    return problems
+
+
 def size_problems(arguments: dict[str, Any], layout: str) -> list[str]:
     """What the schema cannot say: the table's width and length, the batch, the shape of positions."""
     query, key, cos, sin, positions = (arguments[name] for name in ("query", "key", "cos", "sin", "positions"))
-    problems, width, head_dim = [], 2 * cos.shape[-1], query.shape[-1]
+    problems = []
     if query.shape[:-3] != key.shape[:-3]:
         problems.append(f"key: wanted batch {query.shape[0]} as in query, got {key.shape[0]}")
-    if not 0 < width <= head_dim:
-        wanted = f"half of 2 to {head_dim} rotated entries of a head"
-        hint = ""
-        if 0 < cos.shape[-1] <= head_dim and not cos.shape[-1] % 2 and not arguments.get("interleaved"):
-            half = f"[:, :{cos.shape[-1] // 2}]"
-            hint = f"; of Transformers' tables, which hold each angle twice, pass cos{half} and sin{half}"
-        problems.append(f"cos: wanted a width of {wanted}, got {cos.shape[-1]}{hint}")
-    if cos.dtype != sin.dtype:
-        problems.append(f"sin: wanted dtype {dtype_name(cos.dtype)} like cos, got {dtype_name(sin.dtype)}")
+    problems += table_problems(cos, sin, query.shape[-1], interleaved=bool(arguments.get("interleaved")))
     if 0 in (query.shape[-2 if layout == "BSHD" else -3], key.shape[-2 if layout == "BSHD" else -3]):
         problems.append(f"wanted heads above 0, got query {tuple(query.shape)} and key {tuple(key.shape)} in {layout}")
     seq = query.shape[-3 if layout == "BSHD" else -2]

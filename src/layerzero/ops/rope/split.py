@@ -24,6 +24,7 @@ from layerzero.ops.rope.normed import (
     PLUS_ONE,
     TOLERANCE,
     TOLERANCE_REASON,
+    both_weights,
     judged_by_pairs,
     norm_examples,
     norm_problems,
@@ -235,9 +236,7 @@ def _qkv_problems(arguments: dict[str, Any]) -> list[str]:
     if not problems and (qkv.shape[-1] % (heads + 2 * kv_heads) or not qkv.shape[-1]):
         wanted = f"{heads} + 2 * {kv_heads} heads of one width in the last axis"
         problems.append(f"qkv: wanted {wanted}, a multiple of {heads + 2 * kv_heads}, got {qkv.shape[-1]}")
-    given = [name for name in ("q_weight", "k_weight") if arguments[name] is not None]
-    if len(given) == 1:
-        problems.append(f"wanted both q_weight and k_weight or none of them, got {given[0]} alone")
+    problems += both_weights(arguments)
     return problems
 
 

@@ -8,17 +8,16 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import told
-from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import refuse
 from layerzero.core.operation import Function, Routed
-from layerzero.ops.declaration import check_dense, overlaps, write_problems
+from layerzero.ops.declaration import check_dense, overlaps, shape_problems, write_problems
 from layerzero.ops.draw import Draw
 from layerzero.ops.paged import layout_record
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
 from layerzero.ops.paged.draw import quantize
 from layerzero.ops.paged.quantized import QUANTIZED, scale_problems
 from layerzero.ops.rope.draw import draw_table, norm_weights
-from layerzero.ops.rope.route import apart
+from layerzero.ops.rope.route import apart, table_problems
 from layerzero.ops.rope_append.declare import ROPE_APPEND, ROPE_APPEND_PAGED, ROPE_APPEND_QUANTIZED
 
 _HEAD_DIMS = (2, 7, 16, 33, 64, 80, 128)
@@ -164,7 +163,9 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     check_dense(_NAME, arguments)
     paged, narrow = arguments["slot_mapping"] is not None, _is_quantized(arguments)
     operation = ROPE_APPEND_QUANTIZED if narrow else ROPE_APPEND_PAGED if paged else ROPE_APPEND
-    problems = _rank_problems(arguments, 3 if paged or narrow else 4)
+    flat, tokens = paged or narrow, ("query", "key", "value")
+    wanted = "(tokens, heads, head dim)" if flat else "(batch, sequence, heads, head dim) without slot_mapping"
+    problems = rank_problems(arguments, tokens, 3 if flat else 4, wanted)
     layout = arguments["layout"]
     if not isinstance(layout, str) or layout not in CACHE_LAYOUTS:
         problems.append(f"layout: wanted {' or '.join(CACHE_LAYOUTS)}, got {told(layout)}")
@@ -190,29 +191,16 @@ def _is_quantized(arguments: dict[str, Any]) -> bool:
     return of_codes or any(arguments[name] is not None for name in _SCALES)
 
 
-def _rank_problems(arguments: dict[str, Any], ndim: int) -> list[str]:
-    problems = []
-    wanted = "(tokens, heads, head dim)" if ndim == 3 else "(batch, sequence, heads, head dim) without slot_mapping"
-    for name in ("query", "key", "value", *CACHES, "cos", "sin", "positions"):
-        tensor = arguments[name]
-        if not isinstance(tensor, Tensor):
-            problems.append(f"{name}: wanted a tensor, got {type(tensor).__name__}")
-        elif name in ("query", "key", "value") and tensor.ndim != ndim:
-            problems.append(f"{name}: wanted {wanted}, got {tensor.ndim}D {tuple(tensor.shape)}")
-        elif name in CACHES and tensor.ndim != 4:
-            problems.append(f"{name}: wanted a 4D tensor, got {tensor.ndim}D {tuple(tensor.shape)}")
-    return problems
+def rank_problems(arguments: dict[str, Any], tokens: tuple[str, ...], ndim: int, wanted: str) -> list[str]:
+    """What is wrong with the numbers of axes, by which everything else is read."""
+    problems = shape_problems(arguments, tokens, ndim, wanted) + shape_problems(arguments, CACHES, 4)
+    return problems + shape_problems(arguments, ("cos", "sin", "positions"))
 
 
 def size_problems(arguments: dict[str, Any], layout: str) -> list[str]:
     """What the schema cannot say: the table's width and length, the shape of positions."""
     query, key, cos, sin, positions = (arguments[name] for name in ("query", "key", "cos", "sin", "positions"))
-    problems, width, head_dim = [], 2 * cos.shape[-1], query.shape[-1]
-    if not 0 < width <= head_dim:
-        wanted = f"half of 2 to {head_dim} rotated entries of a head"
-        problems.append(f"cos: wanted a width of {wanted}, got {cos.shape[-1]}")
-    if cos.dtype != sin.dtype:
-        problems.append(f"sin: wanted dtype {dtype_name(cos.dtype)} like cos, got {dtype_name(sin.dtype)}")
+    problems = table_problems(cos, sin, query.shape[-1], interleaved=bool(arguments["interleaved"]))
     if 0 in (query.shape[-2], key.shape[-2], arguments["value"].shape[-1]):
         shapes = ", ".join(f"{name} {tuple(arguments[name].shape)}" for name in ("query", "key", "value"))
         problems.append(f"wanted heads and widths above 0, got {shapes}")

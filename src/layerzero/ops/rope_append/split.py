@@ -31,6 +31,7 @@ from layerzero.ops.rope.normed import (
     PLUS_ONE,
     TOLERANCE,
     TOLERANCE_REASON,
+    both_weights,
     lengths_of_pairs,
     norm_examples,
     norm_problems,
@@ -38,7 +39,7 @@ from layerzero.ops.rope.normed import (
 from layerzero.ops.rope.split import parts, split_qkv_norm_rope_reference
 from layerzero.ops.rope_append import declare, packed_steps, route
 from layerzero.ops.rope_append.declare import EXACT, PAGED_PLACES, write_rows
-from layerzero.ops.rope_append.route import CACHES, memory_problems, size_problems, varying
+from layerzero.ops.rope_append.route import CACHES, memory_problems, rank_problems, size_problems, varying
 
 _WEIGHTS = ("q_weight", "k_weight")
 
@@ -275,7 +276,8 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     check_dense(_NAME, arguments)
     paged, layout = arguments["slot_mapping"] is not None, arguments["layout"]
     operation = SPLIT_APPEND_PAGED if paged else SPLIT_APPEND
-    problems = _rank_problems(arguments, 2 if paged else 3)
+    wanted = "(tokens, features)" if paged else "(batch, sequence, features) without slot_mapping"
+    problems = rank_problems(arguments, ("qkv",), 2 if paged else 3, wanted)
     if not isinstance(layout, str) or layout not in CACHE_LAYOUTS:
         problems.append(f"layout: wanted {' or '.join(CACHE_LAYOUTS)}, got {told(layout)}")
     problems = problems or _part_problems(arguments, layout)
@@ -295,20 +297,6 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     return Routed(operation, canonical, layout, varies=varying(arguments | views, layout))
 
 
-def _rank_problems(arguments: dict[str, Any], ndim: int) -> list[str]:
-    problems = []
-    wanted = "(tokens, features)" if ndim == 2 else "(batch, sequence, features) without slot_mapping"
-    for name in ("qkv", *CACHES, "cos", "sin", "positions"):
-        tensor = arguments[name]
-        if not isinstance(tensor, Tensor):
-            problems.append(f"{name}: wanted a tensor, got {type(tensor).__name__}")
-        elif name == "qkv" and tensor.ndim != ndim:
-            problems.append(f"{name}: wanted {wanted}, got {tensor.ndim}D {tuple(tensor.shape)}")
-        elif name in CACHES and tensor.ndim != 4:
-            problems.append(f"{name}: wanted a 4D tensor, got {tensor.ndim}D {tuple(tensor.shape)}")
-    return problems
-
-
 def _part_problems(arguments: dict[str, Any], layout: str) -> list[str]:
     """What is wrong with the parts of the product, whose width and number the cache tells."""
     width, cache = arguments["qkv"].shape[-1], arguments["key_cache"].shape
@@ -319,9 +307,7 @@ def _part_problems(arguments: dict[str, Any], layout: str) -> list[str]:
     elif width % head_dim or width // head_dim <= 2 * kv_heads:
         wanted = f"a multiple of the cache's head_dim {head_dim}, of more than 2 * {kv_heads} heads"
         problems.append(f"qkv: wanted {wanted} in the last axis, got {width}")
-    given = [name for name in ("q_weight", "k_weight") if arguments[name] is not None]
-    if len(given) == 1:
-        problems.append(f"wanted both q_weight and k_weight or none of them, got {given[0]} alone")
+    problems += both_weights(arguments)
     return problems
 
 
