@@ -13,7 +13,7 @@ import pytest
 import torch
 from operator_schemas import FA2_SCHEMA, FA3_SCHEMA, Operator
 
-from layerzero.backends import compiler_caches, xformers
+from layerzero.backends import shape_cache, xformers
 from layerzero.backends.flash_attn import attention as flash_attn
 from layerzero.backends.flash_attn import cute as flash_attn_cute
 from layerzero.backends.flashinfer import attention as flashinfer
@@ -261,8 +261,8 @@ def test_where_flash_attention_4_keeps_it(monkeypatch, environment, wanted):
         monkeypatch.delenv(f"FLASH_ATTENTION_CUTE_DSL_{name}", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(compiler_caches, "getuser", lambda: "somebody")
-    monkeypatch.setattr(compiler_caches.tempfile, "gettempdir", lambda: "/tmp")
+    monkeypatch.setattr(shape_cache, "getuser", lambda: "somebody")
+    monkeypatch.setattr(shape_cache.tempfile, "gettempdir", lambda: "/tmp")
     assert str(flash_attn.cache_folder()) == wanted
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.compiler_caches import triton_cache
+from layerzero.backends.shape_cache import triton_cache
 from layerzero.core import limits as limit
 from layerzero.core.facts import MAX_ALIGNMENT_BYTES, Facts, TensorFacts
 from layerzero.core.kernel import Backend

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from layerzero.backends.compiler_caches import triton_cache
 from layerzero.backends.norm_limits import specialised
+from layerzero.backends.shape_cache import triton_cache
 from layerzero.backends.torch.collectives import ONE_SHOT, one_shot
 from layerzero.core import limits as limit
 from layerzero.core.facts import MAX_ALIGNMENT_BYTES, Facts

@@ -33,7 +33,6 @@ import torch
 from torch import Tensor
 
 from layerzero.backends import liger
-from layerzero.backends.compiler_caches import triton_cache
 from layerzero.backends.gradients import (
     Needed,
     Sizes,
@@ -45,6 +44,7 @@ from layerzero.backends.gradients import (
     with_gradients,
 )
 from layerzero.backends.layerzero_triton import on_amd
+from layerzero.backends.shape_cache import triton_cache
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Trust

@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from layerzero.backends.compiler_caches import stamps, temporary
 from layerzero.backends.gradients import Needed, from_kept, with_gradients
 from layerzero.backends.norm_limits import RowsAligned, row_length
+from layerzero.backends.shape_cache import stamps, temporary
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Trust

@@ -33,7 +33,7 @@ from typing import Any
 
 from torch import Tensor
 
-from layerzero.backends.compiler_caches import temporary
+from layerzero.backends.shape_cache import temporary
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend

@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.compiler_caches import stamps
 from layerzero.backends.flash_attn.attention import cache_folder, in_its_words, kept
 from layerzero.backends.gradients import with_gradients
+from layerzero.backends.shape_cache import stamps
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel, Trust

@@ -17,7 +17,6 @@ from typing import Any
 
 from torch import Tensor
 
-from layerzero.backends.compiler_caches import stamps
 from layerzero.backends.flash_attn.attention import (
     ALIBI_WITHOUT_LSE,
     FLASH_ATTN_2,
@@ -28,6 +27,7 @@ from layerzero.backends.flash_attn.attention import (
     kept,
 )
 from layerzero.backends.flash_attn.cute import FLASH_ATTN_4, of_v4
+from layerzero.backends.shape_cache import stamps
 from layerzero.backends.torch.varlen import longest_or, longest_queries
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts

@@ -38,9 +38,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.compiler_caches import triton_cache
 from layerzero.backends.flash_attn import attention as dense
 from layerzero.backends.hub.build import Build
+from layerzero.backends.shape_cache import triton_cache
 from layerzero.core import limits as limit
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.facts import Facts

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.compiler_caches import driver_cache
 from layerzero.backends.grouped_weights import (
     ALIKE,
     EITHER,
@@ -37,6 +36,7 @@ from layerzero.backends.grouped_weights import (
     of_call,
     regrouped,
 )
+from layerzero.backends.shape_cache import driver_cache
 from layerzero.backends.vllm import marlin
 from layerzero.backends.vllm.grouped_linear import BIASED, UNSIGNED, multiprocessors
 from layerzero.backends.vllm.library import VLLM, operators

@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.compiler_caches import driver_cache
 from layerzero.backends.flash_attn.attention import ALIBI_WITHOUT_LSE
-from layerzero.backends.shape_cache import Prepared
+from layerzero.backends.shape_cache import Prepared, driver_cache
 from layerzero.backends.vllm.library import (
     VLLM_FLASH_ATTN_2,
     VLLM_FLASH_ATTN_3,

@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.compiler_caches import driver_cache
 from layerzero.backends.flashinfer.paged import same_strides
-from layerzero.backends.shape_cache import Prepared
+from layerzero.backends.shape_cache import Prepared, driver_cache
 from layerzero.backends.torch.cascade import as_decode, merge, weighted
 from layerzero.backends.vllm.flash_attn import FITTING_VALUES, fitting_values
 from layerzero.backends.vllm.library import (

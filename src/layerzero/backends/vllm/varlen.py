@@ -29,8 +29,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from layerzero.backends.compiler_caches import driver_cache
 from layerzero.backends.flash_attn.attention import ALIBI_WITHOUT_LSE
+from layerzero.backends.shape_cache import driver_cache
 from layerzero.backends.torch.varlen import longest_or, longest_queries
 from layerzero.backends.vllm.flash_attn import FITTING_VALUES, OF_SINKS, fitting_values, with_lse_of_sinks
 from layerzero.backends.vllm.library import (
