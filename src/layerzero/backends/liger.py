@@ -32,7 +32,7 @@ from layerzero.backends.shape_cache import triton_cache
 from layerzero.backends.torch.collectives import ONE_SHOT, one_shot
 from layerzero.core import limits as limit
 from layerzero.core.facts import MAX_ALIGNMENT_BYTES, Facts
-from layerzero.core.kernel import Backend, Trust
+from layerzero.core.kernel import Backend
 from layerzero.ops.rope.split import rope
 
 LIGER = Backend(
@@ -217,7 +217,6 @@ KERNELS = (
         limits=(*_LIMITS, _IN_PLACE, *ONE_SHOT),
         cache_folder=triton_cache,
         build_key=specialised,
-        trust=Trust.UNTRIED,
         priority=65,
     ),
     LIGER.kernel(

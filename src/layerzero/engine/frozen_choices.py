@@ -19,6 +19,7 @@ from layerzero.core.recipe import CallRecipe
 from layerzero.core.system import forking
 from layerzero.engine import legality
 from layerzero.engine.config import CONFIGURATION, digest_of
+from layerzero.engine.jit import compiles_in_call
 from layerzero.engine.policy import Policy
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ class Frozen:
             found = None if dense is None else candidate_of(report, dense)
             if found is not None and found.legal and found.kernel.id not in self.refused:
                 return noted(with_choice(report, found), f"frozen: {found.kernel.id}, for dense tensors of this class")
-            return self._new(report)
+            return self._new(report, policy)
         found = candidate_of(report, choice)
         if found is not None and found.legal:
             return noted(with_choice(report, found), f"frozen: {choice.kernel}")
@@ -193,7 +194,7 @@ class Frozen:
         why = why_not(found)
         return f"{choice.kernel} is frozen for {name} and cannot run ({why}); {plan.kernel.id} runs in its place"
 
-    def _new(self, report: Report) -> Report:
+    def _new(self, report: Report, _policy: Policy) -> Report:
         return noted(report, "frozen: this class was not seen before; chosen by priority, without times")
 
     def _keep(self, name: str, choice: FrozenChoice) -> None:
@@ -242,8 +243,8 @@ class Agreed(Frozen):
             return _own_of_torch(report)
         return super().held(report, policy)
 
-    def _new(self, report: Report) -> Report:
-        return by_priority(report, self.refused)
+    def _new(self, report: Report, _policy: Policy) -> Report:
+        return by_priority(report, _policy, self.refused)
 
     def _keep(self, name: str, choice: FrozenChoice) -> None:
         if name not in self._met:
@@ -279,12 +280,17 @@ def yet_to_agree(policy: Policy, *, together: bool = False) -> Frozen | None:
     return UNAGREED if together or ranks_choose(policy) else None
 
 
-def by_priority(report: Report, refused: frozenset[str] = frozenset()) -> Report:
-    """The choice of every rank: by priority and id, of what no rank refused and needs no build and no verdict here."""
+def by_priority(report: Report, policy: Policy, refused: frozenset[str] = frozenset()) -> Report:
+    """The choice of every rank: by priority and id, of what no rank refused and needs no build and no verdict here.
+
+    A collective may be compiled in the call, by all ranks.
+    """
+    collective = report.facts.operation.is_collective
 
     def alike(candidate: Candidate) -> bool:
         kernel = candidate.kernel
-        may = candidate.legal and not kernel.jit and kernel.id not in refused
+        built = not kernel.jit or (collective and compiles_in_call(kernel, report.facts, policy))
+        may = candidate.legal and built and kernel.id not in refused
         return may and not legality.untrusted(kernel, report.facts.device)
 
     if report.chosen is not None and not report.locked and not alike(report.chosen):

@@ -27,6 +27,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import call_class
 from layerzero.core.system import disk, forking
 from layerzero.engine import probe
+from layerzero.engine.policy import Policy
 
 NOTES = "layerzero"
 """The folder of the notes in a library's own."""
@@ -83,6 +84,16 @@ class Built:
         """Forget all artefacts."""
         with self._lock:
             self._pairs.clear()
+
+
+def compiles_in_call(kernel: Kernel, facts: Facts, policy: Policy) -> bool:
+    """Whether a call compiles what it runs, where the setting says so.
+
+    Of a collective also what takes a second and has no files to look for: all ranks compile it in the same call, which
+    comes before any capture. By what each has built, ranks would run different kernels.
+    """
+    alike = facts.operation.is_collective and kernel.prebuilt is None
+    return policy.allow_jit_compile or (alike and policy.jit == "background")
 
 
 def is_kept(kernel: Kernel, facts: Facts) -> bool:

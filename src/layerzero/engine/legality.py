@@ -19,7 +19,7 @@ from layerzero.core.plan import Adaptation, Candidate
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine import batch_split, headroom, invariance, isolation
 from layerzero.engine.health import Health, let_pass
-from layerzero.engine.jit import BUILT
+from layerzero.engine.jit import BUILT, compiles_in_call
 from layerzero.engine.policy import Lock, Policy, names_kernel
 from layerzero.engine.probe import Machine, this_machine
 from layerzero.engine.proofs import capture_reasons, how_to_vet
@@ -203,7 +203,7 @@ def built_reasons(kernel: Kernel, facts: Facts, policy: Policy, reasons: Sequenc
 
     ``reasons`` are all others. What only a launch grid or its memory refuses may run yet, and is checked, too.
     """
-    if policy.allow_jit_compile or (reasons and any(reason.code not in _LIFTED for reason in reasons)):
+    if compiles_in_call(kernel, facts, policy) or (reasons and any(reason.code not in _LIFTED for reason in reasons)):
         return []
     found: list[Reason] = []
     if not _ready(kernel, facts, found):

@@ -31,7 +31,6 @@ from layerzero.backends.torch.collectives import (
 )
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel, Trust
 from layerzero.ops.comm.ranks import Ranks, ranks_of
 
 _SUM, _SUM_ADD_NORM = 0, 1  # AllReduceFusionPattern
@@ -92,29 +91,32 @@ def _load_all_reduce_add_rms_norm(facts: Facts) -> Callable[..., Any]:
     return run
 
 
-_LIMITS = (limit.arch(min=(9, 0)), limit.dtype("bfloat16"), *ONE_SHOT)
+_LIMITS = (
+    limit.arch(min=(9, 0)),
+    limit.dtype("bfloat16"),
+    *ONE_SHOT,
+    limit.dim("rank_count", max=2),  # more ranks never ran it
+)
 
 KERNELS = (
-    Kernel(
-        id="flashinfer.all_reduce",
-        operations=("comm.all_reduce",),
-        backend=FLASHINFER,
-        load=_load_all_reduce,
+    FLASHINFER.kernel(
+        "flashinfer.all_reduce",
+        "comm.all_reduce",
+        _load_all_reduce,
+        *_LIMITS,
+        limit.dim("payload", multiple=_ROW),
         accepts=("group",),
-        limits=(*_LIMITS, limit.dim("payload", multiple=_ROW)),
         **of_modules("trtllm_comm"),
-        trust=Trust.UNTRIED,
         priority=70,
     ),
-    Kernel(
-        id="flashinfer.all_reduce_add_rms_norm",
-        operations=("comm.all_reduce_add_rms_norm",),
-        backend=FLASHINFER,
-        load=_load_all_reduce_add_rms_norm,
+    FLASHINFER.kernel(
+        "flashinfer.all_reduce_add_rms_norm",
+        "comm.all_reduce_add_rms_norm",
+        _load_all_reduce_add_rms_norm,
+        *_LIMITS,
+        limit.dim("hidden", max=16384, multiple=64),
         accepts=("eps", "group"),
-        limits=(*_LIMITS, limit.dim("hidden", max=16384, multiple=64)),
         **of_modules("trtllm_comm"),
-        trust=Trust.UNTRIED,
         priority=70,
     ),
 )
