@@ -149,7 +149,6 @@ def _height(each: Benched) -> int:
 
 
 def _times(each: Benched) -> list[tuple[Line, float]]:
-    """The kernels with a time, the fastest first."""
     timed = [(line, line.by(each.timed)) for line in each.lines if line.name != TORCH]
     return [(line, time_us) for line, time_us in timed if time_us is not None]
 

@@ -225,7 +225,6 @@ def _page(found: Sequence[Benched]) -> Iterator[str]:
 
 
 def _where() -> str:
-    """The machine and the versions that were measured."""
     diagnosis = doctor()
     devices = ", ".join(dict.fromkeys(device.name for device in diagnosis.devices))
     versions = ", ".join(f"{name} {version}" for name, version in diagnosis.versions.items())

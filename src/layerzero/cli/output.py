@@ -272,7 +272,6 @@ class _What(TextColumn):
     """What is done now: the one part of the line that is cut where a terminal is narrow, counts and times are not."""
 
     def render(self, task: Task) -> Text:
-        """The text of a task, in one line."""
         text = super().render(task)
         text.no_wrap, text.overflow = True, "ellipsis"
         return text

@@ -82,7 +82,6 @@ def key_source(function: Function) -> str:
 
 
 def _tensors(function: Function) -> tuple[list[str], list[str]]:
-    """Names of the required tensors, and of the others."""
     parameters = function.parameters
     required = [p.name for p in parameters if p.name in function.tensors and p.default is inspect.Parameter.empty]
     return required, [name for name in function.tensors if name not in required]

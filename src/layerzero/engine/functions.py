@@ -46,7 +46,6 @@ graph_capture.KEEPERS.append(lambda: [plan for cache in ENGINE.caches for _, pla
 
 
 def _count_anew() -> None:
-    """Count misses from zero in a forked child."""
     for cache in ENGINE.caches:
         cache.misses = 0
 

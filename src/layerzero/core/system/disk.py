@@ -239,7 +239,6 @@ def _target(path: str | os.PathLike[str]) -> tuple[Path, bool, int | None]:
 
 
 def _temporary(target: Path) -> tuple[int, Path]:
-    """A new file in the target's folder, open."""
     temporary = target.with_name(f".{target.name[:100]}.{uuid.uuid4().hex}.tmp")
     return os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _PLAINLY, 0o666), temporary
 

@@ -22,8 +22,6 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """What the files of one version are called."""
-
     bound: str
     use: str
     idle: str
@@ -120,8 +118,6 @@ _STATM = Path("/proc/self/statm")
 
 
 class _Bound:
-    """The bound, as long as any thread is inside."""
-
     def __init__(self) -> None:
         self._lock = forking.lock()
         self._inside = 0

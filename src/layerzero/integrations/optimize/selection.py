@@ -19,7 +19,7 @@ from layerzero.core.errors import in_short
 from layerzero.inspection.trace import traced
 from layerzero.integrations.optimize.attention.transformers import AttentionSwap, Search
 from layerzero.integrations.optimize.layers import layer_timing
-from layerzero.integrations.optimize.layers.layer_timing import around, attention_costs, cut, shapes_of
+from layerzero.integrations.optimize.layers.layer_timing import Around, around, attention_costs, cut, shapes_of
 from layerzero.integrations.optimize.layers.whole_steps import Settled, keep_what_steps_gain
 from layerzero.integrations.optimize.models.padding import noted, without_padding
 from layerzero.integrations.optimize.modules import find as modules
@@ -29,16 +29,15 @@ from layerzero.integrations.optimize.times.report import BY_CALL, Optimized, Rep
 from layerzero.integrations.optimize.times.timing import (
     LEAST,
     TIMED,
-    Around,
     Paced,
     Pair,
     Sizes,
     Untimed,
-    agree,
     decided,
     gain,
     in_fastest,
     race,
+    sure,
 )
 from layerzero.integrations.optimize.times.workload import RUN, Workload
 from layerzero.serving.warmup import Progress
@@ -288,8 +287,7 @@ def time_kinds(
 
 def _is_on_one_side(before: Sequence[float], after: Sequence[float]) -> bool:
     """Whether ratios lie on one side of :data:`LEAST` more often than a coin does, by two standard deviations."""
-    above = [one / other - 1 >= LEAST for one, other in zip(before, after, strict=False)]
-    return agree(above, 2.0) or agree([not each for each in above], 2.0)
+    return sure([one / other - 1 >= LEAST for one, other in zip(before, after, strict=False)], 2.0)
 
 
 def time_random_rows(search: Search, report: Optimized) -> None:
@@ -331,7 +329,7 @@ def time_random_rows(search: Search, report: Optimized) -> None:
 
     def measure(group: list[Replaced]) -> Sizes | None:
         assert group[0].candidate is not None
-        return modules.measured(group[0].candidate, beside, passed)
+        return modules.measured(group[0].candidate, beside.run if beside else None, passed)
 
     search.tell("timing modules", 0, 1)
     with nullcontext() if beside is None else quiet(beside.model):

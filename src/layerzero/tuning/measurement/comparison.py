@@ -93,8 +93,6 @@ class Compared:
 
 @dataclass(slots=True, kw_only=True)
 class _Comparison(TensorParty):
-    """One comparison as it goes on."""
-
     timed: TimedBy
     is_long: Callable[[Job], bool]
     time_to_build: Callable[[], bool]
@@ -281,7 +279,6 @@ def _winner(facts: Facts) -> tuple[str | None, Mapping[str, Evidence]]:
 
 
 def _next(facts: Facts, before: str | None) -> str | None:
-    """The winner after new times: the one before unless another replaces it."""
     best, evidence = _winner(facts)
     if best is None or before is None or best not in evidence or before not in evidence:
         return best

@@ -170,7 +170,6 @@ class _PlainParty(Party[PlainJob]):
         return []
 
     def look(self, number: int, job: PlainJob, todo: int, *, again: bool = False) -> str:  # noqa: ARG002
-        """Measure a case."""
         if self.remembers and not self.again and self._is_known(job):
             self.known += 1
             return ""

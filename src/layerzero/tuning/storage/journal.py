@@ -154,7 +154,6 @@ def _journals(folder: Path) -> list[Path]:
 
 
 def _piece(path: Path, most: int) -> Piece | None:
-    """What comes next in a journal."""
     try:
         file = disk.open_plain(path)
     except OSError:  # removed meanwhile; another user's; no journal

@@ -145,7 +145,6 @@ class Spool:
         self._drop()
 
     def _drop(self) -> None:
-        """Let go of what the database has."""
         with self._lock:
             paths = {place.path for place in self._waiting}
             merged: dict[Path, float] = {path: journal.merged_until(path) for path in paths}

@@ -171,14 +171,12 @@ def table_of(found: Iterable[Row], script: str) -> Table:
 
 
 def _about(row: Row) -> tuple[str, str, str, int, str]:
-    """What the rows of one table share."""
     environment = row.environment
     told = (environment.threads, environment.capability) if environment.platform == "cpu" else (0, "")
     return (environment.device, environment.driver, environment.torch, *told)
 
 
 def _cases(measured: Mapping[tuple[tuple[str, int], ...], Mapping[str, Row]]) -> Iterator[Case]:
-    """The cases of a family."""
     times = {sizes: [_time(row) for row in rows.values()] for sizes, rows in measured.items()}
     waited: dict[tuple[str, str], list[float]] = {}
     for time in (each for several in times.values() for each in several):

@@ -273,7 +273,6 @@ def of_compiler(error: BaseException) -> BaseException:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and those that caused it."""
     seen: list[BaseException] = []
     at: BaseException | None = error
     while at is not None and at not in seen and len(seen) < MOST_CAUSES:

@@ -161,7 +161,6 @@ def _checked(
 
 
 def _follows(first: str, second: str) -> bool:
-    """Whether one is the next in a list of modules."""
     (before, _, one), (after, _, two) = first.rpartition("."), second.rpartition(".")
     return before == after and one.isdigit() and two.isdigit() and int(two) == int(one) + 1
 

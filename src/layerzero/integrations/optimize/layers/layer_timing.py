@@ -7,6 +7,7 @@ import inspect
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from layerzero.integrations.optimize.layers.layer import Layer
 from layerzero.integrations.optimize.swaps.candidate import quiet
 from layerzero.integrations.optimize.swaps.swap import SIZES, Way, weight_of
 from layerzero.integrations.optimize.times.report import Replaced
-from layerzero.integrations.optimize.times.timing import LEAST, Around, Paced, Prepare, Sizes, Untimed, timed
+from layerzero.integrations.optimize.times.timing import LEAST, Paced, Prepare, Sizes, Untimed, timed
 
 PAST = 64
 """Tokens in the cache of a step."""
@@ -150,6 +151,21 @@ def measured(
             each.swap.on()
         if exchanged:
             exchange.on()
+
+
+@dataclass(frozen=True)
+class Around:
+    """A layer of a model as it now is, on one token: what the host's caches hold when a module after it is called.
+
+    Attributes:
+        model: whose layer it is.
+        run: it, where the model is quiet.
+        about: what of it changes the time of other modules.
+    """
+
+    model: Module
+    run: Callable[[], object]
+    about: Hashable
 
 
 def around(whole: Sequence[Replaced], exchange: AttentionSwap) -> Around:

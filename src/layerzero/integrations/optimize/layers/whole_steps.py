@@ -163,7 +163,6 @@ class _Steps:
         return statistics.median(ratios) if agree(slow, DOUBTS) and ratios else 0.0
 
     def switch(self, *, ours: bool) -> None:
-        """Put on what is timed, or take it off."""
         switch_all([one for one in self._on if one.exchange is not self._exchange], on=ours)
         if any(one.exchange is self._exchange for one in self._on):
             self._exchange.flip(ours=ours)
@@ -181,6 +180,9 @@ class _Steps:
 
     def _undecided(self, times: Mapping[bool, Sequence[float]], turn: int) -> Sequence[bool]:
         slow = self._slow(times)
-        sure = turn and (agree(slow, DOUBTS) or agree([not each for each in slow], DOUBTS))
         spent = sum(times[True]) + sum(times[False])
-        return () if sure or turn == ROUNDS or spent > SECONDS or self._passed() else (True, False)
+        return (
+            ()
+            if (turn and timing.sure(slow, DOUBTS)) or turn == ROUNDS or spent > SECONDS or self._passed()
+            else (True, False)
+        )

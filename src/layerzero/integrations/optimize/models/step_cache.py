@@ -333,7 +333,6 @@ def _told(held: Held, key: Tensor, named: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(memory: Memory, key: Tensor) -> int:
-    """The layer whose keys these are."""
     start = key.data_ptr()
     for number, keys in enumerate(memory.keys):
         if keys.data_ptr() == start:

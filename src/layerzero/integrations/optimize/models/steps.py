@@ -314,7 +314,6 @@ class Steps(State):
     def _drawn(
         self, held: Held, places: int, attend: Callable[..., Tensor], drawing: Drawing | None, numbers: Numbers | None
     ) -> tuple[Any, Tensor | None]:
-        """A step's output, and the tokens drawn of it."""
         output = self._call(held, places, attend)
         if drawing is None or numbers is None:
             return output, None
@@ -337,7 +336,6 @@ class Steps(State):
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, and those that it came of."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

@@ -187,7 +187,6 @@ def _norms(root: Module) -> Iterator[Replaced | Left]:
 
 
 def _losses(root: Module) -> Iterator[Replaced | Left]:
-    """The causal language models of Transformers."""
     library: Any = sys.modules.get("transformers.loss.loss_utils")
     for path, module in root.named_modules() if library is not None else ():
         if getattr(module, "loss_type", "") != "ForCausalLM" or not hasattr(module, "get_output_embeddings"):
@@ -354,7 +353,6 @@ def _memory(root: Module, given: Any, mine: list[Replaced], on: bool) -> str:
 
 @contextmanager
 def _only(report: Optimized, kind: str) -> Iterator[None]:
-    """One kind alone."""
     others = [each for each in report.replaced if each.kind != kind]
     switch_all(others, on=False)
     try:

@@ -264,7 +264,6 @@ def _learned(module: Module, parameters: dict[str, Parameter], forms: list[Form]
 
 
 def _gates(module: Module, base: Form) -> Iterator[Form]:
-    """A form with each gate that a module may have."""
     alpha, limit = numbers_of(module)
     known = {name for name, _, _ in activations_of(module)}
     for activation in GATES:

@@ -31,7 +31,7 @@ from layerzero.integrations.optimize.swaps.swap import MARK, SIZES, Way, as_forw
 from layerzero.integrations.optimize.swaps.weights import Packs, wants_packed
 from layerzero.integrations.optimize.times import timing
 from layerzero.integrations.optimize.times.report import NO_TIME, Left, Replaced
-from layerzero.integrations.optimize.times.timing import Around, Prepare, Sizes, timed
+from layerzero.integrations.optimize.times.timing import Prepare, Sizes, timed
 from layerzero.ops.conv import each as along_each
 
 _KINDS: dict[type[Module], str] = {Conv1d: "conv1d", Conv2d: "conv2d"}
@@ -175,7 +175,6 @@ def _is_small(module: Module) -> bool:
 
 
 def _candidate(kind: Callable[[Module], Candidate | str | None], module: Module) -> Candidate | str | None:
-    """A checked candidate, or why there is none."""
     candidate = kind(module)
     if isinstance(candidate, Candidate):
         try:
@@ -199,7 +198,7 @@ def shape_of(found: Candidate) -> Hashable:
     return type(module), found.kind, found.calls, learned, others, torch.get_num_threads(), current_policy()
 
 
-def measured(found: Candidate, around: Around | None, passed: Callable[[], bool]) -> Sizes | None:
+def measured(found: Candidate, around: Callable[[], object] | None, passed: Callable[[], bool]) -> Sizes | None:
     """The time of a module each way.
 
     What takes no longer than a sample runs once, after ``around`` if that is there. Over and over, the final norm of a
@@ -233,7 +232,6 @@ def _given(found: Candidate, count: int) -> tuple[Tensor, list[Tensor]]:
 
 
 def _lasts(run: Callable[[], object]) -> float:
-    """The seconds of a second run."""
     run()
     return timing.taken(run)
 

@@ -213,7 +213,6 @@ class Normed:
         return self._factor.bytes
 
     def _scale(self) -> Tensor:
-        """What rows are multiplied by."""
         return self._factor.of(self.weight) if self.form == "one_plus" else self.weight
 
     def alone(self, rows: Tensor) -> Tensor:

@@ -88,7 +88,6 @@ class Candidate:
 
 
 def _runs_torchs(report: Report) -> bool:
-    """Whether the chosen kernel is torch's own."""
     chosen = report.chosen
     return chosen is None or (chosen.kernel.backend.name == "torch" and chosen.kernel.grad)
 

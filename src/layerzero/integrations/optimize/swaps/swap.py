@@ -223,7 +223,6 @@ class Swap:
 
 
 def _methods(forward: Forward) -> Iterator[tuple[str, Forward]]:
-    """What a swap puts on a module."""
     return zip(SWAPPED, (forward, _stock_state, _deep_copy, _stock_replica), strict=True)
 
 
@@ -246,7 +245,6 @@ def _without(module: Module, attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_class(module: Module, name: str) -> Any:
-    """A method of a module's class, whatever lies on the instance."""
     return MethodType(getattr(type(module), name), module)
 
 

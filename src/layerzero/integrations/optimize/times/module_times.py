@@ -117,7 +117,6 @@ def _units(root: Module, replaced: Mapping[str, str]) -> Iterator[tuple[Module, 
 
 
 def _timed(kinds: Mapping[Module, str], run: Callable[[], Any], device: Any) -> dict[str, Share]:
-    """One run."""
     on_device = device.type == "cuda"
     host: dict[str, float] = dict.fromkeys([*kinds.values(), OUTSIDE], 0.0)
     events: dict[str, list[tuple[Any, Any]]] = {kind: [] for kind in host}

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
-from torch.nn import Module
 
 from layerzero.core.errors import LayerZeroError, in_short
 from layerzero.integrations.optimize.swaps.swap import SIZES, Way
@@ -102,6 +101,11 @@ def race(
 def agree(said: Sequence[bool], deviations: float) -> bool:
     """Whether so many rounds say yes that a coin does not, by so many of its standard deviations."""
     return 2 * sum(said) - len(said) >= deviations * math.sqrt(len(said))
+
+
+def sure(said: Sequence[bool], deviations: float) -> bool:
+    """Whether rounds :func:`agree` on yes or on no."""
+    return agree(said, deviations) or agree([not each for each in said], deviations)
 
 
 Pair = tuple[float, float]
@@ -231,25 +235,6 @@ class Untimed:
     why: str
     stays: bool = False
     late: bool = False
-
-
-@dataclass(frozen=True)
-class Around:
-    """A layer of a model as it now is, on one token: what the host's caches hold when a module after it is called.
-
-    Attributes:
-        model: whose layer it is.
-        run: it, where the model is quiet.
-        about: what of it changes the time of other modules.
-    """
-
-    model: Module
-    run: Callable[[], object]
-    about: Hashable
-
-    def __call__(self) -> None:
-        """Run it."""
-        self.run()
 
 
 _KNOWN: dict[Hashable, Any] = {}
