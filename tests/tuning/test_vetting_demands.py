@@ -16,7 +16,7 @@ from layerzero.core.ledger import Verdict
 from layerzero.core.reasons import ReasonCode
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
-from layerzero.inspection.subjects import awaits_vetting, example_calls
+from layerzero.inspection.answers import awaits_vetting, example_calls
 from layerzero.testing.sizes import CheckSetting, base_case
 from layerzero.tuning.verification.vetting import class_pairs
 from paged_calls import paged

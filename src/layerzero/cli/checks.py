@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from layerzero.cli.calls import AsJson, Modules
 from layerzero.cli.output import FINE, NO, Answer, examples, import_modules, say
+
+if TYPE_CHECKING:
+    from layerzero.testing.fuzz import FuzzReport
 
 
 def fuzz(
@@ -40,7 +43,7 @@ def fuzz(
     """
     import logging
 
-    from layerzero.cli import describe, listing
+    from layerzero.cli import describe
     from layerzero.testing import fuzz as fuzzing
 
     import_modules(module or ())
@@ -52,7 +55,7 @@ def fuzz(
         report = fuzzing.run(
             calls,
             seed,
-            progress=lambda so_far: say(listing.progress(so_far, calls)),
+            progress=lambda so_far: say(_progress(so_far, calls)),
             kernels=kernel,
             operations=operation or (),
             device=device,
@@ -62,7 +65,7 @@ def fuzz(
     proved = report.ok and report.comparisons > 0
     if report.comparisons == 0:
         say(f"nothing was compared: none of {calls} calls was legal for {', '.join(kernel or ['any kernel'])}")
-    return Answer(listing.fuzz_data(report), lambda: [str(report)], FINE if proved else NO)
+    return Answer(_fuzz_data(report), lambda: [str(report)], FINE if proved else NO)
 
 
 def conformance(
@@ -117,6 +120,22 @@ def conformance(
     if not report.passed:
         say("nothing passed: none of these kernels may run here")
     return Answer(report.to_dict(), lambda: [str(report)], FINE if report.ok and report.passed else NO)
+
+
+def _fuzz_data(report: FuzzReport) -> dict[str, Any]:
+    names = ("number", "kernel_id", "way", "problem", "call", "reproducer")
+    failures = [{name: getattr(each, name) for name in names} for each in report.failures]
+    data = {name: getattr(report, name) for name in ("ok", "seed", "calls", "comparisons", "reused")}
+    return {
+        **data,
+        "seconds": round(report.seconds, 3),
+        "kernels": dict(report.kernels.most_common()),
+        "failures": failures,
+    }
+
+
+def _progress(report: FuzzReport, calls: int) -> str:
+    return f"{report.calls} of {calls} calls, {len(report.failures)} wrong, {report.rate:.0f} calls a second"
 
 
 def add_to(app: typer.Typer) -> None:

@@ -25,7 +25,6 @@ from layerzero.engine.probe import this_machine
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.settings import nearest
 from layerzero.inspection import descriptors
-from layerzero.testing.fuzz import FuzzReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,24 +98,6 @@ def operation_data(operation: Operation) -> dict[str, Any]:
         "cases": {case.name: {"sizes": dict(case.sizes), "params": dict(case.params)} for case in operation.cases},
         "kernels": [kernel.id for kernel in REGISTRY.kernels(operation.name)],
     }
-
-
-def fuzz_data(report: FuzzReport) -> dict[str, Any]:
-    """A fuzz report for JSON."""
-    names = ("number", "kernel_id", "way", "problem", "call", "reproducer")
-    failures = [{name: getattr(each, name) for name in names} for each in report.failures]
-    data = {name: getattr(report, name) for name in ("ok", "seed", "calls", "comparisons", "reused")}
-    return {
-        **data,
-        "seconds": round(report.seconds, 3),
-        "kernels": dict(report.kernels.most_common()),
-        "failures": failures,
-    }
-
-
-def progress(report: FuzzReport, calls: int) -> str:
-    """One line about a run that goes on."""
-    return f"{report.calls} of {calls} calls, {len(report.failures)} wrong, {report.rate:.0f} calls a second"
 
 
 def declared(operation: str, backend: str | None) -> Answer:

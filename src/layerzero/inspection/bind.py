@@ -23,8 +23,7 @@ from layerzero.engine.functions import CALLS
 from layerzero.engine.plain import PLAIN_CALLS, plain_facts
 from layerzero.engine.plan_source import PlanUnusableError
 from layerzero.engine.policy import Policy
-from layerzero.inspection.answers import check_operation, question
-from layerzero.inspection.subjects import Named, name_of
+from layerzero.inspection.answers import Named, check_operation, name_of, question
 from layerzero.ops import DROP_INS, plain_function_of
 
 _OF_TENSOR = ("shape", "strides", "dtype", "device", "address modulo 16", "requires_grad")

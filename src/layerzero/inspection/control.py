@@ -18,8 +18,8 @@ from layerzero.engine import config
 from layerzero.engine.function_kernels import kernel_of_function
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.settings import checked
+from layerzero.inspection.answers import Named, name_of
 from layerzero.inspection.descriptors import DESCRIPTORS
-from layerzero.inspection.subjects import Named, name_of
 from layerzero.ops import function_of
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])

@@ -26,9 +26,9 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.health import Counts
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.services import SERVICES
+from layerzero.inspection.answers import awaits_vetting, example_calls
 from layerzero.inspection.descriptors import DESCRIPTORS
 from layerzero.inspection.model_sets import OperationFinding, served
-from layerzero.inspection.subjects import awaits_vetting, example_calls
 
 
 class VersionStatus(StrEnum):

@@ -42,7 +42,7 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.plain import plain_facts
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
-from layerzero.inspection.subjects import taken
+from layerzero.inspection.answers import taken
 from layerzero.ops import function_of
 from layerzero.ops.calls import as_shapes, case_of_shapes
 from layerzero.testing.children import BUILD_S, START_S, End, Task, run_apart
