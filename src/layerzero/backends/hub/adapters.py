@@ -8,11 +8,12 @@ no shared library may run anywhere; its limits are those of the strictest build.
 
 fp8-fbgemm (quantizer.py) and finegrained-fp8 (utils.py): Triton kernels that quantise to float8.
 ``quantize_fp8_per_row`` gives the scale of each row, ``fp8_act_quant`` that of each block of a row; both are what the
-numbers are multiplied with afterwards. The repositories for weights (gptq, eetq, bitsandbytes) have formats that no
-operation here has.
+numbers are multiplied with afterwards.
 
 flash-attn2 and flash-attn3: ``flash_attn_func`` has the arguments of flash-attn 2.8 and flash-attn-3 3.0, gives the
 same results, and has the packages' limits.
+
+quantization-gptq and quantization-bitsandbytes: see ``four_bits.py``.
 
 rmsnorm, for CPUs and Intel GPUs: ``apply_rms_norm`` reads whole vectors of a dense row with a weight of the same dtype.
 layer-norm (ln_api.cpp), for NVIDIA's: ``dropout_add_ln_fwd`` is FlashAttention's dropout_layer_norm: two axes, rows of
@@ -40,6 +41,7 @@ from torch import Tensor
 
 from layerzero.backends.flash_attn import attention as dense
 from layerzero.backends.hub.build import Build
+from layerzero.backends.hub.four_bits import four_bits
 from layerzero.backends.shape_cache import triton_cache
 from layerzero.core import limits as limit
 from layerzero.core.dtypes import dtype_name
@@ -320,6 +322,8 @@ ADAPTERS: dict[str, Callable[[Build], Sequence[Kernel]]] = {
     "flash-attn3": attention,
     "fp8-fbgemm": quantization,
     "layer-norm": norms,
+    "quantization-bitsandbytes": four_bits,
+    "quantization-gptq": four_bits,
     "rmsnorm": norms,
     "rotary": rotary,
     "vllm-moe": moe,
