@@ -31,7 +31,6 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from diffusers import DiTTransformer2DModel, UNet2DConditionModel
 from torch import Tensor
 
 import layerzero as lz
@@ -91,6 +90,8 @@ def mixture() -> Any:
 
 
 def unet() -> Any:
+    from diffusers import UNet2DConditionModel
+
     return UNet2DConditionModel(
         sample_size=32, block_out_channels=(64, 128, 256), layers_per_block=1, cross_attention_dim=256,
         down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
@@ -99,6 +100,8 @@ def unet() -> Any:
 
 
 def dit() -> Any:
+    from diffusers import DiTTransformer2DModel
+
     return DiTTransformer2DModel(
         num_attention_heads=6, attention_head_dim=64, num_layers=6, sample_size=32,
         num_embeds_ada_norm=1000, in_channels=4, out_channels=8,
