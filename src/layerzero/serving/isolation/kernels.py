@@ -35,7 +35,7 @@ MAX_LOADED = 1024
 """Plans that a process keeps loaded; beyond that it begins anew."""
 
 SAMPLES = 31
-"""Calls of each size by which the cost of a call is measured: 5 ms together."""
+"""Calls of each size by which the cost of a call is measured: 40 ms together."""
 
 _FEW, _MANY = 1 << 12, 1 << 20  # bytes of those calls
 _LINE = 64  # of an address: tensors keep it, so that a vector load finds them as aligned as they were
@@ -226,6 +226,7 @@ class Library:
                 began = time.perf_counter()
                 self._call(0, "the cost of a call", given, {}, frozenset(), START_S)
                 times.append((time.perf_counter() - began) * 1e6)
+                time.sleep(0.0005)  # longer than the process stays awake: most calls find it asleep
             medians.append(statistics.median(times))
         mib_us = max(medians[1] - medians[0], 0.0) / (2 * (_MANY - _FEW) / 2**20)
         assert self.worker.pid is not None
