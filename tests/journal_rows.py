@@ -12,10 +12,6 @@ from layerzero.core.evidence import Measurement, Provenance
 TIME = Measurement(10.0, 12.0, 0.01, 20, noise=0.02)
 
 
-def right(input, weight, *, eps=1e-6):
-    return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
-
-
 def facts(rows):
     return lz.facts("rms_norm", torch.empty(rows, 64), torch.empty(64))
 

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import json
-import shlex
 
 import pytest
-from typer.testing import CliRunner
 
 import layerzero as lz
-from layerzero.cli.app import main
+from command_lines import run
 from layerzero.engine.registry import REGISTRY
 from tools import pages_descriptors
-
-
-def run(line):
-    return CliRunner().invoke(main, shlex.split(line), prog_name="layerzero")
 
 
 @pytest.fixture

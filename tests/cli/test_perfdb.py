@@ -4,30 +4,20 @@ from __future__ import annotations
 
 import importlib
 import json
-import shlex
 import sqlite3
 import sys
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import layerzero as lz
-from layerzero.cli.app import main
+from command_lines import answer, run
 from layerzero.core.evidence import Measurement, Provenance
 from layerzero.core.ledger import Verdict
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.storage import records
 from layerzero.tuning.storage.store import StoreLedger
-
-
-def run(line):
-    return CliRunner().invoke(main, shlex.split(line), prog_name="layerzero")
-
-
-def answer(line):
-    return json.loads(run(f"{line} --json").stdout)
 
 
 def another_machine(monkeypatch, folder):

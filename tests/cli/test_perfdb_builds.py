@@ -6,30 +6,20 @@ import base64
 import hashlib
 import json
 import os
-import shlex
 import sys
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import layerzero as lz
+from command_lines import answer, run
 from layerzero.backends.torch import inductor
-from layerzero.cli.app import main
 from layerzero.core.evidence import Measurement
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.storage import passed_on, records
 
 KERNEL = "inductor.rms_norm"
-
-
-def run(line):
-    return CliRunner().invoke(main, shlex.split(line), prog_name="layerzero")
-
-
-def answer(line):
-    return json.loads(run(f"{line} --json").stdout)
 
 
 def another_machine(monkeypatch, folder):
@@ -230,7 +220,7 @@ def test_a_module_registers_the_kernels_of_a_build(built, monkeypatch, tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     unknown = {"noted.rms_norm: wanted a kernel that is registered here": 1}
     assert answer(f"perfdb import {file} --builds")["builds_left"] == unknown
-    assert answer(f"perfdb diff {file}")["builds_left"] == unknown
+    assert answer(f"perfdb diff {file}", 1)["builds_left"] == unknown
     done = answer(f"perfdb diff {file} --module own_noted")
     assert done["builds"] == 1, done
     lz.unregister_kernel("noted.rms_norm")

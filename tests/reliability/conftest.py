@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from one_time import right
 
 import layerzero as lz
-from journal_rows import right
 from layerzero.engine.registry import REGISTRY
 
 

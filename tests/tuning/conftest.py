@@ -10,6 +10,7 @@ from one_time import right
 from torch.nn.functional import rms_norm
 
 import layerzero as lz
+import vocabularies
 from layerzero.core.kernel import Trust
 from layerzero.core.ledger import Verdict, class_text
 from layerzero.engine.dispatch import ENGINE
@@ -72,3 +73,12 @@ def planted(monkeypatch, request):
 @pytest.fixture
 def plugin(monkeypatch, tmp_path):
     return registered(monkeypatch, tmp_path, "a_plugin", PLUGIN)
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A file of a tokenizer."""
+    path = tmp_path / "tokenizer.json"
+    path.write_text(vocabularies.byte_level())
+    yield str(path)
+    lz.forget_tokenizer()

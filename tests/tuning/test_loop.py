@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import layerzero as lz
-import vocabularies
 from clock import Clock
 from layerzero.core.ledger import Verdict, class_text
 from layerzero.engine.registry import REGISTRY
@@ -77,14 +76,6 @@ def test_a_call_that_is_too_large_is_never_measured_again(party):
     assert run_loop(words) == ["large"]
     assert ("a", 1, "again") in words.log
     assert not [each for each in words.log if each[0] == "large" and "again" in each]
-
-
-@pytest.fixture
-def place(tmp_path):
-    path = tmp_path / "tokenizer.json"
-    path.write_text(vocabularies.byte_level())
-    yield str(path)
-    lz.forget_tokenizer()
 
 
 def test_a_budget_of_nothing_proves_and_measures_no_tokens(place, monkeypatch):

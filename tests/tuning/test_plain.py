@@ -23,14 +23,6 @@ from layerzero.tuning.measurement.plain import plain_jobs, tune_plain
 from layerzero.tuning.prediction.fitting import FULL_SAMPLES
 
 
-@pytest.fixture
-def place(tmp_path):
-    path = tmp_path / "tokenizer.json"
-    path.write_text(vocabularies.byte_level())
-    yield str(path)
-    lz.forget_tokenizer()
-
-
 def test_the_corpus_is_the_same_everywhere_and_has_what_it_promises():
     texts = list(differential(["<|end|>"]))
     assert texts == list(differential(["<|end|>"]))
