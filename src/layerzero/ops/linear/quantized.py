@@ -43,11 +43,11 @@ from layerzero.ops.linear.declare import (
 from layerzero.ops.linear.packed import PackedWeight, packed_param, packed_problems
 from layerzero.ops.linear.route import as_default, leading, out_dtype_problems
 from layerzero.ops.linear.stock import quantized_linear as stock_linear
-from layerzero.ops.linear.weight_formats import FORMATTED, packed_of, random_weight
+from layerzero.ops.linear.weight_formats import FORMATTED, as_argument, packed_of, random_weight
 from layerzero.ops.quantize.declare import NEAR
 from layerzero.ops.quantize.formats import FORMATS, Format, computed_scale, divided, quantize_scaled, rounded, widened
 from layerzero.ops.quantize.schemes import SCHEMES, format_problems, instead, scheme_of
-from layerzero.ops.quantize.weight_format import ARGUMENTS, WeightFormat, fields_of
+from layerzero.ops.quantize.weight_format import WeightFormat, fields_of
 
 
 def routed_operation(arguments: dict[str, Any]) -> Operation:
@@ -69,18 +69,13 @@ def routed_operation(arguments: dict[str, Any]) -> Operation:
     if not problems:
         given, inputs = fields_of(arguments), arguments["input"].shape[-1]
         wrong = scheme_of(of).field_problems(of, given, inputs)
-        problems = [_as_argument(each) for each in wrong]
+        problems = [as_argument(each) for each in wrong]
         outputs, bias = scheme_of(of).outputs(of, tuple(given.data.shape), inputs), arguments["bias"]
         if not wrong and bias is not None and bias.shape != (outputs,):
             problems.append(f"bias: wanted shape {(outputs,)}, got {tuple(bias.shape)}")
     refuse("quantized_linear", problems)
     arguments["weight_format"] = str(of)
     return found
-
-
-def _as_argument(problem: str) -> str:
-    name, colon, rest = problem.partition(":")
-    return f"{ARGUMENTS.get(name, name)}{colon}{rest}"
 
 
 def draw_formatted(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:

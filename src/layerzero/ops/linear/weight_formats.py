@@ -103,26 +103,32 @@ def _numbers(arguments: Mapping[str, Any]) -> Tensor:
     return scheme_of(of).dequantized(of, fields_of(arguments), inputs, torch.float64)
 
 
-def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
-    of, scale = WeightFormat.of(arguments["weight_format"]), arguments.get("weight_scale")
-    shape = tuple(arguments["weight"].shape)
-    return {
-        "out_features": scheme_of(of).outputs(of, shape, arguments["input"].shape[-1]),
-        "weight_scheme": of.scheme,
-        "weight_kind": of.kind,
-        "weight_bits": of.bits,
-        "weight_group": of.group,
-        "weight_zeros": of.zeros,
-        "weight_permuted": of.permuted,
-        "weight_dtype": dtype_name(arguments["weight"].dtype),
-        "scale_dtype": "none" if scale is None else dtype_name(scale.dtype),
-    }
-
-
-_FACTS = (
+WEIGHT_FACTS = (
     *("weight_scheme", "weight_kind", "weight_bits", "weight_group", "weight_zeros", "weight_permuted"),
-    *("weight_dtype", "scale_dtype", "out_features"),
+    *("weight_dtype", "scale_dtype"),
 )
+
+
+def facts_of_weight(of: WeightFormat, weight: Tensor, scale: Tensor | None) -> dict[str, object]:
+    """The facts ``WEIGHT_FACTS`` of a quantised weight."""
+    dtypes = dtype_name(weight.dtype), "none" if scale is None else dtype_name(scale.dtype)
+    told = of.scheme, of.kind, of.bits, of.group, of.zeros, of.permuted, *dtypes
+    return dict(zip(WEIGHT_FACTS, told, strict=True))
+
+
+def as_argument(problem: str, names: Mapping[str, str] = ARGUMENTS) -> str:
+    """A field's problem by the name of its argument."""
+    name, colon, rest = problem.partition(":")
+    return f"{names.get(name, name)}{colon}{rest}"
+
+
+def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
+    of, weight = WeightFormat.of(arguments["weight_format"]), arguments["weight"]
+    outputs = scheme_of(of).outputs(of, tuple(weight.shape), arguments["input"].shape[-1])
+    return {"out_features": outputs, **facts_of_weight(of, weight, arguments.get("weight_scale"))}
+
+
+_FACTS = (*WEIGHT_FACTS, "out_features")
 
 
 def _work(facts: Mapping[str, Any]) -> Work:

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.core.arguments import Axis, Param, Role, TensorSchema, told
-from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.judge import Elementwise
 from layerzero.core.operation import Case, Operation, Work
@@ -29,7 +28,7 @@ from layerzero.ops.draw import Draw
 from layerzero.ops.linear.declare import CODES, SIGMAS, OfRows
 from layerzero.ops.linear.fused import TOLERANCE, TOLERANCE_REASON
 from layerzero.ops.linear.packed import PackedWeight
-from layerzero.ops.linear.weight_formats import random_weight
+from layerzero.ops.linear.weight_formats import WEIGHT_FACTS, as_argument, facts_of_weight, random_weight
 from layerzero.ops.moe.experts import (
     EXPERTS,
     PACKED_OF,
@@ -55,30 +54,17 @@ WEIGHTS = ("gate_up_weight", "down_weight")
 
 def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
     first, second = weights_of(arguments, torch.float32)
-    of, scale = first.of, arguments.get("gate_up_scale")
     return {
         "joined_features": first.shape[1],
         "inner_features": second.shape[2],
-        "weight_scheme": of.scheme,
-        "weight_kind": of.kind,
-        "weight_bits": of.bits,
-        "weight_group": of.group,
-        "weight_zeros": of.zeros,
-        "weight_permuted": of.permuted,
-        "weight_dtype": dtype_name(arguments["gate_up_weight"].dtype),
-        "scale_dtype": "none" if scale is None else dtype_name(scale.dtype),
-        "formats_alike": of == second.of and first.given.data.dtype == second.given.data.dtype,
+        **facts_of_weight(first.of, arguments["gate_up_weight"], arguments.get("gate_up_scale")),
+        "formats_alike": first.of == second.of and first.given.data.dtype == second.given.data.dtype,
     }
 
 
 _SIZES = ("gate_up_lines", "gate_up_words", "hidden")
-_DERIVED = {"joined_features": _SIZES, "inner_features": _SIZES} | dict.fromkeys(
-    (
-        *("weight_scheme", "weight_kind", "weight_bits", "weight_group", "weight_zeros", "weight_permuted"),
-        *("weight_dtype", "scale_dtype", "formats_alike"),
-    ),
-    (),
-)
+_DERIVED: dict[str, tuple[str, ...]] = {"joined_features": _SIZES, "inner_features": _SIZES}
+_DERIVED |= dict.fromkeys((*WEIGHT_FACTS, "formats_alike"), ())
 
 
 def _work(facts: Mapping[str, Any]) -> Work:
@@ -343,13 +329,8 @@ def _format_problems(arguments: dict[str, Any], weight: str, inputs: int, expert
         )
     arguments[names["format"]] = str(of)
     given = fields_of(arguments, weight)
-    wrong = [_as_argument(each, names) for each in stack_problems(of, given, inputs, experts)]
+    wrong = [as_argument(each, names) for each in stack_problems(of, given, inputs, experts)]
     return wrong, scheme_of(of).outputs(of, tuple(given.data.shape[1:]), inputs)
-
-
-def _as_argument(problem: str, names: Mapping[str, str]) -> str:
-    name, colon, rest = problem.partition(":")
-    return f"{names.get(name, name)}{colon}{rest}"
 
 
 def _draw(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
