@@ -36,7 +36,7 @@ QKV = ("mlp.qkv", "mlp.qkv.joined")
 
 
 def _block(facts: Facts, product: Callable[[str | None], Product], times: Times) -> Callable[..., Any]:
-    activation = str(facts["activation"])
+    activation, is_joined = str(facts["activation"]), facts["operation"] == "mlp.fused.joined"
     alone, activated, after = product(None), product(activation), FUNCTIONS[activation]
 
     def gated(
@@ -62,22 +62,12 @@ def _block(facts: Facts, product: Callable[[str | None], Product], times: Times)
         down_bias: Tensor | None = None,
         activation: str,
     ) -> Tensor:
-        return alone(activated(input, packed_up, up_bias), packed_down, down_bias)
-
-    def joined(
-        input: Tensor,
-        *_: Tensor,
-        packed_up: PackedWeight,
-        packed_down: PackedWeight,
-        up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
-        activation: str,
-    ) -> Tensor:
+        if not is_joined:
+            return alone(activated(input, packed_up, up_bias), packed_down, down_bias)
         gate, up = alone(input, packed_up, up_bias).chunk(2, -1)
         return alone(after(gate).mul_(up), packed_down, down_bias)
 
-    blocks: dict[str, Callable[..., Any]] = {"mlp.fused": plain, "mlp.fused.gated": gated, "mlp.fused.joined": joined}
-    return blocks[str(facts["operation"])]
+    return gated if facts["operation"] == "mlp.fused.gated" else plain
 
 
 QKV_ACCEPTS = (*QKV_BIASES, *QKV_PACKED_OF)
