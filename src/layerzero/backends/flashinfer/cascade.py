@@ -3,7 +3,6 @@
 The same that its MultiLevelCascadeAttentionWrapper does, which returns no log-sum-exp. Both plans live on a step. Its
 merge takes log-sum-exps in base 2 as (tokens, heads), and says NaN where neither part saw a key: there they are finite.
 Read: cascade.py of flashinfer-python 0.7.2.post1.
-Library: flashinfer-python 0.7.2, Apache-2.0; arXiv:2501.01005.
 
 FlashInfer's prefill on decode (POD): decodes and prefills of a mixed step in one launch, each on its own plan.
 
@@ -12,7 +11,7 @@ other. Both plans live on an eager step; the wrapper has no buffers that a graph
 out to be all decodes, or to have none, takes the plan of the whole batch. Log-sum-exps come in base 2 as (T, H), as
 ``((prefill, decode), (prefill's, decode's))``, whatever the docstring of the wrapper says.
 Read: BatchPODWithPagedKVCacheWrapper of flashinfer-python 0.7.2.post1; POD-Attention, arXiv:2410.18038.
-Library: flashinfer-python 0.7.2, Apache-2.0.
+Library: flashinfer-python 0.7.2, Apache-2.0; arXiv:2501.01005.
 """
 
 from __future__ import annotations

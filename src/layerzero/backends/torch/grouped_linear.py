@@ -11,7 +11,6 @@ On CUDA ``_weight_int4pack_mm`` is tinygemm's: bfloat16 from sm_80 on, 8 outputs
 byte with the first one higher (aten/src/ATen/native/cuda/int4mm.cu; torchao 0.18 calls it so). Each 16 rows read the
 weight again: 4096 x 28672 took 43, 261 and 1036 us for 1, 32 and 128 rows, where bfloat16 took 96 to 100 (H100, torch
 2.11). It never ran through this adapter.
-Library: torch >= 2.10, BSD-3-Clause.
 
 torch's experts with quantised weights: those that have tokens, one after another, dequantised block by block.
 
@@ -141,6 +140,13 @@ def _load(facts: Facts) -> Callable[..., Any]:
     return looped(facts, lambda given: map(products, weights_of(given, given["input"].dtype)))
 
 
+_OF_INT8 = (
+    limit.dtype("bfloat16"),
+    limit.one_of("weight_bits", 8),
+    limit.one_of("weight_zeros", "none"),
+    limit.one_of("weight_group", 0),
+)
+
 KERNELS = (
     grouped(
         "torch.int4pack_mm",
@@ -188,10 +194,7 @@ KERNELS = (
         TORCH,
         int8,
         45,
-        limit.dtype("bfloat16"),
-        limit.one_of("weight_bits", 8),
-        limit.one_of("weight_zeros", "none"),
-        limit.one_of("weight_group", 0),
+        *_OF_INT8,
         limit.dim("rows", max=64),
         limit.dim("in_features", multiple=16),
         accepts=("weight_format", "bias", "group_index", "packed"),
@@ -218,15 +221,5 @@ KERNELS = (
         IN_FOUR_BITS,
         *limit.dims("weight_group", "hidden", "inner_features", multiple=32),
     ),
-    experts_of(
-        "torch.experts_int8",
-        TORCH,
-        int8,
-        45,
-        limit.dtype("bfloat16"),
-        limit.one_of("weight_bits", 8),
-        limit.one_of("weight_zeros", "none"),
-        limit.one_of("weight_group", 0),
-        *limit.dims("hidden", "inner_features", multiple=16),
-    ),
+    experts_of("torch.experts_int8", TORCH, int8, 45, *_OF_INT8, *limit.dims("hidden", "inner_features", multiple=16)),
 )

@@ -4,7 +4,6 @@ vLLM's ``copy_blocks`` copies pages side by side, so that one which is read and 
 takes caches of latent attention alone.
 
 Rotation and append as torch expressions: the rotation of torch/rope.py, then the new rows by index.
-Library: torch >= 2.10, BSD-3-Clause.
 
 Attention over a cache of float8 or int8 as a torch expression: the pages of a call are gathered, then multiplied.
 

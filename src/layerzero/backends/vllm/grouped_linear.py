@@ -5,7 +5,6 @@ csrc/quantization/{marlin,machete,gptq,awq} and, of Marlin, the instantiations i
 with a scale for each row or for 32, 64 or 128 numbers, zero points with 4 bits alone. Machete is Hopper's alone, and
 adds zero points as ``-scale * zero`` in the dtype of the rows. ExLlama's kernel adds up in float16 by atomics, and
 makes the wide weight for more than 50 rows; AutoAWQ's writes eight partial sums.
-Library: vllm 0.20, Apache-2.0; CUTLASS, BSD-3-Clause.
 
 vLLM's int8 on CUDA: rows by scales of their own, all by one that is given, and CUTLASS' products of what they give.
 
