@@ -127,7 +127,6 @@ _LIMITS: tuple[Limit, ...] = (
     *OF_PAGES,
 )
 _COMMON: dict[str, Any] = {
-    "backend": FLASHINFER,
     "layout": "NHD",
     "workspace_bytes": lambda _: WORKSPACE_BYTES,
     "tolerance": {dtype_name(each): Tolerance(2 * of.rtol, 2 * of.atol) for each, of in TOLERANCE.items()},
@@ -137,10 +136,10 @@ _SCORES = ("scale", "window", "softcap", "return_lse", "step", "narrow_query")
 
 
 def _decode(kernel_id: str, tensor_cores: bool, priority: int, *more: Limit) -> Kernel:
-    return Kernel(
-        id=kernel_id,
-        operations=(DECODE.name,),
-        load=functools.partial(_load_decode, tensor_cores=tensor_cores),
+    return FLASHINFER.kernel(
+        kernel_id,
+        DECODE.name,
+        functools.partial(_load_decode, tensor_cores=tensor_cores),
         accepts=_SCORES,
         limits=(*_LIMITS, *more),
         build_key=decode_key(tensor_cores),
@@ -153,10 +152,10 @@ def _decode(kernel_id: str, tensor_cores: bool, priority: int, *more: Limit) -> 
 KERNELS = (
     _decode("flashinfer.quantized_decode_tensor_cores", True, 70),
     _decode("flashinfer.quantized_decode", False, 65, limit.dim("group", one_of=(1, 2, 3, 4, 6, 8, 16))),
-    Kernel(
-        id="flashinfer.quantized_tokens",
-        operations=(PREFILL.name,),
-        load=_load_tokens,
+    FLASHINFER.kernel(
+        "flashinfer.quantized_tokens",
+        PREFILL.name,
+        _load_tokens,
         accepts=("causal", *_SCORES),
         limits=(*_LIMITS, *LEFT_WINDOW),
         build_key=batches_key("fa2"),
