@@ -35,7 +35,7 @@ COMPOSED = {
     "mlp.linear.quant.fp8_e4m3": "rows quantized, numbers widened, then F.linear",
     **{
         f"mlp.linear.quant.{name}": "numbers dequantised, then F.linear"
-        for name in ("group", "group.int8", "block", "mx", "codebook", "gguf")
+        for name in ("group", "group.int8", "block", "mx", "codebook", "gguf", "gguf.int8")
     },
     "mlp.linear.quant.int8": "rows quantized, numbers widened, then F.linear",
     "mlp.silu_mul": "F.silu and a product",

@@ -25,7 +25,6 @@ def why(report: Any, path: str) -> str:
     [
         ({"weights": "int3"}, "weights: wanted None or 'int8' or 'int4' or 'int4:32' or 'fp8' or 'auto', got 'int3'"),
         ({"weights": 8}, "weights: wanted None or 'int8' or 'int4' or 'int4:32' or 'fp8' or 'auto', got 8"),
-        ({"activations": "int8"}, "activations: wanted None without weights, got 'int8'; pass weights='int8', too"),
         ({"weights": "int8", "activations": "int4"}, "activations: wanted None or 'int8', got 'int4'"),
         ({"weights": "int8", "accuracy": -0.1}, "accuracy: wanted a number from 0 or None, got -0.1"),
         ({"weights": "int8", "accuracy": True}, "accuracy: wanted a number from 0 or None, got True"),

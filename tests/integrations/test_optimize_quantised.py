@@ -324,3 +324,32 @@ def test_a_weight_stays_as_it_is_on_a_gpu_where_no_kernel_takes_its_codes(
     assert not taken(report)
     (why,) = [each.why for each in report.left if "fp8" in each.why]
     assert "torch.quantized_linear writes a weight of fp8 out before each product" in why
+
+
+@pytest.mark.parametrize("text", TEXTS[3:])
+def test_rows_are_rounded_where_that_is_asked_for_and_loses_little(text: str, unmeasured: None) -> None:
+    model, rows = nn.Sequential(module(text, torch.float32)).eval(), torch.randn(5, INPUTS)
+    with torch.no_grad():
+        own = model(rows)
+        report = lz.optimize(model, activations="int8")
+        assert taken(report) == {"0": "lz.quantized_linear with int4 weights and rows int8"}
+        assert off(model(rows), own) < 0.03
+        report.undo()
+        report = lz.optimize(model, activations="int8", accuracy=0.0)
+        assert taken(report) in (
+            {"0": "lz.quantized_linear with int4 weights and rows as they are"},
+            {"0": "lz.quantized_linear with int4 weights and rows int8"},  # of a kernel that rounds none
+        )
+        report.undo()
+
+
+@pytest.mark.parametrize(("number", "kind"), [(8, "Q8_0"), (12, "Q4_K"), (14, "Q6_K")])
+def test_rows_of_ggufs_blocks_are_rounded_where_that_is_asked_for(number: int, kind: str, unmeasured: None) -> None:
+    model, rows = nn.Sequential(as_gguf(number, kind)).eval(), torch.randn(5, 256)
+    with torch.no_grad():
+        own = model(rows)
+        report = lz.optimize(model, activations="int8")
+        assert [each.calls for each in report.replaced] == ["lz.quantized_linear with gguf weights and rows int8"]
+        assert off(model(rows), own) < 0.03
+        report.undo()
+        assert torch.equal(model(rows), own)

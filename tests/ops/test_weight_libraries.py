@@ -7,7 +7,7 @@ import torch
 
 import layerzero as lz
 from drawing import at_once
-from layerzero.ops.quantize.gguf import KINDS, dequantized
+from layerzero.ops.quantize.gguf import KINDS, WHOLE, dequantized, whole
 from layerzero.ops.quantize.schemes import scheme_of
 from layerzero.ops.quantize.weight_format import packed
 
@@ -64,6 +64,15 @@ def test_gguf_itself_gives_the_same_numbers(kind):
     for data in (blocks_of(kind), weight(f"gguf:{kind}", inputs=512).fields.data):
         theirs = gguf.dequantize(data.numpy(), gguf.GGMLQuantizationType[kind])
         same_bits(dequantized(data, kind, torch.float32), torch.from_numpy(theirs.copy()))
+
+
+@at_once("kind", WHOLE)
+def test_blocks_that_are_codes_and_scales_are_the_same_numbers(kind):
+    data = blocks_of(kind).view(6, -1)
+    bits, codes, scale, offset = whole(data, kind)
+    numbers = (codes.float() - (1 << bits - 1)).view(*scale.shape, -1) * scale.unsqueeze(-1)
+    numbers = numbers if offset is None else numbers + offset.unsqueeze(-1)
+    torch.testing.assert_close(numbers.flatten(1), dequantized(data, kind, torch.float32), rtol=1e-5, atol=1e-4)
 
 
 @at_once("bits", [2, 3, 4, 8])

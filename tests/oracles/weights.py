@@ -139,4 +139,7 @@ def product(c):
     return (output if c.get("bias") is None else output + c["bias"],)
 
 
-ORACLES = {f"mlp.linear.quant.{name}": product for name in ("group", "group.int8", "block", "mx", "codebook", "gguf")}
+ORACLES = {
+    f"mlp.linear.quant.{name}": product
+    for name in ("group", "group.int8", "block", "mx", "codebook", "gguf", "gguf.int8")
+}

@@ -33,6 +33,7 @@ from layerzero.ops.quantize.weight import QuantizedWeight
 from layerzero.ops.quantize.weight_format import Codes, Fields
 
 ROUNDING = (FORMATTED["group.int8"].name,)
+ROUNDING_GGUF = (FORMATTED["gguf.int8"].name,)
 """Of kernels that round rows; those that do not take both operations."""
 
 Product = Callable[[Tensor, Any], Tensor]
@@ -153,7 +154,7 @@ def grouped(
     """
     optional = {"group": ("weight_zero", "group_index"), "mx": ("second_scale",)}
     fields: dict[str, Any] = {
-        "operations": (FORMATTED[operation].name, *(ROUNDING if operation == "group" else ())),
+        "operations": (FORMATTED[operation].name, *{"group": ROUNDING, "gguf": ROUNDING_GGUF}.get(operation, ())),
         "load": functools.partial(_load, owner=kernel_id, parts=parts, of_codes=of_codes and operation == "group"),
         "accepts": ("weight_format", "bias", *optional.get(operation, ()), "packed"),
         "limits": (
@@ -174,6 +175,11 @@ def regrouped(codes: Codes, sizes: tuple[int, ...]) -> Codes:
     times = codes.group // size
     zero = None if codes.zero is None else codes.zero.repeat_interleave(times, 1)
     return replace(codes, scale=codes.scale.repeat_interleave(times, 1), zero=zero, group=size)
+
+
+def group_sums(rows: Tensor, group: int) -> Tensor:
+    """Of each group of a row; 0 where one is not finite, which the product itself shows."""
+    return rows.view(rows.shape[0], -1, group).sum(-1).nan_to_num_(0.0, 0.0, 0.0)
 
 
 def by_rows(weight: QuantizedWeight) -> Tensor:

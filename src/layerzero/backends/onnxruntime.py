@@ -23,13 +23,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.grouped_weights import IN_FOUR_BITS, ROUNDING, Product, grouped, regrouped
+from layerzero.backends.grouped_weights import (
+    IN_FOUR_BITS,
+    ROUNDING,
+    ROUNDING_GGUF,
+    Product,
+    bytes_of,
+    group_sums,
+    grouped,
+    regrouped,
+)
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend
 from layerzero.ops.attention import declare as attention
 from layerzero.ops.attention.limits import SquareCausal
 from layerzero.ops.linear.packed import Pack
+from layerzero.ops.quantize.gguf import WHOLE, whole
+from layerzero.ops.quantize.weight import QuantizedWeight
 from layerzero.ops.quantize.weight_format import Codes, in_bytes
 
 ONNXRUNTIME = Backend(
@@ -168,19 +179,22 @@ def _codes(facts: Facts, accuracy: int = 1) -> tuple[Pack, Product]:
     dtype = torch.float32 if given is torch.bfloat16 else given
 
     def pack(codes: Codes) -> tuple[Any, int]:
+        codes = regrouped(codes, _GROUPS)
+        return made(4, codes.numbers, codes.group, codes.scale, codes.zero_points)
+
+    def made(bits: int, numbers: Tensor, group: int, scale: Tensor, zero: Tensor | None) -> tuple[Any, int]:
         from onnx import helper
 
-        codes = regrouped(codes, _GROUPS)
-        numbers = in_bytes(codes.numbers).view(outputs, -1, codes.group // 2)
-        constants = {"numbers": numbers, "scale": codes.scale.to(dtype)}
-        if (zero := codes.zero_points) is not None:
+        narrow = in_bytes(numbers) if bits == 4 else numbers
+        constants = {"numbers": narrow.view(outputs, -1, group * bits // 8), "scale": scale.to(dtype)}
+        if zero is not None:
             even = torch.nn.functional.pad(zero, (0, zero.shape[1] % 2))
             constants["zero"] = in_bytes(even)
         tensors = [
             helper.make_tensor(name, _KINDS[each.dtype], each.shape, each.contiguous().numpy().tobytes(), raw=True)
             for name, each in constants.items()
         ]
-        sizes = {"K": inputs, "N": outputs, "bits": 4, "block_size": codes.group, "accuracy_level": accuracy}
+        sizes = {"K": inputs, "N": outputs, "bits": bits, "block_size": group, "accuracy_level": accuracy}
         node = helper.make_node("MatMulNBits", ["input", *constants], ["output"], domain="com.microsoft", **sizes)
         ends = [
             helper.make_tensor_value_info(*each)
@@ -189,11 +203,25 @@ def _codes(facts: Facts, accuracy: int = 1) -> tuple[Pack, Product]:
         session = _started(helper.make_graph([node], "codes", ends[:1], ends[1:], tensors))
         return session, 2 * sum(each.nbytes for each in constants.values())
 
+    def pack_gguf(weight: QuantizedWeight) -> tuple[tuple[Any, int, Tensor | None], int]:
+        bits, numbers, scale, offset = whole(weight.fields.data, weight.format.kind)
+        group = inputs // scale.shape[1]
+        session, size = made(bits, numbers, group, scale, None)
+        behind = None if offset is None else offset.t().contiguous()
+        return (session, group, behind), size + bytes_of(behind)
+
     def product(rows: Tensor, form: Any) -> Tensor:
         output = rows.new_empty((rows.shape[0], outputs), dtype=dtype)
         return _run(form, {"input": rows.to(dtype)}, output).to(given)
 
-    return pack, product
+    def product_gguf(rows: Tensor, form: tuple[Any, int, Tensor | None]) -> Tensor:
+        """The offset of each group times the sum of its part of a row is added behind."""
+        session, group, behind = form
+        wide = rows.to(torch.float32)
+        output = _run(session, {"input": wide}, wide.new_empty((rows.shape[0], outputs)))
+        return (output if behind is None else output.addmm_(group_sums(wide, group), behind)).to(given)
+
+    return (pack, product) if facts["weight_scheme"] != "gguf" else (pack_gguf, product_gguf)
 
 
 KERNELS = (
@@ -255,5 +283,15 @@ KERNELS = (
         IN_FOUR_BITS,
         *limit.dims("weight_group", "in_features", multiple=16),
         operations=ROUNDING,
+    ),
+    grouped(
+        "onnxruntime.gguf_linear_int8",
+        ONNXRUNTIME,
+        functools.partial(_codes, accuracy=4),
+        55,
+        limit.dtype("float32", "bfloat16"),
+        limit.one_of("weight_kind", *WHOLE),
+        operation="gguf",
+        operations=ROUNDING_GGUF,
     ),
 )

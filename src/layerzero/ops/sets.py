@@ -61,7 +61,8 @@ SETS: Mapping[str, OperationSet] = {
         (
             *("mlp.linear.quant", "mlp.linear.quant.int8", "mlp.linear.quant.fp8_e4m3", "mlp.linear.quant.group"),
             *("mlp.linear.quant.group.int8", "mlp.linear.quant.block", "mlp.linear.quant.mx"),
-            *("mlp.linear.quant.codebook", "mlp.linear.quant.gguf", "moe.experts.quant", "moe.experts.quant.int8"),
+            *("mlp.linear.quant.codebook", "mlp.linear.quant.gguf", "mlp.linear.quant.gguf.int8"),
+            *("moe.experts.quant", "moe.experts.quant.int8"),
             *("quantize.int8", "quantize.fp8_e4m3", "quantize.mxfp8_e4m3", "quantize.mxfp4", "quantize.nvfp4"),
             *("quantize.mxfp6_e2m3", "quantize.mxfp6_e3m2", "dequantize.mxfp6_e2m3", "dequantize.mxfp6_e3m2"),
             *("dequantize.int8", "dequantize.fp8_e4m3", "dequantize.mxfp8_e4m3", "dequantize.mxfp4"),

@@ -35,6 +35,7 @@ from layerzero.backends.grouped_weights import (
     Product,
     Products,
     experts_of,
+    group_sums,
     grouped,
     looped,
     regrouped,
@@ -95,14 +96,9 @@ def int4(facts: Facts) -> tuple[Pack, Product]:
     def product(rows: Tensor, form: tuple[Tensor, int, Tensor, Tensor | None]) -> Tensor:
         numbers, group, pairs, rest = form
         output: Tensor = operator(rows, numbers, group, pairs)
-        return output if rest is None else output.addmm_(_sums(rows, group), rest)
+        return output if rest is None else output.addmm_(group_sums(rows, group), rest)
 
     return pack if facts["weight_scheme"] != "gguf" else pack_gguf, product
-
-
-def _sums(rows: Tensor, group: int) -> Tensor:
-    """Of each group of a row; 0 where one is not finite, which the product itself shows."""
-    return rows.view(rows.shape[0], -1, group).sum(-1).nan_to_num_(0.0, 0.0, 0.0)
 
 
 def int8(facts: Facts) -> tuple[Pack, Product]:

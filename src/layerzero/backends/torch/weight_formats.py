@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.grouped_weights import ROUNDING, Product, grouped
+from layerzero.backends.grouped_weights import ROUNDING, ROUNDING_GGUF, Product, grouped
 from layerzero.backends.torch.attention import FLOATS, TORCH, kernel
 from layerzero.backends.torch.widened import FEW_BITS
 from layerzero.core import limits as limit
@@ -169,6 +169,6 @@ KERNELS += (
     *(
         grouped(f"torch.kept_{name}", TORCH, _kept, 25, FLOATS, MAY_BE_DENSE, operation=name, of_codes=False)
         for name in FORMATTED
-        if FORMATTED[name].name not in ROUNDING
+        if FORMATTED[name].name not in ROUNDING + ROUNDING_GGUF
     ),
 )

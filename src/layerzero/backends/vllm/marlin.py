@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.backends.grouped_weights import (
+    ROUNDING_GGUF,
     Product,
     as_powers,
     before_capture,
@@ -208,7 +209,7 @@ KERNELS = (
     _kernel("vllm.marlin_nvfp4", _micro, "mx", limit.one_of("weight_scheme", "nvfp4")),
     VLLM.kernel(
         "vllm.gguf",
-        FORMATTED["gguf"].name,
+        (FORMATTED["gguf"].name, *ROUNDING_GGUF),
         _load_gguf,
         limit.dtype("float16", "bfloat16"),
         limit.one_of("weight_kind", *_KINDS),

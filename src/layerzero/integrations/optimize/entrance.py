@@ -162,9 +162,10 @@ def optimize(
             calls that they serve faster, and codes follow what is written into them. The layer that gives a model's
             output, or shares an embedding's weight, is looked at with inputs only. Nothing is compiled then.
         activations: ``"int8"`` quantises rows, too, by a scale for each or, with four bits, for a group; None
-            multiplies them as they are, which gains at a few tokens at most. Only with ``weights``.
+            multiplies them as they are, which gains at a few tokens at most. Without ``weights`` it is for weights
+            that the model has quantised by group or in GGUF's blocks.
         accuracy: how far a layer's output may be from its own, as a share of its norm; what loses more stays as it was.
-            None is 0.03 for int8 and auto, 0.05 for fp8, and 0.15 for int4.
+            None is 0.03 for int8, auto and rows alone, 0.05 for fp8, and 0.15 for int4.
         training: whether steps of training are what counts: norms, and the loss of a causal language model of
             Transformers, whose outputs have no logits then, in training mode and with labels. A step forward and back
             on ``inputs`` (a dict with labels), or on random texts, proves them and times them. Attention, blocks and
@@ -240,7 +241,9 @@ def optimize(
             return report
         with bar_or(progress) as tell:
             workload = None if inputs is None else workload_of(model, inputs, time)
-            _optimized(Search(root, time, workload, tell, graph, rounds, isolate), report, asked, padding=padding)
+            rounding = requested.rounding(weights, activations, accuracy)
+            search = Search(root, time, workload, tell, graph, rounds, isolate, rounding=rounding)
+            _optimized(search, report, asked, padding=padding)
     except BaseException:  # all or nothing, whatever failed and however late
         report.undo()
         raise

@@ -6,6 +6,7 @@
     mlp.linear.quant.mx          MX numbers and NVFP4
     mlp.linear.quant.codebook    bitsandbytes' nf4 and fp4
     mlp.linear.quant.gguf        GGUF's blocks, whose scales are two-level
+    mlp.linear.quant.gguf.int8   the same with rows that a kernel may round to eight bits
 
 The reference dequantises the weight in the dtype that the product is in, float32 or wider, and multiplies. Nothing
 flows back to the weight's tensors: their dtypes hold no gradient of any use.
@@ -347,10 +348,11 @@ FORMATTED: dict[str, Operation] = {
 }
 """By the last word of their names."""
 
-FORMATTED["group.int8"] = replace(
-    FORMATTED["group"],
-    schema=replace(FORMATTED["group"].schema, operation="mlp.linear.quant.group.int8"),
-    summary=f"{FORMATTED['group'].summary}, and rows that may be rounded to eight bits",
-    judge=OfNarrowRows(Elementwise(TOLERANCE, TOLERANCE_REASON, _terms), _terms, _numbers),
-    fixed={"activations": "int8"},
-)
+for _name in ("group", "gguf"):
+    FORMATTED[f"{_name}.int8"] = replace(
+        FORMATTED[_name],
+        schema=replace(FORMATTED[_name].schema, operation=f"mlp.linear.quant.{_name}.int8"),
+        summary=f"{FORMATTED[_name].summary}, and rows that may be rounded to eight bits",
+        judge=OfNarrowRows(Elementwise(TOLERANCE, TOLERANCE_REASON, _terms), _terms, _numbers),
+        fixed={"activations": "int8"},
+    )

@@ -151,6 +151,32 @@ def dequantized(data: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
     return of.read(data.reshape(len(data) * blocks, of.size), dtype).view(len(data), blocks * of.block)
 
 
+WHOLE = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+"""Kinds that are a code of four or eight bits times a scale, and maybe an offset, for each 32 numbers, of Q6_K 16."""
+
+
+def whole(data: Tensor, kind: str) -> tuple[int, Tensor, Tensor, Tensor | None]:
+    """Bits, codes (N, K) in uint8, scales and offsets (N, G) in float32; of :data:`WHOLE`.
+
+    A number is ``(code - 2**(bits - 1)) * scale``, and the offset where there is one.
+    """
+    if kind in AFFINE:
+        codes, scale, offset = affine(data, kind)
+        return 4, codes, scale, None if kind == "Q4_0" else 8.0 * scale + offset
+    blocks, least, rows = data.reshape(-1, KINDS[kind].size), None, len(data)
+    if kind == "Q8_0":
+        codes, scale = blocks[:, 2:] ^ 128, half(blocks, 0, torch.float32)
+    elif kind == "Q5_K":
+        of_parts, of_least = _six_bits(blocks)
+        codes = (_nibbles(blocks[:, 48:], 32) | _shifted(blocks[:, 16:48], 32, range(8), 1) << 4) + 128
+        scale = half(blocks, 0, torch.float32) * of_parts.to(torch.float32)
+        least = (-half(blocks, 2, torch.float32) * of_least.to(torch.float32)).reshape(rows, -1)
+    else:
+        codes = (_nibbles(blocks[:, :128], 64) | _shifted(blocks[:, 128:192], 32, (0, 2, 4, 6), 3) << 4) + 96
+        scale = half(blocks, 208, torch.float32) * blocks[:, 192:208].view(torch.int8).to(torch.float32)
+    return 8, codes.reshape(rows, -1), scale.reshape(rows, -1), least
+
+
 AFFINE = ("Q4_0", "Q4_1", "Q4_K")
 """Kinds that are a code of four bits times a scale, and an offset, for each 32 numbers."""
 

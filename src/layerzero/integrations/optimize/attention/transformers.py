@@ -163,6 +163,8 @@ class Search:
             exchange, and whether attention is LayerZero's.
         taken: identities of modules that layers compute for.
         holders: those of what holds modules whose weights are quantised on request, a decoder's layers among them.
+        rounding: what rows of weights that are quantised already may lose where they are rounded to eight bits, as a
+            share of the product's norm; None where they stay as they are.
     """
 
     root: Module
@@ -175,6 +177,7 @@ class Search:
     models: list[tuple[str, AttentionSwap, bool]] = field(default_factory=list)
     taken: set[int] = field(default_factory=set)
     holders: set[int] = field(default_factory=set)
+    rounding: float | None = None
 
 
 def find(search: Search) -> Iterator[Replaced | Left]:

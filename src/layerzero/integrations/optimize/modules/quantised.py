@@ -217,7 +217,9 @@ def find(search: Search) -> Iterator[Replaced | Left]:
         kinds = [each for each in KINDS if _fits(each.read(module), each)]
         if not kinds:
             continue
-        yield tried(search, path, module, kinds[0].read(module)[0], functools.partial(_same, module, kinds))
+        yield tried(
+            search, path, module, kinds[0].read(module)[0], functools.partial(_same, module, kinds, search.rounding)
+        )
 
 
 def _fits(read: tuple[Tensor | None, ...], of: Kind) -> bool:
@@ -227,8 +229,8 @@ def _fits(read: tuple[Tensor | None, ...], of: Kind) -> bool:
     return needed[0].ndim == 2 and of.fits(*read)  # type: ignore[union-attr]
 
 
-def _same(module: Module, kinds: list[Kind]) -> Candidate | str:
-    """A candidate that gives what the module gives, or why there is none."""
+def _same(module: Module, kinds: list[Kind], rounding: float | None) -> Candidate | str:
+    """A candidate that gives what the module gives, or why there is none; its rows may lose ``rounding``."""
     why = ""
     for kind in kinds:
         try:
@@ -251,10 +253,26 @@ def _same(module: Module, kinds: list[Kind]) -> Candidate | str:
                 got = call(state, rows, bias_of(module))
             found.error = distance(got, expected)
             if found.error <= TOLERANCE[dtype] or (kind.rounds and _rounded(found.error, got, expected)):
-                return found
+                return found if rounding is None else _of_rounded_rows(module, kind, found, expected, rounding)
             why = f"{found.calls} by {found.kernel} was off by {found.error:.2g} of the largest value"
             break
     return why
+
+
+def _of_rounded_rows(module: Module, kind: Kind, exact: Candidate, expected: Tensor, most: float) -> Candidate:
+    """The same product with rows that kernels may round to eight bits; the exact one where that loses too much."""
+    try:
+        state = Held(module, kind.read, kind.make, "int8")
+        with quiet(module):
+            got = call(state, exact.example, bias_of(module))
+    except InvalidCallError:  # no kernel rounds rows of this format
+        return exact
+    loss = ((got.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)).item()
+    if not loss <= most:
+        return exact
+    found = product_of(module, state, exact.example)
+    found.error = distance(got, expected)
+    return found
 
 
 def _rounded(error: float, got: Tensor, expected: Tensor) -> bool:

@@ -322,8 +322,6 @@ def request(weights: Any, activations: Any, accuracy: Any) -> tuple[Request | No
         problems.append(f"weights: wanted None or {' or '.join(map(repr, (*FORMATS, AUTO)))}, got {told(weights)}")
     if not (activations is None or isinstance(activations, str)) or activations not in ACTIVATIONS:
         problems.append(f"activations: wanted {' or '.join(map(repr, ACTIVATIONS))}, got {told(activations)}")
-    elif activations is not None and weights is None:
-        problems.append(f"activations: wanted None without weights, got {told(activations)}; pass weights='int8', too")
     if activations is not None and weights == "fp8":
         problems.append(
             f"activations: wanted None with weights='fp8', whose rows stay as they are, got {told(activations)}"
@@ -335,6 +333,13 @@ def request(weights: Any, activations: Any, accuracy: Any) -> tuple[Request | No
     if problems or weights is None:
         return None, problems
     return Request(weights, activations, float(ACCURACY[weights] if accuracy is None else accuracy)), problems
+
+
+def rounding(weights: str | None, activations: str | None, accuracy: float | None) -> float | None:
+    """What rows may lose of products with weights that the model has quantised; None where they stay as they are."""
+    if weights is not None or activations is None:
+        return None
+    return ACCURACY[activations] if accuracy is None else float(accuracy)
 
 
 def hints(asked: Request) -> Iterator[str]:
