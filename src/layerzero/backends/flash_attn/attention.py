@@ -127,9 +127,31 @@ def _load_v2(facts: Facts) -> Callable[..., Any]:
 def run_v2(flash_attn_func: Callable[..., Any], facts: Facts) -> Callable[..., Any]:
     """What a kernel calls that has FlashAttention 2's function, from whatever package."""
 
-    def v2(*tensors: Tensor, alibi_slopes: Tensor | None = None, return_lse: bool = False, **scores: Any) -> Any:
-        slopes = None if alibi_slopes is None else alibi_slopes.float()
-        result = flash_attn_func(*tensors, alibi_slopes=slopes, return_attn_probs=return_lse, **in_its_words(**scores))
+    def v2(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        dropout_p: float = 0.0,
+        window: tuple[int, int] | None = None,
+        softcap: float | None = None,
+        alibi_slopes: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        result = flash_attn_func(
+            query,
+            key,
+            value,
+            dropout_p=dropout_p,
+            softmax_scale=scale,
+            causal=causal,
+            window_size=window or (-1, -1),
+            softcap=softcap or 0.0,
+            alibi_slopes=None if alibi_slopes is None else alibi_slopes.float(),
+            return_attn_probs=return_lse,
+        )
         return with_lse(*result[:2]) if return_lse else result
 
     return v2
@@ -143,9 +165,13 @@ def in_its_words(
     softcap: float | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """What acts on scores, as functions of FlashAttention 2 and 3 have it; ``more`` has their names already."""
-    acting = {"softmax_scale": scale, "causal": causal, "window_size": window or (-1, -1), "softcap": softcap or 0.0}
-    return acting | more
+    """What acts on scores, as functions of FlashAttention 2 and 3 have it; ``more`` has their names already.
+
+    An adapter took 2.2 times as long with it, 1.3 us more: dense calls name each argument (EPYC, 2026-11-27).
+    """
+    more["softmax_scale"], more["causal"] = scale, causal
+    more["window_size"], more["softcap"] = window or (-1, -1), softcap or 0.0
+    return more
 
 
 def _load_v3(facts: Facts) -> Callable[..., Any]:
@@ -158,9 +184,28 @@ def run_v3(flash_attn_func: Callable[..., Any], facts: Facts) -> Callable[..., A
     """What a kernel calls that has FlashAttention 3's function, from whatever package."""
     splits = 0 if facts.size_bits("seq_q") == 1 else 1  # 0: split the keys of a decode as the library thinks best
 
-    def v3(*tensors: Tensor, return_lse: bool = False, **scores: Any) -> Any:
-        own = in_its_words(num_splits=splits, return_attn_probs=return_lse, **scores)
-        result = flash_attn_func(*tensors, **own)
+    def v3(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        window: tuple[int, int] | None = None,
+        softcap: float | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        result = flash_attn_func(
+            query,
+            key,
+            value,
+            softmax_scale=scale,
+            causal=causal,
+            window_size=window or (-1, -1),
+            softcap=softcap or 0.0,
+            num_splits=splits,
+            return_attn_probs=return_lse,
+        )
         output, lse = result if isinstance(result, tuple) else (result, None)
         return with_lse(output, lse) if return_lse else output
 
