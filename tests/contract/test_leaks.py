@@ -209,12 +209,16 @@ ALLOWED: dict[str, dict[str, str]] = {
     "integrations/paged.py": dict.fromkeys(
         (
             *("causal", "cu_seqlens_q", "decodes", "longest_k", "longest_q", "max_context_len", "max_seqlen_q"),
-            *("alibi_slopes", "paged_attention", "query", "sinks", "starts", "step"),
+            *("alibi_slopes", "paged_attention", "query", "sinks", "starts", "step", "tree_mask"),
         ),
         _ENGINE,
     ),
     "integrations/sglang.py": dict.fromkeys(
-        ("attention", "causal", "head_dim", "heads", "page_size", "query", "softcap", "tokens", "window"), _ENGINE
+        (
+            *("attention", "causal", "head_dim", "heads", "page_size", "query", "softcap", "tokens", "window"),
+            *("batch_size", "key_scale", "pages", "tree_mask", "value_scale", "verified"),
+        ),
+        _ENGINE,
     ),
     "integrations/transformers_experts.py": dict.fromkeys(
         (
@@ -229,6 +233,14 @@ ALLOWED: dict[str, dict[str, str]] = {
             *("activation", "query", "rope_", "silu_mul"),
         ),
         "vLLM's layers, and what is called in their place",
+    ),
+    "integrations/vllm_latent.py": dict.fromkeys(
+        (
+            *("alibi_slopes", "append_paged_kv_", "attention", "causal", "kv_cache_dtype", "max_context_len"),
+            *("max_seqlen_k", "max_seqlen_q", "mla_attention", "num_heads", "num_kv_heads", "ragged_attention"),
+            *("slot_mapping", "step"),
+        ),
+        _ENGINE,
     ),
     "integrations/vllm.py": dict.fromkeys(
         (
