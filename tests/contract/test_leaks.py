@@ -149,6 +149,7 @@ ALLOWED: dict[str, dict[str, str]] = {
             ),
             ("attention/dynamic_cache", _CACHE, "append_paged_kv_ tokens"),
             ("modules/coded_experts", _REPLACED, f"{_EXPERTS} activations packed weight_scale"),
+            ("modules/known_losses", _REPLACED, "activations rows weight"),
             ("modules/experts", _REPLACED, f"{_EXPERTS} silu"),
             ("swaps/joined_codes", _REPLACED, "activations"),
             (
@@ -170,7 +171,7 @@ ALLOWED: dict[str, dict[str, str]] = {
             ("layers/find", _LAYER, "add_residual_rms_norm_ attention heads linear mlp positions rope_"),
             ("swaps/codes", _REPLACED, "activations bias quantize quantized_linear weight weight_format"),
             ("swaps/weights", _REPLACED, "bias linear quantized weight"),
-            ("modules/quantised", _REPLACED, "block_size in_features scale weight weight_scale"),
+            ("modules/quantised", _REPLACED, "block_size in_features norm scale weight weight_scale"),
             ("entrance", _REPLACED, "activations padding"),
             ("modules/int8", _REPLACED, "activations bias norm packed quantized quantized_linear"),
             ("modules/weights", _REPLACED, "activations quantized weight"),
@@ -244,21 +245,10 @@ ALLOWED: dict[str, dict[str, str]] = {
     ),
     "integrations/vllm.py": dict.fromkeys(
         (
-            *("alibi_slopes", "append_paged_kv_", "append_quantized_kv_", "attention", "causal", "destination"),
-            *("key_scale", "max_seqlen_k", "max_seqlen_q", "sinks", "value_scale"),
-            *(
-                "kv_cache_dtype",
-                "num_heads",
-                "num_kv_heads",
-                "query",
-                "ragged_attention",
-                "scale",
-                "slot_mapping",
-                "softcap",
-                "starts",
-            ),
-            "window",
-        ),
+            "alibi_slopes append_paged_kv_ append_quantized_kv_ attention causal destination key_scale kv_cache_dtype "
+            "max_seqlen_k max_seqlen_q num_heads num_kv_heads query ragged_attention scale sinks slot_mapping softcap "
+            "starts value_scale window"
+        ).split(),
         _ENGINE,
     ),
     "integrations/tokenizers.py": dict.fromkeys(("padding", "stride"), "what Transformers' tokenizers are called with"),

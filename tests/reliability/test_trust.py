@@ -114,7 +114,7 @@ CONNECTED = {
     ("serving/probes.py", "http.server"),
     ("serving/rolling_update.py", "http.client"),
     ("serving/rolling_update.py", "urllib.request"),
-    *((f"serving/isolation/{name}.py", "socket") for name in ("child", "kernels", "worker")),
+    *((f"serving/isolation/{name}.py", "socket") for name in ("child", "kernels", "messages", "worker")),
 }
 """What answers probes, what asks those that an operator names, where a program or a command asks for it, and pairs of
 sockets between a process and its own children, which no other process can reach."""

@@ -68,7 +68,7 @@ def _within(candidate: Candidate, found: Evidence | None, most: float) -> Candid
     if candidate.reasons or found is None or found.error is None or found.error <= most:
         return candidate
     code, got = ReasonCode.QUANT_ACCURACY_THRESHOLD_EXCEEDED, f"{found.error:.2g} measured"
-    return _refused(candidate, Reason(code, "max_error", f"at most {most:g} of the result's norm", got))
+    return _refused(candidate, Reason(code, "max_error", f"at most {most:g}, relative to the result", got))
 
 
 def quicker_than_emulated(kernels: Sequence[Kernel], facts: Facts) -> frozenset[str]:
