@@ -88,6 +88,11 @@ _CATALOGUE = "the specification's codes of heads, and the catalogue of codes wit
 _ENGINE = "a serving engine's attention layers are calls of these functions, with these arguments"
 _TRANSFORMERS = "an attention function for Transformers: its arguments are what it translates"
 _EXPERTS = "activation alpha down_bias experts gate_up_bias limit moe_experts swiglu_oai"
+_VLLM = (
+    "alibi_slopes append_paged_kv_ append_quantized_kv_ attention causal destination key_scale kv_cache_dtype "
+    "max_seqlen_k max_seqlen_q num_heads num_kv_heads query ragged_attention scale sinks slot_mapping softcap starts "
+    "value_scale window"
+)
 _REPLACED = "a model's modules, whose parameters have these names, and what is called in their place"
 _LAYER = "a decoder layer of Transformers: its modules and arguments are named so, and so is what is called instead"
 _DRAWN = "the next tokens of a model, which its functions draw"
@@ -243,14 +248,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         ),
         _ENGINE,
     ),
-    "integrations/vllm.py": dict.fromkeys(
-        (
-            "alibi_slopes append_paged_kv_ append_quantized_kv_ attention causal destination key_scale kv_cache_dtype "
-            "max_seqlen_k max_seqlen_q num_heads num_kv_heads query ragged_attention scale sinks slot_mapping softcap "
-            "starts value_scale window"
-        ).split(),
-        _ENGINE,
-    ),
+    "integrations/vllm.py": dict.fromkeys(_VLLM.split(), _ENGINE),
     "integrations/tokenizers.py": dict.fromkeys(("padding", "stride"), "what Transformers' tokenizers are called with"),
     "integrations/torch.py": dict.fromkeys(
         ("attention", "attn_mask", "dropout_p", "is_causal", "query"),
