@@ -156,6 +156,8 @@ class Frozen:
         """
         if report.locked:
             return report
+        if report.facts.operation.is_collective:  # whatever no choice holds is the same on all ranks
+            report = _alike(report, policy, self.refused)
         if self.plan is not None:
             return self.plan.held(report, policy)
         choice = self.choices.get(class_name(report.facts, policy))
@@ -243,8 +245,8 @@ class Agreed(Frozen):
             return _own_of_torch(report)
         return super().held(report, policy)
 
-    def _new(self, report: Report, _policy: Policy) -> Report:
-        return by_priority(report, _policy, self.refused)
+    def _new(self, report: Report, policy: Policy) -> Report:
+        return by_priority(report, policy, self.refused)
 
     def _keep(self, name: str, choice: FrozenChoice) -> None:
         if name not in self._met:
@@ -281,21 +283,28 @@ def yet_to_agree(policy: Policy, *, together: bool = False) -> Frozen | None:
 
 
 def by_priority(report: Report, policy: Policy, refused: frozenset[str] = frozenset()) -> Report:
-    """The choice of every rank: by priority and id, of what no rank refused and needs no build and no verdict here.
+    """The choice of every rank: by priority and id, of what no rank refused and needs no build and no verdict here."""
+    note = "ranks have not agreed on this class: chosen by priority, without times, until they do"
+    return noted(_alike(report, policy, refused), note)
 
-    A collective may be compiled in the call, by all ranks.
-    """
+
+def _alike(report: Report, policy: Policy, refused: frozenset[str]) -> Report:
+    """The report with what all ranks choose by themselves; a collective may be compiled in the call, by all of them."""
     collective = report.facts.operation.is_collective
 
-    def alike(candidate: Candidate) -> bool:
+    def may(candidate: Candidate) -> bool:
         kernel = candidate.kernel
         built = not kernel.jit or (collective and compiles_in_call(kernel, report.facts, policy))
-        may = candidate.legal and built and kernel.id not in refused
-        return may and not legality.untrusted(kernel, report.facts.device)
+        return (
+            candidate.legal
+            and built
+            and kernel.id not in refused
+            and not legality.untrusted(kernel, report.facts.device)
+        )
 
-    if report.chosen is not None and not report.locked and not alike(report.chosen):
-        report = with_choice(report, next(filter(alike, report.candidates), report.chosen))
-    return noted(report, "ranks have not agreed on this class: chosen by priority, without times, until they do")
+    if report.chosen is None or report.locked or may(report.chosen):
+        return report
+    return with_choice(report, next(filter(may, report.candidates), report.chosen))
 
 
 def _own_of_torch(report: Report) -> Report:

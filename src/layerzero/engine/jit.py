@@ -9,9 +9,11 @@ counts as long as they exist. Wiping the folder wipes the notes.
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
 import hashlib
 import os
+import shutil
 import sys
 import time
 from collections.abc import Hashable, Iterable, Iterator
@@ -89,11 +91,20 @@ class Built:
 def compiles_in_call(kernel: Kernel, facts: Facts, policy: Policy) -> bool:
     """Whether a call compiles what it runs, where the setting says so.
 
-    Of a collective also what takes a second and has no files to look for: all ranks compile it in the same call, which
-    comes before any capture. By what each has built, ranks would run different kernels.
+    Of a collective also what takes a second and has no files to look for: all ranks compile it in the same call. By
+    what each has built, ranks would run different kernels. Such kernels are for ranks of one host, and a host has the
+    C compiler that Triton needs, or has none. A capture wants a call before it.
     """
+    if policy.allow_jit_compile:
+        return True
     alike = facts.operation.is_collective and kernel.prebuilt is None
-    return policy.allow_jit_compile or (alike and policy.jit == "background")
+    return alike and policy.jit == "background" and has_compiler()
+
+
+@functools.cache
+def has_compiler() -> bool:
+    """Whether this machine has a C compiler, where Triton looks for one."""
+    return any(shutil.which(each) for each in (os.environ.get("CC"), "clang", "gcc", "cc") if each)
 
 
 def is_kept(kernel: Kernel, facts: Facts) -> bool:

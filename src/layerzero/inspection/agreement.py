@@ -83,9 +83,9 @@ def agree(
     Of a class that several ranks have called, the lowest rank's kernel counts, or, where ``distributed_selection`` is
     ``rank0_broadcast``, its classes alone. From then on new times change nothing until ranks agree again, and a class
     that is not among them is chosen for by priority and id, among kernels that need no build and no vetting, which is
-    the same on all ranks. Each agreement asks about classes that were met since, and about all where times, settings or
-    kernels changed. Ranks with other processors agree among themselves, and a warning names the groups. The plans of
-    scopes stay what they are; no other rank has their settings.
+    the same on all ranks; a collective may be compiled in the call. Each agreement asks about classes that were met
+    since, and about all where times, settings or kernels changed. Ranks with other processors agree among themselves,
+    and a warning names the groups. The plans of scopes stay what they are; no other rank has their settings.
 
     No collective runs: ranks write into the group's store, and the last that comes decides. A rank that is missing when
     the time is up is named on all others, and nothing changes on any. An agreement has at most three questions.
