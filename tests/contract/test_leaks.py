@@ -176,7 +176,7 @@ ALLOWED: dict[str, dict[str, str]] = {
             ("layers/find", _LAYER, "add_residual_rms_norm_ attention heads linear mlp positions rope_"),
             ("swaps/codes", _REPLACED, "activations bias quantize quantized_linear weight weight_format"),
             ("swaps/weights", _REPLACED, "bias linear quantized weight"),
-            ("modules/quantised", _REPLACED, "block_size in_features norm scale weight weight_scale"),
+            ("modules/quantised", _REPLACED, "activations block_size in_features scale weight weight_scale"),
             ("entrance", _REPLACED, "activations padding"),
             ("modules/int8", _REPLACED, "activations bias norm packed quantized quantized_linear"),
             ("modules/weights", _REPLACED, "activations quantized weight"),

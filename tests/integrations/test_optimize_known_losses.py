@@ -13,7 +13,7 @@ from torch import nn
 import layerzero as lz
 from layerzero.core.ledger import MemoryLedger
 from layerzero.engine.dispatch import ENGINE
-from layerzero.integrations.optimize.modules import weights
+from layerzero.integrations.optimize.modules import known_losses, weights
 from layerzero.tuning.storage import archive
 from layerzero.tuning.storage.store import StoreLedger, TimeStore
 
@@ -84,6 +84,37 @@ def test_of_all_formats_those_are_left_out_that_are_known_to_lose_too_much(monke
     report = lz.optimize(model(), weights="auto", accuracy=0.03)
     assert [each.kind for each in report.replaced] == ["int8"]
     assert seen == ["int8"]
+
+
+def test_what_was_lost_on_inputs_says_nothing_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = made(monkeypatch)
+    for seed in range(2):
+        rows = torch.randn(4, 256, generator=torch.Generator().manual_seed(seed))
+        assert "before" not in why(lz.optimize(model(), (rows,), weights="int4", accuracy=0.02, rounds=1))
+    assert len(seen) == 2
+
+
+def test_a_weight_is_told_from_others_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Numpy is not available")
+
+    monkeypatch.setattr(torch.Tensor, "numpy", missing)
+    assert known_losses.work_of(model()[0].weight, "int4", None, on_inputs=False).facts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_weight_is_told_from_others_by_every_column_and_every_number(dtype: torch.dtype) -> None:
+    def mark(of: torch.Tensor) -> str:
+        return dict(known_losses.work_of(of, "int8", None, on_inputs=False).facts)["weight"]
+
+    weight = torch.randn(1024, 1024).to(dtype)
+    seen = {mark(weight), mark(weight.clone())}
+    assert len(seen) == 1
+    turned = weight.clone()
+    turned[:, 1] = turned[:, 1].flip(0)  # the sums stay
+    other = weight.clone()
+    other[0, 1] += 1.0  # one number, which no sample has to meet
+    assert len({*seen, mark(turned), mark(other)}) == 3
 
 
 def test_without_a_store_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,8 @@ from torch.nn import functional
 
 import layerzero as lz
 from layerzero.integrations.optimize import selection
+from layerzero.integrations.optimize.modules import quantised
+from layerzero.integrations.optimize.swaps.codes import call
 from layerzero.integrations.optimize.times import timing
 from layerzero.ops.quantize.schemes import scheme_of
 from layerzero.ops.quantize.weight_format import packed
@@ -353,3 +355,27 @@ def test_rows_of_ggufs_blocks_are_rounded_where_that_is_asked_for(number: int, k
         assert off(model(rows), own) < 0.03
         report.undo()
         assert torch.equal(model(rows), own)
+
+
+def test_rounded_rows_are_judged_on_the_inputs_and_a_report_says_why_they_stay(
+    monkeypatch: pytest.MonkeyPatch, unmeasured: None
+) -> None:
+    def lossy(state: Any, rows: Tensor, bias: Tensor | None) -> Tensor:
+        return call(state, rows, bias) * (2.0 if state.activations and rows.abs().max() > 500 else 1.0)
+
+    monkeypatch.setattr(quantised, "call", lossy)
+    model = nn.Sequential(module(TEXTS[4], torch.float32)).eval()
+    report = lz.optimize(model, (1000 * torch.randn(5, INPUTS),), activations="int8", accuracy=0.5, rounds=1)
+    assert not [each.calls for each in report.replaced if "rows int8" in each.calls]
+    (why,) = [each.why for each in report.left if each.why.startswith("activations='int8'")]
+    assert "rounded rows lose 1 of its output, accuracy=0.5 allows less; its rows stay as they are" in why
+
+
+def test_a_report_says_that_a_model_has_no_weights_whose_rows_could_be_rounded(unmeasured: None) -> None:
+    model = nn.Sequential(nn.Linear(64, 32)).eval()
+    report = lz.optimize(model, activations="int8")
+    (why,) = [each.why for each in report.left if each.why.startswith("activations='int8'")]
+    assert "no module that was looked at has a weight quantised by group or in GGUF's blocks" in why
+    assert "pass weights='int8'" in why
+    with pytest.raises(lz.InvalidCallError, match=r"training: wanted it without graph=, weights= and activations="):
+        lz.optimize(model, activations="int8", training=True)

@@ -103,7 +103,43 @@ def test_a_bound_refuses_the_faster_kernel_whose_result_was_farther_off(kernels)
     assert "0.004 measured" in str(reason)
 
 
-def test_a_bound_refuses_nothing_that_was_not_measured(kernels):
-    recorded(kernels, None, None)
+def test_torchs_own_stays_where_all_others_are_refused_or_of_unknown_error(kernels):
+    recorded(kernels, 0.004, None)
     with lz.scope(max_error=1e-9):
+        report = lz.explain("rms_norm", *call())
+    assert report.chosen.kernel.is_stock(report.facts)
+    assert "within max_error" in str(report.notes)
+    assert [str(report.failures[each.id][0]).partition("got ")[2] for each in kernels] == [
+        "0.004 measured",
+        "no error measured",
+    ]
+
+
+def test_torchs_own_is_not_refused_whatever_its_error_is(kernels):
+    facts = recorded(kernels, 0.004, 0.004)
+    stock = REGISTRY.kernel("torch.rms_norm")
+    ENGINE.ledger.record_time(stock, facts, replace(TIME, error=0.1))
+    ENGINE.bump()
+    with lz.scope(max_error=0.001):
+        assert lz.explain("rms_norm", *call()).kernel_id == stock.id
+
+
+def test_a_kernel_without_a_time_does_not_win_under_a_bound_before_anything_is_measured(kernels):
+    with lz.scope(max_error=0.001):
+        report = lz.explain("rms_norm", *call())
+    assert report.chosen.kernel.is_stock(report.facts)
+
+
+def test_a_time_that_was_predicted_from_a_refused_one_does_not_win(kernels):
+    recorded(kernels, 0.004, 0.004)
+    fewer = torch.randn(2, 64), torch.randn(64)
+    assert "predicted" in lz.explain("rms_norm", *fewer).chosen.evidence.told
+    with lz.scope(max_error=0.001):
+        report = lz.explain("rms_norm", *fewer)
+    assert report.chosen.kernel.is_stock(report.facts)
+
+
+def test_of_unknown_errors_one_runs_where_nothing_of_torchs_may(kernels):
+    recorded(kernels, 0.004, None)
+    with lz.scope(max_error=0.001, deny=["torch"]):
         assert lz.explain("rms_norm", *call()).kernel_id == "user.coarse"

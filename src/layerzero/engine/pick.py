@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 
 import msgspec
@@ -40,6 +41,11 @@ NOT_MEASURED_PLAIN = (
     "`layerzero tune` measures the others"
 )
 
+NOT_WITHIN = (
+    "no other kernel is known to be within max_error for this call, so what torch's own function runs stays; "
+    "`layerzero tune` measures errors"
+)
+
 
 def ranked(
     judged: Sequence[Candidate], facts: Facts, policy: Policy, ledger: Ledger | None, libraries: Libraries | None = None
@@ -59,16 +65,31 @@ def ranked(
         return order(judged, facts, policy, {}, widening, extra_us)
     evidence = ledger.evidence(legal, facts) if libraries is None else ledger.evidence(legal, facts, libraries)
     if policy["max_error"]:
-        judged = [_within(each, evidence.get(each.kernel.id), policy["max_error"]) for each in judged]
+        judged = _within(judged, facts, evidence, policy["max_error"])
     return order(judged, facts, policy, evidence, widening, extra_us)
 
 
-def _within(candidate: Candidate, found: Evidence | None, most: float) -> Candidate:
-    """The candidate, refused where a larger error was measured of it in such a call."""
-    if candidate.reasons or found is None or found.error is None or found.error <= most:
-        return candidate
-    code, got = ReasonCode.QUANT_ACCURACY_THRESHOLD_EXCEEDED, f"{found.error:.2g} measured"
-    return _refused(candidate, Reason(code, "max_error", f"at most {most:g}, relative to the result", got))
+def _within(
+    judged: Sequence[Candidate], facts: Facts, evidence: Mapping[str, Evidence], most: float
+) -> list[Candidate]:
+    """The candidates, those refused of which a larger error was measured in such a call.
+
+    What torch's own function runs is what the caller had, and is never refused. Where that or a kernel within the bound
+    may run, kernels of unknown error are refused, too: they must not win because others were measured.
+    """
+    errors = {name: each.error for name, each in evidence.items() if each.error is not None}
+    legal = [each.kernel for each in judged if not each.reasons]
+    sure = {each.id for each in legal if errors.get(each.id, math.inf) <= most or each.is_stock(facts)}
+    code, wanted = ReasonCode.QUANT_ACCURACY_THRESHOLD_EXCEEDED, f"at most {most:g}, relative to the result"
+    found = []
+    for each in judged:
+        error = errors.get(each.kernel.id)
+        if each.reasons or each.kernel.id in sure or (error is None and not sure):
+            found.append(each)
+        else:
+            got = "no error measured" if error is None else f"{error:.2g} measured"
+            found.append(_refused(each, Reason(code, "max_error", wanted, got)))
+    return found
 
 
 def quicker_than_emulated(kernels: Sequence[Kernel], facts: Facts) -> frozenset[str]:
@@ -100,7 +121,9 @@ def pick(
     if chosen is not None and any(term.name == EMULATED for term in chosen.terms):
         notes.append(f"{emulation.told(facts.device, [facts['dtype']])} (emulated)")
     untimed = chosen if chosen is not None and chosen.time_us is None else None
-    if untimed is not None and policy["unmeasured"] == "stock" and untimed.kernel.is_stock(facts):
+    if untimed is not None and policy["max_error"] and untimed.kernel.is_stock(facts):
+        notes.append(NOT_WITHIN)
+    elif untimed is not None and policy["unmeasured"] == "stock" and untimed.kernel.is_stock(facts):
         notes.append(NOT_MEASURED if facts.operation.plain is None else NOT_MEASURED_PLAIN)
     if facts.operation.fuses:
         notes.append(fusion.told())
@@ -150,7 +173,7 @@ def priority_decides(kernels: Sequence[Kernel], facts: Facts, policy: Policy, le
     Under capture limits may ask what was made before, which changes; nothing is left for later there.
     """
     bent = policy.locks or policy.rules or policy.prefer_sources or policy.avoid_sources or policy.isolating
-    if bent or facts["capturing"] or not ledger.untimed(facts):
+    if bent or policy["max_error"] or facts["capturing"] or not ledger.untimed(facts):
         return False
     return not (emulation.lacks(facts.device, facts["dtype"]) and any(each.widens is not None for each in kernels))
 

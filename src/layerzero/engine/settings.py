@@ -87,8 +87,8 @@ SETTINGS: dict[str, Setting] = {
     "max_error": Setting(
         float,
         0.0,
-        "refuse kernels whose result was measured farther from the reference, relative to it, where times decide; "
-        "0 refuses none",
+        "refuse kernels whose result was measured farther from the reference, relative to it, where times decide, and "
+        "those of unknown error where torch's own may run, which is never refused; 0 refuses none",
     ),
     "require_vetting": Setting(bool, True, "refuse plugin kernels that were not vetted on this machine"),
     "graph_strict_mode": Setting(

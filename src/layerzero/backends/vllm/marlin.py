@@ -9,7 +9,8 @@ mantissa without a sign; of bfloat16 the highest bit must be set, so that all ar
 second scale is divided by it. A weight whose scales do not fit is refused when it is packed.
 
 ``ggml_dequantize`` computes in float16 (csrc/quantization/gguf/dequantize.cuh), so that float32 is left out. Its
-products ``ggml_mul_mat_a8`` and ``ggml_mul_mat_vec_a8`` round the rows to int8, which this operation does not do.
+products ``ggml_mul_mat_a8`` and ``ggml_mul_mat_vec_a8`` round the rows to int8 and are not declared: the kernel here
+leaves rows as they are, in calls that allow rounding, too.
 Library: vllm 0.20, Apache-2.0.
 """
 

@@ -216,8 +216,10 @@ def optimize(
     ]
     asked, wrong = requested.request(weights, activations, accuracy)
     problems += wrong
-    if training is True and (graph is True or asked is not None):
-        problems.append("training: wanted it without graph= and weights=, which serve inference, got both")
+    if training is True and (graph is True or weights is not None or activations is not None):
+        problems.append(
+            "training: wanted it without graph=, weights= and activations=, which serve inference, got such"
+        )
     refuse("optimize", problems)
     if is_tokenizer(model):
         return optimize_tokenizer(model, budget_s=budget_s)

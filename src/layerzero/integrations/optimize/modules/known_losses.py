@@ -27,23 +27,45 @@ SURELY = 1.25
 """A format is left out unseen where it lost so many times what is allowed: other rows lose a little less or more."""
 
 _SAMPLE = 1 << 16
-"""Numbers of a weight that tell it from others, spread over all of it."""
+"""Numbers of a weight that are hashed, spread over all of its columns; sums stand for the others."""
 
 
 def work_of(weight: Tensor, of: str, activations: str | None, *, on_inputs: bool) -> Work:
     """The work under which the loss of a weight (N, K) in a format is kept."""
-    flat = weight.detach().flatten()
-    some = flat[:: max(len(flat) // _SAMPLE, 1)].float().cpu()
     facts = {
         "operation": f"optimize.weights.{of}",
         "dtype": dtype_name(weight.dtype),
         "shape": " x ".join(map(str, weight.shape)),
         "activations": str(activations),
         "rows": "of inputs" if on_inputs else "random",
-        "weight": hashlib.blake2b(some.numpy().tobytes(), digest_size=16).hexdigest(),
+        "weight": _mark_of(weight.detach()),
         "device_name": Device.detect(weight.device).name,
     }
     return Work(tuple(sorted(facts.items())))
+
+
+def _mark_of(weight: Tensor) -> str:
+    """What tells the numbers of a weight from others: a sample of their bits, and sums of all and of their squares.
+
+    Sums of whole numbers, modulo 2^64, are the same in any order and by any number of threads.
+    """
+    bits = weight.contiguous().view(_BITS[weight.element_size()]).flatten()
+    step = max(len(bits) // _SAMPLE, 1)
+    while math.gcd(step, len(bits)) > 1:  # else some columns are never looked at
+        step += 1
+    sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
+    for start in range(0, len(bits), _AT_ONCE):
+        wide = bits[start : start + _AT_ONCE].long()
+        sums += torch.stack([wide.sum(), wide.square().sum()])
+    sample = bits[::step].contiguous().view(torch.uint8).tolist()
+    return hashlib.blake2b(bytes(sample) + repr(sums.tolist()).encode(), digest_size=16).hexdigest()
+
+
+_AT_ONCE = 1 << 22
+"""Numbers that are summed together: 32 MiB as whole numbers."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Whole numbers by their bytes."""
 
 
 def known(work: Work, device: torch.device) -> float | None:

@@ -9,6 +9,7 @@ their rows to eight bits, or scales to bfloat16. LayerZero's product does not, a
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from torch.nn import Module
 
 from layerzero.core.errors import InvalidCallError, in_short
 from layerzero.integrations.optimize.attention.transformers import Search
+from layerzero.integrations.optimize.modules.coded_experts import losses
 from layerzero.integrations.optimize.modules.int8 import product_of, tried
 from layerzero.integrations.optimize.swaps.candidate import TOLERANCE, Candidate, distance, quiet, random_rows
 from layerzero.integrations.optimize.swaps.codes import Held, Weight, bias_of, call
@@ -211,15 +213,52 @@ KINDS = (
 
 def find(search: Search) -> Iterator[Replaced | Left]:
     """Modules whose weight is quantised, and that give what our product gives."""
+    exact: list[Replaced | Left] = []
+    rounded: dict[int, Candidate] | None = None if search.rounding is None else {}
     for path, module in search.root.named_modules():
         if id(module) in search.taken or isinstance(module, torch.jit.ScriptModule) or module._modules:
             continue
         kinds = [each for each in KINDS if _fits(each.read(module), each)]
         if not kinds:
             continue
-        yield tried(
-            search, path, module, kinds[0].read(module)[0], functools.partial(_same, module, kinds, search.rounding)
-        )
+        same = functools.partial(_same, module, kinds, rounded)
+        exact.append(tried(search, path, module, kinds[0].read(module)[0], same))
+    yield from exact if rounded is None else _with_rounded_rows(search, exact, rounded)
+
+
+_ASKED = "activations='int8'"
+
+
+def _with_rounded_rows(
+    search: Search, exact: list[Replaced | Left], rounded: dict[int, Candidate]
+) -> Iterator[Replaced | Left]:
+    """Products whose rows kernels may round to eight bits; the exact ones, and why, where that loses too much."""
+    if not exact:
+        why = "no module that was looked at has a weight quantised by group or in GGUF's blocks"
+        step = "pass weights='int8' or 'int4' with it to quantise other layers"
+        yield Left("", type(search.root).__name__, f"{_ASKED}: {why}; {step}")
+    lost = losses(list(rounded.values()), _of_rows, search, "what rounded rows lose on the inputs")
+    for each in exact:
+        found = rounded.get(id(each.swap.module)) if isinstance(each, Replaced) else None
+        if found is None:
+            yield each
+            continue
+        found.error = lost[id(found.swap.module)]
+        if found.error <= search.rounding:  # type: ignore[operator]  # else nothing was rounded
+            yield Replaced.of(each.path, found)
+            continue
+        told = f"rounded rows lose {found.error:.2g} of its output, accuracy={search.rounding:g} allows less"
+        why = "no kernel rounds rows of this format" if math.isnan(found.error) else told
+        yield Left(each.path, each.module, f"{_ASKED}: {why}; its rows stay as they are")
+        yield each
+
+
+def _of_rows(found: Candidate, rows: Tensor) -> Tensor:
+    assert isinstance(found.swap.state, Held)
+    try:
+        return call(found.swap.state, rows, bias_of(found.swap.module))
+    except InvalidCallError:  # no kernel rounds such rows
+        return rows.new_full((), math.nan)
 
 
 def _fits(read: tuple[Tensor | None, ...], of: Kind) -> bool:
@@ -229,8 +268,8 @@ def _fits(read: tuple[Tensor | None, ...], of: Kind) -> bool:
     return needed[0].ndim == 2 and of.fits(*read)  # type: ignore[union-attr]
 
 
-def _same(module: Module, kinds: list[Kind], rounding: float | None) -> Candidate | str:
-    """A candidate that gives what the module gives, or why there is none; its rows may lose ``rounding``."""
+def _same(module: Module, kinds: list[Kind], rounded: dict[int, Candidate] | None) -> Candidate | str:
+    """A candidate that gives what the module gives, or why there is none; ``rounded`` gets one that rounds rows."""
     why = ""
     for kind in kinds:
         try:
@@ -253,26 +292,13 @@ def _same(module: Module, kinds: list[Kind], rounding: float | None) -> Candidat
                 got = call(state, rows, bias_of(module))
             found.error = distance(got, expected)
             if found.error <= TOLERANCE[dtype] or (kind.rounds and _rounded(found.error, got, expected)):
-                return found if rounding is None else _of_rounded_rows(module, kind, found, expected, rounding)
+                if rounded is not None:
+                    state.forget()  # what it packed: both would keep their forms until one is chosen
+                    rounded[id(module)] = product_of(module, Held(module, kind.read, kind.make, "int8"), rows)
+                return found
             why = f"{found.calls} by {found.kernel} was off by {found.error:.2g} of the largest value"
             break
     return why
-
-
-def _of_rounded_rows(module: Module, kind: Kind, exact: Candidate, expected: Tensor, most: float) -> Candidate:
-    """The same product with rows that kernels may round to eight bits; the exact one where that loses too much."""
-    try:
-        state = Held(module, kind.read, kind.make, "int8")
-        with quiet(module):
-            got = call(state, exact.example, bias_of(module))
-    except InvalidCallError:  # no kernel rounds rows of this format
-        return exact
-    loss = ((got.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)).item()
-    if not loss <= most:
-        return exact
-    found = product_of(module, state, exact.example)
-    found.error = distance(got, expected)
-    return found
 
 
 def _rounded(error: float, got: Tensor, expected: Tensor) -> bool:

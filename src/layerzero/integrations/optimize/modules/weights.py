@@ -141,7 +141,8 @@ class Request:
     ) -> Candidate | str:
         """A layer in the next format of an order that divides its columns, or why there is none.
 
-        A format in which this very weight is known to lose too much is left out; ``kept`` gets the work of its loss.
+        A format in which this very weight is known to lose too much is left out, where rows are random: with inputs
+        they are others each time. ``kept`` gets the work of its loss.
         """
         weight, why = weight_of(module), "no format comes into question"
         step = f"quantising {type(module).__name__}"
@@ -153,7 +154,7 @@ class Request:
                 continue
             rows = None if of == "fp8" else self.activations
             work = known_losses.work_of(weight, of, rows, on_inputs=search.workload is not None)
-            lost = known_losses.known(work, weight.device)
+            lost = known_losses.known(work, weight.device) if search.workload is None else None
             if lost is not None and lost > known_losses.SURELY * self.accuracy:
                 why = self._exceeded(of, lost, " as measured before")
             elif not search.time.allows(step, step):
