@@ -277,9 +277,9 @@ def test_inputs_that_do_not_try_the_loss_prove_nothing():
     assert "a step with these inputs does not compute its loss" in str(report)
 
 
-@pytest.mark.parametrize("more", [{"graph": True}, {"weights": "int8"}])
+@pytest.mark.parametrize("more", [{"graph": True}, {"weights": "int8"}, {"activations": "int8"}])
 def test_what_serves_inference_is_refused_with_training(more):
-    with pytest.raises(lz.InvalidCallError, match="training: wanted it without graph= and weights="):
+    with pytest.raises(lz.InvalidCallError, match="training: wanted it without graph=, weights= and activations="):
         lz.optimize(made(), training=True, **more)
 
 

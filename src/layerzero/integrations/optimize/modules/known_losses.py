@@ -61,8 +61,8 @@ def _mark_of(weight: Tensor) -> str:
     return hashlib.blake2b(bytes(sample) + repr(sums.tolist()).encode(), digest_size=16).hexdigest()
 
 
-_AT_ONCE = 1 << 22
-"""Numbers that are summed together: 32 MiB as whole numbers."""
+_AT_ONCE = 1 << 18
+"""Numbers that are summed together. 4096 x 4096 take 0.13 s so, and 0.5 s by 2^22 (AMD EPYC Zen 4, 2026-11-27)."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Whole numbers by their bytes."""
