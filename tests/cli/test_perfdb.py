@@ -189,7 +189,10 @@ def test_a_strangers_file_is_taken_whole_or_not_at_all(monkeypatch, tmp_path, sp
     [
         ("", "line 1: wanted the header"),
         ("{}\n", "missing required field `format`"),
-        ('{"format":4,"kind":"layerzero times","written_at":"","rows":0}\n', "wanted format 5 of"),
+        (
+            '{"format":4,"kind":"layerzero times","written_at":"","rows":0}\n',
+            "got format 4 of 'layerzero times'; `layerzero perfdb export`",
+        ),
         ('{"format":5,"kind":"layerzero times","written_at":"","rows":7}\n', "wanted 7 rows after it, got 0"),
     ],
 )

@@ -12,7 +12,7 @@ from one_time import TIME, facts, fresh, run, times
 
 import layerzero as lz
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.storage import connections, schema
+from layerzero.tuning.storage import archive, connections, schema
 
 
 def damaged(path):
@@ -63,11 +63,19 @@ def test_a_file_of_another_version_is_left_alone(folder, kernels, version):
     with sqlite3.connect(path) as connection:
         connection.execute(f"PRAGMA user_version = {version}")
     connection.close()
-    store = fresh()
-    assert times(store, kernels, facts()) == {}
-    store.record(kernels[1], facts(), TIME)
-    assert times(fresh(), kernels, facts()) == {"user.b": 10.0}
-    assert f"another version wrote it (schema {version}, wanted {schema.VERSION})" in store.notes()[0]
+    store, beside = fresh(), f"perfdb.schema-{schema.VERSION}.sqlite"
+    told = (
+        f"{path}: wanted schema {schema.VERSION}, got {version} of another version; `layerzero tune` measures again. "
+        f"The file is left alone, and times are kept in {beside} next to it"
+    )
+    with pytest.warns(lz.LayerZeroWarning) as caught:
+        assert times(store, kernels, facts()) == {}
+        store.record(kernels[1], facts(), TIME)
+        assert store.notes() == (told,)
+    assert [str(each.message) for each in caught] == [told], "once"
+    with pytest.warns(lz.LayerZeroWarning, match=beside):
+        assert times(fresh(), kernels, facts()) == {"user.b": 10.0}
+    assert archive.damage(path) == told.partition(": ")[2].partition(". ")[0], "what merge and check say"
     with sqlite3.connect(path) as connection:
         assert connection.execute("SELECT kernel FROM times").fetchall() == [("user.a",)]
     connection.close()

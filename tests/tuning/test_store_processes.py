@@ -180,6 +180,75 @@ def test_the_tables_are_made_once(folder, kernels):
     assert all(each.notes() == () for each in databases)
 
 
+def of_another_version(path):
+    """A file of times of another schema, and the name of the one that takes its place."""
+    database = Database(path)
+    database.write(lambda connection: None)
+    database.close()
+    connection = sqlite3.connect(path)
+    connection.execute(f"PRAGMA user_version = {schema.VERSION + 1}")
+    connection.close()
+    return path.with_name(f"{path.stem}.schema-{schema.VERSION}{path.suffix}")
+
+
+def test_a_reader_and_a_writer_that_meet_another_version_at_once_take_one_file(tmp_path, monkeypatch):
+    beside = of_another_version(tmp_path / "perfdb.sqlite")
+    recovered, both = Database._recovered, threading.Barrier(2, timeout=60)  # which fails rather than hang
+
+    def meeting(self, *found, **how):
+        both.wait()  # until the other thread has met it, too
+        return recovered(self, *found, **how)
+
+    monkeypatch.setattr(Database, "_recovered", meeting)
+    for _ in range(20):
+        database = Database(tmp_path / "perfdb.sqlite")
+        with pytest.warns(lz.LayerZeroWarning, match="is left alone") as caught, ThreadPoolExecutor(2) as pool:
+            reading = pool.submit(database.read, "SELECT 1")
+            assert pool.submit(database.write, lambda connection: None).result()
+            reading.result()
+        assert (database.path, len(caught), len(database.notes())) == (beside, 1, 1)
+        database.close()
+
+
+AT_ONCE = """
+import os, sys, threading, warnings
+from pathlib import Path
+from layerzero.tuning.storage.database import Database
+warnings.simplefilter("ignore")
+path, beside = map(Path, sys.argv[1:])
+waiting, go = os.pipe()
+children = []
+for number in range(2):
+    child = os.fork()
+    if child == 0:
+        os.close(go)
+        os.read(waiting, 1)
+        for each in range(20):
+            database, both = Database(path), threading.Barrier(2)
+            reader = threading.Thread(target=lambda: (both.wait(), database.read("SELECT 1")))
+            reader.start()
+            both.wait()
+            row = (str(number), each)
+            assert database.write(lambda into: into.execute("INSERT INTO stale VALUES (?, 0, '', '', ?, 0)", row))
+            reader.join()
+            assert database.path == beside, database.path
+            database.close()
+        os._exit(0)
+    children.append(child)
+os.close(go)
+assert all(os.waitpid(child, 0)[1] == 0 for child in children)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_that_meet_another_version_at_once_write_into_one_file(folder):
+    path = folder / "perfdb.sqlite"
+    beside = of_another_version(path)
+    run(AT_ONCE, folder, str(path), str(beside))
+    assert len(Database(beside).read("SELECT * FROM stale")) == 40
+    assert {each.name for each in folder.glob("*.sqlite")} == {path.name, beside.name}
+
+
 # cost
 
 

@@ -170,7 +170,8 @@ def read_export(file: Path) -> tuple[list[Row], list[Finding], list[PassedBuild]
         raise BadFileError([f"line 1: wanted the header of an exported file: {error}"]) from None
     if (header.format, header.kind) != (FORMAT, KIND):
         wanted = f"wanted format {FORMAT} of {KIND!r}"
-        raise BadFileError([f"line 1: {wanted}, got format {header.format} of {header.kind!r}"])
+        got = f"got format {header.format} of {header.kind!r}"
+        raise BadFileError([f"line 1: {wanted}, {got}; `layerzero perfdb export` of this version writes one"])
     found: dict[type, list[Any]] = {Row: [], Finding: [], PassedBuild: []}
     first_finding = 2 + header.rows
     first_build = first_finding + header.findings

@@ -113,7 +113,8 @@ def check(connection: sqlite3.Connection) -> bool:
     if version < 1:
         raise ForeignError(f"wanted schema {schema.VERSION}, got {version}")
     if version != schema.VERSION:
-        raise OtherVersionError(f"another version wrote it (schema {version}, wanted {schema.VERSION})")
+        problem = f"wanted schema {schema.VERSION}, got {version} of another version"
+        raise OtherVersionError(f"{problem}; `layerzero tune` measures again")
     difference = schema.difference(connection)
     if difference:
         raise ForeignError(difference)

@@ -149,7 +149,7 @@ class Database:
                     return None  # to read: nothing was written yet
                 except Exception as error:  # noqa: BLE001  # a damaged file makes SQLite's driver raise anything
                     link.close()
-                    if not self._recovered(error, writing=writing):
+                    if not self._recovered(link, error, writing=writing):
                         return None
                 except BaseException:  # an interrupt, maybe amid a transaction
                     link.close()
@@ -172,14 +172,12 @@ class Database:
             link.close()
             self._look_into(error, writing=False)
 
-    def _recovered(self, error: Exception, *, writing: bool) -> bool:
+    def _recovered(self, link: Link, error: Exception, *, writing: bool) -> bool:
         """Whether there is something to try again after an error: a fresh file, or another one."""
         assert self.path is not None
         code = code_of(error)
         if isinstance(error, OtherVersionError):
-            path = self.path.with_name(f"{self.path.stem}.schema-{schema.VERSION}{self.path.suffix}")
-            self.tell(f"{self.path}: {error}; it is left alone, and this version keeps its times in {path}")
-            self._use(path)
+            self._leave(link.path, error)
             return True
         if isinstance(error, ForeignError) or code in _DAMAGED:
             if self._set_aside(error):
@@ -192,6 +190,17 @@ class Database:
             return self._look_into(error, writing=writing)
         self._rest(error, writing=writing)
         return False
+
+    def _leave(self, left: Path, error: OtherVersionError) -> None:
+        """Work in a file next to one that another version wrote, and say so; of two threads that meet it, once."""
+        with self._memory_lock:  # reader and writer have a lock each
+            if self.path != left:  # the other thread was here first
+                return
+            path = left.with_name(f"{left.stem}.schema-{schema.VERSION}{left.suffix}")
+            self._use(path)
+        note = f"{left}: {error}. The file is left alone, and times are kept in {path.name} next to it"
+        self.tell(note)
+        warnings.warn(note, LayerZeroWarning, stacklevel=2)
 
     def _look_into(self, error: Exception, *, writing: bool) -> bool:
         """After what no sound file makes happen: whether this one was replaced, or can be used all the same."""
