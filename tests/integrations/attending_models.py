@@ -8,27 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import GQA, SIZES
 
 transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
 
 
-SMALL = {
-    "vocab_size": 101,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "initializer_range": 0.2,  # attention that differs from uniform, so that a dropped mask shows
-}
-GQA = SMALL | {"num_key_value_heads": 2}
-
-
 def bert() -> Any:
-    return transformers.BertForMaskedLM, transformers.BertConfig(**SMALL, attention_probs_dropout_prob=0.0)
+    return transformers.BertForMaskedLM, transformers.BertConfig(**SIZES, attention_probs_dropout_prob=0.0)
 
 
 def llama() -> Any:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from attending_models import GQA, SMALL, bert, llama, padded, pair
+from architectures import GQA, SIZES
+from attending_models import bert, llama, padded, pair
 
 transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
 
@@ -39,7 +40,7 @@ def gpt_oss() -> Any:
 
 def modernbert() -> Any:
     return transformers.ModernBertForMaskedLM, transformers.ModernBertConfig(
-        **SMALL, local_attention=8, global_attn_every_n_layers=2, attention_dropout=0.0, reference_compile=False
+        **SIZES, local_attention=8, global_attn_every_n_layers=2, attention_dropout=0.0, reference_compile=False
     )
 
 

@@ -6,8 +6,9 @@ Buffers are torch's symmetric memory, without NVLink's multicast. They are made 
 come together, and kept as long as the group; launches that share them come one after the other.
 
 Read: flashinfer-python 0.7.2, comm/trtllm_ar.py and include/flashinfer/comm/trtllm_allreduce_fusion.cuh: dense rows of
-whole vectors of 16 bytes; up to 8 blocks of 1,024 threads a row, in steps of a power of two. One module, compiled with
-nvcc for sm 9.0 and newer. Library: flashinfer-python 0.7.2, Apache-2.0.
+whole vectors of 16 bytes; up to 8 blocks of 1,024 threads a row, in steps of a power of two. One module, for sm 9.0 and
+newer, which nvcc compiles for minutes. On two H200 it ran as nvcc made it elsewhere, of the same sources cut down to
+bfloat16 and two ranks (torch 2.11, 2026-11-27). Library: flashinfer-python 0.7.2, Apache-2.0.
 """
 
 from __future__ import annotations
@@ -21,14 +22,7 @@ from torch import Tensor
 
 from layerzero.backends.flashinfer.attention import FLASHINFER
 from layerzero.backends.flashinfer.modules import of_modules
-from layerzero.backends.torch.collectives import (
-    ONE_SHOT,
-    ONE_SHOT_ELEMENTS,
-    ONE_SHOT_OF_TWO,
-    dense,
-    refuse_in_capture,
-    without_multicast,
-)
+from layerzero.backends.torch.collectives import ONE_SHOT, ONE_SHOT_ELEMENTS, ONE_SHOT_OF_TWO, dense, of_group
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.ops.comm.ranks import Ranks, ranks_of
@@ -42,19 +36,19 @@ _WORKSPACES: WeakKeyDictionary[Any, dict[int, Tensor]] = WeakKeyDictionary()
 
 def _workspace(ranks: Ranks, like: Tensor) -> Tensor:
     """Addresses of the group's buffers. Raises: InvalidCallError in a capture that lacks them."""
-    of_group = _WORKSPACES.setdefault(ranks.group, {})
-    found = of_group.get(like.device.index)
-    if found is None:
-        refuse_in_capture(like)
+
+    def make() -> Tensor:
         from flashinfer.comm import trtllm_ar
 
         most = 1 + (ONE_SHOT_OF_TWO if ranks.size == 2 else ONE_SHOT_ELEMENTS)
         create: Any = trtllm_ar.trtllm_create_ipc_workspace_for_all_reduce_fusion
-        with without_multicast():  # without the wrapper that warns of another name for it
-            buffers, found = create.__wrapped__(ranks.rank, ranks.size, 1, most, group=ranks.group)
+        create = create.__wrapped__  # without the wrapper that warns of another name for it
+        buffers, addresses = create(ranks.rank, ranks.size, 1, most, group=ranks.group)
         finalize(ranks.group, trtllm_ar.trtllm_destroy_ipc_workspace_for_all_reduce_fusion, buffers)
-        of_group[like.device.index] = found
-    return found
+        found: Tensor = addresses
+        return found
+
+    return of_group(_WORKSPACES, ranks, like, make)
 
 
 def _operator() -> Callable[..., None]:

@@ -100,28 +100,36 @@ _BUFFERS: WeakKeyDictionary[Any, dict[int, Tensor]] = WeakKeyDictionary()
 
 def _buffer(ranks: Ranks, like: Tensor) -> Tensor:
     """The group's buffer, seen as the tensor's dtype and shape. Raises: InvalidCallError in a capture that lacks it."""
-    of_group = _BUFFERS.setdefault(ranks.group, {})
-    found = of_group.get(like.device.index)
-    if found is None:
-        refuse_in_capture(like)
+
+    def make() -> Tensor:
         from torch.distributed import _symmetric_memory as memory
 
-        found = memory.empty(BUFFER_BYTES, dtype=torch.uint8, device=like.device)
-        with without_multicast():
-            memory.rendezvous(found, ranks.group)
-        of_group[like.device.index] = found
-    return found.view(like.dtype)[: like.numel()].view(like.shape)
+        made = memory.empty(BUFFER_BYTES, dtype=torch.uint8, device=like.device)
+        memory.rendezvous(made, ranks.group)
+        return made
+
+    return of_group(_BUFFERS, ranks, like, make).view(like.dtype)[: like.numel()].view(like.shape)
 
 
-def refuse_in_capture(like: Tensor) -> None:
-    """Raise InvalidCallError in a capture: a group's buffers are made by all ranks together, and synchronise."""
-    if like.is_cuda and torch.cuda.is_current_stream_capturing():
-        wanted = "wanted one collective of this group before the capture, which makes its buffer, got none"
-        raise InvalidCallError("all_reduce", [f"group: {wanted}"])
+def of_group(
+    known: WeakKeyDictionary[Any, dict[int, Tensor]], ranks: Ranks, like: Tensor, make: Callable[[], Tensor]
+) -> Tensor:
+    """What a group has on a tensor's device: made once, by all ranks together, without multicast.
+
+    Raises: InvalidCallError in a capture, since making it synchronises.
+    """
+    held = known.setdefault(ranks.group, {})
+    if like.device.index not in held:
+        if like.is_cuda and torch.cuda.is_current_stream_capturing():
+            wanted = "wanted one collective of this group before the capture, which makes its buffer, got none"
+            raise InvalidCallError("all_reduce", [f"group: {wanted}"])
+        with _without_multicast():
+            held[like.device.index] = make()
+    return held[like.device.index]
 
 
 @contextmanager
-def without_multicast() -> Iterator[None]:
+def _without_multicast() -> Iterator[None]:
     """Let torch make no multicast object for a buffer that no kernel here reads by one; it reads the variable anew."""
     before = os.environ.get(NO_MULTICAST)
     os.environ[NO_MULTICAST] = "1"

@@ -258,6 +258,15 @@ def _cascade(own: Own, version: int, priority: int) -> Kernel:
     )
 
 
+WRITES = (
+    limit.equal("value_dim", "head_dim"),
+    DenseTokens(("key", "value")),  # strides of a token's own axes are ignored in silence
+    limit.contiguous("slot_mapping"),
+    limit.last_stride_one("key_cache", "value_cache"),
+    limit.Custom("key_cache and value_cache: the same strides", same_strides),
+)
+"""What its operators that write tokens into pages take."""
+
 KERNELS = (
     VLLM_FLASH_ATTN_3.kernel(
         "vllm.flash_attn.v3.paged",
@@ -294,11 +303,7 @@ KERNELS = (
         "kv.append.paged",
         load_append,
         limit.dtype("float32", "float16", "bfloat16"),
-        limit.equal("value_dim", "head_dim"),
-        DenseTokens(("key", "value")),  # strides of a token's own axes are ignored in silence
-        limit.contiguous("slot_mapping"),
-        limit.last_stride_one("key_cache", "value_cache"),
-        limit.Custom("key_cache and value_cache: the same strides", same_strides),
+        *WRITES,
         SCALES.before_capture("its scales", lambda facts: (facts.device.index,)),
         limit.aligned(16, "key", "value", "key_cache", "value_cache"),  # a misaligned address otherwise
         layout="NHD",

@@ -17,17 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.flashinfer.paged import same_strides
 from layerzero.backends.torch.varlen import longest_or
 from layerzero.backends.vllm.library import VLLM, VLLM_FLASH_ATTN_3, operators
-from layerzero.backends.vllm.paged import STARTS, starts_key
+from layerzero.backends.vllm.paged import STARTS, WRITES, starts_key
 from layerzero.backends.vllm.varlen import Keys, acting, forward_of_v3
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.limit_kinds import Limit
 from layerzero.core.operation import Tolerance
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.ops.attention.limits import DenseTokens
 from layerzero.ops.attention.reference import with_lse
 from layerzero.ops.paged.quantized import DECODE, PREFILL, SCALES_OF_HEADS, by_key_head, of_heads, scales_of_heads
 
@@ -166,11 +164,7 @@ KERNELS = (
         load_append_codes,
         limit.dtype("float32", "float16", "bfloat16"),
         *OF_CODES,
-        limit.equal("value_dim", "head_dim"),
-        DenseTokens(("key", "value")),  # strides of a token's own axes are ignored in silence
-        limit.contiguous("slot_mapping"),
-        limit.last_stride_one("key_cache", "value_cache"),
-        limit.Custom("key_cache and value_cache: the same strides", same_strides),
+        *WRITES,
         limit.aligned(16, "key", "value", "key_cache", "value_cache"),
         layout="NHD",
         priority=80,
