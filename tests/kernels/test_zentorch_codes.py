@@ -12,6 +12,7 @@ import torch
 import layerzero as lz
 
 KERNEL = "zentorch.codes_linear"
+POSTOP, WEIGHTS = "ZENDNNL_ENABLE_POSTOP_CACHE", "ZENDNNL_MATMUL_WEIGHT_CACHE"
 SIZES = [(96, 64, 32), (96, 64, 96), (64, 64, 32), (128, 48, 32), (96, 64, 48)]
 ASK = """
 import sys
@@ -50,14 +51,25 @@ def test_a_weight_at_the_address_of_another_gets_its_own_results():
     assert not wrong
 
 
+def test_a_format_whose_codes_do_not_lie_in_rows_gets_its_own_results():
+    torch.manual_seed(1)
+    rows, weight = torch.randn(3, 48).bfloat16(), lz.quantize_weight(torch.randn(64, 48), "marlin:bits=4")
+    assert not weight.codes.numbers.is_contiguous()
+    if reasons := lz.explain("quantized_linear", rows, weight).reasons(KERNEL):
+        pytest.skip("; ".join(each.message for each in reasons))
+    lz.lock("quantized_linear", KERNEL)
+    wanted = rows.float() @ weight.dequantized().float().T
+    torch.testing.assert_close(lz.quantized_linear(rows, weight).float(), wanted, rtol=0.02, atol=0.05)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "value"), [("set", "1"), ("imported", None), ("alone", None)])
-def test_it_is_refused_where_it_may_remember_weights(how, value):
+@pytest.mark.parametrize(("how", "name"), [("set", POSTOP), ("set", WEIGHTS), ("imported", None), ("alone", None)])
+def test_it_is_refused_where_it_may_remember_weights(how, name):
     if how == "imported":
         pytest.importorskip("zentorch")
-    environment = {name: each for name, each in os.environ.items() if name != "ZENDNNL_ENABLE_POSTOP_CACHE"}
-    environment |= {} if value is None else {"ZENDNNL_ENABLE_POSTOP_CACHE": value}
+    environment = {each: value for each, value in os.environ.items() if each not in (POSTOP, WEIGHTS)}
+    environment |= {} if name is None else {name: "1"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", ASK, how], env=environment, capture_output=True, text=True, check=True
     )
-    assert ("ZENDNNL_ENABLE_POSTOP_CACHE must be 0" in done.stdout) is (how != "alone"), done.stdout
+    assert (f"{name or POSTOP} must be 0" in done.stdout) is (how != "alone"), done.stdout

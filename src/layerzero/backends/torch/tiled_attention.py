@@ -118,11 +118,18 @@ def _load_ragged(facts: Facts) -> Callable[..., Any]:
     attend = tiles(facts)
 
     def run(
-        query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **scores: Any
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        *,
+        causal: bool = False,
+        **scores: Any,
     ) -> Tensor:
         pairs = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
         found = [
-            _one(attend, query[first:last], key[start:end], value[start:end], **scores)
+            _one(attend, query[first:last], key[start:end], value[start:end], causal=causal, **scores)
             for (first, last), (start, end) in pairs
         ]
         return torch.cat(found) if found else query.new_zeros((0, query.shape[1], value.shape[2]))
@@ -140,6 +147,8 @@ def _load_paged(facts: Facts) -> Callable[..., Any]:
         block_tables: Tensor,
         context_lens: Tensor,
         cu_seqlens_q: Tensor | None = None,
+        *,
+        causal: bool = True,
         **scores: Any,
     ) -> Tensor:
         tokens = query if several else query.flatten(0, 1)
@@ -148,7 +157,7 @@ def _load_paged(facts: Facts) -> Callable[..., Any]:
         for row, ((first, last), length) in enumerate(zip(pairwise(starts), context_lens.tolist(), strict=True)):
             pages = block_tables[row, : -(-length // page_size)]
             keys, values = (tokens_of(cache, pages, length) for cache in (key_cache, value_cache))
-            found.append(_one(attend, tokens[first:last], keys, values, **scores))
+            found.append(_one(attend, tokens[first:last], keys, values, causal=causal, **scores))
         output = torch.cat(found) if found else tokens.new_zeros((0, tokens.shape[1], value_cache.shape[-1]))
         return output if several else output.unsqueeze(1)
 
