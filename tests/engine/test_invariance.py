@@ -103,6 +103,33 @@ def test_prompts_cut_in_chunks_and_steps_have_the_bits_of_the_whole():
             assert torch.equal(part, whole[1:, start:end])
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_sequences_of_unlike_lengths_have_the_bits_of_each_alone(causal):
+    starts = torch.tensor([0, 7, 20], dtype=torch.int32)
+    query, key, value = torch.randn(20, 4, 32), torch.randn(20, 2, 32), torch.randn(20, 2, 32)
+    with lz.scope(batch_invariant=True):
+        call = (query, key, value, starts, starts)
+        assert lz.explain("ragged_attention", *call, causal=causal).chosen.kernel.id == "torch.ragged_tiled"
+        found = lz.ragged_attention(*call, causal=causal)
+        parts = ([each[None, start:end] for each in (query, key, value)] for start, end in ((0, 7), (7, 20)))
+        alone = [lz.attention(*part, layout="BSHD", causal=causal)[0] for part in parts]
+    assert torch.equal(found, torch.cat(alone))
+
+
+def test_paged_attention_by_tiles_is_causal_unless_told_otherwise():
+    starts, lengths = torch.tensor([0, 7, 20], dtype=torch.int32), torch.tensor([9, 13], dtype=torch.int32)
+    pages = torch.randn(2, 4, 8, 2, 32).unbind()
+    call = (torch.randn(20, 4, 32), *pages, torch.tensor([[0, 1], [2, 3]], dtype=torch.int32), lengths)
+    with lz.scope(batch_invariant=True):
+        told = {"cu_seqlens_q": starts, "layout": "NHD"}
+        assert lz.explain("paged_attention", *call, **told).chosen.kernel.id == "torch.paged_tiled"
+        found, causal, full = (
+            lz.paged_attention(*call, **each, **told) for each in ({}, {"causal": True}, {"causal": False})
+        )
+    assert torch.equal(found, causal)
+    assert not torch.equal(found, full)
+
+
 def test_what_declares_nothing_runs_entries_of_the_batch_one_by_one_or_is_refused_by_name():
     query, key, value = torch.randn(6, 20, 4, 16), torch.randn(6, 20, 4, 16), torch.randn(6, 20, 4, 16)
     with lz.scope(batch_invariant=True), pytest.raises(NoKernelFoundError, match="BATCH_INVARIANCE_REQUIRED"):
