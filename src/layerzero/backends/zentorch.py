@@ -99,7 +99,7 @@ def _memory() -> dict[str, str]:
 @functools.cache
 def operators() -> Any:
     """``torch.ops.zentorch``. Raises: ImportError if it is not installed, OSError if it does not load."""
-    _memory()  # before it is told below
+    _memory()  # before they are set below
     # Read once, at the first matrix product: without the last zentorch_linear_unary reorders a weight in place.
     for name in _MEMORY:
         os.environ.setdefault(name, "0")
