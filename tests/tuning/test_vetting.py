@@ -194,6 +194,7 @@ def test_a_child_that_does_not_start_ends_neither_tuning_nor_warmup(plugin, monk
         raise RuntimeError("a vetting process did not get to work: no memory")
 
     monkeypatch.setattr("layerzero.tuning.verification.vetting.run_apart", dead)
+    lz.configure(jit="never")  # a warmup would build for 7 s
     tuned = lz.tune("norm.rms", [(4, 64), (4, 65)], "float32", "cpu", samples=3, leave_out=OTHERS)
     assert len(tuned.contests) == 2
     assert {(each.kernel_id, each.verdict) for each in tuned.vetted} == {("plug.rms", None)}
