@@ -243,3 +243,8 @@ def test_without_builds_the_file_has_none(built, tmp_path):
     file = tmp_path / "times.jsonl"
     assert answer(f"perfdb export {file}")["builds"] == 0
     assert "builds" not in json.loads(file.read_text().splitlines()[0])
+
+
+def test_a_file_without_a_build_says_that_nothing_was_called(built, tmp_path):
+    found = run(f"perfdb export {tmp_path / 'none.jsonl'} --builds --operation 'mlp.*'")
+    assert "no build: none lies here for a call that this machine made" in " ".join(found.output.split())

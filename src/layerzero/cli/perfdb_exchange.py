@@ -62,6 +62,8 @@ def export(
         left = len(every) - len(more)
         data = {"file": str(file), "rows": count, "findings": len(more), "findings_left": left, "builds": len(builds)}
         told = [f"{left} findings left out: the options ask for others"] if left else []
+        if with_builds and not builds:
+            told.append("no build: none lies here for a call that this machine made; a warmup alone calls nothing")
         return Answer(data, lambda: [f"{file}: {count} times{behind} written", *told])
     return Answer({"file": str(file), "rows": count}, lambda: [f"{file}: {count} times written"])
 
