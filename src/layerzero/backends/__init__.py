@@ -21,6 +21,7 @@ BUILTIN: tuple[str, ...] = (
     "cudnn_ragged",
     "flash_attn",
     "flashinfer",
+    "ggml",
     "habana",
     "humming",
     "layerzero_triton",
