@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from layerzero import backends
-from layerzero.cli import describe
+from layerzero.cli import listing
 from layerzero.core.arguments import REQUIRED, Axis, Param, TensorSchema
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.judge import Elementwise
@@ -76,7 +76,7 @@ def libraries() -> str:
 
 
 def _libraries_on(platforms: tuple[str, ...], kernels: Iterable[Kernel]) -> str:
-    found = (each.backend.name for each in kernels if set(platforms).intersection(describe.platforms(each)))
+    found = (each.backend.name for each in kernels if set(platforms).intersection(listing.platforms(each)))
     return ", ".join(dict.fromkeys(found)) or "the reference"
 
 
@@ -100,8 +100,8 @@ def support() -> str:
                 limits = _hard_limits(kernel)
                 only = [f"only {', '.join(runs)}"] if len(runs) < len(names) else []
                 marks = ["*untried*"] if kernel.untried else []
-                dtypes = ", ".join(describe.dtypes(kernel)) or "any"
-                platforms = ", ".join(describe.platforms(kernel))
+                dtypes = ", ".join(listing.dtypes(kernel)) or "any"
+                platforms = ", ".join(listing.platforms(kernel))
                 told = "; ".join([*marks, *only, *(limits or ["none"])])
                 rows.append([f"`{kernel.id}`", platforms, dtypes, told])
         if any(operation.has_fallback for operation in function.operations):
@@ -161,14 +161,14 @@ def operations_by_family() -> dict[str, str]:
 
 def _operation(operation: Operation) -> str:
     schema = operation.schema
-    facts = [f"`lz.{describe.function_of(operation.name)}`"]
+    facts = [f"`lz.{listing.function_of(operation.name)}`"]
     facts += [f"layouts {', '.join(operation.layouts)}"] if operation.layouts else []
     facts += [f"generalises `{operation.sibling}`"] if operation.sibling else []
     facts.append(f"writes into {code(schema.mutated)}" if schema.mutated else "writes into no argument")
     tensors = [_tensor(each, "required" if each.required else "optional") for each in schema.inputs]
     tensors += [_tensor(each, f"result where {each.when}" if each.when else "result") for each in schema.outputs]
     params = [
-        [f"`{each.name}`", f"`{describe.kind(each.types)}`", str(each.role), _neutral(each)] for each in schema.params
+        [f"`{each.name}`", f"`{listing.kind(each.types)}`", str(each.role), _neutral(each)] for each in schema.params
     ]
     cases = [[f"`{case.name}`", _values(case.sizes), _values(case.params)] for case in operation.cases]
     blocks = [
@@ -227,7 +227,7 @@ def kernels() -> str:
         "## reference\n\nEvery operation of tensors has `reference.<operation>`: its definition in plain PyTorch. It "
         "takes every argument, dtype and platform, gives the same bits each time, has a backward pass and priority 0."
     )
-    flags = table(["flag", "meaning"], ([f"`{name}`", meaning] for name, meaning in describe.FLAGS.items()))
+    flags = table(["flag", "meaning"], ([f"`{name}`", meaning] for name, meaning in listing.FLAGS.items()))
     return _page("# Kernels", intro, table(["library", "kernels", "what it is"], rows), references, "## Flags", flags)
 
 
@@ -286,13 +286,13 @@ def _kernel(kernel: Kernel) -> str:
     rows: list[list[object]] = [
         ["operations", code(kernel.operations)],
         ["priority", _priorities(kernel)],
-        ["platforms", ", ".join(describe.platforms(kernel))],
-        ["dtypes", ", ".join(describe.dtypes(kernel)) or "any"],
+        ["platforms", ", ".join(listing.platforms(kernel))],
+        ["dtypes", ", ".join(listing.dtypes(kernel)) or "any"],
         ["layout", kernel.layout or "any"],
-        ["further limits", "; ".join(describe.limits(kernel)) or "none"],
+        ["further limits", "; ".join(listing.limits(kernel)) or "none"],
         ["arguments accepted", code(kernel.accepts) or "none"],
         ["folded into the mask", code(kernel.folds) or "none"],
-        ["flags", code(describe.flags(kernel)) or "none"],
+        ["flags", code(listing.flags(kernel)) or "none"],
     ]
     rows += [["arguments fixed by a limit", code(kernel.implies)]] if kernel.implies else []
     rows += [["aliases", code(kernel.aliases)]] if kernel.aliases else []

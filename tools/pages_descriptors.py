@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_args, get_origin
 import msgspec
 from msgspec import UNSET, Meta
 
-from layerzero.cli import describe
+from layerzero.cli import listing
 from layerzero.core.descriptor import VERSION_1, Descriptor, Entry
 from layerzero.core.limit_kinds import Dtype
 from layerzero.core.limits import KINDS
@@ -137,6 +137,6 @@ def _kinds() -> Iterator[list[str]]:
     for name, kind in sorted(KINDS.items()):
         if kind is Dtype:  # a field of its own
             continue
-        fields = [f"{each.name}: {describe.kind(each.type)}" for each in dataclasses.fields(kind)]  # type: ignore[arg-type]
+        fields = [f"{each.name}: {listing.kind(each.type)}" for each in dataclasses.fields(kind)]  # type: ignore[arg-type]
         meaning = (kind.__doc__ or "").splitlines()[0].replace("``", "`")
         yield [f"`{name}`", code(fields) or "none", meaning]

@@ -7,7 +7,7 @@ from typing import Any
 
 import typer.main
 
-from layerzero.cli import describe
+from layerzero.cli import listing
 from layerzero.core import cpu_features
 from layerzero.core.errors import PolicyError
 from layerzero.engine.config import environment_settings, known_variables
@@ -72,7 +72,7 @@ _ELSEWHERE = {
 def settings() -> str:
     """docs/settings.md."""
     built = [
-        [f"`{key}`", f"`{describe.kind(each.kind)}`", f"`{each.default!r}`", _meaning(key)]
+        [f"`{key}`", f"`{listing.kind(each.kind)}`", f"`{each.default!r}`", _meaning(key)]
         for key, each in SETTINGS.items()
         if each.built
     ]

@@ -54,10 +54,9 @@ _HOMES: dict[str, tuple[str, ...]] = {
     ),
     "layerzero.serving.metrics": ("Metrics", "metrics"),
     "layerzero.engine.events": ("Event", "Listener", "on_event"),
-    "layerzero.serving.idle_memory": ("Defragmented", "defragment"),
-    "layerzero.serving.jit_status": ("JitStatus", "jit_status"),
+    "layerzero.engine.headroom": ("Defragmented", "defragment"),
     "layerzero.serving.probes": ("HealthServer", "Probes", "serve_health"),
-    "layerzero.serving.readiness": ("Readiness", "readiness_check"),
+    "layerzero.serving.readiness": ("JitStatus", "Readiness", "jit_status", "readiness_check"),
     "layerzero.serving.solve": ("solve",),
     "layerzero.serving.speculation": (
         "AdaptiveSpeculation",

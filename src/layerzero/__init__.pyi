@@ -37,6 +37,7 @@ from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.schema import OperationSchema
 from layerzero.engine.events import Event, Listener, on_event
 from layerzero.engine.functions import register_function
+from layerzero.engine.headroom import Defragmented, defragment
 from layerzero.engine.probe import Machine
 from layerzero.inspection.agreement import agree
 from layerzero.inspection.answers import explain, facts, list_kernels, list_operations, validate, which
@@ -85,11 +86,9 @@ from layerzero.serving.exporters import (
     register_with_opentelemetry,
     register_with_prometheus,
 )
-from layerzero.serving.idle_memory import Defragmented, defragment
-from layerzero.serving.jit_status import JitStatus, jit_status
 from layerzero.serving.metrics import Metrics, metrics
 from layerzero.serving.probes import HealthServer, Probes, serve_health
-from layerzero.serving.readiness import Readiness, readiness_check
+from layerzero.serving.readiness import JitStatus, Readiness, jit_status, readiness_check
 from layerzero.serving.solve import solve
 from layerzero.serving.speculation import (
     AdaptiveSpeculation,

@@ -12,8 +12,7 @@ from drawing import mostly
 from layerzero.cli.app import main
 from layerzero.core.device import Device
 from layerzero.inspection.model_sets import OperationSupport, served
-from layerzero.ops import OPERATIONS
-from layerzero.ops.sets import SETS
+from layerzero.ops import OPERATIONS, SETS
 
 EVERY = sorted({name for each in SETS.values() for name in each.operations})
 

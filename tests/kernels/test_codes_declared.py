@@ -16,7 +16,7 @@ from layerzero.backends import grouped_weights
 from layerzero.core.device import Device
 from layerzero.core.reasons import ReasonCode
 from layerzero.engine.registry import REGISTRY
-from layerzero.ops.quantize import marlin_order
+from layerzero.ops.quantize.groups import marlin_codes, marlin_scale, marlin_zero
 from layerzero.ops.quantize.weight_format import unpacked
 
 WRONG, DTYPE, PLATFORM = ReasonCode.CONSTRAINT_FAILED, ReasonCode.DTYPE_UNSUPPORTED, ReasonCode.PLATFORM_MISMATCH
@@ -67,16 +67,16 @@ def test_each_kernel_says_what_it_is_not_for(kernel, given, wanted):
 @pytest.mark.parametrize("bits", [4, 8])
 def test_marlins_codes_lie_as_its_threads_read_them(bits):
     numbers = torch.randint(0, 1 << bits, (128, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(marlin_order.marlin_codes(numbers, bits), marlin_words(numbers, bits))
+    assert torch.equal(marlin_codes(numbers, bits), marlin_words(numbers, bits))
 
 
 @pytest.mark.parametrize("groups", [1, 3])
 def test_marlins_scales_and_zero_points_lie_as_its_threads_read_them(groups):
     scale = torch.arange(128 * groups, dtype=torch.float32).view(128, groups)
-    ordered = marlin_order.marlin_scale(scale, torch.float32)
+    ordered = marlin_scale(scale, torch.float32)
     assert ordered.is_contiguous()
     zero = torch.randint(0, 16, (128, groups), dtype=torch.uint8)
-    codes = unpacked(marlin_order.marlin_zero(zero), 4, 128)
+    codes = unpacked(marlin_zero(zero), 4, 128)
     for output in range(128):
         assert torch.equal(ordered[:, marlin_place(output, groups)], scale[output])
         place = marlin_place(output, 2)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import layerzero as lz
 from drawing import examples
 from layerzero.backends.torch import quantized_linear
-from layerzero.backends.torch.quantize import e2m1_by_bits
+from layerzero.backends.torch.elementwise import e2m1_by_bits
 from layerzero.backends.vllm import grouped_linear
 from layerzero.backends.vllm import library as library_of_vllm
 from layerzero.core.device import Device

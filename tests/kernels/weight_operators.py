@@ -15,7 +15,7 @@ from layerzero.core.facts import FactsBuilder
 from layerzero.engine.legality import limit_findings
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops.linear.weight_formats import FORMATTED
-from layerzero.ops.quantize.marlin_order import marlin_places
+from layerzero.ops.quantize.groups import marlin_places
 from layerzero.ops.quantize.schemes import scheme_of
 from layerzero.ops.quantize.weight_format import Fields, unpacked
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.core.argument_errors import ELSEWHERE, NEEDLESS
+from layerzero.core.errors import ELSEWHERE, NEEDLESS
 from layerzero.ops import FUNCTIONS
 
 X = torch.randn(2, 8)

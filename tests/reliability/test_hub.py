@@ -13,7 +13,7 @@ import torch
 import layerzero as lz
 from hub_builds import ACTIVATION, OWNER, VARIANT, module_of, plant, plant_in, settings
 from layerzero._native import __path__ as native
-from layerzero.backends.hub import checks, find
+from layerzero.backends.hub import checks
 from layerzero.engine.registry import REGISTRY
 
 pytest.importorskip("kernels.variants", reason="the package that reads hub kernels is not installed")
@@ -168,7 +168,7 @@ def test_two_of_one_name_or_of_one_module_are_not_both_taken(tmp_path):
 
 def locked(folder, change=lambda text: text):
     file = folder.parent / "hub.lock"
-    file.write_text(change(find.text_of(find.repositories(folder))))
+    file.write_text(change(checks.text_of(checks.repositories(folder))))
     return str(file)
 
 
@@ -218,9 +218,9 @@ def test_of_a_cache_of_the_hub_the_locked_commit_is_taken(tmp_path):
     cached = tmp_path / f"kernels--{OWNER}--activation" / "snapshots"
     for commit in COMMITS:
         plant_in(cached / commit, text=f"{ACTIVATION}# {commit}\n")
-    first = [each for each in find.repositories(tmp_path) if each.revision == COMMITS[0]]
+    first = [each for each in checks.repositories(tmp_path) if each.revision == COMMITS[0]]
     lockfile = tmp_path.parent / "cache.lock"
-    lockfile.write_text(find.text_of(first))
+    lockfile.write_text(checks.text_of(first))
     look_again(tmp_path, lockfile=str(lockfile))
     assert [each.revision for each in REGISTRY.hub.builds] == [COMMITS[0]]
     assert REGISTRY.hub.builds[0].refused is None
@@ -263,6 +263,6 @@ def test_a_signature_that_verifies_is_noted_and_its_publisher_is_asked_for(tmp_p
     (place / "metadata.json.sigstore").write_bytes(b"signed")
     monkeypatch.setattr(verify.Verifier, "production", lambda offline: Verifier() if offline else None)
     monkeypatch.setattr(models.Bundle, "from_json", lambda data: data)
-    build = checks.checked(next(iter(find.repositories(tmp_path))), [f"{OWNER}/*"], None)
+    build = checks.checked(next(iter(checks.repositories(tmp_path))), [f"{OWNER}/*"], None)
     assert build.signed
     assert asked == [((place / "metadata.json").read_bytes(), b"signed", DEFAULT_POLICIES)]

@@ -23,8 +23,8 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.inspection.freeze import Frost
 from layerzero.tuning.measurement.workload import FORMAT, Manifest
 from layerzero.tuning.storage import archive, connections, journal
-from layerzero.tuning.storage.calls import CallsMade
 from layerzero.tuning.storage.files import FileLedger
+from layerzero.tuning.storage.rows import CallsMade
 from layerzero.tuning.storage.store import StoreLedger, TimeStore
 
 TIME = Measurement(10.0, 12.0, 0.01, 20, noise=0.02)

@@ -21,7 +21,7 @@ from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import BUILT, BuildOutcome
 from layerzero.engine.registry import REGISTRY
-from layerzero.serving import background_builds, jit_status, own_builds
+from layerzero.serving import background_builds, own_builds, readiness
 from layerzero.serving.background_builds import BUILDS
 from layerzero.testing.children import End
 from layerzero.tuning.storage import builds
@@ -668,7 +668,7 @@ def test_a_status_is_told_in_words(here):
     in_background()
     lz.rms_norm(*CALL)
     assert BUILDS.idle.wait(LIMIT_S)
-    status = jit_status.jit_status()
+    status = readiness.jit_status()
     assert "test.compiles" in str(status)
     assert status.to_dict()["built"][0]["kernel_id"] == "test.compiles"
 

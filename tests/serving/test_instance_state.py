@@ -8,7 +8,7 @@ import torch
 
 import layerzero as lz
 from hub_builds import plant, settings
-from layerzero.serving.instance_state import FallbackFile, InstanceState, state_here
+from layerzero.serving.probes import FallbackFile, InstanceState, state_here
 from layerzero.serving.rolling_update import ask
 
 

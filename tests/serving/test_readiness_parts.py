@@ -17,7 +17,7 @@ from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.frozen_choices import Agreed
 from layerzero.inspection.descriptors import DESCRIPTORS, exported
-from layerzero.ops.sets import SETS
+from layerzero.ops import SETS
 from layerzero.serving import readiness_parts
 from layerzero.serving.readiness_parts import PartState
 from layerzero.tuning.storage import prior

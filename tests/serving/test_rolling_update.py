@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from clock import Clock
 from layerzero.cli.app import main
 from layerzero.core.system import disk
-from layerzero.serving.instance_state import InstanceState
+from layerzero.serving.probes import InstanceState
 from layerzero.serving.rolling_update import (
     FAILED,
     UPDATED,

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from layerzero.serving.shortest_path import Path, Step, shortest, spared
+from layerzero.serving.joint_times import Path, Step, shortest, spared
 
 
 def every(steps):

@@ -15,7 +15,7 @@ import torch
 
 import layerzero as lz
 from hub_builds import OWNER, RMSNORM, ROTARY, module_of, plant, settings
-from layerzero.backends.hub import build, checks, find
+from layerzero.backends.hub import build, checks
 from layerzero.backends.hub.adapters import ADAPTERS
 from layerzero.core.ledger import Verdict
 from layerzero.engine.registry import REGISTRY
@@ -64,11 +64,11 @@ import json, sys
 from pathlib import Path
 import layerzero as lz
 import kernels.resolver, kernels.validate
-from layerzero.backends.hub import checks, effects, find
+from layerzero.backends.hub import checks, effects
 from layerzero.engine.registry import REGISTRY
 REGISTRY.ready()
 found, before = {}, None
-for each in find.repositories(Path(sys.argv[1])):
+for each in checks.repositories(Path(sys.argv[1])):
     build = checks.checked(each, ["*"], None)
     effects.import_libraries_of(Path(build.path))
     before = effects.taken()
@@ -157,7 +157,7 @@ def test_bytecode_that_lies_beside_a_kernel_is_not_run(tmp_path):
         cached.parent.mkdir(exist_ok=True)
         cached.write_bytes(data)
     (place / "more.pyc").write_bytes(data)
-    build = checks.checked(next(iter(find.repositories(tmp_path))), [f"{OWNER}/*"], None)
+    build = checks.checked(next(iter(checks.repositories(tmp_path))), [f"{OWNER}/*"], None)
     assert build.module().apply_rotary is not None
     with pytest.raises(ImportError):
         importlib.import_module("_planted_beside_bytecode.more")
@@ -184,7 +184,7 @@ def test_a_second_thread_waits_for_the_whole_module(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "planted_gate", gate)
     text = f"import planted_gate\nplanted_gate.inside.set()\nplanted_gate.go.wait()\n{ROTARY}"
     plant(tmp_path, "rotary", text, id="_planted_behind_a_gate")
-    made = checks.checked(next(iter(find.repositories(tmp_path))), [f"{OWNER}/*"], None)
+    made = checks.checked(next(iter(checks.repositories(tmp_path))), [f"{OWNER}/*"], None)
     monkeypatch.setattr(build, "_importing", Lock(build._importing, gate))
     first = threading.Thread(target=made.module)
     first.start()
@@ -198,7 +198,7 @@ def test_a_second_thread_waits_for_the_whole_module(tmp_path, monkeypatch):
 
 def test_a_module_that_took_the_name_since_the_check_is_refused(tmp_path, monkeypatch):
     plant(tmp_path, "rotary", ROTARY, id="_planted_and_taken")
-    made = checks.checked(next(iter(find.repositories(tmp_path))), [f"{OWNER}/*"], None)
+    made = checks.checked(next(iter(checks.repositories(tmp_path))), [f"{OWNER}/*"], None)
     monkeypatch.setitem(sys.modules, "_planted_and_taken", types.ModuleType("_planted_and_taken"))
     with pytest.raises(build.RefusedBuildError, match="rotary namespace: wanted _planted_and_taken of "):
         made.module()

@@ -23,7 +23,7 @@ from layerzero.tuning.measurement.contest import Status
 from layerzero.tuning.measurement.timing import Deadline, Effort
 from layerzero.tuning.measurement.tune import asked_jobs
 from layerzero.tuning.measurement.workload import jobs_of
-from layerzero.tuning.storage import calls
+from layerzero.tuning.storage import rows as rows_of_times
 from layerzero.tuning.storage.files import FileLedger
 from layerzero.tuning.storage.store import StoreLedger
 from others import OTHERS
@@ -289,13 +289,13 @@ def test_what_was_called_is_measured_first(tmp_path):
 
 
 def test_calls_are_bounded_and_a_damaged_file_is_begun_anew(tmp_path, monkeypatch):
-    monkeypatch.setattr(calls, "MAX_KEPT", 2)
-    made = calls.CallsMade(tmp_path)
+    monkeypatch.setattr(rows_of_times, "MAX_CALLS", 2)
+    made = rows_of_times.CallsMade(tmp_path)
     for hidden in (16, 32, 64):
         made.add(lz.facts("rms_norm", torch.empty(2, hidden), torch.empty(hidden)))
         made.write()
     assert [each.call.tensors["input"].shape[1] for each in made.made()] == [64, 32]
-    (tmp_path / calls.FILE).write_text("{")
+    (tmp_path / rows_of_times.CALLS_FILE).write_text("{")
     assert made.made() == []
     made.add(lz.facts("rms_norm", torch.empty(2, 8), torch.empty(8)))
     assert len(made.made()) == 1

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from layerzero.backends.tokenizer_kernels import encoder, formats, library, one_by_one
+from layerzero.backends.tokenizers import encoder, formats, library, one_by_one
 from layerzero.core import limits as limit
 from layerzero.core.kernel import Kernel
 from layerzero.ops.tokenize import rows

@@ -30,15 +30,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from layerzero.backends.tokenizer_kernels import (
-    decoder,
-    encoder,
-    formats,
-    library,
-    one_by_one,
-    ranks_file,
-    without_specials,
-)
+from layerzero.backends.tokenizers import decoder, encoder, formats, library, one_by_one, ranks_file, without_specials
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.limit_kinds import Custom

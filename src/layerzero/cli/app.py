@@ -138,7 +138,7 @@ def doctor(
     from layerzero.cli import doctor as screen
     from layerzero.inspection.diagnosis import doctor as diagnose
     from layerzero.serving.advice import advice
-    from layerzero.serving.jit_status import jit_status
+    from layerzero.serving.readiness import jit_status
     from layerzero.tuning.verification.rehearsal import confirm_suspects
 
     if (again or module) and not confirm:
@@ -215,25 +215,25 @@ checks.add_to(main)
 @config.command("show", **_examples("config show", "config show --json"))
 def config_show(json: AsJson = False) -> Answer:
     """Print every effective setting and where it comes from."""
-    from layerzero.cli import describe
+    from layerzero.cli import listing
     from layerzero.engine.config import CONFIGURATION
 
     effective = CONFIGURATION.effective_with_origin()
     data = {key: {"value": value, "origin": origin} for key, (value, origin) in effective.items()}
-    return Answer(data, lambda: describe.effective(effective))
+    return Answer(data, lambda: listing.effective(effective))
 
 
 @config.command("keys", **_examples("config keys"))
 def config_keys(json: AsJson = False) -> Answer:
     """Print every key with its type, default and meaning."""
-    from layerzero.cli import describe
+    from layerzero.cli import listing
     from layerzero.engine.settings import SETTINGS
 
     data = {
-        key: {"type": describe.kind(each.kind), "default": each.default, "meaning": each.meaning, "built": each.built}
+        key: {"type": listing.kind(each.kind), "default": each.default, "meaning": each.meaning, "built": each.built}
         for key, each in SETTINGS.items()
     }
-    return Answer(data, lambda: describe.keys(SETTINGS))
+    return Answer(data, lambda: listing.keys(SETTINGS))
 
 
 @config.command("check", **_examples("config check layerzero.yaml"))
@@ -244,7 +244,7 @@ def config_check(
 
     Exits with 1 if a key, a value, or the name of a kernel, operation or fact in it is wrong.
     """
-    from layerzero.cli.describe import problems
+    from layerzero.cli.listing import problems
 
     if not file.is_file():
         raise ValueError(f"{file}: wanted a file of settings, got {'a folder' if file.is_dir() else 'nothing'}")

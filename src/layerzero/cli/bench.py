@@ -15,7 +15,7 @@ import torch
 from rich.console import RenderableType
 from rich.text import Text
 
-from layerzero.cli import describe
+from layerzero.cli import listing
 from layerzero.cli.bench_tables import check, details, page, plot, refusals, tables
 from layerzero.cli.calls import BenchFlags
 from layerzero.cli.flags import (
@@ -79,7 +79,7 @@ def _compared_plain(flags: BenchFlags, deadline: Deadline) -> Compared:
     if flags.timed not in (None, TimedBy.CALL):
         raise ValueError(f"--timed: wanted call for an operation without tensors, got {flags.timed!r}")
     refuse_tensors("bench", flags.operation, flags)
-    describe.kernels_exist(flags.kernel)
+    listing.kernels_exist(flags.kernel)
     jobs = plain_jobs(flags.operation, plain_params(flags.param, flags.operation))
     with live(quiet=flags.json) as screen:
         return bench_plain(
@@ -89,7 +89,7 @@ def _compared_plain(flags: BenchFlags, deadline: Deadline) -> Compared:
 
 
 def _compared(flags: BenchFlags, deadline: Deadline) -> Compared:
-    describe.kernels_exist(flags.kernel)
+    listing.kernels_exist(flags.kernel)
     target = torch.device(flags.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     times = timed_of(flags.timed, target)
     dtypes: Sequence[str] = dtypes_of(flags.dtypes, target)
@@ -355,7 +355,7 @@ def timed_of(text: str | None, device: torch.device) -> TimedBy:
 def dtypes_taken(only: Sequence[str], operation: str, usual: Sequence[str]) -> Sequence[str]:
     """Of the usual dtypes those that some of these kernels take, or else what the kernels name."""
     kernels = [each for each in REGISTRY.kernels(operation) if any(names_kernel(name, each) for name in only)]
-    named = [describe.dtypes(each) for each in kernels]
+    named = [listing.dtypes(each) for each in kernels]
     if not all(named):
         return usual
     taken = dict.fromkeys(name for names in named for name in names)

@@ -43,11 +43,11 @@ def fuzz(
     """
     import logging
 
-    from layerzero.cli import describe
+    from layerzero.cli import listing
     from layerzero.testing import fuzz as fuzzing
 
     import_modules(module or ())
-    describe.kernels_exist(kernel or [])
+    listing.kernels_exist(kernel or [])
     log = logging.getLogger("layerzero")
     level = log.level
     log.setLevel(logging.ERROR)  # fallbacks are expected here, and counted

@@ -57,7 +57,7 @@ def hub(
     Where they are looked for, and which may be used, the settings hub.enabled, hub.folder, hub.lockfile and hub.allow
     say. Nothing is downloaded. Exits with 1 if something is refused, and then writes no lockfile.
     """
-    from layerzero.backends.hub.find import Found, text_of
+    from layerzero.backends.hub.checks import Found, text_of
     from layerzero.core.system.disk import write_whole
     from layerzero.engine.config import CONFIGURATION
     from layerzero.engine.registry import REGISTRY

@@ -27,8 +27,8 @@ from layerzero.cli.question import (
     sizes,
     value_of,
 )
-from layerzero.core.argument_errors import DropIn
 from layerzero.core.dtypes import dtype_named
+from layerzero.core.errors import DropIn
 from layerzero.core.operation import Case, Routed
 from layerzero.core.plan import Report
 from layerzero.engine.config import SCOPES

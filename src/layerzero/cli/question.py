@@ -11,9 +11,9 @@ import torch
 import yaml
 
 from layerzero.cli.calls import CallFlags
-from layerzero.core.argument_errors import meant
 from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name, dtype_named
+from layerzero.core.errors import meant
 from layerzero.core.known_devices import KNOWN_DEVICES
 from layerzero.core.operation import Case, Function, Operation
 from layerzero.core.plan import Report

@@ -12,7 +12,7 @@ import torch
 import typer
 from rich.console import RenderableType
 
-from layerzero.cli import describe
+from layerzero.cli import listing
 from layerzero.cli.calls import VetFlags
 from layerzero.cli.flags import covers_plain, deadline_of, plain_params, refuse_tensors, shapes_of
 from layerzero.cli.output import FINE, NO, Answer, say
@@ -75,7 +75,7 @@ def answer(flags: VetFlags) -> Answer:
 def _of_plain(flags: VetFlags, operation: str) -> list[Pair]:
     """What works on a form of its own, and has to prove itself for it."""
     refuse_tensors("vet", operation, flags)
-    describe.kernels_exist([*flags.kernel, *flags.backend])
+    listing.kernels_exist([*flags.kernel, *flags.backend])
     named = [*flags.kernel, *flags.backend]
     return list(plain_pairs(operation, plain_params(flags.param, operation), named, again=flags.again))
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from msgspec import UNSET
 
-from layerzero.core.argument_errors import did_you_mean
 from layerzero.core.descriptor import Entry
 from layerzero.core.device import generations
 from layerzero.core.dtypes import DTYPES, dtype_name, dtype_named
+from layerzero.core.errors import did_you_mean
 from layerzero.core.kernel import Kernel
 from layerzero.core.limit_kinds import Arch, Dim, Dtype, LastStrideOne, Limit, Platform
 from layerzero.core.limits import CODE, limit_data, limit_of

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from layerzero.core.argument_errors import did_you_mean
-from layerzero.core.errors import PolicyError
+from layerzero.core.errors import PolicyError, did_you_mean
 
 VARIABLE = "LAYERZERO_CPU_FEATURES"
 

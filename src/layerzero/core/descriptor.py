@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from layerzero.core.argument_errors import did_you_mean
+from layerzero.core.errors import did_you_mean
 
 VERSION: Final = "2.0"
 """The schema version that is written."""

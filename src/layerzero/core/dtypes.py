@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from layerzero.core.argument_errors import did_you_mean
+from layerzero.core.errors import did_you_mean
 
 DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,

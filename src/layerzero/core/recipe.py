@@ -1,9 +1,14 @@
-"""What a child process needs to make a call again: sizes, strides and arguments, without the data."""
+"""What a child process needs to make a call again: sizes, strides and arguments, without the data.
+
+Builds that lie in files whose names are known: what ``Kernel.prebuilt`` may be, so that builds can be passed on.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -84,3 +89,20 @@ class Workspace(NamedTuple):
 def elements_of(facts: Facts) -> int:
     """Elements of all tensors of a call."""
     return sum(math.prod(each.shape) for each in facts.tensors.values())
+
+
+@dataclass(frozen=True, slots=True)
+class KeptFiles:
+    """Whether the build for a call is there, and the files that it consists of.
+
+    Attributes:
+        folder: where they lie.
+        names: those of a call's build, relative to the folder, what is read first last; empty where one is missing.
+    """
+
+    folder: Callable[[], Path]
+    names: Callable[[Facts], Sequence[str]]
+
+    def __call__(self, facts: Facts) -> bool:
+        """Whether all of them exist."""
+        return bool(self.names(facts))

@@ -25,7 +25,6 @@ from layerzero.core.system import forking
 from layerzero.engine import (
     batch_split,
     failures,
-    invariance,
     legality,
     logging_once,
     plan_source,
@@ -128,7 +127,7 @@ class Engine:
         ordered = ranked(judged, facts, policy, times, machine.asked)
         timed = times is not None and not times.untimed(facts)  # of another order of memory, where not of this one
         report = pick(ordered, routed, facts, policy, self.registry.lock_for(policy, facts), later, timed=timed)
-        report = invariance.noted(report, policy) if policy.invariant else report
+        report = proofs.invariance_noted(report, policy) if policy.invariant else report
         return report if frozen is None else frozen.held(report, policy), ordered
 
     def forget(self, function: str, cache: PlanCache) -> None:

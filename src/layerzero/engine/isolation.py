@@ -23,7 +23,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import home_of
 from layerzero.core.plan import Term
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.engine import environments, headroom
+from layerzero.engine import headroom, probe
 from layerzero.engine.policy import Policy, names_any
 from layerzero.engine.probe import Machine
 from layerzero.engine.services import SERVICES
@@ -79,7 +79,7 @@ def _environments(policy: Policy) -> Mapping[str, tuple[str, ...]]:
     """By library, the command of the interpreter that it runs in, where that is not this process's."""
     found: dict[str, tuple[str, ...]] = {name: (path,) for name, path in policy["isolation.pythons"]}
     if policy.backend_isolation == "container":
-        given = environments.containers(dict(policy["backend_containers"]))
+        given = probe.containers(dict(policy["backend_containers"]))
         found |= {name: tuple(each.command()) for name, each in given.items()}
     return found
 
@@ -104,7 +104,7 @@ def machine(kernel: Kernel, policy: Policy, here: Machine) -> Machine:
 def _machine_of(command: tuple[str, ...]) -> Machine:
     """What an environment has, looked up once, also where that fails: each look-up may take a minute."""
     try:
-        return Machine(libraries=environments.packages(command))
+        return Machine(libraries=probe.packages(command))
     except OSError as error:
         log.warning("an environment of its own: %s; its libraries count as absent until a restart", error)
         return Machine(libraries={})

@@ -24,9 +24,9 @@ import msgspec
 import torch
 
 from layerzero.core.facts import Facts
-from layerzero.core.kept_files import KeptFiles
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import call_class
+from layerzero.core.recipe import KeptFiles
 from layerzero.core.system import disk, forking
 from layerzero.engine import probe
 from layerzero.engine.policy import Policy

@@ -19,7 +19,7 @@ from layerzero.core.ledger import Ledger
 from layerzero.core.limit_kinds import NOTHING, Finding, Findings, Limit
 from layerzero.core.plan import Adaptation, Candidate, moves_data
 from layerzero.core.reasons import Reason
-from layerzero.engine import headroom, invariance, isolation, legality
+from layerzero.engine import headroom, isolation, legality, proofs
 from layerzero.engine.health import Health
 from layerzero.engine.policy import Policy, may_come_first
 from layerzero.engine.probe import Machine
@@ -186,7 +186,7 @@ class Standings:
 
 
 def _kept(kernels: Sequence[Kernel], facts: Facts, policy: Policy, machine: Machine) -> _Standings:
-    every, unasked = kernels, [Candidate(each, (invariance.UNASKED,)) for each in kernels if each.asked_for]
+    every, unasked = kernels, [Candidate(each, (proofs.UNASKED,)) for each in kernels if each.asked_for]
     if unasked:  # no setting asks: such calls are judged in full
         kernels = [each for each in every if not each.asked_for]
     standings = (_standing(kernel, facts, policy, machine) for kernel in kernels)

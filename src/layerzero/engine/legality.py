@@ -17,7 +17,7 @@ from layerzero.core.limit_launch import LAUNCH_CODES
 from layerzero.core.operation import Routed
 from layerzero.core.plan import Adaptation, Candidate
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.engine import batch_split, headroom, invariance, isolation
+from layerzero.engine import batch_split, headroom, isolation, proofs
 from layerzero.engine.health import Health, let_pass
 from layerzero.engine.jit import BUILT, compiles_in_call
 from layerzero.engine.policy import Lock, Policy, names_kernel
@@ -118,7 +118,7 @@ def policy_reasons(kernel: Kernel, facts: Facts, policy: Policy) -> list[Reason]
     """What the operator forbids. A lock names the one kernel that may run; that is not a reason but a choice."""
     reasons: list[Reason] = []
     if kernel.asked_for or policy.invariant:
-        reasons += invariance.reasons(kernel, facts, policy)
+        reasons += proofs.reasons(kernel, facts, policy)
     if not policy.enabled and (kernel.source not in ("torch", "reference") or kernel.widens is not None):
         own = kernel.source if kernel.widens is None else kernel.id  # torch itself emulates half precision
         reasons.append(_denied("enabled: false", "torch's own kernels or the reference", own))

@@ -136,7 +136,7 @@ class Policy:
     batch_invariant: bool = field(init=False, compare=False, repr=False)
     require_tp_invariant: bool = field(init=False, compare=False, repr=False)
     invariant: bool = field(init=False, compare=False, repr=False)
-    """Whether bits must depend on nothing else (:mod:`layerzero.engine.invariance`), so that times decide nothing."""
+    """Whether bits must depend on nothing else (:mod:`layerzero.engine.proofs`), so that times decide nothing."""
     require_vetting: bool = field(init=False, compare=False, repr=False)
     log_selections: bool = field(init=False, compare=False, repr=False)
     debug: bool = field(init=False, compare=False, repr=False)

@@ -9,10 +9,9 @@ from typing import Any
 import msgspec
 
 from layerzero.core import cpu_features, device
-from layerzero.core.argument_errors import did_you_mean
 from layerzero.core.arguments import told
-from layerzero.core.errors import PolicyError
-from layerzero.engine import environments
+from layerzero.core.errors import PolicyError, did_you_mean
+from layerzero.engine import probe
 from layerzero.ops import FORMER_NAMES, FUNCTIONS
 
 PREFIX, ENVIRONMENT = "LAYERZERO_", "environment"
@@ -215,13 +214,13 @@ SETTINGS: dict[str, Setting] = {
         {},
         "library to the interpreter of an environment of its own, which has LayerZero, too; it is isolated by that, "
         "whatever backend_isolation is",
-        fits=environments.pythons,
+        fits=probe.pythons,
     ),
     "backend_containers": Setting(
         dict[str, Any],
         {},
         "library to its container, `{image: name:tag, memory: 8g}`, where backend_isolation is container",
-        fits=environments.containers,
+        fits=probe.containers,
     ),
     "isolation.timeout_s": Setting(
         float, 60.0, "how long a call may take in a process of its own before that process is killed", above=0.0

@@ -10,10 +10,9 @@ from typing import Any
 import msgspec
 import torch
 
-from layerzero.core.argument_errors import DropIn, Made, bound
 from layerzero.core.arguments import told
 from layerzero.core.device import Device
-from layerzero.core.errors import InvalidCallError, UnknownOperationError
+from layerzero.core.errors import DropIn, InvalidCallError, Made, UnknownOperationError, bound
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Case, Operation, Routed

@@ -26,8 +26,8 @@ from layerzero.engine.probe import Machine, check_requirement
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.settings import nearest
 from layerzero.inspection.answers import explain
+from layerzero.ops import SETS, OperationSet
 from layerzero.ops.calls import accepted, arguments_of, function_for, is_call_of
-from layerzero.ops.sets import SETS, OperationSet
 
 _STOCK = "torch"
 """The library that is always there."""

@@ -36,7 +36,7 @@ import msgspec
 
 from layerzero.core.errors import in_short
 from layerzero.core.system import disk
-from layerzero.serving.instance_state import InstanceState
+from layerzero.serving.probes import InstanceState
 
 log = logging.getLogger("layerzero")
 

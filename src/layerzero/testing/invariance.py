@@ -17,7 +17,7 @@ from torch import Tensor
 from layerzero.core.arguments import Axis, TensorSchema
 from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Case, Operation
-from layerzero.engine.invariance import in_batches
+from layerzero.engine.proofs import in_batches
 from layerzero.engine.reference import as_tuple
 from layerzero.ops.comm import tree_sum
 from layerzero.testing.compare import draws

@@ -30,10 +30,10 @@ from torch import Tensor
 from layerzero.backends.torch.inductor import apart, cache_folder, compiled, files, loaded, name_of, parts_of
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kept_files import KeptFiles
 from layerzero.core.kernel import Backend
 from layerzero.core.ledger import call_class
 from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.core.recipe import KeptFiles
 from layerzero.core.system import forking
 from layerzero.ops.attention import declare as attention
 from layerzero.ops.attention.reference import attention_reference

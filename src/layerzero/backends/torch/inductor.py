@@ -31,9 +31,9 @@ from torch.autograd.graph import increment_version
 from layerzero.backends.torch.attention import FLOATS
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kept_files import KeptFiles
 from layerzero.core.kernel import Backend
 from layerzero.core.operation import Operation
+from layerzero.core.recipe import KeptFiles
 from layerzero.core.system import disk, forking
 from layerzero.ops.norm import declare as norm
 

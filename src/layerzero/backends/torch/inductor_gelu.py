@@ -23,7 +23,7 @@ from layerzero.backends.shape_cache import GRAIN
 from layerzero.backends.torch.inductor import INDUCTOR, cache_folder, compiled, files, loaded, name_of, parts_of
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.kept_files import KeptFiles
+from layerzero.core.recipe import KeptFiles
 from layerzero.core.system import forking
 
 _LINEAR = 2.0 * math.sqrt(2.0 / math.pi)

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from layerzero.backends.norm_limits import RowsAligned
 from layerzero.backends.torch.attention import FLOATS, kernel
+from layerzero.backends.torch.elementwise import scales
 from layerzero.backends.torch.linear import HAS_ONEDNN, by_rows
-from layerzero.backends.torch.quantize import scales
 from layerzero.backends.torch.varlen import linear_for
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts

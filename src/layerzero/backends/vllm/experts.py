@@ -46,7 +46,7 @@ from layerzero.core.kernel import Kernel, Trust
 from layerzero.ops.activation.formulas import FUNCTIONS
 from layerzero.ops.linear.packed import PackedWeight, belongs
 from layerzero.ops.moe.experts import EXPERTS, PACKED_OF, gated
-from layerzero.ops.quantize.marlin_order import ROWS_ORDER, marlin_codes, marlin_scale, marlin_zero
+from layerzero.ops.quantize.groups import ROWS_ORDER, marlin_codes, marlin_scale, marlin_zero
 from layerzero.ops.quantize.weight import QuantizedWeight
 
 _BLOCKS = (8, 16, 32, 48, 64)

@@ -36,8 +36,7 @@ from layerzero.core.kernel import Backend, Kernel
 from layerzero.ops.linear.packed import Pack
 from layerzero.ops.linear.quantized import QUANTIZED
 from layerzero.ops.quantize.formats import FORMATS
-from layerzero.ops.quantize.groups import GROUPED
-from layerzero.ops.quantize.marlin_order import marlin_codes, marlin_scale, marlin_zero
+from layerzero.ops.quantize.groups import GROUPED, marlin_codes, marlin_scale, marlin_zero
 from layerzero.ops.quantize.weight_format import Codes, WeightFormat, packed
 
 UNSIGNED = {4: 1125899906843648, 8: 1125899906844672}

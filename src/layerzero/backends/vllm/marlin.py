@@ -44,7 +44,7 @@ from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.linear.packed import BELONGS, Pack, PackedWeight
 from layerzero.ops.linear.quantized import QUANTIZED, of_outputs
 from layerzero.ops.linear.weight_formats import FORMATTED
-from layerzero.ops.quantize.marlin_order import marlin_codes, marlin_scale
+from layerzero.ops.quantize.groups import marlin_codes, marlin_scale
 from layerzero.ops.quantize.weight import QuantizedWeight
 from layerzero.ops.quantize.weight_format import unpacked
 

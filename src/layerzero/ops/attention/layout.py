@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import has_torch_function
 
-from layerzero.core.argument_errors import DropIn, Made
 from layerzero.core.arguments import told
 from layerzero.core.dtypes import dtype_name
-from layerzero.core.errors import InvalidCallError, refuse
+from layerzero.core.errors import DropIn, InvalidCallError, Made, refuse
 from layerzero.core.facts import Facts
 
 CANONICAL = "BSHD"

@@ -8,9 +8,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from layerzero.core.argument_errors import public
 from layerzero.core.arguments import out_of_range, told
-from layerzero.core.errors import refuse
+from layerzero.core.errors import public, refuse
 from layerzero.core.handle import CAPTURABLE, FOREIGN, STALE, Handle
 from layerzero.core.values import Check
 from layerzero.ops.declaration import number_problems

@@ -19,7 +19,7 @@ from layerzero.core.dtypes import dtype_named
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.system import forking
-from layerzero.engine import environments, isolation
+from layerzero.engine import isolation, probe
 from layerzero.engine.config import current_policy
 from layerzero.engine.isolation import COSTS, CallCost
 from layerzero.engine.policy import Policy
@@ -282,8 +282,8 @@ def unable(kernel: Kernel, policy: Policy) -> tuple[str, object, object, str] | 
         command = isolation.command(kernel, policy)
         if not command:
             return f"backend_containers: {kernel.source}", "an image", "none", "Name one there"
-        if len(command) > 1 and shutil.which(environments.RUNTIME) is None:
-            return "the container runtime", environments.RUNTIME, "none", "Install it, or use isolation.pythons"
+        if len(command) > 1 and shutil.which(probe.RUNTIME) is None:
+            return "the container runtime", probe.RUNTIME, "none", "Install it, or use isolation.pythons"
     return None
 
 

@@ -19,7 +19,7 @@ import msgspec
 
 from layerzero import __version__
 from layerzero.core.errors import IsolatedKernelError
-from layerzero.engine import environments
+from layerzero.engine import probe
 from layerzero.engine.isolation import COSTS
 from layerzero.serving.isolation.child import MOST_BYTES
 from layerzero.serving.isolation.messages import Answer, Awake, Failed, Hello, Request, Serve
@@ -133,7 +133,7 @@ class Worker:
         """Kill the process and what it started, from any thread: a call that waits for it then raises."""
         process = self._process
         if process is not None and process.poll() is None:
-            if self._container and (problem := environments.end_container(self._container)):
+            if self._container and (problem := probe.end_container(self._container)):
                 log.warning("container %s of %s may go on: %s", self._container, self.name, problem)
             process.kill()
 

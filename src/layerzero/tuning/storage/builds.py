@@ -3,17 +3,28 @@
 A build that failed is not tried again until its library or torch has another version, or another compiler lies here,
 as where it lacked one: the file's name says which. One process of a host builds at a time; it holds the lock of a file,
 and writes into it how far it is.
+
+Plugins that are being imported, as files: one that ends its process is known by name to the next one.
+
+A marker is locked for as long as its process lives, as those of first runs are; one that no process holds was left by
+the dead. It stays where it is and keeps its plugin out, until :func:`forgive` takes it away.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import os
 import shutil
 import tempfile
 import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
+from urllib.parse import quote
 
 import msgspec
 
@@ -21,6 +32,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import class_text
 from layerzero.core.system import disk
+from layerzero.engine import first_run
 from layerzero.engine.jit import name_of
 from layerzero.tuning.storage.files import cache_folder
 
@@ -240,3 +252,66 @@ def _lock_path() -> Path:
         if folder is not None and os.access(folder, os.W_OK):
             return folder / LOCK
     return Path(tempfile.gettempdir()) / f"layerzero-{os.getuid()}-{LOCK}"
+
+
+_FOLDER = "plugins"
+
+
+def _stem(plugin: str, version: str) -> str:
+    return f"{quote(plugin, safe='')[:120]}@{hashlib.sha256(version.encode()).hexdigest()[:24]}"
+
+
+@contextmanager
+def importing(folder: Path, plugin: str, version: str) -> Iterator[str]:
+    """Mark an import; gives how an earlier process ended in one of the same version, empty where none did.
+
+    Where nothing can be written, nothing is remembered, and the import goes on.
+    """
+    place = folder / _FOLDER
+    if disk.distrust(folder) or disk.distrust(place):  # the keeper of records says so
+        yield ""
+        return
+    before = _left(place, _stem(plugin, version))
+    marker = None if before else _marked(place, _stem(plugin, version))
+    if marker is None:
+        yield f"it ended {'; '.join(text for _, text in before)}; `layerzero doctor` tries it again" if before else ""
+        return
+    path, file = marker
+    first_run.begin(file)
+    try:
+        yield ""
+    finally:
+        path.unlink(missing_ok=True)
+        first_run.end(file)
+        os.close(file)
+
+
+def forgive(folder: Path, plugin: str, version: str) -> None:
+    """Forget what a plugin did: it was seen to survive its import."""
+    for path, _ in _left(folder / _FOLDER, _stem(plugin, version)):
+        path.unlink(missing_ok=True)
+
+
+def _marked(place: Path, stem: str) -> tuple[Path, int] | None:
+    """A new marker with its open file, locked before it has its name."""
+    path = place / f"{stem}.{uuid.uuid4().hex}"
+    said = f"process {os.getpid()} ({datetime.now(UTC):%Y-%m-%d %H:%M UTC})\n{first_run.so_far()}\n"
+    try:
+        disk.make_private(place)
+        return path, disk.write_locked(path, said.encode())
+    except OSError:  # the keeper of records says once that nothing can be written
+        return None
+
+
+def _left(place: Path, stem: str) -> list[tuple[Path, str]]:
+    """The markers that dead processes left, with what they say; those that a signal from outside ended go."""
+    found = []
+    for path in sorted(place.glob(f"{stem}.*")) if place.is_dir() else ():
+        with suppress(OSError):  # gone meanwhile, another user's, or no plain file
+            if not disk.is_locked(path):
+                if first_run.from_outside(path):
+                    path.unlink(missing_ok=True)
+                else:
+                    said = disk.read_plain(path, first_run.MOST_BYTES).decode(errors="replace")
+                    found.append((path, said.partition("\n")[0]))
+    return found

@@ -31,14 +31,22 @@ from layerzero.tuning.prediction.predict import MAX_DISTANCE, predict
 from layerzero.tuning.storage import environment as conditions
 from layerzero.tuning.storage import journal_merge, learning, schema
 from layerzero.tuning.storage import rows as rows_of_times
-from layerzero.tuning.storage.ban_watch import WATCH
-from layerzero.tuning.storage.calls import CallsMade
 from layerzero.tuning.storage.database import Database
 from layerzero.tuning.storage.environment import surroundings
 from layerzero.tuning.storage.files import FileLedger, cache_folder
 from layerzero.tuning.storage.prior import priors_of, problems
-from layerzero.tuning.storage.row_queue import Spool
-from layerzero.tuning.storage.rows import Row, Work, alike, check, in_other_layout, is_to_come, row_of, work_of
+from layerzero.tuning.storage.row_queue import WATCH, Spool
+from layerzero.tuning.storage.rows import (
+    CallsMade,
+    Row,
+    Work,
+    alike,
+    check,
+    in_other_layout,
+    is_to_come,
+    row_of,
+    work_of,
+)
 
 NOTES: list[Callable[[], Iterable[str]]] = []
 """What else has notes for the ledger: the sampling of production's calls, where it was imported."""

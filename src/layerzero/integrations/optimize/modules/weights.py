@@ -18,7 +18,7 @@ from layerzero.backends.torch.quantized_linear import WIDENING
 from layerzero.core.arguments import told
 from layerzero.core.reasons import ReasonCode
 from layerzero.integrations.optimize.attention.transformers import Search
-from layerzero.integrations.optimize.modules import coded_experts, known_losses
+from layerzero.integrations.optimize.modules import coded_experts, quantised
 from layerzero.integrations.optimize.modules.coded_experts import LEAST_GROUP, losses
 from layerzero.integrations.optimize.modules.int8 import KIND, product_of, untimed
 from layerzero.integrations.optimize.swaps.candidate import Candidate, quiet, random_rows, refusal, watching
@@ -117,7 +117,7 @@ class Request:
                 if widens := _widens(each):
                     last[path] = "; ".join(filter(None, [last[path], widens]))
                     continue
-                known_losses.keep(each, kept[id(module)], loss)
+                quantised.keep(each, kept[id(module)], loss)
                 if not loss <= self.accuracy:
                     last[path] = "; ".join(filter(None, [last[path], self._exceeded(each.kind, loss)]))
                     continue
@@ -153,9 +153,9 @@ class Request:
                 why = f"no group of {LEAST_GROUP} divides its {columns} columns"
                 continue
             rows = None if of == "fp8" else self.activations
-            work = known_losses.work_of(weight, of, rows, on_inputs=search.workload is not None)
-            lost = known_losses.known(work, weight.device) if search.workload is None else None
-            if lost is not None and lost > known_losses.SURELY * self.accuracy:
+            work = quantised.work_of(weight, of, rows, on_inputs=search.workload is not None)
+            lost = quantised.known(work, weight.device) if search.workload is None else None
+            if lost is not None and lost > quantised.SURELY * self.accuracy:
                 why = self._exceeded(of, lost, " as measured before")
             elif not search.time.allows(step, step):
                 return NO_TIME
