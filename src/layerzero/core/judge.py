@@ -169,6 +169,15 @@ def first_of(wrong: Tensor) -> tuple[int, ...]:
     return tuple(wrong.nonzero()[0].tolist())
 
 
+def first_wrong(wrong: Tensor, what: str, want: Tensor, got: Tensor, form: str = ".9g") -> str:
+    """Say how many elements are wrong, and of the first what was wanted and got; empty if none is."""
+    if not wrong.any():
+        return ""
+    where = first_of(wrong)
+    found = f"wanted {want[where].item():{form}}, got {got[where].item():{form}}"
+    return f"{int(wrong.sum())} of {wrong.numel()} {what}; first at {where}: {found}"
+
+
 @dataclass(frozen=True, slots=True)
 class Exact(AnyDtype):
     """The reference's very values, rounded to the result's dtype; NaN where it has NaN."""
@@ -181,12 +190,7 @@ class Exact(AnyDtype):
     def problem(self, got: Tensor, want: Tensor, given: Given) -> str:  # noqa: ARG002  # the protocol's names
         """Say where the first value differs."""
         got, want = got.detach(), want.to(got.dtype)
-        wrong = ~_same(got, want)
-        if not wrong.any():
-            return ""
-        where = first_of(wrong)
-        found = f"wanted {want[where].item()}, got {got[where].item()}"
-        return f"{int(wrong.sum())} of {want.numel()} elements differ, and none may; first at {where}: {found}"
+        return first_wrong(~_same(got, want), "elements differ, and none may", want, got, "")
 
 
 @dataclass(frozen=True, slots=True)

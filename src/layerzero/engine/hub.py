@@ -11,13 +11,14 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from layerzero.core.errors import RegistrationError
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.system import forking
 from layerzero.engine.config import CONFIGURATION
+from layerzero.engine.plugins import Registry
 from layerzero.engine.policy import Policy
 from layerzero.engine.services import SERVICES
 
@@ -29,14 +30,6 @@ log = logging.getLogger("layerzero")
 _SETTINGS = ("hub.enabled", "hub.folder", "hub.lockfile", "hub.allow")
 
 
-class _Registry(Protocol):
-    def holds(self, kernel: Kernel) -> bool: ...
-
-    def add_all(self, kernels: Sequence[Kernel]) -> None: ...
-
-    def drop_all(self, kernels: Sequence[Kernel]) -> None: ...
-
-
 class Hub:
     """The hub kernels of a registry, in force as long as the settings name them.
 
@@ -45,7 +38,7 @@ class Hub:
         problems: what is refused and has no kernels to say so, and why.
     """
 
-    def __init__(self, registry: _Registry) -> None:
+    def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._lock = forking.rlock()
         self._trying = False

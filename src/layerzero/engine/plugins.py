@@ -43,7 +43,9 @@ class Brought(NamedTuple):
     functions: Sequence[Function] = ()
 
 
-class _Registry(Protocol):
+class Registry(Protocol):
+    """What plugins and hub kernels are put into."""
+
     def add_operations(self, operations: Sequence[Operation]) -> None: ...
 
     def holds(self, kernel: Kernel) -> bool: ...
@@ -62,7 +64,7 @@ class Plugins:
         functions: public functions that plugins bring and that are not registered yet, each with its plugin.
     """
 
-    def __init__(self, registry: _Registry) -> None:
+    def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._kernels: dict[str, Sequence[Kernel]] = {}
         self._policy: Policy | None = None

@@ -19,7 +19,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.limit_kinds import Dtype
 from layerzero.core.operation import Case, Operation
 from layerzero.engine.probe import mark_broken
-from layerzero.testing import accepted_arguments, artefacts, boundaries, execution, invariance, quick_checks, randomness
+from layerzero.testing import artefacts, boundaries, execution, invariance, quick_checks, randomness
 from layerzero.testing.artefacts import Note, Play, fairly, just, one, refusal, with_sizes, with_value
 from layerzero.testing.boundaries import LimitBreak
 from layerzero.testing.compare import draws
@@ -195,11 +195,9 @@ class Battery:
 
         def exercised(name: str) -> Finding:
             start = few() if drawn else trial
-            return accepted_arguments.exercised(
-                trial if start is None else start, name, lambda: self._drawn(setting.dtype)
-            )
+            return boundaries.exercised(trial if start is None else start, name, lambda: self._drawn(setting.dtype))
 
-        for name in accepted_arguments.checked(self.kernel, self.operation):
+        for name in boundaries.checked(self.kernel, self.operation):
             yield KernelCheck(f"argument {name}, {dtype}", just(exercised, name))
 
     def _drawn(self, dtype: torch.dtype) -> Iterator[RandomCall]:

@@ -20,11 +20,10 @@ from layerzero.backends.flashinfer.attention import FLASHINFER
 from layerzero.backends.flashinfer.modules import is_built
 from layerzero.backends.flashinfer.paged import WORKSPACE_BYTES, plannable, planned_for, workspace
 from layerzero.backends.flashinfer.plan import Staging
-from layerzero.backends.flashinfer.varlen import buffers, pages_of
+from layerzero.backends.flashinfer.varlen import ARCHITECTURES, buffers, pages_of
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.limit_kinds import Limit
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.latent import NAME, WIDTHS
 from layerzero.ops.paged.step import StepMetadata
@@ -124,10 +123,6 @@ def _whole_tiles(facts: Facts) -> Reason | None:
     return Reason(ReasonCode.CONSTRAINT_FAILED, "seq_q", wanted, f"{facts.size('seq_q')} with {heads} heads")
 
 
-_ARCH: dict[str, tuple[Limit, ...]] = {
-    "fa2": (limit.arch(min=(8, 0)),),
-    "fa3": (limit.arch(min=(9, 0), max=(9, 9)), limit.instruction("wgmma")),
-}
 _TENSORS = ("q_nope", "q_pe", "ckv_cache", "kpe_cache")
 
 
@@ -136,7 +131,7 @@ def _kernel(backend: str, priority: int) -> Kernel:
         f"flashinfer.{backend}.mla",
         NAME,
         functools.partial(_load, backend=backend),
-        *_ARCH[backend],
+        *ARCHITECTURES[backend],
         limit.dtype("float16", "bfloat16"),
         *WIDTHS,
         limit.positive("scale"),

@@ -137,8 +137,7 @@ def _load(facts: Facts, tensor_cores: bool) -> Callable[..., Any]:
     }
     owner = (kernel, *arguments.values())
 
-    def make(step: StepMetadata) -> Planned:
-        return Planned(step, arguments, tensor_cores)
+    make = functools.partial(Planned, arguments=arguments, tensor_cores=tensor_cores)
 
     def decode(
         query: Tensor,

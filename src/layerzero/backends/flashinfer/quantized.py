@@ -61,8 +61,7 @@ def _load_decode(facts: Facts, tensor_cores: bool) -> Callable[..., Any]:
     arguments, kv_heads = of_decode(_told(facts), facts.size("page_size")), facts.size("kv_heads")
     owner = ("flashinfer.quantized_decode", tensor_cores, *arguments.values())
 
-    def make(step: StepMetadata) -> Planned:
-        return Planned(step, arguments, tensor_cores)
+    make = functools.partial(Planned, arguments=arguments, tensor_cores=tensor_cores)
 
     def decode(
         query: Tensor,
@@ -92,8 +91,7 @@ def _load_tokens(facts: Facts) -> Callable[..., Any]:
     arguments, page_size, kv_heads = _told(facts), facts.size("page_size"), facts.size("kv_heads")
     owner = ("flashinfer.quantized_tokens", page_size, *arguments.values())
 
-    def make(step: StepMetadata) -> PlannedPages:
-        return PlannedPages(step, arguments, page_size, "fa2")
+    make = functools.partial(PlannedPages, arguments=arguments, page_size=page_size, backend="fa2")
 
     def run(
         query: Tensor,

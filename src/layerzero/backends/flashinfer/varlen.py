@@ -203,8 +203,7 @@ def _load_ragged(facts: Facts, backend: str) -> Callable[..., Any]:
     arguments = arguments_of(facts)
     owner = (f"flashinfer.{backend}.ragged", *arguments.values())
 
-    def make(step: RaggedMetadata) -> _PlannedRagged:
-        return _PlannedRagged(step, arguments, backend)
+    make = functools.partial(_PlannedRagged, arguments=arguments, backend=backend)
 
     def run(
         query: Tensor,
@@ -238,8 +237,7 @@ def _load_paged(facts: Facts, backend: str, split: bool) -> Callable[..., Any]:
     heads, value_dim = facts.size("heads"), facts.size("value_dim")
     owner = (f"flashinfer.{backend}.paged", page_size, *arguments.values())
 
-    def whole(step: StepMetadata) -> PlannedPages:
-        return PlannedPages(step, arguments, page_size, backend)
+    whole = functools.partial(PlannedPages, arguments=arguments, page_size=page_size, backend=backend)
 
     def run(
         query: Tensor,
@@ -296,7 +294,7 @@ def _stepped(facts: Facts) -> Reason | None:
     return Reason(ReasonCode.CONSTRAINT_FAILED, "step", "a StepMetadata, on which both plans are made once", "none")
 
 
-_ARCH: dict[str, tuple[Limit, ...]] = {
+ARCHITECTURES: dict[str, tuple[Limit, ...]] = {
     "fa2": (limit.arch(min=(8, 0)),),
     "fa3": (limit.arch(min=(9, 0), max=(9, 9)), limit.instruction("wgmma")),
 }
@@ -327,7 +325,7 @@ def _kernel(backend: str, kind: str, priority: int) -> Kernel:
         load or functools.partial(_load_ragged, backend=backend),
         layout="NHD" if paged else None,
         accepts=(*_ACCEPTS, *(("decodes",) if split else ())),
-        limits=(*_ARCH[backend], *(OF_PAGES if paged else _RAGGED), *LEFT_WINDOW, *(STEPPED if split else ())),
+        limits=(*ARCHITECTURES[backend], *(OF_PAGES if paged else _RAGGED), *LEFT_WINDOW, *(STEPPED if split else ())),
         build_key=batches_key(backend),
         prebuilt=batches_prebuilt(backend),
         workspace_bytes=lambda _: WORKSPACE_BYTES,

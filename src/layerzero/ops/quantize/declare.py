@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import Axis, Param, TensorSchema
-from layerzero.core.judge import AnyDtype, Given, first_of
+from layerzero.core.judge import AnyDtype, Given, first_of, first_wrong
 from layerzero.core.operation import Case, Operation, Work
 from layerzero.core.values import Check
 from layerzero.ops.calls import drawn
@@ -105,11 +105,7 @@ class Scales(AnyDtype):
         """Say where the first scale is too far."""
         mine, theirs = (each.detach().to(torch.float64) for each in (got, want))
         wrong = ~(torch.isclose(mine, theirs, rtol=1e-6, atol=0.0, equal_nan=True) | given.basis)
-        if not wrong.any():
-            return ""
-        where = first_of(wrong)
-        found = f"wanted {theirs[where].item():.9g}, got {mine[where].item():.9g}"
-        return f"{int(wrong.sum())} of {wrong.numel()} scales are too far; first at {where}: {found}"
+        return first_wrong(wrong, "scales are too far", theirs, mine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +123,7 @@ class RoundedOnce(AnyDtype):
         kind = torch.finfo(got.dtype)
         relative, least = max(kind.eps, 2.0**-22), max(kind.smallest_normal * kind.eps, 2.0**-149)
         wrong = ~torch.isclose(mine, theirs, rtol=relative, atol=least, equal_nan=True)
-        if not wrong.any():
-            return ""
-        where = first_of(wrong)
-        found = f"wanted {theirs[where].item():.9g}, got {mine[where].item():.9g}"
-        return f"{int(wrong.sum())} of {wrong.numel()} numbers are too far; first at {where}: {found}"
+        return first_wrong(wrong, "numbers are too far", theirs, mine)
 
 
 GRANULARITIES = ("tensor", "row", "block")
