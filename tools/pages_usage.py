@@ -32,8 +32,10 @@ cache:
 _ORDER = (
     "Later wins: defaults, the YAML file, the environment, `lz.configure`, `with` blocks (`lz.scope`, `lz.prefer`, "
     "`lz.avoid`, `lz.deterministic`, `lz.disabled`). `layerzero config show` prints every effective value and where it "
-    "comes from. Locks add up, the later one of an operation wins; lists of libraries and kernels add up in `with` "
-    "blocks and replace each other elsewhere. `layerzero config check FILE` checks a file."
+    "comes from. Locks add up, and of those that cover a call the later wins, however it is spelled: `lz.lock` calls "
+    "one after the other, an inner block over an outer one. Within one file, dictionary or environment that is the "
+    "lock of fewest operations, then the last. Lists of libraries and kernels add up in `with` blocks and replace each "
+    "other elsewhere. `layerzero config check FILE` checks a file."
 )
 _FEATURES = ", ".join(f"`{feature}`" for feature in cpu_features.FLAGS.values())
 _POORER = f"""`{cpu_features.VARIABLE}` presents a poorer CPU to the process: a server shows what a laptop gets.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from planted_calls import chosen
@@ -40,9 +42,44 @@ def test_explain_tells_what_a_lock_costs(attention):
     assert any("the lock costs" in note and "would be chosen without it" in note for note in report.notes)
 
 
-def test_the_exact_operation_beats_a_glob(attention):
-    lz.lock("attention.gqa.prefill", "torch.sdpa.math")
-    lz.lock("attention.*", "torch.sdpa.cpu_flash")
+@pytest.mark.parametrize("first", ["norm.rms", "rms_norm", "norm.*"])
+@pytest.mark.parametrize("second", ["norm.rms", "rms_norm", "norm.*"])
+def test_the_later_lock_holds_however_both_are_spelled(first, second):
+    asked = torch.ones(2, 8), torch.ones(8)
+
+    def locked():
+        return lz.explain("rms_norm", *asked).locked
+
+    lz.lock(first, "torch.rms_norm")
+    with lz.scope(locks={second: "reference.norm.rms"}):
+        assert locked() == f"lock {second} = reference.norm.rms"
+        with lz.scope(locks={first: "torch.rms_norm"}):
+            assert locked() == f"lock {first} = torch.rms_norm"
+    lz.lock(second, "reference.norm.rms")
+    assert locked() == f"lock {second} = reference.norm.rms"
+    lz.lock("layer_norm", "torch.layer_norm")
+    assert locked() == f"lock {second} = reference.norm.rms"
+    lz.unlock(second)
+    assert locked() == (f"lock {first} = torch.rms_norm" if first != second else "")
+
+
+@pytest.mark.parametrize(("locks", "kernel"), [
+    ({"attention.gqa.prefill": "torch.sdpa.math", "attention.*": "torch.sdpa.cpu_flash"}, "torch.sdpa.math"),
+    ({"attention": "torch.sdpa.math", "attention.*": "torch.sdpa.cpu_flash"}, "torch.sdpa.cpu_flash"),
+    ({"attention.*": "torch.sdpa.cpu_flash", "attention": "torch.sdpa.math"}, "torch.sdpa.math"),
+    ({"attention.causal": "torch.sdpa.math", "attention": "torch.sdpa.cpu_flash"}, "torch.sdpa.math"),
+    ({"attention": "torch.sdpa.math", "*": "torch.sdpa.cpu_flash"}, "torch.sdpa.math"),
+])  # fmt: skip
+def test_in_one_source_the_lock_of_fewest_operations_holds_then_the_last(attention, locks, kernel, tmp_path):
+    with lz.scope(locks=locks):
+        assert chosen(*attention, layout="BSHD") == kernel
+    lz.configure(locks=locks)
+    assert chosen(*attention, layout="BSHD") == kernel
+    lz.configure(locks=None)
+    (tmp_path / "lz.yaml").write_text(json.dumps({"locks": locks}))
+    lz.load_config(tmp_path / "lz.yaml")
+    assert chosen(*attention, layout="BSHD") == kernel
+    lz.lock("*", "torch.sdpa.math")
     assert chosen(*attention, layout="BSHD") == "torch.sdpa.math"
 
 

@@ -16,7 +16,7 @@ import msgspec
 
 from layerzero.core.errors import PolicyError
 from layerzero.core.system import forking
-from layerzero.engine.policy import Policy, parse_policy
+from layerzero.engine.policy import Policy, narrowest_last, parse_policy
 from layerzero.engine.scopes import Scopes
 from layerzero.engine.settings import ALIASES, DECIDE_NOTHING, ENVIRONMENT, PREFIX, SETTINGS, checked, nearest
 
@@ -109,7 +109,8 @@ class Configuration:
                 if name == "locks" and name in merged:  # locks add up; the same operation is overridden
                     earlier = {key: lock for key, lock in merged[name][0].items() if key not in value}
                     before = merged[name][1] if earlier else ""
-                    merged[name] = ({**earlier, **value}, _joined(before, origin) if value else merged[name][1])
+                    later = value if origin == "configure" else narrowest_last(value)  # lz.lock: calls have an order
+                    merged[name] = ({**earlier, **later}, _joined(before, origin) if value else merged[name][1])
                 elif name in _LISTS.values() and origin == "scope":  # a scope adds to what holds outside it
                     before = merged[name][1] if merged[name][0] else ""
                     merged[name] = ([*merged[name][0], *value], _joined(before, origin))
@@ -136,10 +137,14 @@ class Configuration:
         settings = checked(given, "configure")
         for name in sorted(reset - set(SETTINGS)):
             raise PolicyError(f"configure: unknown key {name!r}{nearest(name, SETTINGS)}")
+        if "locks" in settings:
+            settings["locks"] = narrowest_last(settings["locks"])
         with self._lock:
-            before = dict(self._configured)
-            self._configured = {k: v for k, v in (self._configured | settings).items() if k not in reset}
-            self._changed(lambda: setattr(self, "_configured", before))
+            self._set({k: v for k, v in (self._configured | settings).items() if k not in reset})
+
+    def _set(self, configured: dict[str, Any]) -> None:
+        before, self._configured = self._configured, configured
+        self._changed(lambda: setattr(self, "_configured", before))
 
     def force(self, **values: Any) -> None:
         """Let values hold above all that is configured and all scopes, until others are forced, or none."""
@@ -167,10 +172,11 @@ class Configuration:
             self._changed(lambda: None)
 
     def lock(self, operation: str, kernel: str, otherwise: str = "error") -> None:
-        """Bind an operation to a kernel."""
-        locks = dict(self._configured.get("locks", {}))
-        locks.pop(operation, None)  # the latest lock comes last
-        self.configure(locks=locks | {operation: {"kernel": kernel, "otherwise": otherwise}})
+        """Bind an operation to a kernel, above all that was locked before."""
+        with self._lock:
+            locks = dict(self._configured.get("locks", {}))
+            locks.pop(operation, None)  # the latest lock comes last
+            self._set(self._configured | {"locks": locks | {operation: {"kernel": kernel, "otherwise": otherwise}}})
 
     def unlock(self, operation: str) -> None:
         """Remove a lock that ``lock`` made.
@@ -183,7 +189,7 @@ class Configuration:
             held = ", ".join(locks) or f"none by lz.lock (locks in force come from: {origin})"
             raise PolicyError(f"unlock: {operation!r} is not locked; locked: {held}{nearest(operation, locks)}")
         del locks[operation]
-        self.configure(locks=locks)
+        self._set(self._configured | {"locks": locks})
 
     def _changed(self, undo: Callable[[], None]) -> None:
         try:

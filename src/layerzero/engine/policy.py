@@ -105,7 +105,7 @@ class Policy:
 
     Attributes:
         values: effective settings by key, as sorted pairs.
-        locks: bound operations, the latest first.
+        locks: bound operations, the one that wins first.
         rules: conditional preferences.
     """
 
@@ -163,21 +163,18 @@ class Policy:
         return self._by_name[name]
 
     def lock_for(self, facts: Facts, kernels: Iterable[Kernel]) -> Lock | None:
-        """The lock on one of a call's kernels that covers it, the most specific pattern first, then the latest.
+        """The first lock on one of a call's kernels that covers it: of the latest source, then of fewest operations.
 
         A function's name covers all operations below it, too: its kernel is locked wherever it serves.
         """
         if not self.locks:
             return None
-        name = str(facts["operation"])
-        exact = [lock for lock in self.locks if lock.operation == name]
-        covering = [lock for lock in self.locks if covers(lock.operation, facts)]
-        above = [lock for lock in self.locks if is_above(lock.operation, name)]
-        own = tuple(kernels)
-        found = (
-            each for each in (*exact, *covering, *above) if any(names_kernel(each.kernel, kernel) for kernel in own)
-        )
-        return next(found, None)
+        name, own = str(facts["operation"]), tuple(kernels)
+        for lock in self.locks:
+            covering = covers(lock.operation, facts) or is_above(lock.operation, name)
+            if covering and any(names_kernel(lock.kernel, kernel) for kernel in own):
+                return lock
+        return None
 
 
 _ATTRIBUTES = (
@@ -192,15 +189,33 @@ _ATTRIBUTES = (
 
 def covers(pattern: str, facts: Facts) -> bool:
     """Whether an operation, alias, function name or glob covers this call; an operation's name means itself alone."""
-    name = str(facts["operation"])
+    if not _means(pattern, str(facts["operation"])):
+        return False
+    implied = OPERATION_ALIASES[pattern][1] if pattern in OPERATION_ALIASES else {}
+    return all(facts.get(fact) == value for fact, value in implied.items())
+
+
+def _means(pattern: str, operation: str) -> bool:
     if pattern in OPERATION_ALIASES:
-        operations, implied = OPERATION_ALIASES[pattern]
-        return name in operations and all(facts.get(fact) == value for fact, value in implied.items())
-    if pattern in FUNCTIONS:
-        return any(operation.name == name for operation in FUNCTIONS[pattern].operations)
-    if pattern in PLAIN_FUNCTIONS:
-        return any(operation.name == name for operation in PLAIN_FUNCTIONS[pattern].operations)
-    return fnmatch.fnmatchcase(name, pattern)
+        return operation in OPERATION_ALIASES[pattern][0]
+    function = FUNCTIONS.get(pattern) or PLAIN_FUNCTIONS.get(pattern)
+    if function is not None:
+        return any(each.name == operation for each in function.operations)
+    return fnmatch.fnmatchcase(operation, pattern)
+
+
+def narrowest_last(locks: Mapping[str, Any]) -> dict[str, Any]:
+    """The locks of one source so that the later one wins: an operation's own name last, those of most operations first.
+
+    Those of as many operations stay as they are said.
+    """
+
+    def breadth(said: str) -> int:
+        pattern = current_name(said)
+        others = (name for name in (*OPERATIONS, *PLAIN_OPERATIONS) if name != pattern)
+        return sum(_means(pattern, name) or is_above(pattern, name) for name in others)
+
+    return dict(sorted(locks.items(), key=lambda each: -breadth(each[0]))) if len(locks) > 1 else dict(locks)
 
 
 def is_above(pattern: str, operation: str) -> bool:
