@@ -313,7 +313,7 @@ def test_append_refuses_what_does_not_fit(changes, text):
 def test_append_refuses_memory_that_is_shared():
     cache, new = torch.zeros(3, PAGE, 1, 4), torch.ones(2, 1, 4)
     slots = torch.tensor([0, 1])
-    with pytest.raises(lz.InvalidCallError, match="value_cache: wanted memory of its own, got that of key_cache"):
+    with pytest.raises(lz.InvalidCallError, match="value_cache: wanted elements of its own, got memory that it shares"):
         lz.append_paged_kv_(new, new.clone(), cache, cache, slots)
     with pytest.raises(lz.InvalidCallError, match="shares with key"):
         lz.append_paged_kv_(cache[0, :2], new, cache, cache.clone(), slots)
@@ -392,7 +392,7 @@ def test_keys_and_values_in_one_tensor_are_written_apart_and_together_refused(wi
     for cache, new in zip(caches, (keys, values), strict=True):
         assert torch.equal(cache.reshape(12, 2, 8)[slots], new)
     overlapping = (caches[0], both[..., 4:12] if width_by_width else caches[0])
-    with pytest.raises(lz.InvalidCallError, match="value_cache: wanted memory of its own"):
+    with pytest.raises(lz.InvalidCallError, match="value_cache: wanted elements of its own"):
         lz.append_paged_kv_(keys, values, *overlapping, slots)
 
 

@@ -9,6 +9,9 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import at_once
+from layerzero.ops import FUNCTIONS
+from layerzero.testing import random_call
 
 X, W = torch.randn(8, 64), torch.randn(64)
 WIDE = torch.randn(96, 64)
@@ -155,3 +158,14 @@ def test_how_far_tables_are_read_follows_lengths_that_nobody_may_read():
     expected = torch.stack([attention(each) for each in lens])
     torch.testing.assert_close(torch.func.vmap(attention)(lens), expected)
     torch.testing.assert_close(torch.jit.trace(attention, (lens[0],))(lens[1]), expected[1])
+
+
+@at_once("name", sorted(name for name, function in FUNCTIONS.items() if function.mutates))
+def test_what_was_made_in_inference_mode_is_not_written_into_outside_of_it(name):
+    """The caller's mistake, told before a kernel fails at it: a failure would let that kernel rest for all calls."""
+    calls = (random_call(5, number, function=name) for number in range(20))
+    call = next(each for each in calls if all(each.arguments[one].numel() for one in FUNCTIONS[name].mutates))
+    with torch.inference_mode():
+        made = {each: call.arguments[each].clone() for each in FUNCTIONS[name].mutates}
+    with pytest.raises(lz.InvalidCallError, match="got one made in inference mode"):
+        getattr(lz, name)(**call.arguments | made)

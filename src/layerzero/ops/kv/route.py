@@ -12,42 +12,17 @@ import torch
 from torch import Tensor
 
 from layerzero.core.errors import refuse
-from layerzero.core.operation import Function, Operation, Routed
-from layerzero.ops.declaration import check_dense, overlaps, shape_problems, write_problems
+from layerzero.core.operation import Function, Routed
 from layerzero.ops.draw import Draw
 from layerzero.ops.kv import declare
-from layerzero.ops.paged.append import SHARED
+from layerzero.ops.paged.append import SHARED, check_moved
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
 from layerzero.ops.paged.draw import quantize
 from layerzero.ops.paged.quantized import scale_problems
-from layerzero.ops.paged.route import cache_problems, check_written
-from layerzero.ops.rope.route import apart
-
-_CACHES = ("key_cache", "value_cache")
-
-
-def _checked(name: str, arguments: dict[str, Any], operation: Operation, new: int, varies: tuple[str, ...]) -> Routed:
-    """What all of them ask: tensors of the right ranks, one layout, sizes that fit, memory that may be written."""
-    check_dense(name, arguments)
-    problems = shape_problems(arguments, ("key", "value"), new) if new else []
-    problems += cache_problems(arguments)
-    refuse(name, problems)
-    check_written(name, arguments)
-    layout = arguments["layout"]
-    canonical = {each: value for each, value in arguments.items() if each != "layout"}
-    problems = operation.schema.validate(layout=layout, **canonical)
-    if not problems and operation.schema.mutated:
-        read = tuple(each for each in canonical if each not in _CACHES)
-        problems += write_problems(arguments, _CACHES, read)
-        keys, values = (arguments[each] for each in _CACHES)
-        if keys is values or (not keys.is_meta and overlaps(keys, values) and not apart(keys, values)):
-            problems.append("value_cache: wanted elements of its own, got memory that it shares with key_cache")
-    refuse(name, problems)
-    return Routed(operation, canonical, layout, varies=varies)
 
 
 def _route_append(arguments: dict[str, Any], default_layout: str | None) -> Routed:
-    routed = _checked("append_kv_", arguments, declare.APPEND, 4, ())
+    routed = check_moved("append_kv_", arguments, declare.APPEND, 4, ())
     key, positions, layout = arguments["key"], arguments["positions"], arguments["layout"]
     (batch, seq), length = key.shape[:2], arguments["key_cache"].shape[1 + layout.index("N")]
     problems = []
@@ -64,16 +39,16 @@ def _route_append(arguments: dict[str, Any], default_layout: str | None) -> Rout
 
 
 def _route_gather(arguments: dict[str, Any], default_layout: str | None) -> Routed:
-    return _checked("gather_paged_kv", arguments, declare.GATHER, 0, ("tokens", "pages"))
+    return check_moved("gather_paged_kv", arguments, declare.GATHER, 0, ("tokens", "pages"))
 
 
 def _route_copy(arguments: dict[str, Any], default_layout: str | None) -> Routed:
-    return _checked("copy_kv_blocks_", arguments, declare.COPY_BLOCKS, 0, ("copied_pages", "pages"))
+    return check_moved("copy_kv_blocks_", arguments, declare.COPY_BLOCKS, 0, ("copied_pages", "pages"))
 
 
 def _route_quantized(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     name = "append_quantized_kv_"
-    routed = _checked(name, arguments, declare.APPEND_QUANTIZED, 3, ("tokens",))
+    routed = check_moved(name, arguments, declare.APPEND_QUANTIZED, 3, ("tokens",))
     refuse(name, scale_problems(arguments, arguments["layout"]))
     return routed
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from layerzero.core.arguments import Axis, TensorSchema
 from layerzero.core.dtypes import FLOATING
 from layerzero.core.errors import refuse
-from layerzero.core.operation import Case, Function, Routed, Tolerance, Work
+from layerzero.core.operation import Case, Function, Operation, Routed, Tolerance, Work
 from layerzero.ops import declaration
 from layerzero.ops.attention.declare import HEAD_DIMS, TOLERANCE
-from layerzero.ops.declaration import check_dense, overlaps, shape_problems
+from layerzero.ops.declaration import check_dense, overlaps, shape_problems, write_problems
 from layerzero.ops.paged import draw, layout_record
 from layerzero.ops.paged.declare import CACHE_LAYOUTS, PAGES
 from layerzero.ops.paged.pages import nhd
@@ -161,27 +161,32 @@ APPEND_PAGED = writing(
 )
 
 
-def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
-    name = "append_paged_kv_"
+CACHES = ("key_cache", "value_cache")
+
+
+def check_moved(
+    name: str, arguments: dict[str, Any], operation: Operation, new: int, varies: tuple[str, ...]
+) -> Routed:
+    """What moves tokens of caches asks: tensors of the right ranks, one layout, sizes that fit, writable memory."""
     check_dense(name, arguments)
-    problems = shape_problems(arguments, ("key", "value"), 3) + cache_problems(arguments)
+    problems = shape_problems(arguments, ("key", "value"), new) if new else []
+    problems += cache_problems(arguments)
     refuse(name, problems)
     check_written(name, arguments)
     layout = arguments["layout"]
     canonical = {each: value for each, value in arguments.items() if each != "layout"}
-    problems = APPEND_PAGED.schema.validate(layout=layout, **canonical)
-    keys, values = arguments["key_cache"], arguments["value_cache"]
-    for cache in ("key_cache", "value_cache"):
-        tensor = arguments[cache]
-        if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-            problems.append(f"{cache}: wanted memory of its own, got an expanded view with strides {tensor.stride()}")
-        for new in ("key", "value", "slot_mapping"):
-            if isinstance(arguments[new], Tensor) and overlaps(tensor, arguments[new]):
-                problems.append(f"{cache}: wanted memory of its own, got memory that it shares with {new}")
-    if keys.device.type != "meta" and overlaps(keys, values) and not apart(keys, values):
-        problems.append("value_cache: wanted memory of its own, got that of key_cache")
+    problems = operation.schema.validate(layout=layout, **canonical)
+    if not problems and operation.schema.mutated:
+        problems += write_problems(arguments, CACHES, tuple(each for each in canonical if each not in CACHES))
+        keys, values = (arguments[each] for each in CACHES)
+        if keys is values or (not keys.is_meta and overlaps(keys, values) and not apart(keys, values)):
+            problems.append("value_cache: wanted elements of its own, got memory that it shares with key_cache")
     refuse(name, problems)
-    return Routed(APPEND_PAGED, canonical, layout, varies=("tokens", "pages"))
+    return Routed(operation, canonical, layout, varies=varies)
+
+
+def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
+    return check_moved("append_paged_kv_", arguments, APPEND_PAGED, 3, ("tokens", "pages"))
 
 
 APPEND_PAGED_KV = Function(
