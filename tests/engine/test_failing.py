@@ -206,6 +206,29 @@ def test_failures_and_fallbacks_are_counted(norm):
     assert lz.doctor().to_dict()["health"] == {"user.planted in norm.rms": {"failures": 1, "fallbacks": 0}}
 
 
+def test_only_what_ran_is_said_to_have_run_in_the_place_of_another(norm, caplog):
+    register(breaks(RuntimeError("planted")))
+    register(breaks(RuntimeError("also planted")), "user.another")
+    with pytest.warns(lz.LayerZeroFallbackWarning) as told:
+        torch.testing.assert_close(lz.rms_norm(*norm), right(*norm))
+    (said,) = [str(each.message) for each in told if "ran in its place" in str(each.message)]
+    assert "user.planted ran in its place" not in said
+    assert "user.another ran in its place" not in said
+    failed = {name for each in caplog.records for name in ("user.planted", "user.another") if name in each.getMessage()}
+    assert len(failed) == 1, "that of the first, which no warning tells of"
+    counts = lz.doctor().to_dict()["health"]
+    assert sorted(each["fallbacks"] for each in counts.values()) == [0, 1]
+
+
+def test_an_inference_tensor_beside_gradients_is_the_callers_mistake(norm):
+    x, weight = norm
+    with torch.inference_mode():
+        given = weight.clone()
+    with pytest.raises(lz.InvalidCallError, match="made in inference mode"):
+        lz.rms_norm(x.clone().requires_grad_(), given)
+    assert not ENGINE.health.breakers()
+
+
 def test_a_library_that_repeats_device_errors_is_disabled_with_all_its_kernels():
     health = Health(lambda: None)
     backend = lz.Backend(name="planted", summary="breaks devices")

@@ -16,7 +16,6 @@ import torch
 from layerzero.core import graph_capture
 from layerzero.core.errors import CudaGraphUnsafeError, NoKernelFoundError, NotPreparedError
 from layerzero.core.facts import CallState, Facts, FactsBuilder, TensorFacts
-from layerzero.core.graph_capture import held_off
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger
 from layerzero.core.operation import Function, Routed
@@ -83,7 +82,7 @@ class Engine:
     def ledger(self) -> Ledger:
         """What is remembered about kernels; the first question opens it, so that importing touches no disk."""
         if self._ledger is None:
-            with self._lock, held_off():
+            with self._lock, graph_capture.held_off():
                 self._ledger = self._ledger or SERVICES.ledger()
         return self._ledger
 
@@ -316,8 +315,7 @@ class Dispatcher:
             return self.once(arguments)
         if isinstance(error, NotPreparedError):
             return substitutes.run(self, plan, error, arguments)
-        tried: set[str] = set()
-        failed: list[Kernel] = []
+        tried, failed = set[str](), list[Kernel]()
         while True:
             tried |= substitutes.ruled_out(self.engine, plan, error, policy, arguments, failed)
             failed.append(plan.kernel)
@@ -328,12 +326,14 @@ class Dispatcher:
             except CudaGraphUnsafeError as nothing_left:
                 failures.log_failure(plan, error)
                 raise nothing_left from error
-            logging_once.tell_fallback(plan, another, error)
-            self.engine.health.fell_back(plan.kernel, plan.report.operation)
             try:
-                return self.checked(another, arguments)
+                result = self.checked(another, arguments)
             except Exception as next_error:  # noqa: BLE001  # whatever a kernel raises
+                failures.log_failure(plan, error)
                 plan, error = another, next_error
+                continue
+            logging_once.tell_fallback(plan, another, error, self.engine.health)
+            return result
 
     def reference(self, arguments: dict[str, Any]) -> Any:
         """Run the reference, for transforms (vmap, grad, jvp) that only see through torch's own operators."""

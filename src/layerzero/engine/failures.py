@@ -98,6 +98,9 @@ def says_out_of_memory(text: str) -> bool:
 _NOT_CHANGEABLE = ("is being modified inplace", "is being used in an in-place operation")
 """torch's words for what autograd does not let anybody write into: leaves, their views, one of several views."""
 
+_NOT_SAVED = "Inference tensors cannot be saved for backward"
+"""torch's words for a call that records gradients with a tensor for which none can be computed."""
+
 _CAPTURE_LOST = range(900, 908)
 """CUDA's errors of a stream that is being captured (cudaErrorStreamCaptureUnsupported and those that follow it)."""
 
@@ -169,6 +172,8 @@ def check_retry(
     mutated = () if unharmed else plan.report.facts.operation.schema.mutated
     if mutated and any(words in str(error) for words in _NOT_CHANGEABLE):
         raise InvalidCallError(operation, [f"{' or '.join(mutated)}: {error}"]) from error
+    if _NOT_SAVED in str(error):
+        raise InvalidCallError(operation, [f"a tensor that was made in inference mode: {error}"]) from error
     lost, together = _lost_capture(error), plan.report.facts.operation.is_collective
     if lost is not None:
         if lost != _INVALIDATED and not kernel.is_reference and not together:

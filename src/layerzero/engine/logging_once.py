@@ -13,6 +13,7 @@ from layerzero.core.system import forking
 from layerzero.core.system.free_memory import FREE, mib
 from layerzero.engine import headroom, proofs
 from layerzero.engine.events import EVENTS
+from layerzero.engine.health import Health
 from layerzero.engine.policy import Policy
 
 log = logging.getLogger("layerzero")
@@ -21,8 +22,9 @@ _told: set[tuple[str, str]] = set()
 _told_lock = forking.lock()
 
 
-def tell_fallback(plan: Plan, another: Plan, error: Exception) -> None:
-    """Say that a kernel failed and another one ran: the first time by a warning, later in the log."""
+def tell_fallback(plan: Plan, another: Plan, error: Exception, health: Health) -> None:
+    """Count and say that a kernel failed and another one ran: the first time by a warning, later in the log."""
+    health.fell_back(plan.kernel, plan.report.operation)
     said = f"{type(error).__name__}: {error}"
     EVENTS.tell("fallback", plan.kernel, plan.report.facts, said, instead=another.kernel.id)
     key = (plan.kernel.id, plan.report.operation)

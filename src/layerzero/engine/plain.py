@@ -105,15 +105,17 @@ class PlainDispatcher:
                 another = self.choose(plan.report.facts, policy, failed={each.id for each in tried})
             except NoKernelFoundError:
                 failures.alone(plan, error)
-            logging_once.tell_fallback(plan, another, _plain_error(error))
-            self.engine.health.fell_back(plan.kernel, plan.report.operation)
             tried.append(another.kernel)
             try:
-                return another, self.first(another, arguments["items"])
+                result = self.first(another, arguments["items"])
             except (KeyboardInterrupt, SystemExit):
                 raise
             except BaseException as next_error:  # noqa: BLE001  # whatever a kernel raises
+                failures.log_failure(plan, error)
                 plan, error = another, next_error
+                continue
+            logging_once.tell_fallback(plan, another, _plain_error(error), self.engine.health)
+            return another, result
 
 
 def _nothing(**_: Any) -> Mapping[str, Any]:

@@ -312,6 +312,8 @@ def _optimized(search: Search, report: Optimized, asked: requested.Request | Non
         report.tune.append("pass inputs= so that the calls which they make are measured and the gain is shown")
     if asked is not None and not report.made:
         report.tune += requested.hints(asked)
+    for each in report.replaced:
+        each.candidate = None  # example rows and results of each module, and references to weights
 
 
 def _join(found: Iterable[Replaced], root: Module, report: Optimized) -> None:

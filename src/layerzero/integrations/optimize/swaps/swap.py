@@ -141,7 +141,8 @@ def serves(state: State | None, input: Tensor, *weights: Tensor | None) -> bool:
             return False
         if wanted and each.requires_grad:
             return False
-    return state.stamp is not None and state.stamp.holds()
+    stamp = state.stamp  # once: undo takes it away
+    return stamp is not None and stamp.holds()
 
 
 _PLAIN = frozenset({Tensor, Parameter})

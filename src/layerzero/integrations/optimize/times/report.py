@@ -293,6 +293,8 @@ class Optimized:
         for each in reversed(self.replaced):
             if each.exchange is not None:
                 each.exchange.off()
+                if isinstance(each.exchange, Swap):
+                    each.exchange.state.stamp = None  # it has its state in a module's attributes: they are gone at once
                 each.exchange = None
         for joined in self._joined:
             joined.part()
