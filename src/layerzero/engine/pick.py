@@ -135,6 +135,8 @@ def pick(
             chosen = held
         elif lock.otherwise == "select":
             notes.append(f"{locked} is not legal here and lets selection go on")
+        elif any(0 in tensor.shape for tensor in facts.tensors.values()):
+            notes.append(f"{locked} is not for tensors without elements, of which nothing is computed")
         else:
             reason = Reason(ReasonCode.POLICY_DENIED, locked, lock.kernel, "another kernel")
             ranked = [
