@@ -169,3 +169,9 @@ def test_what_was_made_in_inference_mode_is_not_written_into_outside_of_it(name)
         made = {each: call.arguments[each].clone() for each in FUNCTIONS[name].mutates}
     with pytest.raises(lz.InvalidCallError, match="got one made in inference mode"):
         getattr(lz, name)(**call.arguments | made)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own jvp
+def test_the_tangent_of_a_cast_has_the_new_dtype():
+    _, tangent = torch.func.jvp(lambda x: lz.cast(x, torch.float64), (X,), (torch.ones_like(X),))
+    assert tangent.dtype is torch.float64

@@ -93,7 +93,7 @@ def cast(input: Tensor, out_dtype: torch.dtype) -> Tensor:
     Raises: InvalidCallError for dtypes that are not floating.
     """
     # copied into memory of another dtype, a negated view loses its sign (torch 2.11 and 2.13, CPU)
-    return torch.empty_like(input, dtype=out_dtype, memory_format=torch.contiguous_format).copy_(input.resolve_neg())
+    return input.resolve_neg().to(out_dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _declared(
