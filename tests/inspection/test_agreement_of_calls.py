@@ -12,7 +12,7 @@ from agreeing_ranks import WEIGHT, X, of_rank, own, ranks
 from layerzero.engine import dispatch
 from layerzero.engine.frozen_choices import Agreed
 from layerzero.engine.settings import DECIDE_NOTHING, SETTINGS
-from layerzero.inspection import agreement
+from layerzero.inspection import agreement, arrivals
 from layerzero.inspection.arrivals import Arrival, arrived, merged
 from layerzero.inspection.board import Board
 from layerzero.inspection.freeze import Frost
@@ -58,7 +58,7 @@ def test_a_rank_that_fails_is_told_on_every_rank(monkeypatch):
     def failing(_, changed):
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(agreement, "arrival", failing)
+    monkeypatch.setattr(arrivals, "arrival", failing)
     with pytest.raises(lz.FrozenChoiceError, match="rank 1: RuntimeError: planted"):
         lz.agree()
 

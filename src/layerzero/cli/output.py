@@ -26,13 +26,7 @@ from rich.text import Text
 from typer.core import TyperCommand
 
 from layerzero.cli.tables import Lines
-from layerzero.core.errors import (
-    InvalidCallError,
-    LayerZeroError,
-    PolicyError,
-    RegistrationError,
-    UnknownOperationError,
-)
+from layerzero.core import errors
 
 WIDTH = 100
 """Columns where stdout is no terminal and COLUMNS says nothing; a table whose numbers and ids need more takes more."""
@@ -75,7 +69,7 @@ class Command(TyperCommand):
         with _warnings_on_stderr(), _stdout_kept_for_json(as_json):
             try:
                 answer: Answer = super().invoke(ctx)
-            except (LayerZeroError, KeyError, ValueError, OSError) as error:
+            except (errors.LayerZeroError, KeyError, ValueError, OSError) as error:
                 if not _ours(error):
                     raise
                 answer = _failure(error, ctx.command_path)
@@ -203,7 +197,7 @@ def _descendants(process: int) -> list[int]:
 
 def _ours(error: Exception) -> bool:
     """Whether LayerZero raised this on purpose: a bug's ``KeyError: 'name'`` keeps its traceback."""
-    if isinstance(error, LayerZeroError):
+    if isinstance(error, errors.LayerZeroError):
         return True
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
@@ -222,11 +216,11 @@ def _failure(error: Exception, command: str) -> Answer:
     """Write the error to stderr; with ``--json``, it is the document, too."""
     message = _message(error)
     say(f"error: {message}")
-    usage = isinstance(error, (InvalidCallError, PolicyError, RegistrationError)) or not isinstance(
-        error, LayerZeroError
-    )
+    usage = isinstance(
+        error, (errors.InvalidCallError, errors.PolicyError, errors.RegistrationError)
+    ) or not isinstance(error, errors.LayerZeroError)
     if usage:
-        settings = isinstance(error, PolicyError) and not isinstance(error, UnknownOperationError)
+        settings = isinstance(error, errors.PolicyError) and not isinstance(error, errors.UnknownOperationError)
         say(f"next step: {'`layerzero config keys` lists them' if settings else f'`{command} --help` has examples'}")
     data = {"error": {"type": type(error).__name__, "message": message}}
     return Answer(data, tuple, INVALID if usage else NO)

@@ -25,15 +25,7 @@ from layerzero.core.ledger import Verdict, capture_text, class_text
 from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.measurement.tune import asked_jobs
-from layerzero.tuning.verification.vetting import (
-    Vetted,
-    allows,
-    class_pairs,
-    is_known,
-    is_named,
-    plain_pairs,
-    vet_calls,
-)
+from layerzero.tuning.verification import vetting
 
 Pair = tuple[Kernel, Facts]
 
@@ -66,7 +58,7 @@ def answer(flags: VetFlags) -> Answer:
     def told(text: str) -> None:
         (say if flags.json else typer.echo)(f"{next(numbers)} of {classes}: {text}" if classes > 1 else text)
 
-    found = vet_calls(pairs, modules=flags.module or [], progress=told, stop=deadline.passed, graph=flags.graph)
+    found = vetting.vet_calls(pairs, modules=flags.module or [], progress=told, stop=deadline.passed, graph=flags.graph)
     if not found:
         return Answer(data_of(found), lambda: [f"nothing to vet{nothing}"], FINE)
     return Answer(data_of(found), lambda: shown(found, flags.budget_s, again=flags.again), code_of(found))
@@ -77,7 +69,7 @@ def _of_plain(flags: VetFlags, operation: str) -> list[Pair]:
     refuse_tensors("vet", operation, flags)
     listing.kernels_exist([*flags.kernel, *flags.backend])
     named = [*flags.kernel, *flags.backend]
-    return list(plain_pairs(operation, plain_params(flags.param, operation), named, again=flags.again))
+    return list(vetting.plain_pairs(operation, plain_params(flags.param, operation), named, again=flags.again))
 
 
 def _of_tensors(flags: VetFlags, operation: str) -> tuple[list[Pair], str]:
@@ -92,19 +84,21 @@ def _of_tensors(flags: VetFlags, operation: str) -> tuple[list[Pair], str]:
     sizes = shapes_of(flags.shapes)
     here = Device.detect(flags.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     asked_of = (flags.kernel or None, flags.backend or None)
-    chosen = [each for each in REGISTRY.kernels(operation) if is_named(each, *asked_of, here, graph=flags.graph)]
+    chosen = [
+        each for each in REGISTRY.kernels(operation) if vetting.is_named(each, *asked_of, here, graph=flags.graph)
+    ]
     named = flags.dtype.split(",") if flags.dtype else None
     if flags.manifest is None:
         if sizes:  # to say what is no call at all
             asked_jobs(operation, sizes, named or ["float32"], here.torch_type)
         dtypes = None if named is None else [dtype_named(each) for each in named]
-        asked = list(class_pairs(chosen, operation, here, sizes, dtypes, graph=flags.graph))
+        asked = list(vetting.class_pairs(chosen, operation, here, sizes, dtypes, graph=flags.graph))
     else:
         jobs = asked_jobs(operation, sizes, named or (), here.torch_type, manifest=flags.manifest, named=named)
         calls = [dataclasses.replace(each, for_graph=flags.graph).facts(here.torch_type) for each in jobs]
         of = [(kernel, facts) for facts in calls for kernel in chosen if facts.operation.name in kernel.operations]
-        asked = [(kernel, facts) for kernel, facts in of if allows(kernel, facts)]
-    pairs = in_turn([pair for pair in asked if flags.again or not is_known(*pair, graph=flags.graph)])
+        asked = [(kernel, facts) for kernel, facts in of if vetting.allows(kernel, facts)]
+    pairs = in_turn([pair for pair in asked if flags.again or not vetting.is_known(*pair, graph=flags.graph)])
     own_cases = sizes is None and flags.manifest is None
     return pairs, f": {_nothing(chosen, asked, names, own_cases=own_cases)}"
 
@@ -117,20 +111,20 @@ def in_turn(pairs: Sequence[Pair]) -> list[Pair]:
     return [pair for turn in itertools.zip_longest(*of.values()) for pair in turn if pair is not None]
 
 
-def data_of(found: Sequence[Vetted]) -> dict[str, object]:
+def data_of(found: Sequence[vetting.Vetted]) -> dict[str, object]:
     """Plain values for JSON; ``cut`` says that this was no whole vet."""
     left = sum(not each.reached for each in found)
     counts = Counter(map(_state, found))
     return {"classes": [each.to_dict() for each in found], "counts": dict(counts), "cut": left > 0, "left": left}
 
 
-def code_of(found: Sequence[Vetted]) -> int:
+def code_of(found: Sequence[vetting.Vetted]) -> int:
     """Fine if everything in question has been reached, and nothing of it is bad."""
     bad = any(each.verdict not in (None, Verdict.PASSED) or not each.reached for each in found)
     return NO if bad else FINE
 
 
-def shown(found: Sequence[Vetted], budget_s: float, *, again: bool = False) -> Iterator[RenderableType]:
+def shown(found: Sequence[vetting.Vetted], budget_s: float, *, again: bool = False) -> Iterator[RenderableType]:
     """A line for each kernel where there are several, the sum, and what time did not suffice for."""
     of: dict[str, Counter[str]] = defaultdict(Counter)
     for each in found:
@@ -153,7 +147,7 @@ def shown(found: Sequence[Vetted], budget_s: float, *, again: bool = False) -> I
         )
 
 
-def _state(each: Vetted) -> str:
+def _state(each: vetting.Vetted) -> str:
     return str(each.verdict or ("not vetted" if each.reached else NOT_REACHED))
 
 

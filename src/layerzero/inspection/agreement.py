@@ -22,18 +22,7 @@ from layerzero.core.errors import FrozenChoiceError, LayerZeroWarning, PolicyErr
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.frozen_choices import Agreed, FrozenChoice, ranks_choose
-from layerzero.inspection.arrivals import (
-    Arrival,
-    Known,
-    Unable,
-    Verdict,
-    arrival,
-    arrived,
-    first_at,
-    marks_in,
-    merged,
-    place_of,
-)
+from layerzero.inspection import arrivals
 from layerzero.inspection.board import Board, world
 from layerzero.inspection.freeze import Frost, document, hold, tell_if_short
 
@@ -56,7 +45,7 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     document: bytes = b""
-    unable: Unable = {}
+    unable: arrivals.Unable = {}
     failed: str = ""
 
 
@@ -135,8 +124,8 @@ def is_first(times: Path | None) -> bool:
     Raises: FrozenChoiceError as :func:`agree` does.
     """
     board = Board.of(None, None)
-    said = place_of(f"of rank {board.rank}" if times is None else str(times))
-    found = msgspec.json.decode(board.settle("arrive", said, first_at), type=list[int])
+    said = arrivals.place_of(f"of rank {board.rank}" if times is None else str(times))
+    found = msgspec.json.decode(board.settle("arrive", said, arrivals.first_at), type=list[int])
     return found[board.rank] == board.rank
 
 
@@ -163,10 +152,10 @@ def agreed_where_ends(
         found = run()
         said = None if words is None else sorted(words(found))
     except BaseException as error:
-        why = Arrival(failed=f"{name}: {type(error).__name__}: {error}")
+        why = arrivals.Arrival(failed=f"{name}: {type(error).__name__}: {error}")
         try:
             board = Board.of(None, None)
-            board.leave(msgspec.json.encode(why), functools.partial(arrived, board))
+            board.leave(msgspec.json.encode(why), functools.partial(arrivals.arrived, board))
         except FrozenChoiceError as gone:
             error.add_note(f"the other ranks could not be told: {gone}")
         raise
@@ -186,12 +175,12 @@ def _agreed(
     stamp, held, known = (ENGINE.epoch, ENGINE.winners), ENGINE.frozen, None
     try:
         anew = _chooses_anew(stamp)
-        known = Known(anew=anew)
-        came = msgspec.structs.replace(arrival(known, changed=anew or bool(held and held.added)), words=words)
+        known = arrivals.Known(anew=anew)
+        came = msgspec.structs.replace(arrivals.arrival(known, changed=anew or bool(held and held.added)), words=words)
     except Exception as error:  # noqa: BLE001  # raised on every rank
-        came = Arrival(failed=f"{type(error).__name__}: {error}")
-    said = board.settle("arrive", msgspec.json.encode(came), functools.partial(arrived, board))
-    verdict = msgspec.json.decode(said, type=Verdict)
+        came = arrivals.Arrival(failed=f"{type(error).__name__}: {error}")
+    said = board.settle("arrive", msgspec.json.encode(came), functools.partial(arrivals.arrived, board))
+    verdict = msgspec.json.decode(said, type=arrivals.Verdict)
     assert known is not None  # else that raised on all
     if verdict.told:
         warnings.warn(f"agree: {'; '.join(verdict.told)}", LayerZeroWarning, stacklevel=3)
@@ -201,7 +190,7 @@ def _agreed(
     if verdict.kind == "choose":
         shared, own = _chosen(board, verdict, known)
 
-    def answer(mine: Known = known) -> Answer:
+    def answer(mine: arrivals.Known = known) -> Answer:
         if settle is not None:
             settle(frozenset(verdict.words))
         return Answer(unable=mine.unable(shared.choices, own))
@@ -239,11 +228,11 @@ def _chooses_anew(stamp: object) -> bool:
     return not isinstance(held, Agreed) or held.stamp != stamp or held.fallback
 
 
-def _chosen(board: Board, verdict: Verdict, known: Known) -> tuple[Frost, Mapping[str, FrozenChoice]]:
+def _chosen(board: Board, verdict: arrivals.Verdict, known: arrivals.Known) -> tuple[Frost, Mapping[str, FrozenChoice]]:
     """What the ranks of this one's group choose, each class by one of them; and what this one chose of it."""
     place = next(place for place, group in enumerate(verdict.groups) if board.rank in group)
     leads = board.rank == verdict.groups[place][0]
-    marks = None if leads else frozenset(marks_in(verdict.choose.get(board.rank, b"")))
+    marks = None if leads else frozenset(arrivals.marks_in(verdict.choose.get(board.rank, b"")))
     own = []
 
     def choose() -> Answer:
@@ -284,7 +273,7 @@ def _heard(board: Board, decide: Callable[[Sequence[Answer]], object], said: Seq
 
 def _merged(groups: Sequence[Sequence[int]], answers: Sequence[Answer]) -> list[bytes]:
     """The choices of each group in one document."""
-    return [merged([answers[each].document for each in group]) for group in groups]
+    return [arrivals.merged([answers[each].document for each in group]) for group in groups]
 
 
 def _able(board: Board, answers: Sequence[Answer], *, fallback: bool) -> dict[str, list[str]] | None:

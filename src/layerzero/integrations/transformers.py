@@ -22,20 +22,8 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.core.errors import InvalidCallError
+from layerzero.integrations import transformers_patches
 from layerzero.integrations.transformers_experts import is_reserved, register_experts
-from layerzero.integrations.transformers_patches import (
-    check_at_load,
-    check_class,
-    check_only_causal,
-    ends_with_its_keys,
-    is_of_a_batch,
-    keys_of,
-    keys_seen,
-    mark,
-    packed_by,
-    serve_batches,
-    settings_of,
-)
 
 _UNSERVED = {
     "output_attentions": "no attention weights (fast kernels never form them); use attn_implementation='eager'",
@@ -107,14 +95,16 @@ def register_with_transformers(name: str = "layerzero") -> None:
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)
     _registered.add(name)
-    check_at_load("_check_and_adjust_attn_implementation", _registered, check_class, batch)
+    transformers_patches.check_at_load(
+        "_check_and_adjust_attn_implementation", _registered, transformers_patches.check_class, batch
+    )
     register_experts(name, _registered)
 
 
 def batch(model: Any) -> None:
     """Let ``generate_batch`` of a model run under every registered name, whenever it was loaded."""
     if hasattr(model, "generate_batch"):
-        serve_batches(_registered)
+        transformers_patches.serve_batches(_registered)
 
 
 def attention_mask(*, q_length: int, kv_length: int, allow_is_causal_skip: bool = True, **call: Any) -> Tensor | None:
@@ -139,7 +129,7 @@ def attention_mask(*, q_length: int, kv_length: int, allow_is_causal_skip: bool 
         if not allow_is_causal_skip:
             problem = "wanted a model that leaves its masks to attention, got one that reads them itself"
             raise InvalidCallError("lz.optimize(graph=True)", [problem])
-        check_only_causal(call["mask_function"], call.get("config"))
+        transformers_patches.check_only_causal(call["mask_function"], call.get("config"))
         return None
     if not compiling and torch.is_inference_mode_enabled():
         with torch.inference_mode(False):  # a tensor with a version, so that it can be marked
@@ -154,18 +144,23 @@ def attention_mask(*, q_length: int, kv_length: int, allow_is_causal_skip: bool 
         added: Tensor = eager_mask(**sizes, **call)
         skips = allow_is_causal_skip and not call.get("allow_is_bidirectional_skip") and q_length in (1, kv_length)
         if skips and not compiling and sdpa_mask(**sizes, **call) is None:
-            mark(added, q_length)
+            transformers_patches.mark(added, q_length)
         return added
     mask: Tensor | None = sdpa_mask(**sizes, allow_is_causal_skip=allow_is_causal_skip, **call)
     seen = q_length
     if mask is None and allow_is_causal_skip and q_length not in (1, kv_length):
         mask = sdpa_mask(**sizes, allow_is_causal_skip=False, **call)
-    elif mask is not None and allow_is_causal_skip and not compiling and ends_with_its_keys(**sizes, **call):
+    elif (
+        mask is not None
+        and allow_is_causal_skip
+        and not compiling
+        and transformers_patches.ends_with_its_keys(**sizes, **call)
+    ):
         seen = kv_length
     else:
         return mask
     if mask is not None and not compiling:
-        mark(mask, seen)
+        transformers_patches.mark(mask, seen)
     return mask
 
 
@@ -232,8 +227,8 @@ def attention_forward(
             query, key, value, False, scaling, layout="BHSD", window=window, softcap=softcap, sinks=s_aux
         )
         return one.transpose(1, 2).contiguous(), None
-    if "cache" in kwargs and is_of_a_batch(kwargs):
-        key, value = keys_of(module, key, value, attention_mask, kwargs)
+    if "cache" in kwargs and transformers_patches.is_of_a_batch(kwargs):
+        key, value = transformers_patches.keys_of(module, key, value, attention_mask, kwargs)
     strange = () if _SERVED.issuperset(kwargs) else _strange(kwargs)
     if strange and EXCHANGED in vars(module):
         if indices is not None:
@@ -243,7 +238,7 @@ def attention_forward(
         kwargs |= {name: each for name, each in given.items() if each is not None}
         return theirs_of(module)(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
     beside = attention_mask, position_bias, dropout or None
-    packed = packed_by(query, key, kwargs, *beside) if "cu_seq_lens_k" in kwargs else None
+    packed = transformers_patches.packed_by(query, key, kwargs, *beside) if "cu_seq_lens_k" in kwargs else None
     if strange:
         got = kwargs[strange[0]]
         raise _refused(strange[0], f"shape {tuple(got.shape)}" if isinstance(got, Tensor) else repr(got)[:80])
@@ -258,7 +253,7 @@ def attention_forward(
             raise InvalidCallError("lz.optimize(graph=True)", [problem])
         told = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
         return one_token(query, key, value, scaling, told), None
-    if attention_mask is not None and (seen := keys_seen(attention_mask, q_length)):
+    if attention_mask is not None and (seen := transformers_patches.keys_seen(attention_mask, q_length)):
         attention_mask, is_causal = None, True
         if q_length > 1:
             key, value = key[:, :, :seen], value[:, :, :seen]
@@ -379,7 +374,7 @@ def _check_model(config: Any) -> None:
     if models and not any(model._can_set_attn_implementation() for model in models):
         problem = (
             f"wanted a model that calls its attention through AttentionInterface, got {models[0].__name__}, which "
-            f"computes it by itself; load it with {settings_of(models[0])}"
+            f"computes it by itself; load it with {transformers_patches.settings_of(models[0])}"
         )
         raise InvalidCallError("attn_implementation='layerzero'", [problem])
     if models and not any(model._supports_sdpa for model in models):

@@ -29,20 +29,9 @@ from layerzero.engine.jit import BuildOutcome, build_of
 from layerzero.engine.probe import Machine
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.transforms import ELSEWHERE, Elsewhere
+from layerzero.inspection import plan_document
 from layerzero.inspection.answers import explain
 from layerzero.inspection.freeze import Frost, document
-from layerzero.inspection.plan_document import (
-    ERROR,
-    RUNTIME_SELECT,
-    Bucket,
-    Joint,
-    Solved,
-    built_for,
-    capabilities_of,
-    hardware_of,
-    libraries_of,
-    model_of,
-)
 from layerzero.serving.background_builds import BUILDS
 from layerzero.serving.dry_run import called, run_on_shapes, token_ids
 from layerzero.serving.joint_times import chosen_together
@@ -169,31 +158,31 @@ def solve(
             continue
         reports[name] = report
         choices[name] = choice_of(report.chosen.kernel, facts, CONFIGURATION.policy)
-    joint: list[Joint] = []
+    joint: list[plan_document.Joint] = []
     if jointly:
         joint, problem = _together(model, inputs, [point for point, _ in plans], reports, choices, deadline)
         problems += problem
     kernels = {name: REGISTRY.kernel(each.kernel) for name, each in choices.items()}
-    artifacts = {name: built_for(each, calls[name]) for name, each in kernels.items() if each.jit}
+    artifacts = {name: plan_document.built_for(each, calls[name]) for name, each in kernels.items() if each.jit}
     if problems:
         warnings.warn(f"solve: {'; '.join(problems)}", LayerZeroWarning, stacklevel=2)
-    name, configuration, digest = model_of(model)
-    hardware = hardware_of(device)
-    libraries = libraries_of(device, {each.operation.name for each in calls.values()})
+    name, configuration, digest = plan_document.model_of(model)
+    hardware = plan_document.hardware_of(device)
+    libraries = plan_document.libraries_of(device, {each.operation.name for each in calls.values()})
     return document(
         choices,
-        Solved(
+        plan_document.Solved(
             model=name,
             configuration=configuration,
             configuration_hash=digest,
             hardware=hardware,
             libraries=libraries,
-            capabilities=capabilities_of(hardware, libraries),
+            capabilities=plan_document.capabilities_of(hardware, libraries),
             shape_buckets={axis: sorted({*ends}) for axis, ends in (shape_buckets or {}).items()},
-            plans=[Bucket(point, [each for each in names if each in choices]) for point, names in plans],
+            plans=[plan_document.Bucket(point, [each for each in names if each in choices]) for point, names in plans],
             jit_artifacts=artifacts,
             joint=joint,
-            fallback=ERROR if strict else RUNTIME_SELECT,
+            fallback=plan_document.ERROR if strict else plan_document.RUNTIME_SELECT,
         ),
     )
 
@@ -271,11 +260,11 @@ def _together(
     reports: Mapping[str, Report],
     choices: dict[str, FrozenChoice],
     deadline: Deadline,
-) -> tuple[list[Joint], list[str]]:
+) -> tuple[list[plan_document.Joint], list[str]]:
     """Choose the kernels of each point together, by running the model for real; what was left, and why."""
     if any(each.is_meta for each in model.parameters()):
         return [], ["plan_mode: kernels were chosen each for itself: weights without memory run nothing"]
-    joint: list[Joint] = []
+    joint: list[plan_document.Joint] = []
     settled: set[str] = set()
     for point in points:
         if deadline.passed():

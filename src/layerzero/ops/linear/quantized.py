@@ -27,19 +27,8 @@ from layerzero.core.reasons import ReasonCode
 from layerzero.ops.calls import drawn
 from layerzero.ops.declaration import check_dense, operation, tensor, wide
 from layerzero.ops.draw import Draw
+from layerzero.ops.linear import declare
 from layerzero.ops.linear import route as of_linear
-from layerzero.ops.linear.declare import (
-    ALIASES,
-    AXES,
-    OUT_DTYPE,
-    TOLERANCE,
-    TOLERANCE_REASON,
-    OfRows,
-    deviation,
-    linear_scratch,
-    sized_case,
-    sweep,
-)
 from layerzero.ops.linear.packed import PackedWeight, packed_param, packed_problems
 from layerzero.ops.linear.route import as_default, leading, out_dtype_problems
 from layerzero.ops.linear.stock import quantized_linear as stock_linear
@@ -175,7 +164,7 @@ def _terms(arguments: Mapping[str, Any]) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class OfRoundedRows(OfRows):
+class OfRoundedRows(declare.OfRows):
     """Sums of products of rows that were quantized: as of other sums, and what rows that lie between two numbers add.
 
     Attributes:
@@ -218,7 +207,9 @@ def _examples(weights: frozenset[torch.dtype]) -> Callable[..., dict[str, Tensor
         if device.type == "meta":  # the first product of meta tensors imports torch's compiler, for a second or two
             made = torch.empty(shape, dtype=FORMATS[name].dtype, device=device)
             return {"weight": made, "weight_scale": made.new_empty(shape[0], dtype=torch.float32)}
-        numbers = drawn(TensorSchema("weight"), shape, torch.float32, device, {}, generator) * deviation(shape[1])
+        numbers = drawn(TensorSchema("weight"), shape, torch.float32, device, {}, generator) * declare.deviation(
+            shape[1]
+        )
         if not shape[1]:
             return {"weight": numbers.to(FORMATS[name].dtype), "weight_scale": numbers.new_ones(shape[0])}
         weight, scale = quantize_scaled(numbers, FORMATS[name], per="row")
@@ -246,7 +237,7 @@ _OF_FLOAT8 = ("small_fp8", "decode_fp8")
 
 
 def _operation(activations: str | None) -> Operation:
-    sums = Elementwise(TOLERANCE, TOLERANCE_REASON, _terms)
+    sums = Elementwise(declare.TOLERANCE, declare.TOLERANCE_REASON, _terms)
     weights = ACTIVATIONS[activations]
     rows = "" if activations is None else f" and rows quantized to {activations}"
     return operation(
@@ -260,27 +251,31 @@ def _operation(activations: str | None) -> Operation:
             tensor("bias: out_features", required=False),
         ),
         outputs=(tensor("output: ... out_features", dtype_from="out_dtype"),),
-        params=(OUT_DTYPE, packed_param(dense=True)),
-        axes=AXES,
+        params=(declare.OUT_DTYPE, packed_param(dense=True)),
+        axes=declare.AXES,
         cases=(
-            sized_case("small", 33, 96, 64, bias=True),
-            sized_case("small_wide", 33, 96, 64, out_dtype=torch.float32),
-            sized_case("decode", 1, 2048, 2048),
-            *([] if activations else [sized_case("small_fp8", 33, 96, 64), sized_case("decode_fp8", 1, 2048, 2048)]),
-            sized_case("batch_decode", 16, 2048, 2048),
-            sized_case("prefill", 512, 1024, 4096),
+            declare.sized_case("small", 33, 96, 64, bias=True),
+            declare.sized_case("small_wide", 33, 96, 64, out_dtype=torch.float32),
+            declare.sized_case("decode", 1, 2048, 2048),
+            *(
+                []
+                if activations
+                else [declare.sized_case("small_fp8", 33, 96, 64), declare.sized_case("decode_fp8", 1, 2048, 2048)]
+            ),
+            declare.sized_case("batch_decode", 16, 2048, 2048),
+            declare.sized_case("prefill", 512, 1024, 4096),
         ),
-        tolerance=TOLERANCE,
-        tolerance_reason=TOLERANCE_REASON,
+        tolerance=declare.TOLERANCE,
+        tolerance_reason=declare.TOLERANCE_REASON,
         judge=sums if activations is None else OfRoundedRows(FORMATS[activations], sums),
         fixed={"activations": activations},
         derive=_derive,
         derived_from={"weight_dtype": (), "weight_scales": ()},
-        aliases=ALIASES,
+        aliases=declare.ALIASES,
         examples=_examples(weights),
         work=_work,
-        scratch=linear_scratch,
-        sweep=sweep,
+        scratch=declare.linear_scratch,
+        sweep=declare.sweep,
         stock=stock_linear,
     )
 

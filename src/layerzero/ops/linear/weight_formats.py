@@ -31,19 +31,7 @@ from layerzero.core.operation import Case, Operation, Part, Work
 from layerzero.core.reasons import ReasonCode
 from layerzero.core.values import Check
 from layerzero.ops.declaration import operation, tensor, wide
-from layerzero.ops.linear.declare import (
-    ALIASES,
-    AXES,
-    OUT_DTYPE,
-    OUTPUTS,
-    ROWS,
-    TOLERANCE,
-    TOLERANCE_REASON,
-    OfNarrowRows,
-    linear_scratch,
-    sized_case,
-    sweep,
-)
+from layerzero.ops.linear import declare
 from layerzero.ops.linear.packed import PackedWeight
 from layerzero.ops.linear.stock import quantized_linear
 from layerzero.ops.quantize.gguf import KINDS
@@ -210,10 +198,10 @@ def _parts(arguments: Mapping[str, Any], facts: Facts) -> Sequence[Part]:
         [],
     )
     step = scheme_of(of).step(of, inputs)
-    for row, output in ((0, 0), (max(rows - ROWS, 0), max(outputs - OUTPUTS, 0) // step * step)):
-        stop = outputs if output else min(-(-OUTPUTS // step) * step, outputs)
+    for row, output in ((0, 0), (max(rows - declare.ROWS, 0), max(outputs - declare.OUTPUTS, 0) // step * step)):
+        stop = outputs if output else min(-(-declare.OUTPUTS // step) * step, outputs)
         cut = scheme_of(of).cut(of, given, inputs, output, stop)
-        of_rows, of_outputs = slice(row, row + ROWS), slice(output, stop)
+        of_rows, of_outputs = slice(row, row + declare.ROWS), slice(output, stop)
         changed = {ARGUMENTS[name]: each for name, each in cut._asdict().items()}
         changed |= {"bias": None if bias is None else bias[of_outputs], "packed": None}
         lone = facts["input_ndim"] == 1
@@ -225,7 +213,7 @@ def _parts(arguments: Mapping[str, Any], facts: Facts) -> Sequence[Part]:
 
 def _sweep(text: str, device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
     """The products of a kind of device, with weights of one format."""
-    return (replace(each, params={"weight_format": text}) for each in sweep(device, narrow))
+    return (replace(each, params={"weight_format": text}) for each in declare.sweep(device, narrow))
 
 
 def _place(rows: slice, outputs: slice) -> Callable[[Tensor], Tensor]:
@@ -264,24 +252,25 @@ def _operation(name: str, summary: str, texts: Mapping[str, tuple[str, int, int,
         outputs=(tensor("output: ... out_features", dtype_from="out_dtype"),),
         params=(
             Param("weight_format", str, example=schemes[0].example, code=ReasonCode.QUANT_FORMAT_UNSUPPORTED),
-            OUT_DTYPE,
+            declare.OUT_DTYPE,
             _PACKED,
         ),
-        axes=AXES,
+        axes=declare.AXES,
         cases=tuple(
-            sized_case(case, *sizes, bias=case == "small", weight_format=text) for case, (text, *sizes) in texts.items()
+            declare.sized_case(case, *sizes, bias=case == "small", weight_format=text)
+            for case, (text, *sizes) in texts.items()
         ),
-        tolerance=TOLERANCE,
-        tolerance_reason=TOLERANCE_REASON,
-        judge=Elementwise(TOLERANCE, TOLERANCE_REASON, _terms),
+        tolerance=declare.TOLERANCE,
+        tolerance_reason=declare.TOLERANCE_REASON,
+        judge=Elementwise(declare.TOLERANCE, declare.TOLERANCE_REASON, _terms),
         fixed={"activations": None},
         derive=_derive,
         derived_from=dict.fromkeys(_FACTS, ()),
-        aliases=ALIASES,
+        aliases=declare.ALIASES,
         examples=_examples,
         check_values=_check_values,
         work=_work,
-        scratch=linear_scratch,
+        scratch=declare.linear_scratch,
         parts=_parts,
         sweep=functools.partial(_sweep, schemes[0].example),
         stock=quantized_linear,
@@ -353,6 +342,6 @@ for _name in ("group", "gguf"):
         FORMATTED[_name],
         schema=replace(FORMATTED[_name].schema, operation=f"mlp.linear.quant.{_name}.int8"),
         summary=f"{FORMATTED[_name].summary}, and rows that may be rounded to eight bits",
-        judge=OfNarrowRows(Elementwise(TOLERANCE, TOLERANCE_REASON, _terms), _terms, _numbers),
+        judge=declare.OfNarrowRows(Elementwise(declare.TOLERANCE, declare.TOLERANCE_REASON, _terms), _terms, _numbers),
         fixed={"activations": "int8"},
     )

@@ -19,18 +19,7 @@ from layerzero.core.dtypes import dtype_named
 from layerzero.core.facts import Facts
 from layerzero.core.reasons import Reason
 from layerzero.ops.draw import Draw
-from layerzero.ops.quantize import gguf
-from layerzero.ops.quantize.formats import (
-    E2M1_LARGEST,
-    E4M3_LARGEST,
-    FORMATS,
-    as_floats,
-    multiplied,
-    quantize_mx,
-    quantize_nv,
-    rounded,
-    widened,
-)
+from layerzero.ops.quantize import formats, gguf
 from layerzero.ops.quantize.groups import GROUPED, HALVES
 from layerzero.ops.quantize.scheme import Scheme, Wanted, strange_options
 from layerzero.ops.quantize.weight_format import Fields, WeightFormat
@@ -78,23 +67,23 @@ class Blocks(Scheme):
 
     def dequantized(self, of: WeightFormat, given: Fields, inputs: int, dtype: torch.dtype) -> Tensor:
         assert given.scale is not None
-        numbers, scale = as_floats(given.data, dtype), given.scale.to(dtype)
+        numbers, scale = formats.as_floats(given.data, dtype), given.scale.to(dtype)
         if not of.rows:
             return numbers * scale
         if of.rows > 1:
             scale = scale.repeat_interleave(of.rows, 0)[: len(numbers)]
         if of.group and inputs % of.group:
             scale = scale.repeat_interleave(of.group, 1)[:, :inputs]
-        return multiplied(numbers, scale)
+        return formats.multiplied(numbers, scale)
 
     def quantized(self, of: WeightFormat, numbers: Tensor) -> Fields:
         (outputs, inputs), rows = numbers.shape, of.rows or max(len(numbers), 1)
         columns = of.group or inputs
         whole = functional.pad(numbers.float().abs(), (0, -inputs % columns, 0, -outputs % rows))
         most = whole.view(len(whole) // rows, rows, whole.shape[1] // columns, columns).amax((1, 3))
-        scale = (most / E4M3_LARGEST).masked_fill(most == 0.0, 1.0)
+        scale = (most / formats.E4M3_LARGEST).masked_fill(most == 0.0, 1.0)
         each = scale.repeat_interleave(rows, 0)[:outputs].repeat_interleave(columns, 1)[:, :inputs]
-        codes = rounded(numbers.float() / each, FORMATS["fp8_e4m3"])
+        codes = formats.rounded(numbers.float() / each, formats.FORMATS["fp8_e4m3"])
         return Fields(codes, scale if of.rows else scale.reshape(()))
 
     def drawn(self, draw: Draw) -> tuple[WeightFormat, int, int]:
@@ -115,7 +104,7 @@ class Micro(Scheme):
 
     def __init__(self, name: str) -> None:
         self.name = self.example = name
-        self.narrow = FORMATS["mxfp8_e4m3" if name == "mxfp8" else name]
+        self.narrow = formats.FORMATS["mxfp8_e4m3" if name == "mxfp8" else name]
 
     def problems(self, of: WeightFormat) -> list[str]:
         kinds = ("", "over") if self.name == "nvfp4" else ("",)
@@ -143,14 +132,14 @@ class Micro(Scheme):
         if given.second_scale is not None:
             second = given.second_scale.to(dtype).reshape(())
             factor = factor / second if of.kind == "over" else factor * second
-        return multiplied(widened(given.data, self.narrow, dtype), factor)
+        return formats.multiplied(formats.widened(given.data, self.narrow, dtype), factor)
 
     def quantized(self, of: WeightFormat, numbers: Tensor) -> Fields:
         if self.name != "nvfp4":
-            return Fields(*quantize_mx(numbers, self.narrow))
+            return Fields(*formats.quantize_mx(numbers, self.narrow))
         most = numbers.float().abs().amax() if numbers.numel() else numbers.new_zeros((), dtype=torch.float32)
-        second = (most / (E2M1_LARGEST * E4M3_LARGEST)).masked_fill(most == 0.0, 1.0)
-        found = quantize_nv(numbers, self.narrow, tensor_scale=second)
+        second = (most / (formats.E2M1_LARGEST * formats.E4M3_LARGEST)).masked_fill(most == 0.0, 1.0)
+        found = formats.quantize_nv(numbers, self.narrow, tensor_scale=second)
         return Fields(*found, second_scale=1.0 / second if of.kind == "over" else second)
 
     def drawn(self, draw: Draw) -> tuple[WeightFormat, int, int]:
@@ -217,7 +206,7 @@ class Codebook(Scheme):
         numbers, scale = gguf.looked_up(codes, self.numbers, dtype), given.scale.to(dtype)
         if len(numbers) % of.group:
             scale = scale.repeat_interleave(of.group)[: len(numbers)]
-        return multiplied(numbers, scale).view(-1, inputs)
+        return formats.multiplied(numbers, scale).view(-1, inputs)
 
     def quantized(self, of: WeightFormat, numbers: Tensor) -> Fields:
         flat = numbers.float().flatten()

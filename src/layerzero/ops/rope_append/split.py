@@ -25,17 +25,8 @@ from layerzero.ops.declaration import check_dense, operation, tensor
 from layerzero.ops.paged import layout_record
 from layerzero.ops.paged.append import append_paged_kv_
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
+from layerzero.ops.rope import normed
 from layerzero.ops.rope.declare import COS_SIN, INTERLEAVED
-from layerzero.ops.rope.normed import (
-    EPS,
-    PLUS_ONE,
-    TOLERANCE,
-    TOLERANCE_REASON,
-    both_weights,
-    lengths_of_pairs,
-    norm_examples,
-    norm_problems,
-)
 from layerzero.ops.rope.split import parts, split_qkv_norm_rope_reference
 from layerzero.ops.rope_append import declare, packed_steps, route
 from layerzero.ops.rope_append.declare import EXACT, PAGED_PLACES, write_rows
@@ -88,7 +79,7 @@ def _lengths(result: str) -> Callable[[Mapping[str, Any]], Tensor]:
         }
         query = split_append_reference(**given)
         of = query if result == "query" else given["key_cache"]
-        return lengths_of_pairs(of, arguments["cos"].shape[-1], interleaved=arguments.get("interleaved", False))
+        return normed.lengths_of_pairs(of, arguments["cos"].shape[-1], interleaved=arguments.get("interleaved", False))
 
     return lengths
 
@@ -150,7 +141,7 @@ def _examples(of: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, T
         made = of(case, dtype, device, generator)
         if not case.given:
             return made
-        return made | norm_examples(case, dtype, device, generator, case.sizes["head_dim"])
+        return made | normed.norm_examples(case, dtype, device, generator, case.sizes["head_dim"])
 
     return examples
 
@@ -174,12 +165,15 @@ _AXES = (
 )
 _COMMON: dict[str, Any] = {
     "reference": split_append_reference,
-    "params": (INTERLEAVED, EPS, PLUS_ONE),
+    "params": (INTERLEAVED, normed.EPS, normed.PLUS_ONE),
     "layouts": CACHE_LAYOUTS,
-    "tolerance": TOLERANCE,
-    "tolerance_reason": TOLERANCE_REASON,
+    "tolerance": normed.TOLERANCE,
+    "tolerance_reason": normed.TOLERANCE_REASON,
     "judge": {
-        **{each: Elementwise(TOLERANCE, TOLERANCE_REASON, _lengths(each)) for each in ("query", "key_cache")},
+        **{
+            each: Elementwise(normed.TOLERANCE, normed.TOLERANCE_REASON, _lengths(each))
+            for each in ("query", "key_cache")
+        },
         "value_cache": EXACT,
     },
     "derive": _derive,
@@ -291,7 +285,7 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     kv_heads = arguments["key_cache"].shape[1 + layout.index("H")]
     heads = arguments["qkv"].shape[-1] // arguments["key_cache"].shape[-1] - 2 * kv_heads
     views = dict(zip(("query", "key", "value"), parts(arguments["qkv"], heads, kv_heads), strict=True))
-    problems = size_problems(arguments | views, layout) + norm_problems(arguments)
+    problems = size_problems(arguments | views, layout) + normed.norm_problems(arguments)
     problems = problems or memory_problems(arguments, _READ)
     refuse(_NAME, problems)
     return Routed(operation, canonical, layout, varies=varying(arguments | views, layout))
@@ -307,7 +301,7 @@ def _part_problems(arguments: dict[str, Any], layout: str) -> list[str]:
     elif width % head_dim or width // head_dim <= 2 * kv_heads:
         wanted = f"a multiple of the cache's head_dim {head_dim}, of more than 2 * {kv_heads} heads"
         problems.append(f"qkv: wanted {wanted} in the last axis, got {width}")
-    problems += both_weights(arguments)
+    problems += normed.both_weights(arguments)
     return problems
 
 

@@ -25,19 +25,8 @@ from layerzero.core.handle import FOREIGN
 from layerzero.core.judge import Exact, reproducible
 from layerzero.core.operation import Case, Operation, OpKind, Work
 from layerzero.ops.declaration import operation, tensor
-from layerzero.ops.sampling import stock
+from layerzero.ops.sampling import formulas, stock
 from layerzero.ops.sampling.checks import check_drawable, check_signs, check_values, judge
-from layerzero.ops.sampling.formulas import (
-    TEMPERATURES,
-    Rule,
-    drawn,
-    generator_of,
-    keep_all_three,
-    keep_min_p,
-    keep_top_k,
-    keep_top_p,
-    probabilities,
-)
 
 _SHAPES = {
     "small": (33, 32),
@@ -132,7 +121,7 @@ def generator_for(seed: int | None, name: str) -> Callable[..., torch.Generator]
     return make
 
 
-TEMPERATURE = Param("temperature", float, None, Role.PASSED, *TEMPERATURES, example=0.5)
+TEMPERATURE = Param("temperature", float, None, Role.PASSED, *formulas.TEMPERATURES, example=0.5)
 SEED = Param("seed", int, None, Role.PASSED, 0, MOST_SEED, example=1, seeds=True)
 TOP_K = Param("top_k", int, None, Role.PASSED, 1, 2**31 - 1, example=5)
 TOP_P = Param("top_p", float, None, Role.PASSED, LEAST, 1.0, example=0.8)
@@ -182,11 +171,11 @@ def _top_k_top_p(
     top_p: float | None = None,
     top_p_by_row: Tensor | None = None,
 ) -> Tensor:
-    first = keep_top_k(weights, top_k, top_k_by_row)
-    return first & keep_top_p(weights * first, top_p, top_p_by_row)
+    first = formulas.keep_top_k(weights, top_k, top_k_by_row)
+    return first & formulas.keep_top_p(weights * first, top_p, top_p_by_row)
 
 
-def _reference(name: str, rule: Rule, *, logits: bool) -> Callable[..., Tensor]:
+def _reference(name: str, rule: formulas.Rule, *, logits: bool) -> Callable[..., Tensor]:
     def reference(
         tensor: Tensor,
         *,
@@ -197,18 +186,18 @@ def _reference(name: str, rule: Rule, *, logits: bool) -> Callable[..., Tensor]:
         generator: torch.Generator | None = None,
         **given: Any,
     ) -> Tensor:
-        weights = probabilities(tensor.detach(), temperature, temperature_by_row, logits=logits)
+        weights = formulas.probabilities(tensor.detach(), temperature, temperature_by_row, logits=logits)
         if tensor.device.type == "cpu":
             check_signs(tensor, name)
             check_drawable(weights.sum(-1), tensor, name)
         weights = weights * rule(weights, **given)
-        return drawn(weights, generator_of(seed, generator, tensor.device), seed_by_row)
+        return formulas.drawn(weights, formulas.generator_of(seed, generator, tensor.device), seed_by_row)
 
     reference.__doc__ = "A place of each row. Dtype: computes in float32 or wider, shares in 2^-52; returns int64."
     return reference
 
 
-def _operation(kind: str, summary: str, rule: Rule, *params: Param) -> list[Operation]:
+def _operation(kind: str, summary: str, rule: formulas.Rule, *params: Param) -> list[Operation]:
     """One that draws from logits, and one that draws from probabilities."""
     inputs = tuple(of_rows(each) for each in params)
     if kind == "filtered":
@@ -222,7 +211,7 @@ def _from(
     kind: str,
     source: str,
     summary: str,
-    rule: Rule,
+    rule: formulas.Rule,
     inputs: tuple[TensorSchema, ...],
     params: tuple[Param, ...],
     small: Mapping[str, object],
@@ -280,13 +269,13 @@ _USUAL: Mapping[tuple[str, str], object] = {
 CATEGORICAL = _operation(
     "categorical", "A place by its probability", lambda weights: torch.ones_like(weights, dtype=torch.bool)
 )
-TOPK = _operation("topk", "A place of the k likeliest", keep_top_k, TOP_K)
-TOPP = _operation("topp", "A place of the likeliest that have the share p", keep_top_p, TOP_P)
-MINP = _operation("minp", "A place at least p times as likely as the likeliest", keep_min_p, MIN_P)
+TOPK = _operation("topk", "A place of the k likeliest", formulas.keep_top_k, TOP_K)
+TOPP = _operation("topp", "A place of the likeliest that have the share p", formulas.keep_top_p, TOP_P)
+MINP = _operation("minp", "A place at least p times as likely as the likeliest", formulas.keep_min_p, MIN_P)
 TOPK_TOPP = _operation("topk_topp", "A place of the likeliest p of the k likeliest", _top_k_top_p, TOP_K, TOP_P)
 
 
-FILTERED = _operation("filtered", "A place by top-k, top-p and min-p", keep_all_three, TOP_K, TOP_P, MIN_P)
+FILTERED = _operation("filtered", "A place by top-k, top-p and min-p", formulas.keep_all_three, TOP_K, TOP_P, MIN_P)
 
 
 def greedy(logits: Tensor) -> Tensor:

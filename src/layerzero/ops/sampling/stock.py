@@ -8,18 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.ops.sampling.formulas import (
-    biased,
-    chain_of,
-    count_of,
-    counts_of,
-    generator_of,
-    of_row,
-    penalised,
-    tempered,
-    walked,
-    walked_greedily,
-)
+from layerzero.ops.sampling import formulas
 
 Run = Callable[[], Tensor]
 
@@ -38,8 +27,8 @@ def stock(kind: str, *, logits: bool) -> Callable[..., Run]:
         divisors = given.pop("temperature", None), given.pop("temperature_by_row", None)
 
         def run() -> Tensor:
-            weights = tempered(tensor.float(), *divisors).softmax(-1) if logits else tensor.float()
-            own = generator_of(seed, generator, tensor.device)
+            weights = formulas.tempered(tensor.float(), *divisors).softmax(-1) if logits else tensor.float()
+            own = formulas.generator_of(seed, generator, tensor.device)
             vocab = weights.shape[-1]
             flat = weights.reshape(-1, vocab)
             rows = {name: None if value is None else _flat(value) for name, value in given.items()}
@@ -70,21 +59,21 @@ def _filtered(
     if kind == "categorical":
         return weights, None
     if kind == "minp":
-        bound = weights.amax(-1, keepdim=True) * of_row(min_p, min_p_by_row)
+        bound = weights.amax(-1, keepdim=True) * formulas.of_row(min_p, min_p_by_row)
         return weights.masked_fill(weights < bound, 0.0), None
     bound = None
     if kind == "filtered" and (min_p is not None or min_p_by_row is not None):
-        bound = weights.amax(-1, keepdim=True) * of_row(min_p, min_p_by_row)
+        bound = weights.amax(-1, keepdim=True) * formulas.of_row(min_p, min_p_by_row)
     if kind == "topk" and top_k_by_row is None:
-        return weights.topk(count_of(top_k, top_k_by_row, weights.shape[-1]))
+        return weights.topk(formulas.count_of(top_k, top_k_by_row, weights.shape[-1]))
     values, order = weights.sort(-1, descending=True)
     if kind != "topp":
         places = torch.arange(values.shape[-1], device=values.device)
-        values = values.masked_fill(places >= count_of(top_k, top_k_by_row, values.shape[-1]), 0.0)
+        values = values.masked_fill(places >= formulas.count_of(top_k, top_k_by_row, values.shape[-1]), 0.0)
     if kind != "topk" and (top_p is not None or top_p_by_row is not None):
         values = values / values.sum(-1, keepdim=True)
         before = values.cumsum(-1) - values
-        drop = before >= of_row(top_p, top_p_by_row)
+        drop = before >= formulas.of_row(top_p, top_p_by_row)
         drop[..., 0] = False
         values = values.masked_fill(drop, 0.0)
     return values if bound is None else values.masked_fill(weights.gather(-1, order) < bound, 0.0), order
@@ -105,22 +94,23 @@ def penalties(
         if output_counts is not None:
             counts = output_counts
         elif output_ids is not None:
-            counts = counts_of(output_ids, logits.shape[-1])
+            counts = formulas.counts_of(output_ids, logits.shape[-1])
         else:
             counts = torch.zeros_like(logits, dtype=torch.int32)
-        asked = prompt_mask if prompt_ids is None else counts_of(prompt_ids, logits.shape[-1]) > 0
+        asked = prompt_mask if prompt_ids is None else formulas.counts_of(prompt_ids, logits.shape[-1]) > 0
         seen = counts > 0 if asked is None else (counts > 0) | asked
         numbers = (
-            of_row(given.get(name), given.get(f"{name}_by_row")) for name in ("repetition", "presence", "frequency")
+            formulas.of_row(given.get(name), given.get(f"{name}_by_row"))
+            for name in ("repetition", "presence", "frequency")
         )
-        return penalised(logits, seen, counts, *numbers).to(logits.dtype)
+        return formulas.penalised(logits, seen, counts, *numbers).to(logits.dtype)
 
     return run
 
 
 def bias(logits: Tensor, bias_ids: Tensor, bias: Tensor) -> Run:
     """A scatter into a copy."""
-    return lambda: biased(logits.clone(), bias_ids, bias)
+    return lambda: formulas.biased(logits.clone(), bias_ids, bias)
 
 
 def logprobs(
@@ -129,7 +119,7 @@ def logprobs(
     """``torch.log_softmax`` of all places, of which one is taken."""
 
     def run() -> Tensor:
-        wide = tempered(logits.float(), temperature, temperature_by_row)
+        wide = formulas.tempered(logits.float(), temperature, temperature_by_row)
         return wide.log_softmax(-1).gather(-1, ids.long().unsqueeze(-1)).squeeze(-1)
 
     return run
@@ -150,11 +140,11 @@ def verify(
     """The walk, node by node, as models' code has it; ``torch.argmax`` before it where it is greedy."""
 
     def run() -> tuple[Tensor, Tensor]:
-        above = chain_of(draft_ids) if parents is None else parents
+        above = formulas.chain_of(draft_ids) if parents is None else parents
         if greedy:
-            return walked_greedily(draft_ids, target_probs.argmax(-1), above, draft_lens)
-        own = generator_of(seed, generator, target_probs.device)
+            return formulas.walked_greedily(draft_ids, target_probs.argmax(-1), above, draft_lens)
+        own = formulas.generator_of(seed, generator, target_probs.device)
         drafted = None if draft_probs is None else draft_probs.float()
-        return walked(draft_ids, target_probs.float(), drafted, above, own, draft_lens, seed_by_row)
+        return formulas.walked(draft_ids, target_probs.float(), drafted, above, own, draft_lens, seed_by_row)
 
     return run

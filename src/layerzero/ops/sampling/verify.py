@@ -23,18 +23,8 @@ from layerzero.core.schema import OperationSchema
 from layerzero.core.values import Check
 from layerzero.ops.declaration import check_dense
 from layerzero.ops.draw import Draw
-from layerzero.ops.sampling import stock
+from layerzero.ops.sampling import declare, stock
 from layerzero.ops.sampling.checks import NEAR, check_draft, check_target, drafted_problem, drawable, rows_read
-from layerzero.ops.sampling.declare import (
-    COUNTS,
-    IDS,
-    SEED,
-    generator_for,
-    kind_of_generator,
-    on_device,
-    seeds_for,
-    seeds_of_rows,
-)
 from layerzero.ops.sampling.formulas import chain_of, chances, generator_of, probabilities, walked, walked_greedily
 
 AXES = (
@@ -45,16 +35,21 @@ AXES = (
 )
 REASON = "each place is as often which token as the walk over the draft says, by its arithmetic in float64"
 
-_DRAFT_IDS = TensorSchema("draft_ids", ("batch", "drafted"), COUNTS, same_dtype=False, indexes=("vocab",))
+_DRAFT_IDS = TensorSchema("draft_ids", ("batch", "drafted"), declare.COUNTS, same_dtype=False, indexes=("vocab",))
 _DRAFT_PROBS = TensorSchema("draft_probs", ("batch", "drafted", "vocab"), FLOATING, required=False)
-_DRAFT_LENS = TensorSchema("draft_lens", ("batch",), COUNTS, required=False, same_dtype=False, counts=("drafted",))
-_OUTPUTS = (TensorSchema("ids", ("batch", "verified"), IDS), TensorSchema("nodes", ("batch", "drafted"), IDS))
+_DRAFT_LENS = TensorSchema(
+    "draft_lens", ("batch",), declare.COUNTS, required=False, same_dtype=False, counts=("drafted",)
+)
+_OUTPUTS = (
+    TensorSchema("ids", ("batch", "verified"), declare.IDS),
+    TensorSchema("nodes", ("batch", "drafted"), declare.IDS),
+)
 _SIZES = {"small": (33, 2, 8), "odd": (3, 5, 1003), "llama2_batch": (8, 4, 32000), "llama3_decode": (1, 5, 128256)}
 
 
 def _parents(*, required: bool) -> TensorSchema:
     axes = ("batch", "drafted")
-    return TensorSchema("parents", axes, COUNTS, required, same_dtype=False, indexes=("drafted",), holes=True)
+    return TensorSchema("parents", axes, declare.COUNTS, required, same_dtype=False, indexes=("drafted",), holes=True)
 
 
 def _complete(sizes: Mapping[str, int]) -> dict[str, int]:
@@ -162,19 +157,19 @@ def _operation(name: str, summary: str, *more: TensorSchema) -> Operation:
                 *more,
                 _DRAFT_PROBS,
                 _DRAFT_LENS,
-                seeds_of_rows("batch"),
+                declare.seeds_of_rows("batch"),
             ),
             outputs=_OUTPUTS,
             params=(
-                SEED,
+                declare.SEED,
                 Param(
                     "generator",
                     torch.Generator,
                     None,
                     Role.HANDLE,
                     made_of=("target_probs",),
-                    kind=kind_of_generator,
-                    make=generator_for(None, "target_probs"),
+                    kind=declare.kind_of_generator,
+                    make=declare.generator_for(None, "target_probs"),
                     changes_result=True,
                     seeds=True,
                 ),
@@ -188,8 +183,8 @@ def _operation(name: str, summary: str, *more: TensorSchema) -> Operation:
         judge={"ids": _judge(0), "nodes": _judge(1)},
         properties=(
             reproducible("seed", 1, 2),
-            reproducible("generator", *(generator_for(each, "target_probs") for each in (1, 2))),
-            reproducible("seed_by_row", *(seeds_for(each, "target_probs") for each in (0, 2**40))),
+            reproducible("generator", *(declare.generator_for(each, "target_probs") for each in (1, 2))),
+            reproducible("seed_by_row", *(declare.seeds_for(each, "target_probs") for each in (0, 2**40))),
         ),
         kind=OpKind.SAMPLING,
         fixed={"greedy": False},
@@ -315,7 +310,7 @@ def _size_problems(arguments: dict[str, Any]) -> list[str]:
     if shape[2] == 0:
         problems.append(f"target_probs: wanted at least one place in the last axis, got {shape}")
     generator = arguments.get("generator")
-    if isinstance(generator, torch.Generator) and not on_device(generator, target):
+    if isinstance(generator, torch.Generator) and not declare.on_device(generator, target):
         where = f"{target.device} like target_probs"
         problems.append(f"generator: wanted one on {where}, got one on {generator.device}")
     return problems

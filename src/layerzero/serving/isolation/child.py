@@ -1,6 +1,7 @@
 """What the child does: load kernels, and call them on tensors in the memory that it shares with the process that asks.
 
-``layerzero.testing.child_main`` starts it with one job, :class:`Serve`, which ends when the other end is closed.
+``layerzero.testing.child_main`` starts it with one job, :class:`messages.Serve`, which ends when the other end is
+closed.
 """
 
 from __future__ import annotations
@@ -18,25 +19,8 @@ import torch
 from layerzero import __version__
 from layerzero.core.dtypes import dtype_named
 from layerzero.engine.registry import REGISTRY
+from layerzero.serving.isolation import messages
 from layerzero.serving.isolation.arena import Mapping
-from layerzero.serving.isolation.messages import (
-    Answer,
-    Awake,
-    Done,
-    Dtyped,
-    Failed,
-    Fetch,
-    Form,
-    Hello,
-    Load,
-    Request,
-    Run,
-    Serve,
-    Wanted,
-    dtyped,
-    facts_of,
-    unpacked,
-)
 from layerzero.testing.child_main import Tell
 
 MOST_BYTES = 1 << 18
@@ -45,13 +29,17 @@ MOST_BYTES = 1 << 18
 _LINE = 64  # where a result begins, in bytes: a line of the cache
 
 
-def work(job: Serve, tell: Tell) -> None:
+def work(job: messages.Serve, tell: Tell) -> None:
     """Serve calls until there is nothing that could make any."""
     calls = socket.socket(fileno=job.calls)
     server = Server(Mapping(job.memory))
     os.close(job.memory)
-    tell.found(Hello(__version__, str(torch.__version__), os.getpid()))
-    decoder, encoder, awake = msgspec.msgpack.Decoder(Request), msgspec.msgpack.Encoder(), Awake(calls)
+    tell.found(messages.Hello(__version__, str(torch.__version__), os.getpid()))
+    decoder, encoder, awake = (
+        msgspec.msgpack.Decoder(messages.Request),
+        msgspec.msgpack.Encoder(),
+        messages.Awake(calls),
+    )
     with torch.no_grad():
         while request := calls.recv(MOST_BYTES):
             calls.send(encoder.encode(server.answer(decoder.decode(request))))
@@ -59,7 +47,7 @@ def work(job: Serve, tell: Tell) -> None:
     os._exit(0)  # what a library does at the end of a process is not waited for
 
 
-_Given = list[tuple[int, Dtyped]]
+_Given = list[tuple[int, messages.Dtyped]]
 
 
 class Server:
@@ -68,30 +56,30 @@ class Server:
     def __init__(self, memory: Mapping) -> None:
         self.memory = memory
         self._kernels: dict[int, Callable[..., Any]] = {0: _same}
-        self._forms: dict[int, Form] = {}
+        self._forms: dict[int, messages.Form] = {}
         self._waiting: tuple[_Given, Any] = [], None
         self._state: tuple[int, bool] | None = None
 
-    def answer(self, request: Request) -> Answer:
+    def answer(self, request: messages.Request) -> messages.Answer:
         """Serve a request; what a kernel raises is an answer."""
         try:
-            if isinstance(request, Run):
+            if isinstance(request, messages.Run):
                 return self._run(request)
-            if isinstance(request, Fetch):
+            if isinstance(request, messages.Fetch):
                 return self._put(*self._waiting, request.room)
             return self._load(request)
         except Exception as error:  # noqa: BLE001  # whatever a kernel raises
             where = "".join(traceback.format_exception(error)[-4:])[-2000:]
-            return Failed(type(error).__name__, str(error)[:4000], where)
+            return messages.Failed(type(error).__name__, str(error)[:4000], where)
 
-    def _load(self, load: Load) -> Answer:
+    def _load(self, load: messages.Load) -> messages.Answer:
         for module in load.modules:
             importlib.import_module(module)
         kernel = REGISTRY.kernel(load.kernel)
-        self._kernels[load.number] = kernel.load(facts_of(load, REGISTRY.operation(load.operation)))
-        return Done((), several=False)
+        self._kernels[load.number] = kernel.load(messages.facts_of(load, REGISTRY.operation(load.operation)))
+        return messages.Done((), several=False)
 
-    def _run(self, run: Run) -> Answer:
+    def _run(self, run: messages.Run) -> messages.Answer:
         if self._state != (run.threads, run.deterministic):
             torch.set_num_threads(run.threads)
             if torch.are_deterministic_algorithms_enabled() != run.deterministic:  # setting it imports Inductor: 1 s
@@ -107,24 +95,24 @@ class Server:
             ]
         )
         others = iter(run.values)
-        given: list[Any] = [next(tensors) if each else unpacked(next(others)) for each in form.is_tensor]
+        given: list[Any] = [next(tensors) if each else messages.unpacked(next(others)) for each in form.is_tensor]
         positional = len(given) - len(form.keywords)
         named = dict(zip(form.keywords, given[positional:], strict=True))
         result = self._kernels[run.kernel](*given[:positional], **named)
         return self._put(list(zip(run.at, form.tensors, strict=True)), result, run.room)
 
-    def _put(self, given: _Given, result: Any, room: tuple[int, int]) -> Answer:
+    def _put(self, given: _Given, result: Any, room: tuple[int, int]) -> messages.Answer:
         several = isinstance(result, tuple)
-        told: list[int | tuple[int, Dtyped] | None] = []
-        copies: list[tuple[int, Dtyped, torch.Tensor]] = []
+        told: list[int | tuple[int, messages.Dtyped] | None] = []
+        copies: list[tuple[int, messages.Dtyped, torch.Tensor]] = []
         size = 0
         for each in result if several else (result,):
             if each is None:
                 told.append(None)
                 continue
             place = each.data_ptr() - self.memory.base
-            if 0 <= place < self.memory.size and (place, dtyped(each)) in given:
-                told.append(given.index((place, dtyped(each))))
+            if 0 <= place < self.memory.size and (place, messages.dtyped(each)) in given:
+                told.append(given.index((place, messages.dtyped(each))))
                 continue
             laid = _dense(each)
             told.append((size, laid))
@@ -132,11 +120,11 @@ class Server:
             size += -(-each.numel() * each.itemsize // _LINE) * _LINE
         if size > room[1]:
             self._waiting = given, result
-            return Wanted(size)
+            return messages.Wanted(size)
         self._waiting = [], None
         for offset, (dtype, shape, strides), each in copies:
             self.memory.tensor(room[0] + offset, dtype_named(dtype), shape, strides).copy_(each)
-        return Done(tuple(told), several)
+        return messages.Done(tuple(told), several)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -147,5 +135,5 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 def _dense(result: torch.Tensor) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
     """The dtype, shape and strides that a result is told by: its own strides where they leave no gaps."""
     if result.is_contiguous():
-        return dtyped(result)
-    return dtyped(torch.empty_like(result, device="meta"))
+        return messages.dtyped(result)
+    return messages.dtyped(torch.empty_like(result, device="meta"))

@@ -27,23 +27,13 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.frozen_choices import ranks_choose
 from layerzero.engine.registry import REGISTRY
 from layerzero.inspection.agreement import agreeing, is_first
+from layerzero.tuning.measurement import workload
 from layerzero.tuning.measurement.clocks import clock_of, current
 from layerzero.tuning.measurement.contest import Contest
 from layerzero.tuning.measurement.jobs import Job, Shape, default_grid, jobs_of_cases, jobs_of_shape, operations_named
 from layerzero.tuning.measurement.loop import Progress, run_loop
 from layerzero.tuning.measurement.timing import MIN_SAMPLES, Deadline, Effort
 from layerzero.tuning.measurement.tune_run import TunedChoice, TuningRun
-from layerzero.tuning.measurement.workload import (
-    FORMAT,
-    Manifest,
-    Recorded,
-    dtype_of,
-    every_call_of,
-    jobs_of,
-    jobs_of_file,
-    jobs_of_model,
-    text_of,
-)
 from layerzero.tuning.storage.store import times_path
 from layerzero.tuning.verification.vetting import Vetted
 
@@ -98,7 +88,7 @@ def asked_jobs(
     if shapes is not None and narrowing:
         raise ValueError(f"{', '.join(narrowing)}: they narrow the default grid: wanted them without shapes, got both")
     if manifest is not None:
-        return [job for job in jobs_of_file(manifest, device, model=model) if alike(job)]
+        return [job for job in workload.jobs_of_file(manifest, device, model=model) if alike(job)]
     if isinstance(shapes, str):
         if shapes != "cases":
             raise ValueError(f"shapes: wanted sizes, or 'cases' for the operations' own, got {shapes!r}")
@@ -117,18 +107,18 @@ def asked_jobs(
 
 def jobs_called(device: str) -> list[Job]:
     """What this machine called, as misses left it in the ledger; calls that kernels are no longer known for are not."""
-    return jobs_of(_called(), device)
+    return workload.jobs_of(_called(), device)
 
 
 def every_call(device: str) -> list[Job]:
     """The same, none standing for others."""
-    return every_call_of(_called(), device)
+    return workload.every_call_of(_called(), device)
 
 
-def _called() -> Manifest:
+def _called() -> workload.Manifest:
     known = REGISTRY.operations()
-    calls = [Recorded(count, call) for count, call in ENGINE.ledger.calls() if call.operation in known]
-    return Manifest(FORMAT, time.time(), "", calls)
+    calls = [workload.Recorded(count, call) for count, call in ENGINE.ledger.calls() if call.operation in known]
+    return workload.Manifest(workload.FORMAT, time.time(), "", calls)
 
 
 def _is_asked(
@@ -291,7 +281,7 @@ def tune(
     else:
         if params:
             raise ValueError(f"params: wanted them with an operation's name, got {', '.join(params)} with a model")
-        jobs = jobs_of_model(operation, shapes, target.type)
+        jobs = workload.jobs_of_model(operation, shapes, target.type)
     wanted = current_policy()["tune_samples"] if samples is None else samples
     if samples is not None and samples < MIN_SAMPLES:
         raise ValueError(f"samples: wanted at least {MIN_SAMPLES} of each kernel, got {samples}")
@@ -325,7 +315,9 @@ def tune_calls(calls: Iterable[Facts], *, deadline: Deadline | None = None, leav
     """Measure calls of which the facts are known: those of ``lz.solve``, and, if ``auto_tune_on_warmup``, of warmup."""
     made = list(calls)
     recipes = [CallRecipe.of(facts) for facts in made]
-    jobs = [Job(each.operation, Case(text_of(each), {}), dtype_of(each), recipe=each) for each in recipes]
+    jobs = [
+        Job(each.operation, Case(workload.text_of(each), {}), workload.dtype_of(each), recipe=each) for each in recipes
+    ]
     device = torch.device(recipes[0].device if recipes else "cpu")
     effort = Effort(current_policy()["tune_samples"], fill=device.type == "cpu")
     return run_jobs(jobs, device, effort=effort, deadline=deadline, leave_out=leave_out)

@@ -16,18 +16,7 @@ from torch.utils import _pytree as pytree
 
 from layerzero.core.errors import in_short
 from layerzero.integrations.optimize.attention.transformers import Search
-from layerzero.integrations.optimize.models.compiled import (
-    PLAIN,
-    TENSOR,
-    Bound,
-    Compiled,
-    Engine,
-    Key,
-    Over,
-    described,
-    forward,
-    is_denied,
-)
+from layerzero.integrations.optimize.models import compiled
 from layerzero.integrations.optimize.models.compilers import COMPILERS, Compiler, Flat
 from layerzero.integrations.optimize.swaps.candidate import agrees, distance, outermost, quiet, refusal, watching
 from layerzero.integrations.optimize.times import timing
@@ -59,7 +48,7 @@ class Call:
     named: dict[str, Any]
     inference: bool
     times: int = 1
-    engines: list[Engine] = field(default_factory=list)
+    engines: list[compiled.Engine] = field(default_factory=list)
 
 
 @dataclass
@@ -68,8 +57,8 @@ class Target:
 
     path: str
     module: Module
-    state: Compiled
-    calls: dict[Key, Call]
+    state: compiled.Compiled
+    calls: dict[compiled.Key, Call]
 
 
 def bytes_of(target: Target) -> int:
@@ -79,7 +68,7 @@ def bytes_of(target: Target) -> int:
 
 def compile_calls(search: Search, report: Optimized, watched: Watched) -> list[Target]:
     """Compile the calls of a run, while the model is stock, and compare what they give with it."""
-    compilers = [each for each in COMPILERS if not is_denied(each.name) and not each.missing]
+    compilers = [each for each in COMPILERS if not compiled.is_denied(each.name) and not each.missing]
     found: list[Target] = []
     for path, module in watched.models if compilers else ():
         cls = type(module).__name__
@@ -90,7 +79,7 @@ def compile_calls(search: Search, report: Optimized, watched: Watched) -> list[T
         if isinstance(calls, str):
             report.left.append(Left(path, cls, f"compiled: {calls}"))
             continue
-        target = Target(path, module, Compiled(module), calls)
+        target = Target(path, module, compiled.Compiled(module), calls)
         until_s = report.time.deadline.left_s * (1 - SHARE)
         for compiler in compilers:
             for call in calls.values():
@@ -113,14 +102,14 @@ class Watched:
 
     def __init__(self, root: Module) -> None:
         self.models = list(outermost(root, "transformers", "PreTrainedModel")) or [("", root)]
-        self._calls: dict[int, dict[Key, Call]] = {}
+        self._calls: dict[int, dict[compiled.Key, Call]] = {}
         self._strange: dict[int, str] = {}
 
     def keep(self, module: Module, others: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Note a call."""
-        told, calls = described(others, named), self._calls.setdefault(id(module), {})
+        told, calls = compiled.described(others, named), self._calls.setdefault(id(module), {})
         if told is None:
-            known = (*PLAIN, Tensor)
+            known = (*compiled.PLAIN, Tensor)
             kinds = [type(each).__name__ for each in (*others, *named.values()) if not isinstance(each, known)]
             self._strange[id(module)] = ", ".join(kinds) or "no tensor"
         elif told[0] in calls:
@@ -128,7 +117,7 @@ class Watched:
         else:
             calls[told[0]] = Call(others, dict(named), torch.is_inference_mode_enabled())
 
-    def calls_of(self, module: Module) -> dict[Key, Call] | str:
+    def calls_of(self, module: Module) -> dict[compiled.Key, Call] | str:
         """The most frequent calls of a model by what they look like; or why there are none."""
         if strange := self._strange.get(id(module)):
             return f"it is called with {strange}, and only tensors and plain values are compiled"
@@ -174,7 +163,9 @@ def _guess_s(compiler: Compiler, module: Module, time: TimeLeft) -> float:
     return (compiler.least_s + compiler.each_s * count) * min(known, default=1.0)
 
 
-def _engine(call: Call, module: Module, compiler: Compiler, passed: Callable[[], bool] = lambda: False) -> Engine | str:
+def _engine(
+    call: Call, module: Module, compiler: Compiler, passed: Callable[[], bool] = lambda: False
+) -> compiled.Engine | str:
     """A compiled call that gives stock's values, on its own tensors and on others of their kinds; or why not."""
     shared = {id(each): each for each in (*module.parameters(), *module.buffers())}
     twin = copy.deepcopy(module, dict(shared)).eval()
@@ -203,7 +194,7 @@ def _engine(call: Call, module: Module, compiler: Compiler, passed: Callable[[],
             return run
         with watching([each for each in twin.modules() if isinstance(each, Embedding)], before=keep):
             leaves, spec = pytree.tree_flatten(twin(*call.others, **call.named))
-        kept = tuple(TENSOR if isinstance(each, Tensor) else each for each in leaves)
+        kept = tuple(compiled.TENSOR if isinstance(each, Tensor) else each for each in leaves)
         worst, found = 0.0, leaves
         for given in (tensors, *_others(tensors)):
             if passed():
@@ -214,7 +205,7 @@ def _engine(call: Call, module: Module, compiler: Compiler, passed: Callable[[],
                     found = pytree.tree_flatten(twin(*others, **named))[0]
                 except Exception:  # noqa: BLE001, S112  # numbers that the model itself refuses say nothing
                     continue
-            if tuple(TENSOR if isinstance(each, Tensor) else each for each in found) != kept:
+            if tuple(compiled.TENSOR if isinstance(each, Tensor) else each for each in found) != kept:
                 return "it gives numbers that are no tensors and follow from the input's"
             expected = [each for each in found if isinstance(each, Tensor)]
             if given is not tensors and not all(each.isfinite().all() for each in expected):
@@ -228,17 +219,17 @@ def _engine(call: Call, module: Module, compiler: Compiler, passed: Callable[[],
                     return f"it was off by {error:.2g} of the largest value"
                 worst = max(worst, error)
     bounds = tuple(_bound(each, tables.get(each.data_ptr())) for each in tensors)
-    return Engine(run, kept, spec, compiler.text, worst, compiler.name, bounds)
+    return compiled.Engine(run, kept, spec, compiler.text, worst, compiler.name, bounds)
 
 
-def _bound(tensor: Tensor, entries: int | None) -> Bound:
+def _bound(tensor: Tensor, entries: int | None) -> compiled.Bound:
     """What a tensor's whole numbers may be: those of the table that they index, or those of the caller's, 0 and 1."""
     if tensor.is_floating_point() or tensor.is_complex() or not tensor.numel():
-        return Bound()
+        return compiled.Bound()
     if entries is not None:
-        return Bound(0, entries - 1)
+        return compiled.Bound(0, entries - 1)
     full = tensor.ndim > 1 and bool(tensor.any(-1).all())
-    return Bound(min(0, int(tensor.min())), max(1, int(tensor.max())), full)
+    return compiled.Bound(min(0, int(tensor.min())), max(1, int(tensor.max())), full)
 
 
 def _tensors_of(result: Any) -> list[Tensor]:
@@ -285,10 +276,10 @@ def keep_faster(targets: Sequence[Target], report: Optimized, workload: Workload
     put: list[Replaced] = []
     for target in targets:
         state, cls = target.state, type(target.module).__name__
-        swap = Over(target.module, forward, state)
+        swap = compiled.Over(target.module, compiled.forward, state)
         for key, call in target.calls.items():
             best = _best(call, target.module, report, rounds)
-            if isinstance(best, Engine):
+            if isinstance(best, compiled.Engine):
                 state.engines[key] = best
             elif call.engines:
                 names = " and ".join(each.name for each in call.engines)
@@ -337,7 +328,7 @@ def keep_faster(targets: Sequence[Target], report: Optimized, workload: Workload
     )
 
 
-def _best(call: Call, module: Module, report: Optimized, rounds: int) -> Engine | str:
+def _best(call: Call, module: Module, report: Optimized, rounds: int) -> compiled.Engine | str:
     """The engine that is fastest on a call, if it is faster than the module as it is now."""
     tensors = [each for each in (*call.others, *call.named.values()) if type(each) is Tensor]
     runs: dict[int, Callable[[], Any]] = {

@@ -19,16 +19,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.core.errors import InvalidCallError
-from layerzero.integrations.optimize.attention.dynamic_cache import (
-    Turns,
-    known_layers,
-    longest_of,
-    on,
-    runs_a_library,
-    stream_of,
-    used_here,
-    windows_of,
-)
+from layerzero.integrations.optimize.attention import dynamic_cache
 
 PAGE = 256
 """Places of a page: FlashAttention 2 wants no fewer, and pages lie one after the other here."""
@@ -51,7 +42,7 @@ class Memory:
         held: the cache that has them now.
     """
 
-    def __init__(self, cache: Any, capacity: int, turns: Turns) -> None:
+    def __init__(self, cache: Any, capacity: int, turns: dynamic_cache.Turns) -> None:
         first = seen(cache.layers[0], "keys")
         self.batch, self.capacity, device = first.shape[0], capacity, first.device
         self._turns = turns
@@ -92,7 +83,7 @@ class Memory:
         key, value = keys[:, :, 0], values[:, :, 0]
         given = key, value, *self.pages(number), self.slots
         if self._appends is None:
-            self._appends = runs_a_library("append_paged_kv_", *given)
+            self._appends = dynamic_cache.runs_a_library("append_paged_kv_", *given)
         if self._appends:
             lz.append_paged_kv_(*given)
             return
@@ -129,7 +120,7 @@ class Memory:
                 self.held.release()
             for each in cache.layers:  # of another memory
                 release(each)
-                used_here((each.keys, each.values))
+                dynamic_cache.used_here((each.keys, each.values))
             for number, each in enumerate(cache.layers):
                 for place, tokens in ((self.keys[number], each.keys), (self.values[number], each.values)):
                     first = length - tokens.shape[2]  # a window keeps the last tokens alone
@@ -151,9 +142,9 @@ class Held:
     """
 
     def __init__(self, memory: Memory, cache: Any, length: int) -> None:
-        self.memory, self.length, self.stream = memory, length, stream_of(memory.index.device)
+        self.memory, self.length, self.stream = memory, length, dynamic_cache.stream_of(memory.index.device)
         self._cache: Callable[[], Any] = weakref.ref(cache)
-        self.windows = windows_of(cache)
+        self.windows = dynamic_cache.windows_of(cache)
         for number, each in enumerate(cache.layers):
             _hold(self, number, each)
         self._layers: list[Callable[[], Any]] = [weakref.ref(each) for each in cache.layers]  # copies share them
@@ -182,7 +173,7 @@ def why_not(cache: Any) -> str:
     """Say why a cache cannot be held; empty where it can."""
     from transformers import DynamicCache
 
-    held, known = _classes(), known_layers()
+    held, known = _classes(), dynamic_cache.known_layers()
     if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
         return f"its cache is a {type(cache).__name__}, wanted a DynamicCache that is not offloaded"
     length = cache.get_seq_length()
@@ -194,7 +185,7 @@ def why_not(cache: Any) -> str:
         keys, values = seen(each, "keys"), seen(each, "values")
         if keys is None or keys.ndim != 4 or values.shape[:3] != keys.shape[:3]:
             return "its cache has a layer without tokens"
-        if each.get_seq_length() != length or keys.shape[2] != min(length, longest_of(each, length)):
+        if each.get_seq_length() != length or keys.shape[2] != min(length, dynamic_cache.longest_of(each, length)):
             return "layers of its cache have different lengths"
     return ""
 
@@ -214,7 +205,7 @@ def seen(layer: Any, name: str) -> Any:
 def _part(held: Held, layer: Any, name: str) -> Tensor:
     length, memory = held.length, held.memory
     tokens = (memory.keys if name == "keys" else memory.values)[vars(layer)["_number"]]
-    first = max(0, length - longest_of(layer, length))
+    first = max(0, length - dynamic_cache.longest_of(layer, length))
     part: Tensor = tokens[:, first:length].transpose(1, 2)
     return part
 
@@ -237,11 +228,15 @@ def release(layer: Any, only: Held | None = None) -> None:
     with held.memory.turn():
         if own.get("_held") is not held:  # another thread was first
             return
-        with torch.inference_mode(False), torch.no_grad(), on(held.stream):  # inference mode's would not be writable
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            dynamic_cache.on(held.stream),
+        ):  # inference mode's would not be writable
             taken = {name: _part(held, layer, name).clone() for name in _TENSORS}
         sliding = bool(layer.is_sliding)
         own.update(taken | ({_LENGTH: held.length} if sliding else {}))
-        layer.__class__ = known_layers()[int(sliding)]
+        layer.__class__ = dynamic_cache.known_layers()[int(sliding)]
         del own["_held"], own["_number"]
 
 
@@ -269,7 +264,7 @@ def _reading(name: str) -> property:
 def _classes() -> tuple[Any, Any]:
     """Classes of layers, as Transformers' own and reading a memory: one that keeps all tokens, one with a window."""
     plain: Any
-    plain, window = known_layers()
+    plain, window = dynamic_cache.known_layers()
 
     def get_seq_length(layer: Any) -> int:
         held = vars(layer).get("_held")
@@ -299,7 +294,7 @@ def step_cache(memory: Memory, held: Held, length: int) -> Any:
 
 @functools.cache
 def _step_layer() -> Any:
-    plain: Any = known_layers()[0]
+    plain: Any = dynamic_cache.known_layers()[0]
 
     def __init__(layer: Any, memory: Memory, held: Held, number: int, length: int, sliding: bool) -> None:  # noqa: N807
         plain.__init__(layer)

@@ -21,16 +21,7 @@ from torch.nn import Module
 import layerzero as lz
 from layerzero.core.errors import CudaGraphUnsafeError, InvalidCallError, LayerZeroWarning, NoKernelFoundError, in_short
 from layerzero.core.graph_capture import capturing
-from layerzero.integrations.optimize.attention.dynamic_cache import (
-    NAMES,
-    Turns,
-    cache_in,
-    kinds_of,
-    name_of,
-    stream_of,
-    used_here,
-    windows_of,
-)
+from layerzero.integrations.optimize.attention import dynamic_cache
 from layerzero.integrations.optimize.attention.transformers import NAME, Search
 from layerzero.integrations.optimize.models.generation import DRAWING, Drawing, Numbers
 from layerzero.integrations.optimize.models.step_cache import (
@@ -55,7 +46,7 @@ ON_HOST = frozenset({"cpu"})
 MOST = 4
 """Numbers of sequences for which memory is kept."""
 
-_READ = frozenset({"input_ids", "attention_mask", "position_ids"}) | NAMES
+_READ = frozenset({"input_ids", "attention_mask", "position_ids"}) | dynamic_cache.NAMES
 _TOLD = frozenset({"use_cache", "return_dict", "logits_to_keep", "cache_position"})
 
 _UNCAPTURABLE = InvalidCallError, NoKernelFoundError, CudaGraphUnsafeError
@@ -85,7 +76,7 @@ class Steps(State):
         super().__init__()
         self.left: Counter[str] = Counter()
         self.refused = ""
-        self._turns = Turns()
+        self._turns = dynamic_cache.Turns()
         self._memories: dict[int, Memory] = {}
         self._graphs: dict[tuple[int, int, str], _Graph] = {}
         self._numbers: dict[int, Numbers] = {}
@@ -100,7 +91,7 @@ class Steps(State):
     def _look(self) -> None:
         """Note what a captured step is made of."""
         self._graphs.clear()
-        self._kinds = kinds_of(self._model)
+        self._kinds = dynamic_cache.kinds_of(self._model)
         self._stamp = Stamp(self._model, whole=False)
         self._tensors = [*self._model.parameters(), *self._model.buffers()]
 
@@ -143,10 +134,10 @@ class Steps(State):
         config = self._model.config
         if getattr(config, "output_hidden_states", False) or getattr(config, "output_attentions", False):
             return "its configuration asks for hidden states or attention weights"
-        cache, mask = cache_in(named), named.get("attention_mask")
+        cache, mask = dynamic_cache.cache_in(named), named.get("attention_mask")
         if self._has(cache) is None:
             why = why_not(cache)
-            if not why and windows_of(cache) != self._kinds:
+            if not why and dynamic_cache.windows_of(cache) != self._kinds:
                 why = "its cache has other windows than the model"
             if why:
                 return why
@@ -174,7 +165,7 @@ class Steps(State):
         captured gets no steps any more; a device without memory, or whatever else happened, counts for this step.
         """
         with self._turns.turn(ids.device):
-            why = self.refused or self._why_not(named) or self._other_batch(ids, cache_in(named))
+            why = self.refused or self._why_not(named) or self._other_batch(ids, dynamic_cache.cache_in(named))
             if not why:
                 try:
                     return self._run(ids, named)
@@ -206,10 +197,10 @@ class Steps(State):
             warnings.warn(f"lz.optimize(graph=True): {why}; steps run as they are", LayerZeroWarning, stacklevel=4)
 
     def _run(self, ids: Tensor, named: Mapping[str, Any]) -> Any:
-        cache = cache_in(named)
+        cache = dynamic_cache.cache_in(named)
         with torch.inference_mode(False), torch.no_grad():  # what inference mode makes is not written later
             held = self._held(cache)
-            held.stream = stream_of(ids.device)
+            held.stream = dynamic_cache.stream_of(ids.device)
             memory = held.memory
             memory.ids.copy_(ids)
             positions = named.get("position_ids")
@@ -220,7 +211,7 @@ class Steps(State):
             memory.place(held.length)
             output = self._on_host(held) if ids.device.type in ON_HOST else self._on_device(held)
             held.length += 1
-        return type(output)(logits=output.logits, **{name_of(self._model): cache})
+        return type(output)(logits=output.logits, **{dynamic_cache.name_of(self._model): cache})
 
     def _held(self, cache: Any) -> Held:
         found = self._has(cache)
@@ -240,7 +231,7 @@ class Steps(State):
         memory = self._memories.pop(batch, None)
         self._graphs = {key: each for key, each in self._graphs.items() if key[0] != batch}
         if memory is not None:
-            used_here((*memory.keys, *memory.values))
+            dynamic_cache.used_here((*memory.keys, *memory.values))
             if memory.held is not None and not memory.held.is_of(unless):
                 memory.held.release()
 
@@ -252,7 +243,7 @@ class Steps(State):
                 input_ids=memory.ids,
                 position_ids=memory.positions,
                 use_cache=True,
-                **{name_of(self._model): step_cache(memory, held, places)},
+                **{dynamic_cache.name_of(self._model): step_cache(memory, held, places)},
             )
         finally:
             ONE_TOKEN.reset(token)
@@ -360,7 +351,7 @@ def _is_step(ids: Any, named: Mapping[str, Any]) -> bool:
     """Whether a call brings one token for each sequence, and a cache that has some."""
     if type(ids) is not Tensor or ids.ndim != 2 or ids.shape[1] != 1:
         return False
-    cache = cache_in(named)
+    cache = dynamic_cache.cache_in(named)
     return cache is not None and bool(getattr(cache, "layers", None)) and int(cache.get_seq_length()) > 0
 
 
