@@ -11,7 +11,7 @@ import torch
 
 import layerzero as lz
 
-CRASHES, RAISES, HANGS, LEAVES, WRITES_AND_CRASHES = 101.0, 102.0, 103.0, 104.0, 105.0
+CRASHES, RAISES, HANGS, LEAVES, WRITES_AND_CRASHES, TURNS = 101.0, 102.0, 103.0, 104.0, 105.0, 106.0
 
 
 def act(number: float) -> None:
@@ -28,8 +28,10 @@ def act(number: float) -> None:
 
 def load(facts):
     def rms_norm(input, weight, *, eps):
-        act(input.flatten()[0].item())
-        return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
+        number = input.flatten()[0].item()
+        act(number)
+        result = torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
+        return result.mT.contiguous().mT if number == TURNS else result
 
     return rms_norm
 

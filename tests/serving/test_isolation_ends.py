@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.functional import rms_norm
 
 import layerzero as lz
 from layerzero.core.errors import IsolatedKernelError
@@ -49,10 +50,10 @@ def rows(first: float = 0.5) -> torch.Tensor:
 def test_each_process_has_the_time_to_build_until_a_result(module, apart, monkeypatch):
     limits, ask = [], Worker.ask
 
-    def recorded(self, request, timeout_s, what):
+    def recorded(self, request, timeout_s, what, meanwhile=None):
         if isinstance(request, Run) and request.kernel:
             limits.append(timeout_s)
-        return ask(self, request, timeout_s, what)
+        return ask(self, request, timeout_s, what, meanwhile)
 
     monkeypatch.setattr(Worker, "ask", recorded)
     with pytest.raises(IsolatedKernelError, match="does not like"):
@@ -63,6 +64,42 @@ def test_each_process_has_the_time_to_build_until_a_result(module, apart, monkey
     apart(rows(), WEIGHT, eps=1e-5)
     usual_s = current_policy()["isolation.timeout_s"]
     assert limits == [kernels.BUILD_S, kernels.BUILD_S, usual_s, kernels.BUILD_S]
+
+
+def test_a_large_call_is_answered_while_its_tensors_are_on_their_way(module, apart):
+    def large(first: float) -> torch.Tensor:
+        made = torch.linspace(-1, 1, 2048 * 64).view(2048, 64)
+        made[0, 0] = first
+        return made
+
+    for first in (0.5, 0.25, module.TURNS, 0.5, module.TURNS):  # the layout of a result is not that of the one before
+        result = apart(large(first), WEIGHT, eps=1e-5)
+        assert torch.equal(result, rms_norm(large(first), (64,), WEIGHT, 1e-5))
+        assert result.is_contiguous() == (first != module.TURNS)
+    with pytest.raises(IsolatedKernelError, match="does not like"):
+        apart(large(module.RAISES), WEIGHT, eps=1e-5)
+    with pytest.raises(IsolatedKernelError, match=r"ended with SIGSEGV, in apart\.rms"):
+        apart(large(module.CRASHES), WEIGHT, eps=1e-5)
+    again = apart(large(0.125), WEIGHT, eps=1e-5)
+    assert torch.equal(again, rms_norm(large(0.125), (64,), WEIGHT, 1e-5))
+    del result, again
+    assert kernels.LIBRARIES["apart",].arena.take(1) is not None
+    assert kernels.LIBRARIES["apart",].arena.held == 0, "errors hold no room"
+
+
+def test_results_that_are_kept_for_ever_leave_room_for_calls(module):
+    lz.configure(**{"isolation.memory_mb": 4})
+    apart = kernels.IsolatedKernel(module.KERNELS[0], lz.explain("rms_norm", rows(), WEIGHT).facts)
+    given = [torch.full((2048, 64), float(number)) for number in range(12)]  # 6 MiB of results
+    results = [apart(each, WEIGHT, eps=1e-5) for each in given]
+    arena = kernels.LIBRARIES["apart",].arena
+    inside = [arena.base <= each.data_ptr() < arena.base + arena.size for each in results]
+    assert inside[0]
+    assert not inside[-1]
+    for each, result in zip(given, results, strict=True):
+        assert torch.equal(result, rms_norm(each, (64,), WEIGHT, 1e-5))
+    kernels.end_all()
+    kernels.LIBRARIES.clear()
 
 
 class Sent:

@@ -15,7 +15,6 @@ import os
 import tempfile
 import weakref
 from collections import deque
-from collections.abc import Iterable
 
 import torch
 
@@ -64,11 +63,7 @@ class Mapping:
 
 
 def tensor_in(
-    memory: mmap.mmap | ctypes.Array[ctypes.c_char],
-    at: int,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
+    memory: mmap.mmap | memoryview, at: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> torch.Tensor:
     """A tensor at so many bytes of a buffer; it is no view, since autograd forbids writing into some of these."""
     if 0 in shape:
@@ -76,7 +71,7 @@ def tensor_in(
     return torch.frombuffer(memory, dtype=dtype, count=span(shape, strides), offset=at).as_strided_(shape, strides)
 
 
-class _Gone(weakref.ref["ctypes.Array[ctypes.c_char]"]):
+class _Gone(weakref.ref[memoryview]):
     """Knows which room is free once its object is gone."""
 
     __slots__ = ("at", "size")
@@ -85,12 +80,17 @@ class _Gone(weakref.ref["ctypes.Array[ctypes.c_char]"]):
 
 
 class Arena(Mapping):
-    """The room in the shared memory, handed out by the side that calls; one thread at a time takes any."""
+    """The room in the shared memory, handed out by the side that calls; one thread at a time takes any.
+
+    Attributes:
+        held: bytes of results that live, or went since room was taken last.
+    """
 
     def __init__(self, size: int) -> None:
         """Raises: OSError where the system has no such memory."""
         self.file = shared_file(size)
         super().__init__(self.file)
+        self._bytes, self.held = memoryview(self.view), 0
         self._free: dict[int, list[int]] = {}
         self._top = 0
         self._live: dict[int, _Gone] = {}
@@ -108,6 +108,9 @@ class Arena(Mapping):
             return free.pop()
         if self._top + size > self.size:
             self._join()
+            larger = [each for each in self._free if each >= size]
+            if larger:
+                return self._split(min(larger), size)
         if self._top + size > self.size:
             text = "results that still live hold it; raise isolation.memory_mb, or copy them"
             raise MemoryError(f"wanted {size} bytes of the {self.size} shared with a process, got no room: {text}")
@@ -122,34 +125,43 @@ class Arena(Mapping):
         self._free.setdefault(size, []).append(at)
 
     def _join(self) -> None:
-        """Make free room of other sizes one with what lies above, from the top down to the first that is taken."""
-        free = {at: size for size, places in self._free.items() for at in places}
-        for at in sorted(free, reverse=True):
-            if at + free[at] != self._top:
-                break
-            self._top = at
-            del free[at]
+        """Make neighbours that are free one, also with what lies above all that was taken."""
+        joined: list[tuple[int, int]] = []
+        for at, size in sorted([(at, size) for size, places in self._free.items() for at in places]):
+            first, before = joined.pop() if joined and sum(joined[-1]) == at else (at, 0)
+            joined.append((first, before + size))
+        if joined and sum(joined[-1]) == self._top:
+            self._top, _ = joined.pop()
         self._free = {}
-        for at, size in free.items():
+        for at, size in joined:
             self._free.setdefault(size, []).append(at)
 
-    def offset_of(self, address: int) -> int | None:
-        """Where an address lies there; None elsewhere."""
-        at = address - self.base
-        return at if 0 <= at < self.size and not self._own else None
+    def _split(self, free: int, size: int) -> int:
+        """The beginning of a free room of so many bytes; what is left of it stays free."""
+        at = self._free[free].pop()
+        if not self._free[free]:
+            del self._free[free]
+        if free > size:
+            self._free.setdefault(free - size, []).append(at + size)
+        return at
 
-    def results(
-        self, at: int, size: int, kinds: Iterable[tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]]
-    ) -> list[torch.Tensor]:
-        """Tensors in room that was taken, each by its offset there; it is free again when all of them are gone."""
-        room = (ctypes.c_char * size).from_buffer(self.view, at)
+    def reach(self) -> tuple[int, int]:
+        """The first address that the other process sees, and the end; none while results are kept from a fork."""
+        return (0, 0) if self._own else (self.base, self.base + self.size)
+
+    def hold(self, size: int) -> tuple[int, memoryview]:
+        """Room for results and its bytes; it is free again when these and all tensors in them are gone."""
+        at = self.take(size)
+        room = self._bytes[at : at + size]
         gone = _Gone(room, self._gone.append)
         gone.at, gone.size = at, size
         self._live[at] = gone
-        return [tensor_in(room, *kind) for kind in kinds]
+        self.held += size
+        return at, room
 
     def _give_back(self, gone: _Gone) -> None:
         del self._live[gone.at]
+        self.held -= gone.size
         if gone.at in self._own:
             self._own.discard(gone.at)
             self._map(gone.at, gone.size, mmap.MAP_SHARED, self.file)

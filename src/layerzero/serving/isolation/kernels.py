@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -23,7 +23,7 @@ from layerzero.engine import isolation, probe
 from layerzero.engine.config import current_policy
 from layerzero.engine.isolation import COSTS, CallCost
 from layerzero.engine.policy import Policy
-from layerzero.serving.isolation.arena import Arena
+from layerzero.serving.isolation.arena import Arena, tensor_in
 from layerzero.serving.isolation.messages import Done, Failed, Fetch, Form, Load, Run, Wanted, dtyped, load_of, packed
 from layerzero.serving.isolation.worker import START_S, Worker
 from layerzero.tuning.verification.child import homes
@@ -38,7 +38,25 @@ SAMPLES = 31
 """Calls of each size by which the cost of a call is measured: 40 ms together."""
 
 _FEW, _MANY = 1 << 12, 1 << 20  # bytes of those calls
+_MEANWHILE = 1 << 17  # bytes whose copy takes longer than the message behind it
 _LINE = 64  # of an address: tensors keep it, so that a vector load finds them as aligned as they were
+
+
+class _Form(NamedTuple):
+    """A form of calls that the process knows, by its number: the places of tensors and of others, and their bytes."""
+
+    number: int
+    tensors: tuple[int, ...]
+    others: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class _Known(NamedTuple):
+    """What a call of a form was answered last: the bytes that results take, and what they are."""
+
+    size: int = 0
+    done: Done | None = None
+    kinds: Sequence[tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]] = ()
 
 
 class Library:
@@ -49,8 +67,8 @@ class Library:
         self._lock = forking.lock()
         self._loaded: dict[bytes, int] = {}
         self._built: set[int] = set()
-        self._forms: dict[tuple[Any, ...], int] = {}
-        self._room: dict[tuple[int, int], int] = {}
+        self._forms: dict[tuple[Any, ...], _Form] = {}
+        self._known: dict[tuple[int, int], _Known] = {}
 
     def load(self, load: Load, key: bytes) -> None:
         """Load a kernel, in a process that is started where none runs. Raises: IsolatedKernelError."""
@@ -93,7 +111,7 @@ class Library:
         self._built.clear()
         self._loaded.clear()
         self._forms.clear()
-        self._room.clear()
+        self._known.clear()
 
     def _number(self, load: Load, key: bytes) -> int:
         if self.worker.pid is None:
@@ -121,101 +139,111 @@ class Library:
         limit_s: float,
     ) -> Any:
         arguments = (*given, *named.values())
-        marks = tuple([isinstance(each, torch.Tensor) for each in arguments])
-        tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
-        key = tuple([(each.dtype, each.shape, each.stride()) for each in tensors]), marks, tuple(named)
-        form = self._forms.get(key, len(self._forms))
-        new = None if key in self._forms else Form(tuple(map(dtyped, tensors)), *key[1:])
-        labels = [label for label, mark in zip((*range(len(given)), *named), marks, strict=True) if mark]
-        written = [index for index, label in enumerate(labels) if label in mutated] if mutated else []
-        at, own, copies = self._placed(tensors, written)
-        room, wanted = (0, 0), self._room.get((number, form), 0)
-        try:
-            room = (self.arena.take(wanted), wanted) if wanted else room
-            state = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-            values = tuple([packed(each) for each, mark in zip(arguments, marks, strict=True) if not mark])
-            request = Run(number, form, at, values, room, *state, new)
+        key = *named, *[_metadata(each) if isinstance(each, torch.Tensor) else None for each in arguments]
+        form, new = self._forms.get(key), None
+        if form is None:
+            form, new = _form(len(self._forms), arguments, tuple(named))
+        tensors = [arguments[place] for place in form.tensors]
+        written: list[int] = []
+        if mutated:
+            labels = (*range(len(given)), *named)
+            written = [index for index, place in enumerate(form.tensors) if labels[place] in mutated]
+        at, own, copies = self._placed(tensors, form.sizes, written)
+        known = self._known.get((number, form.number), _Known())
+        room: memoryview | None = None
+        made: list[torch.Tensor] = []
+
+        def copy() -> None:
             for place, start, size in copies:
                 ctypes.memmove(self.arena.base + own[0] + place, start, size)
-            answer = self.worker.ask(request, limit_s, kernel)
-            if new is not None:
-                self._forms[key] = form
+
+        def meanwhile() -> None:
+            if request.copying:
+                copy()
+                self.worker.copied()
+            if room is not None:
+                made.extend([tensor_in(room, *kind) for kind in known.kinds])
+
+        try:
+            place = 0
+            if known.size:
+                place, room = self.arena.hold(known.size)
+            copying = own[1] >= _MEANWHILE
+            state = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+            values = tuple([packed(arguments[each]) for each in form.others])
+            request = Run(number, form.number, at, values, (place, known.size), *state, new, copying)
+            if not copying:
+                copy()
+            answer = self.worker.ask(request, limit_s, kernel, meanwhile)
+            self._forms[key] = form
             if isinstance(answer, Wanted):
-                if room[1]:
-                    self.arena.give(*room)
-                room = (0, 0)
-                room = self.arena.take(answer.size), answer.size
-                self._room[number, form] = answer.size
-                answer = self.worker.ask(Fetch(room), limit_s, kernel)
+                made.clear()
+                room = None
+                known = _Known(answer.size)
+                place, room = self.arena.hold(answer.size)
+                answer = self.worker.ask(Fetch((place, answer.size)), limit_s, kernel)
             if not isinstance(answer, Done):
                 assert isinstance(answer, Failed)
                 raise self.worker.refused(answer)
             if number:
                 self.worker.worked()
-            taken, room = room, (0, 0)
-            results = self._results(answer, tensors, taken)
+            if answer is not known.done:
+                laid = [each for each in answer.results if isinstance(each, tuple)]
+                kinds = [(offset, dtype_named(dtype), shape, strides) for offset, (dtype, shape, strides) in laid]
+                known = self._known[number, form.number] = _Known(known.size, answer, kinds)
+                made[:] = [tensor_in(room, *kind) for kind in kinds] if room is not None else []
+            if self.arena.held > self.arena.size // 2:  # results that are kept for ever leave room for calls
+                made = [each.clone() for each in made]
+            new_ones = iter(made)
+            results = [
+                None if each is None else tensors[each] if isinstance(each, int) else next(new_ones)
+                for each in answer.results
+            ]
             for index in written:
                 tensor = tensors[index]
                 tensor.copy_(self.arena.tensor(at[index], tensor.dtype, tensor.shape, tensor.stride()))
         finally:
-            for each in (own, room):
-                if each[1]:
-                    self.arena.give(*each)
-        return results
+            if own[1]:
+                self.arena.give(*own)
+            room = None  # an error that is kept keeps this frame
+            made = []
+        return tuple(results) if answer.several else results[0]
 
     def _placed(
-        self, tensors: Sequence[torch.Tensor], written: Sequence[int]
+        self, tensors: Sequence[torch.Tensor], sizes: Sequence[int], written: Sequence[int]
     ) -> tuple[tuple[int, ...], tuple[int, int], list[tuple[int, int, int]]]:
         """Where each tensor is to lie in the shared memory, the room that was taken, and what is to be copied there.
 
         That is a place in the room, an address and bytes. What overlaps is copied once, as it lies, so that tensors
         which share memory do so there; what lies there already, as a result, stays, unless the call writes into it.
         """
-        spans = []
-        for index, each in enumerate(tensors):
-            address = each.data_ptr()
-            elements = each.numel() if each.is_contiguous() else isolation.span(each.shape, each.stride())
-            spans.append((address, address + elements * each.itemsize, index))
+        shared, shared_end = (0, 0) if written else self.arena.reach()
+        spans = [(each.data_ptr(), index) for index, each in enumerate(tensors)]
         if len(spans) > 1:
             spans.sort()
-        at, places, taken = [0] * len(tensors), [0] * len(tensors), 0
+        at, moved = [0] * len(tensors), []
         copies: list[tuple[int, int, int]] = []
-        first = stop = 0
-        for address, end, index in spans:
-            shared = self.arena.offset_of(address)
-            if shared is not None and not written:
-                at[index] = shared
+        first = stop = taken = 0
+        for address, index in spans:
+            end = address + sizes[index]
+            if shared <= address < shared_end:
+                at[index] = address - shared
             elif end > address:
                 if copies and address < stop:
                     stop = max(stop, end)
                     copies[-1] = (copies[-1][0], first, stop - first)
                 else:
-                    taken = -(-(taken + (stop - first if copies else 0)) // _LINE) * _LINE + address % _LINE
+                    taken = -(-(taken + stop - first) // _LINE) * _LINE + address % _LINE
                     first, stop = address, end
                     copies.append((taken, first, stop - first))
-                places[index] = taken + address - first + 1
+                moved.append((index, taken + address - first))
         if not copies:
             return tuple(at), (0, 0), copies
         size = taken + stop - first
         room = self.arena.take(size)
-        return (
-            tuple([room + place - 1 if place else there for place, there in zip(places, at, strict=True)]),
-            (room, size),
-            copies,
-        )
-
-    def _results(self, done: Done, tensors: Sequence[torch.Tensor], room: tuple[int, int]) -> Any:
-        """The results of a call: arguments that were written into, or tensors in the room that was taken for them."""
-        laid = [each for each in done.results if isinstance(each, tuple)]
-        if laid:
-            kinds = [(offset, dtype_named(dtype), shape, strides) for offset, (dtype, shape, strides) in laid]
-            made = iter(self.arena.results(*room, kinds))
-        elif room[1]:
-            self.arena.give(*room)
-        results = [
-            None if each is None else tensors[each] if isinstance(each, int) else next(made) for each in done.results
-        ]
-        return tuple(results) if done.several else results[0]
+        for index, place in moved:
+            at[index] = room + place
+        return tuple(at), (room, size), copies
 
     def _measured(self) -> CallCost:
         """What calls of two sizes cost, by calls that compute nothing."""
@@ -231,6 +259,20 @@ class Library:
         mib_us = max(medians[1] - medians[0], 0.0) / (2 * (_MANY - _FEW) / 2**20)
         assert self.worker.pid is not None
         return CallCost(max(medians[0] - mib_us * 2 * _FEW / 2**20, 0.0), mib_us, self.worker.pid)
+
+
+def _metadata(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
+    return tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _form(number: int, arguments: Sequence[object], names: tuple[str, ...]) -> tuple[_Form, Form]:
+    """A new form of calls, as this process and as the other one has it."""
+    tensors = {place: each for place, each in enumerate(arguments) if isinstance(each, torch.Tensor)}
+    others = tuple([place for place in range(len(arguments)) if place not in tensors])
+    sizes = tuple([isolation.span(each.shape, each.stride()) * each.itemsize for each in tensors.values()])
+    marks = tuple([place in tensors for place in range(len(arguments))])
+    told = Form(tuple(map(dtyped, tensors.values())), marks, names)
+    return _Form(number, tuple(tensors), others, sizes), told
 
 
 LIBRARIES: dict[tuple[str, ...], Library] = {}

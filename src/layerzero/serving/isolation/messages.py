@@ -96,12 +96,14 @@ class Run(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     Attributes:
         kernel: the number it was loaded under; 0 gives back its tensors, to measure what a call costs.
-        form: the number of the form; ``new`` is that form where this call is its first.
+        form: the number of the form.
         at: where each tensor lies in the shared memory.
         values: the arguments that are no tensors, in order.
         room: place and bytes for results; too few are answered with how many are wanted.
         threads: of torch.
         deterministic: whether torch has deterministic algorithms alone.
+        new: the form where this call is its first.
+        copying: whether the tensors are still on their way; another message says that they are there.
     """
 
     kernel: int
@@ -112,6 +114,7 @@ class Run(msgspec.Struct, frozen=True, tag=True, array_like=True):
     threads: int
     deterministic: bool
     new: Form | None = None
+    copying: bool = False
 
 
 class Fetch(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import secrets
@@ -11,7 +12,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import wait
 
@@ -21,6 +22,7 @@ from layerzero import __version__
 from layerzero.core.errors import IsolatedKernelError
 from layerzero.engine import probe
 from layerzero.engine.isolation import COSTS
+from layerzero.serving.isolation.arena import MAX_KEPT
 from layerzero.serving.isolation.child import MOST_BYTES
 from layerzero.serving.isolation.messages import Answer, Awake, Failed, Hello, Request, Serve
 from layerzero.testing.process import Process, child_environment, how_it_ended
@@ -65,7 +67,8 @@ class Worker:
         self._container = ""
         self._socket: socket.socket | None = None
         self._in_a_row, self._rests_until, self._timeout_s = 0, -math.inf, 0.0
-        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Answer)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoded = functools.lru_cache(MAX_KEPT)(msgspec.msgpack.Decoder(Answer).decode)
 
     @property
     def pid(self) -> int | None:
@@ -96,8 +99,11 @@ class Worker:
             self.end()
             raise IsolatedKernelError(f"wanted layerzero {__version__} in its environment, got {hello.layerzero}")
 
-    def ask(self, request: Request, timeout_s: float, what: str) -> Answer:
-        """Send a request and wait for the answer. Raises: IsolatedKernelError where the process ends or hangs."""
+    def ask(self, request: Request, timeout_s: float, what: str, meanwhile: Callable[[], None] | None = None) -> Answer:
+        """Send a request and wait for the answer. Raises: IsolatedKernelError where the process ends or hangs.
+
+        ``meanwhile`` runs while the process is at it. Equal answers are one object.
+        """
         assert self._socket is not None
         if timeout_s != self._timeout_s:  # the system's own: a timeout of Python's asks once more before each answer
             whole = int(timeout_s)
@@ -106,6 +112,8 @@ class Worker:
             self._timeout_s = timeout_s
         try:
             self._socket.send(self._encoder.encode(request))
+            if meanwhile is not None:
+                meanwhile()
             self._awake.came()
             answer = self._socket.recv(MOST_BYTES)
         except BlockingIOError:
@@ -117,7 +125,12 @@ class Worker:
             raise
         if not answer:
             raise self._gone(what)
-        return self._decoder.decode(answer)  # type: ignore[no-any-return]
+        return self._decoded(answer)  # type: ignore[no-any-return]
+
+    def copied(self) -> None:
+        """Say that the tensors of the request are there."""
+        assert self._socket is not None
+        self._socket.send(b"\0")
 
     def worked(self) -> None:
         """Note that a kernel gave a result: the next end of the process is a first one."""
