@@ -5,10 +5,10 @@ them, by blocks of 32 or 256 numbers. A thread has a graph for each size of prod
 build it anew takes 10 us more, and 40 between products of 2 MB and more, which leave no cache warm. Neither llama_cpp
 nor a model is loaded. Of ggml's structs the code relies on ``ggml_init_params`` alone.
 
-One row of 8192 x 2048 takes 833 us in Q8_0, 461 in Q4_K and 503 in Q6_K: 20 to 27 GB of blocks a second. ONNX Runtime
-takes 1,233, 1,762 and 1,172 there, and less than ggml from 4 rows on in Q8_0, from 4 to 16 in Q6_K (AMD EPYC Zen 4,
-one thread, llama-cpp-python 0.3.36 built on it, 2026-11-27). ggml's own order of Q4_K takes 408 for one row and
-30,800 instead of 17,600 for 128, and a copy of the weight: it is left out.
+One row of 8192 x 2048 beyond the caches takes 1,463 us in Q8_0, 742 in Q4_K and 777 in Q6_K, ONNX Runtime's form 1,462,
+1,230 and 1,695; 64 rows 21,200, 9,700 and 15,900, and 14,700, 17,800 and 14,500 (float32, AMD EPYC Zen 4, one busy
+thread, llama-cpp-python 0.3.36 built on it, 2026-11-27). ggml's own order of Q4_K took 408 for one row where this took
+461, 30,800 instead of 17,600 for 128, and a copy of the weight: it is left out.
 Library: ggml in llama-cpp-python >= 0.3.36, MIT.
 """
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name
@@ -109,6 +109,8 @@ def _unpacked(module: Module, codes: Tensor, scale: Tensor, zero: Tensor) -> Qua
 
 def _memory(weight: Any) -> Tensor | None:
     """A parameter of a class of its own as a plain tensor of the same memory, with its count of writes."""
+    if type(weight) is Parameter:
+        return weight
     if not isinstance(weight, Tensor) or getattr(weight, "__tensor_flatten__", None) is not None:
         return None
     with torch._C.DisableTorchFunctionSubclass():
@@ -137,13 +139,14 @@ def _eight_bits(module: Module) -> tuple[Tensor | None, ...]:
 
 def _blocks(module: Module) -> tuple[Tensor | None, ...]:
     """GGUF's blocks, of a module that knows their type."""
-    weight = module._parameters.get("weight")
-    known = _kind_of(module) is not None and getattr(module, "input_permutation", None) is None
-    return (_memory(weight) if known else None,)
+    known = _kind_of(module) is not None and module._buffers.get("input_permutation") is None
+    return (_memory(module._parameters.get("weight")) if known else None,)
 
 
 def _kind_of(module: Module) -> str | None:
-    number = getattr(module, "ggml_type", getattr(module._parameters.get("weight"), "quant_type", None))
+    number = vars(module).get("ggml_type")  # in each call: an attribute that is missing costs more than all the rest
+    if number is None:
+        number = getattr(module._parameters.get("weight"), "quant_type", None)
     return NUMBERS.get(int(number)) if isinstance(number, int) else None
 
 
