@@ -53,8 +53,8 @@ def shapes_of(texts: Sequence[str] | None) -> list[Shape] | None:
         several = text.split(":")
         if len(several) > 2 or not all(_SIZES.fullmatch(each) for each in several):
             raise ValueError(f"--shapes: wanted sizes like 1x2048x32x128 or 1x1x32x128:1x512x8x128, got {text!r}")
-        sizes = [tuple(int(size) for size in each.split("x")) for each in several]
-        found.append(sizes[0] if len(sizes) == 1 else sizes)
+        shapes = [sizes(each, "--shapes") for each in several]
+        found.append(shapes[0] if len(shapes) == 1 else shapes)
     return found
 
 

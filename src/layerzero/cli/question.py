@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,9 @@ from layerzero.ops import FUNCTIONS, OPERATION_ALIASES, function_of
 from layerzero.ops.calls import accepted, arguments_of, case_of_shapes, function_for
 
 _SIZES = re.compile(r"\d+(?:[x,]\d+)*")
+_MOST_ELEMENTS = 2**60 - 1
+"""Torch counts a tensor's bytes in 63 bits."""
+
 _WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -134,12 +138,17 @@ def _of_shapes(
             raise ValueError(f"--kv-shape: wanted a function of two tensors alike, got {flags.name}")
         shapes.append(sizes(flags.kv_shape, "--kv-shape"))
     layout = flags.layout or None
-    for operation in operations:
-        case = case_of_shapes(operation, shapes, layout, values)
-        if case is not None:
-            made = _made(operation, case, flags, dtype)
-            break
-    else:  # what is wrong with them, the function says best
+    made = None
+    try:
+        for operation in operations:
+            case = case_of_shapes(operation, shapes, layout, values)
+            if case is not None:
+                made = _made(operation, case, flags, dtype)
+                break
+    except RuntimeError as error:  # of a size that follows from them: a product, or more than an integer holds
+        why = str(error).partition("\n")[0]
+        raise ValueError(f"--shape: wanted sizes that tensors may have, got {flags.shape!r}: {why}") from None
+    if made is None:  # what is wrong with them, the function says best
         alike = first.required[0].ndim
         made = {each.name: _empty(shapes[-1], dtype) for each in first.required if each.ndim in (alike, None)}
         missing = [each.name for each in first.required if each.name not in made]
@@ -181,7 +190,10 @@ def sizes(text: str, flag: str) -> tuple[int, ...]:
     """A shape from a flag's text. Raises: ValueError with wanted and got."""
     if not _SIZES.fullmatch(text):
         raise ValueError(f"{flag}: wanted sizes like 1x2048x32x128, got {text!r}")
-    return tuple(int(size) for size in re.split("[x,]", text))
+    found = tuple(int(size) for size in re.split("[x,]", text))
+    if math.prod(max(size, 1) for size in found) > _MOST_ELEMENTS:
+        raise ValueError(f"{flag}: wanted sizes whose product is below 2**60, got {text!r}")
+    return found
 
 
 def _tensor(function: Function, name: str, text: str, dtype: torch.dtype) -> torch.Tensor | None:
