@@ -40,14 +40,17 @@ class BucketTable:
 
     Attributes:
         strict: whether a call outside of all buckets is an error; else it is chosen for at run time.
+        lacking: whether points of the plan's grid have no bucket, since the budget was over.
         misses: such calls, by the name of their class, each with its reason.
     """
 
-    def __init__(self, entries: Iterable[tuple[Facts, Policy, str, FrozenChoice]], *, strict: bool = False) -> None:
+    def __init__(
+        self, entries: Iterable[tuple[Facts, Policy, str, FrozenChoice]], *, strict: bool = False, lacking: bool = False
+    ) -> None:
         self._lock = forking.lock()
         self._kinds: dict[str, list[Row]] = defaultdict(list)
         self._functions: set[str] = set()
-        self.strict = strict
+        self.strict, self.lacking = strict, lacking
         self.misses: dict[str, Reason] = {}
         for facts, policy, name, choice in entries:
             kind = class_name(facts, policy, dense=True, sizes="")
@@ -85,7 +88,10 @@ class BucketTable:
         if _function(facts) not in self._functions or self.rows(facts, policy):
             return None
         rows = self._kinds.get(class_name(facts, policy, dense=True, sizes=""))
-        hint = "Solve again with buckets that hold it, or leave it to the choice at run time"
+        again = "Solve again with buckets that hold it"
+        if self.lacking:
+            again = "Points of the plan's grid were not recorded: solve again with a larger budget_s"
+        hint = f"{again}, or leave it to the choice at run time"
         if not rows:
             own = class_name(facts, policy, dense=True, sizes="").split()
             near = self._nearest(own)

@@ -33,7 +33,7 @@ from layerzero.engine.judgements import Later
 from layerzero.engine.plain import plain_facts
 from layerzero.engine.registry import REGISTRY
 from layerzero.inspection.answers import explain_facts
-from layerzero.inspection.plan_document import ERROR, Solved
+from layerzero.inspection.plan_document import ERROR, Solved, lacking
 
 FORMAT = 2
 
@@ -122,7 +122,8 @@ def freeze(
     sizes its choices hold: a call outside of its buckets is chosen for at run time, with times, and listed with
     ``PLAN_BUCKET_MISS`` in ``frozen().plan.misses``. Calls of functions that the plan lacks are chosen for as ever.
 
-    A warning tells of a document without choices, and of classes that are not in it because there were too many.
+    A warning tells of a document without choices, of points of a plan's grid that were not recorded, and of classes
+    that are not in it because there were too many.
 
     Args:
         manifest: a document or its file.
@@ -154,7 +155,7 @@ def freeze(
                 raise
             warnings.warn(f"freeze: nothing is frozen, choices go on: {error}", LayerZeroWarning, stacklevel=2)
             return document({})
-        tell_if_short("freeze", found.choices)
+        tell_if_short("freeze", found.choices, found.solved)
         _take(found, strict)
     assert ENGINE.frozen is not None
     return document(ENGINE.frozen.choices, ENGINE.frozen.solved)
@@ -201,18 +202,24 @@ def _take(found: Frost, strict: bool | None = None) -> None:
     if found.solved is not None:
         strict = found.solved.fallback == ERROR if strict is None else strict
         policy = CONFIGURATION.policy
-        plan = BucketTable(((facts_of(each), policy, name, each) for name, each in choices.items()), strict=strict)
+        entries = ((facts_of(each), policy, name, each) for name, each in choices.items())
+        plan = BucketTable(entries, strict=strict, lacking=bool(found.solved.not_recorded))
     ENGINE.frozen = Frozen(choices, plan, found.solved)
     ENGINE.bump()
 
 
-def tell_if_short(asked: str, choices: Mapping[str, FrozenChoice]) -> None:
-    """Warn of choices that hold nothing, and of calls that were too many to be remembered."""
+def tell_if_short(asked: str, choices: Mapping[str, FrozenChoice], solved: Solved | None = None) -> None:
+    """Warn of choices that hold nothing, of points that a plan lacks, and of calls too many to be remembered."""
     problem = ""
     if not choices:
         problem = (
             "wanted calls that were made or warmed up, got none: every call is now chosen for by priority, without "
             "times. lz.thaw(), make one step or lz.warmup(...), then ask again"
+        )
+    elif solved is not None and solved.not_recorded:
+        problem = (
+            f"wanted all points of the plan's grid, got none for {lacking(solved)}: the budget was over; solve again "
+            "with a larger budget_s"
         )
     elif ENGINE.history.dropped:
         problem = (

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
+from msgspec import UNSET, UnsetType
 from torch.nn import Module
 
 from layerzero.core.device import Device, capability_hash, driver_version
@@ -84,6 +85,7 @@ class Solved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         jit_artifacts: builds that choices rest on, by the choice's name.
         fallback: what becomes of a call outside of all buckets, ``runtime_select`` or ``error``.
         joint: what choosing kernels together came to, point by point; empty where each was chosen for itself.
+        not_recorded: points of the grid that have no bucket, since the budget was over; left out where there are none.
     """
 
     model: str
@@ -97,6 +99,7 @@ class Solved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     jit_artifacts: dict[str, BuiltFor]
     fallback: str = RUNTIME_SELECT
     joint: list[Joint] = []
+    not_recorded: list[dict[str, int]] | UnsetType = UNSET
 
     def differences(self, operations: Collection[str], model: Module | None) -> list[str]:
         """What is not here as it is there: hardware, libraries, and the model where one is given."""
@@ -219,6 +222,7 @@ def _flat(document: Frost) -> dict[str, Any]:
         for part in ("configuration", "hardware", "libraries", "shape_buckets"):
             found |= {f"{part}.{key}": value for key, value in getattr(solved, part).items()}
         found |= {f"bucket {_point(each.sizes)}": each.calls for each in solved.plans}
+        found |= {f"bucket {_point(each)}": "not recorded" for each in solved.not_recorded or ()}
         found |= {f"together {_point(each.sizes)}": each.note for each in solved.joint}
         found |= {f"build of {name}": f"{each.kernel} {each.build}" for name, each in solved.jit_artifacts.items()}
     return found | {name: f"{each.kernel} ({_library(each)})" for name, each in document.choices.items()}
@@ -234,6 +238,8 @@ def table(document: Frost) -> Iterator[str]:
     yield f"  model: configuration {solved.configuration_hash[:12]}, {_listed(solved.configuration, most=8)}"
     buckets = "; ".join(f"{name} {', '.join(map(str, ends))}" for name, ends in solved.shape_buckets.items())
     yield f"  buckets: {buckets or 'the sizes of the inputs'}"
+    if solved.not_recorded:
+        yield f"  not recorded before the budget was over: {lacking(solved)}"
     yield f"  builds: {len(solved.jit_artifacts)}; calls outside of all buckets: {solved.fallback}"
     for points, calls in _alike(document, solved).items():
         yield points
@@ -258,6 +264,11 @@ def _alike(document: Frost, solved: Solved) -> dict[str, list[tuple[str, FrozenC
     for each in solved.plans:
         points[tuple(each.calls)].append(_point(each.sizes))
     return {" and ".join(those): [(name, document.choices[name]) for name in calls] for calls, those in points.items()}
+
+
+def lacking(solved: Solved) -> str:
+    """The points of a plan's grid that it has no bucket for."""
+    return "; ".join(_point(each) for each in solved.not_recorded or ())
 
 
 def _point(sizes: Mapping[str, int]) -> str:

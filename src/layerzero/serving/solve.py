@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from msgspec import UNSET
 from torch.nn import Module
 from torch.utils import _pytree as pytree
 
@@ -122,8 +123,9 @@ def solve(
             where the model returns a cache.
         shape_buckets: the ends of the buckets, by axis: ``seq_len`` and ``batch``, or those that ``inputs`` takes.
         compile_jit: whether kernels may be built; else those that are built are chosen from.
-        budget_s: seconds for all of it; a call that is being measured ends. With 0 nothing is built or measured, and
-            choices follow from what is known; None has no end.
+        budget_s: seconds for all of it; a call that is being measured ends. The grid is recorded first: whole on
+            tensors without memory, as far as the time goes where it runs for real. With 0 nothing is built or measured,
+            and choices follow from what is known; None has no end.
         strict: whether a call outside of all buckets shall be an error where the plan is held.
     Returns: the document. A warning tells what time did not suffice for.
     Raises: TypeError or ValueError for buckets and inputs that mean nothing, and for a model that makes no call of
@@ -137,13 +139,13 @@ def solve(
     points = grid_of(shape_buckets, inputs)
     seen = Seen()
     plans = list(_recorded(model, inputs, points, seen, deadline))
-    left = len(points) - len(plans)
+    left = points[len(plans) :]
     calls = seen.calls
     if not calls:
         hint = "lz.optimize(model), or attn_implementation='layerzero' with Transformers, lets its modules make some"
         raise ValueError(f"solve: wanted a model that calls LayerZero's functions, got none of them; {hint}")
     device = next(iter(calls.values())).device
-    problems = [f"{left} of {len(points)} points of the grid were not recorded"] if left else []
+    problems = [f"{len(left)} of {len(points)} points of the grid were not recorded"] if left else []
     if seen.scoped:
         problems.append(f"{seen.scoped} calls were made under a scope's settings, which no other process has")
     jointly = CONFIGURATION.policy["plan_mode"] and budget_s != 0
@@ -183,6 +185,7 @@ def solve(
             jit_artifacts=artifacts,
             joint=joint,
             fallback=plan_document.ERROR if strict else plan_document.RUNTIME_SELECT,
+            not_recorded=left or UNSET,
         ),
     )
 
@@ -211,25 +214,30 @@ def grid_of(shape_buckets: Mapping[str, Sequence[int]] | None, inputs: Any) -> l
 def _recorded(
     model: Module, inputs: Any, points: Sequence[dict[str, int]], seen: Seen, deadline: Deadline
 ) -> Iterator[tuple[dict[str, int], list[str]]]:
-    """Each point with the names of its calls, until half of the time is over; the first is always there.
+    """Each point with the names of its calls.
+
+    Runs on tensors without memory are all made, whatever the time: a whole plan is worth more than times. Runs for
+    real, which may take minutes each, end with the budget; the first is always there.
 
     The first one is made for real, too, where the model has weights: what makes other calls then, as modules that
     ``lz.optimize`` exchanged do, is made for real at every point.
     """
-    over = deadline.part(0.5) if deadline.left_s > 0 else lambda: False  # without a budget, all of it is recorded
+    over = deadline.passed if deadline.left_s > 0 else lambda: False  # without a budget, all of it is recorded
     weights = not any(each.is_meta or type(each.data) is not torch.Tensor for each in model.parameters())
-    shapes = True
+    shapes, real = True, False
     for number, point in enumerate(points):
-        if number and over():
+        if real and over():
             return
         names: list[str] = []
         for near in _from_one(point, points[0]):
             given = inputs if inputs is not None and not point else _inputs_at(model, inputs, near)
             if callable(given):
+                real = True
                 with seen.of_one(names), torch.no_grad():
                     given()
             elif not number and weights and near is point:
                 shapes = _shapes_show(model, given, seen, names)
+                real = not shapes
             else:
                 _run(model, given, seen, names, shapes=shapes or not weights)
         yield point, names
