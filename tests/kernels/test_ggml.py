@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 import threading
 
 import pytest
@@ -51,6 +52,16 @@ def test_it_is_not_offered_rows_that_stay_as_they_are():
     assert KERNEL not in {each.kernel for each in report.candidates}
 
 
+def test_a_package_without_its_libraries_is_an_error_and_no_more(monkeypatch, tmp_path):
+    (tmp_path / "llama_cpp").mkdir()
+    (tmp_path / "llama_cpp" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "llama_cpp", raising=False)
+    monkeypatch.setattr(ggml, "_library", ggml._Library)
+    with pytest.raises(OSError, match="libggml-base"):
+        ggml._OfThread()
+
+
 @HERE
 @at_once("kind", KINDS)
 def test_it_reads_every_kind_of_block(kind):
@@ -91,7 +102,7 @@ def test_threads_do_not_share_addresses():
 @HERE
 def test_a_thread_lets_go_of_graphs_beyond_the_most(monkeypatch):
     monkeypatch.setattr(ggml, "_MOST", 2)
-    known, products = weight("Q8_0"), ggml._Products()
+    known, products = weight("Q8_0"), ggml._Products(ggml._library())
     for count in (1, 2, 3, 4, 1):
         rows = torch.randn(count, 256)
         assert off(products(8, known.fields.data, rows), rows, known) < 0.02

@@ -130,9 +130,9 @@ class _Graph:
 class _Products:
     """The graphs of one thread, and ggml's scratch memory for its rows in int8."""
 
-    def __init__(self) -> None:
-        self._library = _library()
-        self._backend, self._threads = self._library.backend(), 0
+    def __init__(self, library: _Library) -> None:
+        self._library = library
+        self._backend, self._threads = library.backend(), 0
         self._graphs: dict[tuple[int, int, int, int], _Graph] = {}
 
     def __del__(self) -> None:
@@ -160,7 +160,7 @@ class _OfThread(threading.local):
     """What each thread has of its own: a graph's addresses are those of one call."""
 
     def __init__(self) -> None:
-        self.products = _Products()
+        self.products = _Products(_library())
 
 
 _of_thread = functools.cache(_OfThread)
