@@ -32,9 +32,8 @@ from layerzero.ops.moe.quantized import QUANTIZED, ROUNDED
 from layerzero.ops.quantize.weight import QuantizedWeight
 from layerzero.ops.quantize.weight_format import Codes, Fields
 
-ROUNDING = (FORMATTED["group.int8"].name,)
-ROUNDING_GGUF = (FORMATTED["gguf.int8"].name,)
-"""Of kernels that round rows; those that do not take both operations."""
+ROUNDING, ROUNDING_GGUF = (FORMATTED["group.int8"].name,), (FORMATTED["gguf.int8"].name,)
+"""What kernels that round rows to int8 also take, of weights by group and of GGUF weights."""
 
 Product = Callable[[Tensor, Any], Tensor]
 """Multiplies dense rows (M, K) with the form."""
