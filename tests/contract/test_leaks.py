@@ -121,7 +121,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         ("attention", "linear", "logits", "packed", "tokens"), "calls of a model, for what is shown"
     ),
     "cli/demo_screen.py": dict.fromkeys(("attention", "packed"), _EXAMPLES),
-    "cli/deployment.py": dict.fromkeys(("norm", "rms_norm"), _EXAMPLES),
+    "cli/checks.py": dict.fromkeys(("norm", "rms_norm"), _EXAMPLES),
     "cli/perfdb.py": {"rows": "of the database, in what it writes as JSON"},
     "cli/perfdb_exchange.py": {"attention": _EXAMPLES, "rows": "of the database, in what it writes as JSON"},
     "cli/question.py": dict.fromkeys(("causal", "kv"), _OPTION),

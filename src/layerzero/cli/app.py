@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from layerzero.cli import calls, deployment, perfdb_exchange, plans
+from layerzero.cli import calls, checks, deployment, perfdb_exchange, plans
 from layerzero.cli.calls import AsJson, CallFlags, ExplainFlags, Modules, command
 from layerzero.cli.output import FINE, NO, Answer, Program, import_modules, say, stdout_console
 from layerzero.cli.output import examples as _examples
@@ -209,7 +209,7 @@ def operations(json: AsJson = False) -> Answer:
     return Answer([listing.operation_data(each) for each in found], lambda: listing.operations(found))
 
 
-deployment.add_checks(main)
+checks.add_to(main)
 
 
 @config.command("show", **_examples("config show", "config show --json"))

@@ -1,17 +1,15 @@
-"""Block-sparse attention in torch: a mask of all pairs, a loop over rows of blocks, or rows as sequences of a batch.
+"""Attention of which pairs are left out, in torch: by a pattern of blocks, or by the lengths of padded keys.
 
-On a CPU each row of blocks is a call of the operator behind ``F.scaled_dot_product_attention`` with what it sees, so
-that what is hidden costs nothing; on NVIDIA the rows are sequences of torch's FlashAttention 2, their keys gathered.
+Of a pattern there are a mask of all pairs, a loop over rows of blocks, or rows as sequences of a batch. On a CPU each
+row of blocks is a call of the operator behind ``F.scaled_dot_product_attention`` with what it sees, so that what is
+hidden costs nothing; on NVIDIA the rows are sequences of torch's FlashAttention 2, their keys gathered.
 
-Attention to blocks of unlike sizes in torch: the blocks as a mask of all pairs.
+Blocks of unlike sizes become a mask of all pairs. On NVIDIA each head gets keys of its own: see
+:func:`layerzero.backends.torch.cuda_attention.own_heads`.
 
-On NVIDIA each head gets keys of its own: see :func:`layerzero.backends.torch.cuda_attention.own_heads`.
-Library: torch >= 2.10, BSD-3-Clause.
-
-Attention over padded keys by their lengths, without a mask: encoders' batches, and cross attention over them.
-
-On a CPU each sequence is a call of the operator behind ``F.scaled_dot_product_attention`` with the keys that it has; on
-NVIDIA torch's FlashAttention 2 reads each sequence as far as its length says. What lies beyond is read by neither.
+Padded keys are read by their lengths, without a mask: encoders' batches, and cross attention over them. On a CPU each
+sequence is a call of that operator with the keys that it has; on NVIDIA torch's FlashAttention 2 reads each sequence
+as far as its length says. What lies beyond is read by neither.
 Library: torch >= 2.10, BSD-3-Clause.
 """
 
@@ -229,7 +227,7 @@ def _load(facts: Facts) -> Callable[..., Any]:
     return run
 
 
-def _mask_bytes_sparse_variable(facts: Facts) -> int:
+def _block_mask_bytes(facts: Facts) -> int:
     pairs = facts.size("tokens") * facts.size("kv_tokens")
     return pairs * (facts.size("kv_heads") + 2 * facts.tensors["query"].dtype.itemsize * facts.size("heads"))
 
@@ -283,7 +281,7 @@ KERNELS = (
         limit.positive("scale"),
         AlignedOnCuda(("query", "key", "value")),
         accepts=("scale",),
-        workspace_bytes=_mask_bytes_sparse_variable,
+        workspace_bytes=_block_mask_bytes,
         deterministic=False,
         graph_safe=False,
         priority=30,

@@ -9,6 +9,9 @@ vLLM's FlashAttention 2 and 3 behind a shared prefix: one call for the prefix, o
 
 To the prefix all queries are those of one sequence, so that a tile of queries reads each page once. Both calls are
 merged by torch's expression; as an operation of its own there is vLLM's, which takes one launch.
+
+With block patterns a row of blocks is a sequence, the blocks of keys are its pages: keys of one sequence, cut into
+blocks, are a paged cache as they lie, and the pattern becomes a block table on the device. Nothing is gathered.
 Library: vllm 0.20, Apache-2.0; FlashAttention, BSD-3-Clause, arXiv:2307.08691 and arXiv:2407.08608.
 """
 
@@ -24,11 +27,13 @@ from torch import Tensor
 from layerzero.backends.flashinfer.paged import same_strides
 from layerzero.backends.shape_cache import Prepared, driver_cache
 from layerzero.backends.torch.latent import as_decode, merge, weighted
+from layerzero.backends.torch.varlen import lse_of_tokens
 from layerzero.backends.vllm.flash_attn import FITTING_VALUES, fitting_values
 from layerzero.backends.vllm.library import (
     VLLM,
     VLLM_FLASH_ATTN_2,
     VLLM_FLASH_ATTN_3,
+    driver_version,
     has_machine_code_of_v2,
     operators,
     variant_of_v2,
@@ -37,10 +42,12 @@ from layerzero.backends.vllm.varlen import OF_V2, OF_V3, Forward, Keys, Own, act
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
+from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention.limits import DenseTokens
 from layerzero.ops.attention.reference import lse_of_hidden_rows
 from layerzero.ops.cascade import CASCADE, FLAT, MERGE_STATES
 from layerzero.ops.paged.step import StepMetadata
+from layerzero.ops.sparse.declare import NAME, block_table, in_blocks
 
 
 def _starts(device_index: int, batch: int) -> Tensor:
@@ -267,6 +274,69 @@ WRITES = (
 )
 """What its operators that write tokens into pages take."""
 
+
+def _load_blocks(facts: Facts, library: Callable[[], Forward]) -> Callable[..., Any]:
+    forward, scored = library(), acting(facts)
+
+    def run(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        block_indptr: Tensor,
+        block_indices: Tensor,
+        *,
+        block_rows: int,
+        block_cols: int,
+        return_lse: bool = False,
+        **given: Any,
+    ) -> Any:
+        pages = in_blocks(key, block_cols), in_blocks(value, block_cols)
+        table, counts = block_table(block_indptr, block_indices, len(pages[0]))
+        starts = torch.arange(0, len(query) + 1, block_rows, dtype=torch.int32, device=query.device)
+        keys = Keys(*pages, None, counts * block_cols, table, max(len(key), 1))
+        output, lse = forward(query, starts, block_rows, keys, scored(**given), None)
+        if not return_lse:
+            return output
+        # version 2 leaves what lay there for rows without a block (2.4e-38 on an H200, 2026-11-23)
+        nothing = (counts == 0).repeat_interleave(block_rows)[: len(query)]
+        return output, lse_of_tokens(output, lse).masked_fill(nothing, -torch.inf)
+
+    return run
+
+
+def _blocks_of_16(facts: Facts) -> Reason | None:
+    """Pages of version 2, and tiles of version 3 worth their launch."""
+    size: Any = facts["block_cols"]
+    if size % 16 == 0:
+        return None
+    return Reason(ReasonCode.CONSTRAINT_FAILED, "block_cols", "a multiple of 16", size)
+
+
+def _of_blocks(own: Own, version: int, priority: int) -> Kernel:
+    variant = functools.partial(variant_of_blocks, version=version)
+    return own.backend.kernel(
+        f"vllm.flash_attn.v{version}.block_sparse",
+        NAME,
+        functools.partial(_load_blocks, library=own.forward),
+        *(each for each in own.limits if "page_size" not in each.facts_named()),
+        limit.dtype("float16", "bfloat16"),
+        limit.dim("head_dim", max=256, multiple=8),
+        limit.positive("scale"),
+        limit.Custom("block_cols: a multiple of 16", _blocks_of_16),
+        limit.last_stride_one("query", "key", "value"),
+        limit.aligned(16, "query", "key", "value"),
+        limit.contiguous("block_indptr"),
+        accepts=("block_rows", "block_cols", "scale", "return_lse"),
+        **{**own.fields, **({"build_key": variant} if own.fields else {})},
+        priority=priority,
+    )
+
+
+def variant_of_blocks(facts: Facts, version: int) -> tuple[object, ...]:
+    """Which instantiation a call takes: one for each dtype and width, and whose compiler makes it of PTX."""
+    return version, facts.device.sm, driver_version(), facts["dtype"], -(-facts.size("head_dim") // 32)
+
+
 KERNELS = (
     VLLM_FLASH_ATTN_3.kernel(
         "vllm.flash_attn.v3.paged",
@@ -322,4 +392,6 @@ KERNELS = (
         limit.aligned(16, "output_a", "output_b"),
         priority=80,
     ),
+    _of_blocks(OF_V3, 3, 80),
+    _of_blocks(OF_V2, 2, 55),
 )

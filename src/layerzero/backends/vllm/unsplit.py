@@ -10,12 +10,6 @@ which its blocks are picked (``is_causal`` in hopper/flash_api.cpp, hopper/tile_
 6bf4ce25). So calls say two queries and a causal mask. Windows are refused: version 3 drops one that is wider than the
 keys, and picks other blocks then. So are pages of 128 tokens and more, which it reads by TMA for long prompts alone.
 Library: vllm 0.20, Apache-2.0; FlashAttention, BSD-3-Clause, arXiv:2307.08691 and arXiv:2407.08608.
-
-vLLM's FlashAttention 2 and 3 with block patterns: a row of blocks is a sequence, the blocks of keys are its pages.
-
-Keys of one sequence, cut into blocks, are a paged cache as they lie; the pattern becomes a block table on the device.
-Nothing is gathered, and nothing is planned on the host.
-Library: vllm 0.20, Apache-2.0; FlashAttention, BSD-3-Clause.
 """
 
 from __future__ import annotations
@@ -24,13 +18,10 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from layerzero.backends.torch.tiled_attention import starts_of_one_length
-from layerzero.backends.torch.varlen import lse_of_tokens
 from layerzero.backends.vllm.flash_attn import OF_LENGTHS, lengths
-from layerzero.backends.vllm.library import driver_version
 from layerzero.backends.vllm.varlen import (
     AMPERE,
     HOPPER,
@@ -50,74 +41,9 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel, Trust
 from layerzero.core.limit_kinds import Limit
-from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention import declare as attention
 from layerzero.ops.paged import mixed
 from layerzero.ops.ragged import declare as ragged
-from layerzero.ops.sparse.declare import NAME, block_table, in_blocks
-
-
-def _load(facts: Facts, library: Callable[[], Forward]) -> Callable[..., Any]:
-    forward, scored = library(), acting(facts)
-
-    def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        block_indptr: Tensor,
-        block_indices: Tensor,
-        *,
-        block_rows: int,
-        block_cols: int,
-        return_lse: bool = False,
-        **given: Any,
-    ) -> Any:
-        pages = in_blocks(key, block_cols), in_blocks(value, block_cols)
-        table, counts = block_table(block_indptr, block_indices, len(pages[0]))
-        starts = torch.arange(0, len(query) + 1, block_rows, dtype=torch.int32, device=query.device)
-        keys = Keys(*pages, None, counts * block_cols, table, max(len(key), 1))
-        output, lse = forward(query, starts, block_rows, keys, scored(**given), None)
-        if not return_lse:
-            return output
-        # version 2 leaves what lay there for rows without a block (2.4e-38 on an H200, 2026-11-23)
-        nothing = (counts == 0).repeat_interleave(block_rows)[: len(query)]
-        return output, lse_of_tokens(output, lse).masked_fill(nothing, -torch.inf)
-
-    return run
-
-
-def _blocks_of_16(facts: Facts) -> Reason | None:
-    """Pages of version 2, and tiles of version 3 worth their launch."""
-    size: Any = facts["block_cols"]
-    if size % 16 == 0:
-        return None
-    return Reason(ReasonCode.CONSTRAINT_FAILED, "block_cols", "a multiple of 16", size)
-
-
-def _kernel(own: Own, version: int, priority: int) -> Kernel:
-    variant = functools.partial(variant_of_blocks, version=version)
-    return own.backend.kernel(
-        f"vllm.flash_attn.v{version}.block_sparse",
-        NAME,
-        functools.partial(_load, library=own.forward),
-        *(each for each in own.limits if "page_size" not in each.facts_named()),
-        limit.dtype("float16", "bfloat16"),
-        limit.dim("head_dim", max=256, multiple=8),
-        limit.positive("scale"),
-        limit.Custom("block_cols: a multiple of 16", _blocks_of_16),
-        limit.last_stride_one("query", "key", "value"),
-        limit.aligned(16, "query", "key", "value"),
-        limit.contiguous("block_indptr"),
-        accepts=("block_rows", "block_cols", "scale", "return_lse"),
-        **{**own.fields, **({"build_key": variant} if own.fields else {})},
-        priority=priority,
-    )
-
-
-def variant_of_blocks(facts: Facts, version: int) -> tuple[object, ...]:
-    """Which instantiation a call takes: one for each dtype and width, and whose compiler makes it of PTX."""
-    return version, facts.device.sm, driver_version(), facts["dtype"], -(-facts.size("head_dim") // 32)
-
 
 Library = Callable[[], Forward]
 
@@ -222,6 +148,4 @@ _COMPILED = limit.arch(min=(8, 0), max=(8, 9))
 KERNELS = (
     *_kernels(OF_V3, "v3", 8, _dense(OF_LENGTHS, strided=True), *HOPPER),
     *_kernels(OF_V2, "v2", 6, _dense(limit.contiguous("key", "value"), strided=False), _COMPILED, AMPERE),
-    _kernel(OF_V3, 3, 80),
-    _kernel(OF_V2, 2, 55),
 )

@@ -1,0 +1,156 @@
+"""The commands that check kernels: ``fuzz`` and ``conformance``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from layerzero.cli.calls import AsJson, Modules
+from layerzero.cli.output import FINE, NO, Answer, examples, import_modules, say
+
+if TYPE_CHECKING:
+    from layerzero.testing.fuzz import FuzzReport
+
+
+def fuzz(
+    calls: Annotated[int, typer.Option("--calls", metavar="N", help="Random calls to make.", min=1)] = 1000,
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="N", help="Seed that draws them; the same seed draws the same calls.")
+    ] = 0,
+    kernel: Annotated[
+        list[str] | None,
+        typer.Option("--kernel", metavar="KERNEL", help="Test these kernels only: id, glob or library."),
+    ] = None,
+    operation: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--operation",
+            metavar="OPERATION",
+            help="Make calls of this only: an operation, function, alias or glob; again for more.",
+        ),
+    ] = None,
+    module: Modules = None,
+    device: Annotated[
+        str, typer.Option("--device", metavar="DEVICE", help="Device of the tensors, as torch names it.")
+    ] = "cpu",
+    json: AsJson = False,
+) -> Answer:
+    """Compare random calls with float64.
+
+    Exits with 1 if a result is wrong, or if nothing was compared. Each wrong one comes with a line of Python that
+    shows it again.
+    """
+    import logging
+
+    from layerzero.cli import listing
+    from layerzero.testing import fuzz as fuzzing
+
+    import_modules(module or ())
+    listing.kernels_exist(kernel or [])
+    log = logging.getLogger("layerzero")
+    level = log.level
+    log.setLevel(logging.ERROR)  # fallbacks are expected here, and counted
+    try:
+        report = fuzzing.run(
+            calls,
+            seed,
+            progress=lambda so_far: say(_progress(so_far, calls)),
+            kernels=kernel,
+            operations=operation or (),
+            device=device,
+        )
+    finally:
+        log.setLevel(level)
+    proved = report.ok and report.comparisons > 0
+    if report.comparisons == 0:
+        say(f"nothing was compared: none of {calls} calls was legal for {', '.join(kernel or ['any kernel'])}")
+    return Answer(_fuzz_data(report), lambda: [str(report)], FINE if proved else NO)
+
+
+def conformance(
+    backend: Annotated[
+        list[str] | None, typer.Option("--backend", metavar="LIBRARY", help="Check this library only; again for more.")
+    ] = None,
+    operation: Annotated[
+        str, typer.Option("--operation", metavar="OPERATION", help="An operation, function, alias or glob.")
+    ] = "*",
+    kernel: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--kernel", metavar="KERNEL", help="Check these kernels only: id, glob or library; again for more."
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device", metavar="DEVICE", help="Device of the tensors; a GPU where there is one, else the CPU."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed that draws the random calls.")] = 0,
+    calls: Annotated[
+        int, typer.Option("--calls", metavar="N", help="Random calls of each operation and dtype.", min=1)
+    ] = 20,
+    module: Modules = None,
+    json: AsJson = False,
+) -> Answer:
+    """Put kernels against their references, in other processes.
+
+    Cases, random calls, memory layouts, large axes, NaN, threads, gradients, and both sides of every limit. Exits with
+    1 if a kernel is wrong, dies or hangs, or if nothing passed.
+    """
+    from layerzero.testing import conformance as suite
+
+    backends, kernels, modules = backend or [], kernel or [], module or []
+    import_modules(modules)
+    report = suite.run(
+        kernels or None,
+        operation,
+        backends=backends or None,
+        device=device,
+        seed=seed,
+        calls=calls,
+        modules=modules,
+        progress=say,
+    )
+    if not report.kernels:
+        of = [] if operation == "*" else [f"operation {operation}"]
+        asked = ", ".join([*(f"library {name}" for name in backends), *kernels, *of])
+        raise ValueError(f"wanted kernels, got none of {asked}; `layerzero kernels` lists them, --module brings yours")
+    if not report.passed:
+        say("nothing passed: none of these kernels may run here")
+    return Answer(report.to_dict(), lambda: [str(report)], FINE if report.ok and report.passed else NO)
+
+
+def _fuzz_data(report: FuzzReport) -> dict[str, Any]:
+    names = ("number", "kernel_id", "way", "problem", "call", "reproducer")
+    failures = [{name: getattr(each, name) for name in names} for each in report.failures]
+    data = {name: getattr(report, name) for name in ("ok", "seed", "calls", "comparisons", "reused")}
+    return {
+        **data,
+        "seconds": round(report.seconds, 3),
+        "kernels": dict(report.kernels.most_common()),
+        "failures": failures,
+    }
+
+
+def _progress(report: FuzzReport, calls: int) -> str:
+    return f"{report.calls} of {calls} calls, {len(report.failures)} wrong, {report.rate:.0f} calls a second"
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register both commands."""
+    app.command(
+        **examples(
+            "fuzz --calls 1000",
+            "fuzz --operation rms_norm --calls 200",
+            'fuzz --calls 1000 --seed 7 --kernel "torch.*"',
+        )
+    )(fuzz)
+    app.command(
+        **examples(
+            "conformance",
+            'conformance --backend onnxruntime --operation "norm.*"',
+            'conformance --kernel "mine.*" --module my_package.kernels --calls 200 --json',
+        )
+    )(conformance)
