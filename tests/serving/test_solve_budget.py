@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 import pytest
 import torch
@@ -12,6 +14,7 @@ from command_lines import answer, run
 from layerzero.engine.dispatch import ENGINE
 from layerzero.inspection.freeze import Frost
 from layerzero.inspection.plan_document import differences
+from layerzero.integrations.optimize.swaps.swap import FROM_MANY
 from layerzero.serving import solve as solving
 from layerzero.tuning.measurement.timing import Deadline
 
@@ -113,3 +116,27 @@ def test_where_such_a_plan_is_held_a_miss_asks_for_a_larger_budget(asked, inputs
     lz.freeze(lz.solve(asked, for_real(asked, inputs), BUCKETS, budget_s=0), strict=True)
     with pytest.raises(lz.FrozenChoiceError, match="Solve again with buckets that hold it"):
         lz.rms_norm(torch.ones(4, 33, 64), asked.weight.detach())
+
+
+class Sizes(nn.Module):
+    """What ``lz.optimize`` makes of a layer: other calls of one token, of few and of many."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+
+    def forward(self, rows):
+        count = rows.shape[0] * rows.shape[1]
+        norm = lz.rms_norm(rows, self.weight)
+        return norm if count == 1 else lz.silu(norm) if count < FROM_MANY else lz.gelu(norm)
+
+
+@pytest.mark.parametrize("buckets", [{"seq_len": [32], "batch": [2, 4]}, {"seq_len": [5], "batch": [8]}])
+def test_few_tokens_within_a_bucket_are_recorded(buckets):
+    assert solving.FEW_TOKENS == FROM_MANY - 1
+    model = Sizes()
+    plan = lz.solve(model, lambda seq_len, batch: torch.empty(batch, seq_len, 64), buckets, budget_s=0, strict=True)
+    lz.freeze(plan, model=model)
+    with torch.no_grad():
+        for rows in itertools.product(*(range(1, max(ends) + 1) for ends in buckets.values())):
+            model(torch.ones(*rows, 64))

@@ -225,11 +225,13 @@ def _recorded(
     over = deadline.passed if deadline.left_s > 0 else lambda: False  # without a budget, all of it is recorded
     weights = not any(each.is_meta or type(each.data) is not torch.Tensor for each in model.parameters())
     shapes, real = True, False
+    few = _few_tokens(points[-1]) if points else None
     for number, point in enumerate(points):
         if real and over():
             return
         names: list[str] = []
-        for near in _from_one(point, points[0]):
+        for near in _from_one(point, points[0]) + ([few] if few is not None and _holds(point, few) else []):
+            few = None if near is few else few
             given = inputs if inputs is not None and not point else _inputs_at(model, inputs, near)
             if callable(given):
                 real = True
@@ -248,6 +250,22 @@ def _from_one(point: dict[str, int], least: Mapping[str, int]) -> list[dict[str,
     first = [axis for axis, size in point.items() if size == least[axis] and size > 1]
     several = [axes for count in range(1, len(first) + 1) for axes in itertools.combinations(first, count)]
     return [point, *(point | dict.fromkeys(axes, 1) for axes in several)]
+
+
+FEW_TOKENS = 15
+"""The most that a layer of ``lz.optimize`` may compute otherwise than a prompt, as what speculation verifies."""
+
+
+def _few_tokens(most: Mapping[str, int]) -> dict[str, int] | None:
+    """The point of so many tokens, or as near below as the grid has one; None where its axes are not known ones."""
+    if not most or {*most} - {"seq_len", "batch"}:
+        return None
+    sizes = itertools.product(*(range(1, min(end, FEW_TOKENS) + 1) for end in most.values()))
+    return dict(zip(most, max(sizes, key=lambda each: (math.prod(each) <= FEW_TOKENS) * math.prod(each)), strict=True))
+
+
+def _holds(point: Mapping[str, int], few: Mapping[str, int]) -> bool:
+    return all(few[axis] <= size for axis, size in point.items())
 
 
 def _shapes_show(model: Module, given: Any, seen: Seen, names: list[str]) -> bool:
