@@ -144,7 +144,7 @@ def test_a_recording_whose_disk_filled_up_lies_elsewhere(tmp_path, monkeypatch):
 @pytest.mark.parametrize("option", ["--plot", "--html"])
 def test_bench_looks_at_its_files_before_it_measures(nowhere, monkeypatch, option):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr("layerzero.tuning.measurement.comparison.compare", lambda *_, **__: pytest.fail("it measured"))
+    monkeypatch.setattr("layerzero.cli.bench.compare", lambda *_, **__: pytest.fail("it measured"))
     run = CliRunner().invoke(main, ["bench", "rms_norm", "--shapes", "1x64", option, str(nowhere)])
     assert run.exit_code == 2, run.output
     assert f"{nowhere}: wanted a place to write to, got: No such file" in run.output
