@@ -287,3 +287,13 @@ def test_a_library_that_does_not_load_is_out_and_tried_once(norm):
     assert finding.reason.code is lz.ReasonCode.BACKEND_IMPORT_FAILED
     assert "undefined symbol" in finding.reason.message
     assert "pip install planted" in finding.reason.message
+
+
+def test_a_kernels_own_inference_tensor_is_not_the_callers_mistake(norm):
+    with torch.inference_mode():
+        constant = torch.ones(norm[1].shape)
+    norm_of = torch.nn.functional.rms_norm
+    register(lambda input, weight, *, eps=1e-6: norm_of(input, weight.shape, constant, eps), grad=True)
+    x = norm[0].clone().requires_grad_()
+    with pytest.warns(lz.LayerZeroFallbackWarning, match=r"user\.planted failed in norm\.rms"):
+        torch.testing.assert_close(lz.rms_norm(x, norm[1]), right(*norm))

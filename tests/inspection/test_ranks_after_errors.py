@@ -9,7 +9,7 @@ from ranks_of_gloo import two_ranks
 RANK = """
 import sys, warnings, torch, layerzero as lz
 from datetime import timedelta
-from layerzero.inspection import agreement
+from layerzero.inspection import arrivals
 from layerzero.integrations.optimize.times.report import Optimized
 rank, store, case = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 warnings.simplefilter("ignore")
@@ -47,12 +47,12 @@ def froze():
         if rank == 0:
             lz.thaw()
 def arrives():
-    real = agreement.Known
-    agreement.Known = failing if rank == 0 else real
+    real = arrivals.Known
+    arrivals.Known = failing if rank == 0 else real
     try:
         lz.agree()
     finally:
-        agreement.Known = real
+        arrivals.Known = real
 RUN = {
     "forward": optimize,
     "budget": optimize,

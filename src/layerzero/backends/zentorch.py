@@ -91,18 +91,22 @@ _MEMORY = ("ZENDNNL_ENABLE_POSTOP_CACHE", "ZENDNNL_MATMUL_WEIGHT_CACHE")
 
 @functools.cache
 def _memory() -> dict[str, str]:
-    """Variables by which its product with codes may keep what it made of a weight, by address, and what they say."""
+    """Variables by which its product with codes may keep what it made of a weight, by address, and what they say.
+
+    Where none says so they are set: zentorch may be imported later.
+    """
     unset = "none, with zentorch imported before" if "zentorch" in sys.modules else "0"
-    return {name: got for name in _MEMORY if (got := os.environ.get(name, unset)) != "0"}
+    found = {name: got for name in _MEMORY if (got := os.environ.get(name, unset)) != "0"}
+    # Read once, at the first matrix product: without the last zentorch_linear_unary reorders a weight in place.
+    for name in _MEMORY:
+        os.environ.setdefault(name, "0")
+    return found
 
 
 @functools.cache
 def operators() -> Any:
     """``torch.ops.zentorch``. Raises: ImportError if it is not installed, OSError if it does not load."""
-    _memory()  # before they are set below
-    # Read once, at the first matrix product: without the last zentorch_linear_unary reorders a weight in place.
-    for name in _MEMORY:
-        os.environ.setdefault(name, "0")
+    _memory()
     spec = importlib.util.find_spec("zentorch")
     if spec is None or spec.origin is None:
         raise ImportError("zentorch is not installed")

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from layerzero.cli.calls import AsJson
 from layerzero.cli.output import FINE, NO, Answer, examples, say
 from layerzero.cli.plans import Sets
-
-if TYPE_CHECKING:
-    pass
 
 
 def libraries(

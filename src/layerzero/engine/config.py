@@ -183,13 +183,14 @@ class Configuration:
 
         Raises: PolicyError if there is none, naming where the operation is locked instead.
         """
-        locks = dict(self._configured.get("locks", {}))
-        if operation not in locks:
-            _, origin = self.effective_with_origin()["locks"]
-            held = ", ".join(locks) or f"none by lz.lock (locks in force come from: {origin})"
-            raise PolicyError(f"unlock: {operation!r} is not locked; locked: {held}{nearest(operation, locks)}")
-        del locks[operation]
-        self._set(self._configured | {"locks": locks})
+        with self._lock:
+            locks = dict(self._configured.get("locks", {}))
+            if operation not in locks:
+                _, origin = self.effective_with_origin()["locks"]
+                held = ", ".join(locks) or f"none by lz.lock (locks in force come from: {origin})"
+                raise PolicyError(f"unlock: {operation!r} is not locked; locked: {held}{nearest(operation, locks)}")
+            del locks[operation]
+            self._set(self._configured | {"locks": locks})
 
     def _changed(self, undo: Callable[[], None]) -> None:
         try:

@@ -172,7 +172,9 @@ def check_retry(
     mutated = () if unharmed else plan.report.facts.operation.schema.mutated
     if mutated and any(words in str(error) for words in _NOT_CHANGEABLE):
         raise InvalidCallError(operation, [f"{' or '.join(mutated)}: {error}"]) from error
-    if _NOT_SAVED in str(error):
+    if _NOT_SAVED in str(error) and any(
+        isinstance(each, torch.Tensor) and each.is_inference() for each in arguments.values()
+    ):
         raise InvalidCallError(operation, [f"a tensor that was made in inference mode: {error}"]) from error
     lost, together = _lost_capture(error), plan.report.facts.operation.is_collective
     if lost is not None:

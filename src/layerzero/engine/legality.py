@@ -307,12 +307,16 @@ def state_findings(kernel: Kernel, facts: Facts) -> list[Finding]:
     return findings
 
 
+NOT_EMPTY = "not empty"
+"""What a kernel wants of a tensor that takes none without elements."""
+
+
 def memory_findings(kernel: Kernel, facts: Facts) -> list[Finding]:
     """What the kernel's flags say about tensors without elements, and about those with the negative bit."""
     findings = []
     for name, tensor in facts.tensors.items():
         if not kernel.handles_empty and 0 in tensor.shape:
-            reason = Reason(ReasonCode.CONSTRAINT_FAILED, f"{name}.shape", "not empty", tensor.shape)
+            reason = Reason(ReasonCode.CONSTRAINT_FAILED, f"{name}.shape", NOT_EMPTY, tensor.shape)
             findings.append(Finding(reason))
         if tensor.negated and not kernel.handles_negated:
             reason = Reason(ReasonCode.CONSTRAINT_FAILED, f"{name}.is_neg()", False, True)

@@ -135,8 +135,8 @@ def pick(
             chosen = held
         elif lock.otherwise == "select":
             notes.append(f"{locked} is not legal here and lets selection go on")
-        elif any(0 in tensor.shape for tensor in facts.tensors.values()):
-            notes.append(f"{locked} is not for tensors without elements, of which nothing is computed")
+        elif _wants_elements(lock, ranked):
+            notes.append(f"{locked} takes no tensors without elements and lets selection go on for them")
         else:
             reason = Reason(ReasonCode.POLICY_DENIED, locked, lock.kernel, "another kernel")
             ranked = [
@@ -151,6 +151,12 @@ def pick(
         ranked = [chosen, *(candidate for candidate in ranked if candidate is not chosen)]
     told = tuple(ranked) if later is None else functools.partial(_with_others, ranked, later, facts, policy)
     return Report(routed.operation.name, facts, told, chosen, locked, tuple(notes), routed.varies, timed)
+
+
+def _wants_elements(lock: Lock, ranked: Sequence[Candidate]) -> bool:
+    """Whether all that keeps a locked kernel from a call is an empty tensor, which is no mistake of the caller."""
+    named = (each.reasons for each in ranked if names_kernel(lock.kernel, each.kernel))
+    return any(reasons and all(each.wanted == legality.NOT_EMPTY for each in reasons) for reasons in named)
 
 
 def with_every_reason(report: Report, policy: Policy, machine: Machine) -> Report:

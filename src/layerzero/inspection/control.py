@@ -62,7 +62,7 @@ def load_config(path: str | os.PathLike[str]) -> None:
 
 
 def lock(operation: Named, kernel: str, otherwise: str = "error") -> None:
-    """Bind an operation to a kernel: scoring is skipped, legality never.
+    """Bind an operation to a kernel: scoring is skipped, legality never. Of several locks on a call the latest holds.
 
     Args:
         operation: an operation, alias (``attention.causal``), function (``lz.rms_norm`` or its name) or glob; its name

@@ -257,8 +257,8 @@ FEW_TOKENS = 15
 
 
 def _few_tokens(most: Mapping[str, int]) -> dict[str, int] | None:
-    """The point of so many tokens, or as near below as the grid has one; None where its axes are not known ones."""
-    if not most or {*most} - {"seq_len", "batch"}:
+    """The point of so many tokens, or as near below as the grid has one: sizes that multiply to them."""
+    if not most:
         return None
     sizes = itertools.product(*(range(1, min(end, FEW_TOKENS) + 1) for end in most.values()))
     return dict(zip(most, max(sizes, key=lambda each: (math.prod(each) <= FEW_TOKENS) * math.prod(each)), strict=True))

@@ -131,8 +131,8 @@ class Unpadded(State):
 
     def _serves(self, stack: Module) -> bool:
         """Whether all is as it was when this was proved, nothing waits for inner calls, and no gradient is recorded."""
-        assert self.stamp is not None
-        if not self.stamp.holds() or recorded() or not current_policy().enabled:
+        stamp = self.stamp  # once: undo takes it away
+        if stamp is None or not stamp.holds() or recorded() or not current_policy().enabled:
             return False
         if any(getattr(each, "output_attentions", False) for each in self._configs):
             return False
