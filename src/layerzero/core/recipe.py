@@ -1,6 +1,7 @@
-"""What a child process needs to make a call again: sizes, strides and arguments, without the data.
+"""What goes to another process or machine: recipes of calls, and builds in files whose names are known.
 
-Builds that lie in files whose names are known: what ``Kernel.prebuilt`` may be, so that builds can be passed on.
+A recipe holds sizes, strides and arguments of a call, without the data. Builds in such files are what
+``Kernel.prebuilt`` may be, so that they can be passed on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How much memory a kernel may take besides its results, and what runs where every kernel takes more.
+"""Memory: how much a kernel may take besides its results, what runs where all take more, and ``lz.defragment``.
 
 Two bounds hold: what policy allows a kernel (``memory_headroom_mb``), and what the device had when it was read last
 (:mod:`layerzero.core.system.free_memory`). A reading is no older than ``memory.max_age_s`` when a choice is made; no
@@ -9,7 +9,7 @@ A limit on memory must not make a call take more of it: a reference is no cheape
 encoder in training (4 x 2100 tokens, 8 heads) took 20.9 s a step in the reference, which no limit had checked, where
 the kernel that was refused for 1077 MiB took 13.3 (AMD EPYC, torch 2.13, 2026-11-24).
 
-``lz.defragment``: give back what torch's allocator keeps in pieces, while a device is idle.
+``lz.defragment`` gives back what torch's allocator keeps in pieces, while a device is idle.
 
 Without it the allocator does so amid a request, once no piece is large enough: that waits for the device, 10 to 100 ms.
 Nothing in this package calls it: only a server knows when no request waits.

@@ -1,4 +1,4 @@
-"""FlashInfer's RMS norms, called as the module that it compiles with nvcc on first use.
+"""FlashInfer's norms, gates, products for a few rows and all-reduce: modules that it compiles with nvcc on first use.
 
 ``flashinfer.norm.rmsnorm`` takes the CuTe DSL's kernels where that is installed and the module's otherwise; here it is
 always the module's, called without the operator registration around it (9 us a call through that, an H200 host,

@@ -1,11 +1,11 @@
-"""Latent attention in torch: pages are gathered, then all heads of a sequence are so many queries to one key head.
+"""Latent attention in torch, and what merges parts of attention.
 
-A latent vector is the key of every head and its value, so that (S * H, C + R) times the keys is one product, and no
-key is repeated for a head. The expression adds up in float32, whatever the dtype. On a CPU torch's attention operator
-takes one sequence after the other, where the keys stand for the values, too: their rotated columns are cut off.
-Library: torch >= 2.10, BSD-3-Clause.
+Pages are gathered, then all heads of a sequence are so many queries to one key head. A latent vector is the key of
+every head and its value, so that (S * H, C + R) times the keys is one product, and no key is repeated for a head. The
+expression adds up in float32, whatever the dtype. On a CPU torch's attention operator takes one sequence after the
+other, where the keys stand for the values, too: their rotated columns are cut off.
 
-Merging parts of attention as a torch expression, and on a CPU a decode that reads a shared prefix once.
+Parts of attention are merged by a torch expression; on a CPU a decode reads a shared prefix once.
 
 Library: torch >= 2.10, BSD-3-Clause.
 """

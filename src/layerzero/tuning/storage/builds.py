@@ -1,10 +1,12 @@
-"""What did not build on this machine, and who builds now: files in the cache folder, for every process of the host.
+"""What builds and plugins leave for every process of the host: failed builds, the one that runs, plugins that end one.
+
+All are files in the cache folder.
 
 A build that failed is not tried again until its library or torch has another version, or another compiler lies here,
 as where it lacked one: the file's name says which. One process of a host builds at a time; it holds the lock of a file,
 and writes into it how far it is.
 
-Plugins that are being imported, as files: one that ends its process is known by name to the next one.
+Plugins that are imported have files, too: one that ends its process is known by name to the next one.
 
 A marker is locked for as long as its process lives, as those of first runs are; one that no process holds was left by
 the dead. It stays where it is and keeps its plugin out, until :func:`forgive` takes it away.

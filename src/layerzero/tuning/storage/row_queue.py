@@ -1,10 +1,12 @@
-"""How rows of this process get into the database: through its journal, or memory where nothing can be written.
+"""How rows get into the database, and how a process hears of others: its journal, and a thread that looks for bans.
+
+Rows go through a journal, or stay in memory where nothing can be written.
 
 Adding never waits for another process and never loses a row: it is in the journal when adding returns, and merged at
 once where no other process merges. Until it is merged this process reads it from memory. What could not be written is
 tried again every few seconds, whatever asks next.
 
-A thread that looks once a second what other processes wrote, so that a process of hits alone hears of a ban.
+A thread looks once a second what other processes wrote, so that a process of hits alone hears of a ban.
 
 A hit reads no clock and no file; the thread bumps the epoch where something was decided. It does not keep the
 process alive, and waits while the process forks; a child has one of its own.
@@ -261,7 +263,7 @@ class Target(Protocol):
 
 
 class Watch:
-    """The thread, and what it looks at for as long as somebody else holds it."""
+    """The thread, and what it looks at for as long as something else holds it."""
 
     def __init__(self) -> None:
         self._targets: tuple[weakref.ref[Target], ...] = ()  # never changed: read without a lock
@@ -289,7 +291,7 @@ class Watch:
                 self._stop = threading.Event()
                 self._thread = started("layerzero-watch", self._work, self._stop)
                 if self._thread is None:
-                    log.debug("nobody looks what other processes write but who misses: no thread could be started")
+                    log.debug("only misses look what other processes write: no thread could be started")
 
     def stop(self) -> bool:
         """Have no thread; whether there was one."""

@@ -1,6 +1,6 @@
-"""What the database of times holds: works, and times of kernels on them.
+"""What is kept of work: the rows of the database, and which calls this machine really made.
 
-Which calls this machine really made: those that were chosen for, kept for ``layerzero tune``, bounded.
+The database holds works, and times of kernels on them. Calls that were chosen for are kept for ``layerzero tune``.
 
 A miss hands over the facts of its call and goes on; once a second, and as the process ends, what came is merged into
 one file of the cache folder. Hits are not counted: a call counts once a process and epoch.
