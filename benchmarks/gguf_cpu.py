@@ -2,10 +2,10 @@
 
     python benchmarks/gguf_cpu.py [--format Q4_K_M] [--hidden 2048 --inner 5632 --layers 2] [--threads 1]
 
-Needs ``llama-cpp-python`` and ``gguf``. Both read the same file's weights and write one token a turn, in one process,
-one after the other, beside the products alone and the model without any: what is left of a step is the host's.
-Told is CPU time of the calling thread with one thread, else time by the clock: the lower quartile of all turns, which
-other work on the machine moves least. Transformers' own module for GGUF's blocks stands in for what loads the file.
+Needs ``llama-cpp-python`` and ``gguf``. Both models have the same weights, and each writes one token a turn in one
+process. The products alone and the model without any follow in each turn: what is left of a step is the host's. One
+thread is measured by its CPU time, several by the clock. The table has the lower quartile of all turns, which other
+work on the machine moves least. Transformers' own module for GGUF's blocks stands in for what loads the file.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         written(Path(folder) / "model.gguf", model)
         theirs = llama_cpp.Llama(
-            str(Path(folder) / "model.gguf"), n_ctx=512, verbose=False,
+            str(Path(folder) / "model.gguf"), n_ctx=max(512, PROMPT + args.turns), verbose=False,
             n_threads=args.threads, n_threads_batch=args.threads,
         )  # fmt: skip
         theirs.eval(prompt[0].tolist())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import platform
 import sys
 import threading
 
@@ -13,6 +15,7 @@ import layerzero as lz
 from drawing import at_once
 from layerzero.backends import ggml
 from layerzero.core.reasons import ReasonCode
+from layerzero.engine import probe
 from layerzero.ops.quantize.gguf import KINDS
 from layerzero.ops.quantize.schemes import scheme_of
 
@@ -24,6 +27,19 @@ def weight(kind, outputs=64, inputs=256, seed=3):
     of = lz.WeightFormat("gguf", kind)
     fields = scheme_of(of).random(of, outputs, inputs, torch.Generator().manual_seed(seed))
     return lz.QuantizedWeight(of, (outputs, inputs), *fields)
+
+
+HALVES = [kind for kind in KINDS if KINDS[kind].block == 32]
+"""Whose rows ggml rounds with a scale in float16."""
+
+
+def call(rows, known, **rest):
+    """ggml's product for this very call, through ``lz.quantized_linear``."""
+    refused = lz.explain("quantized_linear", rows, known, activations="int8", **rest).reasons(KERNEL)
+    if refused:
+        pytest.skip("; ".join(each.message for each in refused))
+    with lz.scope(locks={"mlp.linear.quant.gguf.int8": KERNEL}, fallback_enabled=False):
+        return lz.quantized_linear(rows, known, activations="int8", **rest)
 
 
 def off(got, rows, known):
@@ -52,14 +68,21 @@ def test_it_is_not_offered_rows_that_stay_as_they_are():
     assert KERNEL not in {each.kernel for each in report.candidates}
 
 
-def test_a_package_without_its_libraries_is_an_error_and_no_more(monkeypatch, tmp_path):
-    (tmp_path / "llama_cpp").mkdir()
+def test_a_package_without_its_libraries_says_what_is_missing(monkeypatch, tmp_path):
+    (tmp_path / "llama_cpp" / "lib").mkdir(parents=True)
     (tmp_path / "llama_cpp" / "__init__.py").touch()
+    (tmp_path / "llama_cpp" / "lib" / "libggml-base.dylib").touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "llama_cpp", raising=False)
     monkeypatch.setattr(ggml, "_library", ggml._Library)
-    with pytest.raises(OSError, match="libggml-base"):
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    with pytest.raises(
+        ImportError, match=r"wanted libggml-base.so.*, got libggml-base.dylib on Darwin; build"
+    ) as raised:
         ggml._OfThread()
+    reason = probe.mark_broken(ggml.GGML, raised.value)
+    probe.reset_broken()
+    assert reason.hint == "Reinstall it: pip install llama-cpp-python"  # for whatever torch
 
 
 @HERE
@@ -68,6 +91,36 @@ def test_it_reads_every_kind_of_block(kind):
     known = weight(kind, inputs=512)
     for rows in (torch.randn(1, 512), torch.randn(3, 512)):
         assert off(ggml._of_thread().products(ggml._NUMBERS[kind], known.fields.data, rows), rows, known) < 0.02
+
+
+@HERE
+@at_once("kind, size", itertools.product(HALVES, (1e-37, 5e-6, 0.02, 1.0, 1e6, 1e34)))
+def test_rows_of_any_size_keep_their_digits(kind, size):
+    known, rows = weight(kind, inputs=512), size * torch.randn(3, 512)
+    assert off(call(rows, known), rows, known) < 0.02
+
+
+@HERE
+def test_rows_are_scaled_one_by_one():
+    known, rows = weight("Q4_1", inputs=512), torch.randn(6, 512) * torch.tensor([[1e-6], [1], [0], [1e7], [1], [1]])
+    rows[4, 7], rows[5, 9] = torch.nan, torch.inf
+    got = call(rows, known)
+    for each in (0, 1, 3):
+        assert off(got[each], rows[each], known) < 0.02
+    assert not got[2].any()
+    assert got[4:].isnan().all()
+    assert torch.equal(call(rows[1:2], known)[0], got[1])
+
+
+@HERE
+@at_once("kind, dtype, shape", itertools.product(
+    ("Q8_0", "Q4_K"), (torch.float32, torch.bfloat16, torch.float16), ((3, 512), (2, 3, 512), (1, 1, 512)),
+))  # fmt: skip
+def test_a_call_may_have_a_bias_and_more_axes(kind, dtype, shape):
+    known, rows, bias = weight(kind, inputs=512), torch.randn(shape).to(dtype), torch.randn(64).to(dtype)
+    got = call(rows, known, bias=bias)
+    assert (got.dtype, got.shape) == (dtype, (*shape[:-1], 64))
+    assert off(got.double() - bias.double(), rows, known) < 0.02
 
 
 @HERE

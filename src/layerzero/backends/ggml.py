@@ -1,14 +1,21 @@
 """ggml's products with GGUF's blocks on a CPU, from the shared libraries that llama-cpp-python brings.
 
 A weight is read where it lies: no form of it is made, and none is kept. Rows are rounded to int8 as llama.cpp rounds
-them, by blocks of 32 or 256 numbers. A thread has a graph for each size of product, whose addresses a call sets: to
-build it anew takes 10 us more, and 40 between products of 2 MB and more, which leave no cache warm. Neither llama_cpp
-nor a model is loaded. Of ggml's structs the code relies on ``ggml_init_params`` alone.
+them, by blocks of 32 or 256 numbers. A block of 32 has a float16 scale: rows that are too small or too large for it are
+divided by a power of two, and their results multiplied. There a row with NaN gives NaN; in a k-quant, finite numbers.
 
-One row of 8192 x 2048 beyond the caches takes 1,463 us in Q8_0, 742 in Q4_K and 777 in Q6_K, ONNX Runtime's form 1,462,
-1,230 and 1,695; 64 rows 21,200, 9,700 and 15,900, and 14,700, 17,800 and 14,500 (float32, AMD EPYC Zen 4, one busy
-thread, llama-cpp-python 0.3.36 built on it, 2026-11-27). ggml's own order of Q4_K took 408 for one row where this took
-461, 30,800 instead of 17,600 for 128, and a copy of the weight: it is left out.
+A thread has a graph for each size of product, whose addresses a call sets. To build it anew takes 10 us more, and 40
+between products of 2 MB and more, which leave no cache warm. Neither llama_cpp nor a model is loaded. Of ggml's structs
+the code relies on ``ggml_init_params`` alone.
+
+Microseconds of ggml and of ONNX Runtime for 8192 x 2048 beyond the caches, in float32:
+
+    one row: Q8_0 1,463 and 1,462, Q4_K 742 and 1,230, Q6_K 777 and 1,695
+    64 rows: Q8_0 21,200 and 14,700, Q4_K 9,700 and 17,800, Q6_K 15,900 and 14,500
+
+They hold for one busy thread of an AMD EPYC Zen 4 and llama-cpp-python 0.3.36 built on it, 2026-11-27. ggml's own order
+of Q4_K needs a copy of the weight, and is left out. It took 408 us for one row where this took 461, and 30,800 for 128
+rows where this took 17,600.
 Library: ggml in llama-cpp-python >= 0.3.36, MIT.
 """
 
@@ -17,6 +24,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import math
+import platform
 import threading
 from collections.abc import Callable
 from ctypes import c_bool, c_int, c_int64, c_size_t, c_void_p
@@ -30,7 +39,7 @@ from layerzero.backends.grouped_weights import ROUNDING_GGUF
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend
-from layerzero.ops.quantize.gguf import NUMBERS
+from layerzero.ops.quantize.gguf import KINDS, NUMBERS
 
 GGML = Backend(
     name="ggml",
@@ -65,9 +74,15 @@ class _Library:
         spec = importlib.util.find_spec("llama_cpp")
         if spec is None or spec.origin is None:
             raise ImportError("llama-cpp-python is not installed")
-        folder = Path(spec.origin).parent / "lib"
-        quick, slow = ctypes.PyDLL(str(folder / "libggml-base.so")), ctypes.CDLL(str(folder / "libggml-base.so"))
-        cpu = ctypes.PyDLL(str(folder / "libggml-cpu.so"))
+        folder, wanted = Path(spec.origin).parent / "lib", ("libggml-base.so", "libggml-cpu.so")
+        if not all((folder / each).is_file() for each in wanted):
+            got = ", ".join(sorted(each.name for each in folder.glob("*ggml*"))) or "none of ggml's"
+            raise ImportError(
+                f"ggml: wanted {' and '.join(wanted)} of Linux in {folder}, got {got} on {platform.system()}; "
+                "build llama-cpp-python from source on Linux; elsewhere other kernels serve these calls"
+            )
+        base, cpu = str(folder / wanted[0]), ctypes.PyDLL(str(folder / wanted[1]))
+        quick, slow = ctypes.PyDLL(base), ctypes.CDLL(base)
         at, size = c_void_p, c_size_t
         self.init = _typed(quick, "ggml_init", at, _Init)
         self.free = _typed(quick, "ggml_free", None, at)
@@ -156,6 +171,19 @@ class _Products:
         return output
 
 
+def _divisor(largest: float) -> float:
+    """What a row of this largest magnitude is divided by: a power of two, or NaN where the magnitude is not finite.
+
+    Float16 holds the scales of rows from 1 to 1024, and the sums of 32 numbers that Q8_1 has besides. Other rows come
+    to 512 to 1024, less where the power would leave float32. To look at one row takes 3 % of a Q8_0 product of
+    8192 x 2048, 5 % of 2048 x 2048 and 19 % of 256 x 2048; to divide it, too, 13, 12 and 53 % (AMD EPYC Zen 4,
+    2026-11-27).
+    """
+    if 1 <= largest < 1024:
+        return 1.0
+    return math.ldexp(1.0, max(math.frexp(largest)[1], -116) - 10) + (largest - largest)
+
+
 class _OfThread(threading.local):
     """What each thread has of its own: a graph's addresses are those of one call."""
 
@@ -170,11 +198,18 @@ def _load(facts: Facts) -> Callable[..., Any]:
     kind, features, ndim = _NUMBERS[str(facts["weight_kind"])], facts.size("in_features"), facts["input_ndim"]
     given, here = facts["dtype"], _of_thread()
     assert isinstance(given, torch.dtype)
-    narrow = given is not torch.float32
+    narrow, half = given is not torch.float32, KINDS[NUMBERS[kind]].block == 32
+
+    def product(weight: Tensor, rows: Tensor) -> Tensor:
+        divisors = [_divisor(each) for each in rows.abs().amax(-1).tolist()] if half else []
+        if all(each == 1 for each in divisors):
+            return here.products(kind, weight, rows)
+        divisor = rows.new_tensor(divisors).unsqueeze(-1)
+        return here.products(kind, weight, rows / divisor).mul_(divisor)
 
     def run(input: Tensor, weight: Tensor, *, weight_format: str, bias: Tensor | None = None) -> Tensor:
         rows = input if ndim == 2 else input.reshape(-1, features)
-        output = here.products(kind, weight, rows.float() if narrow else rows)
+        output = product(weight, rows.float() if narrow else rows)
         if bias is not None:
             output += bias
         output = output.to(given) if narrow else output

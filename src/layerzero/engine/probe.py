@@ -207,7 +207,8 @@ def mark_broken(backend: Backend, error: BaseException) -> Reason:
     root = error.__cause__ or error  # torch says which library did not load; its cause, which system library is missing
     text = f"{type(root).__name__}: {str(root).strip().splitlines()[0] if str(root).strip() else 'no message'}"
     install = _here.install(backend, Device.detect("cpu"))  # it fits the torch that is here
-    hint = f"Reinstall it for torch {torch.__version__}: {install}" if install else ""
+    of_torch = f" for torch {torch.__version__}" if any(each.startswith("torch>") for each in backend.demands) else ""
+    hint = f"Reinstall it{of_torch}: {install}" if install else ""
     reason = Reason(ReasonCode.BACKEND_IMPORT_FAILED, backend.name, "a library that loads", text, hint)
     with _lock:
         _BROKEN[backend] = reason
