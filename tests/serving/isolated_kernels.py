@@ -11,7 +11,7 @@ import torch
 
 import layerzero as lz
 
-CRASHES, RAISES, HANGS, LEAVES, WRITES_AND_CRASHES, TURNS = 101.0, 102.0, 103.0, 104.0, 105.0, 106.0
+CRASHES, RAISES, HANGS, LEAVES, WRITES_AND_CRASHES, TURNS, STOPS = 101.0, 102.0, 103.0, 104.0, 105.0, 106.0, 107.0
 
 
 def act(number: float) -> None:
@@ -21,6 +21,8 @@ def act(number: float) -> None:
         raise ValueError("a number that this library does not like")
     if number == HANGS:
         time.sleep(3600)
+    if number == STOPS:
+        os.kill(os.getpid(), signal.SIGSTOP)
     if number == LEAVES:
         os.write(2, b"a library that gave up\n")
         os._exit(7)

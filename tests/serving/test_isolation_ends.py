@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
+import signal
 import socket
 import sys
 import threading
@@ -85,6 +87,23 @@ def test_a_large_call_is_answered_while_its_tensors_are_on_their_way(module, apa
     del result, again
     assert kernels.LIBRARIES["apart",].arena.take(1) is not None
     assert kernels.LIBRARIES["apart",].arena.held == 0, "errors hold no room"
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # from Python 3.12 on
+def test_a_fork_amid_a_call_leaves_its_result_right(module, apart):
+    given = torch.linspace(-1, 1, 4 * 64).view(4, 64)
+    apart(given, WEIGHT, eps=1e-5)  # the room of the next result is known
+    given[0, 0], process, results = module.STOPS, kernels.LIBRARIES["apart",].worker.pid, []
+    thread = threading.Thread(target=lambda: results.append(apart(given, WEIGHT, eps=1e-5)))
+    thread.start()
+    os.waitid(os.P_PID, process, os.WSTOPPED | os.WNOWAIT)
+    forked = os.fork()
+    if not forked:
+        os._exit(0)
+    os.waitpid(forked, 0)
+    os.kill(process, signal.SIGCONT)
+    thread.join()
+    assert torch.equal(results[0], rms_norm(given, (64,), WEIGHT, 1e-5))
 
 
 def test_results_that_are_kept_for_ever_leave_room_for_calls(module):

@@ -84,6 +84,7 @@ class Arena(Mapping):
 
     Attributes:
         held: bytes of results that live, or went since room was taken last.
+        filling: the room that the other process writes into now, if any: it stays shared at a fork.
     """
 
     def __init__(self, size: int) -> None:
@@ -91,6 +92,7 @@ class Arena(Mapping):
         self.file = shared_file(size)
         super().__init__(self.file)
         self._bytes, self.held = memoryview(self.view), 0
+        self.filling: int | None = None
         self._free: dict[int, list[int]] = {}
         self._top = 0
         self._live: dict[int, _Gone] = {}
@@ -150,8 +152,11 @@ class Arena(Mapping):
         return (0, 0) if self._own else (self.base, self.base + self.size)
 
     def hold(self, size: int) -> tuple[int, memoryview]:
-        """Room for results and its bytes; it is free again when these and all tensors in them are gone."""
-        at = self.take(size)
+        """Room for results and its bytes; it is free again when these and all tensors in them are gone.
+
+        It is what the other process fills until ``filling`` is None again.
+        """
+        at = self.filling = self.take(size)
         room = self._bytes[at : at + size]
         gone = _Gone(room, self._gone.append)
         gone.at, gone.size = at, size
@@ -170,7 +175,7 @@ class Arena(Mapping):
     def _leave(self) -> None:
         """Make living results memory of this process alone, in their places: a fork is about to copy it."""
         for at, gone in list(self._live.items()):
-            if at not in self._own and gone() is not None:
+            if at != self.filling and at not in self._own and gone() is not None:
                 self._own.add(at)
                 kept = self.view[at : at + gone.size]
                 self._map(at, gone.size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)

@@ -203,6 +203,7 @@ class Library:
                 tensor = tensors[index]
                 tensor.copy_(self.arena.tensor(at[index], tensor.dtype, tensor.shape, tensor.stride()))
         finally:
+            self.arena.filling = None
             if own[1]:
                 self.arena.give(*own)
             room = None  # an error that is kept keeps this frame
