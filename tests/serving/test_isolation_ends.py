@@ -106,6 +106,14 @@ def test_a_fork_amid_a_call_leaves_its_result_right(module, apart):
     assert torch.equal(results[0], rms_norm(given, (64,), WEIGHT, 1e-5))
 
 
+def test_a_result_without_elements_needs_no_room(module, apart):
+    for count in (0, 0, 4, 0):  # the first of a form, and one whose form is known
+        given = torch.ones(4, count, 64)
+        result = apart(given, WEIGHT, eps=1e-5)
+        assert result.shape == given.shape
+        assert torch.equal(result, rms_norm(given, (64,), WEIGHT, 1e-5))
+
+
 def test_results_that_are_kept_for_ever_leave_room_for_calls(module):
     lz.configure(**{"isolation.memory_mb": 4})
     apart = kernels.IsolatedKernel(module.KERNELS[0], lz.explain("rms_norm", rows(), WEIGHT).facts)

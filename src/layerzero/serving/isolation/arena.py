@@ -63,9 +63,12 @@ class Mapping:
 
 
 def tensor_in(
-    memory: mmap.mmap | memoryview, at: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
+    memory: mmap.mmap | memoryview | None, at: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> torch.Tensor:
-    """A tensor at so many bytes of a buffer; it is no view, since autograd forbids writing into some of these."""
+    """A tensor at so many bytes of a buffer, which one without elements needs not.
+
+    It is no view, since autograd forbids writing into some of these.
+    """
     if 0 in shape:
         return torch.empty_strided(shape, strides, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=span(shape, strides), offset=at).as_strided_(shape, strides)

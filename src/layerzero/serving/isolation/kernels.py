@@ -161,8 +161,7 @@ class Library:
             if request.copying:
                 copy()
                 self.worker.copied()
-            if room is not None:
-                made.extend([tensor_in(room, *kind) for kind in known.kinds])
+            made.extend([tensor_in(room, *kind) for kind in known.kinds])
 
         try:
             place = 0
@@ -191,7 +190,7 @@ class Library:
                 laid = [each for each in answer.results if isinstance(each, tuple)]
                 kinds = [(offset, dtype_named(dtype), shape, strides) for offset, (dtype, shape, strides) in laid]
                 known = self._known[number, form.number] = _Known(known.size, answer, kinds)
-                made[:] = [tensor_in(room, *kind) for kind in kinds] if room is not None else []
+                made[:] = [tensor_in(room, *kind) for kind in kinds]
             if self.arena.held > self.arena.size // 2:  # results that are kept for ever leave room for calls
                 made = [each.clone() for each in made]
             new_ones = iter(made)
