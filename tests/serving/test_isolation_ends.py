@@ -114,6 +114,24 @@ def test_a_result_without_elements_needs_no_room(module, apart):
         assert torch.equal(result, rms_norm(given, (64,), WEIGHT, 1e-5))
 
 
+def test_one_plan_for_many_shapes_leaves_few_forms(apart, monkeypatch):
+    numbers, ask = [], Worker.ask
+
+    def recorded(self, request, timeout_s, what, meanwhile=None):
+        if isinstance(request, Run):
+            numbers.append(request.form)  # the process keeps a form for each
+        return ask(self, request, timeout_s, what, meanwhile)
+
+    monkeypatch.setattr(Worker, "ask", recorded)
+    monkeypatch.setattr(kernels, "MAX_LOADED", 4)
+    for count in (*range(1, 12), 3, 3):
+        given = torch.linspace(-1, 1, count * 64).view(count, 64)
+        assert torch.equal(apart(given, WEIGHT, eps=1e-5), rms_norm(given, (64,), WEIGHT, 1e-5))
+    library = kernels.LIBRARIES["apart",]
+    assert max(numbers) < 4
+    assert max(len(library._forms), len(library._known)) <= 4
+
+
 def test_results_that_are_kept_for_ever_leave_room_for_calls(module):
     lz.configure(**{"isolation.memory_mb": 4})
     apart = kernels.IsolatedKernel(module.KERNELS[0], lz.explain("rms_norm", rows(), WEIGHT).facts)

@@ -32,7 +32,7 @@ BUILD_S = 600.0
 """How long a kernel may take to load, and the first call of one that compiles."""
 
 MAX_LOADED = 1024
-"""Plans that a process keeps loaded; beyond that it begins anew."""
+"""Plans that a process keeps loaded, and forms of calls that it knows; beyond that their numbers begin anew."""
 
 SAMPLES = 31
 """Calls of each size by which the cost of a call is measured: 40 ms together."""
@@ -119,7 +119,7 @@ class Library:
             self.worker.start(self.arena.file, load.modules)
             COSTS[self.worker.key] = self._measured()
         if key not in self._loaded:
-            if max(len(self._loaded), len(self._forms)) >= MAX_LOADED:  # numbers begin anew
+            if len(self._loaded) >= MAX_LOADED:
                 self._forget()
             number = len(self._loaded) + 1
             what = f"loading {load.kernel}"
@@ -138,6 +138,9 @@ class Library:
         mutated: frozenset[int | str],
         limit_s: float,
     ) -> Any:
+        if max(len(self._forms), len(self._known)) >= MAX_LOADED:
+            self._forms.clear()
+            self._known.clear()
         arguments = (*given, *named.values())
         key = *named, *[_metadata(each) if isinstance(each, torch.Tensor) else None for each in arguments]
         form, new = self._forms.get(key), None
