@@ -194,7 +194,7 @@ class Library:
                 kinds = [(offset, dtype_named(dtype), shape, strides) for offset, (dtype, shape, strides) in laid]
                 known = self._known[number, form.number] = _Known(known.size, answer, kinds)
                 made[:] = [tensor_in(room, *kind) for kind in kinds]
-            if self.arena.held > self.arena.size // 2:  # results that are kept for ever leave room for calls
+            if self.arena.held > self.arena.size // 3:  # what is kept for ever leaves room; half left holes too small
                 made = [each.clone() for each in made]
             new_ones = iter(made)
             results = [
