@@ -21,6 +21,7 @@ from layerzero.core.reasons import ReasonCode
 from layerzero.engine import isolation
 from layerzero.engine.config import current_policy
 from layerzero.serving.isolation import kernels, messages
+from layerzero.serving.isolation.arena import Arena
 from layerzero.serving.isolation.messages import Awake, Run
 from layerzero.serving.isolation.worker import Worker
 
@@ -87,6 +88,23 @@ def test_a_large_call_is_answered_while_its_tensors_are_on_their_way(module, apa
     del result, again
     assert kernels.LIBRARIES["apart",].arena.take(1) is not None
     assert kernels.LIBRARIES["apart",].arena.held == 0, "errors hold no room"
+
+
+def test_other_threads_read_results_amid_a_fork(monkeypatch):
+    arena, seen = Arena(1 << 20), []
+    at, room = arena.hold(1 << 14)
+    result, arena.filling = torch.frombuffer(room, dtype=torch.uint8).fill_(7), None
+    mapped = arena._map
+
+    def watched(*asked):
+        mapped(*asked)
+        seen.append(result.unique().tolist())  # what another thread would read now
+
+    monkeypatch.setattr(arena, "_map", watched)
+    arena._leave()
+    assert seen == [[7]]
+    os.pwrite(arena.file, bytes(1 << 14), at)
+    assert result.unique().tolist() == [7], "the file is another's now"
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # from Python 3.12 on

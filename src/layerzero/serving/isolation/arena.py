@@ -172,7 +172,7 @@ class Arena(Mapping):
         self.held -= gone.size
         if gone.at in self._own:
             self._own.discard(gone.at)
-            self._map(gone.at, gone.size, mmap.MAP_SHARED, self.file)
+            self._map(gone.at, gone.size, mmap.MAP_SHARED)
         self.give(gone.at, gone.size)
 
     def _leave(self) -> None:
@@ -180,13 +180,12 @@ class Arena(Mapping):
         for at, gone in list(self._live.items()):
             if at != self.filling and at not in self._own and gone() is not None:
                 self._own.add(at)
-                kept = self.view[at : at + gone.size]
-                self._map(at, gone.size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
-                self.view[at : at + gone.size] = kept
+                self._map(at, gone.size, mmap.MAP_PRIVATE)  # of the file: other threads may read these results now
+                self.view[at : at + gone.size] = self.view[at : at + gone.size]  # the system copies what is written
 
-    def _map(self, at: int, size: int, flags: int, file: int) -> None:
+    def _map(self, at: int, size: int, flags: int) -> None:
         where = self.base + at
-        if _LIBC.mmap(where, size, _READ_WRITE, flags | _MAP_FIXED, file, at if file >= 0 else 0) != where:
+        if _LIBC.mmap(where, size, _READ_WRITE, flags | _MAP_FIXED, self.file, at) != where:
             raise OSError(ctypes.get_errno(), "wanted to map the memory of results anew, got an error")
 
 
