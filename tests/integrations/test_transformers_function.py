@@ -104,7 +104,7 @@ def test_a_prompt_in_an_empty_cache_needs_no_mask_and_may_be_cut() -> None:
     mask = integration.attention_mask(batch_size=2, q_length=7, kv_length=12, q_offset=0, kv_offset=0)
     assert mask is not None
     assert mask.tolist() == torch.ones(7, 12).tril().bool().expand(2, 1, 7, 12).tolist()
-    assert integration.keys_seen(mask, 7)
+    assert transformers_patches.keys_seen(mask, 7)
     square, _ = integration.attention_forward(Module(), query, key[:, :, :7], value[:, :, :7], None)
     whole, _ = integration.attention_forward(Module(), query, key, value, mask)
     torch.testing.assert_close(whole, square)
@@ -113,7 +113,7 @@ def test_a_prompt_in_an_empty_cache_needs_no_mask_and_may_be_cut() -> None:
     changed = mask.clone()
     transformers_patches.mark(changed, 7)
     changed[:, :, :, 7] = True
-    assert not integration.keys_seen(changed, 7)
+    assert not transformers_patches.keys_seen(changed, 7)
 
 
 def test_a_mask_is_marked_in_inference_mode_until_it_is_written_into() -> None:
@@ -122,13 +122,13 @@ def test_a_mask_is_marked_in_inference_mode_until_it_is_written_into() -> None:
         call = {"batch_size": 2, "q_offset": 5, "kv_offset": 0, "attention_mask": hidden}
         mask = integration.attention_mask(q_length=4, kv_length=9, **call)
         assert mask is not None
-        assert integration.keys_seen(mask, 4) == 9
+        assert transformers_patches.keys_seen(mask, 4) == 9
         query, key, value = tensors(4, 9)
         got, _ = integration.attention_forward(Module(), query, key, value, mask)
         wanted, _ = integration.attention_forward(Module(), query, key, value, mask.clone())
         torch.testing.assert_close(got, wanted)
         mask[:, :, :, 0] = False
-        assert integration.keys_seen(mask, 4) == 0
+        assert transformers_patches.keys_seen(mask, 4) == 0
 
 
 @pytest.mark.parametrize("padded", [None, "ones", "hidden"])
@@ -140,12 +140,12 @@ def test_a_later_part_of_a_prompt_needs_no_mask_where_no_token_is_hidden(padded:
     call = {"batch_size": 2, "q_offset": 5, "kv_offset": 0, "attention_mask": seen}
     mask = integration.attention_mask(q_length=4, kv_length=9, **call)
     assert mask is not None
-    assert integration.keys_seen(mask, 4) == (0 if padded == "hidden" else 9)
+    assert transformers_patches.keys_seen(mask, 4) == (0 if padded == "hidden" else 9)
     got, _ = integration.attention_forward(Module(), query, key, value, mask)
     wanted, _ = integration.attention_forward(Module(), query, key, value, mask.clone())
     torch.testing.assert_close(got, wanted)
     windowed = integration.attention_mask(q_length=4, kv_length=9, local_size=8, **call)
-    assert integration.keys_seen(windowed, 4) == 0
+    assert transformers_patches.keys_seen(windowed, 4) == 0
 
 
 @pytest.mark.parametrize(

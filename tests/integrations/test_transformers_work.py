@@ -22,6 +22,7 @@ from test_transformers_breadth import DECODERS, EVERY, assert_equal, named, pyte
 
 from counting import events  # noqa: E402
 from layerzero.integrations import transformers as integration  # noqa: E402
+from layerzero.integrations import transformers_patches  # noqa: E402
 
 FEW = {"Llama", "Gemma2", "GptOss", "DeepseekV3", "Bart"}
 
@@ -112,9 +113,9 @@ def test_float_masks_that_hide_only_the_future_are_not_read(name: str, monkeypat
         mask_function=transformers.masking_utils.causal_mask_function, q_offset=0, kv_offset=0,
     )  # fmt: skip
     assert mask is not None
-    assert integration.keys_seen(mask, 3)
+    assert transformers_patches.keys_seen(mask, 3)
     mask[..., 0] = -1.0
-    assert not integration.keys_seen(mask, 3)
+    assert not transformers_patches.keys_seen(mask, 3)
 
 
 @pytest.mark.usefixtures("packs")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.backends.vllm import norm as vllm
+from layerzero.backends.vllm import logits as vllm
 from layerzero.core.device import Device
 from layerzero.core.facts import FactsBuilder
 from layerzero.ops import FUNCTIONS, OPERATIONS
@@ -169,7 +169,7 @@ def test_vllms_operator_gets_masks_and_a_penalty_for_each_row(monkeypatch):
 
     operator = types.SimpleNamespace(apply_repetition_penalties_=types.SimpleNamespace(default=repeat))
     monkeypatch.setattr(vllm, "operators", lambda *_: operator)
-    (kernel,) = [each for each in vllm.KERNELS if each.operations == ("sampling.penalties.counted",)]
+    kernel = vllm.KERNELS[0]
     operation = OPERATIONS["sampling.penalties.counted"]
     logits = torch.randn(2, 3, 8, generator=generator())
     counts = torch.randint(0, 3, (2, 3, 8), generator=generator(1), dtype=torch.int32)

@@ -69,7 +69,7 @@ def test_caches_that_overlap_are_refused_where_others_were_written_before():
     memory = torch.zeros(9, 16, 2, 8)
     new, slots = torch.randn(3, 2, 8), torch.arange(3)
     lz.append_paged_kv_(new, new, memory[:4], memory[4:8], slots)
-    with pytest.raises(lz.InvalidCallError, match="value_cache: wanted memory of its own"):
+    with pytest.raises(lz.InvalidCallError, match="value_cache: wanted elements of its own"):
         lz.append_paged_kv_(new, new, memory[:4], memory[1:5], slots)
     pairs = torch.zeros(4, 2, 16, 2, 8)
     for _ in range(2):
