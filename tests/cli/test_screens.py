@@ -102,7 +102,9 @@ def test_where_nothing_has_a_time_the_answer_says_so():
     )
 
 
-@pytest.mark.parametrize(("operations", "each"), [(1, 80), (4, 15), (40, 2)])
+@pytest.mark.parametrize(
+    ("operations", "each"), [(4, 15), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 80), (40, 2)))]
+)
 def test_the_end_fits_on_a_screen_whatever_was_measured_and_all_unfolds_it(operations, each):
     times = {f"kernel.number_{number}": 10.0 + number for number in range(9)}
     found = [

@@ -238,6 +238,7 @@ def test_a_listener_that_heard_nothing_ends_with_nothing_to_wait_for():
     assert listener.flush(0.0)
 
 
+@pytest.mark.slow
 def test_a_process_ends_behind_what_a_closed_listener_has_to_take():
     code = """
 import queue, torch, layerzero as lz

@@ -163,7 +163,7 @@ def test_attention_by_tiles_adds_a_mask_as_exactly_as_it_was_given():
         ("B200", {}, "torch.sdpa.unsplit"),  # a build of version 2 in the background would change bits
     ],
 )
-@pytest.mark.parametrize("queries", [1, 13, 20])
+@pytest.mark.parametrize("queries", [1, pytest.param(13, marks=pytest.mark.slow), 20])
 def test_prompts_their_parts_and_steps_take_one_kernel_on_a_gpu(device, more, name, queries):
     given = _meta(3, queries, 32, 128), _meta(3, 20, 8, 128), _meta(3, 20, 8, 128)
     call = {"layout": "BSHD", "device": device, "libraries": LIBRARIES, "causal": queries > 1, **more}

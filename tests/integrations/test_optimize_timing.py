@@ -58,6 +58,7 @@ def test_layers_that_are_slower_are_taken_out_and_the_report_says_so(layer_clock
     assert "1.00 ± 0.00 on 1 (own code)" in str(report).replace("\n", " ")
 
 
+@pytest.mark.slow
 def test_layers_that_are_faster_stay(layer_clock, monkeypatch):
     costing(layer_clock, monkeypatch, own=lambda tokens: 2.0, ours=lambda tokens: 1.0)
     report = lz.optimize(llama())
@@ -105,6 +106,7 @@ def test_a_norm_that_is_slower_is_taken_out(layer_clock, monkeypatch):
     assert "norm: no gain on random rows" in report.left[0].why
 
 
+@pytest.mark.slow
 def test_what_layers_save_is_a_share_of_the_whole_step(layer_clock, monkeypatch):
     costing(layer_clock, monkeypatch, own=lambda tokens: 2.0, ours=lambda tokens: 1.0)
     kind = transformers.models.llama.modeling_llama.LlamaForCausalLM

@@ -47,6 +47,7 @@ def test_layers_stay_where_steps_gain(clock, monkeypatch):
     assert [each.ways for each in report.paced if each.module == "LlamaDecoderLayer"] == [(Way.PLAIN,) * 3]
 
 
+@pytest.mark.slow
 def test_a_size_whose_steps_lose_computes_another_way(clock, monkeypatch):
     costing(clock, monkeypatch, layer.Layer, "compute", lambda _, hidden, __: 2e-3 if hidden.shape[1] == 1 else 0.5e-3)
     report = lz.optimize(llama())

@@ -62,6 +62,7 @@ def _planted(tmp_path):
     REGISTRY.ready()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_planted")
 def test_codes_and_scales_arrive_where_the_sources_read_them():
     """Both repositories' CPU sources, compiled, conform with the same adapter (AMD EPYC, 2026-11-27)."""

@@ -86,6 +86,7 @@ def test_a_weight_that_lies_otherwise_in_the_same_memory_is_stale():
     assert packed.kind_for(weight) == "stale"
 
 
+@pytest.mark.slow
 @at_once("name", sorted(OPERATIONS))
 def test_debug_mode_looks_at_the_values_of_every_operation(name):
     operation = OPERATIONS[name]

@@ -119,6 +119,7 @@ def test_a_child_that_hangs_is_ended(tmp_path, monkeypatch):
     assert "no sign of life for 10 s" in REGISTRY.hub.told()[f"{OWNER}/activation"]
 
 
+@pytest.mark.slow
 def test_a_kernel_that_changes_nothing_runs_after_a_child_imported_it(tmp_path, caplog):
     plant(tmp_path)
     plant(tmp_path, "rmsnorm", RMSNORM)
