@@ -18,12 +18,11 @@ from layerzero.core.errors import refuse
 from layerzero.core.operation import Case, Function, Operation, Routed, Tolerance, Work
 from layerzero.ops import declaration
 from layerzero.ops.attention.declare import HEAD_DIMS, TOLERANCE
-from layerzero.ops.declaration import check_dense, overlaps, shape_problems, write_problems
+from layerzero.ops.declaration import check_dense, shape_problems
 from layerzero.ops.paged import draw, layout_record
 from layerzero.ops.paged.declare import CACHE_LAYOUTS, PAGES
 from layerzero.ops.paged.pages import nhd
-from layerzero.ops.paged.route import cache_problems, check_written
-from layerzero.ops.rope.route import apart
+from layerzero.ops.paged.route import CACHES, cache_problems, check_written, memory_problems
 
 INT64 = frozenset({torch.int64})
 KV_HEADS = Axis("kv_heads", scales=True, apart=True)
@@ -161,9 +160,6 @@ APPEND_PAGED = writing(
 )
 
 
-CACHES = ("key_cache", "value_cache")
-
-
 def check_moved(
     name: str, arguments: dict[str, Any], operation: Operation, new: int, varies: tuple[str, ...]
 ) -> Routed:
@@ -177,10 +173,7 @@ def check_moved(
     canonical = {each: value for each, value in arguments.items() if each != "layout"}
     problems = operation.schema.validate(layout=layout, **canonical)
     if not problems and operation.schema.mutated:
-        problems += write_problems(arguments, CACHES, tuple(each for each in canonical if each not in CACHES))
-        keys, values = (arguments[each] for each in CACHES)
-        if keys is values or (not keys.is_meta and overlaps(keys, values) and not apart(keys, values)):
-            problems.append("value_cache: wanted elements of its own, got memory that it shares with key_cache")
+        problems = memory_problems(arguments, tuple(each for each in canonical if each not in CACHES))
     refuse(name, problems)
     return Routed(operation, canonical, layout, varies=varies)
 

@@ -12,12 +12,13 @@ from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.operation import Function, Operation, Routed
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.attention.route import score_problems, slope_problems, without_defaults
-from layerzero.ops.declaration import check_dense, shape_problems
+from layerzero.ops.declaration import check_dense, overlaps, shape_problems, write_problems
 from layerzero.ops.paged import declare, draw, layout_record, mixed, quantized, tree
 from layerzero.ops.paged.mixed import OF_FLOATS
 from layerzero.ops.paged.step import StepMetadata, step_problems, table_problems
 from layerzero.ops.ragged.starts import shape_problems as start_problems
 from layerzero.ops.ragged.starts import value_problems
+from layerzero.ops.rope.route import apart
 
 NAME = "paged_attention"
 
@@ -97,13 +98,13 @@ def paged_attention(
     raise AssertionError("the signature only; the engine makes the callable")
 
 
-_CACHES = ("key_cache", "value_cache")
+CACHES = ("key_cache", "value_cache")
 
 
 def cache_problems(arguments: dict[str, Any]) -> list[str]:
     """What is wrong with both caches as tensors, and with their layout."""
     layout = arguments["layout"]
-    problems = shape_problems(arguments, _CACHES, 4)
+    problems = shape_problems(arguments, CACHES, 4)
     if not isinstance(layout, str) or layout not in declare.CACHE_LAYOUTS:
         problems.append(f"layout: wanted {' or '.join(declare.CACHE_LAYOUTS)}, got {told(layout)}")
     return problems
@@ -111,7 +112,16 @@ def cache_problems(arguments: dict[str, Any]) -> list[str]:
 
 def check_written(function: str, arguments: dict[str, Any]) -> None:
     """Refuse caches whose memory is written in another layout. Raises: InvalidCallError."""
-    layout_record.check(function, {name: arguments[name] for name in _CACHES}, arguments["layout"])
+    layout_record.check(function, {name: arguments[name] for name in CACHES}, arguments["layout"])
+
+
+def memory_problems(arguments: dict[str, Any], read: tuple[str, ...]) -> list[str]:
+    """What forbids writing into the caches."""
+    problems = write_problems(arguments, CACHES, read)
+    keys, values = (arguments[name] for name in CACHES)
+    if keys is values or (not keys.is_meta and overlaps(keys, values) and not apart(keys, values)):
+        problems.append("value_cache: wanted elements of its own, got memory that it shares with key_cache")
+    return problems
 
 
 def check_queries(function: str, arguments: dict[str, Any], one_token: str | None = None) -> None:

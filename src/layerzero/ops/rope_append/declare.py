@@ -29,6 +29,7 @@ from layerzero.ops.paged import quantized as codes
 from layerzero.ops.paged.append import append_paged_kv_
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
 from layerzero.ops.paged.quantized import QUANTIZED, SCALES
+from layerzero.ops.paged.route import CACHES
 from layerzero.ops.rope.declare import COS_SIN, INTERLEAVED, TOLERANCE, TOLERANCE_REASON, cos_sin, rope_reference
 from layerzero.ops.rope_append import packed_steps
 
@@ -281,7 +282,6 @@ ROPE_APPEND_PAGED = operation(
 
 
 _OF_FLOATS = ROPE_APPEND_PAGED.schema
-_CACHES = ("key_cache", "value_cache")
 
 
 def rope_append_quantized_reference(
@@ -335,7 +335,7 @@ ROPE_APPEND_QUANTIZED = replace(
         operation="kv.rope_append.quantized",
         inputs=(
             *(
-                replace(each, dtype_constraint=QUANTIZED, same_dtype=False) if each.name in _CACHES else each
+                replace(each, dtype_constraint=QUANTIZED, same_dtype=False) if each.name in CACHES else each
                 for each in _OF_FLOATS.inputs
             ),
             *SCALES,
@@ -348,7 +348,7 @@ ROPE_APPEND_QUANTIZED = replace(
     summary="Rotary positions of queries and keys, keys and values written into a cache of float8 or int8",
     reference=rope_append_quantized_reference,
     fake=_fake,
-    judge=dict.fromkeys(_CACHES, codes.ONE_STEP),
+    judge=dict.fromkeys(CACHES, codes.ONE_STEP),
     derive=_quantized_derive,
     derived=(*ROPE_APPEND_PAGED.derived, *codes.DERIVED),
     derived_from={**ROPE_APPEND_PAGED.derived_from, **dict.fromkeys(codes.DERIVED, ())},

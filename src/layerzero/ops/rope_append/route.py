@@ -10,14 +10,15 @@ from torch import Tensor
 from layerzero.core.arguments import told
 from layerzero.core.errors import refuse
 from layerzero.core.operation import Function, Routed
-from layerzero.ops.declaration import check_dense, overlaps, shape_problems, write_problems
+from layerzero.ops.declaration import check_dense, shape_problems
 from layerzero.ops.draw import Draw
 from layerzero.ops.paged import layout_record
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
 from layerzero.ops.paged.draw import quantize
 from layerzero.ops.paged.quantized import QUANTIZED, scale_problems
+from layerzero.ops.paged.route import CACHES, memory_problems
 from layerzero.ops.rope.draw import draw_table, norm_weights
-from layerzero.ops.rope.route import apart, table_problems
+from layerzero.ops.rope.route import table_problems
 from layerzero.ops.rope_append.declare import ROPE_APPEND, ROPE_APPEND_PAGED, ROPE_APPEND_QUANTIZED
 
 _HEAD_DIMS = (2, 7, 16, 33, 64, 80, 128)
@@ -111,7 +112,6 @@ def random_split_call(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
 
 
 _NAME = "rope_append_"
-CACHES = ("key_cache", "value_cache")
 _SCALES = ("key_scale", "value_scale")
 _READ = ("query", "key", "value", "cos", "sin", "positions", "slot_mapping", *_SCALES)
 
@@ -216,15 +216,6 @@ def size_problems(arguments: dict[str, Any], layout: str) -> list[str]:
     if tuple(positions.shape) not in ((seq,), (1, seq), (batch, seq)):
         wanted = " or ".join(dict.fromkeys(str(each) for each in ((batch, seq), (1, seq), (seq,))))
         problems.append(f"positions: wanted shape {wanted}, got {tuple(positions.shape)}")
-    return problems
-
-
-def memory_problems(arguments: dict[str, Any], read: tuple[str, ...]) -> list[str]:
-    """What forbids writing into the caches."""
-    problems = write_problems(arguments, CACHES, read)
-    keys, values = (arguments[name] for name in CACHES)
-    if keys is values or (not keys.is_meta and overlaps(keys, values) and not apart(keys, values)):
-        problems.append("value_cache: wanted elements of its own, got memory that it shares with key_cache")
     return problems
 
 

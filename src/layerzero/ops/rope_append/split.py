@@ -25,12 +25,13 @@ from layerzero.ops.declaration import check_dense, operation, tensor
 from layerzero.ops.paged import layout_record
 from layerzero.ops.paged.append import append_paged_kv_
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
+from layerzero.ops.paged.route import CACHES, memory_problems
 from layerzero.ops.rope import normed
 from layerzero.ops.rope.declare import COS_SIN, INTERLEAVED
 from layerzero.ops.rope.split import parts, split_qkv_norm_rope_reference
 from layerzero.ops.rope_append import declare, packed_steps, route
 from layerzero.ops.rope_append.declare import EXACT, PAGED_PLACES, write_rows
-from layerzero.ops.rope_append.route import CACHES, memory_problems, rank_problems, size_problems, varying
+from layerzero.ops.rope_append.route import rank_problems, size_problems, varying
 
 _WEIGHTS = ("q_weight", "k_weight")
 
