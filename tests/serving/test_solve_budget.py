@@ -140,3 +140,16 @@ def test_few_tokens_within_a_bucket_are_recorded(buckets):
     with torch.no_grad():
         for rows in itertools.product(*(range(1, max(ends) + 1) for ends in buckets.values())):
             model(torch.ones(*rows, 64))
+
+
+@pytest.mark.parametrize("buckets", [{"seq_len": [4, 8], "batch": [1]}, {"seq_len": [15], "batch": [4]}])
+def test_no_point_is_run_twice(buckets):
+    asked = []
+
+    def inputs(seq_len, batch):
+        asked.append((seq_len, batch))
+        return torch.empty(batch, seq_len, 64, device="meta")
+
+    lz.solve(Norm().to("meta"), inputs, buckets, budget_s=0)
+    assert len(asked) == len(set(asked))
+    assert any(seq_len * batch == min(15, max(buckets["seq_len"]) * max(buckets["batch"])) for seq_len, batch in asked)

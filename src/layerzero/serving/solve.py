@@ -225,13 +225,15 @@ def _recorded(
     over = deadline.passed if deadline.left_s > 0 else lambda: False  # without a budget, all of it is recorded
     weights = not any(each.is_meta or type(each.data) is not torch.Tensor for each in model.parameters())
     shapes, real = True, False
-    few = _few_tokens(points[-1]) if points else None
+    few: dict[str, int] | None = _few_tokens(points[-1])
     for number, point in enumerate(points):
         if real and over():
             return
         names: list[str] = []
-        for near in _from_one(point, points[0]) + ([few] if few is not None and _holds(point, few) else []):
-            few = None if near is few else few
+        nears = _from_one(point, points[0])
+        if few is not None and all(few[axis] <= size for axis, size in point.items()):
+            nears, few = nears if few in nears else [*nears, few], None
+        for near in nears:
             given = inputs if inputs is not None and not point else _inputs_at(model, inputs, near)
             if callable(given):
                 real = True
@@ -256,16 +258,11 @@ FEW_TOKENS = 15
 """The most that a layer of ``lz.optimize`` may compute otherwise than a prompt, as what speculation verifies."""
 
 
-def _few_tokens(most: Mapping[str, int]) -> dict[str, int] | None:
-    """The point of so many tokens, or as near below as the grid has one: sizes that multiply to them."""
-    if not most:
-        return None
+def _few_tokens(most: Mapping[str, int]) -> dict[str, int]:
+    """Sizes within the grid that multiply to so many tokens, or as near below as any."""
     sizes = itertools.product(*(range(1, min(end, FEW_TOKENS) + 1) for end in most.values()))
-    return dict(zip(most, max(sizes, key=lambda each: (math.prod(each) <= FEW_TOKENS) * math.prod(each)), strict=True))
-
-
-def _holds(point: Mapping[str, int], few: Mapping[str, int]) -> bool:
-    return all(few[axis] <= size for axis, size in point.items())
+    few = max(sizes, key=lambda each: (math.prod(each) <= FEW_TOKENS) * math.prod(each))
+    return dict(zip(most, few, strict=True))
 
 
 def _shapes_show(model: Module, given: Any, seen: Seen, names: list[str]) -> bool:

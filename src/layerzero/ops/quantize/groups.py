@@ -252,8 +252,8 @@ class Grouped(Scheme):
 class Marlin(Grouped):
     """Four bits without zero points in the order of the kernel that IST-DASLab's Marlin is.
 
-    data int32 (K / 16, 2 N), named B; scale (G, N), named s: see :mod:`layerzero.ops.quantize.groups`. Files have
-    groups of 128, or one for a row, and columns and rows that 128 and 256 divide, which the order does not need.
+    data int32 (K / 16, 2 N), named B; scale (G, N), named s, both in Marlin's order. Files have groups of 128,
+    or one for a row, and columns and rows that 128 and 256 divide, which the order does not need.
     """
 
     def __init__(self) -> None:
