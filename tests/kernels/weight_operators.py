@@ -80,7 +80,7 @@ NUMBERS = {of_vllm.BIASED[4]: 4, of_vllm.BIASED[8]: 8, of_vllm.UNSIGNED[4]: 4, o
 def marlin_order(words, bits, outputs, inputs):
     """The codes (N, K) of Marlin's words."""
     numbers = torch.empty(outputs, inputs, dtype=torch.uint8)
-    flat, tile = unpacked(words, bits, words.shape[1] * 32 // bits), marlin_places(bits)
+    flat, tile = unpacked(words, bits, words.shape[1] * 32 // bits), list(marlin_places(bits))
     for k_tile, row in enumerate(flat):
         for n_tile in range(outputs // 64):
             codes = torch.empty(1024, dtype=torch.uint8)

@@ -68,6 +68,18 @@ def test_rows_of_several_weights_are_joined_where_they_share_the_rest(text):
     assert cut.data.untyped_storage().data_ptr() == joined.data.untyped_storage().data_ptr()
 
 
+@pytest.mark.parametrize("text", [AWQ, PERMUTED, PACKED, "marlin:bits=4,group=32"])
+def test_a_product_is_compiled_after_one_that_was_not(text):
+    """Tables of places were kept as tensors of the first call, which no compiler takes."""
+    known = weight(text)
+    arguments = {"input": X, **known.arguments_of("quantized_linear", "weight", {}), "packed": None}
+    wanted = lz.quantized_linear(**arguments)
+    torch._dynamo.reset()
+    compiled = torch.compile(lz.quantized_linear, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(**arguments), wanted)
+    torch._dynamo.reset()
+
+
 def test_rows_that_end_within_a_word_are_not_joined():
     parts = [weight(GPTQ, 8, 128, seed).fields for seed in range(2)]
     assert scheme_of(lz.WeightFormat.of(GPTQ)).joined(lz.WeightFormat.of(GPTQ), parts, 128) is None

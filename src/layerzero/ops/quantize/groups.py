@@ -32,35 +32,38 @@ ROWS_ORDER = tuple(2 * pair + each for pair in range(4) for each in (0, 1, 8, 9,
 
 
 @functools.cache
-def marlin_places(bits: int) -> Tensor:
+def marlin_places(bits: int) -> tuple[int, ...]:
     """Which number of a tile, input by input, each of Marlin's codes is."""
     inputs = (0, 1, 8, 9)
-    return torch.tensor(
-        [
-            64 * (2 * (thread % 4) + inputs[code % 4]) + 16 * warp + thread // 4 + 8 * (code // 4)
-            for thread in range(32)
-            for warp in range(4)
-            for code in _ORDER[bits]
-        ]
+    return tuple(
+        64 * (2 * (thread % 4) + inputs[code % 4]) + 16 * warp + thread // 4 + 8 * (code // 4)
+        for thread in range(32)
+        for warp in range(4)
+        for code in _ORDER[bits]
     )
+
+
+def _at(places: tuple[int, ...]) -> Tensor:
+    """Places as an index of a call's own: compilers refuse tensors made elsewhere, and lists beside meta tensors."""
+    return torch.tensor(places, device="cpu")
 
 
 def marlin_codes(numbers: Tensor, bits: int) -> Tensor:
     """Codes in Marlin's order. Shapes: (N, K) → int32 (K / 16, N * bits / 2)."""
     outputs, inputs = numbers.shape
     tiles = numbers.view(outputs // 64, 64, inputs // 16, 16).permute(2, 0, 3, 1).reshape(-1, 1024)
-    return packed(tiles[:, marlin_places(bits).to(tiles.device)], bits).view(inputs // 16, -1)
+    return packed(tiles[:, _at(marlin_places(bits))], bits).view(inputs // 16, -1)
 
 
 def marlin_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Scales in Marlin's order. Shapes: (N, G) → (G, N)."""
     order = _GROUPS if scale.shape[1] > 1 else ROWS_ORDER
-    return scale.t().to(dtype).reshape(-1, len(order))[:, list(order)].view(scale.shape[1], -1)
+    return scale.t().to(dtype).reshape(-1, len(order))[:, _at(order)].view(scale.shape[1], -1)
 
 
 def marlin_zero(zero: Tensor) -> Tensor:
     """Zero points of 4 bits in Marlin's order. Shapes: (N, G) → int32 (G, N / 8)."""
-    ordered = zero.t().reshape(-1, 64)[:, list(_GROUPS)].view(-1, 8)[:, list(_ORDER[4])]
+    ordered = zero.t().reshape(-1, 64)[:, _at(_GROUPS)].view(-1, 8)[:, _at(_ORDER[4])]
     return packed(ordered.view(zero.shape[1], -1), 4)
 
 
@@ -69,7 +72,7 @@ def codes_of_marlin(words: Tensor, bits: int) -> Tensor:
     tiles, outputs = words.shape[0], words.shape[1] * 2 // bits
     codes = unpacked(words, bits, 16 * outputs).view(-1, 1024)
     found = torch.empty_like(codes)
-    found[:, marlin_places(bits).to(codes.device)] = codes
+    found[:, _at(marlin_places(bits))] = codes
     return found.view(tiles, outputs // 64, 16, 64).permute(1, 3, 0, 2).reshape(outputs, -1)
 
 
@@ -78,7 +81,7 @@ def scale_of_marlin(scale: Tensor) -> Tensor:
     order = _GROUPS if len(scale) > 1 else ROWS_ORDER
     given = scale.reshape(-1, len(order))
     found = torch.empty_like(given)
-    found[:, list(order)] = given
+    found[:, _at(order)] = given
     return found.view(scale.shape).t()
 
 
@@ -370,7 +373,7 @@ _AWQ, _OF_AWQ = (0, 4, 1, 5, 2, 6, 3, 7), (0, 2, 4, 6, 1, 3, 5, 7)
 
 def _in_order(codes: Tensor, order: tuple[int, ...]) -> Tensor:
     """Every eight codes of a row in another order."""
-    return codes.view(*codes.shape[:-1], codes.shape[-1] // 8, 8)[..., list(order)].flatten(-2)
+    return codes.view(*codes.shape[:-1], codes.shape[-1] // 8, 8)[..., _at(order)].flatten(-2)
 
 
 GROUPED = {
