@@ -1,9 +1,12 @@
-"""Functions that write into their arguments, with gradients, in code that is compiled whole."""
+"""Gradients through torch's operators: of functions that write in compiled code, and gradients of gradients."""
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from layerzero.engine.functions import CALLS
 from layerzero.ops import FUNCTIONS
@@ -82,3 +85,18 @@ def test_under_autocast_the_reference_keeps_its_types():
         )
     for key, each in wanted.items():
         torch.testing.assert_close(got[key], each, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_of_gradients_lead_back_through_operators():
+    """What a dispatch mode counts runs as an operator, whose gradients were constants to the next pass."""
+    arguments = random_call(5, 0, function="rms_norm", dtype=torch.float64).arguments
+
+    def second(mode):
+        leaves = {key: each.clone().requires_grad_() if learns(key, each) else each for key, each in arguments.items()}
+        wanted = [each for each in leaves.values() if learns("", each)]
+        with mode:
+            result = CALLS["rms_norm"].fast(**leaves)
+        first = torch.autograd.grad(result.sum(), wanted, create_graph=True)
+        return torch.autograd.grad(sum(each.square().sum() for each in first), wanted)
+
+    torch.testing.assert_close(second(FlopCounterMode(display=False)), second(contextlib.nullcontext()))

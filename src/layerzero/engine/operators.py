@@ -183,16 +183,21 @@ def _gradients(function: Function, schema: TorchSchema) -> tuple[Callable[..., A
         ctx.save_for_backward(*(arguments[name] for name in ctx.names))
 
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        further = torch.is_grad_enabled()  # create_graph=True: gradients of gradients lead to what the caller has
         with torch.enable_grad():
             leaves = {
-                name: tensor.detach().requires_grad_(tensor.is_floating_point())
+                name: tensor.view_as(tensor)
+                if further and tensor.requires_grad
+                else tensor.detach().requires_grad_(tensor.is_floating_point())
                 for name, tensor in zip(ctx.names, ctx.saved_tensors, strict=True)
             }
             result = reference_call(_routed(function, _bound(schema, (), leaves | ctx.rest)))
         outputs = result if isinstance(result, tuple) else (result,)
         pairs = [(out, grad) for out, grad in zip(outputs, gradients, strict=True) if grad is not None]
         wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
-        found = torch.autograd.grad([p[0] for p in pairs], wanted, [p[1] for p in pairs], allow_unused=True)
+        found = torch.autograd.grad(
+            [p[0] for p in pairs], wanted, [p[1] for p in pairs], create_graph=further, allow_unused=True
+        )
         by_name = dict(zip([name for name, leaf in leaves.items() if leaf.requires_grad], found, strict=True))
         return tuple(by_name.get(name) for name in schema.order)
 
