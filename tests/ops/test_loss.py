@@ -142,6 +142,17 @@ def test_a_second_backward_pass_says_what_to_do():
         loss.backward()
 
 
+def test_gradients_of_gradients_of_a_loss_alone_raise():
+    """Nothing behind the loss needs gradients, which torch's own guard takes for a promise."""
+    hidden, weight, target = made()
+    for reduction in ("mean", "none"):
+        with locked(CHUNKED):
+            loss = lz.linear_cross_entropy(hidden, weight, target, reduction=reduction).sum()
+        (first,) = torch.autograd.grad(loss, hidden, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            first.square().sum().backward()
+
+
 class Largest(TorchDispatchMode):
     """The most numbers that any result has."""
 

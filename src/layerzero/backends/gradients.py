@@ -22,6 +22,7 @@ Chunks of 128 rows, each of which read and wrote the sum in float32, took 56.4 a
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -34,6 +35,18 @@ from layerzero.core.kernel import Kernel, Trust
 from layerzero.ops.declaration import wide
 
 
+def _differentiable_once(backward: Callable[[Any, Tensor], tuple[Any, ...]]) -> Callable[..., Any]:
+    """As torch's decorator, which trusts constants from behind: a loss alone then had gradients without a graph."""
+    guarded: Callable[..., Any] = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def differentiate(ctx: Any, gradient: Tensor) -> Any:
+        wanted = torch.is_grad_enabled()  # create_graph=True
+        return guarded(ctx, gradient.detach().requires_grad_() if wanted else gradient)
+
+    return differentiate
+
+
 class _FromKept(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, compute: Callable[..., Any], differentiate: Callable[..., Any], *tensors: Any) -> Tensor:
@@ -44,7 +57,7 @@ class _FromKept(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    @_differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         return None, None, *ctx.differentiate(ctx.saved_tensors, ctx.needs_input_grad[2:], gradient.contiguous())
 
@@ -60,7 +73,7 @@ class _GivenAway(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    @_differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
