@@ -146,6 +146,10 @@ BAD = {
     ),
     "rms weight": (rms(weight=zeros(7)), "weight: wanted hidden 8 as in input, got 7"),
     "rms weight axes": (rms(weight=zeros(1, 8)), "weight: wanted a 1D tensor (hidden), got 2D (1, 8)"),
+    "rms jagged": (
+        rms(input=nested((4, 8), (3, 8), layout=torch.jagged)),
+        "input: wanted a dense tensor, got a nested",
+    ),
     "rms of a scalar": (rms(input=zeros(())), "input: wanted at least a 1D tensor"),
     "rms of nothing": (rms(input=zeros(3, 0), weight=zeros(0)), "input: wanted a last axis above 0, got shape (3, 0)"),
     "rms eps below 0": (rms(eps=-1e-6), "eps: wanted a finite number of at least 0, got -1e-06"),

@@ -197,7 +197,7 @@ class Call:
         if any(isinstance(value, Bundle) or value is MISSING for value in values):
             return self.fast(**unpack(self.function, arguments))
         tensors = tuple(value for value in values if isinstance(value, torch.Tensor))
-        if has_torch_function(tensors):
+        if has_torch_function(tensors) and not any(each.is_nested for each in tensors):  # theirs go by a name alone
             return handle_torch_function(self.fast, tensors, **arguments)
         if in_transform():
             return self.dispatcher.reference(arguments)
