@@ -156,6 +156,9 @@ def fresh_process(monkeypatch):
     config.CONFIGURATION.reset()
     if DESCRIPTORS.in_force():
         DESCRIPTORS.clear()
+    if ENGINE.frozen is not None:
+        ENGINE.frozen = None
+        ENGINE.bump()
     REGISTRY.ready()
     for kernel_id in [each for each in REGISTRY.read_declarations() if each not in before]:
         REGISTRY.unregister_kernel(kernel_id)

@@ -7,7 +7,6 @@ import torch
 
 import layerzero as lz
 from agreeing_ranks import torch_norm
-from layerzero.engine.dispatch import ENGINE
 
 
 @pytest.fixture
@@ -19,13 +18,6 @@ def _two_kernels():
         lz.thaw()
     for name in ("mine.one", "mine.two"):
         lz.unregister_kernel(name)
-
-
-@pytest.fixture
-def thawed():
-    yield
-    ENGINE.frozen = None
-    ENGINE.bump()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
 from paths import IN_C
 
-pytestmark = pytest.mark.usefixtures("path", "thawed")
+pytestmark = pytest.mark.usefixtures("path")
 
 
 def test_new_times_change_nothing_until_it_thaws(two_norms):

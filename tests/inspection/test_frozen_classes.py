@@ -11,7 +11,7 @@ import layerzero as lz
 from frozen_norms import tuned
 from layerzero.engine.dispatch import ENGINE
 
-pytestmark = pytest.mark.usefixtures("path", "thawed")
+pytestmark = pytest.mark.usefixtures("path")
 
 
 def test_the_hash_depends_on_choices_and_not_on_their_order(two_norms):

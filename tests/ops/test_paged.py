@@ -1,4 +1,4 @@
-"""Attention over a paged cache and appending to it: the references against loops, steps, and what calls refuse."""
+"""Attention over a paged cache: the references against loops, steps, and what calls refuse."""
 
 from __future__ import annotations
 
@@ -14,27 +14,9 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops.attention.reference import attention_reference
-from layerzero.ops.paged.append import append_paged_kv_
 from layerzero.ops.paged.declare import paged_attention_reference
 from layerzero.testing import case_call, check
-
-PAGE = 4
-
-
-def paged(lens=(5, 1, 8), heads=4, kv_heads=2, head_dim=8, blocks=2, dtype=torch.float64, garbage=-1):
-    """Query, caches full of NaN beyond what was written, tables with garbage beyond the last page, lengths."""
-    torch.manual_seed(0)
-    batch, pages = len(lens), len(lens) * blocks + 1
-    keys, values = (torch.full((pages, PAGE, kv_heads, head_dim), math.nan, dtype=dtype) for _ in range(2))
-    table = torch.randperm(pages)[: batch * blocks].view(batch, blocks).int()
-    for sequence, length in enumerate(lens):
-        for position in range(length):
-            page = table[sequence, position // PAGE]
-            keys[page, position % PAGE] = torch.randn(kv_heads, head_dim, dtype=dtype)
-            values[page, position % PAGE] = torch.randn(kv_heads, head_dim, dtype=dtype)
-        table[sequence, -(-length // PAGE) :] = garbage
-    query = torch.randn(batch, 1, heads, head_dim, dtype=dtype)
-    return query, keys, values, table, torch.tensor(lens, dtype=torch.int32)
+from paged_calls import PAGE, decoding
 
 
 def by_hand(query, keys, values, table, lens, scale=None, left=None):
@@ -56,7 +38,7 @@ def by_hand(query, keys, values, table, lens, scale=None, left=None):
 @pytest.mark.parametrize("garbage", [-1, 2**30])
 @pytest.mark.parametrize("lens", [(5, 1, 8), (0, 3, 4)], ids=str)
 def test_the_reference_is_attention_by_hand(lens, garbage):
-    call = paged(lens, garbage=garbage)
+    call = decoding(lens, garbage=garbage)
     torch.testing.assert_close(paged_attention_reference(*call), by_hand(*call))
     torch.testing.assert_close(
         paged_attention_reference(*call, scale=0.3, window=(2, 0)), by_hand(*call, scale=0.3, left=2)
@@ -66,7 +48,7 @@ def test_the_reference_is_attention_by_hand(lens, garbage):
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_the_public_function_routes_by_head_counts_and_takes_both_layouts(kv_heads):
-    query, keys, values, table, lens = call = paged(kv_heads=kv_heads)
+    query, keys, values, table, lens = call = decoding(kv_heads=kv_heads)
     kind = "standard" if kv_heads == 4 else "gqa"
     assert lz.explain("paged_attention", *call).operation == f"attention.{kind}.decode.paged"
     wanted = by_hand(*call)
@@ -77,7 +59,7 @@ def test_the_public_function_routes_by_head_counts_and_takes_both_layouts(kv_hea
 
 @pytest.mark.filterwarnings("ignore::layerzero.LayerZeroFallbackWarning")  # only the reference has the log-sum-exp here
 def test_an_empty_sequence_gives_zero_and_minus_infinity():
-    output, lse = lz.paged_attention(*paged((0, 3)), return_lse=True)
+    output, lse = lz.paged_attention(*decoding((0, 3)), return_lse=True)
     assert output[0].abs().max() == 0
     assert torch.equal(lse[0], torch.full((4, 1), -math.inf))
     assert lse.dtype is torch.float32
@@ -85,7 +67,7 @@ def test_an_empty_sequence_gives_zero_and_minus_infinity():
 
 
 def test_lengths_that_grow_within_the_bound_stay_on_one_plan():
-    query, keys, values, table, lens = paged((5, 3))
+    query, keys, values, table, lens = decoding((5, 3))
     lz.paged_attention(query, keys, values, table, lens, max_context_len=5)
     kept = CALLS["paged_attention"].dispatcher.cache.size()
     lens += 1
@@ -95,43 +77,6 @@ def test_lengths_that_grow_within_the_bound_stay_on_one_plan():
     got = lz.paged_attention(query, keys, values, table, lens, max_context_len=6)
     torch.testing.assert_close(got, by_hand(query, keys, values, table, lens))
     assert CALLS["paged_attention"].dispatcher.cache.size() == kept
-
-
-# append
-
-
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_append_writes_its_slots_and_nothing_else(layout):
-    torch.manual_seed(0)
-    keys, values = torch.randn(3, PAGE, 2, 8), torch.randn(3, PAGE, 2, 6)
-    new_keys, new_values = torch.randn(4, 2, 8), torch.randn(4, 2, 6)
-    slots = torch.tensor([11, -1, 0, 6])
-    wanted = [keys.clone(), values.clone()]
-    for token, slot in ((0, 11), (2, 0), (3, 6)):
-        wanted[0][slot // PAGE, slot % PAGE] = new_keys[token]
-        wanted[1][slot // PAGE, slot % PAGE] = new_values[token]
-    given = [cache if layout == "NHD" else cache.transpose(1, 2).contiguous() for cache in (keys, values)]
-    assert lz.append_paged_kv_(new_keys, new_values, *given, slots, layout=layout) is None
-    got = [cache if layout == "NHD" else cache.transpose(1, 2) for cache in given]
-    assert torch.equal(got[0], wanted[0])
-    assert torch.equal(got[1], wanted[1])
-
-
-def test_padding_alone_writes_nothing():
-    keys, values = torch.randn(2, PAGE, 1, 4), torch.randn(2, PAGE, 1, 4)
-    before = keys.clone(), values.clone()
-    append_paged_kv_(torch.randn(2, 1, 4), torch.randn(2, 1, 4), keys, values, torch.tensor([-1, -1]))
-    assert torch.equal(keys, before[0])
-    assert torch.equal(values, before[1])
-
-
-def test_caches_may_be_two_views_of_one_tensor():
-    both = torch.zeros(3, 2, PAGE, 1, 4)
-    for _ in range(2):  # the second call is a hit
-        lz.append_paged_kv_(torch.ones(1, 1, 4), torch.ones(1, 1, 4) * 2, both[:, 0], both[:, 1], torch.tensor([5]))
-    assert both[1, 0, 1].tolist() == [[1.0] * 4]
-    assert both[1, 1, 1].tolist() == [[2.0] * 4]
-    assert both.sum() == 12
 
 
 # steps
@@ -160,7 +105,7 @@ def counting_kernel(counts):
 def test_layers_that_share_a_step_plan_once_and_again_when_it_advances():
     counts = []
     counting_kernel(counts)
-    call = paged((5, 3))
+    call = decoding((5, 3))
     table, lens = call[3:]
     step = lz.StepMetadata(table, lens)
     for _layer in range(32):
@@ -177,7 +122,7 @@ def test_layers_that_share_a_step_plan_once_and_again_when_it_advances():
 
 
 def test_a_step_of_other_tables_is_refused_on_a_kept_plan_too():
-    query, keys, values, table, lens = call = paged((5, 3))
+    query, keys, values, table, lens = call = decoding((5, 3))
     step = lz.StepMetadata(table, lens)
     lz.paged_attention(*call, step=step)
     with pytest.raises(lz.InvalidCallError, match="step: wanted the StepMetadata of these block_tables"):
@@ -198,7 +143,7 @@ def test_slot_mapping_is_where_the_newest_tokens_belong_and_keeps_its_buffer():
 
 
 def test_append_then_attend_as_a_model_does():
-    query, keys, values, table, lens = paged((5, 3), dtype=torch.float32)
+    query, keys, values, table, lens = decoding((5, 3), dtype=torch.float32)
     table.clamp_(min=0)
     table[1, 1] = 6 - int(table.sum() - table[1, 1]) % 5  # any page of its own will do
     pages = set(table[0].tolist()) | {int(table[1, 0])}
@@ -216,7 +161,7 @@ def test_append_then_attend_as_a_model_does():
 
 def changed(**changes):
     names = ("query", "key_cache", "value_cache", "block_tables", "context_lens")
-    return dict(zip(names, paged(), strict=True)) | changes
+    return dict(zip(names, decoding(), strict=True)) | changes
 
 
 WRONG = [
@@ -277,68 +222,29 @@ def test_debug_mode_looks_at_the_values_on_kept_plans_too(break_it, text):
     assert not ENGINE.health.breakers()
 
 
-@pytest.mark.parametrize(
-    ("slots", "text"),
-    [
-        ([0, 12], r"slot_mapping\[1\]: wanted -1 to 11, got 12"),
-        ([-2, 0], r"slot_mapping\[0\]: wanted -1 to 11, got -2"),
-        ([3, 3], "slot_mapping: wanted each place once, got 3 at 0 and 1"),
-    ],
-)
-def test_debug_mode_looks_at_slots_before_anything_is_written(slots, text):
-    keys, values, new = torch.zeros(3, PAGE, 1, 4), torch.zeros(3, PAGE, 1, 4), torch.ones(2, 1, 4)
-    with lz.scope(debug=True), pytest.raises(lz.InvalidCallError, match=text):
-        lz.append_paged_kv_(new, new.clone(), keys, values, torch.tensor(slots))
-    assert not keys.any()
-    assert not values.any()
-
-
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"slot_mapping": torch.zeros(2, dtype=torch.int32)}, "slot_mapping: wanted dtype int64, got int32"),
-        ({"slot_mapping": torch.zeros(3, dtype=torch.int64)}, "slot_mapping: wanted tokens 2"),
-        ({"key": torch.ones(2, 4)}, "key: wanted a 3D tensor"),
-        ({"value": torch.ones(2, 2, 4)}, "wanted kv_heads 1"),
-        ({"layout": "HND"}, "key_cache: wanted kv_heads 1"),
-    ],
-)
-def test_append_refuses_what_does_not_fit(changes, text):
-    arguments = {"key": torch.ones(2, 1, 4), "value": torch.ones(2, 1, 4), "slot_mapping": torch.tensor([0, 1])}
-    arguments |= {"key_cache": torch.zeros(3, PAGE, 1, 4), "value_cache": torch.zeros(3, PAGE, 1, 4)}
-    with pytest.raises(lz.InvalidCallError, match=text):
-        lz.append_paged_kv_(**arguments | changes)
-
-
-def test_append_refuses_memory_that_is_shared():
-    cache, new = torch.zeros(3, PAGE, 1, 4), torch.ones(2, 1, 4)
-    slots = torch.tensor([0, 1])
-    with pytest.raises(lz.InvalidCallError, match="value_cache: wanted elements of its own, got memory that it shares"):
-        lz.append_paged_kv_(new, new.clone(), cache, cache, slots)
-    with pytest.raises(lz.InvalidCallError, match="shares with key"):
-        lz.append_paged_kv_(cache[0, :2], new, cache, cache.clone(), slots)
-    with pytest.raises(lz.InvalidCallError, match="expanded view"):
-        lz.append_paged_kv_(new, new.clone(), cache[:1].expand(3, PAGE, 1, 4), cache, slots)
-
-
 def test_a_cache_is_never_copied_for_a_kernel():
     def dense(query, key_cache, value_cache, block_tables, context_lens):
         return paged_attention_reference(query, key_cache, value_cache, block_tables, context_lens)
 
     limits = [lz.limits.contiguous("key_cache", "query")]
     lz.register_kernel("attention.gqa.decode.paged", "user.dense", layout="NHD", limits=limits)(dense)
-    query, keys, values, table, lens = paged()
+    query, keys, values, table, lens = decoding()
     strided = keys.transpose(1, 2).contiguous().transpose(1, 2)
     wide = torch.zeros(*query.shape[:-1], 16, dtype=query.dtype)[..., ::2].copy_(query)
     reasons = lz.explain("paged_attention", wide, strided, values, table, lens).reasons("user.dense")
     assert [(reason.code, reason.fact) for reason in reasons] == [("NOT_CONTIGUOUS", "key_cache")]
 
 
+def without_garbage():
+    """Calls that may be run on any of their numbers."""
+    query, keys, values, table, lens = decoding(dtype=torch.float32, garbage=0)
+    return query, keys.nan_to_num(0.5), values.nan_to_num(0.5), table, lens
+
+
 @pytest.mark.parametrize("name", ["paged_attention", "paged_attention_lse", "append_paged_kv_"])
 @pytest.mark.filterwarnings("ignore::layerzero.LayerZeroFallbackWarning")  # only the reference has the log-sum-exp here
 def test_operators_pass_torchs_own_check(name):
-    query, keys, values, table, lens = paged(dtype=torch.float32, garbage=0)
-    keys, values = keys.nan_to_num(0.5), values.nan_to_num(0.5)
+    query, keys, values, table, lens = without_garbage()
     arguments = (query, keys, values, table, lens, 0.3, "NHD", [2, 0])
     if name == "append_paged_kv_":
         arguments = (torch.randn(2, 2, 8), torch.randn(2, 2, 8), keys, values, torch.tensor([3, 9]))
@@ -346,8 +252,7 @@ def test_operators_pass_torchs_own_check(name):
 
 
 def test_compiled_code_sees_one_operator_for_each():
-    query, keys, values, table, lens = paged(dtype=torch.float32, garbage=0)
-    keys, values = keys.nan_to_num(0.5), values.nan_to_num(0.5)
+    query, keys, values, table, lens = without_garbage()
     step = lz.StepMetadata(table, lens)
 
     def layer(query, new, slots):
@@ -360,8 +265,7 @@ def test_compiled_code_sees_one_operator_for_each():
 
 
 def test_a_step_that_compiled_code_cannot_use_is_told():
-    query, keys, values, table, lens = paged(dtype=torch.float32, garbage=0)
-    keys, values = keys.nan_to_num(0.5), values.nan_to_num(0.5)
+    query, keys, values, table, lens = without_garbage()
     step = lz.StepMetadata(table, lens)
 
     def layer(query):
@@ -380,20 +284,6 @@ def test_the_smallest_case_of_each_operation_is_right(operation, layout):
     declared = next(each for each in lz.list_operations() if each.name == operation)
     call = case_call(declared, declared.cases[0], torch.bfloat16, layout=layout)
     assert check(call) == []
-
-
-@pytest.mark.parametrize("width_by_width", [True, False])
-def test_keys_and_values_in_one_tensor_are_written_apart_and_together_refused(width_by_width):
-    both = torch.zeros(3, 4, 2, 16) if width_by_width else torch.zeros(3, 2, 4, 2, 8)
-    caches = both.split(8, -1) if width_by_width else both.unbind(1)
-    keys, values = torch.randn(2, 5, 2, 8)
-    slots = torch.tensor([3, 11, 0, 7, 8])
-    lz.append_paged_kv_(keys, values, *caches, slots)
-    for cache, new in zip(caches, (keys, values), strict=True):
-        assert torch.equal(cache.reshape(12, 2, 8)[slots], new)
-    overlapping = (caches[0], both[..., 4:12] if width_by_width else caches[0])
-    with pytest.raises(lz.InvalidCallError, match="value_cache: wanted elements of its own"):
-        lz.append_paged_kv_(keys, values, *overlapping, slots)
 
 
 @pytest.mark.parametrize("kernel", ["torch.paged_gather", "reference.attention.gqa.decode.paged"])

@@ -20,14 +20,8 @@ from layerzero.ops.sampling.declare import generator_for
 from layerzero.testing import compare, fuzz
 from layerzero.testing.battery import Battery
 from layerzero.testing.generate import RandomCall
+from sampled_functions import KINDS
 
-KINDS = {
-    "sample": {},
-    "sample_topk": {"top_k": 3},
-    "sample_topp": {"top_p": 0.6},
-    "sample_minp": {"min_p": 0.2},
-    "sample_topk_topp": {"top_k": 4, "top_p": 0.7},
-}
 KERNELS = [
     ("sample", "torch.sample"),
     ("sample_topk", "torch.sample_topk"),
@@ -55,16 +49,16 @@ def parameters(name):
     return KINDS[name.removesuffix("_probs")]
 
 
-def kept(probs, k=None, p=None, least=None):
+def kept(probs, top_k=None, top_p=None, min_p=None):
     """The places of one row that may come, by the definition."""
     every = list(range(len(probs)))
-    if k is not None:
-        every = [at for at in every if sum(other > probs[at] for other in probs) < k]
-    if p is not None:
+    if top_k is not None:
+        every = [at for at in every if sum(other > probs[at] for other in probs) < top_k]
+    if top_p is not None:
         whole = sum(probs[at] for at in every)
-        every = [at for at in every if sum(probs[other] for other in every if probs[other] > probs[at]) < p * whole]
-    if least is not None:
-        every = [at for at in every if probs[at] >= least * max(probs)]
+        every = [at for at in every if sum(probs[other] for other in every if probs[other] > probs[at]) < top_p * whole]
+    if min_p is not None:
+        every = [at for at in every if probs[at] >= min_p * max(probs)]
     return {at for at in every if probs[at] > 0}
 
 
@@ -83,44 +77,27 @@ ROWS = {
 }
 
 
-@at_once("kernel", ["torch.sample_topk", "torch.sorted_topk", "reference"])
+SETS = {  # of each function, what it is given
+    "topk": [{"top_k": k} for k in (1, 2, 3, 99)],
+    "topp": [{"top_p": p} for p in (1e-30, 0.35, 0.55, 0.95, 1.0, 1)],
+    "minp": [{"min_p": p} for p in (1e-30, 0.45, 0.7, 1.0)],
+    "topk_topp": [{"top_k": k, "top_p": p} for k, p in ((1, 1.0), (2, 0.55), (3, 0.35), (4, 0.9), (99, 0.55))],
+}
+
+
 @at_once("row", ROWS)
-@at_once("k", [1, 2, 3, 99])
-def test_top_k_keeps_what_fewer_than_k_are_likelier_than(row, k, kernel):
-    probs = torch.tensor(ROWS[row])
-    with lz.scope(locks={"sampling.topk.probs": named(kernel, "sampling.topk.probs")}):
-        assert seen("sample_topk_probs", probs, top_k=k) == kept(ROWS[row], k=k)
-
-
-@at_once("kernel", ["torch.sample_topp", "torch.sorted_topp", "reference"])
-@at_once("row", ROWS)
-@at_once("p", [1e-30, 0.35, 0.55, 0.95, 1.0, 1])
-def test_top_p_keeps_the_likeliest_that_have_the_share_p(row, p, kernel):
-    probs = torch.tensor(ROWS[row])
-    with lz.scope(locks={"sampling.topp.probs": named(kernel, "sampling.topp.probs")}):
-        assert seen("sample_topp_probs", probs, top_p=p) == kept(ROWS[row], p=p)
-
-
-@at_once("kernel", ["torch.sample_minp", "reference"])
-@at_once("row", ROWS)
-@at_once("p", [1e-30, 0.45, 0.7, 1.0])
-def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest(row, p, kernel):
-    probs = torch.tensor(ROWS[row])
-    with lz.scope(locks={"sampling.minp.probs": named(kernel, "sampling.minp.probs")}):
-        assert seen("sample_minp_probs", probs, min_p=p) == kept(ROWS[row], least=p)
-
-
-@at_once("kernel", ["torch.sample_topk_topp", "torch.sorted_topk_topp", "reference"])
-@at_once("row", ROWS)
-@at_once("k, p", [(1, 1.0), (2, 0.55), (3, 0.35), (4, 0.9), (99, 0.55)])
-def test_top_p_is_of_what_top_k_leaves(row, k, p, kernel):
-    probs = torch.tensor(ROWS[row])
-    with lz.scope(locks={"sampling.topk_topp.probs": named(kernel, "sampling.topk_topp.probs")}):
-        assert seen("sample_topk_topp_probs", probs, top_k=k, top_p=p) == kept(ROWS[row], k=k, p=p)
-
-
-def named(kernel, operation):
-    return f"reference.{operation}" if kernel == "reference" else kernel
+@at_once("way", ["torch.sample_", "torch.sorted_", "reference"])
+@at_once("kind, given", [(kind, each) for kind, sets in SETS.items() for each in sets])
+def test_what_comes_is_what_the_definition_keeps(kind, given, way, row):
+    """Top-p is of what top-k leaves."""
+    operation = f"sampling.{kind}.probs"
+    lock = (
+        f"reference.{operation}"
+        if way == "reference"
+        else way.replace("sorted", "sample" if kind == "minp" else "sorted") + kind
+    )
+    with lz.scope(locks={operation: lock}):
+        assert seen(f"sample_{kind}_probs", torch.tensor(ROWS[row]), **given) == kept(ROWS[row], **given)
 
 
 @at_once("name, kernel", KERNELS)
@@ -211,8 +188,8 @@ def test_rows_have_numbers_of_their_own(name, kernel, ending):
     with lz.scope(locks={operation.name: kernel}):
         ids = getattr(lz, name + ending)(tensor.expand(10_000, -1), **given, seed=0).view(5, -1)
     for row, k, share in zip(ids, counts.clamp(1).tolist(), shares.clamp(1e-30, 1).tolist(), strict=True):
-        of = {"top_k": ("k", k), "top_p": ("p", share), "min_p": ("least", share)}
-        assert set(row.tolist()) == kept(ROWS["pairs"], **dict(of[each] for each in KINDS[name]))
+        of = {each: k if each == "top_k" else share for each in KINDS[name]}
+        assert set(row.tolist()) == kept(ROWS["pairs"], **of)
 
 
 @pytest.mark.parametrize(("name", "kernel"), KERNELS)
@@ -252,97 +229,10 @@ def test_logits_that_ask_for_gradients_are_drawn_of_by_the_same_kernel():
     assert not lz.sample_topp(logits, 0.9).requires_grad
 
 
-@at_once(
-    "name, values, problem",
-    [
-        ("logits", [0.0, math.nan], "wanted no NaN, no +inf, and a number above -inf, got NaN at 1"),
-        ("logits", [math.inf, 0.0], "wanted no NaN, no +inf, and a number above -inf, got +inf at 0"),
-        ("logits", [-math.inf, -math.inf], "wanted no NaN, no +inf, and a number above -inf, got -inf everywhere"),
-        ("probs", [0.0, 0.0], "wanted finite numbers from 0 up, one of them above, got 0 everywhere"),
-        ("probs", [math.nan, 1.0], "wanted finite numbers from 0 up, one of them above, got NaN at 0"),
-        ("probs", [1.5, -0.5], "wanted finite numbers from 0 up, one of them above, got -0.5 at 1"),
-        ("probs", [0.5, math.inf], "wanted finite numbers from 0 up, one of them above, got +inf at 1"),
-    ],
-)
-@at_once("kernel", ["own", "sorted", "reference"])
-@at_once("kind", KINDS)
-def test_rows_that_nothing_can_be_drawn_of(kind, kernel, name, values, problem):
-    tensor = torch.tensor([[1.0, 0.0], values])
-    called = kind if name == "logits" else f"{kind}_probs"
-    operation = FUNCTIONS[called].operations[0].name
-    own = f"torch.{kind}" if kernel == "own" else f"torch.{kind.replace('sample', 'sorted')}"
-    lock = f"reference.{operation}" if kernel == "reference" else own
-    if kernel == "sorted" and kind in ("sample", "sample_minp"):
-        pytest.skip("it has no kernel that sorts")
-    given = {each: 1 if each == "top_k" else value for each, value in KINDS[kind].items()}
-    with lz.scope(locks={operation: lock}), pytest.raises(lz.InvalidCallError) as raised:
-        getattr(lz, called)(tensor, **given)
-    assert str(raised.value).startswith(f"{called}: {name}[1]: {problem}")
-    assert lz.sample(torch.randn(2, 8)).shape == (2,), "no kernel rests for it"
-
-
-WRONG = {
-    "top_p: wanted a share above 0 and up to 1, got 0.0": {"top_p": 0.0},
-    "top_p: wanted a share above 0 and up to 1, got 1.01": {"top_p": 1.01},
-    "top_p: wanted a share above 0 and up to 1, got nan": {"top_p": math.nan},
-    "top_p: wanted a number or a tensor with one for each row, got True": {"top_p": True},
-    "top_p: wanted a number or a tensor with one for each row, got '0.9'": {"top_p": "0.9"},
-    "temperature: wanted a number or a tensor with one for each row, got [1.0, 2.0]": {
-        "top_p": 1.0,
-        "temperature": [1.0, 2.0],
-    },
-    "top_p: wanted a number or a tensor with one for each row, got None": {},
-    "top_p: wanted shape (3,), a number for each row, got (2,)": {"top_p": torch.ones(2)},
-    "top_p: wanted dtype float32, got float64": {"top_p": torch.ones(3, dtype=torch.float64)},
-    "temperature: wanted 1e-06 to 1e+06; the likeliest place is what greedy picks, got 0": {
-        "top_p": 1.0,
-        "temperature": 0,
-    },
-    "temperature: wanted 1e-06 to 1e+06; the likeliest place is what greedy picks, got -1": {
-        "top_p": 1.0,
-        "temperature": -1,
-    },
-    "top_p: wanted a share above 0 and up to 1, got -0.5": {"top_p": -0.5},
-    "seed: wanted a seed or a generator, got both": {"top_p": 1.0, "seed": 1, "generator": torch.Generator()},
-    "seed: wanted 0 to 9.22337e+18, got -1": {"top_p": 1.0, "seed": -1},
-    "seed: wanted int, got 1.5": {"top_p": 1.0, "seed": 1.5},
-    "generator: wanted a Generator or None, got int": {"top_p": 1.0, "generator": 3},
-}
-
-
-@at_once("wanted", WRONG)
-def test_bad_arguments(wanted):
-    lz.sample_topp(torch.ones(3, 8), 0.5)  # a plan is kept, which must not serve them
-    with pytest.raises(lz.InvalidCallError) as raised:
-        lz.sample_topp(torch.ones(3, 8), **WRONG[wanted])
-    assert wanted in str(raised.value)
-
-
-@pytest.mark.parametrize("k", [0, -1, 1.0, True])
-def test_bad_counts(k):
-    wanted = r"top_k: wanted (a number or a tensor with one for each row|1 to 2147483647|int), got"
-    with pytest.raises(lz.InvalidCallError, match=wanted):
-        lz.sample_topk(torch.ones(3, 8), k)
-
-
 def test_a_count_above_the_vocabulary_keeps_every_place():
     logits = torch.randn(64, 8)
     assert torch.equal(lz.sample_topk(logits, 9, seed=1), lz.sample_topk(logits, 8, seed=1))
     assert torch.equal(lz.sample_topk_topp(logits, 2**31 - 1, 0.9, seed=1), lz.sample_topk_topp(logits, 8, 0.9, seed=1))
-
-
-@at_once(
-    "tensor, problem",
-    [
-        (torch.ones(3, 0), r"logits: wanted at least one place in the last axis, got \(3, 0\)"),
-        (torch.ones(3, 8, dtype=torch.int64), r"logits: wanted dtype .*, got int64"),
-        (torch.ones(()), r"logits: wanted .* got .*\(\)"),
-    ],
-)
-@at_once("name", [*KINDS, "greedy"])
-def test_bad_tensors(name, tensor, problem):
-    with pytest.raises(lz.InvalidCallError, match=problem):
-        getattr(lz, name)(tensor, **KINDS.get(name, {}))
 
 
 def test_a_generator_of_another_device_is_foreign():
@@ -425,16 +315,6 @@ def test_random_calls(kernels, monkeypatch):
     report = fuzz.run(300, 5, kernels=kernels)
     assert report.ok, str(report)
     assert len(report.kernels) == 11
-
-
-def test_a_temperature_of_a_row_that_is_none_is_named():
-    with pytest.raises(lz.InvalidCallError, match="add up to nan; is a temperature NaN"):
-        lz.sample(torch.zeros(2, 4), temperature=torch.tensor([1.0, math.nan]))
-
-
-def test_probabilities_that_add_up_to_infinity_are_told_as_that():
-    with pytest.raises(lz.InvalidCallError, match=r"got one whose probabilities add up to inf$"):
-        lz.sample_probs(torch.full((2, 4), 3e38))
 
 
 def test_a_recorded_call_with_a_generator_is_asked_about_without_tensors():

@@ -21,13 +21,6 @@ from layerzero.tuning.measurement.workload import Manifest
 CALL = torch.randn(4, 8), torch.randn(8)
 
 
-@pytest.fixture(autouse=True)
-def thawed():
-    yield
-    if lz.frozen() is not None:
-        lz.thaw()
-
-
 BROKEN = {
     "no UTF-8": b"\xff\xfe\x00strict",
     "endless nesting": b"[" * 100_000,

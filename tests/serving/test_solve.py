@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import warnings
 
-import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,77 +14,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 import layerzero as lz
-from layerzero.core.evidence import Measurement
-from layerzero.engine import probe
-from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import BUILT
-from layerzero.engine.registry import REGISTRY
-from layerzero.inspection import plan_document
 from layerzero.inspection.freeze import Frost
 from layerzero.inspection.plan_document import differences
 from layerzero.serving import solve as solving
 from layerzero.serving.background_builds import BUILDS
-from layerzero.tuning.measurement.comparison import record_times
-
-BUCKETS = {"seq_len": [8, 32], "batch": [1, 4]}
-
-
-@pytest.fixture(autouse=True)
-def thawed():
-    yield
-    ENGINE.frozen = None
-    ENGINE.bump()
-
-
-class Layer(nn.Module):
-    def __init__(self, width=64, heads=2):
-        super().__init__()
-        self.weight, self.heads = nn.Parameter(torch.ones(width)), heads
-
-    def forward(self, rows):
-        heads = lz.rms_norm(rows, self.weight).unflatten(-1, (self.heads, -1))
-        return rows + lz.attention(heads, heads, heads, causal=True, layout="BSHD").flatten(2)
-
-
-def model(width=64, layers=2):
-    torch.manual_seed(0)
-    return nn.Sequential(*(Layer(width) for _ in range(layers)))
-
-
-def inputs(seq_len=8, batch=1):
-    return torch.empty(batch, seq_len, 64, device="meta")
-
-
-def solve(asked=None, given=inputs, buckets=BUCKETS, **more):
-    return lz.solve(asked or model(), given, buckets, **{"budget_s": 0, **more})
-
-
-def run(asked, seq_len, batch):
-    with torch.no_grad():
-        return asked(torch.randn(batch, seq_len, 64))
-
-
-def own(name, priority=100, **declared):
-    ran = []
-
-    def kernel(input, weight, *, eps=1e-6):
-        ran.append(input.shape)
-        return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
-
-    lz.register_kernel("norm.rms", f"user.{name}", priority=priority, **declared)(kernel)
-    return ran
-
-
-def timed(seq_len, batch, **times_us):
-    """Times of kernels of our own, as a tuning run writes them."""
-    facts = lz.facts("rms_norm", torch.randn(batch, seq_len, 64), torch.randn(64))
-    record_times(
-        facts,
-        {
-            REGISTRY.kernel(f"user.{name}"): Measurement(median_us=time, p95_us=time, variance_us2=0.0, samples=30)
-            for name, time in times_us.items()
-        },
-    )
+from solved_models import Layer, inputs, model, own, refused, run, solve, timed
 
 
 def test_calls_inside_the_buckets_miss_nothing_and_build_nothing(tmp_path, monkeypatch):
@@ -225,132 +158,6 @@ def test_a_kernel_that_may_not_run_gives_way_and_is_listed():
     assert not lz.frozen().plan.misses
 
 
-def refused(plan, problem, **more):
-    """Loading is refused in these words; or told once, and the process goes on."""
-    with pytest.raises(lz.FrozenChoiceError, match=problem):
-        lz.freeze(plan, **more)
-    assert lz.frozen() is None
-    with pytest.warns(lz.LayerZeroWarning, match=problem) as told:
-        document = lz.freeze(plan, otherwise="select", **more)
-    assert len(told) == 1
-    assert not document.choices
-    assert lz.frozen() is None
-    run(model(), 8, 1)
-
-
-def test_another_model_is_refused_by_what_differs():
-    plan = solve(model())
-    refused(plan, r"model: parameters: wanted 128, got 192", model=model(layers=3))
-    refused(plan, r"model: class: wanted Sequential, got Layer", model=Layer())
-
-    class Renamed(nn.Sequential):
-        pass
-
-    Renamed.__name__ = "Sequential"
-    same = Renamed(nn.ModuleDict({"other": model()}))
-    refused(plan, "model: configuration_hash: wanted", model=same)
-
-
-def test_a_config_with_numbers_that_json_lacks_is_read_back(tmp_path):
-    class Config:
-        limit = math.inf
-
-        def to_dict(self):
-            return {"limit": self.limit, "least": -math.inf, "none": math.nan}
-
-    asked = model()
-    asked.config = Config()
-    solve(asked).write(tmp_path / "plan.json")
-    lz.freeze(tmp_path / "plan.json", model=asked)
-    lz.thaw()
-    asked.config.limit = 3.0
-    refused(tmp_path / "plan.json", r"model: limit: wanted inf, got 3\.0", model=asked)
-
-
-def test_where_weights_lie_is_no_part_of_the_model():
-    plan = solve(model())
-    lz.freeze(plan, model=model().to("meta"))
-
-
-def test_another_machine_is_refused_by_what_differs(monkeypatch):
-    plan = solve()
-    with monkeypatch.context() as patch:
-        patch.setattr(plan_document, "driver_version", lambda device: "999.1")
-        refused(plan, r"hardware: driver: wanted , got 999\.1")
-    with monkeypatch.context() as patch:
-        patch.setattr(plan_document, "capability_hash", lambda device: "other")
-        refused(plan, r"hardware: capability: wanted \w+, got other")
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "get_num_threads", lambda: 77)
-        refused(plan, r"hardware: threads: wanted \d+, got 77")
-    with monkeypatch.context() as patch:
-        machine = probe.Machine(libraries={"torch": "2.10.0", "zentorch": "0.1"})
-        patch.setattr(probe, "this_machine", lambda: machine)
-        refused(plan, r"library: torch: wanted \S+, got 2\.10\.0")
-
-
-def test_a_plan_of_a_gpu_is_refused_where_there_is_none():
-    plan = solve(model(layers=1))
-    hardware = plan.solved.hardware | {"platform": "cuda", "name": "NVIDIA H100 80GB HBM3"}
-    elsewhere = msgspec.structs.replace(plan.solved, hardware=hardware)
-    with pytest.raises(lz.FrozenChoiceError) as caught:
-        lz.freeze(msgspec.structs.replace(plan, solved=elsewhere).sealed())
-    if not torch.cuda.is_available():
-        assert len(caught.value.problems) == 2
-    assert any("hardware: name: wanted NVIDIA H100 80GB HBM3, got" in each for each in caught.value.problems)
-
-
-def test_other_settings_are_refused():
-    plan = solve()
-    lz.configure(avoid_sources=["reference.*"])
-    refused(plan, "settings: avoid_sources")
-
-
-@pytest.mark.parametrize(("damage", "problem"), [
-    (lambda text: text[: len(text) // 2], "wanted frozen choices as JSON"),
-    (lambda text: text.replace('"threads": ', '"threads": 1'), "hash: wanted"),
-    (lambda text: text.replace('"runtime_select"', '"error"'), "hash: wanted"),
-    (lambda text: "", "wanted frozen choices as JSON"),
-    (lambda text: json.dumps(json.loads(text) | {"format": 1}), "format: wanted 2, got 1"),
-])  # fmt: skip
-def test_a_document_that_is_cut_or_was_edited_is_refused(damage, problem, tmp_path):
-    path = tmp_path / "plan.json"
-    solve().write(path)
-    path.write_text(damage(path.read_text()))
-    refused(path, problem)
-
-
-def test_what_makes_no_sense_is_refused_by_name():
-    asked = model()
-    for more, error, problem in (
-        ({"buckets": {}}, ValueError, "wanted at least one axis"),
-        ({"buckets": {"seq_len": []}}, ValueError, r"seq_len: wanted sizes from 1 on, .* got \[\]"),
-        ({"buckets": {"seq_len": [0]}}, ValueError, "wanted sizes from 1 on"),
-        ({"buckets": {"seq_len": [True]}}, ValueError, "wanted sizes from 1 on"),
-        ({"buckets": {"seq_len": 8}}, ValueError, "wanted sizes from 1 on"),
-        ({"given": torch.ones(3)}, TypeError, "wanted a function of the buckets' axes"),
-        ({"given": None, "buckets": {"pages": [1]}}, ValueError, "got pages without inputs="),
-        ({"given": None}, TypeError, "wanted inputs= for a model without config"),
-        ({"asked": nn.Linear(64, 64)}, ValueError, "wanted a model that calls LayerZero's functions"),
-        ({"budget_s": -1}, ValueError, "budget_s: wanted seconds"),
-    ):
-        with pytest.raises(error, match=problem):
-            solve(**{"asked": asked, **more})
-    with pytest.raises(TypeError, match=r"wanted a torch\.nn\.Module"):
-        lz.solve(3, torch.ones(3))
-    lz.freeze(solve(asked))
-    with pytest.raises(lz.PolicyError, match=r"wanted lz\.thaw"):
-        solve(asked)
-    lz.thaw()
-    with pytest.raises(lz.PolicyError, match="wanted a plan with them"):
-        lz.freeze(model=asked)
-    with pytest.raises(lz.PolicyError, match="wanted 'error' or 'select'"):
-        lz.freeze(solve(asked), otherwise="no")
-    run(asked, 8, 1)
-    with pytest.raises(lz.FrozenChoiceError, match=r"wanted a plan that lz\.solve wrote"):
-        lz.freeze(msgspec.structs.replace(solve(asked), solved=None).sealed(), strict=True)
-
-
 def test_inputs_alone_are_one_bucket():
     asked = model(layers=1)
     plan = lz.solve(asked, torch.randn(2, 8, 64), budget_s=0)
@@ -431,20 +238,6 @@ def test_what_compiles_is_built_and_the_document_names_the_build(compiles, monke
     for name, each in plan.solved.jit_artifacts.items():
         assert plan.choices[name].kernel == each.kernel == "user.jit"
         assert len(each.build) == 40
-
-
-def test_a_build_that_is_not_here_is_refused_by_name():
-    own("jit", jit=True)
-    asked = Layer()
-    lz.configure(deny=["inductor"])  # which a compiler builds for seconds
-    lz.warmup("rms_norm", [(1, 8, 64), (1, 1, 64)], device="cpu")
-    plan = solve(asked, buckets={"seq_len": [8], "batch": [1]})
-    assert {each.kernel for each in plan.solved.jit_artifacts.values()} == {"user.jit"}
-    lz.freeze(plan)
-    lz.thaw()
-    BUILT.clear()
-    ENGINE.bump()
-    refused(plan, r"wanted user\.jit, .*JIT_DISABLED")
 
 
 def test_what_time_did_not_suffice_for_is_told():

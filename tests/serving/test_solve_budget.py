@@ -11,7 +11,6 @@ from torch import nn
 
 import layerzero as lz
 from command_lines import answer, run
-from layerzero.engine.dispatch import ENGINE
 from layerzero.inspection.freeze import Frost
 from layerzero.inspection.plan_document import differences
 from layerzero.integrations.optimize.swaps.swap import FROM_MANY
@@ -19,13 +18,6 @@ from layerzero.serving import solve as solving
 from layerzero.tuning.measurement.timing import Deadline
 
 BUCKETS = {"seq_len": [8, 32], "batch": [1, 4]}
-
-
-@pytest.fixture(autouse=True)
-def thawed():
-    yield
-    ENGINE.frozen = None
-    ENGINE.bump()
 
 
 class Norm(nn.Module):
