@@ -18,7 +18,7 @@ import torch
 from hypothesis import register_random, settings
 
 import layerzero as lz
-from layerzero.backends.torch import inductor
+from layerzero.backends.torch import aot_inductor
 from layerzero.core import cpu_features, emulation
 from layerzero.core.ledger import MemoryLedger
 from layerzero.engine import accelerator, config, headroom, logging_once, probe
@@ -141,7 +141,7 @@ def fresh_process(monkeypatch):
     without_settings(monkeypatch)
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", "")
     monkeypatch.setenv("LAYERZERO_JIT", "never")
-    monkeypatch.setattr(inductor, "NOTES", f"test-{uuid.uuid4().hex}")  # what earlier tests built is not there
+    monkeypatch.setattr(aot_inductor, "NOTES", f"test-{uuid.uuid4().hex}")  # what earlier tests built is not there
     monkeypatch.setattr(timing, "CLOCK", standing_still)
     monkeypatch.setattr(emulation, "RATIO", lambda _: math.inf)  # what a CPU emulates is told by its features
     monkeypatch.setattr(workload, "CLOCK", standing_still)  # nor does what there is time for

@@ -79,8 +79,8 @@ def brings_function(name: str) -> bool:
 
 def importing(plugin: str, version: str) -> AbstractContextManager[str]:
     """Have a plugin's name on disk while it is imported; gives how it ended an earlier process, if it did."""
-    from layerzero.tuning.storage.builds import importing as marked
     from layerzero.tuning.storage.files import cache_folder
+    from layerzero.tuning.storage.host_notes import importing as marked
 
     folder = cache_folder()
     return nullcontext("") if folder is None else marked(folder, plugin, version)

@@ -13,11 +13,11 @@ import torch
 
 import layerzero as lz
 from command_lines import answer, run
-from layerzero.backends.torch import inductor
+from layerzero.backends.torch import aot_inductor, inductor
 from layerzero.core.evidence import Measurement
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.storage import passed_on, records
+from layerzero.tuning.storage import machine_exchange, records
 
 KERNEL = "inductor.rms_norm"
 
@@ -50,7 +50,7 @@ def built(request, monkeypatch, tmp_path):
         backend = lz.Backend("noted", "files that are noted", version="1", origin="code")
         kernel = lz.Kernel(
             id=kernel_id, operations=("norm.rms",), backend=backend, load=lambda _: None, accepts=("eps",), jit=True,
-            build_key=lambda facts: facts.size("hidden"), cache_folder=inductor.cache_folder,
+            build_key=lambda facts: facts.size("hidden"), cache_folder=aot_inductor.cache_folder,
         )  # fmt: skip
         lz.register_backend([kernel])
     facts, kernel = called(), REGISTRY.kernel(kernel_id)
@@ -61,7 +61,7 @@ def built(request, monkeypatch, tmp_path):
 
         jit.note(kernel, facts, [str(folder / "abc.4096.pt2")])
     else:
-        inductor.note(inductor._name(REGISTRY.operation("norm.rms"), facts), [(4096, folder / "abc.4096.pt2")])
+        aot_inductor.note(inductor._name(REGISTRY.operation("norm.rms"), facts), [(4096, folder / "abc.4096.pt2")])
     ENGINE.ledger.record_time(kernel, facts, Measurement(10.0, 10.0, 0.01, 20))
     file = tmp_path / "all.jsonl"
     assert answer(f"perfdb export {file} --builds --kernel {kernel_id}")["builds"] == 1
@@ -102,9 +102,9 @@ def test_what_another_thing_made_is_left_by_name(built, key):
     data = json.loads(last)
     data["versions" if key in records.Versions.__struct_fields__ else "made_by"][key] = "another"
     file.write_text("\n".join([*lines, json.dumps(data)]) + "\n")
-    here = passed_on.made_by()
+    here = machine_exchange.made_by()
     done = answer(f"perfdb import {file} --builds")
-    if key in passed_on.HOST_COMPILERS and key not in here:
+    if key in machine_exchange.HOST_COMPILERS and key not in here:
         assert done["builds"] == 1, "what has no compiler takes what one made"
         return
     (why,) = done["builds_left"]
@@ -192,7 +192,7 @@ def test_where_builds_cannot_be_written_nothing_is_taken(built):
 def test_a_dry_run_leaves_what_is_known_of_builds(built, monkeypatch):
     _, _, file, _ = built
     forgotten = []
-    monkeypatch.setattr(passed_on.NOTED, "forget", lambda: forgotten.append(True))
+    monkeypatch.setattr(machine_exchange.NOTED, "forget", lambda: forgotten.append(True))
     run(f"perfdb import {file} --builds --dry-run")
     assert not forgotten
     run(f"perfdb import {file} --builds")
@@ -201,12 +201,12 @@ def test_a_dry_run_leaves_what_is_known_of_builds(built, monkeypatch):
 
 OWN = """
 import layerzero as lz
-from layerzero.backends.torch import inductor
+from layerzero.backends.torch import aot_inductor
 
 backend = lz.Backend("noted", "files that are noted", version="1", origin="code")
 kernel = lz.Kernel(
     id="noted.rms_norm", operations=("norm.rms",), backend=backend, load=lambda _: None, accepts=("eps",), jit=True,
-    build_key=lambda facts: facts.size("hidden"), cache_folder=inductor.cache_folder,
+    build_key=lambda facts: facts.size("hidden"), cache_folder=aot_inductor.cache_folder,
 )
 lz.register_backend([kernel])
 """
@@ -235,7 +235,7 @@ def test_a_compiler_of_the_same_name_and_another_version_is_another(monkeypatch,
     for text in ("echo 'g++ (Distribution) 12.2.0'; echo more", "echo 'g++ (Distribution) 13.1.0'", "exit 1"):
         compiler.write_text(f"#!/bin/sh\n{text}\n")
         compiler.chmod(0o755)
-        found.append(passed_on.made_by.__wrapped__().get("c++"))
+        found.append(machine_exchange.made_by.__wrapped__().get("c++"))
     assert found == ["(Distribution) 12.2.0", "(Distribution) 13.1.0", None]
 
 

@@ -15,7 +15,7 @@ import torch
 import layerzero as lz
 from drawing import at_once
 from layerzero.backends import liger
-from layerzero.backends.flashinfer import norm as flashinfer_norm
+from layerzero.backends.flashinfer import rows as flashinfer_norm
 from layerzero.backends.vllm import library as vllm_library
 from layerzero.backends.vllm import norm as vllm_norm
 from layerzero.core.device import Device

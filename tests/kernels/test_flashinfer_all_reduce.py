@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.backends.flashinfer import norm
+from layerzero.backends.flashinfer import rows
 from layerzero.backends.torch import collectives
 
 
@@ -53,8 +53,8 @@ def test_flashinfers_sum_gets_what_its_function_takes(monkeypatch):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     group = Group()
     ranks, x, weight = lz.Ranks(group, 2, 1), torch.randn(4, 1024), torch.rand(1024)
-    assert torch.equal(norm._load_all_reduce({})(x.T.contiguous().T, group=ranks), x)
-    fused = norm._load_all_reduce_add_rms_norm(types.SimpleNamespace(size=lambda name: 1024))
+    assert torch.equal(rows._load_all_reduce({})(x.T.contiguous().T, group=ranks), x)
+    fused = rows._load_all_reduce_add_rms_norm(types.SimpleNamespace(size=lambda name: 1024))
     normed, total = fused(x, x, weight, eps=0.5, group=ranks)
     assert torch.equal(total, x + x)
     torch.testing.assert_close(normed, torch.rms_norm(x + x, (1024,), weight, 0.5))
@@ -62,4 +62,4 @@ def test_flashinfers_sum_gets_what_its_function_takes(monkeypatch):
     del group
     gc.collect()
     assert ended == [[[1], [2], [3]]]
-    assert not norm._WORKSPACES, "it goes with the group"
+    assert not rows._WORKSPACES, "it goes with the group"

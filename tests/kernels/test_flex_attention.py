@@ -11,7 +11,6 @@ import torch
 
 import layerzero as lz
 from layerzero.backends.torch import flex_attention
-from layerzero.core.device import Device
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.testing import check
 from layerzero.testing.generate import RandomCall
@@ -123,8 +122,7 @@ def test_what_a_gpu_would_run_serves_its_exact_sizes_and_raises_for_others(monke
     names = (*flex_attention._RANGES, *flex_attention._EXACT)
     sizes = dict(zip(names, (1, 48, 80, 4, 2, 32, 32), strict=True))
     cpu, dtype = torch.device("cpu"), torch.float32
-    facts = lz.explain("attention", **attention(1, 48, 80, kv_heads=2).arguments, device=Device.detect("cpu")).facts
-    run = flex_attention._for_exact_sizes(facts, cpu, dtype, sizes)
+    run = flex_attention._for_exact_sizes(cpu, dtype, sizes)
     call = attention(1, 48, 80, kv_heads=2)
     query, key, value = (call.arguments[name] for name in ("query", "key", "value"))
     numbers = [torch.tensor(32**-0.5), torch.tensor(2.0), torch.tensor(7), torch.tensor(0), torch.tensor(32)]

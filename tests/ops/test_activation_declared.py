@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import layerzero as lz
 from layerzero.backends import liger
-from layerzero.backends.flashinfer import norm as flashinfer
+from layerzero.backends.flashinfer import rows as flashinfer
 from layerzero.backends.vllm import norm as vllm
 from layerzero.core.device import Device
 from layerzero.core.facts import FactsBuilder

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.backends.flashinfer import norm as flashinfer
+from layerzero.backends.flashinfer import rows as flashinfer
 from layerzero.backends.torch import linear as torch_linear
 from layerzero.core.device import Device
 from layerzero.core.facts import FactsBuilder

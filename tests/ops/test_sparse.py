@@ -13,7 +13,7 @@ from torch.nn import functional
 import layerzero as lz
 from drawing import at_once
 from layerzero.backends.flashinfer import sparse as flashinfer
-from layerzero.backends.torch import sparse
+from layerzero.backends.torch import hidden_keys
 from layerzero.core.facts import FactsBuilder
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.sparse.declare import NAME, block_mask, block_table
@@ -168,10 +168,10 @@ def test_on_a_gpu_each_head_has_keys_of_its_own(monkeypatch, device):
         seen.append(key)
         return attend(query, key, value, attn_mask=attn_mask, scale=scale)
 
-    monkeypatch.setattr(sparse.functional, "scaled_dot_product_attention", attended)
+    monkeypatch.setattr(hidden_keys.functional, "scaled_dot_product_attention", attended)
     named = lz.Device.detect("cpu") if device == "cpu" else lz.Device.named(device)
     facts = FactsBuilder(VARIABLE_SPARSE).build(**given, device=named)
-    output = sparse._load(facts)(*given.values())
+    output = hidden_keys._load(facts)(*given.values())
     torch.testing.assert_close(output, variable_sparse_attention(**given))
     (key,) = seen
     assert key.shape == (2, 2, 20, 16)

@@ -20,7 +20,7 @@ from layerzero.core.ledger import Verdict
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.storage import database
-from layerzero.tuning.storage.row_queue import WATCH
+from layerzero.tuning.storage.row_exchange import WATCH
 
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)

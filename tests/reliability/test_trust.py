@@ -14,7 +14,7 @@ import pytest
 import layerzero as lz
 from layerzero.core.system import disk
 from layerzero.testing import process
-from layerzero.tuning.storage import builds
+from layerzero.tuning.storage import host_notes
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "layerzero"
@@ -32,7 +32,7 @@ def hangs_end_the_run():
 
 def left_behind(folder):
     """A marker as a dead process leaves it."""
-    with builds.importing(folder, "evil", "1"):
+    with host_notes.importing(folder, "evil", "1"):
         (path,) = (folder / "plugins").iterdir()
         said = path.read_bytes()
     path.write_bytes(said)
@@ -44,7 +44,7 @@ def test_a_marker_of_a_plugin_that_is_a_pipe_holds_up_nobody(tmp_path):
     path = left_behind(folder)
     path.unlink()
     os.mkfifo(path)
-    with builds.importing(folder, "evil", "1") as before:
+    with host_notes.importing(folder, "evil", "1") as before:
         assert before == "", "it is no marker"
 
 
@@ -54,14 +54,14 @@ def test_a_marker_of_a_plugin_that_is_a_link_is_not_followed(tmp_path, to):
     path = left_behind(folder)
     path.unlink()
     path.symlink_to(to)
-    with builds.importing(folder, "evil", "1") as before:
+    with host_notes.importing(folder, "evil", "1") as before:
         assert before == ""
 
 
 def test_markers_of_plugins_are_private(tmp_path):
     before = os.umask(0)
     try:
-        with builds.importing(tmp_path / "new" / "cache", "evil", "1"):
+        with host_notes.importing(tmp_path / "new" / "cache", "evil", "1"):
             made = [tmp_path / "new", *(tmp_path / "new").rglob("*")]
             modes = {(path.is_dir(), oct(stat.S_IMODE(path.lstat().st_mode))) for path in made}
     finally:
@@ -73,10 +73,10 @@ def test_markers_of_plugins_are_private(tmp_path):
 def test_a_folder_that_others_may_write_says_nothing_about_plugins(tmp_path):
     folder = tmp_path / "cache"
     left_behind(folder)
-    with builds.importing(folder, "evil", "1") as before:
+    with host_notes.importing(folder, "evil", "1") as before:
         assert before.startswith("it ended process")
     folder.chmod(0o777)
-    with builds.importing(folder, "evil", "1") as before:
+    with host_notes.importing(folder, "evil", "1") as before:
         assert before == ""
     assert len(list((folder / "plugins").iterdir())) == 1, "nothing is written there, either"
 
@@ -108,7 +108,7 @@ CHILDREN = {
     "tuning/verification/build_child.py",  # asks the compiler that torch uses
     "serving/rolling_update.py",  # runs an operator's hooks
     "engine/probe.py",  # asks an operator's interpreter or container for its packages, and kills a container
-    "tuning/storage/passed_on.py",  # asks a C++ compiler for its version
+    "tuning/storage/machine_exchange.py",  # asks a C++ compiler for its version
 }
 CONNECTED = {
     ("serving/probes.py", "http.server"),

@@ -14,9 +14,9 @@ from one_time import right
 import layerzero as lz
 from layerzero.core.ledger import Verdict
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.storage import row_queue
+from layerzero.tuning.storage import row_exchange
 from layerzero.tuning.storage.files import FileLedger
-from layerzero.tuning.storage.row_queue import Watch
+from layerzero.tuning.storage.row_exchange import Watch
 
 SERVER = """
 import os, signal, sys, threading, torch
@@ -87,7 +87,7 @@ class Target:
 
 
 def test_the_thread_ends_with_what_it_looks_at(monkeypatch):
-    monkeypatch.setattr(row_queue, "EVERY_S", 0.01)
+    monkeypatch.setattr(row_exchange, "EVERY_S", 0.01)
     watch, target = Watch(), Target()
     watch.add(target)
     assert target.looked.wait(60)
@@ -104,7 +104,7 @@ def test_the_thread_ends_with_what_it_looks_at(monkeypatch):
 
 
 def test_what_a_look_raises_is_logged_and_the_thread_goes_on(monkeypatch, caplog):
-    monkeypatch.setattr(row_queue, "EVERY_S", 0.01)
+    monkeypatch.setattr(row_exchange, "EVERY_S", 0.01)
     looks = []
     more = threading.Event()
 
@@ -170,7 +170,7 @@ def test_forks_never_put_off_a_look(watch):
 
 
 def test_a_fork_waits_for_a_look_and_not_for_a_thread_that_ends(watch, monkeypatch):
-    monkeypatch.setattr(row_queue, "EVERY_S", 0.0)
+    monkeypatch.setattr(row_exchange, "EVERY_S", 0.0)
     inside, fork = threading.Event(), threading.Event()
 
     class Slow:
@@ -181,7 +181,7 @@ def test_a_fork_waits_for_a_look_and_not_for_a_thread_that_ends(watch, monkeypat
     slow = Slow()
     watch.add(slow)
     assert inside.wait(60)
-    monkeypatch.setattr(row_queue, "_STOP_S", 1e-3)
+    monkeypatch.setattr(row_exchange, "_STOP_S", 1e-3)
     watch.before_fork()  # a look that does not end is waited for no longer than that
     assert not watch._still
     thread = watch._thread

@@ -18,7 +18,7 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import BUILT, BuildOutcome
 from layerzero.serving import background_builds, readiness
 from layerzero.serving.background_builds import BUILDS
-from layerzero.tuning.storage import builds
+from layerzero.tuning.storage import host_notes
 from layerzero.tuning.verification import build_child
 
 pytestmark = pytest.mark.usefixtures("soon")
@@ -113,7 +113,7 @@ def test_another_rank_builds_and_this_one_takes_over(monkeypatch, tmp_path):
 
     shared = compiling("test.shared", load, accepts=("eps",), priority=99, prebuilt=lambda _: artefact.is_file())
     lz.register_backend([shared])
-    other = builds.HostLock()
+    other = host_notes.HostLock()
     assert other.take()
     other.tell(["test.shared"], 0)
     lz.configure(jit="background")
@@ -141,7 +141,7 @@ def test_this_process_is_not_another_one_that_builds(monkeypatch, tmp_path):
 
 def test_a_call_that_waits_for_its_turn_is_told(here, monkeypatch, tmp_path):
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
-    other, asked = builds.HostLock(), threading.Event()
+    other, asked = host_notes.HostLock(), threading.Event()
     assert other.take()
     lz.configure(jit="background")
     take = BUILDS.host.take

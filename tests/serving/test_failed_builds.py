@@ -16,7 +16,7 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.serving import background_builds, own_builds
 from layerzero.serving.background_builds import BUILDS
 from layerzero.testing.children import End
-from layerzero.tuning.storage import builds
+from layerzero.tuning.storage import host_notes
 from layerzero.tuning.verification import build_child
 
 pytestmark = pytest.mark.usefixtures("soon")
@@ -89,7 +89,7 @@ def test_what_another_time_may_cure_is_left_alone_in_this_process_only(apart, mo
 def test_what_lacked_a_compiler_is_built_once_one_is_there(here, monkeypatch, tmp_path, hidden, known):
     monkeypatch.setattr(background_builds, "SEEK_S", 0.01)
     lie = ["none"]
-    for module in (builds, background_builds):
+    for module in (host_notes, background_builds):
         monkeypatch.setattr(module, "compilers", lambda: lie[0])
     here.may.set()
     here.error = without_compiler()
@@ -119,8 +119,8 @@ def test_compilers_are_looked_for_where_libraries_do(tmp_path, monkeypatch):
     seen = []
 
     def look():
-        builds._compilers.cache_clear()
-        seen.append(builds.compilers())
+        host_notes._compilers.cache_clear()
+        seen.append(host_notes.compilers())
 
     look()
     for place in ("g++", "clang", "cuda/bin/nvcc"):
@@ -131,7 +131,7 @@ def test_compilers_are_looked_for_where_libraries_do(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
     look()
     assert len(set(seen)) == 4
-    builds._compilers.cache_clear()
+    host_notes._compilers.cache_clear()
 
 
 @pytest.mark.slow
@@ -143,7 +143,7 @@ def test_a_failure_is_known_to_the_next_process_until_a_version_changes(apart, m
     BUILDS.failures.clear()  # as in a new process
     build()
     assert told(apart) == before
-    monkeypatch.setattr(builds, "compilers", lambda: "another compiler")
+    monkeypatch.setattr(host_notes, "compilers", lambda: "another compiler")
     monkeypatch.delenv("BACKGROUND_KERNELS_DO")
     ENGINE.bump()
     build()

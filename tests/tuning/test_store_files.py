@@ -12,7 +12,7 @@ from one_time import TIME, facts, fresh, run, times
 
 import layerzero as lz
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.storage import archive, connections, schema
+from layerzero.tuning.storage import archive, connections, sql_schema
 
 
 def damaged(path):
@@ -56,16 +56,17 @@ def test_a_file_that_is_not_ours_is_set_aside_and_named(folder, kernels, ruin, r
     assert times(fresh(), kernels, facts()) == {"user.b": 10.0}
 
 
-@pytest.mark.parametrize("version", [schema.VERSION - 1, schema.VERSION + 1])
+@pytest.mark.parametrize("version", [sql_schema.VERSION - 1, sql_schema.VERSION + 1])
 def test_a_file_of_another_version_is_left_alone(folder, kernels, version):
     path = folder / "perfdb.sqlite"
     fresh().record(kernels[0], facts(), TIME)
     with sqlite3.connect(path) as connection:
         connection.execute(f"PRAGMA user_version = {version}")
     connection.close()
-    store, beside = fresh(), f"perfdb.schema-{schema.VERSION}.sqlite"
+    store, beside = fresh(), f"perfdb.schema-{sql_schema.VERSION}.sqlite"
     told = (
-        f"{path}: wanted schema {schema.VERSION}, got {version} of another version; `layerzero tune` measures again. "
+        f"{path}: wanted schema {sql_schema.VERSION}, got {version} of another version; "
+        "`layerzero tune` measures again. "
         f"The file is left alone, and times are kept in {beside} next to it"
     )
     with pytest.warns(lz.LayerZeroWarning) as caught:

@@ -18,7 +18,7 @@ from one_time import TIME, facts, fresh, run, times
 import layerzero as lz
 from counting import events
 from layerzero.engine.registry import REGISTRY
-from layerzero.tuning.storage import environment, schema
+from layerzero.tuning.storage import environment, sql_schema
 from layerzero.tuning.storage import rows as rows_module
 from layerzero.tuning.storage.database import Database
 from layerzero.tuning.storage.journal import line_of
@@ -176,7 +176,7 @@ def test_the_tables_are_made_once(folder, kernels):
     databases = [Database(folder / "perfdb.sqlite") for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda each: each.write(lambda connection: None), databases))
-    assert {each.read("PRAGMA user_version")[0][0] for each in databases} == {schema.VERSION}
+    assert {each.read("PRAGMA user_version")[0][0] for each in databases} == {sql_schema.VERSION}
     assert all(each.notes() == () for each in databases)
 
 
@@ -186,9 +186,9 @@ def of_another_version(path):
     database.write(lambda connection: None)
     database.close()
     connection = sqlite3.connect(path)
-    connection.execute(f"PRAGMA user_version = {schema.VERSION + 1}")
+    connection.execute(f"PRAGMA user_version = {sql_schema.VERSION + 1}")
     connection.close()
-    return path.with_name(f"{path.stem}.schema-{schema.VERSION}{path.suffix}")
+    return path.with_name(f"{path.stem}.schema-{sql_schema.VERSION}{path.suffix}")
 
 
 def test_a_reader_and_a_writer_that_meet_another_version_at_once_take_one_file(tmp_path, monkeypatch):

@@ -26,8 +26,8 @@ from layerzero.serving.advice import Advice
 from layerzero.serving.readiness import JitStatus
 from layerzero.testing.child_main import Tell
 from layerzero.testing.children import End, Task, run_apart
-from layerzero.tuning.storage.builds import forgive
 from layerzero.tuning.storage.files import cache_folder
+from layerzero.tuning.storage.host_notes import forgive
 
 TIMEOUT_S = 300.0
 """How long a plugin may take; some compile on import."""

@@ -14,7 +14,7 @@ from layerzero.cli.output import FINE, NO, Answer, examples, import_modules
 from layerzero.cli.perfdb import KernelGlob, OnlyHere, OperationGlob, database_here, readable, store_here
 
 if TYPE_CHECKING:
-    from layerzero.tuning.storage.passed_on import Finding, PassedBuild
+    from layerzero.tuning.storage.machine_exchange import Finding, PassedBuild
     from layerzero.tuning.storage.rows import Row
 
 
@@ -38,7 +38,7 @@ def export(
     capability. A build also names Python, the system's C library and the compilers; those
     that only a library can find (FlashInfer's, and what lives in a process alone) are left out.
     """
-    from layerzero.tuning.storage import archive, passed_on
+    from layerzero.tuning.storage import archive, machine_exchange
     from layerzero.tuning.storage.tables import table_of
 
     import_modules(module or [])
@@ -53,8 +53,8 @@ def export(
         _written(file, lambda: archive.export_prior(table, file))
     else:
         count = len(kept)
-        every = passed_on.found_here(_ledger())
-        more = list(passed_on.matching(every, kernel=kernel, operation=operation, here=here))
+        every = machine_exchange.found_here(_ledger())
+        more = list(machine_exchange.matching(every, kernel=kernel, operation=operation, here=here))
         builds = _builds(kernel, operation) if with_builds else []
         _written(file, lambda: archive.export(kept, file, more, builds))
         behind = f" and {len(more)} findings" if more else ""
@@ -85,7 +85,7 @@ def take(
     compiler made, and those in whose place other files lie. Exits with 1 and takes nothing if anything in the file is
     wrong.
     """
-    from layerzero.tuning.storage import archive, passed_on
+    from layerzero.tuning.storage import archive, machine_exchange
 
     import_modules(module or [])
     exported = _exported(file)
@@ -98,7 +98,7 @@ def take(
     if not dry_run:
         _keep(found)
     verb = "would be taken" if dry_run else "taken"
-    kept, left = passed_on.take(_ledger(), more, dry_run=dry_run)
+    kept, left = machine_exchange.take(_ledger(), more, dry_run=dry_run)
     data = {"file": str(file), "valid": True, "problems": [], "rows": len(found), "here": count, "taken": not dry_run}
     data |= {"findings": kept, "findings_left": dict(left), "builds": built, "builds_left": dict(unbuilt)}
     lines = [f"{file}: {len(found)} times {verb}; {count} count on this machine as it is now"]
@@ -119,7 +119,7 @@ def diff(
 
     Nothing is taken. Exits with 1 if anything in the file is wrong, or none of it counts on this machine.
     """
-    from layerzero.tuning.storage import archive, passed_on
+    from layerzero.tuning.storage import archive, machine_exchange
 
     import_modules(module or [])
     exported = _exported(file)
@@ -128,8 +128,8 @@ def diff(
     found, more, builds = exported
     database = database_here()
     with readable(database):
-        counts, lines = passed_on.differences(archive.rows(database), found, limit)
-    kept, left = passed_on.take(_ledger(), more, dry_run=True)
+        counts, lines = machine_exchange.differences(archive.rows(database), found, limit)
+    kept, left = machine_exchange.take(_ledger(), more, dry_run=True)
     unlike = archive.unlike(found)
     built, unbuilt = _taken(builds, with_builds=True, dry_run=True)
     lines += [f"{number} times: {why}" for why, number in unlike.items()]
@@ -165,7 +165,7 @@ def _builds(kernel: str, operation: str) -> list[PassedBuild]:
     from layerzero.core.device import devices_here
     from layerzero.engine.registry import REGISTRY
     from layerzero.tuning.measurement.tune import every_call
-    from layerzero.tuning.storage.passed_on import builds_of
+    from layerzero.tuning.storage.machine_exchange import builds_of
 
     kinds = dict.fromkeys(each.torch_type for each in devices_here())
     calls = (
@@ -176,12 +176,12 @@ def _builds(kernel: str, operation: str) -> list[PassedBuild]:
 
 def _taken(builds: list[PassedBuild], *, with_builds: bool, dry_run: bool) -> tuple[int, dict[str, int]]:
     """How many builds of a file are taken, and why the others are not."""
-    from layerzero.tuning.storage import passed_on
+    from layerzero.tuning.storage import machine_exchange
 
     if builds and not with_builds:
         return 0, {"they are code; --builds takes them from a file that you trust": len(builds)}
     try:
-        taken, left = passed_on.take_builds(builds, dry_run=dry_run)
+        taken, left = machine_exchange.take_builds(builds, dry_run=dry_run)
     except OSError as error:
         raise ValueError(f"--builds: wanted a place to write to, got: {error}; nothing else was taken") from error
     return taken, dict(left)

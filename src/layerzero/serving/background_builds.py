@@ -29,7 +29,7 @@ from layerzero.engine.events import EVENTS
 from layerzero.engine.jit import BuildIdentity, BuildOutcome, build_of
 from layerzero.engine.policy import Policy
 from layerzero.serving.own_builds import Chosen
-from layerzero.tuning.storage.builds import FailedBuild, Failures, HostLock, compilers
+from layerzero.tuning.storage.host_notes import FailedBuild, Failures, HostLock, compilers
 
 log = logging.getLogger("layerzero")
 

@@ -24,7 +24,7 @@ from layerzero.serving.own_builds import wanted
 from layerzero.serving.readiness_parts import BEFORE, PARTS, Looked, Part, PartState
 from layerzero.tuning.measurement.tune import every_call
 from layerzero.tuning.measurement.workload import every_call_of_file
-from layerzero.tuning.storage.builds import FailedBuild, progress_of_others
+from layerzero.tuning.storage.host_notes import FailedBuild, progress_of_others
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ from layerzero.serving.background_builds import BUILDS
 from layerzero.serving.own_builds import outcome_of, wanted
 from layerzero.tuning.measurement.jobs import Job, Shape, jobs_of_cases, jobs_of_shape, operations_named
 from layerzero.tuning.measurement.workload import every_call_of_file, jobs_of_file, jobs_of_model
-from layerzero.tuning.storage.builds import shortened
+from layerzero.tuning.storage.host_notes import shortened
 from layerzero.tuning.verification.build_child import short_of_memory
 
 log = logging.getLogger("layerzero")

@@ -16,25 +16,32 @@ Library: torch 2.13, BSD-3-Clause; arXiv:2412.05496.
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.inductor import apart, cache_folder, compiled, files, loaded, name_of, parts_of
+from layerzero.backends.torch.aot_inductor import (
+    VERSIONS,
+    Loaded,
+    apart,
+    compiled,
+    kept_files,
+    loaded,
+    name_of,
+    parts_of,
+    sizes_between,
+)
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend
 from layerzero.core.ledger import call_class
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.core.recipe import KeptFiles
-from layerzero.core.system import forking
 from layerzero.ops.attention import declare as attention
 from layerzero.ops.attention.reference import attention_reference
 
@@ -42,10 +49,9 @@ FLEX_ATTENTION = Backend(
     name="flex_attention",
     summary="torch's flex_attention, compiled for the sizes of warmup",
     distribution="torch",
-    versions=">=2.13,<2.16",  # the versions whose results were compared with float64
-    tested=("2.13.0", "2.14.0", "2.15.0"),
     platforms=("cpu", "cuda"),
     homepage="https://pytorch.org",
+    **VERSIONS,
 )
 
 Runner = Callable[[list[Tensor]], Tensor]
@@ -58,8 +64,7 @@ _EXACT = ("heads", "kv_heads", "head_dim", "value_dim")
 _RANGES = ("batch", "seq_q", "seq_k")
 _UNBOUNDED = 1 << 40
 
-_BUILT: dict[tuple[object, ...], Runner] = {}
-_BUILDING = forking.lock()
+_BUILT: Loaded[Runner] = Loaded()
 
 
 def _attention(
@@ -137,14 +142,14 @@ def _built(facts: Facts, device: torch.device) -> Runner:
     sizes |= {name: facts.size(name) for name in _EXACT}  # a range is a class: from a power of two up to its double
     dtype = facts.tensors["query"].dtype
     key = (device, dtype, *sizes.values())
-    with _BUILDING:
-        if key not in _BUILT:
-            if ranged:
-                ((_, path),) = parts_of(_name(facts), functools.partial(_for_a_range, facts, device, dtype, sizes))
-                _BUILT[key] = _runner(path)
-            else:
-                _BUILT[key] = apart(functools.partial(_for_exact_sizes, facts, device, dtype, sizes))
-    return _BUILT[key]
+
+    def build() -> Runner:
+        if not ranged:
+            return apart(lambda: _for_exact_sizes(device, dtype, sizes))
+        ((_, path),) = parts_of(_name(facts), lambda: [_for_a_range(facts, device, dtype, sizes)])
+        return _runner(path)
+
+    return _BUILT.get(key, build)
 
 
 def _example(device: torch.device, dtype: torch.dtype, sizes: dict[str, int]) -> tuple[Tensor, ...]:
@@ -159,37 +164,24 @@ def _example(device: torch.device, dtype: torch.dtype, sizes: dict[str, int]) ->
     )
 
 
-def _for_a_range(
-    facts: Facts, device: torch.device, dtype: torch.dtype, sizes: dict[str, int]
-) -> list[tuple[int, Path]]:
+def _for_a_range(facts: Facts, device: torch.device, dtype: torch.dtype, sizes: dict[str, int]) -> tuple[int, Path]:
     """Export for batch and lengths from the given ones up to their doubles, and compile ahead of time."""
-    ranges = {
-        name: torch.export.Dim(name, min=sizes[name], max=2 * sizes[name] - 1)
-        if sizes[name] > 1
-        else torch.export.Dim.STATIC
-        for name in _RANGES
-    }
-    batch, seq_q, seq_k = ranges.values()
+    batch, seq_q, seq_k = (sizes_between(name, sizes[name], 2 * sizes[name] - 1) for name in _RANGES)
     dynamic = (*(None,) * 6, {0: batch, 1: seq_q}, {0: batch, 1: seq_k}, {0: batch, 1: seq_k})
-    named = {"tensors": dynamic}
     example = sizes | {name: sizes[name] * 3 // 2 for name in _RANGES}
     if example["seq_q"] == example["seq_k"] > 1:
         example["seq_k"] -= 1  # equal sizes would be taken for one
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # torch 2.13 warns of its own deprecated calls
-        program = torch.export.export(_Attention(), _example(device, dtype, example), dynamic_shapes=named)
-        options = {"cpp.dynamic_threads": True, "cpp.threads": _THREADS}
-        path, top = compiled(program, facts, options, _no_guards)
-    return [(top, path)]
+    options = {"cpp.dynamic_threads": True, "cpp.threads": _THREADS}
+    return compiled(_Attention(), _example(device, dtype, example), {"tensors": dynamic}, facts, options)
 
 
 def _runner(path: Path) -> Runner:
-    artefact = loaded(path).run
+    artefact = loaded(path)
 
     def run(tensors: list[Tensor]) -> Tensor:
         if torch.get_num_threads() > _THREADS:
             raise RuntimeError(f"built for {_THREADS} threads at most, torch has {torch.get_num_threads()}")
-        return artefact(tensors)[0]  # type: ignore[no-any-return]
+        return artefact(tensors)[0]
 
     return run
 
@@ -198,13 +190,7 @@ def _name(facts: Facts) -> str:
     return name_of((facts.device.name, _THREADS, _build_key(facts)), __file__)
 
 
-def _no_guards(guards: Sequence[Any], known: object) -> int:
-    if guards:
-        raise RuntimeError(f"Inductor tied the kernel to {', '.join(str(guard.expr) for guard in guards)}")
-    return 0
-
-
-def _for_exact_sizes(facts: Facts, device: torch.device, dtype: torch.dtype, sizes: dict[str, int]) -> Runner:
+def _for_exact_sizes(device: torch.device, dtype: torch.dtype, sizes: dict[str, int]) -> Runner:
     """Compile for the very sizes; other ones raise in it, without further checks."""
     ahead = torch._dynamo.config.patch(enable_aot_compile=True)  # torch 2.11 and before have no ``aot_compile`` without
     with warnings.catch_warnings(), torch.no_grad(), ahead:
@@ -254,7 +240,7 @@ KERNELS = (
         deterministic=True,
         jit=True,
         build_key=_build_key,
-        prebuilt=KeptFiles(cache_folder, lambda facts: files(_name(facts))),
+        prebuilt=kept_files(_name),
         priority=15,
     ),
     FLEX_ATTENTION.kernel(

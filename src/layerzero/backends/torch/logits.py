@@ -25,7 +25,6 @@ from layerzero.backends.torch.attention import FLOATS, TORCH, kernel
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.sampling.checks import check_draft, check_target
-from layerzero.ops.sampling.counts import BITMASK
 from layerzero.ops.sampling.formulas import (
     NEXT,
     counts_of,
@@ -42,6 +41,7 @@ from layerzero.ops.sampling.formulas import (
     within,
 )
 from layerzero.ops.sampling.logits import BIAS, COUNTED, PENALTIES_BY
+from layerzero.ops.sampling.request_state import BITMASK
 
 _NUMBERS = tuple(each.name for each in PENALTIES_BY)
 _BY = (*_NUMBERS, *(f"{name}_by_row" for name in _NUMBERS))

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from layerzero.backends.flashinfer.paged import same_strides
 from layerzero.backends.shape_cache import Prepared, driver_cache
-from layerzero.backends.torch.latent import as_decode, merge, weighted
+from layerzero.backends.torch.latent_cascade import as_decode, merge, weighted
 from layerzero.backends.torch.varlen import lse_of_tokens
 from layerzero.backends.vllm.flash_attn import FITTING_VALUES, fitting_values
 from layerzero.backends.vllm.library import (

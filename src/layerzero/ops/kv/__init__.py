@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from layerzero.ops.kv.cache import KVCache
-from layerzero.ops.kv.declare import APPEND, OPERATIONS
+from layerzero.ops.kv.declare import APPEND, FUNCTIONS, OPERATIONS
 from layerzero.ops.kv.form import KVCacheError, KVCacheStrategy, StrategyChoice, kv_cache_strategy
-from layerzero.ops.kv.route import FUNCTIONS
 from layerzero.ops.kv.step import CacheStep
 
 __all__ = [

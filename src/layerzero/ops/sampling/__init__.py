@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from layerzero.ops.sampling import counts, declare, logits, route, verify
-from layerzero.ops.sampling.counts import TokenCounts
+from layerzero.ops.sampling import declare, logits, request_state, route, verify
+from layerzero.ops.sampling.request_state import TokenCounts
 
-OPERATIONS = (*declare.OPERATIONS, *logits.OPERATIONS, *counts.OPERATIONS, *verify.OPERATIONS)
-FUNCTIONS = (*route.FUNCTIONS, *logits.FUNCTIONS, *counts.FUNCTIONS, *verify.FUNCTIONS)
+OPERATIONS = (*declare.OPERATIONS, *logits.OPERATIONS, *request_state.OPERATIONS, *verify.OPERATIONS)
+FUNCTIONS = (*route.FUNCTIONS, *logits.FUNCTIONS, *request_state.FUNCTIONS, *verify.FUNCTIONS)
 
 __all__ = ["ALIASES", "EXPORTS", "FUNCTIONS", "OPERATIONS", "TokenCounts"]
 

@@ -25,11 +25,11 @@ from layerzero.engine import probe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.prediction.fitting import HeldOut, held_out_error
-from layerzero.tuning.storage import connections, journal_merge, learning, schema
+from layerzero.tuning.storage import connections, journal_merge, learning, sql_schema
 from layerzero.tuning.storage.connections import ForeignError, OtherVersionError
 from layerzero.tuning.storage.database import Database
 from layerzero.tuning.storage.environment import Environment, surroundings
-from layerzero.tuning.storage.passed_on import Finding, PassedBuild, check_build, check_finding, sealed
+from layerzero.tuning.storage.machine_exchange import Finding, PassedBuild, check_build, check_finding, sealed
 from layerzero.tuning.storage.rows import Row, check, is_to_come, stored_row
 from layerzero.tuning.storage.store import StoreLedger
 from layerzero.tuning.storage.tables import Table
@@ -47,7 +47,7 @@ MOST_REFUSED = 20_000
 _PAGE = 5000
 
 _ROWS = f"""SELECT work, graph, kernel, environment, condition, origin, source, works.facts, environments.facts,
-    {schema.WHOLE} FROM times LEFT JOIN works ON works.key = times.work
+    {sql_schema.WHOLE} FROM times LEFT JOIN works ON works.key = times.work
     LEFT JOIN environments ON environments.key = times.environment
     WHERE (work, graph, kernel, environment, condition, origin, source) > (?, ?, ?, ?, ?, ?, ?)
     ORDER BY work, graph, kernel, environment, condition, origin, source LIMIT ?"""  # noqa: S608  # names of ours
@@ -96,14 +96,14 @@ def problems(database: Database) -> Iterator[str]:
             yield f"row {number}: {error}"
     if to_come:
         yield f"{to_come} times are dated in the future; they count as the oldest, and are replaced when measured anew"
-    for model in database.read(f"SELECT {schema.MODEL_COLUMNS}, crc FROM models"):  # noqa: S608  # names of ours
+    for model in database.read(f"SELECT {sql_schema.MODEL_COLUMNS}, crc FROM models"):  # noqa: S608  # names of ours
         if model[5] == learning.MODEL_FORMAT:
             try:
                 learning.decode(model[6])
             except (msgspec.MsgspecError, TypeError) as error:
                 yield f"a model of {_printable(model[2])}: {error}"
             else:
-                if not schema.model_holds(model):
+                if not sql_schema.model_holds(model):
                     yield f"a model of {_printable(model[2])}: its checksum does not hold; it counts for nothing"
 
 

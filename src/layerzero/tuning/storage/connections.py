@@ -19,7 +19,7 @@ from typing import TypeVar
 from urllib.parse import quote
 
 from layerzero.core.system import disk, forking
-from layerzero.tuning.storage import schema
+from layerzero.tuning.storage import sql_schema
 
 Result = TypeVar("Result")
 
@@ -107,15 +107,15 @@ def check(connection: sqlite3.Connection) -> bool:
     found = connection.execute("PRAGMA application_id").fetchone()[0]
     if found == 0 and connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
         return False
-    if found != schema.APPLICATION_ID:
+    if found != sql_schema.APPLICATION_ID:
         raise ForeignError(f"it is another program's database (application_id {found:#x})")
-    version = schema.version(connection)
+    version = sql_schema.version(connection)
     if version < 1:
-        raise ForeignError(f"wanted schema {schema.VERSION}, got {version}")
-    if version != schema.VERSION:
-        problem = f"wanted schema {schema.VERSION}, got {version} of another version"
+        raise ForeignError(f"wanted schema {sql_schema.VERSION}, got {version}")
+    if version != sql_schema.VERSION:
+        problem = f"wanted schema {sql_schema.VERSION}, got {version} of another version"
         raise OtherVersionError(f"{problem}; `layerzero tune` measures again")
-    difference = schema.difference(connection)
+    difference = sql_schema.difference(connection)
     if difference:
         raise ForeignError(difference)
     return True
@@ -136,7 +136,7 @@ def writing(path: Path) -> tuple[sqlite3.Connection, str, str]:
         connection = open_file(path, "rw", WRITE_WAIT_S)
         try:
             check(connection)
-            schema.make(connection)
+            sql_schema.make(connection)
             wanted = "delete" if network else "wal"
             mode = connection.execute(f"PRAGMA journal_mode = {wanted}").fetchone()[0]
         except BaseException:

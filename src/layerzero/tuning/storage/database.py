@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.system import forking
-from layerzero.tuning.storage import connections, schema
+from layerzero.tuning.storage import connections, sql_schema
 from layerzero.tuning.storage.connections import PASSING, ForeignError, Link, OtherVersionError, code_of, in_transaction
 
 Result = TypeVar("Result")
@@ -108,7 +108,7 @@ class Database:
         with self._memory_lock:
             if self._memory is None:
                 memory = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-                schema.make(memory)
+                sql_schema.make(memory)
                 self._memory = memory
             return act(self._memory)
 
@@ -196,7 +196,7 @@ class Database:
         with self._memory_lock:  # reader and writer have a lock each
             if self.path != left:  # the other thread was here first
                 return
-            path = left.with_name(f"{left.stem}.schema-{schema.VERSION}{left.suffix}")
+            path = left.with_name(f"{left.stem}.schema-{sql_schema.VERSION}{left.suffix}")
             self._use(path)
         note = f"{left}: {error}. The file is left alone, and times are kept in {path.name} next to it"
         self.tell(note)

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from layerzero.tuning.storage import connections, journal, learning, schema
+from layerzero.tuning.storage import connections, journal, learning, sql_schema
 from layerzero.tuning.storage.connections import READ_WAIT_S, in_transaction, open_file
 from layerzero.tuning.storage.database import Database
 from layerzero.tuning.storage.environment import Environment
@@ -221,7 +221,7 @@ def _rows(connection: sqlite3.Connection) -> Iterator[list[Row]]:
             environments[key] = environment
     page: list[Row] = []
     order = "work, graph, kernel, environment, condition, origin, source"
-    statement = f"SELECT work, graph, {schema.WHOLE} FROM times"  # noqa: S608  # names of ours
+    statement = f"SELECT work, graph, {sql_schema.WHOLE} FROM times"  # noqa: S608  # names of ours
     for work, graph, *found in _walk(connection, statement, order):
         if work not in works or found[1] not in environments:
             continue

@@ -16,7 +16,7 @@ import msgspec
 from layerzero.tuning.prediction import fitting
 from layerzero.tuning.prediction.predict import Model, Point, meaning_of
 from layerzero.tuning.storage import rows as keeping
-from layerzero.tuning.storage import schema
+from layerzero.tuning.storage import sql_schema
 from layerzero.tuning.storage.connections import in_transaction
 from layerzero.tuning.storage.rows import Row, Work
 
@@ -35,16 +35,16 @@ _WORK = """INSERT INTO works (key, family, operation, dtype, facts) VALUES (?, ?
 _ENVIRONMENT = """INSERT INTO environments (key, device, torch, library, facts) VALUES (?, ?, ?, ?, ?)
     ON CONFLICT (key) DO UPDATE SET facts = excluded.facts WHERE facts <> excluded.facts"""
 _IDENTITY = "work = ? AND graph = ? AND kernel = ? AND environment = ? AND condition = ? AND source = ? AND origin = ?"
-_SELECTED = ", ".join(f"times.{name}" for name in (*schema.DECIDING, "crc"))
-_KNOWN = f"SELECT {schema.SELECTED} FROM times WHERE {_IDENTITY}"  # noqa: S608  # names of ours
-_TIME = f"""INSERT OR REPLACE INTO times (work, graph, {", ".join(schema.COLUMNS)}, crc)
-    VALUES ({", ".join("?" * (len(schema.COLUMNS) + 3))})"""  # noqa: S608  # names of ours
+_SELECTED = ", ".join(f"times.{name}" for name in (*sql_schema.DECIDING, "crc"))
+_KNOWN = f"SELECT {sql_schema.SELECTED} FROM times WHERE {_IDENTITY}"  # noqa: S608  # names of ours
+_TIME = f"""INSERT OR REPLACE INTO times (work, graph, {", ".join(sql_schema.COLUMNS)}, crc)
+    VALUES ({", ".join("?" * (len(sql_schema.COLUMNS) + 3))})"""  # noqa: S608  # names of ours
 _FOUND = "SELECT 1 FROM times WHERE work = ? AND graph = ? AND crc = ?"
 _FORGET = f"DELETE FROM times WHERE {_IDENTITY}"  # noqa: S608  # names of ours
 _POINTS = f"""SELECT works.key, works.facts, {_SELECTED} FROM works CROSS JOIN times ON times.work = works.key
     WHERE works.family = ? AND graph = ? AND kernel = ? AND environment = ? AND adapts = ?
     AND (noise <= ? OR device_us IS NOT NULL) LIMIT ?"""  # noqa: S608  # names of ours
-_MODEL = f"INSERT OR REPLACE INTO models ({schema.MODEL_COLUMNS}, crc) VALUES (?, ?, ?, ?, ?, ?, ?, ?)"  # noqa: S608
+_MODEL = f"INSERT OR REPLACE INTO models ({sql_schema.MODEL_COLUMNS}, crc) VALUES (?, ?, ?, ?, ?, ?, ?, ?)"  # noqa: S608
 _SUBJECT = "family = ? AND graph = ? AND kernel = ? AND environment = ? AND adapts = ?"
 _AS_BYTES = """CAST(family AS BLOB) IS ? AND graph IS ? AND CAST(kernel AS BLOB) IS ?
     AND CAST(environment AS BLOB) IS ? AND CAST(adapts AS BLOB) IS ?"""
@@ -59,7 +59,7 @@ _FAMILIES = """SELECT DISTINCT works.family, graph, kernel, environment, adapts 
     JOIN works ON works.key = times.work"""
 
 _MEDIAN, _NOISE, _DEVICE, _HOST, _ADAPTS, _WRITTEN = (
-    schema.DECIDING.index(name) for name in ("median_us", "noise", "device_us", "host_us", "adapts", "written_at")
+    sql_schema.DECIDING.index(name) for name in ("median_us", "noise", "device_us", "host_us", "adapts", "written_at")
 )
 
 Subject = tuple[bytes, bool, str, bytes, str]
@@ -99,15 +99,15 @@ def insert(connection: sqlite3.Connection, rows: Iterable[Row]) -> Kept:
             dated += 1
         work, values = row.work, row.values
         key, graph = work.key, int(row.graph)
-        start = schema.start_of(key, graph)
+        start = sql_schema.start_of(key, graph)
         known = connection.execute(_KNOWN, (key, graph, *values[:4], row.origin)).fetchone()
-        if known is not None and not schema.holds(start, known):
+        if known is not None and not sql_schema.holds(start, known):
             known, damaged = None, damaged + 1
         if known is not None and known[_WRITTEN] > row.written_at:
             if not keeping.is_to_come(known[_WRITTEN]):
                 continue
             dated += 1
-        _insert(connection, row, work, (key, graph, *values, schema.crc_of(start, values)))
+        _insert(connection, row, work, (key, graph, *values, sql_schema.crc_of(start, values)))
         subject = work.family, row.graph, row.kernel, values[1], row.adapts
         learnt = known is not None and known[_ADAPTS] == row.adapts and _teaches(known[_NOISE], known[_DEVICE])
         if learnt and _teaches(row.noise, row.device_us) and _says_the_same(row, known):
@@ -201,7 +201,7 @@ def learn(connection: sqlite3.Connection, subject: Subject, new: Sequence[Row] =
             connection.execute(_UNLEARN, subject)
         else:
             values = (*subject[:1], int(subject[1]), *subject[2:], MODEL_FORMAT, msgspec.json.encode(model))
-            connection.execute(_MODEL, (*values, schema.model_crc(*values)))
+            connection.execute(_MODEL, (*values, sql_schema.model_crc(*values)))
         if mark is not None:
             connection.execute(_UNMARK, (*subject, mark[0]))
 
@@ -219,7 +219,7 @@ def _points(connection: sqlite3.Connection, subject: Subject, new: Sequence[Row]
         )
     for key, facts, *found in connection.execute(_POINTS, (*subject, MAX_NOISE, MAX_READ)):
         work = _work(key, facts)
-        if work is None or not schema.holds(schema.start_of(key, int(subject[1])), tuple(found)):
+        if work is None or not sql_schema.holds(sql_schema.start_of(key, int(subject[1])), tuple(found)):
             continue  # damaged: checking the database tells
         rank = (found[_DEVICE] is not None, found[_WRITTEN])
         if key not in latest or latest[key][0] < rank:
@@ -246,7 +246,7 @@ def groups(connection: sqlite3.Connection) -> list[list[Point]]:
     return [list(_points(connection, subject, ())) for subject in subjects]
 
 
-MODELS = f"""SELECT {schema.MODEL_COLUMNS}, crc FROM models WHERE family = ?1 AND graph = ?2
+MODELS = f"""SELECT {sql_schema.MODEL_COLUMNS}, crc FROM models WHERE family = ?1 AND graph = ?2
     UNION ALL SELECT family, graph, kernel, environment, adapts, -1, NULL, 0 FROM stale
     WHERE family = ?1 AND graph = ?2"""  # noqa: S608  # names of ours
 """What is known about a family; of models that are stale, one more row of format -1."""

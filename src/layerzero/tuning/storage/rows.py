@@ -32,7 +32,7 @@ from layerzero.core.schema import OperationSchema
 from layerzero.core.system import disk, forking
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.storage.environment import Environment
-from layerzero.tuning.storage.schema import COLUMNS, NUMBERS, holds_whole, start_of
+from layerzero.tuning.storage.sql_schema import COLUMNS, NUMBERS, holds_whole, start_of
 
 
 @functools.cache

@@ -29,13 +29,13 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.prediction.fitting import OTHER_LAYOUT, Time, weighed
 from layerzero.tuning.prediction.predict import MAX_DISTANCE, predict
 from layerzero.tuning.storage import environment as conditions
-from layerzero.tuning.storage import journal_merge, learning, schema
+from layerzero.tuning.storage import journal_merge, learning, sql_schema
 from layerzero.tuning.storage import rows as rows_of_times
 from layerzero.tuning.storage.database import Database
 from layerzero.tuning.storage.environment import surroundings
 from layerzero.tuning.storage.files import FileLedger, cache_folder
 from layerzero.tuning.storage.prior import priors_of, problems
-from layerzero.tuning.storage.row_queue import WATCH, Spool
+from layerzero.tuning.storage.row_exchange import WATCH, Spool
 from layerzero.tuning.storage.rows import (
     CallsMade,
     Row,
@@ -51,11 +51,11 @@ from layerzero.tuning.storage.rows import (
 NOTES: list[Callable[[], Iterable[str]]] = []
 """What else has notes for the ledger: the sampling of production's calls, where it was imported."""
 
-_ASK = f"SELECT {schema.SELECTED} FROM times WHERE work = ? AND graph = ?"  # noqa: S608  # names of ours
+_ASK = f"SELECT {sql_schema.SELECTED} FROM times WHERE work = ? AND graph = ?"  # noqa: S608  # names of ours
 
 
 _FIELDS = len(Time.__struct_fields__) - 1  # what stands for a replay is not kept
-assert Time.__struct_fields__[:_FIELDS] == schema.DECIDING[:_FIELDS]
+assert Time.__struct_fields__[:_FIELDS] == sql_schema.DECIDING[:_FIELDS]
 
 
 def times_path(policy: Policy) -> Path | None:
@@ -189,8 +189,8 @@ class TimeStore:
         found = database.read(_ASK, (key, graph))
         if not found:
             return []
-        start = schema.start_of(key, int(graph))
-        sound = schema.sound(start, found)
+        start = sql_schema.start_of(key, int(graph))
+        sound = sql_schema.sound(start, found)
         if len(sound) < len(found):
             database.tell(f"{database.path}: damaged times count for nothing", warn=True)
         times = [Time(*row[:_FIELDS]) for row in sound]
@@ -207,13 +207,13 @@ class TimeStore:
     def _models(self, database: Database, family: bytes, graph: bool) -> list[tuple[Any, ...]]:
         """What is known about a family; what is stale, damaged, or learnt by an earlier version is learnt first."""
         found = database.read(learning.MODELS, (family, graph))
-        damaged = [row[:5] for row in found if row[5] == learning.MODEL_FORMAT and not schema.model_holds(row)]
+        damaged = [row[:5] for row in found if row[5] == learning.MODEL_FORMAT and not sql_schema.model_holds(row)]
         if damaged:
             database.tell(f"{database.path}: damaged models count for nothing, and are learnt anew", warn=True)
         if damaged or any(type(row[5]) is int and row[5] < learning.MODEL_FORMAT for row in found):
             journal_merge.learn_family(database, family, damaged)
             found = database.read(learning.MODELS, (family, graph))
-        return [row[2:5] + row[6:7] for row in found if row[5] == learning.MODEL_FORMAT and schema.model_holds(row)]
+        return [row[2:5] + row[6:7] for row in found if row[5] == learning.MODEL_FORMAT and sql_schema.model_holds(row)]
 
     def record(self, kernel: Kernel, facts: Facts, measurement: Measurement) -> None:
         """Keep a time. Raises: ValueError if it is none."""

@@ -37,8 +37,8 @@ from layerzero.testing.child_main import Tell
 from layerzero.testing.children import BUILD_S, End, Task, run_apart
 from layerzero.testing.process import OUTSIDE, apart_on, by_device
 from layerzero.testing.single_run import attempt, duplicate
-from layerzero.tuning.storage.builds import shortened
 from layerzero.tuning.storage.environment import SHARE
+from layerzero.tuning.storage.host_notes import shortened
 from layerzero.tuning.verification.child import homes, rebuilt
 
 NICENESS = 10
