@@ -83,7 +83,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "layerzero.core.graph_capture": ("capturing",),
     "layerzero.core.device": ("Device",),
     "layerzero.core.facts": ("Facts", "FactsBuilder"),
-    "layerzero.core.objects": ("Handle",),
+    "layerzero.core.handle": ("Handle",),
     "layerzero.core.kernel": ("Backend", "Kernel", "Release"),
     "layerzero.core.operation": ("Case", "Function", "OpKind", "Operation", "Routed", "Tolerance"),
     "layerzero.core.arguments": ("Axis", "Param", "Role", "SizeCodes", "TensorSchema"),

@@ -29,8 +29,8 @@ from layerzero.core.errors import (
 )
 from layerzero.core.facts import Facts, FactsBuilder
 from layerzero.core.graph_capture import capturing
+from layerzero.core.handle import Handle
 from layerzero.core.kernel import Backend, Kernel, Release
-from layerzero.core.objects import Handle
 from layerzero.core.operation import Case, Function, Operation, OpKind, Routed, Tolerance
 from layerzero.core.plan import Plan, Report
 from layerzero.core.reasons import Reason, ReasonCode

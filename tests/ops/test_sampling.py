@@ -10,8 +10,8 @@ import torch
 import layerzero as lz
 from drawing import at_once
 from layerzero.backends.torch import sampling_filters
+from layerzero.core.handle import FOREIGN
 from layerzero.core.judge import Given
-from layerzero.core.objects import FOREIGN
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import FUNCTIONS, OPERATIONS
 from layerzero.ops.calls import arguments_of

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from layerzero.core.objects import OfKind
+from layerzero.core.handle import OfKind
 from layerzero.core.reasons import ReasonCode
 
 

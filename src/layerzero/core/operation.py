@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import torch
 
 from layerzero.core.arguments import Adapter, Param, Role
+from layerzero.core.bundle import MISSING, Bundle, lacking, unpack
 from layerzero.core.dtypes import ordered
 from layerzero.core.eager_state import STATE_FACTS, declared
 from layerzero.core.errors import RegistrationError, misfit
 from layerzero.core.judge import Elementwise, Judge, Property, Tolerance
-from layerzero.core.objects import MISSING, Bundle, lacking, unpack
 from layerzero.core.operator_schema import TorchSchema, torch_schemas
 from layerzero.core.plain import Plain
 from layerzero.core.reasons import Reason

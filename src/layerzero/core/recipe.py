@@ -16,7 +16,7 @@ import msgspec
 
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.facts import Facts
-from layerzero.core.objects import CAPTURABLE
+from layerzero.core.handle import CAPTURABLE
 
 Value = None | bool | int | float | str | list[int]
 

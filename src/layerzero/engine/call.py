@@ -15,9 +15,9 @@ import torch
 from torch.nn import Parameter
 from torch.overrides import handle_torch_function, has_torch_function
 
+from layerzero.core.bundle import MISSING, Bundle, unpack
 from layerzero.core.errors import LayerZeroPerformanceWarning, meant
 from layerzero.core.import_hook import is_imported, when_imported
-from layerzero.core.objects import MISSING, Bundle, unpack
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
 from layerzero.engine import accelerator

@@ -18,9 +18,9 @@ from layerzero.core.arguments import TensorSchema, moving
 from layerzero.core.errors import refuse
 from layerzero.core.fact_reads import EVERYTHING, Reads, Watched, watch
 from layerzero.core.facts import Facts
+from layerzero.core.handle import FOREIGN, STALE
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger
-from layerzero.core.objects import FOREIGN, STALE
 from layerzero.core.operation import Function, Operation
 from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.engine import accelerator, batch_split, isolation, proofs

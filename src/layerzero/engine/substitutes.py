@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from layerzero.core.errors import CudaGraphUnsafeError, NoKernelFoundError, NotPreparedError
+from layerzero.core.handle import Handle
 from layerzero.core.kernel import Kernel
-from layerzero.core.objects import Handle
 from layerzero.core.plan import Plan
 from layerzero.engine import failures, headroom, health, transforms
 from layerzero.engine.config import current_policy

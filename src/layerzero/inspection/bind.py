@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from layerzero.core.bundle import MISSING, Bundle, unpack
 from layerzero.core.eager_state import declared
 from layerzero.core.errors import CudaGraphUnsafeError, InvalidCallError
-from layerzero.core.objects import MISSING, Bundle, unpack
 from layerzero.core.plain import PlainFunction
 from layerzero.core.plan import Plan, Report
 from layerzero.engine import accelerator

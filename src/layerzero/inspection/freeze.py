@@ -18,7 +18,7 @@ from layerzero.core.dtypes import dtype_named
 from layerzero.core.eager_state import STATE_FACTS
 from layerzero.core.errors import FrozenChoiceError, LayerZeroWarning, PolicyError
 from layerzero.core.facts import CallState, Facts, FactsBuilder, TensorFacts
-from layerzero.core.objects import OfKind
+from layerzero.core.handle import OfKind
 from layerzero.core.operation import Routed
 from layerzero.core.plan import Candidate, Report
 from layerzero.core.recipe import CallRecipe

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from layerzero.core.arguments import TensorSchema
 from layerzero.core.dtypes import dtype_named
-from layerzero.core.objects import CAPTURABLE
+from layerzero.core.handle import CAPTURABLE
 from layerzero.core.operation import Case, Function, Operation, OpKind
 from layerzero.core.recipe import CallRecipe, TensorRecipe
 from layerzero.ops.calls import accepted, drawn, function_for, read

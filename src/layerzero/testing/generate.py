@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.core.bundle import Bundle
 from layerzero.core.dtypes import dtype_name
-from layerzero.core.objects import CAPTURABLE, FOREIGN, Bundle
+from layerzero.core.handle import CAPTURABLE, FOREIGN
 from layerzero.core.operation import Case, Operation
 from layerzero.engine.functions import CALLS
 from layerzero.ops import FUNCTIONS as FUNCTIONS_BY_NAME

@@ -23,9 +23,9 @@ from torch import Tensor, UntypedStorage
 from layerzero.core.device import Device
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.facts import Facts, FactsBuilder
+from layerzero.core.handle import FOREIGN, STALE, Handle
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Judgement, MemoryLedger, Verdict, class_text
-from layerzero.core.objects import FOREIGN, STALE, Handle
 from layerzero.core.operation import Function, Operation, Routed
 from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.core.reasons import Reason

@@ -25,8 +25,8 @@ from layerzero.backends.flashinfer.modules import decode_key, decode_prebuilt
 from layerzero.backends.flashinfer.plan import Staging
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
+from layerzero.core.handle import CAPTURABLE, Handle
 from layerzero.core.kernel import Kernel
-from layerzero.core.objects import CAPTURABLE, Handle
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.system import forking
 from layerzero.ops.cascade import FLAT

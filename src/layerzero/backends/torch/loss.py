@@ -29,7 +29,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.declaration import wide
-from layerzero.ops.loss.declare import CROSS_ENTROPY, CROSS_ENTROPY_ROWS
+from layerzero.ops.loss import CROSS_ENTROPY, CROSS_ENTROPY_ROWS
 
 
 def _from_2_13(facts: Facts) -> Reason | None:

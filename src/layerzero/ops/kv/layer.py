@@ -11,9 +11,9 @@ from torch import Tensor
 
 from layerzero.core import indices
 from layerzero.core.arguments import told
+from layerzero.core.bundle import MISSING, Bundle
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError, refuse
-from layerzero.core.objects import MISSING, Bundle
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.kv.form import GONE, KVCacheError, KVCacheStrategy
 from layerzero.ops.kv.step import CacheStep

@@ -10,8 +10,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from layerzero.core.arguments import told
+from layerzero.core.bundle import Bundle
 from layerzero.core.errors import InvalidCallError, public, refuse
-from layerzero.core.objects import Bundle
 from layerzero.core.reasons import ReasonCode
 from layerzero.core.system import forking
 from layerzero.ops.kv.form import GONE, KVCacheError, KVCacheStrategy, form_of

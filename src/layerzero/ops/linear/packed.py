@@ -16,7 +16,7 @@ from layerzero.core import limits as limit
 from layerzero.core.arguments import Param, Role
 from layerzero.core.errors import InvalidCallError, NotPreparedError
 from layerzero.core.facts import Facts
-from layerzero.core.objects import FOREIGN, STALE, Handle
+from layerzero.core.handle import FOREIGN, STALE, Handle
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.linear.glance import Glance
 from layerzero.ops.quantize.weight import QuantizedWeight

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import out_of_range, told
+from layerzero.core.bundle import MISSING, Bundle
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError, refuse
-from layerzero.core.objects import MISSING, Bundle
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.paged import layout_record
 from layerzero.ops.paged.declare import CACHE_LAYOUTS

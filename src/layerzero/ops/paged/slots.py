@@ -13,8 +13,8 @@ from torch import Tensor
 
 from layerzero.core.arguments import told
 from layerzero.core.errors import InvalidCallError
+from layerzero.core.handle import Handle
 from layerzero.core.indices import IN_C
-from layerzero.core.objects import Handle
 from layerzero.ops.ragged.starts import is_readable, sequences_of
 
 if TYPE_CHECKING:

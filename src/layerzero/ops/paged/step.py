@@ -10,7 +10,7 @@ from torch import Tensor
 
 from layerzero.core.arguments import out_of_range, told
 from layerzero.core.errors import public, refuse
-from layerzero.core.objects import CAPTURABLE, FOREIGN, STALE, Handle
+from layerzero.core.handle import CAPTURABLE, FOREIGN, STALE, Handle
 from layerzero.core.values import Check
 from layerzero.ops.declaration import number_problems
 from layerzero.ops.paged.pages import padded_tables

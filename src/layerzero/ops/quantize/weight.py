@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import told
+from layerzero.core.bundle import MISSING, Bundle
 from layerzero.core.errors import InvalidCallError, refuse
-from layerzero.core.objects import MISSING, Bundle
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.quantize.groups import GROUPED
 from layerzero.ops.quantize.schemes import conversion, format_problems, instead, scheme_of

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core.errors import public, refuse
-from layerzero.core.objects import CAPTURABLE, FOREIGN, STALE, Handle
+from layerzero.core.handle import CAPTURABLE, FOREIGN, STALE, Handle
 from layerzero.core.values import Check
 from layerzero.ops.declaration import number_problems
 

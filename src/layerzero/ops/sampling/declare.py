@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import Axis, Param, Role, TensorSchema
+from layerzero.core.handle import FOREIGN
 from layerzero.core.judge import Exact, reproducible
-from layerzero.core.objects import FOREIGN
 from layerzero.core.operation import Case, Operation, OpKind, Work
 from layerzero.ops.declaration import operation, tensor
 from layerzero.ops.sampling import formulas, stock

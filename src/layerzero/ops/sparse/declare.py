@@ -21,7 +21,7 @@ from torch import Tensor
 from layerzero.core import values
 from layerzero.core.arguments import REQUIRED, Axis, Param, Role, TensorSchema, told
 from layerzero.core.errors import refuse
-from layerzero.core.objects import Handle
+from layerzero.core.handle import Handle
 from layerzero.core.operation import Case, Function, Routed, Work
 from layerzero.core.values import Check
 from layerzero.ops.attention import declare as attn

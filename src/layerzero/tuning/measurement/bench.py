@@ -17,8 +17,8 @@ from torch import Tensor
 
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.evidence import Measurement
+from layerzero.core.handle import CAPTURABLE, Handle
 from layerzero.core.kernel import Kernel
-from layerzero.core.objects import CAPTURABLE, Handle
 from layerzero.core.operation import Work
 from layerzero.core.plan import Report
 from layerzero.core.reasons import Reason

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Linear, Module, Parameter, functional
 
 from layerzero.core.errors import LayerZeroWarning
-from layerzero.core.objects import FOREIGN, STALE
+from layerzero.core.handle import FOREIGN, STALE
 from layerzero.core.system import forking
 from layerzero.integrations.optimize.swaps.candidate import STRUCTURE, distance, quiet, random_rows
 from layerzero.integrations.optimize.swaps.swap import State, Way, is_dense, size_of, weight_of

@@ -26,7 +26,6 @@ from layerzero.ops.declaration import NDIM, cases, function, operation, tensor, 
 from layerzero.ops.draw import Draw
 from layerzero.ops.linear.declare import OUT_DTYPE, deviation
 from layerzero.ops.linear.route import out_dtype_problems
-from layerzero.ops.loss.formulas import by_torch, defined, linear_by_torch
 
 REDUCTIONS = ("mean", "sum", "none")
 IGNORED = -100
@@ -40,6 +39,85 @@ TOLERANCE = {
 TOLERANCE_REASON = (
     "twice the rounding of a loss, and of logits of a few units: a row whose class is certain loses their difference"
 )
+
+
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Logits within ``softcap`` of 0: ``softcap * tanh(logits / softcap)``."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def defined(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+    z_loss: float,
+    reduction: str,
+) -> Tensor:
+    """The definition, in the dtype of the logits. Shapes: logits (..., V), target (...) → (...) or ()."""
+    logits = capped(logits, softcap)
+    counted = target != ignore_index
+    places = target.masked_fill(~counted, 0).long()
+    of_classes = logits.new_ones(logits.shape[-1]) if weight is None else weight.detach().to(logits.dtype)
+    of_rows = of_classes.take(places)  # an index without axes would be read, and shapes alone have no values
+    total = logits.logsumexp(-1)
+    total = total.masked_fill(total == torch.inf, torch.nan)  # as torch.log_softmax has it
+    losses = (1.0 - label_smoothing) * of_rows * (total - logits.gather(-1, places.unsqueeze(-1))[..., 0])
+    if label_smoothing:
+        losses = losses + label_smoothing * ((total.unsqueeze(-1) - logits) * of_classes).mean(-1)
+    extra = z_loss * total.square() if z_loss else torch.zeros_like(losses)
+    losses, extra = (torch.where(counted, each, 0.0) for each in (losses, extra))
+    if reduction == "none":
+        return losses + extra
+    if reduction == "sum":
+        return losses.sum() + extra.sum()
+    return losses.sum() / (of_rows * counted).sum() + extra.sum() / counted.sum()
+
+
+def by_torch(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+) -> Tensor:
+    """``torch.nn.functional.cross_entropy``; in float32 where a softcap or a z-loss comes before or behind it."""
+    dtype = logits.dtype
+    if softcap is not None or z_loss:
+        logits = capped(logits.to(wide(dtype)), softcap)
+        weight = None if weight is None else weight.to(logits.dtype)
+    found = functional.cross_entropy(
+        logits, target.long(), weight, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
+    )
+    if z_loss:
+        counted = target != ignore_index
+        extra = z_loss * torch.where(counted, logits.logsumexp(-1).square(), 0.0)
+        found = found + (extra if reduction == "none" else extra.sum() / (counted.sum() if reduction == "mean" else 1))
+    return found.to(dtype)
+
+
+def linear_by_torch(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    **more: Any,
+) -> Tensor:
+    """``torch.nn.functional.linear``, then the cross-entropy of all its logits, in the dtype of the result."""
+    dtype = out_dtype or hidden.dtype
+    logits = functional.linear(hidden, weight, bias).to(dtype)
+    of_classes = None if class_weight is None else class_weight.to(dtype)
+    found = by_torch(logits.reshape(-1, logits.shape[-1]), target.reshape(-1), weight=of_classes, **more)
+    return found.view(target.shape) if found.ndim else found
 
 
 def cross_entropy(
@@ -69,10 +147,8 @@ def cross_entropy(
         Classes that no logit has are the caller's mistake: an error on a CPU, and in debug mode elsewhere.
     Source: label smoothing arXiv:1512.00567; z-loss arXiv:2204.02311.
     """
-    dtype = wide(logits.dtype)
-    return defined(*(logits.to(dtype), target, weight, ignore_index, label_smoothing, softcap, z_loss, reduction)).to(
-        logits.dtype
-    )
+    logits, dtype = logits.to(wide(logits.dtype)), logits.dtype
+    return defined(logits, target, weight, ignore_index, label_smoothing, softcap, z_loss, reduction).to(dtype)
 
 
 def linear_cross_entropy(
@@ -105,9 +181,8 @@ def linear_cross_entropy(
     """
     dtype = wide(hidden.dtype)
     logits = functional.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-    return defined(*(logits, target, class_weight, ignore_index, label_smoothing, softcap, z_loss, reduction)).to(
-        out_dtype or hidden.dtype
-    )
+    loss = defined(logits, target, class_weight, ignore_index, label_smoothing, softcap, z_loss, reduction)
+    return loss.to(out_dtype or hidden.dtype)
 
 
 def _of_rows(reference: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -124,7 +199,6 @@ _SHARED = (
     Param("softcap", float, None, example=5.0),
     Param("z_loss", float, 0.0, example=0.01),
 )
-_REDUCTION = Param("reduction", str, "mean", example="sum", works=False)
 
 
 def _target(
@@ -147,7 +221,7 @@ def _linear_examples(
     return _target(case, dtype, device, generator) | {"weight": weight.to(device, dtype)}
 
 
-def _operation(name: str, summary: str, reference: Callable[..., Tensor], *, linear: bool, rows: bool) -> Operation:
+def _operation(summary: str, reference: Callable[..., Tensor], *, linear: bool, rows: bool) -> Operation:
     columns = "rows vocab features" if linear else "rows vocab"
     sizes = {"small": (33, 96, 64), "llama2_t2048": (2048, 32000, 2048), "llama3_t1024": (1024, 128256, 2048)}
     named = cases(columns, {label: each[: 3 if linear else 2] for label, each in sizes.items()})
@@ -190,13 +264,15 @@ def _operation(name: str, summary: str, reference: Callable[..., Tensor], *, lin
         *((Axis("features", scales=True),) if linear else ()),
         NDIM,
     )
+    reduction = () if rows else (Param("reduction", str, "mean", example="sum", works=False),)
+    params = (*_SHARED, *reduction, *((OUT_DTYPE,) if linear else ()))
     return operation(
-        f"loss.{name}{'.rows' if rows else ''}",
+        f"loss.{reference.__name__}{'.rows' if rows else ''}",
         summary,
         _of_rows(reference) if rows else reference,
         inputs=(*brought, of_classes),
         outputs=(tensor("loss: ..." if rows else "loss:", dtype_from="out_dtype" if linear else ""),),
-        params=(*_SHARED, *(() if rows else (_REDUCTION,)), *((OUT_DTYPE,) if linear else ())),
+        params=params,
         axes=axes,
         cases=(*named[:1], *more, *named[1:]),
         tolerance=TOLERANCE,
@@ -211,16 +287,9 @@ def _operation(name: str, summary: str, reference: Callable[..., Tensor], *, lin
     )
 
 
-CROSS_ENTROPY, CROSS_ENTROPY_ROWS = (
-    _operation("cross_entropy", f"Cross-entropy of logits, {what}", cross_entropy, linear=False, rows=rows)
-    for what, rows in (("over all rows", False), ("of each row", True))
-)
-LINEAR_CROSS_ENTROPY, LINEAR_CROSS_ENTROPY_ROWS = (
-    _operation(
-        *("linear_cross_entropy", f"Cross-entropy of a linear layer, {what}", linear_cross_entropy),
-        linear=True,
-        rows=rows,
-    )
+CROSS_ENTROPY, CROSS_ENTROPY_ROWS, LINEAR_CROSS_ENTROPY, LINEAR_CROSS_ENTROPY_ROWS = OPERATIONS = tuple(
+    _operation(f"Cross-entropy of {of}, {what}", reference, linear=reference is not cross_entropy, rows=rows)
+    for reference, of in ((cross_entropy, "logits"), (linear_cross_entropy, "a linear layer"))
     for what, rows in (("over all rows", False), ("of each row", True))
 )
 
@@ -319,7 +388,6 @@ def as_default_loss(arguments: dict[str, Any]) -> None:
         arguments["out_dtype"] = None
 
 
-OPERATIONS = (CROSS_ENTROPY, CROSS_ENTROPY_ROWS, LINEAR_CROSS_ENTROPY, LINEAR_CROSS_ENTROPY_ROWS)
 FUNCTIONS = (
     _function("cross_entropy", CROSS_ENTROPY, CROSS_ENTROPY_ROWS, linear=False),
     _function("linear_cross_entropy", LINEAR_CROSS_ENTROPY, LINEAR_CROSS_ENTROPY_ROWS, linear=True),
