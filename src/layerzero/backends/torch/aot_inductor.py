@@ -157,7 +157,7 @@ def compiled(
     """Export a module with sizes as ranges and compile it, or find what was compiled before; up to where it is right.
 
     ``bound`` says that from what the compiler relied on and nothing would ask at run time; kept with the artefact.
-    Without it the compiler may rely on nothing more, and 0 is told.
+    Without it the compiler may rely on nothing more, and 0 is returned.
     Raises: RuntimeError where the artefact would not serve its class; whatever the compiler raises.
     """
     from torch._subclasses.fake_tensor import FakeTensor
