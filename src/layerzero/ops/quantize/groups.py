@@ -44,7 +44,7 @@ def marlin_places(bits: int) -> tuple[int, ...]:
 
 
 def _at(places: tuple[int, ...]) -> Tensor:
-    """Places as an index of a call's own: compilers refuse tensors made elsewhere, and lists together with meta tensors."""
+    """Places as an index of a call's own: compilers refuse tensors made elsewhere, and lists for meta tensors."""
     return torch.tensor(places, device="cpu")
 
 
