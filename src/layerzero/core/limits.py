@@ -11,6 +11,7 @@ name it, not make it.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ from layerzero.core.limit_kinds import (
     Positive,
     Repair,
 )
-from layerzero.core.limit_launch import Factor, Generation, Grid, TensorCore
+from layerzero.core.limit_launch import Generation, Grid, TensorCore
 from layerzero.core.reasons import ReasonCode
 
 __all__ = [
@@ -66,20 +67,11 @@ __all__ = [
 
 
 KINDS: dict[str, type[Limit]] = {
-    "aligned": Aligned,
-    "arch": Arch,
-    "contiguous": Contiguous,
-    "dim": Dim,
-    "dtype": Dtype,
-    "equal": Equal,
-    "generation": Generation,
-    "grid": Grid,
-    "instruction": Instruction,
-    "last_stride_one": LastStrideOne,
-    "one_of": OneOf,
-    "platform": Platform,
-    "positive": Positive,
-    "tensor_core": TensorCore,
+    re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower(): kind
+    for kind in (
+        *(Aligned, Arch, Contiguous, Dim, Dtype, Equal, Generation, Grid, Instruction, LastStrideOne, OneOf),
+        *(Platform, Positive, TensorCore),
+    )
 }
 """Name of a kind in JSON to the dataclass that holds it; its fields are the JSON's fields."""
 
@@ -172,19 +164,13 @@ if not TYPE_CHECKING:  # so that a misspelt name stays an error of types
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+arch, dim, equal, grid, instruction = Arch, Dim, Equal, Grid, Instruction
+positive, tensor_core = Positive, TensorCore
+
+
 def platform(*names: str) -> Limit:
     """Run on these platforms only."""
     return Platform(names)
-
-
-def arch(min: tuple[int, int] | None = None, max: tuple[int, int] | None = None) -> Limit:  # noqa: A002
-    """Bound the NVIDIA compute capability, inclusive."""
-    return Arch(min, max)
-
-
-def instruction(name: str) -> Limit:
-    """Need a GPU matrix instruction."""
-    return Instruction(name)
 
 
 def cpu_feature(name: str, dtype: str = "") -> Limit:
@@ -195,18 +181,6 @@ def cpu_feature(name: str, dtype: str = "") -> Limit:
 def dtype(*names: str) -> Limit:
     """Take these dtypes only."""
     return Dtype(tuple(dtype_name(dtype_named(name)) for name in names))
-
-
-def dim(
-    name: str,
-    *,
-    min: int | None = None,  # noqa: A002
-    max: int | None = None,  # noqa: A002
-    multiple: int | None = None,
-    one_of: tuple[int, ...] = (),
-) -> Limit:
-    """Bound a size."""
-    return Dim(name, min, max, multiple, one_of)
 
 
 def dims(*names: str, **bounds: Any) -> tuple[Limit, ...]:
@@ -224,16 +198,6 @@ def one_of(fact: str, *values: object, foldable: bool = False) -> Limit:
     return OneOf(fact, values, foldable)
 
 
-def positive(fact: str) -> Limit:
-    """Need a number above 0 where one is given."""
-    return Positive(fact)
-
-
-def equal(left: str, right: str) -> Limit:
-    """Need two sizes to be the same."""
-    return Equal(left, right)
-
-
 def last_stride_one(*tensors: str) -> Limit:
     """Need a dense last axis."""
     return LastStrideOne(tensors)
@@ -249,18 +213,6 @@ def aligned(bytes: int, *tensors: str) -> Limit:  # noqa: A002
     return Aligned(tensors, bytes)
 
 
-def grid(
-    x: tuple[Factor, ...] = (), y: tuple[Factor, ...] = (), z: tuple[Factor, ...] = (), *, max_blocks: int | None = None
-) -> Limit:
-    """Launch this grid: each axis a product of sizes (``"batch"``) and numbers of tiles (``("seq_q", 64)``)."""
-    return Grid(x, y, z, max_blocks)
-
-
 def generation(*names: str) -> Limit:
     """Run on these NVIDIA generations only: ``turing``, ``ampere``, ``ada``, ``hopper``, ``blackwell``."""
     return Generation(names)
-
-
-def tensor_core(min: int) -> Limit:  # noqa: A002
-    """Need tensor cores of this generation or a newer one."""
-    return TensorCore(min)
