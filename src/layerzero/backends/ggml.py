@@ -229,7 +229,6 @@ KERNELS = (
         limit.contiguous("input", "weight"),
         limit.aligned(2, "weight"),  # blocks begin with a float16 number
         accepts=("weight_format", "bias"),
-        graph_safe=False,
         priority=60,
     ),
 )

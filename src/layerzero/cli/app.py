@@ -59,10 +59,9 @@ def options(version: Version = False) -> None:
 @main.command(**_examples("demo", 'demo --text "Where is my parcel?" --repeat 50', "demo --json"))
 def demo(
     text: Annotated[
-        list[str] | None,
-        typer.Option("--text", metavar="SENTENCE", help="A sentence to embed; give it again for more."),
+        list[str] | None, typer.Option(metavar="SENTENCE", help="A sentence to embed; give it again for more.")
     ] = None,
-    repeat: Annotated[int, typer.Option("--repeat", metavar="N", help="Timed runs of each model.", min=1)] = 20,
+    repeat: Annotated[int, typer.Option(metavar="N", help="Timed runs of each model.", min=1)] = 20,
     json: AsJson = False,
 ) -> Answer:
     """Run an encoder and a decoder, stock, with LayerZero's attention, and optimised.
@@ -114,8 +113,7 @@ def doctor(
     ] = False,
     again: Annotated[bool, typer.Option("--again", help="With --confirm: run the banned as well.")] = False,
     module: Annotated[
-        list[str] | None,
-        typer.Option("--module", metavar="MODULE", help="With --confirm: import this, which registers kernels."),
+        list[str] | None, typer.Option(metavar="MODULE", help="With --confirm: import this, which registers kernels.")
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if there are issues.")] = False,
     everything: Annotated[
@@ -173,9 +171,7 @@ def kernels(
     descriptor: Annotated[
         bool, typer.Option("--descriptor", help="Print what is declared as capability descriptors, in JSON.")
     ] = False,
-    backend: Annotated[
-        str | None, typer.Option("--backend", metavar="NAME", help="Only kernels of this library.")
-    ] = None,
+    backend: Annotated[str | None, typer.Option(metavar="NAME", help="Only kernels of this library.")] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Also list each kernel that is made for other hardware.")
     ] = False,

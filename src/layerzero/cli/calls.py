@@ -65,27 +65,20 @@ class CallFlags:
     shape: Annotated[
         str | None,
         typer.Option(
-            "--shape",
-            metavar="SIZES",
-            help="Shape of the query or the input, as 1x2048x32x128; weights, keys and values follow.",
+            metavar="SIZES", help="Shape of the query or the input, as 1x2048x32x128; weights, keys and values follow."
         ),
     ] = None
     kv_shape: Annotated[
-        str | None,
-        typer.Option("--kv-shape", metavar="SIZES", help="Shape of key and value; by default that of the query."),
+        str | None, typer.Option(metavar="SIZES", help="Shape of key and value; by default that of the query.")
     ] = None
     case: Annotated[
-        str | None, typer.Option("--case", metavar="NAME", help="A named case in place of --shape; see `operations`.")
+        str | None, typer.Option(metavar="NAME", help="A named case in place of --shape; see `operations`.")
     ] = None
     dtype: Annotated[
         str | None,
-        typer.Option(
-            "--dtype", metavar="DTYPE", help="Dtype of the tensors; by default float32 on a CPU, bfloat16 elsewhere."
-        ),
+        typer.Option(metavar="DTYPE", help="Dtype of the tensors; by default float32 on a CPU, bfloat16 elsewhere."),
     ] = None
-    layout: Annotated[
-        str | None, typer.Option("--layout", metavar="BSHD|BHSD", help="Layout of attention's tensors.")
-    ] = None
+    layout: Annotated[str | None, typer.Option(metavar="BSHD|BHSD", help="Layout of attention's tensors.")] = None
     causal: Annotated[
         bool | None, typer.Option("--causal/--no-causal", help="Hide keys in the future; the default.")
     ] = None
@@ -101,9 +94,7 @@ class CallFlags:
     device: Annotated[
         str | None,
         typer.Option(
-            "--device",
-            metavar="DEVICE",
-            help="cpu or cuda:0 for this machine's, or the name of any other: H100, MI300X, ...",
+            metavar="DEVICE", help="cpu or cuda:0 for this machine's, or the name of any other: H100, MI300X, ..."
         ),
     ] = None
     installed: Annotated[
@@ -179,7 +170,6 @@ class _CallsToRun:
     shapes: Annotated[
         list[str],
         typer.Option(
-            "--shapes",
             metavar="SIZES",
             help="Shape of the query or input, 1x2048x32x128; with :1x2048x8x128 for other keys; with commas or again "
             "for more.",
@@ -189,9 +179,7 @@ class _CallsToRun:
     device: Where = None
     param: Annotated[
         list[str],
-        typer.Option(
-            "--param", metavar="NAME=VALUE", help="A parameter of the operation, in every call. Again for more."
-        ),
+        typer.Option(metavar="NAME=VALUE", help="A parameter of the operation, in every call. Again for more."),
     ] = NONE
     module: Modules = None
     json: AsJson = False
@@ -203,23 +191,18 @@ class _CallsToTime(_CallsToRun):
 
     dtype: Annotated[
         str | None,
-        typer.Option(
-            "--dtype", metavar="DTYPE", help="With commas for more; by default bfloat16, on a CPU float32 and bfloat16."
-        ),
+        typer.Option(metavar="DTYPE", help="With commas for more; by default bfloat16, on a CPU float32 and bfloat16."),
     ] = None
     layout: Annotated[
-        str | None, typer.Option("--layout", metavar="LAYOUT", help="BSHD or BHSD of attention, NHD or HND of a cache.")
+        str | None, typer.Option(metavar="LAYOUT", help="BSHD or BHSD of attention, NHD or HND of a cache.")
     ] = None
     threads: Threads = None
     samples: Annotated[
         int | None,
-        typer.Option(
-            "--samples", metavar="N", help="Samples of each kernel; by default the setting tune_samples.", min=3
-        ),
+        typer.Option(metavar="N", help="Samples of each kernel; by default the setting tune_samples.", min=3),
     ] = None
     without: Annotated[
-        list[str],
-        typer.Option("--without", metavar="KERNEL", help="Leave this library or kernel glob out. Again for more."),
+        list[str], typer.Option(metavar="KERNEL", help="Leave this library or kernel glob out. Again for more.")
     ] = NONE
 
     @property
@@ -244,8 +227,7 @@ class TuneFlags(_CallsToTime):
     ] = False
     model: Model = ""
     budget_s: Annotated[
-        float | None,
-        typer.Option("--budget-s", metavar="SECONDS", help="End after so long; a second run goes on.", min=0),
+        float | None, typer.Option(metavar="SECONDS", help="End after so long; a second run goes on.", min=0)
     ] = None
     again: Annotated[bool, typer.Option("--again", help="Measure what is known, too.")] = False
     graph: Annotated[bool, typer.Option("--graph", help="Time replays of CUDA graphs, not eager calls.")] = False
@@ -275,24 +257,20 @@ class BenchFlags(_CallsToTime):
 
     operation: Annotated[str, typer.Argument(metavar="OPERATION", help="A function, operation, alias or glob.")]
     budget_s: Annotated[
-        float,
-        typer.Option("--budget-s", metavar="SECONDS", help="End after so long, whatever compiles; inf has no end."),
+        float, typer.Option(metavar="SECONDS", help="End after so long, whatever compiles; inf has no end.")
     ] = 60.0
     kernel: Kernels = NONE
     timed: Annotated[
         str | None,
         typer.Option(
-            "--timed",
             metavar="TIMES",
             help="call: what a caller waits for; device: what a GPU needs, launching apart; both. On a GPU both by "
             "default.",
         ),
     ] = None
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the times into a PNG or SVG file.")
-    ] = None
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the times into a PNG or SVG file.")] = None
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write one page with tables and a chart an operation.")
+        Path | None, typer.Option(metavar="FILE", help="Write one page with tables and a chart an operation.")
     ] = None
     everything: Annotated[bool, typer.Option("--all", help="A table for each call, and each reason in full.")] = False
 
@@ -308,21 +286,16 @@ class VetFlags(_CallsToRun):
     """
 
     kernel: Kernels = NONE
-    backend: Annotated[
-        list[str], typer.Option("--backend", metavar="LIBRARY", help="Vet this library only; again for more.")
-    ] = NONE
+    backend: Annotated[list[str], typer.Option(metavar="LIBRARY", help="Vet this library only; again for more.")] = NONE
     dtype: Annotated[
-        str | None, typer.Option("--dtype", metavar="DTYPE", help="Dtype of the tensors; by default each in turn.")
+        str | None, typer.Option(metavar="DTYPE", help="Dtype of the tensors; by default each in turn.")
     ] = None
     graph: Annotated[
         bool, typer.Option("--graph", help="Capture each call in a CUDA graph, and compare what replays give.")
     ] = False
     again: Annotated[bool, typer.Option("--again", help="Also what has a verdict.")] = False
     budget_s: Annotated[
-        float,
-        typer.Option(
-            "--budget-s", metavar="SECONDS", help="End after so long; a second run goes on. inf asks about all."
-        ),
+        float, typer.Option(metavar="SECONDS", help="End after so long; a second run goes on. inf asks about all.")
     ] = 100.0
     operation_: Annotated[
         str | None, typer.Option("--operation", metavar="OPERATION", help="The same as OPERATION, by name.")

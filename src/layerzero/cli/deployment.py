@@ -15,7 +15,7 @@ from layerzero.cli.plans import Sets
 def libraries(
     asked_for: Sets = None,
     device: Annotated[
-        str | None, typer.Option("--device", metavar="DEVICE", help="For which device, as H100; this machine's best.")
+        str | None, typer.Option(metavar="DEVICE", help="For which device, as H100; this machine's best.")
     ] = None,
     torch_version: Annotated[
         str, typer.Option("--torch", metavar="VERSION", help="With which torch; the one that is here.")
@@ -47,8 +47,7 @@ def try_builds() -> dict[str, str]:
 
 def hub(
     lock: Annotated[
-        Path | None,
-        typer.Option("--lock", metavar="FILE", help="Pin what may be used here: commit, and a hash of each variant."),
+        Path | None, typer.Option(metavar="FILE", help="Pin what may be used here: commit, and a hash of each variant.")
     ] = None,
     json: AsJson = False,
 ) -> Answer:
@@ -104,16 +103,11 @@ def rolling_update(
     checkpoint: Annotated[
         str, _hook("--checkpoint", "Keeps measured times and the like, before anything changes.")
     ] = "",
-    max_unavailable: Annotated[
-        int, typer.Option("--max-unavailable", metavar="N", help="Instances that are updated at a time.", min=1)
-    ] = 1,
+    max_unavailable: Annotated[int, typer.Option(metavar="N", help="Instances that are updated at a time.", min=1)] = 1,
     ready_s: Annotated[
-        float,
-        typer.Option("--ready-s", metavar="SECONDS", help="How long an instance may take until it is ready.", min=0),
+        float, typer.Option(metavar="SECONDS", help="How long an instance may take until it is ready.", min=0)
     ] = 600.0,
-    hook_s: Annotated[
-        float, typer.Option("--hook-s", metavar="SECONDS", help="How long a command may take.", min=0)
-    ] = 600.0,
+    hook_s: Annotated[float, typer.Option(metavar="SECONDS", help="How long a command may take.", min=0)] = 600.0,
     file: Annotated[
         Path | None,
         typer.Option("--state", metavar="FILE", help="Keeps what was reached; the next run goes on from it."),

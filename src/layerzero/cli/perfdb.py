@@ -36,7 +36,7 @@ def show(
     operation: OperationGlob = "*",
     here: OnlyHere = False,
     limit: Annotated[
-        int | None, typer.Option("--limit", metavar="N", help="Rows to show, latest first; 40 by default.", min=0)
+        int | None, typer.Option(metavar="N", help="Rows to show, latest first; 40 by default.", min=0)
     ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Of each time also its spread, samples, and the state of the machine.")
@@ -87,9 +87,7 @@ def show(
 def prune(
     kernel: KernelGlob = "*",
     operation: OperationGlob = "*",
-    older_than: Annotated[
-        int | None, typer.Option("--older-than", metavar="DAYS", help="Only times older than this.", min=0)
-    ] = None,
+    older_than: Annotated[int | None, typer.Option(metavar="DAYS", help="Only times older than this.", min=0)] = None,
     stale: Annotated[bool, typer.Option("--stale", help="Only times that do not count on this machine now.")] = False,
     imported: Annotated[bool, typer.Option("--imported", help="Only imported times.")] = False,
     unknown: Annotated[

@@ -111,7 +111,7 @@ def take(
 
 def diff(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="What `perfdb export` wrote elsewhere.")],
-    limit: Annotated[int, typer.Option("--limit", metavar="N", help="Times to show, farthest apart.", min=0)] = 20,
+    limit: Annotated[int, typer.Option(metavar="N", help="Times to show, farthest apart.", min=0)] = 20,
     module: Modules = None,
     json: AsJson = False,
 ) -> Answer:

@@ -31,26 +31,21 @@ def solve(
             "not loaded.",
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where the plan goes.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the plan goes.")],
     bucket: Annotated[
         list[str] | None,
-        typer.Option(
-            "--bucket", metavar="AXIS=SIZES", help="Ends of buckets, as seq_len=128,512,2048; again for another axis."
-        ),
+        typer.Option(metavar="AXIS=SIZES", help="Ends of buckets, as seq_len=128,512,2048; again for another axis."),
     ] = None,
     inputs: Annotated[
         str | None,
         typer.Option(
-            "--inputs",
             metavar="MODULE:FUNCTION",
             help="A function of the axes, by name, that returns the model's inputs; token ids by default.",
         ),
     ] = None,
-    dtype: Annotated[
-        str, typer.Option("--dtype", metavar="DTYPE", help="Dtype of a model of Transformers' config.")
-    ] = "bfloat16",
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Dtype of a model of Transformers' config.")] = "bfloat16",
     budget_s: Annotated[
-        float, typer.Option("--budget-s", metavar="SECONDS", help="End after so long; 0 measures nothing.", min=0)
+        float, typer.Option(metavar="SECONDS", help="End after so long; 0 measures nothing.", min=0)
     ] = 600.0,
     no_jit: Annotated[bool, typer.Option("--no-jit", help="Build nothing: choose from what is built.")] = False,
     strict: Annotated[
@@ -228,10 +223,10 @@ def ready(
 
 def serve_health(
     port: Annotated[
-        int, typer.Option("--port", metavar="PORT", help="Where to listen; 0 takes any free one.", min=0, max=65535)
+        int, typer.Option(metavar="PORT", help="Where to listen; 0 takes any free one.", min=0, max=65535)
     ] = 9400,
     host: Annotated[
-        str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on; 0.0.0.0 lets other machines ask.")
+        str, typer.Option(metavar="ADDRESS", help="Address to listen on; 0.0.0.0 lets other machines ask.")
     ] = "127.0.0.1",
     manifest: ManifestFile = None,
     model: Model = "",
@@ -239,8 +234,7 @@ def serve_health(
     module: Modules = None,
     asked_for: Sets = None,
     fallback_file: Annotated[
-        Path | None,
-        typer.Option("--fallback-file", metavar="FILE", help="While it exists, torch's own kernels alone run here."),
+        Path | None, typer.Option(metavar="FILE", help="While it exists, torch's own kernels alone run here.")
     ] = None,
     json: AsJson = False,
 ) -> Answer:

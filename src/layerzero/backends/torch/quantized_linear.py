@@ -30,7 +30,7 @@ from layerzero.backends.norm_limits import RowsAligned
 from layerzero.backends.torch.attention import FLOATS, kernel
 from layerzero.backends.torch.elementwise import scales
 from layerzero.backends.torch.linear import HAS_ONEDNN, by_rows
-from layerzero.backends.torch.varlen import linear_for
+from layerzero.backends.torch.whole_tiles import linear_for
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.reasons import Reason, ReasonCode
@@ -119,44 +119,37 @@ def _behind(
     return (output if bias is None else output.add_(bias)).to(dtype)
 
 
+def _of_rows(multiply: Callable[[Tensor, Tensor], Tensor], of: Format, wide: torch.dtype) -> Callable[..., Tensor]:
+    """A product of quantized rows and the codes of a weight; rounding lets no gradient through."""
+
+    def run(
+        input: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        *,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None,
+    ) -> Tensor:
+        codes, scale = quantized_rows(input.detach().to(wide), of)
+        return _behind(multiply(codes, weight), scale, weight_scale, bias, out_dtype or input.dtype)
+
+    return run
+
+
 def _load_rows(facts: Facts) -> Callable[..., Any]:
     """Rows and weight as floating numbers that hold them exactly: bfloat16 for a result of that, float32 else."""
     of = FORMATS[str(facts["operation"]).removeprefix(f"{_PLAIN}.")]
     wide = torch.float64 if facts["dtype"] is torch.float64 else torch.float32
     narrow = torch.bfloat16 if facts["dtype"] is torch.bfloat16 and facts["out_dtype"] is None else wide
     linear = linear_for(facts)
-
-    def run(
-        input: Tensor,
-        weight: Tensor,
-        weight_scale: Tensor,
-        *,
-        bias: Tensor | None = None,
-        out_dtype: torch.dtype | None,
-    ) -> Tensor:
-        codes, scale = quantized_rows(input.detach().to(wide), of)  # rounding lets no gradient through
-        output = linear(codes.to(narrow), weight.to(narrow))
-        return _behind(output, scale, weight_scale, bias, out_dtype or input.dtype)
-
-    return run
+    return _of_rows(lambda codes, weight: linear(codes.to(narrow), weight.to(narrow)), of, wide)
 
 
 def _load_int_mm(facts: Facts) -> Callable[..., Any]:
-    operator = torch._int_mm
+    def multiply(codes: Tensor, weight: Tensor) -> Tensor:
+        return torch._int_mm(_in_rows(codes, torch.int8), weight.t())
 
-    def run(
-        input: Tensor,
-        weight: Tensor,
-        weight_scale: Tensor,
-        *,
-        bias: Tensor | None = None,
-        out_dtype: torch.dtype | None,
-    ) -> Tensor:
-        codes, scale = quantized_rows(input.to(torch.float32), FORMATS["int8"])
-        product = operator(_in_rows(codes, torch.int8), weight.t())
-        return _behind(product, scale, weight_scale, bias, out_dtype or input.dtype)
-
-    return by_rows(facts, run)
+    return by_rows(facts, _of_rows(multiply, FORMATS["int8"], torch.float32))
 
 
 def _pack_onednn(weight: Tensor) -> tuple[Tensor, int]:

@@ -36,7 +36,7 @@ from torch.nn import functional
 
 from layerzero.backends.torch.attention import FLOATS, TORCH, kernel
 from layerzero.backends.torch.linear import load_block, load_then, own
-from layerzero.backends.torch.varlen import linear_for
+from layerzero.backends.torch.whole_tiles import linear_for
 from layerzero.backends.torch.widened import many, widened
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel

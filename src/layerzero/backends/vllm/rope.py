@@ -235,7 +235,6 @@ KERNELS = (
         ElementsBelow(2**30, ("batch", "seq", "heads", "head_dim")),  # and at most as many keys
         layout="BSHD",
         accepts=ACCEPTS,
-        device_guard=True,
         # it was the best at 1 to 16384 tokens of three shapes; FlashInfer's took 1.9 to 3.5 times as long at 16384
         # on an H200 in bfloat16, 2026-11-22
         priority=75,

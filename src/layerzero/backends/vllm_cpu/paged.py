@@ -287,7 +287,6 @@ KERNELS = (
         limit.contiguous("context_lens", "cu_seqlens_q"),
         layout="HND",
         accepts=("causal", "scale", "window", "softcap", "sinks", "alibi_slopes", "step"),
-        graph_safe=False,
         priority=60,
     ),
     VLLM_CPU.kernel(
@@ -300,7 +299,6 @@ KERNELS = (
         limit.contiguous("context_lens"),
         layout="HND",
         accepts=("causal", "scale", "window", "softcap", "step"),
-        graph_safe=False,
         priority=60,
     ),
     VLLM_CPU.kernel(
