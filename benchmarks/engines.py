@@ -40,7 +40,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
 }
 """What differs: options of vLLM, and variables of its process."""
 
-CUSTOM_OPS = {"compilation_config": {"custom_ops": ["+rms_norm", "+silu_and_mul", "+rotary_embedding"]}}
+CUSTOM_OPS = {"compilation_config": {"custom_ops": ["+rms_norm", "+silu_and_mul"]}}
 WAYS_OF_A_GPU: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "vLLM's FLASH_ATTN": ({"attention_backend": "FLASH_ATTN"}, {}),
     "LayerZero's attention": ({"attention_backend": "CUSTOM"}, {}),

@@ -309,3 +309,19 @@ def test_most_changes_of_size_within_a_class_are_served():
             if served[function] == enough:
                 break
     assert {name: count for name, count in served.items() if count < enough} == {}
+
+
+def test_a_table_that_ends_with_each_prompt_serves_other_prompts_of_its_class():
+    """Models slice the table for each prompt: without this each new length chose anew."""
+
+    def served(tokens, rows):
+        cos = torch.randn(rows, 8)
+        given = {"query": torch.randn(1, tokens, 4, 16), "key": torch.randn(1, tokens, 2, 16), "cos": cos, "sin": cos}
+        return plan_that_served(RandomCall("rope_", given | {"layout": "BSHD"}))[1] is not None
+
+    ENGINE.bump()
+    assert [served(33, 33), served(40, 40), served(40, 41), served(41, 64)] == [False, True, False, False]
+    with pytest.raises(lz.InvalidCallError, match=r"cos|table"):
+        served(41, 40)
+    ENGINE.bump()
+    assert [served(40, 64), served(41, 64), served(50, 50)] == [False, True, False]

@@ -258,6 +258,7 @@ class Routed:
         layout: layout of the tensors that have one.
         varies: axes whose size may differ within its bit length, all that share its name together, without the route
             giving another operation, other values or an error; ``...`` for the leading axes. Plans are reused by it.
+        equal: two of these axes that are as long as each other in every such call, as the route needs; or none.
         casts: dtypes before and after of each tensor in ``arguments`` that was cast, and of the result under ``""``.
     """
 
@@ -265,6 +266,7 @@ class Routed:
     arguments: Mapping[str, object]
     layout: str | None = None
     varies: tuple[str, ...] = ()
+    equal: tuple[str, ...] = ()
     casts: Mapping[str, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict)
 
 

@@ -148,6 +148,7 @@ class Report(msgspec.Struct, frozen=True):
         locked: the lock that decided, as ``pattern=kernel``.
         notes: what else a reader should know (an assumed layout, what a lock costs).
         varies: axes whose size the route did not depend on, within its bit length.
+        equal: two of them that stay as long as each other; or none.
         timed: whether calls of this class may have times, so that how memory lies is part of the choice: a call whose
             memory lies otherwise may have some where this one has none.
     """
@@ -160,6 +161,7 @@ class Report(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()
     varies: tuple[str, ...] = ()
     timed: bool = False
+    equal: tuple[str, ...] = ()
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:

@@ -78,12 +78,14 @@ class SizedCall:
         layout: the kernel's.
         order: the function's tensors by number.
         varying: axes that may vary; ``...`` for all leading ones.
+        equal: two of them that stay as long as each other; or none.
     """
 
     facts: Facts
     layout: str | None
     order: tuple[str, ...]
     varying: frozenset[str]
+    equal: tuple[str, ...] = ()
     _axes: dict[str, tuple[str, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def varies(self, name: str) -> bool:

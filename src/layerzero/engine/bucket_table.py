@@ -128,8 +128,9 @@ class BucketTable:
             ends = sorted({row.sizes[name] for row in rows if name in row.sizes})
             if not any(1 << size.bit_length() >> 1 <= end < size_above(size) for end in ends):
                 continue
+            leading = call.sizes("...") if facts.operation.schema.axis(name).leading else ()
             try:
-                where = call.size(name)
+                where = leading[0] if len(leading) == 1 else call.size(name)
             except IndexError:
                 if size_above(size) > rows[-1].sizes.get(name, -1):  # the largest, which holds all that others hold
                     return None

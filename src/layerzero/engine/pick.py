@@ -150,7 +150,7 @@ def pick(
     if chosen is not None and ranked[0] is not chosen:
         ranked = [chosen, *(candidate for candidate in ranked if candidate is not chosen)]
     told = tuple(ranked) if later is None else functools.partial(_with_others, ranked, later, facts, policy)
-    return Report(routed.operation.name, facts, told, chosen, locked, tuple(notes), routed.varies, timed)
+    return Report(routed.operation.name, facts, told, chosen, locked, tuple(notes), routed.varies, timed, routed.equal)
 
 
 def _wants_elements(lock: Lock, ranked: Sequence[Candidate]) -> bool:

@@ -145,14 +145,14 @@ _ALIKE = frozenset({"dtype", "ndim"})
 
 
 def _kind(plan: Plan, policy: Policy, order: tuple[str, ...], made_good: _MadeGood) -> _Kind:
-    kernel, facts, varies = plan.kernel, plan.report.facts, plan.report.varies
+    kernel, facts, varies, equal = plan.kernel, plan.report.facts, plan.report.varies, plan.report.equal
     ranks = tuple([len(tensor.shape) for tensor in facts.tensors.values()])
-    key = kernel, policy, order, varies, made_good, facts.operation.name, facts.layout, ranks, facts.sizeless()
+    key = kernel, policy, order, varies, equal, made_good, facts.operation.name, facts.layout, ranks, facts.sizeless()
 
     def made() -> _Kind:
         rules = (condition.fact for rule in policy.rules for condition in rule.conditions)
         reads = made_good.reads.union([fact_name(name, facts.operation) for name in rules])
-        call = SizedCall(facts, kernel.layout, order, frozenset() if _unexplained(facts) else frozenset(varies))
+        call = SizedCall(facts, kernel.layout, order, frozenset() if _unexplained(facts) else frozenset(varies), equal)
         outline = _outlined(kernel, replace(call, varying=_without(reads, call)), made_good)
         told = kernel.build_key is None and kernel.prebuilt is None and kernel.workspace_bytes is None
         complete = told and not outline.sized and not outline.watched and not any("." in read for read in reads)
@@ -173,7 +173,7 @@ def _asked(
     """The outline of a call, and what its sizes and strides demand as well; what limits read leaves fewer axes."""
     kernel, facts = plan.kernel, plan.report.facts
     reads = _built_for(kernel, facts)
-    call = SizedCall(facts, kernel.layout, order, kind.outline.varying)
+    call = SizedCall(facts, kernel.layout, order, kind.outline.varying, plan.report.equal)
     varying = _without(reads, call)
     while True:
         if varying != call.varying:
@@ -202,7 +202,8 @@ def _without(reads: Reads, call: SizedCall) -> frozenset[str]:
     if not reads:
         return call.varying
     axes = axes_read(reads, call)
-    return frozenset() if axes is None else call.varying - axes
+    left = frozenset() if axes is None else call.varying - axes
+    return left if left.issuperset(call.equal) else left.difference(call.equal)
 
 
 def _built_for(kernel: Kernel, facts: Facts) -> Reads:
@@ -282,7 +283,8 @@ def _axes(call: SizedCall) -> tuple[list[int], list[Condition]]:
             if axis not in call.varying:
                 exact.append(operand)
                 continue
-            known = first.setdefault((axis, place if axis == "..." else 0), operand)
+            name = call.equal[0] if axis in call.equal else axis
+            known = first.setdefault((name, place if axis == "..." else 0), operand)
             if known != operand:
                 same.append((SAME, (known, operand), ()))
     return exact, same

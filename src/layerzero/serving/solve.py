@@ -19,28 +19,24 @@ from torch.utils import _pytree as pytree
 from layerzero.core.device import Device
 from layerzero.core.errors import LayerZeroWarning, PolicyError
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Function
 from layerzero.core.plain import PlainFunction
 from layerzero.core.plan import Plan, Report
 from layerzero.engine.config import CONFIGURATION, current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.frozen_choices import FrozenChoice, choice_of, class_name
-from layerzero.engine.jit import BuildOutcome, build_of
 from layerzero.engine.probe import Machine
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.transforms import ELSEWHERE, Elsewhere
 from layerzero.inspection import plan_document
 from layerzero.inspection.answers import explain
 from layerzero.inspection.freeze import Frost, document
-from layerzero.serving.background_builds import BUILDS
 from layerzero.serving.dry_run import called, run_on_shapes, token_ids
 from layerzero.serving.joint_times import chosen_together
-from layerzero.serving.own_builds import Chosen, built_here, taken_over, wanted
+from layerzero.serving.plan_builds import build_chosen, build_within
 from layerzero.tuning.measurement.clocks import current
 from layerzero.tuning.measurement.timing import Deadline
 from layerzero.tuning.measurement.tune import tune_calls
-from layerzero.tuning.verification.build_child import build_apart
 
 BUDGET_S = 600.0
 """Seconds that it takes by default."""
@@ -58,6 +54,8 @@ class Seen:
     def __init__(self) -> None:
         self.calls: dict[str, Facts] = {}
         self.scoped = 0
+        self.real = False
+        """Whether the model has to run for real."""
         self.judged: Elsewhere | None = None
         """What calls without memory got: layers that are alike are judged once."""
         self._names: dict[str, None] = {}
@@ -165,6 +163,9 @@ def solve(
         joint, problem = _together(model, inputs, [point for point, _ in plans], reports, choices, deadline)
         problems += problem
     kernels = {name: REGISTRY.kernel(each.kernel) for name, each in choices.items()}
+    if compile_jit and budget_s != 0 and any(each.build_key for each in kernels.values()):
+        within = _within(model, inputs, [point for point, _ in plans], seen, deadline)
+        problems += build_within(within, {name: (calls[name], each) for name, each in choices.items()}, deadline)
     artifacts = {name: plan_document.built_for(each, calls[name]) for name, each in kernels.items() if each.jit}
     if problems:
         warnings.warn(f"solve: {'; '.join(problems)}", LayerZeroWarning, stacklevel=2)
@@ -244,7 +245,26 @@ def _recorded(
                 real = not shapes
             else:
                 _run(model, given, seen, names, shapes=shapes or not weights)
+        seen.real = real
         yield point, names
+
+
+def _within(
+    model: Module, inputs: Any, points: Sequence[dict[str, int]], seen: Seen, deadline: Deadline
+) -> list[Facts]:
+    """Calls of sizes at which no bucket ends, one less on every axis; as many as there is time for."""
+    found = Seen()
+    found.judged = seen.judged
+    for point in points:
+        less = {axis: size - 1 for axis, size in point.items() if size > 1}
+        if deadline.passed() or not less:
+            break
+        given = _inputs_at(model, inputs, point | less)
+        if callable(given) or seen.real:
+            _for_real(model, given, found)
+        else:
+            _run(model, given, found, [], shapes=True)
+    return list(found.calls.values())
 
 
 def _from_one(point: dict[str, int], least: Mapping[str, int]) -> list[dict[str, int]]:
@@ -367,28 +387,4 @@ def _measured(
         tuned = tune_calls(calls, deadline=deadline.sooner(last_s), leave_out=out)
     problems = [f"{tuned.left} of {len(calls)} calls were not measured: there was no time"] if tuned.left else []
     problems += [f"not measured: {name}: {why}" for name, why in tuned.skipped.items()]
-    return problems + (_build(calls, deadline) if compile_jit else [])
-
-
-def _build(calls: Sequence[Facts], deadline: Deadline) -> list[str]:
-    """Build what calls would choose if it were built, and where that fails, what they would choose then."""
-
-    def noted(kernel: Kernel, facts: Facts, outcome: BuildOutcome) -> None:
-        if not outcome.log and kernel.builds_apart:
-            outcome = taken_over(chosen[build_of(kernel, facts)])
-        BUILDS.note(kernel, facts, outcome)
-
-    while True:
-        found = [each for facts in calls if (each := wanted(facts, BUILDS.given_up)) is not None]
-        chosen: dict[Any, Chosen] = {each.identity: each for each in found}
-        endless = deadline.left_s == math.inf
-        here = [each for each in chosen.values() if not each.kernel.builds_apart] if endless else []
-        apart = [(each.kernel, each.facts) for each in chosen.values() if each.kernel.builds_apart]
-        if deadline.passed() or not (apart or here):
-            break
-        build_apart(apart, noted, deadline.passed)
-        for each in here:
-            noted(each.kernel, each.facts, built_here(each))
-        ENGINE.bump()
-    lacking = dict.fromkeys(each.kernel.id for each in chosen.values())
-    return [f"not built in time, lz.warmup builds it: {', '.join(lacking)}"] if lacking else []
+    return problems + (build_chosen(calls, deadline) if compile_jit else [])

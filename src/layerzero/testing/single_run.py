@@ -84,7 +84,7 @@ class Trial:
         """The plan that the engine would write; loads the kernel's library on first use."""
         if self._plan is None:
             name, judged, varies = self.routed.operation.name, (self.candidate,), self.routed.varies
-            report = Report(name, self.facts, judged, self.candidate, varies=varies)
+            report = Report(name, self.facts, judged, self.candidate, varies=varies, equal=self.routed.equal)
             self._plan = plan_source.build(self.function, self.candidate, report, current_policy())
         return self._plan
 

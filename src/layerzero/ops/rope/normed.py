@@ -351,7 +351,7 @@ def _route_one(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     problems = problems or size_problems(views, layout)
     refuse(_ONE, problems)
     fixed = named is not None or tensor.ndim == 3
-    return Routed(ROPE_ONE, canonical, layout, varying(views, layout) if fixed else ())
+    return Routed(ROPE_ONE, canonical, layout, *(varying(views, layout) if fixed else ()))
 
 
 FUNCTIONS = (

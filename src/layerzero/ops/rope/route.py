@@ -133,7 +133,7 @@ def routed(function: str, operation: Operation, arguments: dict[str, Any], defau
     problems = operation.schema.validate(layout=layout, **canonical)
     problems = problems or size_problems(arguments, layout)
     refuse(function, problems)
-    return Routed(operation, canonical, layout, varying(arguments, layout) if fixed else ())
+    return Routed(operation, canonical, layout, *(varying(arguments, layout) if fixed else ()))
 
 
 def named_layout(function: str, layout: object, ndim: int) -> str:
@@ -208,14 +208,17 @@ def size_problems(arguments: dict[str, Any], layout: str) -> list[str]:
     return problems
 
 
-def varying(arguments: dict[str, Any], layout: str) -> tuple[str, ...]:
-    """Sizes that may differ within a power of two; without positions the table must be long enough for all of them."""
+def varying(arguments: dict[str, Any], layout: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """``varies`` and ``equal`` of the route: without positions the table must be long enough for every sequence."""
     query, cos, positions = arguments["query"], arguments["cos"], arguments["positions"]
     if positions is not None:
         shared = positions.ndim == 2 and positions.shape[0] != query.shape[0]  # 1 for a whole batch: stays 1
-        return ("seq", "table") if shared else ("...", "seq", "table")
-    most = (1 << int(query.shape[-3 if layout == "BSHD" else -2]).bit_length()) - 1
-    return ("...", "seq") if most <= cos.shape[0] else ("...",)
+        return ("seq", "table") if shared else ("...", "seq", "table"), ()
+    tokens = _tokens(layout, query)
+    if tokens == cos.shape[0]:  # as a model slices its table for each prompt
+        return ("...", "seq", "table"), ("seq", "table")
+    most = (1 << tokens.bit_length()) - 1
+    return ("...", "seq") if most <= cos.shape[0] else ("...",), ()
 
 
 def apart(left: Tensor, right: Tensor) -> bool:

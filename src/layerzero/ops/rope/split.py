@@ -218,7 +218,7 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     if weight is not None and weight.shape[0] != width:
         problems.append(f"q_weight: wanted head_dim {width}, of which qkv has as many heads, got {weight.shape[0]}")
     refuse(_NAME, problems)
-    return Routed(SPLIT_QKV_NORM_ROPE, arguments, varies=varying(views, "BSHD"))
+    return Routed(SPLIT_QKV_NORM_ROPE, arguments, None, *varying(views, "BSHD"))
 
 
 def _qkv_problems(arguments: dict[str, Any]) -> list[str]:
