@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.metadata
+import importlib.util
 import logging
 import math
 import os
@@ -15,6 +16,7 @@ import uuid
 
 import pytest
 import torch
+import typer.testing
 from hypothesis import register_random, settings
 
 import layerzero as lz
@@ -89,12 +91,29 @@ def version(name):
 
 
 importlib.metadata.version = version
+IMPORTABLE = probe._importable
+
+
+@functools.cache
+def looked_for(name, path, find_spec):
+    """Whether a library that was never imported lies somewhere: each test asks anew, 2 ms for each that is absent."""
+    return IMPORTABLE(name)
+
+
+def importable(name):
+    """As the probe's, which does not remember."""
+    imported = name.partition(".")[0] in sys.modules
+    return IMPORTABLE(name) if imported else looked_for(name, tuple(sys.path), importlib.util.find_spec)
+
+
+probe._importable = importable
+typer.testing._get_command = functools.cache(typer.testing._get_command)  # 30 ms for each command line otherwise
 
 
 def pytest_configure(config):
     """Laws are drawn less often where slow tests are left out; see ``drawing.examples``."""
     settings.register_profile("whole", parent=settings(), deadline=None)  # others may use the cores, too
-    settings.register_profile("quick", parent=settings.get_profile("whole"), max_examples=25)
+    settings.register_profile("quick", parent=settings.get_profile("whole"), max_examples=15)
     settings.load_profile("quick" if "not slow" in config.getoption("markexpr") else "whole")
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Container, Iterable
+import itertools
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -12,13 +13,21 @@ from hypothesis import settings
 
 
 def examples(whole: int) -> int:
-    """So many in ``make test-all``; a quarter of them where slow tests are left out."""
+    """So many in ``make test-all``; 15 in 100 of them where slow tests are left out."""
     return max(1, whole * settings().max_examples // 100)
 
 
 def mostly(each: Iterable[Any], quick: Container[Any]) -> list[Any]:
     """Parameters of a test: those that are not quick are ``slow``."""
     return [one if one in quick else pytest.param(one, marks=pytest.mark.slow) for one in each]
+
+
+def pairs(first: Iterable[Any], second: Sequence[Any], quick: Container[Any]) -> list[Any]:
+    """Parameters of a test of both: of the first that are quick each comes with one of the second; others are slow."""
+    first = list(first)
+    fast = {(one, second[place % len(second)]) for place, one in enumerate(each for each in first if each in quick)}
+    both = itertools.product(first, second)
+    return [each if each in fast else pytest.param(*each, marks=pytest.mark.slow) for each in both]
 
 
 def at_once(names: str, cases: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -14,7 +14,7 @@ from optimized_models import MODELS, made
 
 import layerzero as lz
 from decoders import output, tokens
-from drawing import mostly
+from drawing import mostly, pairs
 
 transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
 
@@ -70,8 +70,7 @@ def test_greedy_tokens_are_stocks(name: str) -> None:
     assert torch.equal(model.generate(ids, **arguments), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", mostly(MODELS, UNLIKE))
+@pytest.mark.parametrize(("name", "dtype"), pairs(MODELS, [torch.float32, torch.bfloat16], UNLIKE), ids=str)
 def test_results_are_as_near_to_the_truth_as_stocks(name: str, dtype: torch.dtype) -> None:
     model = made(name, dtype)
     truth = output(copy.deepcopy(model).double())

@@ -11,7 +11,7 @@ import torch
 from torch.nn import Module
 
 import layerzero as lz
-from drawing import mostly
+from drawing import pairs
 from layerzero.engine.dispatch import ENGINE
 from layerzero.integrations.optimize.layers import encoders
 from layerzero.integrations.optimize.layers.encoders import Encoder
@@ -102,8 +102,10 @@ class Own:
         monkeypatch.setattr(cls, "forward", forward)
 
 
-@pytest.mark.parametrize("weights", ["packed", "joined"])
-@pytest.mark.parametrize("name", mostly(FAMILIES, {"Bert", "DistilBert", "Dinov2", "CLIPText", "Whisper", "Bart"}))
+QUICK = {"Bert", "DistilBert", "Dinov2", "CLIPText", "Whisper", "Bart"}
+
+
+@pytest.mark.parametrize(("name", "weights"), pairs(FAMILIES, ["packed", "joined"], QUICK))
 def test_encoder_layers_are_taken_whole(name: str, weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if weights == "joined":
         monkeypatch.setattr(packing, "PACKING", frozenset())

@@ -11,7 +11,7 @@ import torch
 
 import layerzero as lz
 from decoders import output, tokens
-from drawing import mostly
+from drawing import mostly, pairs
 from layerzero.engine.dispatch import ENGINE
 from layerzero.integrations.optimize.attention.transformers import AttentionSwap
 from layerzero.integrations.optimize.layers import find as whole
@@ -97,7 +97,10 @@ def test_a_layer_is_compared_with_transformers_attention_also_where_layerzeros_i
     assert model.config._attn_implementation == "layerzero"
 
 
-@pytest.mark.parametrize("kind", mostly(KINDS, {"Llama", "Gemma2", "Phi3", "Olmo2", "StableLm", "Olmoe", "GptOss"}))
+QUICK = {"Llama", "Gemma2", "Phi3", "Olmo2", "StableLm", "Olmoe", "GptOss"}
+
+
+@pytest.mark.parametrize(("kind", "weights"), pairs(KINDS, ["packed", "joined"], QUICK), indirect=["weights"])
 def test_layers_are_taken_whole_and_give_stocks_tokens(kind: str, weights: str) -> None:
     model, ids = made(kind), tokens()
     mask = torch.ones_like(ids)
@@ -222,7 +225,9 @@ def test_layers_called_alone_and_in_another_order(mode: str) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("function", ["norm.add_rms", "mlp.fused.gated", "posenc.rope.inplace"])
+@pytest.mark.parametrize(
+    "function", mostly(["norm.add_rms", "mlp.fused.gated", "posenc.rope.inplace"], {"norm.add_rms"})
+)
 def test_a_wrong_kernel_of_a_layer_is_refused_by_name(function: str) -> None:
     def nothing(*tensors: torch.Tensor, **_: Any) -> torch.Tensor | None:
         return None if function.startswith("posenc") else torch.zeros_like(tensors[0])

@@ -13,7 +13,7 @@ import torch
 
 import layerzero as lz
 from decoders import greedy, made, state_of, stepped, tokens, transformers
-from drawing import mostly
+from drawing import mostly, pairs
 from layerzero.integrations.optimize.attention import dynamic_cache
 from layerzero.integrations.optimize.models import steps
 
@@ -195,7 +195,10 @@ def failing(monkeypatch: pytest.MonkeyPatch, where: str, error: Exception, times
     monkeypatch.setattr(steps.Steps, "_call", call)
 
 
-@pytest.mark.parametrize("kind", ["memory", "other", "uncapturable"])
+FAILURES = ["memory", "other", "uncapturable"]
+
+
+@pytest.mark.parametrize(("kind", "where"), pairs(FAILURES, ["host", "device"], FAILURES), indirect=["where"])
 def test_only_what_cannot_be_captured_ends_steps_for_good(
     kind: str, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

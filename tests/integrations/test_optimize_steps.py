@@ -13,7 +13,7 @@ from architectures import decoders, padded
 
 import layerzero as lz
 from decoders import KINDS, SIZES, greedy, made, state_of, stepped, tokens, transformers
-from drawing import mostly
+from drawing import pairs
 from layerzero.integrations.optimize.models import steps
 from layerzero.integrations.optimize.models.step_cache import PAGE, bucket
 
@@ -22,7 +22,10 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("kind", mostly(KINDS, {"Qwen3", "Mistral", "Olmo2"}))
+WHERE = ["host", "device"]
+
+
+@pytest.mark.parametrize(("kind", "where"), pairs(KINDS, WHERE, {"Qwen3", "Mistral", "Olmo2"}), indirect=["where"])
 def test_tokens_are_stocks(kind: str, where: str) -> None:
     model, ids = made(kind), tokens()
     expected = greedy(model, ids, 20)  # twice a sliding window and more
@@ -131,7 +134,10 @@ def test_a_cropped_cache_is_continued_where_it_was_cropped(where: str) -> None:
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("change", ["values", "tensors", "module", "hook"])
+CHANGES = ["values", "tensors", "module", "hook"]
+
+
+@pytest.mark.parametrize(("change", "where"), pairs(CHANGES, WHERE, CHANGES), indirect=["where"])
 def test_a_graph_is_of_the_model_as_it_is(change: str, where: str) -> None:
     model, other, ids = made(), made(), tokens()
     with torch.no_grad():
@@ -248,7 +254,7 @@ def test_memory_made_in_inference_mode_serves_outside(where: str) -> None:
     assert not state_of(report).refused
 
 
-@pytest.mark.parametrize("side", ["none", "left"])
+@pytest.mark.parametrize(("side", "where"), pairs(["none", "left"], WHERE, {"none", "left"}), indirect=["where"])
 def test_a_model_that_reads_its_masks_itself_takes_no_steps(side: str, where: str) -> None:
     """DeepSeek-V3.2: each query sees 4 of the keys that its mask shows; its attention is LayerZero's all the same."""
     stock, _ = next(each for each in decoders() if each.name == "DeepseekV32").pair()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import examples
 from layerzero.ops import FUNCTIONS, OPERATIONS
 from layerzero.testing import fuzz
 
@@ -96,5 +97,5 @@ def test_gradients():
 
 def test_random_calls(monkeypatch):
     monkeypatch.setattr("layerzero.testing.generate.FUNCTIONS_BY_NAME", {name: FUNCTIONS[name] for name in NAMES})
-    report = fuzz.run(300, 9)
+    report = fuzz.run(examples(300), 9)
     assert report.ok, str(report)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import examples
 from layerzero.backends.vllm import logits as vllm
 from layerzero.core.device import Device
 from layerzero.core.facts import FactsBuilder
@@ -184,5 +185,5 @@ def test_vllms_operator_gets_masks_and_a_penalty_for_each_row(monkeypatch):
 
 def test_random_calls(monkeypatch):
     monkeypatch.setattr("layerzero.testing.generate.FUNCTIONS_BY_NAME", {name: FUNCTIONS[name] for name in NAMES})
-    report = fuzz.run(300, 7)
+    report = fuzz.run(examples(300), 7)
     assert report.ok, str(report)

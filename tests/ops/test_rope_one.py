@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from drawing import at_once
+from drawing import at_once, examples
 from layerzero.ops import FUNCTIONS
 from layerzero.ops.rope.declare import cos_sin
 from layerzero.testing import fuzz
@@ -73,5 +73,5 @@ def test_bad_calls_are_refused(change, words):
 
 def test_random_calls(monkeypatch):
     monkeypatch.setattr("layerzero.testing.generate.FUNCTIONS_BY_NAME", {"rope_one": FUNCTIONS["rope_one"]})
-    report = fuzz.run(60, 9)
+    report = fuzz.run(examples(60), 9)
     assert report.ok, str(report)

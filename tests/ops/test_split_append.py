@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from drawing import at_once
+from drawing import at_once, examples
 from layerzero.ops import FUNCTIONS
 from layerzero.ops.rope.declare import cos_sin
 from layerzero.testing import fuzz
@@ -133,5 +133,5 @@ def test_gradients_go_through_the_cache_too(kind):
 def test_random_calls(monkeypatch):
     names = {"split_qkv_norm_rope_append_": FUNCTIONS["split_qkv_norm_rope_append_"]}
     monkeypatch.setattr("layerzero.testing.generate.FUNCTIONS_BY_NAME", names)
-    report = fuzz.run(40, 9)
+    report = fuzz.run(examples(40), 9)
     assert report.ok, str(report)

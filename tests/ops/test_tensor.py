@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from drawing import at_once
+from drawing import at_once, examples
 from layerzero.ops import FUNCTIONS
 from layerzero.testing import fuzz
 
@@ -94,5 +94,5 @@ def test_what_is_wrong_is_said(problem):
 
 def test_random_calls(monkeypatch):
     monkeypatch.setattr("layerzero.testing.generate.FUNCTIONS_BY_NAME", {name: FUNCTIONS[name] for name in NAMES})
-    report = fuzz.run(200, 9)
+    report = fuzz.run(examples(200), 9)
     assert report.ok, str(report)

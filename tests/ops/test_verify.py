@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import layerzero as lz
-from drawing import at_once
+from drawing import at_once, examples
 from layerzero.backends.flashinfer import sampling
 from layerzero.core import values
 from layerzero.core.device import Device
@@ -267,7 +267,7 @@ def test_flashinfers_module_is_asked_as_it_wants_to_be(certain, monkeypatch):
 def test_random_calls(monkeypatch):
     name = "verify_speculative"
     monkeypatch.setattr("layerzero.testing.generate.FUNCTIONS_BY_NAME", {name: FUNCTIONS[name]})
-    report = fuzz.run(150, 3)
+    report = fuzz.run(examples(150), 3)
     assert report.ok, str(report)
 
 

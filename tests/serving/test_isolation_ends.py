@@ -37,20 +37,40 @@ def _module(monkeypatch):
     return importlib.import_module("isolated_kernels")
 
 
+def end_all():
+    kernels.end_all()
+    kernels.LIBRARIES.clear()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ends():
+    yield
+    end_all()
+
+
+@pytest.fixture(name="fresh")
+def _fresh():
+    """No process is there yet, and none stays: others share one, which takes 2 s to begin."""
+    end_all()
+    yield
+    end_all()
+
+
 @pytest.fixture(name="apart")
 def _apart(module):
     """A kernel that compiles, in a process of its own."""
     kernel = dataclasses.replace(module.KERNELS[0], jit=True)
     yield kernels.IsolatedKernel(kernel, lz.explain("rms_norm", rows(), WEIGHT).facts)
-    kernels.end_all()
-    kernels.LIBRARIES.clear()
+    for library in kernels.LIBRARIES.values():
+        library.worker.worked()
+        library.worker._rests_until = 0.0
 
 
 def rows(first: float = 0.5) -> torch.Tensor:
     return torch.full((4, 64), first)
 
 
-def test_each_process_has_the_time_to_build_until_a_result(module, apart, monkeypatch):
+def test_each_process_has_the_time_to_build_until_a_result(module, fresh, apart, monkeypatch):
     limits, ask = [], Worker.ask
 
     def recorded(self, request, timeout_s, what, meanwhile=None):
@@ -132,7 +152,7 @@ def test_a_result_without_elements_needs_no_room(module, apart):
         assert torch.equal(result, rms_norm(given, (64,), WEIGHT, 1e-5))
 
 
-def test_one_plan_for_many_shapes_leaves_few_forms(apart, monkeypatch):
+def test_one_plan_for_many_shapes_leaves_few_forms(fresh, apart, monkeypatch):
     numbers, ask = [], Worker.ask
 
     def recorded(self, request, timeout_s, what, meanwhile=None):
@@ -150,7 +170,7 @@ def test_one_plan_for_many_shapes_leaves_few_forms(apart, monkeypatch):
     assert max(len(library._forms), len(library._known)) <= 4
 
 
-def test_results_that_are_kept_for_ever_leave_room_for_calls(module):
+def test_results_that_are_kept_for_ever_leave_room_for_calls(module, fresh):
     lz.configure(**{"isolation.memory_mb": 4})
     apart = kernels.IsolatedKernel(module.KERNELS[0], lz.explain("rms_norm", rows(), WEIGHT).facts)
     given = [torch.full((2048, 64), float(number)) for number in range(12)]  # 6 MiB of results
@@ -163,8 +183,6 @@ def test_results_that_are_kept_for_ever_leave_room_for_calls(module):
     results.append(apart(given[-1], WEIGHT, eps=1e-5))  # with its result, half of the memory
     for each, result in zip(given, results, strict=True):
         assert torch.equal(result, rms_norm(each, (64,), WEIGHT, 1e-5))
-    kernels.end_all()
-    kernels.LIBRARIES.clear()
 
 
 class Sent:
@@ -179,7 +197,7 @@ class Sent:
         self.sent.set()
 
 
-def test_the_programs_end_does_not_wait_for_a_call_that_hangs(module, apart):
+def test_the_programs_end_does_not_wait_for_a_call_that_hangs(module, fresh, apart):
     apart(rows(), WEIGHT, eps=1e-5)
     worker = kernels.LIBRARIES["apart",].worker
     worker._socket = watched = Sent(worker._socket)
