@@ -1,11 +1,14 @@
 """Decoding a Llama of random GGUF weights on a CPU through ``lz.optimize``, beside llama.cpp.
 
-    python benchmarks/gguf_cpu.py [--format Q4_K_M] [--hidden 2048 --inner 5632 --layers 2] [--threads 1]
+    python benchmarks/gguf_cpu.py [--format Q4_K_M] [--hidden 2048 --inner 5632 --layers 2] [--threads 1] [--mapped]
 
 Needs ``llama-cpp-python`` and ``gguf``. Both models have the same weights, and each writes one token a turn in one
 process. The products alone and the model without any follow in each turn: what is left of a step is the host's. One
 thread is measured by its CPU time, several by the clock. The table has the lower quartile of all turns, which other
 work on the machine moves least. Transformers' own module for GGUF's blocks stands in for what loads the file.
+
+llama.cpp reads weights in the mapped file, of which a kernel of Linux may make pages of 2 MB. Transformers copies them
+to memory that often has pages of 4 KB; ``--mapped`` lets both read the file.
 """
 
 from __future__ import annotations
@@ -113,6 +116,15 @@ def written(path: Path, model: LlamaForCausalLM) -> None:
     file.close()
 
 
+def mapped(path: Path, model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """The model with its weights where they lie in the file."""
+    known = {each.name: each.data for each in gguf.GGUFReader(path, "c").tensors}  # not written through
+    for parent, name, layer in products(model):
+        data = known[f"blk.{layer}.{NAMES[name]}.weight" if name in NAMES else "output.weight"]
+        getattr(parent, name).weight = torch.nn.Parameter(torch.from_numpy(data), requires_grad=False)
+    return model
+
+
 def stepping(model: LlamaForCausalLM, prompt: Tensor) -> Callable[[], object]:
     """What writes a token behind a prompt."""
     cache, token = DynamicCache(config=model.config), torch.tensor([[5]])
@@ -133,7 +145,7 @@ def without_products(model: LlamaForCausalLM) -> LlamaForCausalLM:
 
 def alone(model: LlamaForCausalLM) -> Callable[[], None]:
     """ggml's products of a step, one after the other."""
-    multiply = ggml._of_thread().products
+    multiply = ggml.of_thread().products
     each = [getattr(parent, name) for parent, name, _ in products(model)]
     calls = [(of.ggml_type, of.weight, torch.randn(1, of.in_features)) for of in each]
 
@@ -149,6 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--format", default="Q4_K_M")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--mapped", action="store_true")
     for name, default in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
@@ -162,6 +175,7 @@ def main() -> None:
             n_threads=args.threads, n_threads_batch=args.threads,
         )  # fmt: skip
         theirs.eval(prompt[0].tolist())
+        model = mapped(Path(folder) / "model.gguf", model) if args.mapped else model
         bare, floor = stepping(without_products(made(args)), prompt), alone(model)
         report = lz.optimize(model, activations="int8", budget_s=args.budget)
         print("kernels:", *sorted({each.kernel for each in report.replaced if each.kernel}))
@@ -175,7 +189,8 @@ def main() -> None:
                 run()
                 times[name].append(clock() - begin)
     size = sum(getattr(parent, name).weight.nbytes for parent, name, _ in products(model))
-    print(f"{args.format} {args.dtype}, {args.layers} layers of {args.hidden} / {args.inner}, {size / 1e6:.0f} MB")
+    where = "the file" if args.mapped else "memory"
+    print(f"{args.format} {args.dtype} in {where}, {args.layers} x {args.hidden} / {args.inner}, {size >> 20} MiB")
     first = statistics.quantiles(times["llama.cpp"])[0]
     for name, each in times.items():
         quartile = statistics.quantiles(each)[0]

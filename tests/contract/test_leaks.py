@@ -207,6 +207,14 @@ ALLOWED: dict[str, dict[str, str]] = {
                 ),
             ),
             ("models/training", _REPLACED, "eps linear_cross_entropy logits loss norm out_dtype reduction rms_norm"),
+            (
+                "models/gguf_steps",
+                _LAYER,
+                (
+                    "activations attention bias eps head_dim heads mlp norm quantized_linear silu step weight "
+                    "weight_format window"
+                ),
+            ),
             ("models/steps", _CACHE, "attention logits max_context_len positions step tokens"),
             ("swaps/swap", _REPLACED, "weight"),
         )

@@ -74,7 +74,7 @@ def test_a_package_without_its_libraries_says_what_is_missing(monkeypatch, tmp_p
     (tmp_path / "llama_cpp" / "lib" / "libggml-base.dylib").touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "llama_cpp", raising=False)
-    monkeypatch.setattr(ggml, "_library", ggml._Library)
+    monkeypatch.setattr(ggml, "library", ggml.Library)
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
     with pytest.raises(
         ImportError, match=r"wanted libggml-base.so.*, got libggml-base.dylib on Darwin; build"
@@ -90,7 +90,7 @@ def test_a_package_without_its_libraries_says_what_is_missing(monkeypatch, tmp_p
 def test_it_reads_every_kind_of_block(kind):
     known = weight(kind, inputs=512)
     for rows in (torch.randn(1, 512), torch.randn(3, 512)):
-        assert off(ggml._of_thread().products(ggml._NUMBERS[kind], known.fields.data, rows), rows, known) < 0.02
+        assert off(ggml.of_thread().products(ggml.NUMBERS_OF[kind], known.fields.data, rows), rows, known) < 0.02
 
 
 @HERE
@@ -125,7 +125,7 @@ def test_a_call_may_have_a_bias_and_more_axes(kind, dtype, shape):
 
 @HERE
 def test_a_call_reads_the_weight_and_the_rows_of_that_call():
-    products, rows = ggml._of_thread().products, torch.randn(2, 256)
+    products, rows = ggml.of_thread().products, torch.randn(2, 256)
     one, other = weight("Q8_0"), weight("Q8_0", seed=4)
     first = products(8, one.fields.data, rows)
     second = products(8, other.fields.data, 2 * rows)
@@ -141,7 +141,7 @@ def test_threads_do_not_share_addresses():
     def work(seed):
         for turn in range(50):
             rows = torch.randn(1 + turn % 3, 1024, generator=torch.Generator().manual_seed(100 * seed + turn))
-            if off(ggml._of_thread().products(12, known.fields.data, rows), rows, known) > 0.02:
+            if off(ggml.of_thread().products(12, known.fields.data, rows), rows, known) > 0.02:
                 wrong.append((seed, turn))
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
@@ -155,7 +155,7 @@ def test_threads_do_not_share_addresses():
 @HERE
 def test_a_thread_lets_go_of_graphs_beyond_the_most(monkeypatch):
     monkeypatch.setattr(ggml, "_MOST", 2)
-    known, products = weight("Q8_0"), ggml._Products(ggml._library())
+    known, products = weight("Q8_0"), ggml._Products(ggml.library())
     for count in (1, 2, 3, 4, 1):
         rows = torch.randn(count, 256)
         assert off(products(8, known.fields.data, rows), rows, known) < 0.02

@@ -54,20 +54,22 @@ GGML = Backend(
     flags=("deterministic",),
 )
 
-_NUMBERS = {name: number for number, name in NUMBERS.items()}
-_FLOAT32 = 0  # GGML_TYPE_F32
+NUMBERS_OF = {name: number for number, name in NUMBERS.items()}
+FLOAT32, FLOAT16 = 0, 1  # GGML_TYPE_F32 and GGML_TYPE_F16
 _NODES = 4
 _MOST = 256
 """Graphs that a thread keeps, of 3 KB each: of every size of weight and number of rows one."""
-_BASE, _EVERYWHERE = 64, 2**62
+BASE, _EVERYWHERE = 64, 2**62
 """An address and a size: one buffer of ggml's that spans all memory, so that tensors of it lie wherever torch's do."""
 
 
-class _Init(ctypes.Structure):
+class Init(ctypes.Structure):
+    """ggml_init_params."""
+
     _fields_ = (("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool))
 
 
-class _Library:
+class Library:
     """The functions of both libraries, and where the address of its numbers is in a tensor of ggml's."""
 
     def __init__(self) -> None:
@@ -83,27 +85,28 @@ class _Library:
             )
         base, cpu = str(folder / wanted[0]), ctypes.PyDLL(str(folder / wanted[1]))
         quick, slow = ctypes.PyDLL(base), ctypes.CDLL(base)
+        self.quick = quick
         at, size = c_void_p, c_size_t
-        self.init = _typed(quick, "ggml_init", at, _Init)
-        self.free = _typed(quick, "ggml_free", None, at)
-        self.tensor_bytes = _typed(quick, "ggml_tensor_overhead", size)()
-        self.graph_bytes = _typed(quick, "ggml_graph_overhead_custom", size, size, c_bool)(_NODES, False)
-        self.tensor = _typed(quick, "ggml_new_tensor_2d", at, at, c_int, c_int64, c_int64)
-        self.product = _typed(quick, "ggml_mul_mat", at, at, at, at)
-        self.graph = _typed(quick, "ggml_new_graph_custom", at, at, size, c_bool)
-        self.expand = _typed(quick, "ggml_build_forward_expand", None, at, at)
-        self.place = _typed(quick, "ggml_backend_tensor_alloc", c_int, at, at, at)
-        self.backend = _typed(cpu, "ggml_backend_cpu_init", at)
-        self.forget = _typed(quick, "ggml_backend_free", None, at)
-        self.threads = _typed(cpu, "ggml_backend_cpu_set_n_threads", None, at, c_int)
-        self.compute = _typed(slow, "ggml_backend_graph_compute", c_int, at, at)  # without the interpreter's lock
-        self.everywhere = _typed(quick, "ggml_backend_cpu_buffer_from_ptr", at, at, size)(_BASE, _EVERYWHERE)
+        self.init = typed(quick, "ggml_init", at, Init)
+        self.free = typed(quick, "ggml_free", None, at)
+        self.tensor_bytes = typed(quick, "ggml_tensor_overhead", size)()
+        self.graph_bytes = typed(quick, "ggml_graph_overhead_custom", size, size, c_bool)
+        self.tensor = typed(quick, "ggml_new_tensor_2d", at, at, c_int, c_int64, c_int64)
+        self.product = typed(quick, "ggml_mul_mat", at, at, at, at)
+        self.graph = typed(quick, "ggml_new_graph_custom", at, at, size, c_bool)
+        self.expand = typed(quick, "ggml_build_forward_expand", None, at, at)
+        self.place = typed(quick, "ggml_backend_tensor_alloc", c_int, at, at, at)
+        self.backend = typed(cpu, "ggml_backend_cpu_init", at)
+        self.forget = typed(quick, "ggml_backend_free", None, at)
+        self.threads = typed(cpu, "ggml_backend_cpu_set_n_threads", None, at, c_int)
+        self.compute = typed(slow, "ggml_backend_graph_compute", c_int, at, at)  # without the interpreter's lock
+        self.everywhere = typed(quick, "ggml_backend_cpu_buffer_from_ptr", at, at, size)(BASE, _EVERYWHERE)
         self.data = self._offset()
 
     def _offset(self) -> int:
         """Of the address, which is found by a number that is nowhere else."""
-        mark, context = _BASE + 0x5EED_0000_0000, self.init(_Init(2 * self.tensor_bytes, None, True))
-        tensor = self.tensor(context, _FLOAT32, 1, 1)
+        mark, context = BASE + 0x5EED_0000_0000, self.init(Init(2 * self.tensor_bytes, None, True))
+        tensor = self.tensor(context, FLOAT32, 1, 1)
         self.place(self.everywhere, tensor, mark)
         words = (ctypes.c_uint64 * (self.tensor_bytes // 8 - 8)).from_address(tensor)
         found = [8 * place for place, word in enumerate(words) if word == mark]
@@ -115,25 +118,26 @@ class _Library:
         return found[0]
 
 
-def _typed(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
+def typed(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
+    """A function of a library, with its types."""
     function = getattr(library, name)
     function.restype, function.argtypes = result, arguments
     return function  # type: ignore[no-any-return]
 
 
-_library = functools.cache(_Library)
+library = functools.cache(Library)
 
 
 class _Graph:
     """One product of given sizes in memory of ggml's; the addresses of its tensors are set before each run."""
 
-    def __init__(self, of: _Library, kind: int, outputs: int, inputs: int, count: int) -> None:
+    def __init__(self, of: Library, kind: int, outputs: int, inputs: int, count: int) -> None:
         self._free = of.free
-        self._context = context = of.init(_Init(4 * of.tensor_bytes + of.graph_bytes + 1024, None, True))
-        tensors = [of.tensor(context, kind, inputs, outputs), of.tensor(context, _FLOAT32, inputs, count)]
+        self._context = context = of.init(Init(4 * of.tensor_bytes + of.graph_bytes(_NODES, False) + 1024, None, True))
+        tensors = [of.tensor(context, kind, inputs, outputs), of.tensor(context, FLOAT32, inputs, count)]
         tensors.append(of.product(context, *tensors))
         for each in tensors:
-            of.place(of.everywhere, each, _BASE)
+            of.place(of.everywhere, each, BASE)
         self.weight, self.rows, self.output = [c_void_p.from_address(each + of.data) for each in tensors]
         self.graph = of.graph(context, _NODES, False)
         of.expand(self.graph, tensors[-1])
@@ -145,7 +149,7 @@ class _Graph:
 class _Products:
     """The graphs of one thread, and ggml's scratch memory for its rows in int8."""
 
-    def __init__(self, library: _Library) -> None:
+    def __init__(self, library: Library) -> None:
         self._library = library
         self._backend, self._threads = library.backend(), 0
         self._graphs: dict[tuple[int, int, int, int], _Graph] = {}
@@ -163,12 +167,16 @@ class _Products:
                 self._graphs.clear()
             of = self._graphs[key] = _Graph(self._library, *key)
         of.weight.value, of.rows.value, of.output.value = weight.data_ptr(), rows.data_ptr(), output.data_ptr()
+        self.run(of.graph)
+        return output
+
+    def run(self, graph: int) -> None:
+        """Compute what a graph says, in as many threads as torch has."""
         if (threads := torch.get_num_threads()) != self._threads:
             self._library.threads(self._backend, threads)
             self._threads = threads
-        if status := self._library.compute(self._backend, of.graph):
+        if status := self._library.compute(self._backend, graph):
             raise RuntimeError(f"ggml: wanted a product, got status {status}; deny ggml.gguf_linear and report it")
-        return output
 
 
 def _divisor(largest: float) -> float:
@@ -188,15 +196,15 @@ class _OfThread(threading.local):
     """What each thread has of its own: a graph's addresses are those of one call."""
 
     def __init__(self) -> None:
-        self.products = _Products(_library())
+        self.products = _Products(library())
 
 
-_of_thread = functools.cache(_OfThread)
+of_thread = functools.cache(_OfThread)
 
 
 def _load(facts: Facts) -> Callable[..., Any]:
-    kind, features, ndim = _NUMBERS[str(facts["weight_kind"])], facts.size("in_features"), facts["input_ndim"]
-    given, here = facts["dtype"], _of_thread()
+    kind, features, ndim = NUMBERS_OF[str(facts["weight_kind"])], facts.size("in_features"), facts["input_ndim"]
+    given, here = facts["dtype"], of_thread()
     assert isinstance(given, torch.dtype)
     narrow, half = given is not torch.float32, KINDS[NUMBERS[kind]].block == 32
 
@@ -225,7 +233,7 @@ KERNELS = (
         _load,
         limit.platform("cpu"),
         limit.dtype("float32", "bfloat16", "float16"),
-        limit.one_of("weight_kind", *_NUMBERS),
+        limit.one_of("weight_kind", *NUMBERS_OF),
         limit.contiguous("input", "weight"),
         limit.aligned(2, "weight"),  # blocks begin with a float16 number
         accepts=("weight_format", "bias"),

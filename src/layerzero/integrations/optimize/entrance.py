@@ -23,7 +23,7 @@ from layerzero.inspection.agreement import agreed_where_ends
 from layerzero.integrations.optimize.attention import diffusers, transformers
 from layerzero.integrations.optimize.attention.transformers import Search
 from layerzero.integrations.optimize.layers import find as layers
-from layerzero.integrations.optimize.models import compiled_calls, stacks
+from layerzero.integrations.optimize.models import compiled_calls, gguf_steps, stacks
 from layerzero.integrations.optimize.models.steps import find_steps
 from layerzero.integrations.optimize.models.training import optimize_training
 from layerzero.integrations.optimize.modules import coded_experts, int8, quantised
@@ -298,6 +298,9 @@ def _optimized(search: Search, report: Optimized, asked: requested.Request | Non
         requested.keep_sizes(search, report)
     if padding and not invariant:  # behind the timing of modules, which is at sizes of their own
         for each in list(report.sort(stacks.find(search))):
+            report.put_on(each)
+    if not search.graph and not invariant:  # it rests on the products that stayed
+        for each in list(report.sort(gguf_steps.find(search))):
             report.put_on(each)
     if search.graph:  # behind the timing, whose runs of the model are no steps
         for each in report.sort(find_steps(search)):

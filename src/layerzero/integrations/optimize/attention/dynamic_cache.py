@@ -80,8 +80,14 @@ class _Room:
         if self._at_once is False or count != 1 or not self._written_at_once(keys, values, first, fresh, others):
             keys.narrow(2, first, count).copy_(fresh)
             values.narrow(2, first, count).copy_(others)
+        return self.views(first + count)
+
+    def views(self, length: int) -> tuple[Tensor, Tensor]:
+        """The first tokens (B, H, length, D), which the layer gets."""
+        assert self._memory is not None
+        keys, values = self._memory
         # .data: detach() would share the counters of versions
-        grown = keys.narrow(2, 0, first + count).data, values.narrow(2, 0, first + count).data
+        grown = keys.narrow(2, 0, length).data, values.narrow(2, 0, length).data
         self._views = weakref.ref(grown[0], self._gone), weakref.ref(grown[1], self._gone)
         self._about = _about(*grown)
         return grown
@@ -103,6 +109,12 @@ class _Room:
         if self._at_once:
             lz.append_paged_kv_(*given)
         return self._at_once
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Where keys and values of the first token lie."""
+        assert self._memory is not None
+        return self._memory[0].data_ptr(), self._memory[1].data_ptr()
 
     def let_go(self, view: object) -> None:
         """Forget the memory with a view of it, unless the layer got others since."""
@@ -178,6 +190,47 @@ def appended(cache: Any, keys: Tensor, values: Tensor, number: int) -> tuple[Ten
         _ROOMS[layer] = room  # once it has views: memory may have been short
     layer.keys, layer.values = grown
     return grown
+
+
+def reserved(cache: Any, count: int, width: int) -> tuple[int, int, list[tuple[Any, _Room]]] | None:
+    """Memory for a token of one sequence behind those that a cache has in float32, the same number in every layer.
+
+    Args:
+        cache: of any kind.
+        count, width: of a token, what its keys lie in: so many rows of so many numbers.
+
+    Returns: the tokens that are there, those that fit, and of each layer its memory, whose views it gets once the token
+        is written; None where Transformers should see to it.
+    """
+    of_cache, of_layer = _plain()
+    if type(cache) is not of_cache or cache.offloading or not cache.layers:
+        return None
+    found, length, places = [], 0, 0
+    for layer in cache.layers:
+        if type(layer) is not of_layer or not layer.is_initialized:
+            return None
+        held, others = layer.keys, layer.values
+        length = length or held.shape[2]
+        if held.shape != (1, count, length, width) or others.shape != held.shape or not length:
+            return None
+        if any(each.dtype is not torch.float32 or not each.is_cpu or each.requires_grad for each in (held, others)):
+            return None
+        room = _ROOMS.get(layer)
+        if room is None or not room.serves(held, others, 1):
+            room = _Room()
+            room.made(held, others, 1)
+        places = places or room.places
+        if room.places != places:
+            return None
+        found.append((layer, room))
+    return length, places, found
+
+
+def grow(layers: Iterable[tuple[Any, _Room]], length: int) -> None:
+    """Give layers views of their memory, with so many tokens."""
+    for layer, room in layers:
+        layer.keys, layer.values = room.views(length)
+        _ROOMS[layer] = room
 
 
 def _grows(cache: Any, keys: Tensor, values: Tensor, number: int) -> Any:
