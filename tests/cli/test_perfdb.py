@@ -286,6 +286,15 @@ def test_a_row_that_is_no_time_is_found(tmp_path):
     assert "`layerzero perfdb check` tells more" in run("perfdb show").stderr
 
 
+@pytest.mark.filterwarnings("ignore::layerzero.LayerZeroWarning")
+def test_a_folder_that_cannot_be_looked_into_is_told(monkeypatch, tmp_path):
+    """As another user's, which root may look into; a name that is too long raises as well, where paths are asked."""
+    another_machine(monkeypatch, tmp_path / ("x" * 300))
+    assert "cannot be read: its times do not count" in run("perfdb check").stdout
+    assert "cannot be read: its times do not count" in run("ready").stdout
+    assert run("doctor").exit_code == 0
+
+
 def test_without_a_file_there_is_nothing_to_show(monkeypatch, tmp_path):
     another_machine(monkeypatch, tmp_path / "second")
     assert answer("perfdb show")["rows"] == 0

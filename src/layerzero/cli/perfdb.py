@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Annotated, Any
@@ -141,7 +142,7 @@ def check(json: AsJson = False) -> Answer:
     spool = store_here().spool
     database: Database = spool.database
     problems = [*spool.notes(), *database.notes()]
-    if database.path is not None and database.path.exists():
+    if database.path is not None and os.path.exists(database.path):  # noqa: PTH110  # notes tell what may not be read
         damage = archive.damage(database.path)
         problems += [f"{database.path}: {damage}"] if damage else []
     problems += _first(f"{database.path}: {problem}" for problem in archive.problems(database))

@@ -164,7 +164,7 @@ class Failures:
         """Every one that is known, for whatever versions; not what failed for want of a compiler that is here now."""
         folder = _folder()
         found = dict(self._here)
-        if folder is not None and folder.is_dir():
+        if folder is not None and os.path.isdir(folder):  # noqa: PTH112  # Path's raises where nothing may be read
             for path in sorted(folder.glob("*.json")):
                 read = disk.read_json(path, MOST_BYTES, FailedBuild)
                 if read is not None:

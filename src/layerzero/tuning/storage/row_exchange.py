@@ -18,6 +18,7 @@ import atexit
 import contextlib
 import logging
 import math
+import os
 import sqlite3
 import threading
 import time
@@ -167,7 +168,7 @@ class Spool:
 
     def settle(self) -> None:
         """Merge all that waits and learn all that is stale, however long it takes; for commands."""
-        if self.database.path is not None and self._folder().is_dir():
+        if self.database.path is not None and os.path.isdir(self._folder()):  # noqa: PTH112  # Path's raises where nothing may be read
             journal_merge.merge(self.database, for_s=math.inf, wait_s=RETRY_S)
             self._drop()
 

@@ -9,6 +9,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -253,7 +254,11 @@ class TimeStore:
         """When the file of times was last written, in seconds since 1970; None where there is none."""
         path = self.database.path
         found = [] if path is None else [path, path.with_name(f"{path.name}-wal")]
-        return max((each.stat().st_mtime for each in found if each.is_file() and each.stat().st_size), default=None)
+        stats = []
+        for each in found:
+            with suppress(OSError):
+                stats.append(each.stat())
+        return max((each.st_mtime for each in stats if each.st_size), default=None)
 
     def look(self) -> None:
         """Write and merge what waits; for a thread that looks once in a while."""
