@@ -114,3 +114,19 @@ def test_what_makes_no_sense_is_refused_by_name(words, problem):
     shown = run("solve", *words, "--out", "plan.json")
     assert shown.exit_code == 2, shown.output
     assert problem in " ".join(shown.output.split())
+
+
+@pytest.mark.parametrize(
+    ("model", "wanted"),
+    [
+        ("a_model_of_plans:MODULES", "MODEL: wanted a function that returns a torch.nn.Module, got int"),
+        ("./nowhere", "MODEL: wanted module:function or a model that Transformers can load, got './nowhere'"),
+    ],
+)
+def test_a_model_that_is_none_is_named(folder, model, wanted):
+    if model.startswith("."):
+        pytest.importorskip("transformers")
+    (folder / "a_model_of_plans.py").write_text(MODULE + "MODULES = 3\n")
+    result = run("solve", model, "--bucket", "seq_len=8", "--out", "plan.json")
+    assert result.exit_code == 2
+    assert wanted in result.output

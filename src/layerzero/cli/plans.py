@@ -149,7 +149,8 @@ def _model(text: str, dtype: str) -> Module:
     from layerzero.core.dtypes import dtype_named
 
     if ":" in text:
-        made = _named(text, "MODEL")()
+        named = _named(text, "MODEL")
+        made = named() if callable(named) and not isinstance(named, torch.nn.Module) else named
         if not isinstance(made, torch.nn.Module):
             raise ValueError(f"MODEL: wanted a function that returns a torch.nn.Module, got {type(made).__name__}")
         return made
@@ -158,7 +159,12 @@ def _model(text: str, dtype: str) -> Module:
     register_with_transformers()
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(text)
+    try:
+        config = AutoConfig.from_pretrained(text)
+    except (OSError, ValueError, RecursionError) as error:  # Transformers': no such name, no file of a model
+        raise ValueError(
+            f"MODEL: wanted module:function or a model that Transformers can load, got {text!r}: {error}"
+        ) from error
     with torch.device("meta"):
         found: Module = AutoModelForCausalLM.from_config(
             config, dtype=dtype_named(dtype), attn_implementation="layerzero"

@@ -81,6 +81,9 @@ def question(flags: CallFlags) -> CallQuestion:
         for name in set(function.tensors) - set(function.mutates):
             if isinstance(arguments.get(name), torch.Tensor) and arguments[name].is_floating_point():
                 arguments[name].requires_grad_()
+    missing = [each.name for each in function.parameters if each.default is each.empty and each.name not in arguments]
+    if missing:
+        raise ValueError(f"--param: wanted {', '.join(f'{each}=VALUE' for each in missing)} beside --shape, got none")
     libraries = libraries_of(flags.installed, flags.missing)
     return CallQuestion(flags.name, arguments, device, libraries, settings_of(flags.settings), flags.capturing)
 

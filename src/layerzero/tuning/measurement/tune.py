@@ -303,11 +303,14 @@ def tune(
 def dtypes_of(dtype: torch.dtype | str | Sequence[torch.dtype | str] | None, device: torch.device) -> tuple[str, ...]:
     """The dtypes to measure, by name; those that a device is used with by default.
 
-    Raises: ValueError for an unknown name.
+    Raises: ValueError for an unknown name, TypeError for anything else than dtypes and names.
     """
     if dtype is None:
         return ("bfloat16",) if device.type == "cuda" else ("float32", "bfloat16")
     several = (dtype,) if isinstance(dtype, (str, torch.dtype)) else tuple(dtype)
+    for each in several:
+        if not isinstance(each, (str, torch.dtype)):
+            raise TypeError(f"dtype: wanted dtypes or their names, got {type(each).__name__}")
     return tuple(dtype_name(dtype_named(each)) for each in several)
 
 
