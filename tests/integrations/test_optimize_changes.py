@@ -214,6 +214,31 @@ def test_a_write_into_a_weight_counts(name: str, path: str) -> None:
     torch.testing.assert_close(outputs(mine), outputs(stock))
 
 
+class Handing(nn.Module):
+    """Hands names that it lacks on to its module, as torch.compile's and PEFT's wrappers do."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return self.module(given) + 1.0
+
+
+def test_a_wrapper_that_hands_names_on_is_copied_itself() -> None:
+    wrapper = Handing(copy.deepcopy(one_for_copies())[1])
+    twin = copy.deepcopy(wrapper)
+    assert type(twin) is Handing
+    assert twin.module is not wrapper.module
+    assert stamp_of(twin.module) is not None
+
+
 @pytest.mark.parametrize("path", ["0", "1", "2.0", "3", "4"])
 @pytest.mark.parametrize("way", ["copy", "replica", "pickle", "deepcopy"])
 def test_copies_compute_with_their_own_weights(path: str, way: str) -> None:
