@@ -13,7 +13,7 @@ from mixed_experts import EACH, PACKED, Mixed, call_of
 from torch import nn
 
 import layerzero as lz
-from drawing import mostly
+from drawing import mostly, pairs
 from layerzero.integrations.optimize.swaps.candidate import Candidate
 
 transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
@@ -63,7 +63,7 @@ def optimized(module: nn.Module) -> Any:
     return report
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "kernel"), pairs(mixtures.NAMES, [PACKED, EACH], QUICK), indirect=["kernel"])
 def test_they_are_found_and_write_the_same_tokens_until_undone(name: str, kernel: str) -> None:
     stock, model = mixtures.made(name), mixtures.made(name)
     report = lz.optimize(model)

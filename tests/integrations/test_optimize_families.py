@@ -10,7 +10,7 @@ import torch
 
 import layerzero as lz
 from clock import Ticking
-from drawing import mostly
+from drawing import examples, mostly
 from layerzero.integrations.optimize.times import timing
 
 transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
@@ -222,6 +222,8 @@ def test_a_change_of_any_module_within_a_decoder_layer_counts(family: str, mutat
     assert any(each.kind == "layer" for each in report.replaced)
     call, layer = inputs("dense", "left"), "model.layers.0"
     paths = [path for path, _ in mine.named_modules() if path.startswith(layer)]
+    if examples(100) < 100:  # each change of every third module, and each module by some of them
+        paths = paths[[*MUTATIONS].index(mutation) % 3 :: 3]
     twin = copy.deepcopy(mine)
     with torch.no_grad():
         assert_same(twin(**call), stock(**call), call["attention_mask"])

@@ -199,12 +199,12 @@ def test_doctor_says_what_holds(tmp_path, kernel):
     assert mine.suspects() == ()
 
 
-def test_thirty_thousand_records_cost_a_miss_a_look_at_its_own(tmp_path, kernel, monkeypatch):
-    """Counted, not timed: of 30,000 records a miss reads those of its kernels, and lists the folder once."""
+def test_three_thousand_records_cost_a_miss_a_look_at_its_own(tmp_path, kernel, monkeypatch):
+    """Counted, not timed: of 3,000 records a miss reads those of its kernels, and lists the folder once."""
     ledger = FileLedger(tmp_path)
     ledger.record_verdict(kernel, facts(), Verdict.PASSED)
     folder = tmp_path / "ledger-1"
-    for number in range(30_000):
+    for number in range(3_000):
         os.close(os.open(folder / f"other.kernel@{number:024x}.proved.json", os.O_CREAT))
     read, listed = [], []
     real = disk.read_plain

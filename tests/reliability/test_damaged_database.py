@@ -18,6 +18,7 @@ from one_time import right
 from typer.testing import CliRunner
 
 import layerzero as lz
+from drawing import examples
 from layerzero.cli.app import main
 from layerzero.core.evidence import Measurement, Provenance
 from layerzero.core.ledger import MemoryLedger
@@ -208,7 +209,7 @@ def flipped(whole, draw, bits):
 @pytest.mark.parametrize("bits", [1, 50])
 def test_flipped_bits_raise_nothing_and_nothing_wrong_is_believed(path, kernels, bits):
     whole, draw = path.read_bytes(), random.Random(bits)
-    for _ in range(40):
+    for _ in range(examples(100)):
         for each in path.parent.iterdir():
             if each.is_file():
                 each.unlink()
