@@ -70,6 +70,11 @@ class Read(NamedTuple):
     """Lines and libraries of what its import imports."""
 
 
+def name_of(called):
+    """The last name of what is called: the text of all calls took 2 s."""
+    return getattr(called, "attr", None) or getattr(called, "id", "")
+
+
 @functools.cache
 def read(path):
     """Each file is parsed once."""
@@ -84,7 +89,7 @@ def read(path):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             found.imported.extend(names if node.module == "layerzero" else [node.module])
             found.named.update(names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        elif isinstance(node, ast.Call) and name_of(node.func).endswith("import_module"):
             found.named.update(str(each.value) for each in node.args if isinstance(each, ast.Constant))
     for node in tree.body:
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
