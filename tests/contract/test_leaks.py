@@ -115,7 +115,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "cli/calls.py": {
         **dict.fromkeys(("attention", "attention.causal", "layer_norm", "norm", "norm.rms", "rms_norm"), _EXAMPLES),
         **dict.fromkeys(("attn_mask", "return_lse", "softcap", "window"), _EXAMPLES),
-        **dict.fromkeys(("causal", "kv", "query"), _OPTION),
+        **dict.fromkeys(("causal", "query"), _OPTION),
     },
     "cli/demo.py": dict.fromkeys(
         ("attention", "linear", "logits", "packed", "tokens"), "calls of a model, for what is shown"
