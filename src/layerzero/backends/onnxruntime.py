@@ -23,16 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.grouped_weights import (
-    IN_FOUR_BITS,
-    ROUNDING,
-    ROUNDING_GGUF,
-    Product,
-    bytes_of,
-    group_sums,
-    grouped,
-    regrouped,
-)
+from layerzero.backends import grouped_weights
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend
@@ -173,13 +164,13 @@ def _load_gelu(facts: Facts) -> Callable[..., Any]:
 _GROUPS = (256, 128, 64, 32, 16)
 
 
-def _codes(facts: Facts, accuracy: int = 1) -> tuple[Pack, Product]:
+def _codes(facts: Facts, accuracy: int = 1) -> tuple[Pack, grouped_weights.Product]:
     """Accuracy 1 computes in float32; 4 rounds each group of a row to int8, and takes bfloat16, too."""
     given, inputs, outputs = facts.tensors["input"].dtype, facts.size("in_features"), facts.size("out_features")
     dtype = torch.float32 if given is torch.bfloat16 else given
 
     def pack(codes: Codes) -> tuple[Any, int]:
-        codes = regrouped(codes, _GROUPS)
+        codes = grouped_weights.regrouped(codes, _GROUPS)
         return made(4, codes.numbers, codes.group, codes.scale, codes.zero_points)
 
     def made(bits: int, numbers: Tensor, group: int, scale: Tensor, zero: Tensor | None) -> tuple[Any, int]:
@@ -208,7 +199,7 @@ def _codes(facts: Facts, accuracy: int = 1) -> tuple[Pack, Product]:
         group = inputs // scale.shape[1]
         session, size = made(bits, numbers, group, scale, None)
         behind = None if offset is None else offset.t().contiguous()
-        return (session, group, behind), size + bytes_of(behind)
+        return (session, group, behind), size + grouped_weights.bytes_of(behind)
 
     def product(rows: Tensor, form: Any) -> Tensor:
         output = rows.new_empty((rows.shape[0], outputs), dtype=dtype)
@@ -219,7 +210,7 @@ def _codes(facts: Facts, accuracy: int = 1) -> tuple[Pack, Product]:
         session, group, behind = form
         wide = rows.to(torch.float32)
         output = _run(session, {"input": wide}, wide.new_empty((rows.shape[0], outputs)))
-        return (output if behind is None else output.addmm_(group_sums(wide, group), behind)).to(given)
+        return (output if behind is None else output.addmm_(grouped_weights.group_sums(wide, group), behind)).to(given)
 
     return (pack, product) if facts["weight_scheme"] != "gguf" else (pack_gguf, product_gguf)
 
@@ -265,26 +256,26 @@ KERNELS = (
         limits=(limit.dtype("float32"), limit.one_of("weight", "float"), limit.contiguous("input", "weight", "bias")),
         priority=30,
     ),
-    grouped(
+    grouped_weights.grouped(
         "onnxruntime.codes_linear",
         ONNXRUNTIME,
         _codes,
         45,
         limit.dtype("float32", "float16"),
-        IN_FOUR_BITS,
+        grouped_weights.IN_FOUR_BITS,
         *limit.dims("weight_group", "in_features", multiple=16),
     ),
-    grouped(
+    grouped_weights.grouped(
         "onnxruntime.codes_linear_int8",
         ONNXRUNTIME,
         functools.partial(_codes, accuracy=4),
         55,
         limit.dtype("float32", "float16", "bfloat16"),
-        IN_FOUR_BITS,
+        grouped_weights.IN_FOUR_BITS,
         *limit.dims("weight_group", "in_features", multiple=16),
-        operations=ROUNDING,
+        operations=grouped_weights.ROUNDING,
     ),
-    grouped(
+    grouped_weights.grouped(
         "onnxruntime.gguf_linear_int8",
         ONNXRUNTIME,
         functools.partial(_codes, accuracy=4),
@@ -292,6 +283,6 @@ KERNELS = (
         limit.dtype("float32", "bfloat16"),
         limit.one_of("weight_kind", *WHOLE),
         operation="gguf",
-        operations=ROUNDING_GGUF,
+        operations=grouped_weights.ROUNDING_GGUF,
     ),
 )

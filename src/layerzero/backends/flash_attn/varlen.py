@@ -17,15 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from layerzero.backends.flash_attn.attention import (
-    ALIBI_WITHOUT_LSE,
-    FLASH_ATTN_2,
-    FLASH_ATTN_3,
-    WITH_GRADIENTS,
-    cache_folder,
-    in_its_words,
-    kept,
-)
+from layerzero.backends.flash_attn import attention
 from layerzero.backends.flash_attn.cute import FLASH_ATTN_4, of_v4
 from layerzero.backends.shape_cache import stamps
 from layerzero.backends.torch.varlen import longest_or, longest_queries
@@ -60,7 +52,7 @@ def _load_ragged(function: Callable[..., Any]) -> Callable[..., Any]:
             *(longest_queries(max_seqlen_q, len(query), len(starts_q) - 1), longest_or(max_seqlen_k, len(key))),
             return_attn_probs=return_lse,
             **own,
-            **in_its_words(**scores),
+            **attention.in_its_words(**scores),
         )
         if return_lse:
             return with_lse(*result[:2])
@@ -101,7 +93,7 @@ def _over_pages(function: Callable[..., Any], table: str) -> Callable[..., Any]:
         own: dict[str, Any] = {"cache_seqlens": lens, table: tables, "return_softmax_lse": return_lse}
         if starts:
             own |= {"cu_seqlens_q": starts[0], "max_seqlen_q": longest_or(max_seqlen_q, len(query))}
-        result = function(query, keys, values, **own, **in_its_words(**scores))
+        result = function(query, keys, values, **own, **attention.in_its_words(**scores))
         if not return_lse:
             return result
         return with_lse(*result[:2]) if starts else _with_lse(*result[:2])
@@ -128,7 +120,7 @@ def _load_v3_paged(facts: Facts) -> Callable[..., Any]:
 def _load_v4(facts: Facts) -> Callable[..., Any]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    forward = kept(_flash_attn_fwd)
+    forward = attention.kept(_flash_attn_fwd)
 
     def run(
         query: Tensor,
@@ -157,7 +149,7 @@ def _load_v4(facts: Facts) -> Callable[..., Any]:
 def _load_v4_paged(facts: Facts) -> Callable[..., Any]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    forward = kept(_flash_attn_fwd)
+    forward = attention.kept(_flash_attn_fwd)
     capacity = facts.size("max_blocks") * facts.size("page_size")
 
     def run(
@@ -223,24 +215,24 @@ _PAGED, _ONE_EACH = _paged("context_lens", "cu_seqlens_q"), _paged("context_lens
 _SCORES = ("causal", "scale", "window", "softcap", "return_lse", "max_seqlen_q")
 _ACTING = ("scale", "window", "softcap", "return_lse")
 _HOPPER = (limit.arch(min=(9, 0), max=(9, 9)), limit.instruction("wgmma"))
-_COMPILED: dict[str, Any] = {"jit": True, "build_key": _build_key, "cache_folder": cache_folder}
+_COMPILED: dict[str, Any] = {"jit": True, "build_key": _build_key, "cache_folder": attention.cache_folder}
 
 KERNELS = (
-    FLASH_ATTN_3.kernel(
+    attention.FLASH_ATTN_3.kernel(
         "flash_attn.v3.ragged",
         ragged.RAGGED,
         _load_v3,
         accepts=(*_SCORES, "max_seqlen_k"),
-        limits=(*_HOPPER, *_RAGGED, *WITH_GRADIENTS),
+        limits=(*_HOPPER, *_RAGGED, *attention.WITH_GRADIENTS),
         grad=True,
         priority=91,
     ),
-    FLASH_ATTN_2.kernel(
+    attention.FLASH_ATTN_2.kernel(
         "flash_attn.v2.ragged",
         ragged.RAGGED,
         _load_v2,
         accepts=(*_SCORES, "max_seqlen_k", "alibi_slopes"),
-        limits=(limit.arch(min=(8, 0)), *_RAGGED, ALIBI_WITHOUT_LSE, *WITH_GRADIENTS),
+        limits=(limit.arch(min=(8, 0)), *_RAGGED, attention.ALIBI_WITHOUT_LSE, *attention.WITH_GRADIENTS),
         grad=True,
         priority=70,
         priority_since={(9, 0): 54, (12, 0): 70},  # as for dense calls
@@ -254,7 +246,7 @@ KERNELS = (
         **_COMPILED,
         priority=50,
     ),
-    FLASH_ATTN_3.kernel(
+    attention.FLASH_ATTN_3.kernel(
         "flash_attn.v3.paged_tokens",
         mixed.ALL,
         _load_v3_paged,
@@ -273,7 +265,7 @@ KERNELS = (
         **_COMPILED,
         priority=40,
     ),
-    FLASH_ATTN_3.kernel(
+    attention.FLASH_ATTN_3.kernel(
         "flash_attn.v3.paged",
         FLAT,
         _load_v3_paged,
@@ -282,7 +274,7 @@ KERNELS = (
         limits=(*_HOPPER, *_ONE_EACH),
         priority=84,
     ),
-    FLASH_ATTN_2.kernel(
+    attention.FLASH_ATTN_2.kernel(
         "flash_attn.v2.paged",
         FLAT,
         _load_v2_paged,

@@ -23,22 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.backends.flashinfer import varlen
 from layerzero.backends.flashinfer.attention import FLASHINFER
 from layerzero.backends.flashinfer.modules import batches_key, batches_prebuilt, is_built, pod_prebuilt
 from layerzero.backends.flashinfer.paged import WORKSPACE_BYTES, workspace
 from layerzero.backends.flashinfer.plan import Staging
-from layerzero.backends.flashinfer.varlen import (
-    LEFT_WINDOW,
-    OF_PAGES,
-    STEPPED,
-    Parts,
-    PlannedPages,
-    arguments_of,
-    check_belongs,
-    natural,
-    of_decode,
-    pages_of,
-)
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.reasons import Reason, ReasonCode
@@ -76,8 +65,8 @@ class _Cascade:
             capturable=step.capturable,
         )
         self._apart, self._prefix = apart, prefix
-        self.prefix = PlannedPages(prefix, arguments, page_size, "fa2")
-        self.rest = PlannedPages(self._rest, arguments, page_size, "fa2")
+        self.prefix = varlen.PlannedPages(prefix, arguments, page_size, "fa2")
+        self.rest = varlen.PlannedPages(self._rest, arguments, page_size, "fa2")
 
     def _lens_on_host(self, step: StepMetadata) -> Tensor:
         return step.host[0] - self._shared
@@ -93,7 +82,7 @@ class _Cascade:
 def _load_cascade(facts: Facts) -> Callable[..., Any]:
     from flashinfer import merge_state_in_place
 
-    arguments, page_size = arguments_of(facts) | {"causal": False}, facts.size("page_size")
+    arguments, page_size = varlen.arguments_of(facts) | {"causal": False}, facts.size("page_size")
     owner = ("flashinfer.cascade", page_size, *arguments.values())
 
     def run(
@@ -150,8 +139,8 @@ class _Pod:
     def __init__(self, step: StepMetadata, arguments: dict[str, Any], page_size: int, decodes: int) -> None:
         from flashinfer import BatchPODWithPagedKVCacheWrapper
 
-        self._parts, self._causal = Parts(step, decodes), arguments["causal"]
-        self._arguments = of_decode(arguments, page_size)
+        self._parts, self._causal = varlen.Parts(step, decodes), arguments["causal"]
+        self._arguments = varlen.of_decode(arguments, page_size)
         del self._arguments["logits_soft_cap"]  # it has none, which the limits say
         device = step.block_tables.device
         self._wrapper = BatchPODWithPagedKVCacheWrapper(workspace(device, capturable=False), "NHD")
@@ -164,7 +153,7 @@ class _Pod:
 
     def _plan(self) -> None:
         decode, prefill = self._parts.steps
-        told = [(each.host[1], *pages_of(each, self._arguments["page_size"])) for each in (prefill, decode)]
+        told = [(each.host[1], *varlen.pages_of(each, self._arguments["page_size"])) for each in (prefill, decode)]
         self._staging.plan(*told[0], *told[1], **self._arguments)
 
     def run(self, prefills: Tensor, decodes: Tensor, caches: tuple[Tensor, Tensor], *, return_lse: bool) -> Any:
@@ -173,7 +162,7 @@ class _Pod:
 
 
 def _load(facts: Facts) -> Callable[..., Any]:
-    arguments, page_size = arguments_of(facts), facts.size("page_size")
+    arguments, page_size = varlen.arguments_of(facts), facts.size("page_size")
     owner = ("flashinfer.pod", page_size, *arguments.values())
 
     def run(
@@ -189,17 +178,17 @@ def _load(facts: Facts) -> Callable[..., Any]:
         return_lse: bool = False,
         **_: Any,
     ) -> Any:
-        check_belongs(step.cu_seqlens_q is cu_seqlens_q, "paged_attention")
+        varlen.check_belongs(step.cu_seqlens_q is cu_seqlens_q, "paged_attention")
         caches = key_cache, value_cache
         if decodes in (0, len(context_lens)):
-            whole = step.slot((owner, "whole"), lambda each: PlannedPages(each, arguments, page_size, "fa2"))
+            whole = step.slot((owner, "whole"), lambda each: varlen.PlannedPages(each, arguments, page_size, "fa2"))
             result = whole.run(query, caches, return_lse=return_lse)
-            return (result[0], natural(result[1])) if return_lse else result
+            return (result[0], varlen.natural(result[1])) if return_lse else result
         both = step.slot((owner, decodes), lambda each: _Pod(each, arguments, page_size, decodes))
         result = both.run(query[decodes:], query[:decodes], caches, return_lse=return_lse)
         outputs, sums = result if return_lse else (result, None)
         output = torch.cat(outputs[::-1])  # decodes come first in the batch
-        return output if sums is None else (output, natural(torch.cat(sums[::-1])))
+        return output if sums is None else (output, varlen.natural(torch.cat(sums[::-1])))
 
     return run
 
@@ -211,7 +200,7 @@ KERNELS = (
         _load_cascade,
         layout="NHD",
         accepts=("scale", "softcap", "return_lse", "step", "shared_blocks"),
-        limits=(*OF_PAGES, *STEPPED, _MERGED_HEADS),
+        limits=(*varlen.OF_PAGES, *varlen.STEPPED, _MERGED_HEADS),
         build_key=lambda facts: ("cascade", batches_key("fa2")(facts)),
         prebuilt=lambda facts: batches_prebuilt("fa2")(facts) and _merge_built(facts),
         workspace_bytes=lambda _: WORKSPACE_BYTES,
@@ -237,7 +226,7 @@ KERNELS = (
         _load,
         layout="NHD",
         accepts=("causal", "scale", "window", "return_lse", "step", "decodes"),
-        limits=(*OF_PAGES, *LEFT_WINDOW, *STEPPED, limit.one_of("step", "eager")),
+        limits=(*varlen.OF_PAGES, *varlen.LEFT_WINDOW, *varlen.STEPPED, limit.one_of("step", "eager")),
         build_key=lambda facts: ("pod", batches_key("fa2")(facts)),
         prebuilt=pod_prebuilt,
         workspace_bytes=lambda _: 2 * WORKSPACE_BYTES,

@@ -17,18 +17,10 @@ from typing import Any
 
 from torch import Tensor
 
+from layerzero.backends.flashinfer import varlen
 from layerzero.backends.flashinfer.attention import FLASHINFER
 from layerzero.backends.flashinfer.modules import batches_key, batches_prebuilt, decode_key, decode_prebuilt
 from layerzero.backends.flashinfer.paged import WORKSPACE_BYTES, Planned, planned_for
-from layerzero.backends.flashinfer.varlen import (
-    LEFT_WINDOW,
-    OF_PAGES,
-    PlannedPages,
-    arguments_of,
-    check_belongs,
-    natural,
-    of_decode,
-)
 from layerzero.core import limits as limit
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.facts import Facts
@@ -42,7 +34,7 @@ from layerzero.ops.paged.step import StepMetadata
 
 def _told(facts: Facts) -> dict[str, Any]:
     """What a plan takes: of queries in one dtype, and a cache in another."""
-    return arguments_of(facts) | {"kv_data_type": facts.tensors["key_cache"].dtype}
+    return varlen.arguments_of(facts) | {"kv_data_type": facts.tensors["key_cache"].dtype}
 
 
 def scaled_query(query: Tensor, key_scale: Tensor, kv_heads: int) -> Tensor:
@@ -58,7 +50,7 @@ def scale_output(output: Tensor, value_scale: Tensor, kv_heads: int) -> Tensor:
 
 
 def _load_decode(facts: Facts, tensor_cores: bool) -> Callable[..., Any]:
-    arguments, kv_heads = of_decode(_told(facts), facts.size("page_size")), facts.size("kv_heads")
+    arguments, kv_heads = varlen.of_decode(_told(facts), facts.size("page_size")), facts.size("kv_heads")
     owner = ("flashinfer.quantized_decode", tensor_cores, *arguments.values())
 
     make = functools.partial(Planned, arguments=arguments, tensor_cores=tensor_cores)
@@ -91,7 +83,7 @@ def _load_tokens(facts: Facts) -> Callable[..., Any]:
     arguments, page_size, kv_heads = _told(facts), facts.size("page_size"), facts.size("kv_heads")
     owner = ("flashinfer.quantized_tokens", page_size, *arguments.values())
 
-    make = functools.partial(PlannedPages, arguments=arguments, page_size=page_size, backend="fa2")
+    make = functools.partial(varlen.PlannedPages, arguments=arguments, page_size=page_size, backend="fa2")
 
     def run(
         query: Tensor,
@@ -108,13 +100,13 @@ def _load_tokens(facts: Facts) -> Callable[..., Any]:
         **_: Any,
     ) -> Any:
         if step is not None:
-            check_belongs(step.cu_seqlens_q is cu_seqlens_q, "paged_attention")
+            varlen.check_belongs(step.cu_seqlens_q is cu_seqlens_q, "paged_attention")
         alone = functools.partial(StepMetadata, block_tables, context_lens, cu_seqlens_q=cu_seqlens_q)
         planned = planned_for(step, alone, owner, query, make)
         result = planned.run(scaled_query(query, key_scale, kv_heads), (key_cache, value_cache), return_lse=return_lse)
         if not return_lse:
             return scale_output(result, value_scale, kv_heads)
-        return scale_output(result[0], value_scale, kv_heads), natural(result[1])
+        return scale_output(result[0], value_scale, kv_heads), varlen.natural(result[1])
 
     return run
 
@@ -122,7 +114,7 @@ def _load_tokens(facts: Facts) -> Callable[..., Any]:
 _LIMITS: tuple[Limit, ...] = (
     limit.one_of("cache_dtype", "float8_e4m3", "float8_e5m2"),
     limit.Custom(SCALES_OF_HEADS, scales_of_heads),
-    *OF_PAGES,
+    *varlen.OF_PAGES,
 )
 _COMMON: dict[str, Any] = {
     "layout": "NHD",
@@ -155,7 +147,7 @@ KERNELS = (
         PREFILL.name,
         _load_tokens,
         accepts=("causal", *_SCORES),
-        limits=(*_LIMITS, *LEFT_WINDOW),
+        limits=(*_LIMITS, *varlen.LEFT_WINDOW),
         build_key=batches_key("fa2"),
         prebuilt=batches_prebuilt("fa2"),
         priority=70,

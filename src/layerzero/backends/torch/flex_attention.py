@@ -26,17 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.aot_inductor import (
-    VERSIONS,
-    Loaded,
-    apart,
-    compiled,
-    kept_files,
-    loaded,
-    name_of,
-    parts_of,
-    sizes_between,
-)
+from layerzero.backends.torch import aot_inductor
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend
@@ -51,7 +41,7 @@ FLEX_ATTENTION = Backend(
     distribution="torch",
     platforms=("cpu", "cuda"),
     homepage="https://pytorch.org",
-    **VERSIONS,
+    **aot_inductor.VERSIONS,
 )
 
 Runner = Callable[[list[Tensor]], Tensor]
@@ -64,7 +54,7 @@ _EXACT = ("heads", "kv_heads", "head_dim", "value_dim")
 _RANGES = ("batch", "seq_q", "seq_k")
 _UNBOUNDED = 1 << 40
 
-_BUILT: Loaded[Runner] = Loaded()
+_BUILT: aot_inductor.Loaded[Runner] = aot_inductor.Loaded()
 
 
 def _attention(
@@ -145,8 +135,8 @@ def _built(facts: Facts, device: torch.device) -> Runner:
 
     def build() -> Runner:
         if not ranged:
-            return apart(lambda: _for_exact_sizes(device, dtype, sizes))
-        ((_, path),) = parts_of(_name(facts), lambda: [_for_a_range(facts, device, dtype, sizes)])
+            return aot_inductor.apart(lambda: _for_exact_sizes(device, dtype, sizes))
+        ((_, path),) = aot_inductor.parts_of(_name(facts), lambda: [_for_a_range(facts, device, dtype, sizes)])
         return _runner(path)
 
     return _BUILT.get(key, build)
@@ -166,17 +156,17 @@ def _example(device: torch.device, dtype: torch.dtype, sizes: dict[str, int]) ->
 
 def _for_a_range(facts: Facts, device: torch.device, dtype: torch.dtype, sizes: dict[str, int]) -> tuple[int, Path]:
     """Export for batch and lengths from the given ones up to their doubles, and compile ahead of time."""
-    batch, seq_q, seq_k = (sizes_between(name, sizes[name], 2 * sizes[name] - 1) for name in _RANGES)
+    batch, seq_q, seq_k = (aot_inductor.sizes_between(name, sizes[name], 2 * sizes[name] - 1) for name in _RANGES)
     dynamic = (*(None,) * 6, {0: batch, 1: seq_q}, {0: batch, 1: seq_k}, {0: batch, 1: seq_k})
     example = sizes | {name: sizes[name] * 3 // 2 for name in _RANGES}
     if example["seq_q"] == example["seq_k"] > 1:
         example["seq_k"] -= 1  # equal sizes would be taken for one
     options = {"cpp.dynamic_threads": True, "cpp.threads": _THREADS}
-    return compiled(_Attention(), _example(device, dtype, example), {"tensors": dynamic}, facts, options)
+    return aot_inductor.compiled(_Attention(), _example(device, dtype, example), {"tensors": dynamic}, facts, options)
 
 
 def _runner(path: Path) -> Runner:
-    artefact = loaded(path)
+    artefact = aot_inductor.loaded(path)
 
     def run(tensors: list[Tensor]) -> Tensor:
         if torch.get_num_threads() > _THREADS:
@@ -187,7 +177,7 @@ def _runner(path: Path) -> Runner:
 
 
 def _name(facts: Facts) -> str:
-    return name_of((facts.device.name, _THREADS, _build_key(facts)), __file__)
+    return aot_inductor.name_of((facts.device.name, _THREADS, _build_key(facts)), __file__)
 
 
 def _for_exact_sizes(device: torch.device, dtype: torch.dtype, sizes: dict[str, int]) -> Runner:
@@ -240,7 +230,7 @@ KERNELS = (
         deterministic=True,
         jit=True,
         build_key=_build_key,
-        prebuilt=kept_files(_name),
+        prebuilt=aot_inductor.kept_files(_name),
         priority=15,
     ),
     FLEX_ATTENTION.kernel(

@@ -42,21 +42,12 @@ from layerzero.backends.vllm.quantized import OF_CODES, load_append_codes
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.limit_kinds import Limit
-from layerzero.ops.rope.split import (
-    ACCEPTS,
-    SPLIT_ACCEPTS,
-    Norm,
-    Rotate,
-    norm_then_rope,
-    parts,
-    rope,
-    split_then_norm_rope,
-)
+from layerzero.ops.rope import split
 from layerzero.ops.rope_append.packed_steps import rotate_then_append
 
 
 def _load(facts: Facts) -> Callable[..., Any]:
-    return rope(rotating(facts), in_place=False)
+    return split.rope(rotating(facts), in_place=False)
 
 
 _LIMITS = (limit.dtype("float32", "float16", "bfloat16"), TABLE_IN_FLOAT32, HEADS_DIVIDE)
@@ -74,7 +65,7 @@ _TOKENS: tuple[Limit, ...] = (
 )
 
 
-def _norming(facts: Facts) -> Norm:
+def _norming(facts: Facts) -> split.Norm:
     norm, head_dim = operators("_C.abi3.so", "_C").rms_norm.default, facts.size("head_dim")
 
     def normed(tensor: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -86,7 +77,7 @@ def _norming(facts: Facts) -> Norm:
     return normed
 
 
-def rotating(facts: Facts) -> Rotate:
+def rotating(facts: Facts) -> split.Rotate:
     """Its rotation in place of contiguous tensors of their own."""
     rotate = operators("_C.abi3.so", "_C").rotary_embedding.default
     heads, kv_heads, head_dim = (facts.size(name) for name in ("heads", "kv_heads", "head_dim"))
@@ -127,7 +118,7 @@ def _load_fused_split(facts: Facts) -> Callable[..., Any]:
         joined = qkv.clone(memory_format=torch.contiguous_format)
         rows = joined.view(batch * seq, -1)
         operator(rows, heads, kv_heads, kv_heads, head_dim, eps, q_weight, k_weight, table, not interleaved, places)
-        return parts(joined, heads, kv_heads)
+        return split.parts(joined, heads, kv_heads)
 
     return run
 
@@ -181,7 +172,7 @@ KERNELS = (
     VLLM.kernel(
         "vllm.rope_inplace",
         "posenc.rope.inplace",
-        lambda facts: rope(rotating(facts), in_place=True),
+        lambda facts: split.rope(rotating(facts), in_place=True),
         *_LIMITS,
         limit.last_stride_one("query", "key"),
         HeadsDense(("query", "key")),
@@ -214,7 +205,7 @@ KERNELS = (
     VLLM.kernel(
         "vllm.qk_norm_rope",
         "posenc.qk_norm_rope",
-        lambda facts: norm_then_rope(_norming(facts), rotating(facts)),
+        lambda facts: split.norm_then_rope(_norming(facts), rotating(facts)),
         limit.dtype("float32", "float16", "bfloat16"),
         limit.dim("head_dim", min=2),
         TABLE_IN_FLOAT32,
@@ -223,7 +214,7 @@ KERNELS = (
         limit.aligned(16, "query", "key", "q_weight", "k_weight"),
         ElementsBelow(2**31, ("batch", "seq", "heads", "head_dim")),
         layout="BSHD",
-        accepts=ACCEPTS,
+        accepts=split.ACCEPTS,
         priority=65,
     ),
     VLLM.kernel(
@@ -234,7 +225,7 @@ KERNELS = (
         HEADS_DIVIDE,
         ElementsBelow(2**30, ("batch", "seq", "heads", "head_dim")),  # and at most as many keys
         layout="BSHD",
-        accepts=ACCEPTS,
+        accepts=split.ACCEPTS,
         # it was the best at 1 to 16384 tokens of three shapes; FlashInfer's took 1.9 to 3.5 times as long at 16384
         # on an H200 in bfloat16, 2026-11-22
         priority=75,
@@ -242,7 +233,7 @@ KERNELS = (
     VLLM.kernel(
         "vllm.split_qkv_norm_rope",
         "posenc.split_qkv_norm_rope",
-        lambda facts: split_then_norm_rope(_norming(facts), rotating(facts)),
+        lambda facts: split.split_then_norm_rope(_norming(facts), rotating(facts)),
         limit.dtype("float32", "float16", "bfloat16"),
         limit.dim("head_dim", min=2),
         TABLE_IN_FLOAT32,
@@ -250,14 +241,14 @@ KERNELS = (
         limit.contiguous("q_weight", "k_weight"),
         limit.aligned(16, "q_weight", "k_weight"),
         ElementsBelow(2**31, ("batch", "seq", "features")),
-        accepts=SPLIT_ACCEPTS,
+        accepts=split.SPLIT_ACCEPTS,
         priority=65,
     ),
     VLLM.kernel(
         "vllm.fused_split_qkv_norm_rope",
         "posenc.split_qkv_norm_rope",
         _load_fused_split,
-        accepts=SPLIT_ACCEPTS,
+        accepts=split.SPLIT_ACCEPTS,
         limits=(*FUSED_LIMITS, ElementsBelow(2**31, ("batch", "seq", "features")), limit.one_of("q_weight", "float")),
         priority=75,
     ),

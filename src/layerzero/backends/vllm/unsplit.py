@@ -21,22 +21,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from layerzero.backends.torch.tiled_attention import starts_of_one_length
+from layerzero.backends.vllm import varlen
 from layerzero.backends.vllm.flash_attn import OF_LENGTHS, lengths
-from layerzero.backends.vllm.varlen import (
-    AMPERE,
-    HOPPER,
-    OF_V2,
-    OF_V3,
-    PAGED,
-    Forward,
-    Keys,
-    Own,
-    Scores,
-    acting,
-    load_paged,
-    load_ragged,
-    shapes,
-)
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel, Trust
@@ -45,17 +31,17 @@ from layerzero.ops.attention import declare as attention
 from layerzero.ops.paged import mixed
 from layerzero.ops.ragged import declare as ragged
 
-Library = Callable[[], Forward]
+Library = Callable[[], varlen.Forward]
 
 
-def _of_two(library: Callable[[int], Forward]) -> Library:
+def _of_two(library: Callable[[int], varlen.Forward]) -> Library:
     """A version's call with one split, which hears of two queries at least."""
 
-    def load() -> Forward:
+    def load() -> varlen.Forward:
         forward = library(1)
 
         def run(
-            query: Tensor, starts: Tensor, longest: int, keys: Keys, scores: Scores, out: Tensor | None
+            query: Tensor, starts: Tensor, longest: int, keys: varlen.Keys, scores: varlen.Scores, out: Tensor | None
         ) -> tuple[Tensor, Tensor]:
             return forward(query, starts, max(longest, 2), keys, scores, out)
 
@@ -67,16 +53,16 @@ def _of_two(library: Callable[[int], Forward]) -> Library:
 def _load_dense(facts: Facts, library: Library, strided: bool) -> Callable[..., Any]:
     """Keys as they lie with their lengths where ``strided``, for version 3; one after the other for version 2."""
     starts, decodes, forward = starts_of_one_length(facts), facts["operation"] in attention.DECODE, library()
-    scored = acting(facts)
+    scored = varlen.acting(facts)
     where, capturing = f"cuda:{facts.device.index}", bool(facts["capturing"])
 
     def run(query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, **given: Any) -> Tensor:
         batch, queries, length = len(query), query.shape[1], key.shape[1]
         of_queries, of_keys = starts(batch, queries, 0 if strided else length)
         if strided:
-            keys = Keys(key, value, None, lengths(where, batch, length, capturing=capturing), None, length)
+            keys = varlen.Keys(key, value, None, lengths(where, batch, length, capturing=capturing), None, length)
         else:
-            keys = Keys(key.flatten(0, 1), value.flatten(0, 1), of_keys, None, None, length)
+            keys = varlen.Keys(key.flatten(0, 1), value.flatten(0, 1), of_keys, None, None, length)
         scores = scored(causal=causal or decodes, **given)
         output, _ = forward(query.flatten(0, 1), of_queries, queries, keys, scores, None)
         return output.view(batch, queries, *output.shape[1:])
@@ -99,30 +85,30 @@ _SCORES = ("causal", "scale", "softcap")
 
 def _dense(*limits: Limit, strided: bool) -> _Kind:
     load = functools.partial(_load_dense, strided=strided)
-    return _Kind("", attention.ALL, load, "BSHD", _SCORES, (*shapes(*_DENSE), *limits))
+    return _Kind("", attention.ALL, load, "BSHD", _SCORES, (*varlen.shapes(*_DENSE), *limits))
 
 
 _OTHERS = (
     _Kind(
         ".ragged",
         ragged.RAGGED,
-        load_ragged,
+        varlen.load_ragged,
         None,
         (*_SCORES, "max_seqlen_q", "max_seqlen_k"),
-        (*shapes(*_DENSE), limit.contiguous("cu_seqlens_q", "cu_seqlens_k")),
+        (*varlen.shapes(*_DENSE), limit.contiguous("cu_seqlens_q", "cu_seqlens_k")),
     ),
     _Kind(
         ".paged_tokens",
         mixed.ALL,
-        functools.partial(load_paged, split=False),
+        functools.partial(varlen.load_paged, split=False),
         "NHD",
         (*_SCORES, "max_seqlen_q", "max_context_len"),
-        (*PAGED, limit.dim("page_size", multiple=16, max=64)),
+        (*varlen.PAGED, limit.dim("page_size", multiple=16, max=64)),
     ),
 )
 
 
-def _kernels(own: Own, version: str, priority: int, dense: _Kind, *limits: Limit) -> Iterator[Kernel]:
+def _kernels(own: varlen.Own, version: str, priority: int, dense: _Kind, *limits: Limit) -> Iterator[Kernel]:
     """What version 2 or 3 has: of dense keys, one sequence after the other, and over pages."""
     for kind in (dense, *_OTHERS):
         yield own.backend.kernel(
@@ -146,6 +132,6 @@ _COMPILED = limit.arch(min=(8, 0), max=(8, 9))
 """What version 2 came compiled for: elsewhere a build in the background would end with other bits than before it."""
 
 KERNELS = (
-    *_kernels(OF_V3, "v3", 8, _dense(OF_LENGTHS, strided=True), *HOPPER),
-    *_kernels(OF_V2, "v2", 6, _dense(limit.contiguous("key", "value"), strided=False), _COMPILED, AMPERE),
+    *_kernels(varlen.OF_V3, "v3", 8, _dense(OF_LENGTHS, strided=True), *varlen.HOPPER),
+    *_kernels(varlen.OF_V2, "v2", 6, _dense(limit.contiguous("key", "value"), strided=False), _COMPILED, varlen.AMPERE),
 )

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -34,7 +35,7 @@ from layerzero.engine.pick import ranked
 from layerzero.tuning.measurement.bench import Benched, TimedBy, bench
 from layerzero.tuning.measurement.clocks import Clock, CpuClock
 from layerzero.tuning.measurement.jobs import Job, long_last
-from layerzero.tuning.measurement.loop import NO_TIME, Children, Pairs, Progress, TensorParty, run_loop
+from layerzero.tuning.measurement.loop import NO_TIME, Children, Pairs, TensorParty, run_loop
 from layerzero.tuning.measurement.timing import Deadline, Effort, Pace, TimeOverError
 from layerzero.tuning.storage.environment import needed_bytes, too_large
 from layerzero.tuning.storage.rows import work_of
@@ -93,9 +94,9 @@ class Compared:
 
 @dataclass(slots=True, kw_only=True)
 class _Comparison(TensorParty):
-    timed: TimedBy
-    is_long: Callable[[Job], bool]
     time_to_build: Callable[[], bool]
+    timed: TimedBy = TimedBy.CALL
+    is_long: Callable[[Job], bool] = lambda _: False
     found: dict[int, Benched] = field(default_factory=dict)
     waits: dict[int, set[str]] = field(default_factory=dict)
 
@@ -184,44 +185,20 @@ class _Comparison(TensorParty):
         return {name: self.not_built.get(name, TIME_OVER) for name in names}
 
 
-def compare(
-    jobs: Sequence[Job],
-    device: torch.device,
-    *,
-    effort: Effort,
-    clock: Clock,
-    deadline: Deadline,
-    leave_out: Sequence[str] = (),
-    only: Sequence[str] = (),
-    timed: TimedBy = TimedBy.CALL,
-    modules: Sequence[str] = (),
-    is_long: Callable[[Job], bool] = lambda _: False,
-    progress: Progress = lambda _: None,
-) -> Compared:
+def compare(jobs: Sequence[Job], device: torch.device, *, clock: Clock, deadline: Deadline, **fields: Any) -> Compared:
     """Measure calls in their order until the time is over; the arguments are those of ``bench``.
 
     Args:
         deadline: when that is. Without one, whatever compiles does so in this process.
-        modules: modules that register kernels, for the children that build.
-        is_long: whether a call comes after all others; called when its turn comes.
-        progress: called before and after each call.
+        fields: ``effort``, ``leave_out``, ``only`` and ``timed`` of ``bench``; ``modules`` that register kernels, for
+            children that build; ``progress``, called before and after each call; and ``is_long``, whether a call comes
+            after all others, called when its turn comes.
     """
     if deadline.left_s < math.inf and type(clock) is CpuClock:
         clock = CpuClock(clock.bursts, ONE_BURST_US)
+    to_build = deadline.part(BEFORE_BUILDS)
     party = _Comparison(
-        jobs=jobs,
-        device=device,
-        clock=clock,
-        effort=effort,
-        deadline=deadline,
-        modules=modules,
-        leave_out=leave_out,
-        only=only,
-        batch=FIRST,
-        timed=timed,
-        is_long=is_long,
-        progress=progress,
-        time_to_build=deadline.part(BEFORE_BUILDS),
+        jobs=jobs, device=device, clock=clock, deadline=deadline, batch=FIRST, time_to_build=to_build, **fields
     )
     left = tuple(job.name for job in run_loop(party))
     found = tuple(party.found[number] for number in sorted(party.found))

@@ -330,33 +330,25 @@ def run_jobs(
     jobs: Sequence[Job],
     device: torch.device,
     *,
-    effort: Effort,
     budget_s: float | None = None,
-    again: bool = False,
-    graph: bool = False,
-    isolate: bool = True,
-    modules: Sequence[str] = (),
-    leave_out: Sequence[str] = (),
-    progress: Progress | None = None,
     deadline: Deadline | None = None,
+    graph: bool = False,
+    **fields: Any,
 ) -> Tuned:
-    """Measure jobs in their order until the budget is used up; ``deadline`` stands for it where a run began before."""
-    if graph:
-        jobs = [dataclasses.replace(job, for_graph=True) for job in jobs]
+    """Measure jobs in their order until the budget is used up; ``deadline`` stands for it where a run began before.
+
+    Args:
+        fields: further ones of :class:`layerzero.tuning.measurement.tune_run.TuningRun`.
+    """
     run = TuningRun(
-        jobs=jobs,
+        jobs=[dataclasses.replace(job, for_graph=True) for job in jobs] if graph else jobs,
         device=device,
         clock=clock_of(device, graph=graph),
-        effort=effort,
         deadline=deadline or Deadline(budget_s),
-        modules=modules,
-        leave_out=leave_out,
         batch=AT_ONCE,
         growth=GROWTH,
         graph=graph,
-        again=again,
-        isolate=isolate,
-        progress=progress or (lambda _: None),
+        **{name: each for name, each in fields.items() if each is not None},
     )
     left = run_loop(run)
     contests = tuple(run.contests[number] for number in sorted(run.contests))

@@ -70,8 +70,8 @@ class TunedChoice:
 class TuningRun(TensorParty):
     """One tuning run as it goes on."""
 
-    again: bool
-    isolate: bool
+    again: bool = False
+    isolate: bool = True
     banned: dict[tuple[str, str], tuple[Status, str]] = field(default_factory=dict)
     in_process: dict[str, str] = field(default_factory=dict)
     contests: dict[int, Contest] = field(default_factory=dict)
