@@ -33,7 +33,7 @@ from torch import distributed
 
 import layerzero as lz
 from layerzero.core.evidence import Measurement
-from layerzero.core.ledger import MemoryLedger
+from layerzero.core.ledger import Ledger
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.measurement.comparison import record_times
@@ -50,7 +50,7 @@ def begin(
     rank: int, ranks: int, port: int, folder: Path, mode: str, timeout_s: float, backend: str = "gloo"
 ) -> torch.device:
     """Make this process a rank, with times of its own, and say where its tensors lie."""
-    ENGINE.ledger = MemoryLedger()  # the one on disk fits a model of each kernel at every new time
+    ENGINE.ledger = Ledger()  # the one on disk fits a model of each kernel at every new time
     torch.set_num_threads(1)
     where = f"tcp://127.0.0.1:{port}"
     wait = timedelta(seconds=60)

@@ -22,7 +22,7 @@ from hypothesis import register_random, settings
 import layerzero as lz
 from layerzero.backends.torch import aot_inductor
 from layerzero.core import cpu_features, emulation
-from layerzero.core.ledger import MemoryLedger
+from layerzero.core.ledger import Ledger
 from layerzero.engine import accelerator, config, headroom, logging_once, probe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.events import EVENTS
@@ -188,7 +188,7 @@ def fresh_process(monkeypatch):
     monkeypatch.setattr(workload, "CLOCK", standing_still)  # nor does what there is time for
     monkeypatch.setattr(workload, "SHORTEST_S", 0.0)  # one run a sample, not as many as fill 50 ms
     monkeypatch.setattr(compiled_calls, "COMPILERS", ())  # a test that compiles a model, for seconds, asks for it
-    ENGINE.ledger = MemoryLedger()
+    ENGINE.ledger = Ledger()
     REGISTRY.ready()
     before = set(REGISTRY.read_declarations())
     yield
@@ -203,7 +203,7 @@ def fresh_process(monkeypatch):
     REGISTRY.ready()
     for kernel_id in [each for each in REGISTRY.read_declarations() if each not in before]:
         REGISTRY.unregister_kernel(kernel_id)
-    ENGINE.ledger = MemoryLedger()
+    ENGINE.ledger = Ledger()
     ENGINE.recent.clear()
     ENGINE.history.forget()
     ENGINE.health.reset()

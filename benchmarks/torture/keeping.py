@@ -23,7 +23,7 @@ from _asked import ASKED
 
 import layerzero as lz
 from layerzero.core.evidence import Measurement, Provenance
-from layerzero.core.ledger import MemoryLedger, Verdict
+from layerzero.core.ledger import Ledger, Verdict
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.prediction.fitting import fit
@@ -45,7 +45,7 @@ def cache() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="layerzero-torture-", dir=MEMORY if MEMORY.is_dir() else None))
     before = os.environ.get("LAYERZERO_CACHE_DIR")
     os.environ["LAYERZERO_CACHE_DIR"] = str(folder)
-    ENGINE.ledger = MemoryLedger()  # nobody else has the files open
+    ENGINE.ledger = Ledger()  # nobody else has the files open
     lz.configure()
     try:
         yield folder

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.ledger import Ledger, MemoryLedger
+from layerzero.core.ledger import Ledger
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
 from layerzero.core.recipe import Workspace
@@ -34,7 +34,7 @@ def ledger() -> Ledger:
     from layerzero.tuning.storage.store import StoreLedger
 
     folder = cache_folder()
-    return StoreLedger(MemoryLedger() if folder is None else FileLedger(folder)).watched()
+    return StoreLedger(Ledger() if folder is None else FileLedger(folder)).watched()
 
 
 def update_descriptors() -> bool:

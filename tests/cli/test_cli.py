@@ -17,7 +17,7 @@ from command_lines import FA3, GQA, answer, run
 from drawing import at_once
 from layerzero.cli.app import main
 from layerzero.core.evidence import Measurement
-from layerzero.core.ledger import MemoryLedger
+from layerzero.core.ledger import Ledger
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.storage.store import StoreLedger
@@ -84,7 +84,7 @@ def measured_elsewhere(folder, monkeypatch):
     """Files of times as the examples name them."""
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(folder / "other"))
     lz.configure()
-    ENGINE.ledger = StoreLedger(MemoryLedger())
+    ENGINE.ledger = StoreLedger(Ledger())
     facts = lz.facts("rms_norm", torch.randn(4, 64), torch.randn(64))
     ENGINE.ledger.record_time(REGISTRY.kernel("torch.rms_norm"), facts, Measurement(10.0, 11.0, 0.1, 20))
     assert run("perfdb export times.jsonl").exit_code == 0

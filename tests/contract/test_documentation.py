@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import layerzero as lz
 from layerzero.cli.app import main
 from layerzero.core.kernel import Trust
-from layerzero.core.ledger import MemoryLedger
+from layerzero.core.ledger import Ledger
 from layerzero.engine.config import CONFIGURATION, known_variables
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.settings import SETTINGS
@@ -295,7 +295,7 @@ def test_the_documented_explanation_is_real(tmp_path, monkeypatch):
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))  # with the times that ship
     monkeypatch.setenv("COLUMNS", "100")
     CONFIGURATION.reset()
-    ENGINE.ledger = StoreLedger(MemoryLedger())
+    ENGINE.ledger = StoreLedger(Ledger())
     real = [line.rstrip() for line in run(command.removeprefix("$ layerzero ")).stdout.splitlines()]
     assert [line for line in shown.splitlines() if line not in real] == []
 

@@ -9,14 +9,14 @@ import torch
 
 import layerzero as lz
 from layerzero.core.evidence import Evidence, Provenance
-from layerzero.core.ledger import MemoryLedger, Verdict
+from layerzero.core.ledger import Ledger, Verdict
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 
 CALL = torch.randn(8, 64), torch.randn(64)
 
 
-class KnownTimes(MemoryLedger):
+class KnownTimes(Ledger):
     """A ledger that knows the times that a test gave it, for whatever call."""
 
     def __init__(self):

@@ -9,7 +9,7 @@ import torch
 
 import layerzero as lz
 from layerzero.core.kernel import Kernel
-from layerzero.core.ledger import MemoryLedger
+from layerzero.core.ledger import Ledger
 from layerzero.core.reasons import ReasonCode
 from layerzero.engine import plan_source, transforms
 from layerzero.engine.config import current_policy
@@ -74,7 +74,7 @@ def test_the_class_of_a_capture_is_told_by_sizes_and_arguments(ledger):
 
 @pytest.mark.parametrize("in_files", [True, False])
 def test_what_is_known_of_one_work_does_not_hold_for_its_class_and_a_later_proof_of_that_lifts_it(ledger, in_files):
-    ledger = ledger if in_files else MemoryLedger()
+    ledger = ledger if in_files else Ledger()
     facts, another = (lz.facts("rms_norm", torch.randn(rows, 64), WEIGHT) for rows in (9, 10))
     ledger.record_capture(torchs(), another, "")
     ledger.record_capture(torchs(), facts, "made before, is none", work=True)

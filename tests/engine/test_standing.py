@@ -16,7 +16,7 @@ import layerzero as lz
 from drawing import examples
 from layerzero.core import limits
 from layerzero.core.evidence import Measurement
-from layerzero.core.ledger import MemoryLedger
+from layerzero.core.ledger import Ledger
 from layerzero.engine import failures, plan_source, reuse
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
@@ -144,7 +144,7 @@ def test_what_cannot_win_is_judged_when_somebody_looks_as_it_was_when_the_choice
         assert report.kernel_id == "user.best"
         assert callable(report.ranked)
         assert not any(each.legal for each in judged[1:])
-        ENGINE.ledger = MemoryLedger()
+        ENGINE.ledger = Ledger()
         ENGINE.health.failed(REGISTRY.kernel("torch.sdpa.math"), facts.operation.name, RuntimeError("later"))
         assert report.reasons("user.suspect")[0].got == "planted"
         assert report.reasons("torch.sdpa.math") == ()

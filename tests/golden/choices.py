@@ -20,7 +20,7 @@ from layerzero.core.evidence import Evidence, Provenance
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.known_devices import KNOWN_DEVICES
-from layerzero.core.ledger import Libraries, MemoryLedger
+from layerzero.core.ledger import Ledger, Libraries
 from layerzero.core.plan import Candidate
 from layerzero.engine.dispatch import ENGINE
 from layerzero.testing.generate import random_call
@@ -136,7 +136,7 @@ DEVICES = {
 }
 
 
-class Drawn(MemoryLedger):
+class Drawn(Ledger):
     """Times of three in five kernels, which their ids and the call decide."""
 
     def __init__(self, call: str) -> None:

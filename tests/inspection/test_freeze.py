@@ -166,9 +166,9 @@ def test_a_document_goes_to_another_process_and_back(tmp_path):
     lz.thaw()
     script = f"""
 import layerzero as lz
-from layerzero.core.ledger import MemoryLedger
+from layerzero.core.ledger import Ledger
 from layerzero.engine.dispatch import ENGINE
-ENGINE.ledger = MemoryLedger()  # as in this process: times ship for some machines
+ENGINE.ledger = Ledger()  # as in this process: times ship for some machines
 print(lz.freeze({str(tmp_path / "frozen.json")!r}).hash)
 """
     shown = subprocess.run(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import layerzero as lz
-from layerzero.core.ledger import MemoryLedger
+from layerzero.core.ledger import Ledger
 from layerzero.engine.dispatch import ENGINE
 from layerzero.integrations.optimize.modules import quantised, weights
 from layerzero.tuning.storage import archive
@@ -22,9 +22,9 @@ from layerzero.tuning.storage.store import StoreLedger, TimeStore
 def _store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: None) -> Iterator[None]:
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
     lz.configure()
-    ENGINE.ledger = StoreLedger(MemoryLedger())
+    ENGINE.ledger = StoreLedger(Ledger())
     yield
-    ENGINE.ledger = MemoryLedger()
+    ENGINE.ledger = Ledger()
 
 
 def model() -> nn.Sequential:
@@ -118,7 +118,7 @@ def test_a_weight_is_told_from_others_by_every_column_and_every_number(dtype: to
 
 
 def test_without_a_store_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    ENGINE.ledger = MemoryLedger()
+    ENGINE.ledger = Ledger()
     seen = made(monkeypatch)
     for _ in range(2):
         assert "before" not in why(lz.optimize(model(), weights="int4", accuracy=0.02))

@@ -21,7 +21,7 @@ import layerzero as lz
 from drawing import examples
 from layerzero.cli.app import main
 from layerzero.core.evidence import Measurement, Provenance
-from layerzero.core.ledger import MemoryLedger
+from layerzero.core.ledger import Ledger
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.storage import archive, connections
@@ -83,7 +83,7 @@ def sql(path, *statements):
 
 def used(kernels):
     """What a process makes of the file: measured times by kernel and rows, a prediction, notes; it writes, too."""
-    ENGINE.ledger = StoreLedger(MemoryLedger())
+    ENGINE.ledger = StoreLedger(Ledger())
     found = {rows: ENGINE.ledger.evidence(kernels, facts(rows)) for rows in (*ROWS, 100)}
     lz.rms_norm(torch.randn(8, 64), torch.randn(64))
     lz.rms_norm(torch.randn(100, 64), torch.randn(64))

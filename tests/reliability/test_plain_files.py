@@ -16,7 +16,7 @@ from one_time import right
 
 import layerzero as lz
 from layerzero.core.evidence import Measurement
-from layerzero.core.ledger import MemoryLedger, Verdict
+from layerzero.core.ledger import Ledger, Verdict
 from layerzero.core.system import disk
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
@@ -347,7 +347,7 @@ def test_doctor_tells_of_a_cache_that_cannot_be_before_anybody_writes(tmp_path, 
     assert "cannot be written: its disk is full (12 KiB left); mend that or set LAYERZERO_CACHE_DIR" in note
     monkeypatch.undo()
     assert FileLedger(tmp_path / "cache").notes() == ()
-    ENGINE.ledger = MemoryLedger()
+    ENGINE.ledger = Ledger()
 
 
 def test_a_whole_cache_that_is_a_file(tmp_path, monkeypatch, kernel):
@@ -360,4 +360,4 @@ def test_a_whole_cache_that_is_a_file(tmp_path, monkeypatch, kernel):
         ENGINE.ledger.record_time(kernel, facts(), TIME)
     assert lz.which("rms_norm", X, W)["kernel_id"] != "mine.rms_norm"
     shutil.rmtree(tmp_path / "cache", ignore_errors=True)
-    ENGINE.ledger = MemoryLedger()
+    ENGINE.ledger = Ledger()

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import layerzero as lz
 from layerzero.cli.app import main
-from layerzero.core.ledger import MemoryLedger
+from layerzero.core.ledger import Ledger
 from layerzero.engine import probe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
@@ -110,7 +110,7 @@ def test_without_a_manifest_it_is_what_was_called(tmp_path):
     ENGINE.ledger = StoreLedger(FileLedger(tmp_path))
     norm(3, 32)
     assert [each.operation for each in lz.readiness_check(device="cpu").lacking] == ["norm.rms"]
-    ENGINE.ledger = MemoryLedger()
+    ENGINE.ledger = Ledger()
     report = lz.readiness_check(device="cpu")
     assert (report.calls, report.ready) == (0, True)
     assert str(report).startswith("ready: no call is known")

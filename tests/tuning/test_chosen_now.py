@@ -11,7 +11,7 @@ from torch.nn.functional import rms_norm
 import layerzero as lz
 from layerzero.cli import tune as command
 from layerzero.core.evidence import Measurement, Provenance
-from layerzero.core.ledger import MemoryLedger
+from layerzero.core.ledger import Ledger
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.measurement import contest
@@ -33,7 +33,7 @@ def kernel_of(name, **more):
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch, tmp_path):
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
-    ENGINE.ledger = StoreLedger(MemoryLedger())
+    ENGINE.ledger = StoreLedger(Ledger())
     kernel_of("a", priority=80)
     kernel_of("b", priority=60)
     lz.configure(allow=["user"])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import layerzero as lz
 from layerzero.core.device import Device
 from layerzero.core.evidence import HOST_MARGIN, Evidence, Measurement, Provenance
-from layerzero.core.ledger import MemoryLedger
+from layerzero.core.ledger import Ledger
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.order import NEARLY, NEARLY_MEASURED, decisive, wait_us
 from layerzero.engine.registry import REGISTRY
@@ -170,7 +170,7 @@ def norms(monkeypatch, tmp_path):
     """Two kernels, and a ledger that keeps times."""
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
     lz.configure(allow=["user"])
-    ENGINE.ledger = StoreLedger(MemoryLedger())
+    ENGINE.ledger = StoreLedger(Ledger())
 
     def run(input, weight, *, eps=1e-6):
         return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import layerzero as lz
 from layerzero.cli.app import main
-from layerzero.core.ledger import MemoryLedger
+from layerzero.core.ledger import Ledger
 from layerzero.core.reasons import ReasonCode
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
@@ -30,7 +30,7 @@ EFFORT = Effort(3, 0.01)
 def kernels(tmp_path, monkeypatch):
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
     lz.configure()
-    monkeypatch.setattr(ENGINE, "ledger", StoreLedger(MemoryLedger()))
+    monkeypatch.setattr(ENGINE, "ledger", StoreLedger(Ledger()))
     for name in ("exact", "coarse"):
         lz.register_kernel("norm.rms", f"user.{name}", priority=50)(right)
     return [REGISTRY.kernel("user.exact"), REGISTRY.kernel("user.coarse")]

@@ -20,7 +20,7 @@ from one_time import right
 
 import layerzero as lz
 from layerzero.core.facts import FactsBuilder
-from layerzero.core.ledger import MemoryLedger, Verdict, class_text
+from layerzero.core.ledger import Ledger, Verdict, class_text
 from layerzero.core.recipe import CallRecipe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
@@ -256,7 +256,7 @@ def test_the_folder_is_the_variables_else_the_users(monkeypatch):
     assert cache_folder({}).name == "layerzero"
     from layerzero import _assembly
 
-    assert type(_assembly.ledger().markers) is MemoryLedger
+    assert type(_assembly.ledger().markers) is Ledger
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", "/somewhere")
     assert _assembly.ledger().markers.files.path == Path("/somewhere/ledger-1")
 

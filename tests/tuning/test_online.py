@@ -11,7 +11,7 @@ import torch
 import layerzero as lz
 from layerzero.cli.flags import shapes_of
 from layerzero.core.evidence import Measurement, call_work
-from layerzero.core.ledger import MemoryLedger
+from layerzero.core.ledger import Ledger
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
 from layerzero.engine.registry import REGISTRY
@@ -38,7 +38,7 @@ def sampler(monkeypatch):
 
 def measured(time_us, *arguments):
     """Let the database say how long a call takes."""
-    ENGINE.ledger = StoreLedger(MemoryLedger())
+    ENGINE.ledger = StoreLedger(Ledger())
     kernel = REGISTRY.kernel("torch.rms_norm")
     ENGINE.ledger.record_time(kernel, lz.facts("rms_norm", *arguments), Measurement(time_us, time_us, 0.0, 20))
     ENGINE.bump()
@@ -117,7 +117,7 @@ def test_drifts_are_bounded(sampler, monkeypatch):
     monkeypatch.setattr(online, "MAX_KEPT", 2)
     monkeypatch.setattr(online, "MAX_NOTES", 1)
     lz.configure(sampling_rate=1.0)
-    ENGINE.ledger = StoreLedger(MemoryLedger())
+    ENGINE.ledger = StoreLedger(Ledger())
     for rows in (3, 5, 7):
         x = torch.randn(rows, 64)
         kernel = REGISTRY.kernel("torch.rms_norm")
@@ -207,7 +207,7 @@ def test_a_call_counts_for_its_own_sizes_not_for_those_its_plan_was_chosen_for(s
 
 def test_what_the_queue_has_no_room_for_is_counted_and_told(sampler, monkeypatch):
     monkeypatch.setattr(online, "MAX_WAITING", 4)
-    ENGINE.ledger = StoreLedger(MemoryLedger())
+    ENGINE.ledger = StoreLedger(Ledger())
     lz.configure(sampling_rate=1.0)
     for _ in range(40):
         lz.rms_norm(X, W)

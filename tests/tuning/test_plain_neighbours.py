@@ -5,7 +5,7 @@ import pytest
 import layerzero as lz
 import vocabularies
 from layerzero.core.evidence import Evidence, Measurement, Provenance
-from layerzero.core.ledger import MemoryLedger, Verdict
+from layerzero.core.ledger import Ledger, Verdict
 from layerzero.core.operation import Routed
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.order import FOR_SURE, reliable
@@ -18,7 +18,7 @@ ENCODE = PLAIN_OPERATIONS["tokenize.encode"]
 
 @pytest.fixture
 def place(tmp_path):
-    ENGINE.ledger = StoreLedger(MemoryLedger())
+    ENGINE.ledger = StoreLedger(Ledger())
     path = tmp_path / "tokenizer.json"
     path.write_text(vocabularies.byte_level())
     yield str(path)

@@ -15,7 +15,7 @@ import layerzero as lz
 from drawing import at_once
 from layerzero.core.device import Device
 from layerzero.core.evidence import Measurement, Provenance
-from layerzero.core.ledger import MemoryLedger, Verdict
+from layerzero.core.ledger import Ledger, Verdict
 from layerzero.engine import probe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.order import NEARLY, costs
@@ -205,7 +205,7 @@ def test_one_time_of_the_users_own_replaces_the_table(tmp_path, monkeypatch):
 def test_explain_says_prior():
     tensors = [torch.empty(1, 2048, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8, 8)]
     assert "as shipped" not in str(lz.explain("attention", *tensors, layout="BSHD", device="H200"))
-    ENGINE.ledger = StoreLedger(MemoryLedger())
+    ENGINE.ledger = StoreLedger(Ledger())
     assert "as shipped" in str(lz.explain("attention", *tensors, layout="BSHD", device="H200"))
 
 
@@ -341,7 +341,7 @@ def test_a_question_about_other_libraries_has_the_times_of_their_versions(here, 
         return here
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    monkeypatch.setattr(ENGINE, "_ledger", StoreLedger(MemoryLedger()))
+    monkeypatch.setattr(ENGINE, "_ledger", StoreLedger(Ledger()))
     probe.forget()
     call, kernel = attention(1, 2048), REGISTRY.kernel("vllm.flash_attn.v3")
     report = lz.explain(call, libraries={"vllm": "0.20.0", "torch": "2.11.0"})
@@ -361,7 +361,7 @@ def test_what_was_found_here_says_nothing_about_another_version(tmp_path, monkey
     assert kernel.id in store.evidence([kernel], call)
     assert kernel.id in store.evidence([kernel], call, probe.Machine(None, {"torch": torch.__version__}))
     assert store.evidence([kernel], call, probe.Machine(None, libraries)) == {}
-    monkeypatch.setattr(ENGINE, "_ledger", MemoryLedger())
+    monkeypatch.setattr(ENGINE, "_ledger", Ledger())
     ENGINE.ledger.record_verdict(kernel, call, Verdict.WRONG)
     assert lz.explain(call).reasons(kernel.id)
     assert lz.explain(call, libraries={"torch": torch.__version__}).reasons(kernel.id)

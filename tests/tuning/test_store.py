@@ -15,7 +15,7 @@ from one_time import TIME, facts, fresh, times
 
 import layerzero as lz
 from layerzero.core.evidence import Provenance, call_work
-from layerzero.core.ledger import MemoryLedger
+from layerzero.core.ledger import Ledger
 from layerzero.engine import order
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
@@ -32,7 +32,7 @@ PARTS = st.tuples(st.floats(1.0, 500.0), st.floats(1.0, 500.0), st.floats(1.0, 1
 @given(st.dictionaries(st.sampled_from("abc"), st.tuples(PARTS, st.sampled_from([8, 16])), min_size=1), st.booleans())
 def test_what_is_told_as_measured_is_a_row_that_was_recorded(kernels, drawn, capturing):
     """Whatever stands beside it: what decides depends on the others, and has a name of its own."""
-    ENGINE.ledger = StoreLedger(MemoryLedger())
+    ENGINE.ledger = StoreLedger(Ledger())
     recorded = {}
     for name, ((device_us, host_us, longer), rows) in drawn.items():
         waited_us = max(device_us, host_us) * longer
@@ -58,7 +58,7 @@ def test_what_is_told_as_measured_is_a_row_that_was_recorded(kernels, drawn, cap
 
 def test_what_decides_is_told_beside_what_was_measured(kernels):
     waits = {"a": (60.0, 31.0), "b": (44.0, 28.0), "c": (52.0, 20.0)}
-    ENGINE.ledger = StoreLedger(MemoryLedger())
+    ENGINE.ledger = StoreLedger(Ledger())
     for name, (waited_us, device_us) in waits.items():
         time = replace(TIME, median_us=waited_us, device_us=device_us, host_us=waited_us)
         ENGINE.ledger.record_time(REGISTRY.kernel(f"user.{name}"), facts(8), time)
@@ -242,10 +242,10 @@ def test_the_setting_names_the_file_and_moves_a_running_process(folder, kernels,
 
 def test_the_engine_chooses_by_what_an_earlier_process_measured(folder, kernels):
     x, w = torch.randn(4, 64), torch.randn(64)
-    earlier = StoreLedger(MemoryLedger())
+    earlier = StoreLedger(Ledger())
     for each, median in zip(kernels, (9.0, 5.0, 8.0), strict=True):
         earlier.record_time(each, lz.facts("rms_norm", x, w), replace(TIME, median_us=median))
-    ENGINE.ledger = StoreLedger(MemoryLedger())
+    ENGINE.ledger = StoreLedger(Ledger())
     with lz.scope(allow=["user"]):
         assert lz.which("rms_norm", x, w)["kernel_id"] == "user.b"
         assert "measured" in str(lz.explain("rms_norm", x, w))

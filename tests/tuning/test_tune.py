@@ -14,7 +14,7 @@ import layerzero as lz
 from counting import Told
 from layerzero.cli import tune as command
 from layerzero.core.evidence import Provenance
-from layerzero.core.ledger import MemoryLedger
+from layerzero.core.ledger import Ledger
 from layerzero.engine.dispatch import ENGINE
 from layerzero.ops import OPERATIONS
 from layerzero.tuning.measurement import contest, jobs, tune_run
@@ -57,7 +57,7 @@ def test_what_is_known_is_not_measured_again():
 
 
 def test_noisy_times_do_not_make_a_call_known(monkeypatch):
-    ENGINE.ledger = StoreLedger(MemoryLedger())
+    ENGINE.ledger = StoreLedger(Ledger())
     lz.configure(allow=["torch"], perfdb={"enabled": False})
     real = contest.measurement
     noisy = lambda *args, **kwargs: replace(real(*args, **kwargs), noise=1.0, variance_us2=1e9)

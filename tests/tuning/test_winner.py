@@ -7,7 +7,7 @@ import torch
 
 import layerzero as lz
 from layerzero.core.evidence import Measurement
-from layerzero.core.ledger import MemoryLedger
+from layerzero.core.ledger import Ledger
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
@@ -22,7 +22,7 @@ X, W = torch.randn(4, 64), torch.randn(64)
 def kernels(monkeypatch, tmp_path):
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
     lz.configure()
-    ENGINE.ledger = StoreLedger(MemoryLedger())
+    ENGINE.ledger = StoreLedger(Ledger())
 
     def run(input, weight, *, eps=1e-6):
         return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)

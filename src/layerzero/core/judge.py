@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,45 +51,35 @@ class Given:
     canonical: Callable[[Tensor], Tensor] = _as_it_is
 
 
-class Judge(Protocol):
-    """Says what is wrong with one result of a call."""
+class Judge:
+    """Says what is wrong with one result of a call; in words, what is right.
 
-    @property
-    def reason(self) -> str:
-        """Why results are judged like this."""
+    Attributes:
+        reason: why results are judged like this.
+    """
+
+    __slots__ = ()
+    reason: str
 
     @property
     def dtypes(self) -> frozenset[torch.dtype] | None:
         """The dtypes of calls that it can judge; None for any."""
+        return None
 
-    def basis(self, arguments: Mapping[str, Any]) -> Any:
+    def basis(self, arguments: Mapping[str, Any]) -> Any:  # noqa: ARG002  # the reference's result says it all
         """What it needs to know of a call: its canonical arguments, floating ones in float64; read before it runs."""
+        return None
 
     def problem(self, got: Tensor, want: Tensor, given: Given) -> str:
         """Say in one line how a result is not what the reference's says; empty if it is right.
 
         ``got`` has the right shape, dtype and device; ``want`` is float64 where it is floating.
         """
-
-    def __str__(self) -> str:
-        """What is right, in words."""
-
-
-class AnyDtype:
-    """A judge of calls in any dtype, to which the reference's result says it all."""
-
-    __slots__ = ()
-
-    @property
-    def dtypes(self) -> None:
-        """Any."""
-
-    def basis(self, arguments: Mapping[str, Any]) -> Any:
-        """Nothing."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
-class Elementwise:
+class Elementwise(Judge):
     """Numbers near the reference's.
 
     Attributes:
@@ -179,7 +169,7 @@ def first_wrong(wrong: Tensor, what: str, want: Tensor, got: Tensor, form: str =
 
 
 @dataclass(frozen=True, slots=True)
-class Exact(AnyDtype):
+class Exact(Judge):
     """The reference's very values, rounded to the result's dtype; NaN where it has NaN."""
 
     reason: str
@@ -187,14 +177,14 @@ class Exact(AnyDtype):
     def __str__(self) -> str:
         return "the reference's very values"
 
-    def problem(self, got: Tensor, want: Tensor, given: Given) -> str:  # noqa: ARG002  # the protocol's names
+    def problem(self, got: Tensor, want: Tensor, given: Given) -> str:  # noqa: ARG002  # a judge's names
         """Say where the first value differs."""
         got, want = got.detach(), want.to(got.dtype)
         return first_wrong(~_same(got, want), "elements differ, and none may", want, got, "")
 
 
 @dataclass(frozen=True, slots=True)
-class Indices(AnyDtype):
+class Indices(Judge):
     """Places along the last axis of scores, best first: the reference's, or others whose scores tie with them.
 
     Attributes:
@@ -261,7 +251,7 @@ canonical layout, and the last two in float64 where they are floating."""
 
 
 @dataclass(frozen=True, slots=True)
-class Property(AnyDtype):
+class Property(Judge):
     """Something that holds of the results of a call, whatever they are.
 
     As the judge of a result it judges that result alone. Among :attr:`Operation.properties` it judges the results of

@@ -13,18 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.core.judge import (
-    AnyDtype,
-    Elementwise,
-    Exact,
-    Given,
-    Indices,
-    Judge,
-    Property,
-    first_of,
-    place_of,
-    reproducible,
-)
+from layerzero.core.judge import Elementwise, Exact, Given, Indices, Judge, Property, first_of, place_of, reproducible
 
 __all__ = ["Distribution", "Elementwise", "Exact", "Given", "Indices", "Judge", "Property", "reproducible"]
 
@@ -34,7 +23,7 @@ LEAST_EXPECTED = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Distribution(AnyDtype):
+class Distribution(Judge):
     """Draws of places along the last axis of probabilities.
 
     A single result is right if each draw is one that may come. Whether they come as often as they should is tested on

@@ -1,4 +1,4 @@
-"""What is remembered about kernels: the protocol that the engine asks, and an in-memory keeper of it."""
+"""What is remembered about kernels, as the engine asks for it: in memory here, on disk in ``tuning/storage``."""
 
 from __future__ import annotations
 
@@ -140,89 +140,8 @@ class Libraries(Protocol):
         """The version of a library; empty where nothing tells, None where it is absent."""
 
 
-class Ledger(Protocol):
-    """Times, verdicts and failures, as the engine asks for them and reports them."""
-
-    def evidence(
-        self, kernels: Sequence[Kernel], facts: Facts, libraries: Libraries | None = None
-    ) -> Mapping[str, Evidence]:
-        """The times that are known of these kernels for a call, by kernel id; of these libraries, or of those here."""
-
-    def untimed(self, facts: Facts) -> bool:
-        """Whether no kernel has a time for a call, as far as that is known without a search."""
-
-    def on_record(self, kernels: Sequence[Kernel]) -> Collection[str]:
-        """Ids of those kernels with a verdict or a suspicion of any class; read once a miss."""
-
-    def verdict(self, kernel: Kernel, facts: Facts) -> Verdict | None:
-        """What vetting said about this kernel and class of calls, None where it was not vetted."""
-
-    def record_time(self, kernel: Kernel, facts: Facts, measurement: Measurement) -> None:
-        """Remember a measured time."""
-
-    def judgement(self, kernel: Kernel, facts: Facts) -> Judgement | None:
-        """The verdict that decides about this kernel and class of calls, with what was seen."""
-
-    def record_verdict(self, kernel: Kernel, facts: Facts, verdict: Verdict, detail: str = "") -> None:
-        """Remember what vetting found."""
-
-    def record_failure(self, kernel: Kernel, facts: Facts, error: str) -> None:
-        """Remember that a kernel raised."""
-
-    def failures(self) -> Mapping[tuple[str, str], tuple[str, ...]]:
-        """Errors by (kernel id, operation), oldest first."""
-
-    def record_capture(self, kernel: Kernel, facts: Facts, why: str, *, work: bool = False) -> None:
-        """Remember what came of a capture: empty if its replays were right, else why a capture may not have the kernel.
-
-        It holds for the class of captured calls, with ``work`` for this very work, and until a version changes.
-        """
-
-    def capture(self, kernel: Kernel, facts: Facts) -> str | None:
-        """What came of captures of this very work or of its class, the later one of both; None if none was tried."""
-
-    def record_workspace(self, kernel: Kernel, facts: Facts, count: int) -> None:
-        """Remember bytes that a kernel took besides its results, for this class of calls."""
-
-    def workspace(self, kernel: Kernel, facts: Facts) -> Workspace | None:
-        """What was measured of a kernel and class, for a call of it; None where nothing was."""
-
-    def unproved(self, kernel: Kernel, facts: Facts) -> bool:
-        """Whether a class never ran here, as far as that is remembered; asks only, and writes nothing."""
-
-    def begin(self, kernel: Kernel, facts: Facts) -> object | None:
-        """Commit a marker before a class runs for the first time here; None where it ran before."""
-
-    def accept(self, marker: object) -> None:
-        """Take a marker away: the first result was accepted, and no marker is needed for this class again."""
-
-    def withdraw(self, marker: object) -> None:
-        """Take a marker away: the first run ended in an exception, which is not what markers are for."""
-
-    def suspicion(self, kernel: Kernel, facts: Facts) -> str | None:
-        """Why this kernel may not run this class until a child process cleared it; None if it may."""
-
-    def suspect(self, kernel: Kernel, facts: Facts, why: str) -> None:
-        """Suspect a kernel and a class of calls."""
-
-    def suspects(self) -> tuple[Suspect, ...]:
-        """Every suspect, and every one that a child found guilty."""
-
-    def settle(self, suspect: Suspect, verdict: Verdict, detail: str) -> None:
-        """Remember what a child found: passed clears the suspect, anything else bans it."""
-
-    def called(self, facts: Facts) -> None:
-        """Remember that a call was chosen for, so that tuning measures first what this machine runs; never waits."""
-
-    def calls(self) -> Sequence[tuple[int, CallRecipe]]:
-        """What was called on this machine and how often it was chosen for, the latest first; bounded."""
-
-    def notes(self) -> tuple[str, ...]:
-        """What is wrong with the place where things are remembered, for doctor."""
-
-
-class MemoryLedger:
-    """A ledger for the life of the process."""
+class Ledger:
+    """Times, verdicts and failures, as the engine asks for them and reports them: here for the life of the process."""
 
     MAX_FAILURES_PER_KERNEL = 32
 
@@ -240,30 +159,30 @@ class MemoryLedger:
         self,
         kernels: Sequence[Kernel],
         facts: Facts,
-        libraries: Libraries | None = None,  # noqa: ARG002  # the protocol's names; no version is kept here
+        libraries: Libraries | None = None,  # noqa: ARG002  # no version is kept here
     ) -> Mapping[str, Evidence]:
-        """Times recorded for exactly this work."""
+        """The times that are known of these kernels for a call, by kernel id; of these libraries, or of those here."""
         times = self._times.get(call_work(facts)) if self._times else None
         return {each.id: times[each.id] for each in kernels if each.id in times} if times else {}
 
-    def untimed(self, facts: Facts) -> bool:  # noqa: ARG002  # the protocol's names
-        """Whether nothing was recorded yet."""
+    def untimed(self, facts: Facts) -> bool:  # noqa: ARG002  # others keep more
+        """Whether no kernel has a time for a call, as far as that is known without a search."""
         return not self._times
 
-    def on_record(self, kernels: Sequence[Kernel]) -> Collection[str]:  # noqa: ARG002  # the protocol's names
-        """All that anything was recorded about."""
+    def on_record(self, kernels: Sequence[Kernel]) -> Collection[str]:  # noqa: ARG002  # others keep more
+        """Ids of those kernels with a verdict or a suspicion of any class; read once a miss."""
         if not self._verdicts and not self._suspects:
             return ()
         with self._lock:
             return {*self._verdicts, *(kernel_id for kernel_id, _ in self._suspects)}
 
     def verdict(self, kernel: Kernel, facts: Facts) -> Verdict | None:
-        """The verdict that decides about this class of calls."""
+        """What vetting said about this kernel and class of calls, None where it was not vetted."""
         found = self.judgement(kernel, facts)
         return None if found is None else found.verdict
 
     def judgement(self, kernel: Kernel, facts: Facts) -> Judgement | None:
-        """What was recorded for this class of calls, or a wrong result of any other."""
+        """The verdict that decides about this class of calls, with what was seen: its own, or a wrong result of any."""
         known = self._verdicts.get(kernel.id)
         if not known:
             return None
@@ -274,35 +193,38 @@ class MemoryLedger:
             return deciding(own, next((each for each in known.values() if each.verdict is Verdict.WRONG), None))
 
     def record_time(self, kernel: Kernel, facts: Facts, measurement: Measurement) -> None:
-        """Remember a time; the latest wins."""
+        """Remember a measured time; the latest wins."""
         with self._lock:
             times = self._times.setdefault(call_work(facts), {})
             times[kernel.id] = Evidence(measurement.median_us, noise=measurement.noise, error=measurement.error)
 
     def record_verdict(self, kernel: Kernel, facts: Facts, verdict: Verdict, detail: str = "") -> None:
-        """Remember a verdict; the latest wins."""
+        """Remember what vetting found; the latest wins."""
         name = class_text(facts)
         with self._lock:
             self._verdicts.setdefault(kernel.id, {})[name] = Judgement(verdict, name, detail)
 
     def record_failure(self, kernel: Kernel, facts: Facts, error: str) -> None:
-        """Remember an error, the last 32 of each kernel and operation."""
+        """Remember that a kernel raised: the last 32 errors of each kernel and operation."""
         with self._lock:
             errors = self._failures.setdefault((kernel.id, str(facts["operation"])), [])
             errors.append(error)
             del errors[: -self.MAX_FAILURES_PER_KERNEL]
 
     def failures(self) -> Mapping[tuple[str, str], tuple[str, ...]]:
-        """A copy of what failed."""
+        """Errors by (kernel id, operation), oldest first."""
         with self._lock:
             return {key: tuple(errors) for key, errors in self._failures.items()}
 
     def record_capture(self, kernel: Kernel, facts: Facts, why: str, *, work: bool = False) -> None:
-        """Remember it for this process."""
+        """Remember what came of a capture: empty if its replays were right, else why a capture may not have the kernel.
+
+        It holds for the class of captured calls, with ``work`` for this very work, and until a version changes.
+        """
         self._captures[kernel.id, work_text(facts) if work else capture_text(facts)] = next(self._order), why
 
     def capture(self, kernel: Kernel, facts: Facts) -> str | None:
-        """What this process saw last."""
+        """What came of captures of this very work or of its class, the later one of both; None if none was tried."""
         known = self._captures
         if not known:
             return None
@@ -310,46 +232,46 @@ class MemoryLedger:
         return max(seen, key=lambda each: each[0])[1]
 
     def record_workspace(self, kernel: Kernel, facts: Facts, count: int) -> None:
-        """Remember it for this process."""
+        """Remember bytes that a kernel took besides its results, for this class of calls."""
         self._workspaces[kernel.id, class_text(facts)] = Workspace(count, elements_of(facts), f"{datetime.now(UTC):%F}")
 
     def workspace(self, kernel: Kernel, facts: Facts) -> Workspace | None:
-        """What this process measured."""
+        """What was measured of a kernel and class, for a call of it; None where nothing was."""
         found = self._workspaces.get((kernel.id, class_text(facts))) if self._workspaces else None
         return None if found is None else found.of(facts)
 
-    def unproved(self, kernel: Kernel, facts: Facts) -> bool:  # noqa: ARG002  # the protocol's names
-        """No: nothing is remembered of a machine."""
+    def unproved(self, kernel: Kernel, facts: Facts) -> bool:  # noqa: ARG002  # others keep more
+        """Whether a class never ran here, as far as that is remembered; asks only, and writes nothing."""
         return False
 
-    def begin(self, kernel: Kernel, facts: Facts) -> object | None:  # noqa: ARG002  # the protocol's names
-        """No marker: it would die with the process."""
+    def begin(self, kernel: Kernel, facts: Facts) -> object | None:  # noqa: ARG002  # others keep more
+        """Commit a marker before a class runs for the first time here; None where it ran before, and in memory."""
         return None
 
     def accept(self, marker: object) -> None:
-        """Nothing to take away."""
+        """Take a marker away: the first result was accepted, and no marker is needed for this class again."""
 
     def withdraw(self, marker: object) -> None:
-        """Nothing to take away."""
+        """Take a marker away: the first run ended in an exception, which is not what markers are for."""
 
     def suspicion(self, kernel: Kernel, facts: Facts) -> str | None:
-        """Why it is suspected in this process."""
+        """Why this kernel may not run this class until a child process cleared it; None if it may."""
         found = self._suspects.get((kernel.id, class_text(facts))) if self._suspects else None
         return found.why if found is not None and found.verdict is None else None
 
     def suspect(self, kernel: Kernel, facts: Facts, why: str) -> None:
-        """Remember a suspect."""
+        """Suspect a kernel and a class of calls."""
         found = Suspect(kernel.id, class_text(facts), why, CallRecipe.of(facts), home_of(kernel))
         with self._lock:
             self._suspects[found.kernel_id, found.call_class] = found
 
     def suspects(self) -> tuple[Suspect, ...]:
-        """Those of this process."""
+        """Every suspect, and every one that a child found guilty."""
         with self._lock:
             return tuple(self._suspects.values())
 
     def settle(self, suspect: Suspect, verdict: Verdict, detail: str) -> None:
-        """Forget a suspect that passed; keep the verdict on another."""
+        """Remember what a child found: passed clears the suspect, anything else bans it."""
         with self._lock:
             self._suspects.pop((suspect.kernel_id, suspect.call_class), None)
             known = self._verdicts.setdefault(suspect.kernel_id, {})
@@ -360,14 +282,14 @@ class MemoryLedger:
                 self._suspects[suspect.kernel_id, suspect.call_class] = settled
 
     def called(self, facts: Facts) -> None:
-        """Nothing is remembered of a machine."""
+        """Remember that a call was chosen for, so that tuning measures first what this machine runs; never waits."""
 
     def calls(self) -> Sequence[tuple[int, CallRecipe]]:
-        """Nothing is remembered of a machine."""
+        """What was called on this machine and how often it was chosen for, the latest first; bounded."""
         return ()
 
     def notes(self) -> tuple[str, ...]:
-        """Nothing: memory does not break."""
+        """What is wrong with the place where things are remembered, for doctor."""
         return ()
 
 

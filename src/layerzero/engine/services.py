@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from layerzero import core
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.ledger import Ledger, MemoryLedger
+from layerzero.core.ledger import Ledger
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
 from layerzero.core.recipe import Workspace
@@ -46,7 +46,7 @@ class Services:
         unable_to_isolate: what keeps a kernel's library from a process of its own: fact, wanted, got and next step.
     """
 
-    ledger: Callable[[], Ledger] = MemoryLedger
+    ledger: Callable[[], Ledger] = Ledger
     update_descriptors: Callable[[], bool] = lambda: True
     call: Callable[[str], Any] = _no_call
     register_function: Callable[[Function], object] = lambda *_: None

@@ -25,7 +25,7 @@ from layerzero.core.errors import InvalidCallError
 from layerzero.core.facts import Facts, FactsBuilder
 from layerzero.core.handle import FOREIGN, STALE, Handle
 from layerzero.core.kernel import Kernel
-from layerzero.core.ledger import Judgement, MemoryLedger, Verdict, class_text
+from layerzero.core.ledger import Judgement, Ledger, Verdict, class_text
 from layerzero.core.operation import Function, Operation, Routed
 from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.core.reasons import Reason
@@ -132,7 +132,7 @@ def attempt(kernel: Kernel, operation: Operation, call: RandomCall) -> Trial | N
     return Trial(kernel, call, function, routed, facts, judged(kernel, facts))
 
 
-class _Trusting(MemoryLedger):
+class _Trusting(Ledger):
     """What is tried need not have been vetted before: trying is how it proves itself."""
 
     def judgement(self, kernel: Kernel, facts: Facts) -> Judgement:  # noqa: ARG002  # the protocol's names

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +17,7 @@ from torch.nn import functional
 
 from layerzero.core.arguments import Axis, Param, TensorSchema
 from layerzero.core.facts import Facts
-from layerzero.core.judge import Elementwise, Given, apart
+from layerzero.core.judge import Elementwise, Given, Judge, apart
 from layerzero.core.operation import Case, Part, Tolerance, Work
 from layerzero.ops.activation.formulas import FORMULAS
 from layerzero.ops.calls import drawn
@@ -33,8 +32,11 @@ SIGMAS = 8.0
 """Of 2e9 sums of independent errors none is as far from 0, in units of their deviation."""
 
 
-class OfRows(ABC):
-    """Sums of products of rows that may be rounded first; ``sums`` is how exact sums are."""
+class OfRows(Judge):
+    """Sums of products of rows that may be rounded first; ``sums`` is how exact sums are.
+
+    Its basis: the size of what is added up, what rounding moves, and the rows of which nothing is said.
+    """
 
     __slots__ = ()
     sums: Elementwise
@@ -43,10 +45,6 @@ class OfRows(ABC):
     def dtypes(self) -> frozenset[torch.dtype]:
         """Those that there is a tolerance for."""
         return self.sums.dtypes
-
-    @abstractmethod
-    def basis(self, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """The size of what is added up, what rounding moves, and the rows of which nothing is said."""
 
     def problem(self, got: Tensor, want: Tensor, given: Given) -> str:
         """Say which element is farthest off, where rounded rows moved some and of others nothing is said."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import Axis, Param, TensorSchema
-from layerzero.core.judge import AnyDtype, Given, first_of, first_wrong
+from layerzero.core.judge import Given, Judge, first_of, first_wrong
 from layerzero.core.operation import Case, Operation, Work
 from layerzero.core.values import Check
 from layerzero.ops.calls import drawn
@@ -34,7 +34,7 @@ NEAR = 2e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Rounded(AnyDtype):
+class Rounded(Judge):
     """Numbers of a format that quotients round to.
 
     Attributes:
@@ -83,7 +83,7 @@ class Rounded(AnyDtype):
 
 
 @dataclass(frozen=True, slots=True)
-class Scales(AnyDtype):
+class Scales(Judge):
     """Scales near the reference's.
 
     Attributes:
@@ -109,7 +109,7 @@ class Scales(AnyDtype):
 
 
 @dataclass(frozen=True, slots=True)
-class RoundedOnce(AnyDtype):
+class RoundedOnce(Judge):
     """Products that are rounded once, to the dtype of the result, or in float32 and then to that."""
 
     reason: str = "a product in float32, rounded to the dtype of the result: one step of it, and 2^-22"
@@ -117,7 +117,7 @@ class RoundedOnce(AnyDtype):
     def __str__(self) -> str:
         return "within one step of the result's dtype"
 
-    def problem(self, got: Tensor, want: Tensor, given: Given) -> str:  # noqa: ARG002  # the protocol's names
+    def problem(self, got: Tensor, want: Tensor, given: Given) -> str:  # noqa: ARG002  # a judge's names
         """Say where the first product is too far."""
         mine, theirs = (each.detach().to(torch.float64) for each in (got, want))
         kind = torch.finfo(got.dtype)

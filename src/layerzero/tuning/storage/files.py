@@ -26,7 +26,7 @@ from layerzero.core.device import Device
 from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.ledger import Judgement, MemoryLedger, Suspect, Verdict, call_class, class_text, deciding, home_of
+from layerzero.core.ledger import Judgement, Ledger, Suspect, Verdict, call_class, class_text, deciding, home_of
 from layerzero.core.recipe import CallRecipe, Workspace, elements_of
 from layerzero.core.system import disk, forking
 from layerzero.engine import first_run, probe
@@ -91,7 +91,7 @@ class Marker:
     identity: _Identity
 
 
-class FileLedger(MemoryLedger):
+class FileLedger(Ledger):
     """Records in ``folder`` for every process, and memory for what cannot be written there."""
 
     def __init__(self, folder: Path) -> None:

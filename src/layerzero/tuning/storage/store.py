@@ -290,25 +290,18 @@ def _of_device(times: Iterable[Time]) -> list[Time]:
     ]
 
 
-class StoreLedger:
+class StoreLedger(Ledger):
     """The ledger of a process: times in the database, everything else where ``markers`` keeps it."""
 
     def __init__(self, markers: Ledger, times: TimeStore | None = None) -> None:
         self.markers = markers
         self.times = TimeStore() if times is None else times
         self._calls = CallsMade(markers.files.path.parent) if isinstance(markers, FileLedger) else None
-        self.called = markers.called if self._calls is None else self._calls.add
-        self.verdict, self.judgement = markers.verdict, markers.judgement
-        self.record_verdict = markers.record_verdict
-        self.record_failure = markers.record_failure
-        self.failures = markers.failures
-        self.record_capture, self.capture = markers.record_capture, markers.capture
-        self.record_workspace, self.workspace = markers.record_workspace, markers.workspace
-        self.unproved, self.begin = markers.unproved, markers.begin
-        self.accept, self.withdraw = markers.accept, markers.withdraw
-        self.on_record = markers.on_record
-        self.suspicion, self.suspect = markers.suspicion, markers.suspect
-        self.suspects, self.settle = markers.suspects, markers.settle
+        for name in vars(Ledger).keys() - vars(StoreLedger).keys():
+            if not name.startswith("_"):
+                setattr(self, name, getattr(markers, name))
+        if self._calls is not None:
+            self.called = self._calls.add  # type: ignore[assignment]
 
     def watched(self) -> StoreLedger:
         """The same, with a thread that looks what other processes wrote: for the ledger of a process."""
