@@ -38,7 +38,7 @@ from layerzero.backends.vllm.library import (
     operators,
     variant_of_v2,
 )
-from layerzero.backends.vllm.varlen import OF_V2, OF_V3, Forward, Keys, Own, acting
+from layerzero.backends.vllm.varlen import HEADS, OF_V2, OF_V3, Forward, Keys, Own, acting
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -180,9 +180,7 @@ def load_append(facts: Facts) -> Callable[..., Any]:
 
 
 _SHAPES = (
-    limit.dtype("float16", "bfloat16"),
-    limit.dim("head_dim", max=256, multiple=8),
-    limit.positive("scale"),
+    *HEADS,
     limit.last_stride_one("query", "key_cache", "value_cache"),
     limit.last_stride_one("block_tables"),
     limit.contiguous("context_lens"),
@@ -243,9 +241,7 @@ def _load_merge(facts: Facts) -> Callable[..., Any]:
 
 _STATES = ("output_a", "lse_a", "output_b", "lse_b")
 _PAGED = (
-    limit.dtype("float16", "bfloat16"),
-    limit.dim("head_dim", max=256, multiple=8),
-    limit.positive("scale"),
+    *HEADS,
     limit.last_stride_one("query", "key_cache", "value_cache", "block_tables"),
     limit.contiguous("context_lens"),
     limit.aligned(16, "query", "key_cache", "value_cache"),
@@ -319,9 +315,7 @@ def _of_blocks(own: Own, version: int, priority: int) -> Kernel:
         NAME,
         functools.partial(_load_blocks, library=own.forward),
         *(each for each in own.limits if "page_size" not in each.facts_named()),
-        limit.dtype("float16", "bfloat16"),
-        limit.dim("head_dim", max=256, multiple=8),
-        limit.positive("scale"),
+        *HEADS,
         limit.Custom("block_cols: a multiple of 16", _blocks_of_16),
         limit.last_stride_one("query", "key", "value"),
         limit.aligned(16, "query", "key", "value"),

@@ -161,15 +161,12 @@ def load_ragged(facts: Facts, library: Callable[[], Forward]) -> Callable[..., A
     return run
 
 
+HEADS = (limit.dtype("float16", "bfloat16"), limit.dim("head_dim", max=256, multiple=8), limit.positive("scale"))
+
+
 def shapes(*tensors: str) -> tuple[Limit, ...]:
     """What both versions demand of queries, keys and values."""
-    return (
-        limit.dtype("float16", "bfloat16"),
-        limit.dim("head_dim", max=256, multiple=8),
-        limit.positive("scale"),
-        limit.last_stride_one(*tensors),
-        limit.aligned(16, *tensors),
-    )
+    return (*HEADS, limit.last_stride_one(*tensors), limit.aligned(16, *tensors))
 
 
 _RAGGED = (*shapes("query", "key", "value"), limit.contiguous("cu_seqlens_q", "cu_seqlens_k"))

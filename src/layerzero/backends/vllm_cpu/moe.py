@@ -29,7 +29,7 @@ from torch import Tensor
 
 from layerzero.backends.grouped_weights import ALIKE, bytes_of
 from layerzero.backends.vllm_cpu.linear import misread
-from layerzero.backends.vllm_cpu.norm import VLLM_CPU, build_for, operators
+from layerzero.backends.vllm_cpu.norm import IN_THREE_DTYPES, VLLM_CPU, build_for, operators
 from layerzero.core import limits as limit
 from layerzero.core.errors import NotPreparedError
 from layerzero.core.facts import Facts
@@ -239,9 +239,7 @@ KERNELS = (
         "vllm.cpu.experts_packed",
         "moe.experts",
         _load,
-        limit.cpu_feature("avx2"),
-        limit.cpu_feature("avx512_bf16", dtype="bfloat16"),  # other builds cut off where they should round
-        limit.dtype("float32", "float16", "bfloat16"),
+        *IN_THREE_DTYPES,
         limit.Custom("few rows an expert in bfloat16", _many_rows),
         limit.one_of("alpha", ALPHA),
         limit.one_of("limit", LIMIT),

@@ -87,11 +87,14 @@ def _load_add_rms_norm(facts: Facts) -> Callable[..., Any]:
     return sum_then(_load_rms_norm(facts))
 
 
-_LIMITS = (
+IN_THREE_DTYPES = (
     limit.cpu_feature("avx2"),
     # The other builds cut a float32 off where they should round it, which draws every value 0.4 % at most towards zero.
     limit.cpu_feature("avx512_bf16", dtype="bfloat16"),
     limit.dtype("float32", "float16", "bfloat16"),  # float64 raises
+)
+_LIMITS = (
+    *IN_THREE_DTYPES,
     limit.dim("hidden", multiple=8),  # the width of a vector; others raise
 )
 
@@ -111,13 +114,7 @@ def _load_gelu(facts: Facts) -> Callable[..., Any]:
     return run
 
 
-_LIMITS_ACTIVATION = (
-    limit.cpu_feature("avx2"),
-    # The other builds cut a float32 off where they should round it, which draws every value 0.4 % at most towards zero.
-    limit.cpu_feature("avx512_bf16", dtype="bfloat16"),
-    limit.dtype("float32", "float16", "bfloat16"),
-    limit.contiguous("input"),
-)
+_LIMITS_ACTIVATION = (*IN_THREE_DTYPES, limit.contiguous("input"))
 _BY_TANH = (limit.one_of("approximate", "tanh"), limit.dim("features", multiple=8))
 _PAIRS = limit.dim("joined", multiple=16)
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from layerzero.backends.vllm_cpu.norm import VLLM_CPU, build_for, operators
+from layerzero.backends.vllm_cpu.norm import IN_THREE_DTYPES, VLLM_CPU, build_for, operators
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.reasons import Reason, ReasonCode
@@ -227,9 +227,7 @@ def _masks(facts: Facts) -> Reason | None:
 
 
 LIMITS = (
-    limit.cpu_feature("avx2"),
-    limit.cpu_feature("avx512_bf16", dtype="bfloat16"),  # the other builds cut float32 off where they should round it
-    limit.dtype("float32", "float16", "bfloat16"),
+    *IN_THREE_DTYPES,
     limit.dim("head_dim", one_of=(32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)),
     limit.equal("value_dim", "head_dim"),
     limit.dim("page_size", multiple=16),
@@ -321,10 +319,7 @@ KERNELS = (
         "vllm.cpu.mla_decode",
         NAME,
         _load,
-        limit.cpu_feature("avx2"),
-        # the other builds cut a float32 off where they should round it
-        limit.cpu_feature("avx512_bf16", dtype="bfloat16"),
-        limit.dtype("float32", "float16", "bfloat16"),
+        *IN_THREE_DTYPES,
         *WIDTHS,
         limit.dim("page_size", one_of=(16,)),
         limit.dim("seq_q", one_of=(1,)),

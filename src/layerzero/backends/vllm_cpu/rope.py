@@ -21,7 +21,7 @@ from torch import Tensor
 
 from layerzero.backends.rotary import HeadsDense, TokensInLine, table_and_places
 from layerzero.backends.torch.kv import appending
-from layerzero.backends.vllm_cpu.norm import VLLM_CPU, build_for, operators
+from layerzero.backends.vllm_cpu.norm import IN_THREE_DTYPES, VLLM_CPU, build_for, operators
 from layerzero.backends.vllm_cpu.paged import LIMITS as CACHE_LIMITS
 from layerzero.backends.vllm_cpu.paged import load_append
 from layerzero.core import limits as limit
@@ -150,9 +150,7 @@ def _table(facts: Facts) -> Reason | None:
 
 
 LIMITS = (
-    limit.cpu_feature("avx2"),
-    limit.cpu_feature("avx512_bf16", dtype="bfloat16"),  # the other builds cut float32 off where they should round it
-    limit.dtype("float32", "float16", "bfloat16"),
+    *IN_THREE_DTYPES,
     limit.Custom("a table in float32 or the query's dtype", _table),
     limit.Custom("half-split, a bfloat16 table: head_dim and half % 8 == 0", _vectors),
 )
