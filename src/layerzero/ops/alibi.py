@@ -133,8 +133,7 @@ def _draw(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         arguments["causal"] = True
     if draw.chance(0.2):
         arguments["out_dtype"] = torch.promote_types(dtype, torch.float32)
-    draw.poison(arguments, ("slopes",))
-    return arguments
+    return draw.poison(arguments, ("slopes",))
 
 
 OPERATIONS = (ALIBI,)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -61,11 +61,12 @@ class Draw:
         form: Form = self.of(_FORMS)
         return (_offset if form is _expanded and not expand else form)(tensor, self.stream)
 
-    def poison(self, arguments: Mapping[str, Any], names: Sequence[str]) -> None:
-        """Put one NaN into one of the named tensors, now and then."""
+    def poison(self, arguments: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+        """Put one NaN into one of the named tensors, now and then; return all arguments."""
         tensor = arguments[self.of(names)]
         if self.chance(0.04) and tensor.numel() and not tensor.is_neg():
             tensor[tuple(self.stream.randrange(size) for size in tensor.shape)] = float("nan")
+        return arguments
 
 
 def _garbage(tensor: Tensor, shape: Sequence[int]) -> Tensor:

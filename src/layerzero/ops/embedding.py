@@ -214,8 +214,7 @@ def _draw(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         arguments["scale"] = draw.of((2.5, 0.125, 33.9411255))
     if draw.chance(0.3):
         arguments["padding_idx"] = draw.of((0, most))
-    draw.poison(arguments, ("weight",))
-    return arguments
+    return draw.poison(arguments, ("weight",))
 
 
 OPERATIONS = (LOOKUP, LOOKUP_SHARD)

@@ -206,8 +206,7 @@ def _draw_batched(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     groups, rows, inputs = draw.of((1, 2, 3, 5)), draw.of((0, 1, 2, 5, 17), (1, 6, 3, 3, 3)), draw.of(FEATURES)
     arguments: dict[str, Any] = {"input": draw.laid_out(draw.normal((groups, rows, inputs), dtype))}
     arguments |= _stack(draw, dtype, groups, inputs)
-    draw.poison(arguments, ("input",))
-    return arguments
+    return draw.poison(arguments, ("input",))
 
 
 def _draw_grouped(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
@@ -222,8 +221,7 @@ def _draw_grouped(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     group_ends = draw.integers((groups,), rows, torch.int32).sort().values
     group_ends[-1] = rows
     arguments["group_ends"] = group_ends
-    draw.poison(arguments, ("input",))
-    return arguments
+    return draw.poison(arguments, ("input",))
 
 
 OPERATIONS = (BATCHED, GROUPED)

@@ -136,16 +136,14 @@ def _leading(draw: Draw) -> tuple[int, ...]:
 def _draw_transpose(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     shape = (*_leading(draw), draw.of((0, 1, 2, 7, 33), (1, 6, 6, 6, 3)), draw.of((1, 2, 4, 9)), draw.of(_WIDTHS))
     arguments: dict[str, Any] = {"input": draw.laid_out(draw.normal(shape, dtype))}
-    draw.poison(arguments, ("input",))
-    return arguments
+    return draw.poison(arguments, ("input",))
 
 
 def _draw_split(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     queries, kv_features = draw.of(_WIDTHS), draw.of(_WIDTHS)
     qkv = draw.laid_out(draw.normal((*_leading(draw), queries + 2 * kv_features), dtype))
     arguments: dict[str, Any] = {"qkv": qkv, "kv_features": kv_features}
-    draw.poison(arguments, ("qkv",))
-    return arguments
+    return draw.poison(arguments, ("qkv",))
 
 
 def _draw_copy(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
@@ -154,8 +152,7 @@ def _draw_copy(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         "destination": draw.laid_out(draw.normal(shape, dtype), expand=False),
         "input": draw.laid_out(draw.normal(shape, dtype)),
     }
-    draw.poison(arguments, ("input",))
-    return arguments
+    return draw.poison(arguments, ("input",))
 
 
 OPERATIONS = (TRANSPOSE_HEAD_TOKEN, TRANSPOSE_TOKEN_HEAD, SPLIT_QKV, COPY_SLICE)

@@ -231,8 +231,7 @@ def draw(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
             arguments[f"packed_{letter}"] = PackedWeight(arguments[f"{letter}_weight"])
     if joined:
         arguments["kv_features"] = key
-    draw.poison(arguments, ("input",))
-    return arguments
+    return draw.poison(arguments, ("input",))
 
 
 FUNCTIONS = (

@@ -394,5 +394,4 @@ def draw_around(
         arguments["activation"] = draw.of(GATES)
         if arguments["activation"] == "swiglu_oai" and draw.chance(0.5):
             arguments |= {"alpha": draw.of((1.0, 1.702)), "limit": draw.of((7.0, 3.0))}
-    draw.poison(arguments, ("input", "expert_weights"))
-    return arguments
+    return draw.poison(arguments, ("input", "expert_weights"))

@@ -36,8 +36,7 @@ def rms_norm(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         "input": draw.laid_out(_scaled(draw, draw.normal((*rows, hidden), dtype))),
         "weight": draw.laid_out(draw.normal((hidden,), dtype)),
     }
-    draw.poison(arguments, tuple(arguments))
-    return arguments | _eps(draw)
+    return draw.poison(arguments, tuple(arguments)) | _eps(draw)
 
 
 def add_residual_rms_norm_(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
@@ -48,8 +47,7 @@ def add_residual_rms_norm_(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         "residual": draw.laid_out(draw.normal((*rows, hidden), dtype), expand=False),
         "weight": draw.laid_out(draw.normal((hidden,), dtype)),
     }
-    draw.poison(arguments, tuple(arguments))
-    return arguments | _eps(draw)
+    return draw.poison(arguments, tuple(arguments)) | _eps(draw)
 
 
 def add_rms_norm_(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
@@ -59,8 +57,7 @@ def add_rms_norm_(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         name: draw.laid_out(draw.normal((*rows, hidden), dtype), expand=False) for name in ("input", "residual")
     }
     arguments["weight"] = draw.laid_out(draw.normal((hidden,), dtype))
-    draw.poison(arguments, tuple(arguments))
-    return arguments | _eps(draw)
+    return draw.poison(arguments, tuple(arguments)) | _eps(draw)
 
 
 def layer_norm(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
@@ -75,5 +72,4 @@ def layer_norm(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     for name in ("weight", "bias"):
         if draw.chance(0.7):
             arguments[name] = draw.laid_out(draw.normal(shape, dtype))
-    draw.poison(arguments, ("input",))
-    return arguments | _eps(draw)
+    return draw.poison(arguments, ("input",)) | _eps(draw)

@@ -117,8 +117,7 @@ def _one_token(
         arguments["max_context_len"] = bound
     if draw.chance(0.4):
         arguments["step"] = StepMetadata(table, lens, max_context_len=bound, capturable=draw.chance(0.5))
-    draw.poison(arguments, ("query",))
-    return arguments
+    return draw.poison(arguments, ("query",))
 
 
 def quantize(draw: Draw, arguments: dict[str, Any]) -> dict[str, Any]:

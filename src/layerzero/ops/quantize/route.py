@@ -36,8 +36,7 @@ def random_quantize(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         arguments |= _granularity(draw, (*lead, width), size, spread)
     elif of.name == "nvfp4" and draw.chance(0.5):
         arguments["tensor_scale"] = draw.uniform(draw.of(((), (1,))), torch.float32) * 2e-3 * spread + 1e-3 * spread
-    draw.poison(arguments, ("input",))
-    return arguments
+    return draw.poison(arguments, ("input",))
 
 
 def _granularity(draw: Draw, shape: tuple[int, ...], size: int, spread: float) -> dict[str, Any]:

@@ -70,8 +70,7 @@ def rope(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     """Draw a call of ``lz.rope``."""
     arguments = _arguments(draw, dtype)
     arguments |= {name: draw.laid_out(arguments[name]) for name in ("query", "key")}
-    draw.poison(arguments, ("query", "key"))
-    return arguments
+    return draw.poison(arguments, ("query", "key"))
 
 
 def rope_one(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
@@ -79,8 +78,7 @@ def rope_one(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     arguments = _arguments(draw, dtype)
     del arguments["key"]
     arguments = {"input": draw.laid_out(arguments.pop("query")), **arguments}
-    draw.poison(arguments, ("input",))
-    return arguments
+    return draw.poison(arguments, ("input",))
 
 
 def rope_(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
@@ -96,8 +94,7 @@ def rope_(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
             arguments[name] = part.view(tensor.shape).copy_(tensor)
         return arguments
     arguments |= {name: draw.laid_out(arguments[name], expand=False) for name in ("query", "key")}
-    draw.poison(arguments, ("query", "key"))
-    return arguments
+    return draw.poison(arguments, ("query", "key"))
 
 
 def norm_weights(draw: Draw, dtype: torch.dtype, width: int) -> dict[str, Any]:
@@ -120,8 +117,7 @@ def qk_norm_rope(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     arguments = _arguments(draw, dtype, angles_alone=True)
     arguments |= norm_weights(draw, dtype, arguments["query"].shape[-1])
     arguments |= {name: draw.laid_out(arguments[name]) for name in ("query", "key")}
-    draw.poison(arguments, ("query", "key"))
-    return arguments
+    return draw.poison(arguments, ("query", "key"))
 
 
 def split_qkv_norm_rope(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
@@ -134,5 +130,4 @@ def split_qkv_norm_rope(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     if draw.chance(0.6):
         arguments |= norm_weights(draw, dtype, query.shape[-1])
     arguments |= {"qkv": draw.laid_out(joined), "heads": query.shape[-2], "kv_heads": key.shape[-2]}
-    draw.poison(arguments, ("qkv",))
-    return arguments
+    return draw.poison(arguments, ("qkv",))

@@ -98,8 +98,7 @@ def random_call(draw: Draw, dtype: torch.dtype, *, joined: bool = False) -> dict
         arguments["interleaved"] = True
     if paged and not joined and not transposed and draw.chance(0.25):
         return quantize(draw, arguments)
-    draw.poison(arguments, ("query", "key", "value"))
-    return arguments
+    return draw.poison(arguments, ("query", "key", "value"))
 
 
 def random_split_call(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:

@@ -113,8 +113,7 @@ def drawing(kind: str, name: str) -> Callable[..., dict[str, Any]]:
 def greedy(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     """Draw a call of ``lz.greedy``."""
     arguments = _source(draw, dtype, "logits")
-    draw.poison(arguments, ("logits",))
-    return arguments
+    return draw.poison(arguments, ("logits",))
 
 
 _LENGTHS = (0, 1, 2, 7, 40)
