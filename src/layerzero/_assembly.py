@@ -5,24 +5,20 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger
-from layerzero.core.operation import Function
-from layerzero.core.plan import Plan
-from layerzero.core.recipe import Workspace
 
 if TYPE_CHECKING:
-    from layerzero.backends.hub.build import Build
-    from layerzero.engine.call import Call
-    from layerzero.engine.policy import Policy
     from layerzero.engine.services import Services
 
 _DESCRIPTORS = "layerzero.inspection.descriptors"
@@ -50,20 +46,6 @@ def update_descriptors() -> bool:
     return not CONFIGURATION.policy.descriptors or bool(import_module(_DESCRIPTORS).DESCRIPTORS.sync())
 
 
-def call(name: str) -> Call:
-    """The public function of a name; the first of a process imports what calls need."""
-    from layerzero.engine.functions import CALLS
-
-    return CALLS[name]
-
-
-def register_function(function: Function) -> None:
-    """Give the operations of a plugin their public function."""
-    from layerzero.engine import functions
-
-    functions.register_function(function)
-
-
 def brings_function(name: str) -> bool:
     """Whether a plugin that policy lets in brings a public function of this name; it is imported to know."""
     if find_spec(f"layerzero.{name}") is not None:  # a module of its own, which an import asks for
@@ -86,13 +68,6 @@ def importing(plugin: str, version: str) -> AbstractContextManager[str]:
     return nullcontext("") if folder is None else marked(folder, plugin, version)
 
 
-def try_hub(builds: Sequence[Build]) -> Mapping[str, str]:
-    """Import builds of the hub in a child process; gives what is wrong with each, by its hash."""
-    from layerzero.testing.hub_trial import tried
-
-    return tried(builds)
-
-
 def vet_later(kernels: Iterable[Kernel], facts: Facts) -> None:
     """Run kernels in a child process, in the background, for a call that was just made."""
     from layerzero.tuning.verification.vetting import BACKGROUND
@@ -101,49 +76,34 @@ def vet_later(kernels: Iterable[Kernel], facts: Facts) -> None:
         BACKGROUND.add(kernel, facts)
 
 
-def build_later(kernels: Iterable[Kernel], facts: Facts) -> None:
-    """Build, in the background, what a call that was just made would choose if it were built."""
-    from layerzero.serving.background_builds import BUILDS
-
-    BUILDS.add(kernels, facts)
-
-
-def builds() -> list[str]:
-    """What calls of this machine would choose and is not built, or failed to: a line each, with the next step."""
-    from layerzero.serving.readiness import lines_of_builds
-
-    return lines_of_builds()
-
-
-def sample(plan: Plan, function: Function, rate: float) -> None:
-    """Let a plan time a share of its calls."""
-    from layerzero.tuning.measurement.online import attach
-
-    attach(plan, function, rate)
+_FORWARDED = {
+    "build_later": "layerzero.serving.background_builds:BUILDS.add",
+    "builds": "layerzero.serving.readiness:lines_of_builds",
+    "call": "layerzero.engine.functions:CALLS.__getitem__",
+    "isolate": "layerzero.serving.isolation.kernels:IsolatedKernel",
+    "register_function": "layerzero.engine.functions:register_function",
+    "sample": "layerzero.tuning.measurement.online:attach",
+    "try_hub": "layerzero.testing.hub_trial:tried",
+    "unable_to_isolate": "layerzero.serving.isolation.kernels:unable",
+    "workspace": "layerzero.engine.dispatch:ENGINE.ledger.workspace",
+}
+"""Ports that are functions of another module as they are, found when they are called."""
 
 
-def workspace(kernel: Kernel, facts: Facts) -> Workspace | None:
-    """What was measured of the memory that a kernel takes, as the ledger has it."""
-    from layerzero.engine.dispatch import ENGINE
-
-    return ENGINE.ledger.workspace(kernel, facts)
+_module = functools.cache(import_module)  # in C: each miss asks some of the ports
 
 
-def isolate(kernel: Kernel, facts: Facts) -> Callable[..., Any]:
-    """Load a kernel in a process of its own."""
-    from layerzero.serving.isolation.kernels import IsolatedKernel
+def _forwarding(place: str) -> Callable[..., Any]:
+    module, _, names = place.partition(":")
+    found = attrgetter(names)
 
-    return IsolatedKernel(kernel, facts)
+    def forwarded(*given: Any) -> Any:
+        return found(_module(module))(*given)
 
-
-def unable_to_isolate(kernel: Kernel, policy: Policy) -> tuple[str, object, object, str] | None:
-    """What keeps a kernel's library from a process of its own here."""
-    from layerzero.serving.isolation.kernels import unable
-
-    return unable(kernel, policy)
+    return forwarded
 
 
 def install(services: Services) -> None:
-    """Fill the engine's ports: each has a function of its name here."""
+    """Fill the engine's ports: each has a function of its name here, or a place in ``_FORWARDED``."""
     for port in services.__slots__:
-        setattr(services, port, globals()[port])
+        setattr(services, port, _forwarding(_FORWARDED[port]) if port in _FORWARDED else globals()[port])
