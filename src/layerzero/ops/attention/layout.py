@@ -30,18 +30,8 @@ MAX_PLAUSIBLE_HEADS = 256
 """More heads than any published model has; a larger axis has to be the sequence."""
 
 
-def heads_axis(layout: str) -> int:
-    """Position of the head axis."""
-    return layout.index("H")
-
-
-def sequence_axis(layout: str) -> int:
-    """Position of the sequence axis."""
-    return layout.index("S")
-
-
 def _heads_and_sequence(layout: str, shape: Sequence[int]) -> tuple[int, int]:
-    return shape[heads_axis(layout)], shape[sequence_axis(layout)]
+    return shape[layout.index("H")], shape[layout.index("S")]
 
 
 def _consistent(layout: str, query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> bool:
@@ -216,7 +206,7 @@ def stock(
     layout, scale = others.pop("layout", None) or CANONICAL, others.pop("scale", None)
     mask = others.pop("attn_mask", None)
     causal = mask is None if causal is None else causal
-    axis = sequence_axis(layout)
+    axis = layout.index("S")
     single = query.shape[axis] == 1
     aligned = not causal or single or query.shape[axis] == key.shape[axis]  # torch aligns top-left
     if not aligned or any(not _neutral(each) for each in others.values()):

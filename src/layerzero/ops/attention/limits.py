@@ -17,7 +17,7 @@ from layerzero.core.facts import Facts, TensorFacts
 from layerzero.core.limit_kinds import NOTHING, Finding, Findings, Limit, OfTensors, Repair, violated
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.reuse_conditions import WITHIN, Condition, SizedCall, conditions, same_sizes
-from layerzero.ops.attention.layout import CANONICAL, heads_axis, sequence_axis
+from layerzero.ops.attention.layout import CANONICAL
 from layerzero.ops.attention.reference import FOLDABLE, attention_bias
 
 
@@ -220,12 +220,12 @@ def _fold(arguments: Sequence[str], facts: Facts, layout: str | None) -> list[st
         return ["attn_mask = added(attn_mask, query.dtype)"]
     lines = [f"attn_mask = fold(query{view}, key{view}, {', '.join(told)})"]
     if "kv_lens" in arguments:  # what lies beyond may be NaN, which no mask hides
-        lines += [f"{name} = blank({name}, kv_lens, {sequence_axis(layout)})" for name in ("key", "value")]
+        lines += [f"{name} = blank({name}, kv_lens, {layout.index('S')})" for name in ("key", "value")]
     return lines
 
 
 def _expand(_: Sequence[str], facts: Facts, layout: str | None) -> list[str]:
-    axis = heads_axis(layout or CANONICAL)
+    axis = (layout or CANONICAL).index("H")
     return [f"{name} = {name}.repeat_interleave({facts['group']}, {axis})" for name in ("key", "value")]
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from layerzero.core.facts import Facts
 from layerzero.core.judge import Given, Property, Tolerance
 from layerzero.core.operation import Part
-from layerzero.ops.attention.layout import CANONICAL, heads_axis
+from layerzero.ops.attention.layout import CANONICAL
 
 NEGATIVE_INFINITY = -math.inf
 
@@ -225,7 +225,7 @@ def parts(arguments: Mapping[str, Any], facts: Facts) -> Sequence[Part] | None:
 
 
 def _place(layout: str, batch: slice, heads: slice, rows: slice) -> Callable[[Tensor], Tensor]:
-    index = [batch, rows, heads] if heads_axis(layout) == 2 else [batch, heads, rows]
+    index = [batch, rows, heads] if layout.index("H") == 2 else [batch, heads, rows]
     return lambda tensor: tensor[tuple(index)]
 
 

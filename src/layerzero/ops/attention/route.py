@@ -235,7 +235,7 @@ def route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     shapes = _shapes(arguments)
     layout = _layout(arguments, shapes, default_layout)
     query, key, _ = shapes
-    heads_axis, seq_axis = layouts.heads_axis(layout), layouts.sequence_axis(layout)
+    heads_axis, seq_axis = layout.index("H"), layout.index("S")
     heads, kv_heads, seq_q, seq_k = query[heads_axis], key[heads_axis], query[seq_axis], key[seq_axis]
     if heads == 0 or kv_heads == 0 or query[-1] == 0:
         raise _invalid(f"wanted at least one head and a head dim above 0, got query {query} and key {key} in {layout}")
