@@ -333,6 +333,7 @@ def run_jobs(
     budget_s: float | None = None,
     deadline: Deadline | None = None,
     graph: bool = False,
+    progress: Progress | None = None,
     **fields: Any,
 ) -> Tuned:
     """Measure jobs in their order until the budget is used up; ``deadline`` stands for it where a run began before.
@@ -348,7 +349,8 @@ def run_jobs(
         batch=AT_ONCE,
         growth=GROWTH,
         graph=graph,
-        **{name: each for name, each in fields.items() if each is not None},
+        progress=progress or (lambda _: None),
+        **fields,
     )
     left = run_loop(run)
     contests = tuple(run.contests[number] for number in sorted(run.contests))
