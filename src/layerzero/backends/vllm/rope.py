@@ -14,9 +14,9 @@ random calls there that had one scale for all keys and one for all values (2026-
 
 Norm and rotation of each head are one launch over a joined tensor, or its norm and its rotation, three launches. The
 limits of that one follow csrc/fused_qknorm_rope_kernel.cu: a contiguous tensor (T, (H + K + V) * D) whose first H + K
-heads it normalises and rotates in place, a warp a head, in float32 up to the store; float16 and bfloat16, heads of 64, 128 and
-256 entries, weights of the dtype of the tensor, int64 positions, a joined table of any floating dtype; offsets in 32
-bits. Half-split pairs are exchanged by a shuffle that wants a whole warp, so only whole heads are rotated here.
+heads it normalises and rotates in place, a warp a head, in float32 up to the store; float16 and bfloat16, heads of 64,
+128 and 256 entries, weights of the dtype of the tensor, int64 positions, a joined table of any floating dtype; offsets
+in 32 bits. Half-split pairs are exchanged by a shuffle that wants a whole warp, so only whole heads are rotated here.
 Conforms on an H200 (torch 2.11, 2026-11-22).
 Library: vllm 0.20, Apache-2.0.
 """
