@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger
+from layerzero.core.operation import Function
+from layerzero.core.plan import Plan
 
 if TYPE_CHECKING:
     from layerzero.engine.services import Services
@@ -76,13 +78,19 @@ def vet_later(kernels: Iterable[Kernel], facts: Facts) -> None:
         BACKGROUND.add(kernel, facts)
 
 
+def sample(plan: Plan, function: Function, rate: float) -> None:
+    """Let a plan time a share of its calls."""
+    from layerzero.tuning.measurement.online import attach
+
+    attach(plan, function, rate)
+
+
 _FORWARDED = {
     "build_later": "layerzero.serving.background_builds:BUILDS.add",
     "builds": "layerzero.serving.readiness:lines_of_builds",
     "call": "layerzero.engine.functions:CALLS.__getitem__",
     "isolate": "layerzero.serving.isolation.kernels:IsolatedKernel",
     "register_function": "layerzero.engine.functions:register_function",
-    "sample": "layerzero.tuning.measurement.online:attach",
     "try_hub": "layerzero.testing.hub_trial:tried",
     "unable_to_isolate": "layerzero.serving.isolation.kernels:unable",
     "workspace": "layerzero.engine.dispatch:ENGINE.ledger.workspace",
