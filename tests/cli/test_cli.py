@@ -295,7 +295,7 @@ ERRORS = {
     "explain zzz --shape 1x8x4x64": "unknown operation 'zzz'; `layerzero operations` lists all",
     "explain attention": "wanted --shape (1x2048x32x128) or --case, got neither; cases: minilm, ",
     "explain attention --shape 1x8xx64": "--shape: wanted sizes like 1x2048x32x128, got '1x8xx64'",
-    "explain layer_norm --shape 0x0": "--param: wanted normalized_shape=VALUE beside --shape, got none",
+    "explain layer_norm --shape 0x0": "--param: wanted normalized_shape=VALUE with --shape, got none",
     "explain rms_norm --shape 99999999999999999999x64": "--shape: wanted sizes whose product is below 2**60, got '9999",
     "explain rms_norm --shape 1152921504606846976x1": "--shape: wanted sizes whose product is below 2**60, got '11529",
     "explain rms_norm --shape 0x9999999999999999999": "--shape: wanted sizes whose product is below 2**60, got '0x99",

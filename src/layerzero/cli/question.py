@@ -83,7 +83,7 @@ def question(flags: CallFlags) -> CallQuestion:
                 arguments[name].requires_grad_()
     missing = [each.name for each in function.parameters if each.default is each.empty and each.name not in arguments]
     if missing:
-        raise ValueError(f"--param: wanted {', '.join(f'{each}=VALUE' for each in missing)} beside --shape, got none")
+        raise ValueError(f"--param: wanted {', '.join(f'{each}=VALUE' for each in missing)} with --shape, got none")
     libraries = libraries_of(flags.installed, flags.missing)
     return CallQuestion(flags.name, arguments, device, libraries, settings_of(flags.settings), flags.capturing)
 
