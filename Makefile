@@ -11,7 +11,7 @@ WORKERS ?= 2
 # Workers keep what they compiled, whatever the shell says: each makes the assertions of 175 files anew otherwise.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: site demo test test-all test-portable test-engines stress torture check fuzz conformance against-release nightly \
+.PHONY: site demo test test-all test-portable test-engines test-gguf stress torture check fuzz conformance against-release nightly \
 	bench docs wheels install clean
 
 demo: $(VENV)/.demo ## an encoder and a decoder, stock and optimised: times, equality, what changed and why
@@ -40,6 +40,12 @@ ENGINES ?= .venv-engines
 ENGINE_TESTS ?= tests/engines
 test-engines: $(ENGINES)/.made ## vLLM and SGLang themselves on the CPU, by their own attention and by LayerZero's: the same tokens
 	$(ENGINES)/bin/python -m pytest -q -m engines $(ENGINE_TESTS)
+
+GGUF ?= .venv-gguf
+test-gguf: $(GGUF)/.made ## ggml's products and steps on the CPU; llama-cpp-python is built from source once, for minutes to half an hour
+	@if [ -e $(GGUF)/.built ]; then $(GGUF)/bin/python -m pytest -q tests/kernels/test_ggml.py \
+	tests/integrations/test_optimize_gguf_steps.py; else echo "skipped: llama-cpp-python was not built: it has no wheel, and needs a \
+	compiler for C++ and the network; rm -r $(GGUF) to try again"; fi
 
 stress: $(VENV)/.dev ## what takes minutes: 20 million hits while tables are replaced
 	$(BIN)/python -m pytest -q -m "stress and not gpu"
@@ -74,7 +80,7 @@ against-release: $(VENV)/.dev ## the last release beside this checkout, in pairs
 	@if [ -z "$(RELEASE)" ]; then echo "skipped: no release is tagged here; name one: RELEASE=WHEEL"; \
 	else $(BIN)/python benchmarks/against_release.py --release $(RELEASE) --pairs $(PAIRS) $(AGAINST); fi
 
-NIGHTLY ?= fuzz torture conformance against-release test-engines
+NIGHTLY ?= fuzz torture conformance against-release test-engines test-gguf
 nightly: $(NIGHTLY) ## all of NIGHTLY; NIGHTLY="fuzz torture" runs those alone, make -k goes on after one that fails
 
 bench: $(VENV)/.dev ## what a call costs beside its kernel
@@ -129,9 +135,18 @@ $(ENGINES)/.made: pyproject.toml
 	@$(ENGINES)/bin/python -m pip install $(PIP_FLAGS) --no-deps -e .
 	@touch $@
 
+$(GGUF)/.made: $(VENV)/.dev
+	@echo "[1/1] virtual environment in $(GGUF), which also has all of $(VENV), with llama-cpp-python built from source"
+	@$(PYTHON) -m venv $(GGUF)
+	@$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
+	> "$$($(GGUF)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/dev.pth"
+	@# neither it nor a model is loaded: the tests want its libraries alone, and so none of its requirements
+	@if $(GGUF)/bin/python -m pip install $(PIP_FLAGS) --no-deps "llama-cpp-python>=0.3.36,<0.4"; then touch $(GGUF)/.built; fi
+	@touch $@
+
 $(VENV)/.site: $(VENV)/.base
 	@$(BIN)/python -m pip install $(PIP_FLAGS) "mkdocs-material>=9.6,<10"
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(ENGINES) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(ENGINES) $(GGUF) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -20,7 +20,7 @@ from layerzero.backends.ggml import BASE, FLOAT16, FLOAT32, Init, Library, libra
 from layerzero.ops.quantize.gguf import KINDS, NUMBERS
 
 _TENSORS = 96
-"""Of a layer, at most: 74 where all weights have blocks of 32 numbers and biases."""
+"""Of a layer, at most: 89 where all weights have blocks of 32 numbers and biases."""
 
 _APART = 64
 """Bytes between the beginnings of two numbers of a graph are a multiple of this, which no two threads share then."""
@@ -102,22 +102,22 @@ class Step:
         bytes_ = count * self._library.tensor_bytes + self._library.graph_bytes(count, False) + 1024
         self._context = self._library.init(Init(bytes_, None, True))
         self._graph = self._library.graph(self._context, count, False)
-        with torch.inference_mode(False):
-            self._own = torch.empty(_floats(of), dtype=torch.float32, device="cpu")  # of one layer, over and over
+        self._own: list[Tensor] = []
+        self._used, self._length = 0, 0
+        with torch.inference_mode(False):  # what that mode makes is not written outside of it
             self._seen = torch.full((places,), -torch.inf, dtype=torch.float16, device="cpu")
-        self._next = -(-self._own.data_ptr() // _APART) * _APART
-        self._length = 0
-        width = of.sizes[2]
-        hidden = of.layers[0].products[0].inputs
+            self._build()
+
+    def _build(self) -> None:
+        of, width, hidden = self.of, self.of.sizes[2], self.of.layers[0].products[0].inputs
         rows = self._brought(FLOAT32, hidden)
         cos, sin = self._brought(FLOAT32, width), self._brought(FLOAT32, width)
-        self._mask = self._new(FLOAT16, places, 1, self._seen.data_ptr())
+        self._mask = self._new(FLOAT16, self.places, 1, self._seen.data_ptr())
         self._shared = [_place(each, self._library) for each in (rows, cos, sin)]
         self._cached: list[c_void_p] = []
         outputs = [self._room(hidden), self._room(hidden)]
-        begin = self._next
         for number, each in enumerate(of.layers):
-            self._next = begin
+            self._used = len(outputs)  # a layer's numbers lie where the one before had its own
             rows = self._layer(each, rows, cos, sin)
             self._library.place(self._library.everywhere, rows, outputs[number % 2])
         last = self._normed(rows, of.norm, hidden)
@@ -230,15 +230,11 @@ class Step:
         return tensor
 
     def _room(self, size: int) -> int:
-        at = self._next
-        self._next += -(-4 * size // _APART) * _APART
-        return at
-
-
-def _floats(of: Decoder) -> int:
-    """What results of a layer take, each as often as it may be there, and what begins apart."""
-    query, key, value, last, gate, *_ = of.layers[0].products
-    return 16 * last.outputs + 16 * (query.outputs + key.outputs + value.outputs) + 12 * gate.outputs + 64 * _APART
+        """The address of memory for so many numbers."""
+        if self._used == len(self._own) or self._own[self._used].numel() < size + _APART:
+            self._own.insert(self._used, torch.empty(size + _APART, dtype=torch.float32, device="cpu"))
+        self._used += 1
+        return -(-self._own[self._used - 1].data_ptr() // _APART) * _APART
 
 
 def _place(tensor: int, of: Library) -> c_void_p:
