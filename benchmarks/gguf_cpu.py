@@ -1,6 +1,6 @@
 """Decoding a Llama of random GGUF weights on a CPU through ``lz.optimize``, beside llama.cpp.
 
-    python benchmarks/gguf_cpu.py [--format Q4_K_M] [--hidden 2048 --inner 5632 --layers 2] [--threads 1] [--mapped]
+    python benchmarks/gguf_cpu.py [--format Q4_K_M] [--hidden 2048 --inner 5632 --layers 2] [--mapped | --unmapped]
 
 Needs ``llama-cpp-python`` and ``gguf``. Both models have the same weights, and each writes one token a turn in one
 process. The products alone and the model without any follow in each turn: what is left of a step is the host's. One
@@ -8,7 +8,8 @@ thread is measured by its CPU time, several by the clock. The table has the lowe
 work on the machine moves least. Transformers' own module for GGUF's blocks stands in for what loads the file.
 
 llama.cpp reads weights in the mapped file, of which a kernel of Linux may make pages of 2 MB. Transformers copies them
-to memory that often has pages of 4 KB; ``--mapped`` lets both read the file.
+to memory that often has pages of 4 KB; ``--mapped`` lets both read the file,
+``--unmapped`` neither.
 """
 
 from __future__ import annotations
@@ -162,6 +163,7 @@ def main() -> None:
     parser.add_argument("--format", default="Q4_K_M")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--mapped", action="store_true")
+    parser.add_argument("--unmapped", action="store_true")
     for name, default in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
@@ -172,7 +174,7 @@ def main() -> None:
         written(Path(folder) / "model.gguf", model)
         theirs = llama_cpp.Llama(
             str(Path(folder) / "model.gguf"), n_ctx=max(512, PROMPT + args.turns), verbose=False,
-            n_threads=args.threads, n_threads_batch=args.threads,
+            n_threads=args.threads, n_threads_batch=args.threads, use_mmap=not args.unmapped,
         )  # fmt: skip
         theirs.eval(prompt[0].tolist())
         model = mapped(Path(folder) / "model.gguf", model) if args.mapped else model
