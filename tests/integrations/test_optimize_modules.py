@@ -273,3 +273,19 @@ def test_transforms_and_other_weights_are_served() -> None:
         torch.testing.assert_close(model(x), stock(x))
     gradient = [torch.func.grad(lambda row, each=each: each(row).sum())(x) for each in (model, stock)]
     torch.testing.assert_close(gradient[0], gradient[1])
+
+
+class Turning(Gated):
+    """Takes another way for some numbers, which one random input does not show."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.max() > 100:
+            return x
+        return super().forward(x)
+
+
+def test_a_module_that_branches_on_numbers_is_left() -> None:
+    module = Turning(functional.silu).eval()
+    report = lz.optimize(module, None)
+    assert all(each.path for each in report.replaced), "its products may gain"
+    assert "reads numbers of tensors" in str(report)
