@@ -24,6 +24,15 @@ KINDS = {"Q4_K": 1e-5, "Q8_0": 0.05, "Q5_1": 0.05}
 """How far steps may be from products one by one: rows of blocks of 32 are rounded by another scale."""
 
 
+GROWING = {
+    "rope_type": "default",
+    "rope_theta": 1e4,
+    "llama_4_scaling_beta": 0.1,
+    "original_max_position_embeddings": 64,
+}
+"""Ministral 3's: queries are multiplied from token 64 on, which no example of a few tokens shows."""
+
+
 class Blocks(nn.Module):
     """A product with blocks of GGUF, which its own code writes out."""
 
@@ -163,7 +172,11 @@ def test_generation_gives_the_same_tokens_past_the_memory_of_a_graph(runs):
     assert torch.equal(got[:, :120], wanted[:, :120])  # later ones may part where two are as likely
 
 
-@pytest.mark.parametrize("named", [{"output_hidden_states": True}, {"attention_mask": torch.tensor([[0] + 7 * [1]])}])
+@pytest.mark.parametrize(
+    "named",
+    [{"output_hidden_states": True}, {"use_cache": False}, {"attention_mask": torch.tensor([[0] + 7 * [1]])}],
+    ids=["hidden states", "no cache back", "a hidden token"],
+)
 def test_other_calls_run_the_models_own_code(named, runs):
     model = llama()
     optimised(model)
@@ -242,6 +255,18 @@ def test_weights_that_ggml_cannot_read_run_the_models_own_code(runs):
     assert not runs
 
 
+def test_weights_of_another_size_at_the_same_address_run_the_models_own_code(runs):
+    model = llama()
+    optimised(model)
+    stepped(model, prompted(model))
+    weight = model.model.layers[0].input_layernorm.weight
+    weight.data = weight.data.view(torch.bfloat16)[:256]
+    runs.clear()
+    got = stepped(model, prompted(model))
+    assert not runs
+    assert off(got, own(model, prompted(model))) < 1e-5
+
+
 def test_undo_gives_the_models_own_forward_back(runs):
     model = llama()
     wanted = stepped(model, prompted(model))
@@ -263,6 +288,22 @@ def test_copies_compute_with_their_own_weights(runs):
     assert len(runs) == 3
     assert off(got, own(twin, prompted(twin))) < 1e-5
     assert off(got, stepped(model, prompted(model))) > 1e-3
+
+
+def test_copies_have_hooks_and_modes_of_their_own(runs):
+    model = llama()
+    optimised(model)
+    stepped(model, prompted(model), 1)
+    twin, cache, heard = copy.deepcopy(model), prompted(model), []
+    hook = twin.model.layers[0].mlp.register_forward_hook(lambda *_: heard.append(1))
+    runs.clear()
+    stepped(twin, cache, 2)
+    assert (len(heard), len(runs)) == (2, 0)
+    hook.remove()
+    stepped(twin.train(), cache, 1)
+    assert not runs
+    stepped(model, cache, 1)
+    assert len(runs) == 1
 
 
 def test_inference_mode_and_others_share_a_model(runs):
@@ -316,9 +357,10 @@ def test_two_caches_in_turn_do_not_mix():
         (lambda: llama(hidden_act="gelu"), "no silu"),
         (lambda: llama(cls="Mistral", sliding_window=64), "window"),
         (lambda: llama(cls="Qwen3", head_dim=64), "other parts"),
+        (lambda: llama(cls="Ministral3", sliding_window=None, rope_parameters=GROWING, head_dim=64), "queries grow"),
         (lambda: llama().to(torch.bfloat16), "float32"),
     ],
-    ids=["gelu", "window", "norms of heads", "bfloat16"],
+    ids=["gelu", "window", "norms of heads", "growing queries", "bfloat16"],
 )
 def test_other_stacks_stay_and_the_report_says_why(model, text):
     assert text in why(model())

@@ -82,13 +82,11 @@ class GgufSteps(State):
         self._is_over = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
-        stack = memo.get(id(self._stack))
-        if stack is None:
+        if id(self._stack) not in memo:
             return State()
-        twin = object.__new__(GgufSteps)
-        memo[id(self)] = twin
-        twin.__dict__ |= self.__dict__ | {"_stack": stack, "_here": threading.local(), "_read": None}
-        return twin
+        # what a copy finds anew; the rest, and what its proof rests on, is copied with the stack
+        memo.update({id(self._here): threading.local(), id(self._read): None, id(self._chosen): _UNASKED})
+        return super().__deepcopy__(memo)
 
     def is_ggmls(self) -> bool:
         """Whether ggml computes each product by itself, too, as settings and times are now."""
@@ -123,6 +121,9 @@ class GgufSteps(State):
         config, read = self._stack.config, self._reading()
         if getattr(config, "output_hidden_states", False) or getattr(config, "output_attentions", False):
             return None
+        asked = named.get("use_cache")
+        if asked is False or (asked is None and not getattr(config, "use_cache", True)):
+            return None  # some stacks give no cache back then
         if read is None or not serves(self, ids, *read.tensors) or not self.is_ggmls():
             return None
         decoder = read.decoder
@@ -158,14 +159,14 @@ class _Reading:
     """
 
     def __init__(self, stack: Any) -> None:
-        self._held: list[tuple[Mapping[str, Tensor | None], str, Tensor, int]] = []
+        self._held: list[tuple[Mapping[str, Tensor | None], str, Tensor, int, int]] = []
         self.decoder = self._decoder(stack)
         self.tensors = [each[2] for each in self._held]
 
     def lies_still(self) -> bool:
-        """Whether all lie where they did."""
-        for parameters, name, tensor, address in self._held:  # a loop: each step comes here
-            if parameters.get(name) is not tensor or tensor.data_ptr() != address:
+        """Whether all lie where they did, and take as much."""
+        for parameters, name, tensor, address, count in self._held:  # a loop: each step comes here
+            if parameters.get(name) is not tensor or tensor.data_ptr() != address or tensor.nbytes != count:
                 return False
         return True
 
@@ -173,6 +174,8 @@ class _Reading:
         _only(stack, "", _PARTS[""])
         if any(slides for slides, _ in dynamic_cache.kinds_of(stack)):
             raise _UnlikeError("its attention has a window")
+        if (getattr(stack.config, "rope_parameters", None) or {}).get("llama_4_scaling_beta"):  # Ministral 3's
+            raise _UnlikeError("its queries grow with their distance from the first token, which no example shows")
         self._tensor(stack.embed_tokens, "weight")
         layers = tuple([self._layer(each) for each in stack.layers])
         shapes = {tuple([product[1:3] for product in each.products]) for each in layers}
@@ -227,7 +230,7 @@ class _Reading:
         address = tensor.data_ptr()
         if address % 2:
             raise _UnlikeError(f"{name} of {type(module).__name__} begins at an odd address")
-        self._held.append((held, name, tensor, address))
+        self._held.append((held, name, tensor, address, tensor.nbytes))
         return address
 
 
@@ -339,7 +342,7 @@ def _compared(stack: Any, swap: Swap, passed: Callable[[], bool]) -> tuple[float
             swap.on() if ours else swap.off()
             state: Any = swap.state
             now = ids[:, number : number + 1]
-            got = state.step({"input_ids": now, cached: caches[True]}) if ours else None
+            got = state.step({"input_ids": now, "use_cache": True, cached: caches[True]}) if ours else None
             if ours and got is None:
                 raise _UnlikeError("a step of the example is none that ggml computes")
             got = got or stock_forward(stack)(input_ids=now, use_cache=True, **{cached: caches[True]})
