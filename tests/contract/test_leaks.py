@@ -101,6 +101,67 @@ _PADDED = "encoders with padding taken out: what a batch of texts has, and what 
 _DRAFTS = "drafts have tokens, trees nodes, and the caches that are matched have heads and pages"
 _MEMORY = "how a tensor lies in memory: dense in its rows"
 
+_OF_OPTIMIZE = (
+    ("attention/transformers", _REPLACED, "attention query"),
+    ("attention/diffusers", _REPLACED, "attention heads out_features rope_"),
+    ("layers/encoders", _REPLACED, "activation attention bias heads layer_norm linear mlp qkv qkv_linear weight"),
+    ("attention/dynamic_cache", _CACHE, "append_paged_kv_ tokens"),
+    ("modules/coded_experts", _REPLACED, f"{_EXPERTS} activations packed weight_scale"),
+    ("modules/experts", _REPLACED, f"{_EXPERTS} silu"),
+    ("swaps/joined_codes", _REPLACED, "activations"),
+    ("models/generation", _DRAWN, "greedy k logits min_p sample_topk sample_topk_topp sample_topp tokens top_k top_p"),
+    (
+        "layers/layer",
+        _LAYER,
+        (
+            "bias cos eps heads k_bias k_weight linear norm packed_k packed_q packed_v plus_one positions q_bias "
+            "q_weight qk_norm_rope qkv_linear rope_ sin split_qkv_norm_rope v_bias weight"
+        ),
+    ),
+    ("layers/layer_timing", _LAYER, "activation heads kv tokens"),
+    ("layers/inner", _LAYER, "activation cos positions sin"),
+    ("layers/find", _LAYER, "add_residual_rms_norm_ attention heads linear mlp positions rope_"),
+    ("swaps/codes", _REPLACED, "activations bias quantize quantized_linear weight weight_format"),
+    ("swaps/weights", _REPLACED, "bias linear quantized weight"),
+    ("modules/quantised", _REPLACED, "activations block_size in_features rows scale weight weight_scale"),
+    ("entrance", _REPLACED, "activations padding"),
+    ("modules/int8", _REPLACED, "activations bias norm packed quantized quantized_linear"),
+    ("modules/weights", _REPLACED, "activations quantized weight"),
+    ("models/padding", _PADDED, "groups tokens"),
+    ("models/stacks", _PADDED, "is_causal packed padding positions ragged_attention rows tokens"),
+    ("modules/find", _REPLACED, "bias conv1d conv2d dilation packed weight"),
+    ("modules/norms", _REPLACED, "add_residual_rms_norm_ add_rms_norm_ bias eps layer_norm norm rms_norm weight"),
+    (
+        "modules/products",
+        _REPLACED,
+        ("activation bias down_bias gate_bias linear mlp packed packed_down packed_gate packed_up up_bias weight"),
+    ),
+    ("times/report", _LAYER, "padding positions tokens"),
+    ("times/workload", _LAYER, "logits tokens"),
+    ("selection", _REPLACED, "attention padding positions step"),
+    (
+        "models/step_cache",
+        _CACHE,
+        (
+            "append_paged_kv_ attention block_tables context_lens paged_attention pages positions query sinks "
+            "softcap tokens window"
+        ),
+    ),
+    ("models/training", _REPLACED, "eps linear_cross_entropy logits loss norm out_dtype reduction rms_norm"),
+    (
+        "models/gguf_steps",
+        _LAYER,
+        (
+            "activations attention bias eps head_dim heads mlp norm quantized_linear silu step weight "
+            "weight_format window"
+        ),
+    ),
+    ("models/steps", _CACHE, "attention logits max_context_len positions step tokens"),
+    ("swaps/swap", _REPLACED, "weight"),
+    ("swaps/candidate", _REPLACED, "experts"),
+)
+"""Files of ``lz.optimize``, each with why and which names it may use."""
+
 ALLOWED: dict[str, dict[str, str]] = {
     "inspection/descriptors.py": dict.fromkeys(
         ("attn_mask", "causal", "dropout_p", "head_dim", "heads", "seq_k", "seq_q", "value_dim"), _VERSION_1
@@ -143,81 +204,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "attributes of diffusers' attentions; what their rotations are given, and what is called in their place",
     ),
     **{
-        f"integrations/optimize/{file}.py": dict.fromkeys(names.split(), reason)
-        for file, reason, names in (
-            ("attention/transformers", _REPLACED, "attention query"),
-            ("attention/diffusers", _REPLACED, "attention heads out_features rope_"),
-            (
-                "layers/encoders",
-                _REPLACED,
-                "activation attention bias heads layer_norm linear mlp qkv qkv_linear weight",
-            ),
-            ("attention/dynamic_cache", _CACHE, "append_paged_kv_ tokens"),
-            ("modules/coded_experts", _REPLACED, f"{_EXPERTS} activations packed weight_scale"),
-            ("modules/experts", _REPLACED, f"{_EXPERTS} silu"),
-            ("swaps/joined_codes", _REPLACED, "activations"),
-            (
-                "models/generation",
-                _DRAWN,
-                "greedy k logits min_p sample_topk sample_topk_topp sample_topp tokens top_k top_p",
-            ),
-            (
-                "layers/layer",
-                _LAYER,
-                (
-                    "bias cos eps heads k_bias k_weight linear norm packed_k packed_q packed_v plus_one "
-                    "positions q_bias q_weight qk_norm_rope qkv_linear rope_ sin split_qkv_norm_rope v_bias "
-                    "weight"
-                ),
-            ),
-            ("layers/layer_timing", _LAYER, "activation heads kv tokens"),
-            ("layers/inner", _LAYER, "activation cos positions sin"),
-            ("layers/find", _LAYER, "add_residual_rms_norm_ attention heads linear mlp positions rope_"),
-            ("swaps/codes", _REPLACED, "activations bias quantize quantized_linear weight weight_format"),
-            ("swaps/weights", _REPLACED, "bias linear quantized weight"),
-            ("modules/quantised", _REPLACED, "activations block_size in_features rows scale weight weight_scale"),
-            ("entrance", _REPLACED, "activations padding"),
-            ("modules/int8", _REPLACED, "activations bias norm packed quantized quantized_linear"),
-            ("modules/weights", _REPLACED, "activations quantized weight"),
-            ("models/padding", _PADDED, "groups tokens"),
-            ("models/stacks", _PADDED, "is_causal packed padding positions ragged_attention rows tokens"),
-            ("modules/find", _REPLACED, "bias conv1d conv2d dilation packed weight"),
-            (
-                "modules/norms",
-                _REPLACED,
-                "add_residual_rms_norm_ add_rms_norm_ bias eps layer_norm norm rms_norm weight",
-            ),
-            (
-                "modules/products",
-                _REPLACED,
-                (
-                    "activation bias down_bias gate_bias linear mlp packed packed_down packed_gate packed_up "
-                    "up_bias weight"
-                ),
-            ),
-            ("times/report", _LAYER, "padding positions tokens"),
-            ("times/workload", _LAYER, "logits tokens"),
-            ("selection", _REPLACED, "attention padding positions step"),
-            (
-                "models/step_cache",
-                _CACHE,
-                (
-                    "append_paged_kv_ attention block_tables context_lens paged_attention pages positions query "
-                    "sinks softcap tokens window"
-                ),
-            ),
-            ("models/training", _REPLACED, "eps linear_cross_entropy logits loss norm out_dtype reduction rms_norm"),
-            (
-                "models/gguf_steps",
-                _LAYER,
-                (
-                    "activations attention bias eps head_dim heads mlp norm quantized_linear silu step weight "
-                    "weight_format window"
-                ),
-            ),
-            ("models/steps", _CACHE, "attention logits max_context_len positions step tokens"),
-            ("swaps/swap", _REPLACED, "weight"),
-        )
+        f"integrations/optimize/{file}.py": dict.fromkeys(names.split(), reason) for file, reason, names in _OF_OPTIMIZE
     },
     "integrations/paged.py": dict.fromkeys(
         (
