@@ -58,6 +58,7 @@ WORDS = {
     "max_blocks": "blocks of a launch grid",
     "n": "a letter: a count, a line break",
     "packed": "put together",
+    "pages": "of an operating system's memory",
     "padding": "what fills up a batch of texts, a table, an axis",
     "parents": "of a folder",
     "per": "a preposition",
@@ -143,7 +144,7 @@ _OF_OPTIMIZE = (
         "models/step_cache",
         _CACHE,
         (
-            "append_paged_kv_ attention block_tables context_lens paged_attention pages positions query sinks "
+            "append_paged_kv_ attention block_tables context_lens paged_attention positions query sinks "
             "softcap tokens window"
         ),
     ),
@@ -216,7 +217,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "integrations/sglang.py": dict.fromkeys(
         (
             *("attention", "causal", "head_dim", "heads", "page_size", "query", "softcap", "tokens", "window"),
-            *("batch_size", "key_scale", "pages", "tree_mask", "value_scale", "verified"),
+            *("batch_size", "key_scale", "tree_mask", "value_scale", "verified"),
         ),
         _ENGINE,
     ),

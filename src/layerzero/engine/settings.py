@@ -143,6 +143,12 @@ SETTINGS: dict[str, Setting] = {
         "gives the allocator's cache back",
         most=1.0,
     ),
+    "memory.large_pages": Setting(
+        bool,
+        True,
+        "weights on a CPU that lz.optimize finds, and packed forms, get pages of 2 MiB where Linux gives them to "
+        "programs that ask: a processor that streams them waits less. The system takes 1 to 4 s for a GB",
+    ),
     "prefer_sources": Setting(list[str], [], "libraries or kernel globs that earn 20 points"),
     "avoid_sources": Setting(list[str], [], "libraries or kernel globs that lose 50 points"),
     "allow": Setting(list[str], [], "if not empty: only these libraries or kernel globs, and the reference"),
@@ -257,7 +263,7 @@ DECIDE_NOTHING = frozenset({
     "plan_mode",
     *("cache.enabled", "cache.max_size", "perfdb.enabled", "perfdb.path", "telemetry_sampling_rate"),
     "isolation.timeout_s",
-    *("memory.safety_factor", "memory.block_share", "memory.max_age_s", "memory.fragmentation"),
+    *("memory.safety_factor", "memory.block_share", "memory.max_age_s", "memory.fragmentation", "memory.large_pages"),
 })  # fmt: skip
 """Settings that ranks which agree may have otherwise than the others: what they choose among is the same.
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from layerzero.core import limits as limit
 from layerzero.core.arguments import Param, Role
@@ -18,6 +19,7 @@ from layerzero.core.errors import InvalidCallError, NotPreparedError
 from layerzero.core.facts import Facts
 from layerzero.core.handle import FOREIGN, STALE, Handle
 from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.core.system import large_pages
 from layerzero.ops.linear.glance import Glance
 from layerzero.ops.quantize.weight import QuantizedWeight
 from layerzero.ops.quantize.weight_format import Fields, WeightFormat, arguments_of, fields_of
@@ -54,12 +56,16 @@ class Packing:
         weight = packed.weight
         with torch.no_grad():
             if packed.quantized is not None:
-                self.form, self.bytes = self._pack(packed.quantized)
+                self._made(*self._pack(packed.quantized))
                 return
             dense = weight.detach().resolve_neg().contiguous()
             # of an axis with one element any stride counts as contiguous, and zentorch reads it
             strides = [math.prod(dense.shape[axis:]) for axis in range(1, dense.ndim + 1)]
-            self.form, self.bytes = self._pack(dense.as_strided(dense.shape, strides))
+            self._made(*self._pack(dense.as_strided(dense.shape, strides)))
+
+    def _made(self, form: Any, taken: int) -> None:
+        self.form, self.bytes = form, taken
+        large_pages.take(pytree.tree_leaves(form))
 
 
 class _Refused:

@@ -153,6 +153,7 @@ class Optimized:
         tuned: what was measured for the inputs' calls; None without inputs.
         refused: why known times of what was measured do not count here, and how many: another device, other versions.
         paced: what was timed on random input, by shapes of modules; empty with inputs.
+        large_pages: bytes of the weights that lie in pages of 2 MiB since, also after undo().
         emulated: a line on the model's dtypes whose products its CPU emulates, and what is done; empty for none.
         stock: what the times before are of: libraries, their versions, and the machine; empty without inputs.
         time: what was left of the time, and what was left out to keep it.
@@ -173,6 +174,7 @@ class Optimized:
     tuned: Tuned | None = None
     refused: Mapping[str, int] = field(default_factory=dict)
     paced: list[Paced] = field(default_factory=list)
+    large_pages: int = 0
     emulated: str = ""
     stock: str = ""
     time: TimeLeft = field(default_factory=lambda: TimeLeft(None))
@@ -268,6 +270,8 @@ class Optimized:
             text += f"; at most {self.memory_limit / 1e6:.1f} MB of forms, {barred} more had no room"
         elif barred:
             text += f"; {barred} more had no room in half of the memory that was free"
+        if self.large_pages:
+            text += f"; {self.large_pages / 1e6:.1f} MB of the weights lie in pages of 2 MiB"
         return text
 
     @property
