@@ -9,10 +9,12 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import layerzero as lz
 from layerzero.backends import ggml
 from layerzero.backends.ggml_decoder import Step
+from layerzero.engine.dispatch import ENGINE
 from layerzero.integrations.optimize.attention import dynamic_cache
 from layerzero.integrations.optimize.models import gguf_steps
 from layerzero.ops.quantize.schemes import scheme_of
@@ -24,6 +26,7 @@ KINDS = {"Q4_K": 1e-5, "Q8_0": 0.05, "Q5_1": 0.05}
 """How far steps may be from products one by one: rows of blocks of 32 are rounded by another scale."""
 
 
+HIDDEN = {"attention_mask": torch.tensor([[0] + 7 * [1]])}
 GROWING = {
     "rope_type": "default",
     "rope_theta": 1e4,
@@ -172,11 +175,7 @@ def test_generation_gives_the_same_tokens_past_the_memory_of_a_graph(runs):
     assert torch.equal(got[:, :120], wanted[:, :120])  # later ones may part where two are as likely
 
 
-@pytest.mark.parametrize(
-    "named",
-    [{"output_hidden_states": True}, {"use_cache": False}, {"attention_mask": torch.tensor([[0] + 7 * [1]])}],
-    ids=["hidden states", "no cache back", "a hidden token"],
-)
+@pytest.mark.parametrize("named", [{"output_hidden_states": True}, {"use_cache": False}, HIDDEN])
 def test_other_calls_run_the_models_own_code(named, runs):
     model = llama()
     optimised(model)
@@ -245,20 +244,50 @@ def test_weights_are_followed_where_they_are_written_and_exchanged(runs):
         before = got
 
 
+def test_weights_written_before_settings_change_are_followed(runs):
+    model = llama()
+    optimised(model)
+    stepped(model, prompted(model))
+    cache, weight = prompted(model), model.model.layers[1].mlp.up_proj.weight
+    weight.copy_(weight.roll(1, 0))
+    ENGINE.bump()
+    runs.clear()
+    got = stepped(model, cache)
+    assert len(runs) == 2  # the first token ran the products' own code, which takes the new numbers
+    assert off(got, own(model, prompted(model))) < 1e-5
+
+
 def test_weights_that_ggml_cannot_read_run_the_models_own_code(runs):
     model = llama()
     optimised(model)
     wanted, norm = own(model, prompted(model)), model.model.layers[0].input_layernorm
+    old = StorageWeakRef(norm.weight.untyped_storage())
     norm.weight = nn.Parameter(torch.stack((norm.weight, norm.weight), 1)[:, 0], requires_grad=False)
     runs.clear()
     assert off(stepped(model, prompted(model)), wanted) < 1e-5
     assert not runs
+    assert old.expired()
+
+
+def test_a_step_reads_weights_to_its_end_that_another_thread_exchanges(monkeypatch):
+    model = llama()
+    optimised(model)
+    weight, run, gone = model.model.layers[0].input_layernorm.weight, Step.run, []
+    old = StorageWeakRef(weight.untyped_storage())
+
+    def exchanging(self, *given):
+        weight.data = weight.data.clone()
+        gone.append(old.expired())
+        return run(self, *given)
+
+    monkeypatch.setattr(Step, "run", exchanging)
+    stepped(model, prompted(model), 2)
+    assert gone == [False, True]  # the second step follows the new ones, and lets the old ones go
 
 
 def test_weights_of_another_size_at_the_same_address_run_the_models_own_code(runs):
     model = llama()
     optimised(model)
-    stepped(model, prompted(model))
     weight = model.model.layers[0].input_layernorm.weight
     weight.data = weight.data.view(torch.bfloat16)[:256]
     runs.clear()
@@ -302,8 +331,6 @@ def test_copies_have_hooks_and_modes_of_their_own(runs):
     hook.remove()
     stepped(twin.train(), cache, 1)
     assert not runs
-    stepped(model, cache, 1)
-    assert len(runs) == 1
 
 
 def test_inference_mode_and_others_share_a_model(runs):

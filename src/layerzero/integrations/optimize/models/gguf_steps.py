@@ -22,7 +22,7 @@ from torch.nn import Module, ModuleList
 import layerzero as lz
 from layerzero.backends import ggml
 from layerzero.backends.ggml_decoder import Decoder, Layer, Norm, Product, Step
-from layerzero.core.errors import in_short
+from layerzero.core.errors import InvalidCallError, in_short
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.integrations.optimize.attention import dynamic_cache
@@ -93,7 +93,10 @@ class GgufSteps(State):
         (epoch, before, chosen), policy = self._chosen, current_policy()
         if epoch != ENGINE.epoch or before is not policy:
             epoch = ENGINE.epoch  # first: what comes between starts another
-            chosen = not policy.invariant and all(map(_is_ggmls, _products_of(self._stack)))
+            try:
+                chosen = not policy.invariant and all(map(_is_ggmls, _products_of(self._stack)))
+            except InvalidCallError:  # a weight was written into, or is exchanged now: its own code takes the new one
+                return False
             self._chosen = epoch, policy, chosen
         return chosen
 
@@ -106,7 +109,7 @@ class GgufSteps(State):
             self._chosen = _UNASKED
             self._read = read = _Reading(self._stack)
         except _UnlikeError:  # to look costs more than a step gains
-            self._is_over = True
+            self._is_over, self._read = True, None
             return None
         return read
 
@@ -160,6 +163,7 @@ class _Reading:
 
     def __init__(self, stack: Any) -> None:
         self._held: list[tuple[Mapping[str, Tensor | None], str, Tensor, int, int]] = []
+        self._memory: list[torch.UntypedStorage] = []  # a thread that is in a step reads it after `weight.data = ...`
         self.decoder = self._decoder(stack)
         self.tensors = [each[2] for each in self._held]
 
@@ -231,6 +235,7 @@ class _Reading:
         if address % 2:
             raise _UnlikeError(f"{name} of {type(module).__name__} begins at an odd address")
         self._held.append((held, name, tensor, address, tensor.nbytes))
+        self._memory.append(tensor.untyped_storage())
         return address
 
 
