@@ -27,12 +27,9 @@ KINDS = {"Q4_K": 1e-5, "Q8_0": 0.05, "Q5_1": 0.05}
 
 
 HIDDEN = {"attention_mask": torch.tensor([[0] + 7 * [1]])}
-GROWING = {
-    "rope_type": "default",
-    "rope_theta": 1e4,
-    "llama_4_scaling_beta": 0.1,
-    "original_max_position_embeddings": 64,
-}
+ELSEWHERE = {"cache_position": torch.tensor([3])}
+GROWING = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1}
+GROWING |= {"original_max_position_embeddings": 64}
 """Ministral 3's: queries are multiplied from token 64 on, which no example of a few tokens shows."""
 
 
@@ -175,7 +172,7 @@ def test_generation_gives_the_same_tokens_past_the_memory_of_a_graph(runs):
     assert torch.equal(got[:, :120], wanted[:, :120])  # later ones may part where two are as likely
 
 
-@pytest.mark.parametrize("named", [{"output_hidden_states": True}, {"use_cache": False}, HIDDEN])
+@pytest.mark.parametrize("named", [{"output_hidden_states": True}, {"use_cache": False}, HIDDEN, ELSEWHERE])
 def test_other_calls_run_the_models_own_code(named, runs):
     model = llama()
     optimised(model)

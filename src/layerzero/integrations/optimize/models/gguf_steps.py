@@ -137,6 +137,8 @@ class GgufSteps(State):
         if room is None or len(room[2]) != count:
             return None
         length, places, layers = room
+        if (place := named.get("cache_position")) is not None and place.tolist() != [length]:
+            return None  # stacks of Transformers 5.0 turn and hide tokens by it
         if mask is not None and (type(mask) is not Tensor or mask.shape != (1, length + 1) or not bool(mask.all())):
             return None
         hidden = self._stack.embed_tokens(ids)
