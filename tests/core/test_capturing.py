@@ -298,6 +298,7 @@ assert len(kept) == 2
 """
 
 
+@pytest.mark.slow
 def test_what_libraries_made_ends_before_them():
     """cuDNN's frontend prints what outlives it (nanobind: leaked ...) at the end of every command."""
     said = subprocess.run([sys.executable, "-c", ENDING], check=True, capture_output=True, text=True)

@@ -177,6 +177,7 @@ def test_a_listener_that_hangs_loses_its_own_events_alone(caplog, heard):
     assert lz.metrics().events_dropped >= MOST_WAITING, "what was lost stays counted"
 
 
+@pytest.mark.slow
 def test_a_process_ends_although_a_listener_hangs():
     code = "import time, torch, layerzero as lz\nlz.on_event(lambda _: time.sleep(1e6))\n"
     code += "lz.rms_norm(torch.ones(2, 8), torch.ones(8)); print('done')"

@@ -66,6 +66,7 @@ told["held"] = [each.kernel for each in lz.freeze().choices.values()]
     assert len(told["held"]) == 2
 
 
+@pytest.mark.slow
 def test_a_recording_sees_the_first_call(tmp_path):
     told = fresh(f"""
 with lz.record({str(tmp_path / "calls.json")!r}):

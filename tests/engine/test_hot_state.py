@@ -275,6 +275,7 @@ def test_a_coarse_key_has_classes_in_place_of_sizes():
     assert (shapes, strides) == ([(5, 9), ()], [(9, 1), ()])
 
 
+@pytest.mark.slow
 def test_the_python_path_serves_where_c_is_not_wanted_and_torch_was_looked_for_before_its_import():
     script = """
 import importlib.util, layerzero as lz

@@ -203,6 +203,7 @@ def test_a_kernel_of_this_process_only_is_checked_in_it_and_the_report_says_so()
     assert "too far" in mine.problems[0].message
 
 
+@pytest.mark.slow
 def test_what_is_not_installed_is_refused_with_the_next_step():
     report = conformance.run(["flash_attn.v2"], device="cpu")
     refused = report.kernel("flash_attn.v2").refused

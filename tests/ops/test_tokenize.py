@@ -358,6 +358,7 @@ def test_tokenizers_are_written_where_no_other_user_can_plant_a_link(tmp_path, m
     assert resolve(str(place)).tokenizer_hash == tokenizer.tokenizer_hash
 
 
+@pytest.mark.slow
 def test_what_a_process_wrote_for_itself_goes_with_it(tmp_path):
     code = (
         "import os, sys; from layerzero.ops.tokenize import declare; folder = declare.folder(); print(folder)\n"

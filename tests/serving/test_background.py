@@ -194,6 +194,7 @@ def test_two_children_build_at_once_and_one_thread_hears_of_both(apart):
     assert by["128.so"] in (by["32.so"], by["64.so"]), "whichever is free"
 
 
+@pytest.mark.slow
 def test_a_child_builds_and_a_wiped_cache_is_noticed(apart):
     build()
     assert told(apart)[0][0] == "builds"

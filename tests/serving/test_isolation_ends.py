@@ -70,6 +70,7 @@ def rows(first: float = 0.5) -> torch.Tensor:
     return torch.full((4, 64), first)
 
 
+@pytest.mark.slow
 def test_each_process_has_the_time_to_build_until_a_result(module, fresh, apart, monkeypatch):
     limits, ask = [], Worker.ask
 
@@ -152,6 +153,7 @@ def test_a_result_without_elements_needs_no_room(module, apart):
         assert torch.equal(result, rms_norm(given, (64,), WEIGHT, 1e-5))
 
 
+@pytest.mark.slow
 def test_one_plan_for_many_shapes_leaves_few_forms(fresh, apart, monkeypatch):
     numbers, ask = [], Worker.ask
 
@@ -170,6 +172,7 @@ def test_one_plan_for_many_shapes_leaves_few_forms(fresh, apart, monkeypatch):
     assert max(len(library._forms), len(library._known)) <= 4
 
 
+@pytest.mark.slow
 def test_results_that_are_kept_for_ever_leave_room_for_calls(module, fresh):
     lz.configure(**{"isolation.memory_mb": 4})
     apart = kernels.IsolatedKernel(module.KERNELS[0], lz.explain("rms_norm", rows(), WEIGHT).facts)

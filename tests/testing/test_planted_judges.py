@@ -146,6 +146,7 @@ def test_an_int8_kernel_that_returns_zeros_is_wrong():
     assert {each.status for each in right.values()} == {"passed"}
 
 
+@pytest.mark.slow
 def test_an_operation_that_no_check_can_be_made_of_is_told_and_is_not_clean():
     @lz.register_kernel("invented.unsaid", "planted.it")
     def it(x):

@@ -104,6 +104,7 @@ def test_what_no_child_knows_runs_here_and_is_told(monkeypatch, tmp_path):
     assert any("mine.local ran in this process" in str(each) for each in command.shown(found))
 
 
+@pytest.mark.slow
 def test_what_writes_and_returns_nothing_runs_in_a_child(tmp_path):
     ENGINE.ledger = FileLedger(tmp_path)
     kernel = next(each for each in lz.list_kernels() if each.id == "torch.paged_append")

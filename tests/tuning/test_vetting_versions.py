@@ -111,6 +111,7 @@ def test_what_another_process_cleared_is_seen_by_one_that_runs(tmp_path, monkeyp
     assert other.verdict(kernel, facts) is Verdict.PASSED
 
 
+@pytest.mark.slow
 def test_a_kernel_that_no_child_knows_is_not_vetted_and_the_answer_says_why(monkeypatch):
     @lz.register_kernel("norm.rms", "mine.local")
     def local(input, weight, *, eps=1e-6):
