@@ -289,3 +289,26 @@ def test_a_module_that_branches_on_numbers_is_left() -> None:
     report = lz.optimize(module, None)
     assert all(each.path for each in report.replaced), "its products may gain"
     assert "reads numbers of tensors" in str(report)
+
+
+class ManyRows(torch.nn.Module):
+    """A block whose code asks for the shape of its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = (torch.nn.Linear(64, 64, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        y = self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
+        return 3 * y if x.shape[0] > 8 else y
+
+
+def test_a_block_that_asks_for_shapes_keeps_its_own_code():
+    model = torch.nn.Sequential(ManyRows()).eval()
+    rows = [torch.randn(4, 64), torch.randn(64, 64), torch.randn(2, 3, 64)]
+    with torch.no_grad():
+        before = [model(each) for each in rows]
+        report = lz.optimize(model)
+        for each, wanted in zip(rows, before, strict=True):
+            torch.testing.assert_close(model(each), wanted, rtol=1e-4, atol=1e-4)
+        report.undo()
