@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 
+import pytest
+
 import layerzero as lz
 from layerzero.engine.jit import BUILT
 from layerzero.serving import solve as solving
@@ -11,7 +13,8 @@ from layerzero.serving.background_builds import BUILDS
 from solved_models import model, own, run, solve
 
 
-def test_variants_for_sizes_within_a_bucket_are_built(monkeypatch):
+@pytest.mark.parametrize("seq_len", [[16, 32], [1, 32]])
+def test_variants_for_sizes_within_a_bucket_are_built(seq_len, monkeypatch):
     """As Triton compiles another one for sizes that are no multiple of 16: on an H100 such calls left their plan."""
     measured = solving.tune_calls
     monkeypatch.setattr(solving, "tune_calls", lambda calls, **more: measured([], **more))
@@ -20,7 +23,7 @@ def test_variants_for_sizes_within_a_bucket_are_built(monkeypatch):
     asked = model(layers=1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        plan = solve(asked, buckets={"seq_len": [16, 32], "batch": [1, 4]}, budget_s=None)
+        plan = solve(asked, buckets={"seq_len": seq_len, "batch": [1, 4]}, budget_s=None)
     assert "user.jit" in {each.kernel for each in plan.choices.values()}
     lz.freeze(plan)
     built = []

@@ -53,13 +53,18 @@ class Chosen:
         return BUILT.ready(self.kernel, self.facts)
 
 
+def with_builds(facts: Facts) -> Report:
+    """The report of a call for which kernels may be built."""
+    with SCOPES.scope({"allow_jit_compile": True}):
+        return explain(facts)
+
+
 def wanted(facts: Facts, failed: Callable[[Kernel, Facts], bool]) -> Chosen | None:
     """The kernel that would be chosen and is not built, with the report that says so; None if the winner is built.
 
     What failed to build is passed over.
     """
-    with SCOPES.scope({"allow_jit_compile": True}):
-        report = explain(facts)
+    report = with_builds(facts)
     if report.chosen is None:
         return None
     for candidate in (report.chosen, *(each for each in report.candidates if each is not report.chosen)):

@@ -9,13 +9,12 @@ from typing import Any
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.engine.bucket_table import BucketTable
-from layerzero.engine.config import CONFIGURATION, SCOPES
+from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.frozen_choices import FrozenChoice, candidate_of
 from layerzero.engine.jit import BUILT, BuildOutcome, build_of
-from layerzero.inspection.answers import explain
 from layerzero.serving.background_builds import BUILDS
-from layerzero.serving.own_builds import Chosen, built_here, taken_over, wanted
+from layerzero.serving.own_builds import Chosen, built_here, taken_over, wanted, with_builds
 from layerzero.tuning.measurement.timing import Deadline
 from layerzero.tuning.verification.build_child import build_apart
 
@@ -46,8 +45,7 @@ def build_within(
             rows = table.rows(facts, policy)
             if not rows:
                 continue
-            with SCOPES.scope({"allow_jit_compile": True}):
-                report = explain(facts)
+            report = with_builds(facts)
             candidate = candidate_of(report, rows[0].choice)
             if candidate is None or not candidate.legal or not candidate.kernel.jit:
                 continue

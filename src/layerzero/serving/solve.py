@@ -257,7 +257,9 @@ def _within(
     found.judged = seen.judged
     for point in points:
         less = {axis: size - 1 for axis, size in point.items() if size > 1}
-        if deadline.passed() or not less:
+        if not less:
+            continue
+        if deadline.passed():
             break
         given = _inputs_at(model, inputs, point | less)
         if callable(given) or seen.real:

@@ -116,11 +116,7 @@ def compared(found: Candidate) -> str:
             expected = stock_forward(module)(found.example.clone(), *found.others)
         if reads.seen and "experts" not in found.calls:  # their code reads which experts are hit
             return "its code reads numbers of tensors, as an `if` does, so that other input may take another way"
-        found.swap.on()
-        try:
-            got = module.forward(found.example.clone(), *found.others)
-        finally:
-            found.swap.off()
+        got = _new(found, found.example, *found.others)
         found.error = distance(got, expected)
         if got.dtype != expected.dtype or not agrees(found.error, dtype):
             wanted = f"at most {TOLERANCE.get(dtype, 0.0):.2g} of the largest value in {dtype_name(dtype)}"
@@ -138,12 +134,16 @@ def _agrees_elsewhere(found: Candidate) -> bool:
         expected = stock_forward(found.swap.module)(rows.clone())
     except Exception:  # noqa: BLE001  # a convolution reads axes as channels, others count theirs
         return True
+    return agrees(distance(_new(found, rows), expected), rows.dtype)
+
+
+def _new(found: Candidate, rows: Tensor, *others: Tensor) -> Any:
+    """What the new forward gives, which is on meanwhile."""
     found.swap.on()
     try:
-        got = found.swap.module.forward(rows.clone())
+        return found.swap.module.forward(rows.clone(), *others)
     finally:
         found.swap.off()
-    return agrees(distance(got, expected), rows.dtype)
 
 
 def verdict(errors: Sequence[tuple[float, torch.dtype, str]]) -> tuple[float | None, str]:
