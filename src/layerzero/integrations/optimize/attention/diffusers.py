@@ -16,7 +16,7 @@ import layerzero as lz
 from layerzero.core.errors import in_short
 from layerzero.integrations.optimize.attention.transformers import Search
 from layerzero.integrations.optimize.swaps.candidate import distance, outermost, verdict
-from layerzero.integrations.optimize.swaps.swap import Together
+from layerzero.integrations.optimize.swaps.swap import Together, trying
 from layerzero.integrations.optimize.times.report import BY_CALL, NO_TIME, Left, Replaced
 from layerzero.integrations.optimize.times.workload import RUN
 
@@ -162,11 +162,10 @@ def _compared(found: AttentionOf, run: Callable[[], Any] | None) -> tuple[float 
             return None, f"it could not be compared without inputs= ({in_short(raised)})"
     else:
         keeping = COMPARED.set(compare)
-        found.on()
         try:
-            run()
+            with trying(found):
+                run()
         finally:
-            found.off()
             COMPARED.reset(keeping)
         if not errors:
             return None, "no attention was computed on these inputs"

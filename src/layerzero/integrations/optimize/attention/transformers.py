@@ -88,16 +88,16 @@ class AttentionSwap:
         """Whether LayerZero computes it now."""
         return any(config._attn_implementation == NAME for config, _ in self._before)
 
-    def on(self, name: str = NAME) -> None:
+    def on(self) -> None:
         """Let LayerZero compute it, wherever the model's own choice was torch's function."""
         for config, _ in self._before:
-            config._attn_implementation_internal = name
+            config._attn_implementation_internal = NAME
         self._keep()
 
     def off(self) -> None:
         """Give every configuration what it had, except where somebody chose another one meanwhile."""
         for config, before in self._before:
-            if config._attn_implementation in {NAME, COMPARED}:
+            if config._attn_implementation == NAME:
                 config._attn_implementation_internal = before
         self._keep()
 
@@ -291,11 +291,10 @@ def seeing(swap: AttentionSwap) -> Iterator[dict[int, Seen]]:
     found: dict[int, Seen] = {}
     _know_comparison()
     keeping = _SEEN.set(found)
-    swap.on(COMPARED)
     try:
-        yield found
+        with swap.meanwhile(COMPARED):
+            yield found
     finally:
-        swap.off()
         _SEEN.reset(keeping)
 
 
@@ -353,13 +352,12 @@ def compared(swap: AttentionSwap, run: Callable[[], Any]) -> tuple[float | None,
             _LAST.set(plan.kernel_id)
 
     keeping = _ERRORS.set(errors)
-    swap.on(COMPARED)
     ENGINE.watch(saw)
     try:
-        run()
+        with swap.meanwhile(COMPARED):
+            run()
     finally:
         ENGINE.unwatch(saw)
-        swap.off()
         _ERRORS.reset(keeping)
     if not errors:
         return None, "no attention was computed on these inputs"

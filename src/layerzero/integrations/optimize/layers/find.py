@@ -31,7 +31,7 @@ from layerzero.integrations.optimize.layers.layer import Heads, Layer, forward
 from layerzero.integrations.optimize.modules.norms import Normed, fit, normed, places
 from layerzero.integrations.optimize.modules.products import Block, block
 from layerzero.integrations.optimize.swaps.candidate import Candidate, agrees, distance, quiet, refusal, watching
-from layerzero.integrations.optimize.swaps.swap import Swap, stock_forward, weight_of
+from layerzero.integrations.optimize.swaps.swap import Swap, stock_forward, trying, weight_of
 from layerzero.integrations.optimize.swaps.weights import is_plain, wants_packed
 from layerzero.integrations.optimize.times.report import NO_TIME, Left, Replaced
 from layerzero.integrations.optimize.times.workload import TimeLeft
@@ -345,8 +345,7 @@ def _error(
     Text where that is no number: what was raised, another shape, or what is not finite.
     """
     try:
-        with nullcontext() if exchange is None else exchange.meanwhile(NAME):
-            swap.on()
+        with nullcontext() if exchange is None else exchange.meanwhile(NAME), trying(swap):
             state: Any = swap.state
             with quiet(swap.module):
                 if not state.is_proved(hidden[0]):
@@ -354,8 +353,6 @@ def _error(
             got = _run(swap.module.forward, swap.module, hidden, calls, cached)
     except (InvalidCallError, RuntimeError, IndexError) as raised:  # this form does not fit its sizes
         return f"a form raised {in_short(raised)}"
-    finally:
-        swap.off()
     errors = []
     for one, two, rows, (_, named) in zip(got, expected, hidden, calls, strict=True):
         if one.shape != two.shape:

@@ -31,7 +31,7 @@ from layerzero.integrations.optimize.modules.norms import normed
 from layerzero.integrations.optimize.modules.products import activation_named
 from layerzero.integrations.optimize.swaps.candidate import quiet
 from layerzero.integrations.optimize.swaps.codes import CodedProduct, bias_of
-from layerzero.integrations.optimize.swaps.swap import MARK, State, Swap, as_forward, serves, stock_forward
+from layerzero.integrations.optimize.swaps.swap import MARK, State, Swap, as_forward, serves, stock_forward, trying
 from layerzero.integrations.optimize.times import timing
 from layerzero.integrations.optimize.times.report import NO_TIME, Left, Replaced
 
@@ -340,7 +340,7 @@ def _compared(stack: Any, swap: Swap, passed: Callable[[], bool]) -> tuple[float
         swap.on() if ours else swap.off()
         return stack(input_ids=ids, use_cache=True, **{cached: caches[ours]})
 
-    try:
+    with trying(swap):
         for ours in caches:
             swap.state.output = type(run(ids[:, :PROMPT], ours=ours))  # type: ignore[attr-defined]
         errors = []
@@ -367,8 +367,6 @@ def _compared(stack: Any, swap: Swap, passed: Callable[[], bool]) -> tuple[float
             return () if over else (False, True)
 
         times = timing.race((False, True), sample, undecided)
-    finally:
-        swap.off()
     pairs = [(theirs, ours) for theirs, ours in zip(times[False], times[True], strict=True) if ours]
     worst = max(errors, key=lambda each: math.inf if math.isnan(each) else each)
     return worst, 1 / (1 + timing.gain(pairs)) if pairs else 1.0

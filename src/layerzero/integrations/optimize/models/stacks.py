@@ -37,7 +37,7 @@ from layerzero.integrations.optimize.models.padding import (
     without_padding,
 )
 from layerzero.integrations.optimize.swaps.candidate import agrees, distance, outermost, quiet, watching
-from layerzero.integrations.optimize.swaps.swap import MARK, Swap, has_own_forward, is_swapped, stock_forward
+from layerzero.integrations.optimize.swaps.swap import MARK, Swap, has_own_forward, is_swapped, stock_forward, trying
 from layerzero.integrations.optimize.times import timing
 from layerzero.integrations.optimize.times.report import BY_CALL, NO_TIME, Left, Replaced
 from layerzero.integrations.optimize.times.workload import TimeLeft, tensors_in
@@ -209,13 +209,10 @@ def _error(stack: Module, state: Unpadded, call: dict[str, Any], expected: list[
     """How far a way is from the stack's own values, in units of the largest; and what is wrong, empty where nothing."""
     swap = Swap(stack, forward_of(stack), state)
     try:
-        with noted() as padded, _whatever_it_takes(state):
-            swap.on()
+        with noted() as padded, _whatever_it_takes(state), trying(swap):
             got = list(tensors_in(stack.forward(**call)))
     except Exception as raised:  # noqa: BLE001  # a stack that takes no packed row
         return 0.0, in_short(raised)
-    finally:
-        swap.off()
     if not padded:
         return 0.0, "such a call is one for its own code"
     errors = [distance(*without_padding(padded, *pair)) for pair in zip(got, expected, strict=True)]
@@ -242,8 +239,7 @@ def _reads_padding(model: Any, swaps: list[Swap], example: Mapping[str, Any], ex
     with noted() as padded, ExitStack() as meanwhile:
         for each in swaps:
             meanwhile.enter_context(_whatever_it_takes(_state_of(each)))
-            meanwhile.callback(each.off)
-            each.on()
+            meanwhile.enter_context(trying(each))
         got = model(**example)
     for one, two in zip(tensors_in(got), tensors_in(expected), strict=True):
         if not agrees(distance(*without_padding(padded, one, two)), two.dtype):

@@ -19,7 +19,15 @@ from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.plan import Report
 from layerzero.integrations.optimize.swaps.stamp import is_recorder
-from layerzero.integrations.optimize.swaps.swap import Forward, State, Swap, has_own_forward, is_swapped, stock_forward
+from layerzero.integrations.optimize.swaps.swap import (
+    Forward,
+    State,
+    Swap,
+    has_own_forward,
+    is_swapped,
+    stock_forward,
+    trying,
+)
 
 TOLERANCE: Mapping[torch.dtype, float] = {
     torch.float64: 1e-6,
@@ -139,11 +147,8 @@ def _agrees_elsewhere(found: Candidate) -> bool:
 
 def _new(found: Candidate, rows: Tensor, *others: Tensor) -> Any:
     """What the new forward gives, which is on meanwhile."""
-    found.swap.on()
-    try:
+    with trying(found.swap):
         return found.swap.module.forward(rows.clone(), *others)
-    finally:
-        found.swap.off()
 
 
 def verdict(errors: Sequence[tuple[float, torch.dtype, str]]) -> tuple[float | None, str]:

@@ -12,6 +12,7 @@ import copy
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType, MethodType
@@ -295,6 +296,18 @@ class Exchange(Protocol):
 
     def off(self) -> None:
         """Take it away."""
+
+
+@contextmanager
+def trying(*exchanges: Exchange) -> Iterator[None]:
+    """Put them on meanwhile; they are off afterwards, whatever the block did and raised."""
+    try:
+        for each in exchanges:
+            each.on()
+        yield
+    finally:
+        for each in exchanges:
+            each.off()
 
 
 class Together:
