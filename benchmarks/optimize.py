@@ -152,12 +152,7 @@ WORKLOADS = {
     "sentences": Workload(bert, {"12 texts": sentences()}),
     "llama": Workload(
         llama,
-        {
-            "prompt 256": prompt(256),
-            "prompt 512": prompt(512),
-            "token": decode(256),
-            "4 tokens": decode(256, 4, 4),
-        },
+        {"prompt 256": prompt(256), "prompt 512": prompt(512), "token": decode(256), "4 tokens": decode(256, 4, 4)},
     ),
     "moe": Workload(mixture, {"prompt 256": prompt(256), "token": decode(64)}),
     "gpt2": Workload(

@@ -332,10 +332,7 @@ def bookkeeping(device: str, small: bool) -> None:
     step = given["step"]
     step.slot_mapping(16)
     lz.paged_attention(**given)  # as a layer has by then: the first call loads what later ones need
-    for name, run in {
-        "a new step and its slots": anew,
-        "advance and its slots": lambda: step.advance(**there),
-    }.items():
+    for name, run in {"a new step and its slots": anew, "advance and its slots": lambda: step.advance(**there)}.items():
         for _ in range(20):
             run()
         spent = []

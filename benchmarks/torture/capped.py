@@ -19,7 +19,7 @@ from keeping import Found, cache
 import layerzero as lz
 from layerzero import _assembly
 from layerzero.core.plan import Candidate
-from layerzero.core.system.free_memory import FREE, UNKNOWN, Reading, mib
+from layerzero.core.system.memory import FREE, UNKNOWN, Reading, mib
 from layerzero.engine import headroom
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.failures import out_of_memory

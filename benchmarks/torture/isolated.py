@@ -1,6 +1,6 @@
 """Kernels that end a process of their own: each costs one call, which another kernel answers, and no process but that.
 
-    python benchmarks/torture --part isolated                1,000 ends, shared by several processes
+python benchmarks/torture --part isolated                1,000 ends, shared by several processes
 """
 
 from __future__ import annotations

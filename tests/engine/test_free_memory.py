@@ -15,8 +15,8 @@ from drawing import examples
 from layerzero.core.device import Device
 from layerzero.core.kernel import Backend
 from layerzero.core.reasons import ReasonCode
-from layerzero.core.system import free_memory
-from layerzero.core.system.free_memory import FREE, FreeMemory, Reading
+from layerzero.core.system import memory as free_memory
+from layerzero.core.system.memory import FREE, FreeMemory, Reading
 from layerzero.engine import headroom
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY

@@ -13,7 +13,7 @@ from layerzero.core.errors import NoKernelFoundError
 from layerzero.core.kernel import Backend
 from layerzero.core.reasons import ReasonCode
 from layerzero.core.system import resources
-from layerzero.core.system.free_memory import FREE
+from layerzero.core.system.memory import FREE
 from layerzero.engine import headroom
 from layerzero.engine.failures import out_of_memory
 from layerzero.engine.registry import REGISTRY

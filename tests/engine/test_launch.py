@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import layerzero as lz
 from layerzero.core.device import Device
 from layerzero.core.facts import FactsBuilder
-from layerzero.core.limit_launch import Grid
+from layerzero.core.limits import Grid
 from layerzero.engine.functions import CALLS
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops.attention.reference import attention_reference

@@ -7,8 +7,8 @@ import torch
 
 import layerzero as lz
 from layerzero.core.device import Device
-from layerzero.core.system import free_memory
-from layerzero.core.system.free_memory import FREE
+from layerzero.core.system import memory
+from layerzero.core.system.memory import FREE
 from layerzero.tuning.measurement import clocks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -33,7 +33,7 @@ def little():
 
 
 def read():
-    return free_memory.read(Device.detect("cuda"))
+    return memory.read(Device.detect("cuda"))
 
 
 @pytest.mark.parametrize("pieces", [0, 30])

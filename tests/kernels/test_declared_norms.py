@@ -17,7 +17,7 @@ from drawing import at_once
 from layerzero.backends import liger
 from layerzero.backends.flashinfer import rows as flashinfer_norm
 from layerzero.backends.vllm import library as vllm_library
-from layerzero.backends.vllm import norm as vllm_norm
+from layerzero.backends.vllm import rows as vllm_norm
 from layerzero.core.device import Device
 from layerzero.core.facts import FactsBuilder
 from layerzero.core.reasons import ReasonCode

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.backends.torch.whole_tiles import _filled_up, linear_for
+from layerzero.backends.torch.cpu_half import _filled_up, linear_for
 from layerzero.core.facts import Facts
 
 XEON = dataclasses.replace(lz.Device.detect("cpu"), instruction_sets=frozenset({"avx512", "avx512_bf16", "amx_bf16"}))

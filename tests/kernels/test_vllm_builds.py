@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.backends.vllm import library, logits
+from layerzero.backends.vllm import library, rows
 
 OLD, NEW = "_C.abi3.so", "_C_stable_libtorch.abi3.so"
 
@@ -61,8 +61,8 @@ def test_experts_are_chosen_by_an_operator_with_or_without_rows_that_count_for_n
 
     topk_softmax._schema = types.SimpleNamespace(arguments=[None] * parameters)
     names = types.SimpleNamespace(topk_softmax=types.SimpleNamespace(default=topk_softmax))
-    monkeypatch.setattr(logits, "operators", lambda *_: names)
-    logits._load_moe(None)(torch.randn(3, 8), top_k=2, renormalize=True, scale=1.0)
+    monkeypatch.setattr(rows, "operators", lambda *_: names)
+    rows._load_moe(None)(torch.randn(3, 8), top_k=2, renormalize=True, scale=1.0)
     assert len(given[0]) == parameters
     assert given[0][5:] == (None,) * (parameters - 5)
 

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 import layerzero as lz
 from drawing import at_once
-from layerzero.backends.torch import widened
+from layerzero.backends.torch import cpu_half
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -20,12 +20,12 @@ def error(got, expected):
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("outputs", [1, 16, 63, 64, 65, 129])
 def test_blocks_end_where_weights_do(monkeypatch, outputs, dtype):
-    monkeypatch.setattr(widened, "BLOCK_BYTES", 64 * 40 * 4)  # 64 rows, or fewer of equal blocks
+    monkeypatch.setattr(cpu_half, "BLOCK_BYTES", 64 * 40 * 4)  # 64 rows, or fewer of equal blocks
     rows, weight, bias = torch.randn(3, 5, 40).to(dtype), torch.randn(outputs, 40).to(dtype), torch.randn(outputs)
     expected = functional.linear(rows.float(), weight.float(), bias.to(dtype).float())
-    got = widened.product(rows.float(), weight, bias.to(dtype))
+    got = cpu_half.product(rows.float(), weight, bias.to(dtype))
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(widened.product(rows[0, 0].float(), weight), expected[0, 0] - bias.to(dtype).float())
+    torch.testing.assert_close(cpu_half.product(rows[0, 0].float(), weight), expected[0, 0] - bias.to(dtype).float())
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -55,7 +55,7 @@ def attention_call(dtype, queries, keys, heads=4, kv_heads=2, batch=3, size=16):
 def test_attention_takes_heads_in_blocks(monkeypatch, dtype, heads_at_once, mask):
     head_bytes = 8 * (20 + 2 * 5) * 16
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    monkeypatch.setattr(widened, "BLOCK_BYTES", heads_at_once * head_bytes)
+    monkeypatch.setattr(cpu_half, "BLOCK_BYTES", heads_at_once * head_bytes)
     query, key, value = attention_call(dtype, 5, 20)
     bias = None if mask is None else torch.randn(mask).to(dtype)
     sizes = []
@@ -65,7 +65,7 @@ def test_attention_takes_heads_in_blocks(monkeypatch, dtype, heads_at_once, mask
         assert query.dtype is torch.float32
         return torch._scaled_dot_product_flash_attention_for_cpu(query, *given, **named)
 
-    output, lse = widened.attended(operator)(query, key, value, 0.0, False, attn_mask=bias, scale=0.3)
+    output, lse = cpu_half.attended(operator)(query, key, value, 0.0, False, attn_mask=bias, scale=0.3)
     wide = [each.float() for each in (query, key, value)]
     expected = torch._scaled_dot_product_flash_attention_for_cpu(
         *wide, 0.0, False, attn_mask=None if bias is None else bias.float(), scale=0.3

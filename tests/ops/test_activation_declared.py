@@ -12,7 +12,7 @@ from torch.nn import functional
 import layerzero as lz
 from layerzero.backends import liger
 from layerzero.backends.flashinfer import rows as flashinfer
-from layerzero.backends.vllm import norm as vllm
+from layerzero.backends.vllm import rows as vllm
 from layerzero.core.device import Device
 from layerzero.core.facts import FactsBuilder
 from layerzero.core.reasons import ReasonCode

@@ -10,9 +10,10 @@ import torch
 
 import layerzero as lz
 from drawing import examples
-from layerzero.backends.vllm import logits as vllm
+from layerzero.backends.vllm import rows as vllm
 from layerzero.core.device import Device
 from layerzero.core.facts import FactsBuilder
+from layerzero.engine.registry import REGISTRY
 from layerzero.ops import FUNCTIONS, OPERATIONS
 from layerzero.testing import fuzz
 
@@ -170,7 +171,7 @@ def test_vllms_operator_gets_masks_and_a_penalty_for_each_row(monkeypatch):
 
     operator = types.SimpleNamespace(apply_repetition_penalties_=types.SimpleNamespace(default=repeat))
     monkeypatch.setattr(vllm, "operators", lambda *_: operator)
-    kernel = vllm.KERNELS[0]
+    kernel = REGISTRY.kernel("vllm.penalties")
     operation = OPERATIONS["sampling.penalties.counted"]
     logits = torch.randn(2, 3, 8, generator=generator())
     counts = torch.randint(0, 3, (2, 3, 8), generator=generator(1), dtype=torch.int32)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import layerzero as lz
 from layerzero.cli.app import main
 from layerzero.core.ledger import Verdict
-from layerzero.core.system.free_memory import FREE, Reading
+from layerzero.core.system.memory import FREE, Reading
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.frozen_choices import Agreed

@@ -78,6 +78,15 @@ _LONGEST = 200
 """Characters of a value in a message: what is longer hides the sentence around it."""
 
 
+def has_hash(name: object) -> bool:
+    """Whether something can be a key: a tuple may be, and is none with a list in it."""
+    try:
+        hash(name)
+    except TypeError:
+        return False
+    return True
+
+
 def told(value: object) -> str:
     """A value for an error message, on one line of it: of a tensor what it is, not what it holds."""
     if isinstance(value, torch.Tensor):

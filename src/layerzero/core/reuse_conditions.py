@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from layerzero.core import arguments, limit_kinds, limit_launch
+from layerzero.core import arguments, limit_kinds, limits
 from layerzero.core.dtypes import INDEX
 from layerzero.core.fact_reads import EVERYTHING
 from layerzero.core.facts import Facts
@@ -295,5 +295,5 @@ def _contiguous(limit: limit_kinds.Contiguous, call: SizedCall) -> Iterable[Cond
 
 
 @conditions.register
-def _grid(limit: limit_launch.Grid, call: SizedCall) -> Iterable[Condition] | None:
+def _grid(limit: limits.Grid, call: SizedCall) -> Iterable[Condition] | None:
     return () if not limit.check(call.largest()) else None  # a grid grows with every size

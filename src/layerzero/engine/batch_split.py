@@ -15,7 +15,7 @@ from layerzero.core.fact_reads import watch
 from layerzero.core.facts import Facts, TensorFacts
 from layerzero.core.kernel import Kernel
 from layerzero.core.limit_kinds import Finding
-from layerzero.core.limit_launch import LAUNCH_CODES, Grid
+from layerzero.core.limits import LAUNCH_CODES, Grid
 from layerzero.core.plan import Adaptation, Candidate
 from layerzero.core.reasons import ReasonCode
 from layerzero.core.schema import OperationSchema

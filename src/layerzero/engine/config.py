@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from layerzero.core.errors import PolicyError
-from layerzero.core.system import forking, large_pages
+from layerzero.core.system import forking, memory
 from layerzero.engine.policy import Policy, narrowest_last, parse_policy
 from layerzero.engine.scopes import Scopes
 from layerzero.engine.settings import ALIASES, DECIDE_NOTHING, ENVIRONMENT, PREFIX, SETTINGS, checked, nearest
@@ -381,4 +381,4 @@ def digest_of(policy: Policy) -> str:
     return hashlib.sha256(repr((policy.values, policy.locks, policy.rules)).encode()).hexdigest()[:12]
 
 
-large_pages.wanted = lambda: bool(current_policy()["memory.large_pages"])
+memory.wanted = lambda: bool(current_policy()["memory.large_pages"])

@@ -1,7 +1,7 @@
 """Memory: how much a kernel may take besides its results, what runs where all take more, and ``lz.defragment``.
 
 Two bounds hold: what policy allows a kernel (``memory_headroom_mb``), and what the device had when it was read last
-(:mod:`layerzero.core.system.free_memory`). A reading is no older than ``memory.max_age_s`` when a choice is made; no
+(:mod:`layerzero.core.system.memory`). A reading is no older than ``memory.max_age_s`` when a choice is made; no
 hit reads anything. Plans are chosen anew where a new reading refuses what an earlier one let run, or the other way
 round.
 
@@ -32,8 +32,8 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import class_text
 from layerzero.core.plan import Adaptation, Candidate, outdate
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.core.system.free_memory import FREE, Reading, mib
-from layerzero.core.system.free_memory import UNKNOWN as UNREAD
+from layerzero.core.system.memory import FREE, Reading, mib
+from layerzero.core.system.memory import UNKNOWN as UNREAD
 from layerzero.engine import health
 from layerzero.engine.config import CONFIGURATION, current_policy
 from layerzero.engine.policy import Lock, Policy, bound_by

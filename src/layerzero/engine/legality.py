@@ -13,7 +13,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel, Trust
 from layerzero.core.ledger import Ledger, Verdict
 from layerzero.core.limit_kinds import Finding, Findings, Limit, Repair
-from layerzero.core.limit_launch import LAUNCH_CODES
+from layerzero.core.limits import LAUNCH_CODES
 from layerzero.core.operation import Routed
 from layerzero.core.plan import Adaptation, Candidate
 from layerzero.core.reasons import Reason, ReasonCode

@@ -10,7 +10,7 @@ from layerzero.core.errors import LayerZeroFallbackWarning, LayerZeroPerformance
 from layerzero.core.plan import Plan
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.system import forking
-from layerzero.core.system.free_memory import FREE, mib
+from layerzero.core.system.memory import FREE, mib
 from layerzero.engine import headroom, proofs
 from layerzero.engine.events import EVENTS
 from layerzero.engine.health import Health

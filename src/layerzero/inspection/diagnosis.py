@@ -17,8 +17,8 @@ from layerzero.core.device import Device, cpu_of_this_machine
 from layerzero.core.kernel import Backend, within
 from layerzero.core.ledger import Suspect
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.core.system import disk, free_memory
-from layerzero.core.system.free_memory import FREE
+from layerzero.core.system import disk, memory
+from layerzero.core.system.memory import FREE
 from layerzero.core.system.resources import thread_advice
 from layerzero.engine import accelerator, isolation, probe
 from layerzero.engine.config import CONFIGURATION
@@ -290,7 +290,7 @@ def doctor(*, load: bool = False, asked_for: str | None = None) -> Diagnosis:
 
 def _memory() -> dict[str, str]:
     most_s = CONFIGURATION.policy["memory.max_age_s"]
-    return {f"{each.torch_type}:{each.index}": FREE.told(each, most_s) for each in free_memory.in_use()}
+    return {f"{each.torch_type}:{each.index}": FREE.told(each, most_s) for each in memory.in_use()}
 
 
 _IN_C = {

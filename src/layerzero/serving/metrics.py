@@ -10,8 +10,8 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from layerzero.core.system import free_memory
-from layerzero.core.system.free_memory import FREE
+from layerzero.core.system import memory
+from layerzero.core.system.memory import FREE
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.events import EVENTS, BuildCounts
@@ -164,7 +164,7 @@ def _kernels() -> Iterator[KernelMetrics]:
 
 def _memory() -> Iterator[MemoryMetrics]:
     """A reading is as old as it may be when a call is chosen for: a scrape costs no more."""
-    for device in free_memory.in_use():
+    for device in memory.in_use():
         found = FREE.of(device, CONFIGURATION.policy["memory.max_age_s"])
         if not math.isinf(found.free):
             name = f"{device.torch_type}:{device.index}"

@@ -15,7 +15,7 @@ from enum import StrEnum
 from layerzero.core.device import Device
 from layerzero.core.errors import DescriptorError, PolicyError
 from layerzero.core.plan import Report
-from layerzero.core.system.free_memory import FREE, mib
+from layerzero.core.system.memory import FREE, mib
 from layerzero.engine import headroom
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE

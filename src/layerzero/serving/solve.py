@@ -31,9 +31,9 @@ from layerzero.engine.transforms import ELSEWHERE, Elsewhere
 from layerzero.inspection import plan_document
 from layerzero.inspection.answers import explain
 from layerzero.inspection.freeze import Frost, document
+from layerzero.serving.background_builds import build_chosen, build_within
 from layerzero.serving.dry_run import called, run_on_shapes, token_ids
 from layerzero.serving.joint_times import chosen_together
-from layerzero.serving.plan_builds import build_chosen, build_within
 from layerzero.tuning.measurement.clocks import current
 from layerzero.tuning.measurement.timing import Deadline
 from layerzero.tuning.measurement.tune import tune_calls

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.widened import Attend, attended, attends, in_float32
+from layerzero.backends.torch.cpu_half import Attend, attended, attends, in_float32
 from layerzero.core import emulation
 from layerzero.core import limits as limit
 from layerzero.core.device import PLATFORMS

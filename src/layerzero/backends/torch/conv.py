@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.backends.torch.attention import FLOATS, kernel
+from layerzero.backends.torch.cpu_half import CPU, wide, widened
 from layerzero.backends.torch.linear import HAS_ONEDNN, ONEDNN
-from layerzero.backends.torch.widened import CPU, wide, widened
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.reasons import Reason, ReasonCode

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.torch.attention import FLOATS, TORCH, kernel
-from layerzero.backends.torch.whole_tiles import ROWS_APART, linear_for
-from layerzero.backends.torch.widened import CPU, KEPT_BITS, many, wide, widened
+from layerzero.backends.torch.cpu_half import CPU, KEPT_BITS, ROWS_APART, linear_for, many, wide, widened
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel

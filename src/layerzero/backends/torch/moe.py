@@ -32,8 +32,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.backends.torch.attention import FLOATS, TORCH, kernel
-from layerzero.backends.torch.whole_tiles import ROWS_APART, has_tiles, linear_for
-from layerzero.backends.torch.widened import many, widened
+from layerzero.backends.torch.cpu_half import ROWS_APART, has_tiles, linear_for, many, widened
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from layerzero.backends.norm_limits import RowsAligned
 from layerzero.backends.torch.attention import FLOATS, kernel
+from layerzero.backends.torch.cpu_half import linear_for
 from layerzero.backends.torch.elementwise import scales
 from layerzero.backends.torch.linear import HAS_ONEDNN, by_rows
-from layerzero.backends.torch.whole_tiles import linear_for
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.reasons import Reason, ReasonCode

@@ -35,9 +35,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.backends.torch.attention import FLOATS, TORCH, kernel
+from layerzero.backends.torch.cpu_half import linear_for, many, widened
 from layerzero.backends.torch.linear import load_block, load_then, own
-from layerzero.backends.torch.whole_tiles import linear_for
-from layerzero.backends.torch.widened import many, widened
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.activation.declare import ALONE, GATED, halves, turns

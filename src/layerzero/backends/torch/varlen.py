@@ -28,9 +28,9 @@ from layerzero.backends.torch.attention import (
     sdpa_operator,
     short_mask,
 )
+from layerzero.backends.torch.cpu_half import Attend, attended, attends, in_float32
 from layerzero.backends.torch.cuda_attention import aligned_rows
 from layerzero.backends.torch.softcap import with_sinks
-from layerzero.backends.torch.widened import Attend, attended, attends, in_float32
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.reasons import Reason, ReasonCode

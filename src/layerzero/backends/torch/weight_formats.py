@@ -34,8 +34,8 @@ from torch.nn import functional
 from layerzero.backends import grouped_weights
 from layerzero.backends.grouped_weights import Product, Products, experts_of, grouped, looped
 from layerzero.backends.torch.attention import FLOATS, TORCH, kernel
+from layerzero.backends.torch.cpu_half import FEW_BITS, many
 from layerzero.backends.torch.quantized_linear import on_boundary
-from layerzero.backends.torch.widened import FEW_BITS, many
 from layerzero.core import limits as limit
 from layerzero.core.emulation import lacks
 from layerzero.core.facts import Facts

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from layerzero.backends.norm_limits import sum_then
 from layerzero.backends.shape_cache import small_alone
-from layerzero.backends.vllm.norm import gate_of, gated
+from layerzero.backends.vllm.rows import gate_of, gated
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Release

@@ -16,7 +16,7 @@ from layerzero.core import emulation
 from layerzero.core.arguments import told
 from layerzero.core.device import Device
 from layerzero.core.errors import refuse
-from layerzero.core.system import large_pages
+from layerzero.core.system import memory
 from layerzero.core.system.resources import available_bytes
 from layerzero.engine.config import CONFIGURATION, current_policy
 from layerzero.engine.frozen_choices import ranks_choose
@@ -273,7 +273,7 @@ def _optimized(search: Search, report: Optimized, asked: requested.Request | Non
     with watching([each for _, each in watched.models], watched.keep):
         before = [] if workload is None else workload.run()
     till_s = time.deadline.spent_s + time.deadline.left_s / 10
-    report.large_pages = large_pages.take((*root.parameters(), *root.buffers()), lambda: time.deadline.spent_s > till_s)
+    report.large_pages = memory.take((*root.parameters(), *root.buffers()), lambda: time.deadline.spent_s > till_s)
     dtypes = dict.fromkeys(each.dtype for each in root.parameters() if each.device.type == "cpu")
     report.emulated = emulation.told(Device.detect("cpu"), dtypes)
     report.stock = "" if workload is None else stock_of(root, workload.device)

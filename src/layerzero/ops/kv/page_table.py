@@ -3,20 +3,100 @@
 A page is shared by as many sequences as its count of users says. A sequence that writes into a page that others use
 gets a page of its own first, so that what others read never changes. A page whose tokens are known to the prefixes has
 these as one more user. Sequences that begin with the same pages are grouped, for attention that reads these once.
+
+A full page is known by the digest of its own tokens and of all before them: two pages of one digest hold the same keys
+and values, so that a prompt that begins alike does not compute them again. What makes these depend on more than tokens
+(an adapter, a picture, a tenant) is a salt of the first page. A known page that no sequence has is idle; the page that
+is idle longest is evicted first. Sequences return their last page first, so that a prefix loses its end before its
+beginning.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 from array import array
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
-from layerzero.core.arguments import told
+from layerzero.core.arguments import has_hash, told
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.kv.form import KVCacheError
-from layerzero.ops.kv.prefixes import Prefixes
+
+
+class Prefixes:
+    """The known pages of a cache. It counts no users: the book does, and says when a page is idle.
+
+    Attributes:
+        idle: known pages that no sequence has, the one that is idle longest first.
+        evictions: pages that were taken for other tokens.
+        found: tokens that prompts did not compute again.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self._size = page_size
+        self._pages: dict[bytes, int] = {}
+        self._digests: dict[int, bytes] = {}
+        self.idle: dict[int, None] = {}
+        self.evictions = self.found = 0
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._digests
+
+    def _digests_of(self, tokens: Sequence[int], salt: bytes) -> Iterator[bytes]:
+        """The digest of each full page, by 16 bytes of BLAKE2: two of 2^32 pages are alike once in 2^64 times."""
+        packed, width, digest = memoryview(array("q", tokens)).cast("B"), 8 * self._size, salt
+        for end in range(width, len(packed) + 1, width):
+            digest = blake2b(digest + packed[end - width : end], digest_size=16).digest()
+            yield digest
+
+    def find(self, tokens: Sequence[int], salt: bytes) -> list[int]:
+        """The known pages that these tokens begin with, idle no more."""
+        found: list[int] = []
+        for digest in self._digests_of(tokens, salt):
+            page = self._pages.get(digest)
+            if page is None:
+                break
+            found.append(page)
+            self.idle.pop(page, None)
+        self.found += len(found) * self._size
+        return found
+
+    def publish(self, pages: Sequence[int], tokens: Sequence[int], salt: bytes) -> list[int]:
+        """Know full pages by their tokens; those that are new. Tokens that another page is known by stay with it."""
+        fresh = []
+        for page, digest in zip(pages, self._digests_of(tokens, salt), strict=False):
+            if page not in self._digests and digest not in self._pages:
+                self._pages[digest], self._digests[page] = page, digest
+                fresh.append(page)
+        return fresh
+
+    def rest(self, page: int) -> None:
+        """Note that no sequence has a page, if it is known."""
+        if page in self._digests:
+            self.idle[page] = None
+
+    def forget(self, page: int) -> None:
+        """Know a page no more."""
+        self.idle.pop(page, None)
+        del self._pages[self._digests.pop(page)]
+
+    def evict(self) -> int:
+        """The page that is idle longest, known no more. Raises: StopIteration where none is idle."""
+        page = next(iter(self.idle))
+        self.forget(page)
+        self.evictions += 1
+        return page
+
+    def move(self, places: Mapping[int, int]) -> None:
+        """Number known pages anew: those that move, by where they go."""
+        self._digests = {places.get(page, page): digest for page, digest in self._digests.items()}
+        self._pages = {digest: page for page, digest in self._digests.items()}
 
 
 @dataclass(slots=True)
@@ -62,15 +142,6 @@ class Growth:
     after: list[int]
     added: list[tuple[CachedSequence, int]] = field(default_factory=list)
     replaced: list[tuple[CachedSequence, int, int, bool]] = field(default_factory=list)
-
-
-def has_hash(name: object) -> bool:
-    """Whether something can be a key: a tuple may be, and is none with a list in it."""
-    try:
-        hash(name)
-    except TypeError:
-        return False
-    return True
 
 
 class Book:
@@ -325,8 +396,4 @@ def groups_of(names: Sequence[Hashable], tables: Sequence[Sequence[int]], full: 
 
 
 def _common(tables: Sequence[Sequence[int]]) -> int:
-    first, shortest = tables[0], min(map(len, tables))
-    for place in range(shortest):
-        if any(table[place] != first[place] for table in tables):
-            return place
-    return shortest
+    return len([*itertools.takewhile(lambda pages: len(set(pages)) == 1, zip(*tables, strict=False))])

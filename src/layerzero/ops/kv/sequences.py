@@ -9,14 +9,14 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from layerzero.core.arguments import told
+from layerzero.core.arguments import has_hash, told
 from layerzero.core.bundle import Bundle
 from layerzero.core.errors import InvalidCallError, public, refuse
 from layerzero.core.reasons import ReasonCode
 from layerzero.core.system import forking
 from layerzero.ops.kv.form import GONE, KVCacheError, KVCacheStrategy, form_of
 from layerzero.ops.kv.layer import CacheLayer, LatentLayer, SplitLayer
-from layerzero.ops.kv.page_table import Book, Growth, has_hash
+from layerzero.ops.kv.page_table import Book, Growth
 from layerzero.ops.kv.step import CacheStep, columns_for
 from layerzero.ops.kv.storage import Fixed, Virtual, copy_pages
 

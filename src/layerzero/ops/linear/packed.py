@@ -19,7 +19,7 @@ from layerzero.core.errors import InvalidCallError, NotPreparedError
 from layerzero.core.facts import Facts
 from layerzero.core.handle import FOREIGN, STALE, Handle
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.core.system import large_pages
+from layerzero.core.system import memory
 from layerzero.ops.linear.glance import Glance
 from layerzero.ops.quantize.weight import QuantizedWeight
 from layerzero.ops.quantize.weight_format import Fields, WeightFormat, arguments_of, fields_of
@@ -65,7 +65,7 @@ class Packing:
 
     def _made(self, form: Any, taken: int) -> None:
         self.form, self.bytes = form, taken
-        large_pages.take(pytree.tree_leaves(form))
+        memory.take(pytree.tree_leaves(form))
 
 
 class _Refused:

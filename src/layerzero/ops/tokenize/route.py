@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from layerzero.core.arguments import has_hash
 from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.operation import Routed
 from layerzero.core.plain import PlainBinding, PlainFunction, Ways
@@ -186,7 +187,7 @@ def make_tokenize(ways: Ways) -> Callable[..., dict[str, list[Any]]]:
         if batched and not items:
             return finish([], tokenizer, asked, surrounds)
         size = (sum(map(len, items)) if batched else len(items)).bit_length()
-        simple = asked[3:] == _PLAIN[3:] and not asked.return_offsets and _hashable(tokenizer_id)
+        simple = asked[3:] == _PLAIN[3:] and not asked.return_offsets and has_hash(tokenizer_id)
         key: Any = (tokenizer_id, size, *asked[1:3]) if simple else (tokenizer, batched, asked[:3], size)
         key = (*key, len(items).bit_length()) if batched else key
         table = ways.scoped()
@@ -213,14 +214,6 @@ def _beside(arguments: Mapping[str, Any], surrounds: bool) -> tuple[Any, Any]:
     if arguments["batched"] or arguments["return_offsets"]:
         return around, None
     return around, TEXTS.reader(tokenizer, (arguments["add_special_tokens"], arguments["parse_special"]))
-
-
-def _hashable(value: Any) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
 
 
 def _dressed(call: Callable[..., Any], signature: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ from layerzero.core.evidence import Evidence, Measurement, Provenance
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger, Libraries
-from layerzero.core.limit_launch import LAUNCH_CODES
+from layerzero.core.limits import LAUNCH_CODES
 from layerzero.core.recipe import CallRecipe
 from layerzero.core.system import forking
 from layerzero.engine.config import CONFIGURATION

@@ -1,18 +1,22 @@
-"""Half precision computed in float32, on CPUs that have no instructions for it: torch's own kernels, made wide.
+"""Half precision on CPUs by torch: in float32 where instructions lack, by whole tiles where AMX has them.
 
-Tensors are widened, torch's float32 kernel of the operation runs, and results are rounded to the dtype of the input.
-Its distance from float64 is that of torch's own or less: what lies between the products of a block stays in float32.
-Weights are widened at each call, a block of rows after another, so that they take :data:`BLOCK_BYTES` and stay in the
-host's caches. In units of ``F.linear``'s time, 1024 / 2816, 8, 64 and 1024 rows: bfloat16 0.84, 0.48 and 0.42 with
-AVX-512, 0.65, 0.30 and 0.24 with AVX2; float16 0.62, 0.27 and 0.24 (AMD EPYC Zen 4 without its bfloat16 instructions,
-CPU time of one thread, torch 2.13.0, 2026-11-26). Blocks of 0.5 and 8 MB took up to 1.3 and 1.15 of that
+Kernels are made wide: tensors are widened, torch's float32 kernel of the operation runs, and results are rounded to the
+dtype of the input. Its distance from float64 is that of torch's own or less: what lies between the products of a block
+stays in float32. Weights are widened at each call, a block of rows after another, so that they take :data:`BLOCK_BYTES`
+and stay in the host's caches. In units of ``F.linear``'s time, 1024 / 2816, 8, 64 and 1024 rows: bfloat16 0.84, 0.48
+and 0.42 with AVX-512, 0.65, 0.30 and 0.24 with AVX2; float16 0.62, 0.27 and 0.24 (AMD EPYC Zen 4 without its bfloat16
+instructions, CPU time of one thread, torch 2.13.0, 2026-11-26). Blocks of 0.5 and 8 MB took up to 1.3 and 1.15 of that
 of 2.6 MB; oneDNN's float32 product took 0.87 of MKL's there with AVX-512, and as long with AVX2.
 
 Attention is widened by heads, in as many bytes a thread. In units of the time of torch's operator: float16 0.43 to 0.65
-of 128 to 2048 queries, 0.16 to 0.6 of one; bfloat16 0.3 to 0.9 of one query a head, 0.9 to 1.1 of
-more, where the operator itself adds up in float32 (the same CPU, AVX2 and AVX-512, head dims 8 to 128, 2026-11-26).
+of 128 to 2048 queries, 0.16 to 0.6 of one; bfloat16 0.3 to 0.9 of one query a head, 0.9 to 1.1 of more, where the
+operator itself adds up in float32 (the same CPU, AVX2 and AVX-512, head dims 8 to 128, 2026-11-26).
 
 Calls that record gradients are refused: autograd would keep the wide weights until the backward pass.
+On CPUs with AMX, oneDNN's tiles of 32 bfloat16 read over the end of a row whose length is no multiple of 32: what is no
+number there makes this row none. A NaN in row 6 of 33 by 100 numbers made row 5 of ``F.linear`` NaN, and of oneDNN's
+packed products (torch 2.11 and 2.13, Intel Xeon with AMX, 2026-11-22). One request's rows must not spoil another's, so
+rows are filled up with zeros there, which costs a copy of the weight; kernels that cannot do so refuse such calls.
 Library: torch >= 2.10, BSD-3-Clause.
 """
 
@@ -31,7 +35,48 @@ from torch.nn import functional
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
+from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention import declare as attention
+
+_TILE = 32
+_FEATURES = ("in_features", "hidden", "inner_features")
+
+
+def has_tiles(facts: Facts) -> bool:
+    """Whether oneDNN computes such a call with the tiles of AMX."""
+    return facts["dtype"] is torch.bfloat16 and "amx_bf16" in facts.device.instruction_sets
+
+
+def _first_uneven(facts: Facts) -> str | None:
+    """The first length of a row that tiles do not fill; None where nothing reads over an end."""
+    if not has_tiles(facts):
+        return None
+    uneven = (name for name in _FEATURES if facts.get(name) is not None and facts.size(name) % _TILE)
+    return next(uneven, None)
+
+
+def _leaking_rows(facts: Facts) -> Reason | None:
+    name = _first_uneven(facts)
+    if name is None:
+        return None
+    return Reason(ReasonCode.CONSTRAINT_FAILED, name, f"a multiple of {_TILE}", facts.size(name))
+
+
+ROWS_APART = limit.Custom("bfloat16 on a CPU with AMX: multiples of 32 features", _leaking_rows)
+"""For kernels that hand rows to oneDNN as they are."""
+
+
+def linear_for(facts: Facts) -> Callable[..., Tensor]:
+    """``F.linear`` itself, or with rows filled up to whole tiles where they would be read over their ends."""
+    return functional.linear if _first_uneven(facts) is None else _filled_up
+
+
+def _filled_up(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    missing = -input.shape[-1] % _TILE
+    if missing:
+        input, weight = functional.pad(input, (0, missing)), functional.pad(weight, (0, missing))
+    return functional.linear(input, weight, bias)
+
 
 BLOCK_BYTES = 5 * 2**19
 """Of a weight in float32: what widens it writes into the cache from which the product reads it."""
