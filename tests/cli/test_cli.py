@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from contextvars import Context
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ import layerzero as lz
 import vocabularies
 from command_lines import FA3, GQA, answer, run
 from drawing import at_once
+from layerzero import cli
 from layerzero.cli.app import main
 from layerzero.core.evidence import Measurement
 from layerzero.core.ledger import Ledger
@@ -91,6 +94,15 @@ def measured_elsewhere(folder, monkeypatch):
     assert run("perfdb export all.jsonl --builds").exit_code == 0
 
 
+def test_options_are_not_named_by_their_metavar():
+    """Typer 0.27 takes a metavar that is the parameter's name in capitals for the option's name, as ``--DEVICE``."""
+    option = re.compile(r"(\w+): Annotated\[(?:(?!Annotated\[).)*?typer\.Option\(\s*metavar=\"(\w+)\"", re.DOTALL)
+    files = Path(cli.__file__).parent.glob("*.py")
+    found = [pair for file in files for pair in option.findall(file.read_text(encoding="utf-8"))]
+    assert found
+    assert [name for name, metavar in found if name.upper() == metavar] == []
+
+
 def test_help_without_arguments_and_the_version():
     assert "Commands:" in run("").output
     assert run("--version").output == f"layerzero {lz.__version__}\n"
@@ -99,6 +111,7 @@ def test_help_without_arguments_and_the_version():
 def test_help_loads_no_library_and_no_engine():
     script = """
 import sys
+from layerzero import cli
 from layerzero.cli.app import main
 before = set(sys.modules)
 try:

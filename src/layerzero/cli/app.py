@@ -113,7 +113,8 @@ def doctor(
     ] = False,
     again: Annotated[bool, typer.Option("--again", help="With --confirm: run the banned as well.")] = False,
     module: Annotated[
-        list[str] | None, typer.Option(metavar="MODULE", help="With --confirm: import this, which registers kernels.")
+        list[str] | None,
+        typer.Option("--module", metavar="MODULE", help="With --confirm: import this, which registers kernels."),
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if there are issues.")] = False,
     everything: Annotated[

@@ -76,7 +76,9 @@ class CallFlags:
     ] = None
     dtype: Annotated[
         str | None,
-        typer.Option(metavar="DTYPE", help="Dtype of the tensors; by default float32 on a CPU, bfloat16 elsewhere."),
+        typer.Option(
+            "--dtype", metavar="DTYPE", help="Dtype of the tensors; by default float32 on a CPU, bfloat16 elsewhere."
+        ),
     ] = None
     layout: Annotated[str | None, typer.Option(metavar="BSHD|BHSD", help="Layout of attention's tensors.")] = None
     causal: Annotated[
@@ -94,7 +96,9 @@ class CallFlags:
     device: Annotated[
         str | None,
         typer.Option(
-            metavar="DEVICE", help="cpu or cuda:0 for this machine's, or the name of any other: H100, MI300X, ..."
+            "--device",
+            metavar="DEVICE",
+            help="cpu or cuda:0 for this machine's, or the name of any other: H100, MI300X, ...",
         ),
     ] = None
     installed: Annotated[
@@ -191,10 +195,12 @@ class _CallsToTime(_CallsToRun):
 
     dtype: Annotated[
         str | None,
-        typer.Option(metavar="DTYPE", help="With commas for more; by default bfloat16, on a CPU float32 and bfloat16."),
+        typer.Option(
+            "--dtype", metavar="DTYPE", help="With commas for more; by default bfloat16, on a CPU float32 and bfloat16."
+        ),
     ] = None
     layout: Annotated[
-        str | None, typer.Option(metavar="LAYOUT", help="BSHD or BHSD of attention, NHD or HND of a cache.")
+        str | None, typer.Option("--layout", metavar="LAYOUT", help="BSHD or BHSD of attention, NHD or HND of a cache.")
     ] = None
     threads: Threads = None
     samples: Annotated[
@@ -288,7 +294,7 @@ class VetFlags(_CallsToRun):
     kernel: Kernels = NONE
     backend: Annotated[list[str], typer.Option(metavar="LIBRARY", help="Vet this library only; again for more.")] = NONE
     dtype: Annotated[
-        str | None, typer.Option(metavar="DTYPE", help="Dtype of the tensors; by default each in turn.")
+        str | None, typer.Option("--dtype", metavar="DTYPE", help="Dtype of the tensors; by default each in turn.")
     ] = None
     graph: Annotated[
         bool, typer.Option("--graph", help="Capture each call in a CUDA graph, and compare what replays give.")

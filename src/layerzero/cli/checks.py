@@ -19,16 +19,21 @@ def fuzz(
         int, typer.Option(metavar="N", help="Seed that draws them; the same seed draws the same calls.")
     ] = 0,
     kernel: Annotated[
-        list[str] | None, typer.Option(metavar="KERNEL", help="Test these kernels only: id, glob or library.")
+        list[str] | None,
+        typer.Option("--kernel", metavar="KERNEL", help="Test these kernels only: id, glob or library."),
     ] = None,
     operation: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="OPERATION", help="Make calls of this only: an operation, function, alias or glob; again for more."
+            "--operation",
+            metavar="OPERATION",
+            help="Make calls of this only: an operation, function, alias or glob; again for more.",
         ),
     ] = None,
     module: Modules = None,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="Device of the tensors, as torch names it.")] = "cpu",
+    device: Annotated[
+        str, typer.Option("--device", metavar="DEVICE", help="Device of the tensors, as torch names it.")
+    ] = "cpu",
     json: AsJson = False,
 ) -> Answer:
     """Compare random calls with float64.
@@ -67,14 +72,20 @@ def conformance(
     backend: Annotated[
         list[str] | None, typer.Option(metavar="LIBRARY", help="Check this library only; again for more.")
     ] = None,
-    operation: Annotated[str, typer.Option(metavar="OPERATION", help="An operation, function, alias or glob.")] = "*",
+    operation: Annotated[
+        str, typer.Option("--operation", metavar="OPERATION", help="An operation, function, alias or glob.")
+    ] = "*",
     kernel: Annotated[
         list[str] | None,
-        typer.Option(metavar="KERNEL", help="Check these kernels only: id, glob or library; again for more."),
+        typer.Option(
+            "--kernel", metavar="KERNEL", help="Check these kernels only: id, glob or library; again for more."
+        ),
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(metavar="DEVICE", help="Device of the tensors; a GPU where there is one, else the CPU."),
+        typer.Option(
+            "--device", metavar="DEVICE", help="Device of the tensors; a GPU where there is one, else the CPU."
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed that draws the random calls.")] = 0,
     calls: Annotated[int, typer.Option(metavar="N", help="Random calls of each operation and dtype.", min=1)] = 20,

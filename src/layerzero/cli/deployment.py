@@ -15,7 +15,7 @@ from layerzero.cli.plans import Sets
 def libraries(
     asked_for: Sets = None,
     device: Annotated[
-        str | None, typer.Option(metavar="DEVICE", help="For which device, as H100; this machine's best.")
+        str | None, typer.Option("--device", metavar="DEVICE", help="For which device, as H100; this machine's best.")
     ] = None,
     torch_version: Annotated[
         str, typer.Option("--torch", metavar="VERSION", help="With which torch; the one that is here.")

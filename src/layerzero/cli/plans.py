@@ -43,7 +43,9 @@ def solve(
             help="A function of the axes, by name, that returns the model's inputs; token ids by default.",
         ),
     ] = None,
-    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Dtype of a model of Transformers' config.")] = "bfloat16",
+    dtype: Annotated[
+        str, typer.Option("--dtype", metavar="DTYPE", help="Dtype of a model of Transformers' config.")
+    ] = "bfloat16",
     budget_s: Annotated[
         float, typer.Option(metavar="SECONDS", help="End after so long; 0 measures nothing.", min=0)
     ] = 600.0,
@@ -229,7 +231,7 @@ def ready(
 
 def serve_health(
     port: Annotated[
-        int, typer.Option(metavar="PORT", help="Where to listen; 0 takes any free one.", min=0, max=65535)
+        int, typer.Option("--port", metavar="PORT", help="Where to listen; 0 takes any free one.", min=0, max=65535)
     ] = 9400,
     host: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Address to listen on; 0.0.0.0 lets other machines ask.")
