@@ -1,13 +1,17 @@
-"""Gradients through torch's operators: of functions that write in compiled code, and gradients of gradients."""
+"""Gradients through torch's operators: of functions that write in compiled code; and gradients of gradients."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import pytest
 import torch
+from torch.autograd.functional import hessian
 from torch.utils.flop_counter import FlopCounterMode
 
+import layerzero as lz
+from drawing import examples, mostly
 from layerzero.engine.functions import CALLS
 from layerzero.ops import FUNCTIONS
 from layerzero.testing.generate import random_call
@@ -100,3 +104,100 @@ def test_gradients_of_gradients_lead_back_through_operators():
         return torch.autograd.grad(sum(each.square().sum() for each in first), wanted)
 
     torch.testing.assert_close(second(FlopCounterMode(display=False)), second(contextlib.nullcontext()))
+
+
+def rounded(value):
+    """A leaf of float64, or what no gradient leads to."""
+    return isinstance(value, torch.Tensor) and value.dtype is torch.float64
+
+
+def drawn(name):
+    """Random calls in float64: the tensors that gradients lead to, and a loss of them."""
+    for number in range(max(3, examples(12))):
+        arguments = random_call(7, number, function=name, dtype=torch.float64).arguments
+        arguments = {key: each for key, each in arguments.items() if not key.startswith("packed")}
+        leaves = {key: each.detach() for key, each in arguments.items() if rounded(each)}
+
+        def loss(*tensors, arguments=arguments, names=tuple(leaves)):
+            copies = {key: each.clone() for key, each in arguments.items() if key in written(name)}
+            given = arguments | copies | {key: each * 1 for key, each in zip(names, tensors, strict=True)}
+            found = CALLS[name].fast(**given)
+            results = [*(found if isinstance(found, tuple) else (found,)), *(given[each] for each in written(name))]
+            seen = [each.masked_fill(each.isinf(), 0.0) for each in results if rounded(each)]
+            return sum((each * (0.7 + 0.5 * each)).sum() for each in seen)
+
+        yield arguments, leaves, loss
+
+
+def seconds(loss, leaves, directions):
+    """How a gradient along given directions changes with each leaf; None where there is no gradient."""
+    tensors = [each.clone().requires_grad_() for each in leaves.values()]
+    found = loss(*tensors)
+    if not isinstance(found, torch.Tensor) or not found.requires_grad:
+        return None
+    first = torch.autograd.grad(found, tensors, create_graph=True, allow_unused=True)
+    along = sum((one * each).sum() for one, each in zip(first, directions, strict=True) if one is not None)
+    if not along.requires_grad:
+        return tuple(map(torch.zeros_like, tensors))
+    return torch.autograd.grad(along, tensors, allow_unused=True, materialize_grads=True)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own jvp
+@pytest.mark.parametrize("name", mostly(sorted(FUNCTIONS), {"attention", "linear_cross_entropy", "append_paged_kv_"}))
+def test_gradients_of_gradients_are_right_or_refused(name):
+    """Of each kernel that may run, and inside torch.func, where the reference does."""
+    for arguments, leaves, loss in drawn(name):
+        directions = tuple(each.sin() for each in leaves.values())
+        try:
+            report = explained(name, arguments)
+            with lz.scope(locks={report.operation: "reference"}):
+                wanted = seconds(loss, leaves, directions)
+        except (RuntimeError, lz.InvalidCallError):  # collectives, and views that torch lets nothing write into
+            continue
+        if wanted is None:
+            continue
+
+        def transformed(loss=loss, leaves=leaves, directions=directions):
+            gradient = torch.func.grad(loss, argnums=tuple(range(len(leaves))))
+            return torch.func.jvp(gradient, tuple(leaves.values()), directions)[1]
+
+        ways = {"torch.func": ("reference", transformed)}
+        for each in report.candidates:
+            if not each.reasons:
+                ways[each.kernel.id] = each.kernel.id, functools.partial(seconds, loss, leaves, directions)
+        for way, (kernel, compute) in ways.items():
+            try:
+                with lz.scope(locks={report.operation: kernel}):
+                    got = compute()
+            except RuntimeError:
+                continue
+            torch.testing.assert_close(
+                got, wanted, rtol=1e-6, atol=1e-6, equal_nan=True, msg=lambda told, way=way: f"{way}: {told}"
+            )
+
+
+def explained(name, arguments):
+    given = {key: each.clone().requires_grad_() * 1 if rounded(each) else each for key, each in arguments.items()}
+    return lz.explain(getattr(lz, name), **given)
+
+
+def test_a_token_without_a_slot_leaves_the_gradient_of_the_token_that_stands_for_it():
+    key, cache = torch.ones(3, 2, 4, requires_grad=True), torch.ones(2, 2, 2, 4)
+    lz.append_paged_kv_(key, key.detach(), cache, cache.clone(), torch.tensor([1, -1, 2]))
+    cache.sum().backward()
+    assert key.grad[:, 0, 0].tolist() == [1.0, 0.0, 1.0]
+
+
+def test_a_hessian_of_a_kernel_whose_gradients_have_none_is_refused():
+    """torch.autograd.functional takes a gradient without a graph for a constant: it was 0."""
+    hidden, weight, target = torch.randn(4, 8), torch.randn(16, 8), torch.arange(4)
+
+    def loss(hidden):
+        return lz.linear_cross_entropy(hidden, weight, target)
+
+    with pytest.raises(RuntimeError, match=r"without create_graph, got create_graph=True.*'reference'"):
+        hessian(loss, hidden)
+    with lz.scope(locks={"loss.linear_cross_entropy": "reference"}):
+        wanted = hessian(loss, hidden)
+    assert wanted.any()
+    torch.testing.assert_close(torch.func.hessian(loss)(hidden), wanted)

@@ -22,29 +22,38 @@ Chunks of 128 rows, each of which read and wrote the sum in float32, took 56.4 a
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel, Trust
 from layerzero.ops.declaration import wide
 
 
-def _differentiable_once(backward: Callable[[Any, Tensor], tuple[Any, ...]]) -> Callable[..., Any]:
-    """As torch's decorator, which trusts constants from behind: a loss alone then had gradients without a graph."""
-    guarded: Callable[..., Any] = once_differentiable(backward)
+def once(compute: Callable[..., Any], operation: str) -> Callable[..., Any]:
+    """What computes the same, and refuses ``create_graph=True``: its gradients would be constants to the next pass.
 
-    @functools.wraps(backward)
-    def differentiate(ctx: Any, gradient: Tensor) -> Any:
-        wanted = torch.is_grad_enabled()  # create_graph=True
-        return guarded(ctx, gradient.detach().requires_grad_() if wanted else gradient)
+    torch's own guard trusts what comes from behind, and leads nowhere else: the second gradients of a loss were 0.
+    """
 
-    return differentiate
+    def refuse(_: Any) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{operation}: wanted a backward pass without create_graph, got create_graph=True, and this kernel's "
+                f"gradients have none; use lz.scope(locks={{{operation!r}: 'reference'}}), or torch.func.grad"
+            )
+
+    def run(*arguments: Any, **named: Any) -> Any:
+        found = compute(*arguments, **named)
+        for each in found if isinstance(found, tuple) else (found,):
+            if each is not None and each.grad_fn is not None:
+                each.grad_fn.register_prehook(refuse)
+        return found
+
+    return run
 
 
 class _FromKept(torch.autograd.Function):
@@ -57,7 +66,6 @@ class _FromKept(torch.autograd.Function):
         return result
 
     @staticmethod
-    @_differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         return None, None, *ctx.differentiate(ctx.saved_tensors, ctx.needs_input_grad[2:], gradient.contiguous())
 
@@ -73,7 +81,6 @@ class _GivenAway(torch.autograd.Function):
         return result
 
     @staticmethod
-    @_differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:

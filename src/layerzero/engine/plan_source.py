@@ -13,21 +13,26 @@ from typing import Any, NamedTuple
 
 import torch
 
+from layerzero.backends.gradients import once
 from layerzero.core import indices
 from layerzero.core.arguments import TensorSchema, moving
 from layerzero.core.errors import refuse
 from layerzero.core.fact_reads import EVERYTHING, Reads, Watched, watch
 from layerzero.core.facts import Facts
 from layerzero.core.handle import FOREIGN, STALE
-from layerzero.core.kernel import Kernel
+from layerzero.core.kernel import REFERENCE_BACKEND, Kernel
 from layerzero.core.ledger import Ledger
 from layerzero.core.operation import Function, Operation
 from layerzero.core.plan import Candidate, Plan, Report
 from layerzero.engine import accelerator, batch_split, isolation, proofs
 from layerzero.engine.accelerator import ArgumentPlaces, Passed
+from layerzero.engine.function_kernels import USER_BACKEND
 from layerzero.engine.judgements import EpochValues
 from layerzero.engine.legality import checked, flag_findings
 from layerzero.engine.policy import Policy
+
+_DIFFERENTIATED_TWICE = ("torch", REFERENCE_BACKEND.name, USER_BACKEND.name)
+"""Backends whose gradients torch can differentiate or refuses to, and a program's own functions."""
 
 
 class PlanUnusableError(Exception):
@@ -51,6 +56,8 @@ def build(
         target, reads = loaded.load(facts.seen_in(kernel.layout)), frozenset({EVERYTHING})
     else:
         target, reads = watch(kernel.load, facts.seen_in(kernel.layout), f"{kernel.id}: load")
+    if facts["requires_grad"] and kernel.source not in _DIFFERENTIATED_TWICE:
+        target = once(target, facts.operation.name)
     made, look = facts.operation.guard, facts.operation.number_guard
     guard = None if made is None else made(function.name, facts.layout)
     number_guard = None if look is None else look(function.name, facts.layout)

@@ -91,9 +91,9 @@ def by_torch(
     dtype = logits.dtype
     if softcap is not None or z_loss:
         logits = capped(logits.to(wide(dtype)), softcap)
-        weight = None if weight is None else weight.to(logits.dtype)
+    factors = None if weight is None else weight.detach().to(logits.dtype)  # torch refuses those that want a gradient
     found = functional.cross_entropy(
-        logits, target.long(), weight, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
+        logits, target.long(), factors, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
     )
     if z_loss:
         counted = target != ignore_index

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.gradients import Needed, from_kept, given_away, over_chunks, scaled, sizes, wide_product
+from layerzero.backends.gradients import Needed, from_kept, given_away, once, over_chunks, scaled, sizes, wide_product
 from layerzero.backends.torch.attention import FLOATS, TORCH, kernel
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -79,7 +79,7 @@ def _load_torchs(facts: Facts) -> Callable[..., Any]:
         divisor = weighed.sum()
         return torch.where(divisor == 0, torch.nan, found / divisor.masked_fill(divisor == 0, 1))
 
-    return run
+    return once(run, str(facts["operation"]))
 
 
 class _Loss:
@@ -216,7 +216,7 @@ def _load_chunked(facts: Facts) -> Callable[..., Any]:
         found = found.sum()
         return (found if divisor is None else torch.where(divisor == 0, torch.nan, found)).to(dtype)
 
-    return run
+    return once(run, str(facts["operation"]))
 
 
 KERNELS = (

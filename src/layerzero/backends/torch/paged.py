@@ -30,6 +30,7 @@ from layerzero.ops.attention.limits import SdpaEnabled
 from layerzero.ops.cascade import FLAT
 from layerzero.ops.paged import declare as paged
 from layerzero.ops.paged import mixed
+from layerzero.ops.paged.append import append_paged_kv_
 from layerzero.ops.paged.pages import gathered, has_numbers, tokens_of
 from layerzero.ops.paged.tree import of_sequence
 
@@ -132,6 +133,8 @@ def _gathered_bytes(facts: Facts) -> int:
 def load_append(facts: Facts) -> Callable[..., Any]:
     """What writes new tokens into the slots of a cache in NHD."""
     on_cpu = facts.device.platform == "cpu"
+    if facts["requires_grad"] and not on_cpu:
+        return append_paged_kv_  # a token that stands for another would have its gradient, too
 
     def append(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
         page_size = key_cache.shape[1]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from layerzero.core.arguments import Axis, TensorSchema
 from layerzero.core.dtypes import FLOATING
@@ -133,6 +134,10 @@ def append_paged_kv_(
     tokens = slot_mapping.shape[0]
     if tokens == 0 or key_cache.numel() == 0:
         return
+    if _differentiated(key, value, key_cache, value_cache):
+        _append_whole(key, key_cache, slot_mapping)
+        _append_whole(value, value_cache, slot_mapping)
+        return
     valid = slot_mapping >= 0
     stand_in = valid.long().argmax().expand(tokens)
     source = torch.where(valid, torch.arange(tokens, device=slot_mapping.device), stand_in)
@@ -140,6 +145,21 @@ def append_paged_kv_(
     page, offset = slots // key_cache.shape[1], slots % key_cache.shape[1]
     for cache, new in ((key_cache, key), (value_cache, value)):
         cache[page, offset] = torch.where(valid.any(), new[source], cache[page, offset])
+
+
+def _differentiated(*tensors: Tensor) -> bool:
+    """Whether a place that is written twice would count twice; no tensor says that forward-mode AD is at work."""
+    return forward_ad._current_level >= 0 or (torch.is_grad_enabled() and any(each.requires_grad for each in tensors))
+
+
+def _append_whole(new: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write tokens into their slots and all others anew, each once: what stands for another token has its gradient."""
+    tokens, room = len(slot_mapping), cache.shape[0] * cache.shape[1]
+    places = torch.where(slot_mapping >= 0, slot_mapping, room)
+    numbers = torch.arange(tokens, device=places.device)
+    token = places.new_full((room + 1,), tokens).scatter(0, places, numbers)[:room].view(cache.shape[:2])
+    written = (token < tokens)[..., None, None]
+    cache.copy_(torch.where(written, new[token.clamp(max=tokens - 1)], cache))
 
 
 APPEND_PAGED = writing(
