@@ -265,6 +265,31 @@ def test_a_layer_that_adds_otherwise_is_left_with_a_reason() -> None:
     torch.testing.assert_close(output(model), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("turns", "told"),
+    [
+        (lambda rows: rows.shape[1] > 8, "none of the layers' formulas"),
+        (lambda rows: rows.shape[0] > 2, "none of the layers' formulas"),
+        (lambda rows: bool(rows.max() > 50), "reads numbers of tensors"),
+    ],
+    ids=["tokens", "rows", "numbers"],
+)
+@pytest.mark.parametrize("kind", ["Llama", "Bert"])
+def test_a_layer_that_may_take_another_way_is_left(kind: str, turns: Any, told: str) -> None:
+    model: Any = made() if kind == "Llama" else transformers.BertModel(transformers.BertConfig(**SIZES)).eval()
+    layers = model.model.layers if kind == "Llama" else model.encoder.layer
+
+    class Turning(type(layers[0])):  # type: ignore[misc]
+        def forward(self, hidden_states: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
+            return super().forward(hidden_states, *others, **named) * (2 if turns(hidden_states) else 1)
+
+    for each in layers:
+        each.__class__ = Turning
+    report = lz.optimize(model, padding=False)
+    assert "layer" not in {each.kind for each in report.replaced}
+    assert all(told in each.why for each in report.left if each.module == "Turning"), report
+
+
 @pytest.mark.parametrize("kind", ["Llama", "Gemma2"])
 def test_layers_know_what_they_cover(kind: str) -> None:
     """A module within a layer that is exchanged, hooked or trained later is not passed over."""

@@ -23,7 +23,7 @@ from layerzero.integrations.optimize.attention.transformers import NAME, Attenti
 from layerzero.integrations.optimize.layers.layer import Heads, Layer, forward
 from layerzero.integrations.optimize.modules.norms import Normed, normed
 from layerzero.integrations.optimize.modules.products import Block, activations_of, orders
-from layerzero.integrations.optimize.swaps.candidate import watching
+from layerzero.integrations.optimize.swaps.candidate import MORE, watching
 from layerzero.integrations.optimize.swaps.joined_codes import following_weights
 from layerzero.integrations.optimize.swaps.stamp import code_of
 from layerzero.integrations.optimize.swaps.swap import weight_of
@@ -269,6 +269,15 @@ def _is_scale(module: Module) -> bool:
     return len(parameters) == 1 and "weight" not in parameters and all(each.ndim == 1 for each in parameters.values())
 
 
+def _of_more_rows(hidden: Tensor, named: Mapping[str, Any]) -> tuple[Tensor, Mapping[str, Any]]:
+    """A call with more rows of more tokens: a branch on sizes would take another way."""
+    mask = named.get("attention_mask")
+    if mask is not None:
+        alone = {1} if mask.ndim == 4 else set()  # heads share it
+        mask = mask.repeat(*[1 if size == 1 or axis in alone else MORE for axis, size in enumerate(mask.shape)])
+    return hidden.repeat(MORE, MORE, *[1] * (hidden.ndim - 2)), {**named, "attention_mask": mask}
+
+
 def calls_of(
     model: Any, exchange: AttentionSwap, parts: Sequence[Parts]
 ) -> tuple[dict[int, list[tuple[Tensor, Mapping[str, Any]]]], Mapping[int, Seen]]:
@@ -282,6 +291,8 @@ def calls_of(
         if (mask := told.get("attention_mask")) is not None:
             told["attention_mask"] = mask[:2, ..., :TOKENS, :TOKENS] if mask.ndim == 4 else mask
         calls.setdefault(id(module), []).append((hidden[:2, :TOKENS], told))
+        if len(calls[id(module)]) == 1:
+            calls[id(module)].append(_of_more_rows(*calls[id(module)][0]))
 
     with watching([each.module for each in parts], keep), seeing(exchange) as seen:
         example_run(model)()

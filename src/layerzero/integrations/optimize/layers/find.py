@@ -30,7 +30,17 @@ from layerzero.integrations.optimize.layers.inner import Inner, inner
 from layerzero.integrations.optimize.layers.layer import Heads, Layer, forward
 from layerzero.integrations.optimize.modules.norms import Normed, fit, normed, places
 from layerzero.integrations.optimize.modules.products import Block, block
-from layerzero.integrations.optimize.swaps.candidate import Candidate, agrees, distance, quiet, refusal, watching
+from layerzero.integrations.optimize.swaps.candidate import (
+    MORE,
+    READS,
+    Candidate,
+    Reads,
+    agrees,
+    distance,
+    quiet,
+    refusal,
+    watching,
+)
 from layerzero.integrations.optimize.swaps.swap import Swap, stock_forward, trying, weight_of
 from layerzero.integrations.optimize.swaps.weights import is_plain, wants_packed
 from layerzero.integrations.optimize.times.report import NO_TIME, Left, Replaced
@@ -75,7 +85,7 @@ class Parts:
     def forms(self, calls: list[Call], seen: Mapping[int, Seen], of: str) -> list[Form] | str:
         """Every way in which a layer could compute with these parts; or why there is none."""
         got = seen.get(id(self.heads))
-        if got is None or len(calls) != 4 or not isinstance(calls[0][1].get("position_embeddings"), tuple):
+        if got is None or len(calls) != 6 or not isinstance(calls[0][1].get("position_embeddings"), tuple):
             return "it has no rotary positions or no cache, or its attention is called otherwise"
         cos = calls[0][1]["position_embeddings"][0]
         once = not torch.equal(*cos.chunk(2, -1)) if cos.shape[-1] % 2 == 0 else True
@@ -205,10 +215,10 @@ def _parts_of(module: Module, *, by_module: bool = False) -> Parts | None:
 def _calls_of(
     model: Any, exchange: AttentionSwap, parts: list[Parts]
 ) -> tuple[dict[int, list[Call]], Mapping[int, Seen]]:
-    """What the model hands to each layer: prompt and token, twice, then with hidden tokens; and what attention got."""
+    """What the model hands to each layer: prompt and token, with hidden tokens, of more rows; what attention got."""
     ids = torch.randint(1, 64, (2, PROMPT + 1), generator=torch.Generator().manual_seed(0), device="cpu")
     ids = (ids % model.get_input_embeddings().weight.shape[0]).to(model.get_input_embeddings().weight.device)
-    hidden = torch.ones_like(ids)
+    hidden, more = torch.ones_like(ids), ids.repeat(MORE, MORE)  # a branch on sizes would take another way
     hidden[0, :2] = 0
     calls: dict[int, list[Call]] = {}
 
@@ -217,10 +227,10 @@ def _calls_of(
             calls.setdefault(id(module), []).append((given[0], dict(named)))
 
     with watching([each.module for each in parts], keep), quiet(model), seeing(exchange) as seen:
-        for mask in (torch.ones_like(ids), hidden):
-            given = model(input_ids=ids[:, :PROMPT], attention_mask=mask[:, :PROMPT], use_cache=True)
+        for rows, mask in ((ids, torch.ones_like(ids)), (ids, hidden), (more, torch.ones_like(more))):
+            given = model(input_ids=rows[:, :-1], attention_mask=mask[:, :-1], use_cache=True)
             name = name_of(model)
-            model(input_ids=ids[:, PROMPT:], attention_mask=mask, **{name: getattr(given, name)})
+            model(input_ids=rows[:, -1:], attention_mask=mask, **{name: getattr(given, name)})
     return calls, seen
 
 
@@ -242,10 +252,12 @@ def _tried(
         return Left(path, cls, f"as a whole: {forms}"), liked
     forms.sort(key=lambda form: form[0] != liked)
     try:
-        hidden, expected = _expected(made, calls, exchange)
+        hidden, expected, reads = _expected(made, calls, exchange)
     except Exception as raised:  # noqa: BLE001  # what a layer raises that names its cache otherwise (GPT-NeoX)
         why = f"it could not be run by itself: {in_short(raised)}"
         return Left(path, cls, f"as a whole: {why}"), liked
+    if reads.seen:
+        return Left(path, cls, f"as a whole: {READS}"), liked
     least = float("inf")
     ran: dict[str, None] = {}
     failed: dict[str, None] = {}
@@ -312,8 +324,8 @@ def _layer(heads: Callable[[], Heads], block: Block | Inner, norms: tuple[Normed
 
 def _expected(
     made: Parts | encoders.Parts, calls: list[Call], exchange: AttentionSwap
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Random input, as large as what the layer adds to it, so that all shows; and the layer's own output."""
+) -> tuple[list[Tensor], list[Tensor], Reads]:
+    """Random input, as large as what the layer adds to it, so that all shows; the layer's own output; what it read."""
     module = made.module
     generator = torch.Generator().manual_seed(len(list(module.parameters())))
     hidden = [
@@ -328,8 +340,8 @@ def _expected(
             raise TypeError(f"wanted one tensor, the layer returns {type(each).__name__}")
     added = max((got - rows).abs().max().item() for got, rows in zip(first, hidden, strict=True))
     hidden = [rows * min(1.0, added / 4) for rows in hidden]
-    with exchange.stock():
-        return hidden, _run(stock, module, hidden, calls, made.cache)
+    with exchange.stock(), Reads() as reads:  # type: ignore[no-untyped-call]
+        return hidden, _run(stock, module, hidden, calls, made.cache), reads
 
 
 def _error(

@@ -6,11 +6,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero as lz
@@ -40,6 +41,9 @@ what lies between them. Norms of Transformers compute in float32 whatever the in
 
 PROMPT = 16
 """How many times an example's rows stand for a prompt."""
+
+MORE = 3
+"""How many times the rows of an example are proved besides it: a branch on sizes may take another way."""
 
 STRUCTURE = 1e-4
 """The same where float32 copies are compared to learn a formula: another formula is off by far more."""
@@ -106,24 +110,46 @@ def candidate(module: Module, forward: Forward, state: State, **fields: Any) -> 
     return Candidate(swap=Swap(module, forward, state), covered=tuple(each for _, each in state.covers), **fields)
 
 
-class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Copies(TorchFunctionMode):
+    """What reads memory without an operator."""
+
+    seen = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen |= func in (Tensor.tolist, Tensor.numpy, Tensor.__array__)
+        return func(*args, **(kwargs or {}))
+
+
+class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Whether a value of a tensor was read, which a branch may depend on: one run shows one way."""
 
     seen = False
 
+    def __enter__(self) -> Self:
+        self._copies = _Copies().__enter__()  # type: ignore[no-untyped-call]
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._copies.__exit__(*raised)
+        self.seen |= self._copies.seen
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen |= func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+        self.seen |= torch.Tag.data_dependent_output in func.tags
         return func(*args, **(kwargs or {}))
+
+
+READS = "its code reads numbers of tensors, as an `if` does, so that other input may take another way"
 
 
 def compared(found: Candidate) -> str:
     """Run the original and the new forward on the example; say what is wrong, empty where they agree."""
     module, dtype = found.swap.module, found.example.dtype
     with quiet(module):
-        with _Reads() as reads:  # type: ignore[no-untyped-call]
+        with Reads() as reads:  # type: ignore[no-untyped-call]
             expected = stock_forward(module)(found.example.clone(), *found.others)
         if reads.seen and "experts" not in found.calls:  # their code reads which experts are hit
-            return "its code reads numbers of tensors, as an `if` does, so that other input may take another way"
+            return READS
         got = _new(found, found.example, *found.others)
         found.error = distance(got, expected)
         if got.dtype != expected.dtype or not agrees(found.error, dtype):
@@ -136,7 +162,7 @@ def compared(found: Candidate) -> str:
 
 def _agrees_elsewhere(found: Candidate) -> bool:
     """Whether both agree on many rows of one token, too, where the module takes such: it may ask for shapes."""
-    rows = found.example.flatten(0, -2).repeat(3, 1)
+    rows = found.example.flatten(0, -2).repeat(MORE, 1)
     rows = rows.unsqueeze(1) if found.example.ndim == 3 else rows
     try:
         expected = stock_forward(found.swap.module)(rows.clone())
