@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
     """Small tensors gain nothing from more threads, and lose much beside other work."""
+    import torch  # pytest reads this file in the process, too, that hands tests to workers
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

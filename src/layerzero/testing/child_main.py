@@ -8,6 +8,7 @@ asks. Jobs come on stdin and messages leave on what was stdout, one JSON documen
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import inspect
 import os
@@ -108,12 +109,16 @@ def main(worker: str, parent: int) -> None:
         except BrokenPipeError:  # the parent is gone
             os._exit(0)
 
+    gc.disable()  # torch and what it needs are no garbage: to look through them took a quarter of a child's start
     module = importlib.import_module(worker)
+    gc.freeze()
+    gc.enable()
     decoder = jobs_of(module)
     say(Message("wants"))
     for line in jobs:
         module.work(decoder.decode(line), Tell(say))
         say(Message("wants"))
+    gc.freeze()  # nor does its end look
 
 
 if __name__ == "__main__":
